@@ -11,16 +11,18 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.checkpoint.compressor_place import COUNTER, OF_SAMPLES, PREFIX, StatePlace
 from megatron.checkpoint.files import Iteration
 from megatron.checkpoint.load import load_tensors, saved_shapes
-from megatron.checkpoint.logical import LogicalShard, TensorBox, shard_of_local
+from megatron.checkpoint.logical import LogicalShard
+from megatron.checkpoint.plain import dtype_from_name
 from megatron.comm.channel import Direction, PipelineChannel
 from megatron.comm.reducer import GradReducer, Unit
 from megatron.compression.error_feedback import RESIDUAL
@@ -29,81 +31,10 @@ from megatron.compression.state import CompressorState
 from megatron.parallel.data.buffer import ParamSlot
 from megatron.parallel.data.gradients import GradientSync
 from megatron.topology.agree import gather_texts
+from megatron.topology.group import Group
 from megatron.topology.layout import Coordinates, Layout
 
-PREFIX = "compressor."
-_COUNTER = "#"
-_OF_SAMPLES = (".ids", ".rows")
 Log = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class _Place:
-    """A named part of a compressor's state.
-
-    Args:
-        name: layout-independent name of its subject: a parameter, or a boundary between layers.
-        state: the state that holds it.
-        holders: sizes of the leading dimensions: holders whose residuals add up, and tensor-parallel ranks.
-        holder: this rank's indices in them.
-        index: place in the stack of a unit's tensors; None where a tensor is not a stack.
-        span: range of a whole bucket's flat tensors; None where there is none.
-        whole: length of the stack, or of the bucket.
-        slot: the parameter; None for messages.
-        leads: whether it also stands for the unit's counters.
-        index_sets: names of tensors that are indices into the unit; replicas share them.
-        means: tables of means, and the counts of each.
-        cut: tensor-parallel ranks hold means of different things; else equal ones.
-    """
-
-    name: str
-    state: CompressorState
-    holders: tuple[int, int]
-    holder: tuple[int, int]
-    index: int | None = None
-    span: tuple[int, int] | None = None
-    whole: int = 0
-    slot: ParamSlot | None = None
-    leads: bool = True
-    index_sets: tuple[str, ...] = ()
-    means: Mapping[str, str] = field(default_factory=dict)
-    cut: bool = False
-
-    def label(self, kind: str) -> str:
-        """Name of a tensor in checkpoints; a sample cache is named by its holder, since each has its own size."""
-        holder = ""
-        if kind.endswith(_OF_SAMPLES):
-            holder = "".join(f".{at}of{size}" for at, size in zip(self.holder, self.holders, strict=True))
-        return f"{PREFIX}{self.name}{holder}|{kind}"
-
-    def part(self, kind: str, tensor: Tensor) -> Tensor:
-        """This place's part of one of the state's tensors; of a set of indices, a mask (uint8) of the parameter."""
-        if kind in self.index_sets and self.slot is not None and self.index is not None:
-            count = self.slot.param.numel()
-            own = tensor[(tensor >= self.index * count) & (tensor < (self.index + 1) * count)] - self.index * count
-            mask = torch.zeros(count, dtype=torch.uint8, device=tensor.device)
-            mask[own] = 1
-            return mask.view(self.slot.param.shape)
-        if self.index is not None:
-            return tensor[self.index]
-        if self.span is not None and self.slot is not None:
-            return tensor[self.span[0] : self.span[1]].view(self.slot.param.shape)
-        return tensor
-
-    def shard(self, kind: str, part: Tensor, at: tuple[int, int] | None = None) -> LogicalShard:
-        """A part as the box that this rank holds (or reads: that of the holder ``at``) of a logical tensor."""
-        at = self.holder if at is None else at
-        if kind.endswith(_OF_SAMPLES):
-            return LogicalShard(tuple(part.shape), part.dtype, [TensorBox((0,) * part.dim(), part.detach())])
-        if kind in self.index_sets and self.slot is not None:
-            spec = self.slot.spec
-            return shard_of_local(part.unsqueeze(0), (0, *spec.offsets()), (1, *spec.logical_shape))
-        if kind == RESIDUAL and self.slot is not None:
-            spec = self.slot.spec
-            offsets, shape = (at[0], *spec.offsets()), (self.holders[0], *spec.logical_shape)
-            return shard_of_local(part.unsqueeze(0), offsets, shape)
-        offsets = (*at, *([0] * part.dim()))
-        return LogicalShard((*self.holders, *part.shape), part.dtype, [TensorBox(offsets, part.detach()[None, None])])
 
 
 class CompressorCheckpoint:
@@ -133,16 +64,54 @@ class CompressorCheckpoint:
         self.first_layers = first_layers
         self.cut = cut
 
-    def tensors(self) -> dict[str, LogicalShard]:
-        """All committed tensors, by name."""
+    def tensors(self, group: dist.ProcessGroup | None = None) -> dict[str, LogicalShard]:
+        """All committed tensors, by name. Every rank of the group calls this."""
         found: dict[str, LogicalShard] = {}
+        tied: dict[str, tuple[StatePlace, str, Tensor]] = {}
         for place in self._places():
-            for kind, tensor in place.state.portable().items():
-                found[place.label(kind)] = place.shard(kind, place.part(kind, tensor))
-            for kind, count in place.state.counters.items() if place.leads else ():
-                value = torch.tensor([count], dtype=torch.int64)
-                found[place.label(_COUNTER + kind)] = place.shard(kind, value)
+            parts = {kind: place.part(kind, tensor) for kind, tensor in place.state.portable().items()}
+            if place.leads:
+                counters = place.state.counters.items()
+                parts |= {COUNTER + kind: torch.tensor([count], dtype=torch.int64) for kind, count in counters}
+            for kind, part in parts.items():
+                found[place.label(kind)] = place.shard(kind, part)
+                if place.stage[1] > 1 and kind not in place.index_sets:
+                    tied[place.label(kind)] = place, kind, part
+        if group is not None and self.layout.ties and self.sync.plan.compressed(Point.DP_GRAD):
+            self._settle(found, tied, group)
         return found
+
+    def _settle(
+        self,
+        found: dict[str, LogicalShard],
+        tied: Mapping[str, tuple[StatePlace, str, Tensor]],
+        group: dist.ProcessGroup,
+    ) -> None:
+        """Makes the stages that hold a parameter agree on what is saved of its state.
+
+        They need not compress alike. A residual is one tensor: a stage without one saves zeros where another has one.
+        Anything else goes by the name of its stage unless all have it in the same form.
+        """
+        buckets = [(buffer.group, bucket) for buffer in self.sync.buffers for bucket in buffer.buckets]
+        places = [self._without_state(slot, replicas) for replicas, bucket in buckets for slot in bucket.slots]
+        holds = {place.name: place for place in places if place.stage[1] > 1}
+        types = {label: str(found[label].dtype).removeprefix("torch.") for label in tied}
+        forms = {label: [list(found[label].global_shape), kind] for label, kind in types.items()}
+        rows = [json.loads(text) for text in gather_texts(group, json.dumps([sorted(holds), forms]))]
+        for label in sorted({label for _, row in rows for label in row}):
+            name, _, kind = label.removeprefix(PREFIX).rpartition("|")
+            everyones = [row.get(label) for held, row in rows if name in held]
+            if name not in holds or all(form == everyones[0] for form in everyones):
+                continue
+            if kind == RESIDUAL:
+                place, form = holds[name], next(form for form in everyones if form is not None)
+                if label not in found and place.slot is not None:
+                    zeros = torch.zeros(place.slot.param.shape, dtype=dtype_from_name(form[1]))
+                    found[label] = place.shard(RESIDUAL, zeros)
+            elif label in tied:
+                own, _, part = tied[label]
+                del found[label]
+                found[own.apart.label(kind)] = own.apart.shard(kind, part)
 
     def load(self, root: str | Path, iteration: Iteration, group: dist.ProcessGroup | None, log: Log) -> None:
         """Restores what a checkpoint has for this run's compressors. Every rank of the group calls this.
@@ -165,7 +134,7 @@ class CompressorCheckpoint:
             one.put()
         _warn(set(saved), {one.item.name for one in wanted}, group, log)
 
-    def _places(self) -> Iterator[_Place]:
+    def _places(self) -> Iterator[StatePlace]:
         dp, tp = (self.layout.dp, self.at.dp), (self.layout.tp, self.at.tp)
         holders, holder = (dp[0], tp[0]), (dp[1], tp[1])
         for buffer, reducer in zip(self.sync.buffers, self.sync.reducers, strict=True):
@@ -179,7 +148,7 @@ class CompressorCheckpoint:
             at = (group.rank, tp[1])
             index_sets = self.sync.plan.rounds(Point.EMBED_GRAD).traits.index_sets
             size = (group.size, tp[0])
-            yield _Place(name, tied.sync.state, size, at, index=0, whole=1, slot=slot, index_sets=index_sets)
+            yield StatePlace(name, tied.sync.state, size, at, index=0, whole=1, slot=slot, index_sets=index_sets)
         for way in (self.channel.forward, self.channel.backward) if self.channel is not None else ():
             if self.channel is not None and self.channel.plan.compressed(way.point):
                 for end, states, boundary in self._ends(way):
@@ -188,30 +157,38 @@ class CompressorCheckpoint:
                     part = "" if self.channel.parts is None else ".part"
                     name = f"{way.point.value}.layer{self.first_layers[boundary + 1]}.{end}{part}"
                     means = dict(self.channel.plan.codec(way.point).traits.means)
-                    yield _Place(name, state, holders, holder, means=means, cut=self.cut)
+                    yield StatePlace(name, state, holders, holder, means=means, cut=self.cut)
 
     def _of_unit(
         self, unit: Unit, slots: Mapping[int, ParamSlot], length: int, reducer: GradReducer
-    ) -> Iterator[_Place]:
+    ) -> Iterator[StatePlace]:
         """The parameters of a unit: those of its stack, or all of its bucket (of some length)."""
         starts = [place.start for place in unit.places] or sorted(slots)
-        replicas = reducer.group
         for index, start in enumerate(starts):
             slot = slots[start]
-            # All stages of a tied embedding contribute to one sum, each with a residual of its own.
-            stages = (self.at.pp,) if slot.spec.tied is None else self.layout.holders(slot.spec.tied)
-            yield _Place(
-                f"{Point.DP_GRAD.value}.{slot.logical_name}",
-                unit.state,
-                holders=(replicas.size * len(stages), self.layout.tp),
-                holder=(replicas.rank + replicas.size * stages.index(self.at.pp), self.at.tp),
+            yield replace(
+                self._without_state(slot, reducer.group),
+                state=unit.state,
                 index=index if unit.places else None,
                 span=None if unit.places else (start, start + slot.stop - slot.start),
                 whole=len(starts) if unit.places else length,
-                slot=slot,
                 leads=index == 0,
                 index_sets=reducer.compressor.traits.index_sets,
             )
+
+    def _without_state(self, slot: ParamSlot, replicas: Group) -> StatePlace:
+        """The place of a parameter's state at ``DP_GRAD``, where its gradient is reduced over some replicas."""
+        # All stages of a tied embedding contribute to one sum, each with a residual of its own.
+        stages = (self.at.pp,) if slot.spec.tied is None else self.layout.holders(slot.spec.tied)
+        stage = stages.index(self.at.pp)
+        return StatePlace(
+            f"{Point.DP_GRAD.value}.{slot.logical_name}",
+            CompressorState(),
+            holders=(replicas.size * len(stages), self.layout.tp),
+            holder=(replicas.rank + replicas.size * stage, self.at.tp),
+            slot=slot,
+            stage=(stage, len(stages)),
+        )
 
     def _ends(self, way: Direction) -> Iterator[tuple[str, dict[int, CompressorState], int]]:
         """This rank's ends of the boundaries, in one direction."""
@@ -235,7 +212,7 @@ class _Wanted:
         shape, dtype: those in the checkpoint, holders included.
     """
 
-    place: _Place
+    place: StatePlace
     kind: str
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -247,11 +224,11 @@ class _Wanted:
     @property
     def fits(self) -> bool:
         """Whether this layout can hold it: any layout for a parameter's residual, else one with the same shards."""
-        if not all(self.shape) or (len(self.shape) < 2 and not self.kind.endswith(_OF_SAMPLES)):
+        if not all(self.shape) or (len(self.shape) < 2 and not self.kind.endswith(OF_SAMPLES)):
             return False  # nothing that a run writes
-        if self.kind.startswith(_COUNTER) and math.prod(self.shape[2:]) != 1:
+        if self.kind.startswith(COUNTER) and math.prod(self.shape[2:]) != 1:
             return False
-        if self.kind.endswith(_OF_SAMPLES):
+        if self.kind.endswith(OF_SAMPLES):
             return True
         if self._like_param and self.place.slot is not None:
             return self.shape[1:] == self.place.slot.spec.logical_shape
@@ -274,7 +251,7 @@ class _Wanted:
     def sources(self) -> Sequence[tuple[int, int]]:
         """The holders whose parts make up this rank's."""
         (row, column), rows, columns = self.place.holder, self.shape[0], self.place.holders[1]
-        if self.kind in self.place.index_sets or self.kind.endswith(_OF_SAMPLES):
+        if self.kind in self.place.index_sets or self.kind.endswith(OF_SAMPLES):
             return [(0, column)]
         same_rows = rows == self.place.holders[0]
         if self._of_means:
@@ -291,11 +268,11 @@ class _Wanted:
         if self._like_param and self.place.slot is not None:
             param = self.place.slot.param
             return torch.zeros(param.shape, dtype=self.dtype, device=param.device)
-        return torch.zeros(self.shape if self.kind.endswith(_OF_SAMPLES) else self.shape[2:], dtype=self.dtype)
+        return torch.zeros(self.shape if self.kind.endswith(OF_SAMPLES) else self.shape[2:], dtype=self.dtype)
 
     def shard(self, part: Tensor, at: tuple[int, int]) -> LogicalShard:
         """The part as a holder's box of the saved tensor."""
-        if self.kind.endswith(_OF_SAMPLES):
+        if self.kind.endswith(OF_SAMPLES):
             return self.place.shard(self.kind, part)
         columns = self.place.holders[1] if self._like_param else self.shape[1]
         return replace(self.place, holders=(self.shape[0], columns)).shard(self.kind, part, at)
@@ -303,8 +280,8 @@ class _Wanted:
     def put(self, part: Tensor) -> None:
         """Writes the part to its place, allocating the rest of its stack or bucket."""
         place, state = self.place, self.place.state
-        if self.kind.startswith(_COUNTER):
-            state.counters[self.kind.removeprefix(_COUNTER)] = int(part)
+        if self.kind.startswith(COUNTER):
+            state.counters[self.kind.removeprefix(COUNTER)] = int(part)
             return
         if self.kind == RESIDUAL and self.shape[0] != place.holders[0]:
             part.div_(place.holders[0])
@@ -352,12 +329,13 @@ class _Loaded:
             self.item.put(self._value)
 
 
-def _wanted(saved: Mapping[str, tuple[tuple[int, ...], torch.dtype]], place: _Place) -> Iterator[_Wanted]:
+def _wanted(saved: Mapping[str, tuple[tuple[int, ...], torch.dtype]], place: StatePlace) -> Iterator[_Wanted]:
     """Tensors of a checkpoint for a place, which this layout can restore."""
     for name, (shape, dtype) in saved.items():
-        item = _Wanted(place, name.rpartition("|")[2], shape, dtype)
-        if name == item.name and item.fits and (place.leads or not item.kind.startswith(_COUNTER)):
-            yield item
+        for own in (place, place.apart) if place.stage[1] > 1 else (place,):
+            item = _Wanted(own, name.rpartition("|")[2], shape, dtype)
+            if name == item.name and item.fits and (place.leads or not item.kind.startswith(COUNTER)):
+                yield item
 
 
 def _largest(group: dist.ProcessGroup | None, value: int) -> int:
@@ -369,7 +347,7 @@ def _warn(saved: set[str], used: set[str], group: dist.ProcessGroup | None, log:
     everyones: set[str] = set()
     for text in gather_texts(group, json.dumps(sorted(used))):
         everyones.update(json.loads(text))
-    lost = [name for name in sorted(saved - everyones) if f"|{_COUNTER}" not in name]
+    lost = [name for name in sorted(saved - everyones) if f"|{COUNTER}" not in name]
     if lost:
         names = ", ".join(name.removeprefix(PREFIX).replace("|", " ") for name in lost[:4])
         more = f" and {len(lost) - 4} more" if len(lost) > 4 else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,8 @@ from torch import Tensor
 from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan
 from megatron.comm.rounds import start_request
-from megatron.compression.api import Controller, Reduced
+from megatron.comm.trial import TriedReduction, meet, run_trial
+from megatron.compression.api import Controller, Reduced, Request, Trial
 from megatron.compression.points import Point
 from megatron.topology.group import Group
 
@@ -25,10 +26,12 @@ class ReducedPoint:
     Args:
         flats: this rank's final gradients, flat.
         shapes: shapes of this rank's parameters of two or more dimensions.
+        tried: the reductions of copies of them by another plan.
     """
 
     flats: Sequence[Tensor]
     shapes: Sequence[tuple[int, ...]]
+    tried: Callable[[CompressionPlan], Iterable[TriedReduction]]
 
 
 class Controllers:
@@ -39,10 +42,19 @@ class Controllers:
         points: points whose gradients are reduced in this run.
         world: the group of all ranks, with tensors on the CPU.
         ledger: where bytes and time are counted.
+        layout: tensor-, pipeline-, data- and expert-parallel size of the run.
     """
 
-    def __init__(self, plan: CompressionPlan, points: Sequence[Point], world: Group, ledger: Ledger) -> None:
-        self.plan, self.world, self.ledger = plan, world, ledger
+    def __init__(
+        self,
+        plan: CompressionPlan,
+        points: Sequence[Point],
+        world: Group,
+        ledger: Ledger,
+        layout: tuple[int, ...] = (1, 1, 1, 1),
+    ) -> None:
+        self.plan, self.world, self.ledger, self.layout = plan, world, ledger, layout
+        self._ahead_s = 0.0
         self.by_point: dict[Point, Controller] = {}
         for point in points:
             spec = plan.specs.get(point)
@@ -54,6 +66,15 @@ class Controllers:
     def _tune(self) -> None:
         for point, controller in self.by_point.items():
             self.plan.tune(point, controller.options(self.plan.stage))
+
+    def before_reduction(self, iteration: int) -> None:
+        """Waits for the other ranks where a controller asks how long that takes. Every rank calls it.
+
+        Args:
+            iteration: 0-based.
+        """
+        meets = any(controller.meets(iteration) for controller in self.by_point.values())
+        self._ahead_s = meet(self.world, self.ledger) if meets else 0.0
 
     def after_reduction(
         self, iteration: int, scale: float, all_finite: bool, look: Callable[[Point], ReducedPoint]
@@ -70,26 +91,46 @@ class Controllers:
             seen = look(point)
             compressed = self.plan.on(point, iteration)
             flats = seen.flats if all_finite else []
-            self._run(controller, Reduced(iteration, flats, seen.shapes, scale, compressed, self.plan.stage))
+            stage, ahead_s = self.plan.stage, self._ahead_s
+            reduced = Reduced(iteration, flats, seen.shapes, scale, compressed, stage, ahead_s)
+            self._run(point, controller, reduced, seen)
         self._tune()
 
-    def _run(self, controller: Controller, reduced: Reduced) -> None:
-        """Runs the collectives that a controller requests."""
+    def _run(self, point: Point, controller: Controller, reduced: Reduced, seen: ReducedPoint) -> None:
+        """Runs the collectives and trials that a controller requests."""
         generator = controller.after_reduction(reduced)
         try:
             request = next(generator)
             while True:
-                pending, result = start_request(request, self.world)
-                self.ledger.sent(Point.CONTROL, pending.sent_bytes)
-                self.ledger.wait(Point.CONTROL, pending)
-                request = generator.send(result)
+                request = generator.send(self._serve(point, request, seen))
         except StopIteration:
             return
+
+    def _serve(self, point: Point, request: Request | Trial, seen: ReducedPoint) -> Tensor:
+        if isinstance(request, Trial):
+            tried = seen.tried(self.plan.trial(point, request.options))
+            return run_trial(request, tried, self.world, self.ledger)
+        pending, result = start_request(request, self.world)
+        self.ledger.sent(Point.CONTROL, pending.sent_bytes)
+        self.ledger.wait(Point.CONTROL, pending)
+        return result
+
+    def figures(self) -> dict[str, dict[str, float]]:
+        """What the controllers say of themselves, by the names of their points; the same on every rank."""
+        covered = {
+            point: [stage for stage in range(self.plan.stages) if self.plan.covers(point, stage)]
+            for point in self.by_point
+        }
+        return {point.value: dict(controller.figures(covered[point])) for point, controller in self.by_point.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """The controllers' states by the names of their points; the same on every rank."""
         return {
-            point.value: {"compressor": self.plan.specs[point].name, "state": dict(controller.state_dict())}
+            point.value: {
+                "compressor": self.plan.specs[point].name,
+                "layout": list(self.layout),
+                "state": dict(controller.state_dict()),
+            }
             for point, controller in self.by_point.items()
         }
 
@@ -99,12 +140,14 @@ class Controllers:
         Raises:
             TypeError, ValueError, LookupError, ArithmeticError: when no run saves such a state.
         """
-        left = {(name, entry["compressor"]): entry["state"] for name, entry in saved.items()}
+        left = {(name, entry["compressor"]): entry for name, entry in saved.items()}
         for point, controller in self.by_point.items():
             name = self.plan.specs[point].name
-            state = left.pop((point.value, name), None)
-            if state is not None:
-                controller.load_state_dict(state)
+            entry = left.pop((point.value, name), None)
+            if entry is not None:
+                controller.load_state_dict(entry["state"])
+                if entry.get("layout") != list(self.layout):  # which earlier versions did not save
+                    controller.moved()
             else:
                 log(f"the checkpoint holds no state of the controller of {point.value}={name}: it starts anew")
         for place, name in left:

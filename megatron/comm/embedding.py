@@ -62,8 +62,9 @@ class EmbeddingSync:
         """
         count = math.prod(shape)
         whole = count <= grad.numel()
-        compressor = self.plan.rounds(Point.EMBED_GRAD)
-        if not self._on or not whole or not compressor.should_compress(shape):
+        serves = self._on and whole
+        compressor = self.plan.serving(Point.EMBED_GRAD, shape, self.state) if serves else None
+        if compressor is None:
             self._all_reduce(TensorReduction(IdentityRounds(), grad, CompressorState()), num_bytes(grad))
             return
         unit = self._unit(shape)

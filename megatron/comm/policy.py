@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 
 from megatron.compression.api import Codec, RoundCompressor
+from megatron.compression.error_feedback import RESIDUAL, LastResidual, SumResidual
 from megatron.compression.identity import IdentityCodec, IdentityRounds
 from megatron.compression.points import Point
 from megatron.compression.schedule import Activation
 from megatron.compression.spec import Spec
+from megatron.compression.state import CompressorState
 
 _EXACT_ROUNDS = IdentityRounds()
 _EXACT_CODEC = IdentityCodec()
@@ -54,6 +56,7 @@ class CompressionPlan:
         self.skipped = 0
         self._iteration = 0
         self._tuned: dict[Point, dict[str, float]] = {}
+        self._exact: set[Point] = set()
         self._rounds: dict[tuple[Point, Any], RoundCompressor] = {}
         self._codecs: dict[tuple[Point, Any], Codec] = {}
 
@@ -90,9 +93,25 @@ class CompressionPlan:
         if iteration >= 0:
             self._iteration = iteration
 
-    def tune(self, point: Point, values: Mapping[str, float]) -> None:
-        """Sets options of a point that a controller has chosen; all ranks that take part call this alike."""
-        self._tuned[point] = dict(values)
+    def tune(self, point: Point, values: Mapping[str, float] | None) -> None:
+        """Sets options of a point that a controller has chosen, or None for exact reductions on this stage; all ranks
+        that take part call this alike."""
+        self._tuned[point] = dict(values or {})
+        self._exact = self._exact - {point} if values is not None else self._exact | {point}
+
+    def exact(self, point: Point) -> bool:
+        """Whether a controller lets this stage reduce exactly, whatever the other stages do."""
+        return point in self._exact
+
+    def trial(self, point: Point, values: Mapping[str, float] | None) -> CompressionPlan:
+        """A plan that reduces at one point, compressed in every iteration with these options; None: exactly."""
+        if values is None:
+            return CompressionPlan({}, self.stage, self.stages)
+        spec = self.specs[point]
+        options = spec.options_at(self._iteration, {**self._tuned.get(point, {}), **values})
+        activation = replace(spec.activation, warmup_iters=0)
+        fixed = replace(spec, options=options, activation=activation, schedules={})
+        return CompressionPlan({point: fixed}, self.stage, self.stages)
 
     def options(self, point: Point) -> Any:
         """The options of this iteration at a point; None where nothing is ever compressed."""
@@ -119,6 +138,23 @@ class CompressionPlan:
         if (point, options) not in self._rounds:
             self._rounds[point, options] = self.specs[point].rounds(options)
         return self._rounds[point, options]
+
+    def serving(self, point: Point, shape: tuple[int, ...] | None, state: CompressorState) -> RoundCompressor | None:
+        """The compressor of one tensor in an iteration in which the point is on; None for an exact reduction.
+
+        A residual that is left of earlier iterations goes along with the first exact reduction.
+
+        Args:
+            point: the point.
+            shape: shape of the parameters; None for anything that the compressor was given as a whole.
+            state: the state of the tensor.
+        """
+        compressor = self.rounds(point)
+        if point not in self._exact and (shape is None or compressor.should_compress(shape)):
+            return compressor
+        kind = self.specs[point].feedback
+        left = kind != "off" and RESIDUAL in state.tensors
+        return LastResidual(compressor, cast(SumResidual, kind)) if left else None
 
     def codec(self, point: Point) -> Codec:
         """The codec of messages at a point, with the options of this iteration; without state."""

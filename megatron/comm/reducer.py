@@ -17,7 +17,7 @@ from megatron.compression.api import RoundCompressor
 from megatron.compression.approximation import write
 from megatron.compression.identity import IdentityRounds
 from megatron.compression.points import Point
-from megatron.compression.state import CompressorState
+from megatron.compression.state import CompressorState, both
 from megatron.kernels.ops import finite_norm
 from megatron.topology.group import Group, num_bytes
 
@@ -76,6 +76,11 @@ class Unit:
         for before, after in itertools.pairwise(self.places):
             if before.stop != after.start:
                 raise ValueError(f"{before.name} and {after.name} do not lie one behind the other in their bucket")
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """Shape of each parameter; None for a whole bucket."""
+        return self.places[0].shape if self.places else None
 
     def view(self, flat: Tensor) -> Tensor:
         """The unit's part of the bucket: (k, *shape), or the whole bucket."""
@@ -170,12 +175,18 @@ class GradReducer:
 
     def kind(self) -> Hashable:
         """Key of the kernels that a ready bucket launches: a part of the step's kind."""
-        used = [unit.state for units in self.units for unit in units] if self._on else []
-        launches = [self.compressor.launches(state) for state in used]
-        if None in launches:
+        used = [(index, *pair) for index, units in enumerate(self.units) for pair in self._used(units)]
+        launches = both(*(compressor.launches(unit.state) for _, unit, compressor in used))
+        if launches is None:
             return None
+        which = tuple((index, unit.shape, type(compressor)) for index, unit, compressor in used)
         options = self.plan.options(Point.DP_GRAD) if self._on else None
-        return Point.DP_GRAD, options, self._scale == 1.0, self._checks, tuple(launches)
+        return Point.DP_GRAD, options, self._scale == 1.0, self._checks, which, launches
+
+    def _used(self, units: Sequence[Unit]) -> list[tuple[Unit, RoundCompressor]]:
+        """The units of a bucket that this step does not just sum, and what reduces each."""
+        serving = ((unit, self.plan.serving(Point.DP_GRAD, unit.shape, unit.state)) for unit in units if self._on)
+        return [(unit, compressor) for unit, compressor in serving if compressor is not None]
 
     def residuals(self) -> Iterator[tuple[list[str], CompressorState]]:
         """Names of each unit's parameters (a stack's, or a whole bucket's), and its state."""
@@ -238,10 +249,10 @@ class GradReducer:
         self.check(bucket.flat)
         if bucket.skipped:
             return _PendingBucket(None, [])
-        compressor = self.compressor
-        used = [u for u in units if not u.places or compressor.should_compress(u.places[0].shape)] if self._on else []
+        serving = self._used(units)
+        used = [unit for unit, _ in serving]
         with self.ledger.encoding(Point.DP_GRAD):
-            reductions = [TensorReduction(compressor, unit.take(bucket.flat, self._scale), unit.state) for unit in used]
+            reductions = [TensorReduction(c, unit.take(bucket.flat, self._scale), unit.state) for unit, c in serving]
         reductions += [
             TensorReduction(IdentityRounds(), bucket.flat[span], CompressorState()) for span in _rest(bucket, used)
         ]

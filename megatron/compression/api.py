@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron.compression.approximation import Approximation, write
+from megatron.compression.controller import Controller, Reduced, Trial
 from megatron.compression.points import Point
 from megatron.compression.requests import Level, Op, Peers, Request
 from megatron.compression.schedule import Activation
@@ -37,6 +38,7 @@ __all__ = [
     "Request",
     "RoundCompressor",
     "SumTraits",
+    "Trial",
 ]
 
 
@@ -78,58 +80,6 @@ class Compressor:
     def tuned_limits(self) -> Mapping[str, tuple[float, float]]:
         """Least and greatest value of each option that a ``Controller`` tunes during the run, by field."""
         return {}
-
-
-@dataclass(frozen=True)
-class Reduced:
-    """One step's gradients after their reduction, for a ``Controller``.
-
-    Args:
-        iteration: 0-based.
-        flats: this rank's final gradients, flat, with the loss scale; empty where the step cannot be taken.
-        shapes: shapes of this rank's parameters of two or more dimensions.
-        scale: the loss scale.
-        compressed: whether the compressor was on, and not in its warm-up.
-        stage: this rank's pipeline stage.
-    """
-
-    iteration: int
-    flats: Sequence[Tensor]
-    shapes: Sequence[tuple[int, ...]]
-    scale: float
-    compressed: bool
-    stage: int
-
-
-class Controller(ABC):
-    """Tunes options of a compressor during the run.
-
-    Every rank holds one. It must decide by values that are equal on all ranks, such as all-reduced ones.
-    """
-
-    @abstractmethod
-    def after_reduction(self, reduced: Reduced) -> Generator[Request, Tensor, None]:
-        """Measures a step's gradients; every rank calls it after every step.
-
-        Yields requests over the world, with small tensors on the CPU. All ranks yield the same.
-        """
-
-    @abstractmethod
-    def options(self, stage: int) -> Mapping[str, float]:
-        """The options of a pipeline stage by field, within ``Compressor.tuned_limits``."""
-
-    @abstractmethod
-    def state_dict(self) -> Mapping[str, Any]:
-        """The state that must survive a restart: plain numbers and lists of them, equal on all ranks."""
-
-    @abstractmethod
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what ``state_dict`` returned.
-
-        Raises:
-            TypeError, ValueError, LookupError, ArithmeticError: when no run saves such a state; nothing has changed
-                then.
-        """
 
 
 @dataclass(frozen=True)

@@ -7,24 +7,33 @@ windows of iterations, and at each window's end a rule turns it into the rank of
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from megatron.compression.api import Controller, Reduced, Request
+from megatron.base.option import derived
+from megatron.compression.api import Controller, Op, Reduced, Request, Trial
 from megatron.compression.linalg import matrix_shape
 from megatron.compression.options import opt
 from megatron.compression.points import Point
 from megatron.compression.powersgd import PowerSGD, PowerSGDConfig
 from megatron.compression.registry import Registration, Registry
 from megatron.compression.schedule import Activation
-from megatron.kernels.ops import sample_histogram
+from megatron.compression.stage_times import StageTimes, ranks_to_try
+from megatron.kernels.ops import finite_norm, sample_histogram
 
 _BINS = 1000
 _GRID = 4096
+
+_PROBE_EVERY = 10
+"""Iterations after which times are measured, and measured again where that was not possible."""
+
+_MEETINGS = 3
+"""Iterations before that, and with it, in which the ranks wait for each other: one may be out of the ordinary."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +49,15 @@ class EDGCConfig(PowerSGDConfig):
         "linear", "by the entropy's change, as the published code; or by the error that the theory keeps constant"
     )
     max_step: int = opt(4, "the rank moves by no more than this at a time", minimum=1)
-    stage_slack: float = opt(
-        0.0,
-        "share by which the rank of each later pipeline stage, whose reduction begins earlier, is greater",
+    warmup_ends: Literal["iterations", "error"] = opt(
+        "iterations",
+        "by the iterations of warmup; or, after these, by the error: when the least rank loses less than the greatest "
+        "one did at the start of the run",
+    )
+    stage_slack: float | None = derived(
+        "measured",
+        "share by which the rank of each later pipeline stage, whose reduction begins earlier, is greater; without it "
+        "ranks fit into measured times, and sums are exact where that is faster",
         minimum=0,
         maximum=10,
     )
@@ -162,6 +177,11 @@ class RankByEntropy:
         self.means, self.sum, self.count = kept, total, count
 
 
+def _probes_at(iteration: int) -> bool:
+    """Whether to measure in an iteration; never in the first ones of a run, nor usually in those after a restart."""
+    return (iteration + 1) % _PROBE_EVERY == 0
+
+
 def _even(rank: float) -> int:
     return 2 * round(rank / 2)
 
@@ -170,24 +190,93 @@ class RankController(Controller):
     """Measures the entropy of the first stage's gradients, as EDGC has it, and moves the rank by ``RankByEntropy``.
 
     The matrices of the formula are the first stage's largest; all ranks learn their shape after the first step.
+
+    A probe measures once what reductions take, with some ranks and exact. Later stages end their backward pass earlier,
+    so that their reduction may take longer than the first one's; the ranks meet a few times, to see how much. Until
+    the probe all stages have the same rank.
+
+    Where the error ends the warm-up, the probe also measures what the greatest rank loses, and the ends of windows what
+    the least one does. All stages reduce exactly until that is less.
     """
 
     def __init__(self, config: EDGCConfig) -> None:
         self.config = config
         self.rule = RankByEntropy(config)
+        self.times: StageTimes | None = None
+        self.warm = config.warmup_ends == "iterations"
+        self.measured: dict[str, float] = {}
         self._knows_shape = False
+        self._waited_s: list[float] = []
 
-    def options(self, stage: int) -> Mapping[str, float]:
-        """Later stages end their backward pass earlier, so that their reduction may take longer."""
-        return {"rank": min(round(self.rule.rank * (1.0 + self.config.stage_slack * stage)), self.config.rank)}
+    def meets(self, iteration: int) -> bool:
+        return self._wants_times and any(_probes_at(iteration + later) for later in range(_MEETINGS))
 
-    def after_reduction(self, reduced: Reduced) -> Generator[Request, Tensor, None]:
+    @property
+    def _wants_times(self) -> bool:
+        return self.config.stage_slack is None and self.times is None
+
+    @property
+    def _wants_error(self) -> bool:
+        return not self.warm and "first_error" not in self.measured
+
+    def options(self, stage: int) -> Mapping[str, float] | None:
+        if not self.warm:
+            return None
+        if self.times is not None:
+            rank = self.times.rank(stage, self.rule.rank, self.config.limits)
+            return None if rank is None else {"rank": rank}
+        slack = 1.0 + (self.config.stage_slack or 0.0) * stage
+        return {"rank": min(round(self.rule.rank * slack), self.config.rank)}
+
+    def after_reduction(self, reduced: Reduced) -> Generator[Request | Trial, Tensor, None]:
         if not self._knows_shape:
             yield from self._learn_shape(reduced)
+        if self.meets(reduced.iteration):
+            self._waited_s = [*self._waited_s, reduced.ahead_s][-_MEETINGS:]
+        probes = (self._wants_times or self._wants_error) and _probes_at(reduced.iteration)
+        if probes and (yield from self._all_finite(reduced)):
+            if self._wants_times:
+                yield from self._probe(reduced)
+            if self._wants_error:
+                self.measured["first_error"] = yield from self._error(self.config.rank, reduced)
         if (reduced.iteration + 1) % self.config.sample_every == 0:
-            self.rule.add((yield from self._measure(reduced)) - math.log(reduced.scale))
+            entropy = (yield from self._measure(reduced)) - math.log(reduced.scale)
+            self.rule.add(entropy)
+            if math.isfinite(entropy):
+                self.measured["entropy"] = entropy
         if (reduced.iteration + 1) % self.config.window == 0:
-            self.rule.close_window(moves=reduced.compressed)
+            self.rule.close_window(moves=reduced.compressed and self.warm)
+            if reduced.compressed and not self.warm and "first_error" in self.measured:
+                yield from self._end_warm_up(reduced)
+
+    def _end_warm_up(self, reduced: Reduced) -> Generator[Request | Trial, Tensor, None]:
+        """Ends the warm-up if the least rank loses less by now than the greatest one did."""
+        if (yield from self._all_finite(reduced)):
+            error = yield from self._error(self.config.limits[0], reduced)
+            self.measured["last_error"] = error
+            self.warm = error < self.measured["first_error"]
+
+    def _error(self, rank: int, reduced: Reduced) -> Generator[Request | Trial, Tensor, float]:
+        """What a rank loses of the first stage's gradients, relative to them."""
+        _, error, norm = (yield Trial({"rank": rank}, repeats=1)).tolist()
+        pair = yield Request(torch.tensor([error, norm], dtype=torch.float64) * (reduced.stage == 0))
+        error, norm = pair.tolist()
+        return math.sqrt(error / norm) if norm > 0 else 0.0
+
+    def _all_finite(self, reduced: Reduced) -> Generator[Request, Tensor, bool]:
+        """Whether all gradients of all ranks are finite."""
+        finite = bool(reduced.flats) and all(bool(finite_norm(flat)[1]) for flat in reduced.flats)
+        return float((yield Request(torch.tensor([0.0 if finite else 1.0])))) == 0.0
+
+    def _probe(self, reduced: Reduced) -> Generator[Request | Trial, Tensor, None]:
+        """Measures the times of all stages' reductions; all ranks get to know those of all."""
+        ranks = ranks_to_try(self.config.rank)
+        row = [float(reduced.stage), median(self._waited_s)]
+        for options in (None, *({"rank": rank} for rank in ranks)):
+            seconds, _, _ = (yield Trial(options)).tolist()
+            row.append(seconds)
+        rows = yield Request(torch.tensor(row, dtype=torch.float64), Op.GATHER)
+        self.times = StageTimes.of(ranks, rows.tolist())
 
     def _learn_shape(self, reduced: Reduced) -> Generator[Request, Tensor, None]:
         """Shares the shape of the first stage's matrices: all of its ranks have the same, so the mean is that shape."""
@@ -206,11 +295,37 @@ class RankController(Controller):
         total, count = pair.tolist()
         return total / count if count else math.nan
 
+    def figures(self, stages: Sequence[int]) -> Mapping[str, float]:
+        """Entropy, the errors that end the warm-up, ranks (0: exact), and the seconds that the probe has found."""
+        chosen = {stage: self.options(stage) for stage in stages}
+        ranks = {stage: 0.0 if options is None else float(options["rank"]) for stage, options in chosen.items()}
+        found = {**self.measured, "rank": float(self.rule.rank)}
+        for stage, rank in ranks.items():
+            found[f"rank_of_stage_{stage}"] = rank
+            if self.times is not None:
+                exact = self.times.exact_s[stage]
+                found[f"seconds_of_stage_{stage}"] = self.times.seconds(stage, int(rank)) if rank else exact
+                found[f"exact_seconds_of_stage_{stage}"] = exact
+                found[f"head_start_of_stage_{stage}"] = self.times.ahead_s[stage]
+        return found
+
+    def moved(self) -> None:
+        self.times = None
+
     def state_dict(self) -> Mapping[str, Any]:
-        return self.rule.state_dict()
+        times = None if self.times is None else self.times.state_dict()
+        return {**self.rule.state_dict(), "measured": dict(self.measured), "warm": self.warm, "times": times}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        times = state.get("times")  # what earlier versions did not measure, they did not save
+        read = None if times is None else StageTimes.from_state(times)
+        measured = {str(name): float(value) for name, value in dict(state.get("measured", {})).items()}
+        if not all(map(math.isfinite, measured.values())):
+            raise ValueError("what EDGC has measured is not that of a run")
         self.rule.load_state_dict(state)
+        self.times = read if self.config.stage_slack is None else None
+        self.warm = self.config.warmup_ends == "iterations" or state.get("warm") is True
+        self.measured = measured
 
 
 class EDGC(PowerSGD):
@@ -221,6 +336,11 @@ class EDGC(PowerSGD):
     def problem(self, activation: Activation) -> str:
         if self.config.min_rank > self.config.rank:
             return f"min-rank={self.config.min_rank} is above rank={self.config.rank}, the greatest; lower it"
+        return ""
+
+    def check(self, point: Point, flags: Mapping[str, Any]) -> str:
+        if flags["deterministic_mode"] and self.config.stage_slack is None:
+            return "--deterministic-mode: it decides by measured times, which no two runs share; give stage-slack=0"
         return ""
 
     def tuned_limits(self) -> Mapping[str, tuple[float, float]]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron.compression.api import Aggregate, Codec, Payload, Peers, Request, RoundCompressor
 from megatron.compression.approximation import subtract
 from megatron.compression.health import measure, squared_norms
+from megatron.compression.identity import IdentityRounds
 from megatron.compression.state import CompressorState, both
 
 RESIDUAL = "residual"
@@ -87,6 +88,23 @@ class ErrorFeedback(RoundCompressor):
         left_k = squared_norms(residual, self.traits.batched)
         state.stage_health(measure(state.health, aggregate.gradient_k, aggregate.given_k, left_k))
         self.inner.finalize(x, aggregate.inner, state, peers)
+
+
+class LastResidual(ErrorFeedback):
+    """An exact reduction that takes along what is left of a residual, for a tensor that is compressed no more.
+
+    Args:
+        compressor: what has left the residual.
+        kind: kind of the residual.
+    """
+
+    def __init__(self, compressor: RoundCompressor, kind: SumResidual) -> None:
+        super().__init__(IdentityRounds(), kind)
+        self.traits = replace(self.traits, batched=compressor.traits.batched)
+
+    def finalize(self, x: Tensor, aggregate: Aggregate, state: CompressorState, peers: Peers) -> None:
+        super().finalize(x, aggregate, state, peers)
+        del state.tensors[RESIDUAL]
 
 
 class ErrorFeedbackCodec(Codec):

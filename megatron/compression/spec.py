@@ -314,6 +314,7 @@ def describe(registry: Registry) -> str:
         lines += ["", f"{name}: {summary}"]
         for option in field_options(name, registration.config):
             default = ("on" if option.default else "off") if isinstance(option.default, bool) else option.default
+            default = option.option.when_unset if default is None else default
             over = " (may change: 64@0/32@1000 or 64~8@1000)" if option.option.scheduled else ""
             lines.append(f"  {option.flag:<16} {_kind(option)}, default {default}: {option.option.help}{over}")
         usual = [f"{kind} at {point.value}" for point, kind in registration.feedback.items() if kind != "off"]

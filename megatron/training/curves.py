@@ -85,6 +85,8 @@ class CurveSink(Sink, ABC):
             if point.residual is not None and point.staleness is not None:
                 values[f"residual over gradient/{name}"] = point.residual
                 values[f"residual age in steps/{name}"] = point.staleness
+        for name, figures in metrics.controllers.items():
+            values |= {f"{figure.replace('_', ' ')}/{name}": value for figure, value in figures.items()}
         return values
 
     def evaluation(self, evaluation: Evaluation) -> None:

@@ -90,6 +90,7 @@ class StepMetrics:
     memory_bytes: int | None = None  # peak memory of this rank
     computed_s: float | None = None  # seconds of an iteration that were neither coding nor waiting
     traffic: Mapping[str, PointTraffic] = field(default_factory=dict)  # traffic of each communication point
+    controllers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # point -> figures of its controller
     timers_ms: Mapping[str, Sequence[float]] = field(default_factory=dict)  # milliseconds of each timer on each rank
 
     @property
@@ -252,6 +253,16 @@ def format_train_line(metrics: StepMetrics) -> str:
     if metrics.expert_imbalance is not None:
         fields.append(f"expert load max/mean: {metrics.expert_imbalance:.3f}")
     return " " + " ".join(f"{field} |" for field in fields)
+
+
+def format_controller_lines(metrics: StepMetrics) -> list[str]:
+    """A line for each compressor that is tuned during the run: its controller's figures."""
+    return [
+        f" compressor of {point} at iteration {metrics.iteration:8d} | "
+        + " ".join(f"{name.replace('_', ' ')}: {value:.5g} |" for name, value in figures.items())
+        for point, figures in metrics.controllers.items()
+        if figures
+    ]
 
 
 def format_evaluation_lines(evaluation: Evaluation) -> list[str]:

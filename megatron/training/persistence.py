@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.base.errors import UserError
-from megatron.checkpoint.compressor_state import PREFIX, CompressorCheckpoint
+from megatron.checkpoint.compressor_place import PREFIX
+from megatron.checkpoint.compressor_state import CompressorCheckpoint
 from megatron.checkpoint.files import Iteration, checkpoint_folder, iteration_of
 from megatron.checkpoint.find import read_tracker
 from megatron.checkpoint.folder_lock import FolderLock
@@ -160,7 +161,7 @@ class RunCheckpoints:
         tensors = model_tensors(self.engines.stages)
         if not self.config.no_save_optim:
             tensors |= optimizer_tensors(self.engines.optimizer)
-            tensors |= self.compressors.tensors()
+            tensors |= self.compressors.tensors(self.group)
         self.saver.save(iteration, tensors, self.parts.state_dict(), self.config_yaml)
         self.saved_iteration = iteration
 

@@ -23,7 +23,7 @@ from megatron.training.flops import (
     model_tflops,
 )
 from megatron.training.forecast import FIRST_ESTIMATE, Forecast, format_estimate, format_size, model_size
-from megatron.training.metrics import Evaluation, MetricsWindow, StepMetrics
+from megatron.training.metrics import Evaluation, MetricsWindow, StepMetrics, format_controller_lines
 from megatron.training.peaks import peak_tflops
 from megatron.training.progress import ProgressBar
 from megatron.training.progress_state import Progress
@@ -214,11 +214,14 @@ class Reporter:
             memory_bytes=peak_memory_bytes(topology.device),
             computed_s=computed_s,
             traffic=traffic,
+            controllers=self.engines.sync.controllers.figures(),
             timers_ms=times,
         )
         self.sinks.window(window)
         if self.config.logging.log_comm:
             self.sinks.line(format_comm_line(window.iteration, traffic, computed_s))
+        for line in format_controller_lines(window):
+            self.sinks.line(line)
         for warning in warnings:
             self.sinks.line(f"warning: {warning}")
         if times and self.config.logging.timing_log_level > 0:

@@ -161,7 +161,8 @@ class JsonLinesSink(Sink):
             "computed_s": metrics.computed_s,
             "comm": {name: point.as_dict() for name, point in metrics.traffic.items()},
         }
-        self.event("train", metrics.iteration, {**values, **({"timers_ms": timers_ms} if timers_ms else {})})
+        maps = {"controllers": metrics.controllers, "timers_ms": timers_ms}
+        self.event("train", metrics.iteration, {**values, **{name: table for name, table in maps.items() if table}})
 
     def evaluation(self, evaluation: Evaluation) -> None:
         values = {"consumed_samples": evaluation.consumed_samples, "samples": evaluation.samples}

@@ -525,7 +525,7 @@ def _ranks_by_entropy(changes: Changes) -> tuple[list[int], list[float]]:
 
 def test_ranks_follow_the_entropy_alike_on_every_rank() -> None:
     """Decided at the ends of windows alone, by numbers that all hold, and independent of the loss scale."""
-    spec = "dp-grad=edgc,rank=8,min-rank=2,window=4,sample-every=1,max-step=2"
+    spec = "dp-grad=edgc,rank=8,min-rank=2,window=4,sample-every=1,max-step=2,stage-slack=0"
     results = run_ranks(4, _ranks_by_entropy, _run(spec, pp=2))
     assert all(result == results[0] for result in results)
     ranks, means = results[0]
@@ -553,7 +553,7 @@ def test_all_stages_decide_by_the_matrices_of_the_first() -> None:
 
 def test_the_first_compressed_step_has_the_greatest_rank() -> None:
     """Windows of the dense warm-up are measured, but they do not move the rank."""
-    spec = "dp-grad=edgc,rank=8,min-rank=2,window=2,sample-every=1,max-step=2,warmup=9"
+    spec = "dp-grad=edgc,rank=8,min-rank=2,window=2,sample-every=1,max-step=2,warmup=9,stage-slack=0"
     ranks, means = run_ranks(2, _ranks_by_entropy, _run(spec))[0]
     assert len(means) > 2
     assert ranks[:9] == [8] * 9

@@ -38,7 +38,7 @@ def _of(engines: Engines) -> CompressorCheckpoint:
 def _boxes(state: CompressorCheckpoint) -> Boxes:
     return [
         (name, shard.global_shape, box.offsets, box.tensor.clone())
-        for name, shard in sorted(state.tensors().items())
+        for name, shard in sorted(state.tensors(state.sync.topology.control.pg).items())
         for box in shard.boxes
     ]
 
@@ -47,7 +47,8 @@ def _save(changes: dict[str, dict[str, Any]], root: Path) -> Boxes:
     engines = tiny_engines(changes)
     tiny_train(engines, 4)
     state = _of(engines)
-    save_checkpoint(root, 4, state.tensors(), {}, "", engines.topology.control.pg)
+    group = engines.topology.control.pg
+    save_checkpoint(root, 4, state.tensors(group), {}, "", group)
     return _boxes(state)
 
 
@@ -99,6 +100,27 @@ def test_other_replicas_share_the_residuals_and_other_stages_take_theirs(factors
         for name, total in found.items():
             torch.testing.assert_close(total, wanted[name], rtol=1e-12, atol=1e-12)
         assert all(bool(lines) == bool(missing or layout.get("tensor_model_parallel_size")) for _, lines in loaded)
+
+
+def test_one_of_the_stages_that_hold_the_embedding_may_compress_it(tmp_path: Path) -> None:
+    """Its residual is saved with the other's, which is nothing, and its factors by the name of the stage."""
+    changes = _changes("dp-grad=powersgd,rank=2,stages=first:1", pipeline_model_parallel_size=2)
+    saved = run_ranks(4, _save, changes, tmp_path)
+    wanted = _sums(saved)
+    embedding = "compressor.dp-grad.embedding.word_embeddings.weight"
+    assert wanted[f"{embedding}|residual"].abs().max() > 0
+    same = run_ranks(4, _load, changes, tmp_path)
+    for before, (after, lines) in zip(saved, same, strict=True):
+        assert lines == []
+        assert [box[:3] for box in before] == [box[:3] for box in after]
+        assert [a[0] for a, b in zip(before, after, strict=True) if not torch.equal(a[3], b[3])] == []
+    names = {name for boxes in saved for name, *_ in boxes}
+    assert {name for name in names if "of2" in name} == {f"{embedding}.0of2|q", f"{embedding}.0of2|#draws"}
+    other = run_ranks(2, _load, _changes("dp-grad=powersgd,rank=2"), tmp_path)
+    found = _sums([boxes for boxes, _ in other])
+    for name, total in wanted.items():
+        torch.testing.assert_close(found[name], total, rtol=1e-12, atol=1e-12)
+    assert all("embedding.word_embeddings.weight.0of2 q" in lines[0] for _, lines in other)
 
 
 def test_flat_residuals_follow_their_parameters(tmp_path: Path) -> None:

@@ -189,6 +189,10 @@ SAME: dict[str, tuple[int, dict[str, Any]]] = {
             "compress": ["dp-grad=edgc,rank=10,min-rank=2,window=3,sample-every=1,max-step=8,stage-slack=0.3"],
         },
     ),
+    "low rank on one of the stages that hold the embedding": (
+        4,
+        {"pipeline_model_parallel_size": 2, "compress": ["dp-grad=powersgd,rank=2,stages=first:1"]},
+    ),
     "stable top-k on tensor-parallel ranks": (
         4,
         {
@@ -303,7 +307,7 @@ def test_a_controllers_state_without_a_controller_is_named(prefix: Path, tmp_pat
 
 def test_the_checkpoint_of_an_earlier_version_goes_on(prefix: Path, tmp_path: Path) -> None:
     """One controller had a name of its own there, and nothing said when the variances were frozen."""
-    changes = {"compress": ["dp-grad=edgc,rank=10,min-rank=2,window=3,sample-every=1,max-step=8"]}
+    changes = {"compress": ["dp-grad=edgc,rank=10,min-rank=2,window=3,sample-every=1,max-step=8,stage-slack=0"]}
     whole, saved = tmp_path / "whole.jsonl", tmp_path / "saved"
     train(2, tiny_flags(prefix, **changes, train_iters=16, log_json_file=whole))
     train(2, tiny_flags(prefix, **changes, train_iters=16, exit_interval=4, save=saved))

@@ -152,10 +152,6 @@ _HARMLESS = [
         values="plot-gradients-density-type plot-gradients-density-interval plot-gradients-density-output-dir",
     ),
     _harmless(
-        "losses, ranks and times go to --log-json-file; EDGC itself is --compress dp-grad=edgc",
-        values="collect-log-path",
-    ),
-    _harmless(
         "the run's length is --train-iters, --train-samples or --train-tokens",
         values="n-epochs num-iters",
     ),

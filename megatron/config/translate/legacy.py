@@ -1,4 +1,4 @@
-"""Translation of the compression flags of Optimus-CC, Radius and AQ-SGD into compressor specs."""
+"""Translation of the compression flags of Optimus-CC, Radius, EDGC and AQ-SGD into compressor specs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.config.translate.rules import Dialect, Explicit, Theirs, flag
 
 @dataclass(frozen=True, kw_only=True)
 class LegacyConfig:
-    """Flags of Optimus-CC, Radius and AQ-SGD for compression and logging, translated into --compress and --log-..."""
+    """Flags of Optimus-CC, Radius, EDGC and AQ-SGD for compression and logging, translated into our own."""
 
     experiment_name: str | None = derived("run", "Name of the run, for --save-json-log.")
     save_json_log: bool = option(False, "Same as --log-json-file PATH/NAME.jsonl.")
@@ -27,6 +27,11 @@ class LegacyConfig:
     grad_comp_rank: int = option(4, "Rank of --grad-comp.", minimum=1)
     grad_comp_warm_up: float = option(
         0.1, "Share of the iterations that --grad-comp leaves uncompressed.", minimum=0, maximum=1
+    )
+    collect_log_path: str | None = derived(
+        "no records of EDGC",
+        "EDGC's, the same as --log-json-file FOLDER/edgc.jsonl. With it --grad-comp means --compress dp-grad=edgc.",
+        metavar="FOLDER",
     )
     selective_grad_comp: bool = option(False, "Only the first stages run --grad-comp.")
     selective_grad_comp_way: int = option(2, "How many stages --selective-grad-comp means.", minimum=0)
@@ -194,6 +199,8 @@ def _json_files(old: Theirs, explicit: Explicit, note: Note) -> None:
     if explicit.get("logging.log_gradients") and old.log_gradients_output_dir is not None:
         path = str(Path(old.log_gradients_output_dir) / "gradients.jsonl")
         why = "--log-gradients-output-dir"
+    if old.collect_log_path is not None:
+        path, why = str(Path(old.collect_log_path) / "edgc.jsonl"), "--collect-log-path"
     if old.save_json_log:
         path = str(Path(old.save_json_path) / f"{old.experiment_name or 'run'}.jsonl")
         why = "--save-json-log"
@@ -262,11 +269,20 @@ def _optimus_gradients(old: Theirs, stages: int) -> list[tuple[str, str]]:
         # The published reducer keeps input - average, not input - own contribution.
         feedback = "aggregate" if old.use_error_feedback else "off"
         spec = "dp-grad=powersgd," + _low_rank(old, "grad_comp", feedback)
+        if old.collect_log_path is not None:
+            spec, flags = _edgc(old, feedback), f"{flags} --collect-log-path"
     if old.selective_grad_comp:
         way = old.selective_grad_comp_way
         spec += f",stages=first:{min(way, stages) if stages > 1 else way}"  # the first three of two are both
         flags += " --selective-grad-comp"
     return [(flags, spec)]
+
+
+def _edgc(old: Theirs, feedback: str) -> str:
+    """EDGC finds the rank by itself and never read --grad_comp_rank; where that is given, it is the greatest rank."""
+    shared = _low_rank(old, "grad_comp", feedback)
+    own = shared if "grad_comp_rank" in old.names else shared.partition(",")[2]
+    return f"dp-grad=edgc,{own},warmup-ends=error"
 
 
 def _optimus_pipeline(old: Theirs) -> list[tuple[str, str]]:

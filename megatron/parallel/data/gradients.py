@@ -13,6 +13,7 @@ from megatron.comm.embedding import EmbeddingSync
 from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan
 from megatron.comm.reducer import GradBucket, GradReducer, Place
+from megatron.comm.trial import TriedReduction, tried_bucket, tried_embedding
 from megatron.compression.points import Point
 from megatron.compression.state import CompressorState, both
 from megatron.parallel.data.buffer import Bucket, BucketKind, FlatBuffer, ParamSlot
@@ -88,7 +89,9 @@ class GradientSync:
             )
             for buffer in buffers
         ]
-        self.controllers = Controllers(plan, self._reduced_points(), topology.control, ledger)
+        layout = topology.layout
+        sizes = (layout.tp, layout.pp, layout.dp, layout.ep)
+        self.controllers = Controllers(plan, self._reduced_points(), topology.control, ledger, sizes)
         self._iteration = 0
         self._scale = 1.0
         self._asks = False
@@ -186,6 +189,7 @@ class GradientSync:
             steps where no compressor had to know.
         """
         self._all_reduce_partial()
+        self.controllers.before_reduction(self._iteration)
         if self.clips_first and self.clip_grad > 0:
             max_norm = self.clip_grad
             clip_replica(self.buffers, self.topology, self.ledger, max_norm, self._scale, counted, expected_tokens)
@@ -212,11 +216,25 @@ class GradientSync:
         return ReducedPoint(
             [buffer.grads_of(bucket)[own_share(bucket, buffer.group, self.sharded)] for buffer, bucket in seen],
             [tuple(slot.param.shape) for _, bucket in seen for slot in bucket.slots if slot.param.dim() > 1],
+            self._tried_embeddings if point is Point.EMBED_GRAD else self._tried_buckets,
         )
 
     def _reduces(self, buffer: FlatBuffer) -> bool:
         """Whether there are replicas to reduce a buffer's gradients with."""
         return self.reduce and buffer.group.size > 1
+
+    def _tried_buckets(self, plan: CompressionPlan) -> Iterator[TriedReduction]:
+        """The data-parallel reductions of copies, by another plan."""
+        for buffer, reducer in zip(self.buffers, self.reducers, strict=True):
+            for bucket in reducer.buckets if self._reduces(buffer) else ():
+                if not bucket.skipped:
+                    yield tried_bucket(bucket, buffer.group, plan, self.ledger, self.sharded, self._scale)
+
+    def _tried_embeddings(self, plan: CompressionPlan) -> Iterator[TriedReduction]:
+        """The all-reduces of copies of the tied embeddings' gradients, by another plan."""
+        for tied in self.ties:
+            own = tied.buffer.grads_of(tied.bucket)[own_share(tied.bucket, self.group, self.sharded)]
+            yield tried_embedding(own, tied.shape, tied.sync, plan, self._scale)
 
     def _agree_all_finite(self, counted: float) -> bool:
         """Whether all local gradients of all ranks are finite and something counts in a loss."""

@@ -66,6 +66,9 @@ class Plan:
     def rounds(self, point: Point) -> RoundCompressor:
         return self.compressor
 
+    def serving(self, point: Point, shape: tuple[int, ...] | None, state: CompressorState) -> RoundCompressor:
+        return self.compressor
+
     def covers(self, point: Point, stage: int) -> bool:
         return True
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.compression.edgc import EDGCConfig, RankByEntropy, differential_entropy, residual_shares
+from megatron.compression.edgc import EDGCConfig, RankByEntropy, RankController, differential_entropy, residual_shares
+from megatron.compression.stage_times import StageTimes
 
 
 def test_the_entropy_of_a_gaussian_follows_its_size() -> None:
@@ -118,3 +119,65 @@ def test_a_state_that_no_run_saved_is_refused_and_changes_nothing(changes: dict[
     with pytest.raises((TypeError, ValueError, OverflowError)):
         rule.load_state_dict({**before, **changes})
     assert rule.state_dict() == before
+
+
+TIMES = StageTimes([2, 4, 8], [9.0, 9.0], [[2.0, 4.0, 8.0], [2.0, 4.0, 8.0]], [0.0, 3.0]).state_dict()
+OLD = {"rank": 4.0, "means": [3.0, 2.5], "sum": 0.0, "count": 0.0}
+"""What versions without a probe have saved."""
+
+
+def test_the_state_of_a_version_without_a_probe_loads() -> None:
+    """As that of a run whose probe is to come, and which compresses already, unless the error is to say when."""
+    controller = RankController(EDGCConfig(rank=8, min_rank=2))
+    controller.load_state_dict(OLD)
+    assert [controller.options(stage) for stage in range(2)] == [{"rank": 4}, {"rank": 4}]
+    assert [iteration for iteration in range(25) if controller.meets(iteration)] == [7, 8, 9, 17, 18, 19]
+    waits = RankController(EDGCConfig(rank=8, min_rank=2, warmup_ends="error"))
+    waits.load_state_dict(OLD)
+    assert waits.options(0) is None
+
+
+def test_the_state_of_a_controller_goes_through_json() -> None:
+    config = EDGCConfig(rank=8, min_rank=2, warmup_ends="error")
+    state = {**OLD, "times": TIMES, "warm": True, "measured": {"entropy": -3.5, "first_error": 0.5}}
+    controller = RankController(config)
+    controller.load_state_dict(json.loads(json.dumps(state)))
+    assert controller.state_dict() == state
+    assert [controller.options(stage) for stage in range(2)] == [{"rank": 4}, {"rank": 7}]
+    assert not controller.meets(9)
+    assert controller.figures([0, 1]) == {
+        "entropy": -3.5,
+        "first_error": 0.5,
+        "rank": 4.0,
+        "rank_of_stage_0": 4.0,
+        "seconds_of_stage_0": 4.0,
+        "exact_seconds_of_stage_0": 9.0,
+        "head_start_of_stage_0": 0.0,
+        "rank_of_stage_1": 7.0,
+        "seconds_of_stage_1": 7.0,
+        "exact_seconds_of_stage_1": 9.0,
+        "head_start_of_stage_1": 3.0,
+    }
+    controller.moved()
+    assert controller.meets(9)
+    assert controller.options(1) == {"rank": 4}
+
+
+def test_a_given_slack_measures_no_times_and_forgets_them() -> None:
+    controller = RankController(EDGCConfig(rank=8, min_rank=2, stage_slack=0.5))
+    controller.load_state_dict({**OLD, "times": TIMES, "warm": True, "measured": {}})
+    assert not any(controller.meets(iteration) for iteration in range(30))
+    assert [controller.options(stage) for stage in range(4)] == [{"rank": rank} for rank in (4, 6, 8, 8)]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"times": [1]}, {"times": {}}, {"measured": {"entropy": float("nan")}}, {"measured": [1.0]}, {"rank": "x"}],
+)
+def test_a_controllers_state_that_no_run_saved_changes_nothing(changes: dict[str, Any]) -> None:
+    controller = RankController(EDGCConfig(rank=8, min_rank=2))
+    controller.load_state_dict({**OLD, "times": TIMES, "warm": True, "measured": {"entropy": 1.0}})
+    before = controller.state_dict()
+    with pytest.raises((TypeError, ValueError, LookupError)):
+        controller.load_state_dict({**before, **changes})
+    assert controller.state_dict() == before

@@ -375,6 +375,7 @@ def test_old_flags_need_something_or_act_by_themselves() -> None:
     alone = {
         "grad_comp", "inter_grad_comp", "inter_acti_comp", "emb_comm_opt", "emb_grad_comp", "mp_grad_comp",
         "mp_acti_comp", "forward_compress_method", "backward_compress_method", "dp_mode", "save_json_log",
+        "collect_log_path",
     }  # fmt: skip
     fields = list(field_options("legacy", LegacyConfig))
     assert {field.name for field in fields if not field.option.no_effect} == alone | set(NEEDS)

@@ -15,6 +15,14 @@ CASES: dict[str, list[str]] = {
     "--grad_comp --grad_comp_type PowerSGD --grad_comp_rank 48 --grad_comp_warm_up 0.0 --use_error_feedback": [
         "dp-grad=powersgd,rank=48,seed=714,error-feedback=aggregate"
     ],
+    "--grad_comp --collect-log-path logs": ["dp-grad=edgc,seed=714,error-feedback=off,warmup=0.1,warmup-ends=error"],
+    "--grad_comp --collect-log-path logs --use_error_feedback --grad_comp_rank 32 --selective_grad_comp": [
+        "dp-grad=edgc,rank=32,seed=714,error-feedback=aggregate,warmup=0.1,warmup-ends=error,stages=first:2"
+    ],
+    "--grad_comp --collect-log-path logs --grad_comp_type stable-topk": [
+        "dp-grad=stable-topk,density=0.01,interval=100,range=50,warmup=200"
+    ],
+    "--collect-log-path logs": [],
     "--grad_comp --selective_grad_comp --comp_seed 3": [
         "dp-grad=powersgd,rank=4,seed=3,error-feedback=off,warmup=0.1,stages=first:2"
     ],
@@ -132,6 +140,7 @@ def test_every_old_flag_is_tested() -> None:
         ("--compress pp-forward=delta-lowbits,error-feedback=on --sample-order fixed", ["comes again; leave it out"]),
         ("--dp-mode sharded_ps_compressed --warmup-epochs 0", ["add warmup=N"]),
         ("--compress dp-grad=edgc,rank=8,min-rank=9", ["min-rank=9 is above rank=8"]),
+        ("--compress dp-grad=edgc --deterministic-mode", ["dp-grad=edgc", "--deterministic-mode", "stage-slack=0"]),
         ("--compress dp-grad=quantized-adam", ["add warmup=N"]),
         ("--compress dp-grad=quantized-adam,warmup=9,stages=first:1", ["all stages must share"]),
         ("--compress dp-grad=quantized-adam,warmup=9,error-feedback=on", ["a residual of its own"]),
@@ -157,6 +166,12 @@ def test_the_json_log_of_the_old_flags_is_a_file_of_lines(by_iterations: list[st
     parsed = parse_args([*by_iterations, "--save_json_log", "--experiment_name", "mine", "--log-json-file", "own"])
     assert parsed.config.logging.log_json_file == "own"
     assert "--save-json-log: no effect beside --log-json-file own, where all records go" in parsed.notes
+
+
+def test_records_of_edgc_go_to_the_folder_of_its_flag(by_iterations: list[str]) -> None:
+    parsed = parse_args([*by_iterations, "--collect-log-path", "logs/"])
+    assert parsed.resolve(1).logging.log_json_file == "logs/edgc.jsonl"
+    assert "--collect-log-path means --log-json-file logs/edgc.jsonl" in parsed.notes
 
 
 def test_gradient_records_go_to_the_folder_of_the_old_flag(by_iterations: list[str]) -> None:

@@ -12,6 +12,7 @@ from megatron.training.metrics import (
     Evaluation,
     MetricsWindow,
     StepMetrics,
+    format_controller_lines,
     format_evaluation_lines,
     format_train_line,
     perplexity,
@@ -198,3 +199,13 @@ def test_a_window_of_skipped_iterations_has_no_loss() -> None:
     assert window.close().losses == {}
     with pytest.raises(RuntimeError, match="before any iteration"):
         window.close()
+
+
+def test_a_line_shows_what_a_controller_says() -> None:
+    assert format_controller_lines(WINDOW) == []
+    figures = {"entropy": -3.256789, "rank": 64.0, "rank_of_stage_1": 0.0, "seconds_of_stage_1": 0.000123456}
+    tuned = dataclasses.replace(WINDOW, iteration=20, controllers={"dp-grad": figures, "embedding": {}})
+    assert format_controller_lines(tuned) == [
+        " compressor of dp-grad at iteration       20 | entropy: -3.2568 | rank: 64 | rank of stage 1: 0 | "
+        "seconds of stage 1: 0.00012346 |"
+    ]

@@ -44,6 +44,7 @@ WINDOW = StepMetrics(
     computed_s=0.2,
     traffic={"dp-grad": PointTraffic(8192.0, 4096.0, 0.5, 0.25, 0.75, 3.0), "control": PointTraffic(8, 8, 0, 0)},
 )
+TUNED = dataclasses.replace(WINDOW, controllers={"dp-grad": {"entropy": -3.25, "rank_of_stage_1": 0.0}})
 TIMED = dataclasses.replace(WINDOW, timers_ms={"forward-backward": [10.0, 12.0]})
 
 
@@ -478,3 +479,15 @@ def test_growing_sequences_are_in_every_place(tmp_path: Path) -> None:
     assert lines[0].endswith("| curriculum seqlen:    40 |")
     assert json.loads(path.read_text())["curriculum_seqlen"] == 40
     assert read_curves(tmp_path / "curves")["curriculum_seqlen"] == [(1, 40.0)]
+
+
+def test_figures_of_controllers_are_in_the_json_lines_and_the_curves(tmp_path: Path) -> None:
+    path, folder = tmp_path / "log.jsonl", tmp_path / "curves"
+    sinks = opened(log_json_file=str(path), tensorboard_dir=str(folder))
+    sinks.window(TUNED)
+    sinks.close()
+    (train,) = (json.loads(line) for line in path.read_text().splitlines())
+    assert train["controllers"] == {"dp-grad": {"entropy": -3.25, "rank_of_stage_1": 0.0}}
+    curves = read_curves(folder)
+    assert curves["entropy/dp-grad"] == [(20, -3.25)]
+    assert curves["rank of stage 1/dp-grad"] == [(20, 0.0)]

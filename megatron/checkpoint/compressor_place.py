@@ -1,0 +1,97 @@
+"""A named part of a compressor's state, and the logical tensors that it is saved as."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.logical import LogicalShard, TensorBox, shard_of_local
+from megatron.compression.error_feedback import RESIDUAL
+from megatron.compression.state import CompressorState
+from megatron.parallel.data.buffer import ParamSlot
+
+PREFIX = "compressor."
+COUNTER = "#"
+OF_SAMPLES = (".ids", ".rows")
+
+
+@dataclass(frozen=True)
+class StatePlace:
+    """A named part of a compressor's state.
+
+    Args:
+        name: layout-independent name of its subject: a parameter, or a boundary between layers.
+        state: the state that holds it.
+        holders: sizes of the leading dimensions: holders whose residuals add up, and tensor-parallel ranks.
+        holder: this rank's indices in them.
+        index: place in the stack of a unit's tensors; None where a tensor is not a stack.
+        span: range of a whole bucket's flat tensors; None where there is none.
+        whole: length of the stack, or of the bucket.
+        slot: the parameter; None for messages.
+        leads: whether it also stands for the unit's counters.
+        index_sets: names of tensors that are indices into the unit; replicas share them.
+        means: tables of means, and the counts of each.
+        cut: tensor-parallel ranks hold means of different things; else equal ones.
+        stage: of a parameter that several stages hold, this one's place among them, and their number.
+    """
+
+    name: str
+    state: CompressorState
+    holders: tuple[int, int]
+    holder: tuple[int, int]
+    index: int | None = None
+    span: tuple[int, int] | None = None
+    whole: int = 0
+    slot: ParamSlot | None = None
+    leads: bool = True
+    index_sets: tuple[str, ...] = ()
+    means: Mapping[str, str] = field(default_factory=dict)
+    cut: bool = False
+    stage: tuple[int, int] = (0, 1)
+
+    def label(self, kind: str) -> str:
+        """Name of a tensor in checkpoints; a sample cache is named by its holder, since each has its own size."""
+        holder = ""
+        if kind.endswith(OF_SAMPLES):
+            holder = "".join(f".{at}of{size}" for at, size in zip(self.holder, self.holders, strict=True))
+        return f"{PREFIX}{self.name}{holder}|{kind}"
+
+    @property
+    def apart(self) -> StatePlace:
+        """The same place under the name of its stage, where the stages' states are not alike."""
+        at, stages = self.stage
+        replicas = self.holders[0] // stages
+        holders, holder = (replicas, self.holders[1]), (self.holder[0] - at * replicas, self.holder[1])
+        return replace(self, name=f"{self.name}.{at}of{stages}", holders=holders, holder=holder, stage=(0, 1))
+
+    def part(self, kind: str, tensor: Tensor) -> Tensor:
+        """This place's part of one of the state's tensors; of a set of indices, a mask (uint8) of the parameter."""
+        if kind in self.index_sets and self.slot is not None and self.index is not None:
+            count = self.slot.param.numel()
+            own = tensor[(tensor >= self.index * count) & (tensor < (self.index + 1) * count)] - self.index * count
+            mask = torch.zeros(count, dtype=torch.uint8, device=tensor.device)
+            mask[own] = 1
+            return mask.view(self.slot.param.shape)
+        if self.index is not None:
+            return tensor[self.index]
+        if self.span is not None and self.slot is not None:
+            return tensor[self.span[0] : self.span[1]].view(self.slot.param.shape)
+        return tensor
+
+    def shard(self, kind: str, part: Tensor, at: tuple[int, int] | None = None) -> LogicalShard:
+        """A part as the box that this rank holds (or reads: that of the holder ``at``) of a logical tensor."""
+        at = self.holder if at is None else at
+        if kind.endswith(OF_SAMPLES):
+            return LogicalShard(tuple(part.shape), part.dtype, [TensorBox((0,) * part.dim(), part.detach())])
+        if kind in self.index_sets and self.slot is not None:
+            spec = self.slot.spec
+            return shard_of_local(part.unsqueeze(0), (0, *spec.offsets()), (1, *spec.logical_shape))
+        if kind == RESIDUAL and self.slot is not None:
+            spec = self.slot.spec
+            offsets, shape = (at[0], *spec.offsets()), (self.holders[0], *spec.logical_shape)
+            return shard_of_local(part.unsqueeze(0), offsets, shape)
+        offsets = (*at, *([0] * part.dim()))
+        return LogicalShard((*self.holders, *part.shape), part.dtype, [TensorBox(offsets, part.detach()[None, None])])

@@ -1,0 +1,131 @@
+"""Reduces copies of a step's gradients, to see what that takes and what it loses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.comm.embedding import EmbeddingSync
+from megatron.comm.ledger import Ledger
+from megatron.comm.policy import CompressionPlan
+from megatron.comm.reducer import GradBucket, GradReducer
+from megatron.compression.api import Trial
+from megatron.compression.points import Point
+from megatron.compression.state import CompressorState
+from megatron.kernels.ops import finite_norm
+from megatron.topology.group import Group
+
+
+@dataclass(frozen=True)
+class TriedReduction:
+    """A reduction to be tried.
+
+    Args:
+        reduced: the step's reduced gradients, contiguous.
+        own: the part of them that this rank holds.
+        fill: completes a copy that has only this rank's part.
+        run: reduces a copy over the group, in place.
+        ranks: ranks of the group.
+        states: the states that it makes.
+    """
+
+    reduced: Tensor
+    own: slice
+    fill: Callable[[Tensor], None]
+    run: Callable[[Tensor], None]
+    ranks: int
+    states: Sequence[CompressorState]
+
+
+def tried_bucket(
+    bucket: GradBucket, group: Group, plan: CompressionPlan, ledger: Ledger, sharded: bool, scale: float
+) -> TriedReduction:
+    """The data-parallel reduction of a bucket, whose gradients carry the loss scale ``scale``."""
+    flat, size = bucket.flat, group.size if sharded else 1
+    share = flat.numel() // size
+    own = slice(group.rank * share, (group.rank + 1) * share) if sharded else slice(0, flat.numel())
+    copied = GradBucket(flat, bucket.places)
+    reducer = GradReducer([copied], group, plan, ledger, sharded)
+
+    def fill(copy: Tensor) -> None:
+        if sharded:
+            pending = group.all_gather(copy, copy[own])
+            ledger.sent(Point.DP_GRAD, pending.sent_bytes, 0)
+            ledger.wait(Point.DP_GRAD, pending)
+
+    def run(copy: Tensor) -> None:
+        copied.flat = copy
+        reducer.begin(0, scale)
+        reducer.finish()
+
+    return TriedReduction(flat, own, fill, run, group.size, [unit.state for units in reducer.units for unit in units])
+
+
+def tried_embedding(
+    grad: Tensor, shape: tuple[int, ...], sync: EmbeddingSync, plan: CompressionPlan, scale: float
+) -> TriedReduction:
+    """The all-reduce of a tied embedding's gradient, of which this rank exchanges ``grad``."""
+    tried = EmbeddingSync(sync.group, plan, sync.ledger, sync.replicas)
+    tried.begin(0)
+    return TriedReduction(
+        grad,
+        slice(0, grad.numel()),
+        lambda copy: None,
+        lambda copy: tried.all_reduce(copy, shape, scale),
+        sync.group.size,
+        [tried.state],
+    )
+
+
+def run_trial(trial: Trial, reductions: Iterable[TriedReduction], world: Group, ledger: Ledger) -> Tensor:
+    """Tries reductions one after the other, with memory for one copy; every rank of the world calls it.
+
+    Returns:
+        The numbers that ``Trial`` promises.
+    """
+    meet(world, ledger)
+    figures_3 = torch.zeros(3, dtype=torch.float64)
+    for one in reductions:
+        figures_3 += _run(trial, one, ledger)
+    return figures_3
+
+
+def _run(trial: Trial, tried: TriedReduction, ledger: Ledger) -> Tensor:
+    copy, whole, seconds = torch.empty_like(tried.reduced), tried.reduced, []
+    error, norm = torch.zeros((), dtype=torch.float64), finite_norm(whole[tried.own])[0].cpu()
+    for repeat in range(trial.repeats):
+        # Each rank contributes an equal part of the sum, so that it is no larger than the step's.
+        copy[tried.own].copy_(whole[tried.own]).div_(tried.ranks)
+        tried.fill(copy)
+        seconds.append(_seconds(ledger, lambda: tried.run(copy)))
+        if repeat == 0:
+            error = finite_norm(copy[tried.own].sub_(whole[tried.own]))[0].cpu()
+        for state in tried.states:
+            state.commit()
+    later = seconds[1:] or seconds
+    return torch.stack([torch.tensor(sum(later) / len(later), dtype=torch.float64), error, norm])
+
+
+def meet(world: Group, ledger: Ledger) -> float:
+    """Waits until all ranks and their devices are here; returns the seconds that this rank has waited."""
+    return _seconds(ledger, lambda: _all_reduce_nothing(world, ledger))
+
+
+def _all_reduce_nothing(world: Group, ledger: Ledger) -> None:
+    pending = world.all_reduce(torch.zeros(1))
+    ledger.sent(Point.CONTROL, pending.sent_bytes)
+    ledger.wait(Point.CONTROL, pending)
+
+
+def _seconds(ledger: Ledger, call: Callable[[], None]) -> float:
+    """Seconds of a call and of what it starts on this rank's device, by the ledger's clock."""
+    clock, found = ledger.clock, list[float]()
+    clock.synchronize()
+    start = clock.mark()
+    call()
+    clock.between(start, clock.mark(), found.append)
+    clock.synchronize()
+    return found[0]

@@ -1,0 +1,107 @@
+"""Measured times of the pipeline stages' reductions, and the ranks that fit into them."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from typing import Any
+
+
+def ranks_to_try(greatest: int) -> list[int]:
+    """Powers of two up to the greatest rank, and that one."""
+    powers = [1 << power for power in range(1, greatest.bit_length()) if 1 << power < greatest]
+    return [*powers, greatest]
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Seconds of each pipeline stage's reduction: exact, and of some ranks.
+
+    Args:
+        ranks: the ranks that were tried, ascending.
+        exact_s: seconds of an exact reduction, by stage.
+        tried_s: seconds of those ranks, by stage.
+        ahead_s: seconds by which a stage begins its reduction before the first stage, by stage.
+    """
+
+    ranks: list[int]
+    exact_s: list[float]
+    tried_s: list[list[float]]
+    ahead_s: list[float]
+
+    @staticmethod
+    def of(ranks: Sequence[int], rows: Sequence[Sequence[float]]) -> StageTimes:
+        """The times of all ranks' measurements.
+
+        A stage is as slow as its slowest rank, and as early as its last one.
+
+        Args:
+            ranks: the ranks that were tried.
+            rows: of each process its stage, how long it waited for the others before its reduction, seconds of an exact
+                one, and of the ranks.
+        """
+        stages = [[row[1:] for row in rows if row[0] == stage] for stage in range(int(max(r[0] for r in rows)) + 1)]
+        waits = [min(row[0] for row in own) for own in stages]
+        slowest = [[max(column) for column in list(zip(*own, strict=True))[1:]] for own in stages]
+        return StageTimes(
+            list(ranks),
+            [own[0] for own in slowest],
+            [own[1:] for own in slowest],
+            [max(wait - waits[0], 0.0) for wait in waits],
+        )
+
+    def seconds(self, stage: int, rank: int) -> float:
+        """Seconds of a stage's reduction with some rank, between two that were tried in proportion.
+
+        More columns never take less: what a measurement says otherwise is noise.
+        """
+        found = list(accumulate(self.tried_s[stage], max))
+        after = bisect_left(self.ranks, rank)
+        if after == 0 or after == len(self.ranks):
+            return found[min(after, len(found) - 1)]
+        low, high = self.ranks[after - 1 : after + 1]
+        share = (rank - low) / (high - low)
+        return found[after - 1] * (1 - share) + found[after] * share
+
+    def rank(self, stage: int, first: int, limits: tuple[int, int]) -> int | None:
+        """The rank of a stage, so that it is done when the first one is; None where an exact reduction is, too, or
+        takes no longer than a compressed one.
+
+        Args:
+            stage: the stage.
+            first: rank of the first stage.
+            limits: the least and the greatest rank.
+        """
+        own = self.seconds(0, first)
+        if stage == 0:
+            return first if own < self.exact_s[0] else None
+        budget = min(own, self.exact_s[0]) + self.ahead_s[stage]
+        low, high = limits
+        fits = bisect_right(range(low, high + 1), budget, key=lambda rank: self.seconds(stage, rank))
+        rank = low + max(fits - 1, 0)
+        exact = self.exact_s[stage]
+        return rank if budget < exact and self.seconds(stage, rank) < exact else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The times as plain numbers and lists of them."""
+        return asdict(self)
+
+    @staticmethod
+    def from_state(state: Mapping[str, Any]) -> StageTimes:
+        """The times of ``state_dict``.
+
+        Raises:
+            TypeError, ValueError, LookupError: when no run saves such a state.
+        """
+        ranks = [int(rank) for rank in state["ranks"]]
+        exact_s, ahead_s = ([float(one) for one in state[name]] for name in ("exact_s", "ahead_s"))
+        tried_s = [[float(one) for one in row] for row in state["tried_s"]]
+        numbers = [*exact_s, *ahead_s, *(one for row in tried_s for one in row)]
+        ascends = ranks == sorted(set(ranks)) and bool(ranks) and ranks[0] > 0
+        fits = len(exact_s) == len(ahead_s) == len(tried_s) > 0 and all(len(row) == len(ranks) for row in tried_s)
+        if not (ascends and fits and all(math.isfinite(one) and one >= 0 for one in numbers)):
+            raise ValueError("the times of EDGC's probe are not those of a run")
+        return StageTimes(ranks, exact_s, tried_s, ahead_s)
