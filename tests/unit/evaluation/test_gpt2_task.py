@@ -59,8 +59,15 @@ def test_losses_of_each_step_and_what_is_learned_are_hugging_faces(tmp_path: Pat
     shape = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "vocab_file")
     changes: dict[str, Any] = {
         **dict.fromkeys((*shape, "tokenizer_type", "make_vocab_size_divisible_by")),
-        **{"model_type": "gpt", "load": tmp_path / "ours", "finetune": True, "seq_length": 32, "weight_decay": 0.0},
-        **{"epochs": EPOCHS, "lr": LR, "micro_batch_size": 4, "global_batch_size": BATCH},
+        "model_type": "gpt",
+        "load": tmp_path / "ours",
+        "finetune": True,
+        "seq_length": 32,
+        "weight_decay": 0.0,
+        "epochs": EPOCHS,
+        "lr": LR,
+        "micro_batch_size": 4,
+        "global_batch_size": BATCH,
     }
     log = tmp_path / "log.jsonl"
     assert main(task_flags(tmp_path, "CoLA", [files[0]], [files[1]], log_json_file=log, **changes)) == 0
