@@ -205,8 +205,8 @@ def check_kind(parsed: ParsedRun, where: str) -> None:
     telling += [f"tokenizer_type {tokenizer}"] if tokenizer.startswith("BertWordPiece") else []
     if telling and "model.model_type" not in parsed.explicit:
         raise UserError(
-            f"{where}: {telling[0]} looks like another model than a GPT; write model_type: bert below model:, or gpt if "
-            "it is one"
+            f"{where}: {telling[0]} looks like another model than a GPT; write model_type: bert below model:, or "
+            "model_type: gpt if it is one"
         )
 
 

@@ -219,15 +219,20 @@ class RunCheckpoints:
         weights_only = self.config.loads_weights_only
         if not weights_only:
             self.parts.check(common)
-        saved_main = saved.counters.separate_main and not weights_only
+        saved_main = saved.counters.separate_main
+        if weights_only:  # a checkpoint of weights alone has no such values, whatever its run had
+            saved_main = bool(together(self.group, lambda: saved_shapes(root, iteration, MAIN)))
         tensors = self._weights(saved_main)
         if not weights_only:
             held = optimizer_tensors(optimizer)
             tensors |= {name: shard for name, shard in held.items() if not name.startswith(MAIN)}
-        unused = (PREFIX, OPTIMIZER) if weights_only else (PREFIX, MODEL) if saved_main else (PREFIX,)
-        load_tensors(
-            root, iteration, tensors, self.group, allow_unexpected=lambda n: n.startswith(unused), log=self.log
-        )
+        weights = MAIN if saved_main else MODEL
+        others = (PREFIX, *([OPTIMIZER] if weights_only else []), *([MODEL] if saved_main else []))
+
+        def unused(name: str) -> bool:
+            return name.startswith(others) and not name.startswith(weights)
+
+        load_tensors(root, iteration, tensors, self.group, allow_unexpected=unused, log=self.log)
         self._spread(saved_main)
         if not weights_only:
             self.compressors.load(root, iteration, self.group, self.log)

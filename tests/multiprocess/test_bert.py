@@ -120,6 +120,6 @@ def test_a_run_with_other_heads_is_refused_by_the_flags_that_say_so(
         ({"tokenizer_type": None, "vocab_file": None, "vocab_size": 55}, "error: BERT masks words: give --tokenizer"),
     ):
         capsys.readouterr()
-        assert main(tiny_bert_flags(data, **changes)) == 2  # type: ignore[arg-type]
+        assert main(tiny_bert_flags(data, **changes)) == 2
         (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
         assert said in line

@@ -178,3 +178,23 @@ def test_a_run_begins_with_the_fp32_values_of_a_pretrained_model(sharded: bool, 
         assert all(torch.equal(x, before[name]) for name, x in after.items()), prefix
         if precision:
             assert torch.equal(_tensors(saved)["final_layernorm.weight"], rounded["final_layernorm.weight"])
+
+
+@pytest.mark.parametrize("without_optimizer", [False, True])
+def test_finetune_begins_with_the_fp32_values_of_a_checkpoint(without_optimizer: bool, tmp_path: Path) -> None:
+    """Where it has them: one that was saved without its optimizer does not."""
+    data, first = write_sentences(tmp_path / "tiny"), tmp_path / "first"
+    saving = {"save": first, "bf16": True, "no_save_optim": without_optimizer or None}
+    assert pretrain_bert.main(tiny_bert_flags(data, train_iters=2, **saving)) == 0
+    expected = _tensors(first)
+    if not without_optimizer:
+        assert any(not torch.equal(x, expected[name].float()) for name, x in _tensors(first, MAIN).items())
+        expected = _tensors(first, MAIN)
+    assert set(expected) == set(_tensors(first))
+    for precision, prefix in ((None, MODEL), (True, MAIN)):
+        saved = tmp_path / f"saved-{prefix}"
+        still = {"load": first, "finetune": True, "lr": 1e-30, "weight_decay": 0, "save": saved, "bf16": precision}
+        assert pretrain_bert.main(tiny_bert_flags(data, train_iters=1, **still)) == 0
+        after = _tensors(saved, prefix)
+        assert set(after) == set(expected)
+        assert all(torch.equal(x, expected[name].float()) for name, x in after.items()), prefix

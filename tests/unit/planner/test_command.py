@@ -271,9 +271,9 @@ def test_a_file_that_does_not_say_its_kind_is_not_taken_for_a_gpt(
 
 def test_a_fine_tuned_model_is_planned_with_its_head(tmp_path: Path) -> None:
     """Its gradients are those of its own parameters, without the words' head."""
-    sizes = {"training": {"micro_batch_size": 4, "global_batch_size": 32, "train_iters": 10}}
+    sizes = {"micro_batch_size": 4, "global_batch_size": 32, "train_iters": 10}
     head = {"model_type": "bert", "task_head": "classification", "task_classes": 3}
-    config = small_run(model=head, **sizes)
+    config = small_run(model=head, training=sizes)
     cluster, plan = tmp_path / "cluster.yaml", tmp_path / "plan.json"
     (tmp_path / "run.yaml").write_text(config.to_yaml())
     cluster.write_text(write_cluster(CLUSTER))
