@@ -34,8 +34,8 @@ def _tokens(folder: Path, texts: list[str]) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=1)
 
 
-def _plain(theirs: Any, folder: Path, train: list[tuple[str, int]], valid: list[tuple[str, int]]) -> list[float]:
-    """Losses of each step, and the accuracy after the last."""
+def _plain(theirs: Any, folder: Path, train: list[tuple[str, int]]) -> list[float]:
+    """Losses of each step."""
     optimizer = torch.optim.AdamW(theirs.parameters(), lr=LR, weight_decay=0.0)
     order, losses = Epochs(len(train), BATCH, keep_last=False, seed=1234), list[float]()
     for step in range(EPOCHS * len(train) // BATCH):
@@ -47,9 +47,13 @@ def _plain(theirs: Any, folder: Path, train: list[tuple[str, int]], valid: list[
         torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
         optimizer.step()
         losses.append(loss.item())
+    return losses
+
+
+def _accuracy(theirs: Any, folder: Path, samples: list[tuple[str, int]]) -> float:
     with torch.no_grad():
-        found_b = theirs(_tokens(folder, [text for text, _ in valid])).logits.argmax(dim=1)
-    return [*losses, float((found_b == torch.tensor([label for _, label in valid])).double().mean())]
+        found_b = theirs.eval()(_tokens(folder, [text for text, _ in samples])).logits.argmax(dim=1)
+    return float((found_b == torch.tensor([label for _, label in samples])).double().mean())
 
 
 def test_losses_of_each_step_and_what_is_learned_are_hugging_faces(tmp_path: Path) -> None:
@@ -70,12 +74,16 @@ def test_losses_of_each_step_and_what_is_learned_are_hugging_faces(tmp_path: Pat
         "global_batch_size": BATCH,
     }
     log = tmp_path / "log.jsonl"
-    assert main(task_flags(tmp_path, "CoLA", [files[0]], [files[1]], log_json_file=log, **changes)) == 0
+    changes |= {"log_json_file": log, "save": tmp_path / "tuned"}
+    assert main(task_flags(tmp_path, "CoLA", [files[0]], [files[1]], **changes)) == 0
     events = [json.loads(line) for line in log.read_text().splitlines()]
     losses = [event["classification_loss"] for event in events if event["kind"] == "train"]
     (*_, scores) = (event["scores"]["dev.tsv"] for event in events if event["kind"] == "validation")
-    (*expected, accuracy) = _plain(theirs, tmp_path / "hf", *map(_read, files))
+    expected, valid = _plain(theirs, tmp_path / "hf", _read(files[0])), _read(files[1])
     assert len(losses) == len(expected)
     assert losses[:32] == pytest.approx(expected[:32], rel=1e-4)
-    assert scores["accuracy"] == pytest.approx(accuracy, abs=0.05)
+    assert scores["accuracy"] == pytest.approx(_accuracy(theirs, tmp_path / "hf", valid), abs=0.05)
     assert scores["accuracy"] > 0.9
+    assert convert(["--load", str(tmp_path / "tuned"), "--save", str(tmp_path / "back"), "--to", "hf"]) == 0
+    back = type(theirs).from_pretrained(tmp_path / "back")
+    assert _accuracy(back, tmp_path / "back", valid) == pytest.approx(scores["accuracy"], rel=1e-6)
