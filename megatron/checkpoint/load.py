@@ -37,6 +37,8 @@ from megatron.topology.agree import first_problem, gather_texts, raise_together,
 from megatron.topology.errors import ranks_text
 
 SHOWN_DIFFERENCES = 4
+_FLAGS = {"binary_head.": "--bert-no-binary-head", "tokentype_embeddings.": "--num-tokentypes"}
+"""Flags that give a model tensors of its own, by a part of their names."""
 
 
 def open_checkpoint(root: Path, iteration: Iteration, flag: str | None = None) -> tuple[Path, Manifest]:
@@ -302,9 +304,16 @@ def _check_model(
         rest = len(differences) - SHOWN_DIFFERENCES
         raise UserError(
             f"{folder} is a checkpoint of another model: {shown}{f' and {rest} more' if rest > 0 else ''}; "
-            "compare --num-layers, --hidden-size, --ffn-hidden-size, --num-attention-heads and the "
-            f"vocabulary with its {CONFIG}, or pass --use-checkpoint-args"
+            f"compare {_flags_of(differences)} with its {CONFIG}, or pass --use-checkpoint-args"
         )
+
+
+def _flags_of(differences: Sequence[str]) -> str:
+    """The flags that may have made these differences of a model."""
+    parts = {part: [text for text in differences if part in text] for part in _FLAGS}
+    if sum(map(len, parts.values())) < len(differences):
+        return "--num-layers, --hidden-size, --ffn-hidden-size, --num-attention-heads and the vocabulary"
+    return " and ".join(_FLAGS[part] for part, found in parts.items() if found)
 
 
 def _share(items: Sequence[StoredItem], rank: int, size: int) -> list[StoredItem]:

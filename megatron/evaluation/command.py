@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
+from megatron.base.documents import read_yaml
 from megatron.base.errors import UserError
 from megatron.base.option import derived, option, required
 from megatron.base.words import spell
@@ -100,13 +101,32 @@ def checked(flags: ZeroShotFlags) -> Callable[[LoadedModel], str]:
 
 
 def asked_task(words: Sequence[str]) -> str:
-    """The word behind the last --task, however that is spelled; empty without one."""
+    """The task that is asked for: behind the last --task, however that is spelled, else in the file of --config; empty
+    without one."""
+    return _behind("task", words) or _task_in(_behind("config", words))
+
+
+def _behind(flag: str, words: Sequence[str]) -> str:
+    """The word behind the last flag of a name; empty without one."""
     found = ""
     for number, word in enumerate(words):
         name, equals, value = word.partition("=")
-        if name.startswith("--") and spell(name) == "task":
+        if name.startswith("--") and spell(name) == flag:
             found = value if equals else "".join(words[number + 1 : number + 2])
     return found
+
+
+def _task_in(path: str) -> str:
+    """The task in a YAML file, in its section or outside; empty where there is none that can be read."""
+    try:
+        content: Any = read_yaml(path) if path else {}
+    except UserError:
+        return ""  # whoever parses the flags says why
+    for _ in range(2):
+        content = next((value for key, value in content.items() if spell(str(key)) == "task"), "")
+        if not isinstance(content, dict):
+            break
+    return content if isinstance(content, str) else ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

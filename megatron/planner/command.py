@@ -31,7 +31,7 @@ import torch
 
 from megatron.base.atomic import check_writable, write_whole
 from megatron.base.errors import UserError
-from megatron.config.flags import parse_args
+from megatron.config.flags import ParsedRun, parse_args
 from megatron.config.run import RunConfig
 from megatron.planner.choice import Choice, choice_of
 from megatron.planner.cluster import MOST_GPUS, Cluster, Device, read_cluster, write_cluster
@@ -47,6 +47,12 @@ from megatron.topology.topology import build_topology
 from megatron.training.assembly import layout_of
 
 GPT2_VOCAB = 50257
+_OF_NO_GPT = (
+    *("model.bert_binary_head", "model.num_tokentypes", "data.mask_prob", "data.short_seq_prob"),
+    *("model.decoder_num_layers", "model.decoder_seq_length", "parallel.pipeline_model_parallel_split_rank"),
+    *("model.position_buckets", "model.max_relative_positions", "model.conv_kernel_size"),
+)
+"""Settings that a GPT has no use for."""
 ODD = 10.0
 """Measured over computed seconds that ask for an explanation."""
 
@@ -178,6 +184,32 @@ def plannable(config: RunConfig, gpus: int) -> RunConfig:
     return resolved
 
 
+def check_kind(parsed: ParsedRun, where: str) -> None:
+    """Checks that the model is of a kind that is planned, and that its kind is known: a file for ``pretrain_bert.py``
+    need not say it.
+
+    Args:
+        parsed: the configuration, as it was given.
+        where: what begins a message.
+
+    Raises:
+        UserError: when it is not.
+    """
+    kind = parsed.config.model.model_type
+    if kind in ("t5", "deberta"):
+        raise UserError(f"{where}: model_type {kind} is not planned: its stages differ; try its layouts")
+    if parsed.config.model.has_experts:
+        raise UserError(f"{where}: num_experts: experts are not planned yet; try its layouts")
+    telling = [path.partition(".")[2] for path in _OF_NO_GPT if path in parsed.explicit]
+    tokenizer = parsed.config.tokenizer.tokenizer_type or ""
+    telling += [f"tokenizer_type {tokenizer}"] if tokenizer.startswith("BertWordPiece") else []
+    if telling and "model.model_type" not in parsed.explicit:
+        raise UserError(
+            f"{where}: {telling[0]} looks like another model than a GPT; write model_type: bert below model:, or "
+            "model_type: gpt if it is one"
+        )
+
+
 def searchable(config: RunConfig, specs: Sequence[str] = ()) -> RunConfig:
     """Resolves the model and the batch of a run with compressors, whatever its layout.
 
@@ -244,14 +276,9 @@ def run(options: argparse.Namespace) -> None:
             check_writable(name, flag)
     if options.write and options.no_search:
         raise UserError("--write writes what the search finds; leave out --no-search")
-    config = parse_args(["--config", options.config]).config
-    kind = config.model.model_type
-    if kind in ("t5", "deberta"):
-        raise UserError(
-            f"--config {options.config}: model_type {kind} is not planned: its stages differ; try its layouts"
-        )
-    if config.model.has_experts:
-        raise UserError(f"--config {options.config}: num_experts: experts are not planned yet; try its layouts")
+    parsed = parse_args(["--config", options.config])
+    check_kind(parsed, f"--config {options.config}")
+    config = parsed.config
     cluster = read_cluster(path) if path.exists() or not options.measure else _this_machine()
     gpus = options.gpus or cluster.gpus
     try:

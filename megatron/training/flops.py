@@ -22,6 +22,8 @@ class ModelShape:
         expert_products: multiply-adds of a token in all of these: of its experts, of the router, and of what is beside.
         decoder_layers, decoder_seq_length: layers and tokens of a decoder beside these, which reads them and computes
             the logits in their place; 0 where there is none.
+        relative_span: distances in one direction that have a vector of their own, in disentangled attention; 0 without.
+        conv_kernel_size: tokens of a convolution beside the first layer; 0 without.
     """
 
     num_layers: int
@@ -40,6 +42,8 @@ class ModelShape:
     expert_products: int = 0
     decoder_layers: int = 0
     decoder_seq_length: int = 0
+    relative_span: int = 0
+    conv_kernel_size: int = 0
 
 
 def benchmark_tflops(
@@ -71,6 +75,8 @@ def model_flops_per_sample(shape: ModelShape, *, causal: bool = True) -> int:
     where a token attends to later ones, too. ``causal=False`` counts all s*s pairs anyway, which is what many
     published figures do. A decoder's layers attend to their own tokens, earlier ones alone, and to all of the
     encoder's, of which each computes keys and values. Of a layer's experts those that a token goes to count.
+    Disentangled attention multiplies queries, and keys, by the vectors of the distances in a sample; to project these
+    is a matter of the step, not of the sample.
     """
     s, h = shape.seq_length, shape.hidden_size
     q_width = shape.num_attention_heads * shape.kv_channels
@@ -81,6 +87,8 @@ def model_flops_per_sample(shape: ModelShape, *, causal: bool = True) -> int:
     pairs = window * (window + 1) // 2 + (s - window) * window if causal and shape.causal else s * s
     layers = shape.num_layers * (s * projections + 2 * pairs * q_width)
     layers += s * ((shape.num_layers - shape.expert_layers) * feed_forward + shape.expert_products)
+    layers += shape.num_layers * 2 * s * min(2 * shape.relative_span, 2 * s - 1) * q_width
+    layers += s * h * h * shape.conv_kernel_size
     if shape.decoder_layers:
         d = shape.decoder_seq_length
         own = d * (d + 1) // 2 if causal else d * d

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from megatron.checkpoint.files import Iteration, checkpoint_folder, iteration_of
 from megatron.checkpoint.find import read_tracker
 from megatron.checkpoint.folder_lock import FolderLock
 from megatron.checkpoint.load import load_common, load_tensors, saved_kind, saved_shapes
+from megatron.checkpoint.logical import LogicalShard
 from megatron.checkpoint.model_state import (
     MAIN,
     MODEL,
@@ -195,21 +197,22 @@ class RunCheckpoints:
     def load_pretrained(self, root: str, iteration: Iteration) -> None:
         """Loads a language model's weights under a new task head. Every rank calls this.
 
-        BERT's pooler, which has learned to look at a whole sample, is loaded into the head, where there is one.
+        BERT's pooler, which has learned to look at a whole sample, is loaded into the head, where there is one. The
+        weights are those in fp32 where the checkpoint has them.
 
         Raises:
             UserError: on every rank, before anything has changed, when the checkpoint cannot be used.
         """
-        optimizer = self.engines.optimizer
-        saved = together(self.group, lambda: saved_shapes(root, iteration, MODEL))
+        saved = together(self.group, lambda: saved_shapes(root, iteration, ""))
+        precise = any(name.startswith(MAIN) for name in saved)
         tensors = {}
-        for name, shard in model_tensors(self.engines.stages).items():
+        for name, shard in self._weights(precise).items():
             there = name.replace(HEAD_POOLER, PRETRAINED_POOLER)
-            if not name.startswith(MODEL + TASK_HEAD) or there in saved:
+            if not name.startswith((MODEL + TASK_HEAD, MAIN + TASK_HEAD)) or there in saved:
                 tensors[there] = shard
-        load_tensors(root, iteration, tensors, self.group, allow_unexpected=_of_no_body, log=self.log)
-        if optimizer.separate_main:
-            optimizer.reload_main()
+        unused = partial(_of_no_body, weights=MAIN if precise else MODEL)
+        load_tensors(root, iteration, tensors, self.group, allow_unexpected=unused, log=self.log)
+        self._spread(precise)
         self.log(f"loaded the language model of iteration {iteration} from {root}; its head is new")
 
     def _restore(self, root: str, saved: SavedRun) -> None:
@@ -217,28 +220,45 @@ class RunCheckpoints:
         weights_only = self.config.loads_weights_only
         if not weights_only:
             self.parts.check(common)
-        saved_main = saved.counters.separate_main and not weights_only
-        tensors = model_tensors(self.engines.stages)
+        saved_main = saved.counters.separate_main
+        if weights_only:  # a checkpoint of weights alone has no such values, whatever its run had
+            saved_main = bool(together(self.group, lambda: saved_shapes(root, iteration, MAIN)))
+        tensors = self._weights(saved_main)
         if not weights_only:
-            tensors |= optimizer_tensors(optimizer)
-        if saved_main and not optimizer.separate_main:
-            # The checkpoint's fp32 values are better than its model's of lower precision.
-            tensors = {name: shard for name, shard in tensors.items() if not name.startswith(MODEL)}
-            tensors |= main_tensors(optimizer)
-        elif optimizer.separate_main and not saved_main:
-            tensors = {name: shard for name, shard in tensors.items() if not name.startswith(MAIN)}
-        unused = (PREFIX, OPTIMIZER) if weights_only else (PREFIX, MODEL) if saved_main else (PREFIX,)
-        load_tensors(
-            root, iteration, tensors, self.group, allow_unexpected=lambda n: n.startswith(unused), log=self.log
-        )
-        if optimizer.separate_main and not saved_main:
-            optimizer.reload_main()
-        elif saved_main and optimizer.sharded and not optimizer.separate_main:
-            optimizer.publisher.gather()
+            held = optimizer_tensors(optimizer)
+            tensors |= {name: shard for name, shard in held.items() if not name.startswith(MAIN)}
+        weights = MAIN if saved_main else MODEL
+        others = (PREFIX, *([OPTIMIZER] if weights_only else []), *([MODEL] if saved_main else []))
+
+        def unused(name: str) -> bool:
+            return name.startswith(others) and not name.startswith(weights)
+
+        load_tensors(root, iteration, tensors, self.group, allow_unexpected=unused, log=self.log)
+        self._spread(saved_main)
         if not weights_only:
             self.compressors.load(root, iteration, self.group, self.log)
         self.parts.load_state_dict(common, self._scopes())
         self.engines.plan.skipped = self.progress.skipped
+
+    def _weights(self, precise: bool) -> dict[str, LogicalShard]:
+        """The memory of this rank's weights, by the names that a checkpoint has for them.
+
+        Args:
+            precise: the checkpoint holds the fp32 values of an optimizer beside a model of lower precision.
+        """
+        model, optimizer = model_tensors(self.engines.stages), self.engines.optimizer
+        if not precise:
+            return model
+        # A model in fp32 takes these values in place of the rounded ones.
+        return main_tensors(optimizer) | (model if optimizer.separate_main else {})
+
+    def _spread(self, precise: bool) -> None:
+        """Brings the weights that were loaded into ``_weights`` to the other places that hold them."""
+        optimizer = self.engines.optimizer
+        if optimizer.separate_main and not precise:
+            optimizer.reload_main()
+        elif precise and optimizer.sharded and not optimizer.separate_main:
+            optimizer.publisher.gather()
 
     def _scopes(self) -> list[Scope]:
         """Scopes of the parts that this run loads from a checkpoint besides weights."""
@@ -250,10 +270,15 @@ class RunCheckpoints:
         return [scope for scope, wanted in asked.items() if wanted]
 
 
-def _of_no_body(name: str) -> bool:
-    """Whether a tensor of a language model's checkpoint is of no use to a task: its heads, and all but the model."""
+def _of_no_body(name: str, weights: str) -> bool:
+    """Whether a tensor of a language model's checkpoint is of no use to a task: its heads, and all but the weights.
+
+    Args:
+        name: its name in the checkpoint.
+        weights: beginning of the names of the weights that are loaded.
+    """
     heads = ("lm_head.", "binary_head.", "output_layer.")
-    return not name.startswith(MODEL) or name.removeprefix(MODEL).startswith(heads)
+    return not name.startswith(weights) or name.removeprefix(weights).startswith(heads)
 
 
 def _parts(engines: Engines, schedule: LRSchedule, progress: Progress, log: Callable[[str], None]) -> StatefulParts:

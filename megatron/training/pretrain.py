@@ -293,12 +293,13 @@ def _open_masked_data(
     """
     model, data = config.model, config.data
     build: Callable[..., Datasets]
-    if tokenizer is None:
-        raise UserError("BERT masks words: give --tokenizer-type BertWordPieceLowerCase or BertWordPieceCase")
     if model.model_type == "t5":
+        assert tokenizer is not None
         assert model.decoder_seq_length is not None
         lengths = (model.seq_length, model.decoder_seq_length)
         build = partial(build_t5_datasets, encoder_seq_length=lengths[0], decoder_seq_length=lengths[1])
+    elif tokenizer is None:
+        raise UserError("BERT masks words: give --tokenizer-type BertWordPieceLowerCase or BertWordPieceCase")
     else:
         build = partial(build_bert_datasets, seq_length=model.seq_length, binary_head=model.bert_binary_head)
     return build(

@@ -52,6 +52,8 @@ def model_shape(config: RunConfig, padded_vocab_size: int) -> ModelShape:
         expert_products=expert_products(model),
         decoder_layers=len(model.decoder_layers),
         decoder_seq_length=model.labels_of(0),
+        relative_span=model.relative_span if model.shares_distances else 0,
+        conv_kernel_size=model.conv_kernel_size if model.shares_distances else 0,
     )
 
 

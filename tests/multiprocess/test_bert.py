@@ -106,3 +106,20 @@ def test_what_it_prints_and_what_it_refuses(data: tuple[Path, Path], tmp_path: P
     one = run_cli(1, [SCRIPT, *tiny_bert_flags(data, train_iters=1, bert_no_binary_head=True)]).check()
     assert "lm loss: " in one.stdout
     assert "sop loss" not in one.stdout
+
+
+def test_a_run_with_other_heads_is_refused_by_the_flags_that_say_so(
+    data: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = tmp_path / "saved"
+    assert main(tiny_bert_flags(data, train_iters=1, save=saved)) == 0
+    for changes, said in (
+        ({"load": saved, "bert_no_binary_head": True}, "; compare --bert-no-binary-head and --num-tokentypes with its"),
+        ({"load": saved, "num_tokentypes": 3}, "; compare --num-tokentypes with its config.yaml, or pass --use-ch"),
+        ({"load": saved, "hidden_size": 32}, "; compare --num-layers, --hidden-size, "),
+        ({"tokenizer_type": None, "vocab_file": None, "vocab_size": 55}, "error: BERT masks words: give --tokenizer"),
+    ):
+        capsys.readouterr()
+        assert main(tiny_bert_flags(data, **changes)) == 2
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+        assert said in line

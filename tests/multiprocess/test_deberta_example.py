@@ -1,4 +1,5 @@
-"""The example of DeBERTa over slow links: from a Hugging Face folder and GLUE's files to scores after each epoch."""
+"""The example of DeBERTa and GPT-2 over slow links: from a Hugging Face folder and GLUE's files to scores after each
+epoch."""
 
 from __future__ import annotations
 
@@ -12,34 +13,53 @@ import pytest
 
 from tests.support.cli import REPO
 from tests.support.deberta import write_deberta
+from tests.support.gpt2 import write_gpt2
 from tests.support.tasks import write_tsv
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 
-@pytest.mark.timeout(300)
-def test_it_learns_with_compressed_activations(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    write_deberta(tmp_path / "hf")
-    write_tsv(tmp_path / "data" / "train.tsv", "CoLA", 128)
-    write_tsv(tmp_path / "data" / "dev.tsv", "CoLA", 21, 1)
-    variables = {
-        "MODEL": "hf", "DATA": "data", "OUT": "out", "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "LR": "3e-3",
-        "EPOCHS": "6", "BATCH": "8", "MICRO_BATCH": "2", "SEQ_LENGTH": "16", "FLAGS": "--check-replicas 8",
-    }  # fmt: skip
+def _run(folder: Path, **settings: str) -> str:
+    variables = {"MODEL": "hf", "DATA": "data", "OUT": "out", "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         ["bash", str(REPO / "examples" / "finetune_deberta_aqsgd.sh")],
-        env={**os.environ, **variables}, capture_output=True, text=True, timeout=200, cwd=tmp_path,
+        env={**os.environ, **variables, **settings}, capture_output=True, text=True, timeout=200, cwd=folder,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    text = done.stdout
+    return done.stdout
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("kind", "length", "epochs", "remembered"),
+    [
+        # Numbers of 32 positions, of two bytes.
+        ("deberta", 16, 6, "128 samples of 1.02 kB: 131 kB of memory"),
+        ("gpt", 32, 8, "128 samples of 2.05 kB: 262 kB of memory"),
+    ],
+)
+def test_it_learns_with_compressed_activations(
+    kind: str, length: int, epochs: int, remembered: str, tmp_path: Path
+) -> None:
+    (tmp_path / "data").mkdir()
+    write_deberta(tmp_path / "hf") if kind == "deberta" else write_gpt2(tmp_path / "hf")
+    write_tsv(tmp_path / "data" / "train.tsv", "CoLA", 128)
+    write_tsv(tmp_path / "data" / "dev.tsv", "CoLA", 21, 1)
+    sizes = {"EPOCHS": str(epochs), "BATCH": "8", "MICRO_BATCH": "2", "SEQ_LENGTH": str(length)}
+    text = _run(tmp_path, KIND=kind, LR="3e-3", FLAGS="--check-replicas 8", **sizes)
     scores = re.findall(r"metrics of dev.tsv at iteration (\d+) \| Matthews: (\S+) \|", text)
-    assert len(scores) == 6, text
+    assert len(scores) == epochs, text
     assert float(scores[-1][1]) > 0.5, text
-    # 16 numbers of 32 positions, of two bytes; said before the first iteration.
-    said = "each end of a boundary will remember 128 samples of 1.02 kB: 131 kB of memory"
+    # Said before the first iteration.
+    said = f"each end of a boundary will remember {remembered}"
     assert said in text
     assert text.index(said) < text.index(" iteration ")
     # The second visit of the samples sends changes of three bits.
     ratios = re.findall(r"pp-forward: \S+ kB of \S+ kB \((\S+)x\)", text)
     assert float(ratios[-1]) > 8 > 3 > float(ratios[0])
+
+
+def test_each_kind_has_a_learning_rate_of_its_own(tmp_path: Path) -> None:
+    for kind, rate in (("deberta", "2.5e-6"), ("gpt", "5e-5")):
+        assert f" --lr {rate} " in _run(tmp_path, KIND=kind, PYTHON="echo")
+    assert " --lr 1e-3 " in _run(tmp_path, KIND="gpt", PYTHON="echo", LR="1e-3")

@@ -195,3 +195,21 @@ def test_what_pretraining_evaluates_is_noted_and_spellings_do_not_matter(vocabul
     )
     assert asked_task(["--TASK=rte", "--x"]) == "rte"
     assert asked_task(["--task"]) == ""
+
+
+@pytest.mark.parametrize("text", ["task: rte\n", "task:\n  task: RTE\n  epochs: 2\n"])
+def test_the_task_may_be_in_a_file(text: str, vocabulary: Path, tmp_path: Path) -> None:
+    files, log = _files("RTE", tmp_path), tmp_path / "log.jsonl"
+    (tmp_path / "run.yaml").write_text(text)
+    words = task_flags(vocabulary, "RTE", *files, log_json_file=log)
+    for flag in ("--task", "--epochs") if "epochs" in text else ("--task",):
+        place = words.index(flag)
+        del words[place : place + 2]
+    for config in (["--config", str(tmp_path / "run.yaml")], [f"--CONFIG={tmp_path / 'run.yaml'}"]):
+        log.unlink(missing_ok=True)
+        assert main([*config, *words]) == 0
+        assert "dev.tsv" in log.read_text()
+    assert asked_task(["--config", str(tmp_path / "run.yaml"), "--task", "MNLI"]) == "MNLI"
+    assert asked_task(["--config", str(tmp_path / "nowhere.yaml")]) == ""
+    (tmp_path / "run.yaml").write_text("- task\n")
+    assert asked_task(["--config", str(tmp_path / "run.yaml")]) == ""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron.checkpoint.load import load_tensors, saved_shapes
 from megatron.checkpoint.logical import shard_of_local
-from megatron.checkpoint.model_state import MODEL
+from megatron.checkpoint.model_state import MAIN, MODEL
 from megatron.evaluation.command import main
 from megatron.training import pretrain_bert
 from tests.support.cli import run_cli
@@ -86,15 +86,15 @@ def test_the_numbers_do_not_depend_on_the_layout(name: str, tmp_path: Path) -> N
     _assert_alike(split, one, 1e-10)
 
 
-def _tensors(root: Path) -> dict[str, Tensor]:
-    """The model of the last checkpoint."""
+def _tensors(root: Path, prefix: str = MODEL) -> dict[str, Tensor]:
+    """The model of the last checkpoint, or what else has names with a prefix."""
     iteration = int((root / "latest_checkpointed_iteration.txt").read_text())
     found = {
-        name: torch.empty(shape, dtype=kind) for name, (shape, kind) in saved_shapes(root, iteration, MODEL).items()
+        name: torch.empty(shape, dtype=kind) for name, (shape, kind) in saved_shapes(root, iteration, prefix).items()
     }
     shards = {name: shard_of_local(x, (0,) * x.dim(), tuple(x.shape)) for name, x in found.items()}
     load_tensors(root, iteration, shards, allow_unexpected=True)
-    return {name.removeprefix(MODEL): x for name, x in found.items()}
+    return {name.removeprefix(prefix): x for name, x in found.items()}
 
 
 def _pretrain(flags: list[str]) -> None:
@@ -155,3 +155,46 @@ def test_what_cannot_be_read_ends_every_rank_with_one_line(tmp_path: Path) -> No
     said = f"error: --valid-data {valid}, line 10: the label 'maybe' is none of entailment, not_entailment"
     assert said in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_run_begins_with_the_fp32_values_of_a_pretrained_model(sharded: bool, tmp_path: Path) -> None:
+    data, pretrained = write_sentences(tmp_path / "tiny"), tmp_path / "pretrained"
+    layout = {"use_distributed_optimizer": sharded or None}
+    run_ranks(2, _pretrain, tiny_bert_flags(data, train_iters=2, save=pretrained, bf16=True), init=False, timeout=240)
+    train, valid = write_tsv(tmp_path / "train.tsv", "MRPC", 12), write_tsv(tmp_path / "dev.tsv", "MRPC", 7, 1)
+    shape = dict.fromkeys(("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings"))
+    still = {**shape, **layout, "pretrained_checkpoint": pretrained, "epochs": 1, "lr": 1e-30, "weight_decay": 0}
+    before, rounded = _tensors(pretrained, MAIN), _tensors(pretrained)
+    assert not torch.equal(before["final_layernorm.weight"], rounded["final_layernorm.weight"].float())
+    for precision, prefix in ((None, MODEL), (True, MAIN)):
+        saved = tmp_path / f"saved-{prefix}"
+        flags = task_flags(data[1], "MRPC", [train], [valid], **still, bf16=precision, save=saved)
+        run_ranks(2, _run, flags, init=False, timeout=240)
+        after = _tensors(saved, prefix)
+        assert torch.equal(after.pop("classification_head.pooler.weight"), before["binary_head.pooler.weight"])
+        after = {name: x for name, x in after.items() if not name.startswith("classification_head")}
+        assert {name for name in before if not name.startswith(("lm_head", "binary_head"))} == set(after)
+        assert all(torch.equal(x, before[name]) for name, x in after.items()), prefix
+        if precision:
+            assert torch.equal(_tensors(saved)["final_layernorm.weight"], rounded["final_layernorm.weight"])
+
+
+@pytest.mark.parametrize("without_optimizer", [False, True])
+def test_finetune_begins_with_the_fp32_values_of_a_checkpoint(without_optimizer: bool, tmp_path: Path) -> None:
+    """Where it has them: one that was saved without its optimizer does not."""
+    data, first = write_sentences(tmp_path / "tiny"), tmp_path / "first"
+    saving = {"save": first, "bf16": True, "no_save_optim": without_optimizer or None}
+    assert pretrain_bert.main(tiny_bert_flags(data, train_iters=2, **saving)) == 0
+    expected = _tensors(first)
+    if not without_optimizer:
+        assert any(not torch.equal(x, expected[name].float()) for name, x in _tensors(first, MAIN).items())
+        expected = _tensors(first, MAIN)
+    assert set(expected) == set(_tensors(first))
+    for precision, prefix in ((None, MODEL), (True, MAIN)):
+        saved = tmp_path / f"saved-{prefix}"
+        still = {"load": first, "finetune": True, "lr": 1e-30, "weight_decay": 0, "save": saved, "bf16": precision}
+        assert pretrain_bert.main(tiny_bert_flags(data, train_iters=1, **still)) == 0
+        after = _tensors(saved, prefix)
+        assert set(after) == set(expected)
+        assert all(torch.equal(x, expected[name].float()) for name, x in after.items()), prefix

@@ -9,13 +9,14 @@ import torch
 
 from megatron.base.errors import UserError
 from megatron.base.values import Values
+from megatron.checkpoint.convert.bert import MEGATRON_BERT, bert_config, bert_model
 from megatron.checkpoint.convert.config_words import DTYPE_NAMES, gelu_name, is_tanh
 from megatron.checkpoint.convert.deberta import DEBERTA, deberta_config, deberta_model
 from megatron.checkpoint.convert.model import model_of
+from megatron.checkpoint.convert.task_head import head_words, named_head
 from megatron.config.model import ModelConfig
 
-MEGATRON_BERT = "megatron-bert"
-_BERT_WITH_BINARY_HEAD, _BERT_WITHOUT = "MegatronBertForPreTraining", "MegatronBertForMaskedLM"
+_GPT2_CLASSIFIER = "GPT2ForSequenceClassification"
 GPT2_END = 50256
 """GPT-2's end of text, which ends documents where no tokenizer says otherwise."""
 
@@ -47,6 +48,7 @@ def _requirements(model: ModelConfig) -> dict[str, dict[str, bool]]:
     looks_at_all = {"no --sliding-window": model.sliding_window is None}
     no_biases = {"--disable-bias-linear": not model.add_bias_linear}
     language = {"no --task-head": model.predicts_words}
+    no_choice = {"no --task-head choice": model.task_head != "choice"}
     gelu = {
         "--normalization LayerNorm": model.normalization == "LayerNorm",
         "no --swiglu": not model.swiglu,
@@ -67,11 +69,11 @@ def _requirements(model: ModelConfig) -> dict[str, dict[str, bool]]:
     if model.model_type == "bert":
         tied = {"no --untie-embeddings-and-output-weights": not model.untie_embeddings_and_output_weights}
         types = {"--num-tokentypes of at least 2": model.num_tokentypes >= 2}
-        return {MEGATRON_BERT: {**language, **learned, **gelu, **one_after_the_other, **tied, **types}}
+        return {MEGATRON_BERT: {**learned, **gelu, **one_after_the_other, **tied, **types}}
     if model.model_type == "deberta":
-        return {DEBERTA: {**gelu, "no --task-head choice": model.task_head != "choice"}}
+        return {DEBERTA: {**gelu, **no_choice}}
     return {
-        "gpt2": {**language, **learned, **gelu, **one_after_the_other, **looks_at_all},
+        "gpt2": {**no_choice, **learned, **gelu, **one_after_the_other, **looks_at_all},
         "gpt_neox": {**language, **rope, **gelu, **looks_at_all},
         "llama": {**swiglu, **looks_at_all, "no --add-qkv-bias": not model.add_qkv_bias},
         "mistral": {**swiglu, **no_biases, "no --add-qkv-bias": not model.add_qkv_bias},
@@ -89,45 +91,27 @@ def hf_config(model: ModelConfig, vocab_size: int, dtype: torch.dtype, end: int 
     """
     kind = architecture_of(model)
     if kind == MEGATRON_BERT:
-        return _bert_config(model, vocab_size, dtype)
+        return bert_config(model, vocab_size, dtype)
     if kind == DEBERTA:
         return deberta_config(model, vocab_size, dtype)
     end = min(vocab_size - 1, GPT2_END) if end is None and kind == "gpt2" else end
     return {
-        "architectures": [f"{ARCHITECTURES[kind]}ForCausalLM" if kind != "gpt2" else "GPT2LMHeadModel"],
+        "architectures": [f"{ARCHITECTURES[kind]}ForCausalLM"],
         "model_type": kind,
         "vocab_size": vocab_size,
         "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
         "torch_dtype": DTYPE_NAMES.get(dtype, "float32"),
         "bos_token_id": end,
         "eos_token_id": end,
-        **(_gpt2_config(model) if kind == "gpt2" else _rotary_config(model, kind)),
+        **(_gpt2_config(model, end) if kind == "gpt2" else _rotary_config(model, kind)),
     }
 
 
-def _bert_config(model: ModelConfig, vocab_size: int, dtype: torch.dtype) -> dict[str, Any]:
+def _gpt2_config(model: ModelConfig, end: int | None) -> dict[str, Any]:
+    # A classifier reads the last token that is not padding, which is the end of a text: another one pads.
+    head = {} if model.predicts_words else {**head_words(model), "pad_token_id": int(end == 0)}
     return {
-        "architectures": [_BERT_WITH_BINARY_HEAD if model.bert_binary_head else _BERT_WITHOUT],
-        "model_type": MEGATRON_BERT,
-        "vocab_size": vocab_size,
-        "tie_word_embeddings": True,
-        "torch_dtype": DTYPE_NAMES.get(dtype, "float32"),
-        "num_hidden_layers": model.num_layers,
-        "hidden_size": model.hidden_size,
-        "num_attention_heads": model.num_attention_heads,
-        "intermediate_size": model.ffn_hidden_size,
-        "max_position_embeddings": model.max_position_embeddings,
-        "type_vocab_size": model.num_tokentypes,
-        "hidden_act": gelu_name(model),
-        "layer_norm_eps": model.norm_epsilon,
-        "attention_probs_dropout_prob": model.attention_dropout,
-        "hidden_dropout_prob": model.hidden_dropout,
-        "pad_token_id": None,
-    }
-
-
-def _gpt2_config(model: ModelConfig) -> dict[str, Any]:
-    return {
+        "architectures": ["GPT2LMHeadModel" if model.predicts_words else _GPT2_CLASSIFIER],
         "n_layer": model.num_layers,
         "n_embd": model.hidden_size,
         "n_head": model.num_attention_heads,
@@ -138,6 +122,7 @@ def _gpt2_config(model: ModelConfig) -> dict[str, Any]:
         "attn_pdrop": model.attention_dropout,
         "resid_pdrop": model.hidden_dropout,
         "embd_pdrop": model.hidden_dropout,
+        **head,
     }
 
 
@@ -209,6 +194,7 @@ def _gpt2_model(config: Values) -> dict[str, object]:
         raise UserError("scale_attn_weights=false and scale_attn_by_inverse_layer_idx=true cannot be converted")
     hidden, positions = config.integer("n_embd"), config.integer("n_positions")
     return {
+        **named_head(config, {"classification": _GPT2_CLASSIFIER}),
         "num_layers": config.integer("n_layer"),
         "hidden_size": hidden,
         "num_attention_heads": config.integer("n_head"),
@@ -275,30 +261,6 @@ def _neox_model(config: Values) -> dict[str, object]:
         "bias_gelu_fusion": is_tanh(config, "hidden_act", "gelu"),
         "parallel_residual": config.flag("use_parallel_residual", True),
         "hidden_dropout": config.number("hidden_dropout", 0.0),
-    }
-
-
-def _bert_model(config: Values) -> dict[str, object]:
-    if config.flag("is_decoder", False) or config.flag("add_cross_attention", False):
-        raise UserError("is_decoder=true and add_cross_attention=true cannot be converted: BERT is an encoder")
-    if not config.flag("tie_word_embeddings", True):
-        raise UserError("tie_word_embeddings=false cannot be converted: BERT's output projection is its embedding")
-    positions = config.integer("max_position_embeddings", 512)
-    named = config.texts("architectures") if config.has("architectures") else []
-    return {
-        "model_type": "bert",
-        "bert_binary_head": _BERT_WITHOUT not in named,
-        "num_tokentypes": config.integer("type_vocab_size", 2),
-        "num_layers": config.integer("num_hidden_layers"),
-        "hidden_size": config.integer("hidden_size"),
-        "num_attention_heads": config.integer("num_attention_heads"),
-        "ffn_hidden_size": config.integer("intermediate_size"),
-        "seq_length": positions,
-        "max_position_embeddings": positions,
-        "norm_epsilon": config.number("layer_norm_eps", 1e-12),
-        "bias_gelu_fusion": is_tanh(config, "hidden_act", "gelu"),
-        "attention_dropout": config.number("attention_probs_dropout_prob", 0.1),
-        "hidden_dropout": config.number("hidden_dropout_prob", 0.1),
     }
 
 
@@ -374,7 +336,7 @@ _READERS: Mapping[str, Callable[[Values], dict[str, object]]] = {
     "llama": _llama_model,
     "mistral": _mistral_model,
     "qwen2": _qwen2_model,
-    MEGATRON_BERT: _bert_model,
+    MEGATRON_BERT: bert_model,
     DEBERTA: deberta_model,
 }
 ARCHITECTURES = {

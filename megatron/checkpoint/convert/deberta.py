@@ -9,6 +9,7 @@ import torch
 from megatron.base.errors import UserError
 from megatron.base.values import Values
 from megatron.checkpoint.convert.config_words import DTYPE_NAMES, gelu_name, is_tanh
+from megatron.checkpoint.convert.task_head import head_words, named_head
 from megatron.config.model import ModelConfig
 
 DEBERTA = "deberta-v2"
@@ -17,11 +18,6 @@ _DEBERTA_WITH_HEAD, _DEBERTA_WITHOUT = "DebertaV2ForSequenceClassification", "De
 
 def deberta_config(model: ModelConfig, vocab_size: int, dtype: torch.dtype) -> dict[str, Any]:
     """Builds the content of config.json."""
-    head: dict[str, Any] = {}
-    if model.task_head != "none":
-        labels = {str(n): f"LABEL_{n}" for n in range(model.num_outputs)}
-        problem = "regression" if model.task_head == "regression" else "single_label_classification"
-        head = {"id2label": labels, "label2id": {v: int(k) for k, v in labels.items()}, "problem_type": problem}
     return {
         "architectures": [_DEBERTA_WITHOUT if model.task_head == "none" else _DEBERTA_WITH_HEAD],
         "model_type": DEBERTA,
@@ -50,7 +46,7 @@ def deberta_config(model: ModelConfig, vocab_size: int, dtype: torch.dtype) -> d
         "pooler_hidden_size": model.hidden_size,
         "conv_kernel_size": model.conv_kernel_size,
         "conv_act": "gelu",
-        **head,
+        **head_words(model),
     }
 
 
@@ -81,7 +77,7 @@ def deberta_model(config: Values) -> dict[str, object]:
     relative = config.integer("max_relative_positions", -1, least=-1)
     learned = config.flag("position_biased_input", True)
     return {
-        **_deberta_head(config),
+        **named_head(config, {"classification": _DEBERTA_WITH_HEAD}),
         "model_type": "deberta",
         "num_tokentypes": config.integer("type_vocab_size", 0, least=0),
         "num_layers": config.integer("num_hidden_layers"),
@@ -99,17 +95,3 @@ def deberta_model(config: Values) -> dict[str, object]:
         "attention_dropout": config.number("attention_probs_dropout_prob", 0.1),
         "hidden_dropout": config.number("hidden_dropout_prob", 0.1),
     }
-
-
-def _deberta_head(config: Values) -> dict[str, object]:
-    """The head of a model that was fine-tuned for a task; empty for a pretrained one."""
-    if not config.has("architectures") or _DEBERTA_WITH_HEAD not in config.texts("architectures"):
-        return {}
-    classes = len(config.table("id2label", {})) or config.integer("num_labels", 2)
-    if classes == 1:
-        return {"task_head": "regression"}
-    if config.says("problem_type") and config.has("problem_type"):
-        problem = config.text("problem_type")
-        if problem != "single_label_classification":
-            raise UserError(f"problem_type {problem!r} of {classes} labels cannot be converted: a sample has one class")
-    return {"task_head": "classification", "task_classes": classes}

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.convert.architectures import MEGATRON_BERT, architecture_of
+from megatron.checkpoint.convert.architectures import architecture_of
+from megatron.checkpoint.convert.bert import MEGATRON_BERT
 from megatron.checkpoint.convert.deberta import DEBERTA
 from megatron.config.model import ModelConfig
 
@@ -64,7 +65,7 @@ def rules(model: ModelConfig, vocab_size: int) -> Iterator[Rule]:
 
 
 def gpt2_rules(model: ModelConfig, vocab_size: int) -> Iterator[Rule]:
-    """Rules of GPT2LMHeadModel."""
+    """Rules of GPT2LMHeadModel and GPT2ForSequenceClassification."""
     h, ffn, heads, width = model.hidden_size, model.ffn_hidden_size, model.num_attention_heads, model.kv_channels
     yield _same("embedding.word_embeddings.weight", "transformer.wte.weight", vocab_size, h)
     positions = "embedding.position_embeddings.weight"
@@ -98,7 +99,9 @@ def gpt2_rules(model: ModelConfig, vocab_size: int) -> Iterator[Rule]:
         yield _same(f"{at}mlp.dense_4h_to_h.bias", f"{there}mlp.c_proj.bias", h)
     for kind in ("weight", "bias"):
         yield _same(f"final_layernorm.{kind}", f"transformer.ln_f.{kind}", h)
-    if model.untie_embeddings_and_output_weights:
+    if not model.predicts_words:
+        yield _same("classification_head.classifier.weight", "score.weight", model.num_outputs, h)
+    elif model.untie_embeddings_and_output_weights:
         yield _same("output_layer.weight", "lm_head.weight", vocab_size, h)
 
 
@@ -151,7 +154,7 @@ def llama_rules(model: ModelConfig, vocab_size: int) -> Iterator[Rule]:
 
 
 def bert_rules(model: ModelConfig, vocab_size: int) -> Iterator[Rule]:
-    """Rules of MegatronBertForPreTraining and MegatronBertForMaskedLM."""
+    """Rules of MegatronBertForPreTraining and MegatronBertForMaskedLM, and of Megatron's BERT for tasks."""
     h, ffn = model.hidden_size, model.ffn_hidden_size
     yield _same("embedding.word_embeddings.weight", "bert.embeddings.word_embeddings.weight", vocab_size, h)
     positions, types = "embedding.position_embeddings.weight", "embedding.tokentype_embeddings.weight"
@@ -170,12 +173,17 @@ def bert_rules(model: ModelConfig, vocab_size: int) -> Iterator[Rule]:
             yield _same(f"{at}mlp.dense_4h_to_h.{kind}", f"{there}output.dense.{kind}", h, *inner)
     for kind, rest in (("weight", (h,)), ("bias", ())):
         yield _same(f"final_layernorm.{kind}", f"bert.encoder.ln.{kind}", h)
+        if not model.predicts_words:
+            yield _same(f"classification_head.pooler.{kind}", f"bert.pooler.dense.{kind}", h, *rest)
+            yield _same(f"classification_head.classifier.{kind}", f"classifier.{kind}", model.num_outputs, *rest)
+            continue
         yield _same(f"lm_head.dense.{kind}", f"cls.predictions.transform.dense.{kind}", h, *rest)
         yield _same(f"lm_head.layernorm.{kind}", f"cls.predictions.transform.LayerNorm.{kind}", h)
         if model.bert_binary_head:
             yield _same(f"binary_head.pooler.{kind}", f"bert.pooler.dense.{kind}", h, *rest)
             yield _same(f"binary_head.order.{kind}", f"cls.seq_relationship.{kind}", 2, *rest)
-    yield _same("lm_head.bias", "cls.predictions.bias", vocab_size)
+    if model.predicts_words:
+        yield _same("lm_head.bias", "cls.predictions.bias", vocab_size)
 
 
 def deberta_rules(model: ModelConfig, vocab_size: int) -> Iterator[Rule]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,13 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from megatron.checkpoint.convert.model import parameters_of
 from megatron.config.run import RunConfig
+from megatron.model.stages import padded_vocab_size
 from megatron.planner.choice import choice_of
 from megatron.planner.cluster import read_cluster, write_cluster
 from megatron.planner.command import main
 from megatron.planner.dry_run import Tally
 from tests.support.disk import largest_file
-from tests.unit.planner.support import CLUSTER, small_run
+from tests.unit.planner.support import CLUSTER, VOCAB, small_run
 
 pytestmark = pytest.mark.slow
 
@@ -240,3 +243,46 @@ def test_counts_are_positive(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit):
         main([*_files(tmp_path), "--top", "0"])
     assert "--top 0: give at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ("model:\n  bert_binary_head: true\n", "bert_binary_head looks like another model"),
+        ("tokenizer:\n  tokenizer_type: BertWordPieceCase\n", "tokenizer_type BertWordPieceCase looks like another"),
+        ("model:\n  decoder_seq_length: 8\n", "decoder_seq_length looks like another model than a GPT; write"),
+    ],
+)
+def test_a_file_that_does_not_say_its_kind_is_not_taken_for_a_gpt(
+    section: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As files for pretrain_bert.py need not."""
+    words = _files(tmp_path)
+    config = tmp_path / "run.yaml"
+    config.write_text(section)
+    assert main([*words, "--no-search"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"plan: error: --config {config}: {said}")
+    kind = "  model_type: gpt\n" if section.startswith("model:") else "model:\n  model_type: gpt\n"
+    config.write_text(section + kind)
+    assert main([*words, "--no-search"]) == 2
+    assert "looks like another model" not in capsys.readouterr().err
+
+
+def test_a_fine_tuned_model_is_planned_with_its_head(tmp_path: Path) -> None:
+    """Its gradients are those of its own parameters, without the words' head."""
+    sizes = {"micro_batch_size": 4, "global_batch_size": 32, "train_iters": 10}
+    head = {"model_type": "bert", "task_head": "classification", "task_classes": 3}
+    config = small_run(model=head, training=sizes)
+    cluster, plan = tmp_path / "cluster.yaml", tmp_path / "plan.json"
+    (tmp_path / "run.yaml").write_text(config.to_yaml())
+    cluster.write_text(write_cluster(CLUSTER))
+    words = ["--config", str(tmp_path / "run.yaml"), "--cluster", str(cluster), "--no-search", "--json", str(plan)]
+    assert main(words) == 0
+    (found,) = json.loads(plan.read_text())
+    padded = padded_vocab_size(VOCAB, config.model.make_vocab_size_divisible_by, 1)
+    specs = parameters_of(config.model, padded)
+    assert "classification_head.classifier.weight" in specs
+    assert not any(name.startswith("lm_head") for name in specs)
+    numbers = sum(math.prod(spec.logical_shape) for spec in specs.values())
+    assert found["sent"]["dp-grad"] == pytest.approx(2 * 7 / 8 * 4 * numbers, rel=1e-3)

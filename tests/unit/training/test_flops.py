@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron.model.context import ForwardContext
+from megatron.model.losses import Targets
 from megatron.training.flops import (
     ModelShape,
     benchmark_tflops,
@@ -15,6 +17,8 @@ from megatron.training.flops import (
     model_flops_utilization,
     model_tflops,
 )
+from megatron.training.report import model_shape
+from tests.support.tiny import tiny_engines
 
 GPT_175B = ModelShape(
     num_layers=96,
@@ -119,3 +123,22 @@ def test_utilization() -> None:
     assert model_flops_utilization(103.4, 312.0) == pytest.approx(0.3314, abs=1e-4)
     with pytest.raises(ValueError, match="positive"):
         model_flops_utilization(1.0, 0.0)
+
+
+@pytest.mark.parametrize(("buckets", "kernel"), [(6, 0), (8, 3)])
+def test_what_a_deberta_computes_is_counted(buckets: int, kernel: int) -> None:
+    """Distances and the convolution; not what is once for a step, or once for a sample: the table and the head."""
+    shape = {"position_buckets": buckets, "conv_kernel_size": kernel, "task_head": "classification", "task_classes": 3}
+    engines = tiny_engines({"model": {"model_type": "deberta", **shape}})
+    model, (stage,) = engines.config.model, engines.stages
+    tokens_bs, labels = torch.randint(90, (1, model.seq_length)), torch.zeros(1, 1, dtype=torch.int64)
+    targets = Targets(labels, torch.ones(1, 1), lengths_b=torch.tensor([model.seq_length]))
+    with FlopCounterMode(display=False) as counter:
+        stage.loss(stage(tokens_bs, ForwardContext()), targets).objective.backward()
+    h, rows = model.hidden_size, 2 * model.relative_span
+    once = 6 * (model.num_layers * rows * h * 2 * h + h * h + h * 3)
+    counted = model_flops_per_sample(model_shape(engines.config, engines.padded_vocab_size))
+    assert counted == counter.get_total_flops() - once
+    wide = dataclasses.replace(model_shape(engines.config, 0), relative_span=1000)
+    most = dataclasses.replace(wide, relative_span=model.seq_length)
+    assert model_flops_per_sample(wide) == model_flops_per_sample(most)
