@@ -265,29 +265,45 @@ class GradReducer:
     def finish(self, finite: bool = True) -> None:
         """Waits for all buckets and leaves the reduced gradients in them; if not ``finite``, anything.
 
-        Buckets take turns, a round each: what is coded for one hides the messages of the others.
+        Buckets take turns, a round each: what is coded for one hides the messages of the others. Rounds inside nodes
+        take no turn of their own, so that a bucket ends while the others' messages are still between nodes; what is
+        left to do for it follows the next bucket's turn, whose message does not wait for that.
         """
         self.launch()
         waiting = [pair for pair in zip(self.buckets, self._pending, strict=True) if pair[1].reduction is not None]
+        ended: list[tuple[GradBucket, _PendingBucket]] = []
         while waiting:
-            waiting = [(bucket, pending) for bucket, pending in waiting if self._advance(bucket, pending, finite)]
+            going: list[tuple[GradBucket, _PendingBucket]] = []
+            for bucket, pending in waiting:
+                goes_on = self._advance(pending, finite)
+                while ended:
+                    self._end(*ended.pop())
+                (going if goes_on else ended).append((bucket, pending))
+            waiting = going
+        while ended:
+            self._end(*ended.pop())
         self._ready = [False] * len(self.buckets)
         self._pending = []
 
-    def _advance(self, bucket: GradBucket, pending: _PendingBucket, finite: bool) -> bool:
-        """Runs a round of a bucket's reduction, or ends it; returns whether it goes on."""
+    def _advance(self, pending: _PendingBucket, finite: bool) -> bool:
+        """Runs a round of a bucket's reduction, and those inside nodes behind it; returns whether it goes on."""
         reduction = pending.reduction
         assert reduction is not None
         if not finite:
             reduction.abandon()
+            pending.reduction = None
             return False
-        if reduction.advance():
-            return True
-        reduction.finish()
+        reduction.advance()
+        return reduction.advance_inside_nodes()
+
+    def _end(self, bucket: GradBucket, pending: _PendingBucket) -> None:
+        """Leaves the reduced gradients in a bucket; nothing where its reduction was abandoned."""
+        if pending.reduction is None:
+            return
+        pending.reduction.finish()
         with self.ledger.decoding(Point.DP_GRAD):
-            for unit, reduced in zip(pending.units, reduction.reductions, strict=False):
+            for unit, reduced in zip(pending.units, pending.reduction.reductions, strict=False):
                 unit.give(bucket.flat, reduced.x, self._scale)
-        return False
 
 
 def _rest(bucket: GradBucket, units: Sequence[Unit]) -> list[slice]:

@@ -139,10 +139,15 @@ class PackedReduction:
         self._resume(dict(sorted(results.items())))
         return bool(self._pending)
 
-    def advance_inside_nodes(self) -> None:
-        """Runs the rounds that come before the first one between nodes, which therefore leaves early."""
+    def advance_inside_nodes(self) -> bool:
+        """Runs the rounds that come before the next one between nodes, which therefore leaves early.
+
+        Returns:
+            False where there is none.
+        """
         while self._pending and all(started.level is Level.NODE for started in self._pending):
             self.advance()
+        return bool(self._pending)
 
     def wait(self) -> None:
         """Runs the remaining rounds."""

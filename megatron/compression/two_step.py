@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -72,35 +73,6 @@ class Messages(Approximation):
 
 
 @dataclass(frozen=True)
-class _Contribution(Approximation):
-    """What a rank has put into a sum: its messages of the whole tensor, and the errors of the sums that it shortened.
-
-    Over all ranks this leaves what the last messages hold, whatever was lost in between: each rank accounts for what
-    its own messages lost. The error of a sum is a tensor, or the messages of the sum less those that it was taken of.
-
-    Args:
-        made: messages of the whole tensor; then errors, and messages of sums.
-        taken: messages to this rank that such sums were taken of.
-    """
-
-    made: Sequence[Approximation]
-    taken: Sequence[Approximation]
-
-    def write_to(self, out: Tensor) -> None:
-        self.made[0].write_to(out)
-        self._subtract(out, self.made[1:], -1.0)
-
-    def subtract_from(self, x: Tensor, share: float = 1.0) -> None:
-        self._subtract(x, self.made, share)
-
-    def _subtract(self, x: Tensor, made: Sequence[Approximation], share: float) -> None:
-        for part in made:
-            part.subtract_from(x, share)
-        for part in self.taken:
-            part.subtract_from(x, -share)
-
-
-@dataclass(frozen=True)
 class _Share(Approximation):
     """One part of a flattened tensor; the rest stays as it is."""
 
@@ -136,12 +108,19 @@ class _Hop:
         """Messages of parts, a row for each rank; that of a shorter part does not fill its place."""
         format, device = self.format.plain if transformed else self.format, next(iter(parts.values())).device
         size = self.format.nbytes(torch.Size((longest,)))
-        wires = torch.zeros((len(self.rows), len(self.rows[0]), size), dtype=torch.uint8, device=device)
+        wires = torch.empty((len(self.rows), len(self.rows[0]), size), dtype=torch.uint8, device=device)
         for row, numbers in zip(wires, self.rows, strict=True):
             for wire, number in zip(row, numbers, strict=True):
                 x = parts[number]
-                format.encode(x, seeds[number], wire=wire[: format.nbytes(x.shape)])
+                filled = format.nbytes(x.shape)
+                format.encode(x, seeds[number], wire=wire[:filled])
+                if filled < size:
+                    wire[filled:] = 0
         return wires
+
+    def in_order(self, parts: Mapping[int, Tensor]) -> list[Tensor]:
+        """Parts as their messages are ordered."""
+        return [parts[number] for row in self.rows for number in row]
 
     def messages(self, wires: Tensor, spans: Sequence[slice], rows: Sequence[tuple[int, ...]]) -> Messages:
         """Wires, row after row, as the messages of the rows' parts."""
@@ -155,25 +134,70 @@ class _Hop:
             count, format = flat[spans[part]].numel(), self.format
             if transformed:
                 count, format = format.coded(count), format.plain
-            sums[part] = flat.new_zeros(count)
-            for row in received:
+            sums[part] = flat.new_empty(count)
+            format.decode(received[0, index], sums[part].shape, sums[part])
+            for row in received[1:]:
                 format.add_to(sums[part], row[index])
         return sums
 
-    def errors(self, sent: Messages, sums: Mapping[int, Tensor], taken: list[Approximation]) -> Sequence[Approximation]:
-        """What messages of sums lost; the last of the messages ``taken`` are those that the sums were taken of.
 
-        The error of transformed numbers is left in messages. Another one is computed in place of the sums, and the
-        messages behind it are dropped: this reads less.
+@dataclass(frozen=True)
+class _Shortened:
+    """Sums that messages were made of.
+
+    Args:
+        sent: the messages.
+        sums_n: the sums, in the order of the messages.
+        taken: the messages to this rank that they are the sums of.
+    """
+
+    sent: Messages
+    sums_n: Sequence[Tensor]
+    taken: Messages
+
+    def errors(self) -> tuple[list[Approximation], list[Approximation]]:
+        """What the messages lost, as the first ones less the second ones.
+
+        That of transformed numbers is messages. Another one is computed in place of the sums: this reads less.
         """
-        if self.format.plain is not self.format:
-            return [sent]
-        taken.pop()
-        numbers = [number for row in self.rows for number in row]
-        return [
-            _Share(span, self.format.add_to(sums[number].neg_(), wire))
-            for number, wire, span in zip(numbers, sent.wires, sent.spans, strict=True)
-        ]
+        format = self.sent.format
+        if format.plain is not format:
+            return [self.sent], [self.taken]
+        parts = zip(self.sums_n, self.sent.wires, self.sent.spans, strict=True)
+        return [], [_Share(span, format.add_to(x_n, wire, negative=True)) for x_n, wire, span in parts]
+
+
+@dataclass(frozen=True)
+class _Contribution(Approximation):
+    """What a rank has put into a sum: its messages of the whole tensor, and the errors of the sums that it shortened.
+
+    Over all ranks this leaves what the last messages hold, whatever was lost in between: each rank accounts for what
+    its own messages lost.
+    """
+
+    first: Messages
+    shortened: Sequence[_Shortened]
+
+    @cached_property
+    def _errors(self) -> list[tuple[list[Approximation], list[Approximation]]]:
+        """Computed where somebody asks, and after all messages: none waits for what others have lost."""
+        return [sums.errors() for sums in self.shortened]
+
+    def write_to(self, out: Tensor) -> None:
+        self.first.write_to(out)
+        self._subtract_errors(out, -1.0)
+
+    def subtract_from(self, x: Tensor, share: float = 1.0) -> None:
+        self.first.subtract_from(x, share)
+        self._subtract_errors(x, share)
+
+    def _subtract_errors(self, x: Tensor, share: float) -> None:
+        for made, _ in self._errors:
+            for part in made:
+                part.subtract_from(x, share)
+        for _, taken in self._errors:
+            for part in taken:
+                part.subtract_from(x, -share)
 
 
 class TwoStepSum(RoundCompressor):
@@ -203,31 +227,31 @@ class TwoStepSum(RoundCompressor):
         spans = [slice(i * part, (i + 1) * part) for i in range(peers.size)]
         shares = peers.sharded and part * peers.size == flat.numel()
         parts = {i: flat[span] for i, span in enumerate(spans)}
-        made: list[Approximation] = []
-        taken: list[Approximation] = []
+        messages: list[Messages] = []
+        taken: list[Messages] = []
+        shortened: list[_Shortened] = []
         for number, hop in enumerate(hops):
             seeds = {i: self._seed(state, peers, number, i) for i in parts}
             wires = hop.encode(parts, part, seeds, transformed=number > 0)
-            sent = hop.messages(wires, spans, hop.rows)
-            made += hop.errors(sent, parts, taken) if number else [sent]
+            messages.append(hop.messages(wires, spans, hop.rows))
+            if number:
+                shortened.append(_Shortened(messages[-1], hop.in_order(parts), taken[-1]))
             received = yield Request(wires, Op.EXCHANGE, level=hop.level)
             taken.append(hop.messages(received, spans, [hop.rows[hop.place]] * len(hop.rows)))
             parts = hop.summed(received, flat, spans, transformed=not (shares and hop is hops[-1]))
         if shares:
             total: Approximation = _Share(spans[peers.rank], parts[peers.rank])
-            taken.pop()
         else:
             own = replace(hops[-1], rows=[(peers.rank,)])
             seeds = {peers.rank: self._seed(state, peers, len(hops), peers.rank)}
             wire = own.encode(parts, part, seeds, transformed=True)
-            total = own.messages(wire, spans, own.rows)
-            made += own.errors(total, parts, taken)
+            shortened.append(_Shortened(own.messages(wire, spans, own.rows), own.in_order(parts), taken[-1]))
             wire = wire.view(-1)
             for hop in reversed(hops):
                 wire = yield Request(wire, Op.GATHER, level=hop.level)
             total = own.messages(wire, spans, hops[0].rows)
         state.stage("messages", state.count("messages") + 1)
-        return Aggregate(total, _Contribution(made, taken))
+        return Aggregate(total, _Contribution(messages[0], shortened))
 
     def _seed(self, state: CompressorState, peers: Peers, step: int, part: int) -> int | None:
         """The seed of a part's message in a step of the sum.

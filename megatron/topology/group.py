@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.topology.errors import CommunicationError, reason
-from megatron.topology.work import Steps, Work
+from megatron.topology.work import Steps, Together, Work
 
 # torch 2.13 renamed these two and warns at the old names.
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -30,6 +30,8 @@ NOTHING = "nothing"
 
 _STEPWISE_BYTES = 1 << 20
 """Bytes sent by one rank from which on an exchange or an all-gather over gloo goes one partner at a time."""
+_PARTNERS_TAG = 1 << 20
+"""Tag of what two ranks exchange, apart from those of messages."""
 
 
 @dataclass
@@ -187,34 +189,44 @@ class Group:
     def all_gather(self, out: Tensor, x: Tensor) -> Pending:
         """All-gathers the ranks' ``x`` along dimension 0 into ``out``; both contiguous. Sends (n-1) times ``x``.
 
-        Over gloo a large one goes one partner at a time (``Steps``), with the same result.
+        Over gloo one of two ranks, or a large one, goes one partner at a time, with the same result.
         """
         if self.size == 1:
             if out.data_ptr() != x.data_ptr():
                 out.copy_(x)
             return Pending(None, 0, NOTHING)
         sent = (self.size - 1) * num_bytes(x)
-        if self._in_steps(sent):
+        if self._by_partners(sent):
             rows = out.view(self.size, *x.shape)
             rows[self.rank].copy_(x)
-            return self.start("all-gather", sent, lambda: self._stepwise([x] * self.size, list(rows)))
+            return self.start("all-gather", sent, lambda: self._with_partners([x] * self.size, list(rows)))
         return self.start("all-gather", sent, lambda: _ALL_GATHER(out, x, group=self.pg, async_op=True))
 
-    def _in_steps(self, sent: int) -> bool:
+    def _by_partners(self, sent: int) -> bool:
         """Whether to exchange with one partner at a time; the same on all ranks."""
-        return self.backend == "gloo" and sent >= _STEPWISE_BYTES
+        return self.backend == "gloo" and sent >= (1 if self.size == 2 else _STEPWISE_BYTES)
 
-    def _stepwise(self, out: Sequence[Tensor], into: Sequence[Tensor]) -> Work:
-        """Sends ``out[i]`` to rank i and receives ``into[i]`` from it, for all i but this rank's own."""
+    def _with_partners(self, out: Sequence[Tensor], into: Sequence[Tensor]) -> Work:
+        """Sends ``out[i]`` to rank i and receives ``into[i]`` from it, for all i but this rank's own.
+
+        With one partner all is posted at once: a receive that stands when the message comes spares it a round trip,
+        which takes as long as what waits at the link before it.
+        """
+
+        def begun(step: int) -> Together:
+            to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
+            coming = dist.irecv(into[source], src=self.ranks[source], group=self.pg, tag=_PARTNERS_TAG)
+            going = dist.isend(out[to], dst=self.ranks[to], group=self.pg, tag=_PARTNERS_TAG)
+            assert coming is not None
+            assert going is not None
+            return Together((coming, going))
+
+        if self.size == 2:
+            return begun(1)
 
         def steps() -> None:
             for step in range(1, self.size):
-                to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
-                coming = dist.irecv(into[source], src=self.ranks[source], group=self.pg)
-                going = dist.isend(out[to], dst=self.ranks[to], group=self.pg)
-                for work in (coming, going):
-                    assert work is not None
-                    work.wait()
+                begun(step).wait()
 
         if self._steps is None:
             self._steps = Steps()
@@ -222,11 +234,11 @@ class Group:
 
     def _exchange(self, out: Tensor, x: Tensor, what: str, sent: int) -> Pending:
         """Row i of ``x`` to rank i; row i of ``out`` from rank i."""
-        if not self._in_steps(sent):
+        if not self._by_partners(sent):
             return self.start(what, sent, lambda: dist.all_to_all_single(out, x, group=self.pg, async_op=True))
         to, source = x.chunk(self.size), out.chunk(self.size)
         source[self.rank].copy_(to[self.rank])
-        return self.start(what, sent, lambda: self._stepwise(to, source))
+        return self.start(what, sent, lambda: self._with_partners(to, source))
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Pending:
         """Reduce-scatters ``x``: rank r gets the sum of the r-th equal parts of dimension 0 in ``out``.
@@ -273,7 +285,7 @@ class Group:
             return Pending(None, 0, NOTHING)
         sent = sum(num_bytes(part) for rank, part in enumerate(x) if rank != self.rank)
         if self.backend == "gloo":
-            return self.start("all-to-all", sent, lambda: self._stepwise(x, out))
+            return self.start("all-to-all", sent, lambda: self._with_partners(x, out))
         none = x[0].new_empty(0)
         given, taken = ([none if r == self.rank else part for r, part in enumerate(parts)] for parts in (x, out))
         return self.start("all-to-all", sent, lambda: dist.all_to_all(taken, given, group=self.pg, async_op=True))

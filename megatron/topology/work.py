@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,6 +18,20 @@ class Work(Protocol):
 
     def is_completed(self) -> bool:
         """Whether ``wait`` would not block."""
+
+
+@dataclass(frozen=True)
+class Together:
+    """The handle of several operations."""
+
+    parts: Sequence[Work]
+
+    def wait(self) -> None:
+        for part in self.parts:
+            part.wait()
+
+    def is_completed(self) -> bool:
+        return all(part.is_completed() for part in self.parts)
 
 
 class Steps:

@@ -142,6 +142,28 @@ def test_large_exchanges_go_one_partner_at_a_time(world_size: int) -> None:
     assert run_ranks(world_size, _check_large_exchanges) == [[]] * world_size
 
 
+def _check_many_at_once() -> bool:
+    """Exchanges and gathers of all sizes between two ranks, waited for in the opposite order."""
+    group = _world()
+    rows = [torch.full((2, size), 10.0 * group.rank + size) for size in (1, 7, 1000, 1 << 19) * 3]
+    received = [torch.empty_like(x) for x in rows]
+    gathered = [torch.empty(2 * x.shape[1]) for x in rows]
+    pendings = [
+        start
+        for x, got, whole in zip(rows, received, gathered, strict=True)
+        for start in (group.exchange(got, x), group.all_gather(whole, x[0].clone()))
+    ]
+    for pending in reversed(pendings):
+        pending.wait()
+    wanted = [torch.tensor([x.shape[1], 10.0 + x.shape[1]]).repeat_interleave(x.shape[1]) for x in rows]
+    same = [torch.equal(got.view(-1), want) for got, want in zip(received, wanted, strict=True)]
+    return all(same + [torch.equal(got, want) for got, want in zip(gathered, wanted, strict=True)])
+
+
+def test_two_ranks_exchange_many_things_at_once() -> None:
+    assert run_ranks(2, _check_many_at_once) == [True] * 2
+
+
 def _lose_a_peer(folder: Path) -> None:
     group = _world()
     if group.rank == 2:

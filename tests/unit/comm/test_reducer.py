@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -46,14 +46,17 @@ class Levels(RoundCompressor):
 
     traits = SumTraits(levels=True)
 
-    def __init__(self, *levels: Level) -> None:
-        self.levels = levels
+    def __init__(self, levels: Sequence[Level], events: list[str]) -> None:
+        self.levels, self.events = levels, events
 
     def rounds(self, x: Tensor, state: CompressorState, peers: Peers) -> Generator[Request, Tensor, Aggregate]:
         given = x.clone()
         for level in self.levels:
             x = yield Request(x, Op.REDUCE, level=level)
         return Aggregate(x, given)
+
+    def finalize(self, x: Tensor, aggregate: Aggregate, state: CompressorState, peers: Peers) -> None:
+        self.events.append(f"end {x.numel()}")
 
 
 @dataclass
@@ -82,7 +85,7 @@ def events_of(*levels: Level, finite: bool = True) -> tuple[list[str], list[str]
     group = RecordingGroup(events)
     group.split = Split(RecordingGroup(events, "node", 2), RecordingGroup(events, "across", 2))
     buckets = [GradBucket(torch.ones(size)) for size in (1, 2, 3)]
-    plan = cast(CompressionPlan, Plan(Levels(*levels)))
+    plan = cast(CompressionPlan, Plan(Levels(levels, events)))
     reducer = GradReducer(buckets, cast(Group, group), plan, Ledger(), sharded=False)
     reducer.begin(0, 1.0)
     for index in range(3):
@@ -96,7 +99,8 @@ def test_what_goes_between_nodes_leaves_when_the_next_bucket_is_ready() -> None:
     backward, end = events_of(Level.NODE, Level.ACROSS)
     first = ["start node 1", "wait node 1", "start across 1", "start node 2"]
     assert backward == [*first, "wait node 2", "start across 2", "start node 3"]
-    assert end == ["wait across 1", "wait across 2", "wait node 3", "start across 3", "wait across 3"]
+    third = ["wait node 3", "start across 3", "end 2", "wait across 3", "end 3"]
+    assert end == ["wait across 1", "wait across 2", "end 1", *third]
 
 
 def test_backward_waits_for_nothing_between_nodes() -> None:
@@ -109,7 +113,16 @@ def test_buckets_take_turns() -> None:
     """The second round of each is on its way while the others' first ones are waited for."""
     _, end = events_of(Level.ALL, Level.ALL)
     turns = [f"{what} all {size}" for size in (1, 2, 3) for what in ("wait", "start")]
-    assert end == [*turns, "wait all 1", "wait all 2", "wait all 3"]
+    assert end == [*turns, "wait all 1", "wait all 2", "end 1", "wait all 3", "end 2", "end 3"]
+
+
+def test_a_bucket_ends_while_others_are_between_nodes() -> None:
+    """And after the next one's turn, whose message leaves first."""
+    _, end = events_of(Level.NODE, Level.ACROSS, Level.NODE)
+    first = ["wait across 1", "start node 1", "wait node 1"]
+    second = ["wait across 2", "start node 2", "wait node 2", "end 1"]
+    third = ["wait node 3", "start across 3", "end 2", "wait across 3", "start node 3", "wait node 3", "end 3"]
+    assert end == first + second + third
 
 
 def test_a_step_that_is_not_taken_starts_no_further_round() -> None:

@@ -340,18 +340,26 @@ def test_momenta_stay_whole_where_only_shares_are_read() -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_sum_in_one_level_decodes_each_message_once(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Besides the sum itself, the residual decodes what the rank has sent, and its message of the sum."""
-    added: list[int] = []
-    add_to = Quantizer.add_to
+    decoded: list[int] = []
+    add_to, decode = Quantizer.add_to, Quantizer.decode
 
-    def counted(self: Quantizer, out: Tensor, wire: Tensor, negative: bool = False) -> Tensor:
-        added.append(out.numel())
+    def adding(self: Quantizer, out: Tensor, wire: Tensor, negative: bool = False) -> Tensor:
+        decoded.append(out.numel())
         return add_to(self, out, wire, negative)
 
-    monkeypatch.setattr(Quantizer, "add_to", counted)
+    def decoding(self: Quantizer, wire: Tensor, shape: torch.Size, out: Tensor | None = None) -> Tensor:
+        decoded.append(shape.numel())
+        return decode(self, wire, shape, out)
+
+    monkeypatch.setattr(Quantizer, "add_to", adding)
+    monkeypatch.setattr(Quantizer, "decode", decoding)
     rounds = FixpointRounds(FixpointSumConfig(bits=8)).rounds(noise(24, 1), CompressorState(), Peers(0, ranks))
     sent = next(rounds)
     own = rounds.send(sent.tensor)
     with pytest.raises(StopIteration) as end:
         rounds.send(torch.stack([own.tensor] * ranks))
+    assert sum(decoded) == 24  # errors that nobody asks for are not computed
     end.value.value.local.subtract_from(noise(24, 1))
-    assert sum(added) == 24 + 24 // ranks + 24
+    assert sum(decoded) == 24 + 24 // ranks + 24
+    end.value.value.local.subtract_from(noise(24, 1))
+    assert sum(decoded) == 24 + 24 // ranks + 2 * 24

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
+from torch import Tensor
 
+from megatron.topology import group as groups
 from megatron.topology.errors import CommunicationError, first_line, reason
 from megatron.topology.group import Group, Pending
 from megatron.topology.topology import single_process
@@ -67,6 +71,47 @@ def test_a_single_process_is_every_end_of_the_mesh() -> None:
     assert topology.embedding == {}
     groups = (topology.world, topology.control, topology.tp, topology.dp, topology.pp)
     assert all(group.size == 1 and group.rank == 0 for group in groups)
+
+
+class Silent:
+    """The handle of an operation that waits for nothing."""
+
+    def __init__(self, events: list[str], what: str) -> None:
+        self.events, self.what = events, what
+
+    def wait(self) -> None:
+        self.events.append(f"wait for {self.what}")
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def test_two_ranks_post_all_their_exchanges_at_once() -> None:
+    """Receives stand before the messages come, whatever is still on its way."""
+    events: list[str] = []
+
+    def irecv(x: Tensor, src: int, group: object, tag: int) -> Silent:
+        events.append(f"receive {x.numel()} from {src}")
+        return Silent(events, f"receive {x.numel()}")
+
+    def isend(x: Tensor, dst: int, group: object, tag: int) -> Silent:
+        events.append(f"send {x.view(-1).tolist()} to {dst}")
+        return Silent(events, f"send {x.numel()}")
+
+    pair = Group(None, (4, 7), 1, "pair", "gloo")
+    received, gathered = torch.zeros(2, 2), torch.zeros(6)
+    with mock.patch.object(groups.dist, "irecv", irecv), mock.patch.object(groups.dist, "isend", isend):
+        exchange = pair.exchange(received, torch.arange(4.0).view(2, 2))
+        gather = pair.all_gather(gathered, torch.ones(3))
+    posted = ["receive 2 from 4", "send [0.0, 1.0] to 4", "receive 3 from 4", "send [1.0, 1.0, 1.0] to 4"]
+    assert events == posted
+    assert received[1].tolist() == [2.0, 3.0]
+    assert gathered[3:].tolist() == [1.0] * 3
+    for pending in (gather, exchange):
+        assert pending.done()
+        pending.wait()
+    waits = ["wait for receive 3", "wait for send 3", "wait for receive 2", "wait for send 2"]
+    assert events[len(posted) :] == waits
 
 
 RECORDED = {

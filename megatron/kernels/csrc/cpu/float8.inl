@@ -2,11 +2,44 @@
 
 constexpr int64_t kShortGroup = 64; /* whose loops would be shorter than what a vector loop takes at a time */
 
+/* The codes of the whole 64s among n numbers, to nearest; returns how many those are. */
+template <int kMantissa>
+inline int64_t float8_whole_64(const float *v, float step, int64_t n, uint8_t *codes) {
+  int64_t i = 0;
+#if MCC_AVX512
+  using F = Float8<kMantissa>;
+  const __m512 by = _mm512_set1_ps(step), magic = _mm512_castsi512_ps(_mm512_set1_epi32(int32_t(F::kMagic)));
+  const __m512i half = _mm512_set1_epi32(int32_t((1u << (F::kShift - 1)) - 1 - F::kRebias)), one = _mm512_set1_epi32(1);
+  const __m512i magnitude = _mm512_set1_epi32(0x7fffffff), infinity = _mm512_set1_epi32(0x7f800000);
+  for (; i + 64 <= n; i += 64) {
+    __m512i code[4];
+    for (int k = 0; k < 4; ++k) {
+      const __m512i u = _mm512_castps_si512(_mm512_mul_ps(_mm512_loadu_ps(v + i + 16 * k), by));
+      const __m512i size = _mm512_and_si512(u, magnitude);
+      const __m512i rest = _mm512_min_epu32(size, _mm512_set1_epi32(int32_t(F::kMost)));
+      const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(rest, F::kShift), one);
+      const __m512i normal = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(rest, half), odd), F::kShift);
+      const __m512i moved = _mm512_castps_si512(_mm512_add_ps(_mm512_castsi512_ps(rest), magic));
+      const __mmask16 tiny = _mm512_cmplt_epu32_mask(rest, _mm512_set1_epi32(int32_t(F::kLeast)));
+      const __m512i found = _mm512_mask_sub_epi32(normal, tiny, moved, _mm512_castps_si512(magic));
+      const __m512i sign = _mm512_and_si512(_mm512_srli_epi32(u, 24), _mm512_set1_epi32(0x80));
+      const __mmask16 nan = _mm512_cmpgt_epu32_mask(size, infinity);
+      code[k] = _mm512_mask_mov_epi32(_mm512_or_si512(found, sign), nan, _mm512_set1_epi32(kFloat8Nan));
+    }
+    _mm512_storeu_si512(codes + i, bytes_of_64(code));
+  }
+#else
+  (void)v, (void)step, (void)n, (void)codes;
+#endif
+  return i;
+}
+
 template <int kMantissa>
 inline void float8_codes(const mcc_float8 &c, const float *__restrict v, float step, int64_t begin, int64_t n) {
   uint8_t *__restrict codes = c.codes + begin;
   if (!c.stochastic) {
-    for (int64_t i = 0; i < n; ++i) codes[i] = float8_nearest<kMantissa>(v[i] * step);
+    for (int64_t i = float8_whole_64<kMantissa>(v, step, n, codes); i < n; ++i)
+      codes[i] = float8_nearest<kMantissa>(v[i] * step);
     return;
   }
   const Noise noise(c.seed);
@@ -59,22 +92,46 @@ inline void float8_group(const mcc_float8 &c, int64_t group) {
   });
 }
 
-/* Several short groups: they are scaled first, and then encoded in one long loop. */
+/* The largest magnitudes of groups, for up to kChunk numbers; ``largest`` has room for 16 more. */
+inline void float8_largest_of(const float *v, int64_t n, int64_t group, uint32_t *largest) {
+#if MCC_AVX512
+  if (group % 16 == 0 && n % group == 0) {
+    for (int64_t i = 0; i < n; i += 16 * group, largest += 16) {
+      __m512i most[16];
+      for (int k = 0; k < 16; ++k)
+        most[k] = i + k * group < n ? largest_lanes(v + i + k * group, group) : _mm512_setzero_si512();
+      _mm512_storeu_si512(largest, extremes_16<true>(most));
+    }
+    return;
+  }
+#endif
+  for (int64_t i = 0; i < n; i += group, ++largest) *largest = float8_largest(v + i, std::min(group, n - i));
+}
+
+/* Several groups: the scales of all first, so that they do not wait for each other. Those of short ones are applied before the
+ * numbers are encoded in one long loop. */
 template <int kMantissa>
 inline void float8_groups(const mcc_float8 &c, int64_t begin, int64_t n) {
   alignas(64) float room[kChunk], scaled[kChunk];
+  uint32_t largest[kChunk + 16];
+  float steps[kChunk];
   const float *v = view(room, c.x, c.x_dtype, begin, n);
-  for (int64_t i = 0; i < n; i += c.group) {
-    const int64_t end = std::min(i + c.group, n);
-    const float step = float8_store<kMantissa>(c, (begin + i) / c.group, float8_largest(v + i, end - i));
-    for (int64_t j = i; j < end; ++j) scaled[j] = v[j] * step;
+  float8_largest_of(v, n, c.group, largest);
+  for (int64_t i = 0, k = 0; i < n; i += c.group, ++k)
+    steps[k] = float8_store<kMantissa>(c, begin / c.group + k, largest[k]);
+  if (c.group > kShortGroup) {
+    for (int64_t i = 0, k = 0; i < n; i += c.group, ++k)
+      float8_codes<kMantissa>(c, v + i, steps[k], begin + i, std::min(c.group, n - i));
+    return;
   }
+  for (int64_t i = 0, k = 0; i < n; i += c.group, ++k)
+    for (int64_t j = i; j < std::min(i + c.group, n); ++j) scaled[j] = v[j] * steps[k];
   float8_codes<kMantissa>(c, scaled, 1.0f, begin, n);
 }
 
 template <int kMantissa>
 inline void float8_encode_all(const mcc_float8 &c) {
-  if (c.group <= kShortGroup) {
+  if (c.group <= kChunk) {
     const int64_t chunk = kChunk / c.group * c.group, chunks = (c.count + chunk - 1) / chunk;
 #pragma omp parallel for schedule(static) if (c.count > kSerial)
     for (int64_t k = 0; k < chunks; ++k)

@@ -108,37 +108,6 @@ inline void unpack_64(const uint8_t *in, int bits, __m128i *codes) {
   codes[2] = unpack_16<2>(in, bits), codes[3] = unpack_16<3>(in, bits);
 }
 
-/* What ``measure`` does, of whole 16s; inlined, as its callers know the kind of the grid. */
-__attribute__((always_inline)) inline void measure_16s(const mcc_grid &g, const float *v, int64_t n, Extent &e) {
-  if (takes_most(g)) {
-    const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
-    __m512i most = _mm512_setzero_si512();
-    for (int64_t i = 0; i < n; i += 16)
-      most = _mm512_max_epu32(most, _mm512_and_si512(_mm512_loadu_si512(v + i), magnitude));
-    e.most = _mm512_reduce_max_epu32(most);
-  }
-  if (takes_range(g)) {
-    const __m512i sign = _mm512_set1_epi32(int32_t(0x80000000u));
-    __m512i least = _mm512_set1_epi32(-1), greatest = _mm512_setzero_si512();
-    for (int64_t i = 0; i < n; i += 16) {
-      const __m512i u = _mm512_loadu_si512(v + i);
-      const __m512i k = _mm512_xor_si512(u, _mm512_or_si512(_mm512_srai_epi32(u, 31), sign));
-      least = _mm512_min_epu32(least, k);
-      greatest = _mm512_max_epu32(greatest, k);
-    }
-    e.least = _mm512_reduce_min_epu32(least), e.greatest = _mm512_reduce_max_epu32(greatest);
-  }
-  if (takes_sum(g)) { /* of squares: a sign's is not taken here */
-    __m512d sum0 = _mm512_setzero_pd(), sum1 = sum0;
-    for (int64_t i = 0; i < n; i += 16) {
-      const __m512d a = _mm512_cvtps_pd(_mm256_loadu_ps(v + i)), b = _mm512_cvtps_pd(_mm256_loadu_ps(v + i + 8));
-      sum0 = _mm512_add_pd(sum0, _mm512_mul_pd(a, a));
-      sum1 = _mm512_add_pd(sum1, _mm512_mul_pd(b, b));
-    }
-    e.sum = _mm512_reduce_add_pd(_mm512_add_pd(sum0, sum1));
-  }
-}
-
 /* Levels of 16 numbers, plus the code of level 0. */
 template <bool kBased>
 struct Levels {
@@ -177,37 +146,25 @@ inline void quantize_64(const mcc_codec &c, const float *v, Common common, int64
   mcc_grid g = c.grid;
   /* Known here, so that each kind has a loop without the others' branches. Shared steps need no method. */
   g.kind = kKind, g.method = MCC_MAX, g.stochastic = 0;
+  if (is_sign(g)) __builtin_unreachable(); /* ``quantizes_64`` */
   constexpr bool kBased = kKind == MCC_MINMAX;
   const Levels<kBased> levels(g);
-  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   const __m512 zero = _mm512_set1_ps(float(offset_of(g)) - shift_of(g));
   uint8_t *out = c.codes + begin / 8 * g.bits;
-  const int64_t group = common.steps ? n : g.group, first = begin / group;
-  Factor factors[kChunk / 64], inverses[kChunk / 64];
-  if (common.steps) {
-    factors[0] = {*common.steps->at(0).by, *common.steps->at(0).base};
-    inverses[0].by = *common.units->at(0).by;
-  }
-  /* The scales of all groups first, so that they do not wait for each other. */
-  for (int64_t i = 0, k = 0; !common.steps && i < n; i += group, ++k) {
-    Extent e;
-    measure_16s(g, v + i, group, e);
-    const Scale scale = rounded(g, c.scale_dtype, scale_of(g, e, group));
-    store_scale(g, c.scales, c.scale_dtype, first + k, scale);
-    factors[k] = factor_of(g, true, scale);
-    if (kDecodes) inverses[k] = factor_of(g, false, scale);
-  }
+  const int64_t group = common.steps ? n : g.group;
+  FactorsOf16<kDecodes> factors; /* no more: n is at most kChunk */
+  if (common.steps) factors.take(*common.steps, *common.units);
+  else factors.find(&c, g, v, begin, quotient(n, group));
   for (int64_t i = 0, number = 0; i < n; i += group, ++number) {
-    const Factor factor = factors[number], inverse = inverses[number];
-    const __m512 step = _mm512_set1_ps(factor.by), base = _mm512_set1_ps(factor.base), unit = _mm512_set1_ps(inverse.by);
+    const __m512 step = _mm512_set1_ps(factors.step[number]), base = _mm512_set1_ps(kBased ? factors.base[number] : 0.0f);
+    const __m512 unit = _mm512_set1_ps(kDecodes ? factors.unit[number] : 0.0f);
     for (int64_t j = i; j < i + group; j += 64, out += 8 * g.bits) {
       __m512i level[4];
       for (int k = 0; k < 4; ++k) {
         level[k] = levels.of(_mm512_loadu_ps(v + j + 16 * k), step, base);
         if (kDecodes) _mm512_storeu_ps(decoded + j + 16 * k, values_16<kBased>(level[k], zero, unit, base));
       }
-      const __m512i words0 = _mm512_packs_epi32(level[0], level[1]), words1 = _mm512_packs_epi32(level[2], level[3]);
-      pack_64(_mm512_permutexvar_epi32(order, _mm512_packus_epi16(words0, words1)), g.bits, out);
+      pack_64(bytes_of_64(level), g.bits, out);
     }
   }
 }
@@ -250,9 +207,14 @@ inline void dequantize_64(const mcc_codec &c, const Shared *shared, int64_t begi
   else if (is_minmax(g)) __builtin_unreachable();
   const __m512 zero = _mm512_set1_ps(float(offset_of(g)) - shift_of(g));
   const uint8_t *in = c.codes + begin / 8 * g.bits;
+  int64_t group = shared ? 0 : quotient(begin, g.group), end = shared ? n : (group + 1) * g.group - begin;
+  Factor factor = shared ? Factor{*shared->at(0).by, *shared->at(0).base}
+                         : load_factor(g, false, c.scales, c.scale_dtype, group);
   for (int64_t i = 0; i < n; i += 64, in += 8 * g.bits) {
-    const Factor factor = shared ? Factor{*shared->at(0).by, *shared->at(0).base}
-                                 : load_factor(g, false, c.scales, c.scale_dtype, (begin + i) / g.group);
+    if (i == end) {
+      factor = load_factor(g, false, c.scales, c.scale_dtype, ++group);
+      end += g.group;
+    }
     const __m512 unit = _mm512_set1_ps(factor.by), base = _mm512_set1_ps(factor.base);
     __m128i codes[4];
     unpack_64(in, g.bits, codes);

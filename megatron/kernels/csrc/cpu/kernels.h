@@ -18,6 +18,8 @@ inline int thread_count() {
 
 #include "portable.h"
 
+#include "lanes512.inl"
+
 #include "tiles.inl"
 
 #include "quantize.inl"

@@ -31,5 +31,18 @@ inline const float *view(float *buffer, const void *from, int dtype, int64_t beg
   return buffer;
 }
 
+/* Quotients of what is not negative; powers of two are shifted. */
+inline int64_t quotient(int64_t x, int64_t by) { return (by & (by - 1)) == 0 ? x >> __builtin_ctzll(uint64_t(by)) : x / by; }
+
+/* Few numbers, which a call of memcpy would take longer for. */
+inline void copy_numbers(float *to, const float *from, int64_t n) {
+  int64_t i = 0;
+#if MCC_AVX512
+  for (; i + 64 <= n; i += 64)
+    for (int k = 0; k < 64; k += 16) _mm512_storeu_ps(to + i + k, _mm512_loadu_ps(from + i + k));
+#endif
+  if (i < n) std::memcpy(to + i, from + i, size_t(n - i) * 4);
+}
+
 constexpr int64_t kChunk = 1024;
 constexpr int64_t kSerial = 1 << 15; /* elements below which starting threads costs more than it saves */

@@ -161,6 +161,8 @@ inline Scale keep_scale(const mcc_codec &c, int64_t i, const Extent &e, int64_t 
   return s;
 }
 
+#include "scales512.inl"
+
 #include "groups512.inl"
 
 /* Eight codes make kBits bytes, the first code in the lowest bits. ``codes`` is padded by zeros to whole eights; ``out``
@@ -360,6 +362,50 @@ inline void encode_part(const mcc_codec &c, Common common, bool wide, const floa
   if (decoded) values_of_part(c, *common.units, codes, at, n, decoded);
 }
 
+/* Encodes the tiles of a chunk by stream, so that few are encoded alone: as ``encode_part``, for scales of their own. */
+class Sorted {
+ public:
+  Sorted(Common common, uint8_t *codes, float *decoded) : common_(common), codes_(codes), decoded_(decoded) {}
+
+  static bool takes(const mcc_codec &c, const Streams &streams, int64_t begin) {
+    return streams.exact() && c.tiles.tile <= kChunk / 2 && begin % c.tiles.tile == 0;
+  }
+
+  void encode(const mcc_codec &c, const Streams &streams, int64_t begin, int64_t n, const float *v) {
+    const int64_t tile = c.tiles.tile;
+    int64_t number = begin / tile;
+    for (int64_t i = 0; i < n; i += tile, ++number) {
+      Stretch &s = stretches_[streams.marked(number)];
+      const int64_t m = std::min(tile, n - i);
+      if (!s.tiles) s.first = number;
+      s.from[s.tiles++] = i;
+      copy_numbers(s.value + s.size, v + i, m);
+      s.size += m;
+    }
+    for (const Stretch &s : stretches_)
+      if (s.tiles) finish(streams, s, tile);
+  }
+
+ private:
+  struct Stretch {
+    int64_t first = 0, size = 0, tiles = 0, from[kChunk / 8];
+    alignas(64) float value[kChunk];
+  };
+
+  void finish(const Streams &streams, const Stretch &s, int64_t tile) {
+    alignas(64) float decoded[kChunk];
+    const TilePlace p = streams.place(s.first);
+    encode_part(streams.of(p), common_, false, s.value, p.at * tile, s.size, codes_, decoded_ ? decoded : nullptr);
+    for (int64_t k = 0; decoded_ && k < s.tiles; ++k)
+      copy_numbers(decoded_ + s.from[k], decoded + k * tile, std::min(tile, s.size - k * tile));
+  }
+
+  Common common_;
+  uint8_t *codes_;
+  float *decoded_;
+  Stretch stretches_[2];
+};
+
 /* Decodes n numbers from ``at`` on of a stream; adds them where ``add`` says so. */
 inline void decode_part(const mcc_codec &c, const Shared &units, int64_t at, int64_t n, bool add, float *out, Buffers &b) {
   if (dequantizes_64(c, n)) {
@@ -410,9 +456,14 @@ void quantize(const mcc_context *, const mcc_codec *codec) {
       const int64_t begin = k * chunk, padded = std::min(chunk, total - begin);
       const int64_t n = std::max<int64_t>(std::min(padded, c.count - begin), 0);
       const float *v = source(c, begin, n, padded, b);
-      streams.parts(begin, padded, [&](const mcc_codec &own, int64_t at, int64_t i, int64_t m) {
-        encode_part(own, {&steps, &units}, wide, v + i, at, m, b.codes + i, c.role == MCC_PLAIN ? nullptr : b.decoded + i);
-      });
+      float *decoded = c.role == MCC_PLAIN ? nullptr : b.decoded;
+      if (!wide && Sorted::takes(c, streams, begin)) {
+        Sorted({&steps, &units}, b.codes, decoded).encode(c, streams, begin, padded, v);
+      } else {
+        streams.parts(begin, padded, [&](const mcc_codec &own, int64_t at, int64_t i, int64_t m) {
+          encode_part(own, {&steps, &units}, wide, v + i, at, m, b.codes + i, decoded ? decoded + i : nullptr);
+        });
+      }
       if (c.role != MCC_PLAIN) update_other(c, begin, n, padded, v, b);
     }
   }

@@ -4,11 +4,9 @@
 
 inline bool loses_64(const mcc_grid &g) { return g.group % 64 == 0 && g.method != MCC_L2 && !is_sign(g); }
 
-/* Sums of neighbors. */
+/* Sums of neighbors in every quarter, those of a before those of b. */
 inline __m512 pair_sums(__m512 a, __m512 b) {
-  const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-  const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
-  return _mm512_add_ps(_mm512_permutex2var_ps(a, even, b), _mm512_permutex2var_ps(a, odd, b));
+  return _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xdd));
 }
 
 /* Squares of what 16 numbers lose. */
@@ -30,10 +28,12 @@ inline void lose_64s(const mcc_grid &g, const float *v, Factor step, Factor unit
   for (int64_t i = 0; i < n; i += 64) {
     __m512 lost[4];
     for (int k = 0; k < 4; ++k) lost[k] = lost_16<kBased>(g, v + i + 16 * k, step, unit);
-    const __m512 fours = pair_sums(pair_sums(lost[0], lost[1]), pair_sums(lost[2], lost[3]));
-    const __m512 eights = pair_sums(fours, fours);
-    const __m512 halves = pair_sums(pair_sums(eights, eights), eights);
-    words[i / 64] = _mm512_cvtss_f32(pair_sums(halves, halves));
+    /* Quarters of fours first, then quarters that are neighbors. */
+    __m512 sum = pair_sums(pair_sums(lost[0], lost[1]), pair_sums(lost[2], lost[3]));
+    sum = _mm512_add_ps(sum, _mm512_shuffle_f32x4(sum, sum, 0xb1));
+    sum = _mm512_add_ps(sum, _mm512_shuffle_f32x4(sum, sum, 0x4e));
+    sum = pair_sums(sum, sum);
+    words[i / 64] = _mm512_cvtss_f32(pair_sums(sum, sum));
   }
 }
 
@@ -41,11 +41,34 @@ inline void lose_64(const mcc_grid &g, const float *v, Factor step, Factor unit,
   is_minmax(g) ? lose_64s<true>(g, v, step, unit, n, words) : lose_64s<false>(g, v, step, unit, n, words);
 }
 
+/* The squares of what the groups of up to kChunk numbers lose, in sums of neighbors. */
+template <int kKind>
+inline void lose_groups_64(mcc_grid g, const float *v, int64_t n, float *words) {
+  g.kind = kKind, g.method = MCC_MAX, g.stochastic = 0; /* known here, as in quantize_64 */
+  if (is_sign(g)) __builtin_unreachable(); /* ``loses_64`` */
+  FactorsOf16<true> factors;
+  factors.find(nullptr, g, v, 0, quotient(n, g.group));
+  for (int64_t i = 0, k = 0; i < n; i += g.group, ++k) {
+    const Factor step = {factors.step[k], factors.base[k]}, unit = {factors.unit[k], factors.base[k]};
+    lose_64s<kKind == MCC_MINMAX>(g, v + i, step, unit, g.group, words + i / 64);
+  }
+}
+
+inline void lose_groups_64(const mcc_grid &g, const float *v, int64_t n, float *words) {
+  switch (g.kind) {
+    case MCC_SYMMETRIC: return lose_groups_64<MCC_SYMMETRIC>(g, v, n, words);
+    case MCC_ASYMMETRIC: return lose_groups_64<MCC_ASYMMETRIC>(g, v, n, words);
+    case MCC_MIDRISE: return lose_groups_64<MCC_MIDRISE>(g, v, n, words);
+    case MCC_SIGNED: return lose_groups_64<MCC_SIGNED>(g, v, n, words);
+    default: return lose_groups_64<MCC_MINMAX>(g, v, n, words);
+  }
+}
+
 #else
 
 inline bool loses_64(const mcc_grid &) { return false; }
-inline void measure_16s(const mcc_grid &, const float *, int64_t, Extent &) {}
 inline void lose_64(const mcc_grid &, const float *, Factor, Factor, int64_t, float *) {}
+inline void lose_groups_64(const mcc_grid &, const float *, int64_t, float *) {}
 
 #endif
 
@@ -80,14 +103,18 @@ inline void errors_of(const mcc_grid &g, const float *v, int64_t n, int64_t tile
   const int64_t whole = n / tile * tile, each = summed(g);
   float words[kChunk / 8];
   Factor steps[kChunk / 8], units[kChunk / 8];
-  /* The scales of all groups first, so that they do not wait for each other. */
-  for (int64_t i = 0, k = 0; i < whole; i += g.group, ++k) {
-    Extent e;
-    loses_64(g) ? measure_16s(g, v + i, g.group, e) : measure(g, v + i, g.group, e);
-    const Scale s = scale_of(g, e, g.group);
-    steps[k] = factor_of(g, true, s), units[k] = factor_of(g, false, s);
+  if (loses_64(g)) {
+    lose_groups_64(g, v, whole, words);
+  } else {
+    /* The scales of all groups first, so that they do not wait for each other. */
+    for (int64_t i = 0, k = 0; i < whole; i += g.group, ++k) {
+      Extent e;
+      measure(g, v + i, g.group, e);
+      const Scale s = scale_of(g, e, g.group);
+      steps[k] = factor_of(g, true, s), units[k] = factor_of(g, false, s);
+    }
+    for (int64_t i = 0, k = 0; i < whole; i += g.group, ++k) lose(g, v + i, steps[k], units[k], g.group, b, words + i / each);
   }
-  for (int64_t i = 0, k = 0; i < whole; i += g.group, ++k) lose(g, v + i, steps[k], units[k], g.group, b, words + i / each);
   for (int64_t i = 0, k = 0; i < whole; i += tile, ++k) errors[k] = tree_sum(words + i / each, tile / each);
 }
 

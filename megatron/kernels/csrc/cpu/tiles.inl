@@ -7,18 +7,41 @@ inline __m512 butterfly(__m512 x, __m512 other, __mmask16 upper) {
   return _mm512_mask_sub_ps(_mm512_add_ps(x, other), upper, other, x);
 }
 
+inline __m512 rotated_16(__m512 x) {
+  x = butterfly(x, _mm512_permute_ps(x, 0xb1), 0xaaaa);
+  x = butterfly(x, _mm512_permute_ps(x, 0x4e), 0xcccc);
+  x = butterfly(x, _mm512_shuffle_f32x4(x, x, 0xb1), 0xf0f0);
+  return butterfly(x, _mm512_shuffle_f32x4(x, x, 0x4e), 0xff00);
+}
+
+/* Blocks of kVectors times 16 numbers, or what their part of a larger one is, in registers. */
+template <int kVectors>
+inline void rotate_vectors(float *v, int64_t n, __m512 scale) {
+  for (int64_t i = 0; i < n; i += 16 * kVectors) {
+    __m512 x[kVectors];
+#pragma GCC unroll 4
+    for (int k = 0; k < kVectors; ++k) x[k] = rotated_16(_mm512_loadu_ps(v + i + 16 * k));
+#pragma GCC unroll 2
+    for (int h = 1; h < kVectors; h *= 2) {
+#pragma GCC unroll 4
+      for (int k = 0; k < kVectors; ++k) {
+        if (k & h) continue;
+        const __m512 a = x[k], b = x[k + h];
+        x[k] = _mm512_add_ps(a, b), x[k + h] = _mm512_sub_ps(a, b);
+      }
+    }
+#pragma GCC unroll 4
+    for (int k = 0; k < kVectors; ++k) _mm512_storeu_ps(v + i + 16 * k, _mm512_mul_ps(x[k], scale));
+  }
+}
+
 /* ``rotate`` of blocks of whole 16s. */
 inline void rotate_16s(float *v, int64_t n, int64_t block) {
   const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(float(block)));
-  for (int64_t i = 0; i < n; i += 16) {
-    __m512 x = _mm512_loadu_ps(v + i);
-    x = butterfly(x, _mm512_permute_ps(x, 0xb1), 0xaaaa);
-    x = butterfly(x, _mm512_permute_ps(x, 0x4e), 0xcccc);
-    x = butterfly(x, _mm512_shuffle_f32x4(x, x, 0xb1), 0xf0f0);
-    x = butterfly(x, _mm512_shuffle_f32x4(x, x, 0x4e), 0xff00);
-    _mm512_storeu_ps(v + i, block == 16 ? _mm512_mul_ps(x, scale) : x);
-  }
-  for (int64_t h = 16; h < block; h *= 2) {
+  if (block == 16) return rotate_vectors<1>(v, n, scale);
+  if (block == 32) return rotate_vectors<2>(v, n, scale);
+  rotate_vectors<4>(v, n, block == 64 ? scale : _mm512_set1_ps(1.0f));
+  for (int64_t h = 64; h < block; h *= 2) {
     const bool last = 2 * h == block;
     for (int64_t i = 0; i < n; i += 2 * h) {
       for (int64_t j = i; j < i + h; j += 16) {
@@ -62,22 +85,6 @@ inline void rotate(float *v, int64_t n, int64_t block) {
 /* Whether a block's largest magnitude is finite and more than ``ratio`` times all others: the only one that is not less than
  * it once multiplied. */
 inline bool stands_out(const float *v, int64_t n, float ratio) {
-#if MCC_AVX512
-  if (n % 16 == 0) {
-    const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
-    __m512i largest = _mm512_setzero_si512();
-    for (int64_t i = 0; i < n; i += 16)
-      largest = _mm512_max_epu32(largest, _mm512_and_si512(_mm512_loadu_si512(v + i), magnitude));
-    const uint32_t top = _mm512_reduce_max_epu32(largest);
-    const __m512 first = _mm512_set1_ps(float_of(top)), by = _mm512_set1_ps(ratio);
-    int near = 0;
-    for (int64_t i = 0; i < n; i += 16) {
-      const __m512 x = _mm512_mul_ps(_mm512_abs_ps(_mm512_loadu_ps(v + i)), by);
-      near += __builtin_popcount(_mm512_cmp_ps_mask(x, first, _CMP_GE_OQ));
-    }
-    return near == 1 && top < 0x7f800000u;
-  }
-#endif
   uint32_t most = 0;
 #pragma omp simd reduction(max : most)
   for (int64_t i = 0; i < n; ++i) {
@@ -91,6 +98,73 @@ inline bool stands_out(const float *v, int64_t n, float ratio) {
   return near == 1 && most < 0x7f800000u;
 }
 
+#if MCC_AVX512
+
+/* The largest and the second-largest magnitudes of sets of numbers, as bits. */
+struct Two {
+  __m512i first, second;
+};
+
+inline Two join(Two a, Two b) {
+  const __m512i less = _mm512_min_epu32(a.first, b.first), seconds = _mm512_max_epu32(a.second, b.second);
+  return {_mm512_max_epu32(a.first, b.first), _mm512_max_epu32(less, seconds)};
+}
+
+template <int kLow, int kHigh>
+inline Two join_quarters(Two a, Two b) {
+  return join({_mm512_shuffle_i32x4(a.first, b.first, kLow), _mm512_shuffle_i32x4(a.second, b.second, kLow)},
+              {_mm512_shuffle_i32x4(a.first, b.first, kHigh), _mm512_shuffle_i32x4(a.second, b.second, kHigh)});
+}
+
+/* ``stands_out`` of ``count`` blocks of whole 16s, up to 16; in steps as those of extremes_16. Inlined, as callers may know the
+ * blocks' size. */
+__attribute__((always_inline)) inline __mmask16 stand_out_16(const float *v, int64_t count, int64_t block, float ratio) {
+  const __m512i magnitude = _mm512_set1_epi32(0x7fffffff), zero = _mm512_setzero_si512();
+  Two all[16], rows[4];
+  for (int64_t k = count; k < 16; ++k) all[k] = {zero, zero};
+  for (int64_t k = 0; k < count; ++k) {
+    const float *from = v + k * block;
+    Two own = {zero, zero};
+    for (int64_t i = 0; i < block; i += 16) {
+      const __m512i x = _mm512_and_si512(_mm512_loadu_si512(from + i), magnitude);
+      own.second = _mm512_max_epu32(own.second, _mm512_min_epu32(own.first, x));
+      own.first = _mm512_max_epu32(own.first, x);
+    }
+    all[k] = own;
+  }
+  for (int j = 0; j < 4; ++j)
+    rows[j] = join_quarters<0x88, 0xdd>(join_quarters<0x88, 0xdd>(all[j], all[4 + j]),
+                                        join_quarters<0x88, 0xdd>(all[8 + j], all[12 + j]));
+  Two pairs[2];
+  for (int j = 0; j < 2; ++j) {
+    const Two a = rows[2 * j], b = rows[2 * j + 1];
+    pairs[j] = join({_mm512_unpacklo_epi32(a.first, b.first), _mm512_unpacklo_epi32(a.second, b.second)},
+                    {_mm512_unpackhi_epi32(a.first, b.first), _mm512_unpackhi_epi32(a.second, b.second)});
+  }
+  const Two a = pairs[0], b = pairs[1];
+  const Two found = join({_mm512_unpacklo_epi64(a.first, b.first), _mm512_unpacklo_epi64(a.second, b.second)},
+                         {_mm512_unpackhi_epi64(a.first, b.first), _mm512_unpackhi_epi64(a.second, b.second)});
+  const __m512 bound = _mm512_mul_ps(_mm512_castsi512_ps(found.second), _mm512_set1_ps(ratio));
+  return _mm512_cmp_ps_mask(_mm512_castsi512_ps(found.first), bound, _CMP_GT_OQ) &
+         _mm512_cmplt_epu32_mask(found.first, _mm512_set1_epi32(0x7f800000));
+}
+
+#endif
+
+/* ``stands_out`` of several blocks. */
+inline void stand_out(const float *v, int64_t blocks, int64_t block, float ratio, bool *out) {
+#if MCC_AVX512
+  for (int64_t k = 0; block % 16 == 0 && k < blocks; k += 16) {
+    const int64_t count = std::min<int64_t>(blocks - k, 16);
+    const float *from = v + k * block;
+    const __mmask16 found = block == 64 ? stand_out_16(from, count, 64, ratio) : stand_out_16(from, count, block, ratio);
+    for (int64_t j = 0; j < count; ++j) out[k + j] = (found >> j) & 1;
+  }
+  if (block % 16 == 0) return;
+#endif
+  for (int64_t k = 0; k < blocks; ++k) out[k] = stands_out(v + k * block, block, ratio);
+}
+
 inline bool finds_blocks(const mcc_codec &c) { return c.tiles.some && c.tiles.ratio > 0.0f; }
 
 inline void clear_map(const mcc_codec &c) {
@@ -102,8 +176,9 @@ inline const float *rotate_some(const mcc_codec &c, int64_t begin, int64_t n, co
   const int64_t block = c.grid.rotation, blocks = n / block, first = begin / block;
   bool turns[kChunk / 8];
   /* Found before any is rotated, so that the blocks do not wait for each other. */
-  for (int64_t k = 0; k < blocks; ++k)
-    turns[k] = finds_blocks(c) ? stands_out(v + k * block, block, c.tiles.ratio) : bit_of(c.tiles.rotated, first + k);
+  if (finds_blocks(c)) stand_out(v, blocks, block, c.tiles.ratio, turns);
+  else
+    for (int64_t k = 0; k < blocks; ++k) turns[k] = bit_of(c.tiles.rotated, first + k);
   for (int64_t k = 0; k < blocks; ++k) {
     if (!turns[k]) continue;
     if (finds_blocks(c)) {
@@ -113,7 +188,7 @@ inline const float *rotate_some(const mcc_codec &c, int64_t begin, int64_t n, co
       if (block * 8 <= kChunk) *byte |= bit;
       else __atomic_fetch_or(byte, bit, __ATOMIC_RELAXED);
     }
-    if (v != room) std::memcpy(room, v, size_t(n) * 4);
+    if (v != room) copy_numbers(room, v, n);
     v = room;
     rotate(room + k * block, block, block);
   }
@@ -145,6 +220,10 @@ class Streams {
 
   bool mixed() const { return low_.tiles.marked != nullptr; }
   const mcc_codec &of(TilePlace p) const { return p.wide ? wide_ : low_; }
+
+  /* Whether as many tiles are marked as there is room for, which then are those of the wide stream. */
+  bool exact() const { return mixed() && all_ == low_.tiles.more; }
+  bool marked(int64_t tile) const { return tile < tiles_ && bit_of(low_.tiles.marked, tile); }
 
   TilePlace place(int64_t tile) const {
     if (!mixed()) return {false, tile};
@@ -179,9 +258,9 @@ class Streams {
  private:
   /* The place of a tile which ``before`` marked ones precede, both of which move on. */
   TilePlace next_place(int64_t &tile, int64_t &before) const {
-    const bool marked = tile < tiles_ && bit_of(low_.tiles.marked, tile);
-    const TilePlace p = place_of(marked, tile, before, all_, low_.tiles.more);
-    ++tile, before += marked;
+    const bool wide = marked(tile);
+    const TilePlace p = place_of(wide, tile, before, all_, low_.tiles.more);
+    ++tile, before += wide;
     return p;
   }
 
