@@ -207,6 +207,15 @@ def all_cases() -> list[Case]:
     return cover()
 
 
+def test_no_possible_pair_is_left_out(all_cases: list[Case]) -> None:
+    held = {pair for case in all_cases for pair in pairs(case)}
+    source = random.Random(1)
+    for first, second in itertools.combinations(sorted(FACTORS), 2):
+        for a, b in itertools.product(FACTORS[first], FACTORS[second]):
+            pair = (first, a), (second, b)
+            assert (pair in held) == (_plain(pair, source) is not None), pair
+
+
 PARTS = 5
 
 
