@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="cuda",
         help="of the ranks of tests/gpu; cpu tries the tests themselves, over gloo",
     )
+
+
+@pytest.fixture(scope="module")
+def warm() -> Iterator[None]:
+    """What the tests of a module, their scripts and launchers start with ``sys.executable`` are forks of a process that
+    has torch imported (``tests.support.warm``)."""
+    from tests.support.warm import warm_python
+
+    with warm_python() as python, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", python)
+        patch.setenv("PYTHON_EXEC", python)  # torchrun's, for its ranks
+        yield
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -8,6 +8,7 @@ import shutil
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, NoReturn
 
 from megatron.base.documents import read_yaml
@@ -142,8 +143,9 @@ def run_table() -> FlagTable:
     return FlagTable(run_sections(), TRANSLATOR)
 
 
+@cache
 def build_run_parser(prog: str = PROGRAMS["gpt"], model_type: ModelType = "gpt") -> FlagParser:
-    """The parser of training runs."""
+    """The parser of training runs, which parsing does not change."""
     about = f"Pretrain a {model_type.upper()} with tensor, pipeline and data parallelism."
     return FlagParser(run_table(), prog, about)
 

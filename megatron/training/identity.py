@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -31,16 +32,22 @@ def identity_of(sections: Mapping[str, Any]) -> Identity:
 
 
 def _code() -> dict[str, str]:
-    digest = blake2b(digest_size=8)
-    for root in megatron.__path__:
-        for path in sorted(Path(root).rglob("*.py")):
-            digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
     plugins = [f"{found.name} {found.dist.version if found.dist else ''}".strip() for found in installed()]
     return {
-        "the code of the package megatron (a digest of its files)": digest.hexdigest(),
+        "the code of the package megatron (a digest of its files)": _digest(tuple(megatron.__path__)),
         "the version of torch": torch.__version__,
         "the list of installed compressors": ", ".join(sorted(plugins)) or "empty",
     }
+
+
+@cache
+def _digest(folders: Sequence[str]) -> str:
+    """A digest of the modules below some folders, as they are when first asked for."""
+    digest = blake2b(digest_size=8)
+    for folder in folders:
+        for path in sorted(Path(folder).rglob("*.py")):
+            digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
 
 
 def _flags(sections: Mapping[str, Any]) -> Iterable[tuple[str, str]]:

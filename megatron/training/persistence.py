@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -121,8 +121,8 @@ class RunCheckpoints:
         log: Callable[[str], None],
         lock: FolderLock | None = None,
     ) -> None:
+        self.run_config = config
         self.config = config.checkpoint
-        self.config_yaml = config.to_yaml()
         self.engines = engines
         self.schedule = schedule
         self.progress = progress
@@ -149,6 +149,11 @@ class RunCheckpoints:
                 keep_last=self.config.keep_last,
                 log=log,
             )
+
+    @cached_property
+    def config_yaml(self) -> str:
+        """The resolved configuration, as it is saved."""
+        return self.run_config.to_yaml()
 
     def save(self) -> None:
         """Saves the state after ``progress.iteration`` steps, unless it is saved already.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from tests.multiprocess import test_compression as compression
-from tests.support.tiny import tiny_run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
 
@@ -38,4 +37,4 @@ def test_replicas_agree_and_the_loss_falls(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["powersgd, full rank, sharded", "fused embedding, virtual"])
 def test_lossless_settings_give_the_dense_run(name: str) -> None:
-    compression.test_lossless_settings_give_the_dense_run(name, tiny_run({"precision": {"fp64": True}}, 6))
+    compression.test_lossless_settings_give_the_dense_run(name)

@@ -17,7 +17,7 @@ from megatron.config.flags import parse_args
 from megatron.training.records import read_records
 from tests.support.cli import run_cli
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("warm")]
 
 REPO = Path(__file__).resolve().parents[2]
 

@@ -18,7 +18,7 @@ from benchmarks.turns import Side, SideError
 from tests.support.cli import run_cli
 from tests.support.spawn import context_of_tests
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("warm")]
 
 
 def _bench(out: Path, *words: str) -> tuple[int, str]:

@@ -13,7 +13,7 @@ from benchmarks.network.report import figure, table
 from benchmarks.network.run import link_rate, measure
 from benchmarks.network.setups import Setup, aqsgd_data, aqsgd_pipeline, optimus_pipeline, radius_data
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("warm")]
 
 
 def test_published_ratios() -> None:

@@ -23,8 +23,8 @@ from tests.support.spawn import run_ranks
 from tests.support.tiny import Trace, tiny_batches, tiny_engines, tiny_train
 from tests.support.train import train
 
-STEPS = 12
-LENGTHS = LengthSchedule((4, 8, 12, 16), (0, 2, 5, 9))
+STEPS = 8
+LENGTHS = LengthSchedule((4, 8, 12, 16), (0, 1, 3, 6))
 GROWING: Changes = {"training": {"global_batch_size": 8}}
 DROPOUT: Changes = {"model": {"attention_dropout": 0.2, "hidden_dropout": 0.3}, **DOUBLE}
 
@@ -40,7 +40,7 @@ def _merged(*parts: Changes) -> Changes:
 def _sizes(engines: Engines) -> StepSizes:
     """Batches grow from 4 to 8 samples, while sequences grow from 4 to 16 tokens."""
     micro, dp = engines.config.training.micro_batch_size, engines.topology.layout.dp
-    return StepSizes(BatchSizeSchedule(8, micro_batch_size=micro, dp_size=dp, rampup=(4, 4, 24)), LENGTHS)
+    return StepSizes(BatchSizeSchedule(8, micro_batch_size=micro, dp_size=dp, rampup=(4, 4, 16)), LENGTHS)
 
 
 def _grown(changes: Changes, **options: Any) -> tuple[Trace, list[float], list[str]]:

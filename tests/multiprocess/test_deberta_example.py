@@ -16,7 +16,7 @@ from tests.support.deberta import write_deberta
 from tests.support.gpt2 import write_gpt2
 from tests.support.tasks import write_tsv
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.usefixtures("warm")]
 
 
 def _run(folder: Path, **settings: str) -> str:

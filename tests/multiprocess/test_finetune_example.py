@@ -18,7 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from megatron.data.preprocess.vocab_command import train
 from tests.support.cli import REPO
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.usefixtures("warm")]
 
 
 def _start(folder: Path, **settings: str) -> subprocess.CompletedProcess[str]:

@@ -24,9 +24,10 @@ from megatron.inference.generate import generate, score
 from megatron.inference.model import LoadedModel, load_model
 from megatron.inference.sampling import Sampling
 from tests.support.cli import REPO
+from tests.support.warm import INTERPRETER
 from tests.unit.checkpoint.convert.support import MODELS, saved_model
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("warm")]
 
 GREEDY = Sampling(greedy=True)
 
@@ -60,11 +61,10 @@ class Client:
 def serving(saved: Path, *flags: str, ranks: int = 1) -> Iterator[Client]:
     """A running server."""
     script = ["tools/run_text_generation_server.py", "--load", str(saved), "--port", "0", *flags]
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    launcher = [INTERPRETER, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen(
-        [sys.executable, *launcher, *script], cwd=REPO, env=environment, stdout=subprocess.PIPE, text=True
-    )
+    command = [*(launcher if ranks > 1 else [sys.executable]), *script]
+    process = subprocess.Popen(command, cwd=REPO, env=environment, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         found = next(m for line in process.stdout if (m := re.search(r"at http://([\d.]+):(\d+)", line)))

@@ -25,6 +25,7 @@ from tests.unit.config.original_scripts import JUPITER
 pytestmark = [
     pytest.mark.multiprocess,
     pytest.mark.slow,
+    pytest.mark.usefixtures("warm"),
     pytest.mark.skipif(shutil.which("jube") is None, reason="jube is missing: apt-get install jube"),
 ]
 

@@ -12,7 +12,7 @@ import pytest
 from tests.support.corpus import tiny_flags, write_documents
 from tests.support.lsf import read_job, run_job
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("warm")]
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "lsf" / "pretrain_gpt.lsf"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import socket
@@ -19,8 +20,9 @@ from benchmarks.lab import command as netlab
 from benchmarks.lab import cpu_limit, removal
 from benchmarks.lab.hosts import Lab
 from tests.support.cleanup import have_ended
+from tests.support.warm import INTERPRETER
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("warm")]
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -46,11 +48,12 @@ dist.destroy_process_group()
 
 @contextmanager
 def _started(tmp_path: Path, script: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """A laboratory, of which nothing stays whatever a test finds."""
+    """A laboratory, of which nothing stays whatever a test finds; its ranks are in its control groups."""
     path = tmp_path / f"script{len(list(tmp_path.iterdir()))}.py"
     path.write_text(script)
-    command = [sys.executable, str(REPO / "tools" / "netlab.py"), *arguments, "--", str(path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    env = {name: value for name, value in os.environ.items() if name != "PYTHON_EXEC"}
+    command = [INTERPRETER, str(REPO / "tools" / "netlab.py"), *arguments, "--", str(path)]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             yield process
         finally:
@@ -179,7 +182,7 @@ def test_what_a_killed_laboratory_leaves_is_cleaned(tmp_path: Path) -> None:
         lab.kill()
         lab.wait()
         assert _left(lab.pid) != ""
-        done = subprocess.run([sys.executable, str(REPO / "tools/netlab.py"), "clean"], capture_output=True, text=True)
+        done = subprocess.run([INTERPRETER, str(REPO / "tools/netlab.py"), "clean"], capture_output=True, text=True)
         assert f"removed nl{lab.pid}\n" in done.stdout, done.stderr
         assert f"nl{lab.pid}h" not in done.stderr  # what others left on this machine may stay
         lab.communicate(timeout=60)  # what ran there has let go of its output
@@ -217,6 +220,8 @@ def test_hosts_that_miss_another_do_not_wait_long(
     (tmp_path / "exit.py").write_text(f"{fail}os._exit(7)\n{SLEEP.format(OBSTINATE, str(mark))}")
     killed = f"{fail}os.kill(os.getppid(), signal.SIGKILL)\n{SLEEP.format('', str(mark))}"
     (tmp_path / "killed.py").write_text(killed)
+    monkeypatch.delenv("PYTHON_EXEC")
+    monkeypatch.setattr(sys, "executable", INTERPRETER)  # a rank's parent is its torchrun
     monkeypatch.setattr("benchmarks.lab.hosts.GRACE_SECONDS", 1.0)
     monkeypatch.setattr("benchmarks.lab.hosts.END_SECONDS", 1.0)
     with netlab.Lab([None, None]) as hosts:

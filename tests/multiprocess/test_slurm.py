@@ -15,7 +15,7 @@ import pytest
 from tests.support.corpus import tiny_flags, write_documents
 from tests.support.slurm import NoSlurm, Slurm
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("warm")]
 
 REPO = Path(__file__).resolve().parents[2]
 SCRIPT = REPO / "examples" / "slurm" / "pretrain_gpt.sbatch"

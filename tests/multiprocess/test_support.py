@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -11,8 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.cleanup import have_ended
 from tests.support.cli import CliResult, launch_ranks_cli, run_cli
 from tests.support.spawn import RankFailure, run_ranks
+from tests.support.warm import INTERPRETER, warm_python
 
 pytestmark = pytest.mark.multiprocess
 
@@ -207,3 +210,50 @@ def test_ranks_started_by_hand_can_be_killed_one_by_one(script: str) -> None:
             ranks.wait(0.1)
         ranks.kill(number=signal.SIGTERM)
         assert [result.returncode for result in ranks.wait(30)] == [-signal.SIGTERM, -signal.SIGKILL]
+
+
+PROGRAM = """
+import os, pathlib, signal, sys, time
+print(sys.argv[1:], os.getcwd(), os.environ["WORD"], "torch" in sys.modules)
+print("said", file=sys.stderr)
+if sys.argv[1] == "wait":
+    pathlib.Path("pid").write_text(str(os.getpid()))
+    time.sleep(600)
+sys.exit(7)
+"""
+
+
+def _wait_for_pid(folder: Path) -> int:
+    deadline = time.monotonic() + 60
+    while not (text := (folder / "pid").read_text() if (folder / "pid").exists() else ""):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return int(text)
+
+
+def test_a_warm_interpreter_runs_programs_as_another_does(tmp_path: Path) -> None:
+    """From a file and from its input, with what it is given; other ways of calling it are the real one's."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    found = {}
+    with warm_python() as python:
+        for name in (python, INTERPRETER):
+            env = {**os.environ, "WORD": "\u00e4 b"}
+            runs = [
+                subprocess.run([name, *words], input=PROGRAM, cwd=tmp_path, env=env, capture_output=True, text=True)
+                for words in (["program.py", "a b"], ["-", "c"], ["-u", "-m", "program", "d"], ["-c", "print(5)"])
+            ]
+            found[name] = [(run.returncode, run.stdout.replace("True", "False"), run.stderr) for run in runs]
+            assert ["True" in run.stdout for run in runs] == [name == python] * 3 + [False]
+    assert found[python] == found[INTERPRETER]
+    assert [code for code, _, _ in found[python]] == [7, 7, 7, 0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_warm_interpreter_ends_with_its_program_and_takes_it_along(tmp_path: Path, number: signal.Signals) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    env = {**os.environ, "WORD": ""}
+    with warm_python() as python, subprocess.Popen([python, "program.py", "wait"], cwd=tmp_path, env=env) as process:
+        pid = _wait_for_pid(tmp_path)
+        process.send_signal(number)
+        assert process.wait(20) == -number
+        assert have_ended([pid])

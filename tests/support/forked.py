@@ -12,7 +12,7 @@ import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tests.support.cleanup import die_with_parent
 from tests.support.spawn import context_of_tests
@@ -68,15 +68,20 @@ class Forked:
 
 
 def _run(argv: list[str], cwd: str, env: dict[str, str], stdout: str, stderr: str) -> None:
-    """What the interpreter does from its start to its end."""
+    _redirect(os.devnull, os.O_RDONLY, 0)
+    _redirect(stdout, os.O_WRONLY | os.O_TRUNC, 1)
+    _redirect(stderr, os.O_WRONLY | os.O_TRUNC, 2)
+    interpret(argv, cwd, env)
+
+
+def interpret(argv: list[str], cwd: str, env: Mapping[str, str]) -> NoReturn:
+    """What the interpreter does from its start to its end, in a session of its own; a process that forked calls it."""
     die_with_parent()
     os.setsid()
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
-    _redirect(os.devnull, os.O_RDONLY, 0)
-    _redirect(stdout, os.O_WRONLY | os.O_TRUNC, 1)
-    _redirect(stderr, os.O_WRONLY | os.O_TRUNC, 2)
+    sys.executable = env.get("PYTHON_EXEC", sys.executable)
     sys.stdin = os.fdopen(0, closefd=False)
     sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -99,7 +104,10 @@ def _exit_code(argv: list[str]) -> int:
     sys.modules.pop("__mp_main__", None)
     own: dict[str, Any] = {"run_name": "__main__"}
     try:
-        if argv[0] == "-m":
+        if argv[0] == "-":
+            sys.argv, sys.path[:0] = argv, [os.getcwd()]
+            exec(compile(sys.stdin.read(), "<stdin>", "exec"), {"__name__": "__main__"})
+        elif argv[0] == "-m":
             sys.argv, sys.path[:0] = argv[1:], [os.getcwd()]
             runpy.run_module(argv[1], alter_sys=True, **own)
         else:

@@ -1,11 +1,21 @@
-"""Imported last by the process that ranks are forked from: what it has imported is no garbage of theirs.
+"""Imported last by the process that ranks are forked from: what it has made is not made again by each of them.
 
-Otherwise each rank's collections of garbage would walk over all of torch, and copy every page that they count on.
+That is what programs keep between calls, as their parsers and the digest of the package. And what has been imported is
+no garbage of a rank's: otherwise its collections would walk over all of torch, and copy every page that they count on.
 """
 
 from __future__ import annotations
 
 import gc
 
+from megatron.compression.plugins import installed
+from megatron.config.flags import build_run_parser
+from megatron.config.kinds import PROGRAMS
+from megatron.training.identity import identity_of
+
+installed()
+identity_of({})
+for model_type, program in PROGRAMS.items():
+    build_run_parser(program, model_type)
 gc.collect()
 gc.freeze()

@@ -42,8 +42,12 @@ PRELOAD = (
     "torch._dynamo",  # the first optimizer of a process imports it: two seconds
     "torch.distributed.checkpoint",
     "torch.distributed.tensor",
+    "megatron.config.check_compression",
     "megatron.training.pretrain",
     "pytest",
+    "tests.support.cli",
+    "tests.support.corpus",
+    "tests.support.tiny",
     "tests.support.preloaded",  # the last one
 )
 

@@ -42,12 +42,20 @@ struct Barrier {
   int waiting = 0, generation = 0;
 };
 
-/* A thread starts by its context, which costs a system call, and is left and entered again by jumps. */
+/* A thread starts by its context, which costs system calls, and is left and entered again by jumps; one context serves
+ * block after block. */
 struct Thread {
   ucontext_t start;
   jmp_buf place;
   std::unique_ptr<char[]> stack;
   bool done = false, started = false;
+  unsigned exchanges = 0;
+  const Barrier *at = nullptr;
+  const int *expected = nullptr;
+  int generation = 0;
+
+  /* Whether it waits at a barrier that others have yet to reach. */
+  bool held() const { return at && at->generation == generation && at->waiting < *expected; }
 };
 
 struct Machine {
@@ -63,10 +71,9 @@ struct Machine {
   std::function<void()> body;
 };
 
-inline Machine &machine() {
-  static Machine m;
-  return m;
-}
+inline Machine the_machine;
+
+inline Machine &machine() { return the_machine; }
 
 inline void yield() {
   Machine &m = machine();
@@ -86,16 +93,17 @@ inline void resume(unsigned thread) {
 
 /* A thread that has returned does not hold the others up. */
 inline void wait(Barrier &b, const int &expected) {
-  const int mine = b.generation;
+  Machine &m = machine();
+  Thread &own = m.all[m.thread.x];
+  own.at = &b;
+  own.expected = &expected;
+  own.generation = b.generation;
   ++b.waiting;
-  while (b.generation == mine) {
-    if (b.waiting >= expected) {
-      b.waiting = 0;
-      ++b.generation;
-      return;
-    }
-    yield();
-  }
+  while (own.held()) yield();
+  own.at = nullptr;
+  if (b.generation != own.generation) return;
+  b.waiting = 0;
+  ++b.generation;
 }
 
 inline void wait_warp() {
@@ -107,11 +115,13 @@ inline void wait_warp() {
 inline void entry() {
   Machine &m = machine();
   const unsigned self = m.thread.x;
-  m.body();
-  m.all[self].done = true;
-  --m.live;
-  --m.live_in_warp[self / 32];
-  yield();
+  for (;;) {
+    m.body();
+    m.all[self].done = true;
+    --m.live;
+    --m.live_in_warp[self / 32];
+    yield();
+  }
 }
 
 inline void run_block(unsigned threads) {
@@ -120,13 +130,15 @@ inline void run_block(unsigned threads) {
   if (m.all.size() < threads) m.all.resize(threads);
   m.warps.assign((threads + 31) / 32, Barrier());
   m.live_in_warp.assign((threads + 31) / 32, 0);
-  m.slots.assign(threads + 32, 0);
+  m.slots.assign(2 * (threads + 32), 0);
   m.whole = Barrier();
   m.live = int(threads);
   for (unsigned t = 0; t < threads; ++t) {
     ++m.live_in_warp[t / 32];
     Thread &own = m.all[t];
-    own.done = own.started = false;
+    own.done = false;
+    own.exchanges = 0;
+    if (own.started) continue;
     if (!own.stack) own.stack.reset(new char[kStack]);
     getcontext(&own.start);
     own.start.uc_stack.ss_sp = own.stack.get();
@@ -136,7 +148,7 @@ inline void run_block(unsigned threads) {
   }
   while (m.live > 0)
     for (unsigned t = 0; t < threads; ++t)
-      if (!m.all[t].done) resume(t);
+      if (!m.all[t].done && !m.all[t].held()) resume(t);
 }
 
 template <class Body>
@@ -151,17 +163,23 @@ inline void launch(unsigned blocks, unsigned threads, Body body) {
   }
 }
 
+/* What the lanes of this thread's warp put in, its own included. Slots take turns: before a lane fills one again, it has
+ * met the others at the exchange between, behind their reading. */
+inline const uint64_t *exchanged(uint64_t bits) {
+  Machine &m = machine();
+  const size_t turn = m.all[m.thread.x].exchanges++ % 2 * (m.slots.size() / 2);
+  m.slots[turn + m.thread.x] = bits;
+  wait_warp();
+  return &m.slots[turn + m.thread.x / 32 * 32];
+}
+
 template <class T>
 inline T exchange(T value, unsigned from) {
-  Machine &m = machine();
   static_assert(sizeof(T) <= 8, "a slot holds 8 bytes");
   uint64_t bits = 0;
   std::memcpy(&bits, &value, sizeof(T));
-  m.slots[m.thread.x] = bits;
-  wait_warp();
-  const uint64_t got = m.slots[m.thread.x / 32 * 32 + from % 32];
-  wait_warp();
-  std::memcpy(&value, &got, sizeof(T));
+  bits = exchanged(bits)[from % 32];
+  std::memcpy(&value, &bits, sizeof(T));
   return value;
 }
 
@@ -194,8 +212,9 @@ inline T __shfl_sync(unsigned, T value, int lane) {
 }
 
 inline unsigned __ballot_sync(unsigned, int vote) {
+  const uint64_t *lanes = emulator::exchanged(vote != 0);
   unsigned votes = 0;
-  for (unsigned lane = 0; lane < 32; ++lane) votes |= unsigned(emulator::exchange(vote, lane) != 0) << lane;
+  for (unsigned lane = 0; lane < 32; ++lane) votes |= unsigned(lanes[lane] != 0) << lane;
   return votes;
 }
 

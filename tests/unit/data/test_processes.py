@@ -211,6 +211,7 @@ def test_a_stopped_group_of_processes_says_one_line(tmp_path: Path) -> None:
         assert have_ended(pids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [[], ["--busy"]])
 def test_a_killed_tool_leaves_no_process(words: list[str], tmp_path: Path) -> None:
     """Neither one that is about to be asked, nor one that is at work for minutes."""

@@ -372,6 +372,7 @@ def test_every_instruction_set_gives_the_same_bits() -> None:
     assert digest("baseline") == digest("avx2") == digest("")
 
 
+@pytest.mark.slow
 def test_orthonormalizing_one_matrix_creates_no_threads() -> None:
     """A parallel region inside another one, even of a single thread, would create threads at every call. Here the stack
     of a new thread does not fit into the memory that is left once the pool of threads is there."""

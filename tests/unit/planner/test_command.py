@@ -191,9 +191,9 @@ def test_the_fastest_run_is_written_without_what_it_does_not_use(
 @pytest.mark.parametrize(
     ("words", "flag", "name"),
     [
-        (["--json", "x.json"], "--json", "x.json"),
-        (["--write", "x.yaml"], "--write", "x.yaml"),
-        (["--measure"], "--cluster", "cluster.yaml"),
+        (["--json", "x.json", "--no-search"], "--json", "x.json"),
+        (["--write", "x.yaml", "--specs", ""], "--write", "x.yaml"),
+        (["--measure", "--no-search"], "--cluster", "cluster.yaml"),
     ],
 )
 def test_a_full_disk_is_one_line(

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 
 import pytest
 
 from megatron.base.errors import UserError
-from megatron.config.run import RunConfig
-from megatron.planner.cluster import Cluster
-from megatron.planner.predict import Predictor
+from megatron.planner.predict import Prediction, Predictor
 from megatron.planner.search import choices, search
 from tests.unit.planner.support import CLUSTER, VOCAB, small_run
 
@@ -19,22 +18,29 @@ pytestmark = pytest.mark.slow
 SETS: tuple[tuple[str, ...], ...] = ((), ("pp-forward=fixpoint,bits=4", "dp-grad=powersgd,rank=2"))
 
 
-def _everything(config: RunConfig, cluster: Cluster, limit: float) -> list[float]:
-    """The fastest choice of every layout, fastest first."""
-    predictor = Predictor(config, cluster, VOCAB)
+@pytest.fixture(scope="module")
+def everything() -> list[Prediction]:
+    """Every choice of the small run."""
+    config = small_run()
+    predictor = Predictor(config, CLUSTER, VOCAB)
+    return [predictor.predict(choice) for choice in choices(config, CLUSTER, SETS)]
+
+
+def _fastest(predictions: Iterable[Prediction], limit: float) -> list[float]:
+    """Seconds of the fastest choice of every layout that needs no more than so many bytes, fastest first."""
     fastest: dict[tuple[int, int, int], float] = {}
-    for choice in choices(config, cluster, SETS):
-        if predictor.memory_bytes(choice) <= limit:
-            layout = (choice.tp, choice.pp, choice.dp)
-            fastest[layout] = min(predictor.predict(choice).seconds, fastest.get(layout, math.inf))
+    for one in predictions:
+        if one.memory_bytes <= limit:
+            layout = (one.choice.tp, one.choice.pp, one.choice.dp)
+            fastest[layout] = min(one.seconds, fastest.get(layout, math.inf))
     return sorted(fastest.values())
 
 
 @pytest.mark.parametrize("gib", [1.0, 0.0028])
-def test_nothing_faster_is_left_out(gib: float) -> None:
+def test_nothing_faster_is_left_out(gib: float, everything: list[Prediction]) -> None:
     config = small_run()
     found = search(Predictor(config, CLUSTER, VOCAB), SETS, top=4, memory_gib=gib)
-    all_of_them = _everything(config, CLUSTER, gib * 2**30)
+    all_of_them = _fastest(everything, gib * 2**30)
     assert [one.seconds for one in found.best] == pytest.approx(all_of_them[:4])
     assert len(found.best) == min(4, len(all_of_them)) == len({one.choice.layout for one in found.best})
     assert found.considered > found.predicted
