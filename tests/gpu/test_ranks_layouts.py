@@ -79,5 +79,5 @@ def test_pipelines_run_from_cold_processes(name: str, codecs: bool) -> None:
 
 
 @pytest.mark.parametrize("world_size", sorted(layouts.LAYOUTS))
-def test_double_precision_agrees(world_size: int) -> None:
-    layouts.test_double_precision_agrees(world_size)
+def test_double_precision_agrees_over_30_steps(world_size: int) -> None:
+    layouts.test_double_precision_agrees_over_30_steps(world_size)
