@@ -66,6 +66,10 @@ class Values(Mapping[str, Any]):
         """Several texts."""
         return [self._fit(Kind(element=str), one, name) for one in self.listed(name)]
 
+    def integers(self, name: str) -> list[int]:
+        """Several whole numbers."""
+        return [self._fit(Kind(element=int), one, name) for one in self.listed(name)]
+
     def listed(self, name: str) -> list[Any]:
         """A list of anything."""
         return list(self._of_type(name, None, list, "a list"))

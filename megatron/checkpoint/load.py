@@ -312,7 +312,8 @@ def _flags_of(differences: Sequence[str]) -> str:
     """The flags that may have made these differences of a model."""
     parts = {part: [text for text in differences if part in text] for part in _FLAGS}
     if sum(map(len, parts.values())) < len(differences):
-        return "--num-layers, --hidden-size, --ffn-hidden-size, --num-attention-heads and the vocabulary"
+        experts = ", --num-experts" if any(".mlp.experts." in text for text in differences) else ""
+        return f"--num-layers, --hidden-size, --ffn-hidden-size, --num-attention-heads{experts} and the vocabulary"
     return " and ".join(_FLAGS[part] for part, found in parts.items() if found)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
 
@@ -16,6 +17,8 @@ MODEL = "model."
 OPTIMIZER = "optimizer."
 MAIN = OPTIMIZER + "main."
 """The optimizer's fp32 values, where the model's are of lower precision."""
+_OF_ROUTING = re.compile(r"layers\.\d+\.mlp\.(router|mixing)\.")
+_COPY_OF_MLP = re.compile(r"(layers\.\d+\.mlp\.)(experts\.\d+|shared)\.")
 
 
 def model_tensors(stages: Sequence[nn.Module]) -> dict[str, LogicalShard]:
@@ -26,9 +29,34 @@ def model_tensors(stages: Sequence[nn.Module]) -> dict[str, LogicalShard]:
         for name, param in stage.named_parameters():
             logical_name, spec = specs[name]
             tensors[MODEL + logical_name] = shard_of_local(param.data, spec.offsets(), spec.logical_shape)
-        for name, buffer in stage.named_buffers():
-            tensors[MODEL + name] = shard_of_local(buffer, (0,) * buffer.dim(), tuple(buffer.shape))
-    return tensors
+    return tensors | buffer_tensors(stages)
+
+
+def buffer_tensors(stages: Sequence[nn.Module]) -> dict[str, LogicalShard]:
+    """The model's buffers, which every rank that has them holds whole, by logical name."""
+    return {
+        MODEL + name: shard_of_local(buffer, (0,) * buffer.dim(), tuple(buffer.shape))
+        for stage in stages
+        for name, buffer in stage.named_buffers()
+    }
+
+
+def tensors_of_dense(tensors: Mapping[str, LogicalShard]) -> dict[str, LogicalShard]:
+    """A model's tensors with experts as those of a dense model, from which it begins: its routers are left out, and a
+    layer's MLP is every expert of it, and the MLP beside them."""
+    found: dict[str, LogicalShard] = {}
+    for name, shard in tensors.items():
+        if _OF_ROUTING.search(name):
+            continue
+        there = _COPY_OF_MLP.sub(r"\1", name)
+        others = found[there].boxes if there in found else []
+        found[there] = LogicalShard(shard.global_shape, shard.dtype, [*others, *shard.boxes])
+    return found
+
+
+def has_experts(names: Iterable[str]) -> bool:
+    """Whether there are experts among a model's tensors."""
+    return any(map(_COPY_OF_MLP.search, names))
 
 
 def optimizer_tensors(optimizer: Optimizer) -> dict[str, LogicalShard]:

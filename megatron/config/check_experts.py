@@ -51,3 +51,32 @@ def _check_routing(model: ModelConfig, fewest: int) -> None:
         )
     if model.moe_router_pre_softmax and model.moe_router_score_function != "softmax":
         raise UserError("--moe-router-pre-softmax: the scores are not those of a softmax; leave it out")
+
+
+def check_upcycling(model: ModelConfig) -> None:
+    """Checks that experts that are copies of a dense model's MLPs compute the same as these (else UserError)."""
+    flag, width = "--moe-use-upcycling", model.ffn_hidden_size
+    if not model.has_experts:
+        raise UserError(f"{flag}: no layer has experts; add --num-experts, or leave it out")
+    if model.moe_ffn_hidden_size != width:
+        raise UserError(
+            f"{flag}: an expert is a copy of the whole MLP, of --ffn-hidden-size {width}, and --moe-ffn-hidden-size is "
+            f"{model.moe_ffn_hidden_size}; leave that out"
+        )
+    if not is_unset(model.moe_shared_expert_intermediate_size):
+        raise UserError(
+            f"{flag}: a shared expert (--moe-shared-expert-intermediate-size) would add to what the dense model "
+            "computes; leave it out"
+        )
+    other = {
+        f"--moe-router-topk {model.moe_router_topk}": model.moe_router_topk == 1,
+        "--moe-router-pre-softmax": model.moe_router_pre_softmax,
+        f"--moe-router-topk-scaling-factor {model.moe_router_topk_scaling_factor:g}": (
+            model.moe_router_topk_scaling_factor != 1.0
+        ),
+    }
+    for given in (text for text, there in other.items() if there):
+        raise UserError(
+            f"{flag}: with {given} the weights of a token's experts do not sum to 1, as copies of one MLP must; "
+            f"{'give at least 2' if model.moe_router_topk == 1 else 'leave that out'}"
+        )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.base.errors import UserError
 from megatron.base.option import derived, field_options, option
+from megatron.base.words import Note
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,11 @@ class CheckpointConfig:
         "replaced. Without it such a folder is refused, unless --load resumes from it.",
     )
     finetune: bool = option(False, "Load the weights only: counters, optimizer, random state and schedules start anew.")
+    moe_use_upcycling: bool = option(
+        False,
+        "Begin with the weights of a dense model in --load: each expert is a copy of its layer's MLP. Everything else "
+        "begins as with --finetune.",
+    )
     no_save_optim: bool = option(False, "Do not save the optimizer.")
     no_save_rng: bool = option(
         False,
@@ -70,6 +76,14 @@ class CheckpointConfig:
         return self.finetune or self.no_load_optim
 
 
+def resolve_checkpoint(checkpoint: CheckpointConfig, note: Note) -> CheckpointConfig:
+    """Fills what follows from other settings."""
+    if not checkpoint.moe_use_upcycling or checkpoint.finetune:
+        return checkpoint
+    note("--moe-use-upcycling means --finetune: counters, optimizer and schedules start anew")
+    return replace(checkpoint, finetune=True)
+
+
 def check_checkpoint(checkpoint: CheckpointConfig) -> None:
     """Checks that settings have the flags that they need (else UserError)."""
     (keep_last,) = (one.flag for one in field_options("checkpoint", type(checkpoint)) if one.name == "keep_last")
@@ -81,6 +95,7 @@ def check_checkpoint(checkpoint: CheckpointConfig) -> None:
         (checkpoint.no_save_optim, "--no-save-optim", checkpoint.save, "--save"),
         (checkpoint.no_save_rng, "--no-save-rng", checkpoint.save, "--save"),
         (checkpoint.ckpt_step is not None, "--ckpt-step", checkpoint.load, "--load"),
+        (checkpoint.moe_use_upcycling, "--moe-use-upcycling", checkpoint.load, "--load"),
         (checkpoint.finetune, "--finetune", checkpoint.load, "--load"),
         (checkpoint.use_checkpoint_args, "--use-checkpoint-args", checkpoint.load, "--load"),
         (checkpoint.exit_on_missing_checkpoint, "--exit-on-missing-checkpoint", checkpoint.load, "--load"),

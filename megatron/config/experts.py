@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields, replace
+from typing import Literal, TypeVar
 
 from megatron.base.numerals import MOST
 from megatron.base.option import derived, option
@@ -125,3 +125,11 @@ class ExpertsConfig:
     def balances(self) -> bool:
         """Whether a loss balances experts."""
         return self.moe_router_load_balancing_type != "none" and self.moe_aux_loss_coeff > 0
+
+
+_Model = TypeVar("_Model", bound=ExpertsConfig)
+
+
+def with_experts_of(given: ExpertsConfig, model: _Model) -> _Model:
+    """A model with the fields of another one that are about experts."""
+    return replace(model, **{field.name: getattr(given, field.name) for field in fields(ExpertsConfig)})

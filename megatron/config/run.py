@@ -14,8 +14,9 @@ from megatron.base.fields import check_fields, section_from_plain, section_to_pl
 from megatron.base.numerals import MOST
 from megatron.base.option import field_options
 from megatron.base.words import Note, nearest
+from megatron.config.check_experts import check_upcycling
 from megatron.config.check_model import check_model
-from megatron.config.checkpoint import CheckpointConfig, check_checkpoint
+from megatron.config.checkpoint import CheckpointConfig, check_checkpoint, resolve_checkpoint
 from megatron.config.compression import CompressionConfig
 from megatron.config.curriculum import CurriculumConfig, check_curriculum, lengths_of
 from megatron.config.data import DataConfig, check_data
@@ -183,6 +184,7 @@ def _fill(given: RunConfig, world_size: int, cuda_available: bool, note: Note) -
         recompute=resolve_recompute(given.recompute),
         training=training,
         optimizer=resolve_optimizer(given.optimizer, training, model.seq_length, note),
+        checkpoint=resolve_checkpoint(given.checkpoint, note),
     )
 
 
@@ -205,6 +207,8 @@ def _check(run: RunConfig, world_size: int, cuda_available: bool, note: Note) ->
         check_sentinels(run.tokenizer)
     check_logs(run.logging, run.parallel)
     check_checkpoint(run.checkpoint)
+    if run.checkpoint.moe_use_upcycling:
+        check_upcycling(run.model)
     check_compression(run, world_size, note)
 
 

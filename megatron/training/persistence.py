@@ -20,9 +20,12 @@ from megatron.checkpoint.model_state import (
     MAIN,
     MODEL,
     OPTIMIZER,
+    buffer_tensors,
+    has_experts,
     main_tensors,
     model_tensors,
     optimizer_tensors,
+    tensors_of_dense,
 )
 from megatron.checkpoint.save import COMMON
 from megatron.checkpoint.saver import CheckpointSaver
@@ -229,6 +232,9 @@ class RunCheckpoints:
         if weights_only:  # a checkpoint of weights alone has no such values, whatever its run had
             saved_main = bool(together(self.group, lambda: saved_shapes(root, iteration, MAIN)))
         tensors = self._weights(saved_main)
+        if self.config.moe_use_upcycling:
+            self._check_dense(root, iteration)
+            tensors = tensors_of_dense(tensors)
         if not weights_only:
             held = optimizer_tensors(optimizer)
             tensors |= {name: shard for name, shard in held.items() if not name.startswith(MAIN)}
@@ -255,7 +261,7 @@ class RunCheckpoints:
         if not precise:
             return model
         # A model in fp32 takes these values in place of the rounded ones.
-        return main_tensors(optimizer) | (model if optimizer.separate_main else {})
+        return main_tensors(optimizer) | (model if optimizer.separate_main else buffer_tensors(self.engines.stages))
 
     def _spread(self, precise: bool) -> None:
         """Brings the weights that were loaded into ``_weights`` to the other places that hold them."""
@@ -264,6 +270,17 @@ class RunCheckpoints:
             optimizer.reload_main()
         elif precise and optimizer.sharded and not optimizer.separate_main:
             optimizer.publisher.gather()
+
+    def _check_dense(self, root: str, iteration: Iteration) -> None:
+        """Checks that a checkpoint is of a dense model. Every rank calls this.
+
+        Raises:
+            UserError: on every rank, when it has experts, or is damaged.
+        """
+        if has_experts(together(self.group, lambda: saved_shapes(root, iteration, MODEL))):
+            raise UserError(
+                f"--moe-use-upcycling: --load {root} holds a model that has experts already; leave the flag out"
+            )
 
     def _scopes(self) -> list[Scope]:
         """Scopes of the parts that this run loads from a checkpoint besides weights."""

@@ -21,6 +21,7 @@ from megatron.checkpoint.ownership import owned_save_folder
 from megatron.checkpoint.vocabulary import saved_entries
 from megatron.config.batch_size import BatchSizeSchedule
 from megatron.config.curriculum import lengths_of
+from megatron.config.experts import with_experts_of
 from megatron.config.flags import ParsedRun, parse_program
 from megatron.config.kinds import ModelType, check_kind
 from megatron.config.lengths import LengthSchedule
@@ -123,6 +124,8 @@ def resolve(parsed: ParsedRun, env: LaunchEnvironment) -> RunConfig:
             raise UserError("--use-checkpoint-args takes the model's shape from --load, which is missing")
         saved, iteration = saved_config(wanted.load, wanted.ckpt_step)
         check_kind(f"--load {wanted.load}", saved.model.kind, parsed.config.model.kind)
+        if wanted.moe_use_upcycling:  # its experts are the flags' own
+            saved = replace(saved, model=with_experts_of(parsed.config.model, saved.model))
         parsed.config = given = merge_checkpoint_config(parsed.config, parsed.explicit, saved)
         tokenizer = fitted_tokenizer(given.tokenizer, saved_entries(wanted.load, iteration), parsed)
         parsed.config = replace(given, tokenizer=tokenizer)

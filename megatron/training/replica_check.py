@@ -17,11 +17,11 @@ from megatron.training.assembly import Engines
 
 
 def check_replicas(engines: Engines, iteration: int) -> None:
-    """Compares parameters and the state of pipeline codecs by digests. Every rank calls this between steps.
+    """Compares parameters, buffers and the state of pipeline codecs by digests. Every rank calls this between steps.
 
     Equal must be: the same slice of a parameter wherever it is held (data-parallel replicas, tensor-parallel ranks
-    that hold it whole, all stages of a tied embedding), what both ends of a pipeline boundary remember, and how
-    tensor-parallel ranks have routed the last step's tokens to experts.
+    that hold it whole, all stages of a tied embedding), a buffer, what both ends of a pipeline boundary remember, and
+    how tensor-parallel ranks have routed the last step's tokens to experts.
 
     Raises:
         UserError: on every rank, naming the first things that differ and the ranks that hold them.

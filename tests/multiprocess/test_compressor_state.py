@@ -123,6 +123,27 @@ def test_one_of_the_stages_that_hold_the_embedding_may_compress_it(tmp_path: Pat
     assert all("embedding.word_embeddings.weight.0of2 q" in lines[0] for _, lines in other)
 
 
+@pytest.mark.parametrize("spec", ["dp-grad=powersgd,rank=2", "dp-grad=fixpoint,bits=3,error-feedback=on"])
+def test_residuals_of_experts_belong_to_their_replicas(spec: str, tmp_path: Path) -> None:
+    """Of four ranks two hold an expert; on other layouts their sums are kept, as those of all others are."""
+    experts = {"model": {"num_experts": [4], "expert_interval": 2}}
+
+    def changes(**parallel: Any) -> dict[str, dict[str, Any]]:
+        return _changes(spec, **parallel) | experts
+
+    saved = run_ranks(4, _save, changes(expert_model_parallel_size=2), tmp_path)
+    holders = {name: shape[0] for boxes in saved for name, shape, *_ in boxes if name.endswith("|residual")}
+    assert {2 if ".experts." in name else 4 for name in holders} == {2, 4}
+    assert all(count == (2 if ".experts." in name else 4) for name, count in holders.items())
+    wanted = _sums(saved)
+    for ranks, ep in ((4, 2), (4, 4), (4, 1), (2, 1)):
+        loaded = run_ranks(ranks, _load, changes(expert_model_parallel_size=ep), tmp_path)
+        found = _sums([boxes for boxes, _ in loaded])
+        assert found.keys() == wanted.keys()
+        for name, total in found.items():
+            torch.testing.assert_close(total, wanted[name], rtol=1e-12, atol=1e-12)
+
+
 def test_flat_residuals_follow_their_parameters(tmp_path: Path) -> None:
     """Buckets of another size, on another number of replicas."""
     spec = "dp-grad=fixpoint,bits=3,error-feedback=on"

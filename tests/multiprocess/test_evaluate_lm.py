@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from megatron.checkpoint.convert.command import main as convert
 from megatron.data.preprocess.vocab_command import train
@@ -136,6 +137,33 @@ def test_the_adapter_the_export_and_other_layouts_agree(
     four = _figures(tmp_path / "four")
     assert len(four) == 3 + len(errors)
     assert four == pytest.approx({name: ours[name] for name in four}, rel=1e-4)
+
+
+@pytest.mark.timeout(600)
+def test_a_model_with_experts_is_scored_as_its_export_is(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in OFFLINE.items():
+        monkeypatch.setenv(name, value)
+    torch.manual_seed(4)
+    shutil.copytree(place / "hf", tmp_path / "hf", ignore=shutil.ignore_patterns("*.safetensors"))
+    size = json.loads((tmp_path / "hf" / "config.json").read_text())["vocab_size"]
+    config = Qwen2MoeConfig(
+        max_position_embeddings=64, hidden_size=32, intermediate_size=48, moe_intermediate_size=24,
+        shared_expert_intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        num_experts=4, num_experts_per_tok=2, vocab_size=size, initializer_range=0.3, bos_token_id=size - 1,
+        eos_token_id=size - 1,
+    )  # fmt: skip
+    Qwen2MoeForCausalLM(config).save_pretrained(tmp_path / "hf")
+    assert convert(["--load", str(tmp_path / "hf"), "--save", str(tmp_path / "saved"), "--to", "megatron-cc"]) == 0
+    flags = [*_flags(place, "choice", "rolling", "writing"), "--load", str(tmp_path / "saved")]
+    assert main([*flags, "--output", str(tmp_path / "adapter")]) == 0
+    ours = _figures(tmp_path / "adapter")
+    assert main([*flags, "--output", str(tmp_path / "export"), "--via", "hf"]) == 0
+    assert _figures(tmp_path / "export") == pytest.approx(ours, rel=1e-4)
+    command = ["tools/evaluate_lm.py", *flags, "--tensor-model-parallel-size", "2", "--output", str(tmp_path / "two")]
+    run_cli(2, command, env=OFFLINE, timeout=250).check()
+    assert _figures(tmp_path / "two") == pytest.approx(ours, rel=1e-4)
 
 
 @pytest.mark.parametrize("content", ["", "not json\n", None], ids=["empty", "malformed", "gone"])

@@ -6,17 +6,19 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megatron.inference.generate import Generated, generate, score
 from megatron.inference.model import load_model
 from megatron.inference.sampling import Sampling
+from megatron.model.context import ForwardContext
 from megatron.topology.layout import Layout
 from megatron.topology.topology import build_topology
 from tests.support.cli import run_cli
 from tests.support.device import own_device
 from tests.support.spawn import run_ranks
-from tests.unit.checkpoint.convert.support import MODELS, NOT_CLASSIC, saved_model
+from tests.unit.checkpoint.convert.support import LENGTH, MODELS, NOT_CLASSIC, WITH_EXPERTS, saved_model
 
 pytestmark = pytest.mark.multiprocess
 
@@ -34,10 +36,10 @@ def _rank(root: Path, tp: int, pp: int) -> tuple[list[Generated], list[list[floa
     return found, [[token.logprob for token in row] for row in scored], model.is_sampling_rank
 
 
-@pytest.mark.parametrize("name", ["gpt2", "qwen2 with a window"])
+@pytest.mark.parametrize("name", ["gpt2", "qwen2 with a window", "qwen2-moe"])
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (2, 2)], ids=["tp2", "pp2", "tp2 pp2"])
 def test_tokens_do_not_depend_on_the_layout(name: str, tp: int, pp: int, tmp_path: Path) -> None:
-    saved = saved_model(tmp_path, {**MODELS, **NOT_CLASSIC}[name], layers=4)
+    saved = saved_model(tmp_path, {**MODELS, **NOT_CLASSIC, **WITH_EXPERTS}[name], layers=4)
     model = load_model(saved)
     expected = generate(
         model, PROMPTS, 12, SAMPLING, [1, 2, 3], on_token=lambda row, token: row == 1 and token.id % 7 == 0
@@ -51,6 +53,43 @@ def test_tokens_do_not_depend_on_the_layout(name: str, tp: int, pp: int, tmp_pat
         if speaks:
             for row, own in zip(logprobs, scored, strict=True):
                 assert own == pytest.approx([token.logprob for token in row], abs=1e-5)
+
+
+def _greedy(root: Path, tp: int, pp: int, cached: bool) -> tuple[list[list[int]], list[list[float]]]:
+    """Continuations, and log-probabilities of some texts."""
+    model = load_model(root, topology=build_topology(Layout(tp=tp, pp=pp), own_device(dist.get_rank())))
+    found = generate(model, PROMPTS, 12, Sampling(greedy=True), cached=cached)
+    return [one.tokens for one in found], [[token.logprob for token in row] for row in score(model, PROMPTS)]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe"])
+def test_experts_continue_a_text_as_a_whole_forward_pass_does(name: str, precision: str, tmp_path: Path) -> None:
+    """Step by step with a cache or all anew, on one process and on two, the same tokens."""
+    saved = saved_model(tmp_path, WITH_EXPERTS[name], {"fp64": precision == "fp64"}, layers=2)
+    model = load_model(saved)
+    expected, rows = [], []
+    for prompt in PROMPTS:
+        tokens = list(prompt)
+        for _ in range(12):
+            window = torch.tensor([tokens[-LENGTH:]])
+            with torch.no_grad():
+                logits = model.stage.logits(model.stage(window, ForwardContext()))[-1, 0]
+            chosen = int(logits[: model.tokenizer.vocab_size].argmax())
+            if chosen == model.tokenizer.eod:
+                break
+            tokens.append(chosen)
+        expected.append(tokens)
+        with torch.no_grad():
+            logits = model.stage.logits(model.stage(torch.tensor([prompt]), ForwardContext()))[:, 0]
+        scores = logits.double().log_softmax(-1)
+        rows.append([float(scores[at, token]) for at, token in enumerate(prompt[1:])])
+    assert [one.tokens for one in generate(model, PROMPTS, 12, Sampling(greedy=True))] == expected
+    for cached in (True, False):
+        for found, scored in run_ranks(2, _greedy, saved, 2, 1, cached)[:1]:
+            assert found == expected
+            for own, row in zip(scored, rows, strict=True):
+                assert own == pytest.approx(row, abs=1e-5)
 
 
 def test_the_command_on_four_ranks_writes_what_one_process_writes(tmp_path: Path) -> None:

@@ -13,9 +13,12 @@ from megatron.config.run import RunConfig
 from megatron.config.steps import StepSizes
 from megatron.data.batch import Batch
 from megatron.model.gpt import GPTStage
+from megatron.optimizer.schedules import LRSchedule
 from megatron.topology.launch import LaunchEnvironment
 from megatron.topology.topology import Topology, build_topology, single_process
 from megatron.training.assembly import Engines, build_engines, groups_by_node, layout_of
+from megatron.training.persistence import RunCheckpoints
+from megatron.training.progress_state import Progress
 from megatron.training.step import take_batches, train_step
 from tests.support.device import backend_of_tests, own_device
 
@@ -178,6 +181,22 @@ def tiny_gpt(changes: Mapping[str, Mapping[str, Any]]) -> GPTStage:
     return stage
 
 
+def tiny_checkpoints(engines: Engines, iteration: int = 0) -> RunCheckpoints:
+    """The checkpoints of a run whose engines have trained for some iterations."""
+    config, training = engines.config, engines.config.training
+    schedule = LRSchedule.from_options(
+        config.optimizer,
+        global_batch_size=training.global_batch_size,
+        seq_length=config.model.seq_length,
+        train_iters=training.train_iters,
+        train_samples=None,
+        train_tokens=None,
+    )
+    consumed = iteration * training.global_batch_size
+    schedule.step(consumed)
+    return RunCheckpoints(config, engines, schedule, Progress(iteration, consumed), lambda line: None)
+
+
 def tiny_run(changes: Mapping[str, Mapping[str, Any]], iterations: int, masked: bool = False) -> Trace:
     """Trains for some iterations; a collective call when there is a process group."""
     engines = tiny_engines(changes)
@@ -191,15 +210,18 @@ def tiny_train(
     epoch: int | None = None,
     after_step: Callable[[Engines], None] = lambda engines: None,
     sizes: StepSizes | None = None,
+    first: int = 0,
 ) -> Trace:
-    """Trains given engines from their current weights; ``after_step`` sees them after each. ``sizes`` may grow."""
+    """Trains given engines from their current weights, from iteration ``first`` on; ``after_step`` sees them after
+    each. ``sizes`` may grow."""
     config = engines.config
-    batches = tiny_batches(config, engines.topology, masked, epoch=epoch)
+    start = first * config.training.global_batch_size
+    batches = tiny_batches(config, engines.topology, masked, start, epoch)
     losses, norms, named = [], [], []
     layout = engines.topology.layout
     count = config.training.global_batch_size // (config.training.micro_batch_size * layout.dp)
     consumed = 0
-    for iteration in range(iterations):
+    for iteration in range(first, first + iterations):
         length = None if sizes is None else sizes.lengths.at(iteration)
         count = count if sizes is None else sizes.batches.num_micro_batches(consumed)
         consumed += 0 if sizes is None else sizes.batches.at(consumed)

@@ -12,7 +12,17 @@ from megatron.base.values import Values
 from megatron.checkpoint.convert.bert import MEGATRON_BERT, bert_config, bert_model
 from megatron.checkpoint.convert.config_words import DTYPE_NAMES, gelu_name, is_tanh
 from megatron.checkpoint.convert.deberta import DEBERTA, deberta_config, deberta_model
+from megatron.checkpoint.convert.mixture import MIXTRAL, QWEN2_MOE, expert_requirements
 from megatron.checkpoint.convert.model import model_of
+from megatron.checkpoint.convert.rotary import (
+    llama_model,
+    mistral_model,
+    mixtral_model,
+    neox_model,
+    qwen2_model,
+    qwen2_moe_model,
+    rotary_config,
+)
 from megatron.checkpoint.convert.task_head import head_words, named_head
 from megatron.config.model import ModelConfig
 
@@ -48,6 +58,7 @@ def _requirements(model: ModelConfig) -> dict[str, dict[str, bool]]:
     looks_at_all = {"no --sliding-window": model.sliding_window is None}
     no_biases = {"--disable-bias-linear": not model.add_bias_linear}
     language = {"no --task-head": model.predicts_words}
+    dense = {"no --num-experts": not model.has_experts}
     no_choice = {"no --task-head choice": model.task_head != "choice"}
     gelu = {
         "--normalization LayerNorm": model.normalization == "LayerNorm",
@@ -72,12 +83,16 @@ def _requirements(model: ModelConfig) -> dict[str, dict[str, bool]]:
         return {MEGATRON_BERT: {**learned, **gelu, **one_after_the_other, **tied, **types}}
     if model.model_type == "deberta":
         return {DEBERTA: {**gelu, **no_choice}}
+    no_qkv_bias = {"no --add-qkv-bias": not model.add_qkv_bias}
+    experts = expert_requirements(model)
     return {
-        "gpt2": {**no_choice, **learned, **gelu, **one_after_the_other, **looks_at_all},
-        "gpt_neox": {**language, **rope, **gelu, **looks_at_all},
-        "llama": {**swiglu, **looks_at_all, "no --add-qkv-bias": not model.add_qkv_bias},
-        "mistral": {**swiglu, **no_biases, "no --add-qkv-bias": not model.add_qkv_bias},
-        "qwen2": {**swiglu, **no_biases, "--add-qkv-bias": model.add_qkv_bias},
+        MIXTRAL: {**swiglu, **no_biases, **no_qkv_bias, **experts[MIXTRAL]},
+        QWEN2_MOE: {**swiglu, **no_biases, **experts[QWEN2_MOE]},
+        "gpt2": {**no_choice, **dense, **learned, **gelu, **one_after_the_other, **looks_at_all},
+        "gpt_neox": {**language, **dense, **rope, **gelu, **looks_at_all},
+        "llama": {**swiglu, **dense, **looks_at_all, **no_qkv_bias},
+        "mistral": {**swiglu, **dense, **no_biases, **no_qkv_bias},
+        "qwen2": {**swiglu, **dense, **no_biases, "--add-qkv-bias": model.add_qkv_bias},
     }
 
 
@@ -103,7 +118,7 @@ def hf_config(model: ModelConfig, vocab_size: int, dtype: torch.dtype, end: int 
         "torch_dtype": DTYPE_NAMES.get(dtype, "float32"),
         "bos_token_id": end,
         "eos_token_id": end,
-        **(_gpt2_config(model, end) if kind == "gpt2" else _rotary_config(model, kind)),
+        **(_gpt2_config(model, end) if kind == "gpt2" else rotary_config(model, kind)),
     }
 
 
@@ -124,54 +139,6 @@ def _gpt2_config(model: ModelConfig, end: int | None) -> dict[str, Any]:
         "embd_pdrop": model.hidden_dropout,
         **head,
     }
-
-
-def _rotary_config(model: ModelConfig, kind: str) -> dict[str, Any]:
-    common: dict[str, Any] = {
-        "num_hidden_layers": model.num_layers,
-        "hidden_size": model.hidden_size,
-        "intermediate_size": model.ffn_hidden_size,
-        "num_attention_heads": model.num_attention_heads,
-        "max_position_embeddings": model.max_position_embeddings,
-        "rope_scaling": _rope_scaling(model),
-        "attention_dropout": model.attention_dropout,
-    }
-    if kind == "gpt_neox":
-        return common | {
-            "hidden_act": gelu_name(model),
-            "layer_norm_eps": model.norm_epsilon,
-            "rotary_emb_base": model.rotary_base,
-            "rotary_pct": model.rotary_percent,
-            "use_parallel_residual": model.parallel_residual,
-            "hidden_dropout": model.hidden_dropout,
-            "attention_bias": True,
-        }
-    common |= {
-        "num_key_value_heads": model.num_query_groups,
-        "head_dim": model.kv_channels,
-        "rope_theta": model.rotary_base,
-        "rms_norm_eps": model.norm_epsilon,
-        "hidden_act": "silu",
-    }
-    if kind == "llama":
-        return common | {"attention_bias": model.add_bias_linear, "mlp_bias": model.add_bias_linear}
-    if kind == "mistral":
-        return common | {"sliding_window": model.sliding_window}
-    slides = model.sliding_window is not None
-    return common | {"use_sliding_window": slides, "sliding_window": model.sliding_window, "max_window_layers": 0}
-
-
-def _rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
-    if model.rotary_scaling == "none":
-        return None
-    scaling: dict[str, Any] = {"rope_type": model.rotary_scaling, "factor": model.rotary_scaling_factor}
-    if model.rotary_scaling == "llama3":
-        scaling |= {
-            "low_freq_factor": model.rotary_scaling_low_turns,
-            "high_freq_factor": model.rotary_scaling_high_turns,
-            "original_max_position_embeddings": model.rotary_scaling_original_length,
-        }
-    return scaling
 
 
 # From theirs
@@ -209,133 +176,14 @@ def _gpt2_model(config: Values) -> dict[str, object]:
     }
 
 
-def _rotary_model(config: Values, rope: Values, base: str, percent: float) -> dict[str, object]:
-    """The model of an architecture with rotary positions; ``percent`` is the rotated share of a head."""
-    hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
-    positions = config.integer("max_position_embeddings")
-    return {
-        "num_layers": config.integer("num_hidden_layers"),
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "ffn_hidden_size": config.integer("intermediate_size"),
-        "seq_length": positions,
-        "max_position_embeddings": positions,
-        "position_embedding_type": "rope",
-        "rotary_base": rope.number("rope_theta", config.number(base, 10000.0)),
-        "rotary_percent": percent,
-        "untie_embeddings_and_output_weights": not config.flag("tie_word_embeddings", False),
-        "attention_dropout": config.number("attention_dropout", 0.0),
-        **_scaling_of(rope, config.integer("original_max_position_embeddings", positions)),
-    }
-
-
-def _rope_of(config: Values) -> Values:
-    """Parameters of the rotary positions: under the older name where there are both, as in transformers."""
-    return Values(config.table("rope_scaling", {}) or config.table("rope_parameters", {}))
-
-
-def _scaling_of(rope: Values, positions: int) -> dict[str, object]:
-    kind = rope.text("rope_type", rope.text("type", "default"))
-    if kind == "default":
-        return {}
-    if kind not in ("linear", "llama3"):
-        raise UserError(f"rope scaling of type {kind!r} cannot be converted; linear and llama3 can")
-    scaling: dict[str, object] = {"rotary_scaling": kind, "rotary_scaling_factor": rope.number("factor")}
-    if kind == "llama3":
-        scaling |= {
-            "rotary_scaling_low_turns": rope.number("low_freq_factor"),
-            "rotary_scaling_high_turns": rope.number("high_freq_factor"),
-            "rotary_scaling_original_length": rope.integer("original_max_position_embeddings", positions),
-        }
-    return scaling
-
-
-def _neox_model(config: Values) -> dict[str, object]:
-    if not config.flag("attention_bias", True):
-        raise UserError("attention_bias=false cannot be converted: our models have biases in all linear layers or none")
-    rope = _rope_of(config)
-    percent = rope.number("partial_rotary_factor", config.number("rotary_pct", 0.25))
-    return {
-        **_rotary_model(config, rope, "rotary_emb_base", percent),
-        "norm_epsilon": config.number("layer_norm_eps", 1e-5),
-        "bias_gelu_fusion": is_tanh(config, "hidden_act", "gelu"),
-        "parallel_residual": config.flag("use_parallel_residual", True),
-        "hidden_dropout": config.number("hidden_dropout", 0.0),
-    }
-
-
-def _swiglu_model(config: Values, groups: int) -> dict[str, object]:
-    activation = config.text("hidden_act", "silu")
-    if activation != "silu":
-        raise UserError(f"hidden_act {activation!r} cannot be converted; only silu can")
-    rope = _rope_of(config)
-    percent = rope.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
-    if percent != 1.0:
-        raise UserError(f"partial_rotary_factor {percent:g} cannot be converted; only 1 can")
-    hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
-    return {
-        **_rotary_model(config, rope, "rope_theta", 1.0),
-        "num_query_groups": config.integer("num_key_value_heads", groups),
-        "kv_channels": config.integer("head_dim", max(hidden // heads, 1)),
-        "normalization": "RMSNorm",
-        "norm_epsilon": config.number("rms_norm_eps", 1e-6),
-        "swiglu": True,
-        "add_bias_linear": False,
-        "hidden_dropout": 0.0,
-    }
-
-
-def _llama_model(config: Values) -> dict[str, object]:
-    biases = config.flag("attention_bias", False)
-    if config.flag("mlp_bias", False) != biases:
-        raise UserError("attention_bias and mlp_bias differ, which cannot be converted: give both or none")
-    return {**_swiglu_model(config, config.integer("num_attention_heads")), "add_bias_linear": biases}
-
-
-def _mistral_model(config: Values) -> dict[str, object]:
-    if config.has("layer_types"):
-        raise UserError("layer_types cannot be converted: all our layers look at as many positions")
-    return {**_swiglu_model(config, 8), **_window_of(config, 4096)}
-
-
-def _qwen2_model(config: Values) -> dict[str, object]:
-    model = {**_swiglu_model(config, 32), "add_qkv_bias": True}
-    layers = config.integer("num_hidden_layers")
-    name, sliding = _sliding_layers(config, layers)
-    if not config.flag("use_sliding_window", False) or not sliding:
-        return model
-    if sliding < layers:
-        raise UserError(
-            f"{name} gives {sliding} of {layers} layers a window, which cannot be converted: "
-            "all our layers look at as many positions"
-        )
-    return model | _window_of(config, 4096)
-
-
-def _sliding_layers(config: Values, layers: int) -> tuple[str, int]:
-    """The key that says how many layers have a sliding window, and that number."""
-    if not config.has("layer_types"):
-        return "max_window_layers", max(layers - config.integer("max_window_layers", 28, least=0), 0)
-    kinds = config.texts("layer_types")
-    if len(kinds) != layers or set(kinds) - {"full_attention", "sliding_attention"}:
-        raise UserError(f"layer_types must name full_attention or sliding_attention for each of the {layers} layers")
-    return "layer_types", kinds.count("sliding_attention")
-
-
-def _window_of(config: Values, default: int) -> dict[str, object]:
-    """The sliding window; None where it holds all positions, or is null. A missing one is the default."""
-    if config.says("sliding_window") and not config.has("sliding_window"):
-        return {}
-    window = config.integer("sliding_window", default)
-    return {} if window >= config.integer("max_position_embeddings") else {"sliding_window": window}
-
-
 _READERS: Mapping[str, Callable[[Values], dict[str, object]]] = {
     "gpt2": _gpt2_model,
-    "gpt_neox": _neox_model,
-    "llama": _llama_model,
-    "mistral": _mistral_model,
-    "qwen2": _qwen2_model,
+    "gpt_neox": neox_model,
+    "llama": llama_model,
+    "mistral": mistral_model,
+    "qwen2": qwen2_model,
+    MIXTRAL: mixtral_model,
+    QWEN2_MOE: qwen2_moe_model,
     MEGATRON_BERT: bert_model,
     DEBERTA: deberta_model,
 }
@@ -345,6 +193,8 @@ ARCHITECTURES = {
     "llama": "Llama",
     "mistral": "Mistral",
     "qwen2": "Qwen2",
+    MIXTRAL: "Mixtral",
+    QWEN2_MOE: "Qwen2Moe",
     MEGATRON_BERT: "MegatronBert",
     DEBERTA: "DeBERTa-v2",
 }

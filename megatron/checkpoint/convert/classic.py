@@ -19,7 +19,8 @@ from torch import Tensor
 
 from megatron.base.errors import UserError
 from megatron.base.values import Values
-from megatron.checkpoint.convert.model import Entry, Weights, model_of, parameters_of, stacks_gate_and_up
+from megatron.base.words import shown
+from megatron.checkpoint.convert.model import Entry, Weights, model_of, stacks_gate_and_up, tensors_of
 from megatron.checkpoint.convert.torch_file import Stored, TorchFile
 from megatron.checkpoint.files import TRACKER, Iteration, folder_name, iteration_of, tracked_text
 from megatron.config.model import ModelConfig
@@ -157,7 +158,7 @@ def read_classic(folder: Path, vocab_size: int | None = None) -> Weights:
     except UserError as error:
         raise UserError(f"{paths[0, 0]}: {error}") from error
     shards = [_pipeline_of(files, tp, len(pps), model, folder) for tp in range(len(tps))]
-    expected = parameters_of(model, entries_size)
+    expected = tensors_of(model, entries_size)
     for name, part in shards[0].items():
         if name not in expected:
             raise UserError(f"{part.file.path}: {part.name} has no place in a model of its arguments")
@@ -331,6 +332,9 @@ def _model_of(args: Values) -> ModelConfig:
     for name in _NONE_OF_OURS:
         if args.flag(name, False):
             raise UserError(f"{name} cannot be converted: our models do not compute that")
+    experts = args.get("num_experts")
+    if experts not in (None, 1, [1]):
+        raise UserError(f"num_experts {shown(experts)} cannot be converted: only models without experts can")
     known: dict[str, object] = {name: args.integer(name) for name in _SIZES if args.has(name)}
     known |= {name: args.flag(name, False) for name in _FLAGS if args.has(name)}
     known |= {ours: args.number(theirs) for theirs, ours in _NUMBERS.items() if args.has(theirs)}

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron.base.errors import UserError
 from megatron.checkpoint.convert.classic import FILE
-from megatron.checkpoint.convert.model import Weights, parameters_of, stacks_gate_and_up
+from megatron.checkpoint.convert.model import Weights, stacks_gate_and_up, tensors_of
 from megatron.checkpoint.convert.tokenizer_files import built, copy_tokenizer
 from megatron.checkpoint.files import TRACKER
 from megatron.checkpoint.storage import bytes_of
@@ -112,7 +112,7 @@ def write_classic(weights: Weights, root: Path, tp: int, pp: int, done: Callable
             raise UserError(f"{flag} {size} does not divide the {count} {what}; choose a divisor")
     folder = root / f"iter_{weights.iteration:07d}"
     padded = padded_vocab_size(weights.vocab_size, model.make_vocab_size_divisible_by, tp)
-    specs = parameters_of(model, padded)
+    specs = tensors_of(model, padded)
     files = {(t, p): _laid_out(weights, specs, folder, t, p, tp, pp, padded) for p in range(pp) for t in range(tp)}
     for name, entry in weights.entries.items():
         whole = entry.read()
@@ -146,6 +146,7 @@ def _check_has_a_form(model: ModelConfig) -> None:
         f"model of kind {model.kind}": model.kind != "gpt",
         "--parallel-residual": model.parallel_residual,
         "--sliding-window": model.sliding_window is not None,
+        "--num-experts": model.has_experts,
         "--rotary-scaling-factor with a fraction": model.rotary_scaling == "linear"
         and not model.rotary_scaling_factor.is_integer(),
     } | {

@@ -5,13 +5,14 @@
     python tools/ckpt_convert.py --load checkpoints --save classic --to classic --target-tensor-model-parallel-size 2
     python tools/ckpt_convert.py --load checkpoints --iteration 1000 --save half --to hf --dtype bf16
 
-What --load is, is found out: any layout of ours, a Hugging Face folder (GPT-2, GPT-NeoX, Llama, Mistral, Qwen2,
-MegatronBert or DeBERTa-v2), or mp_rank_TT[_PPP] files of Megatron-LM and its forks (GPT; checkpoint versions 0 to 3,
-any tensor- and pipeline-parallel size). Weights only: a converted checkpoint is gone on from with pretrain_gpt.py (or
-pretrain_bert.py) --load DIR --finetune --use-checkpoint-args, or fine-tuned by tasks/main.py --pretrained-checkpoint
-DIR. Heads of GPT-2, MegatronBert and DeBERTa-v2 that were fine-tuned for a task are converted, too. The tokenizer is
-the one that flags name, else the one whose files lie in --load; our own checkpoints say where theirs is. Tensors are
-read and written one by one, so memory holds the largest one and not the model. --save is complete or not there.
+What --load is, is found out: any layout of ours, a Hugging Face folder (GPT-2, GPT-NeoX, Llama, Mistral, Mixtral,
+Qwen2, Qwen2-MoE, MegatronBert or DeBERTa-v2), or mp_rank_TT[_PPP] files of Megatron-LM and its forks (GPT; checkpoint
+versions 0 to 3, any tensor- and pipeline-parallel size). Weights only: a converted checkpoint is gone on from with
+pretrain_gpt.py (or pretrain_bert.py) --load DIR --finetune --use-checkpoint-args, or fine-tuned by tasks/main.py
+--pretrained-checkpoint DIR. Heads of GPT-2, MegatronBert and DeBERTa-v2 that were fine-tuned for a task are converted,
+too. The tokenizer is the one that flags name, else the one whose files lie in --load; our own checkpoints say where
+theirs is. Tensors are read and written one by one, so memory holds the largest one and not the model. --save is
+complete or not there.
 """
 
 from __future__ import annotations

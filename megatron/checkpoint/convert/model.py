@@ -86,13 +86,14 @@ class Weights:
 
 
 @cache
-def parameters_of(model: ModelConfig, vocab_size: int) -> dict[str, ParamSpec]:
-    """Logical names of a model's parameters, their whole shapes and split dimensions, in the model's order."""
+def tensors_of(model: ModelConfig, vocab_size: int) -> dict[str, ParamSpec]:
+    """Logical names of a model's parameters and buffers, whole shapes and split dimensions, in the model's order."""
     comm = TensorComm(Group(None, (0,), 0, "this process", "none"), Ledger(), CompressionPlan({}, 0, 1))
     meta, part = torch.device("meta"), StagePart(range(model.num_layers))
     shard = VocabShard(vocab_size, vocab_size, comm)
     stage = make_stage(model, part, shard, comm, meta, torch.float32, RecomputeConfig())
-    return dict(collect_specs(stage).values())
+    buffers = {name: ParamSpec(tuple(buffer.shape)) for name, buffer in stage.named_buffers()}
+    return dict(collect_specs(stage).values()) | buffers
 
 
 def stacks_gate_and_up(model: ModelConfig, name: str) -> bool:
@@ -106,7 +107,7 @@ def check_complete(weights: Weights, where: str) -> None:
     Raises:
         UserError: when one is missing, superfluous, of another shape, or of no weight's type; the message names it.
     """
-    expected = parameters_of(weights.model, weights.vocab_size)
+    expected = tensors_of(weights.model, weights.vocab_size)
     for name, spec in expected.items():
         if name not in weights.entries:
             raise UserError(f"{where}: the model has no {name}; the configuration beside it is of another model")

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron.base.option import is_unset
 from megatron.checkpoint.convert.architectures import architecture_of
 from megatron.checkpoint.convert.bert import MEGATRON_BERT
 from megatron.checkpoint.convert.deberta import DEBERTA
+from megatron.checkpoint.convert.mixture import MIXTRAL
 from megatron.config.model import ModelConfig
 
 Views = Callable[[Tensor], Sequence[Tensor]]
@@ -45,6 +47,24 @@ def _transposed(ours: str, theirs: str, rows: int, columns: int) -> Rule:
     return Rule(ours, (rows, columns), ((theirs, (columns, rows)),), lambda x: [x.t()], lambda parts: parts[0].t())
 
 
+@dataclass(frozen=True)
+class ExpertNames:
+    """Their names of a layer's experts.
+
+    Args:
+        inside: where they are in the layer.
+        parts: of an expert's gate, value and output.
+    """
+
+    inside: str
+    parts: tuple[str, str, str]
+
+
+_GATED = ("gate_proj", "up_proj", "down_proj")
+MIXTRAL_NAMES = ExpertNames("block_sparse_moe", ("w1", "w3", "w2"))
+QWEN2_MOE_NAMES = ExpertNames("mlp", _GATED)
+
+
 def rules(model: ModelConfig, vocab_size: int) -> Iterator[Rule]:
     """All tensors of a model, in the order of the forward pass.
 
@@ -61,7 +81,7 @@ def rules(model: ModelConfig, vocab_size: int) -> Iterator[Rule]:
     elif kind == "gpt_neox":
         yield from gpt_neox_rules(model, vocab_size)
     else:
-        yield from llama_rules(model, vocab_size)
+        yield from llama_rules(model, vocab_size, MIXTRAL_NAMES if kind == MIXTRAL else QWEN2_MOE_NAMES)
 
 
 def gpt2_rules(model: ModelConfig, vocab_size: int) -> Iterator[Rule]:
@@ -129,9 +149,9 @@ def gpt_neox_rules(model: ModelConfig, vocab_size: int) -> Iterator[Rule]:
         yield _same("output_layer.weight", "embed_out.weight", vocab_size, h)
 
 
-def llama_rules(model: ModelConfig, vocab_size: int) -> Iterator[Rule]:
-    """Rules of LlamaForCausalLM, MistralForCausalLM and Qwen2ForCausalLM: the same names, with other biases."""
-    h, ffn, wide = model.hidden_size, model.ffn_hidden_size, model.num_attention_heads * model.kv_channels
+def llama_rules(model: ModelConfig, vocab_size: int, experts: ExpertNames = QWEN2_MOE_NAMES) -> Iterator[Rule]:
+    """Rules of LlamaForCausalLM and its like: the same names, with other biases, and with experts or without."""
+    h, wide = model.hidden_size, model.num_attention_heads * model.kv_channels
     yield _same("embedding.word_embeddings.weight", "model.embed_tokens.weight", vocab_size, h)
     for number in range(model.num_layers):
         at, there = f"layers.{number}.", f"model.layers.{number}."
@@ -141,16 +161,30 @@ def llama_rules(model: ModelConfig, vocab_size: int) -> Iterator[Rule]:
         if model.add_bias_linear or model.add_qkv_bias:
             yield _by_group(model, at, parts, "bias", ())
         yield _same(f"{at}self_attention.dense.weight", f"{there}self_attn.o_proj.weight", h, wide)
-        yield _same(f"{at}post_attention_layernorm.weight", f"{there}post_attention_layernorm.weight", h)
-        yield _gate_and_up(at, there, "weight", (ffn, h))
-        yield _same(f"{at}mlp.dense_4h_to_h.weight", f"{there}mlp.down_proj.weight", h, ffn)
         if model.add_bias_linear:
             yield _same(f"{at}self_attention.dense.bias", f"{there}self_attn.o_proj.bias", h)
-            yield _gate_and_up(at, there, "bias", (ffn,))
-            yield _same(f"{at}mlp.dense_4h_to_h.bias", f"{there}mlp.down_proj.bias", h)
+        yield _same(f"{at}post_attention_layernorm.weight", f"{there}post_attention_layernorm.weight", h)
+        if number in model.expert_layers:
+            yield from _expert_rules(model, number, experts)
+        else:
+            yield from _gated_mlp(model, f"{at}mlp.", f"{there}mlp.", _GATED, model.ffn_hidden_size)
     yield _same("final_layernorm.weight", "model.norm.weight", h)
     if model.untie_embeddings_and_output_weights:
         yield _same("output_layer.weight", "lm_head.weight", vocab_size, h)
+
+
+def _expert_rules(model: ModelConfig, layer: int, names: ExpertNames) -> Iterator[Rule]:
+    """Rules of a layer's router, its experts and the MLP beside them."""
+    h, count = model.hidden_size, model.expert_layers[layer]
+    at, there = f"layers.{layer}.mlp.", f"model.layers.{layer}.{names.inside}."
+    yield _same(f"{at}router.weight", f"{there}gate.weight", count, h)
+    for number in range(count):
+        expert = f"experts.{number}."
+        yield from _gated_mlp(model, f"{at}{expert}", f"{there}{expert}", names.parts, model.moe_ffn_hidden_size)
+    shared = model.moe_shared_expert_intermediate_size
+    if not is_unset(shared):
+        yield from _gated_mlp(model, f"{at}shared.", f"{there}shared_expert.", _GATED, shared)
+        yield _same(f"{at}mixing.weight", f"{there}shared_expert_gate.weight", 1, h)
 
 
 def bert_rules(model: ModelConfig, vocab_size: int) -> Iterator[Rule]:
@@ -237,11 +271,25 @@ def _by_group(model: ModelConfig, at: str, theirs: Sequence[str], kind: str, res
     )
 
 
-def _gate_and_up(at: str, there: str, kind: str, shape: tuple[int, ...]) -> Rule:
-    return Rule(
-        f"{at}mlp.dense_h_to_4h.{kind}",
-        (2, *shape),
-        tuple((f"{there}mlp.{name}_proj.{kind}", shape) for name in ("gate", "up")),
-        lambda x: x.unbind(0),
-        lambda parts: torch.stack(list(parts)),
-    )
+def _gated_mlp(model: ModelConfig, ours: str, theirs: str, parts: Sequence[str], width: int) -> Iterator[Rule]:
+    """The rules of an MLP, whose gate and value are stacked here.
+
+    Args:
+        model: the model.
+        ours, theirs: beginnings of its names.
+        parts: their names of the gate, the value and the output.
+        width: its inner width.
+    """
+    *gate_and_value, output = (f"{theirs}{part}" for part in parts)
+    h = model.hidden_size
+    for kind, rest in (("weight", (h,)), ("bias", ())) if model.add_bias_linear else (("weight", (h,)),):
+        shape = (width, *rest)
+        yield Rule(
+            f"{ours}dense_h_to_4h.{kind}",
+            (2, *shape),
+            tuple((f"{part}.{kind}", shape) for part in gate_and_value),
+            lambda x: x.unbind(0),
+            lambda pair: torch.stack(list(pair)),
+        )
+        inner = (width,) if rest else ()
+        yield _same(f"{ours}dense_4h_to_h.{kind}", f"{output}.{kind}", h, *inner)

@@ -41,11 +41,6 @@ def read_ours(root: Path, iteration: Iteration | None = None) -> Weights:
             f"--load {root} holds a model of kind {config.model.model_type}, which no other format has in this form; "
             "keep it in ours, from which any layout loads it"
         )
-    if config.model.has_experts:
-        raise UserError(
-            f"--load {root} holds a model with experts, which are not converted yet; keep it in ours, from which any "
-            "layout loads it"
-        )
     stored = StoredTensors(root, chosen)
     entries = {
         name.removeprefix(MODEL): Entry(tuple(held.size), held.properties.dtype, partial(stored.read, name))

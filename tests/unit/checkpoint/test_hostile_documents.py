@@ -20,11 +20,9 @@ from megatron.checkpoint.files import TRACKER
 from megatron.checkpoint.find import complete_iterations, read_tracker
 from megatron.checkpoint.load import load_common, saved_config
 from megatron.checkpoint.stored import StoredTensors
-from megatron.optimizer.schedules import LRSchedule
 from megatron.training.persistence import RunCheckpoints, find_saved
-from megatron.training.progress_state import Progress
 from tests.support.reseal import reseal
-from tests.support.tiny import tiny_config, tiny_engines, tiny_train
+from tests.support.tiny import tiny_checkpoints, tiny_engines, tiny_train
 
 FOLDER = "iter_0000002"
 CHANGES: dict[str, dict[str, Any]] = {"model": {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}}
@@ -33,21 +31,10 @@ CHANGES: dict[str, dict[str, Any]] = {"model": {"num_layers": 1, "hidden_size": 
 def _checkpoints(folder: str, root: Path, iterations: int = 0) -> RunCheckpoints:
     """Those of a tiny run, trained for some iterations, that saves to or loads from a folder."""
     changes = {**CHANGES, "checkpoint": {folder: str(root)}}
-    config, engines = tiny_config(changes, 1), tiny_engines(changes)
-    training = config.training
-    schedule = LRSchedule.from_options(
-        config.optimizer,
-        global_batch_size=training.global_batch_size,
-        seq_length=config.model.seq_length,
-        train_iters=training.train_iters,
-        train_samples=None,
-        train_tokens=None,
-    )
+    engines = tiny_engines(changes)
     if iterations:
         tiny_train(engines, iterations)
-        schedule.step(iterations * training.global_batch_size)
-    progress = Progress(iterations, iterations * training.global_batch_size)
-    return RunCheckpoints(config, engines, schedule, progress, lambda line: None)
+    return tiny_checkpoints(engines, iterations)
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ COUNTS = {
     "optimus-cc": 186,
     "radius": 213,
     "edgc": 181,
-    "megatron-core-experts": 29,
+    "megatron-core-experts": 30,
     "aq-sgd": 56,
     "megatron-deepspeed-tasks": 18,
 }

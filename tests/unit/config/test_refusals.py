@@ -9,6 +9,7 @@ import pytest
 from megatron.config import RunConfig, UserError, parse_args
 from megatron.config.data import check_data_given
 
+UPCYCLING = "--load x --moe-use-upcycling"
 PP2, PP4 = (f"--pipeline-model-parallel-size {stages}" for stages in (2, 4))
 TP2 = "--tensor-model-parallel-size 2"
 DISTRIBUTED = "--use-distributed-optimizer"
@@ -263,6 +264,21 @@ BY_ITERATIONS = [
     ("--no-save-optim", 1, ["--no-save-optim", "--save FOLDER"]),
     ("--no-save-rng", 1, ["--no-save-rng", "--save FOLDER"]),
     ("--finetune", 1, ["--finetune", "--load FOLDER"]),
+    ("--moe-use-upcycling --num-experts 4", 1, ["--moe-use-upcycling", "--load FOLDER"]),
+    (UPCYCLING, 1, ["--moe-use-upcycling", "add --num-experts"]),
+    (f"{UPCYCLING} --num-experts 4 --moe-ffn-hidden-size 8", 1, ["--moe-use-upcycling", "--moe-ffn-hidden-size is 8"]),
+    (f"{UPCYCLING} --num-experts 4 --topk 1", 1, ["--moe-use-upcycling", "--moe-router-topk 1", "give at least 2"]),
+    (f"{UPCYCLING} --num-experts 4 --moe-router-pre-softmax", 1, ["--moe-use-upcycling", "--moe-router-pre-softmax"]),
+    (
+        f"{UPCYCLING} --num-experts 4 --moe-router-topk-scaling-factor 2",
+        1,
+        ["--moe-use-upcycling", "--moe-router-topk-scaling-factor 2", "leave that out"],
+    ),
+    (
+        f"{UPCYCLING} --num-experts 4 --moe-shared-expert-intermediate-size 8",
+        1,
+        ["--moe-use-upcycling", "--moe-shared-expert-intermediate-size", "leave it out"],
+    ),
     ("--ckpt-step 3", 1, ["--ckpt-step", "--load FOLDER"]),
     ("--load x --ckpt-step=-3", 1, ["--ckpt-step", "at least 0"]),
     ("--use-checkpoint-args", 1, ["--use-checkpoint-args", "--load FOLDER"]),

@@ -16,7 +16,7 @@ from megatron.inference.model import LoadedModel, load_model
 from megatron.inference.sampling import Sampling
 from megatron.model.context import ForwardContext
 from tests.support.tiny import tiny_engines
-from tests.unit.checkpoint.convert.support import MODELS, NOT_CLASSIC, convert, saved_model
+from tests.unit.checkpoint.convert.support import MODELS, NOT_CLASSIC, WITH_EXPERTS, convert, saved_model
 from tests.unit.inference.support import trained_model
 
 GREEDY = Sampling(greedy=True)
@@ -47,10 +47,10 @@ def test_a_batch_of_unequal_prompts_equals_each_alone_beyond_the_window(cached: 
         assert sample.prompt_length == len(prompt)
 
 
-@pytest.mark.parametrize("name", [*NOT_CLASSIC, "qwen2, 2 groups, untied"])
+@pytest.mark.parametrize("name", [*NOT_CLASSIC, *WITH_EXPERTS, "qwen2, 2 groups, untied"])
 def test_every_kind_of_model_keeps_what_it_needs(name: str, tmp_path: Path) -> None:
     """Rows of unequal lengths, past a sliding window and then past the model's own."""
-    saved = saved_model(tmp_path, {**MODELS, **NOT_CLASSIC}[name])
+    saved = saved_model(tmp_path, {**MODELS, **NOT_CLASSIC, **WITH_EXPERTS}[name])
     model = load_model(saved, device=torch.device("cpu"))
     for prompt, sample in zip(PROMPTS, generate(model, PROMPTS, 12, GREEDY), strict=True):
         assert sample.tokens == slowly(model, prompt, 12)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint.convert.model import parameters_of
+from megatron.checkpoint.convert.model import tensors_of
 from megatron.config.run import RunConfig
 from megatron.model.stages import padded_vocab_size
 from megatron.planner.choice import choice_of
@@ -281,7 +281,7 @@ def test_a_fine_tuned_model_is_planned_with_its_head(tmp_path: Path) -> None:
     assert main(words) == 0
     (found,) = json.loads(plan.read_text())
     padded = padded_vocab_size(VOCAB, config.model.make_vocab_size_divisible_by, 1)
-    specs = parameters_of(config.model, padded)
+    specs = tensors_of(config.model, padded)
     assert "classification_head.classifier.weight" in specs
     assert not any(name.startswith("lm_head") for name in specs)
     numbers = sum(math.prod(spec.logical_shape) for spec in specs.values())

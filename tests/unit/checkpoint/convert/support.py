@@ -70,6 +70,35 @@ NOT_CLASSIC: dict[str, dict[str, Any]] = {
 }
 """Models that the classic layout has no words for."""
 
+EXPERTS = {**LLAMA, "num_experts": [4], "moe_router_topk": 2, "num_query_groups": 2}
+SHARED = {
+    **EXPERTS,
+    "moe_shared_expert_intermediate_size": 40,
+    "moe_shared_expert_gate": True,
+    "moe_ffn_hidden_size": 24,
+}
+WITH_EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": {**EXPERTS, "moe_aux_loss_coeff": 0.02, "sliding_window": 5, "moe_input_jitter_eps": 0.01},
+    "mixtral, 3 of 5 experts, untied": {
+        **EXPERTS,
+        "num_experts": [5],
+        "moe_router_topk": 3,
+        "untie_embeddings_and_output_weights": True,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+    },
+    "qwen2-moe": {**SHARED, "add_qkv_bias": True, "moe_router_pre_softmax": True},
+    "qwen2-moe, top 1, every other layer, with a window": {
+        **SHARED,
+        "add_qkv_bias": True,
+        "moe_router_topk": 1,
+        "expert_interval": 2,
+        "sliding_window": 3,
+    },
+    "qwen2-moe, weights that sum to 1, no biases, first layer dense": {**SHARED, "num_experts": [1, 4, 4]},
+}
+"""Models of which neither the classic layout nor recorded steps of generation know."""
+
 
 def saved_model(folder: Path, model: dict[str, Any], precision: dict[str, Any] | None = None, layers: int = 3) -> Path:
     """A checkpoint of a random model, whose vocabulary is padded in memory."""

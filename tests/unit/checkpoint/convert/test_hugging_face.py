@@ -19,12 +19,15 @@ from megatron.inference.model import load_model
 from megatron.model.context import ForwardContext
 from tests.support.tiny import VOCAB
 from tests.unit.checkpoint.convert.support import (
+    EXPERTS,
     HEADS,
     HIDDEN,
     LENGTH,
     LLAMA,
     MODELS,
     NOT_CLASSIC,
+    SHARED,
+    WITH_EXPERTS,
     convert,
     saved_model,
 )
@@ -38,7 +41,7 @@ def _logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
         return loaded.stage.logits(loaded.stage(tokens, ForwardContext())).transpose(0, 1)
 
 
-ALL = MODELS | NOT_CLASSIC
+ALL = MODELS | NOT_CLASSIC | WITH_EXPERTS
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -70,12 +73,16 @@ def _not_in_a_config(model: ModelConfig) -> dict[str, Any]:
     return {
         "bias_gelu_fusion": model.bias_gelu_fusion,
         "hidden_dropout": 0.0,
+        "moe_router_load_balancing_type": model.moe_router_load_balancing_type,
         "make_vocab_size_divisible_by": model.make_vocab_size_divisible_by,
         "init_method_std": model.init_method_std,
         "seq_length": model.seq_length,
     }
 
 
+QWEN2_MOE: dict[str, Any] = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
+}  # fmt: skip
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {}),
@@ -100,6 +107,23 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0,
             "layer_types": ["full_attention", "full_attention"],
+        },
+    ),
+    "mixtral": ("mixtral", {"num_local_experts": 4}),
+    "mixtral with a window and wide heads": (
+        "mixtral",
+        {"num_local_experts": 3, "num_experts_per_tok": 3, "sliding_window": 5, "head_dim": 12},
+    ),
+    "qwen2-moe": ("qwen2_moe", QWEN2_MOE),
+    "qwen2-moe, weights that sum to 1, some dense layers, no biases": (
+        "qwen2_moe",
+        {**QWEN2_MOE, "norm_topk_prob": True, "mlp_only_layers": [1], "num_hidden_layers": 4, "qkv_bias": False},
+    ),
+    "qwen2-moe, every other layer, sliding": (
+        "qwen2_moe",
+        {
+            **QWEN2_MOE, "decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 4,
+            "layer_types": ["sliding_attention"] * 2,
         },
     ),
     "pythia": ("gpt_neox", {}),
@@ -127,7 +151,7 @@ def test_their_models_come_in(name: str, tmp_path: Path) -> None:
             "hidden_size": HIDDEN, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": HEADS,
             "num_key_value_heads": 2, "max_position_embeddings": LENGTH,
         }  # fmt: skip
-    theirs: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **changes))
+    theirs: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**sizes, **changes}))
     with torch.no_grad():
         for parameter in theirs.parameters():  # biases begin at zero, norms at one
             parameter.add_(torch.randn(parameter.shape), alpha=0.1)
@@ -261,11 +285,34 @@ def test_what_is_wrong_with_a_folder_is_said(
     assert not (tmp_path / "back").exists() or not any((tmp_path / "back").iterdir())
 
 
+def test_biases_of_experts_stay_in_our_own_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = saved_model(tmp_path / "ours", {**EXPERTS, "moe_router_enable_expert_bias": True})
+    convert(saved, tmp_path / "half", "megatron-cc", "--dtype", "bf16")
+    assert read_ours(tmp_path / "half").entries["layers.2.mlp.router.expert_bias"].shape == (4,)
+    for to, says in (("hf", "has no --moe-router-enable-expert-bias"), ("classic", "that layout has no --num-experts")):
+        assert main(["--load", str(saved), "--save", str(tmp_path / to), "--to", to]) == 2
+        assert says in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("model", "says"),
     [
         ({"swiglu": True, "ffn_hidden_size": 48}, "closest to GPT-2, which has no --swiglu"),
         ({**LLAMA, "rotary_percent": 0.5}, "closest to Llama, which has --rotary-percent 1"),
+        ({"num_experts": [4]}, "closest to GPT-2, which has no --num-experts"),
+        (
+            {**EXPERTS, "moe_router_score_function": "sigmoid"},
+            "closest to Mixtral, which has --moe-router-score-function softmax",
+        ),
+        ({**EXPERTS, "moe_router_topk": 1}, "closest to Mixtral, which has --moe-router-topk of at least 2"),
+        ({**EXPERTS, "moe_router_pre_softmax": True}, "closest to Mixtral, which has no --moe-router-pre-softmax"),
+        (
+            {**EXPERTS, "moe_router_topk_scaling_factor": 2.0},
+            "closest to Mixtral, which has --moe-router-topk-scaling-factor 1",
+        ),
+        ({**EXPERTS, "num_experts": [1, 4, 4]}, "closest to Mixtral, which has experts in all layers"),
+        ({**SHARED, "num_experts": [2, 4, 4]}, "closest to Qwen2Moe, which has as many experts in each layer that"),
+        ({**SHARED, "moe_shared_expert_gate": False}, "closest to Mixtral, which has no --moe-shared-expert"),
     ],
 )
 def test_what_they_have_no_architecture_for_is_said(

@@ -18,7 +18,7 @@ from megatron.checkpoint.convert.classic import find_classic
 from megatron.checkpoint.convert.command import main
 from megatron.checkpoint.convert.hugging_face import read_hf
 from megatron.checkpoint.convert.ours import read_ours
-from tests.unit.checkpoint.convert.support import LLAMA, convert, saved_model
+from tests.unit.checkpoint.convert.support import EXPERTS, LLAMA, SHARED, convert, saved_model
 
 FILE = "model_optim_rng.pt"
 
@@ -38,7 +38,8 @@ def _said(capsys: pytest.CaptureFixture[str], load: Path, to: str = "megatron-cc
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Checkpoints of ours by model type."""
     root = tmp_path_factory.mktemp("models")
-    return {"gpt2": saved_model(root / "gpt2", {}), "llama": saved_model(root / "llama", LLAMA)}
+    kinds = {"gpt2": {}, "llama": LLAMA, "mixtral": EXPERTS, "qwen2_moe": SHARED}
+    return {kind: saved_model(root / kind, model) for kind, model in kinds.items()}
 
 
 # Hugging Face
@@ -93,6 +94,33 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ("llama", {"model_type": "qwen2", "layer_types": "full_attention"}, "layer_types: expected a list, not '"),
         ("llama", {"model_type": "gpt_neox", "attention_bias": False}, "attention_bias=false cannot be converted"),
         ("llama", {"num_attention_heads": 0}, "num_attention_heads is 0; it must be at least 1"),
+        ("mixtral", {"num_local_experts": 1}, "num_local_experts is 1; it must be at least 2"),
+        ("mixtral", {"num_experts_per_tok": 5}, "--moe-router-topk 5 is above the 4 experts of a layer"),
+        ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok 1 with weights that sum to 1 cannot be converted"),
+        ("mixtral", {"hidden_act": "gelu"}, "hidden_act 'gelu' cannot be converted"),
+        ("mixtral", {"router_jitter_noise": 1.5}, "--moe-input-jitter-eps is 1.5; it must be"),
+        ("mixtral", {"router_aux_loss_coef": -1}, "router_aux_loss_coef is -1; it must be at least 0"),
+        ("mixtral", {"model_type": "qwen3_moe"}, "model_type 'qwen3_moe' cannot be converted"),
+        ("qwen2_moe", {"num_experts_per_tok": 1}, "num_experts_per_tok 1 with weights that sum to 1 cannot be"),
+        (
+            "qwen2_moe",
+            {"decoder_sparse_step": 4},
+            "decoder_sparse_step and mlp_only_layers leave no layer with experts",
+        ),
+        ("qwen2_moe", {"mlp_only_layers": [0, 1, 2]}, "decoder_sparse_step and mlp_only_layers leave no layer with"),
+        ("qwen2_moe", {"mlp_only_layers": ["a"]}, "mlp_only_layers: 'a' is not an integer"),
+        ("qwen2_moe", {"mlp_only_layers": 1}, "mlp_only_layers: expected a list, not 1"),
+        ("qwen2_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0; it must be at least 1"),
+        (
+            "qwen2_moe",
+            {"num_hidden_layers": 4000, "layer_types": None},
+            "num_hidden_layers is 4_000; it must be at",
+        ),
+        (
+            "qwen2_moe",
+            {"layer_types": None, "use_sliding_window": True, "sliding_window": 4},
+            "max_window_layers gives 2 of 3 layers a window, which cannot be converted",
+        ),
         ("llama", {"attention_bias": "no"}, "attention_bias: 'no' is neither true nor false"),
     ],
 )
@@ -109,6 +137,25 @@ def test_a_configuration_of_other_kinds(
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     line = _said(capsys, tmp_path / "hf")
     assert f"{path}: {says}" in line
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"num_experts": 3}, "mlp.gate.weight has shape (4, 32), config.json asks for (3, 32)"),
+        ({"num_experts": 5}, "mlp.gate.weight has shape (4, 32), config.json asks for (5, 32)"),
+        ({"moe_intermediate_size": 25}, "experts.0.gate_proj.weight has shape (24, 32), config.json asks for (25, 32)"),
+        ({"mlp_only_layers": [2]}, "there is no tensor model.layers.2.mlp.gate_proj.weight"),
+        ({"num_hidden_layers": 2, "layer_types": None}, "has no place in the model that config.json describes"),
+    ],
+)
+def test_experts_that_are_not_those_of_the_configuration(
+    change: dict[str, Any], says: str, models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    convert(models["qwen2_moe"], tmp_path / "hf", "hf")
+    path = tmp_path / "hf" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    assert says in _said(capsys, tmp_path / "hf")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,141 @@
+"""What config.json says of experts, of Mixtral and Qwen2-MoE, in both directions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from megatron.base.errors import UserError
+from megatron.base.option import is_unset
+from megatron.base.values import Values
+from megatron.config.model import MOST_LAYERS, ModelConfig
+
+MIXTRAL, QWEN2_MOE = "mixtral", "qwen2_moe"
+
+
+# From ours
+
+
+def expert_requirements(model: ModelConfig) -> dict[str, dict[str, bool]]:
+    """What each architecture wants of experts, and whether the model meets it."""
+    layers, shared = model.expert_layers, not is_unset(model.moe_shared_expert_intermediate_size)
+    routed = {
+        "--num-experts": model.has_experts,
+        "as many experts in each layer that has any": len(set(layers.values())) <= 1,
+        "--moe-router-score-function softmax": model.moe_router_score_function == "softmax",
+        "--moe-router-topk-scaling-factor 1": model.moe_router_topk_scaling_factor == 1.0,
+        "no --moe-router-enable-expert-bias": not model.moe_router_enable_expert_bias,
+        "no --mlp-type residual": model.mlp_type == "standard",
+    }
+    return {
+        MIXTRAL: {
+            **routed,
+            "experts in all layers": len(layers) == model.num_layers,
+            "--moe-router-topk of at least 2": model.moe_router_topk > 1,
+            "no --moe-router-pre-softmax": not model.moe_router_pre_softmax,
+            "no --moe-shared-expert-intermediate-size": not shared,
+        },
+        QWEN2_MOE: {
+            **routed,
+            "--moe-shared-expert-intermediate-size": shared,
+            "--moe-shared-expert-gate": model.moe_shared_expert_gate,
+        },
+    }
+
+
+def mixtral_config(model: ModelConfig) -> dict[str, Any]:
+    """Fields of Mixtral's experts."""
+    return {
+        **_routing_config(model),
+        "intermediate_size": model.moe_ffn_hidden_size,
+        "num_local_experts": _experts_of_a_layer(model),
+        "router_jitter_noise": model.moe_input_jitter_eps,
+    }
+
+
+def qwen2_moe_config(model: ModelConfig) -> dict[str, Any]:
+    """Fields of Qwen2-MoE's experts."""
+    step = _interval(model.expert_layers, model.num_layers)
+    return {
+        **_routing_config(model),
+        "qkv_bias": model.add_qkv_bias,
+        "num_experts": _experts_of_a_layer(model),
+        "moe_intermediate_size": model.moe_ffn_hidden_size,
+        "shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size,
+        "norm_topk_prob": model.moe_router_topk > 1 and not model.moe_router_pre_softmax,
+        "decoder_sparse_step": step or 1,
+        "mlp_only_layers": [] if step else sorted(set(range(model.num_layers)) - set(model.expert_layers)),
+    }
+
+
+def _routing_config(model: ModelConfig) -> dict[str, Any]:
+    return {
+        "num_experts_per_tok": model.moe_router_topk,
+        "router_aux_loss_coef": model.moe_aux_loss_coeff if model.balances else 0.0,
+    }
+
+
+def _experts_of_a_layer(model: ModelConfig) -> int:
+    (count,) = set(model.expert_layers.values())
+    return count
+
+
+def _interval(found: Iterable[int], layers: int) -> int | None:
+    """The interval of which every layer is one of those found, and no other; None where there is none."""
+    numbers = sorted(found)
+    return next((step for step in range(1, layers + 1) if numbers == list(range(step - 1, layers, step))), None)
+
+
+# From theirs
+
+
+def mixtral_experts(config: Values) -> dict[str, object]:
+    """Reads Mixtral's experts, or raises UserError where they are none of ours."""
+    k = config.integer("num_experts_per_tok", 2)
+    _check_weights(k, normalized=True)
+    return {
+        **_routing_of(config, k),
+        "num_experts": [config.integer("num_local_experts", 8, least=2)],
+        "moe_input_jitter_eps": config.number("router_jitter_noise", 0.0),
+    }
+
+
+def qwen2_moe_experts(config: Values) -> dict[str, object]:
+    """Reads Qwen2-MoE's experts, or raises UserError where they are none of ours."""
+    k, normalized = config.integer("num_experts_per_tok", 4), config.flag("norm_topk_prob", False)
+    _check_weights(k, normalized)
+    return {
+        **_routing_of(config, k),
+        **_places(config),
+        "moe_ffn_hidden_size": config.integer("moe_intermediate_size", 1408),
+        "moe_router_pre_softmax": not normalized and k > 1,
+        "moe_shared_expert_intermediate_size": config.integer("shared_expert_intermediate_size", 5632),
+        "moe_shared_expert_gate": True,
+    }
+
+
+def _check_weights(k: int, normalized: bool) -> None:
+    if k == 1 and normalized:
+        raise UserError(
+            "num_experts_per_tok 1 with weights that sum to 1 cannot be converted: our models weigh a token's only "
+            "expert by its probability"
+        )
+
+
+def _routing_of(config: Values, k: int) -> dict[str, object]:
+    coefficient = config.number("router_aux_loss_coef", 1e-3, least=0)
+    return {"moe_router_topk": k, "moe_aux_loss_coeff": coefficient}
+
+
+def _places(config: Values) -> dict[str, object]:
+    """Which layers have experts: those of an interval, or others, as a list with a number for each layer."""
+    layers, step = config.integer("num_hidden_layers", most=MOST_LAYERS), config.integer("decoder_sparse_step", 1)
+    count = config.integer("num_experts", 60, least=2)
+    dense = set(config.integers("mlp_only_layers")) if config.has("mlp_only_layers") else set()
+    found = [number for number in range(step - 1, layers, step) if number not in dense]
+    if not found:
+        raise UserError("decoder_sparse_step and mlp_only_layers leave no layer with experts; it cannot be converted")
+    interval = _interval(found, layers)
+    if interval:
+        return {"num_experts": [count], "expert_interval": interval}
+    return {"num_experts": [count if number in found else 1 for number in range(layers)]}

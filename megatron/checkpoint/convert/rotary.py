@@ -1,0 +1,233 @@
+"""config.json of architectures with rotary positions, in both directions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.base.errors import UserError
+from megatron.base.values import Values
+from megatron.checkpoint.convert.config_words import gelu_name, is_tanh
+from megatron.checkpoint.convert.mixture import (
+    MIXTRAL,
+    QWEN2_MOE,
+    mixtral_config,
+    mixtral_experts,
+    qwen2_moe_config,
+    qwen2_moe_experts,
+)
+from megatron.config.model import ModelConfig
+
+# From ours
+
+
+def rotary_config(model: ModelConfig, kind: str) -> dict[str, Any]:
+    """Fields of config.json, for an architecture by its model_type."""
+    common: dict[str, Any] = {
+        "num_hidden_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "max_position_embeddings": model.max_position_embeddings,
+        "rope_scaling": _rope_scaling(model),
+        "attention_dropout": model.attention_dropout,
+    }
+    if kind == "gpt_neox":
+        return common | {
+            "hidden_act": gelu_name(model),
+            "layer_norm_eps": model.norm_epsilon,
+            "rotary_emb_base": model.rotary_base,
+            "rotary_pct": model.rotary_percent,
+            "use_parallel_residual": model.parallel_residual,
+            "hidden_dropout": model.hidden_dropout,
+            "attention_bias": True,
+        }
+    common |= {
+        "num_key_value_heads": model.num_query_groups,
+        "head_dim": model.kv_channels,
+        "rope_theta": model.rotary_base,
+        "rms_norm_eps": model.norm_epsilon,
+        "hidden_act": "silu",
+    }
+    if kind == "llama":
+        return common | {"attention_bias": model.add_bias_linear, "mlp_bias": model.add_bias_linear}
+    if kind in ("mistral", MIXTRAL):
+        experts = mixtral_config(model) if kind == MIXTRAL else {}
+        return common | {"sliding_window": model.sliding_window} | experts
+    slides = model.sliding_window is not None
+    common |= {"use_sliding_window": slides, "sliding_window": model.sliding_window}
+    if kind == QWEN2_MOE:
+        # Its max_window_layers cannot say that all layers have a window.
+        kinds = ["sliding_attention" if slides else "full_attention"] * model.num_layers
+        return common | {"layer_types": kinds, **qwen2_moe_config(model)}
+    return common | {"max_window_layers": 0}
+
+
+def _rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
+    if model.rotary_scaling == "none":
+        return None
+    scaling: dict[str, Any] = {"rope_type": model.rotary_scaling, "factor": model.rotary_scaling_factor}
+    if model.rotary_scaling == "llama3":
+        scaling |= {
+            "low_freq_factor": model.rotary_scaling_low_turns,
+            "high_freq_factor": model.rotary_scaling_high_turns,
+            "original_max_position_embeddings": model.rotary_scaling_original_length,
+        }
+    return scaling
+
+
+# From theirs
+
+
+def _rotary_model(config: Values, rope: Values, base: tuple[str, float], percent: float) -> dict[str, object]:
+    """The model of an architecture with rotary positions.
+
+    Args:
+        config, rope: all fields, and the parameters of the positions.
+        base: name of the field that older files have for the base, and the base where there is none.
+        percent: the rotated share of a head.
+    """
+    hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    positions = config.integer("max_position_embeddings")
+    return {
+        "num_layers": config.integer("num_hidden_layers"),
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "ffn_hidden_size": config.integer("intermediate_size"),
+        "seq_length": positions,
+        "max_position_embeddings": positions,
+        "position_embedding_type": "rope",
+        "rotary_base": rope.number("rope_theta", config.number(*base)),
+        "rotary_percent": percent,
+        "untie_embeddings_and_output_weights": not config.flag("tie_word_embeddings", False),
+        "attention_dropout": config.number("attention_dropout", 0.0),
+        **_scaling_of(rope, config.integer("original_max_position_embeddings", positions)),
+    }
+
+
+def _rope_of(config: Values) -> Values:
+    """Parameters of the rotary positions: under the older name where there are both, as in transformers."""
+    return Values(config.table("rope_scaling", {}) or config.table("rope_parameters", {}))
+
+
+def _scaling_of(rope: Values, positions: int) -> dict[str, object]:
+    kind = rope.text("rope_type", rope.text("type", "default"))
+    if kind == "default":
+        return {}
+    if kind not in ("linear", "llama3"):
+        raise UserError(f"rope scaling of type {kind!r} cannot be converted; linear and llama3 can")
+    scaling: dict[str, object] = {"rotary_scaling": kind, "rotary_scaling_factor": rope.number("factor")}
+    if kind == "llama3":
+        scaling |= {
+            "rotary_scaling_low_turns": rope.number("low_freq_factor"),
+            "rotary_scaling_high_turns": rope.number("high_freq_factor"),
+            "rotary_scaling_original_length": rope.integer("original_max_position_embeddings", positions),
+        }
+    return scaling
+
+
+def neox_model(config: Values) -> dict[str, object]:
+    """Reads the model of GPTNeoX, or raises UserError where it has what ours do not."""
+    if not config.flag("attention_bias", True):
+        raise UserError("attention_bias=false cannot be converted: our models have biases in all linear layers or none")
+    rope = _rope_of(config)
+    percent = rope.number("partial_rotary_factor", config.number("rotary_pct", 0.25))
+    return {
+        **_rotary_model(config, rope, ("rotary_emb_base", 10000.0), percent),
+        "norm_epsilon": config.number("layer_norm_eps", 1e-5),
+        "bias_gelu_fusion": is_tanh(config, "hidden_act", "gelu"),
+        "parallel_residual": config.flag("use_parallel_residual", True),
+        "hidden_dropout": config.number("hidden_dropout", 0.0),
+    }
+
+
+def _swiglu_model(config: Values, groups: int, base: float = 10000.0, epsilon: float = 1e-6) -> dict[str, object]:
+    """The model of Llama and its like; groups, base and epsilon are those where the file has none."""
+    activation = config.text("hidden_act", "silu")
+    if activation != "silu":
+        raise UserError(f"hidden_act {activation!r} cannot be converted; only silu can")
+    rope = _rope_of(config)
+    percent = rope.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
+    if percent != 1.0:
+        raise UserError(f"partial_rotary_factor {percent:g} cannot be converted; only 1 can")
+    hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    return {
+        **_rotary_model(config, rope, ("rope_theta", base), 1.0),
+        "num_query_groups": config.integer("num_key_value_heads", groups),
+        "kv_channels": config.integer("head_dim", max(hidden // heads, 1)),
+        "normalization": "RMSNorm",
+        "norm_epsilon": config.number("rms_norm_eps", epsilon),
+        "swiglu": True,
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+    }
+
+
+def llama_model(config: Values) -> dict[str, object]:
+    """Reads the model of Llama, or raises UserError where it has what ours do not."""
+    biases = config.flag("attention_bias", False)
+    if config.flag("mlp_bias", False) != biases:
+        raise UserError("attention_bias and mlp_bias differ, which cannot be converted: give both or none")
+    return {**_swiglu_model(config, config.integer("num_attention_heads")), "add_bias_linear": biases}
+
+
+def mistral_model(config: Values) -> dict[str, object]:
+    """Reads the model of Mistral, or raises UserError where it has what ours do not."""
+    if config.has("layer_types"):
+        raise UserError("layer_types cannot be converted: all our layers look at as many positions")
+    return {**_swiglu_model(config, 8), **_window_of(config, 4096)}
+
+
+def qwen2_model(config: Values) -> dict[str, object]:
+    """Reads the model of Qwen2, or raises UserError where it has what ours do not."""
+    layers = config.integer("num_hidden_layers")
+    sliding = range(config.integer("max_window_layers", 28, least=0), layers)
+    return {**_swiglu_model(config, 32), "add_qkv_bias": True, **_window_where(config, sliding)}
+
+
+def mixtral_model(config: Values) -> dict[str, object]:
+    """Reads the model of Mixtral, or raises UserError where it has what ours do not."""
+    window = _window_of(config, 4096) if config.has("sliding_window") else {}
+    return {**_swiglu_model(config, 8, 1e6, 1e-5), **window, **mixtral_experts(config)}
+
+
+def qwen2_moe_model(config: Values) -> dict[str, object]:
+    """Reads the model of Qwen2-MoE, or raises UserError where it has what ours do not."""
+    # Unlike Qwen2: every other one of the first layers.
+    sliding = range(0, min(config.integer("num_hidden_layers"), config.integer("max_window_layers", 28, least=0)), 2)
+    return {
+        **_swiglu_model(config, 16),
+        "add_qkv_bias": config.flag("qkv_bias", True),
+        **_window_where(config, sliding),
+        **qwen2_moe_experts(config),
+    }
+
+
+def _window_where(config: Values, sliding: range) -> dict[str, object]:
+    """The sliding window of a Qwen2, in all layers or none; those of ``sliding`` have it where they are not named."""
+    layers, name, count = config.integer("num_hidden_layers"), "max_window_layers", len(sliding)
+    if config.has("layer_types"):
+        name, count = "layer_types", _named_sliding(config, layers)
+    if not config.flag("use_sliding_window", False) or not count:
+        return {}
+    if count < layers:
+        raise UserError(
+            f"{name} gives {count} of {layers} layers a window, which cannot be converted: "
+            "all our layers look at as many positions"
+        )
+    return _window_of(config, 4096)
+
+
+def _named_sliding(config: Values, layers: int) -> int:
+    """Number of the layers that ``layer_types`` gives a window."""
+    kinds = config.texts("layer_types")
+    if len(kinds) != layers or set(kinds) - {"full_attention", "sliding_attention"}:
+        raise UserError(f"layer_types must name full_attention or sliding_attention for each of the {layers} layers")
+    return kinds.count("sliding_attention")
+
+
+def _window_of(config: Values, default: int) -> dict[str, object]:
+    """The sliding window; None where it holds all positions, or is null. A missing one is the default."""
+    if config.says("sliding_window") and not config.has("sliding_window"):
+        return {}
+    window = config.integer("sliding_window", default)
+    return {} if window >= config.integer("max_position_embeddings") else {"sliding_window": window}

@@ -1,0 +1,248 @@
+"""Checkpoints of models with experts: a run goes on where it was, on any layout, and begins with a dense model's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.base.errors import UserError
+from megatron.checkpoint.load import saved_config
+from megatron.config.model import LM_LOSS
+from megatron.model.experts import Expert, Experts
+from megatron.training.assembly import Engines
+from megatron.training.persistence import find_saved
+from megatron.training.replica_check import check_replicas
+from tests.multiprocess.test_experts import BIASED, DIST, MOE, SP, Changes, _merged, _parallel
+from tests.support.cli import run_cli
+from tests.support.corpus import tiny_flags, write_documents
+from tests.support.spawn import run_ranks
+from tests.support.tiny import Trace, tiny_checkpoints, tiny_engines, tiny_train
+from tests.support.train import train
+
+pytestmark = pytest.mark.multiprocess
+
+HALF = 3
+Steps = tuple[list[float], list[float]]
+
+
+def _steps(trace: Trace) -> Steps:
+    return trace.losses, trace.grad_norms
+
+
+def _stopped(changes: Changes, root: Path) -> tuple[Steps, dict[str, list[float]]]:
+    """Trains, saves and goes on: the steps after the save, and the biases of experts at it."""
+    engines = tiny_engines(_merged(changes, {"checkpoint": {"save": str(root)}}))
+    tiny_train(engines, HALF, masked=True)
+    tiny_checkpoints(engines, HALF).save()
+    biases = _biases(engines)
+    return _steps(tiny_train(engines, HALF, masked=True, first=HALF)), biases
+
+
+def _resumed(engines: Engines) -> None:
+    checkpoints = tiny_checkpoints(engines)
+    saved = find_saved(checkpoints.config, engines.topology, checkpoints.log)
+    assert saved is not None
+    checkpoints.load(saved)
+
+
+def _gone_on(runs: dict[str, Changes], root: Path) -> dict[str, tuple[Steps, dict[str, list[float]]]]:
+    found = {}
+    for name, changes in runs.items():
+        engines = tiny_engines(_merged(changes, {"checkpoint": {"load": str(root)}}))
+        _resumed(engines)
+        check_replicas(engines, HALF)
+        biases = _biases(engines)
+        found[name] = _steps(tiny_train(engines, HALF, masked=True, first=HALF)), biases
+        check_replicas(engines, 2 * HALF)
+    return found
+
+
+def _biases(engines: Engines) -> dict[str, list[float]]:
+    return {name: buffer.tolist() for stage in engines.stages for name, buffer in stage.named_buffers()}
+
+
+OTHERS: dict[int, dict[str, Changes]] = {
+    1: {"one process": {}},
+    2: {
+        "dp2": _parallel(),
+        "dp2 sharded": _parallel(**DIST),
+        "ep2 sharded": _parallel(ep=2, **DIST),
+        "tp2": _parallel(tp=2, **SP),
+        "pp2": _parallel(pp=2),
+    },
+    4: {
+        "ep4": _parallel(ep=4),
+        "ep2 of dp4 sharded": _parallel(ep=2, **DIST),
+        "tp2 ep2": _parallel(tp=2, ep=2),
+        "pp2 ep2 sharded": _parallel(pp=2, ep=2, **DIST),
+    },
+}
+
+
+@pytest.mark.parametrize("sharded", [{}, DIST], ids=["whole", "sharded"])
+def test_a_run_goes_on_with_its_experts_anywhere(sharded: dict[str, Any], tmp_path: Path) -> None:
+    """Bit for bit at the same layout; to rounding at others. The biases that balance experts come along."""
+    model = _merged(MOE, BIASED)
+    same = _merged(model, _parallel(ep=2, **sharded))
+    ((wanted, biases), _) = run_ranks(2, _stopped, same, tmp_path)
+    assert len(biases) == 2
+    assert all(len(set(bias)) > 1 for bias in biases.values()), "no bias moved: the case tests nothing"
+    for world_size, layouts in OTHERS.items():
+        runs = {name: _merged(model, changes) for name, changes in layouts.items()}
+        ranks = run_ranks(world_size, _gone_on, runs | ({"same": same} if world_size == 2 else {}), tmp_path)
+        for name in runs:
+            held: dict[str, list[float]] = {}
+            for found in ranks:
+                held |= found[name][1]
+            assert held == biases, name
+            for one, other in zip(ranks[0][name][0], wanted, strict=True):
+                assert one == pytest.approx(other, rel=1e-10, abs=0), name
+        if world_size == 2:
+            assert ranks[0]["same"] == (wanted, biases)
+
+
+def test_a_run_with_residuals_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    specs = {
+        "compression": {"compress": ["dp-grad=powersgd,rank=2", "ep-dispatch=fixpoint,bits=4,rounding=stochastic"]}
+    }
+    changes = _merged(MOE, BIASED, {"precision": {"fp64": False}}, _parallel(ep=2, **DIST), specs)
+    wanted = run_ranks(4, _stopped, changes, tmp_path)[0]
+    assert run_ranks(4, _gone_on, {"same": changes}, tmp_path)[0]["same"] == wanted
+
+
+def _disturbed(changes: Changes) -> str:
+    engines = tiny_engines(changes)
+    check_replicas(engines, 0)
+    if engines.topology.rank == 1:
+        for stage in engines.stages:
+            dict(stage.named_buffers())["layers.1.mlp.router.expert_bias"][2] += 1e-3
+    with pytest.raises(UserError) as caught:
+        check_replicas(engines, 1)
+    return str(caught.value)
+
+
+def test_a_bias_that_differs_is_found() -> None:
+    for said in run_ranks(2, _disturbed, _merged(MOE, BIASED, _parallel(ep=2))):
+        assert "layers.1.mlp.router.expert_bias on rank 0 and rank 1" in said
+
+
+DENSE: Changes = {"precision": {"fp64": True}, "model": {"hidden_dropout": 0.1, "swiglu": True, "ffn_hidden_size": 48}}
+BEGUN: dict[str, Changes] = {
+    "top 2": {"model": {"num_experts": [4]}},
+    "every other layer, top 3, with biases and z-loss": {
+        "model": {
+            "num_experts": [4, 8], "expert_interval": 2, "moe_router_topk": 3, "moe_router_enable_expert_bias": True,
+            "moe_z_loss_coeff": 1e-3,
+        }
+    },
+    "sigmoid": {"model": {"num_experts": [4], "moe_router_score_function": "sigmoid"}},
+    "residual": {"model": {"num_experts": [4], "mlp_type": "residual"}},
+}  # fmt: skip
+BEGUN_ON: dict[int, dict[str, Changes]] = {
+    1: {"one process": {}},
+    2: {"ep2 sharded": _parallel(ep=2, **DIST), "tp2": _parallel(tp=2, **SP)},
+    4: {"tp2 ep2": _parallel(tp=2, ep=2), "pp2 ep2": _parallel(pp=2, ep=2, **DIST)},
+}
+
+
+def _dense(changes: Changes, root: Path) -> float:
+    """Trains and saves a dense model; the loss that it would have next."""
+    _stopped(changes, root)
+    engines = tiny_engines(_merged(changes, {"checkpoint": {"load": str(root), "finetune": True}}))
+    _resumed(engines)
+    return tiny_train(engines, 1, masked=True).named[0][LM_LOSS]
+
+
+def _first_experts(engines: Engines) -> list[Tensor]:
+    """A weight of the experts of this rank's first layer with any."""
+    (layer, *_) = (module for stage in engines.stages for module in stage.modules() if isinstance(module, Experts))
+    return [expert.dense_4h_to_h.weight for expert in layer.experts.values() if isinstance(expert, Expert)]
+
+
+def _begun(runs: dict[str, Changes], root: Path) -> dict[str, float]:
+    """The first losses of models that begin with a dense one's weights."""
+    found = {}
+    for name, changes in runs.items():
+        upcycled = {"checkpoint": {"load": str(root), "moe_use_upcycling": True}}
+        engines = tiny_engines(_merged(changes, upcycled))
+        _resumed(engines)
+        check_replicas(engines, 0)
+        first, *others = _first_experts(engines)
+        assert all(torch.equal(first, other) for other in others)
+        found[name] = tiny_train(engines, 3, masked=True).named[0][LM_LOSS]
+        assert not any(torch.equal(first, other) for other in others), "the router sends all experts the same"
+        assert engines.optimizer.steps == 3
+    return found
+
+
+@pytest.mark.parametrize("saved_on", ["one", "tp2"])
+def test_experts_begin_as_the_dense_model(saved_on: str, tmp_path: Path) -> None:
+    """The first loss is the dense model's to the last bits; then experts learn different things."""
+    world, layout = {"one": (1, {}), "tp2": (2, _parallel(tp=2, **SP))}[saved_on]
+    loss = run_ranks(world, _dense, _merged(DENSE, layout), tmp_path)[0]
+    cases = BEGUN if saved_on == "one" else {"top 2": BEGUN["top 2"]}
+    for world_size, layouts in BEGUN_ON.items():
+        runs = {
+            f"{case}, {name}": _merged(DENSE, extra, changes)
+            for case, extra in cases.items()
+            for name, changes in layouts.items()
+            if case == "top 2" or name == "ep2 sharded"
+        }
+        for name, first in run_ranks(world_size, _begun, runs, tmp_path, timeout=200.0)[0].items():
+            assert first == pytest.approx(loss, rel=1e-12, abs=0), name
+
+
+def _from_halves(runs: dict[str, Changes], root: Path) -> dict[str, tuple[dict[str, list[float]], float]]:
+    """Biases of experts, and the next loss, of runs that begin with a checkpoint's weights."""
+    found = {}
+    for name, changes in runs.items():
+        engines = tiny_engines(_merged(changes, {"checkpoint": {"load": str(root), "finetune": True}}))
+        _resumed(engines)
+        found[name] = _biases(engines), tiny_train(engines, 1, masked=True).named[0][LM_LOSS]
+    return found
+
+
+@pytest.mark.parametrize("layout", [{}, _parallel(ep=2, **DIST)], ids=["one", "ep2 sharded"])
+def test_fp32_values_come_from_a_run_in_bf16(layout: Changes, tmp_path: Path) -> None:
+    """Those of the optimizer, into experts too; and the biases of experts, which it has none of."""
+    halves, world_size = {"precision": {"fp64": False, "bf16": True}}, 2 if layout else 1
+    (_, biases), *_ = run_ranks(1, _stopped, _merged(MOE, BIASED, halves), tmp_path / "experts")
+    run_ranks(1, _stopped, _merged(DENSE, halves), tmp_path / "dense")
+    same = _merged(MOE, BIASED, {"precision": {"fp64": False}}, layout)
+    assert any(any(bias) for bias in biases.values())
+    assert run_ranks(world_size, _from_halves, {"same": same}, tmp_path / "experts")[0]["same"][0] == biases
+    whole = {"precision": {"fp64": False}}
+    dense = run_ranks(1, _from_halves, {"dense": _merged(DENSE, whole)}, tmp_path / "dense")[0]["dense"][1]
+    begun = _merged(DENSE, whole, BEGUN["top 2"], layout)
+    assert run_ranks(world_size, _begun, {"begun": begun}, tmp_path / "dense")[0]["begun"] == pytest.approx(
+        dense, rel=1e-6
+    )
+
+
+def test_the_command_line_begins_with_a_dense_model(tmp_path: Path) -> None:
+    """The model's form comes from the dense checkpoint, its experts from the flags; what cannot be is one line."""
+    prefix, dense, begun = write_documents(tmp_path / "tiny"), tmp_path / "dense", tmp_path / "begun"
+    train(1, tiny_flags(prefix, train_iters=2, save=dense, swiglu=True, ffn_hidden_size=24))
+    form = {"num_layers": None, "hidden_size": None, "num_attention_heads": None, "use_checkpoint_args": True}
+    experts = {"num_experts": 4, "moe_use_upcycling": True, "load": dense}
+    done = run_cli(2, ["pretrain_gpt.py", *tiny_flags(prefix, **form, **experts, train_iters=2, save=begun)]).check()
+    assert "note: --moe-use-upcycling means --finetune: counters, optimizer and schedules start anew" in done.stdout
+    saved = saved_config(begun, 2)[0].model
+    assert (saved.num_experts, saved.moe_ffn_hidden_size, saved.swiglu) == ([4], 24, True)
+    ep2 = {"load": begun, "num_layers": None, "hidden_size": None, "num_attention_heads": None}
+    train(2, tiny_flags(prefix, **ep2, use_checkpoint_args=True, expert_model_parallel_size=2, train_iters=3))
+    shape = {"swiglu": True, "ffn_hidden_size": 24}
+    for flags, says in (
+        ({**experts, "load": begun}, "holds a model that has experts already; leave the flag out"),
+        ({"num_experts": 8, "load": begun}, "--num-attention-heads, --num-experts and the vocabulary"),
+        ({"num_experts": 4, "load": dense}, "model.layers.0.mlp.experts.0.dense_4h_to_h.bias is not in it"),
+    ):
+        failed = run_cli(1, ["pretrain_gpt.py", *tiny_flags(prefix, **shape, **flags)])
+        assert failed.returncode == 2
+        (line,) = failed.stderr.strip().splitlines()
+        assert line.startswith("error: ")
+        assert says in line
