@@ -20,7 +20,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from tests.support.cleanup import die_with_parent
 from tests.support.cli import REPO
@@ -108,7 +107,7 @@ def _serve(link: socket.socket) -> int:
         os.close(file)
     link.sendall(f"{program}\n".encode())
     ended = os.pidfd_open(program)
-    ready: list[Any] = select.select([ended, link], [], [])[0]
+    ready = select.select([ended, link.fileno()], [], [])[0]
     if ended not in ready:
         os.kill(program, signal.SIGKILL)
     _, status = os.waitpid(program, 0)
