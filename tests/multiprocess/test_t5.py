@@ -97,8 +97,8 @@ def _bytes(sequence_parallel: bool) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_the_encoders_output_is_exchanged_once_for_all_layers_of_the_decoder(sequence_parallel: bool) -> None:
-    """Another layer costs what its own tokens do: three sums each way, or as gathers and reduce-scatters six forward and
-    nine back, of half as much each, and then the gradients of three norms and three biases that every rank has."""
+    """Another layer costs what its own tokens do: three sums each way; or, of half as much each, six gathers and
+    reduce-scatters forward and nine back, and the gradients of three norms and three biases that every rank has."""
     own = 32 * 4 * 8  # bytes of the decoder's tokens, and what a sum over two ranks sends
     forward, backward = (3 * own, 9 * own // 2 + 9 * 32 * 4) if sequence_parallel else (3 * own, 3 * own)
     for found in run_ranks(2, _bytes, sequence_parallel):
