@@ -59,6 +59,12 @@ class ParallelConfig:
         maximum=MOST_PROCESSES,
         aliases=("moe-expert-parallel-size", "ep-world-size"),
     )
+    moe_two_stage: Literal["auto", "on", "off"] = option(
+        "auto",
+        "Send each token once to a node, whatever experts it has there; ranks of the node hand it on, and add up what "
+        "its experts there make of it. auto: where nodes hold several of the processes that share experts; on: also "
+        "where they hold one of them, so that a token is sent once for all of that one's experts; off: to each expert.",
+    )
     sequence_parallel: bool = option(
         False, "Split the sequence over the tensor-parallel processes outside attention and MLP."
     )

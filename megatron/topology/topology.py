@@ -86,7 +86,7 @@ def single_process(device: torch.device | str = "cpu") -> Topology:
     )
 
 
-NODE_SPLITS = frozenset({"dp", "embedding", "fused_embedding"})
+NODE_SPLITS = frozenset({"dp", "ep", "embedding", "fused_embedding"})
 """Groups that can be cut by node, by their names in ``Topology``."""
 
 
@@ -204,6 +204,7 @@ def _cut_by_node(topology: Topology, kinds: Collection[str], node: str, make: _G
     groups: list[tuple[str, Group | None, Iterable[tuple[int, ...]]]] = [("dp", topology.dp, layout.dp_groups())]
     if layout.ep > 1:
         groups.append(("dp", topology.expert_dp, layout.expert_dp_groups()))
+        groups.append(("ep", topology.ep, layout.ep_groups()))
     for tie in layout.ties:
         groups.append(("embedding", topology.embedding.get(tie), layout.embedding_groups(tie)))
         groups.append(("fused_embedding", topology.fused_embedding.get(tie), layout.fused_embedding_groups(tie)))

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.comm.experts import ExpertComm
+from megatron.comm.experts import RowExchange
 from megatron.compression.points import EXPERT_POINTS
 from megatron.model.router import Router
 from megatron.training.assembly import Engines
@@ -162,9 +162,9 @@ SPECS = {
 
 def _rows_sent(counted: list[Any]) -> mock._patch[Any]:
     """Notes the rows that this rank sends to others at each dispatch."""
-    exchange = ExpertComm.exchange_counts
+    exchange = RowExchange.exchange_counts
 
-    def noting(comm: ExpertComm, counts_re: Any) -> Any:
+    def noting(comm: RowExchange, counts_re: Any) -> Any:
         sent = counts_re.sum(1).tolist()
         came_re = exchange(comm, counts_re)
         received = came_re.sum(1).tolist()
@@ -172,7 +172,7 @@ def _rows_sent(counted: list[Any]) -> mock._patch[Any]:
         counted.append((sum(sent) - sent[own], sum(received) - received[own]))
         return came_re
 
-    return mock.patch.object(ExpertComm, "exchange_counts", noting)
+    return mock.patch.object(RowExchange, "exchange_counts", noting)
 
 
 def _run_coded(runs: dict[str, Changes], iterations: int) -> dict[str, tuple[Trace, int, int]]:
