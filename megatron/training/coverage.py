@@ -39,7 +39,7 @@ def coverage_notes(engines: Engines) -> list[str]:
     control.all_reduce(elements_p2).wait()
     control.all_reduce(bounds_p, ReduceOp.MAX).wait()
     return [
-        _line(engines.plan.specs[point], done / total, bound)
+        _line(engines.plan.specs[point], done / total, bound, engines.config.precision.params_dtype)
         for point, (done, total), bound in zip(points, elements_p2.tolist(), bounds_p.tolist(), strict=True)
         if total
     ]
@@ -60,10 +60,12 @@ def highest_rank(spec: Spec, shape: tuple[int, ...], dtype: torch.dtype = torch.
     return bisect_left(range(1, min(matrix_shape(shape)) + 1), True, key=too_high)
 
 
-def _line(spec: Spec, share: float, highest_rank: int) -> str:
+def _line(spec: Spec, share: float, highest_rank: int, dtype: torch.dtype) -> str:
     where = f"--compress {spec.point.value}={spec.name}"
     if share:
         return f"{where} compresses {share:.1%} of the numbers that {spec.point.value} sends"
+    if spec.name == "cast" and not spec.point.is_reduction and dtype.itemsize == 2:
+        return f"{where}: the numbers have 16 bits as they are"
     rank = getattr(spec.options, "rank", None)
     if rank is None or rank <= highest_rank:
         advice = ""

@@ -150,12 +150,16 @@ BYTES_OF_A_ROW: dict[str, dict[str, int]] = {
     "8 bits": dict.fromkeys(EXPERT_LEGS_IN_ORDER, _8),
     "two legs": {"ep-dispatch-forward": _8, "ep-combine-backward": _4},
     "e4m3, e5m2": {"ep-dispatch-forward": _8, "ep-combine-backward": _8},
+    "default": dict(zip(EXPERT_LEGS_IN_ORDER, (_8, 2 * HIDDEN, 2 * HIDDEN, _8), strict=True)),
+    "aggressive": dict(zip(EXPERT_LEGS_IN_ORDER, (_4, _8, _8, _4), strict=True)),
 }
 SPECS = {
     "exact": [],
     "8 bits": ["ep-dispatch=fixpoint,bits=8,group=64", "ep-combine=fixpoint,bits=8,group=64"],
     "two legs": ["ep-dispatch-forward=fixpoint,bits=8,group=64", "ep-combine-backward=fixpoint,bits=4,rotation=64"],
     "e4m3, e5m2": ["ep-dispatch-forward=float8,format=e4m3,tile=64", "ep-combine-backward=float8,format=e5m2,tile=64"],
+    "default": ["experts=default"],
+    "aggressive": ["experts=aggressive"],
     "later": ["ep-dispatch=fixpoint,bits=2,group=64,warmup=3"],
 }
 
@@ -203,6 +207,8 @@ def test_legs_send_their_rows_as_coded() -> None:
         assert found["8 bits"][0].losses == pytest.approx(exact, rel=2e-3)
         assert found["8 bits"][0].losses != exact
         assert found["e4m3, e5m2"][0].losses == pytest.approx(exact, rel=5e-3)
+        assert found["default"][0].losses == pytest.approx(exact, rel=2e-3)
+        assert found["aggressive"][0].losses == pytest.approx(exact, rel=5e-3)
         assert found["later"][0].losses[:3] == exact[:3]
         assert found["later"][0].losses[4:] != exact[4:]
 

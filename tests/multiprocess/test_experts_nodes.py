@@ -80,7 +80,7 @@ def _chosen(found: list[tuple[int, Chosen]]) -> mock._patch[Any]:
     return mock.patch.object(Experts, "_routed", noting)
 
 
-def _accounts(runs: dict[str, Changes], steps: int) -> dict[str, tuple[dict[str, Any], list[tuple[int, Chosen]]]]:
+def _accounts(runs: dict[str, Changes], steps: int) -> dict[str, tuple[dict[Any, Any], list[tuple[int, Chosen]]]]:
     """What each run has sent from this rank, by point, and its choices of experts."""
     found = {}
     for name, changes in runs.items():
@@ -176,7 +176,8 @@ def test_the_start_says_what_the_nodes_make_of_the_rows(tmp_path: Path) -> None:
         train_iters=2,
         log_comm=True,
         log_interval=1,
-        compress=["ep-dispatch-forward=cast"],
+        bf16=True,
+        compress=["experts=default"],
     )
     for size, asked, said in (
         (
@@ -193,6 +194,11 @@ def test_the_start_says_what_the_nodes_make_of_the_rows(tmp_path: Path) -> None:
         out = run_cli(4, ["pretrain_gpt.py", *flags, *asking], env={"LOCAL_WORLD_SIZE": size}).check().stdout
         notes = [line for line in out.splitlines() if "--moe-two-stage" in line]
         assert notes == ([f"note: --moe-two-stage {asked}: {said}"] if said else [])
+        note = next(
+            line for line in out.splitlines() if line.startswith("note: --compress experts=default stands for ")
+        )
+        assert "ep-combine-backward=fixpoint,bits=8,group=64" in note.split()
+        assert "--compress ep-combine-forward=cast: the numbers have 16 bits as they are" in out.splitlines()
         line = next(line for line in out.splitlines() if "ep-dispatch-forward: " in line)
         assert ("inside nodes" in line) is (size == "2" and asked == "auto")
         share = next(line for line in out.splitlines() if "of the numbers that ep-dispatch-forward sends" in line)
