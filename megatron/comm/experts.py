@@ -174,15 +174,22 @@ class ExpertComm:
         plan: the codecs of the four points, and when they are on.
         two_stage: whether the stages are two: where they are of several ranks each (``auto``), wherever ranks are on
             several nodes (``on``), or never (``off``).
+        folded: tensor-parallel ranks hold experts of their own, and send their own tokens.
 
     ``ranks`` are those among which rows go to their experts: all, or those of this rank's node. ``nodes`` are those at
     this rank's place of all nodes; None in one stage.
     """
 
     def __init__(
-        self, group: Group, ledger: Ledger, plan: CompressionPlan, two_stage: Literal["auto", "on", "off"] = "off"
+        self,
+        group: Group,
+        ledger: Ledger,
+        plan: CompressionPlan,
+        two_stage: Literal["auto", "on", "off"] = "off",
+        folded: bool = False,
     ) -> None:
         self.group = group
+        self.folded = folded
         self._coding = _Coding(plan)
         split = group.split if two_stage != "off" else None
         self.nodes: RowExchange | None = None

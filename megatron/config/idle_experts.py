@@ -52,5 +52,10 @@ EXPERT_RULES = (
         lambda config, _: config.parallel.expert_model_parallel_size == 1,
         "every replica holds all experts (--expert-model-parallel-size)",
     ),
+    Idle(
+        ("parallel.expert_tensor_parallel_size",),
+        lambda config, _: not config.model.has_experts,
+        "no layer has experts (--num-experts)",
+    ),
     Idle(fields_of("model", "moe_min_capacity moe_token_drop_policy"), _no_capacity, "no token is dropped"),
 )

@@ -29,10 +29,20 @@ from megatron.parallel.tensor.shards import ParamSpec, ShardedModule, with_parti
 
 
 class Expert(nn.Module):
-    """The weights of one expert, of which each tensor-parallel rank has a part of the inner width."""
+    """The weights of one expert.
 
-    def __init__(self, config: ModelConfig, comm: TensorComm, device: torch.device, dtype: torch.dtype) -> None:
+    Args:
+        config: the model.
+        comm: the tensor-parallel ranks, each of which has a part of the inner width.
+        device, dtype: those of the parameters.
+        unshared: this rank alone has the expert, whole, and no other tensor-parallel one.
+    """
+
+    def __init__(
+        self, config: ModelConfig, comm: TensorComm, device: torch.device, dtype: torch.dtype, unshared: bool = False
+    ) -> None:
         super().__init__()
+        comm = comm.alone() if unshared else comm
         width, hidden = config.moe_ffn_hidden_size, config.hidden_size
         shape: tuple[int, ...] = (2, width, hidden) if config.swiglu else (width, hidden)
         self.comm = comm
@@ -44,6 +54,8 @@ class Expert(nn.Module):
             self.dense_4h_to_h.specs["bias"] = with_partial_grad(ParamSpec((hidden,)))
         for layer in (self.dense_h_to_4h, self.dense_4h_to_h):
             layer.specs = {name: replace(spec, of_expert=True) for name, spec in layer.specs.items()}
+            if unshared:
+                layer.specs = {name: replace(spec, dim=None, unshared=True) for name, spec in layer.specs.items()}
 
     @property
     def up(self) -> tuple[Tensor, Tensor | None]:
@@ -120,7 +132,10 @@ class Experts(nn.Module):
         first = comm.experts.group.rank * self.local
         self.router = Router(config, layer, self.count, comm, device, dtype)
         self.experts = nn.ModuleDict(
-            {str(number): Expert(config, comm, device, dtype) for number in range(first, first + self.local)}
+            {
+                str(number): Expert(config, comm, device, dtype, comm.experts.folded)
+                for number in range(first, first + self.local)
+            }
         )
         self.shared: MLP | None = None
         self.mixing: _Coefficients | None = None
@@ -134,11 +149,28 @@ class Experts(nn.Module):
 
     def forward(self, x_sbh: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
         routing = self.router(x_sbh, context)
-        full_sbh = enter_parallel_region(x_sbh, self.comm)
-        out_sbh = leave_parallel_region(self._routed(full_sbh, routing), self.comm)
+        if self.expert_comm.folded:
+            out_sbh = self._folded(x_sbh, routing)
+        else:
+            full_sbh = enter_parallel_region(x_sbh, self.comm)
+            out_sbh = leave_parallel_region(self._routed(full_sbh, routing), self.comm)
         if self.shared is not None:
             out_sbh = self._mixed(out_sbh, x_sbh)
         return self._with_losses(out_sbh, routing, context), None
+
+    def _folded(self, x_sbh: Tensor, routing: Routing) -> Tensor:
+        """The experts' outputs, where each tensor-parallel rank sends its own part of the tokens to them."""
+        comm = self.comm
+        if comm.sequence_parallel:
+            first = comm.rank * x_sbh.shape[0] * x_sbh.shape[1]
+            own = slice(first, first + x_sbh.shape[0] * x_sbh.shape[1])
+            return self._routed(x_sbh, routing.of_tokens(own))
+        x_th = enter_parallel_region(x_sbh, comm).flatten(0, 1)
+        part = -(-len(x_th) // comm.size)
+        own = slice(min(comm.rank * part, len(x_th)), min((comm.rank + 1) * part, len(x_th)))
+        out = self._routed(x_th[own].unsqueeze(1), routing.of_tokens(own)).squeeze(1)
+        out_th = F.pad(out, (0, 0, own.start, len(x_th) - own.stop))
+        return leave_parallel_region(out_th.view_as(x_sbh), comm)
 
     def _routed(self, x_sbh: Tensor, routing: Routing) -> Tensor:
         """The experts' outputs, or this tensor-parallel rank's part of their sum."""

@@ -30,8 +30,8 @@ class Topology:
         control: all ranks over gloo on the CPU, for small decisions and checkpoints.
         tp, dp, pp: this rank's groups along each dimension.
         forward_link, backward_link: point-to-point groups of activations and of their gradients.
-        ep: the replicas that share this one's experts.
-        expert_dp: the replicas that hold equal experts; ``dp`` where every replica holds all of them.
+        ep: the ranks that share this one's experts: replicas, or all ranks of some replicas.
+        expert_dp: the ranks that hold equal experts; ``dp`` where every replica holds all of them.
         embedding: the stages of this rank's pipeline that hold a tied embedding, where it is one of several.
         fused_embedding: the same stages of all pipelines, on this rank's tensor-parallel coordinate.
     """

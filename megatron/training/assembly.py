@@ -142,6 +142,7 @@ def layout_of(config: RunConfig, world_size: int) -> Layout:
         decoder=(parallel.pipeline_model_parallel_split_rank or 0) if config.model.decoder_layers else 0,
         distances=config.model.shares_distances,
         ep=parallel.expert_model_parallel_size,
+        folded=parallel.folds_experts and config.model.has_experts,
     )
 
 
@@ -176,7 +177,7 @@ def build_engines(config: RunConfig, topology: Topology, vocab_size: int, length
         plan,
         sequence_parallel=parallel.sequence_parallel,
         asynchronous=parallel.async_tensor_model_parallel_allreduce,
-        experts=ExpertComm(topology.ep, ledger, plan, parallel.moe_two_stage),
+        experts=ExpertComm(topology.ep, ledger, plan, parallel.moe_two_stage, layout.folded),
     )
     stages = _build_stages(config, topology, vocab_size, comm)
     torch_ddp = parallel.ddp_impl == "torch" and layout.dp > 1

@@ -69,6 +69,7 @@ def _parallel(tp: int = 1, pp: int = 1, ep: int = 1, **more: Any) -> Changes:
 
 
 SP = {"sequence_parallel": True}
+FOLDED = {"expert_tensor_parallel_size": 1}
 DIST = {"use_distributed_optimizer": True}
 OVERLAP = {"overlap_grad_reduce": True, "ddp_bucket_size": 3000}
 VIRTUAL = {"num_layers_per_virtual_pipeline_stage": 1}
@@ -82,15 +83,23 @@ LAYOUTS: dict[int, dict[str, Changes]] = {
         "dp2": _parallel(),
         "ep2": _parallel(ep=2),
         "ep2 sharded overlap recomputed": {**_parallel(ep=2, **DIST, **OVERLAP), **UNIFORM},
+        "ep2 of tp2": _parallel(tp=2, ep=2, **FOLDED),
+        "ep2 of tp2 sp": _parallel(tp=2, ep=2, **FOLDED, **SP),
     },
     4: {
         "ep4": _parallel(ep=4),
         "ep2 of dp4 sharded": _parallel(ep=2, **DIST),
         "ep2 tp2 sp overlap": _parallel(tp=2, ep=2, **SP, **OVERLAP),
         "ep2 pp2 virtual": _parallel(pp=2, ep=2, **VIRTUAL),
+        "ep2 of tp2 dp2, sharded overlap recomputed": {
+            **_parallel(tp=2, ep=2, **FOLDED, **DIST, **OVERLAP),
+            **UNIFORM,
+        },
+        "ep4 of tp2 dp2 sp": _parallel(tp=2, ep=4, **FOLDED, **SP),
     },
     8: {
         "ep2 tp2 pp2": _parallel(tp=2, pp=2, ep=2),
+        "ep4 of tp2 dp2, pp2": _parallel(tp=2, pp=2, ep=4, **FOLDED),
         "ep2 of dp4 pp2 sharded gpipe": _parallel(pp=2, ep=2, pipeline_schedule="gpipe", **DIST),
     },
 }
@@ -110,8 +119,17 @@ def _run_all(runs: dict[str, Changes], iterations: int) -> dict[str, Trace]:
 
 # The first form runs on all layouts.
 FORMS_ON: dict[int, dict[str, tuple[str, ...]]] = {
-    2: {"capacity": ("tp2 sp", "ep2"), "biased": ("pp2", "ep2"), "residual": ("tp2", "ep2 sharded overlap recomputed")},
-    4: {"capacity": ("ep2 tp2 sp overlap",), "biased": ("ep2 of dp4 sharded",), "lamb": ("ep2 of dp4 sharded",)},
+    2: {
+        "capacity": ("tp2 sp", "ep2", "ep2 of tp2 sp"),
+        "biased": ("pp2", "ep2"),
+        "residual": ("tp2", "ep2 sharded overlap recomputed", "ep2 of tp2"),
+        "lamb": ("ep2 of tp2",),
+    },
+    4: {
+        "capacity": ("ep2 tp2 sp overlap",),
+        "biased": ("ep2 of dp4 sharded",),
+        "lamb": ("ep2 of dp4 sharded", "ep2 of tp2 dp2, sharded overlap recomputed"),
+    },
     8: {},
 }
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron.compression.points import EXPERT_POINTS
 from megatron.model.experts import Experts
 from megatron.model.router import Routing
-from tests.multiprocess.test_experts import CAPACITY, CODED, DIST, MOE, OVERLAP, SP, UNIFORM, _merged, _parallel
+from tests.multiprocess.test_experts import CAPACITY, CODED, DIST, FOLDED, MOE, SP, UNIFORM, _merged, _parallel
 from tests.support.cli import run_cli
 from tests.support.corpus import tiny_flags, write_documents
 from tests.support.spawn import run_ranks
@@ -29,7 +29,8 @@ LAYOUTS: dict[tuple[int, int], dict[str, tuple[Changes, Changes]]] = {
     # By number of ranks, and of those of a node: the layout, and the form of the experts.
     (4, 2): {
         "ep4": (_parallel(ep=4), {}),
-        "ep4, capacity, overlap": (_parallel(ep=4, **OVERLAP), CAPACITY),
+        "ep4, capacity": (_parallel(ep=4), CAPACITY),
+        "ep4 of tp2 dp2, sp": (_parallel(tp=2, ep=4, **FOLDED, **SP), THREE),
         "ep4, three experts a token, sharded, recomputed": ({**_parallel(ep=4, **DIST), **UNIFORM}, THREE),
     },
     (8, 2): {

@@ -199,10 +199,6 @@ _HARMLESS = [
 
 _REFUSED = [
     _refused(
-        "experts are split over the same tensor-parallel processes as the other layers; leave it out",
-        values="expert-tensor-parallel-size",
-    ),
-    _refused(
         "tokens choose among all experts of a layer, which have its whole width; leave it out",
         values="moe-router-num-groups moe-router-group-topk moe-latent-size",
     ),
