@@ -59,7 +59,7 @@ class ParallelConfig:
         maximum=MOST_PROCESSES,
         aliases=("moe-expert-parallel-size", "ep-world-size"),
     )
-    expert_tensor_parallel_size: int = derived(
+    expert_tensor_parallel_size: int | None = derived(
         "--tensor-model-parallel-size",
         "Tensor-parallel size of the experts. 1: every tensor-parallel process holds whole experts, and sends its part "
         "of the tokens to theirs; --expert-model-parallel-size then counts tensor-parallel processes, too.",
@@ -187,8 +187,6 @@ def resolve_parallel(
         parallel = replace(parallel, accumulate_allreduce_grads_in_fp32=True)
     if is_unset(parallel.distributed_backend):
         parallel = replace(parallel, distributed_backend="nccl" if cuda_available else "gloo")
-    if is_unset(parallel.expert_tensor_parallel_size):
-        parallel = replace(parallel, expert_tensor_parallel_size=parallel.tensor_model_parallel_size)
     if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
         note("--sequence-parallel: no effect, there is one tensor-parallel rank")
         parallel = replace(parallel, sequence_parallel=False)
@@ -286,7 +284,7 @@ def _check_experts(parallel: ParallelConfig, model: ModelConfig, world_size: int
 def _check_folding(parallel: ParallelConfig) -> None:
     """Checks that experts are split as the other layers are, or that each tensor-parallel process has its own."""
     tensor, asked = parallel.tensor_model_parallel_size, parallel.expert_tensor_parallel_size
-    if is_unset(asked) or asked == tensor:
+    if asked is None or asked == tensor:
         return
     given = f"--expert-tensor-parallel-size {asked}"
     if asked != 1:

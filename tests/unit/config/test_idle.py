@@ -27,6 +27,7 @@ BASE = _BASE.split()
 
 # Values that a rule by type would not find.
 VALUES = {
+    "expert_tensor_parallel_size": "1",
     "position_buckets": "8",
     "conv_kernel_size": "3",
     "train_iters": "50",
