@@ -213,6 +213,11 @@ def read_spec(text: str, registry: Registry, length: RunLength) -> Spec:
         alias or _fused(point, common.get("fused", "off")),
         schedules,
     )
+    for option in field_options(name, registration.config):
+        if option.flag in given and option.option.of_residual and spec.feedback == "off":
+            raise UserError(
+                f"{option.flag}={given[option.flag]}: there is no residual with error-feedback=off; leave one out"
+            )
     if spec.activation.evaluation and spec.remembered_samples:
         raise UserError(f"eval=on: {name} remembers training samples, and evaluation has others; leave it out")
     problem = spec.compressor().problem(spec.activation)

@@ -200,6 +200,10 @@ SAME: dict[str, tuple[int, dict[str, Any]]] = {
             "compress": ["dp-grad=stable-topk,density=0.2,interval=3,flush=rotate"],
         },
     ),
+    "chunked top-k whose residual fades": (
+        4,
+        {"tensor_model_parallel_size": 2, "compress": ["dp-grad=chunked-topk,chunk=64,k=8,decay=0.95"]},
+    ),
     "compressed buckets with fp16 and skipped steps": (
         2,
         {
