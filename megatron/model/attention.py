@@ -141,7 +141,10 @@ class SelfAttention(Attention):
         rows = config.num_query_groups * (self.queries_per_group + 2) * self.head_dim
         width = config.num_attention_heads * self.head_dim
         biased = config.add_bias_linear or config.add_qkv_bias
-        self.query_key_value = ColumnParallelLinear((rows, config.hidden_size), biased, comm, device, dtype)
+        blocks = tuple(count * self.head_dim for count in (self.queries_per_group, 1, 1))
+        self.query_key_value = ColumnParallelLinear(
+            (rows, config.hidden_size), biased, comm, device, dtype, blocks=blocks
+        )
         self.dense = RowParallelLinear(width, config.hidden_size, config.add_bias_linear, comm, device, dtype)
 
     def forward(
@@ -195,7 +198,8 @@ class CrossAttention(Attention):
         rows, hidden = config.num_query_groups * 2 * self.head_dim, config.hidden_size
         biased = config.add_bias_linear or config.add_qkv_bias
         self.query = ColumnParallelLinear((width, hidden), biased, comm, device, dtype)
-        self.key_value = ColumnParallelLinear((rows, hidden), biased, comm, device, dtype, entered=True)
+        blocks = (self.head_dim, self.head_dim)
+        self.key_value = ColumnParallelLinear((rows, hidden), biased, comm, device, dtype, entered=True, blocks=blocks)
         self.dense = RowParallelLinear(width, hidden, config.add_bias_linear, comm, device, dtype)
 
     def forward(

@@ -67,7 +67,7 @@ class Router(ShardedModule):
     ) -> None:
         super().__init__()
         self.config, self.layer, self.experts, self.comm = config, layer, experts, comm
-        spec = ParamSpec((experts, config.hidden_size))
+        spec = ParamSpec((experts, config.hidden_size), blocks=(experts,))
         self.weight = nn.Parameter(torch.empty(spec.logical_shape, device=device, dtype=dtype))
         self.specs["weight"] = with_partial_grad(spec) if comm.sequence_parallel else spec
         biased = config.moe_router_enable_expert_bias

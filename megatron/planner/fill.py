@@ -49,7 +49,8 @@ def memory(stages: Stages, choice: Choice) -> dict[str, float]:
     fullest: dict[str, float] = {}
     book = stages.book
     gathers = book.specs(choice).get(Point.PARAM_GATHER)
-    each = parameter_bytes(stages.config, choice.sharded and gathers is not None and not gathers.identity)
+    compressed = choice.sharded and gathers is not None and not gathers.identity
+    each, of_matrices = (parameter_bytes(stages.config, compressed, matrix) for matrix in (False, True))
     for rank in sorted({0, choice.pp // 2, choice.pp - 1}):
         saved = [
             sum(n * book.piece(choice, name).saved_bytes for name, n in stages.pieces_of(choice, virtual).items())
@@ -58,13 +59,14 @@ def memory(stages: Stages, choice: Choice) -> dict[str, float]:
         held = most_held(choice.schedule, choice.pp, rank, choice.chunks, choice.micro_batches)
         elements = stages.elements(choice, rank)
         owned = elements / (choice.dp if choice.sharded else 1)
+        matrices = stages.matrices(choice, rank)[0] / (choice.dp if choice.sharded else 1)
         contents = stages.contents(choice, rank)
         summed = choice.dp > 1 and Point.DP_GRAD in book.specs(choice)
         reductions = [(n, book.reduction(choice, name, rank)) for name, n in contents.items() if n and summed]
         filled = {
             "parameters": float(elements * each.weight),
             "gradients": float(elements * each.gradient),
-            "optimizer": float(owned * each.optimizer),
+            "optimizer": (owned - matrices) * each.optimizer + matrices * of_matrices.optimizer,
             "activations": held * max(saved),
             "work space": _working_bytes(stages, choice, contents),
             "compressors": sum(n * part.state_bytes for n, part in reductions) + _channel_bytes(stages, choice, rank),
@@ -136,6 +138,10 @@ def traffic(stages: Stages, choice: Choice, wires: Wires) -> dict[str, float]:
             book.gathered(choice, -(-stages.elements(choice, rank) // choice.dp), rank) for rank in range(choice.pp)
         )
         found[Point.PARAM_GATHER.value] = sum(share.nbytes for share in shares) * (choice.dp - 1) / choice.pp
+    for rank in range(choice.pp):
+        replicas, tensors = stages.exchanged_matrices(choice, rank)
+        sent = replicas * (choice.dp - 1) / choice.dp + tensors * (choice.tp - 1) / choice.tp
+        found[Point.OPTIMIZER.value] = found.get(Point.OPTIMIZER.value, 0.0) + sent / choice.pp
     return {point: nbytes for point, nbytes in found.items() if nbytes}
 
 

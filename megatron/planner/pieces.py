@@ -23,6 +23,7 @@ from megatron.model.context import ForwardContext
 from megatron.model.losses import Targets
 from megatron.model.stage import Stage, StagePart
 from megatron.model.stages import make_stage, padded_vocab_size
+from megatron.optimizer.matrices import iteration_flops
 from megatron.parallel.data.buffer import BucketKind, FlatBuffer, named_params
 from megatron.parallel.data.gradients import main_grad_dtype, reduced_bucket
 from megatron.parallel.tensor.embedding import VocabShard
@@ -101,6 +102,8 @@ class PieceCost:
         partial: elements of these whose gradients are all-reduced over tensor-parallel ranks once a step
             (sequence parallelism).
         tied_shape: shape of the tied embedding's part, where the piece holds one.
+        matrices: the parameters among these that Muon orthogonalizes.
+        orthogonal_flops: operations of one of its iterations on them all, whole.
     """
 
     forward: Tally
@@ -110,6 +113,8 @@ class PieceCost:
     parameters: int
     partial: int = 0
     tied_shape: tuple[int, ...] = ()
+    matrices: int = 0
+    orthogonal_flops: int = 0
 
 
 @dataclass
@@ -179,6 +184,7 @@ class Pieces:
             dtype = self.config.precision.params_dtype
             working = min(tokens * built.stage.shard.valid_rows, 1 << 28) * (dtype.itemsize + 4.0)
         tied = [s for b in built.buffer.buckets if b.kind is BucketKind.TIED for s in b.slots]
+        cut = [s for bucket in built.buffer.buckets for s in bucket.slots if s.spec.blocks]
         return PieceCost(
             forward,
             backward,
@@ -187,6 +193,8 @@ class Pieces:
             sum(parameter.numel() for parameter in built.stage.parameters()),
             sum(b.stop - b.start for b in built.buffer.buckets if b.kind is BucketKind.PARTIAL),
             tuple(tied[0].param.shape) if tied else (),
+            sum(slot.param.numel() for slot in cut),
+            sum(iteration_flops(slot.spec) for slot in cut),
         )
 
     def reduction(

@@ -106,6 +106,7 @@ class Predictor(Stages):
         # All ranks begin their updates together; those of a stage that gathers uncompressed may have them last.
         gather = max(self._gather_s(choice, wires, stage, rank) for rank, stage in enumerate(stages))
         seconds = synced[slowest] + self._world_s(wires, choice) + self._update_s(choice, own) + gather
+        seconds += self._orthogonal_s(choice, slowest, wires)
         passes = self.passes(choice, wires)
         exposed = choice.micro_batches * sum(n * passes[name][2] for name, n in own.pieces.items())
         tp_coding = choice.micro_batches * sum(n * passes[name][3] for name, n in own.pieces.items())
@@ -183,6 +184,14 @@ class Predictor(Stages):
         grad, param = self.grad_bytes, self.param_bytes
         moved = stage.elements * grad + owned * (2 * grad + 24 + (param if param < 4 else 0))
         return moved / (self.cluster.device.memory_gbyte_per_s * 1e9) * self.cluster.correction("optimizer")
+
+    def _orthogonal_s(self, choice: Choice, rank: int, wires: Wires) -> float:
+        """The time in which Muon puts matrices together, orthogonalizes them, and takes them apart again."""
+        steps = self.config.optimizer.muon_num_ns_steps
+        replicas, tensors = self.exchanged_matrices(choice, rank)
+        exchanged = wires.dp.collective("all-to-all", replicas, choice.dp)
+        exchanged += wires.tp.collective("all-to-all", tensors, choice.tp)
+        return steps * self.matrices(choice, rank)[1] / self.cluster.device.flops + exchanged
 
     def _gather_s(self, choice: Choice, wires: Wires, stage: StageCost, rank: int) -> float:
         """The time of all-gathering the parameters that the replicas of a pipeline rank updated."""

@@ -152,6 +152,28 @@ class Stages:
         tied = self.book.piece(choice, "embedding").tied_shape
         return found - (math.prod(tied) if tied and choice.pp == 1 else 0)
 
+    def matrices(self, choice: Choice, rank: int) -> tuple[float, float]:
+        """Of the parameters on a pipeline rank, those that Muon orthogonalizes, and the operations of one iteration on
+        what it orthogonalizes itself; zeros for other optimizers."""
+        if self.config.optimizer.optimizer != "muon":
+            return 0.0, 0.0
+        pieces = [(n, self.book.piece(choice, name)) for name, n in self.contents(choice, rank).items()]
+        flops = sum(n * piece.orthogonal_flops for n, piece in pieces)
+        return float(sum(n * piece.matrices for n, piece in pieces)), flops / choice.tp / self._shares(choice)
+
+    @staticmethod
+    def _shares(choice: Choice) -> int:
+        """Parts that the optimizer's work is divided into."""
+        return choice.dp if choice.sharded else 1
+
+    def exchanged_matrices(self, choice: Choice, rank: int) -> tuple[float, float]:
+        """Bytes of the parts of matrices, two ways, that a rank exchanges with its replicas, its own included, and
+        with its tensor-parallel ranks."""
+        chosen = self.config.optimizer.muon_fp32_matmul_prec
+        width = 2 if chosen == "medium" or (chosen is None and self.param_bytes == 2) else max(self.param_bytes, 4)
+        nbytes = 2.0 * width * self.matrices(choice, rank)[0] / self._shares(choice)
+        return nbytes * choice.sharded, nbytes * (choice.tp > 1)
+
     def partial_reduction(self, choice: Choice, rank: int) -> Collective:
         """The all-reduce over tensor-parallel ranks, once a step, of gradients that are partial along the sequence."""
         contents = self.contents(choice, rank).items()

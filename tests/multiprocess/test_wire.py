@@ -182,6 +182,13 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "top-k": (2, {"compression": {"compress": ["dp-grad=topk,density=0.2"]}}),
     "chunked top-k": (2, {"compression": {"compress": ["dp-grad=chunked-topk"]}}),
+    "whole matrices": (
+        4,
+        {
+            "parallel": {"tensor_model_parallel_size": 2, "use_distributed_optimizer": True},
+            "optimizer": {"optimizer": "muon"},
+        },
+    ),
     "stable top-k": (2, {"compression": {"compress": ["dp-grad=stable-topk,density=0.3,interval=100"]}}),
 }
 

@@ -213,6 +213,8 @@ PARTNERS: dict[str, tuple[str, int]] = {
     "without --fp16": ("--fp16", 1),
     "beside a constant --loss-scale": ("--fp16", 1),
     "without --optimizer adam": ("", 1),
+    "without --optimizer adam or muon": ("", 1),
+    "without --optimizer muon": ("--optimizer muon", 1),
     "without --optimizer lamb": ("--optimizer lamb", 1),
     "without --optimizer sgd": ("--optimizer sgd", 1),
     "with --lr-decay-style constant": ("", 1),

@@ -147,6 +147,25 @@ def test_the_memory_of_the_optimizer_is_that_of_the_run(
     assert memory["optimizer"] == each * elements / (choice.dp if choice.sharded else 1)
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_muon_has_one_moment_of_matrices_and_exchanges_their_parts(sharded: bool) -> None:
+    muon = {"optimizer": {"optimizer": "muon"}, "parallel": {"use_distributed_optimizer": sharded}}
+    predictor, choice = predictor_of(small_run(**muon))
+    other, same = predictor_of(small_run(parallel=muon["parallel"]))
+    layers, shares = predictor.contents(choice, 0)["layer"], choice.dp if sharded else 1
+    matrices = layers * 12 * 64**2
+    found, adam = predictor.predict(choice), other.predict(same)
+    assert adam.memory["optimizer"] - found.memory["optimizer"] == 4 * matrices / shares
+    # Of h x h, 3 h x h (as three), 4 h x h and h x 4 h: 2 m^2 (2 n + m) for a short side m.
+    flops = layers * 2 * 64**3 * (4 * 3 + 2 * 9)
+    assert predictor.matrices(choice, 0) == (matrices, flops / shares)
+    assert (
+        found.parts["optimizer"] > adam.parts["optimizer"] + 5 * flops / shares / predictor.cluster.device.flops * 0.999
+    )
+    sent = 2 * 4 * matrices / shares * (choice.dp - 1) / choice.dp if sharded else 0.0
+    assert found.sent.get("optimizer", 0.0) == pytest.approx(sent)
+
+
 @pytest.mark.parametrize(("specs", "each"), [((), 8), (("param-gather=none",), 8), (("param-gather=float8",), 12)])
 def test_compressed_gathers_need_a_copy_of_fp32_parameters(specs: tuple[str, ...], each: int) -> None:
     predictor, choice = predictor_of(small_run(specs=specs, parallel={"use_distributed_optimizer": True}))
