@@ -299,13 +299,19 @@ def _check_model(
         if callable(allow_unexpected):
             extra = [name for name in extra if not allow_unexpected(name)]
         differences += [f"{name} is in it, but not in this model" for name in extra]
-    if differences:
-        shown = ", ".join(differences[:SHOWN_DIFFERENCES])
-        rest = len(differences) - SHOWN_DIFFERENCES
+    if not differences:
+        return
+    shown, rest = ", ".join(differences[:SHOWN_DIFFERENCES]), len(differences) - SHOWN_DIFFERENCES
+    shown += f" and {rest} more" if rest > 0 else ""
+    if all(text.startswith("optimizer.") for text in differences):
         raise UserError(
-            f"{folder} is a checkpoint of another model: {shown}{f' and {rest} more' if rest > 0 else ''}; "
-            f"compare {_flags_of(differences)} with its {CONFIG}, or pass --use-checkpoint-args"
+            f"{folder} has the state of another optimizer: {shown}; give --optimizer and its flags as its {CONFIG} has "
+            "them, or --no-load-optim to begin with new moments"
         )
+    raise UserError(
+        f"{folder} is a checkpoint of another model: {shown}; compare {_flags_of(differences)} with its {CONFIG}, or "
+        "pass --use-checkpoint-args"
+    )
 
 
 def _flags_of(differences: Sequence[str]) -> str:

@@ -28,6 +28,9 @@ Change = Callable[[Tensor, ParamSpec], Tensor]
 Ranges = Sequence[tuple[int, int]]
 """Of a flat slice, what each replica holds of it: (start, stop)."""
 
+_SLACK = 0.05
+"""How much more than its share of the work a replica may have, to own matrices that it holds."""
+
 
 @dataclass(frozen=True)
 class _Job:
@@ -185,12 +188,26 @@ def _matrices(buffers: Sequence[FlatBuffer], replicas: Group | None) -> Iterator
 
 
 def _waves(matrices: Sequence[tuple[ParamSlot, Ranges]], replicas: Group | None, tensors: int) -> Iterator[_Wave]:
-    """Waves of matrices that take about as long, so that no owner waits for another one."""
-    ordered = sorted(matrices, key=lambda matrix: -iteration_flops(matrix[0].spec))
-    owners = (replicas.size if replicas else 1) * tensors
-    for begin in range(0, len(ordered), owners):
-        jobs = [_Job(*matrix, *divmod(i, tensors)) for i, matrix in enumerate(ordered[begin : begin + owners])]
-        yield _Wave(replicas, tuple(jobs))
+    """Matrices by owner, as many at a time as there are owners.
+
+    The replica that holds most of a matrix owns it, unless it has its share of the work already: then the next one
+    does, or the one with the least.
+    """
+    count = replicas.size if replicas else 1
+    costs = [iteration_flops(slot.spec) for slot, _ in matrices]
+    loads = [[0] * tensors for _ in range(count)]
+    queues: dict[tuple[int, int], list[_Job]] = {(r, t): [] for r in range(count) for t in range(tensors)}
+    fair = sum(costs) * (1.0 + _SLACK) / count
+    for index in sorted(range(len(matrices)), key=lambda index: -costs[index]):
+        slot, ranges = matrices[index]
+        near = sorted(range(len(ranges)), key=lambda replica: -_length(ranges[replica])) or [0]
+        fits = (replica for replica in near if sum(loads[replica]) + costs[index] <= fair)
+        replica = next(fits, min(near, key=lambda replica: sum(loads[replica])))
+        tensor = min(range(tensors), key=lambda tensor: loads[replica][tensor])
+        loads[replica][tensor] += costs[index]
+        queues[replica, tensor].append(_Job(slot, ranges, replica, tensor))
+    for number in range(max(map(len, queues.values()))):
+        yield _Wave(replicas, tuple(jobs[number] for jobs in queues.values() if number < len(jobs)))
 
 
 def iteration_flops(spec: ParamSpec) -> int:
