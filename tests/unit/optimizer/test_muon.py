@@ -43,8 +43,10 @@ def _rate(step: int) -> float:
     return 1e-2 * (1 + step % 3)
 
 
-def _trained(dtype: torch.dtype, steps: int, publish: bool = False, **settings: Any) -> tuple[Weights, Weights]:
-    """Weights after some steps, and what the last one left in the gradients."""
+def _trained(
+    dtype: torch.dtype, steps: int, publish: bool = False, surge: float = 1.0, **settings: Any
+) -> tuple[Weights, Weights]:
+    """Weights after some steps, and what the last one left in the gradients; ``surge``: a factor of some of these."""
     params = {name: nn.Parameter(_drawn(name, 99).to(dtype)) for name in SPECS}
     listed = [(name, name, spec, params[name]) for name, spec in SPECS.items()]
     buffer = FlatBuffer(listed, torch.float64 if dtype == torch.float64 else torch.float32, single_process().dp, None)
@@ -55,7 +57,9 @@ def _trained(dtype: torch.dtype, steps: int, publish: bool = False, **settings: 
     for step in range(steps):
         buffer.zero_grads()
         for slot in slots:
-            buffer.grads_flat[slot.start : slot.stop].copy_(_drawn(slot.name, step).flatten() * SCALE)
+            buffer.grads_flat[slot.start : slot.stop].copy_(
+                _drawn(slot.name, step).flatten() * SCALE * surge ** (step % 2)
+            )
         ours.step(
             {"lm loss": (1.0, 1.0)}, 1, step, lr=_rate(step), weight_decay=DECAY, publish_update=publish and step > 1
         )
@@ -165,6 +169,15 @@ def test_matrices_move_as_those_of_torch(ours: str, theirs: str, nesterov: bool)
         muon.step()
     for name, param in params.items():
         torch.testing.assert_close(found[name], param.data, rtol=1e-6, atol=1e-6)
+
+
+def test_gradients_are_clipped_before_they_enter_the_momentum() -> None:
+    """Of matrices only their proportions count, but those of steps too: here some gradients are 30 times as large."""
+    clipped = {dtype: _trained(dtype, 6, clip_grad=0.5, surge=30.0)[0] for dtype in (torch.float32, torch.float64)}
+    free = _trained(torch.float64, 6, surge=30.0)[0]
+    for name, weight in clipped[torch.float32].items():
+        torch.testing.assert_close(weight.double(), clipped[torch.float64][name], rtol=1e-4, atol=1e-4)
+        assert not torch.allclose(clipped[torch.float64][name], free[name], rtol=1e-2, atol=1e-2)
 
 
 def test_half_precision_follows_main_values_of_fp32() -> None:
