@@ -83,7 +83,7 @@ class Muon(torch.optim.AdamW):
             p.grad = None
         return super().step(closure)
 
-    def _mix(self, mains: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    def _mix(self, mains: Sequence[Tensor], grads: list[Tensor]) -> None:
         """Updates the momenta, and puts the matrices to orthogonalize in the place of the gradients."""
         states, momentum = [self.state[p] for p in mains], self._config.muon_momentum
         buffers = [state["momentum_buffer"] for state in states]

@@ -140,8 +140,8 @@ def traffic(stages: Stages, choice: Choice, wires: Wires) -> dict[str, float]:
         found[Point.PARAM_GATHER.value] = sum(share.nbytes for share in shares) * (choice.dp - 1) / choice.pp
     for rank in range(choice.pp):
         replicas, tensors = stages.exchanged_matrices(choice, rank)
-        sent = replicas * (choice.dp - 1) / choice.dp + tensors * (choice.tp - 1) / choice.tp
-        found[Point.OPTIMIZER.value] = found.get(Point.OPTIMIZER.value, 0.0) + sent / choice.pp
+        exchanged = replicas * (choice.dp - 1) / choice.dp + tensors * (choice.tp - 1) / choice.tp
+        found[Point.OPTIMIZER.value] = found.get(Point.OPTIMIZER.value, 0.0) + exchanged / choice.pp
     return {point: nbytes for point, nbytes in found.items() if nbytes}
 
 

@@ -210,7 +210,8 @@ def _sent_of(specs: list[str], *shapes: tuple[int, int]) -> int:
     """What the ledger says a rank sends of some gradients."""
     size = dist.get_world_size()
     group = Group(dist.group.WORLD, tuple(range(size)), dist.get_rank(), "everyone", "gloo")
-    ledger, places = Ledger(), []
+    ledger = Ledger()
+    places: list[Place] = []
     for number, shape in enumerate(shapes):
         places.append(Place(f"p{number}", places[-1].stop if places else 0, shape))
     plan = CompressionPlan(read_specs(specs, Registry(BUILTIN), RunLength()))

@@ -155,7 +155,9 @@ def test_the_fused_projection_may_be_one_matrix() -> None:
 def test_matrices_move_as_those_of_torch(ours: str, theirs: str, nesterov: bool) -> None:
     """In bf16, which is all that it has: bit by bit but for the product with the scale."""
     names = ("wide.weight", "tall.weight")
-    settings = {"muon_fp32_matmul_prec": "medium", "muon_scale_mode": ours, "muon_nesterov": nesterov}
+    settings: dict[str, Any] = {
+        "muon_fp32_matmul_prec": "medium", "muon_scale_mode": ours, "muon_nesterov": nesterov,
+    }  # fmt: skip
     factor = 0.2 if ours == "spectral" else 1.0
     found, _ = _trained(torch.float32, 8, muon_extra_scale_factor=factor, **settings)
     params = {name: nn.Parameter(_drawn(name, 99).float()) for name in names}
@@ -182,7 +184,7 @@ def test_gradients_are_clipped_before_they_enter_the_momentum() -> None:
 
 def test_half_precision_follows_main_values_of_fp32() -> None:
     """And computes in bf16 then."""
-    settings = {"muon_fp32_matmul_prec": "medium"}
+    settings: dict[str, Any] = {"muon_fp32_matmul_prec": "medium"}
     ours, wanted = _trained(torch.bfloat16, 3)[0], _trained(torch.float32, 3, **settings)[0]
     for name, weight in ours.items():
         torch.testing.assert_close(weight.float(), wanted[name], rtol=0.01, atol=0.02)

@@ -149,9 +149,9 @@ def test_the_memory_of_the_optimizer_is_that_of_the_run(
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_muon_has_one_moment_of_matrices_and_exchanges_their_parts(sharded: bool) -> None:
-    muon = {"optimizer": {"optimizer": "muon"}, "parallel": {"use_distributed_optimizer": sharded}}
-    predictor, choice = predictor_of(small_run(**muon))
-    other, same = predictor_of(small_run(parallel=muon["parallel"]))
+    parallel = {"use_distributed_optimizer": sharded}
+    predictor, choice = predictor_of(small_run(optimizer={"optimizer": "muon"}, parallel=parallel))
+    other, same = predictor_of(small_run(parallel=parallel))
     layers, shares = predictor.contents(choice, 0)["layer"], choice.dp if sharded else 1
     matrices = layers * 12 * 64**2
     found, adam = predictor.predict(choice), other.predict(same)
