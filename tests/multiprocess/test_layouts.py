@@ -384,6 +384,9 @@ CUT = {
     4: {
         **{name: LAYOUTS[4][name] for name in ("tp2 dp2 sp sharded overlap", "pp2 dp2 virtual overlap", "dp4 sharded")},
         "ep2 tp2 sharded": _parallel(tp=2, expert_model_parallel_size=2, **DIST),
+        "ep2 of whole experts tp2 sharded": _parallel(
+            tp=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1, **DIST
+        ),
         "ep2 dp4 sharded": _parallel(expert_model_parallel_size=2, **DIST, **OVERLAP),
     },
     8: {name: LAYOUTS[8][name] for name in ("tp2 pp2 dp2 everything",)},
