@@ -267,10 +267,10 @@ class Experts(nn.Module):
         if step is None:
             return out_sbh
         step.seen[self.layer, step.micro_batch] = (routing.counts(self.count), routing.losses.detach())
-        balance = config.moe_aux_loss_coeff if config.balances else 0.0
-        if not balance and not config.moe_z_loss_coeff:
+        given = tuple(config.expert_losses.values())
+        if not any(given):
             return out_sbh
-        weights = routing.losses.new_tensor([balance, config.moe_z_loss_coeff])
+        weights = routing.losses.new_tensor(given)
         # Each tensor-parallel rank brings its part: the gradients of the router's logits are added up over them.
         objective = (routing.losses * weights).sum() / self.comm.size
         result: Tensor = _WithLoss.apply(out_sbh, objective, step.loss_grad)

@@ -23,6 +23,7 @@ def expert_requirements(model: ModelConfig) -> dict[str, dict[str, bool]]:
         "--num-experts": model.has_experts,
         "as many experts in each layer that has any": len(set(layers.values())) <= 1,
         "--moe-router-score-function softmax": model.moe_router_score_function == "softmax",
+        "no --moe-router-num-groups": is_unset(model.moe_router_num_groups),
         "--moe-router-topk-scaling-factor 1": model.moe_router_topk_scaling_factor == 1.0,
         "no --moe-router-enable-expert-bias": not model.moe_router_enable_expert_bias,
         "no --mlp-type residual": model.mlp_type == "standard",
@@ -71,7 +72,7 @@ def qwen2_moe_config(model: ModelConfig) -> dict[str, Any]:
 def _routing_config(model: ModelConfig) -> dict[str, Any]:
     return {
         "num_experts_per_tok": model.moe_router_topk,
-        "router_aux_loss_coef": model.moe_aux_loss_coeff if model.balances else 0.0,
+        "router_aux_loss_coef": model.balance_weight,
     }
 
 
@@ -124,7 +125,7 @@ def _check_weights(k: int, normalized: bool) -> None:
 
 def _routing_of(config: Values, k: int) -> dict[str, object]:
     coefficient = config.number("router_aux_loss_coef", 1e-3, least=0)
-    return {"moe_router_topk": k, "moe_aux_loss_coeff": coefficient}
+    return {"moe_router_topk": k, "moe_aux_loss_coeff": [coefficient]}
 
 
 def _places(config: Values) -> dict[str, object]:

@@ -202,8 +202,8 @@ _REFUSED = [
         values="expert-tensor-parallel-size",
     ),
     _refused(
-        "tokens choose among all experts of a layer, which have its whole width; leave it out",
-        values="moe-router-num-groups moe-router-group-topk moe-latent-size",
+        "experts have the whole width of their layer; leave it out",
+        values="moe-latent-size",
     ),
     _refused(
         "experts are --num-experts, and the processes that share them --expert-model-parallel-size; use these",

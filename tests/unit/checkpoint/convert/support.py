@@ -78,14 +78,14 @@ SHARED = {
     "moe_ffn_hidden_size": 24,
 }
 WITH_EXPERTS: dict[str, dict[str, Any]] = {
-    "mixtral": {**EXPERTS, "moe_aux_loss_coeff": 0.02, "sliding_window": 5, "moe_input_jitter_eps": 0.01},
+    "mixtral": {**EXPERTS, "moe_aux_loss_coeff": [0.02], "sliding_window": 5, "moe_input_jitter_eps": 0.01},
     "mixtral, 3 of 5 experts, untied": {
         **EXPERTS,
         "num_experts": [5],
         "moe_router_topk": 3,
         "untie_embeddings_and_output_weights": True,
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
+        "moe_router_load_balancing_type": ["none"],
+        "moe_aux_loss_coeff": [0.0],
     },
     "qwen2-moe": {**SHARED, "add_qkv_bias": True, "moe_router_pre_softmax": True},
     "qwen2-moe, top 1, every other layer, with a window": {
