@@ -67,6 +67,16 @@ class ExpertComm:
             covered = self.plan.covers(point, self.plan.stage)
             self._on[point] = covered and self.plan.activation(point).on(iteration)
 
+    def count(self, chosen: Tensor, experts: int, most: int | None = None) -> Tensor:
+        """Rows of each expert, int64, from the expert of each row; other numbers are of rows that none takes.
+
+        Args:
+            chosen: int64 experts of any shape.
+            experts: number of them.
+            most: rows that each takes at most, None for any; for those that cannot look at ``chosen``.
+        """
+        return torch.bincount(chosen.flatten(), minlength=experts)[:experts]
+
     def exchange_counts(self, counts_re: Tensor) -> Tensor:
         """Rows that each rank has for each of this rank's experts, from those that this rank has for all of them.
 

@@ -148,7 +148,7 @@ class ExpertsConfig:
     def expert_losses(self) -> dict[str, float]:
         """Losses of a layer with experts, by name, and their weights in the objective: those that balance experts, and
         the last one, which keeps logits small."""
-        kinds = [kind for kind in self.moe_router_load_balancing_type if kind != "none"]
+        kinds: list[str] = [kind for kind in self.moe_router_load_balancing_type if kind != "none"]
         weights = self.moe_aux_loss_coeff
         balance = dict(zip(kinds, weights * len(kinds) if len(weights) == 1 else weights, strict=False))
         return {**balance, Z_LOSS: self.moe_z_loss_coeff}
@@ -156,7 +156,7 @@ class ExpertsConfig:
     @property
     def balance_weight(self) -> float:
         """Sum of the weights of the losses that balance experts."""
-        return sum(weight for kind, weight in self.expert_losses.items() if kind != Z_LOSS)
+        return sum((weight for kind, weight in self.expert_losses.items() if kind != Z_LOSS), start=0.0)
 
 
 _Model = TypeVar("_Model", bound=ExpertsConfig)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.base.option import is_unset
-from megatron.comm.experts import Leg
+from megatron.comm.experts import ExpertComm, Leg
 from megatron.comm.tensor import TensorComm, enter_parallel_region, leave_parallel_region
 from megatron.compression.points import Point
 from megatron.config.model import ModelConfig
@@ -55,11 +55,11 @@ class _Order:
         return rows.index_select(0, self.place).view(-1, self.k, rows.shape[1])
 
 
-def _order(routing: Routing, experts: int) -> _Order:
+def _order(routing: Routing, experts: int, comm: ExpertComm) -> _Order:
     chosen, k = routing.experts_tk.flatten(), routing.experts_tk.shape[1]
     if routing.kept_tk is not None:
         chosen = torch.where(routing.kept_tk.flatten(), chosen, experts)
-    counts = torch.bincount(chosen, minlength=experts)[:experts]
+    counts = comm.count(chosen, experts, routing.capacity)
     order = chosen.argsort(stable=True)
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=order.device)
@@ -216,7 +216,7 @@ class Experts(nn.Module):
 
     def _routed(self, x_sbh: Tensor, routing: Routing) -> Tensor:
         """The experts' outputs, or this tensor-parallel rank's part of their sum."""
-        order = _order(routing, self.count)
+        order = _order(routing, self.count, self.expert_comm)
         rows: Tensor = _Dispatch.apply(x_sbh.flatten(0, 1), order)
         if self.expert_comm.size == 1:
             rows = self._compute(rows, order.counts)
@@ -233,7 +233,8 @@ class Experts(nn.Module):
     def _computed_of_ranks(self, rows: Tensor, came_re: Tensor) -> Tensor:
         """The outputs of rows that came rank by rank, each rank's by expert; in the same order."""
         numbers = torch.arange(self.local, device=rows.device).repeat(len(came_re))
-        order = numbers.repeat_interleave(came_re.flatten().to(rows.device)).argsort(stable=True)
+        repeats = came_re.flatten().to(rows.device)
+        order = numbers.repeat_interleave(repeats, output_size=len(rows)).argsort(stable=True)
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=rows.device)
         out = self._compute(rows.index_select(0, order), came_re.sum(0))
@@ -266,7 +267,8 @@ class Experts(nn.Module):
         step, config = context.experts, self.config
         if step is None:
             return out_sbh
-        step.seen[self.layer, step.micro_batch] = (routing.counts(self.count), routing.losses.detach())
+        counts = self.expert_comm.count(routing.experts_tk, self.count)
+        step.seen[self.layer, step.micro_batch] = (counts, routing.losses.detach())
         given = tuple(config.expert_losses.values())
         if not any(given):
             return out_sbh

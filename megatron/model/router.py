@@ -39,17 +39,15 @@ class Routing:
         experts_tk: int64 numbers of a token's experts.
         weights_tk: weights of their outputs.
         kept_tk: whether the expert takes the token; None where all do.
+        capacity: tokens that an expert takes; None for any.
         losses: the layer's losses, without their weights in the objective (``ModelConfig.expert_losses``).
     """
 
     experts_tk: Tensor
     weights_tk: Tensor
     kept_tk: Tensor | None
+    capacity: int | None
     losses: Tensor
-
-    def counts(self, experts: int) -> Tensor:
-        """Number of tokens that chose each expert, int64."""
-        return torch.bincount(self.experts_tk.flatten(), minlength=experts)
 
 
 class Router(ShardedModule):
@@ -94,10 +92,11 @@ class Router(ShardedModule):
         ranking_te = scores_te.detach() if self.expert_bias is None else scores_te.detach() + self.expert_bias
         experts_tk = self._within_groups(ranking_te).topk(self.config.moe_router_topk, dim=-1).indices
         weights_tk = self._weights(logits_te, scores_te, experts_tk)
-        kept_tk = self._kept(experts_tk, weights_tk.detach(), context.experts is not None)
+        capacity = self._capacity(experts_tk.numel(), context.experts is not None)
+        kept_tk = None if capacity is None else self._kept(experts_tk, weights_tk.detach(), capacity)
         before = None if context.experts is None else context.experts.shares.get(self.layer)
         losses = self._losses(logits_te, scores_te, experts_tk, logits_sbe.shape[1], before)
-        return Routing(experts_tk, weights_tk, kept_tk, losses)
+        return Routing(experts_tk, weights_tk, kept_tk, capacity, losses)
 
     def _jittered(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:
         eps = self.config.moe_input_jitter_eps
@@ -132,20 +131,21 @@ class Router(ShardedModule):
             weights_tk = logits_te.gather(1, experts_tk).softmax(-1)
         return weights_tk * config.moe_router_topk_scaling_factor
 
-    def _kept(self, experts_tk: Tensor, weights_tk: Tensor, training: bool) -> Tensor | None:
-        """Which of the tokens their experts take, by the capacity for a micro-batch."""
+    def _capacity(self, choices: int, training: bool) -> int | None:
+        """Tokens that an expert takes of a micro-batch with a number of choices."""
         config = self.config
         factor = config.moe_expert_capacity_factor if training else config.moe_eval_capacity_factor
-        if factor is None:
-            return None
-        capacity = max(config.moe_min_capacity, math.ceil(experts_tk.numel() / self.experts * factor))
+        return None if factor is None else max(config.moe_min_capacity, math.ceil(choices / self.experts * factor))
+
+    def _kept(self, experts_tk: Tensor, weights_tk: Tensor, capacity: int) -> Tensor:
+        """Which of the tokens their experts take."""
         chosen = experts_tk.flatten()
-        by_weight = config.moe_token_drop_policy == "probs"
+        by_weight = self.config.moe_token_drop_policy == "probs"
         first = weights_tk.flatten().argsort(descending=True, stable=True) if by_weight else None
         order = chosen.argsort(stable=True) if first is None else first[chosen[first].argsort(stable=True)]
-        counts = torch.bincount(chosen, minlength=self.experts)
-        starts = counts.cumsum(0) - counts
-        place = torch.arange(len(chosen), device=chosen.device) - starts[chosen[order]]
+        by_expert = chosen[order]
+        starts = torch.searchsorted(by_expert, torch.arange(self.experts, device=chosen.device))
+        place = torch.arange(len(chosen), device=chosen.device) - starts[by_expert]
         kept = torch.empty_like(chosen, dtype=torch.bool)
         kept[order] = place < capacity
         return kept.view_as(experts_tk)

@@ -46,6 +46,7 @@ BIASED: Changes = {
 RESIDUAL: Changes = {
     "model": {
         "mlp_type": "residual",
+        "qk_layernorm": True,
         "moe_shared_expert_intermediate_size": None,
         "moe_shared_expert_gate": False,
         "moe_router_topk": 1,
@@ -62,6 +63,9 @@ GLOBAL: Changes = {
         "moe_router_bias_update_rate": 0.01,
         "moe_router_load_balancing_type": ["global_aux_loss", "seq_aux_loss"],
         "moe_aux_loss_coeff": [0.5, 0.02],
+        "qk_layernorm": True,
+        "normalization": "RMSNorm",
+        "position_embedding_type": "rope",
         "moe_router_num_groups": 2,
         "moe_router_group_topk": 1,
     },

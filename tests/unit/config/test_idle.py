@@ -106,7 +106,7 @@ def value_of(field: FieldOption) -> str:
     if field.name.endswith("comp_type"):
         return "PowerSGD"
     if field.choices:
-        return next(choice for choice in field.choices if choice != field.default)
+        return next(choice for choice in field.choices if field.default not in (choice, [choice]))
     if field.element is int:
         step = -1 if field.option.maximum is not None and field.default == field.option.maximum else 1
         return str((field.default or 1) + step)
@@ -174,7 +174,8 @@ SHARED = "--moe-shared-expert-intermediate-size 32"
 PARTNERS: dict[str, tuple[str, int]] = {
     "without --position-embedding-type rope": ("--position-embedding-type rope", 1),
     "no layer has experts (--num-experts)": (
-        f"--num-experts 8 --moe-router-enable-expert-bias {CAPACITY} --moe-router-num-groups 2 --moe-router-group-topk 2",
+        f"--num-experts 8 --moe-router-enable-expert-bias {CAPACITY} --moe-router-num-groups 2 "
+        "--moe-router-group-topk 2",
         1,
     ),
     "no layer has experts (--num-experts), nor one beside them": (f"--num-experts 8 {SHARED}", 1),

@@ -148,6 +148,7 @@ BY_ITERATIONS = [
         ["--rotary-scaling-low-turns 4 is not below --rotary-scaling-high-turns 4"],
     ),
     ("--model-type bert --sliding-window 4", 1, ["--sliding-window", "BERT attends to later ones", "leave it out"]),
+    ("--model-type bert --qk-layernorm", 1, ["--qk-layernorm: only GPT", "leave it out for bert"]),
     ("--model-type bert --num-tokentypes 1", 1, ["--num-tokentypes 1", "types 0 and 1", "give 0 or at least 2"]),
     ("--num-tokentypes 2", 1, ["--num-tokentypes 2", "only BERT's samples", "run pretrain_bert.py"]),
     # T5
@@ -296,12 +297,12 @@ BY_ITERATIONS = [
     ("--num-experts 8 --moe-router-num-groups 2", 1, ["--moe-router-num-groups", "needs --moe-router-group-topk"]),
     ("--num-experts 8 --moe-router-group-topk 2", 1, ["--moe-router-group-topk", "needs --moe-router-num-groups"]),
     (
-        f"--num-experts 8 --moe-router-num-groups 3 --moe-router-group-topk 1",
+        "--num-experts 8 --moe-router-num-groups 3 --moe-router-group-topk 1",
         1,
         ["--moe-router-num-groups 3", "8 experts"],
     ),
     (
-        f"--num-experts 8 --moe-router-num-groups 2 --moe-router-group-topk 3",
+        "--num-experts 8 --moe-router-num-groups 2 --moe-router-group-topk 3",
         1,
         ["--moe-router-group-topk 3", "--moe-router-num-groups 2"],
     ),
