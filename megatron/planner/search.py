@@ -54,7 +54,14 @@ EXPERT_SETS: tuple[tuple[str, ...], ...] = (
     (f"ep-dispatch-forward={_FOUR}", f"ep-combine-forward={_EIGHT}", f"ep-dispatch-backward={_EIGHT}",
      f"ep-combine-backward={_FOUR}"),
 )  # fmt: skip
-"""Compressors that are tried besides where layers have experts, together with each of the others."""
+"""Compressors that are tried besides where layers have experts."""
+
+_BESIDE_EXPERTS: tuple[tuple[str, ...], ...] = (
+    (),
+    ("dp-grad=powersgd,rank=32",),
+    ("dp-grad=fixpoint,levels=8/4,error-feedback=on",),
+)
+"""Compressors that each set of ``EXPERT_SETS`` is tried with."""
 
 MICRO_BATCHES = (1, 2, 4, 8)
 CHUNKS = (1, 2, 3, 4, 6, 8)
@@ -152,9 +159,9 @@ def _widths(model: ModelConfig) -> list[int]:
 
 
 def with_experts(model: ModelConfig, spec_sets: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Sets of compressors, and for a model with experts each with those of ``EXPERT_SETS``, too."""
-    more = ((), *EXPERT_SETS) if model.has_experts else ((),)
-    return [(*one, *of_experts) for one in spec_sets for of_experts in more]
+    """Sets of compressors, and for a model with experts those of ``EXPERT_SETS``, alone and with some others."""
+    more = [(*of_experts, *others) for of_experts in EXPERT_SETS for others in _BESIDE_EXPERTS]
+    return [*spec_sets, *(more if model.has_experts else ())]
 
 
 def _given(config: RunConfig, cluster: Cluster) -> Iterator[Choice]:
