@@ -19,17 +19,8 @@ from megatron.config.run import RunConfig
 from megatron.planner.choice import Choice
 from megatron.planner.cluster import CODING, Cluster, Wire, across_wire, hop_wire, inside_wire, wire_between
 from megatron.planner.dry_run import DryStand
-from megatron.planner.pieces import (
-    EMBEDDING,
-    EXPERTS,
-    HEAD,
-    MessageCost,
-    PieceCost,
-    Pieces,
-    ReductionCost,
-    kind_of,
-    message,
-)
+from megatron.planner.names import EMBEDDING, EXPERTS, HEAD, kind_of
+from megatron.planner.pieces import MessageCost, PieceCost, Pieces, ReductionCost, message
 from megatron.topology.layout import Layout
 from megatron.topology.nodes import positions_by_node
 

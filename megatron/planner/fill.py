@@ -13,7 +13,7 @@ from megatron.config.recompute import RecomputeConfig
 from megatron.parallel.pipeline.schedule import PipelineOp, epilogue, training_schedule
 from megatron.planner.choice import Choice
 from megatron.planner.costs import INNER_POINTS, TP_POINTS, Wires
-from megatron.planner.pieces import EMBEDDING, HEAD
+from megatron.planner.names import EMBEDDING, HEAD
 from megatron.planner.stages import Stages, sent_bytes
 
 _IN_FLIGHT_GROUPS = 6

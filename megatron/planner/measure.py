@@ -27,8 +27,10 @@ from megatron.planner.choice import Choice, choice_of
 from megatron.planner.cluster import CODING, PARTS, Cluster, Device, LinkSpec
 from megatron.planner.costs import STEADY, TP_POINTS, planned, wires_of
 from megatron.planner.dry_run import DryStand, Tally
-from megatron.planner.pieces import Pieces, Stand, kind_of, message, piece_of
+from megatron.planner.names import kind_of, piece_of
+from megatron.planner.pieces import Pieces, message
 from megatron.planner.stages import Stages
+from megatron.planner.stand import Stand
 from megatron.topology.clock import clock_of
 from megatron.topology.group import Group
 from megatron.topology.topology import Topology

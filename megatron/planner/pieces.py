@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from megatron.comm.embedding import EmbeddingSync
-from megatron.comm.experts import ExpertComm
-from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan
 from megatron.comm.reducer import GradReducer
 from megatron.comm.tensor import TensorComm
@@ -30,63 +26,9 @@ from megatron.parallel.data.gradients import main_grad_dtype, reduced_bucket
 from megatron.parallel.tensor.embedding import VocabShard
 from megatron.parallel.tensor.shards import collect_specs
 from megatron.planner.dry_run import Collective, SavedTensors, Tally
-from megatron.topology.group import Group, num_bytes
-
-EMBEDDING, LAYER, HEAD = "embedding", "layer", "head"
-EXPERTS = "experts"
-"""First word of a layer with experts, of which there may be several kinds: "experts 8"."""
-
-
-def piece_of(model: ModelConfig, layer: int) -> str:
-    """The name of a layer's piece."""
-    count = model.expert_layers.get(layer)
-    return LAYER if count is None else f"{EXPERTS} {count}"
-
-
-def pieces_of(model: ModelConfig) -> tuple[str, ...]:
-    """The names of a model's pieces, each once."""
-    return (EMBEDDING, *dict.fromkeys(piece_of(model, layer) for layer in range(model.num_layers)), HEAD)
-
-
-def kind_of(name: str) -> str:
-    """The kind of a piece, as corrections name it."""
-    return name.split()[0]
-
-
-class Meter(Protocol):
-    """A meter of the costs of the code inside it."""
-
-    ledger: Ledger
-
-    def take(self) -> Tally:
-        """Returns the costs since the last call."""
-
-    def __enter__(self) -> Any: ...
-
-    def __exit__(self, *_: Any) -> Any: ...
-
-
-class Stand(Protocol):
-    """The stand on which pieces run: dry, or on a real device."""
-
-    torch_device: torch.device
-    repeats: int
-
-    def recorder(self) -> Any:
-        """A new ``Meter``."""
-
-    def group(self, size: int, recorder: Any, nodes: int = 0) -> Group:
-        """A group of ranks that reduce with this one, cut into so many nodes."""
-
-    def experts(self, size: int, recorder: Any, plan: CompressionPlan, imbalance: float) -> ExpertComm:
-        """The points of ranks that share experts with this one; ``imbalance`` where tokens choose nothing."""
-
-    @property
-    def attention(self) -> Callable[..., Tensor]:
-        """The attention function, for ``ForwardContext``."""
-
-    def fill(self, x: Tensor) -> Tensor:
-        """Fills a tensor in place, if it can have contents."""
+from megatron.planner.names import EMBEDDING, HEAD, piece_of
+from megatron.planner.stand import Meter, Stand
+from megatron.topology.group import num_bytes
 
 
 def _part(model: ModelConfig, name: str) -> StagePart:

@@ -16,7 +16,7 @@ from megatron.planner.choice import Choice
 from megatron.planner.cluster import Cluster, Wire
 from megatron.planner.costs import INNER_POINTS, STEADY, CostBook, Levels, Wires
 from megatron.planner.dry_run import Collective
-from megatron.planner.pieces import EMBEDDING, HEAD, kind_of, piece_of, pieces_of
+from megatron.planner.names import EMBEDDING, HEAD, kind_of, piece_of, pieces_of
 from megatron.planner.simulate import Hop, Pipeline
 
 

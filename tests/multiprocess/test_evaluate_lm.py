@@ -150,7 +150,7 @@ def test_a_model_with_experts_is_scored_as_its_export_is(
     size = json.loads((tmp_path / "hf" / "config.json").read_text())["vocab_size"]
     config = Qwen3MoeConfig(
         max_position_embeddings=64, hidden_size=32, intermediate_size=48, moe_intermediate_size=24,
-        head_dim=12, norm_topk_prob=True, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        norm_topk_prob=True, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
         num_experts=4, num_experts_per_tok=2, vocab_size=size, initializer_range=0.3, bos_token_id=size - 1,
         eos_token_id=size - 1,
     )  # fmt: skip
