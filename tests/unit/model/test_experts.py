@@ -234,7 +234,7 @@ def test_a_token_chooses_within_its_groups(score: str, experts: int, groups: int
     layer = _layer(num_experts=[experts], moe_router_topk=k, moe_router_enable_expert_bias=True, **form)
     bias = layer.router.expert_bias
     assert bias is not None
-    bias.copy_(torch.randn(experts, generator=torch.Generator().manual_seed(4)) * 0.05)
+    bias.copy_(torch.randn(experts, generator=torch.Generator().manual_seed(4)) * 0.05 - 2.0)
     x_sbh, differ = _input(), 0
     found_tk = layer.router(x_sbh, ForwardContext()).experts_tk
     of_scores = {"softmax": lambda x: x.softmax(0), "sigmoid": torch.sigmoid, "sqrtsoftplus": lambda x: x.exp().log1p()}

@@ -101,6 +101,9 @@ def test_experts_are_reduced_over_the_replicas_that_hold_them() -> None:
     # Parts that fill up groups of ranks come on top.
     assert predictor.predict(choice).sent["dp-grad"] == pytest.approx(2 * 7 / 8 * 4 * shared, rel=1e-3)
     assert predictor.predict(whole).sent["dp-grad"] == pytest.approx(2 * 7 / 8 * 4 * (shared + 8 * own), rel=1e-3)
+    pairs = dataclasses.replace(choice, ep=4)
+    wanted = 2 * 7 / 8 * 4 * shared + 2 * 1 / 2 * 4 * 2 * own
+    assert predictor.predict(pairs).sent["dp-grad"] == pytest.approx(wanted, rel=1e-3)
     memory = predictor.predict(choice).memory
     assert memory["optimizer"] == 8 * (shared + own)
     sharded = predictor.predict(dataclasses.replace(choice, sharded=True)).memory
