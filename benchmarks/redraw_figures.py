@@ -46,10 +46,13 @@ def network_rows(text: str) -> list[dict[str, Any]]:
     return found
 
 
-def outcomes(text: str) -> list[Outcome]:
-    """The outcomes in the convergence table."""
+_COSTS, _FORMATS = "## What it costs in loss", "### Formats of the wire, and what a model goes on with"
+
+
+def outcomes(text: str, mark: str = _COSTS) -> list[Outcome]:
+    """The outcomes in the convergence table below a headline."""
     found = []
-    for row in table_after(text, "## What it costs in loss"):
+    for row in table_after(text, mark):
         sent = {name.removesuffix(" kB"): float(cell) for name, cell in row.items() if name.endswith(" kB")}
         sent.pop("total")
         loss, _, spread = row["validation loss"].partition(" ± ")
@@ -91,6 +94,7 @@ PICTURES: dict[str, Callable[[Path], None]] = {
     "kernels": _kernels,
     "network": lambda out: draw_network(network_rows(BENCHMARKS.read_text()), out),
     "convergence": lambda out: draw_outcomes(outcomes(COMPRESSION.read_text()), out),
+    "convergence-formats": lambda out: draw_outcomes(outcomes(COMPRESSION.read_text(), _FORMATS), out),
     "time-to-loss": lambda out: draw_times(times(BENCHMARKS.read_text()), out),
 }
 

@@ -1,4 +1,4 @@
-"""What `make lint` runs: ruff's rules and format, mypy, import-linter, sizes, whether the pages of flags are current.
+"""What `make lint` runs: ruff's rules and format, mypy, import-linter, sizes and names, pages of flags that are current.
 
 All of them run; any problem fails.
 """
@@ -40,7 +40,7 @@ def steps(fix: bool, files: Sequence[str] = ()) -> list[tuple[str, list[str]]]:
     ]
     whole = [
         ("imports", IMPORTS),
-        ("sizes", ["tools/check_sizes.py"]),
+        ("sources", ["tools/check_sources.py"]),
         ("pages of flags", ["tools/generate_flags_doc.py", *([] if fix else ["--check"])]),
     ]
     return each if files else [*each, *whole]

@@ -28,7 +28,7 @@ Dataset = SampleSource
 Datasets = tuple[Dataset | None, Dataset | None, Dataset | None]
 
 
-class Part(Protocol):
+class DatasetPart(Protocol):
     """What one split may draw from one file."""
 
     @property
@@ -51,13 +51,13 @@ class Part(Protocol):
         """
 
 
-class Kind(Protocol):
+class DatasetKind(Protocol):
     """A kind of datasets: what --split divides, and how samples are made of it."""
 
     def count(self, indexed: IndexedDataset) -> int:
         """How many of what --split divides are in the file."""
 
-    def part(self, indexed: IndexedDataset, begin: int, end: int, name: str) -> Part:
+    def part(self, indexed: IndexedDataset, begin: int, end: int, name: str) -> DatasetPart:
         """The part of a file between two of them."""
 
 
@@ -98,7 +98,7 @@ def build_datasets(
 
 def build_splits(
     data: DataConfig,
-    kind: Kind,
+    kind: DatasetKind,
     seed: int,
     train_valid_test_num_samples: Sequence[int | None],
     vocab_size: int | None,
@@ -139,13 +139,13 @@ class _SplitSources:
 
     number: int
     weights: Sequence[float] | None
-    parts: list[Part]
+    parts: list[DatasetPart]
 
 
 @dataclass
 class _Builder:
     data: DataConfig
-    kind: Kind
+    kind: DatasetKind
     seed: int
     vocab_size: int | None
     opened: dict[str, IndexedDataset] = field(default_factory=dict)
@@ -231,11 +231,11 @@ class _GPTKind:
     collate_options: CollateOptions
 
     def count(self, indexed: IndexedDataset) -> int:
-        """See ``Kind``: as Megatron, sequences."""
+        """See ``DatasetKind``: as Megatron, sequences."""
         return len(indexed)
 
     def part(self, indexed: IndexedDataset, begin: int, end: int, name: str) -> _GPTPart:
-        """See ``Kind``."""
+        """See ``DatasetKind``."""
         return _GPTPart(self, indexed, Documents(indexed.lengths[begin:end], begin, name))
 
 
@@ -247,20 +247,20 @@ class _GPTPart:
 
     @property
     def name(self) -> str:
-        """See ``Part``."""
+        """See ``DatasetPart``."""
         return self.documents.name
 
     @property
     def is_empty(self) -> bool:
-        """See ``Part``."""
+        """See ``DatasetPart``."""
         return not self.documents.lengths.any()
 
     def epoch_samples(self) -> int:
-        """See ``Part``."""
+        """See ``DatasetPart``."""
         return (self.documents.tokens_per_epoch() - 1) // self.kind.seq_length
 
     def dataset(self, num_samples: int | None, seed: int) -> GPTDataset:
-        """See ``Part``."""
+        """See ``DatasetPart``."""
         kind, documents = self.kind, self.documents
         order: LazyOrder | FixedOrder | MegatronOrder
         if kind.data.sample_order == "megatron":

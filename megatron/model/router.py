@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -48,6 +48,11 @@ class Routing:
     kept_tk: Tensor | None
     capacity: int | None
     losses: Tensor
+
+    def of_tokens(self, tokens: slice) -> Routing:
+        """The routing of some of the tokens."""
+        kept_tk = None if self.kept_tk is None else self.kept_tk[tokens]
+        return replace(self, experts_tk=self.experts_tk[tokens], weights_tk=self.weights_tk[tokens], kept_tk=kept_tk)
 
 
 class Router(ShardedModule):

@@ -74,6 +74,7 @@ class Choice:
                 tensor_model_parallel_size=self.tp,
                 pipeline_model_parallel_size=self.pp,
                 expert_model_parallel_size=self.ep,
+                expert_tensor_parallel_size=None,
                 virtual_pipeline_model_parallel_size=self.chunks if self.chunks > 1 else None,
                 num_layers_per_virtual_pipeline_stage=None,
                 pipeline_schedule=self.schedule,

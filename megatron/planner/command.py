@@ -219,6 +219,11 @@ def plannable(config: RunConfig, gpus: int) -> RunConfig:
     """
     # The devices are the cluster's, whatever this machine has.
     resolved = config.resolve(gpus, cuda_available=True)
+    if resolved.model.has_experts and resolved.parallel.folds_experts:
+        raise UserError(
+            "--expert-tensor-parallel-size 1 is not planned; leave it out, and every tensor-parallel process holds its "
+            "part of each expert"
+        )
     recompute = resolved.recompute
     if recompute.recompute_granularity == "full" and (
         recompute.recompute_method == "block" or recompute.recompute_num_layers != 1

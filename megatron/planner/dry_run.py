@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from megatron.comm.experts import ExpertComm
+from megatron.comm.experts import ExpertComm, RowExchange
 from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan
 from megatron.compression.api import Level
@@ -248,7 +248,7 @@ class DryStand:
 
 
 class DryExpertComm(ExpertComm):
-    """The expert-parallel points of the rank with the fullest expert, whose tokens choose nothing.
+    """The expert-parallel points, in one stage, of the rank with the fullest expert, whose tokens choose nothing.
 
     Args:
         group, ledger, plan: see ``ExpertComm``.
@@ -257,6 +257,7 @@ class DryExpertComm(ExpertComm):
 
     def __init__(self, group: Group, ledger: Ledger, plan: CompressionPlan, imbalance: float) -> None:
         super().__init__(group, ledger, plan)
+        self.ranks = _DryRows(group, ledger, self.ranks.coding)
         self.imbalance = imbalance
 
     def count(self, chosen: Tensor, experts: int, most: int | None = None) -> Tensor:
@@ -269,11 +270,14 @@ class DryExpertComm(ExpertComm):
         counts[1 : 1 + more] += 1
         return counts if most is None else counts.clamp_(max=most)
 
-    def exchange_counts(self, counts_re: Tensor) -> Tensor:
-        """Rows from each rank: as many as this one has for its own experts."""
-        rows = list(counts_re.to(torch.int32))
+
+class _DryRows(RowExchange):
+    """Exchanges of rows with ranks that have as many for this one as it has for itself."""
+
+    def exchange_counts(self, counts_rn: Tensor) -> Tensor:
+        rows = list(counts_rn.to(torch.int32))
         self.ledger.sent(Point.CONTROL, self.group.exchange_parts(rows, rows).sent_bytes)
-        return counts_re[:1].repeat(len(counts_re), 1)
+        return counts_rn[:1].repeat(len(counts_rn), 1)
 
 
 class SavedTensors:

@@ -14,7 +14,7 @@ from megatron.planner.choice import Choice
 from megatron.planner.cluster import Cluster
 from megatron.planner.costs import Wires, wires_of
 from megatron.planner.fill import leaving, memory, traffic
-from megatron.planner.simulate import Pipeline, StageTimes
+from megatron.planner.simulate import Pipeline, RankTimes
 from megatron.planner.stages import StageCost, Stages, collective_seconds
 from megatron.training.flops import model_tflops
 from megatron.training.report import model_shape
@@ -64,7 +64,7 @@ class Predictor(Stages):
         super().__init__(config, cluster, vocab_size, imbalance)
         self._pipelines: dict[Choice, Pipeline] = {}
         self._bounds: dict[tuple[Choice, int], float] = {}
-        self._times: dict[Choice, Sequence[StageTimes]] = {}
+        self._times: dict[Choice, Sequence[RankTimes]] = {}
         self._memory: dict[Choice, float] = {}
 
     def lower_bound(self, choice: Choice) -> float:
@@ -78,7 +78,7 @@ class Predictor(Stages):
             self._bounds[key] = self._pipelines[alone].lower_bound(choice.micro_batches)
         return self._bounds[key]
 
-    def times(self, choice: Choice, pipeline: Pipeline) -> Sequence[StageTimes]:
+    def times(self, choice: Choice, pipeline: Pipeline) -> Sequence[RankTimes]:
         """Times of the choice's simulated pipeline, computed once for all choices that differ in reductions alone."""
         alone = _forth_and_back(choice)
         if alone not in self._times:
@@ -135,7 +135,7 @@ class Predictor(Stages):
         )
 
     def _synchronized(
-        self, choice: Choice, wires: Wires, pipeline: Pipeline, times: Sequence[StageTimes], stages: Sequence[StageCost]
+        self, choice: Choice, wires: Wires, pipeline: Pipeline, times: Sequence[RankTimes], stages: Sequence[StageCost]
     ) -> tuple[list[float], float]:
         """Times at which the gradients of each rank are reduced, and the seconds of coding the tied embedding's."""
         specs = self.book.specs(choice)
@@ -165,7 +165,7 @@ class Predictor(Stages):
         ready[0] = ready[-1] = max(ready[0], ready[-1]) + took
         return ready, coding
 
-    def _first_round(self, choice: Choice, pipeline: Pipeline, rank: int, time: StageTimes, stage: StageCost) -> float:
+    def _first_round(self, choice: Choice, pipeline: Pipeline, rank: int, time: RankTimes, stage: StageCost) -> float:
         """Time at which the round that starts in backward has completed, with buckets that fill one after the other."""
         limit = bucket_elements(self.config.parallel.ddp_bucket_size, choice.overlap, choice.dp)
         elements = sum(count for count, _ in stage.parts)

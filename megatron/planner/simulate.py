@@ -35,7 +35,7 @@ Hops = Callable[[bool, int, bool], Hop]
 
 
 @dataclass(frozen=True)
-class StageTimes:
+class RankTimes:
     """The times of one pipeline rank's step.
 
     Args:
@@ -92,13 +92,13 @@ class Pipeline:
                 way += sum(hop.encode_s + hop.transfer_s + hop.latency_s + hop.decode_s for hop in (there, back))
         return bound
 
-    def run(self, micro_batches: int) -> list[StageTimes]:
+    def run(self, micro_batches: int) -> list[RankTimes]:
         """Simulates a step; returns the times of every rank."""
         if self.kind == "gpipe" or micro_batches * len(self.forward_s) <= _WHOLE:
             return self._play(micro_batches)
         return self._lengthened(micro_batches)
 
-    def _lengthened(self, micro_batches: int) -> list[StageTimes]:
+    def _lengthened(self, micro_batches: int) -> list[RankTimes]:
         """Plays only the beginning of a long step, and extrapolates the rest.
 
         In the steady state of 1F1B every further group of micro-batches takes equally long. Where links are the
@@ -113,7 +113,7 @@ class Pipeline:
         less, more = self._play(short + rest), self._play(short + rest + period)
         periods = (micro_batches - short - rest) / period
         return [
-            StageTimes(
+            RankTimes(
                 a.end + periods * (b.end - a.end),
                 a.busy + periods * (b.busy - a.busy),
                 a.coding + periods * (b.coding - a.coding),
@@ -127,11 +127,11 @@ class Pipeline:
             training_schedule(self.kind, self.stages, rank, self.chunks, micro_batches) for rank in range(self.stages)
         ]
 
-    def _play(self, micro_batches: int) -> list[StageTimes]:
+    def _play(self, micro_batches: int) -> list[RankTimes]:
         schedules = self.schedules(micro_batches)
         play = _Play(self, schedules)
         play.run()
-        return [StageTimes(rank.clock, rank.busy, rank.coding) for rank in play.ranks]
+        return [RankTimes(rank.clock, rank.busy, rank.coding) for rank in play.ranks]
 
 
 @dataclass

@@ -40,7 +40,7 @@ class Tokenizer(Protocol):
 
 
 @runtime_checkable
-class Pieces(Protocol):
+class PieceLookup(Protocol):
     """A tokenizer that knows its pieces by name."""
 
     def id_of(self, piece: str) -> int | None:

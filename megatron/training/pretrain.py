@@ -40,7 +40,7 @@ from megatron.topology.launch import LaunchEnvironment, pick_device
 from megatron.topology.layout import Layout
 from megatron.topology.topology import Topology, build_topology, single_process
 from megatron.training.assembly import Engines, build_engines, groups_by_node, layout_of
-from megatron.training.compression_notes import cache_notes, compression_notes, node_notes, run_length
+from megatron.training.compression_notes import cache_notes, compression_notes, node_notes, run_length, stage_notes
 from megatron.training.console import make_output_last
 from megatron.training.coverage import coverage_notes
 from megatron.training.determinism import make_deterministic
@@ -211,7 +211,8 @@ def run(
 
 def _log_engines(engines: Engines, datasets: Datasets, notes: Sequence[str], log: Callable[[str], None]) -> None:
     """Prints what was built, and the notes on it."""
-    for note in (*node_notes(engines.plan, engines.topology), *cache_notes(engines, datasets[0]), *notes):
+    about_nodes = [*node_notes(engines.plan, engines.topology), *stage_notes(engines)]
+    for note in (*about_nodes, *cache_notes(engines, datasets[0]), *notes):
         log(f"note: {note}")
     for line in coverage_notes(engines):
         log(line)

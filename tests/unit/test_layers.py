@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.check_sizes import MAX_FILE_LINES, MAX_FUNCTION_LINES, check_file, check_repository
+from tools.check_sources import MAX_FILE_LINES, MAX_FUNCTION_LINES, check_file, check_repository
 from tools.lint import IMPORTS, SOURCES
 
 REPO = Path(__file__).resolve().parents[2]
@@ -194,6 +194,15 @@ def test_what_is_too_long_is_found(tmp_path: Path) -> None:
     assert "split the file" in check_file(path, tmp_path)[0]
     path.write_text("def f(:")
     assert "invalid syntax" in check_repository(tmp_path)[0]
+
+
+def test_public_classes_have_names_of_their_own(tmp_path: Path) -> None:
+    for name, code in (("a", "class Part: ...\nclass _Own: ..."), ("b", "class _Own: ...\n\nclass Part: ...")):
+        (tmp_path / "megatron" / name).mkdir(parents=True)
+        (tmp_path / "megatron" / name / "x.py").write_text(code)
+    assert check_repository(tmp_path) == [
+        "megatron/b/x.py:3: class Part has the name of one in megatron/a/x.py: rename it"
+    ]
 
 
 def test_flags_are_read_without_torch() -> None:

@@ -42,7 +42,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Kind:
+class DownloadKind:
     """A kind of set.
 
     Args:
@@ -145,16 +145,16 @@ def _wanted(web: Web, kind: str, repository: str, names: list[str], folder: str 
 
 
 KINDS = {
-    "vocab": Kind("vocabulary files", ("gpt2", "bert"), lambda name: DATA, _vocabulary),
-    "ckpt": Kind(
+    "vocab": DownloadKind("vocabulary files", ("gpt2", "bert"), lambda name: DATA, _vocabulary),
+    "ckpt": DownloadKind(
         "public checkpoints",
         ("gpt2_345m", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"),
         lambda name: REPO / "checkpoints" / name,
         _checkpoint,
     ),
-    "wikipedia": Kind("texts of Wikipedia", ("20231101.en", "*"), lambda name: DATA, _wikipedia, shards=True),
-    "openwebtext": Kind("OpenWebText", ("plain_text",), lambda name: DATA, _openwebtext, shards=True),
-    "oscar": Kind("the part of OSCAR of the JUPITER benchmark", ("stas",), lambda name: DATA, _oscar),
+    "wikipedia": DownloadKind("texts of Wikipedia", ("20231101.en", "*"), lambda name: DATA, _wikipedia, shards=True),
+    "openwebtext": DownloadKind("OpenWebText", ("plain_text",), lambda name: DATA, _openwebtext, shards=True),
+    "oscar": DownloadKind("the part of OSCAR of the JUPITER benchmark", ("stas",), lambda name: DATA, _oscar),
 }
 """What there is, by name."""
 

@@ -92,7 +92,7 @@ class Search:
 
 
 @dataclass(frozen=True)
-class Cut(Search):
+class NgramCut(Search):
     """The second pass: keeps, cuts or drops a document.
 
     Args:
@@ -209,7 +209,7 @@ def run(options: argparse.Namespace) -> Report:
         with writing(options.save_dictionary) as write:
             write(json.dumps(found, ensure_ascii=False).encode())
     wanted = frozenset(ngram for ngram, seen in found.items() if seen < options.key_threshold)
-    cut = Cut(key, wanted, options.remove_char_each_side, options.filter_text_char_len, options.splits_count)
+    cut = NgramCut(key, wanted, options.remove_char_each_side, options.filter_text_char_len, options.splits_count)
     with writing(options.output) as write:
         report = judge_all(cut, [path], write, what="filtering", **shared)
     report.add("runs of words looked for", len(wanted))

@@ -43,7 +43,7 @@ from numpy.typing import NDArray
 from megatron.base.errors import UserError
 from megatron.data.cleaning.command import Report, Tool, add_common, check_apart, progress
 from megatron.data.cleaning.comparing import Comparison, Texts, merged
-from megatron.data.cleaning.filtering import BAD_LINE, Part, encode, in_chunks, of_each, parts_of
+from megatron.data.cleaning.filtering import BAD_LINE, FilePart, encode, in_chunks, of_each, parts_of
 from megatron.data.cleaning.fingerprints import Index, signatures
 from megatron.data.lines import writing
 from megatron.data.processes import in_processes
@@ -64,7 +64,7 @@ class _Fingerprint:
     seed: int
     skip_bad: bool
 
-    def __call__(self, part: Part) -> tuple[list[list[str]], NDArray[np.uint32], NDArray[np.int64], int]:
+    def __call__(self, part: FilePart) -> tuple[list[list[str]], NDArray[np.uint32], NDArray[np.int64], int]:
         found, bad = of_each(lambda row, line, where: [row[key] for key in part.keys], part, self.skip_bad)
         return found, *signatures([text for _, text in found], self.seeds, self.seed), bad
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from megatron.base.errors import UserError
 from tools.quickstart.process import CommandFailed, run_logged
-from tools.quickstart.stages import Stage, digest
+from tools.quickstart.stages import QuickstartStage, digest
 from tools.quickstart.summary import format_summary, summarize
 from tools.quickstart.unigram import unigram
 
@@ -138,7 +138,7 @@ class Quickstart:
         self.data_key = digest(self.vocabulary_key, package / "command.py")
         self.run_key = digest(self.data_key, MODEL, TRAINING)
 
-    def stages(self) -> list[Stage]:
+    def stages(self) -> list[QuickstartStage]:
         at = self.at
         parts = ("train", "heldout")
         trained_key = digest(self.run_key, self.train_iters)
@@ -147,11 +147,13 @@ class Quickstart:
         vocabulary = [at.vocabulary / name for name in ("vocab.json", "merges.txt")]
         data = [Path(f"{at.data(part)}{end}") for part in parts for end in (".bin", ".idx")]
         return [
-            Stage("corpus", at.stamp("corpus"), self.corpus_key, corpus, self.make_corpus),
-            Stage("vocabulary", at.stamp("vocabulary"), self.vocabulary_key, vocabulary, self.train_vocabulary),
-            Stage("preprocessing", at.stamp("data"), self.data_key, data, self.preprocess),
-            Stage("training", at.stamp("train"), trained_key, [at.tracker, at.jsonl], self.train),
-            Stage("sample", at.stamp("sample"), sample_key, [at.out / "sample.txt"], self.generate),
+            QuickstartStage("corpus", at.stamp("corpus"), self.corpus_key, corpus, self.make_corpus),
+            QuickstartStage(
+                "vocabulary", at.stamp("vocabulary"), self.vocabulary_key, vocabulary, self.train_vocabulary
+            ),
+            QuickstartStage("preprocessing", at.stamp("data"), self.data_key, data, self.preprocess),
+            QuickstartStage("training", at.stamp("train"), trained_key, [at.tracker, at.jsonl], self.train),
+            QuickstartStage("sample", at.stamp("sample"), sample_key, [at.out / "sample.txt"], self.generate),
         ]
 
     def make_corpus(self) -> None:

@@ -23,7 +23,7 @@ def digest(*parts: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Stage:
+class QuickstartStage:
     """A step, what its result depends on (``key``) and the files it makes.
 
     The step is up to date while its stamp holds the same key and each file has the size and time it had then.

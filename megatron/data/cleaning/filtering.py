@@ -102,7 +102,7 @@ Judge = Callable[[dict[str, Any], bytes, str], Judged]
 
 
 @dataclass(frozen=True)
-class Part:
+class FilePart:
     """Some lines of a file, each with its number; ``keys`` are fields that must be text."""
 
     path: str
@@ -110,16 +110,16 @@ class Part:
     lines: Sequence[tuple[int, bytes]]
 
 
-def parts_of(path: str | Path, *keys: str) -> Iterator[Part]:
+def parts_of(path: str | Path, *keys: str) -> Iterator[FilePart]:
     """The lines of a file, some at a time.
 
     Raises:
         UserError: when it cannot be read.
     """
-    return (Part(str(path), keys, chunk) for chunk in in_chunks(numbered_lines(path)))
+    return (FilePart(str(path), keys, chunk) for chunk in in_chunks(numbered_lines(path)))
 
 
-def of_each(function: Callable[[dict[str, Any], bytes, str], T], part: Part, skip_bad: bool) -> tuple[list[T], int]:
+def of_each(function: Callable[[dict[str, Any], bytes, str], T], part: FilePart, skip_bad: bool) -> tuple[list[T], int]:
     """What a function of a document, its line and where it is says of some lines.
 
     Args:
@@ -151,7 +151,7 @@ class _JudgePart:
     judge: Judge
     skip_bad: bool
 
-    def __call__(self, part: Part) -> tuple[list[Judged], int]:
+    def __call__(self, part: FilePart) -> tuple[list[Judged], int]:
         return of_each(self.judge, part, self.skip_bad)
 
 

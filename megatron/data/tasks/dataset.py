@@ -17,7 +17,7 @@ from megatron.data.masked_dataset import padding, places, take
 from megatron.data.source import row
 from megatron.data.tasks.epochs import Epochs
 from megatron.data.tasks.examples import Example
-from megatron.tokenizer.api import Pieces, Tokenizer
+from megatron.tokenizer.api import PieceLookup, Tokenizer
 from megatron.tokenizer.wordpiece import word_piece_ids
 
 _CACHED_TEXTS = 1024
@@ -53,7 +53,7 @@ def separators_of(tokenizer: Tokenizer, model: ModelConfig) -> Separators:
     if model.causal:
         return Separators(None, tokenizer.eod, tokenizer.eod)
     if model.model_type == "deberta":
-        found = [tokenizer.id_of(name) for name in _NAMES] if isinstance(tokenizer, Pieces) else [None]
+        found = [tokenizer.id_of(name) for name in _NAMES] if isinstance(tokenizer, PieceLookup) else [None]
         if None in found:
             raise UserError(
                 f"--tokenizer-type {tokenizer.name} has no {', '.join(_NAMES)}, which DeBERTa's texts stand between: "

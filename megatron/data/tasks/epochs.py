@@ -12,7 +12,7 @@ _TASK_ORDER = 3
 
 
 @dataclass(frozen=True)
-class Place:
+class EpochPlace:
     """What a draw is.
 
     Args:
@@ -52,13 +52,13 @@ class Epochs:
         """Number of lanes, where samples recur in them."""
         return None if self._lanes is None else self._lanes.lanes
 
-    def at(self, draw: int) -> Place:
+    def at(self, draw: int) -> EpochPlace:
         """What draw number ``draw`` of the run is."""
         epoch, inside = divmod(draw, self.draws)
         place = inside % self._samples
         counts = inside < self._samples
         if self._lanes is not None:
-            return Place(self._lanes.sample(epoch * self._samples + place), counts)
+            return EpochPlace(self._lanes.sample(epoch * self._samples + place), counts)
         if self._shuffle:
             place = Permutation(self._samples, mix(self._seed, epoch, _TASK_ORDER))(place)
-        return Place(place, counts)
+        return EpochPlace(place, counts)

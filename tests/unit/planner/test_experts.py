@@ -52,7 +52,7 @@ def test_one_expert_is_fuller_than_the_others() -> None:
     counts = comm.count(torch.empty(100, 2, device="meta"), 8)
     assert counts.tolist() == [62, 20, 20, 20, 20, 20, 19, 19]
     assert comm.count(torch.empty(200, device="meta"), 8, 20).tolist() == [20, 20, 20, 20, 20, 20, 19, 19]
-    came_re = comm.exchange_counts(counts.view(4, 2))
+    came_re = comm.ranks.exchange_counts(counts.view(4, 2))
     assert came_re.tolist() == [[62, 20]] * 4
 
 
@@ -169,3 +169,12 @@ def test_the_command_plans_experts(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "tp 1, pp 1, dp 4, ep 4" in shown
     assert "ep-dispatch-forward: " in shown
     assert main(["--config", str(tmp_path / "best.yaml"), "--cluster", str(cluster), "--no-search"]) == 0
+
+
+def test_whole_experts_on_tensor_parallel_ranks_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folded = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "expert_model_parallel_size": 2}
+    config, cluster = tmp_path / "run.yaml", tmp_path / "cluster.yaml"
+    config.write_text(small_run(model=MOE, parallel=folded).to_yaml())
+    cluster.write_text(write_cluster(CLUSTER))
+    assert main(["--config", str(config), "--cluster", str(cluster), "--no-search"]) == 2
+    assert "--expert-tensor-parallel-size 1 is not planned; leave it out" in capsys.readouterr().err

@@ -23,7 +23,7 @@ from megatron.data.indexed import IndexedWriter
 from tools.quickstart.make_corpus import write_corpus
 from tools.quickstart.process import CommandFailed, run_logged
 from tools.quickstart.run import Quickstart
-from tools.quickstart.stages import Stage, digest
+from tools.quickstart.stages import QuickstartStage, digest
 from tools.quickstart.summary import Summary, format_summary, summarize
 from tools.quickstart.unigram import Unigram, unigram
 
@@ -105,12 +105,12 @@ def test_a_stage_runs_again_only_when_something_changed(tmp_path: Path) -> None:
     output = tmp_path / "output"
     calls: list[str] = []
 
-    def stage(key: str) -> Stage:
+    def stage(key: str) -> QuickstartStage:
         def action() -> None:
             calls.append(key)
             output.write_text(key * len(calls))
 
-        return Stage("title", tmp_path / "done" / "stamp.json", key, [output], action)
+        return QuickstartStage("title", tmp_path / "done" / "stamp.json", key, [output], action)
 
     assert stage("a").run() is not None
     assert stage("a").run() is None
@@ -131,7 +131,7 @@ def test_a_stage_that_failed_is_not_done(tmp_path: Path) -> None:
     def fail() -> None:
         raise UserError("wrong")
 
-    stage = Stage("title", tmp_path / "stamp.json", "a", [output], fail)
+    stage = QuickstartStage("title", tmp_path / "stamp.json", "a", [output], fail)
     for _ in range(2):
         with pytest.raises(UserError):
             stage.run()

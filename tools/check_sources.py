@@ -1,11 +1,14 @@
-"""Checks that files and functions stay short enough to be read: ``MAX_FILE_LINES`` and ``MAX_FUNCTION_LINES``."""
+"""Checks that files and functions are short enough to be read, and that no two public classes have one name.
+
+The limits are ``MAX_FILE_LINES`` and ``MAX_FUNCTION_LINES``.
+"""
 
 from __future__ import annotations
 
 import argparse
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 CHECKED = ("megatron", "benchmarks", "tasks", "tools", "ASPLOS23")
@@ -27,7 +30,32 @@ def check_file(path: Path, repo: Path) -> list[str]:
 
 def check_repository(repo: Path) -> list[str]:
     """The problems of all files."""
-    return [problem for path in sorted(_sources(repo)) for problem in check_file(path, repo)]
+    paths = sorted(_sources(repo))
+    return [problem for path in paths for problem in check_file(path, repo)] + check_class_names(paths, repo)
+
+
+def check_class_names(paths: Iterable[Path], repo: Path) -> list[str]:
+    """Public classes of files, private ones left out, whose name another file has given away before, as lines."""
+    problems: list[str] = []
+    seen: dict[str, Path] = {}
+    for path in paths:
+        for name, line in _public_classes(path):
+            first = seen.setdefault(name, path)
+            if first != path:
+                where, other = path.relative_to(repo), first.relative_to(repo)
+                problems.append(f"{where}:{line}: class {name} has the name of one in {other}: rename it")
+    return problems
+
+
+def _public_classes(path: Path) -> Iterator[tuple[str, int]]:
+    """Names and lines of the public classes at the top of a file; none where it cannot be parsed."""
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except SyntaxError:
+        return
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield node.name, node.lineno
 
 
 def _sources(repo: Path) -> Iterator[Path]:
