@@ -37,7 +37,9 @@ from megatron.topology.agree import first_problem, gather_texts, raise_together,
 from megatron.topology.errors import ranks_text
 
 SHOWN_DIFFERENCES = 4
-_FLAGS = {"binary_head.": "--bert-no-binary-head", "tokentype_embeddings.": "--num-tokentypes"}
+_FLAGS = {"binary_head.": "--bert-no-binary-head", "tokentype_embeddings.": "--num-tokentypes"} | {
+    f"self_attention.{part}_layernorm.": "--qk-layernorm" for part in "qk"
+}
 """Flags that give a model tensors of its own, by a part of their names."""
 
 
@@ -320,7 +322,7 @@ def _flags_of(differences: Sequence[str]) -> str:
     if sum(map(len, parts.values())) < len(differences):
         experts = ", --num-experts" if any(".mlp.experts." in text for text in differences) else ""
         return f"--num-layers, --hidden-size, --ffn-hidden-size, --num-attention-heads{experts} and the vocabulary"
-    return " and ".join(_FLAGS[part] for part, found in parts.items() if found)
+    return " and ".join(dict.fromkeys(_FLAGS[part] for part, found in parts.items() if found))
 
 
 def _share(items: Sequence[StoredItem], rank: int, size: int) -> list[StoredItem]:

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron.comm.tensor import TensorComm
 from megatron.config.model import ModelConfig
 from megatron.model.context import AttentionDropout, ForwardContext
+from megatron.model.norm import Norm
 from megatron.model.rotary import apply_rotary
 from megatron.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.tensor.random import DropoutKeys, SiteKeys, keyed_seed
@@ -145,6 +146,11 @@ class SelfAttention(Attention):
         self.query_key_value = ColumnParallelLinear(
             (rows, config.hidden_size), biased, comm, device, dtype, blocks=blocks
         )
+        self.q_layernorm: Norm | None = None
+        self.k_layernorm: Norm | None = None
+        if config.qk_layernorm:
+            self.q_layernorm = Norm(config, comm, device, dtype, of_heads=True)
+            self.k_layernorm = Norm(config, comm, device, dtype, of_heads=True)
         self.dense = RowParallelLinear(width, config.hidden_size, config.add_bias_linear, comm, device, dtype)
 
     def forward(
@@ -159,6 +165,8 @@ class SelfAttention(Attention):
         mixed = mixed.view(s, b, self.groups, self.queries_per_group + 2, self.head_dim)
         query, key, value = mixed.split((self.queries_per_group, 1, 1), dim=3)
         query, key, value = (x.flatten(2, 3) for x in (query, key, value))
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
         if rotary is not None:
             query, key = apply_rotary(query, rotary), apply_rotary(key, rotary)
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))

@@ -210,8 +210,8 @@ _REFUSED = [
         "beside Muon, AdamW updates what is no matrix of a layer; leave it out", values="muon-scalar-optimizer=adam"
     ),
     _refused(
-        "tokens choose among all experts of a layer, which have its whole width; leave it out",
-        values="moe-router-num-groups moe-router-group-topk moe-latent-size",
+        "experts have the whole width of their layer; leave it out",
+        values="moe-latent-size",
     ),
     _refused(
         "experts are --num-experts, and the processes that share them --expert-model-parallel-size; use these",

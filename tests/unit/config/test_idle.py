@@ -107,7 +107,7 @@ def value_of(field: FieldOption) -> str:
     if field.name.endswith("comp_type"):
         return "PowerSGD"
     if field.choices:
-        return next(choice for choice in field.choices if choice != field.default)
+        return next(choice for choice in field.choices if field.default not in (choice, [choice]))
     if field.element is int:
         step = -1 if field.option.maximum is not None and field.default == field.option.maximum else 1
         return str((field.default or 1) + step)
@@ -175,7 +175,11 @@ SHARED = "--moe-shared-expert-intermediate-size 32"
 # What makes a rule's fields act, by the words of the rule: (flags, processes).
 PARTNERS: dict[str, tuple[str, int]] = {
     "without --position-embedding-type rope": ("--position-embedding-type rope", 1),
-    "no layer has experts (--num-experts)": (f"--num-experts 8 --moe-router-enable-expert-bias {CAPACITY}", 1),
+    "no layer has experts (--num-experts)": (
+        f"--num-experts 8 --moe-router-enable-expert-bias {CAPACITY} --moe-router-num-groups 2 "
+        "--moe-router-group-topk 2",
+        1,
+    ),
     "no layer has experts (--num-experts), nor one beside them": (f"--num-experts 8 {SHARED}", 1),
     "beside --moe-router-load-balancing-type none": ("--num-experts 8", 1),
     "without --moe-router-enable-expert-bias": ("--num-experts 8 --moe-router-enable-expert-bias", 1),
