@@ -156,7 +156,9 @@ def _sent(engines: Engines, point: Point) -> Iterator[tuple[int, bool]]:
     compressed."""
     layout, stage = engines.topology.layout, engines.plan.stage
     training, kind = engines.config.training, engines.config.parallel.pipeline_schedule
-    micro_batches = training.global_batch_size // (training.micro_batch_size * layout.dp)
+    micro_batches = training.global_batch_size // (
+        training.micro_batch_size * layout.dp * engines.config.islands.islands
+    )
     ops = training_schedule(kind, layout.pp, stage, layout.chunks, micro_batches)
     late = epilogue(ops)
     only_late = engines.plan.activation(point).epilogue

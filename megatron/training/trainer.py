@@ -207,13 +207,15 @@ class Trainer:
         return ExitReason.INTERVAL if interval and self.progress.iteration % interval == 0 else ExitReason.NONE
 
     def _loader(self, dataset: Dataset, consumed: int) -> MicroBatches:
-        dp = self.topology.dp
+        dp, islands = self.topology.dp, self.config.islands
+        # Islands are as many more replicas in training; each evaluates what it has come to on everything.
+        first, count = (islands.island or 0, islands.islands) if dataset is self.train_set else (0, 1)
         return build_loader(
             dataset,
             consumed_samples=consumed,
             micro_batch_size=self.config.training.micro_batch_size,
-            dp_rank=dp.rank,
-            dp_size=dp.size,
+            dp_rank=first * dp.size + dp.rank,
+            dp_size=count * dp.size,
             num_workers=self.config.data.num_workers,
             needs_tokens=self.engines.needs_tokens,
             dataloader_type=self.config.data.dataloader_type,

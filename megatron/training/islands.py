@@ -1,0 +1,112 @@
+"""One island of several: its folders, and how it meets the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint.files import TRACKER
+from megatron.compression.points import Point
+from megatron.compression.schedule import RunLength
+from megatron.config.islands import file_of, folder_of, host_and_port, with_variables
+from megatron.config.run import RunConfig, run_sections
+from megatron.topology.group import Group
+from megatron.topology.islands import Islands
+from megatron.topology.launch import LaunchEnvironment
+from megatron.topology.meeting_place import MeetingPlace
+from megatron.topology.topology import Topology
+from megatron.training.identity import identity_of
+
+_FOLDERS = ("tensorboard_dir", "wandb_save_dir", "profile_trace")
+_FILES = ("log_txt_file", "log_json_file")
+_ITS_OWN = ("--save", "--load", "--island", "--islands-address", "--ckpt-step", "--finetune", "--overwrite-checkpoints")
+_SHARE_OF_TIMEOUT = 0.9
+"""Ranks wait for a decision of rank 0 at most the whole time-out."""
+
+
+def of_island(config: RunConfig) -> RunConfig:
+    """The configuration of this island: what it saves and logs is apart from the others'.
+
+    It loads its own checkpoint; where there is none but the folder itself is that of a run, all islands begin with
+    this run's.
+
+    Raises:
+        UserError: when the launcher's variables are no numbers.
+    """
+    islands = with_variables(config.islands)
+    number = islands.island
+    if not islands.several or number is None:
+        return replace(config, islands=islands)
+    checkpoint, logging = config.checkpoint, config.logging
+    if checkpoint.save is not None:
+        checkpoint = replace(checkpoint, save=folder_of(checkpoint.save, number))
+    if checkpoint.load is not None:
+        own = folder_of(checkpoint.load, number)
+        common = (Path(checkpoint.load) / TRACKER).exists() and not Path(own).exists()
+        checkpoint = replace(checkpoint, load=checkpoint.load if common else own)
+    moved: dict[str, Any] = {}
+    for names, place in ((_FOLDERS, folder_of), (_FILES, file_of)):
+        moved |= {name: place(path, number) for name in names if (path := getattr(logging, name)) is not None}
+    return replace(config, islands=islands, checkpoint=checkpoint, logging=replace(logging, **moved))
+
+
+@dataclass(frozen=True)
+class Met:
+    """This island among the others, after they have met.
+
+    Args:
+        islands: membership; None for a single island.
+        joint: this rank of all islands, where they go in step; None where they do not.
+        begins: whether it begins with the others; else it joins them.
+    """
+
+    islands: Islands | None = None
+    joint: Group | None = None
+    begins: bool = True
+
+
+def meet_islands(
+    config: RunConfig, topology: Topology, env: LaunchEnvironment, iteration: int, length: RunLength
+) -> Met:
+    """Meets the other islands, if any.
+
+    Args:
+        config: the resolved configuration.
+        topology: the ranks of this island.
+        env: environment of this process.
+        iteration: iterations that this island has done.
+        length: length of the run.
+
+    Raises:
+        UserError: on every rank of all islands, when they cannot go together.
+        CommunicationError: when they do not come.
+    """
+    section = config.islands
+    if not section.several or config.validation.skip_train:
+        return Met()
+    assert section.island is not None
+    assert section.islands_address is not None
+    seconds = _SHARE_OF_TIMEOUT * 60 * config.parallel.distributed_timeout_minutes
+    place = MeetingPlace(*host_and_port(section.islands_address, "--islands-address"), seconds)
+    islands = Islands(
+        place,
+        section.island,
+        section.islands,
+        section.quorum,
+        section.islands_timeout_seconds,
+        seconds,
+        topology.control.pg,
+    )
+    in_step = iteration < config.compression.specs(length)[Point.OUTER].activation.warmup_iters
+    begins = islands.begin(iteration, in_step, _identity(config, env))
+    joint = islands.group_of(range(section.islands), "joint", seconds) if in_step and begins else None
+    return Met(islands, joint, begins)
+
+
+def _identity(config: RunConfig, env: LaunchEnvironment) -> Mapping[str, str]:
+    """What must be the same on all islands."""
+    sections: dict[str, Any] = {name: getattr(config, name) for name in run_sections()}
+    everything = {"the number of processes": str(env.world_size), **identity_of(sections)}
+    return {name: value for name, value in everything.items() if name not in _ITS_OWN}
