@@ -46,7 +46,7 @@ class ErrorFeedback(RoundCompressor):
         kind: "local" keeps input - own contribution to the sum. "aggregate" keeps input - sum / n, the definition
             of PowerSGD's published code (Vogels et al. 2019, algorithm 2), where the ranks' residuals differ by
             their gradients' differences.
-        decay: factor of what is left of earlier rounds; below 1 some of it is forgotten (SparseLoCo, Sarfi et al. 2025).
+        decay: factor of what is left; below 1 some of it is forgotten (SparseLoCo, Sarfi et al. 2025).
     """
 
     def __init__(self, inner: RoundCompressor, kind: SumResidual = "local", decay: float = 1.0) -> None:

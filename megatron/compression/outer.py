@@ -62,8 +62,8 @@ class OuterOptions:
             )
         if self.delay >= self.turn:
             raise UserError(
-                f"delay={self.delay}: the next transfer begins after {self.turn} steps (every / fragments), and one must "
-                f"have ended by then; write at most {self.turn - 1}"
+                f"delay={self.delay}: the next transfer begins after {self.turn} steps (every / fragments), and one "
+                f"must have ended by then; write at most {self.turn - 1}"
             )
 
     @property

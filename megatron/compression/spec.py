@@ -309,7 +309,7 @@ def _activation(point: Point, common: Mapping[str, str], length: RunLength) -> A
 
 
 def _usual_warmup(point: Point, length: RunLength) -> int:
-    """Islands go in step for the first third of the run, as what is learned there is lost by rounds that begin sooner."""
+    """Islands go in step for the first third of the run: rounds that begin sooner cost more of the loss."""
     if point is not Point.OUTER:
         return 0
     if length.train_iters is None:

@@ -18,6 +18,9 @@ from megatron.topology.errors import CommunicationError
 from megatron.topology.group import Group
 from megatron.topology.meeting_place import POLL_SECONDS, SILENT_SECONDS, MeetingPlace, Pulses, Start
 
+_LOCAL = "local"
+"""Key that says that the islands no longer go in step."""
+
 
 class QuorumError(CommunicationError):
     """Raised on every rank of an island when too few islands come to a round."""
@@ -89,7 +92,7 @@ class Islands:
         while True:
             number = int(self._share(lambda: self.place.newest_generation()))
             self.place.take_generation(number)
-            going_on = self._share(lambda: self._going_on(number))
+            going_on = self._share(self._going_on)
             if going_on == "ended":
                 continue
             if going_on == "yes":
@@ -100,18 +103,18 @@ class Islands:
             self.expected = start.members
             return self.island in start.members
 
-    def _going_on(self, number: int) -> str:
-        """Whether a generation has begun ("yes", "no"); one that nobody is left of is ended ("ended")."""
+    def _going_on(self) -> str:
+        """Whether this generation has begun ("yes", "no"); one that nobody is left of is ended ("ended")."""
         if self.place.get("start") is None:
             return "no"
         others = [k for k in range(self.count) if k != self.island]
-        before = self.place.pulse(others)
-        deadline = time.monotonic() + SILENT_SECONDS
-        while time.monotonic() < deadline:
-            if self.place.pulse(others) != before:
+        pulses, before = Pulses(self.place, others), self.place.pulse(others)
+        while len(pulses.silent(SILENT_SECONDS)) < len(others):
+            # While they go in step nobody can join: when one of them is gone, all end.
+            if self.place.get(_LOCAL) and self.place.pulse(others) != before:
                 return "yes"
             time.sleep(POLL_SECONDS)
-        self.place.end_generation(number)
+        self.place.end_generation(self.place.generation)
         return "ended"
 
     def _start(self, iteration: int, in_step: bool) -> dict[str, Any]:
@@ -168,6 +171,7 @@ class Islands:
         return Decision.decode(self._share(lambda: self._arrive(key, arrival)))
 
     def _arrive(self, key: str, own: Arrival) -> dict[str, Any]:
+        self.place.put(_LOCAL, True)
         self.place.put(f"{key}/arrived/{self.island}", [repr(own.norm), repr(own.loss)])
         awaited = [k for k in self._awaited() if k != self.island]
         pulses, deadline = Pulses(self.place, awaited), time.monotonic() + self.seconds
@@ -313,7 +317,8 @@ class Islands:
             problem = ""
             for name, value in (self.place.get(f"ticket/{ticket}") or {}).items():
                 if self._identity.get(name) != value:
-                    problem = f"island {k} does not agree with the others: {name} is {value}, and not {self._identity.get(name)}"
+                    ours = self._identity.get(name)
+                    problem = f"island {k} and the others do not agree: {name} is {value} and {ours}"
             self.place.put(f"welcome/{ticket}", asdict(Welcome(self.island, self.last_round, problem)))
             if not problem:
                 found.append((k, ticket))

@@ -4,9 +4,10 @@
 
 All flags but those of islands are torchrun's (``--help`` lists them): --nnodes, --node-rank, --master-addr,
 --max-restarts ... ``--islands 2 --nproc-per-node 4`` starts two islands of two ranks, each under a launcher of its own:
-one that fails leaves the other, and the exit status is 0 when one of them has come to the end. The exit status is that of the rank that failed first: 1 for an error, 2 for bad input, 3 when a rank or machine is gone, 4
-when every step was skipped, 128 plus the signal's number for a rank that was killed. LOGLEVEL=WARNING or INFO also
-shows torchrun's own messages.
+one that fails leaves the other, and the exit status is 0 when one of them has come to the end. The exit status is
+that of the rank that failed first: 1 for an error, 2 for bad input, 3 when a rank or machine is gone, 4 when every step
+was skipped, 128 plus the signal's number for a rank that was killed. LOGLEVEL=WARNING or INFO also shows torchrun's own
+messages.
 """
 
 from __future__ import annotations

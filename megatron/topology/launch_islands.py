@@ -33,7 +33,7 @@ def launch_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--islands",
         type=int,
-        help="Start so many islands on this machine, which share --nproc-per-node out; the program is given the flag, too.",
+        help="Start so many islands on this machine, which share --nproc-per-node out; the program is told, too.",
     )
     group.add_argument(
         "--serve-islands",

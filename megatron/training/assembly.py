@@ -26,6 +26,7 @@ from megatron.model.stage import Stage
 from megatron.model.stages import boundary_lengths, build_stages, padded_vocab_size
 from megatron.optimizer.loss_scale import LossScale, build_loss_scale
 from megatron.optimizer.optimizer import Optimizer
+from megatron.optimizer.outer_sync import OuterSync
 from megatron.parallel.data.buffer import FlatBuffer, named_params
 from megatron.parallel.data.gradients import GradientSync, bucket_elements, main_grad_dtype
 from megatron.parallel.data.torch_ddp import TorchReplicas
@@ -59,6 +60,7 @@ class Engines:
         experts: counts the tokens of experts, where layers have any.
         replicas: torch's DistributedDataParallel around the chunk, with ``--DDP-impl torch``.
         joint: the steps that all islands take as one.
+        outer: this rank's part of rounds of islands; None without the point ``outer``.
     """
 
     config: RunConfig
@@ -77,6 +79,7 @@ class Engines:
     plan: CompressionPlan
     experts: ExpertTally
     joint: JointSteps
+    outer: OuterSync | None
 
     def begin_step(self, iteration: int, seq_length: int | None = None) -> None:
         """Begins a step at the communication points, with its loss scale.
@@ -177,12 +180,10 @@ def build_engines(
         islands: this rank of all islands, which go in step at first; None for one island.
     """
     layout, parallel = topology.layout, config.parallel
-    clock = clock_of(topology.device)
-    ledger = Ledger(clock, build_traces(config.logging, topology, clock))
+    ledger = Ledger(clock := clock_of(topology.device), build_traces(config.logging, topology, clock))
     specs = config.compression.specs(length or RunLength(config.training.planned_iters))
     plan = CompressionPlan(specs, topology.coordinates.pp, layout.pp)
-    steps = plan.activation(Point.OUTER).warmup_iters
-    joint = JointSteps(config.islands.islands, steps, islands, ledger)
+    joint = JointSteps(config.islands.islands, plan.activation(Point.OUTER).warmup_iters, islands, ledger)
     comm = _tensor_comm(config, topology, ledger, plan)
     stages = _build_stages(config, topology, vocab_size, comm)
     torch_ddp = parallel.ddp_impl == "torch" and layout.dp > 1
@@ -202,6 +203,7 @@ def build_engines(
         joint,
     )
     channel = _build_channel(config, topology, plan, ledger, comm) if layout.pp > 1 else None
+    optimizer = _build_optimizer(config, topology, buffers, plan, ledger, joint, sharded)
     return Engines(
         config=config,
         topology=topology,
@@ -212,13 +214,14 @@ def build_engines(
         buffers=buffers,
         sync=sync,
         pipeline=PipelineEngine(layout, topology.coordinates.pp, channel, sync.before_last_backward),
-        optimizer=_build_optimizer(config, topology, buffers, plan, ledger, joint, sharded),
+        optimizer=optimizer,
         replicas=TorchReplicas(stages[0], topology.dp, ledger) if torch_ddp else None,
         channel=channel,
         comm=comm,
         plan=plan,
         experts=ExpertTally(config.model, stages, topology, ledger, joint),
         joint=joint,
+        outer=_build_outer(config, topology, buffers, optimizer, plan),
     )
 
 
@@ -277,6 +280,17 @@ def _build_optimizer(
         log_num_zeros=config.logging.log_num_zeros_in_grad,
         joint=joint,
     )
+
+
+def _build_outer(
+    config: RunConfig, topology: Topology, buffers: list[FlatBuffer], optimizer: Optimizer, plan: CompressionPlan
+) -> OuterSync | None:
+    """This rank's part of rounds of islands; one island has rounds, too, where they are asked for."""
+    spec = plan.specs.get(Point.OUTER)
+    if spec is None:
+        return None
+    layers = config.model.num_layers
+    return OuterSync(buffers, optimizer, topology, plan, optimizer.ledger, spec.outer, layers)
 
 
 def _compiles(config: RunConfig, device: torch.device) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.files import TRACKER
+from megatron.compression.outer import RoundSchedule
 from megatron.compression.points import Point
 from megatron.compression.schedule import RunLength
 from megatron.config.islands import file_of, folder_of, host_and_port, with_variables
@@ -17,7 +18,12 @@ from megatron.topology.islands import Islands
 from megatron.topology.launch import LaunchEnvironment
 from megatron.topology.meeting_place import MeetingPlace
 from megatron.topology.topology import Topology
+from megatron.training.assembly import Engines
 from megatron.training.identity import identity_of
+from megatron.training.joining import Joining
+from megatron.training.persistence import RunCheckpoints
+from megatron.training.report import Reporter
+from megatron.training.rounds import Rounds
 
 _FOLDERS = ("tensorboard_dir", "wandb_save_dir", "profile_trace")
 _FILES = ("log_txt_file", "log_json_file")
@@ -65,6 +71,29 @@ class Met:
     islands: Islands | None = None
     joint: Group | None = None
     begins: bool = True
+
+    def leave(self) -> None:
+        """Ends this island's part."""
+        if self.islands is not None:
+            self.islands.leave()
+
+
+def build_rounds(
+    engines: Engines, checkpoints: RunCheckpoints, reporter: Reporter, islands: Islands | None, train_iters: int
+) -> Rounds | None:
+    """Builds the rounds of this island; None where there are none.
+
+    Args:
+        engines, checkpoints, reporter: the run.
+        islands: the other islands.
+        train_iters: iterations of the whole run.
+    """
+    outer = engines.outer
+    if outer is None or (islands is None and engines.config.islands.several):
+        return None
+    start = engines.plan.activation(Point.OUTER).warmup_iters
+    joining = None if islands is None else Joining(engines, outer, islands, checkpoints.parts, reporter.line)
+    return Rounds(outer, RoundSchedule(outer.options, start, train_iters), islands, reporter.of_islands, joining)
 
 
 def meet_islands(

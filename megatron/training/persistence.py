@@ -20,11 +20,13 @@ from megatron.checkpoint.model_state import (
     MAIN,
     MODEL,
     OPTIMIZER,
+    OUTER,
     buffer_tensors,
     has_experts,
     main_tensors,
     model_tensors,
     optimizer_tensors,
+    outer_tensors,
     tensors_of_dense,
 )
 from megatron.checkpoint.save import COMMON
@@ -140,6 +142,7 @@ class RunCheckpoints:
             engines.topology.coordinates,
             [stage_layers(config.model, layout, stage).start for stage in range(layout.num_virtual_stages)],
             config.parallel.message_parts > 1,
+            engines.outer,
         )
         self.parts = _parts(engines, schedule, progress, log)
         self.saver: CheckpointSaver | None = None
@@ -170,7 +173,7 @@ class RunCheckpoints:
         raise_together(self.group, self.lock.lost() if self.lock is not None else None)
         tensors = model_tensors(self.engines.stages)
         if not self.config.no_save_optim:
-            tensors |= optimizer_tensors(self.engines.optimizer)
+            tensors |= optimizer_tensors(self.engines.optimizer) | outer_tensors(self.engines.outer)
             tensors |= self.compressors.tensors(self.group)
         self.saver.save(iteration, tensors, self.parts.state_dict(), self.config_yaml)
         self.saved_iteration = iteration
@@ -238,8 +241,9 @@ class RunCheckpoints:
         if not weights_only:
             held = optimizer_tensors(optimizer)
             tensors |= {name: shard for name, shard in held.items() if not name.startswith(MAIN)}
+            tensors |= self._outer(root, iteration, common)
         weights = MAIN if saved_main else MODEL
-        others = (PREFIX, *([OPTIMIZER] if weights_only else []), *([MODEL] if saved_main else []))
+        others = (PREFIX, OUTER, *([OPTIMIZER] if weights_only else []), *([MODEL] if saved_main else []))
 
         def unused(name: str) -> bool:
             return name.startswith(others) and not name.startswith(weights)
@@ -250,6 +254,21 @@ class RunCheckpoints:
             self.compressors.load(root, iteration, self.group, self.log)
         self.parts.load_state_dict(common, self._scopes())
         self.engines.plan.skipped = self.progress.skipped
+
+    def _outer(self, root: str, iteration: Iteration, common: Mapping[str, Any]) -> dict[str, LogicalShard]:
+        """The memory of what rounds of islands keep, where the checkpoint has it. Every rank calls this."""
+        outer = self.engines.outer
+        there = together(self.group, lambda: saved_shapes(root, iteration, OUTER))
+        if outer is None or not there:
+            if there:
+                self.log("warning: the checkpoint's anchor of islands has no place in this run and is left out")
+            return {}
+        outer.outer.begin()
+        flight = common["outer"]["flight"]
+        if flight is not None:
+            outer.load_state_dict(common["outer"])
+            outer.allocate(flight["fragment"])
+        return {name: shard for name, shard in outer_tensors(outer).items() if name in there}
 
     def _weights(self, precise: bool) -> dict[str, LogicalShard]:
         """The memory of this rank's weights, by the names that a checkpoint has for them.
@@ -305,7 +324,7 @@ def _of_no_body(name: str, weights: str) -> bool:
 
 def _parts(engines: Engines, schedule: LRSchedule, progress: Progress, log: Callable[[str], None]) -> StatefulParts:
     """The stateful parts of a run: everything that a checkpoint holds besides tensors."""
-    optimizer, controllers = engines.optimizer, engines.sync.controllers
+    optimizer, controllers, outer = engines.optimizer, engines.sync.controllers, engines.outer
 
     def set_steps(count: int) -> None:
         optimizer.steps = count
@@ -319,6 +338,12 @@ def _parts(engines: Engines, schedule: LRSchedule, progress: Progress, log: Call
     parts.register("loss_scale", optimizer.loss_scale, Scope.OPTIMIZER)
     parts.register_value("optimizer_steps", lambda: optimizer.steps, set_steps, Scope.OPTIMIZER)
     parts.register_value("variance_frozen_at", lambda: optimizer.frozen_at, set_frozen_at, Scope.OPTIMIZER)
+    parts.register_value(
+        "outer",
+        lambda: {} if outer is None else outer.state_dict(),
+        lambda saved: None if outer is None else outer.load_state_dict(saved),
+        Scope.OPTIMIZER,
+    )
     parts.register_value("separate_main", lambda: optimizer.separate_main, None, Scope.DESCRIPTION)
     parts.register_value(
         "controllers", controllers.state_dict, lambda saved: controllers.load_state_dict(saved, log), Scope.OPTIMIZER

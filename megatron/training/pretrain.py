@@ -43,7 +43,7 @@ from megatron.training.assembly import build_engines, groups_by_node, layout_of
 from megatron.training.compression_notes import compression_notes, run_length
 from megatron.training.console import make_output_last
 from megatron.training.determinism import make_deterministic
-from megatron.training.islands import meet_islands, of_island
+from megatron.training.islands import build_rounds, meet_islands, of_island
 from megatron.training.kernel_check import check_kernels
 from megatron.training.machine_check import check_machine, check_room
 from megatron.training.persistence import RunCheckpoints, SavedRun, check_saved_kind, find_saved
@@ -204,8 +204,10 @@ def run(
     together(topology.control.pg, reporter.open)
     try:
         parts = (config, engines, sizes, schedule, datasets, train_iters, progress, checkpoints, reporter)
-        Trainer(*parts, timers, started, job.judge).run()
+        rounds = build_rounds(engines, checkpoints, reporter, met.islands, train_iters)
+        Trainer(*parts, timers, started, job.judge, rounds, joins=not met.begins).run()
     finally:
+        met.leave()
         reporter.close()
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
+from typing import Any
 
 import torch
 
@@ -152,6 +153,12 @@ class Reporter:
     def line(self, text: str) -> None:
         """Prints a line for people."""
         self.sinks.line(text)
+
+    def of_islands(self, text: str, values: Mapping[str, Any]) -> None:
+        """Reports something of rounds of islands: a line, and an event where there are numbers."""
+        self.sinks.line(text)
+        if values:
+            self.sinks.event("outer", **values)
 
     def start_training(self) -> None:
         """Starts the clock of the first window."""
