@@ -150,13 +150,13 @@ def test_what_is_sent_and_what_is_left_is_what_was_meant(codec: str) -> None:
 
     options = f"{codec},every=4,outer-lr=1,outer-momentum=0"
     islands = train_islands(count, _outer(options, training={"train_iters": 12}), before_round=look)
-    after = {"residual": [residuals(i) for i in islands], "anchor": anchors(islands[0])}
+    new = [residuals(island) for island in islands]
     last = [found["12"] for found in before]
     largest = 0.0
-    for name, anchor in after["anchor"].items():  # type: ignore[union-attr]
+    for name, anchor in anchors(islands[0]).items():
         meant = sum(one["anchor"][name] - one["values"][name] + decay * one["residual"][name] for one in last)
         moved = count * (last[0]["anchor"][name] - anchor)
-        left = sum(one[name] for one in after["residual"])
+        left = torch.stack([one[name] for one in new]).sum(dim=0)
         torch.testing.assert_close(moved + left, meant, rtol=1e-9, atol=1e-12)
         largest = max(largest, float(left.abs().max()))
     assert largest > 1e-6, "nothing was left: the codec is exact here, and the test says nothing"
@@ -252,3 +252,27 @@ def test_an_anchor_in_the_cpus_memory_changes_nothing() -> None:
     words = "identity,every=4,outer-lr=0.5,outer-momentum=0.8"
     found = [train_island(build_island(_outer(f"{words},offload={on}"), None), ITERATIONS) for on in ("on", "off")]
     assert torch.equal(*(island.engines.buffers[0].params_flat for island in found))
+
+
+@pytest.mark.parametrize(("factor", "why"), [(float("nan"), "not finite"), (1e6, "times the median")])
+def test_a_difference_that_is_not_finite_or_absurd_is_left_out(factor: float, why: str) -> None:
+    """Its island gets the others' state after that round, or the next; in the end all have the same."""
+    spoiled = []
+
+    def spoil(island: Island, done: int) -> None:
+        if island.engines.config.islands.island == 2 and done == 4 and not spoiled:
+            spoiled.append(done)
+            island.engines.buffers[0].params_flat[7:9] *= factor
+
+    options = {"training": {"global_batch_size": 6, "train_iters": 20}}
+    words = "fixpoint,bits=4,error-feedback=on,every=4"
+    islands = train_islands(3, _outer(words, **options), 20, before_round=spoil, quorum=2)
+    assert islands[0].records[0]["members"] == [0, 1]
+    assert islands[0].records[-1]["members"] == [0, 1, 2]
+    assert any(why in line and "island 2 is left out" in line for line, _ in islands[1].told)
+    assert any("its steps since the last round are lost" in line for line, _ in islands[2].told)
+    assert any("joined the other islands" in line for line, _ in islands[2].told)
+    flats = [island.engines.buffers[0].params_flat for island in islands]
+    assert bool(torch.isfinite(flats[0]).all())
+    assert torch.equal(flats[0], flats[2])
+    assert torch.equal(flats[0], flats[1])

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support.cleanup import descendants, kill_tree
+from tests.support.cli import REPO, _environment
 from tests.support.corpus import tiny_flags, write_documents
-from tests.support.islands import events, losses, run_islands, saved_tensors
+from tests.support.islands import SCRIPT, IslandProcesses, events, losses, run_islands, saved_tensors
 from tests.support.train import train
 
 pytestmark = pytest.mark.multiprocess
@@ -78,3 +86,81 @@ def test_resume_in_the_middle_of_a_round_is_exact(prefix: Path, tmp_path: Path, 
         _close(saved[0], saved[1], 0.0)
     weights = [saved_tensors(tmp_path / "whole" / f"island_{island}", 9, "model.") for island in (0, 1)]
     _close(weights[0], weights[1], 0.0)
+
+
+def _reached(path: Path, iteration: int, running: IslandProcesses, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not path.exists() or max((e["iteration"] for e in events(path)), default=0) < iteration:
+        assert time.monotonic() < deadline, running.islands[0].output(0).text()
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("phase", ["in step", "in rounds"])
+def test_an_island_that_is_lost_ends_the_others_in_one_line_where_they_need_it(
+    prefix: Path, tmp_path: Path, phase: str
+) -> None:
+    """While they go in step they need all, and later the quorum (all of them, unless told otherwise)."""
+    spec = "outer=identity,every=20,warmup=" + ("1.0" if phase == "in step" else "0")
+    flags = {"train_iters": 100_000, "save": tmp_path / "saved", "islands_timeout_seconds": 2, "compress": [spec]}
+    log = tmp_path / "log.jsonl"
+    with IslandProcesses(2, 1, tiny_flags(prefix, **flags, log_json_file=log)) as running:
+        _reached(tmp_path / "log.island_0.jsonl", 25, running)
+        running.islands[1].kill()
+        began = time.monotonic()
+        (result,) = running.islands[0].wait(40)
+        assert time.monotonic() - began < 25
+    assert result.returncode == 3
+    (line,) = [line for line in result.stderr.splitlines() if "rank 0: " in line]
+    if phase == "in step":
+        assert "an island is gone while they go in step" in line
+        return
+    assert "1 of 2 islands came to a round within 2 s, and --islands-quorum is 2" in line
+    saved = int((tmp_path / "saved" / "island_0" / "latest_checkpointed_iteration.txt").read_text())
+    assert saved % 20 == 0
+
+
+def test_the_launcher_starts_islands_and_one_that_is_killed_comes_back(prefix: Path, tmp_path: Path) -> None:
+    """Both islands end at the same weights, though one was killed in between; the launcher's status is 0."""
+    spec = "outer=fixpoint,bits=4,every=20,warmup=0"
+    changes: dict[str, Any] = {"train_iters": 120, "save": tmp_path / "saved", "compress": [spec]}
+    flags = tiny_flags(prefix, **changes, islands_quorum=1, log_json_file=tmp_path / "log.jsonl")
+    words = ["tools/launch.py", "--islands", "2", "--nproc-per-node", "2", "--max-restarts", "1", SCRIPT, *flags]
+    output = tmp_path / "output"
+    with output.open("w") as out:
+        launcher = subprocess.Popen([sys.executable, *words], cwd=REPO, env=_environment(None), stdout=out, stderr=out)
+    try:
+        deadline = time.monotonic() + 90
+        while not (ranks := _ranks(launcher.pid)).keys() >= {0, 1} or not _done(tmp_path, 25):
+            assert time.monotonic() < deadline, output.read_text()
+            time.sleep(0.05)
+        os.kill(ranks[0], signal.SIGSTOP)  # so that the run does not end before the other one is back
+        os.kill(ranks[1], signal.SIGKILL)
+        while output.read_text().count("model:\n") < 3:
+            assert time.monotonic() < deadline, output.read_text()
+            time.sleep(0.05)
+        os.kill(ranks[0], signal.SIGCONT)
+        assert launcher.wait(90) == 0, output.read_text()
+    finally:
+        kill_tree(launcher.pid)
+    said = output.read_text()
+    assert "island 1 has joined" in said
+    assert "joined the other islands at iteration" in said
+    weights = [saved_tensors(tmp_path / "saved" / f"island_{island}", 120, "model.") for island in (0, 1)]
+    _close(weights[0], weights[1], 0.0)
+
+
+def _done(folder: Path, iteration: int) -> bool:
+    paths = [folder / f"log.island_{island}.jsonl" for island in (0, 1)]
+    return all(path.exists() and max((e["iteration"] for e in events(path)), default=0) >= iteration for path in paths)
+
+
+def _ranks(launcher: int) -> dict[int, int]:
+    """Process ids of the islands' ranks, by island."""
+    found = {}
+    for pid in descendants(launcher):
+        with suppress(OSError):
+            words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            variables = dict(word.split(b"=", 1) for word in words if b"=" in word)
+            if b"RANK" in variables and b"MEGATRON_ISLAND" in variables:
+                found[int(variables[b"MEGATRON_ISLAND"])] = pid
+    return found

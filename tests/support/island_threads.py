@@ -6,6 +6,7 @@ import copy
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,6 +75,14 @@ class Island:
     losses: list[float] = field(default_factory=list)
     told: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
+    def tell(self, line: str, values: dict[str, Any]) -> None:
+        """Notes what its rounds report."""
+        self.told.append((line, values))
+
+    def say(self, line: str) -> None:
+        """Notes a line."""
+        self.told.append((line, {}))
+
     @property
     def params(self) -> dict[str, Tensor]:
         """Its parameters, by logical name."""
@@ -103,10 +112,8 @@ def build_island(changes: Changes, islands: Islands | None, number: int = 0, cou
         checkpoints = tiny_checkpoints(engines)
         joining = None
         if islands is not None:
-            joining = Joining(
-                engines, engines.outer, islands, checkpoints.parts, lambda text: island.told.append((text, {}))
-            )
-        island.rounds = Rounds(engines.outer, schedule, islands, lambda *told: island.told.append(told), joining)
+            joining = Joining(engines, engines.outer, islands, checkpoints.parts, island.say)
+        island.rounds = Rounds(engines.outer, schedule, islands, island.tell, joining)
         island.rounds.progress = checkpoints.progress  # type: ignore[attr-defined]
     return island
 
@@ -166,13 +173,17 @@ def in_threads(calls: Sequence[Callable[[], Any]], timeout: float = 100.0) -> li
 
 
 def train_islands(
-    count: int, changes: Changes, iterations: int = 12, before_round: AfterStep | None = None
+    count: int,
+    changes: Changes,
+    iterations: int = 12,
+    before_round: AfterStep | None = None,
+    quorum: int | None = None,
 ) -> list[Island]:
     """Trains islands from the start to the end."""
     store = serve("127.0.0.1", 0)
 
     def run(number: int) -> Island:
-        islands = meet(store.port, number, count)
+        islands = meet(store.port, number, count, quorum)
         assert islands.begin(0, False, {})
         island = build_island(changes, islands, number, count)
         try:
@@ -180,4 +191,4 @@ def train_islands(
         finally:
             islands.leave()
 
-    return in_threads([lambda number=number: run(number) for number in range(count)])
+    return in_threads([partial(run, number) for number in range(count)])
