@@ -72,6 +72,11 @@ class OuterOptions:
         return self.every // self.fragments
 
     @property
+    def meets(self) -> bool:
+        """Whether all islands have the anchor's values after each round."""
+        return self.fragments == 1 and not self.delay and not self.mixing
+
+    @property
     def momentum(self) -> float:
         """The momentum that acts."""
         usual = 0.0 if self.outer_optimizer == "plain" else 0.9

@@ -69,7 +69,8 @@ class OuterSync:
         options: the point's options.
         layers: layers of the model.
 
-    ``flight`` is the fragment on its way, and ``round`` the number of iterations after which the last round was.
+    ``flight`` is the fragment on its way, ``round`` the number of iterations after which the last round was, and
+    ``together`` that after which all islands had the anchor's values last.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class OuterSync:
         ties = dict(topology.embedding)
         count = options.fragments
         self.flight: Flight | None = None
-        self.round = 0
+        self.round = self.together = 0
         self.fragments = [
             Fragment(number, count, layers, buffers, optimizer.shards, ties, plan, ledger) for number in range(count)
         ]
@@ -212,11 +213,16 @@ class OuterSync:
     def state_dict(self) -> dict[str, Any]:
         """What must survive a restart besides tensors. A transfer that has not arrived does not: it is sent again."""
         flight = self.flight if self.flight is not None and self.flight.arrived else None
-        return {"begun": self.outer.begun, "round": self.round, "flight": None if flight is None else asdict(flight)}
+        return {
+            "begun": self.outer.begun,
+            "round": self.round,
+            "together": self.together,
+            "flight": None if flight is None else asdict(flight),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores it, after the tensors."""
-        self.round = int(state.get("round", 0))
+        self.round, self.together = int(state.get("round", 0)), int(state.get("together", 0))
         flight = state.get("flight")
         if flight is not None:
             self.flight = Flight(**{**flight, "members": tuple(flight["members"])})

@@ -7,12 +7,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron.base.errors import UserError
 from megatron.checkpoint.files import TRACKER
+from megatron.checkpoint.load import saved_config
 from megatron.compression.outer import RoundSchedule
 from megatron.compression.points import Point
 from megatron.compression.schedule import RunLength
 from megatron.config.islands import file_of, folder_of, host_and_port, with_variables
 from megatron.config.run import RunConfig, run_sections
+from megatron.topology.agree import together
 from megatron.topology.group import Group
 from megatron.topology.islands import Islands
 from megatron.topology.launch import LaunchEnvironment
@@ -21,7 +24,7 @@ from megatron.topology.topology import Topology
 from megatron.training.assembly import Engines
 from megatron.training.identity import identity_of
 from megatron.training.joining import Joining
-from megatron.training.persistence import RunCheckpoints
+from megatron.training.persistence import RunCheckpoints, SavedRun
 from megatron.training.report import Reporter
 from megatron.training.rounds import Rounds
 
@@ -35,8 +38,8 @@ _SHARE_OF_TIMEOUT = 0.9
 def of_island(config: RunConfig) -> RunConfig:
     """The configuration of this island: what it saves and logs is apart from the others'.
 
-    It loads its own checkpoint; where there is none but the folder itself is that of a run, all islands begin with
-    this run's.
+    It loads its own checkpoint. Where there is none, it loads that of another island, when the number of islands has
+    grown; and where there are no islands' but the folder itself is that of a run, all islands begin with this run's.
 
     Raises:
         UserError: when the launcher's variables are no numbers.
@@ -49,13 +52,50 @@ def of_island(config: RunConfig) -> RunConfig:
     if checkpoint.save is not None:
         checkpoint = replace(checkpoint, save=folder_of(checkpoint.save, number))
     if checkpoint.load is not None:
-        own = folder_of(checkpoint.load, number)
-        common = (Path(checkpoint.load) / TRACKER).exists() and not Path(own).exists()
-        checkpoint = replace(checkpoint, load=checkpoint.load if common else own)
+        checkpoint = replace(checkpoint, load=_loaded(Path(checkpoint.load), number))
     moved: dict[str, Any] = {}
     for names, place in ((_FOLDERS, folder_of), (_FILES, file_of)):
         moved |= {name: place(path, number) for name in names if (path := getattr(logging, name)) is not None}
     return replace(config, islands=islands, checkpoint=checkpoint, logging=replace(logging, **moved))
+
+
+def _loaded(root: Path, number: int) -> str:
+    """The folder that an island loads."""
+    own = folder_of(str(root), number)
+    if Path(own).exists():
+        return own
+    others = 0
+    while Path(folder_of(str(root), others)).exists():
+        others += 1
+    if others:
+        return folder_of(str(root), number % others)
+    return str(root) if (root / TRACKER).exists() else own
+
+
+def folders_of_others(config: RunConfig, saved: SavedRun | None, topology: Topology) -> list[str]:
+    """Folders of all islands that a checkpoint was saved by, where this run has others than that one; else none.
+
+    Raises:
+        UserError: on every rank, when islands were under way to a round then, so that something would be lost.
+    """
+    root, number = config.checkpoint.load, config.islands.island
+    outer = {} if saved is None else saved.common["outer"]
+    if root is None or saved is None or config.checkpoint.loads_weights_only or not outer.get("begun"):
+        return []
+    there, _ = together(topology.control.pg, lambda: saved_config(root, config.checkpoint.ckpt_step))
+    before, now = there.islands.islands, config.islands.islands
+    if before == now and (not config.islands.several or there.islands.island == number):
+        return []
+    if outer["together"] != saved.progress.iteration:
+        raise UserError(
+            f"--load {root}: {before} islands were under way to a round at iteration {saved.progress.iteration}, and now "
+            f"there are {now} or others; load a checkpoint of the end of a round (--ckpt-step), with fragments=1, "
+            "delay=0 and mixing=0, or of as many islands"
+        )
+    parent, own = str(Path(root).parent), there.islands.island or 0
+    # The last one that is read is the one whose other state stays.
+    numbers = [*(other for other in range(before) if other != own), own]
+    return [folder_of(parent, other) for other in numbers] if before > 1 else [root]
 
 
 @dataclass(frozen=True)

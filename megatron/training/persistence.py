@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from megatron.base.errors import UserError
 from megatron.checkpoint.compressor_place import PREFIX
@@ -32,6 +34,7 @@ from megatron.checkpoint.model_state import (
 from megatron.checkpoint.save import COMMON
 from megatron.checkpoint.saver import CheckpointSaver
 from megatron.checkpoint.stateful import Scope, StatefulParts, under_todays_names
+from megatron.compression.error_feedback import RESIDUAL
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.kinds import check_kind
 from megatron.config.run import RunConfig
@@ -188,8 +191,12 @@ class RunCheckpoints:
         if self.saver is not None:
             self.saver.wait()
 
-    def load(self, saved: SavedRun) -> None:
+    def load(self, saved: SavedRun, islands: Sequence[str] = ()) -> None:
         """Restores a checkpoint of ``--load``.
+
+        Args:
+            saved: the checkpoint.
+            islands: folders of all islands that saved one with it, where this run has others; its own is the last one.
 
         Raises:
             UserError: on every rank, before anything has changed, when the checkpoint cannot be used.
@@ -197,7 +204,7 @@ class RunCheckpoints:
         root = self.config.load
         assert root is not None
         try:
-            self._restore(root, saved)
+            self._restore(root, saved, islands)
         except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
             if isinstance(error, UserError):
                 raise
@@ -226,7 +233,7 @@ class RunCheckpoints:
         self._spread(precise)
         self.log(f"loaded the language model of iteration {iteration} from {root}; its head is new")
 
-    def _restore(self, root: str, saved: SavedRun) -> None:
+    def _restore(self, root: str, saved: SavedRun, islands: Sequence[str]) -> None:
         optimizer, iteration, common = self.engines.optimizer, saved.iteration, saved.common
         weights_only = self.config.loads_weights_only
         if not weights_only:
@@ -251,9 +258,25 @@ class RunCheckpoints:
         load_tensors(root, iteration, tensors, self.group, allow_unexpected=unused, log=self.log)
         self._spread(saved_main)
         if not weights_only:
-            self.compressors.load(root, iteration, self.group, self.log)
+            self._load_compressors(islands or (root,), iteration)
         self.parts.load_state_dict(common, self._scopes())
         self.engines.plan.skipped = self.progress.skipped
+
+    def _load_compressors(self, folders: Sequence[str], iteration: Iteration) -> None:
+        """Restores the compressors' states; of several islands the mean of their residuals, so that their sum over the
+        number of islands stays what it was."""
+        states = [] if self.engines.outer is None else list(self.engines.outer.states())
+        means: list[Tensor | None] = [None] * len(states)
+        for folder in folders:
+            self.compressors.load(folder, iteration, self.group, self.log)
+            for number, state in enumerate(states if len(folders) > 1 else ()):
+                left = state.tensors.pop(RESIDUAL, None)
+                if left is not None:
+                    before = means[number]
+                    means[number] = left / len(folders) if before is None else before + left / len(folders)
+        for state, mean in zip(states, means, strict=True):
+            if mean is not None:
+                state.tensors[RESIDUAL] = mean
 
     def _outer(self, root: str, iteration: Iteration, common: Mapping[str, Any]) -> dict[str, LogicalShard]:
         """The memory of what rounds of islands keep, where the checkpoint has it. Every rank calls this."""

@@ -43,7 +43,7 @@ from megatron.training.assembly import build_engines, groups_by_node, layout_of
 from megatron.training.compression_notes import compression_notes, run_length
 from megatron.training.console import make_output_last
 from megatron.training.determinism import make_deterministic
-from megatron.training.islands import build_rounds, meet_islands, of_island
+from megatron.training.islands import build_rounds, folders_of_others, meet_islands, of_island
 from megatron.training.kernel_check import check_kernels
 from megatron.training.machine_check import check_machine, check_room
 from megatron.training.persistence import RunCheckpoints, SavedRun, check_saved_kind, find_saved
@@ -200,7 +200,7 @@ def run(
     splits = (datasets[1] is not None, datasets[2] is not None)
     reporter = Reporter(config, engines, progress, train_iters, timers, sizes, splits)
     checkpoints = RunCheckpoints(config, engines, schedule, progress, rank_0_log(topology), lock)
-    _begin(checkpoints, saved, job, log)
+    _begin(checkpoints, saved, folders_of_others(config, saved, topology), job, log)
     together(topology.control.pg, reporter.open)
     try:
         parts = (config, engines, sizes, schedule, datasets, train_iters, progress, checkpoints, reporter)
@@ -211,10 +211,12 @@ def run(
         reporter.close()
 
 
-def _begin(checkpoints: RunCheckpoints, saved: SavedRun | None, job: Job, log: Callable[[str], None]) -> None:
+def _begin(
+    checkpoints: RunCheckpoints, saved: SavedRun | None, islands: Sequence[str], job: Job, log: Callable[[str], None]
+) -> None:
     """Loads what the run begins with: a checkpoint of its own, else a pretrained model, else nothing."""
     if saved is not None:
-        checkpoints.load(saved)
+        checkpoints.load(saved, islands)
     elif job.pretrained is not None:
         checkpoints.load_pretrained(*job.pretrained)
     elif checkpoints.config.load:

@@ -107,6 +107,8 @@ class Rounds:
             if self.schedule.sent(done):
                 self.sync.round = done
                 self._losses.clear()
+                if done == self.schedule.end or self.sync.options.meets:
+                    self.sync.together = done
         if self.landed and self.joining is not None and not self.left:
             self.joining.let_in()
         self.landed = False

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.multiprocess
 
 EVERY, ITERATIONS, DEATH = 4, 16, 8
 SECONDS = 2.0
-OUTER = {
+OUTER: dict[str, dict[str, Any]] = {
     "compression": {"compress": [f"outer=identity,every={EVERY},outer-lr=0.9,outer-momentum=0.5,warmup=0"]},
     "training": {"train_iters": ITERATIONS},
 }
@@ -76,7 +76,7 @@ def _dies(island: Island, islands: Islands, phase: str) -> None:
         if (phase, at["key"]) == ("applied", due):
             _kill()
 
-    islands.arrive, islands.settle, islands.place.put = arriving, settling, putting  # type: ignore[method-assign]
+    islands.arrive, islands.settle, islands.place.put = arriving, settling, putting  # type: ignore[method-assign,assignment]
     rounds.sync.exchange, rounds.sync.apply = exchanging, applying  # type: ignore[method-assign]
 
 

@@ -257,7 +257,7 @@ def test_an_anchor_in_the_cpus_memory_changes_nothing() -> None:
 @pytest.mark.parametrize(("factor", "why"), [(float("nan"), "not finite"), (1e6, "times the median")])
 def test_a_difference_that_is_not_finite_or_absurd_is_left_out(factor: float, why: str) -> None:
     """Its island gets the others' state after that round, or the next; in the end all have the same."""
-    spoiled = []
+    spoiled: list[int] = []
 
     def spoil(island: Island, done: int) -> None:
         if island.engines.config.islands.island == 2 and done == 4 and not spoiled:

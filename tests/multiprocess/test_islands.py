@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.support.cleanup import descendants, kill_tree
-from tests.support.cli import REPO, _environment
+from tests.support.cli import REPO, CliResult, _environment, run_cli
 from tests.support.corpus import tiny_flags, write_documents
 from tests.support.islands import SCRIPT, IslandProcesses, events, losses, run_islands, saved_tensors
 from tests.support.train import train
@@ -56,6 +56,11 @@ def test_islands_in_step_are_data_parallelism(prefix: Path, tmp_path: Path, rank
     for island in (0, 1):
         found = losses(tmp_path / f"log.island_{island}.jsonl")
         assert found == pytest.approx(losses(tmp_path / "whole.jsonl"), rel=1e-10, abs=1e-10)
+        numbers = sum(x.numel() for x in saved_tensors(whole, 6, "model.").values())
+        for event in events(tmp_path / f"log.island_{island}.jsonl"):
+            # 2 (K - 1) / K times the gradients, once for all replicas; buckets that are shared out may be padded.
+            sent = event["comm"]["outer"]["wire_bytes"]
+            assert numbers * 8 <= sent <= numbers * 8 + 64 * (ranks - 1)
         _close(saved_tensors(tmp_path / "islands" / f"island_{island}", 6), saved_tensors(whole, 6))
 
 
@@ -82,6 +87,8 @@ def test_resume_in_the_middle_of_a_round_is_exact(prefix: Path, tmp_path: Path, 
         assert losses(found) == losses(whole)
         rounds = [[(e["iteration"], e["norm"]) for e in events(path, "outer")] for path in (whole, found)]
         assert rounds[0] == rounds[1]
+        if name == "residual":
+            _check_traffic(whole)
         saved = [saved_tensors(tmp_path / which / f"island_{island}", 9) for which in ("whole", "parts")]
         _close(saved[0], saved[1], 0.0)
     weights = [saved_tensors(tmp_path / "whole" / f"island_{island}", 9, "model.") for island in (0, 1)]
@@ -164,3 +171,66 @@ def _ranks(launcher: int) -> dict[int, int]:
             if b"RANK" in variables and b"MEGATRON_ISLAND" in variables:
                 found[int(variables[b"MEGATRON_ISLAND"])] = pid
     return found
+
+
+def _check_traffic(log: Path) -> None:
+    """Nothing crosses between rounds, and little in them."""
+    sent = {event["iteration"]: event["comm"].get("outer", {}).get("wire_bytes", 0) for event in events(log)}
+    exact = sent[1]
+    assert exact == sent[2] > 0
+    for iteration in range(3, 10):
+        rounds = iteration in (5, 8, 9)
+        assert (0 < sent[iteration] < exact / 8) if rounds else not sent[iteration], iteration
+
+
+def test_the_anchor_goes_to_another_layout(prefix: Path, tmp_path: Path) -> None:
+    """One island stops between two rounds as one process, and goes on as two stages of two replicas."""
+    spec = "outer=identity,every=3,outer-lr=0.5,outer-momentum=0.8,warmup=0"
+    flags: dict[str, Any] = {**FP64, "compress": [spec]}
+    train(1, tiny_flags(prefix, **flags, log_json_file=tmp_path / "whole.jsonl"))
+    parts = {**flags, "save": tmp_path / "saved", "log_json_file": tmp_path / "parts.jsonl"}
+    train(1, tiny_flags(prefix, **parts, exit_interval=4))
+    layout = {"pipeline_model_parallel_size": 2, "use_distributed_optimizer": True, "load": tmp_path / "saved"}
+    train(4, tiny_flags(prefix, **parts, **layout))
+    assert losses(tmp_path / "parts.jsonl") == pytest.approx(losses(tmp_path / "whole.jsonl"), rel=1e-10)
+
+
+RESIDUALS = "compressor.outer."
+
+
+def _mean_residuals(folders: list[Path], iteration: int) -> dict[str, torch.Tensor]:
+    """Means over islands of what their compressors have left."""
+    found = [saved_tensors(folder, iteration, RESIDUALS) for folder in folders]
+    return {name: torch.stack([one[name] for one in found]).mean(dim=0) for name in found[0] if name.endswith("residual")}
+
+
+@pytest.mark.parametrize("now", [1, 3])
+def test_another_number_of_islands_goes_on_from_the_end_of_a_round(prefix: Path, tmp_path: Path, now: int) -> None:
+    """The anchor and the mean of the residuals are as they were; between two rounds it is refused in one line."""
+    spec = "outer=fixpoint,bits=2,error-feedback=on,every=3,warmup=0"
+    flags: dict[str, Any] = {**FP64, "global_batch_size": 6, "compress": [spec], "save": tmp_path / "two"}
+    run_islands(2, 1, tiny_flags(prefix, **flags, exit_interval=4, save_interval=3))
+    before = _mean_residuals([tmp_path / "two" / f"island_{n}" for n in (0, 1)], 3)
+    assert max(float(x.abs().max()) for x in before.values()) > 1e-6
+
+    def go_on(step: int, **more: Any) -> list[list[CliResult]]:
+        changed = {**flags, "load": tmp_path / "two", "save": tmp_path / "then", "ckpt_step": step, **more}
+        if now == 1:  # a folder of one run; its only island has rounds, too
+            changed["load"] = tmp_path / "two" / "island_0"
+            return [[run_cli(1, [SCRIPT, *tiny_flags(prefix, **changed)])]]
+        with IslandProcesses(now, 1, tiny_flags(prefix, **changed)) as running:
+            return running.wait()
+
+    for (result,) in go_on(4):
+        assert result.returncode == 2
+        assert "were under way to a round at iteration 4" in result.stderr
+        assert len(result.stderr.strip().splitlines()) == 1
+    for (result,) in go_on(3, save_interval=4):
+        result.check()
+    folders = [tmp_path / "then" / f"island_{n}" for n in range(now)] if now > 1 else [tmp_path / "then"]
+    _close(_mean_residuals(folders, 4), before, 1e-14)
+    anchors = [saved_tensors(root, 4, "optimizer.outer_anchor") for root in (folders[0], tmp_path / "two" / "island_1")]
+    _close(anchors[0], anchors[1], 0.0)
+    weights = [saved_tensors(folder, 6, "model.") for folder in folders]
+    for other in weights[1:]:
+        _close(weights[0], other, 0.0)
