@@ -71,7 +71,7 @@ def judge(arrivals: Mapping[int, Arrival]) -> Decision:
     if not finite:
         raise ValueError("no island has a finite difference")
     usual = statistics.median_low(finite.values())
-    for k, norm in finite.items():
+    for k, norm in finite.items() if len(finite) > 2 else ():  # of two nobody knows which one is odd
         if norm > ABSURD * usual > 0:
             left_out[k] = f"the norm of its difference is {norm:.3g}, {norm / usual:.3g} times the median"
     return Decision(tuple(sorted(k for k in finite if k not in left_out)), dict(sorted(arrivals.items())), left_out)

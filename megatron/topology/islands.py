@@ -33,11 +33,13 @@ class Welcome:
     Args:
         source: the island that sends it everything.
         round: key of the round after which it does.
+        members: the islands of that round.
         problem: why it may not join; empty where it may.
     """
 
     source: int
     round: str
+    members: tuple[int, ...]
     problem: str = ""
 
 
@@ -295,7 +297,7 @@ class Islands:
         welcome = Welcome(**answer)
         if welcome.problem:
             raise UserError(welcome.problem)
-        self.last_round = welcome.round
+        self.last_round, self.expected = welcome.round, tuple(welcome.members)
         if self.rank == 0:
             self.place.beat(self.island)
         return ticket, welcome
@@ -320,7 +322,7 @@ class Islands:
                 if self._identity.get(name) != value:
                     ours = self._identity.get(name)
                     problem = f"island {k} and the others do not agree: {name} is {value} and {ours}"
-            self.place.put(f"welcome/{ticket}", asdict(Welcome(self.island, self.last_round, problem)))
+            self.place.put(f"welcome/{ticket}", asdict(Welcome(self.island, self.last_round, self.expected, problem)))
             if not problem:
                 found.append((k, ticket))
         return found

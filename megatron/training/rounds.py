@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -87,7 +88,8 @@ class Rounds:
         """
         if not self.sync.outer.begun:
             return True
-        self._losses.append(loss)
+        if math.isfinite(loss):
+            self._losses.append(loss)
         flight = self.sync.flight
         if flight is not None and done >= self.schedule.applied_at(flight.sent):
             self._land(flight)
@@ -114,11 +116,13 @@ class Rounds:
         self.landed = False
         return not self.left
 
-    def hold(self) -> None:
-        """Waits for a fragment on its way, before a checkpoint is saved: the mean is saved then, and applied later."""
+    def hold(self) -> bool:
+        """Waits for a fragment on its way, before a checkpoint is saved: the mean is saved then, and applied later; see
+        ``after_step``."""
         flight = self.sync.flight
         if flight is not None and not flight.arrived:
             self._bring(flight)
+        return not self.left
 
     def forget(self) -> None:
         """Gives a fragment on its way up; what it holds is sent with the next round of it."""

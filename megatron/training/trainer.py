@@ -189,7 +189,7 @@ class Trainer:
     def _save(self) -> None:
         """Saves a checkpoint."""
         if self.rounds is not None and self.checkpoints.saver is not None:
-            self.rounds.hold()
+            self._round(Rounds.hold)
         self.checkpoints.save()
 
     def _vote(self, signalled: bool) -> float:

@@ -201,7 +201,9 @@ RESIDUALS = "compressor.outer."
 def _mean_residuals(folders: list[Path], iteration: int) -> dict[str, torch.Tensor]:
     """Means over islands of what their compressors have left."""
     found = [saved_tensors(folder, iteration, RESIDUALS) for folder in folders]
-    return {name: torch.stack([one[name] for one in found]).mean(dim=0) for name in found[0] if name.endswith("residual")}
+    return {
+        name: torch.stack([one[name] for one in found]).mean(dim=0) for name in found[0] if name.endswith("residual")
+    }
 
 
 @pytest.mark.parametrize("now", [1, 3])
