@@ -236,3 +236,20 @@ def test_another_number_of_islands_goes_on_from_the_end_of_a_round(prefix: Path,
     weights = [saved_tensors(folder, 6, "model.") for folder in folders]
     for other in weights[1:]:
         _close(weights[0], other, 0.0)
+
+
+def test_two_islands_of_two_stages_are_two_islands_of_one_process(prefix: Path, tmp_path: Path) -> None:
+    """The embedding that both stages hold crosses once, and both get what the islands have made of it."""
+    spec = "outer=identity,every=2,outer-lr=0.5,outer-momentum=0.8,warmup=1"
+    found = {}
+    for stages in (1, 2):
+        log = tmp_path / f"{stages}.jsonl"
+        changes = {**FP64, "pipeline_model_parallel_size": stages, "compress": [spec], "log_json_file": log}
+        run_islands(2, stages, tiny_flags(prefix, **changes))
+        logs = [tmp_path / f"{stages}.island_{island}.jsonl" for island in (0, 1)]
+        found[stages] = [losses(path) for path in logs]
+        sent = [event["comm"]["outer"]["wire_bytes"] for event in events(logs[0]) if event["iteration"] == 3]
+        found[stages].append(sent)
+    assert found[1][0] != found[1][1]
+    for one, two in zip(found[1], found[2], strict=True):
+        assert two == pytest.approx(one, rel=1e-10)
