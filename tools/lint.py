@@ -1,4 +1,4 @@
-"""What `make lint` runs: ruff's rules and format, mypy, import-linter, sizes and names, pages of flags that are current.
+"""What `make lint` runs: ruff, mypy, import-linter, sizes and names of the sources, and whether pages are current.
 
 All of them run; any problem fails.
 """

@@ -28,6 +28,7 @@ class NetworkCase:
         overlap: gradients are reduced while backward goes on.
         levels: bits of its two-level sums inside a host and between hosts, whose bytes are then compared with what
             their formula says.
+        two_stage: rows of experts go once to a host of several ranks, and on inside it.
     """
 
     name: str
@@ -37,6 +38,7 @@ class NetworkCase:
     rank: int = 0
     overlap: bool = True
     levels: tuple[int, int] | None = None
+    two_stage: bool = True
 
 
 FP32 = NetworkCase("fp32 traffic")
@@ -92,10 +94,11 @@ FACTORS = (
 )
 
 
-def _legs(name: str, legs: dict[str, str], rest: str = "cast") -> NetworkCase:
+def _legs(name: str, legs: dict[str, str], rest: str = "cast", two_stage: bool = True) -> NetworkCase:
     """A case of expert parallelism: the codecs of some legs, and that of the others."""
     points = ("ep-dispatch-forward", "ep-combine-forward", "ep-combine-backward", "ep-dispatch-backward")
-    return NetworkCase(name, (*(f"{point}={legs.get(point, rest)}" for point in points), "dp-grad=cast"))
+    specs = (*(f"{point}={legs.get(point, rest)}" for point in points), "dp-grad=cast")
+    return NetworkCase(name, specs, two_stage=two_stage)
 
 
 _ROWS_8, _ROWS_4 = "fixpoint,bits=8,group=64", "fixpoint,bits=4,group=64,rotation=64"
@@ -106,6 +109,13 @@ EXPERTS = (
     _legs("8 bits, all legs", {}, _ROWS_8),
     _legs("4 bits to the experts, else 8", {"ep-dispatch-forward": _ROWS_4, "ep-combine-backward": _ROWS_4}, _ROWS_8),
     _legs("4 bits, all legs", {}, _ROWS_4),
+)
+STAGES = (
+    FP32,
+    _legs("bf16 traffic, one stage", {}, two_stage=False),
+    _legs("bf16 traffic, two stages", {}),
+    _legs("8 bits, all legs, one stage", {}, _ROWS_8, two_stage=False),
+    _legs("8 bits, all legs, two stages", {}, _ROWS_8),
 )
 MIXED = (
     FP32,
@@ -146,7 +156,7 @@ class Bench:
         micro_batch: sequences per micro-batch.
         vocab: entries of the vocabulary.
         bucket: elements of a gradient bucket; None for the trainer's choice.
-        experts: experts of each layer, which all replicas share out; 0 for dense layers.
+        experts, topk: experts of each layer, which all replicas share out, and of a token; 0 for dense layers.
     """
 
     hosts: int
@@ -164,6 +174,7 @@ class Bench:
     vocab: int = VOCAB
     bucket: int | None = None
     experts: int = 0
+    topk: int = 2
 
     @property
     def dp(self) -> int:
@@ -179,9 +190,9 @@ class Bench:
     @property
     def sent_to_experts(self) -> float:
         """Bytes of fp32 rows that a rank sends to others for a micro-batch, forward and backward, if experts are chosen
-        alike: each token goes to two."""
+        alike."""
         layers, hidden, sequence = self.model
-        return 4 * layers * 2 * self.micro_batch * sequence * hidden * 4 * (self.dp - 1) / self.dp
+        return 4 * layers * self.topk * self.micro_batch * sequence * hidden * 4 * (self.dp - 1) / self.dp
 
     def sent_in_two_levels(self, bits: int) -> float:
         """Bytes of gradients that a host sends to others in an iteration: each of its G ranks (M-1)/M n/G twice, each
@@ -203,6 +214,9 @@ BENCHES = {
     # coding: a sum in two levels codes its numbers twice.
     "dp2x2": Bench(2, 2, 1, 1, (4, 512, 32), 1, tuple(as_named()[1:]), LEVELS, "gradients", bucket=4_000_000),
     "ep4": Bench(4, 1, 1, 1, (4, 256, 256), 4, tuple(mixtral_experts()), EXPERTS, "experts", micro_batch=2, experts=8),
+    "ep2x2": Bench(
+        2, 2, 1, 1, (4, 256, 256), 4, tuple(as_named()[1:]), STAGES, "experts", micro_batch=2, experts=16, topk=4
+    ),
     "3d": Bench(4, 2, 2, 2, (8, 512, 256), 4, (optimus_pipeline(), aqsgd_pipeline()[1]), MIXED, tied=True),
 }
 
@@ -225,6 +239,7 @@ def plan_of(bench: Bench) -> dict[str, Any]:
                 "hidden_dropout": 0.0,
                 "untie_embeddings_and_output_weights": not bench.tied,
                 "num_experts": [bench.experts] if bench.experts else [],
+                "moe_router_topk": bench.topk,
             },
             "training": {
                 "micro_batch_size": bench.micro_batch,

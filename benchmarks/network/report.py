@@ -58,6 +58,7 @@ LAYOUTS = {
     "dp4-short": "4 replicas, 2 micro-batches an iteration",
     "dp8": "8 replicas",
     "dp2x2": "2 hosts of 2 replicas",
+    "ep2x2": "2 hosts of 2 replicas that share 16 experts a layer, 4 a token",
     "ep4": "4 replicas that share 8 experts a layer",
     "3d": "TP 2 x PP 2 x DP 2",
 }

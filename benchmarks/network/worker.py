@@ -38,10 +38,20 @@ Step = Callable[[int], dict[str, float]]
 
 
 def config_of(
-    plan: dict[str, Any], specs: list[str], world_size: int, schedule: str = "1f1b", overlap: bool = True
+    plan: dict[str, Any],
+    specs: list[str],
+    world_size: int,
+    schedule: str = "1f1b",
+    overlap: bool = True,
+    two_stage: bool = True,
 ) -> RunConfig:
     """The resolved configuration of a case on the plan's layout."""
-    parallel = {**plan["config"]["parallel"], "pipeline_schedule": schedule, "overlap_grad_reduce": overlap}
+    parallel = {
+        **plan["config"]["parallel"],
+        "pipeline_schedule": schedule,
+        "overlap_grad_reduce": overlap,
+        "moe_two_stage": "auto" if two_stage else "off",
+    }
     sections = {**plan["config"], "parallel": parallel, "compression": {"compress": specs}}
     return RunConfig.from_dict(sections).resolve(world_size, cuda_available=plan["device"] == "cuda")
 
@@ -104,7 +114,7 @@ def main() -> None:
     device = pick_device(backend, env.local_rank)
     init_process_group(env, backend, 30)
     # Cut by node for those cases that ask for it.
-    topology = build_topology(layout_of(config, env.world_size), device, env.node, {"dp"})
+    topology = build_topology(layout_of(config, env.world_size), device, env.node, {"dp", "ep"})
     batches = batches_of(plan, config, topology)
     step: Step | None = None
     taken = number = 0
@@ -120,7 +130,9 @@ def main() -> None:
             if case["peer"]:
                 step = peer_step(case["peer"], case["rank"], plan, config, topology, batches)
             else:
-                own = config_of(plan, case["specs"], env.world_size, case["schedule"], case["overlap"])
+                own = config_of(
+                    plan, case["specs"], env.world_size, case["schedule"], case["overlap"], case["two_stage"]
+                )
                 step = our_step(plan, own, topology, batches)
         for _ in range(command.get("steps", 0)):
             assert step is not None

@@ -202,11 +202,12 @@ class CompressorCheckpoint:
         # All stages of a tied embedding contribute to one sum, each with a residual of its own.
         stages = (self.at.pp,) if slot.spec.tied is None else self.layout.holders(slot.spec.tied)
         stage = stages.index(self.at.pp)
+        tp, rank = (1, 0) if slot.spec.unshared else (self.layout.tp, self.at.tp)
         return StatePlace(
             f"{Point.DP_GRAD.value}.{slot.logical_name}",
             CompressorState(),
-            holders=(replicas.size * len(stages), self.layout.tp),
-            holder=(replicas.rank + replicas.size * stage, self.at.tp),
+            holders=(replicas.size * len(stages), tp),
+            holder=(replicas.rank + replicas.size * stage, rank),
             slot=slot,
             stage=(stage, len(stages)),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from megatron.compression.api import Codec, Payload
 from megatron.compression.identity import IdentityCodec
 from megatron.compression.points import EXPERT_POINTS, Point
 from megatron.compression.state import CompressorState
-from megatron.topology.group import Group, num_bytes
+from megatron.topology.group import Group, NodeSplit, num_bytes
 
 _EXACT_CODEC = IdentityCodec()
 
@@ -35,48 +35,63 @@ class Leg:
     received: tuple[int, ...]
 
 
-class ExpertComm:
-    """The expert-parallel points of one rank.
+class _Coding:
+    """The codecs of the four points, which keep no state: recomputation runs the forward ones again."""
 
-    A message holds the rows of one rank for another one, as the codec encodes them: rows are not compressed together
-    with those of other ranks, and this rank's own rows not at all. Codecs keep no state: recomputation runs the forward
-    ones again.
-
-    Args:
-        group: the ranks that share the experts of each layer.
-        ledger: where the bytes are counted.
-        plan: the codecs of the four points, and when they are on.
-    """
-
-    def __init__(self, group: Group, ledger: Ledger, plan: CompressionPlan) -> None:
-        self.group = group
-        self.ledger = ledger
-        self.plan = plan
+    def __init__(self, plan: CompressionPlan) -> None:
+        self._plan = plan
         self._on = dict.fromkeys(EXPERT_POINTS, False)
         self._iteration = 0
-
-    @property
-    def size(self) -> int:
-        """Number of ranks that share the experts."""
-        return self.group.size
 
     def begin(self, iteration: int) -> None:
         """Begins a step; -1 stands for an evaluation."""
         self._iteration = max(iteration, 0)
         for point in self._on:
-            covered = self.plan.covers(point, self.plan.stage)
-            self._on[point] = covered and self.plan.activation(point).on(iteration)
+            covered = self._plan.covers(point, self._plan.stage)
+            self._on[point] = covered and self._plan.activation(point).on(iteration)
 
-    def exchange_counts(self, counts_re: Tensor) -> Tensor:
-        """Rows that each rank has for each of this rank's experts, from those that this rank has for all of them.
+    def codec(self, point: Point) -> Codec:
+        """The codec of a point in this step."""
+        return self._plan.codec(point) if self._on.get(point) else _EXACT_CODEC
+
+    def state(self) -> CompressorState:
+        """A state for one message, with the iteration in it, so that each iteration draws other noise."""
+        return CompressorState(counters=dict.fromkeys(("draws", "messages"), self._iteration))
+
+
+class RowExchange:
+    """Exchanges of rows among the ranks of a group.
+
+    A message holds the rows of one rank for another one, as the codec encodes them: rows are not compressed together
+    with those of other ranks, and this rank's own rows not at all.
+
+    Args:
+        group: the ranks.
+        ledger: where the bytes are counted.
+        coding: the codecs; None where rows go as they are.
+        inside: whether the ranks are on one node, and this is known.
+    """
+
+    def __init__(self, group: Group, ledger: Ledger, coding: _Coding | None, inside: bool = False) -> None:
+        self.group = group
+        self.ledger = ledger
+        self.inside = inside
+        self._coding = coding
+
+    @property
+    def size(self) -> int:
+        return self.group.size
+
+    def exchange_counts(self, counts_rn: Tensor) -> Tensor:
+        """The counts that each rank has for this one, from those that this rank has for each.
 
         Args:
-            counts_re: (ranks, experts of a rank), int64; they go as int32.
+            counts_rn: (ranks, counts), int64; they go as int32.
         """
-        own = counts_re.to(torch.int32)
+        own = counts_rn.to(torch.int32)
         result = torch.empty_like(own)
         pending = self.group.exchange(result, own)
-        self.ledger.sent(Point.CONTROL, pending.sent_bytes)
+        self.ledger.sent(Point.CONTROL, pending.sent_bytes, inside_bytes=self._inside(pending.sent_bytes))
         self.ledger.wait(Point.CONTROL, pending)
         return result.to(torch.int64)
 
@@ -87,6 +102,13 @@ class ExpertComm:
         """
         result: Tensor = _Move.apply(rows, self, leg)
         return result
+
+    def move_choices(
+        self, weights_p: Tensor, numbers_p: Tensor, sent: Sequence[int], received: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Sends a weight and a number below 2^24 for each choice, exactly; the weights' gradients go the other way."""
+        found: tuple[Tensor, Tensor] = _MoveChoices.apply(weights_p, numbers_p, self, sent, received)
+        return found
 
     def exchange(self, rows: Tensor, point: Point, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Sends rows and returns those that came, without a gradient; see ``move``."""
@@ -103,7 +125,7 @@ class ExpertComm:
             buffers = [self._buffer(place, point) if r != rank else _nothing(rows) for r, place in enumerate(places)]
         pending = self.group.exchange_parts([_flat(x) for x in buffers], [_flat(x) for x in wires])
         raw = num_bytes(rows) - num_bytes(parts[rank])
-        self.ledger.sent(point, pending.sent_bytes, raw)
+        self.ledger.sent(point, pending.sent_bytes, raw, self._inside(pending.sent_bytes))
         self.ledger.wait(point, pending)
         with self.ledger.decoding(point):
             for r, (place, wire) in enumerate(zip(places, buffers, strict=True)):
@@ -111,13 +133,15 @@ class ExpertComm:
                     place.copy_(self._decode(wire, place, point))
         return out
 
+    def _inside(self, sent_bytes: int) -> int:
+        return sent_bytes if self.inside else 0
+
     def _codec(self, rows: Tensor, point: Point) -> Codec:
-        codec = self.plan.codec(point) if self._on[point] else _EXACT_CODEC
+        codec = _EXACT_CODEC if self._coding is None else self._coding.codec(point)
         return codec if codec.should_compress(rows.shape, rows.dtype) else _EXACT_CODEC
 
     def _state(self) -> CompressorState:
-        """A state for one message, with the iteration in it, so that each iteration draws other noise."""
-        return CompressorState(counters=dict.fromkeys(("draws", "messages"), self._iteration))
+        return CompressorState() if self._coding is None else self._coding.state()
 
     def _encode(self, rows: Tensor, point: Point) -> Tensor:
         if not rows.numel():
@@ -137,11 +161,73 @@ class ExpertComm:
         return codec.decode(Payload(wire), rows.shape, _input_dtype(codec, rows.dtype), self._state(), None)
 
 
+class ExpertComm:
+    """The expert-parallel points of one rank.
+
+    In one stage a row goes to the rank of its expert. In two stages it goes to the node first, once for all the experts
+    that the token has there: to the rank at this one's place, which hands it on. The codecs serve the first stage; rows
+    inside a node go as they are.
+
+    Args:
+        group: the ranks that share the experts of each layer; cut by node where the stages may be two.
+        ledger: where the bytes are counted.
+        plan: the codecs of the four points, and when they are on.
+        two_stage: whether the stages are two: where they are of several ranks each (``auto``), wherever ranks are on
+            several nodes (``on``), or never (``off``).
+        folded: tensor-parallel ranks hold experts of their own, and send their own tokens.
+
+    ``ranks`` are those among which rows go to their experts: all, or those of this rank's node. ``nodes`` are those at
+    this rank's place of all nodes; None in one stage.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        ledger: Ledger,
+        plan: CompressionPlan,
+        two_stage: Literal["auto", "on", "off"] = "off",
+        folded: bool = False,
+    ) -> None:
+        self.group = group
+        self.folded = folded
+        self._coding = _Coding(plan)
+        split = group.split if two_stage != "off" else None
+        self.nodes: RowExchange | None = None
+        self.ranks = RowExchange(group, ledger, self._coding)
+        self.node_of: tuple[int, ...] = ()
+        self.place_of: tuple[int, ...] = tuple(range(group.size))
+        if split is not None and split.across.size > 1 and (split.node.size > 1 or two_stage == "on"):
+            self.nodes = RowExchange(split.across, ledger, self._coding)
+            self.ranks = RowExchange(split.node, ledger, None, inside=True)
+            self.node_of, self.place_of = _ways(split, group)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks that share the experts."""
+        return self.group.size
+
+    def begin(self, iteration: int) -> None:
+        """Begins a step; -1 stands for an evaluation."""
+        self._coding.begin(iteration)
+
+
+def _ways(split: NodeSplit, group: Group) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """How to reach each rank of the group from this one: the rank of ``split.across`` on its node, and its own in that
+    one's ``split.node``."""
+    node_of, place_of = [0] * group.size, [0] * group.size
+    own = next(part.index(group.rank) for part in split.nodes if group.rank in part)
+    for part in split.nodes:
+        for place, position in enumerate(part):
+            node_of[position] = split.across.ranks.index(group.ranks[part[own]])
+            place_of[position] = place
+    return tuple(node_of), tuple(place_of)
+
+
 class _Move(torch.autograd.Function):
     """Rows to their experts' ranks or back; their gradients the other way."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, comm: ExpertComm, leg: Leg) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, comm: RowExchange, leg: Leg) -> Tensor:
         ctx.comm, ctx.leg = comm, leg
         return comm.exchange(rows.contiguous(), leg.forward, leg.sent, leg.received)
 
@@ -149,6 +235,31 @@ class _Move(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         leg: Leg = ctx.leg
         return ctx.comm.exchange(grad.contiguous(), leg.backward, leg.received, leg.sent), None, None
+
+
+class _MoveChoices(torch.autograd.Function):
+    """Weights and whole numbers to other ranks; the weights' gradients the other way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        weights_p: Tensor,
+        numbers_p: Tensor,
+        comm: RowExchange,
+        sent: Sequence[int],
+        received: Sequence[int],
+    ) -> tuple[Tensor, Tensor]:
+        ctx.comm, ctx.sent, ctx.received = comm, sent, received
+        both = torch.stack([numbers_p.to(weights_p.dtype), weights_p], dim=1)
+        numbers, weights = comm.exchange(both, Point.CONTROL, sent, received).unbind(1)
+        found = weights.contiguous(), numbers.to(torch.int64)
+        ctx.mark_non_differentiable(found[1])
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, grad_p: Tensor, _: Tensor) -> tuple[Tensor, None, None, None, None]:
+        rows = grad_p.contiguous().unsqueeze(1)
+        return ctx.comm.exchange(rows, Point.CONTROL, ctx.received, ctx.sent).squeeze(1), None, None, None, None
 
 
 def _input_dtype(codec: Codec, dtype: torch.dtype) -> torch.dtype:

@@ -24,7 +24,7 @@ class Account:
         messages: collectives and messages started.
         raw_bytes: bytes this rank would have sent uncompressed.
         wire_bytes: bytes this rank sent, headers included.
-        inside_bytes: those of them that sums in two levels sent inside this rank's node.
+        inside_bytes: those of them that sums in two levels, and rows in two stages, sent inside this rank's node.
         waited_s: seconds that the rank (its stream, on CUDA) was blocked on the point: exposed communication.
         coded_s: seconds of encoding and decoding.
     """

@@ -103,6 +103,10 @@ class TensorComm:
         launches = () if rounds is None else self.plan.rounds(point).launches(CompressorState())
         return None if launches is None else (point, self.plan.options(point), launches, length)
 
+    def alone(self) -> TensorComm:
+        """The points of layers that this rank holds whole, and no other one computes with."""
+        return TensorComm(Group(None, (0,), 0, self.group.name, "none"), self.ledger, self.plan)
+
     @property
     def size(self) -> int:
         return self.group.size

@@ -33,7 +33,8 @@ _PROBE_EVERY = 10
 """Iterations after which times are measured, and measured again where that was not possible."""
 
 _MEETINGS = 3
-"""Iterations before that, and with it, in which the ranks wait for each other: one may be out of the ordinary."""
+"""Iterations before that, and with it, in which the ranks wait for each other: one may be out of the ordinary, such as
+the first one after a restart."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +179,7 @@ class RankByEntropy:
 
 
 def _probes_at(iteration: int) -> bool:
-    """Whether to measure in an iteration; never in the first ones of a run, nor usually in those after a restart."""
+    """Whether to measure in an iteration; never in the first ones of a run."""
     return (iteration + 1) % _PROBE_EVERY == 0
 
 
@@ -235,7 +236,7 @@ class RankController(Controller):
             self._waited_s = [*self._waited_s, reduced.ahead_s][-_MEETINGS:]
         probes = (self._wants_times or self._wants_error) and _probes_at(reduced.iteration)
         if probes and (yield from self._all_finite(reduced)):
-            if self._wants_times:
+            if self._wants_times and len(self._waited_s) == _MEETINGS:
                 yield from self._probe(reduced)
             if self._wants_error:
                 self.measured["first_error"] = yield from self._error(self.config.rank, reduced)
@@ -323,7 +324,8 @@ class RankController(Controller):
         if not all(map(math.isfinite, measured.values())):
             raise ValueError("what EDGC has measured is not that of a run")
         self.rule.load_state_dict(state)
-        self.times = read if self.config.stage_slack is None else None
+        holds = read is not None and read.ranks[-1] >= self.config.rank
+        self.times = read if holds and self.config.stage_slack is None else None
         self.warm = self.config.warmup_ends == "iterations" or state.get("warm") is True
         self.measured = measured
 
@@ -336,6 +338,11 @@ class EDGC(PowerSGD):
     def problem(self, activation: Activation) -> str:
         if self.config.min_rank > self.config.rank:
             return f"min-rank={self.config.min_rank} is above rank={self.config.rank}, the greatest; lower it"
+        if self.config.warmup_ends == "error" and activation.last_stages is not None:
+            return (
+                f"warmup-ends=error: is about the first stage, which stages=last:{activation.last_stages} leaves out; "
+                "give stages=first:N, or the iterations of a warmup"
+            )
         return ""
 
     def check(self, point: Point, flags: Mapping[str, Any]) -> str:

@@ -6,9 +6,9 @@ from typing import Any
 
 from megatron.base.option import FieldOption, field_options
 from megatron.compression.outer import PRESET, PRESETS
-from megatron.compression.points import EXPERT_LEGS, Point
+from megatron.compression.points import EXPERT_CODECS, EXPERT_LEGS, EXPERTS, Point
 from megatron.compression.registry import Registry
-from megatron.compression.spec import COMMON, FUSED, OF_POINT, serves
+from megatron.compression.spec import COMMON, FUSED, OF_POINT, serves, specs_by_point
 
 _TOGETHER = (
     "any compressors at different points, on any tensor-, pipeline- and data-parallel layout, with any precision",
@@ -28,6 +28,7 @@ def describe(registry: Registry) -> str:
             extra = [FUSED] if point is Point.EMBED_GRAD else []
             lines.append(f"  {point.value:<20} {', '.join(extra + names)}")
     lines += [f"  {name:<20} both of {', '.join(p.value for p in both)}" for name, both in EXPERT_LEGS.items()]
+    lines += [f"  {f'{EXPERTS}={word}':<20} {' '.join(specs_by_point(f'{EXPERTS}={word}'))}" for word in EXPERT_CODECS]
     lines += ["", "options of every compressor:"]
     lines += [f"  {key:<16} {text}" for key, text in COMMON.items()]
     needs: dict[str, list[str]] = {}

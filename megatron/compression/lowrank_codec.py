@@ -26,6 +26,11 @@ class LowRankConfig:
 
     rank: int = opt(16, "columns of the factors", minimum=1, scheduled=True)
     warm_start: bool = opt(True, "begin each message at the last one's factor")
+    basis: Literal["tokens", "channels"] = opt(
+        "tokens",
+        "what messages are projected on: a basis over their tokens, as published, which gives tokens with small "
+        "gradients the errors of others; or over their channels, with which each token loses a part of itself",
+    )
     seed: int = opt(714, "seed of the first factor", minimum=0, maximum=SEED)
     factors: Literal["fp32", "bf16", "fixpoint8", "fixpoint4"] = opt(
         "fp32", "how P and Q are sent: in full, in half precision, or quantized to 8 or 4 bits"
@@ -33,10 +38,11 @@ class LowRankConfig:
 
 
 class LowRankCodec(Codec):
-    """Sends P (n x r, orthonormal) and Q = M^T P (m x r) of the matrix M (tokens x hidden) as one message.
+    """Sends P (n x r, orthonormal) and Q = M^T P (m x r) of the matrix M (tokens x hidden) as one message; or, with a
+    basis of channels, Q = orth(M^T P) and M Q in place of P.
 
-    Where a format loses digits, both ends orthonormalize P as it was decoded, and Q is made with that: projecting on
-    any orthonormal basis is exact, so an error of P only tilts the subspace.
+    Where a format loses digits, both ends orthonormalize the basis as it was decoded, and the other factor is made with
+    that: projecting on any orthonormal basis is exact, so an error of the basis only tilts the subspace.
 
     A message that would not be smaller than the matrix is the matrix itself.
     """
@@ -80,11 +86,17 @@ class LowRankCodec(Codec):
         elif q_1mr is None or q_1mr.shape != (1, m, rank):
             q_1mr = random_bases(1, m, rank, self.config.seed, f"{n}x{m}", matrix_1nm)
         p_1nr = orthonormalize(matrix_1nm @ orthonormalize(q_1mr))
-        p_wire = self.factors.encode(p_1nr)
-        q_1mr = matrix_1nm.transpose(1, 2) @ self._basis(p_wire, (1, n, rank), matrix_1nm.dtype)
+        if self.config.basis == "tokens":
+            p_wire = self.factors.encode(p_1nr)
+            q_1mr = matrix_1nm.transpose(1, 2) @ self._basis(p_wire, (1, n, rank), matrix_1nm.dtype)
+            q_wire = self.factors.encode(q_1mr)
+        else:
+            q_wire = self.factors.encode(orthonormalize(matrix_1nm.transpose(1, 2) @ p_1nr))
+            q_1mr = self._basis(q_wire, (1, m, rank), matrix_1nm.dtype)
+            p_wire = self.factors.encode(matrix_1nm @ q_1mr)
         if self.config.warm_start:
             state.stage("q", q_1mr)
-        return Payload(torch.cat([p_wire, self.factors.encode(q_1mr)]))
+        return Payload(torch.cat([p_wire, q_wire]))
 
     def decode(
         self, payload: Payload, shape: torch.Size, dtype: torch.dtype, state: CompressorState, key: Hashable
@@ -98,9 +110,9 @@ class LowRankCodec(Codec):
         return self._factors(payload, x.shape, x.dtype) or payload.wire
 
     def _basis(self, wire: Tensor, shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
-        """P as the receiver computes it."""
-        p_1nr = self.factors.decode(wire, shape, dtype)
-        return p_1nr if self.factors.exact else orthonormalize(p_1nr)
+        """The orthonormal factor as the receiver computes it."""
+        decoded = self.factors.decode(wire, shape, dtype)
+        return decoded if self.factors.exact else orthonormalize(decoded)
 
     def _factors(self, payload: Payload, shape: torch.Size, dtype: torch.dtype) -> Factors | None:
         """The factors in a message; None where the matrix itself was sent."""
@@ -108,8 +120,9 @@ class LowRankCodec(Codec):
         if rank is None:
             return None
         split = self.factors.nbytes(n * rank, dtype) // payload.wire.element_size()
-        p_1nr = self._basis(payload.wire[:split], (1, n, rank), dtype)
-        return Factors(p_1nr, self.factors.decode(payload.wire[split:], (1, m, rank), dtype))
+        of_tokens = self.config.basis == "tokens"
+        p_of, q_of = (self._basis, self.factors.decode) if of_tokens else (self.factors.decode, self._basis)
+        return Factors(p_of(payload.wire[:split], (1, n, rank), dtype), q_of(payload.wire[split:], (1, m, rank), dtype))
 
 
 def register(registry: Registry) -> None:

@@ -69,3 +69,14 @@ EXPERT_LEGS = {
     "ep-combine": (Point.EP_COMBINE_FWD, Point.EP_COMBINE_BWD),
 }
 """Names that stand for both directions on the command line."""
+
+EXPERTS = "experts"
+"""Name that stands for all four legs, whose codecs a word chooses."""
+
+_EIGHT, _FOUR, _HALF = "fixpoint,bits=8,group=64", "fixpoint,bits=4,group=64,rotation=64", "cast"
+
+EXPERT_CODECS = {
+    "default": dict(zip(EXPERT_POINTS, (_EIGHT, _HALF, _HALF, _EIGHT), strict=True)),
+    "aggressive": dict(zip(EXPERT_POINTS, (_FOUR, _EIGHT, _EIGHT, _FOUR), strict=True)),
+}
+"""Specs of the four legs by these words. Fewest bits go to the experts: what comes back is added up over a token's."""

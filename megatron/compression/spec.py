@@ -13,7 +13,7 @@ from megatron.base.words import nearest
 from megatron.compression.api import Codec, Compressor, Controller, RoundCompressor
 from megatron.compression.error_feedback import ErrorFeedback, ErrorFeedbackCodec, MessageResidual, SumResidual
 from megatron.compression.outer import PRESET, PRESETS, OuterOptions
-from megatron.compression.points import EXPERT_LEGS, EXPERT_POINTS, Point
+from megatron.compression.points import EXPERT_CODECS, EXPERT_LEGS, EXPERT_POINTS, EXPERTS, Point
 from megatron.compression.registry import Registration, Registry
 from megatron.compression.schedule import Activation, RunLength, Schedule, read_iterations, read_schedule, read_stages
 
@@ -151,7 +151,7 @@ def read_specs(texts: Sequence[str], registry: Registry, length: RunLength) -> d
     """
     specs: dict[Point, Spec] = {}
     for text in texts:
-        for each in _by_point(text):
+        for each in specs_by_point(text):
             try:
                 spec = read_spec(each, registry, length)
             except UserError as error:
@@ -162,11 +162,25 @@ def read_specs(texts: Sequence[str], registry: Registry, length: RunLength) -> d
     return specs
 
 
-def _by_point(text: str) -> list[str]:
-    """A spec for each point that the name before the equals sign stands for."""
+def specs_by_point(text: str) -> list[str]:
+    """A spec for each point that the name before the equals sign stands for.
+
+    Raises:
+        UserError: for ``experts=`` with a word that chooses nothing, or an option that the word chooses.
+    """
     place, equals, rest = text.partition("=")
-    points = EXPERT_LEGS.get(place.strip().lower(), ())
-    return [f"{point.value}{equals}{rest}" for point in points] or [text]
+    place = place.strip().lower()
+    if place == EXPERTS:
+        word, comma, more = rest.partition(",")
+        codecs = EXPERT_CODECS.get(word.strip().lower())
+        if codecs is None:
+            near = nearest(word.strip(), list(EXPERT_CODECS))
+            raise UserError(f"--compress {text}: write {EXPERTS}={' or '.join(EXPERT_CODECS)}{near}")
+        for key in (part.partition("=")[0].strip() for part in more.split(",") if more):
+            if key.lower().replace("_", "-") not in COMMON:
+                raise UserError(f"--compress {text}: {word} chooses {key}; leave it out, or give each leg a spec")
+        return [f"{point.value}={codec}{comma}{more}" for point, codec in codecs.items()]
+    return [f"{point.value}{equals}{rest}" for point in EXPERT_LEGS.get(place, ())] or [text]
 
 
 def read_spec(text: str, registry: Registry, length: RunLength) -> Spec:

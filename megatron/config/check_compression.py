@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from megatron.base.errors import UserError
-from megatron.compression.points import Point
+from megatron.compression.points import EXPERTS, Point
 from megatron.compression.schedule import RunLength
-from megatron.compression.spec import Spec
+from megatron.compression.spec import Spec, specs_by_point
 from megatron.config.compression import Run
 
 
@@ -18,6 +18,9 @@ def check_compression(config: Run, world_size: int, note: Callable[[str], None])
     """
     specs = config.compression.specs(RunLength(config.training.planned_iters))
     flags = {name: value for section in config.to_dict().values() for name, value in section.items()}
+    for text in config.compression.compress:
+        if text.partition("=")[0].strip().lower() == EXPERTS:
+            note(f"--compress {text} stands for {' '.join(specs_by_point(text))}")
     _check_probe(config, specs)
     for point, spec in specs.items():
         where = f"--compress {point.value}={spec.name}"

@@ -25,7 +25,7 @@ def check_model(model: ModelConfig) -> None:
             )
     _check_rotary(model)
     _check_kind(model)
-    _check_task_head(model)
+    check_task_head(model)
     check_experts(model)
     if model.add_qkv_bias and model.add_bias_linear:
         raise UserError(
@@ -103,7 +103,8 @@ def _check_deberta(model: ModelConfig) -> None:
         )
 
 
-def _check_task_head(model: ModelConfig) -> None:
+def check_task_head(model: ModelConfig) -> None:
+    """Checks that the model can have the head of its task (else UserError)."""
     least = 2 if model.task_head in ("classification", "choice") else 0
     if (least == 0 and model.task_classes) or model.task_classes < least:
         raise UserError(

@@ -23,7 +23,8 @@ class CompressionConfig:
 
     compress: list[str] = option(  # noqa: RUF009
         [],
-        "Compress a communication point, such as dp-grad=powersgd,rank=32 or pp-forward=fixpoint,bits=4. "
+        "Compress a communication point, such as dp-grad=powersgd,rank=32 or pp-forward=fixpoint,bits=4, or what goes "
+        "to experts and back: experts=default. "
         "--list-compressors prints all points, compressors and options.",
         repeatable=True,
         metavar="POINT=SPEC",
@@ -37,8 +38,8 @@ class CompressionConfig:
     )
     eval_compressed: bool = option(
         False,
-        "Compress pp-forward and tp-forward in evaluation too, as eval=on does for each; else evaluation is "
-        "uncompressed.",
+        "Compress pp-forward, tp-forward, ep-dispatch-forward and ep-combine-forward in evaluation too, as eval=on "
+        "does for each; else evaluation is uncompressed.",
     )
 
     def specs(self, length: RunLength) -> dict[Point, Spec]:

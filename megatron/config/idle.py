@@ -52,7 +52,8 @@ def _tokenizer_is_not(*kinds: str) -> Callable[[RunConfig, int], bool]:
 
 def _forward_codec(config: RunConfig) -> bool:
     points = [spec.partition("=")[0].strip().lower() for spec in config.compression.compress]
-    return any(point in ("pp-forward", "tp-forward") for point in points)
+    forward = ("pp-forward", "tp-forward", "ep-dispatch", "ep-combine", "experts")
+    return any(point.startswith(forward) and not point.endswith("-backward") for point in points)
 
 
 _CURVES = fields_of(
@@ -324,7 +325,7 @@ RULES: Sequence[Idle] = (
     Idle(
         ("compression.eval_compressed",),
         lambda config, _: not _forward_codec(config),
-        "without a compressor of pp-forward or tp-forward",
+        "without a compressor of what goes forward",
     ),
     Idle(
         ("compression.compress_module",),

@@ -47,5 +47,15 @@ EXPERT_RULES = (
         lambda config, _: config.model.moe_router_topk == 1,
         "beside --moe-router-topk 1, whose one weight is that of all experts anyway",
     ),
+    Idle(
+        ("parallel.moe_two_stage",),
+        lambda config, _: config.parallel.expert_model_parallel_size == 1,
+        "every replica holds all experts (--expert-model-parallel-size)",
+    ),
+    Idle(
+        ("parallel.expert_tensor_parallel_size",),
+        lambda config, _: not config.model.has_experts,
+        "no layer has experts (--num-experts)",
+    ),
     Idle(fields_of("model", "moe_min_capacity moe_token_drop_policy"), _no_capacity, "no token is dropped"),
 )

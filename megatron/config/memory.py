@@ -86,10 +86,14 @@ def least_needs(config: RunConfig, world_size: int, vocab_size: int | None = Non
 
 def _of_experts(config: RunConfig, layers: range) -> int:
     """Numbers of the experts of some layers, beyond those of the dense MLPs in their place."""
-    model, ranks = config.model, config.parallel.expert_model_parallel_size
+    model, parallel = config.model, config.parallel
+    # The caller divides by the tensor-parallel size, which these do not where experts are whole.
+    shares = parallel.expert_model_parallel_size / (
+        parallel.tensor_model_parallel_size if parallel.folds_experts else 1
+    )
     matrices = (3 if model.swiglu else 2) * model.hidden_size
     found = [count for layer, count in model.expert_layers.items() if layer in layers]
-    widths = (count // ranks * (model.moe_ffn_hidden_size or 0) - model.ffn_hidden_size for count in found)
+    widths = (int(count / shares) * (model.moe_ffn_hidden_size or 0) - model.ffn_hidden_size for count in found)
     return matrices * sum(widths)
 
 

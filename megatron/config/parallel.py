@@ -59,6 +59,20 @@ class ParallelConfig:
         maximum=MOST_PROCESSES,
         aliases=("moe-expert-parallel-size", "ep-world-size"),
     )
+    expert_tensor_parallel_size: int | None = derived(
+        "--tensor-model-parallel-size",
+        "Tensor-parallel size of the experts. 1: every tensor-parallel process holds whole experts, and sends its part "
+        "of the tokens to theirs; --expert-model-parallel-size then counts tensor-parallel processes, too.",
+        unit="processes",
+        minimum=1,
+        maximum=MOST_PROCESSES,
+    )
+    moe_two_stage: Literal["auto", "on", "off"] = option(
+        "auto",
+        "Send each token once to a node, whatever experts it has there; ranks of the node hand it on, and add up what "
+        "its experts there make of it. auto: where nodes hold several of the processes that share experts; on: also "
+        "where they hold one of them, so that a token is sent once for all of that one's experts; off: to each expert.",
+    )
     sequence_parallel: bool = option(
         False, "Split the sequence over the tensor-parallel processes outside attention and MLP."
     )
@@ -123,6 +137,11 @@ class ParallelConfig:
         maximum=MOST_PROCESSES,
         may_differ="it tells the processes of a machine apart",
     )
+
+    @property
+    def folds_experts(self) -> bool:
+        """Whether each tensor-parallel process holds whole experts, where it holds parts of the other layers."""
+        return self.tensor_model_parallel_size > 1 and self.expert_tensor_parallel_size == 1
 
     @property
     def splits_messages(self) -> bool:
@@ -208,7 +227,7 @@ def check_layout(parallel: ParallelConfig, model: ModelConfig, world_size: int) 
         (model.num_attention_heads, "--num-attention-heads"),
         (model.num_query_groups, "--num-query-groups"),
         (model.ffn_hidden_size, "--ffn-hidden-size"),
-        (model.moe_ffn_hidden_size or 0, "--moe-ffn-hidden-size"),
+        (0 if parallel.folds_experts else model.moe_ffn_hidden_size or 0, "--moe-ffn-hidden-size"),
         (model.moe_shared_expert_intermediate_size or 0, "--moe-shared-expert-intermediate-size"),
     ):
         if size % tensor != 0:
@@ -241,23 +260,40 @@ def check_layout(parallel: ParallelConfig, model: ModelConfig, world_size: int) 
 
 
 def _check_experts(parallel: ParallelConfig, model: ModelConfig, world_size: int) -> None:
-    ranks, replicas = parallel.expert_model_parallel_size, parallel.data_parallel_size(world_size)
+    ranks, holders = parallel.expert_model_parallel_size, parallel.data_parallel_size(world_size)
     if model.has_experts and parallel.ddp_impl == "torch":
         raise UserError("--DDP-impl torch: a layer with experts is not for it; use --DDP-impl local")
+    given, which = f"--expert-model-parallel-size {ranks}", "data-parallel processes"
+    if model.has_experts:
+        _check_folding(parallel)
     if ranks == 1:
         return
-    given = f"--expert-model-parallel-size {ranks}"
     if not model.has_experts:
         raise UserError(f"{given}: no layer has experts; add --num-experts, or leave it out")
-    if replicas % ranks != 0:
-        raise UserError(
-            f"{given} does not divide the {replicas} data-parallel processes, which share the experts; choose a divisor"
-        )
+    if parallel.folds_experts:
+        holders, which = holders * parallel.tensor_model_parallel_size, "tensor- and data-parallel processes"
+    if holders % ranks != 0:
+        raise UserError(f"{given} does not divide the {holders} {which}, which share the experts; choose a divisor")
     for count in model.expert_layers.values():
         if count % ranks != 0:
             raise UserError(
                 f"{given} does not divide the {count} experts of a layer (--num-experts); change one of them"
             )
+
+
+def _check_folding(parallel: ParallelConfig) -> None:
+    """Checks that experts are split as the other layers are, or that each tensor-parallel process has its own."""
+    tensor, asked = parallel.tensor_model_parallel_size, parallel.expert_tensor_parallel_size
+    if asked is None or asked == tensor:
+        return
+    given = f"--expert-tensor-parallel-size {asked}"
+    if asked != 1:
+        raise UserError(f"{given}: write 1, or leave it out for --tensor-model-parallel-size {tensor}")
+    if parallel.expert_model_parallel_size % tensor != 0:
+        raise UserError(
+            f"{given}: --expert-model-parallel-size {parallel.expert_model_parallel_size} is not a multiple of "
+            f"--tensor-model-parallel-size {tensor}, whose processes share the experts out; change one of them"
+        )
 
 
 def check_parallel(parallel: ParallelConfig, cuda_available: bool) -> None:

@@ -9,6 +9,7 @@ from typing import Literal
 from megatron.base.errors import UserError
 from megatron.base.fields import check_fields
 from megatron.base.option import derived, field_options, option, required
+from megatron.config.check_model import check_task_head
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.collect import FlagTable
 from megatron.config.flags import FlagParser, ParsedRun
@@ -161,6 +162,7 @@ def parse_task(argv: Sequence[str]) -> tuple[ParsedRun, TaskConfig, Task]:
     if "model.model_type" not in explicit:
         model = replace(model, model_type="bert")
     run.config = replace(run.config, model=task.on(model))
+    check_task_head(run.config.model)
     given = replace(given, task=name)
     _check_given(given, run, explicit)
     return run, given, task

@@ -195,14 +195,14 @@ class CrossAttention(Attention):
         rows, hidden = config.num_query_groups * 2 * self.head_dim, config.hidden_size
         biased = config.add_bias_linear or config.add_qkv_bias
         self.query = ColumnParallelLinear((width, hidden), biased, comm, device, dtype)
-        self.key_value = ColumnParallelLinear((rows, hidden), biased, comm, device, dtype)
+        self.key_value = ColumnParallelLinear((rows, hidden), biased, comm, device, dtype, entered=True)
         self.dense = RowParallelLinear(width, hidden, config.add_bias_linear, comm, device, dtype)
 
     def forward(
         self, x_sbh: Tensor, context: ForwardContext, dropout: AttentionDropout | None
     ) -> tuple[Tensor, Tensor | None]:
         assert context.memory is not None
-        query, mixed = self.query(x_sbh), self.key_value(context.memory.x_sbh)
+        query, mixed = self.query(x_sbh), self.key_value(context.memory.entered_sbh)
         query = query.unflatten(2, (-1, self.head_dim))
         key, value = mixed.unflatten(2, (self.groups, 2, self.head_dim)).unbind(dim=3)
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))

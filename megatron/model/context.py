@@ -17,11 +17,11 @@ class Memory:
     """What a decoder reads of an encoder.
 
     Args:
-        x_sbh: the encoder's output, or the own part of s.
+        entered_sbh: the encoder's output, with which the tensor-parallel region of all of its readers has begun.
         segment_ids_bs: 0 for the encoder's text, else padding, which is not read.
     """
 
-    x_sbh: Tensor
+    entered_sbh: Tensor
     segment_ids_bs: Tensor | None
 
 

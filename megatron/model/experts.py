@@ -7,7 +7,7 @@ Tokens are sorted by expert, sent to the ranks that hold the experts, and come b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -15,104 +15,34 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.base.option import is_unset
-from megatron.comm.experts import Leg
+from megatron.comm.experts import Leg, RowExchange
 from megatron.comm.tensor import TensorComm, enter_parallel_region, leave_parallel_region
 from megatron.compression.points import Point
 from megatron.config.model import ModelConfig
 from megatron.model.context import ForwardContext
 from megatron.model.mlp import ACTIVATIONS, MLP
 from megatron.model.router import Router, Routing
+from megatron.model.rows import Choices, choices_by_node, choices_of_rows, collected, combined, dispatched, order_of
 from megatron.parallel.tensor.grouped import grouped_linear, groups_products
 from megatron.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.tensor.shards import ParamSpec, ShardedModule, with_partial_grad
 
 
-@dataclass(frozen=True)
-class _Order:
-    """The order of a micro-batch's rows by expert: one row for each expert that takes a token.
+class Expert(nn.Module):
+    """The weights of one expert.
 
     Args:
-        token: token of each row.
-        place: by (token, k), flat: its row; the number of rows where no expert takes it.
-        counts: rows of each expert, int64.
-        k: experts of a token.
+        config: the model.
+        comm: the tensor-parallel ranks, each of which has a part of the inner width.
+        device, dtype: those of the parameters.
+        unshared: this rank alone has the expert, whole, and no other tensor-parallel one.
     """
 
-    token: Tensor
-    place: Tensor
-    counts: Tensor
-    k: int
-
-    @property
-    def dropped(self) -> bool:
-        """Whether there are fewer rows than choices."""
-        return len(self.token) < len(self.place)
-
-    def by_token(self, rows: Tensor) -> Tensor:
-        """Rows (r, h) as (tokens, k, h), with zeros where no expert took the token."""
-        if self.dropped:
-            rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
-        return rows.index_select(0, self.place).view(-1, self.k, rows.shape[1])
-
-
-def _order(routing: Routing, experts: int) -> _Order:
-    chosen, k = routing.experts_tk.flatten(), routing.experts_tk.shape[1]
-    if routing.kept_tk is not None:
-        chosen = torch.where(routing.kept_tk.flatten(), chosen, experts)
-    counts = torch.bincount(chosen, minlength=experts)[:experts]
-    order = chosen.argsort(stable=True)
-    place = torch.empty_like(order)
-    place[order] = torch.arange(len(order), device=order.device)
-    if routing.kept_tk is not None:
-        rows = int(counts.sum())
-        order, place = order[:rows], place.clamp_(max=rows)
-    return _Order(order // k, place, counts, k)
-
-
-class _Dispatch(torch.autograd.Function):
-    """Tokens (t, h) to rows (r, h) by expert; a token's gradient is the sum of its rows', in a fixed order."""
-
-    @staticmethod
-    def forward(ctx: Any, x_th: Tensor, order: _Order) -> Tensor:
-        ctx.order = order
-        return x_th.index_select(0, order.token)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.order.by_token(grad).sum(1), None
-
-
-class _Combine(torch.autograd.Function):
-    """Rows (r, h) by expert to tokens (s, b, h): the weighted sum of each token's rows."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights_tk: Tensor, order: _Order, samples: int) -> Tensor:
-        ctx.save_for_backward(rows, weights_tk)
-        ctx.order = order
-        tokens, hidden = len(weights_tk), rows.shape[1]
-        # No view in autograd's eyes: the sum over tensor-parallel ranks works in place.
-        out_sbh = rows.new_empty(tokens // samples, samples, hidden)
-        weights_t1k = weights_tk.unsqueeze(1).to(rows.dtype)
-        torch.bmm(weights_t1k, order.by_token(rows), out=out_sbh.view(tokens, 1, hidden))
-        return out_sbh
-
-    @staticmethod
-    def backward(ctx: Any, grad_sbh: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        rows, weights_tk = ctx.saved_tensors
-        order: _Order = ctx.order
-        grad_th = grad_sbh.flatten(0, 1)
-        grad_weights = torch.bmm(order.by_token(rows), grad_th.unsqueeze(2)).squeeze(2)
-        by_row = weights_tk.new_empty(len(rows) + 1)
-        by_row[order.place] = weights_tk.flatten()
-        grad_rows = grad_th.index_select(0, order.token) * by_row[:-1].unsqueeze(1).to(rows.dtype)
-        return grad_rows, grad_weights.to(weights_tk.dtype), None, None
-
-
-class Expert(nn.Module):
-    """The weights of one expert, of which each tensor-parallel rank has a part of the inner width."""
-
-    def __init__(self, config: ModelConfig, comm: TensorComm, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: ModelConfig, comm: TensorComm, device: torch.device, dtype: torch.dtype, unshared: bool = False
+    ) -> None:
         super().__init__()
+        comm = comm.alone() if unshared else comm
         width, hidden = config.moe_ffn_hidden_size, config.hidden_size
         shape: tuple[int, ...] = (2, width, hidden) if config.swiglu else (width, hidden)
         self.comm = comm
@@ -124,6 +54,8 @@ class Expert(nn.Module):
             self.dense_4h_to_h.specs["bias"] = with_partial_grad(ParamSpec((hidden,)))
         for layer in (self.dense_h_to_4h, self.dense_4h_to_h):
             layer.specs = {name: replace(spec, of_expert=True) for name, spec in layer.specs.items()}
+            if unshared:
+                layer.specs = {name: replace(spec, dim=None, unshared=True) for name, spec in layer.specs.items()}
 
     @property
     def up(self) -> tuple[Tensor, Tensor | None]:
@@ -149,6 +81,12 @@ def _grouped(rows: Tensor, layers: Sequence[tuple[Tensor, Tensor | None]], count
     if not biases:
         return out
     return out + torch.stack(biases).repeat_interleave(counts.to(rows.device), dim=0, output_size=len(rows))
+
+
+def _legs(sent: tuple[int, ...], received: tuple[int, ...]) -> tuple[Leg, Leg]:
+    """The ways of tokens to experts and of outputs back, for rows sent to each rank and received from each."""
+    there = Leg(Point.EP_DISPATCH_FWD, Point.EP_DISPATCH_BWD, sent, received)
+    return there, Leg(Point.EP_COMBINE_FWD, Point.EP_COMBINE_BWD, received, sent)
 
 
 class _Coefficients(ShardedModule):
@@ -194,7 +132,10 @@ class Experts(nn.Module):
         first = comm.experts.group.rank * self.local
         self.router = Router(config, layer, self.count, comm, device, dtype)
         self.experts = nn.ModuleDict(
-            {str(number): Expert(config, comm, device, dtype) for number in range(first, first + self.local)}
+            {
+                str(number): Expert(config, comm, device, dtype, comm.experts.folded)
+                for number in range(first, first + self.local)
+            }
         )
         self.shared: MLP | None = None
         self.mixing: _Coefficients | None = None
@@ -208,27 +149,77 @@ class Experts(nn.Module):
 
     def forward(self, x_sbh: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
         routing = self.router(x_sbh, context)
-        full_sbh = enter_parallel_region(x_sbh, self.comm)
-        out_sbh = leave_parallel_region(self._routed(full_sbh, routing), self.comm)
+        if self.expert_comm.folded:
+            out_sbh = self._folded(x_sbh, routing)
+        else:
+            full_sbh = enter_parallel_region(x_sbh, self.comm)
+            out_sbh = leave_parallel_region(self._routed(full_sbh, routing), self.comm)
         if self.shared is not None:
             out_sbh = self._mixed(out_sbh, x_sbh)
         return self._with_losses(out_sbh, routing, context), None
 
+    def _folded(self, x_sbh: Tensor, routing: Routing) -> Tensor:
+        """The experts' outputs, where each tensor-parallel rank sends its own part of the tokens to them."""
+        comm = self.comm
+        if comm.sequence_parallel:
+            first = comm.rank * x_sbh.shape[0] * x_sbh.shape[1]
+            own = slice(first, first + x_sbh.shape[0] * x_sbh.shape[1])
+            return self._routed(x_sbh, routing.of_tokens(own))
+        x_th = enter_parallel_region(x_sbh, comm).flatten(0, 1)
+        part = -(-len(x_th) // comm.size)
+        own = slice(min(comm.rank * part, len(x_th)), min((comm.rank + 1) * part, len(x_th)))
+        out = self._routed(x_th[own].unsqueeze(1), routing.of_tokens(own)).squeeze(1)
+        out_th = F.pad(out, (0, 0, own.start, len(x_th) - own.stop))
+        return leave_parallel_region(out_th.view_as(x_sbh), comm)
+
     def _routed(self, x_sbh: Tensor, routing: Routing) -> Tensor:
         """The experts' outputs, or this tensor-parallel rank's part of their sum."""
-        order = _order(routing, self.count)
-        rows: Tensor = _Dispatch.apply(x_sbh.flatten(0, 1), order)
-        if self.expert_comm.size == 1:
+        chosen_tk, holes = routing.experts_tk, routing.kept_tk is not None
+        if routing.kept_tk is not None:
+            chosen_tk = torch.where(routing.kept_tk, chosen_tk, self.count)
+        choices, x_th = Choices(chosen_tk, routing.weights_tk, holes), x_sbh.flatten(0, 1)
+        if self.expert_comm.nodes is None:
+            return self._of_ranks(x_th, choices, x_sbh.shape)
+        return self._of_nodes(x_th, choices, x_sbh.shape, self.expert_comm.nodes)
+
+    def _of_ranks(self, x_th: Tensor, choices: Choices, shape: Sequence[int]) -> Tensor:
+        """The weighted sums of the experts' outputs, where the ranks that rows go to directly hold them."""
+        comm = self.expert_comm.ranks
+        order = order_of(choices.chosen_tk, comm.size * self.local, choices.holes)
+        rows = dispatched(x_th, order)
+        if comm.size == 1:
             rows = self._compute(rows, order.counts)
         else:
-            counts_re = order.counts.view(self.expert_comm.size, self.local)
-            came_re = self.expert_comm.exchange_counts(counts_re)
+            counts_re = order.counts.view(comm.size, self.local)
+            came_re = comm.exchange_counts(counts_re)
             sent, received = (tuple(counts.sum(1).tolist()) for counts in (counts_re, came_re))
-            there = Leg(Point.EP_DISPATCH_FWD, Point.EP_DISPATCH_BWD, sent, received)
-            back = Leg(Point.EP_COMBINE_FWD, Point.EP_COMBINE_BWD, received, sent)
-            rows = self.expert_comm.move(self._computed_of_ranks(self.expert_comm.move(rows, there), came_re), back)
-        result: Tensor = _Combine.apply(rows, routing.weights_tk, order, x_sbh.shape[1])
-        return result
+            there, back = _legs(sent, received)
+            rows = comm.move(self._computed_of_ranks(comm.move(rows, there), came_re), back)
+        return combined(rows, choices.weights_tk, order, shape)
+
+    def _of_nodes(self, x_th: Tensor, choices: Choices, shape: Sequence[int], comm: RowExchange) -> Tensor:
+        """The same by way of nodes: a token goes to a node once, and one sum of its experts' outputs there comes back.
+
+        The choices go along with the rows, so that a row finds its experts, and the sums their weights.
+        """
+        here, k = self.expert_comm.ranks.size * self.local, choices.chosen_tk.shape[1]
+        wanted = choices_by_node(choices, comm.size, *self._places(x_th.device))
+        counts_n2 = torch.stack([wanted.order.counts, wanted.counts_n], dim=1)
+        came_n2 = comm.exchange_counts(counts_n2)
+        (sent, sent_p), (received, received_p) = (map(tuple, c.t().tolist()) for c in (counts_n2, came_n2))
+        weights_p, numbers_p = comm.move_choices(wanted.weights_p, wanted.numbers_p, sent_p, received_p)
+        there, back = _legs(sent, received)
+        rows = comm.move(dispatched(x_th, wanted.order), there)
+        came = choices_of_rows(numbers_p, weights_p, len(rows), min(k, here), here)
+        return collected(comm.move(self._of_ranks(rows, came, rows.shape), back), wanted.order, shape)
+
+    def _places(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """By expert: its node, and its number there; and an entry for no expert."""
+        comm, local = self.expert_comm, self.local
+        assert comm.nodes is not None
+        nodes = [node for node in comm.node_of for _ in range(local)]
+        numbers = [place * local + number for place in comm.place_of for number in range(local)]
+        return torch.tensor([*nodes, comm.nodes.size], device=device), torch.tensor([*numbers, 0], device=device)
 
     def _computed_of_ranks(self, rows: Tensor, came_re: Tensor) -> Tensor:
         """The outputs of rows that came rank by rank, each rank's by expert; in the same order."""

@@ -31,6 +31,11 @@ class Routing:
     kept_tk: Tensor | None
     losses: Tensor
 
+    def of_tokens(self, tokens: slice) -> Routing:
+        """The routing of some of the tokens."""
+        kept_tk = None if self.kept_tk is None else self.kept_tk[tokens]
+        return Routing(self.experts_tk[tokens], self.weights_tk[tokens], kept_tk, self.losses)
+
     def counts(self, experts: int) -> Tensor:
         """Number of tokens that chose each expert, int64."""
         return torch.bincount(self.experts_tk.flatten(), minlength=experts)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron.comm.tensor import TensorComm
+from megatron.comm.tensor import TensorComm, enter_parallel_region
 from megatron.config.model import ModelConfig
 from megatron.config.recompute import RecomputeConfig
 from megatron.model.block import Layer
@@ -80,7 +80,8 @@ class T5Stage(Stage):
         else:
             length = self._own_length(self.config.decoder_seq_length or 0)
             x_sbh, read_sbh = x_sbh[:length], x_sbh[length:]
-        memory = Memory(read_sbh.to(self.dtype), context.segment_ids_bs)
+        # Once for all layers, which exchange neither what they read nor its gradient.
+        memory = Memory(enter_parallel_region(read_sbh.to(self.dtype), self.comm), context.segment_ids_bs)
         x_sbh = self._transform(layers, x_sbh, replace(own, memory=memory))
         return x_sbh if self.part.last else torch.cat([x_sbh, read_sbh])
 

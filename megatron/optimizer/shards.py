@@ -41,7 +41,7 @@ class ParamShard:
     def counts_in_norm(self, tp_rank: int) -> bool:
         """Whether this rank is the one that counts these elements in norms over the whole model."""
         spec = self.slot.spec
-        return self.counted and not spec.tied_copy and (spec.dim is not None or tp_rank == 0)
+        return self.counted and not spec.tied_copy and spec.counted_by(tp_rank)
 
 
 def own_shards(buffers: Sequence[FlatBuffer], sharded: bool, separate: bool = False) -> list[ParamShard]:

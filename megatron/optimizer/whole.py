@@ -41,8 +41,10 @@ class WholeSums:
         self._slots, self.device = len(slots), slots[0].param.device
         places = {id(slot): place for place, slot in enumerate(slots)}
         self._places = torch.tensor([places[id(shard.slot)] for shard in shards], dtype=torch.int64, device=self.device)
+        unshared = [slot.spec.unshared for slot in slots]
+        self._unshared = torch.tensor(unshared, device=self.device).unsqueeze(1)
         # Of a parameter that all tensor-parallel ranks hold whole, the first one's counts.
-        weights = [shard.slot.spec.dim is not None or tp.rank == 0 for shard in shards]
+        weights = [shard.slot.spec.counted_by(tp.rank) for shard in shards]
         self._weights = torch.tensor(weights, dtype=torch.float64, device=self.device).unsqueeze(1)
 
     def __call__(self, sums_ns: Tensor) -> Tensor:
@@ -58,7 +60,7 @@ class WholeSums:
         rows = torch.zeros(self._slots, sums_ns.shape[1], dtype=torch.float64, device=self.device)
         rows.index_add_(0, self._places, sums_ns.to(torch.float64) * self._weights)
         if self._tp.size > 1:
-            rows = self._added(self._tp, rows)
+            rows = torch.where(self._unshared, rows, self._added(self._tp, rows))
         for group, numbers in self._replicas:
             if group.size > 1:
                 rows[numbers] = self._added(group, rows[numbers])

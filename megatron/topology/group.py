@@ -119,13 +119,13 @@ class NodeSplit:
         nodes: positions in the group by node, as many of each; alike in all groups of a kind.
         node: the ranks of this rank's node.
         across: the ranks at this rank's place in its node, one on each node.
-        note: what the nodes make of a sum in two levels, for people.
+        why: why the nodes are not several, with all of their ranks, for people; empty where they are.
     """
 
     nodes: tuple[tuple[int, ...], ...]
     node: Group
     across: Group
-    note: str = ""
+    why: str = ""
 
 
 class Group:

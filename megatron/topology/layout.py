@@ -36,6 +36,8 @@ class Layout:
         decoder: stage at which the decoder of an encoder-decoder begins; 0 where that is not a later stage.
         distances: whether all stages hold an embedding of the distances between tokens.
         ep: neighboring replicas that share the experts of each layer; it divides ``dp``.
+        folded: experts are shared out over tensor-parallel ranks, too, each of which holds whole ones: ``ep`` counts
+            these, is a multiple of ``tp`` and divides ``tp * dp`` (Liu et al. 2025, parallel folding).
     """
 
     tp: int = 1
@@ -45,6 +47,7 @@ class Layout:
     decoder: int = 0
     distances: bool = False
     ep: int = 1
+    folded: bool = False
 
     @property
     def world_size(self) -> int:
@@ -96,16 +99,25 @@ class Layout:
                 yield tuple(self.rank_of(tp=tp, dp=d, pp=pp) for d in range(self.dp))
 
     def ep_groups(self) -> Iterator[tuple[int, ...]]:
-        """Expert-parallel groups: ranks of a data-parallel group that share its experts."""
-        for ranks in self.dp_groups():
-            for first in range(0, self.dp, self.ep):
+        """Expert-parallel groups: ranks that share the experts of each layer."""
+        for ranks in self._holding_experts():
+            for first in range(0, len(ranks), self.ep):
                 yield ranks[first : first + self.ep]
 
     def expert_dp_groups(self) -> Iterator[tuple[int, ...]]:
         """Groups of ranks that hold equal experts."""
-        for ranks in self.dp_groups():
+        for ranks in self._holding_experts():
             for first in range(self.ep):
                 yield ranks[first :: self.ep]
+
+    def _holding_experts(self) -> Iterator[tuple[int, ...]]:
+        """Groups of ranks that together hold the same experts, or the same parts of them."""
+        if not self.folded:
+            yield from self.dp_groups()
+            return
+        stage = self.tp * self.dp
+        for pp in range(self.pp):
+            yield tuple(range(pp * stage, (pp + 1) * stage))
 
     def pp_groups(self) -> Iterator[tuple[int, ...]]:
         """Pipeline-parallel groups: ranks along one pipeline, first stage first."""

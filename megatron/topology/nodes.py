@@ -1,4 +1,4 @@
-"""Groups of ranks cut by node, for sums in two levels."""
+"""Groups of ranks cut by node, for sums in two levels and rows in two stages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def positions_by_node(groups: Sequence[tuple[int, ...]], node_of: Sequence[str])
         node_of: the node of each global rank.
 
     Returns:
-        The positions, and what this means for a sum in two levels.
+        The positions, and why these are not all ranks of several nodes; empty where they are.
     """
     by_node = [_by_node(ranks, node_of) for ranks in groups]
     counts = sorted({len(positions) for nodes in by_node for positions in nodes}, reverse=True)
@@ -33,19 +33,24 @@ def positions_by_node(groups: Sequence[tuple[int, ...]], node_of: Sequence[str])
     }
     size = len(groups[0])
     if len(cuts) > 1:
-        between = "its groups lie on nodes in different ways"
-        return tuple((position,) for position in range(size)), f"{between}, so its sums have one level, between nodes"
-    uneven = f"nodes hold {' or '.join(map(str, counts))} of its {size} ranks, " if len(counts) > 1 else ""
+        return tuple((position,) for position in range(size)), "its groups lie on nodes in different ways"
     (found,) = cuts
+    if len(counts) > 1:
+        return found, f"nodes hold {' or '.join(map(str, counts))} of its {size} ranks"
     if block == size:
-        return found, f"its {size} ranks are on one node, so its sums have one level, inside it"
+        return found, f"its {size} ranks are on one node"
+    return found, f"its {size} ranks are on nodes of their own" if block == 1 else ""
+
+
+def sums_by_node(split: NodeSplit) -> str:
+    """What the nodes of a group make of its sums in two levels."""
+    block, count = len(split.nodes[0]), len(split.nodes)
+    if count == 1:
+        return f"{split.why}, so its sums have one level, inside it"
     if block == 1:
-        why = uneven or f"its {size} ranks are on nodes of their own, "
-        return found, f"{why}so its sums have one level, between nodes"
-    return (
-        found,
-        f"{uneven}sums in two levels: {block} ranks of a node, then {len(found)} {'blocks' if uneven else 'nodes'}",
-    )
+        return f"{split.why}, so its sums have one level, between nodes"
+    blocks = f"{count} {'blocks' if split.why else 'nodes'}"
+    return f"{split.why}{', ' if split.why else ''}sums in two levels: {block} ranks of a node, then {blocks}"
 
 
 def _by_node(ranks: Sequence[int], node_of: Sequence[str]) -> list[list[int]]:
@@ -72,7 +77,7 @@ def split_by_node(
         node_of: the node of each global rank.
         make: makes groups, and returns this rank's; every rank calls it alike.
     """
-    positions, note = positions_by_node(groups, node_of)
+    positions, why = positions_by_node(groups, node_of)
     columns = [tuple(sorted(column)) for column in zip(*positions, strict=True)]  # as torch's groups are
     parts = []
     for what, chosen in (("in a node", positions), ("between nodes", columns)):
@@ -88,4 +93,4 @@ def split_by_node(
         node, across = parts
         assert node is not None
         assert across is not None
-        group.split = NodeSplit(positions, node, across, note)
+        group.split = NodeSplit(positions, node, across, why)

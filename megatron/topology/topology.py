@@ -30,8 +30,8 @@ class Topology:
         control: all ranks over gloo on the CPU, for small decisions and checkpoints.
         tp, dp, pp: this rank's groups along each dimension.
         forward_link, backward_link: point-to-point groups of activations and of their gradients.
-        ep: the replicas that share this one's experts.
-        expert_dp: the replicas that hold equal experts; ``dp`` where every replica holds all of them.
+        ep: the ranks that share this one's experts: replicas, or all ranks of some replicas.
+        expert_dp: the ranks that hold equal experts; ``dp`` where every replica holds all of them.
         embedding: the stages of this rank's pipeline that hold a tied embedding, where it is one of several.
         fused_embedding: the same stages of all pipelines, on this rank's tensor-parallel coordinate.
     """
@@ -86,7 +86,7 @@ def single_process(device: torch.device | str = "cpu") -> Topology:
     )
 
 
-NODE_SPLITS = frozenset({"dp", "embedding", "fused_embedding"})
+NODE_SPLITS = frozenset({"dp", "ep", "embedding", "fused_embedding"})
 """Groups that can be cut by node, by their names in ``Topology``."""
 
 
@@ -204,6 +204,7 @@ def _cut_by_node(topology: Topology, kinds: Collection[str], node: str, make: _G
     groups: list[tuple[str, Group | None, Iterable[tuple[int, ...]]]] = [("dp", topology.dp, layout.dp_groups())]
     if layout.ep > 1:
         groups.append(("dp", topology.expert_dp, layout.expert_dp_groups()))
+        groups.append(("ep", topology.ep, layout.ep_groups()))
     for tie in layout.ties:
         groups.append(("embedding", topology.embedding.get(tie), layout.embedding_groups(tie)))
         groups.append(("fused_embedding", topology.fused_embedding.get(tie), layout.fused_embedding_groups(tie)))

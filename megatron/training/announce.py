@@ -10,7 +10,7 @@ from megatron.config.run import RunConfig, describe_section
 from megatron.data.build import Datasets
 from megatron.topology.topology import Topology
 from megatron.training.assembly import Engines
-from megatron.training.compression_notes import cache_notes, node_notes
+from megatron.training.compression_notes import cache_notes, node_notes, stage_notes
 from megatron.training.coverage import coverage_notes
 
 
@@ -27,7 +27,8 @@ def log_config(
 
 def log_engines(engines: Engines, datasets: Datasets, notes: Sequence[str], log: Callable[[str], None]) -> None:
     """Prints what was built, and the notes on it."""
-    for note in (*node_notes(engines.plan, engines.topology), *cache_notes(engines, datasets[0]), *notes):
+    about_nodes = [*node_notes(engines.plan, engines.topology), *stage_notes(engines)]
+    for note in (*about_nodes, *cache_notes(engines, datasets[0]), *notes):
         log(f"note: {note}")
     for line in coverage_notes(engines):
         log(line)

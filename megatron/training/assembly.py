@@ -150,13 +150,15 @@ def layout_of(config: RunConfig, world_size: int) -> Layout:
         decoder=(parallel.pipeline_model_parallel_split_rank or 0) if config.model.decoder_layers else 0,
         distances=config.model.shares_distances,
         ep=parallel.expert_model_parallel_size,
+        folded=parallel.folds_experts and config.model.has_experts,
     )
 
 
 def groups_by_node(config: RunConfig) -> frozenset[str]:
-    """The groups that the run's compressors want cut by node, by their names in ``Topology``."""
-    specs = config.compression.specs(RunLength(config.training.planned_iters))
-    return frozenset(
+    """The groups that the run's compressors and its experts want cut by node, by their names in ``Topology``."""
+    specs, parallel = config.compression.specs(RunLength(config.training.planned_iters)), config.parallel
+    experts = parallel.expert_model_parallel_size > 1 and parallel.moe_two_stage != "off"
+    return frozenset(["ep"] if experts else []).union(
         "dp" if point is Point.DP_GRAD else "fused_embedding" if spec.fused else "embedding"
         for point, spec in specs.items()
         if point in (Point.DP_GRAD, Point.EMBED_GRAD) and spec.rounds().traits.levels
@@ -233,7 +235,7 @@ def _tensor_comm(config: RunConfig, topology: Topology, ledger: Ledger, plan: Co
         plan,
         sequence_parallel=config.parallel.sequence_parallel,
         asynchronous=config.parallel.async_tensor_model_parallel_allreduce,
-        experts=ExpertComm(topology.ep, ledger, plan),
+        experts=ExpertComm(topology.ep, ledger, plan, config.parallel.moe_two_stage, topology.layout.folded),
     )
 
 

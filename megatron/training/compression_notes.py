@@ -12,6 +12,7 @@ from megatron.config.curriculum import lengths_of
 from megatron.config.memory import in_words
 from megatron.config.run import RunConfig
 from megatron.data.build import Dataset
+from megatron.topology.nodes import sums_by_node
 from megatron.topology.topology import Topology
 from megatron.training.assembly import Engines
 
@@ -89,8 +90,23 @@ def node_notes(plan: CompressionPlan, topology: Topology) -> list[str]:
         groups = {Point.DP_GRAD: [topology.dp, topology.expert_dp], Point.EMBED_GRAD: list(embeddings.values())}
         for group in groups.get(point, []):
             if group.size > 1 and group.split is not None and plan.rounds(point).traits.levels:
-                notes.append(f"--compress {point.value}={spec.name}: {group.split.note}")
+                notes.append(f"--compress {point.value}={spec.name}: {sums_by_node(group.split)}")
     return list(dict.fromkeys(notes))
+
+
+def stage_notes(engines: Engines) -> list[str]:
+    """A note on what the run's nodes make of rows in two stages."""
+    comm, asked = engines.comm.experts, engines.config.parallel.moe_two_stage
+    split = comm.group.split
+    if split is None:
+        return []
+    where = f"--moe-two-stage {asked}"
+    if comm.nodes is None:
+        return [f"{where}: no effect, {split.why}"] if asked == "on" else []
+    if split.node.size == 1:
+        return [f"{where}: a token goes once to each rank that has experts for it ({split.why})"]
+    nodes = f"{len(split.nodes)} {'blocks' if split.why else 'nodes'} of {split.node.size} ranks"
+    return [f"{where}: a token goes once to each of {nodes} that has experts for it, and is handed on there"]
 
 
 def _returns(train: Dataset, stays: int) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 from torch.distributed import ReduceOp
 
+from megatron.comm.experts import ExpertComm
 from megatron.comm.reducer import GradReducer
 from megatron.compression.api import Codec, RoundCompressor
 from megatron.compression.linalg import matrix_shape
@@ -39,7 +40,7 @@ def coverage_notes(engines: Engines) -> list[str]:
     control.all_reduce(elements_p2).wait()
     control.all_reduce(bounds_p, ReduceOp.MAX).wait()
     return [
-        _line(engines.plan.specs[point], done / total, bound)
+        _line(engines.plan.specs[point], done / total, bound, engines.config.precision.params_dtype)
         for point, (done, total), bound in zip(points, elements_p2.tolist(), bounds_p.tolist(), strict=True)
         if total
     ]
@@ -60,10 +61,12 @@ def highest_rank(spec: Spec, shape: tuple[int, ...], dtype: torch.dtype = torch.
     return bisect_left(range(1, min(matrix_shape(shape)) + 1), True, key=too_high)
 
 
-def _line(spec: Spec, share: float, highest_rank: int) -> str:
+def _line(spec: Spec, share: float, highest_rank: int, dtype: torch.dtype) -> str:
     where = f"--compress {spec.point.value}={spec.name}"
     if share:
         return f"{where} compresses {share:.1%} of the numbers that {spec.point.value} sends"
+    if spec.name == "cast" and not spec.point.is_reduction and dtype.itemsize == 2:
+        return f"{where}: the numbers have 16 bits as they are"
     rank = getattr(spec.options, "rank", None)
     if rank is None or rank <= highest_rank:
         advice = ""
@@ -95,13 +98,27 @@ def _shares(engines: Engines, point: Point) -> Shares:
 
 
 def _experts(engines: Engines, point: Point) -> Shares:
-    """How many tokens go where is not known before; a row for each layer stands for them."""
+    """How many tokens go where is not known before: here those of a layer choose all its experts alike."""
     model, plan = engines.config.model, engines.plan
-    layers = [n for stage in engines.stages for n in stage.part.layers if n in model.expert_layers]
-    total = float(len(layers) * model.hidden_size) * (engines.topology.ep.size > 1)
     row = (1, model.hidden_size)
     done = plan.covers(point, plan.stage) and plan.ever_compresses(point, row, engines.config.precision.params_dtype)
-    return total * done, total, 0
+    coded, total = 0.0, 0.0
+    for layer in (n for stage in engines.stages for n in stage.part.layers if n in model.expert_layers):
+        between, inside = _rows_of_token(engines.comm.experts, model.expert_layers[layer], model.moe_router_topk)
+        coded += between * done * model.hidden_size
+        total += (between + inside) * model.hidden_size
+    return coded, total, 0
+
+
+def _rows_of_token(comm: ExpertComm, experts: int, k: int) -> tuple[float, float]:
+    """Mean rows of a token that go to other ranks, if it may choose any k experts of a layer alike: those of the stage
+    that codecs serve, and those inside nodes after it."""
+    handed_on = k * (comm.ranks.size - 1) / comm.ranks.size
+    if comm.nodes is None:
+        return handed_on, 0.0
+    nodes = comm.nodes.size
+    missed = math.comb(experts - experts // nodes, k) / math.comb(experts, k)
+    return (nodes - 1) * (1 - missed), handed_on
 
 
 def _sums(spec: Spec, reducers: Sequence[GradReducer]) -> Shares:

@@ -51,7 +51,7 @@ def model_size(engines: Engines) -> ModelSize:
     own = sum(
         math.prod(spec.logical_shape)
         for spec in specs
-        if topology.tp.rank == 0 and replicas[spec.of_expert].rank == 0 and not spec.tied_copy
+        if (topology.tp.rank == 0 or spec.unshared) and replicas[spec.of_expert].rank == 0 and not spec.tied_copy
     )
     held = sum(parameter.numel() for stage in engines.stages for parameter in stage.parameters())
     total, largest = torch.tensor([own]), torch.tensor([held])

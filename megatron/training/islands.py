@@ -88,8 +88,8 @@ def folders_of_others(config: RunConfig, saved: SavedRun | None, topology: Topol
         return []
     if outer["together"] != saved.progress.iteration:
         raise UserError(
-            f"--load {root}: {before} islands were under way to a round at iteration {saved.progress.iteration}, and now "
-            f"there are {now} or others; load a checkpoint of the end of a round (--ckpt-step), with fragments=1, "
+            f"--load {root}: {before} islands were under way to a round at iteration {saved.progress.iteration}, and "
+            f"now there are {now} or others; load a checkpoint of the end of a round (--ckpt-step), with fragments=1, "
             "delay=0 and mixing=0, or of as many islands"
         )
     parent, own = str(Path(root).parent), there.islands.island or 0

@@ -26,7 +26,8 @@ class PointTraffic:
             computing to the iteration (of the device's time, on CUDA).
         residual: norm of the residuals over that of the gradients; None without error feedback.
         staleness: mean age in steps of what the residuals hold.
-        inside_bytes: those of ``wire_bytes`` that sums in two levels sent inside nodes; None without such sums.
+        inside_bytes: those of ``wire_bytes`` that sums in two levels, and rows of tokens in two stages, sent inside
+            nodes; None without any.
     """
 
     raw_bytes: float

@@ -136,8 +136,9 @@ def test_residuals_of_experts_belong_to_their_replicas(spec: str, tmp_path: Path
     assert {2 if ".experts." in name else 4 for name in holders} == {2, 4}
     assert all(count == (2 if ".experts." in name else 4) for name, count in holders.items())
     wanted = _sums(saved)
-    for ranks, ep in ((4, 2), (4, 4), (4, 1), (2, 1)):
-        loaded = run_ranks(ranks, _load, changes(expert_model_parallel_size=ep), tmp_path)
+    folded = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+    for ranks, ep, more in ((4, 2, {}), (4, 4, {}), (4, 1, {}), (2, 1, {}), (4, 2, folded)):
+        loaded = run_ranks(ranks, _load, changes(expert_model_parallel_size=ep, **more), tmp_path)
         found = _sums([boxes for boxes, _ in loaded])
         assert found.keys() == wanted.keys()
         for name, total in found.items():

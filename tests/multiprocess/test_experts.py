@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.comm.experts import ExpertComm
+from megatron.comm.experts import RowExchange
 from megatron.compression.points import EXPERT_POINTS
 from megatron.model.router import Router
 from megatron.training.assembly import Engines
@@ -69,6 +69,7 @@ def _parallel(tp: int = 1, pp: int = 1, ep: int = 1, **more: Any) -> Changes:
 
 
 SP = {"sequence_parallel": True}
+FOLDED = {"expert_tensor_parallel_size": 1}
 DIST = {"use_distributed_optimizer": True}
 OVERLAP = {"overlap_grad_reduce": True, "ddp_bucket_size": 3000}
 VIRTUAL = {"num_layers_per_virtual_pipeline_stage": 1}
@@ -82,15 +83,23 @@ LAYOUTS: dict[int, dict[str, Changes]] = {
         "dp2": _parallel(),
         "ep2": _parallel(ep=2),
         "ep2 sharded overlap recomputed": {**_parallel(ep=2, **DIST, **OVERLAP), **UNIFORM},
+        "ep2 of tp2": _parallel(tp=2, ep=2, **FOLDED),
+        "ep2 of tp2 sp": _parallel(tp=2, ep=2, **FOLDED, **SP),
     },
     4: {
         "ep4": _parallel(ep=4),
         "ep2 of dp4 sharded": _parallel(ep=2, **DIST),
         "ep2 tp2 sp overlap": _parallel(tp=2, ep=2, **SP, **OVERLAP),
         "ep2 pp2 virtual": _parallel(pp=2, ep=2, **VIRTUAL),
+        "ep2 of tp2 dp2, sharded overlap recomputed": {
+            **_parallel(tp=2, ep=2, **FOLDED, **DIST, **OVERLAP),
+            **UNIFORM,
+        },
+        "ep4 of tp2 dp2 sp": _parallel(tp=2, ep=4, **FOLDED, **SP),
     },
     8: {
         "ep2 tp2 pp2": _parallel(tp=2, pp=2, ep=2),
+        "ep4 of tp2 dp2, pp2": _parallel(tp=2, pp=2, ep=4, **FOLDED),
         "ep2 of dp4 pp2 sharded gpipe": _parallel(pp=2, ep=2, pipeline_schedule="gpipe", **DIST),
     },
 }
@@ -110,8 +119,17 @@ def _run_all(runs: dict[str, Changes], iterations: int) -> dict[str, Trace]:
 
 # The first form runs on all layouts.
 FORMS_ON: dict[int, dict[str, tuple[str, ...]]] = {
-    2: {"capacity": ("tp2 sp", "ep2"), "biased": ("pp2", "ep2"), "residual": ("tp2", "ep2 sharded overlap recomputed")},
-    4: {"capacity": ("ep2 tp2 sp overlap",), "biased": ("ep2 of dp4 sharded",), "lamb": ("ep2 of dp4 sharded",)},
+    2: {
+        "capacity": ("tp2 sp", "ep2", "ep2 of tp2 sp"),
+        "biased": ("pp2", "ep2"),
+        "residual": ("tp2", "ep2 sharded overlap recomputed", "ep2 of tp2"),
+        "lamb": ("ep2 of tp2",),
+    },
+    4: {
+        "capacity": ("ep2 tp2 sp overlap",),
+        "biased": ("ep2 of dp4 sharded",),
+        "lamb": ("ep2 of dp4 sharded", "ep2 of tp2 dp2, sharded overlap recomputed"),
+    },
     8: {},
 }
 
@@ -150,21 +168,25 @@ BYTES_OF_A_ROW: dict[str, dict[str, int]] = {
     "8 bits": dict.fromkeys(EXPERT_LEGS_IN_ORDER, _8),
     "two legs": {"ep-dispatch-forward": _8, "ep-combine-backward": _4},
     "e4m3, e5m2": {"ep-dispatch-forward": _8, "ep-combine-backward": _8},
+    "default": dict(zip(EXPERT_LEGS_IN_ORDER, (_8, 2 * HIDDEN, 2 * HIDDEN, _8), strict=True)),
+    "aggressive": dict(zip(EXPERT_LEGS_IN_ORDER, (_4, _8, _8, _4), strict=True)),
 }
 SPECS = {
     "exact": [],
     "8 bits": ["ep-dispatch=fixpoint,bits=8,group=64", "ep-combine=fixpoint,bits=8,group=64"],
     "two legs": ["ep-dispatch-forward=fixpoint,bits=8,group=64", "ep-combine-backward=fixpoint,bits=4,rotation=64"],
     "e4m3, e5m2": ["ep-dispatch-forward=float8,format=e4m3,tile=64", "ep-combine-backward=float8,format=e5m2,tile=64"],
+    "default": ["experts=default"],
+    "aggressive": ["experts=aggressive"],
     "later": ["ep-dispatch=fixpoint,bits=2,group=64,warmup=3"],
 }
 
 
 def _rows_sent(counted: list[Any]) -> mock._patch[Any]:
     """Notes the rows that this rank sends to others at each dispatch."""
-    exchange = ExpertComm.exchange_counts
+    exchange = RowExchange.exchange_counts
 
-    def noting(comm: ExpertComm, counts_re: Any) -> Any:
+    def noting(comm: RowExchange, counts_re: Any) -> Any:
         sent = counts_re.sum(1).tolist()
         came_re = exchange(comm, counts_re)
         received = came_re.sum(1).tolist()
@@ -172,7 +194,7 @@ def _rows_sent(counted: list[Any]) -> mock._patch[Any]:
         counted.append((sum(sent) - sent[own], sum(received) - received[own]))
         return came_re
 
-    return mock.patch.object(ExpertComm, "exchange_counts", noting)
+    return mock.patch.object(RowExchange, "exchange_counts", noting)
 
 
 def _run_coded(runs: dict[str, Changes], iterations: int) -> dict[str, tuple[Trace, int, int]]:
@@ -203,6 +225,8 @@ def test_legs_send_their_rows_as_coded() -> None:
         assert found["8 bits"][0].losses == pytest.approx(exact, rel=2e-3)
         assert found["8 bits"][0].losses != exact
         assert found["e4m3, e5m2"][0].losses == pytest.approx(exact, rel=5e-3)
+        assert found["default"][0].losses == pytest.approx(exact, rel=2e-3)
+        assert found["aggressive"][0].losses == pytest.approx(exact, rel=5e-3)
         assert found["later"][0].losses[:3] == exact[:3]
         assert found["later"][0].losses[4:] != exact[4:]
 

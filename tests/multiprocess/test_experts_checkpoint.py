@@ -16,7 +16,7 @@ from megatron.model.experts import Expert, Experts
 from megatron.training.assembly import Engines
 from megatron.training.persistence import find_saved
 from megatron.training.replica_check import check_replicas
-from tests.multiprocess.test_experts import BIASED, DIST, MOE, SP, Changes, _merged, _parallel
+from tests.multiprocess.test_experts import BIASED, DIST, FOLDED, MOE, SP, Changes, _merged, _parallel
 from tests.support.cli import run_cli
 from tests.support.corpus import tiny_flags, write_documents
 from tests.support.spawn import run_ranks
@@ -73,11 +73,13 @@ OTHERS: dict[int, dict[str, Changes]] = {
         "ep2 sharded": _parallel(ep=2, **DIST),
         "tp2": _parallel(tp=2, **SP),
         "pp2": _parallel(pp=2),
+        "ep2 of tp2": _parallel(tp=2, ep=2, **FOLDED),
     },
     4: {
         "ep4": _parallel(ep=4),
         "ep2 of dp4 sharded": _parallel(ep=2, **DIST),
         "tp2 ep2": _parallel(tp=2, ep=2),
+        "ep2 of tp2 dp2 sharded": _parallel(tp=2, ep=2, **FOLDED, **DIST),
         "pp2 ep2 sharded": _parallel(pp=2, ep=2, **DIST),
     },
 }
@@ -105,11 +107,12 @@ def test_a_run_goes_on_with_its_experts_anywhere(sharded: dict[str, Any], tmp_pa
             assert ranks[0]["same"] == (wanted, biases)
 
 
-def test_a_run_with_residuals_goes_on_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("folded", [{}, {"tp": 2, **FOLDED}], ids=["of replicas", "of tensor-parallel ranks"])
+def test_a_run_with_residuals_goes_on_bit_for_bit(folded: dict[str, int], tmp_path: Path) -> None:
     specs = {
         "compression": {"compress": ["dp-grad=powersgd,rank=2", "ep-dispatch=fixpoint,bits=4,rounding=stochastic"]}
     }
-    changes = _merged(MOE, BIASED, {"precision": {"fp64": False}}, _parallel(ep=2, **DIST), specs)
+    changes = _merged(MOE, BIASED, {"precision": {"fp64": False}}, _parallel(ep=2, **DIST, **folded), specs)
     wanted = run_ranks(4, _stopped, changes, tmp_path)[0]
     assert run_ranks(4, _gone_on, {"same": changes}, tmp_path)[0]["same"] == wanted
 

@@ -78,6 +78,7 @@ def _refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ({"train_iters": 5}, "--train-iters: a task is trained for --epochs over --train-data"),
         ({"data_path": "x"}, "--data-path: a task reads labelled files"),
         ({"global_batch_size": 16}, "--train-data holds 8 samples, less than one global batch of 16"),
+        ({"model_type": "t5"}, "--model-type t5: tasks/main.py fine-tunes encoders and GPT; give --model-type bert"),
         ({"task_head": "choice"}, "--task-head: --task says it; leave it out"),
         ({"pretrained_checkpoint": "/nowhere"}, "--pretrained-checkpoint /nowhere holds no checkpoint"),
         ({"keep_checkpoints": 2}, "--keep-checkpoints needs --save FOLDER"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,29 @@ def test_compressors_at_every_point() -> None:
     (width, encoder, decoder), samples = (32 * 4, 16, 8), 6 * 4
     sent = [traces["stages"][0].raw_by_point.get("pp-forward", 0) for traces in ranks]
     assert sent == [samples * width * length for length in (encoder, encoder, encoder + decoder, 0)]
+
+
+def _bytes(sequence_parallel: bool) -> list[dict[str, float]]:
+    """Bytes of both tensor-parallel points in one step of one sample, with one to three layers in the decoder."""
+    parallel = {"tensor_model_parallel_size": 2, "sequence_parallel": sequence_parallel}
+    found = []
+    for layers in (1, 2, 3):
+        model = {**T5["model"], "num_layers": 1, "decoder_num_layers": layers}
+        changes = {**T5, "model": model, "parallel": parallel, "training": {"global_batch_size": 1}}
+        found.append(tiny_train(tiny_engines(changes), 1).raw_by_point)
+    return found
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_the_encoders_output_is_exchanged_once_for_all_layers_of_the_decoder(sequence_parallel: bool) -> None:
+    """Another layer costs what its own tokens do: three sums each way; or, of half as much each, six gathers and
+    reduce-scatters forward and nine back, and the gradients of three norms and three biases that every rank has."""
+    own = 32 * 4 * 8  # bytes of the decoder's tokens, and what a sum over two ranks sends
+    forward, backward = (3 * own, 9 * own // 2 + 9 * 32 * 4) if sequence_parallel else (3 * own, 3 * own)
+    for found in run_ranks(2, _bytes, sequence_parallel):
+        for less, more in pairwise(found):
+            assert more["tp-forward"] - less["tp-forward"] == forward
+            assert more["tp-backward"] - less["tp-backward"] == backward
 
 
 @pytest.fixture(scope="module")

@@ -86,6 +86,20 @@ def test_nearly_exact_compression_changes_no_loss(layout: str) -> None:
             assert (sent < 0.95 * raw) == any(spec.startswith(point) for spec in specs), (name, point, sent, raw)
 
 
+LAZY = "pp-backward=lowrank,rank=2,error-feedback=lazy"
+
+
+def test_the_encoder_gets_its_own_gradient_where_messages_have_a_basis_of_channels() -> None:
+    """Between stages of the decoder the encoder's part of a message is a hundredth of the decoder's. With a basis of
+    tokens its residual is made of the decoder's, and its gradient several times as large as it should be."""
+    specs: dict[str, Sequence[str]] = {"exact": (), "tokens": (LAZY,), "channels": (f"{LAZY},basis=channels",)}
+    batch = {"training": {"global_batch_size": 16}}
+    runs = {name: _run(PIPELINE, given, **batch) for name, given in specs.items()}
+    norms = {name: trace.grad_norms[0] for name, (trace, _) in run_ranks(3, _traced, runs, timeout=240)[0].items()}
+    assert norms["channels"] == pytest.approx(norms["exact"], rel=0.2)
+    assert norms["tokens"] > 2 * norms["exact"]
+
+
 FULL = ("dp-grad=powersgd,rank=32,min-ratio=0", "embedding=powersgd,rank=32,min-ratio=0")
 REPLICATED: dict[str, tuple[dict[str, Any], Sequence[str]]] = {
     "exact": ({}, ()),

@@ -164,6 +164,14 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
         },
     ),
     "sums in two levels": (4, {"compression": {"compress": ["dp-grad=fixpoint,levels=8/4"]}}),
+    "rows of experts in two stages": (
+        4,
+        {
+            "parallel": {"expert_model_parallel_size": 4},
+            "model": {"num_experts": [8]},
+            "compression": {"compress": ["ep-dispatch-forward=fixpoint,bits=8,group=64"]},
+        },
+    ),
     "top-k": (2, {"compression": {"compress": ["dp-grad=topk,density=0.2"]}}),
     "stable top-k": (2, {"compression": {"compress": ["dp-grad=stable-topk,density=0.3,interval=100"]}}),
 }
@@ -172,8 +180,10 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", RUNS)
 def test_the_ledger_is_what_the_kernel_counted(name: str) -> None:
     ranks, changes = RUNS[name]
-    nodes = {"LOCAL_WORLD_SIZE": "2"}  # for sums in two levels
-    results = run_ranks(ranks, _training, {**changes, "model": MODEL}, timeout=120.0, env=nodes)
+    nodes = {"LOCAL_WORLD_SIZE": "2"}  # for sums in two levels, and rows in two stages
+    results = run_ranks(
+        ranks, _training, {**changes, "model": {**MODEL, **changes.get("model", {})}}, timeout=120.0, env=nodes
+    )
     said = sum(own for own, _ in results)
     seen = sum(seen for _, seen in results)
     assert said > 500_000

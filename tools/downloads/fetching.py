@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from megatron.base.atomic import fsync_directory, holding
 from megatron.base.errors import UserError
+from megatron.base.numerals import checked_whole
 
 T = TypeVar("T")
 
@@ -121,6 +122,8 @@ class Web:
             raise _Broken(f"cannot be reached ({error.reason})") from error
         except (OSError, http.client.HTTPException) as error:
             raise _Broken(f"cannot be reached ({error or type(error).__name__})") from error
+        except ValueError as error:
+            raise UserError(f"{request.full_url}: sends on to no address ({error})") from error
 
     def persist(self, url: str, attempt: Callable[[], T], got: Callable[[], int] = lambda: 0) -> T:
         """Calls something again while it is broken, and gives up after some calls in a row that got nothing.
@@ -156,7 +159,7 @@ class Web:
         def attempt() -> tuple[bytes, str | None]:
             with self.open(url) as answer:
                 found = re.search(r'<([^>]*)>\s*;\s*rel="?next"?', answer.headers.get("Link") or "")
-                return _read(answer, None), urljoin(url, found[1]) if found else None
+                return _read(answer, None), found[1] if found else None
 
         return self.persist(url, attempt)
 
@@ -173,18 +176,25 @@ class Web:
         """
         url: str | None = f"{HUB}/api/{kind}/{repository}/tree/main" + (f"/{quote(folder)}" if folder else "")
         begin = f"{HUB}/{'' if kind == 'models' else kind + '/'}{repository}/resolve/main/"
-        files = []
+        files, asked = [], set[str]()
         while url is not None:
             page, following = self.read(url)
+            asked.add(url)
             try:
                 for entry in json.loads(page):
                     if entry["type"] == "file":
                         path, large = str(entry["path"]), entry.get("lfs")
                         digest = f"sha256:{large['oid']}" if large else f"git:{entry['oid']}"
-                        files.append(Remote(begin + quote(path), Path(path), int(entry["size"]), digest))
-            except (ValueError, KeyError, TypeError) as error:
+                        size = checked_whole(int(entry["size"]))
+                        if size < 0:
+                            raise ValueError("is no size")
+                        files.append(Remote(begin + quote(path), Path(path), size, digest))
+                then = None if following is None else urljoin(url, following)
+                if then in asked:
+                    raise ValueError("begins again")
+            except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
                 raise UserError(f"{self.address(url)}: is no list of files") from error
-            url = following
+            url = then
         return files
 
 
@@ -231,7 +241,7 @@ def _go_on(web: Web, remote: Remote) -> None:
         os.truncate(remote.part, begin)
         if begin == 0:
             remote.version.write_text(_version(answer))
-        _append(answer, remote, begin, total)
+        _append(answer, remote, begin, total, address)
     if total is not None and remote.part.stat().st_size < total:
         raise _Broken("the connection ended early")
 
@@ -244,11 +254,16 @@ def _headers(remote: Remote, have: int) -> dict[str, str]:
     return {"Range": f"bytes={have}-"} | ({"If-Range": version} if version else {})
 
 
-def _append(answer: Any, remote: Remote, begin: int, total: int | None) -> None:
-    """Writes what a server sends behind what there is."""
+def _append(answer: Any, remote: Remote, begin: int, total: int | None, address: str) -> None:
+    """Writes what a server sends behind what there is; no more than is published, as it may never end."""
+    have = begin
     bar = tqdm(desc=remote.path.name, total=total, initial=begin, unit="B", unit_scale=True, disable=None)
     with bar, remote.part.open("ab") as file:
         while data := _read(answer, _CHUNK):
+            have += len(data)
+            if remote.size and have > remote.size:
+                file.truncate(0)
+                raise UserError(f"{address}: sends more than the {remote.size:,} bytes that are published")
             file.write(data)
             bar.update(len(data))
 
@@ -272,12 +287,15 @@ def _extent(answer: Any) -> tuple[int, int | None]:
     Raises:
         _Broken: when the answer contradicts itself.
     """
-    found = re.fullmatch(r"bytes (?:(\d+)-\d+|\*)/(\d+|\*)", answer.headers.get("Content-Range") or "")
+    number = r"([0-9]{1,18})"
+    found = re.fullmatch(rf"bytes (?:{number}-[0-9]+|\*)/(?:{number}|\*)", answer.headers.get("Content-Range") or "")
     if answer.status in (206, 416):
         if found is None:
             raise _Broken("sent a part of the file without saying which")
-        return int(found[1] or 0), int(found[2]) if found[2] != "*" else None
+        return int(found[1] or 0), int(found[2]) if found[2] is not None else None
     length = answer.headers.get("Content-Length")
+    if length is not None and not re.fullmatch(number, length):
+        raise _Broken("names no size that a file can have")
     return 0, int(length) if length is not None else None
 
 

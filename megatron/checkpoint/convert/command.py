@@ -55,7 +55,11 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--iteration", type=int, metavar="N", help="of our own checkpoint, or of a classic one (the newest)"
     )
-    made.add_argument("--dtype", choices=list(DTYPES), help="of the result's weights (as they are)")
+    made.add_argument(
+        "--dtype",
+        choices=list(DTYPES),
+        help="of the result's weights (as they are); fp32 are the optimizer's values of a run in lower precision",
+    )
     made.add_argument(
         "--target-tensor-model-parallel-size",
         "--target-tensor-parallel-size",
@@ -131,7 +135,7 @@ def read(options: argparse.Namespace) -> Weights:
     if classic is not None:
         weights = read_classic(classic, options.vocab_size)
     elif (folder / TRACKER).is_file() or complete_iterations(folder):
-        weights = read_ours(folder, options.iteration)
+        weights = read_ours(folder, options.iteration, precise=options.dtype == "fp32")
     elif is_hf(folder):
         if options.iteration is not None:
             raise UserError(f"--iteration {options.iteration}: {folder} is a Hugging Face folder, which has none")

@@ -15,7 +15,7 @@ from megatron.checkpoint.convert.model import Entry, Weights
 from megatron.checkpoint.files import Iteration
 from megatron.checkpoint.load import saved_config
 from megatron.checkpoint.logical import LogicalShard, TensorBox
-from megatron.checkpoint.model_state import MODEL
+from megatron.checkpoint.model_state import MAIN, MODEL
 from megatron.checkpoint.save import save_checkpoint
 from megatron.checkpoint.stored import StoredTensors
 from megatron.checkpoint.vocabulary import saved_entries
@@ -25,12 +25,13 @@ from megatron.model.embedding import TIED_NAME
 from megatron.tokenizer.vocabulary import fitted
 
 
-def read_ours(root: Path, iteration: Iteration | None = None) -> Weights:
+def read_ours(root: Path, iteration: Iteration | None = None, precise: bool = False) -> Weights:
     """Reads a checkpoint of any layout.
 
     Args:
         root: the folder that ``--save`` wrote to.
         iteration: iteration of the checkpoint; None for the newest.
+        precise: read the optimizer's fp32 values of weights of lower precision, where the checkpoint has them.
 
     Raises:
         UserError: when there is none, it is damaged, or no other format has its kind of model.
@@ -42,10 +43,12 @@ def read_ours(root: Path, iteration: Iteration | None = None) -> Weights:
             "keep it in ours, from which any layout loads it"
         )
     stored = StoredTensors(root, chosen)
+    tensors = stored.manifest.tensors
+    names = [name.removeprefix(MODEL) for name in tensors if name.startswith(MODEL)]
+    sources = {name: MAIN + name if precise and MAIN + name in tensors else MODEL + name for name in names}
     entries = {
-        name.removeprefix(MODEL): Entry(tuple(held.size), held.properties.dtype, partial(stored.read, name))
-        for name, held in stored.manifest.tensors.items()
-        if name.startswith(MODEL)
+        name: Entry(tuple(tensors[source].size), tensors[source].properties.dtype, partial(stored.read, source))
+        for name, source in sources.items()
     }
     number = chosen if isinstance(chosen, int) else 0
     return Weights(config.model, saved_entries(root, chosen), entries, config.tokenizer, number)

@@ -117,7 +117,8 @@ _HARMLESS = [
     _harmless("checkpoints have one format", values="ckpt-format dist-ckpt-format"),
     # Other models and programs
     _harmless(
-        "tokens go to their experts by one all-to-all, and all experts' products are grouped where the device can",
+        "tokens go to their experts by all-to-alls (--moe-two-stage), and all experts' products are grouped where the "
+        "device can",
         switches="moe-grouped-gemm moe-permute-fusion",
         values="moe-token-dispatcher-type",
     ),
@@ -197,10 +198,6 @@ _HARMLESS = [
 ]
 
 _REFUSED = [
-    _refused(
-        "experts are split over the same tensor-parallel processes as the other layers; leave it out",
-        values="expert-tensor-parallel-size",
-    ),
     _refused(
         "tokens choose among all experts of a layer, which have its whole width; leave it out",
         values="moe-router-num-groups moe-router-group-topk moe-latent-size",

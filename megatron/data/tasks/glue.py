@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.base.errors import UserError
+from megatron.base.numerals import read_number
+from megatron.base.words import shown
 from megatron.data.tasks.examples import Example, ExampleFile, clean_text
 from megatron.data.text_file import read_utf8
 
@@ -115,6 +117,8 @@ def _columns(task: str, form: GlueFormat, line: str, where: str) -> tuple[_Colum
             raise UserError(
                 f"{where}, line 1: {task} needs the column {name}, and the header has {', '.join(names)[:200]}{test}"
             )
+        if names.count(str(name)) > 1:
+            raise UserError(f"{where}, line 1: has the column {name} twice; leave one out")
     places = tuple(names.index(str(name)) for name in form.texts)
     return _Columns(places, names.index(str(form.label)), len(names)), 1
 
@@ -135,13 +139,13 @@ def _example(form: GlueFormat, columns: _Columns, row: Sequence[str], where: str
 def _label(form: GlueFormat, word: str, where: str) -> int | float:
     if form.classes:
         if word not in form.classes:
-            raise UserError(f"{where}: the label {word!r} is none of {', '.join(form.classes)}")
+            raise UserError(f"{where}: the label {shown(word)} is none of {', '.join(form.classes)}")
         return form.classes.index(word)
     least, most = form.bounds
     try:
-        number = float(word)
+        number = read_number(word)
     except ValueError:
         number = math.nan
     if not least <= number <= most:
-        raise UserError(f"{where}: the label {word!r} is no number from {least:g} to {most:g}")
+        raise UserError(f"{where}: the label {shown(word)} is no number from {least:g} to {most:g}")
     return number

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.base.errors import UserError
+from megatron.base.words import shown
 from megatron.data.tasks.examples import Example, ExampleFile, clean_text
 from megatron.data.text_file import read_utf8
 
@@ -70,7 +71,7 @@ def _questions(line: str, where: str) -> Iterator[Example]:
         if len(texts) != CHOICES:
             raise UserError(f"{of}: has {len(texts)} options instead of {CHOICES}")
         if not isinstance(answer, str) or len(answer) != 1 or answer not in _LETTERS:
-            raise UserError(f"{of}: the answer {answer!r} is none of {', '.join(_LETTERS)}")
+            raise UserError(f"{of}: the answer {shown(answer)} is none of {', '.join(_LETTERS)}")
         yield Example(tuple((_with(question, one), text) for one in texts), _LETTERS.index(answer))
 
 

@@ -138,7 +138,7 @@ def _kind(spec: ParamSpec, tensor_parallel: bool) -> BucketKind:
         return BucketKind.TIED
     if spec.partial_grad:
         return BucketKind.PARTIAL
-    return BucketKind.REPLICATED if tensor_parallel and spec.dim is None else BucketKind.PLAIN
+    return BucketKind.REPLICATED if tensor_parallel and spec.dim is None and not spec.unshared else BucketKind.PLAIN
 
 
 def _plan_buckets(

@@ -42,7 +42,7 @@ def clip_replica(
         for buffer in buffers
         for bucket in buffer.buckets
         for slot in bucket.slots
-        if slot.spec.dim is not None or topology.tp.rank == 0
+        if slot.spec.counted_by(topology.tp.rank)
     ]
     squares[topology.dp.rank] = sum_of_squares(grads)
     squares[-1] = counted

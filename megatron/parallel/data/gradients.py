@@ -94,7 +94,7 @@ class GradientSync:
             for buffer in buffers
         ]
         layout = topology.layout
-        sizes = (layout.tp, layout.pp, layout.dp, layout.ep)
+        sizes = (layout.tp, layout.pp, layout.dp, layout.ep, *([layout.tp] if layout.folded else []))
         self.controllers = Controllers(plan, self._reduced_points(), topology.control, ledger, sizes)
         self._iteration = 0
         self._scale = 1.0

@@ -78,6 +78,7 @@ class ColumnParallelLinear(_SplitLinear):
         bias: whether to add a bias.
         comm: the tensor-parallel points.
         device, dtype: those of the parameters.
+        entered: the input comes from ``enter_parallel_region``, once for several layers.
     """
 
     def __init__(
@@ -87,8 +88,10 @@ class ColumnParallelLinear(_SplitLinear):
         comm: TensorComm,
         device: torch.device,
         dtype: torch.dtype,
+        entered: bool = False,
     ) -> None:
         super().__init__(comm)
+        self.enters = comm.size > 1 and not entered
         dim = len(logical_shape) - 2
         local_out = logical_shape[dim] // comm.size
         local_shape = (*logical_shape[:dim], local_out, logical_shape[-1])
@@ -102,7 +105,7 @@ class ColumnParallelLinear(_SplitLinear):
     def forward(self, x_sbh: Tensor) -> Tensor:
         weight = self.weight.flatten(0, -2)
         bias = None if self.bias is None else self.bias.flatten()
-        return self._product(x_sbh, weight, bias, self.comm if self.comm.size > 1 else None)
+        return self._product(x_sbh, weight, bias, self.comm if self.enters else None)
 
     def compute_in_fp8(self, recipe: Recipe | None) -> None:
         """Computes the products from 8-bit numbers from now on; None: in the type of the parameters."""

@@ -21,6 +21,7 @@ class ParamSpec:
             shares must be all-reduced (replicated parameters under sequence parallelism).
         tied_copy: a further holder of a logical parameter whose first holder is another stage.
         tied: which tied embedding it is, on any stage; None for other parameters.
+        unshared: this tensor-parallel rank alone holds the parameter, whole; the others hold other ones.
         of_expert: it belongs to an expert: only the replicas that hold that expert reduce its gradient.
     """
 
@@ -31,6 +32,11 @@ class ParamSpec:
     tied_copy: bool = False
     tied: Tie | None = None
     of_expert: bool = False
+    unshared: bool = False
+
+    def counted_by(self, tp_rank: int) -> bool:
+        """Whether sums over the tensor-parallel ranks count what this rank of them holds."""
+        return self.dim is not None or self.unshared or tp_rank == 0
 
     def offsets(self) -> tuple[int, ...]:
         """Offsets of the local tensor in the logical one."""

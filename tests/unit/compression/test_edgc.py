@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from typing import Any
@@ -9,7 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.base.errors import UserError
+from megatron.compression.api import Op, Reduced, Request, Trial
 from megatron.compression.edgc import EDGCConfig, RankByEntropy, RankController, differential_entropy, residual_shares
+from megatron.compression.plugins import build_registry
+from megatron.compression.schedule import RunLength
+from megatron.compression.spec import read_specs
 from megatron.compression.stage_times import StageTimes
 
 
@@ -181,3 +187,45 @@ def test_a_controllers_state_that_no_run_saved_changes_nothing(changes: dict[str
     with pytest.raises((TypeError, ValueError, LookupError)):
         controller.load_state_dict({**before, **changes})
     assert controller.state_dict() == before
+
+
+def _trials(controller: RankController, iteration: int) -> list[Trial]:
+    """What a controller has tried in a step of one process."""
+    generator = controller.after_reduction(Reduced(iteration, [torch.ones(6)], [(2, 3)], 1.0, True, 0))
+    tried: list[Trial] = []
+    with contextlib.suppress(StopIteration):
+        asked = next(generator)
+        while True:
+            if isinstance(asked, Trial):
+                tried.append(asked)
+                asked = generator.send(torch.ones(3, dtype=torch.float64))
+            else:
+                assert isinstance(asked, Request)
+                asked = generator.send(asked.tensor[None] if asked.op is Op.GATHER else asked.tensor)
+    return tried
+
+
+@pytest.mark.parametrize("first", [0, 7, 8, 9, 10])
+def test_times_are_measured_after_three_meetings_of_the_same_process(first: int) -> None:
+    """A process that has just started compiles, opens connections and loads: its first step says nothing."""
+    controller = RankController(EDGCConfig(rank=8, min_rank=2))
+    tried = [iteration for iteration in range(first, 25) if _trials(controller, iteration)]
+    assert tried == [9 if first <= 7 else 19]
+
+
+def test_a_greater_rank_than_was_tried_is_measured_anew() -> None:
+    state = {**OLD, "times": TIMES, "warm": True, "measured": {}}
+    for rank, kept in ((4, True), (8, True), (16, False)):
+        controller = RankController(EDGCConfig(rank=rank, min_rank=2))
+        controller.load_state_dict(state)
+        assert (controller.times is not None) is kept
+        assert controller.meets(9) is not kept
+
+
+def test_without_the_first_stage_no_error_ends_a_warm_up() -> None:
+    """It is the first stage's error, and of what is exact there is none."""
+    registry, length = build_registry([]), RunLength(10)
+    for stages in ("stages=first:1,warmup-ends=error", "stages=last:1"):
+        read_specs([f"dp-grad=edgc,{stages}"], registry, length)
+    with pytest.raises(UserError, match=r"warmup-ends=error: .*first stage.*stages=last"):
+        read_specs(["dp-grad=edgc,warmup-ends=error,stages=last:1"], registry, length)

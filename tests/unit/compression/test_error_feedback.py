@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -69,11 +71,15 @@ def _orthonormal(x: np.ndarray) -> np.ndarray:
     return np.linalg.qr(x)[0]
 
 
+@pytest.mark.parametrize("basis", ["tokens", "channels"])
 @pytest.mark.parametrize("warm_start", [True, False])
-def test_lazy_error_propagation_against_a_plain_loop(warm_start: bool) -> None:
-    """M <- M + e; P = orth(M orth(Q)); Q = M^T P; e <- M - P Q^T, carried over 20 messages, in fp64."""
+def test_lazy_error_propagation_against_a_plain_loop(warm_start: bool, basis: Any) -> None:
+    """M <- M + e; P = orth(M orth(Q)); Q = M^T P; e <- M - P Q^T, carried over 20 messages, in fp64.
+
+    With a basis of channels Q = orth(M^T P), and then P = M Q.
+    """
     n, m, rank = 12, 7, 2
-    codec = ErrorFeedbackCodec(LowRankCodec(LowRankConfig(rank=rank, warm_start=warm_start)))
+    codec = ErrorFeedbackCodec(LowRankCodec(LowRankConfig(rank=rank, warm_start=warm_start, basis=basis)))
     sender, receiver = CompressorState(), CompressorState()
     error = np.zeros((n, m))
     q = None
@@ -89,6 +95,9 @@ def test_lazy_error_propagation_against_a_plain_loop(warm_start: bool) -> None:
         matrix = x.reshape(n, m).numpy() + error
         p = _orthonormal(matrix @ _orthonormal(q))
         q = matrix.T @ p
+        if basis == "channels":
+            q = _orthonormal(q)
+            p = matrix @ q
         wanted = p @ q.T
         error = matrix - wanted
         np.testing.assert_allclose(got.reshape(n, m).numpy(), wanted, atol=1e-12)
@@ -97,6 +106,25 @@ def test_lazy_error_propagation_against_a_plain_loop(warm_start: bool) -> None:
         np.testing.assert_allclose(residual.reshape(n, m).numpy(), error, atol=1e-12)
         sender.commit()
     assert receiver.empty
+
+
+@pytest.mark.parametrize("factors", ["fp32", "bf16"])
+def test_a_basis_of_channels_gives_no_token_the_error_of_another(factors: Any) -> None:
+    """A message of two parts, of which one is a thousandth of the other, as in a decoder with its encoder's text: each
+    loses a part of itself. With a basis of the tokens the large one's error ends up in the small one."""
+    lost = {}
+    for basis in ("tokens", "channels"):
+        config = LowRankConfig(rank=2, factors=factors, basis=basis)
+        codec = ErrorFeedbackCodec(LowRankCodec(config))
+        state, small = CompressorState(), []
+        for message in range(16):
+            x = torch.cat([_noise((8, 32), message), _noise((16, 32), 99 - message) / 1000]).float()
+            codec.encode(x, state, message)
+            state.commit()
+            small.append(float(state.tensors[RESIDUAL][8:].norm() / x[8:].norm()))
+        lost[basis] = max(small)
+    assert lost["channels"] < 5
+    assert lost["tokens"] > 5 * lost["channels"]
 
 
 def test_the_mean_of_what_tokens_were_sent_is_conserved() -> None:

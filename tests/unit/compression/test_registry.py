@@ -10,10 +10,11 @@ import pytest
 from megatron.base.errors import UserError
 from megatron.compression.builtin import BUILTIN
 from megatron.compression.identity import IdentityCodec, IdentityConfig
-from megatron.compression.points import Point
+from megatron.compression.listing import describe
+from megatron.compression.points import EXPERT_POINTS, Point
 from megatron.compression.registry import Registration, Registry
 from megatron.compression.schedule import RunLength
-from megatron.compression.spec import read_spec
+from megatron.compression.spec import read_spec, read_specs
 
 
 @dataclass(frozen=True)
@@ -79,3 +80,38 @@ def test_a_point_takes_what_its_refusals_advise(point: Point, name: str) -> None
         assert BUILTIN[advised.partition(",")[0]].identity == (name == "parameter-server")
         options = {"quantized-adam": ",warmup=10"}
         assert all(_accepted(f"{point.value}={other}{options.get(other, '')}") for other in listed.split(", "))
+
+
+@pytest.mark.parametrize(("word", "fewest"), [("default", 8), ("aggressive", 4)])
+def test_one_word_chooses_the_codecs_of_all_legs_of_experts(word: str, fewest: int) -> None:
+    """Fewest bits go to the experts; options of every compressor may follow."""
+    registry = Registry(BUILTIN)
+    specs = read_specs([f"experts={word},warmup=3"], registry, RunLength(10))
+    assert set(specs) == set(EXPERT_POINTS)
+    bits = {point: getattr(spec.options, "bits", 16) for point, spec in specs.items()}
+    assert bits[Point.EP_DISPATCH_FWD] == bits[Point.EP_COMBINE_BWD] == fewest
+    assert bits[Point.EP_COMBINE_FWD] == bits[Point.EP_DISPATCH_BWD] == 2 * fewest
+    assert {spec.activation.warmup_iters for spec in specs.values()} == {3}
+    listed = next(line for line in describe(registry).splitlines() if f"experts={word}" in line)
+    assert read_specs(listed.split()[1:], registry, RunLength(10)) == read_specs(
+        [f"experts={word}"], registry, RunLength(10)
+    )
+
+
+@pytest.mark.parametrize(
+    ("texts", "said"),
+    [
+        (
+            ["experts=agressive"],
+            "--compress experts=agressive: write experts=default or aggressive; the nearest is aggressive",
+        ),
+        (["experts=fixpoint"], "--compress experts=fixpoint: write experts=default or aggressive"),
+        (["experts"], "--compress experts: write experts=default or aggressive"),
+        (["experts=default", "ep-combine=cast"], "ep-combine-forward is given twice"),
+        (["experts=default,bits=4"], "default chooses bits; leave it out, or give each leg a spec"),
+    ],
+)
+def test_what_is_wrong_with_such_a_word_is_said(texts: list[str], said: str) -> None:
+    with pytest.raises(UserError) as error:
+        read_specs(texts, Registry(BUILTIN), RunLength(10))
+    assert said in str(error.value)

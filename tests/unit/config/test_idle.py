@@ -27,6 +27,7 @@ BASE = _BASE.split()
 
 # Values that a rule by type would not find.
 VALUES = {
+    "expert_tensor_parallel_size": "1",
     "position_buckets": "8",
     "conv_kernel_size": "3",
     "train_iters": "50",
@@ -169,6 +170,7 @@ DISCRETE = (
 )
 T5 = "--model-type t5 --decoder-seq-length 8 --tokenizer-type BertWordPieceCase --vocab-file v --vocab-extra-ids 4"
 CAPACITY = "--moe-expert-capacity-factor 1.5"
+EP2 = "--expert-model-parallel-size 2"
 SHARED = "--moe-shared-expert-intermediate-size 32"
 # What makes a rule's fields act, by the words of the rule: (flags, processes).
 PARTNERS: dict[str, tuple[str, int]] = {
@@ -179,6 +181,7 @@ PARTNERS: dict[str, tuple[str, int]] = {
     "without --moe-router-enable-expert-bias": ("--num-experts 8 --moe-router-enable-expert-bias", 1),
     "beside --moe-router-topk 1, whose one weight is that of all experts anyway": ("--num-experts 8", 1),
     "no token is dropped": (f"--num-experts 8 {CAPACITY}", 1),
+    "every replica holds all experts (--expert-model-parallel-size)": (f"--num-experts 8 {EP2}", 2),
     "only BERT has that head": ("--model-type bert", 1),
     "beside a task, which masks no words": ("--model-type bert", 1),
     "only DeBERTa has distances and a convolution": ("--model-type deberta", 1),
@@ -235,7 +238,7 @@ PARTNERS: dict[str, tuple[str, int]] = {
     "without --log-gradients": ("--log-gradients --log-json-file j", 1),
     "without --profile-trace": ("--profile-trace p", 1),
     "nothing is evaluated during training": ("", 1),
-    "without a compressor of pp-forward or tp-forward": (f"{PP2} --compress pp-forward=fixpoint", 2),
+    "without a compressor of what goes forward": (f"{PP2} --compress pp-forward=fixpoint", 2),
 }
 BESIDE: dict[str, str] = {
     "beside a task, which masks no words": "--model-type bert --task-head classification --task-classes 2",

@@ -48,6 +48,16 @@ def test_an_encoder_has_the_stages_before_the_split() -> None:
     assert early[0].nbytes == 2 * late[0].nbytes
 
 
+def test_whole_experts_take_as_much_as_parts_of_more_of_them() -> None:
+    common = "--num-experts 8 --make-vocab-size-divisible-by 32 --tensor-model-parallel-size 2"
+    tensor = f"{common} --expert-model-parallel-size"
+    parts, whole = (
+        least_needs(_config(flags, 4), 4)[0].nbytes
+        for flags in (f"{tensor} 2", f"{tensor} 4 --expert-tensor-parallel-size 1")
+    )
+    assert whole == parts
+
+
 def test_layouts_divide_it() -> None:
     layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --make-vocab-size-divisible-by 32"
     whole, part = (

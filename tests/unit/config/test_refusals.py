@@ -9,6 +9,7 @@ import pytest
 from megatron.config import RunConfig, UserError, parse_args
 from megatron.config.data import check_data_given
 
+FOLDED = "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 --make-vocab-size-divisible-by 32"
 UPCYCLING = "--load x --moe-use-upcycling"
 PP2, PP4 = (f"--pipeline-model-parallel-size {stages}" for stages in (2, 4))
 TP2 = "--tensor-model-parallel-size 2"
@@ -279,6 +280,30 @@ BY_ITERATIONS = [
         1,
         ["--moe-use-upcycling", "--moe-shared-expert-intermediate-size", "leave it out"],
     ),
+    # Experts
+    (f"{FOLDED} --expert-model-parallel-size 2", 4, ["--expert-model-parallel-size 2", "--num-experts"]),
+    (f"{FOLDED} --num-experts 8", 4, ["--expert-model-parallel-size 1 is not a multiple", "--tensor-model-parallel"]),
+    (
+        f"{FOLDED} --num-experts 8 --expert-model-parallel-size 3",
+        6,
+        ["--expert-model-parallel-size 3 is not a multiple", "--tensor-model-parallel-size 2"],
+    ),
+    (
+        f"{FOLDED} --num-experts 8 --expert-model-parallel-size 8",
+        4,
+        ["--expert-model-parallel-size 8", "the 4 tensor- and data-parallel processes"],
+    ),
+    (
+        f"{FOLDED} --num-experts 6 --expert-model-parallel-size 4",
+        4,
+        ["--expert-model-parallel-size 4", "does not divide the 6 experts"],
+    ),
+    (
+        "--tensor-model-parallel-size 4 --expert-tensor-parallel-size 2 --num-experts 8",
+        4,
+        ["--expert-tensor-parallel-size 2", "write 1, or leave it out for --tensor-model-parallel-size 4"],
+    ),
+    ("--compress experts=agressive", 2, ["--compress experts=agressive", "the nearest is aggressive"]),
     ("--ckpt-step 3", 1, ["--ckpt-step", "--load FOLDER"]),
     ("--load x --ckpt-step=-3", 1, ["--ckpt-step", "at least 0"]),
     ("--use-checkpoint-args", 1, ["--use-checkpoint-args", "--load FOLDER"]),

@@ -162,6 +162,34 @@ def test_another_size_is_refused_before_it_is_downloaded(side: Side) -> None:
     assert side.path.with_name("file.part").stat().st_size == 0
 
 
+def test_a_server_that_sends_more_than_is_published_is_not_listened_to(side: Side) -> None:
+    """It might never end."""
+    side.published.lengths = False
+    side.published.files["/host/file"] = bytes(200_000_000)
+    with pytest.raises(UserError, match="sends more than the 7 bytes that are published"):
+        fetch(side.web, side.remote(7))
+    assert side.path.with_name("file.part").stat().st_size == 0
+
+
+@pytest.mark.parametrize(
+    ("status", "header", "said"),
+    [
+        ("200 OK", "Content-Length: abc", "names no size"),
+        ("200 OK", "Content-Length: -5", "names no size"),
+        ("200 OK", f"Content-Length: {'9' * 5000}", "names no size"),
+        ("416 No", f"Content-Range: bytes */{'9' * 5000}", "sent a part of the file without saying which"),
+        ("302 Found", "Location: http://[", "sends on to no address"),
+        ("302 Found", "Location: /host/file", "infinite loop"),
+        ("302 Found", "Location: file:///etc/passwd", "is not allowed"),
+    ],
+)
+def test_an_answer_that_makes_no_sense_is_said_in_one_line(side: Side, status: str, header: str, said: str) -> None:
+    side.published.raw["/host/file"] = f"HTTP/1.1 {status}\r\n{header}\r\nConnection: close\r\n\r\n12345".encode()
+    with pytest.raises(UserError, match=f"host/file: .*{said}") as caught:
+        fetch(side.web, side.remote(None, None))
+    assert "\n" not in str(caught.value)
+
+
 def test_a_file_that_was_there_is_never_overwritten(side: Side) -> None:
     side.path.parent.mkdir()
     side.path.write_bytes(b"mine")
@@ -221,8 +249,22 @@ def test_files_of_the_hub_come_with_what_is_published(published: Published) -> N
     ]
 
 
-@pytest.mark.parametrize("answer", [b"<html>", b"[1]", b'[{"type": "file", "path": "x", "oid": "1"}]', b"{}x"])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *(b"<html>", b"[1]", b'[{"type": "file", "path": "x", "oid": "1"}]', b"{}x", b"[" * 100_000),
+        *(b'[{"type": "file", "path": "x", "oid": "1", "size": %s}]' % size for size in (b"1e999", b"-4")),
+    ],
+)
 def test_an_answer_that_is_no_list_of_files(published: Published, answer: bytes) -> None:
     published.files["/huggingface.co/api/models/owner/name/tree/main"] = answer
+    with pytest.raises(UserError, match="owner/name/tree/main: is no list of files"):
+        Web(published.address).hub_files("models", "owner/name")
+
+
+@pytest.mark.parametrize("following", [b"/api/models/owner/name/tree/main", b"[/"])
+def test_a_list_of_files_that_never_ends_or_goes_on_nowhere(published: Published, following: bytes) -> None:
+    page = "/huggingface.co/api/models/owner/name/tree/main"
+    published.files |= {page: b"[]", f"{page}#next": following}
     with pytest.raises(UserError, match="owner/name/tree/main: is no list of files"):
         Web(published.address).hub_files("models", "owner/name")

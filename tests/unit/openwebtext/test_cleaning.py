@@ -275,7 +275,7 @@ def test_dictionaries_are_saved_with_their_counts(tmp_path: Path) -> None:
 
 @given(st.text(alphabet="ab .!?\n", max_size=300), st.integers(0, 30), st.integers(0, 20))
 def test_pieces_never_hold_what_was_found(text: str, each_side: int, least: int) -> None:
-    cut = filter_ngrams.Cut("text", frozenset(["a b a", "b b"]), each_side, least, 10)
+    cut = filter_ngrams.NgramCut("text", frozenset(["a b a", "b b"]), each_side, least, 10)
     left = cut.pieces(text)
     if left is None:
         assert not list(cut.hits(text))

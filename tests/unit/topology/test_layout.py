@@ -35,6 +35,24 @@ def test_groups_are_the_lines_of_the_grid(layout: Layout) -> None:
         assert sorted(rank for group in made for rank in group) == list(range(layout.world_size))
 
 
+@given(layouts, st.integers(1, 5), st.booleans())
+def test_groups_of_experts_cover_those_that_hold_them(layout: Layout, shares: int, folded: bool) -> None:
+    """Over replicas, or folded over tensor-parallel ranks first; together the two kinds are a grid of each stage."""
+    ep = shares * layout.tp if folded else shares
+    layout = replace(layout, dp=layout.dp * shares, ep=ep, folded=folded)
+    shared, equal = list(layout.ep_groups()), list(layout.expert_dp_groups())
+    assert {len(group) for group in shared} == {ep}
+    for groups in (shared, equal):
+        assert sorted(rank for group in groups for rank in group) == list(range(layout.world_size))
+        for group in groups:
+            places = [layout.coordinates(rank) for rank in group]
+            assert len({place.pp for place in places}) == 1
+            assert folded or len({place.tp for place in places}) == 1
+    assert all(len(set(one) & set(other)) <= 1 for one in shared for other in equal)
+    for group in shared:
+        assert not folded or {layout.coordinates(rank).tp for rank in group} == set(range(layout.tp))
+
+
 @given(layouts)
 def test_embedding_groups_are_the_ends_of_the_pipelines(layout: Layout) -> None:
     grid = _grid(layout)

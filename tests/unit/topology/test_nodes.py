@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 import pytest
 
-from megatron.topology.group import Group
+from megatron.topology.group import Group, NodeSplit
 from megatron.topology.layout import Layout
-from megatron.topology.nodes import Positions, positions_by_node, split_by_node
+from megatron.topology.nodes import Positions, positions_by_node, split_by_node, sums_by_node
 
 
 def blocks(*sizes: int) -> list[str]:
@@ -65,9 +65,10 @@ CASES: dict[str, tuple[list[tuple[int, ...]], list[str], Positions, str]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_positions(name: str) -> None:
     groups, node_of, wanted, said = CASES[name]
-    found, note = positions_by_node(groups, node_of)
+    found, why = positions_by_node(groups, node_of)
     assert found == wanted
-    assert said in note
+    alone = Group(None, (0,), 0, "", "none")
+    assert said in sums_by_node(NodeSplit(found, alone, alone, why))
     for ranks in groups:
         assert all(len({node_of[ranks[at]] for at in part}) == 1 for part in found)
 

@@ -19,7 +19,11 @@ from safetensors.torch import load_file, save_file
 from megatron.base.atomic import holding
 from megatron.checkpoint.convert import command
 from megatron.checkpoint.convert.command import main
+from megatron.checkpoint.model_state import MAIN
+from megatron.checkpoint.stored import StoredTensors
+from megatron.training import pretrain
 from tests.support.cli import REPO
+from tests.support.corpus import tiny_flags, write_documents
 from tests.support.disk import largest_file
 from tests.unit.checkpoint.convert.support import convert, saved_model
 
@@ -46,6 +50,20 @@ def test_a_checkpoint_without_a_tracker_is_found_as_in_training(saved: Path, tmp
     (tmp_path / "ours" / "latest_checkpointed_iteration.txt").unlink()
     convert(tmp_path / "ours", tmp_path / "hf", "hf")
     assert (tmp_path / "hf" / "config.json").exists()
+
+
+def test_fp32_weights_are_those_of_the_optimizer_where_it_has_them(tmp_path: Path) -> None:
+    """A run in bf16 rounds its weights for each forward pass, and goes on from these."""
+    root = tmp_path / "ours"
+    flags = tiny_flags(write_documents(tmp_path / "tiny"), train_iters=2, bf16=True, save=root, lr=1e-4)
+    assert pretrain.main(flags) == 0
+    wanted = StoredTensors(root, 2).read(f"{MAIN}layers.1.mlp.dense_h_to_4h.weight").t()
+    assert not torch.equal(wanted, wanted.bfloat16())
+    for dtype in (None, "fp32", "bf16"):
+        assert main(["--load", str(root), "--save", str(tmp_path / f"{dtype}"), "--to", "hf", "--no-tokenizer",
+                     *(["--dtype", dtype] if dtype else [])]) == 0  # fmt: skip
+        found = load_file(tmp_path / f"{dtype}" / "model.safetensors")["transformer.h.1.mlp.c_fc.weight"]
+        assert torch.equal(found, wanted if dtype == "fp32" else wanted.bfloat16())
 
 
 @pytest.mark.parametrize("to", FORMATS)
