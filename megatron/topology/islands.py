@@ -153,8 +153,8 @@ class Islands:
         if len(members) < needed:
             at = ", ".join(f"island {k} at {iteration}" for k, (iteration, _) in sorted(came.items()))
             return Start(
-                problem=f"islands begin at different iterations: {at}; give all of them checkpoints of the same, or lower "
-                "--islands-quorum and those behind join"
+                problem=f"islands begin at different iterations: {at}; give all of them checkpoints of the same, or "
+                "lower --islands-quorum and those behind join"
             )
         return Start(members)
 
