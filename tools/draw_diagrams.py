@@ -42,6 +42,7 @@ COLOR = {
     Point.EP_DISPATCH_BWD: COLORS[1],
     Point.EP_COMBINE_FWD: COLORS[2],
     Point.EP_COMBINE_BWD: COLORS[3],
+    Point.OUTER: COLORS[4],
 }
 
 
@@ -212,7 +213,37 @@ def draw_experts() -> Any:
     return figure
 
 
-DIAGRAMS = {"communication-points": draw_points, "1f1b-epilogue": draw_schedule, "expert-legs": draw_experts}
+def draw_islands() -> Any:
+    """Two islands that go in step at first, and then exchange what they have learned after some steps."""
+    figure = new_figure(9.5, 3.0)
+    axes = figure.subplots()
+    axes.set_xlim(-1.0, 12.6)
+    axes.set_ylim(-0.7, 3.9)
+    axes.axis("off")
+    in_step, every, rounds, width = 3, 4, 2, 1.05
+    for island, y in enumerate((2.1, 0.2)):
+        axes.text(-0.2, y + 0.4, f"island {island}", ha="right", va="center", fontsize=11)
+        for step in range(in_step + every * rounds):
+            axes.add_patch(_rectangle(step * width, y, width - 0.25, 0.8, "#F4F6F8"))
+            axes.text(step * width + (width - 0.25) / 2, y + 0.4, "step", ha="center", va="center", fontsize=9.5)
+    for step in range(in_step + every * rounds):
+        at = (step + 1) * width - 0.125
+        local = step - in_step + 1
+        if local <= 0 or local % every == 0:
+            axes.plot([at, at], [0.6, 2.5], color=COLOR[Point.OUTER], linewidth=1.0 if local <= 0 else 3.4)
+    _label(axes, in_step * width / 2, 3.45, [Point.OUTER], more=": gradients")
+    _label(axes, (in_step + every) * width, 3.45, [Point.OUTER], more=": compressed differences from the anchor")
+    axes.text(in_step * width / 2, -0.35, "in step (warmup)", ha="center", fontsize=11)
+    axes.text((in_step + every) * width, -0.35, "rounds of every=4 steps", ha="center", fontsize=11)
+    return figure
+
+
+DIAGRAMS = {
+    "communication-points": draw_points,
+    "1f1b-epilogue": draw_schedule,
+    "expert-legs": draw_experts,
+    "islands": draw_islands,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -28,6 +28,7 @@ from megatron.comm.reducer import GradReducer, Unit
 from megatron.compression.error_feedback import RESIDUAL
 from megatron.compression.points import Point
 from megatron.compression.state import CompressorState
+from megatron.optimizer.outer_sync import OuterSync
 from megatron.parallel.data.buffer import ParamSlot
 from megatron.parallel.data.gradients import GradientSync
 from megatron.topology.agree import gather_texts
@@ -46,6 +47,7 @@ class CompressorCheckpoint:
         layout, coordinates: the mesh and this rank's place in it.
         first_layers: first layer of each virtual stage, which name the boundaries before them.
         cut: messages hold this tensor-parallel rank's share of the sequence.
+        outer: rounds of islands.
     """
 
     def __init__(
@@ -56,9 +58,11 @@ class CompressorCheckpoint:
         coordinates: Coordinates,
         first_layers: Sequence[int],
         cut: bool = False,
+        outer: OuterSync | None = None,
     ) -> None:
         self.sync = sync
         self.channel = channel
+        self.outer = outer
         self.layout = layout
         self.at = coordinates
         self.first_layers = first_layers
@@ -141,7 +145,14 @@ class CompressorCheckpoint:
             for bucket, units in zip(buffer.buckets, reducer.units, strict=True):
                 slots = {slot.start - bucket.start: slot for slot in bucket.slots}
                 for unit in units:
-                    yield from self._of_unit(unit, slots, bucket.stop - bucket.start, reducer)
+                    yield from self._of_unit(unit, slots, bucket.stop - bucket.start, reducer, self._without_state)
+        for fragment in self.outer.fragments if self.outer is not None else ():
+            reducer = fragment.reducer
+            for spoken, units in zip(fragment.spoken, reducer.units, strict=True):
+                starts = zip(spoken.reduced.places, spoken.slots, strict=True)
+                slots = {place.start: slot for place, slot in starts}
+                for unit in units:
+                    yield from self._of_unit(unit, slots, spoken.length, reducer, self._of_island)
         for tied in self.sync.ties if self.sync.plan.compressed(Point.EMBED_GRAD) else ():
             group, slot = tied.sync.group, tied.slot
             name = f"{Point.EMBED_GRAD.value}.{slot.logical_name}"
@@ -160,14 +171,19 @@ class CompressorCheckpoint:
                     yield StatePlace(name, state, holders, holder, means=means, cut=self.cut)
 
     def _of_unit(
-        self, unit: Unit, slots: Mapping[int, ParamSlot], length: int, reducer: GradReducer
+        self,
+        unit: Unit,
+        slots: Mapping[int, ParamSlot],
+        length: int,
+        reducer: GradReducer,
+        place_of: Callable[[ParamSlot, Group], StatePlace],
     ) -> Iterator[StatePlace]:
         """The parameters of a unit: those of its stack, or all of its bucket (of some length)."""
         starts = [place.start for place in unit.places] or sorted(slots)
         for index, start in enumerate(starts):
             slot = slots[start]
             yield replace(
-                self._without_state(slot, reducer.group),
+                place_of(slot, reducer.group),
                 state=unit.state,
                 index=index if unit.places else None,
                 span=None if unit.places else (start, start + slot.stop - slot.start),
@@ -175,6 +191,11 @@ class CompressorCheckpoint:
                 leads=index == 0,
                 index_sets=reducer.compressor.traits.index_sets,
             )
+
+    def _of_island(self, slot: ParamSlot, islands: Group) -> StatePlace:
+        """The place of a parameter's state at ``OUTER``: one for the island, whose checkpoint it is in."""
+        name, holder = f"{Point.OUTER.value}.{slot.logical_name}", (0, self.at.tp)
+        return StatePlace(name, CompressorState(), holders=(1, self.layout.tp), holder=holder, slot=slot)
 
     def _without_state(self, slot: ParamSlot, replicas: Group) -> StatePlace:
         """The place of a parameter's state at ``DP_GRAD``, where its gradient is reduced over some replicas."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from megatron.checkpoint.logical import LogicalShard, shard_of_flat_range, shard_of_local
 from megatron.optimizer.inner import state_names
 from megatron.optimizer.optimizer import Optimizer
+from megatron.optimizer.outer_sync import OuterSync
 from megatron.optimizer.shards import ParamShard
 from megatron.parallel.tensor.shards import collect_specs
 
@@ -67,6 +68,24 @@ def optimizer_tensors(optimizer: Optimizer) -> dict[str, LogicalShard]:
             state = optimizer.inner.state[shard.main][kind]
             tensors[f"{OPTIMIZER}{kind}.{shard.slot.logical_name}"] = _shard(shard, state)
     return tensors | (main_tensors(optimizer) if optimizer.separate_main else {})
+
+
+OUTER = OPTIMIZER + "outer_"
+"""What rounds of islands keep: the anchor, its momentum, and a mean that waits to be applied."""
+
+
+def outer_tensors(outer: OuterSync | None) -> dict[str, LogicalShard]:
+    """This rank's slices of what rounds of islands keep."""
+    if outer is None:
+        return {}
+    shards = outer.optimizer.shards
+    tensors = {
+        f"{OUTER}{kind}.{shard.slot.logical_name}": _shard(shard, x)
+        for kind, kept in outer.outer.tensors().items()
+        for shard, x in zip(shards, kept, strict=True)
+    }
+    waiting = {f"{OUTER}mean.{shards[n].slot.logical_name}": _shard(shards[n], x) for n, x in outer.means().items()}
+    return tensors | waiting
 
 
 def main_tensors(optimizer: Optimizer) -> dict[str, LogicalShard]:

@@ -1,9 +1,10 @@
-"""Reduces gradient buckets over the data-parallel group, overlapped with backward."""
+"""Reduces buckets: of gradients over replicas, overlapped with backward, and of differences over islands."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -122,14 +123,22 @@ class GradReducer:
     Args:
         buckets: the buckets; with ``sharded`` each length divides by the group's size.
         group: the data-parallel ranks.
-        plan: the compressor of ``DP_GRAD``, shared by all buckets, and when it is on.
+        plan: the compressor of the point, shared by all buckets, and when it is on.
         ledger: where the bytes are counted.
         sharded: each rank needs only its own share of the result, as after a reduce-scatter.
+        point: what is reduced: gradients (``DP_GRAD``) or differences (``OUTER``).
     """
 
     def __init__(
-        self, buckets: Sequence[GradBucket], group: Group, plan: CompressionPlan, ledger: Ledger, sharded: bool
+        self,
+        buckets: Sequence[GradBucket],
+        group: Group,
+        plan: CompressionPlan,
+        ledger: Ledger,
+        sharded: bool,
+        point: Point = Point.DP_GRAD,
     ) -> None:
+        self.point = point
         self.buckets = buckets
         self.group = group
         self.plan = plan
@@ -142,21 +151,22 @@ class GradReducer:
         self._ready = [False] * len(buckets)
         self._pending: list[_PendingBucket] = []
         self._finite: list[Tensor] = []
+        self._turns: deque[_PendingBucket] = deque()
 
     @property
     def compressor(self) -> RoundCompressor:
         """The compressor, with this iteration's options."""
-        return self.plan.rounds(Point.DP_GRAD)
+        return self.plan.rounds(self.point)
 
     def _units(self, bucket: GradBucket) -> list[Unit]:
         """The units of a bucket that are compressed; parameters in no unit are reduced exactly."""
-        if not self.plan.covers(Point.DP_GRAD, self.plan.stage) or bucket.skipped:
+        if not self.plan.covers(self.point, self.plan.stage) or bucket.skipped:
             return []
         if not self.compressor.traits.batched:
             return [Unit()]
         shapes: dict[tuple[int, ...], list[Place]] = {}
         for place in bucket.places:
-            if self.plan.ever_compresses(Point.DP_GRAD, place.shape):
+            if self.plan.ever_compresses(self.point, place.shape):
                 shapes.setdefault(place.shape, []).append(place)
         return [Unit(tuple(places)) for places in shapes.values()]
 
@@ -168,7 +178,7 @@ class GradReducer:
             scale: the loss scale that its gradients carry.
             checks: look whether the local gradients are finite (``finite``).
         """
-        self._on = self.plan.on(Point.DP_GRAD, iteration)
+        self._on = self.plan.on(self.point, iteration)
         self._scale = scale
         self._checks = checks
         self._finite = []
@@ -180,12 +190,12 @@ class GradReducer:
         if launches is None:
             return None
         which = tuple((index, unit.shape, type(compressor)) for index, unit, compressor in used)
-        options = self.plan.options(Point.DP_GRAD) if self._on else None
-        return Point.DP_GRAD, options, self._scale == 1.0, self._checks, which, launches
+        options = self.plan.options(self.point) if self._on else None
+        return self.point, options, self._scale == 1.0, self._checks, which, launches
 
     def _used(self, units: Sequence[Unit]) -> list[tuple[Unit, RoundCompressor]]:
         """The units of a bucket that this step does not just sum, and what reduces each."""
-        serving = ((unit, self.plan.serving(Point.DP_GRAD, unit.shape, unit.state)) for unit in units if self._on)
+        serving = ((unit, self.plan.serving(self.point, unit.shape, unit.state)) for unit in units if self._on)
         return [(unit, compressor) for unit, compressor in serving if compressor is not None]
 
     def residuals(self) -> Iterator[tuple[list[str], CompressorState]]:
@@ -237,7 +247,7 @@ class GradReducer:
     def check(self, flat: Tensor) -> None:
         """Notes whether a local gradient is finite, where the step asks for that."""
         if self._checks:
-            with self.ledger.encoding(Point.DP_GRAD):
+            with self.ledger.encoding(self.point):
                 self._finite.append(finite_norm(flat)[1])
 
     def finite(self) -> Tensor:
@@ -251,7 +261,7 @@ class GradReducer:
             return _PendingBucket(None, [])
         serving = self._used(units)
         used = [unit for unit, _ in serving]
-        with self.ledger.encoding(Point.DP_GRAD):
+        with self.ledger.encoding(self.point):
             reductions = [TensorReduction(c, unit.take(bucket.flat, self._scale), unit.state) for unit, c in serving]
         reductions += [
             TensorReduction(IdentityRounds(), bucket.flat[span], CompressorState()) for span in _rest(bucket, used)
@@ -259,7 +269,7 @@ class GradReducer:
         raw = (1 if self.sharded else 2) * (self.group.size - 1) * num_bytes(bucket.flat) // self.group.size
         # Stacks of parameters are no equal parts of the bucket, so all of their sums are needed.
         shares = self.sharded and not any(unit.places for unit in used)
-        packed = PackedReduction(reductions, self.group, self.ledger, Point.DP_GRAD, shares, raw_bytes=raw)
+        packed = PackedReduction(reductions, self.group, self.ledger, self.point, shares, raw_bytes=raw)
         return _PendingBucket(packed, used)
 
     def finish(self, finite: bool = True) -> None:
@@ -270,7 +280,7 @@ class GradReducer:
         left to do for it follows the next bucket's turn, whose message does not wait for that.
         """
         self.launch()
-        waiting = [pair for pair in zip(self.buckets, self._pending, strict=True) if pair[1].reduction is not None]
+        waiting = self._under_way()
         ended: list[tuple[GradBucket, _PendingBucket]] = []
         while waiting:
             going: list[tuple[GradBucket, _PendingBucket]] = []
@@ -282,8 +292,61 @@ class GradReducer:
             waiting = going
         while ended:
             self._end(*ended.pop())
+        self._forget()
+
+    def _under_way(self) -> list[tuple[GradBucket, _PendingBucket]]:
+        """The buckets that are being reduced."""
+        return [pair for pair in zip(self.buckets, self._pending, strict=True) if pair[1].reduction is not None]
+
+    def _forget(self) -> None:
         self._ready = [False] * len(self.buckets)
         self._pending = []
+        self._turns.clear()
+
+    def exchange(self, wait: bool = True) -> bool:
+        """Runs all rounds of all buckets, which take turns. Nothing that was computed counts before ``settle``.
+
+        Args:
+            wait: False goes on only as far as that is possible without waiting. What the group's ranks start is in the
+                same order all the same.
+
+        Returns:
+            Whether nothing is left to do.
+        """
+        if len(self._pending) < len(self.buckets):
+            self.launch()
+            self._turns.extend(pending for _, pending in self._under_way())
+        while self._turns:
+            first = self._turns[0]
+            assert first.reduction is not None
+            if not wait and not first.reduction.arrived():
+                return False
+            self._turns.popleft()
+            if self._advance(first, True):
+                self._turns.append(first)
+        return True
+
+    def settle(self) -> None:
+        """Leaves what ``exchange`` has come to in the buckets, and changes the compressors' states."""
+        for bucket, pending in zip(self.buckets, self._pending, strict=True):
+            self._end(bucket, pending)
+        self._forget()
+        for state in self.states():
+            state.commit()
+
+    def drop(self) -> None:
+        """Forgets a reduction that has failed, maybe on another rank; states are as before, buckets hold anything."""
+        for pending in self._pending:
+            if pending.reduction is not None:
+                pending.reduction.close()
+        self._forget()
+        for state in self.states():
+            state.rollback()
+
+    def states(self) -> Iterator[CompressorState]:
+        """States of all units."""
+        for units in self.units:
+            yield from (unit.state for unit in units)
 
     def _advance(self, pending: _PendingBucket, finite: bool) -> bool:
         """Runs a round of a bucket's reduction, and those inside nodes behind it; returns whether it goes on."""
@@ -301,7 +364,7 @@ class GradReducer:
         if pending.reduction is None:
             return
         pending.reduction.finish()
-        with self.ledger.decoding(Point.DP_GRAD):
+        with self.ledger.decoding(self.point):
             for unit, reduced in zip(pending.units, pending.reduction.reductions, strict=False):
                 unit.give(bucket.flat, reduced.x, self._scale)
 

@@ -164,10 +164,18 @@ class PackedReduction:
                 reduction.compressor.finalize(reduction.x, aggregate, reduction.state, peers)
         self._aggregates = []
 
+    def arrived(self) -> bool:
+        """Whether a round is under way, and waiting for it would not block."""
+        return bool(self._pending) and all(started.communication.done() for started in self._pending)
+
     def abandon(self) -> None:
         """Waits for the round that was started and runs no other; all ranks of the group do the same."""
         for started in self._pending:
             started.communication.wait()
+        self.close()
+
+    def close(self) -> None:
+        """Runs no other round, and waits for none."""
         for generator in self._generators:
             generator.close()
         self._pending = []

@@ -46,12 +46,14 @@ class ErrorFeedback(RoundCompressor):
         kind: "local" keeps input - own contribution to the sum. "aggregate" keeps input - sum / n, the definition
             of PowerSGD's published code (Vogels et al. 2019, algorithm 2), where the ranks' residuals differ by
             their gradients' differences.
+        decay: factor of what is left; below 1 some of it is forgotten (SparseLoCo, Sarfi et al. 2025).
     """
 
-    def __init__(self, inner: RoundCompressor, kind: SumResidual = "local") -> None:
+    def __init__(self, inner: RoundCompressor, kind: SumResidual = "local", decay: float = 1.0) -> None:
         super().__init__(inner.config)
         self.inner = inner
         self.kind = kind
+        self.decay = decay
         self.traits = inner.traits
 
     def launches(self, state: CompressorState) -> Hashable:
@@ -67,7 +69,7 @@ class ErrorFeedback(RoundCompressor):
         residual = state.get(RESIDUAL)
         gradient_k = given_k = squared_norms(x, self.traits.batched)
         if residual is not None:
-            x.add_(residual)
+            x.add_(residual, alpha=self.decay)
             given_k = squared_norms(x, self.traits.batched)
         if self.kind == "aggregate":
             peers = replace(peers, sharded=False)  # the residual is made of the whole sum

@@ -32,13 +32,15 @@ class Point(enum.Enum):
     """The all-gather of parameters that the sharded optimizer updated."""
     OPTIMIZER = "optimizer"
     """Parts of matrices that the optimizer needs whole, and what it makes of them. Never compressed."""
+    OUTER = "outer"
+    """Differences of islands from their anchor, at the end of a round; gradients while islands go in step."""
     CONTROL = "control"
     """Scalars: norms, losses, finite checks. Never compressed."""
 
     @property
     def is_reduction(self) -> bool:
         """Whether the point's collective is a reduction; else it is a message or an all-gather."""
-        return self in (Point.DP_GRAD, Point.EMBED_GRAD, Point.TP_FWD, Point.TP_BWD)
+        return self in (Point.DP_GRAD, Point.EMBED_GRAD, Point.TP_FWD, Point.TP_BWD, Point.OUTER)
 
     @property
     def forward(self) -> bool:

@@ -40,6 +40,10 @@ class Registration:
     needs: str = ""
     identity: bool = False
 
+    def usual_feedback(self, point: Point) -> str:
+        """The default residual at a point; differences have that of gradients."""
+        return self.feedback.get(point, self.feedback.get(Point.DP_GRAD, "off") if point is Point.OUTER else "off")
+
     def check(self, point: Point, name: str) -> None:
         """Checks that the compressor can serve a point.
 
@@ -47,7 +51,11 @@ class Registration:
             UserError: when it cannot, with the reason.
         """
         advice = f"; {self.advice}" if self.advice else ""
-        if self.points is not None and point not in self.points:
+        if point is Point.OUTER:
+            self._check_outer(name)
+        # What sums gradients also sums differences.
+        at = Point.DP_GRAD if point is Point.OUTER else point
+        if self.points is not None and at not in self.points:
             allowed = ", ".join(sorted(p.value for p in self.points))
             raise UserError(f"{name} cannot serve {point.value}, only {allowed}{advice}")
         if point.is_reduction and self.rounds is None:
@@ -57,6 +65,23 @@ class Registration:
         tuned = self.rounds is not None and self.rounds.controller is not RoundCompressor.controller
         if tuned and point not in (Point.DP_GRAD, Point.EMBED_GRAD):
             raise UserError(f"{point.value}: {name} is tuned by reduced gradients, which are at dp-grad and embedding")
+
+    def _check_outer(self, name: str) -> None:
+        """Checks that it looks at nothing but what it sums: a difference of many steps has no gradient and no update.
+
+        Raises:
+            UserError: when it does.
+        """
+        if self.rounds is None:
+            return
+        traits = self.rounds.traits
+        for asks, what in (
+            (traits.observes, "chooses by the optimizer's update"),
+            (traits.freezes_variance or traits.clips_first, "is a part of the inner optimizer"),
+            (self.rounds.controller is not RoundCompressor.controller, "is tuned by gradients"),
+        ):
+            if asks:
+                raise UserError(f"outer carries differences of many steps, but {name} {what}; use it at dp-grad")
 
 
 class Registry:

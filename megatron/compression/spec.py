@@ -8,10 +8,11 @@ from typing import Any, cast, get_args
 
 from megatron.base.errors import UserError
 from megatron.base.fields import options_from_words
-from megatron.base.option import FieldOption, field_options
+from megatron.base.option import field_options
 from megatron.base.words import nearest
 from megatron.compression.api import Codec, Compressor, Controller, RoundCompressor
 from megatron.compression.error_feedback import ErrorFeedback, ErrorFeedbackCodec, MessageResidual, SumResidual
+from megatron.compression.outer import PRESET, PRESETS, OuterOptions
 from megatron.compression.points import EXPERT_CODECS, EXPERT_LEGS, EXPERT_POINTS, EXPERTS, Point
 from megatron.compression.registry import Registration, Registry
 from megatron.compression.schedule import Activation, RunLength, Schedule, read_iterations, read_schedule, read_stages
@@ -40,6 +41,9 @@ COMMON = {
 }
 """Options that every compressor has."""
 
+OF_POINT: Mapping[Point, type[Any]] = {Point.OUTER: OuterOptions}
+"""Options that a point has of its own, whatever compressor serves it."""
+
 
 @dataclass(frozen=True)
 class Spec:
@@ -54,6 +58,8 @@ class Spec:
         feedback: "off", "local", "aggregate", "lazy", "lazy-reset" or "lazy-mean".
         fused: one embedding all-reduce over the replicas of all its stages (``embedding`` only).
         schedules: options that change over the run, by field; ``options`` holds their first values.
+        of_point: an instance of the point's own options; None for a point that has none.
+        preset: name of the settings that stood for some of these; empty without.
     """
 
     point: Point
@@ -64,6 +70,14 @@ class Spec:
     feedback: str = "off"
     fused: bool = False
     schedules: Mapping[str, Schedule] = field(default_factory=dict)
+    of_point: Any = None
+    preset: str = ""
+
+    @property
+    def outer(self) -> OuterOptions:
+        """The options of the point ``outer``."""
+        assert isinstance(self.of_point, OuterOptions)
+        return self.of_point
 
     def options_at(self, iteration: int, tuned: Mapping[str, float] | None = None) -> Any:
         """The options of an iteration; ``tuned`` are values that a controller has chosen."""
@@ -112,7 +126,10 @@ class Spec:
         """A new compressor of reductions, of these options (default: the first ones)."""
         assert self.registration.rounds is not None
         inner = self.registration.rounds(self.options if options is None else options)
-        return inner if self.feedback == "off" else ErrorFeedback(inner, cast(SumResidual, self.feedback))
+        if self.feedback == "off":
+            return inner
+        decay = self.outer.decay if self.point is Point.OUTER else 1.0
+        return ErrorFeedback(inner, cast(SumResidual, self.feedback), decay)
 
     def codec(self, options: Any = None) -> Codec:
         """A new codec of messages, of these options (default: the first ones)."""
@@ -173,15 +190,7 @@ def read_spec(text: str, registry: Registry, length: RunLength) -> Spec:
     if not equals or not name:
         raise UserError("write POINT=NAME[,key=value...], such as dp-grad=powersgd,rank=32")
     point = _point(place)
-    given: dict[str, str] = {}
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not equals or not value.strip():
-            raise UserError(f"{word!r} is not key=value")
-        key = key.strip().lower().replace("_", "-")
-        if key in given:
-            raise UserError(f"{key} is given twice; leave one out")
-        given[key] = value.strip()
+    given = _given(words)
     alias = point is Point.EMBED_GRAD and name == FUSED
     try:
         registration = registry["none" if alias else name]
@@ -190,11 +199,16 @@ def read_spec(text: str, registry: Registry, length: RunLength) -> Spec:
     try:
         registration.check(point, name)
     except UserError as error:
-        fitting = [other for other in registry.names if _serves(registry[other], point, other)]
+        fitting = [other for other in registry.names if serves(registry[other], point, other)]
         use = [f"; use {other}" for other in registration.instead if _takes(point, other, registry, length)][:1]
         raise UserError(f"{error}{''.join(use)}; {point.value} takes {', '.join(fitting)}") from None
     common = {key: given.pop(key).lower() for key in COMMON if key in given}
+    decays = point in OF_POINT and "decay" in given
+    preset, of_point = _of_point(point, given)
+    if "decay" in PRESETS.get(preset, {}) and not registration.no_feedback:
+        common.setdefault("error-feedback", "on")
     own = [option.flag for option in field_options(name, registration.config)] + list(COMMON)
+    own += [PRESET, *_flags_of(point)] if point in OF_POINT else []
     for key in given:
         if key not in own:
             raise UserError(f"{name} has no option {key!r}{nearest(key, own)}; its options are: {', '.join(own)}")
@@ -212,18 +226,53 @@ def read_spec(text: str, registry: Registry, length: RunLength) -> Spec:
         _feedback(point, registration, name, common.get("error-feedback")),
         alias or _fused(point, common.get("fused", "off")),
         schedules,
+        of_point,
+        preset,
     )
     for option in field_options(name, registration.config):
         if option.flag in given and option.option.of_residual and spec.feedback == "off":
             raise UserError(
                 f"{option.flag}={given[option.flag]}: there is no residual with error-feedback=off; leave one out"
             )
+    if decays and spec.feedback == "off":
+        raise UserError("decay: there is no residual; add error-feedback=on, or leave it out")
     if spec.activation.evaluation and spec.remembered_samples:
         raise UserError(f"eval=on: {name} remembers training samples, and evaluation has others; leave it out")
     problem = spec.compressor().problem(spec.activation)
     if problem:
         raise UserError(problem)
     return spec
+
+
+def _given(words: Sequence[str]) -> dict[str, str]:
+    """The values of ``key=value`` words."""
+    given: dict[str, str] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or not value.strip():
+            raise UserError(f"{word!r} is not key=value")
+        key = key.strip().lower().replace("_", "-")
+        if key in given:
+            raise UserError(f"{key} is given twice; leave one out")
+        given[key] = value.strip()
+    return given
+
+
+def _flags_of(point: Point) -> list[str]:
+    """Names of a point's own options."""
+    return [option.flag for option in field_options(point.value, OF_POINT[point])]
+
+
+def _of_point(point: Point, given: dict[str, str]) -> tuple[str, Any]:
+    """Takes the options of the point out of ``given``; returns the name of the preset, and an instance of them."""
+    if point not in OF_POINT:
+        return "", None
+    preset = given.pop(PRESET, "").lower()
+    if preset and preset not in PRESETS:
+        raise UserError(f"{PRESET}={preset}: the choices are {', '.join(PRESETS)}{nearest(preset, list(PRESETS))}")
+    written = {key: given.pop(key) for key in _flags_of(point) if key in given}
+    words = {**PRESETS.get(preset, {}), **written}
+    return preset, options_from_words(OF_POINT[point], words, point.value)
 
 
 def _schedules(registration: Registration, name: str, given: dict[str, str], length: RunLength) -> dict[str, Schedule]:
@@ -272,10 +321,21 @@ def _activation(point: Point, common: Mapping[str, str], length: RunLength) -> A
     first, last = read_stages(common.get("stages", "all"))
     if "stages" in common and point in (Point.EMBED_GRAD,):
         raise UserError("stages: the embedding is on the first and the last stage only; leave it out")
-    text = common.get("warmup", "0")
-    warmup = read_iterations(text, length, f"warmup={text}")
+    text = common.get("warmup", "")
+    warmup = read_iterations(text, length, f"warmup={text}") if text else _usual_warmup(point, length)
     asked = any(digit in text for digit in "123456789")
     return Activation(warmup, first, last, when == "epilogue", evaluation == "on", warms_up=asked)
+
+
+def _usual_warmup(point: Point, length: RunLength) -> int:
+    """Islands go in step for the first third of the run: rounds that begin sooner cost more of the loss."""
+    if point is not Point.OUTER:
+        return 0
+    if length.train_iters is None:
+        raise UserError(
+            "warmup: islands go in step for a third of the run, which needs --train-iters; write iterations"
+        )
+    return length.train_iters // 3
 
 
 def _fused(point: Point, given: str) -> bool:
@@ -287,7 +347,7 @@ def _fused(point: Point, given: str) -> bool:
 
 
 def _feedback(point: Point, registration: Registration, name: str, given: str | None) -> str:
-    usual = registration.feedback.get(point, "off")
+    usual = registration.usual_feedback(point)
     if given is None:
         return usual
     if given == "on":
@@ -302,55 +362,10 @@ def _feedback(point: Point, registration: Registration, name: str, given: str | 
     return given
 
 
-_TOGETHER = (
-    "any compressors at different points, on any tensor-, pipeline- and data-parallel layout, with any precision",
-    "--use-distributed-optimizer: all but compressors at embedding; param-gather has traffic only with it",
-    "--sequence-parallel: its gathers at tp-forward and tp-backward take cast, fixpoint and float8, not powersgd",
-    "--DDP-impl torch: nothing at dp-grad, and no fused embedding",
-    "which to use, by traffic and link: docs/compression.md, Which one to use",
-)
-
-
-def describe(registry: Registry) -> str:
-    """Points, compressors, options and defaults, for ``--list-compressors``."""
-    lines = ["--compress POINT=NAME[,key=value...], once for each point", "", "points:"]
-    for point in Point:
-        if point.compressible:
-            names = [name for name in registry.names if _serves(registry[name], point, name)]
-            extra = [FUSED] if point is Point.EMBED_GRAD else []
-            lines.append(f"  {point.value:<20} {', '.join(extra + names)}")
-    lines += [f"  {name:<20} both of {', '.join(p.value for p in both)}" for name, both in EXPERT_LEGS.items()]
-    lines += [f"  {f'{EXPERTS}={word}':<20} {' '.join(specs_by_point(f'{EXPERTS}={word}'))}" for word in EXPERT_CODECS]
-    lines += ["", "options of every compressor:"]
-    lines += [f"  {key:<16} {text}" for key, text in COMMON.items()]
-    needs: dict[str, list[str]] = {}
-    for name in registry.names:
-        needs.setdefault(registry[name].needs, []).append(name)
-    own = [f"{', '.join(names)}: {text}" for text, names in needs.items() if text]
-    lines += ["", "what goes together:", *(f"  {line}" for line in (*_TOGETHER, *own))]
-    for name in registry.names:
-        registration = registry[name]
-        summary = (registration.config.__doc__ or "").strip().splitlines()[0]
-        lines += ["", f"{name}: {summary}"]
-        for option in field_options(name, registration.config):
-            default = ("on" if option.default else "off") if isinstance(option.default, bool) else option.default
-            default = option.option.when_unset if default is None else default
-            over = " (may change: 64@0/32@1000 or 64~8@1000)" if option.option.scheduled else ""
-            lines.append(f"  {option.flag:<16} {_kind(option)}, default {default}: {option.option.help}{over}")
-        usual = [f"{kind} at {point.value}" for point, kind in registration.feedback.items() if kind != "off"]
-        if usual:
-            lines.append(f"  {'error-feedback':<16} default {', '.join(usual)}")
-    return "\n".join(lines)
-
-
-def _kind(option: FieldOption) -> str:
-    return "on|off" if option.is_switch else "|".join(option.choices) or option.element.__name__
-
-
 def _takes(point: Point, spec: str, registry: Registry, length: RunLength) -> bool:
     """Whether a point takes a spec, which is written without the point."""
     name = spec.partition(",")[0]
-    if name not in registry.names or not _serves(registry[name], point, name):
+    if name not in registry.names or not serves(registry[name], point, name):
         return False
     try:
         read_spec(f"{point.value}={spec}", registry, length)
@@ -359,7 +374,7 @@ def _takes(point: Point, spec: str, registry: Registry, length: RunLength) -> bo
     return True
 
 
-def _serves(registration: Registration, point: Point, name: str) -> bool:
+def serves(registration: Registration, point: Point, name: str) -> bool:
     try:
         registration.check(point, name)
     except UserError:

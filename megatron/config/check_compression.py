@@ -11,8 +11,11 @@ from megatron.compression.spec import Spec, specs_by_point
 from megatron.config.compression import Run
 
 
-def check_compression(config: Run, world_size: int, note: Callable[[str], None]) -> None:
-    """Checks that every compressor can work in this run (else UserError); notes those that have nothing to do."""
+def check_compression(config: Run, world_size: int, note: Callable[[str], None]) -> Mapping[Point, Spec]:
+    """Checks that every compressor can work in this run (else UserError); notes those that have nothing to do.
+
+    Returns the specs.
+    """
     specs = config.compression.specs(RunLength(config.training.planned_iters))
     flags = {name: value for section in config.to_dict().values() for name, value in section.items()}
     for text in config.compression.compress:
@@ -39,6 +42,7 @@ def check_compression(config: Run, world_size: int, note: Callable[[str], None])
             _check_tensor(config, spec, where)
         if point is Point.PARAM_GATHER:
             _check_gather(config, spec, where)
+    return specs
 
 
 def _check_probe(config: Run, specs: Mapping[Point, Spec]) -> None:

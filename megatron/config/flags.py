@@ -285,8 +285,8 @@ class _ListCompressors(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
+        from megatron.compression.listing import describe
         from megatron.compression.plugins import build_registry
-        from megatron.compression.spec import describe
 
         files = [
             text for _, flag, texts in namespace.events if spell(flag) == spell("compress-module") for text in texts

@@ -60,7 +60,7 @@ def least_needs(config: RunConfig, world_size: int, vocab_size: int | None = Non
     width = _width(config)
     tokens = model.seq_length * training.micro_batch_size
     row = model.hidden_size // (tensor if parallel.sequence_parallel else 1) + (model.ffn_hidden_size + heads) // tensor
-    batch = training.global_batch_size // config.data_parallel_size(world_size) * model.seq_length
+    batch = training.global_batch_size // config.replicas(world_size) * model.seq_length
     experts = ("num_experts", "moe_ffn_hidden_size") if model.has_experts else ()
     shape = ("num_layers", "hidden_size", "ffn_hidden_size", *experts, "num_attention_heads", "kv_channels")
     return [

@@ -20,6 +20,7 @@ from megatron.config.checkpoint import CheckpointConfig, check_checkpoint, resol
 from megatron.config.compression import CompressionConfig
 from megatron.config.curriculum import CurriculumConfig, check_curriculum, lengths_of
 from megatron.config.data import DataConfig, check_data
+from megatron.config.islands import IslandsConfig, check_islands
 from megatron.config.logs import LoggingConfig, check_logs
 from megatron.config.model import ModelConfig, resolve_model
 from megatron.config.optimizer import OptimizerConfig, check_clock, check_length, check_schedules, resolve_optimizer
@@ -53,6 +54,7 @@ class RunConfig:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     compression: CompressionConfig = field(default_factory=CompressionConfig)
+    islands: IslandsConfig = field(default_factory=IslandsConfig)
 
     def resolve(self, world_size: int, *, cuda_available: bool = False, notes: list[str] | None = None) -> RunConfig:
         """Fills every derived value and checks the result against `world_size` processes; returns a new configuration.
@@ -75,6 +77,10 @@ class RunConfig:
     def data_parallel_size(self, world_size: int) -> int:
         """Number of data-parallel replicas among `world_size` processes."""
         return self.parallel.data_parallel_size(world_size)
+
+    def replicas(self, world_size: int) -> int:
+        """Number of data-parallel replicas of all islands, each of `world_size` processes."""
+        return self.data_parallel_size(world_size) * self.islands.islands
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Sections as dictionaries of plain types (str, int, float, bool, list, None)."""
@@ -174,7 +180,7 @@ def _fill(given: RunConfig, world_size: int, cuda_available: bool, note: Note) -
         )
     parallel = resolve_parallel(given.parallel, model, precision, cuda_available, note)
     lengths = lengths_of(given.curriculum, model.seq_length)
-    training = resolve_training(given.training, model, parallel, lengths, world_size, note)
+    training = resolve_training(given.training, model, parallel, lengths, world_size * given.islands.islands, note)
     check_length(training, given.optimizer)
     check_clock(given.optimizer, given.curriculum.curriculum_learning)
     return replace(
@@ -197,7 +203,7 @@ def _check(run: RunConfig, world_size: int, cuda_available: bool, note: Note) ->
     check_recompute(run.recompute, run.parallel, run.model)
     check_compile(run.training, run.parallel, run.model)
     check_torch_ddp(run.parallel, run.precision)
-    check_batches(run.training, run.parallel, world_size)
+    check_batches(run.training, run.parallel, world_size * run.islands.islands)
     check_samples(run.training, run.validation)
     check_curriculum(run.curriculum, run.model, run.parallel)
     check_schedules(run.optimizer)
@@ -209,7 +215,8 @@ def _check(run: RunConfig, world_size: int, cuda_available: bool, note: Note) ->
     check_checkpoint(run.checkpoint)
     if run.checkpoint.moe_use_upcycling:
         check_upcycling(run.model)
-    check_compression(run, world_size, note)
+    specs = check_compression(run, world_size, note)
+    check_islands(run.islands, run.parallel, run.training, specs)
 
 
 def _shown(value: Any) -> str:

@@ -213,7 +213,7 @@ def sized(parsed: ParsedRun, given: TaskConfig, world_size: int, samples: tuple[
     training, validation = config.training, config.validation
     if training.micro_batch_size is None:
         raise UserError("not given but required: --micro-batch-size; add it")
-    replicas = max(config.data_parallel_size(world_size), 1)
+    replicas = max(config.replicas(world_size), 1)
     size = training.global_batch_size or training.micro_batch_size * replicas
     steps = -(-samples[0] // size) if given.keep_last_batch else samples[0] // size
     if given.epochs and not steps:

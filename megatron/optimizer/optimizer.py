@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from megatron.comm.joint import JointSteps, alone
 from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan
 from megatron.compression.points import Point
@@ -70,6 +71,7 @@ class Optimizer:
         plan, ledger: the compressor of the parameter gather, and where its bytes are counted.
         sharded: every data-parallel rank updates only its share (``--use-distributed-optimizer``).
         log_params_norm, log_num_zeros: also compute these.
+        joint: the steps that all islands take as one.
 
     ``frozen_at`` is the number of updates after which Adam's second moments were frozen; 0 while they are not.
     """
@@ -86,7 +88,9 @@ class Optimizer:
         sharded: bool,
         log_params_norm: bool = False,
         log_num_zeros: bool = False,
+        joint: JointSteps | None = None,
     ) -> None:
+        self.joint = alone() if joint is None else joint
         self.buffers = buffers
         self.topology = topology
         self.config = config
@@ -173,18 +177,20 @@ class Optimizer:
             step_inner(self.inner, self.shards, divisor)
 
     def _world_totals(self, losses: Mapping[str, tuple[float, float]], vote: float) -> StepTotals:
-        """All-reduces one small vector over the world, so that every rank takes the same decisions."""
+        """All-reduces one small vector over the world, so that every rank takes the same decisions; islands that go in
+        step have equal gradients, and sum the rest of it."""
         counted = self._counted()
         grad_sq = sum_of_squares([shard.grad for shard in counted])
         params_sq = sum_of_squares([shard.main for shard in counted]) if self.log_params_norm else 0.0
         zeros = float(sum((shard.grad == 0).sum().item() for shard in counted)) if self.log_num_zeros else 0.0
         device = self.topology.device
-        values = [*(number for pair in losses.values() for number in pair), grad_sq, params_sq, zeros, vote]
+        values = [*(number for pair in losses.values() for number in pair), vote, grad_sq, params_sq, zeros]
         vector = torch.tensor(values, dtype=torch.float64, device=device)
         pending = self.topology.world.all_reduce(vector)
         self.ledger.sent(Point.CONTROL, pending.sent_bytes)
         self.ledger.wait(Point.CONTROL, pending)
-        *pairs, grad_sq, params_sq, zeros, votes = vector.tolist()
+        self.joint.add([vector[:-3]])
+        *pairs, votes, grad_sq, params_sq, zeros = vector.tolist()
         sums, counts = pairs[::2], pairs[1::2]
         return StepTotals(
             {name: total / count if count else 0.0 for name, total, count in zip(losses, sums, counts, strict=True)},

@@ -55,7 +55,11 @@ class ParamPublisher:
         """Updates the model's parameters after the optimizer's update."""
         if compresses(self.plan, self.sharded) and self.plan.activation(Point.PARAM_GATHER).on(iteration):
             self._add_differences(iteration)
-            return
+        else:
+            self.publish_exactly()
+
+    def publish_exactly(self) -> None:
+        """Makes the model's parameters what the main values are, rounded to the model's precision."""
         if self.separate_main:
             torch._foreach_copy_([shard.model for shard in self._shards], [shard.main for shard in self._shards])
         if self.sharded:

@@ -215,8 +215,8 @@ class Group:
 
         def begun(step: int) -> Together:
             to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
-            coming = dist.irecv(into[source], src=self.ranks[source], group=self.pg, tag=_PARTNERS_TAG)
-            going = dist.isend(out[to], dst=self.ranks[to], group=self.pg, tag=_PARTNERS_TAG)
+            coming = dist.irecv(into[source], group=self.pg, tag=_PARTNERS_TAG, group_src=source)
+            going = dist.isend(out[to], group=self.pg, tag=_PARTNERS_TAG, group_dst=to)
             assert coming is not None
             assert going is not None
             return Together((coming, going))
@@ -302,9 +302,7 @@ class Group:
         if self.size == 1:
             return Pending(None, 0, NOTHING)
         sent = num_bytes(x) if self.rank == src else 0
-        return self.start(
-            "broadcast", sent, lambda: dist.broadcast(x, src=self.ranks[src], group=self.pg, async_op=True)
-        )
+        return self.start("broadcast", sent, lambda: dist.broadcast(x, group=self.pg, async_op=True, group_src=src))
 
     def collect(self, out: Tensor, x: Tensor) -> Pending:
         """Gathers the ranks' ``x`` along dimension 0 in the first rank's ``out``; the other ranks send it once."""
@@ -314,7 +312,7 @@ class Group:
         first = self.rank == 0
         rows = list(out.unbind()) if first else None
         sent = 0 if first else num_bytes(x)
-        return self.start("gather", sent, lambda: dist.gather(x, rows, dst=self.ranks[0], group=self.pg, async_op=True))
+        return self.start("gather", sent, lambda: dist.gather(x, rows, group=self.pg, async_op=True, group_dst=0))
 
     def distribute(self, x: Tensor) -> Pending:
         """Overwrites ``x`` by the first rank's, which sends it n - 1 times."""
@@ -323,16 +321,14 @@ class Group:
         first = self.rank == 0
         rows = [x] * self.size if first else None
         sent = (self.size - 1) * num_bytes(x) if first else 0
-        return self.start(
-            "scatter", sent, lambda: dist.scatter(x, rows, src=self.ranks[0], group=self.pg, async_op=True)
-        )
+        return self.start("scatter", sent, lambda: dist.scatter(x, rows, group=self.pg, async_op=True, group_src=0))
 
     def send(self, x: Tensor, dst: int, tag: int = 0) -> Pending:
         """Sends ``x`` to group rank ``dst``. ``x`` must live until the send is done."""
         return self.start(
             f"send to rank {self.ranks[dst]}",
             num_bytes(x),
-            lambda: dist.isend(x, dst=self.ranks[dst], group=self.pg, tag=tag),
+            lambda: dist.isend(x, group=self.pg, tag=tag, group_dst=dst),
         )
 
     def recv(self, x: Tensor, src: int, tag: int = 0) -> Pending:
@@ -340,7 +336,7 @@ class Group:
         pending = self.start(
             f"receive from rank {self.ranks[src]}",
             0,
-            lambda: dist.irecv(x, src=self.ranks[src], group=self.pg, tag=tag),
+            lambda: dist.irecv(x, group=self.pg, tag=tag, group_src=src),
         )
         pending.marks = self.backend == "nccl"
         return pending

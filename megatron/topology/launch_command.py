@@ -2,10 +2,12 @@
 
     python tools/launch.py --nproc-per-node 4 pretrain_gpt.py ...
 
-All flags are torchrun's (``--help`` lists them): --nnodes, --node-rank, --master-addr, --max-restarts ... The exit
-status is that of the rank that failed first: 1 for an error, 2 for bad input, 3 when a rank or machine is gone, 4
-when every step was skipped, 128 plus the signal's number for a rank that was killed. LOGLEVEL=WARNING or INFO also
-shows torchrun's own messages.
+All flags but those of islands are torchrun's (``--help`` lists them): --nnodes, --node-rank, --master-addr,
+--max-restarts ... ``--islands 2 --nproc-per-node 4`` starts two islands of two ranks, each under a launcher of its own:
+one that fails leaves the other, and the exit status is 0 when one of them has come to the end. The exit status is
+that of the rank that failed first: 1 for an error, 2 for bad input, 3 when a rank or machine is gone, 4 when every step
+was skipped, 128 plus the signal's number for a rank that was killed. LOGLEVEL=WARNING or INFO also shows torchrun's own
+messages.
 """
 
 from __future__ import annotations
@@ -27,6 +29,14 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from megatron.base.errors import first_line
+from megatron.topology.errors import CommunicationError
+from megatron.topology.launch_islands import (
+    launch_islands,
+    launch_parser,
+    prepare_island,
+    starts_islands,
+    wrong_islands,
+)
 
 NO_FILE = "<N/A>"
 """torch's name for the missing error file of a process."""
@@ -34,14 +44,22 @@ NO_FILE = "<N/A>"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
-    arguments = run.parse_args(sys.argv[1:] if argv is None else argv)
-    wrong = _wrong(arguments)
+    words = list(sys.argv[1:] if argv is None else argv)
+    arguments = launch_parser().parse_args(words)
+    wrong = _wrong(arguments) or wrong_islands(arguments)
     if wrong is not None:
         _print_error(wrong)
         return 2
     if "LOGLEVEL" not in os.environ:
         logging.disable(logging.ERROR)  # of this process alone
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no stack of C++ for each connection that a peer ended
+    if starts_islands(arguments):
+        return launch_islands(words, arguments, _print_error)
+    try:
+        kept = prepare_island(arguments)
+    except CommunicationError as error:
+        _print_error(str(error))
+        return 1
     threading.Thread(target=_continue_the_stopped, name="stopped", daemon=True).start()
     try:
         run.run(arguments)
@@ -60,6 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:  # a rendezvous that fails, flags that contradict each other
         _print_error(f"the ranks cannot be started: {first_line(error)}")
         return 1
+    finally:
+        del kept  # which serves the islands
     return 0
 
 

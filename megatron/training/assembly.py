@@ -13,6 +13,7 @@ import torch
 from megatron.base.errors import UserError
 from megatron.comm.channel import PipelineChannel
 from megatron.comm.experts import ExpertComm
+from megatron.comm.joint import JointSteps
 from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan
 from megatron.comm.tensor import TensorComm
@@ -25,12 +26,14 @@ from megatron.model.stage import Stage
 from megatron.model.stages import boundary_lengths, build_stages, padded_vocab_size
 from megatron.optimizer.loss_scale import LossScale, build_loss_scale
 from megatron.optimizer.optimizer import Optimizer
+from megatron.optimizer.outer_sync import OuterSync
 from megatron.parallel.data.buffer import FlatBuffer, named_params
 from megatron.parallel.data.gradients import GradientSync, bucket_elements, main_grad_dtype
 from megatron.parallel.data.torch_ddp import TorchReplicas
 from megatron.parallel.pipeline.engine import PipelineEngine
 from megatron.parallel.tensor.shards import collect_specs
 from megatron.topology.clock import clock_of
+from megatron.topology.group import Group
 from megatron.topology.layout import Layout
 from megatron.topology.topology import Topology
 from megatron.training.experts import ExpertTally
@@ -56,6 +59,8 @@ class Engines:
         plan: the compressors of all points.
         experts: counts the tokens of experts, where layers have any.
         replicas: torch's DistributedDataParallel around the chunk, with ``--DDP-impl torch``.
+        joint: the steps that all islands take as one.
+        outer: this rank's part of rounds of islands; None without the point ``outer``.
     """
 
     config: RunConfig
@@ -73,6 +78,8 @@ class Engines:
     comm: TensorComm
     plan: CompressionPlan
     experts: ExpertTally
+    joint: JointSteps
+    outer: OuterSync | None
 
     def begin_step(self, iteration: int, seq_length: int | None = None) -> None:
         """Begins a step at the communication points, with its loss scale.
@@ -86,6 +93,7 @@ class Engines:
         for observer in self.ledger.observers:
             observer.begin_step(iteration)
         self.plan.begin(iteration)
+        self.joint.begin(iteration)
         self.comm.begin(iteration)
         self.sync.begin(iteration, scale)
         if self.channel is not None:
@@ -157,7 +165,13 @@ def groups_by_node(config: RunConfig) -> frozenset[str]:
     )
 
 
-def build_engines(config: RunConfig, topology: Topology, vocab_size: int, length: RunLength | None = None) -> Engines:
+def build_engines(
+    config: RunConfig,
+    topology: Topology,
+    vocab_size: int,
+    length: RunLength | None = None,
+    islands: Group | None = None,
+) -> Engines:
     """Builds the engines of this rank with freshly initialized weights.
 
     Args:
@@ -165,25 +179,20 @@ def build_engines(config: RunConfig, topology: Topology, vocab_size: int, length
         topology: this rank's place.
         vocab_size: entries of the tokenizer.
         length: length of the run, for warm-ups that are a part of it.
+        islands: this rank of all islands, which go in step at first; None for one island.
     """
     layout, parallel = topology.layout, config.parallel
-    clock = clock_of(topology.device)
-    ledger = Ledger(clock, build_traces(config.logging, topology, clock))
+    ledger = Ledger(clock := clock_of(topology.device), build_traces(config.logging, topology, clock))
     specs = config.compression.specs(length or RunLength(config.training.planned_iters))
     plan = CompressionPlan(specs, topology.coordinates.pp, layout.pp)
-    comm = TensorComm(
-        topology.tp,
-        ledger,
-        plan,
-        sequence_parallel=parallel.sequence_parallel,
-        asynchronous=parallel.async_tensor_model_parallel_allreduce,
-        experts=ExpertComm(topology.ep, ledger, plan, parallel.moe_two_stage, layout.folded),
-    )
+    joint = JointSteps(config.islands.islands, plan.activation(Point.OUTER).warmup_iters, islands, ledger)
+    comm = _tensor_comm(config, topology, ledger, plan)
     stages = _build_stages(config, topology, vocab_size, comm)
     torch_ddp = parallel.ddp_impl == "torch" and layout.dp > 1
     sharded = parallel.use_distributed_optimizer and layout.dp > 1
     buffers = _build_buffers(config, topology, stages, sharded)
     ledger.observers += build_experiments(config.logging, topology, buffers)
+    reduces = not (torch_ddp or parallel.no_allreduce)
     sync = GradientSync(
         buffers,
         topology,
@@ -191,10 +200,12 @@ def build_engines(config: RunConfig, topology: Topology, vocab_size: int, length
         ledger,
         sharded,
         parallel.overlap_grad_reduce,
-        reduce=not (torch_ddp or parallel.no_allreduce),
-        clip_grad=config.optimizer.clip_grad,
+        reduces,
+        config.optimizer.clip_grad,
+        joint,
     )
     channel = _build_channel(config, topology, plan, ledger, comm) if layout.pp > 1 else None
+    optimizer = _build_optimizer(config, topology, buffers, plan, ledger, joint, sharded)
     return Engines(
         config=config,
         topology=topology,
@@ -205,12 +216,26 @@ def build_engines(config: RunConfig, topology: Topology, vocab_size: int, length
         buffers=buffers,
         sync=sync,
         pipeline=PipelineEngine(layout, topology.coordinates.pp, channel, sync.before_last_backward),
-        optimizer=_build_optimizer(config, topology, buffers, plan, ledger, sharded),
+        optimizer=optimizer,
         replicas=TorchReplicas(stages[0], topology.dp, ledger) if torch_ddp else None,
         channel=channel,
         comm=comm,
         plan=plan,
-        experts=ExpertTally(config.model, stages, topology, ledger),
+        experts=ExpertTally(config.model, stages, topology, ledger, joint),
+        joint=joint,
+        outer=_build_outer(config, topology, buffers, optimizer, plan),
+    )
+
+
+def _tensor_comm(config: RunConfig, topology: Topology, ledger: Ledger, plan: CompressionPlan) -> TensorComm:
+    """The tensor-parallel points, and those of experts."""
+    return TensorComm(
+        topology.tp,
+        ledger,
+        plan,
+        sequence_parallel=config.parallel.sequence_parallel,
+        asynchronous=config.parallel.async_tensor_model_parallel_allreduce,
+        experts=ExpertComm(topology.ep, ledger, plan, config.parallel.moe_two_stage, topology.layout.folded),
     )
 
 
@@ -241,6 +266,7 @@ def _build_optimizer(
     buffers: list[FlatBuffer],
     plan: CompressionPlan,
     ledger: Ledger,
+    joint: JointSteps,
     sharded: bool,
 ) -> Optimizer:
     """The optimizer over this rank's buffers."""
@@ -254,7 +280,19 @@ def _build_optimizer(
         sharded=sharded,
         log_params_norm=config.logging.log_params_norm,
         log_num_zeros=config.logging.log_num_zeros_in_grad,
+        joint=joint,
     )
+
+
+def _build_outer(
+    config: RunConfig, topology: Topology, buffers: list[FlatBuffer], optimizer: Optimizer, plan: CompressionPlan
+) -> OuterSync | None:
+    """This rank's part of rounds of islands; one island has rounds, too, where they are asked for."""
+    spec = plan.specs.get(Point.OUTER)
+    if spec is None:
+        return None
+    layers = config.model.num_layers
+    return OuterSync(buffers, optimizer, topology, plan, optimizer.ledger, spec.outer, layers)
 
 
 def _compiles(config: RunConfig, device: torch.device) -> bool:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
 from torch.distributed import ReduceOp
 
 from megatron.comm.experts import ExpertComm
+from megatron.comm.reducer import GradReducer
 from megatron.compression.api import Codec, RoundCompressor
 from megatron.compression.linalg import matrix_shape
 from megatron.compression.points import Point
@@ -89,7 +90,11 @@ def _shares(engines: Engines, point: Point) -> Shares:
     if point is Point.PARAM_GATHER:
         total = float(sum(buffer.params_flat.numel() for buffer in engines.buffers)) * engines.optimizer.sharded
         return total * compresses(engines.plan, engines.optimizer.sharded), total, 0
-    return _gradients(engines)
+    if point is Point.OUTER:
+        fragments = engines.outer.fragments if engines.outer is not None and engines.config.islands.several else []
+        return _sums(engines.plan.specs[point], [fragment.reducer for fragment in fragments])
+    exact = engines.sync.group.size == 1 or not engines.sync.reduce
+    return _sums(engines.plan.specs[point], [] if exact else engines.sync.reducers)
 
 
 def _experts(engines: Engines, point: Point) -> Shares:
@@ -116,20 +121,18 @@ def _rows_of_token(comm: ExpertComm, experts: int, k: int) -> tuple[float, float
     return (nodes - 1) * (1 - missed), handed_on
 
 
-def _gradients(engines: Engines) -> Shares:
-    sync = engines.sync
-    if sync.group.size == 1 or not sync.reduce:
-        return 0.0, 0.0, 0
+def _sums(spec: Spec, reducers: Sequence[GradReducer]) -> Shares:
+    """The shares of gradients, or of differences of islands, whose buckets have memory in rounds only."""
     done, total = 0, 0
     shapes: set[tuple[int, ...]] = set()
-    for reducer in sync.reducers:
+    for reducer in reducers:
         for bucket, units in zip(reducer.buckets, reducer.units, strict=True):
             if bucket.skipped:
                 continue
-            total += bucket.flat.numel()
-            done += sum(unit.view(bucket.flat).numel() for unit in units)
+            length = bucket.flat.numel() or bucket.places[-1].stop
+            total += length
+            done += sum(unit.places[-1].stop - unit.places[0].start if unit.places else length for unit in units)
             shapes |= {place.shape for place in bucket.places if len(place.shape) > 1}
-    spec = engines.plan.specs[Point.DP_GRAD]
     return float(done), float(total), max((highest_rank(spec, shape) for shape in shapes), default=0)
 
 
@@ -173,7 +176,9 @@ def _sent(engines: Engines, point: Point) -> Iterator[tuple[int, bool]]:
     compressed."""
     layout, stage = engines.topology.layout, engines.plan.stage
     training, kind = engines.config.training, engines.config.parallel.pipeline_schedule
-    micro_batches = training.global_batch_size // (training.micro_batch_size * layout.dp)
+    micro_batches = training.global_batch_size // (
+        training.micro_batch_size * layout.dp * engines.config.islands.islands
+    )
     ops = training_schedule(kind, layout.pp, stage, layout.chunks, micro_batches)
     late = epilogue(ops)
     only_late = engines.plan.activation(point).epilogue

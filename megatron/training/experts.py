@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from megatron.comm.joint import JointSteps, alone
 from megatron.comm.ledger import Ledger
 from megatron.compression.points import Point
 from megatron.config.model import ModelConfig
@@ -29,8 +30,16 @@ class ExpertTally:
         topology, ledger: the ranks, and where one small all-reduce a step is counted.
     """
 
-    def __init__(self, config: ModelConfig, stages: Sequence[Stage], topology: Topology, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        stages: Sequence[Stage],
+        topology: Topology,
+        ledger: Ledger,
+        joint: JointSteps | None = None,
+    ) -> None:
         self._config, self._topology, self._ledger = config, topology, ledger
+        self._joint = alone() if joint is None else joint
         self._layers = list(config.expert_layers)
         self._most = max(config.expert_layers.values(), default=0)
         self._experts = {
@@ -76,6 +85,7 @@ class ExpertTally:
         pending = self._topology.world.all_reduce(seen)
         self._ledger.sent(Point.CONTROL, pending.sent_bytes)
         self._ledger.wait(Point.CONTROL, pending)
+        self._joint.add([seen])
         counts_le, losses_ln = seen[:, : self._most].cpu(), seen[:, self._most :].cpu()
         numbers = self._config.expert_layers
         loads = {
@@ -85,7 +95,8 @@ class ExpertTally:
             self._keep(loads)
             if self._config.moe_router_enable_expert_bias:
                 self._move_biases(counts_le)
-        loss = float((losses_ln.sum(0) * weights).sum()) / (micro_batches * self._topology.layout.dp)
+        replicas = self._topology.layout.dp * self._joint.islands
+        loss = float((losses_ln.sum(0) * weights).sum()) / (micro_batches * replicas)
         return {MOE_LOSS: loss}, loads
 
     def state_dict(self) -> dict[str, list[float]]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from megatron.base.errors import UserError
 from megatron.checkpoint.compressor_place import PREFIX
@@ -20,16 +22,19 @@ from megatron.checkpoint.model_state import (
     MAIN,
     MODEL,
     OPTIMIZER,
+    OUTER,
     buffer_tensors,
     has_experts,
     main_tensors,
     model_tensors,
     optimizer_tensors,
+    outer_tensors,
     tensors_of_dense,
 )
 from megatron.checkpoint.save import COMMON
 from megatron.checkpoint.saver import CheckpointSaver
 from megatron.checkpoint.stateful import Scope, StatefulParts, under_todays_names
+from megatron.compression.error_feedback import RESIDUAL
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.kinds import check_kind
 from megatron.config.run import RunConfig
@@ -140,6 +145,7 @@ class RunCheckpoints:
             engines.topology.coordinates,
             [stage_layers(config.model, layout, stage).start for stage in range(layout.num_virtual_stages)],
             config.parallel.message_parts > 1,
+            engines.outer,
         )
         self.parts = _parts(engines, schedule, progress, log)
         self.saver: CheckpointSaver | None = None
@@ -170,7 +176,7 @@ class RunCheckpoints:
         raise_together(self.group, self.lock.lost() if self.lock is not None else None)
         tensors = model_tensors(self.engines.stages)
         if not self.config.no_save_optim:
-            tensors |= optimizer_tensors(self.engines.optimizer)
+            tensors |= optimizer_tensors(self.engines.optimizer) | outer_tensors(self.engines.outer)
             tensors |= self.compressors.tensors(self.group)
         self.saver.save(iteration, tensors, self.parts.state_dict(), self.config_yaml)
         self.saved_iteration = iteration
@@ -185,8 +191,12 @@ class RunCheckpoints:
         if self.saver is not None:
             self.saver.wait()
 
-    def load(self, saved: SavedRun) -> None:
+    def load(self, saved: SavedRun, islands: Sequence[str] = ()) -> None:
         """Restores a checkpoint of ``--load``.
+
+        Args:
+            saved: the checkpoint.
+            islands: folders of all islands that saved one with it, where this run has others; its own is the last one.
 
         Raises:
             UserError: on every rank, before anything has changed, when the checkpoint cannot be used.
@@ -194,7 +204,7 @@ class RunCheckpoints:
         root = self.config.load
         assert root is not None
         try:
-            self._restore(root, saved)
+            self._restore(root, saved, islands)
         except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
             if isinstance(error, UserError):
                 raise
@@ -223,7 +233,7 @@ class RunCheckpoints:
         self._spread(precise)
         self.log(f"loaded the language model of iteration {iteration} from {root}; its head is new")
 
-    def _restore(self, root: str, saved: SavedRun) -> None:
+    def _restore(self, root: str, saved: SavedRun, islands: Sequence[str]) -> None:
         optimizer, iteration, common = self.engines.optimizer, saved.iteration, saved.common
         weights_only = self.config.loads_weights_only
         if not weights_only:
@@ -238,8 +248,9 @@ class RunCheckpoints:
         if not weights_only:
             held = optimizer_tensors(optimizer)
             tensors |= {name: shard for name, shard in held.items() if not name.startswith(MAIN)}
+            tensors |= self._outer(root, iteration, common)
         weights = MAIN if saved_main else MODEL
-        others = (PREFIX, *([OPTIMIZER] if weights_only else []), *([MODEL] if saved_main else []))
+        others = (PREFIX, OUTER, *([OPTIMIZER] if weights_only else []), *([MODEL] if saved_main else []))
 
         def unused(name: str) -> bool:
             return name.startswith(others) and not name.startswith(weights)
@@ -247,9 +258,40 @@ class RunCheckpoints:
         load_tensors(root, iteration, tensors, self.group, allow_unexpected=unused, log=self.log)
         self._spread(saved_main)
         if not weights_only:
-            self.compressors.load(root, iteration, self.group, self.log)
+            self._load_compressors(islands or (root,), iteration)
         self.parts.load_state_dict(common, self._scopes())
         self.engines.plan.skipped = self.progress.skipped
+
+    def _load_compressors(self, folders: Sequence[str], iteration: Iteration) -> None:
+        """Restores the compressors' states; of several islands the mean of their residuals, so that their sum over the
+        number of islands stays what it was."""
+        states = [] if self.engines.outer is None else list(self.engines.outer.states())
+        means: list[Tensor | None] = [None] * len(states)
+        for folder in folders:
+            self.compressors.load(folder, iteration, self.group, self.log)
+            for number, state in enumerate(states if len(folders) > 1 else ()):
+                left = state.tensors.pop(RESIDUAL, None)
+                if left is not None:
+                    before = means[number]
+                    means[number] = left / len(folders) if before is None else before + left / len(folders)
+        for state, mean in zip(states, means, strict=True):
+            if mean is not None:
+                state.tensors[RESIDUAL] = mean
+
+    def _outer(self, root: str, iteration: Iteration, common: Mapping[str, Any]) -> dict[str, LogicalShard]:
+        """The memory of what rounds of islands keep, where the checkpoint has it. Every rank calls this."""
+        outer = self.engines.outer
+        there = together(self.group, lambda: saved_shapes(root, iteration, OUTER))
+        if outer is None or not there:
+            if there:
+                self.log("warning: the checkpoint's anchor of islands has no place in this run and is left out")
+            return {}
+        outer.outer.begin()
+        flight = common["outer"]["flight"]
+        if flight is not None:
+            outer.load_state_dict(common["outer"])
+            outer.allocate(flight["fragment"])
+        return {name: shard for name, shard in outer_tensors(outer).items() if name in there}
 
     def _weights(self, precise: bool) -> dict[str, LogicalShard]:
         """The memory of this rank's weights, by the names that a checkpoint has for them.
@@ -305,7 +347,7 @@ def _of_no_body(name: str, weights: str) -> bool:
 
 def _parts(engines: Engines, schedule: LRSchedule, progress: Progress, log: Callable[[str], None]) -> StatefulParts:
     """The stateful parts of a run: everything that a checkpoint holds besides tensors."""
-    optimizer, controllers = engines.optimizer, engines.sync.controllers
+    optimizer, controllers, outer = engines.optimizer, engines.sync.controllers, engines.outer
 
     def set_steps(count: int) -> None:
         optimizer.steps = count
@@ -319,6 +361,12 @@ def _parts(engines: Engines, schedule: LRSchedule, progress: Progress, log: Call
     parts.register("loss_scale", optimizer.loss_scale, Scope.OPTIMIZER)
     parts.register_value("optimizer_steps", lambda: optimizer.steps, set_steps, Scope.OPTIMIZER)
     parts.register_value("variance_frozen_at", lambda: optimizer.frozen_at, set_frozen_at, Scope.OPTIMIZER)
+    parts.register_value(
+        "outer",
+        lambda: {} if outer is None else outer.state_dict(),
+        lambda saved: None if outer is None else outer.load_state_dict(saved),
+        Scope.OPTIMIZER,
+    )
     parts.register_value("separate_main", lambda: optimizer.separate_main, None, Scope.DESCRIPTION)
     parts.register("expert_loads", engines.experts, Scope.OPTIMIZER)
     parts.register_value(

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from megatron.base.errors import UserError
-from megatron.base.fields import section_to_plain
 from megatron.checkpoint.files import Iteration
 from megatron.checkpoint.folder_lock import FolderLock
 from megatron.checkpoint.load import saved_config
@@ -26,7 +25,7 @@ from megatron.config.flags import ParsedRun, parse_program
 from megatron.config.kinds import ModelType, check_kind
 from megatron.config.lengths import LengthSchedule
 from megatron.config.merge import merge_checkpoint_config
-from megatron.config.run import RunConfig, describe_section, run_sections
+from megatron.config.run import RunConfig, run_sections
 from megatron.config.steps import StepSizes
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.data.build import Datasets, build_datasets
@@ -39,11 +38,12 @@ from megatron.topology.agree import gather_texts, together
 from megatron.topology.launch import LaunchEnvironment, pick_device
 from megatron.topology.layout import Layout
 from megatron.topology.topology import Topology, build_topology, single_process
-from megatron.training.assembly import Engines, build_engines, groups_by_node, layout_of
-from megatron.training.compression_notes import cache_notes, compression_notes, node_notes, run_length, stage_notes
+from megatron.training.announce import log_config, log_engines, rank_0_log
+from megatron.training.assembly import build_engines, groups_by_node, layout_of
+from megatron.training.compression_notes import compression_notes, run_length
 from megatron.training.console import make_output_last
-from megatron.training.coverage import coverage_notes
 from megatron.training.determinism import make_deterministic
+from megatron.training.islands import build_rounds, folders_of_others, meet_islands, of_island
 from megatron.training.kernel_check import check_kernels
 from megatron.training.machine_check import check_machine, check_room
 from megatron.training.persistence import RunCheckpoints, SavedRun, check_saved_kind, find_saved
@@ -98,6 +98,8 @@ def train(ranks: Ranks, config: RunConfig, notes: Sequence[str], started: float,
         UserError: on every rank, for what cannot be used.
     """
     env, parallel = ranks.env, config.parallel
+    if job.judge is not None and config.islands.several:
+        raise UserError("--islands: a task is learned on one island; leave the flag out")
     if config.training.deterministic_mode:
         make_deterministic(cuda=parallel.distributed_backend == "nccl")
     check_machine(config, env)
@@ -118,6 +120,7 @@ def resolve(parsed: ParsedRun, env: LaunchEnvironment) -> RunConfig:
     Raises:
         UserError: when settings cannot work; no process group exists yet.
     """
+    parsed.config = of_island(parsed.config)
     wanted = parsed.config.checkpoint
     if wanted.use_checkpoint_args:
         if wanted.load is None:
@@ -177,13 +180,9 @@ def run(
             print(text, flush=True)
 
     kernel_note = check_kernels(topology)
-    for note in (*notes, *([kernel_note] if kernel_note else [])):
-        log(f"note: {note}")
-    log(config.describe())
-    for name, section in job.sections.items():
-        log(describe_section(name, section_to_plain(section)))
-    sizes = StepSizes(_batch_sizes(config, layout.dp), _lengths(config, topology))
-    saved = find_saved(config.checkpoint, topology, _rank_0_log(topology))
+    log_config(config, [*notes, *([kernel_note] if kernel_note else [])], job.sections, log)
+    sizes = StepSizes(_batch_sizes(config, config.replicas(env.world_size)), _lengths(config, topology))
+    saved = find_saved(config.checkpoint, topology, rank_0_log(topology))
     if saved is not None:
         check_saved_kind(config.checkpoint, saved, config.model.kind, topology)
     begun = saved.progress if saved is not None else Progress()
@@ -191,39 +190,33 @@ def run(
     datasets, vocab_size = together(topology.control.pg, lambda: _open_data(config, env, train_iters, begun, job))
     together(topology.control.pg, lambda: check_room(config, env, vocab_size))
     length = run_length(train_iters, datasets[0], sizes.batches)
-    engines = together(topology.control.pg, lambda: build_engines(config, topology, vocab_size, length))
-    about_compression = compression_notes(config, datasets[0], layout.dp, length, train_iters)
-    _log_engines(engines, datasets, about_compression, log)
+    met = meet_islands(config, topology, env, begun.iteration, length)
+    engines = together(topology.control.pg, lambda: build_engines(config, topology, vocab_size, length, met.joint))
+    about_compression = compression_notes(config, datasets[0], config.replicas(env.world_size), length, train_iters)
+    log_engines(engines, datasets, about_compression, log)
     schedule = _lr_schedule(config)
     progress = Progress()
     timers = Timers(config.logging.timing_log_level, config.logging.timing_log_option, clock=engines.ledger.clock)
     splits = (datasets[1] is not None, datasets[2] is not None)
     reporter = Reporter(config, engines, progress, train_iters, timers, sizes, splits)
-    checkpoints = RunCheckpoints(config, engines, schedule, progress, _rank_0_log(topology), lock)
-    _begin(checkpoints, saved, job, log)
+    checkpoints = RunCheckpoints(config, engines, schedule, progress, rank_0_log(topology), lock)
+    _begin(checkpoints, saved, folders_of_others(config, saved, topology), job, log)
     together(topology.control.pg, reporter.open)
     try:
         parts = (config, engines, sizes, schedule, datasets, train_iters, progress, checkpoints, reporter)
-        Trainer(*parts, timers, started, job.judge).run()
+        rounds = build_rounds(engines, checkpoints, reporter, met.islands, train_iters)
+        Trainer(*parts, timers, started, job.judge, rounds, joins=not met.begins).run()
     finally:
+        met.leave()
         reporter.close()
 
 
-def _log_engines(engines: Engines, datasets: Datasets, notes: Sequence[str], log: Callable[[str], None]) -> None:
-    """Prints what was built, and the notes on it."""
-    about_nodes = [*node_notes(engines.plan, engines.topology), *stage_notes(engines)]
-    for note in (*about_nodes, *cache_notes(engines, datasets[0]), *notes):
-        log(f"note: {note}")
-    for line in coverage_notes(engines):
-        log(line)
-    samples = [len(dataset) if dataset else 0 for dataset in datasets]
-    log(_summary(engines.topology, engines.vocab_size, engines.padded_vocab_size, samples))
-
-
-def _begin(checkpoints: RunCheckpoints, saved: SavedRun | None, job: Job, log: Callable[[str], None]) -> None:
+def _begin(
+    checkpoints: RunCheckpoints, saved: SavedRun | None, islands: Sequence[str], job: Job, log: Callable[[str], None]
+) -> None:
     """Loads what the run begins with: a checkpoint of its own, else a pretrained model, else nothing."""
     if saved is not None:
-        checkpoints.load(saved)
+        checkpoints.load(saved, islands)
     elif job.pretrained is not None:
         checkpoints.load_pretrained(*job.pretrained)
     elif checkpoints.config.load:
@@ -369,24 +362,3 @@ def _open_data(
     if datasets[0] is None and not validation.skip_train:
         raise UserError("there is no document to train on: raise the first share of --split, or give --train-data-path")
     return datasets, entries
-
-
-def _rank_0_log(topology: Topology) -> Callable[[str], None]:
-    """Prints lines of the checkpoint code, on rank 0."""
-
-    def log(text: str) -> None:
-        if topology.rank == 0:
-            print(text, flush=True)
-
-    return log
-
-
-def _summary(topology: Topology, vocab_size: int, padded: int, samples: Sequence[int]) -> str:
-    layout = topology.layout
-    lines = [
-        f"{layout.world_size} processes on {topology.device.type}: tensor-parallel {layout.tp}, "
-        f"pipeline {layout.pp} x {layout.chunks}, data-parallel {layout.dp}",
-        f"vocabulary: {vocab_size} entries, padded to {padded}",
-        f"samples: {samples[0]:,} train, {samples[1]:,} validation, {samples[2]:,} test",
-    ]
-    return "\n".join(lines)

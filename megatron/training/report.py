@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
+from typing import Any
 
 import torch
 
@@ -131,11 +132,11 @@ class Reporter:
             bar = ProgressBar(self.train_iters, done=done.iteration, mode=self.config.logging.progress_bar)
             samples = done.consumed_samples
             resume = {"iterations": done.iteration, "samples": samples, "tokens": seen}
-            layout = self.engines.topology.layout
+            layout, islands = self.engines.topology.layout, self.config.islands.islands
             opened = open_sinks(
                 self.config.logging,
-                dp_size=layout.dp,
-                world_size=layout.world_size,
+                dp_size=layout.dp * islands,
+                world_size=layout.world_size * islands,
                 resume=resume if done.iteration else None,
                 console=bar.write,
             )
@@ -152,6 +153,12 @@ class Reporter:
     def line(self, text: str) -> None:
         """Prints a line for people."""
         self.sinks.line(text)
+
+    def of_islands(self, text: str, values: Mapping[str, Any]) -> None:
+        """Reports something of rounds of islands: a line, and an event where there are numbers."""
+        self.sinks.line(text)
+        if values:
+            self.sinks.event("outer", **values)
 
     def start_training(self) -> None:
         """Starts the clock of the first window."""
@@ -231,7 +238,8 @@ class Reporter:
 
     def _with_rates(self, window: StepMetrics) -> StepMetrics:
         """Adds TFLOP/s per device, and MFU where the peak rate is known."""
-        seconds, world_size = window.seconds_per_iteration, self.engines.topology.layout.world_size
+        seconds = window.seconds_per_iteration
+        world_size = self.engines.topology.layout.world_size * self.config.islands.islands
         recompute = self.config.recompute.recompute_granularity is not None
 
         def benchmark(samples: int, length: int) -> float:

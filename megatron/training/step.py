@@ -172,12 +172,14 @@ def train_step(
         vote: a number to be all-reduced over the ranks, together with others.
         timers, seq_length: where the parts of the step are timed; tokens of each sample, None for the full length.
     """
-    ledger = engines.ledger
-    length = seq_length or engines.config.model.seq_length
+    ledger, config = engines.ledger, engines.config
+    length = seq_length or config.model.seq_length
     timers = timers or Timers(clock=ledger.clock)
-    samples = len(batches) * engines.topology.layout.dp * engines.config.training.micro_batch_size
     last_chunk = _forward_backward(engines, batches, iteration, length, timers)
-    expected = None if engines.config.model.counts_before else samples * engines.config.model.labels_of(length)
+    # Of all islands that take this step as one, and of all that there are.
+    samples = len(batches) * engines.topology.layout.dp * engines.joint.islands * config.training.micro_batch_size
+    global_batch_size = samples // engines.joint.islands * engines.joint.count
+    expected = None if config.model.counts_before else samples * config.model.labels_of(length)
     losses, all_finite = _reduce(engines, last_chunk, expected, timers)
     with ledger.computing(), timers("optimizer", level=1), ledger.span("optimizer"):
         totals = engines.optimizer.step(
@@ -201,7 +203,7 @@ def train_step(
         iteration=iteration + 1,
         losses={**totals.losses, **own_losses},
         expert_loads=loads,
-        global_batch_size=samples,
+        global_batch_size=global_batch_size,
         seq_length=length,
         loss_scale=totals.loss_scale,
         grad_norm=totals.grad_norm,
@@ -242,8 +244,9 @@ def _divisors(engines: Engines, batches: Sequence[Batch]) -> Tensor | None:
     pending = dp.all_reduce(counts)
     engines.ledger.sent(Point.CONTROL, pending.sent_bytes)
     engines.ledger.wait(Point.CONTROL, pending)
+    engines.joint.add([counts])
     # A loss that nothing counts in is zero, whatever it is divided by.
-    return counts.clamp_(min=1.0) / (len(batches) * dp.size)
+    return counts.clamp_(min=1.0) / (len(batches) * dp.size * engines.joint.islands)
 
 
 def _forward_backward(
@@ -263,7 +266,7 @@ def _forward_backward(
     # Each micro-batch's loss is a mean over its tokens (or as much as if all counted alike), so this makes the sum over
     # all a mean over the batch.
     loss_grad = torch.tensor(
-        engines.optimizer.loss_scale.scale / (count * engines.topology.layout.dp),
+        engines.optimizer.loss_scale.scale / (count * engines.topology.layout.dp * engines.joint.islands),
         dtype=torch.float64 if config.precision.fp64 else torch.float32,
         device=engines.topology.device,
     )

@@ -153,6 +153,10 @@ class TrafficMeter:
         for tied in sync.ties:
             if tied.sync.state.health is not None:
                 yield Point.EMBED_GRAD, tied.sync.group, [([tied.slot.logical_name], tied.sync.state)]
+        for fragment in self.engines.outer.fragments if self.engines.outer is not None else ():
+            for labels, state in fragment.reducer.residuals():
+                if state.health is not None:
+                    yield Point.OUTER, None, [(labels, state)]
         if channel is not None:
             for point, name, state in channel.residuals():
                 if state.health is not None:

@@ -14,6 +14,8 @@ from megatron.config.steps import StepSizes
 from megatron.data.build import Dataset
 from megatron.data.loader import MicroBatches, build_loader
 from megatron.optimizer.schedules import LRSchedule
+from megatron.topology.errors import CommunicationError
+from megatron.topology.islands import QuorumError
 from megatron.topology.topology import Topology
 from megatron.training.assembly import Engines
 from megatron.training.evaluation import Evaluated, evaluate
@@ -22,6 +24,7 @@ from megatron.training.program import NothingLearnedError
 from megatron.training.progress_state import Progress
 from megatron.training.replica_check import check_replicas
 from megatron.training.report import Reporter
+from megatron.training.rounds import Rounds
 from megatron.training.signals import ExitPolicy, ExitReason, ExitSignals
 from megatron.training.step import take_batches, train_step
 from megatron.training.timers import Timers
@@ -46,6 +49,8 @@ class Trainer:
         progress, checkpoints, reporter: counters, where they are saved, and reports to the user.
         started: ``time.monotonic()`` at the start of the program.
         judge: scores what a task head says of the validation samples, all of which each evaluation reads.
+        rounds: rounds of islands; None without the point ``outer``.
+        joins: other islands are under way, and this one joins them first.
     """
 
     def __init__(
@@ -62,8 +67,12 @@ class Trainer:
         timers: Timers,
         started: float,
         judge: Judge | None = None,
+        rounds: Rounds | None = None,
+        joins: bool = False,
     ) -> None:
         self.config = config
+        self.rounds = rounds
+        self._joins = joins
         self.judge = judge
         self._judged_at: int | None = None
         self.engines = engines
@@ -92,7 +101,7 @@ class Trainer:
         reason = ExitReason.NONE
         begun, skipped = self.progress.iteration, self.progress.skipped
         if not self.config.validation.skip_train:
-            if begun < self.train_iters:
+            if begun < self.train_iters or self._behind():
                 reason = self._train()
             else:
                 more = "--epochs" if self.judge is not None else "--train-iters, --train-samples or --train-tokens"
@@ -125,16 +134,63 @@ class Trainer:
         config, progress = self.config, self.progress
         listening = ExitSignals() if config.training.exit_signal_handler else nullcontext()
         reason = ExitReason.NONE
-        with self._loader(self.train_set, progress.consumed_samples) as batches, listening as signals:
+        with listening as signals:
             self.reporter.start_training()
+            self._catch_up()
             while progress.iteration < self.train_iters and reason is ExitReason.NONE:
-                signalled = signals is not None and signals.received is not None
-                reason = self._iteration(batches, self._vote(signalled))
+                with self._loader(self.train_set, progress.consumed_samples) as batches:
+                    while progress.iteration < self.train_iters and reason is ExitReason.NONE and not self._joins:
+                        signalled = signals is not None and signals.received is not None
+                        reason = self._iteration(batches, self._vote(signalled))
+                if self._joins:
+                    self._join()
         with self.reporter.paused("save"):
-            self.checkpoints.save()
+            self._save()
         if reason is not ExitReason.NONE:
             self.reporter.line(self.policy.explain(reason, progress.iteration))
         return reason
+
+    def _behind(self) -> bool:
+        """Whether a round is due at the run's end that has not been."""
+        rounds = self.rounds
+        return rounds is not None and (self._joins or rounds.behind(self.progress.iteration))
+
+    def _catch_up(self) -> None:
+        """Does what is due before the first step: joins other islands, or ends a round that a checkpoint was before."""
+        if self._joins:
+            self._join()
+        elif self.rounds is not None:
+            self._joins = not self._round(lambda rounds: rounds.catch_up(self.progress.iteration))
+
+    def _join(self) -> None:
+        """Joins the other islands.
+
+        Raises:
+            CommunicationError: when they have ended.
+        """
+        assert self.rounds is not None
+        with self.reporter.paused("join"):
+            if not self.rounds.join():
+                raise CommunicationError("the other islands have ended; start all of them again from their checkpoints")
+        self._joins = False
+
+    def _round(self, what: Callable[[Rounds], bool]) -> bool:
+        """Does a round of islands; with too few of them, saves what there is before the run ends."""
+        assert self.rounds is not None
+        try:
+            return what(self.rounds)
+        except QuorumError:
+            self.rounds.forget()
+            with self.reporter.paused("save"):
+                self.checkpoints.save()
+                self.checkpoints.close()
+            raise
+
+    def _save(self) -> None:
+        """Saves a checkpoint."""
+        if self.rounds is not None and self.checkpoints.saver is not None:
+            self._round(Rounds.hold)
+        self.checkpoints.save()
 
     def _vote(self, signalled: bool) -> float:
         """This rank's vote to stop; votes are all-reduced together with the step's other numbers."""
@@ -153,6 +209,8 @@ class Trainer:
         length = self.sizes.lengths.at(progress.iteration)
         with timers("batch-generator", level=1):
             taken = take_batches(batches, count, self.topology.device, length)
+        if self.rounds is not None:
+            self.rounds.before_step(progress.iteration)
         metrics = train_step(
             self.engines,
             taken,
@@ -170,6 +228,10 @@ class Trainer:
             progress.skipped += 1
         else:
             self.schedule.step(size, size * length)
+        if self.rounds is not None:
+            self._joins = not self._round(lambda rounds: rounds.after_step(progress.iteration, metrics.loss))
+            if self._joins:
+                return ExitReason.NONE
         self.checkpoints.poll()
         every = config.training.check_replicas
         if every and progress.iteration % every == 0:
@@ -192,7 +254,7 @@ class Trainer:
         interval = config.checkpoint.save_interval
         if interval and progress.iteration % interval == 0:
             with self.reporter.paused("save"), timers("save-checkpoint"):
-                self.checkpoints.save()
+                self._save()
         return reason
 
     def _reason(self, votes: float) -> ExitReason:
@@ -207,13 +269,15 @@ class Trainer:
         return ExitReason.INTERVAL if interval and self.progress.iteration % interval == 0 else ExitReason.NONE
 
     def _loader(self, dataset: Dataset, consumed: int) -> MicroBatches:
-        dp = self.topology.dp
+        dp, islands = self.topology.dp, self.config.islands
+        # Islands are as many more replicas in training; each evaluates what it has come to on everything.
+        first, count = (islands.island or 0, islands.islands) if dataset is self.train_set else (0, 1)
         return build_loader(
             dataset,
             consumed_samples=consumed,
             micro_batch_size=self.config.training.micro_batch_size,
-            dp_rank=dp.rank,
-            dp_size=dp.size,
+            dp_rank=first * dp.size + dp.rank,
+            dp_size=count * dp.size,
             num_workers=self.config.data.num_workers,
             needs_tokens=self.engines.needs_tokens,
             dataloader_type=self.config.data.dataloader_type,

@@ -130,12 +130,12 @@ def tiny_batches(
         first = at + topology.dp.rank * micro
         draws = list(range(first, first + micro))
         ids = [draw if epoch is None else draw % epoch for draw in draws]
-        tensors = _tensors(config, ids, masked)
+        tensors = tiny_tensors(config, ids, masked)
         yield Batch(sample_ids_b=torch.tensor(ids), draw_ids_b=torch.tensor(draws), **tensors)
         at += micro * topology.dp.size
 
 
-def _tensors(config: RunConfig, ids: Sequence[int], masked: bool) -> dict[str, torch.Tensor]:
+def tiny_tensors(config: RunConfig, ids: Sequence[int], masked: bool) -> dict[str, torch.Tensor]:
     model = config.model
     if model.model_type == "t5":
         return tiny_spans(ids, model.seq_length, model.labels_of(0))

@@ -10,6 +10,7 @@ import torch
 
 from megatron.comm.controllers import Controllers, ReducedPoint
 from megatron.comm.embedding import EmbeddingSync
+from megatron.comm.joint import JointSteps, alone
 from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan
 from megatron.comm.reducer import GradBucket, GradReducer, Place
@@ -53,6 +54,7 @@ class GradientSync:
         overlap: launch buckets during backward.
         reduce: False when something else reduces over replicas (torch's DistributedDataParallel).
         clip_grad: greatest L2 norm of a replica's gradient where the compressor wants it clipped before; 0 for any.
+        joint: the steps that all islands take as one.
     """
 
     def __init__(
@@ -65,7 +67,9 @@ class GradientSync:
         overlap: bool,
         reduce: bool = True,
         clip_grad: float = 0.0,
+        joint: JointSteps | None = None,
     ) -> None:
+        self.joint = alone() if joint is None else joint
         self.buffers = buffers
         self.topology = topology
         self.clip_grad = clip_grad
@@ -206,8 +210,26 @@ class GradientSync:
         for tied in self.ties if all_finite else ():
             own = tied.buffer.grads_of(tied.bucket)[own_share(tied.bucket, self.group, self.sharded)]
             tied.sync.all_reduce(own, tied.shape, self._scale)
+        if self.joint.on and all_finite:
+            self._add_islands()
         self.controllers.after_reduction(self._iteration, self._scale, all_finite, self._reduced)
         return all_finite
+
+    def _add_islands(self) -> None:
+        """Sums the reduced gradients over islands. Each number crosses once: replicas that all have all of them get
+        them from the first."""
+        for buffer in self.buffers:
+            grads = [buffer.grads_of(bucket) for bucket in buffer.buckets]
+            if self.sharded:
+                pairs = zip(buffer.buckets, grads, strict=True)
+                self.joint.add([flat[own_share(bucket, buffer.group, True)] for bucket, flat in pairs], Point.OUTER)
+                continue
+            if buffer.group.rank == 0:
+                self.joint.add(grads, Point.OUTER)
+            for flat in grads:
+                pending = buffer.group.broadcast(flat)
+                self.ledger.sent(Point.DP_GRAD, pending.sent_bytes, 0)
+                self.ledger.wait(Point.DP_GRAD, pending)
 
     def _reduced(self, point: Point) -> ReducedPoint:
         """The reduced gradients of a point: all of this rank's, or those of the tied embeddings."""
@@ -243,6 +265,7 @@ class GradientSync:
         pending = self.world.all_reduce(pair)
         self.ledger.sent(Point.CONTROL, pending.sent_bytes)
         self.ledger.wait(Point.CONTROL, pending)
+        self.joint.add([pair])
         bad_count, all_counted = pair.tolist()
         return bad_count == 0 and all_counted > 0
 

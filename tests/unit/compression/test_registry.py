@@ -10,10 +10,11 @@ import pytest
 from megatron.base.errors import UserError
 from megatron.compression.builtin import BUILTIN
 from megatron.compression.identity import IdentityCodec, IdentityConfig
+from megatron.compression.listing import describe
 from megatron.compression.points import EXPERT_POINTS, Point
 from megatron.compression.registry import Registration, Registry
 from megatron.compression.schedule import RunLength
-from megatron.compression.spec import describe, read_spec, read_specs
+from megatron.compression.spec import read_spec, read_specs
 
 
 @dataclass(frozen=True)

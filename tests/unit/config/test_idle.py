@@ -56,6 +56,7 @@ VALUES = {
     "weight_decay": "0.1",
     "lr_warmup_iters": "3",
     "peer_timeout_seconds": "30",
+    "islands_timeout_seconds": "30",
     "seq_length": "16",
     "decoder_seq_length": "8",
     "pipeline_model_parallel_split_rank": "1",
@@ -186,6 +187,10 @@ PARTNERS: dict[str, tuple[str, int]] = {
     "beside --moe-router-topk 1, whose one weight is that of all experts anyway": ("--num-experts 8", 1),
     "no token is dropped": (f"--num-experts 8 {CAPACITY}", 1),
     "every replica holds all experts (--expert-model-parallel-size)": (f"--num-experts 8 {EP2}", 2),
+    "there is one island": (
+        "--islands 2 --island 0 --islands-address a:1 --distributed-backend gloo --compress outer=identity,every=1",
+        1,
+    ),
     "only BERT has that head": ("--model-type bert", 1),
     "beside a task, which masks no words": ("--model-type bert", 1),
     "only DeBERTa has distances and a convolution": ("--model-type deberta", 1),

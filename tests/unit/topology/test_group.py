@@ -90,12 +90,12 @@ def test_two_ranks_post_all_their_exchanges_at_once() -> None:
     """Receives stand before the messages come, whatever is still on its way."""
     events: list[str] = []
 
-    def irecv(x: Tensor, src: int, group: object, tag: int) -> Silent:
-        events.append(f"receive {x.numel()} from {src}")
+    def irecv(x: Tensor, group: object, tag: int, group_src: int) -> Silent:
+        events.append(f"receive {x.numel()} from {group_src}")
         return Silent(events, f"receive {x.numel()}")
 
-    def isend(x: Tensor, dst: int, group: object, tag: int) -> Silent:
-        events.append(f"send {x.view(-1).tolist()} to {dst}")
+    def isend(x: Tensor, group: object, tag: int, group_dst: int) -> Silent:
+        events.append(f"send {x.view(-1).tolist()} to {group_dst}")
         return Silent(events, f"send {x.numel()}")
 
     pair = Group(None, (4, 7), 1, "pair", "gloo")
@@ -103,7 +103,7 @@ def test_two_ranks_post_all_their_exchanges_at_once() -> None:
     with mock.patch.object(groups.dist, "irecv", irecv), mock.patch.object(groups.dist, "isend", isend):
         exchange = pair.exchange(received, torch.arange(4.0).view(2, 2))
         gather = pair.all_gather(gathered, torch.ones(3))
-    posted = ["receive 2 from 4", "send [0.0, 1.0] to 4", "receive 3 from 4", "send [1.0, 1.0, 1.0] to 4"]
+    posted = ["receive 2 from 0", "send [0.0, 1.0] to 0", "receive 3 from 0", "send [1.0, 1.0, 1.0] to 0"]
     assert events == posted
     assert received[1].tolist() == [2.0, 3.0]
     assert gathered[3:].tolist() == [1.0] * 3

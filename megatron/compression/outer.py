@@ -1,0 +1,120 @@
+"""Options and schedule of the point ``outer``: when islands exchange what, and what they make of it.
+
+Islands take inner steps of their own and exchange the differences from a common anchor: DiLoCo (Douillard et al. 2023),
+streamed in fragments (Douillard et al. 2025), with other compressors and settings as in SparseLoCo (Sarfi et al. 2025)
+and MuLoCo (Therien et al. 2025).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.base.errors import UserError
+from megatron.compression.options import opt
+
+MOST_FRAGMENTS = 1 << 12
+_LONGEST = 1 << 40
+
+PRESET = "outer-preset"
+"""Stands for options of the point, which are read as if they had been written out."""
+
+PRESETS: Mapping[str, Mapping[str, str]] = {
+    "diloco": {"every": "30", "outer-lr": "0.7", "outer-momentum": "0.9"},
+    "streaming": {"every": "30", "outer-lr": "0.4", "outer-momentum": "0.9", "fragments": "3", "delay": "1"}
+    | {"mixing": "0.5"},
+    "sparseloco": {"every": "15", "outer-lr": "1", "outer-optimizer": "plain", "decay": "0.95"},
+    "muloco": {"every": "30", "outer-lr": "0.8", "outer-momentum": "0.9", "decay": "0.9"},
+}
+"""Settings of published members of the family, without their compressors and inner optimizers."""
+
+
+@dataclass(frozen=True)
+class OuterOptions:
+    """Rounds of islands: every H steps they exchange what has changed since the last round."""
+
+    every: int = opt(30, "inner steps of a round", minimum=1, maximum=_LONGEST)
+    outer_lr: float = opt(0.7, "step along the mean difference; 1 without momentum is plain averaging", above=0)
+    outer_momentum: float | None = opt(
+        None, "momentum of the mean differences", minimum=0, below=1, when_unset="0.9, and 0 with outer-optimizer=plain"
+    )
+    outer_optimizer: Literal["nesterov", "plain"] = opt("nesterov", "what turns mean differences into steps")
+    fragments: int = opt(1, "parts of the model that take turns within a round", minimum=1, maximum=MOST_FRAGMENTS)
+    delay: int = opt(0, "steps that a transfer has, while training goes on", minimum=0, maximum=_LONGEST)
+    mixing: float = opt(0.0, "share of an island's own values in what it goes on with", minimum=0, below=1)
+    decay: float = opt(1.0, "factor of the residual at each round (error feedback)", above=0, maximum=1)
+    offload: bool = opt(False, "keep anchor and momentum in the memory of the CPU")
+
+    def __post_init__(self) -> None:
+        if self.outer_optimizer == "plain" and self.outer_momentum:
+            raise UserError(
+                f"outer-momentum={self.outer_momentum:g}: outer-optimizer=plain has none; leave one of the two out"
+            )
+        if self.fragments > self.every:
+            raise UserError(
+                f"fragments={self.fragments}: each needs a step of its own in every={self.every}; write at most that"
+            )
+        if self.every % self.fragments:
+            raise UserError(
+                f"every={self.every}: {self.fragments} fragments take turns at equal distances; write a multiple"
+            )
+        if self.delay >= self.turn:
+            raise UserError(
+                f"delay={self.delay}: the next transfer begins after {self.turn} steps (every / fragments), and one "
+                f"must have ended by then; write at most {self.turn - 1}"
+            )
+
+    @property
+    def turn(self) -> int:
+        """Steps between the transfers of two fragments."""
+        return self.every // self.fragments
+
+    @property
+    def meets(self) -> bool:
+        """Whether all islands have the anchor's values after each round."""
+        return self.fragments == 1 and not self.delay and not self.mixing
+
+    @property
+    def momentum(self) -> float:
+        """The momentum that acts."""
+        usual = 0.0 if self.outer_optimizer == "plain" else 0.9
+        return usual if self.outer_momentum is None else self.outer_momentum
+
+
+@dataclass(frozen=True)
+class RoundSchedule:
+    """When fragments are sent and applied: a pure function, the same on all islands.
+
+    Args:
+        options: options of the point.
+        start: iterations that begin in step, before the first local one.
+        end: iterations of the whole run, the last of which brings all fragments together.
+    """
+
+    options: OuterOptions
+    start: int
+    end: int
+
+    def local(self, iteration: int) -> bool:
+        """Whether an iteration (0-based) is a step of one island alone."""
+        return iteration >= self.start
+
+    def sent(self, done: int) -> list[int]:
+        """The fragments that are sent after ``done`` iterations of the run, in their order."""
+        if done <= self.start:
+            return []
+        if done == self.end:
+            return list(range(self.options.fragments))
+        turns, rest = divmod(done - self.start, self.options.turn)
+        return [] if rest else [(turns - 1) % self.options.fragments]
+
+    def applied_at(self, done: int) -> int:
+        """The number of iterations after which what was sent after ``done`` is applied."""
+        return min(done + self.options.delay, self.end)
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of the run, a last one that is shorter included."""
+        return math.ceil(max(self.end - self.start, 0) / self.options.every)

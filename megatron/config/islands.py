@@ -1,0 +1,191 @@
+"""Islands: worlds of their own that train one model, and exchange at the point ``outer`` what they have learned."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron.base.errors import UserError
+from megatron.base.numerals import read_whole
+from megatron.base.option import derived, option
+from megatron.config.parallel import ParallelConfig
+from megatron.config.training import TrainingConfig
+
+if TYPE_CHECKING:  # the compressors import torch, which reading flags does without
+    from megatron.compression.points import Point
+    from megatron.compression.spec import Spec
+
+MOST_ISLANDS = 1 << 12
+ISLAND_VARIABLE = "MEGATRON_ISLAND"
+ADDRESS_VARIABLE = "MEGATRON_ISLANDS_ADDRESS"
+"""Variables in which tools/launch.py tells the ranks of an island its number, and where islands meet."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class IslandsConfig:
+    """Islands that train one model: each a run of its own, which meets the others at --compress outer=... only."""
+
+    islands: int = option(
+        1,
+        "Number of islands. Each is a world of its own (its own launcher, ranks and layout) and takes its share of the "
+        "global batch. They go in step at first, and then exchange differences every few steps, as --compress "
+        "outer=... says. tools/launch.py --islands starts all of them on one machine.",
+        minimum=1,
+        maximum=MOST_ISLANDS,
+    )
+    island: int | None = derived(
+        f"{ISLAND_VARIABLE} of the environment, which tools/launch.py sets",
+        "Number of this island, from 0.",
+        minimum=0,
+        maximum=MOST_ISLANDS,
+    )
+    islands_address: str | None = derived(
+        f"{ADDRESS_VARIABLE} of the environment, which tools/launch.py sets",
+        "Where the islands meet: the address of tools/launch.py --serve-islands.",
+        metavar="HOST:PORT",
+    )
+    islands_quorum: int | None = derived(
+        "all islands",
+        "Fewest islands that a round needs. With fewer the run saves and ends.",
+        unit="islands",
+        minimum=1,
+        maximum=MOST_ISLANDS,
+    )
+    islands_timeout_seconds: float = option(
+        60.0,
+        "Longest time that a round waits for an island; then the others go on without it.",
+        unit="seconds",
+        minimum=1,
+        maximum=86_400,
+    )
+
+    @property
+    def several(self) -> bool:
+        """Whether there are others."""
+        return self.islands > 1
+
+    @property
+    def quorum(self) -> int:
+        """Fewest islands of a round."""
+        return self.islands if self.islands_quorum is None else self.islands_quorum
+
+
+def with_variables(islands: IslandsConfig, environment: Mapping[str, str] = os.environ) -> IslandsConfig:
+    """Fills what the launcher has left in the environment.
+
+    Raises UserError for a variable that is not a number.
+    """
+    if not islands.several:
+        return islands
+    number, address = environment.get(ISLAND_VARIABLE), environment.get(ADDRESS_VARIABLE)
+    if islands.island is None and number is not None:
+        try:
+            islands = replace(islands, island=read_whole(number))
+        except ValueError as error:
+            raise UserError(f"the environment variable {ISLAND_VARIABLE}: {number[:60]!r} {error}") from None
+    if islands.islands_address is None and address is not None:
+        islands = replace(islands, islands_address=address)
+    return islands
+
+
+def folder_of(path: str, island: int) -> str:
+    """The folder of an island within one that all share."""
+    return str(Path(path) / f"island_{island}")
+
+
+def file_of(path: str, island: int) -> str:
+    """An island's file, beside those of the others."""
+    whole = Path(path)
+    return str(whole.with_name(f"{whole.stem}.island_{island}{whole.suffix}"))
+
+
+def host_and_port(address: str, flag: str) -> tuple[str, int]:
+    """The parts of HOST:PORT.
+
+    Raises UserError for anything else; the message names the flag.
+    """
+    host, colon, port = address.rpartition(":")
+    try:
+        number = read_whole(port)
+    except ValueError:
+        number = 0
+    if not colon or not host or not 0 < number < 1 << 16:
+        raise UserError(f"{flag} {address}: write HOST:PORT, such as 10.0.0.1:29600")
+    return host, number
+
+
+def check_islands(
+    islands: IslandsConfig,
+    parallel: ParallelConfig,
+    training: TrainingConfig,
+    specs: Mapping[Point, Spec],
+) -> None:
+    """Checks islands and what they exchange (else UserError), by the specs of the points."""
+    from megatron.compression.points import Point
+
+    for value, flag in (
+        (islands.island, "--island"),
+        (islands.islands_address, "--islands-address"),
+        (islands.islands_quorum, "--islands-quorum"),
+    ):
+        if value is not None and not islands.several:
+            raise UserError(f"{flag} {value}: there is one island; add --islands, or leave it out")
+    outer, inside = specs.get(Point.OUTER), specs.get(Point.DP_GRAD)
+    if islands.several:
+        _check_several(islands, parallel, outer)
+    if islands.several and inside is not None and inside.rounds().traits.clips_first:
+        raise UserError(
+            f"--islands {islands.islands}: --compress dp-grad={inside.name} clips each replica's gradient by itself, "
+            "which islands that go in step do not; leave one of them out"
+        )
+    if outer is not None:
+        _check_outer(islands, training, outer)
+
+
+def _check_several(islands: IslandsConfig, parallel: ParallelConfig, outer: Spec | None) -> None:
+    given = f"--islands {islands.islands}"
+    if outer is None:
+        raise UserError(
+            f"{given}: nothing says when they exchange what they have learned; add --compress "
+            "outer=fixpoint,bits=4,every=30, or outer=identity,every=1,outer-lr=1,outer-momentum=0 for plain averaging"
+        )
+    if islands.island is None or islands.islands_address is None:
+        missing = "--island" if islands.island is None else "--islands-address"
+        raise UserError(f"{given}: {missing} is missing; add it, or start all islands by tools/launch.py {given}")
+    if islands.island >= islands.islands:
+        raise UserError(
+            f"--island {islands.island}: the islands of {given} are 0 to {islands.islands - 1}; correct one"
+        )
+    host_and_port(islands.islands_address, "--islands-address")
+    if islands.quorum > islands.islands:
+        raise UserError(f"--islands-quorum {islands.quorum} is above {given}; lower it")
+    if parallel.ddp_impl == "torch":
+        raise UserError(f"{given}: --DDP-impl torch reduces gradients itself; use --DDP-impl local")
+    if parallel.no_allreduce:
+        raise UserError(f"{given}: --no-allreduce leaves the sums out that islands begin with; leave one of them out")
+    if parallel.distributed_backend == "nccl":
+        raise UserError(f"{given}: islands meet over gloo only; add --distributed-backend gloo")
+
+
+def _check_outer(islands: IslandsConfig, training: TrainingConfig, outer: Spec) -> None:
+    where = f"--compress outer={outer.name}"
+    if outer.preset and not islands.several:
+        raise UserError(
+            f"{where}: outer-preset={outer.preset} is for several islands, and there is one; add --islands, or write "
+            "the options that you mean"
+        )
+    if outer.rounds().traits.levels and islands.several:
+        raise UserError(f"{where}: sums in two levels need nodes, which islands are not; use another compressor")
+    iterations, start = training.planned_iters, outer.activation.warmup_iters
+    if iterations is None:
+        raise UserError(
+            f"{where}: the last round is at the end of the run; give --train-iters, or samples without ramp"
+        )
+    if start < iterations < start + outer.outer.every:
+        raise UserError(
+            f"{where}: every={outer.outer.every} is above the {iterations - start} steps that warmup={start} leaves of "
+            f"--train-iters {iterations}; lower one of them, or write warmup={iterations} for none"
+        )

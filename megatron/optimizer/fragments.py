@@ -1,0 +1,153 @@
+"""The parts of the model that islands exchange in turn, in buckets of their own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.comm.ledger import Ledger
+from megatron.comm.policy import CompressionPlan
+from megatron.comm.reducer import GradBucket, GradReducer, Place
+from megatron.compression.points import Point
+from megatron.optimizer.shards import ParamShard
+from megatron.parallel.data.buffer import Bucket, FlatBuffer, ParamSlot
+from megatron.topology.group import Group
+from megatron.topology.layout import Tie
+
+_LAYER = re.compile(r"layers\.(\d+)\.")
+
+
+def fragment_of(name: str, layers: int, fragments: int) -> int:
+    """The fragment of a parameter: every so many layers make one (Douillard et al. 2025, "strided"). What comes before
+    the layers goes with the first one, what comes behind them with the last."""
+    found = _LAYER.search(name)
+    if found is None:
+        return 0 if "embedding" in name else (layers - 1) % fragments
+    return int(found[1]) % fragments
+
+
+@dataclass(frozen=True)
+class ShardPlace:
+    """Where a shard of this rank lies in a fragment.
+
+    Args:
+        index: number of the shard.
+        bucket: number of the fragment's bucket.
+        start, stop: range in it.
+        shard: the shard.
+    """
+
+    index: int
+    bucket: int
+    start: int
+    stop: int
+    shard: ParamShard
+
+
+@dataclass(frozen=True)
+class FragmentBucket:
+    """Parameters of a fragment that lie in one bucket of gradients.
+
+    Args:
+        buffer: the buffer of that bucket, whose group is that of the replicas.
+        slots: the parameters, in the order of the bucket.
+        reduced: what the reducer is given; it has no memory between rounds.
+        tie: the tied embedding that it is; None for anything else.
+        owns: this stage is the one that reduces it.
+    """
+
+    buffer: FlatBuffer
+    slots: tuple[ParamSlot, ...]
+    reduced: GradBucket
+    tie: Tie | None
+    owns: bool
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank speaks for the replicas that hold the same."""
+        return self.buffer.group.rank == 0
+
+    @property
+    def length(self) -> int:
+        """Numbers in it."""
+        return self.reduced.places[-1].stop
+
+
+class Fragment:
+    """A part of the model, as this rank holds it.
+
+    Args:
+        number: its number.
+        fragments, layers: how many fragments, and layers, the model has.
+        buffers: all parameters of this rank.
+        shards: those that it updates.
+        ties: the stages that hold a tied embedding, by embedding.
+        plan, ledger: the compressor of ``OUTER``, and where bytes are counted.
+
+    ``spoken`` are the buckets that this rank exchanges with other islands, by its ``reducer``.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        fragments: int,
+        layers: int,
+        buffers: Sequence[FlatBuffer],
+        shards: Sequence[ParamShard],
+        ties: dict[Tie, Group],
+        plan: CompressionPlan,
+        ledger: Ledger,
+    ) -> None:
+        self.number = number
+        self.buckets = [
+            made
+            for buffer in buffers
+            for bucket in buffer.buckets
+            if (made := _bucket(buffer, bucket, number, fragments, layers, ties)) is not None
+        ]
+        where = {
+            id(slot): (at, place.start)
+            for at, bucket in enumerate(self.buckets)
+            for slot, place in zip(bucket.slots, bucket.reduced.places, strict=True)
+        }
+        self.places = [
+            ShardPlace(index, at, start + shard.start, start + shard.stop, shard)
+            for index, shard in enumerate(shards)
+            if (found := where.get(id(shard.slot))) is not None
+            for at, start in (found,)
+        ]
+        self.spoken = [bucket for bucket in self.buckets if bucket.leads and bucket.owns]
+        alone = Group(None, (0,), 0, "islands", "none")
+        buckets = [bucket.reduced for bucket in self.spoken]
+        self.reducer = GradReducer(buckets, alone, plan, ledger, sharded=False, point=Point.OUTER)
+
+    def part(self, place: ShardPlace) -> Tensor:
+        """A shard's range of its bucket."""
+        return self.buckets[place.bucket].reduced.flat[place.start : place.stop]
+
+
+def _bucket(
+    buffer: FlatBuffer, bucket: Bucket, number: int, fragments: int, layers: int, ties: dict[Tie, Group]
+) -> FragmentBucket | None:
+    slots = tuple(slot for slot in bucket.slots if fragment_of(slot.logical_name, layers, fragments) == number)
+    if not slots:
+        return None
+    places: list[Place] = []
+    for slot in slots:
+        start = places[-1].stop if places else 0
+        places.append(Place(slot.logical_name, start, tuple(slot.param.shape)))
+    tie = slots[0].spec.tied
+    tie = tie if tie in ties else None
+    # All stages that hold a tied embedding have equal ones, so it crosses between islands once.
+    owns = tie is None or ties[tie].rank == 0
+    return FragmentBucket(buffer, slots, GradBucket(bucket_memory(buffer, 0), tuple(places)), tie, owns)
+
+
+def bucket_memory(buffer: FlatBuffer, length: int) -> Tensor:
+    """Zeros in the precision of differences."""
+    dtype = torch.float64 if buffer.params_flat.dtype == torch.float64 else torch.float32
+    return torch.zeros(length, dtype=dtype, device=buffer.params_flat.device)

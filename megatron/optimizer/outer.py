@@ -1,0 +1,73 @@
+"""The outer optimizer of islands: from differences of many steps to the anchor's next step. It never communicates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron.compression.outer import OuterOptions
+
+
+class OuterOptimizer:
+    """Anchor and momentum of the values that this rank updates.
+
+    The anchor is what islands have in common; each goes away from it by inner steps of its own. A round moves it by
+    what they have learned on average (Douillard et al. 2023, algorithm 1)::
+
+        d = anchor - values, of each island, and D their mean
+        m = momentum m + D;  anchor -= lr (D + momentum m)      (Nesterov, as torch.optim.SGD has it)
+        values = mixing values + (1 - mixing) anchor
+
+    Args:
+        mains: the inner optimizer's values, fp32 or fp64, which this one changes in place.
+        options: the point's options.
+    """
+
+    def __init__(self, mains: Sequence[Tensor], options: OuterOptions) -> None:
+        self.mains = list(mains)
+        self.options = options
+        self.anchor: list[Tensor] = []
+        self.momentum: list[Tensor] = []
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is an anchor yet."""
+        return bool(self.anchor)
+
+    def begin(self) -> None:
+        """Takes the values as they are as the anchor; there is no momentum yet."""
+        self.anchor = [self._kept(main) for main in self.mains]
+        self.momentum = [torch.zeros_like(x) for x in self.anchor] if self.options.momentum else []
+
+    def _kept(self, x: Tensor) -> Tensor:
+        """A copy in the memory that anchor and momentum have."""
+        return x.to("cpu" if self.options.offload else x.device, copy=True)
+
+    def difference(self, index: int, out: Tensor) -> None:
+        """Writes anchor - values of one tensor to ``out``."""
+        torch.sub(self.anchor[index].to(out.device), self.mains[index], out=out)
+
+    def step(self, index: int, mean: Tensor) -> None:
+        """Moves the anchor of one tensor by the mean difference, in place of which it leaves anything."""
+        anchor, options = self.anchor[index], self.options
+        step = mean.to(anchor.device)
+        if options.momentum:
+            momentum = self.momentum[index]
+            momentum.mul_(options.momentum).add_(step)
+            step = step.add_(momentum, alpha=options.momentum)
+        anchor.sub_(step, alpha=options.outer_lr)
+
+    def mix(self, index: int, mixing: float) -> None:
+        """Makes the values of one tensor the anchor's, but for a share of their own."""
+        main = self.mains[index]
+        anchor = self.anchor[index].to(main.device)
+        if mixing:
+            main.mul_(mixing).add_(anchor, alpha=1.0 - mixing)
+        else:
+            main.copy_(anchor)
+
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """What must survive a restart, by kind; one tensor of each kind for each of the values."""
+        return {"anchor": self.anchor, **({"momentum": self.momentum} if self.momentum else {})} if self.begun else {}

@@ -1,0 +1,228 @@
+"""Rounds of islands on one rank: from the differences of what it updates to the anchor's next step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from megatron.comm.ledger import Ledger
+from megatron.comm.policy import CompressionPlan
+from megatron.compression.outer import OuterOptions
+from megatron.compression.points import Point
+from megatron.compression.state import CompressorState
+from megatron.kernels.ops import sum_of_squares
+from megatron.optimizer.fragments import Fragment, bucket_memory
+from megatron.optimizer.optimizer import Optimizer
+from megatron.optimizer.outer import OuterOptimizer
+from megatron.parallel.data.buffer import FlatBuffer
+from megatron.topology.group import Group, Pending
+from megatron.topology.topology import Topology
+
+
+@dataclass
+class Flight:
+    """A fragment on its way.
+
+    Args:
+        fragment: its number.
+        sent: iterations of the run after which it was sent.
+        attempt: number of the attempt, from 0.
+        members: the islands that take part.
+        own_loss, mean_loss: training loss of this island, and the members' mean, since the last round.
+        norm: L2 norm of this island's difference.
+        failed: something of it has failed on this rank.
+        arrived: its mean is there, and waits for its time.
+    """
+
+    fragment: int
+    sent: int
+    attempt: int
+    members: tuple[int, ...]
+    own_loss: float
+    mean_loss: float
+    norm: float
+    failed: bool = False
+    arrived: bool = False
+
+    @property
+    def key(self) -> str:
+        """Name of the round and attempt, the same on all islands."""
+        return f"{self.sent}/{self.fragment}/{self.attempt}"
+
+
+class OuterSync:
+    """What this rank does in rounds. Every rank of an island has one; all of them call its methods alike.
+
+    Of replicas that hold the same parameters the first exchanges them with the first ones of other islands: first the
+    replicas' shares are put together, at the end the mean is given to all of them. So every number crosses between
+    islands once, and compressors see whole parameters.
+
+    Args:
+        buffers: all parameters of this rank.
+        optimizer: the inner optimizer.
+        topology: the ranks of this island.
+        plan, ledger: the compressor of ``OUTER``, and where bytes are counted.
+        options: the point's options.
+        layers: layers of the model.
+
+    ``flight`` is the fragment on its way, ``round`` the number of iterations after which the last round was, and
+    ``together`` that after which all islands had the anchor's values last.
+    """
+
+    def __init__(
+        self,
+        buffers: Sequence[FlatBuffer],
+        optimizer: Optimizer,
+        topology: Topology,
+        plan: CompressionPlan,
+        ledger: Ledger,
+        options: OuterOptions,
+        layers: int,
+    ) -> None:
+        self.optimizer, self.topology, self.plan, self.ledger = optimizer, topology, plan, ledger
+        self.options = options
+        self.outer = OuterOptimizer([shard.main for shard in optimizer.shards], options)
+        ties = dict(topology.embedding)
+        count = options.fragments
+        self.flight: Flight | None = None
+        self.round = self.together = 0
+        self.fragments = [
+            Fragment(number, count, layers, buffers, optimizer.shards, ties, plan, ledger) for number in range(count)
+        ]
+
+    def states(self) -> Iterator[CompressorState]:
+        """States of the compressors."""
+        for fragment in self.fragments:
+            yield from fragment.reducer.states()
+
+    @torch.no_grad()
+    def collect(self, number: int) -> None:
+        """Puts the difference of a fragment together, from the shares of all replicas."""
+        fragment = self.fragments[number]
+        self.allocate(number)
+        with self.ledger.encoding(Point.OUTER):
+            for place in fragment.places:
+                self.outer.difference(place.index, fragment.part(place))
+        if not self.optimizer.sharded:
+            return
+        for bucket in fragment.buckets:
+            # Each number is one replica's, and the others' is zero: the sum is exact.
+            self._wait(bucket.buffer.group.all_reduce(bucket.reduced.flat))
+
+    def allocate(self, number: int) -> None:
+        """Gives a fragment memory for its differences."""
+        for bucket in self.fragments[number].buckets:
+            bucket.reduced.flat = bucket_memory(bucket.buffer, bucket.length)
+
+    def free(self, number: int) -> None:
+        """Takes a fragment's memory back."""
+        for bucket in self.fragments[number].buckets:
+            bucket.reduced.flat = bucket_memory(bucket.buffer, 0)
+
+    def norm(self, number: int) -> float:
+        """L2 norm of the difference of a fragment, over the whole island."""
+        fragment, tp = self.fragments[number], self.topology.tp.rank
+        counted = [fragment.part(place) for place in fragment.places if place.shard.counts_in_norm(tp)]
+        total = torch.tensor([sum_of_squares(counted)], dtype=torch.float64, device=self.topology.device)
+        pending = self.topology.world.all_reduce(total)
+        self.ledger.sent(Point.CONTROL, pending.sent_bytes)
+        self.ledger.wait(Point.CONTROL, pending)
+        return math.sqrt(float(total)) if float(total) >= 0 else math.nan
+
+    def send(self, number: int, group: Group, iteration: int) -> None:
+        """Starts the exchange of a fragment with other islands.
+
+        Raises:
+            CommunicationError: when an island is gone.
+        """
+        reducer = self.fragments[number].reducer
+        reducer.group = group
+        reducer.begin(iteration, 1.0)
+        reducer.exchange(wait=False)
+
+    def progress(self, number: int) -> None:
+        """Goes on with the exchange as far as that is possible without waiting.
+
+        Raises:
+            CommunicationError: when an island is gone.
+        """
+        self.fragments[number].reducer.exchange(wait=False)
+
+    def exchange(self, number: int) -> None:
+        """Runs the exchange to its end; compressors' states are as they were.
+
+        Raises:
+            CommunicationError: when an island is gone.
+        """
+        self.fragments[number].reducer.exchange()
+
+    def drop(self, number: int) -> None:
+        """Forgets an exchange that does not count."""
+        self.fragments[number].reducer.drop()
+
+    @torch.no_grad()
+    def settle(self, number: int, contributors: int) -> None:
+        """Counts an exchange: compressors' states change, and the mean is where the difference was, on all replicas."""
+        fragment = self.fragments[number]
+        fragment.reducer.settle()
+        for bucket in fragment.buckets:
+            flat = bucket.reduced.flat
+            if bucket.owns:
+                if bucket.leads:
+                    flat.div_(contributors)
+                self._wait(bucket.buffer.group.broadcast(flat))
+            if bucket.tie is not None:
+                self._wait(self.topology.embedding[bucket.tie].broadcast(flat))
+
+    @torch.no_grad()
+    def apply(self, number: int, mixing: float) -> None:
+        """Takes the outer step of a fragment, by the mean that ``settle`` has left."""
+        fragment = self.fragments[number]
+        for place in fragment.places:
+            self.outer.step(place.index, fragment.part(place))
+            self.outer.mix(place.index, mixing)
+        self.free(number)
+
+    def publish(self) -> None:
+        """Gives the model the values that rounds have changed."""
+        self.optimizer.publisher.publish_exactly()
+
+    def take_anchor(self) -> None:
+        """Makes all values the anchor's."""
+        with torch.no_grad():
+            for index in range(len(self.outer.mains)):
+                self.outer.mix(index, 0.0)
+        self.publish()
+
+    def _wait(self, pending: Pending) -> None:
+        """Waits for what stays inside the island."""
+        self.ledger.sent(Point.PARAM_GATHER, pending.sent_bytes)
+        self.ledger.wait(Point.PARAM_GATHER, pending)
+
+    def means(self) -> dict[int, torch.Tensor]:
+        """Of a fragment whose mean is there and has not been applied, the shards' parts by number; else nothing."""
+        if self.flight is None or not self.flight.arrived:
+            return {}
+        fragment = self.fragments[self.flight.fragment]
+        return {place.index: fragment.part(place) for place in fragment.places}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must survive a restart besides tensors. A transfer that has not arrived does not: it is sent again."""
+        flight = self.flight if self.flight is not None and self.flight.arrived else None
+        return {
+            "begun": self.outer.begun,
+            "round": self.round,
+            "together": self.together,
+            "flight": None if flight is None else asdict(flight),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores it, after the tensors."""
+        self.round, self.together = int(state.get("round", 0)), int(state.get("together", 0))
+        flight = state.get("flight")
+        if flight is not None:
+            self.flight = Flight(**{**flight, "members": tuple(flight["members"])})

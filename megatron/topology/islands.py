@@ -1,0 +1,359 @@
+"""Membership of islands: who takes part in a round, and whether it counts. Nobody leads; the first writer decides."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.base.errors import UserError
+from megatron.topology.agree import any_rank, gather_texts, rank_of
+from megatron.topology.apart import group_apart
+from megatron.topology.decision import Arrival, Decision, judge
+from megatron.topology.errors import CommunicationError
+from megatron.topology.group import Group
+from megatron.topology.meeting_place import POLL_SECONDS, SILENT_SECONDS, MeetingPlace, Pulses, Start
+
+_LOCAL = "local"
+"""Key that says that the islands no longer go in step."""
+
+
+class QuorumError(CommunicationError):
+    """Raised on every rank of an island when too few islands come to a round."""
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """The answer to an island that wants to join.
+
+    Args:
+        source: the island that sends it everything.
+        round: key of the round after which it does.
+        members: the islands of that round.
+        problem: why it may not join; empty where it may.
+    """
+
+    source: int
+    round: str
+    members: tuple[int, ...]
+    problem: str = ""
+
+
+class Islands:
+    """This island among the others. Every rank of it has one; all of them call its methods alike.
+
+    Args:
+        place: where they meet.
+        island, count: this one's number, and how many there are.
+        quorum: fewest islands of a round.
+        seconds: longest time that a round waits for an island.
+        start_seconds: longest time until all have come to the start.
+        control: the ranks of this island over gloo; None for a single one.
+    """
+
+    def __init__(
+        self,
+        place: MeetingPlace,
+        island: int,
+        count: int,
+        quorum: int,
+        seconds: float,
+        start_seconds: float,
+        control: dist.ProcessGroup | None,
+    ) -> None:
+        self.place, self.island, self.count, self.quorum = place, island, count, quorum
+        self.seconds, self.start_seconds = seconds, start_seconds
+        self.control, self.rank = control, rank_of(control)
+        self.expected: tuple[int, ...] = ()
+        self.last_round = ""
+        self._group: Group | None = None
+        self._identity: Mapping[str, str] = {}
+
+    # The start.
+
+    def begin(self, iteration: int, in_step: bool, identity: Mapping[str, str]) -> bool:
+        """Comes to the start of a generation, or finds that one is going on.
+
+        Args:
+            iteration: iterations that this island has done.
+            in_step: the islands go in step from there, which needs all of them.
+            identity: what must be the same on all islands, by names that a user knows.
+
+        Returns:
+            Whether this island begins with the others; otherwise it has to ``join``.
+
+        Raises:
+            UserError: on every rank of all islands, when they cannot go together.
+            CommunicationError: when they do not come.
+        """
+        self._identity = identity
+        while True:
+            number = int(self._share(lambda: self.place.newest_generation()))
+            self.place.take_generation(number)
+            going_on = self._share(self._going_on)
+            if going_on == "ended":
+                continue
+            if going_on == "yes":
+                return False
+            start = Start.read(self._share(lambda: self._start(iteration, in_step)))
+            if start.problem:
+                raise UserError(start.problem)
+            self.expected = start.members
+            return self.island in start.members
+
+    def _going_on(self) -> str:
+        """Whether this generation has begun ("yes", "no"); one that nobody is left of is ended ("ended")."""
+        if self.place.get("start") is None:
+            return "no"
+        others = [k for k in range(self.count) if k != self.island]
+        pulses, before = Pulses(self.place, others), self.place.pulse(others)
+        while len(pulses.silent(SILENT_SECONDS)) < len(others):
+            # While they go in step nobody can join: when one of them is gone, all end.
+            if self.place.get(_LOCAL) and self.place.pulse(others) != before:
+                return "yes"
+            time.sleep(POLL_SECONDS)
+        self.place.end_generation(self.place.generation)
+        return "ended"
+
+    def _start(self, iteration: int, in_step: bool) -> dict[str, Any]:
+        self.place.put(f"begun/{self.island}", [iteration, dict(self._identity)])
+        self.place.beat(self.island)
+        deadline = time.monotonic() + self.start_seconds
+
+        def look() -> None:
+            came = {k: self.place.get(f"begun/{k}") for k in range(self.count)}
+            came = {k: value for k, value in came.items() if value is not None}
+            if len(came) == self.count or time.monotonic() > deadline:
+                self.place.decide("start", asdict(self._judge_start(came, in_step)))
+
+        found: dict[str, Any] = self.place.wait_for("start", look)
+        return found
+
+    def _judge_start(self, came: Mapping[int, Any], in_step: bool) -> Start:
+        needed = self.count if in_step else self.quorum
+        first = min(came)
+        for k, (_, identity) in came.items():
+            for name, value in came[first][1].items():
+                if identity.get(name) != value:
+                    return Start(
+                        problem=f"islands {first} and {k} do not agree: {name} is {value} and {identity.get(name)}"
+                    )
+        missing = [k for k in range(self.count) if k not in came]
+        if missing and len(came) < needed:
+            limit = f"{self.start_seconds:g} s (--distributed-timeout-minutes)"
+            return Start(
+                problem=f"{_named(missing)} did not come within {limit}; start all of them, or lower the quorum"
+            )
+        ahead = max(iteration for iteration, _ in came.values())
+        members = tuple(k for k, (iteration, _) in sorted(came.items()) if iteration == ahead)
+        if len(members) < needed:
+            at = ", ".join(f"island {k} at {iteration}" for k, (iteration, _) in sorted(came.items()))
+            return Start(
+                problem=f"islands begin at different iterations: {at}; give all of them checkpoints of the same, or "
+                "lower --islands-quorum and those behind join"
+            )
+        return Start(members)
+
+    # A round.
+
+    def arrive(self, key: str, arrival: Arrival) -> Decision:
+        """Comes to (an attempt of) a round, and waits for the others: for those of the last one, up to the time limit.
+
+        Args:
+            key: name of the round and attempt, the same on all islands.
+            arrival: what this island says of itself; rank 0's counts.
+
+        Raises:
+            QuorumError: when fewer than the quorum have come by the time limit.
+            CommunicationError: when no difference is finite, or the meeting place is gone.
+        """
+        return Decision.decode(self._share(lambda: self._arrive(key, arrival)))
+
+    def _arrive(self, key: str, own: Arrival) -> dict[str, Any]:
+        self.place.put(_LOCAL, True)
+        self.place.put(f"{key}/arrived/{self.island}", [repr(own.norm), repr(own.loss)])
+        awaited = [k for k in self._awaited() if k != self.island]
+        pulses, deadline = Pulses(self.place, awaited), time.monotonic() + self.seconds
+
+        def look() -> None:
+            came = {k: self.place.get(f"{key}/arrived/{k}") for k in range(self.count)}
+            arrivals = {k: Arrival(float(v[0]), float(v[1])) for k, v in came.items() if v is not None}
+            missing = {k for k in awaited if k not in arrivals} - pulses.silent() - self._joining()
+            if missing and time.monotonic() < deadline:
+                return
+            if len(arrivals) < self.quorum:
+                if time.monotonic() < deadline:
+                    return
+                raise QuorumError(
+                    f"{len(arrivals)} of {self.count} islands came to a round within {self.seconds:g} s, and "
+                    f"--islands-quorum is {self.quorum}: start the others again, all from their checkpoints"
+                )
+            try:
+                self.place.decide(f"{key}/members", judge(arrivals).encode())
+            except ValueError as error:
+                raise CommunicationError(f"{error}; lower --lr or outer-lr") from None
+
+        found: dict[str, Any] = self.place.wait_for(f"{key}/members", look)
+        return found
+
+    def _awaited(self) -> set[int]:
+        """The islands of the last round, and those that have joined after it."""
+        joined = set()
+        for k in range(self.count):
+            ticket = self.place.get(f"joining/{k}")
+            welcome = None if ticket is None else self.place.get(f"welcome/{ticket}")
+            if welcome is not None and welcome["round"] == self.last_round and not welcome["problem"]:
+                joined.add(k)
+        return joined | set(self.expected)
+
+    def _joining(self) -> set[int]:
+        """Islands that wait to be let in, and therefore come to no round."""
+        return {k for k, _ in self._tickets()}
+
+    def _tickets(self) -> list[tuple[int, int]]:
+        found = []
+        for k in range(self.count):
+            ticket = self.place.get(f"joining/{k}")
+            if ticket is not None and self.place.get(f"welcome/{ticket}") is None:
+                found.append((k, ticket))
+        return found
+
+    def group(self, decision: Decision, key: str) -> Group:
+        """The same rank of all members. Kept until others are members, or something in it has failed.
+
+        Raises:
+            CommunicationError: when a member does not come.
+        """
+        if self._group is None or self._group.ranks != decision.members:
+            self._group = None
+            self._group = self.group_of(decision.members, f"{key}/group", self.seconds)
+        return self._group
+
+    def group_of(self, members: Sequence[int], key: str, seconds: float) -> Group:
+        """A group of this rank on some islands."""
+        store = dist.PrefixStore(f"{key}/{self.rank}", self.place.box)
+        return group_apart(store, members, self.island, "islands", seconds)
+
+    def settle(self, key: str, members: Sequence[int], failed: bool) -> bool:
+        """Decides with the other members whether an attempt counts; the same on all of them.
+
+        Args:
+            key: name of the round and attempt.
+            members: its members.
+            failed: something of it has failed on this rank.
+
+        Returns:
+            Whether all of it has succeeded on all ranks of all members; otherwise it must be done again.
+        """
+        failed = any_rank(self.control, failed)
+        counts = bool(self._share(lambda: self._settle(key, members, failed)))
+        if counts:
+            self.expected, self.last_round = tuple(members), key
+        else:
+            self._group = None
+        return counts
+
+    def _settle(self, key: str, members: Sequence[int], failed: bool) -> bool:
+        self.place.put(f"{key}/ok/{self.island}", not failed)
+        deadline = time.monotonic() + self.seconds
+
+        def look() -> None:
+            votes = [self.place.get(f"{key}/ok/{k}") for k in members]
+            if all(votes):
+                self.place.decide(f"{key}/outcome", True)
+            elif False in votes or time.monotonic() > deadline:
+                self.place.decide(f"{key}/outcome", False)
+
+        found: bool = self.place.wait_for(f"{key}/outcome", look)
+        return found
+
+    # Joining.
+
+    def ask_to_join(self) -> tuple[int, Welcome] | None:
+        """Waits until a round lets this island in; returns its ticket and the answer. None when nobody is left to.
+
+        Raises:
+            UserError: on every rank, when the islands that go on do not want this one.
+        """
+        self.place.stop_beating()
+        self._group = None
+        ticket = int(self._share(lambda: self._take_ticket()))
+        others = [k for k in range(self.count) if k != self.island]
+        pulses = Pulses(self.place, others)
+        answer = None
+        # As long as a round may take, which is longer than ranks may wait for one of their own.
+        while answer is None:
+            answer = self.place.get(f"welcome/{ticket}")
+            if len(pulses.silent()) == len(others) and answer is None:
+                break
+            time.sleep(POLL_SECONDS)
+        if any_rank(self.control, answer is None):
+            return None
+        assert answer is not None
+        welcome = Welcome(**answer)
+        if welcome.problem:
+            raise UserError(welcome.problem)
+        self.last_round, self.expected = welcome.round, tuple(welcome.members)
+        if self.rank == 0:
+            self.place.beat(self.island)
+        return ticket, welcome
+
+    def _take_ticket(self) -> int:
+        ticket = self.place.count("tickets")
+        self.place.put(f"ticket/{ticket}", dict(self._identity))
+        self.place.put(f"joining/{self.island}", ticket)
+        return ticket
+
+    def let_in(self) -> list[tuple[int, int]]:
+        """After a round that counts: the islands that it lets in, and their tickets. The first member lets them in."""
+        if not self.expected or self.expected[0] != self.island:
+            return []
+        return [(k, ticket) for k, ticket in self._share(self._let_in)]
+
+    def _let_in(self) -> list[tuple[int, int]]:
+        found = []
+        for k, ticket in self._tickets():
+            problem = ""
+            for name, value in (self.place.get(f"ticket/{ticket}") or {}).items():
+                if self._identity.get(name) != value:
+                    ours = self._identity.get(name)
+                    problem = f"island {k} and the others do not agree: {name} is {value} and {ours}"
+            self.place.put(f"welcome/{ticket}", asdict(Welcome(self.island, self.last_round, self.expected, problem)))
+            if not problem:
+                found.append((k, ticket))
+        return found
+
+    def pair(self, ticket: int, source: int, joiner: int) -> Group:
+        """A group of this rank on an island that sends everything, and on one that joins.
+
+        Raises:
+            CommunicationError: when the other does not come.
+        """
+        return self.group_of((source, joiner), f"stream/{ticket}", self.seconds)
+
+    def leave(self) -> None:
+        """Ends this island's part."""
+        self.place.stop_beating()
+
+    def _share(self, call: Callable[[], Any]) -> Any:
+        """What a call returns on rank 0 of this island, or raises: on all of its ranks."""
+        text = ""
+        if self.rank == 0:
+            try:
+                text = json.dumps(["", call()])
+            except QuorumError as error:
+                text = json.dumps(["quorum", str(error)])
+            except CommunicationError as error:
+                text = json.dumps(["lost", str(error)])
+        kind, value = json.loads(gather_texts(self.control, text)[0])
+        if kind:
+            raise QuorumError(value) if kind == "quorum" else CommunicationError(value)
+        return value
+
+
+def _named(islands: Sequence[int]) -> str:
+    return f"{'island' if len(islands) == 1 else 'islands'} {', '.join(map(str, islands))}"

@@ -1,0 +1,176 @@
+"""Starts several islands on one machine: a launcher for each, and the meeting place, which lives in this process."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from types import FrameType
+
+from torch.distributed import run
+
+from megatron.topology.errors import CommunicationError
+from megatron.topology.meeting_place import serve
+
+PARENT_VARIABLE = "MEGATRON_ISLANDS_LAUNCHER"
+"""Process id of the launcher of all islands, with which the launcher of each ends."""
+ISLAND, ADDRESS = "MEGATRON_ISLAND", "MEGATRON_ISLANDS_ADDRESS"
+_OWN = ("islands", "nproc-per-node", "nproc_per_node", "standalone", "serve-islands", "island", "islands-address")
+
+Say = Callable[[str], None]
+
+
+def launch_parser() -> argparse.ArgumentParser:
+    """torchrun's parser, with flags of islands."""
+    parser = run.get_args_parser()
+    group = parser.add_argument_group("islands")
+    group.add_argument(
+        "--islands",
+        type=int,
+        help="Start so many islands on this machine, which share --nproc-per-node out; the program is told, too.",
+    )
+    group.add_argument(
+        "--serve-islands",
+        metavar="HOST:PORT",
+        help="Serve the place where islands meet (one of several machines does); other machines reach HOST.",
+    )
+    group.add_argument("--island", type=int, help="Number of the island that is started here, one of several machines.")
+    group.add_argument("--islands-address", metavar="HOST:PORT", help="Where the islands of several machines meet.")
+    return parser
+
+
+def wrong_islands(arguments: argparse.Namespace) -> str | None:
+    """A problem of the flags of islands; None when there is none."""
+    count, processes = arguments.islands, arguments.nproc_per_node
+    for name in ("serve_islands", "islands_address"):
+        address = getattr(arguments, name)
+        if address is not None and not address.rpartition(":")[2].isdecimal():
+            return f"--{name.replace('_', '-')} {address}: write HOST:PORT, such as 10.0.0.1:29600"
+    if count is None or arguments.island is not None:
+        return None
+    if count < 1:
+        return f"--islands {count}: give at least 1"
+    if not processes.isdecimal() or int(processes) % count:
+        return f"--islands {count} does not divide --nproc-per-node {processes}; start a multiple of {count} processes"
+    if arguments.nnodes not in ("1", "1:1"):
+        return f"--islands {count} with --nnodes {arguments.nnodes}: start each machine's island by --island NUMBER"
+    return None
+
+
+def starts_islands(arguments: argparse.Namespace) -> bool:
+    """Whether several launchers are to be started."""
+    return arguments.islands is not None and arguments.islands > 1 and arguments.island is None
+
+
+def prepare_island(arguments: argparse.Namespace) -> object:
+    """Sets what the ranks of one island read, and serves the meeting place where that is asked for.
+
+    Returns:
+        What must live as long as this process.
+
+    Raises:
+        CommunicationError: when the address cannot be used.
+    """
+    end_with_parent()
+    if arguments.island is not None:
+        os.environ[ISLAND] = str(arguments.island)
+    address = arguments.islands_address or arguments.serve_islands
+    if address is not None:
+        os.environ[ADDRESS] = address
+    if arguments.islands is not None:
+        arguments.training_script_args += ["--islands", str(arguments.islands)]
+    if arguments.serve_islands is None:
+        return None
+    host, _, port = arguments.serve_islands.rpartition(":")
+    return serve(host, int(port))
+
+
+def launch_islands(argv: Sequence[str], arguments: argparse.Namespace, say: Say) -> int:
+    """Starts a launcher for each island, and waits for all of them: one that fails leaves the others.
+
+    Args:
+        argv: words of the command line.
+        arguments: the same, parsed.
+        say: prints an error.
+
+    Returns:
+        0 when an island has come to the end; otherwise the status of the one that failed first.
+    """
+    host, _, port = (arguments.serve_islands or "127.0.0.1:0").rpartition(":")
+    try:
+        store = serve(host, int(port))
+    except CommunicationError as error:
+        say(str(error))
+        return 1
+    script = [arguments.training_script, *arguments.training_script_args]
+    words = [*_without_own(argv[: len(argv) - len(script)]), "--standalone"]
+    words += [
+        f"--nproc-per-node={int(arguments.nproc_per_node) // arguments.islands}",
+        f"--islands={arguments.islands}",
+    ]
+    islands = []
+    for number in range(arguments.islands):
+        env = os.environ | {PARENT_VARIABLE: str(os.getpid()), ADDRESS: f"{host}:{store.port}", ISLAND: str(number)}
+        islands.append(subprocess.Popen([sys.executable, sys.argv[0], *words, f"--island={number}", *script], env=env))
+    _forward_signals(islands)
+    return _wait(islands, say)
+
+
+def _wait(islands: Sequence[subprocess.Popen[bytes]], say: Say) -> int:
+    statuses: dict[int, int] = {}
+    while len(statuses) < len(islands):
+        for number, process in enumerate(islands):
+            status = process.poll()
+            if status is None or number in statuses:
+                continue
+            statuses[number] = status if status >= 0 else 128 - status
+            if status:
+                say(f"island {number} ended with status {statuses[number]}")
+        time.sleep(0.1)
+    return 0 if 0 in statuses.values() else next(iter(statuses.values()))
+
+
+def _without_own(words: Sequence[str]) -> list[str]:
+    """Words of torchrun's flags without those that each island is given anew."""
+    kept: list[str] = []
+    skip = False
+    for word in words:
+        name, equals, _ = word.lstrip("-").partition("=")
+        if skip:
+            skip = False
+        elif word.startswith("--") and name in _OWN:
+            skip = not equals and name != "standalone"
+        else:
+            kept.append(word)
+    return kept
+
+
+def _forward_signals(islands: Sequence[subprocess.Popen[bytes]]) -> None:
+    def forward(number: int, frame: FrameType | None) -> None:
+        for process in islands:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, forward)
+
+
+def end_with_parent() -> None:
+    """Ends this launcher soon after the one of all islands, where it has one."""
+    parent = os.environ.pop(PARENT_VARIABLE, None)
+    if parent is None or not parent.isdecimal():
+        return
+
+    def watch() -> None:
+        while os.getppid() == int(parent):
+            time.sleep(0.5)
+        with suppress(ProcessLookupError):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()

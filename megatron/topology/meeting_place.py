@@ -1,0 +1,195 @@
+"""The store in which islands meet: it is served by a process that trains nothing, and outlives each of them."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from megatron.base.errors import first_line
+from megatron.topology.errors import CommunicationError
+
+POLL_SECONDS = 0.02
+BEAT_SECONDS = 0.5
+SILENT_SECONDS = 10.0
+"""Time without a heartbeat after which an island is not waited for."""
+_GENERATION, _ALIVE = "generation", "alive"
+_PREFIX = "megatron-islands"
+
+T = TypeVar("T")
+
+
+def serve(host: str, port: int) -> dist.TCPStore:
+    """Serves a meeting place; port 0 takes a free one.
+
+    Raises:
+        CommunicationError: when the address cannot be used.
+    """
+    try:
+        return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    except (RuntimeError, ValueError) as error:
+        raise CommunicationError(
+            f"the islands' meeting place cannot be at {host}:{port}: {first_line(error)}"
+        ) from error
+
+
+class MeetingPlace:
+    """One process's view of the meeting place.
+
+    A generation is what islands do between a start that they all take part in and the end of the last of them: an
+    island that comes later joins it, and if nobody is left, the next start is another generation.
+
+    Args:
+        host, port: where it is served.
+        seconds: longest time until it answers.
+
+    Raises:
+        CommunicationError: when nothing answers there.
+    """
+
+    def __init__(self, host: str, port: int, seconds: float) -> None:
+        self.where = f"{host}:{port}"
+        try:
+            self._tcp = dist.TCPStore(
+                host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds)
+            )
+        except (RuntimeError, ValueError) as error:
+            raise CommunicationError(
+                f"no meeting place of islands answers at {self.where} (--islands-address): {first_line(error)}"
+            ) from error
+        self.root = dist.PrefixStore(_PREFIX, self._tcp)
+        self.generation = 0
+        self.box: dist.Store = self.root
+        self._stop = threading.Event()
+        self._beats: threading.Thread | None = None
+
+    def reading(self, call: Callable[[], T]) -> T:
+        """Runs a call of the store.
+
+        Raises:
+            CommunicationError: when the meeting place is gone.
+        """
+        try:
+            return call()
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"the islands' meeting place at {self.where} is gone: {first_line(error)}"
+            ) from error
+
+    def take_generation(self, number: int) -> None:
+        """Goes on in a generation."""
+        self.generation = number
+        self.box = dist.PrefixStore(f"{number}", self.root)
+
+    def newest_generation(self) -> int:
+        """The number of the newest generation."""
+        return int(self.reading(lambda: self.root.compare_set(_GENERATION, "", "1")))
+
+    def end_generation(self, number: int) -> int:
+        """Begins the generation after ``number``, unless another island has; returns the newest."""
+        return int(self.reading(lambda: self.root.compare_set(_GENERATION, str(number), str(number + 1))))
+
+    def get(self, key: str) -> Any:
+        """The value of a key of this generation; None where there is none yet."""
+
+        def read() -> Any:
+            return json.loads(self.box.get(key)) if self.box.check([key]) else None
+
+        return self.reading(read)
+
+    def put(self, key: str, value: Any) -> None:
+        """Sets a key."""
+        self.reading(lambda: self.box.set(key, json.dumps(value)))
+
+    def decide(self, key: str, value: Any) -> Any:
+        """Sets a key that has no value yet; returns its value, which is the same for everyone."""
+        return json.loads(self.reading(lambda: self.box.compare_set(key, "", json.dumps(value))))
+
+    def count(self, key: str) -> int:
+        """A number that nobody else was given under this key."""
+        return self.reading(lambda: self.box.add(key, 1))
+
+    def wait_for(self, key: str, until: Callable[[], None] = lambda: None) -> Any:
+        """Polls a key until it has a value; ``until`` is called in between, and may raise or set it."""
+        while True:
+            value = self.get(key)
+            if value is not None:
+                return value
+            until()
+            time.sleep(POLL_SECONDS)
+
+    def beat(self, island: int) -> None:
+        """Shows from now on that an island is alive, in a thread."""
+        self.stop_beating()
+        self._stop = threading.Event()
+        tcp: Any = self._tcp  # a connection of its own, as another thread uses this one
+        store = dist.PrefixStore(f"{self.generation}", dist.PrefixStore(_PREFIX, tcp.clone()))
+        self._beats = threading.Thread(target=_beat, args=(store, island, self._stop), name="islands", daemon=True)
+        self._beats.start()
+
+    def stop_beating(self) -> None:
+        """Shows no more that this island is alive."""
+        if self._beats is not None:
+            self._stop.set()
+            self._beats.join()
+            self._beats = None
+
+    def pulse(self, islands: Iterable[int]) -> dict[int, int]:
+        """Heartbeats so far; 0 for islands that have shown none."""
+        return self.reading(lambda: {island: self.box.add(f"{_ALIVE}/{island}", 0) for island in islands})
+
+
+def _beat(store: dist.Store, island: int, stop: threading.Event) -> None:
+    with suppress(RuntimeError):  # the training thread will say that the meeting place is gone
+        while not stop.is_set():
+            store.add(f"{_ALIVE}/{island}", 1)
+            stop.wait(BEAT_SECONDS)
+
+
+class Pulses:
+    """Watches whether islands are alive, by this process's own clock.
+
+    Args:
+        place: where they show it.
+        islands: their numbers.
+    """
+
+    def __init__(self, place: MeetingPlace, islands: Collection[int]) -> None:
+        self._place = place
+        now = time.monotonic()
+        self._seen = {island: (count, now) for island, count in place.pulse(islands).items()}
+        self._read = now
+
+    def silent(self, seconds: float = SILENT_SECONDS) -> set[int]:
+        """The islands of which nothing new was seen for that long."""
+        now = time.monotonic()
+        if now - self._read >= BEAT_SECONDS:
+            self._read = now
+            for island, count in self._place.pulse(self._seen).items():
+                if count != self._seen[island][0]:
+                    self._seen[island] = (count, now)
+        return {island for island, (_, last) in self._seen.items() if now - last > seconds}
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a generation begins.
+
+    Args:
+        members: the islands that begin it.
+        problem: why none may; empty where they may.
+    """
+
+    members: tuple[int, ...] = ()
+    problem: str = ""
+
+    @staticmethod
+    def read(value: Mapping[str, Any]) -> Start:
+        return Start(tuple(value["members"]), value["problem"])

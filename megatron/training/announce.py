@@ -1,0 +1,57 @@
+"""What a run says of itself before it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from megatron.base.fields import section_to_plain
+from megatron.config.run import RunConfig, describe_section
+from megatron.data.build import Datasets
+from megatron.topology.topology import Topology
+from megatron.training.assembly import Engines
+from megatron.training.compression_notes import cache_notes, node_notes, stage_notes
+from megatron.training.coverage import coverage_notes
+
+
+def log_config(
+    config: RunConfig, notes: Sequence[str], sections: Mapping[str, Any], log: Callable[[str], None]
+) -> None:
+    """Prints the notes on the flags, and the configuration."""
+    for note in notes:
+        log(f"note: {note}")
+    log(config.describe())
+    for name, section in sections.items():
+        log(describe_section(name, section_to_plain(section)))
+
+
+def log_engines(engines: Engines, datasets: Datasets, notes: Sequence[str], log: Callable[[str], None]) -> None:
+    """Prints what was built, and the notes on it."""
+    about_nodes = [*node_notes(engines.plan, engines.topology), *stage_notes(engines)]
+    for note in (*about_nodes, *cache_notes(engines, datasets[0]), *notes):
+        log(f"note: {note}")
+    for line in coverage_notes(engines):
+        log(line)
+    samples = [len(dataset) if dataset else 0 for dataset in datasets]
+    log(summary(engines.topology, engines.vocab_size, engines.padded_vocab_size, samples))
+
+
+def summary(topology: Topology, vocab_size: int, padded: int, samples: Sequence[int]) -> str:
+    layout = topology.layout
+    lines = [
+        f"{layout.world_size} processes on {topology.device.type}: tensor-parallel {layout.tp}, "
+        f"pipeline {layout.pp} x {layout.chunks}, data-parallel {layout.dp}",
+        f"vocabulary: {vocab_size} entries, padded to {padded}",
+        f"samples: {samples[0]:,} train, {samples[1]:,} validation, {samples[2]:,} test",
+    ]
+    return "\n".join(lines)
+
+
+def rank_0_log(topology: Topology) -> Callable[[str], None]:
+    """Prints lines of the checkpoint code, on rank 0."""
+
+    def log(text: str) -> None:
+        if topology.rank == 0:
+            print(text, flush=True)
+
+    return log

@@ -1,0 +1,130 @@
+"""An island that comes back: one of the others sends it everything that it needs to go on with them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.plain import dtype_from_name
+from megatron.checkpoint.stateful import Scope, StatefulParts
+from megatron.compression.error_feedback import RESIDUAL
+from megatron.compression.points import Point
+from megatron.optimizer.inner import state_names
+from megatron.optimizer.outer_sync import OuterSync
+from megatron.topology.errors import CommunicationError
+from megatron.topology.group import Group
+from megatron.topology.islands import Islands
+from megatron.training.assembly import Engines
+
+_SCOPES = (Scope.OPTIMIZER, Scope.SCHEDULE, Scope.POSITION)
+
+
+class Joining:
+    """Sends an island's state to one that joins, and takes it over: the anchor with its momentum, the inner optimizer,
+    the compressors' states without residuals, and the position of the run. Every rank sends to the same rank there.
+
+    Args:
+        engines: engines of this rank.
+        sync: its part of rounds.
+        islands: the other islands.
+        parts: what a checkpoint holds besides tensors.
+        tell: prints a line, on the rank that speaks.
+    """
+
+    def __init__(
+        self, engines: Engines, sync: OuterSync, islands: Islands, parts: StatefulParts, tell: Callable[[str], None]
+    ) -> None:
+        self.engines, self.sync, self.islands, self.parts, self.tell = engines, sync, islands, parts, tell
+
+    def let_in(self) -> None:
+        """After a round: sends this island's state to those that join, if this is the island that does."""
+        for island, ticket in self.islands.let_in():
+            try:
+                group = self.islands.pair(ticket, self.islands.island, island)
+                self._send(group, ticket)
+            except CommunicationError as error:
+                self.tell(f"warning: island {island} could not join: {error}")
+            else:
+                self.tell(f"island {island} has joined")
+
+    def join(self) -> bool:
+        """Waits for a round that lets this island in, and takes the state of one of the others over.
+
+        Returns:
+            False when nobody is left.
+        """
+        while True:
+            self.tell("waiting for a round of the other islands to join them")
+            answer = self.islands.ask_to_join()
+            if answer is None:
+                return False
+            ticket, welcome = answer
+            try:
+                self._receive(self.islands.pair(ticket, welcome.source, self.islands.island), ticket)
+            except CommunicationError as error:
+                self.tell(f"warning: joining has failed, and is tried again: {error}")
+                continue
+            iteration = self.parts.state_dict()["progress"]["iteration"]
+            self.tell(f"joined the other islands at iteration {iteration}, with the state of island {welcome.source}")
+            return True
+
+    def _tensors(self) -> Iterator[Tensor]:
+        for tensors in self.sync.outer.tensors().values():
+            yield from tensors
+        optimizer = self.engines.optimizer
+        for shard in optimizer.shards:
+            for kind in state_names(optimizer.config, shard):
+                yield optimizer.inner.state[shard.main][kind]
+        for stage in self.engines.stages:
+            yield from stage.buffers()
+
+    def _send(self, group: Group, ticket: int) -> None:
+        place, rank = self.islands.place, self.islands.rank
+        if rank == 0:
+            place.put(f"stream/{ticket}/parts", self.parts.state_dict())
+        held = [{name: x for name, x in state.portable().items() if name != RESIDUAL} for state in self.sync.states()]
+        forms = [{name: [list(x.shape), _name(x.dtype)] for name, x in one.items()} for one in held]
+        place.put(f"stream/{ticket}/forms/{rank}", [forms, [state.counters for state in self.sync.states()]])
+        self._broadcast(group, [*self._tensors(), *(x for one in held for x in one.values())])
+
+    def _receive(self, group: Group, ticket: int) -> None:
+        common = self._wait_for(f"stream/{ticket}/parts")
+        forms, counters = self._wait_for(f"stream/{ticket}/forms/{self.islands.rank}")
+        self.sync.outer.begin()
+        device = self.engines.topology.device
+        held = [
+            {
+                name: torch.empty(shape, dtype=dtype_from_name(dtype), device=device)
+                for name, (shape, dtype) in f.items()
+            }
+            for f in forms
+        ]
+        self._broadcast(group, [*self._tensors(), *(x for one in held for x in one.values())])
+        for state, tensors, counts in zip(self.sync.states(), held, counters, strict=True):
+            state.tensors, state.counters = tensors, dict(counts)
+        self.parts.load_state_dict(common, _SCOPES)
+        self.engines.plan.skipped = int(common["progress"]["skipped"])
+        self.sync.take_anchor()
+
+    def _broadcast(self, group: Group, tensors: Sequence[Tensor]) -> None:
+        for x in tensors:
+            pending = group.broadcast(x, 0)
+            self.engines.ledger.sent(Point.OUTER, pending.sent_bytes)
+            self.engines.ledger.wait(Point.OUTER, pending)
+
+    def _wait_for(self, key: str) -> Any:
+        deadline = time.monotonic() + self.islands.seconds
+
+        def check() -> None:
+            if time.monotonic() > deadline:
+                raise CommunicationError(f"island has sent nothing within {self.islands.seconds:g} s")
+
+        return self.islands.place.wait_for(key, check)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,235 @@
+"""Runs the rounds of islands: what is sent when, with whom, and what becomes of an attempt that fails."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from megatron.compression.outer import RoundSchedule
+from megatron.optimizer.outer_sync import Flight, OuterSync
+from megatron.topology.decision import Arrival, Decision
+from megatron.topology.errors import CommunicationError
+from megatron.topology.group import Group
+from megatron.topology.islands import Islands
+from megatron.training.joining import Joining
+
+Tell = Callable[[str, dict[str, Any]], None]
+"""Reports a line for people, and its numbers for files."""
+
+
+_WITHOUT = "warning: the other islands went on without this one; its steps since the last round are lost"
+
+
+@dataclass
+class _Times:
+    """Seconds of a transfer: since it was sent, and those that training waited for it."""
+
+    sent: float
+    waited: float = 0.0
+
+    def hidden(self) -> float:
+        """The share of the transfer behind which training went on."""
+        flight = time.monotonic() - self.sent
+        return max(0.0, 1.0 - self.waited / flight) if flight > 0 else 0.0
+
+
+class Rounds:
+    """The rounds of one island. Every rank of it has one; all of them call its methods alike.
+
+    An attempt counts when every rank of all members has done its part; then compressors' states and the anchor change.
+    Otherwise the members that are left try again, with the differences and residuals that they had.
+
+    Args:
+        sync: what this rank does in a round.
+        schedule: when rounds are.
+        islands: the other islands; None without.
+        tell: reports what happened, on the rank that speaks.
+        joining: lets others in, and joins them; None without islands.
+
+    ``left`` says that the others went on without this island, and ``landed`` that a round has just ended.
+    """
+
+    def __init__(
+        self,
+        sync: OuterSync,
+        schedule: RoundSchedule,
+        islands: Islands | None,
+        tell: Tell,
+        joining: Joining | None = None,
+    ) -> None:
+        self.sync, self.schedule, self.islands, self.tell = sync, schedule, islands, tell
+        self.joining = joining
+        self.left = self.landed = False
+        self._losses: list[float] = []
+        self._times = _Times(0.0)
+
+    def before_step(self, iteration: int) -> None:
+        """Takes the anchor before the first local step (0-based)."""
+        if self.schedule.local(iteration) and not self.sync.outer.begun:
+            self.sync.outer.begin()
+
+    def after_step(self, done: int, loss: float) -> bool:
+        """Does what is due after ``done`` iterations of the run.
+
+        Args:
+            done: number of iterations.
+            loss: training loss of the last one.
+
+        Returns:
+            False when the others went on without this island, which has to ``join`` them.
+
+        Raises:
+            QuorumError: when there are too few islands.
+            CommunicationError: when nothing can be exchanged.
+        """
+        if not self.sync.outer.begun:
+            return True
+        if math.isfinite(loss):
+            self._losses.append(loss)
+        flight = self.sync.flight
+        if flight is not None and done >= self.schedule.applied_at(flight.sent):
+            self._land(flight)
+        elif flight is not None and not flight.arrived and not flight.failed:
+            flight.failed = not self._try(partial(self.sync.progress, flight.fragment))
+        return self.catch_up(done)
+
+    def behind(self, done: int) -> bool:
+        """Whether a round that is due after ``done`` iterations has not been done."""
+        return self.sync.outer.begun and self.sync.round < done and bool(self.schedule.sent(done))
+
+    def catch_up(self, done: int) -> bool:
+        """Does the rounds that are due after ``done`` iterations and have not been done; see ``after_step``."""
+        if self.sync.outer.begun and self.sync.round < done:
+            for fragment in self.schedule.sent(done):
+                self._send(fragment, done, later=self.schedule.applied_at(done) > done)
+            if self.schedule.sent(done):
+                self.sync.round = done
+                self._losses.clear()
+                if done == self.schedule.end or self.sync.options.meets:
+                    self.sync.together = done
+        if self.landed and self.joining is not None and not self.left:
+            self.joining.let_in()
+        self.landed = False
+        return not self.left
+
+    def hold(self) -> bool:
+        """Waits for a fragment on its way, before a checkpoint is saved: the mean is saved then, and applied later; see
+        ``after_step``."""
+        flight = self.sync.flight
+        if flight is not None and not flight.arrived:
+            self._bring(flight)
+        return not self.left
+
+    def forget(self) -> None:
+        """Gives a fragment on its way up; what it holds is sent with the next round of it."""
+        if self.sync.flight is not None:
+            self.sync.drop(self.sync.flight.fragment)
+            self.sync.flight = None
+
+    def join(self) -> bool:
+        """Joins the other islands, at the end of one of their rounds: this one takes everything over but its data.
+
+        Returns:
+            Whether it did; False when nobody is left.
+        """
+        assert self.joining is not None
+        self.forget()
+        self._losses.clear()
+        self.left = self.landed = False
+        return self.joining.join()
+
+    def _send(self, fragment: int, done: int, later: bool) -> None:
+        """Sends a fragment; applies it, unless that is for later."""
+        if self.left:
+            return
+        flight = self._begin(fragment, done, 0)
+        if flight is not None and not (later and not flight.failed):
+            self._land(flight)
+
+    def _begin(self, fragment: int, done: int, attempt: int) -> Flight | None:
+        """Begins an attempt; None when it goes on without this island."""
+        key = f"{done}/{fragment}/{attempt}"
+        self.sync.collect(fragment)
+        own = Arrival(self.sync.norm(fragment), sum(self._losses) / max(len(self._losses), 1))
+        decision = Decision((0,), {0: own}) if self.islands is None else self.islands.arrive(key, own)
+        for island, why in decision.left_out.items():
+            self.tell(f"warning: island {island} is left out of the round at iteration {done}: {why}", {})
+        if self.islands is not None and self.islands.island not in decision.members:
+            self.tell(_WITHOUT, {})
+            self.left, self.sync.flight = True, None
+            return None
+        flight = Flight(fragment, done, attempt, decision.members, own.loss, decision.mean_loss, own.norm)
+        self.sync.flight, self._times = flight, _Times(time.monotonic())
+        flight.failed = not self._try(partial(self._start, flight, decision, key))
+        return flight
+
+    def _start(self, flight: Flight, decision: Decision, key: str) -> None:
+        group = _alone() if self.islands is None else self.islands.group(decision, key)
+        self.sync.send(flight.fragment, group, flight.sent - 1)
+
+    def _try(self, call: Callable[[], object]) -> bool:
+        """Runs a call that communicates with other islands; False when one of them is gone."""
+        began = time.monotonic()
+        try:
+            call()
+        except CommunicationError:
+            if self.islands is None:
+                raise
+            return False
+        finally:
+            self._times.waited += time.monotonic() - began
+        return True
+
+    def _bring(self, flight: Flight) -> Flight | None:
+        """Ends the transfer of a fragment, in as many attempts as it takes; None when it goes on without this one."""
+        while True:
+            fragment = flight.fragment
+            failed = flight.failed or not self._try(partial(self.sync.exchange, fragment))
+            if self.islands is None or self.islands.settle(flight.key, flight.members, failed):
+                self.sync.settle(fragment, len(flight.members))
+                flight.arrived = True
+                return flight
+            self.sync.drop(fragment)
+            self.tell(f"warning: a round of islands {_named(flight)} has failed, and is tried again", {})
+            again = self._begin(fragment, flight.sent, flight.attempt + 1)
+            if again is None:
+                return None
+            flight = again
+
+    def _land(self, flight: Flight) -> None:
+        """Applies a fragment, whose transfer has to end now."""
+        landed = flight if flight.arrived else self._bring(flight)
+        if landed is None:
+            return
+        last = landed.sent == self.schedule.end
+        self.sync.apply(landed.fragment, 0.0 if last else self.sync.options.mixing)
+        self.sync.publish()
+        self.sync.flight = None
+        self.landed = True
+        self._report(landed, last)
+
+    def _report(self, flight: Flight, last: bool) -> None:
+        options = self.sync.options
+        fields = [f" round of islands at iteration {flight.sent:8d}", f"islands: {_named(flight)}"]
+        values: dict[str, Any] = {"members": list(flight.members), "fragment": flight.fragment}
+        if options.fragments > 1:
+            fields.append(f"fragment: {flight.fragment}")
+        for name, value in (("own loss", flight.own_loss), ("mean loss", flight.mean_loss), ("norm", flight.norm)):
+            fields.append(f"{name}: {value:.6E}")
+            values[name.replace(" ", "_")] = value
+        if options.delay and not last:
+            values["hidden"] = self._times.hidden()
+            fields.append(f"transfer hidden: {values['hidden']:.0%}")
+        self.tell(" | ".join(fields) + " |", {"iteration": flight.sent, **values})
+
+
+def _alone() -> Group:
+    return Group(None, (0,), 0, "islands", "none")
+
+
+def _named(flight: Flight) -> str:
+    return ", ".join(map(str, flight.members))

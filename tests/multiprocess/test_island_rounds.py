@@ -1,0 +1,278 @@
+"""Rounds of islands against plain loops in double precision."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.compression.error_feedback import RESIDUAL
+from megatron.optimizer.fragments import fragment_of
+from tests.support.island_threads import (
+    Changes,
+    Island,
+    batches_of,
+    build_island,
+    merged,
+    step,
+    train_island,
+    train_islands,
+)
+from tests.support.spawn import run_ranks
+
+ITERATIONS = 12
+
+
+def _outer(words: str, **changes: Any) -> Changes:
+    return merged({"compression": {"compress": [f"outer={words},warmup=0"]}}, changes)
+
+
+class _Loop:
+    """Islands in one loop, whose rounds are written out here.
+
+    Args:
+        count: number of islands.
+        changes: of the configuration, without the point ``outer``.
+    """
+
+    def __init__(self, count: int, changes: Changes) -> None:
+        placeholder = {"compression": {"compress": ["outer=identity,warmup=1.0"]}}
+        self.islands = [build_island(merged(changes, placeholder), None, n, count) for n in range(count)]
+        if count == 1:
+            self.islands[0].rounds = None
+        self.flats = [island.engines.buffers[0].params_flat for island in self.islands]
+        self.batches = [batches_of(island.engines) for island in self.islands]
+
+    def step(self, iteration: int) -> None:
+        for island, batches in zip(self.islands, self.batches, strict=True):
+            island.losses.append(step(island.engines, batches, iteration))
+
+    def mask(self, fragment: int, fragments: int) -> Tensor:
+        """Where a fragment's numbers are in the flat parameters."""
+        found = torch.zeros_like(self.flats[0], dtype=torch.bool)
+        engines = self.islands[0].engines
+        for bucket in engines.buffers[0].buckets:
+            for slot in bucket.slots:
+                layers = engines.config.model.num_layers
+                found[slot.start : slot.stop] = fragment_of(slot.logical_name, layers, fragments) == fragment
+        return found
+
+
+def _same(islands: list[Island], loop: _Loop, limit: float = 0.0) -> None:
+    for island, flat in zip(islands, loop.flats, strict=True):
+        torch.testing.assert_close(island.engines.buffers[0].params_flat, flat, rtol=limit, atol=limit)
+    for island, wanted in zip(islands, loop.islands, strict=True):
+        assert island.losses == pytest.approx(wanted.losses, rel=max(limit, 1e-15))
+
+
+SGD = {"optimizer": {"optimizer": "sgd", "lr": 0.05, "sgd_momentum": 0.0, "weight_decay": 0.0}}
+
+
+@pytest.mark.parametrize("changes", [{}, SGD], ids=["adam", "sgd"])
+def test_every_step_exact_is_plain_averaging(changes: Changes) -> None:
+    """Bit by bit what the formula gives, phi - mean(phi - theta_k); and to rounding the mean of the parameters."""
+    count = 3 if changes else 2
+    options = {**changes, "training": {"global_batch_size": 6 if count == 3 else 4}}
+    islands = train_islands(count, _outer("identity,every=1,outer-lr=1,outer-momentum=0", **options))
+    exact, plain = _Loop(count, options), _Loop(count, options)
+    for iteration in range(ITERATIONS):
+        anchor = exact.flats[0].clone()
+        exact.step(iteration)
+        plain.step(iteration)
+        mean = sum(anchor - flat for flat in exact.flats) / count
+        average = torch.stack(plain.flats).mean(dim=0)
+        for flat in exact.flats:
+            flat.copy_(anchor - mean)
+        for flat in plain.flats:
+            flat.copy_(average)
+    _same(islands, exact, 0.0 if count == 2 else 1e-12)  # three are summed in another order
+    _same(islands, plain, 1e-11)
+
+
+def test_one_island_is_torchs_nesterov_on_the_same_differences() -> None:
+    """Lookahead with momentum: torch.optim.SGD takes the outer steps on slow weights (as torchft's and MuLoCo's)."""
+    options = "identity,every=3,outer-lr=0.7,outer-momentum=0.9"
+    island = train_island(build_island(_outer(options), None), ITERATIONS)
+    loop = _Loop(1, {})
+    slow = torch.nn.Parameter(loop.flats[0].clone())
+    outer = torch.optim.SGD([slow], lr=0.7, momentum=0.9, nesterov=True)
+    for iteration in range(ITERATIONS):
+        loop.step(iteration)
+        if (iteration + 1) % 3 == 0:
+            slow.grad = slow.detach() - loop.flats[0]
+            outer.step()
+            loop.flats[0].copy_(slow.detach())
+    _same([island], loop, 1e-11)
+    assert [record["iteration"] for record in island.records] == [3, 6, 9, 12]
+
+
+@pytest.mark.parametrize(
+    "codec",
+    [
+        "fixpoint,bits=2,error-feedback=on",
+        "topk,density=0.05",
+        "powersgd,rank=2",
+        "fixpoint,bits=2,decay=0.5,error-feedback=on",
+    ],
+)
+def test_what_is_sent_and_what_is_left_is_what_was_meant(codec: str) -> None:
+    """Over all islands: difference + residual = what the anchor moved by, times their number, + the new residual."""
+    count, decay = 2, 0.5 if "decay" in codec else 1.0
+    before: list[dict[str, Any]] = [{} for _ in range(count)]
+
+    def residuals(island: Island) -> dict[str, Tensor]:
+        """Residuals by parameter; zero where there is none yet."""
+        found = {name: torch.zeros_like(x) for name, x in island.params.items()}
+        assert island.engines.outer is not None
+        for fragment in island.engines.outer.fragments:
+            for spoken, units in zip(fragment.spoken, fragment.reducer.units, strict=True):
+                for unit in units:
+                    if RESIDUAL not in unit.state.tensors:
+                        continue
+                    flat = unit.state.tensors[RESIDUAL].reshape(-1)
+                    first = unit.places[0].start if unit.places else 0
+                    for place in unit.places or spoken.reduced.places:
+                        found[place.name] = flat[place.start - first : place.stop - first].view(place.shape).clone()
+        return found
+
+    def anchors(island: Island) -> dict[str, Tensor]:
+        outer = island.engines.outer
+        assert outer is not None
+        pairs = zip(outer.optimizer.shards, outer.outer.anchor, strict=True)
+        return {shard.slot.logical_name: x.clone().view(shard.slot.param.shape) for shard, x in pairs}
+
+    def look(island: Island, done: int) -> None:
+        if done % 4 == 0:
+            seen = {"values": island.params, "residual": residuals(island), "anchor": anchors(island)}
+            before[island.engines.config.islands.island or 0][str(done)] = seen
+
+    options = f"{codec},every=4,outer-lr=1,outer-momentum=0"
+    islands = train_islands(count, _outer(options, training={"train_iters": 12}), before_round=look)
+    new = [residuals(island) for island in islands]
+    last = [found["12"] for found in before]
+    largest = 0.0
+    for name, anchor in anchors(islands[0]).items():
+        meant = sum(one["anchor"][name] - one["values"][name] + decay * one["residual"][name] for one in last)
+        moved = count * (last[0]["anchor"][name] - anchor)
+        left = torch.stack([one[name] for one in new]).sum(dim=0)
+        torch.testing.assert_close(moved + left, meant, rtol=1e-9, atol=1e-12)
+        largest = max(largest, float(left.abs().max()))
+    assert largest > 1e-6, "nothing was left: the codec is exact here, and the test says nothing"
+    assert all(torch.equal(x, islands[1].params[name]) for name, x in islands[0].params.items())
+
+
+def _rounds_by_hand(loop: _Loop, fragments: int, every: int, delay: int, mixing: float, lr: float, mu: float) -> None:
+    """The whole schedule, written out: fragments in turn, applied after a delay, mixed; all together at the end."""
+    masks = [loop.mask(number, fragments) for number in range(fragments)]
+    anchor, momentum = loop.flats[0].clone(), torch.zeros_like(loop.flats[0])
+    waiting: dict[int, tuple[int, Tensor]] = {}
+
+    def mean() -> Tensor:
+        return sum(anchor - flat for flat in loop.flats) / len(loop.flats)  # type: ignore[return-value]
+
+    def apply(fragment: int, difference: Tensor, share: float) -> None:
+        at = masks[fragment]
+        momentum[at] = mu * momentum[at] + difference[at]
+        anchor[at] -= lr * (difference[at] + mu * momentum[at])
+        for flat in loop.flats:
+            flat[at] = share * flat[at] + (1 - share) * anchor[at]
+
+    for iteration in range(ITERATIONS):
+        loop.step(iteration)
+        done = iteration + 1
+        due = min(done, ITERATIONS)
+        for fragment, difference in [waiting.pop(at) for at in list(waiting) if at <= due or done == ITERATIONS]:
+            apply(fragment, difference, mixing)
+        if done == ITERATIONS:
+            for fragment in range(fragments):
+                apply(fragment, mean(), 0.0)
+        elif done % (every // fragments) == 0:
+            fragment = (done // (every // fragments) - 1) % fragments
+            if delay:
+                waiting[done + delay] = fragment, mean()
+            else:
+                apply(fragment, mean(), mixing)
+
+
+@pytest.mark.parametrize(("fragments", "delay", "mixing"), [(2, 0, 0.0), (2, 1, 0.0), (1, 3, 0.5), (2, 1, 0.25)])
+def test_fragments_delay_and_mixing_are_what_a_plain_loop_does(fragments: int, delay: int, mixing: float) -> None:
+    words = f"identity,every=4,outer-lr=0.5,outer-momentum=0.8,fragments={fragments},delay={delay},mixing={mixing}"
+    training = {"training": {"train_iters": ITERATIONS}}
+    islands = train_islands(2, _outer(words, **training))
+    loop = _Loop(2, training)
+    _rounds_by_hand(loop, fragments, 4, delay, mixing, 0.5, 0.8)
+    _same(islands, loop, 1e-11)
+    assert torch.equal(*(island.engines.buffers[0].params_flat for island in islands))
+    hidden = [record["hidden"] for record in islands[0].records if "hidden" in record]
+    assert (len(hidden) > 0) == (delay > 0)
+    assert all(0.0 <= share <= 1.0 for share in hidden)
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tensor x pipeline": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
+    "pipeline x sharded replicas": {"pipeline_model_parallel_size": 2, "use_distributed_optimizer": True},
+    "sequence-parallel, interleaved": {
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "num_layers_per_virtual_pipeline_stage": 1,
+    },
+    "replicas": {},
+}
+SIZES = {"model": {"num_layers": 4, "hidden_size": 16, "num_attention_heads": 2}}
+WORDS = "every=3,outer-lr=0.7,outer-momentum=0.9,fragments=3,delay=0,mixing=0.25"
+
+
+def _layouts(codecs: list[tuple[str, str]]) -> list[list[float]]:
+    """Losses of one island on this world's ranks."""
+    found = []
+    for layout, codec in codecs:
+        changes = merged(SIZES, _outer(f"{codec},{WORDS}"), {"parallel": LAYOUTS[layout]})
+        found.append(train_island(build_island(changes, None), ITERATIONS).losses)
+    return found
+
+
+def test_an_island_is_the_same_on_any_layout() -> None:
+    """Losses of an island of four ranks are those of one process; compressors see whole parameters where replicas
+    share the optimizer out."""
+    layouts = [("powersgd,rank=2" if name == "replicas" else "identity", name) for name in LAYOUTS]
+    runs = [(name, codec) for codec, name in layouts]
+    one = train_island(build_island(merged(SIZES, _outer(f"identity,{WORDS}")), None), ITERATIONS).losses
+    whole = train_island(build_island(merged(SIZES, _outer(f"powersgd,rank=2,{WORDS}")), None), ITERATIONS).losses
+    assert one != pytest.approx(whole, rel=1e-6), "the codec changes nothing, and the test says nothing of it"
+    for losses in run_ranks(4, _layouts, runs):
+        for (name, codec), found in zip(runs, losses, strict=True):
+            wanted = one if codec == "identity" else whole
+            assert found == pytest.approx(wanted, rel=1e-10), name
+
+
+def test_an_anchor_in_the_cpus_memory_changes_nothing() -> None:
+    words = "identity,every=4,outer-lr=0.5,outer-momentum=0.8"
+    found = [train_island(build_island(_outer(f"{words},offload={on}"), None), ITERATIONS) for on in ("on", "off")]
+    assert torch.equal(*(island.engines.buffers[0].params_flat for island in found))
+
+
+@pytest.mark.parametrize(("factor", "why"), [(float("nan"), "not finite"), (1e6, "times the median")])
+def test_a_difference_that_is_not_finite_or_absurd_is_left_out(factor: float, why: str) -> None:
+    """Its island gets the others' state after that round, or the next; in the end all have the same."""
+    spoiled: list[int] = []
+
+    def spoil(island: Island, done: int) -> None:
+        if island.engines.config.islands.island == 2 and done == 4 and not spoiled:
+            spoiled.append(done)
+            island.engines.buffers[0].params_flat[7:9] *= factor
+
+    options = {"training": {"global_batch_size": 6, "train_iters": 20}}
+    words = "fixpoint,bits=4,error-feedback=on,every=4"
+    islands = train_islands(3, _outer(words, **options), 20, before_round=spoil, quorum=2)
+    assert islands[0].records[0]["members"] == [0, 1]
+    assert islands[0].records[-1]["members"] == [0, 1, 2]
+    assert any(why in line and "island 2 is left out" in line for line, _ in islands[1].told)
+    assert any("its steps since the last round are lost" in line for line, _ in islands[2].told)
+    assert any("joined the other islands" in line for line, _ in islands[2].told)
+    flats = [island.engines.buffers[0].params_flat for island in islands]
+    assert bool(torch.isfinite(flats[0]).all())
+    assert torch.equal(flats[0], flats[2])
+    assert torch.equal(flats[0], flats[1])

@@ -1,0 +1,255 @@
+"""Islands: worlds of their own that train one model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.cleanup import descendants, kill_tree
+from tests.support.cli import REPO, CliResult, _environment, run_cli
+from tests.support.corpus import tiny_flags, write_documents
+from tests.support.islands import SCRIPT, IslandProcesses, events, losses, run_islands, saved_tensors
+from tests.support.train import train
+
+pytestmark = pytest.mark.multiprocess
+
+FP64: dict[str, Any] = {"fp64": True, "train_iters": 6, "global_batch_size": 4, "micro_batch_size": 1}
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_documents(tmp_path_factory.mktemp("data") / "tiny")
+
+
+def _close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], limit: float = 1e-10) -> None:
+    assert one.keys() == other.keys()
+    assert one
+    for name, x in one.items():
+        torch.testing.assert_close(x, other[name], rtol=limit, atol=limit, msg=name)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_islands_in_step_are_data_parallelism(prefix: Path, tmp_path: Path, ranks: int) -> None:
+    """Two islands, of one rank or of two replicas with a sharded optimizer, against one world of all replicas."""
+    more: dict[str, Any] = {"use_distributed_optimizer": True} if ranks == 2 else {}
+    flags = {**FP64, **more, "seq_length": 16}
+    whole = tmp_path / "whole"
+    train(2 * ranks, tiny_flags(prefix, **flags, save=whole, log_json_file=tmp_path / "whole.jsonl"))
+    together = tiny_flags(
+        prefix,
+        **flags,
+        save=tmp_path / "islands",
+        log_json_file=tmp_path / "log.jsonl",
+        compress=["outer=identity,every=1,warmup=1.0"],
+    )
+    run_islands(2, ranks, together)
+    for island in (0, 1):
+        found = losses(tmp_path / f"log.island_{island}.jsonl")
+        assert found == pytest.approx(losses(tmp_path / "whole.jsonl"), rel=1e-10, abs=1e-10)
+        numbers = sum(x.numel() for x in saved_tensors(whole, 6, "model.").values())
+        for event in events(tmp_path / f"log.island_{island}.jsonl"):
+            # 2 (K - 1) / K times the gradients, once for all replicas; buckets that are shared out may be padded.
+            sent = event["comm"]["outer"]["wire_bytes"]
+            assert numbers * 8 <= sent <= numbers * 8 + 64 * (ranks - 1)
+        _close(saved_tensors(tmp_path / "islands" / f"island_{island}", 6), saved_tensors(whole, 6))
+
+
+LOCAL: dict[str, Any] = {**FP64, "train_iters": 9, "save_interval": 100, "optimizer": "adam"}
+SPECS = {
+    "residual": "outer=fixpoint,bits=2,error-feedback=on,every=3,warmup=2",
+    "on its way": "outer=powersgd,rank=2,every=4,fragments=2,delay=1,mixing=0.5,warmup=0",
+}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_resume_in_the_middle_of_a_round_is_exact(prefix: Path, tmp_path: Path, name: str) -> None:
+    """Stopped between two rounds, and while a fragment is on its way, with residuals; two islands of two replicas."""
+    stop = 4 if name == "residual" else 6
+    flags = {**LOCAL, "use_distributed_optimizer": True, "compress": [SPECS[name]]}
+    run_islands(2, 2, tiny_flags(prefix, **flags, save=tmp_path / "whole", log_json_file=tmp_path / "whole.jsonl"))
+    parts = {**flags, "save": tmp_path / "parts", "log_json_file": tmp_path / "parts.jsonl"}
+    run_islands(2, 2, tiny_flags(prefix, **parts, exit_interval=stop))
+    common = json.loads((tmp_path / "parts" / "island_0" / f"iter_{stop:07d}" / "common.json").read_text())
+    assert (common["outer"]["flight"] is not None) == (name == "on its way")
+    run_islands(2, 2, tiny_flags(prefix, **parts, load=tmp_path / "parts"))
+    for island in (0, 1):
+        whole, found = (tmp_path / f"{which}.island_{island}.jsonl" for which in ("whole", "parts"))
+        assert losses(found) == losses(whole)
+        rounds = [[(e["iteration"], e["norm"]) for e in events(path, "outer")] for path in (whole, found)]
+        assert rounds[0] == rounds[1]
+        if name == "residual":
+            _check_traffic(whole)
+        saved = [saved_tensors(tmp_path / which / f"island_{island}", 9) for which in ("whole", "parts")]
+        _close(saved[0], saved[1], 0.0)
+    weights = [saved_tensors(tmp_path / "whole" / f"island_{island}", 9, "model.") for island in (0, 1)]
+    _close(weights[0], weights[1], 0.0)
+
+
+def _reached(path: Path, iteration: int, running: IslandProcesses, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not path.exists() or max((e["iteration"] for e in events(path)), default=0) < iteration:
+        assert time.monotonic() < deadline, running.islands[0].output(0).text()
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("phase", ["in step", "in rounds"])
+def test_an_island_that_is_lost_ends_the_others_in_one_line_where_they_need_it(
+    prefix: Path, tmp_path: Path, phase: str
+) -> None:
+    """While they go in step they need all, and later the quorum (all of them, unless told otherwise)."""
+    spec = "outer=identity,every=20,warmup=" + ("1.0" if phase == "in step" else "0")
+    flags = {"train_iters": 100_000, "save": tmp_path / "saved", "islands_timeout_seconds": 2, "compress": [spec]}
+    log = tmp_path / "log.jsonl"
+    with IslandProcesses(2, 1, tiny_flags(prefix, **flags, log_json_file=log)) as running:
+        _reached(tmp_path / "log.island_0.jsonl", 25, running)
+        running.islands[1].kill()
+        began = time.monotonic()
+        (result,) = running.islands[0].wait(40)
+        assert time.monotonic() - began < 25
+    assert result.returncode == 3
+    (line,) = [line for line in result.stderr.splitlines() if "rank 0: " in line]
+    if phase == "in step":
+        assert "an island is gone while they go in step" in line
+        return
+    assert "1 of 2 islands came to a round within 2 s, and --islands-quorum is 2" in line
+    saved = int((tmp_path / "saved" / "island_0" / "latest_checkpointed_iteration.txt").read_text())
+    assert saved % 20 == 0
+
+
+def test_the_launcher_starts_islands_and_one_that_is_killed_comes_back(prefix: Path, tmp_path: Path) -> None:
+    """Both islands end at the same weights, though one was killed in between; the launcher's status is 0."""
+    spec = "outer=fixpoint,bits=4,every=20,warmup=0"
+    changes: dict[str, Any] = {"train_iters": 120, "save": tmp_path / "saved", "compress": [spec]}
+    flags = tiny_flags(prefix, **changes, islands_quorum=1, log_json_file=tmp_path / "log.jsonl")
+    words = ["tools/launch.py", "--islands", "2", "--nproc-per-node", "2", "--max-restarts", "1", SCRIPT, *flags]
+    output = tmp_path / "output"
+    with output.open("w") as out:
+        launcher = subprocess.Popen([sys.executable, *words], cwd=REPO, env=_environment(None), stdout=out, stderr=out)
+    try:
+        deadline = time.monotonic() + 90
+        while not (ranks := _ranks(launcher.pid)).keys() >= {0, 1} or not _done(tmp_path, 25):
+            assert time.monotonic() < deadline, output.read_text()
+            time.sleep(0.05)
+        os.kill(ranks[0], signal.SIGSTOP)  # so that the run does not end before the other one is back
+        os.kill(ranks[1], signal.SIGKILL)
+        while output.read_text().count("model:\n") < 3:
+            assert time.monotonic() < deadline, output.read_text()
+            time.sleep(0.05)
+        os.kill(ranks[0], signal.SIGCONT)
+        assert launcher.wait(90) == 0, output.read_text()
+    finally:
+        kill_tree(launcher.pid)
+    said = output.read_text()
+    assert "island 1 has joined" in said
+    assert "joined the other islands at iteration" in said
+    weights = [saved_tensors(tmp_path / "saved" / f"island_{island}", 120, "model.") for island in (0, 1)]
+    _close(weights[0], weights[1], 0.0)
+
+
+def _done(folder: Path, iteration: int) -> bool:
+    paths = [folder / f"log.island_{island}.jsonl" for island in (0, 1)]
+    return all(path.exists() and max((e["iteration"] for e in events(path)), default=0) >= iteration for path in paths)
+
+
+def _ranks(launcher: int) -> dict[int, int]:
+    """Process ids of the islands' ranks, by island."""
+    found = {}
+    for pid in descendants(launcher):
+        with suppress(OSError):
+            words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            variables = dict(word.split(b"=", 1) for word in words if b"=" in word)
+            if b"RANK" in variables and b"MEGATRON_ISLAND" in variables:
+                found[int(variables[b"MEGATRON_ISLAND"])] = pid
+    return found
+
+
+def _check_traffic(log: Path) -> None:
+    """Nothing crosses between rounds, and little in them."""
+    sent = {event["iteration"]: event["comm"].get("outer", {}).get("wire_bytes", 0) for event in events(log)}
+    exact = sent[1]
+    assert exact == sent[2] > 0
+    for iteration in range(3, 10):
+        rounds = iteration in (5, 8, 9)
+        assert (0 < sent[iteration] < exact / 8) if rounds else not sent[iteration], iteration
+
+
+def test_the_anchor_goes_to_another_layout(prefix: Path, tmp_path: Path) -> None:
+    """One island stops between two rounds as one process, and goes on as two stages of two replicas."""
+    spec = "outer=identity,every=3,outer-lr=0.5,outer-momentum=0.8,warmup=0"
+    flags: dict[str, Any] = {**FP64, "compress": [spec]}
+    train(1, tiny_flags(prefix, **flags, log_json_file=tmp_path / "whole.jsonl"))
+    parts = {**flags, "save": tmp_path / "saved", "log_json_file": tmp_path / "parts.jsonl"}
+    train(1, tiny_flags(prefix, **parts, exit_interval=4))
+    layout = {"pipeline_model_parallel_size": 2, "use_distributed_optimizer": True, "load": tmp_path / "saved"}
+    train(4, tiny_flags(prefix, **parts, **layout))
+    assert losses(tmp_path / "parts.jsonl") == pytest.approx(losses(tmp_path / "whole.jsonl"), rel=1e-10)
+
+
+RESIDUALS = "compressor.outer."
+
+
+def _mean_residuals(folders: list[Path], iteration: int) -> dict[str, torch.Tensor]:
+    """Means over islands of what their compressors have left."""
+    found = [saved_tensors(folder, iteration, RESIDUALS) for folder in folders]
+    return {
+        name: torch.stack([one[name] for one in found]).mean(dim=0) for name in found[0] if name.endswith("residual")
+    }
+
+
+@pytest.mark.parametrize("now", [1, 3])
+def test_another_number_of_islands_goes_on_from_the_end_of_a_round(prefix: Path, tmp_path: Path, now: int) -> None:
+    """The anchor and the mean of the residuals are as they were; between two rounds it is refused in one line."""
+    spec = "outer=fixpoint,bits=2,error-feedback=on,every=3,warmup=0"
+    flags: dict[str, Any] = {**FP64, "global_batch_size": 6, "compress": [spec], "save": tmp_path / "two"}
+    run_islands(2, 1, tiny_flags(prefix, **flags, exit_interval=4, save_interval=3))
+    before = _mean_residuals([tmp_path / "two" / f"island_{n}" for n in (0, 1)], 3)
+    assert max(float(x.abs().max()) for x in before.values()) > 1e-6
+
+    def go_on(step: int, **more: Any) -> list[list[CliResult]]:
+        changed = {**flags, "load": tmp_path / "two", "save": tmp_path / "then", "ckpt_step": step, **more}
+        if now == 1:  # a folder of one run; its only island has rounds, too
+            changed["load"] = tmp_path / "two" / "island_0"
+            return [[run_cli(1, [SCRIPT, *tiny_flags(prefix, **changed)])]]
+        with IslandProcesses(now, 1, tiny_flags(prefix, **changed)) as running:
+            return running.wait()
+
+    for (result,) in go_on(4):
+        assert result.returncode == 2
+        assert "were under way to a round at iteration 4" in result.stderr
+        assert len(result.stderr.strip().splitlines()) == 1
+    for (result,) in go_on(3, save_interval=4):
+        result.check()
+    folders = [tmp_path / "then" / f"island_{n}" for n in range(now)] if now > 1 else [tmp_path / "then"]
+    _close(_mean_residuals(folders, 4), before, 1e-14)
+    anchors = [saved_tensors(root, 4, "optimizer.outer_anchor") for root in (folders[0], tmp_path / "two" / "island_1")]
+    _close(anchors[0], anchors[1], 0.0)
+    weights = [saved_tensors(folder, 6, "model.") for folder in folders]
+    for other in weights[1:]:
+        _close(weights[0], other, 0.0)
+
+
+def test_two_islands_of_two_stages_are_two_islands_of_one_process(prefix: Path, tmp_path: Path) -> None:
+    """The embedding that both stages hold crosses once, and both get what the islands have made of it."""
+    spec = "outer=identity,every=2,outer-lr=0.5,outer-momentum=0.8,warmup=1"
+    found = {}
+    for stages in (1, 2):
+        log = tmp_path / f"{stages}.jsonl"
+        changes = {**FP64, "pipeline_model_parallel_size": stages, "compress": [spec], "log_json_file": log}
+        run_islands(2, stages, tiny_flags(prefix, **changes))
+        logs = [tmp_path / f"{stages}.island_{island}.jsonl" for island in (0, 1)]
+        found[stages] = [losses(path) for path in logs]
+        sent = [event["comm"]["outer"]["wire_bytes"] for event in events(logs[0]) if event["iteration"] == 3]
+        found[stages].append(sent)
+    assert found[1][0] != found[1][1]
+    for one, two in zip(found[1], found[2], strict=True):
+        assert two == pytest.approx(one, rel=1e-10)

@@ -1,0 +1,194 @@
+"""Islands of one process each, as threads of the test: they meet at a store, and exchange over gloo."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.compression.outer import RoundSchedule
+from megatron.compression.points import Point
+from megatron.data.batch import Batch
+from megatron.topology.islands import Islands
+from megatron.topology.meeting_place import MeetingPlace, serve
+from megatron.training.assembly import Engines
+from megatron.training.joining import Joining
+from megatron.training.rounds import Rounds
+from megatron.training.step import take_batches, train_step
+from tests.support.tiny import tiny_checkpoints, tiny_engines, tiny_tensors
+
+Changes = Mapping[str, Mapping[str, Any]]
+SMALL: dict[str, dict[str, Any]] = {
+    "model": {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2},
+    "precision": {"fp64": True},
+    "training": {"global_batch_size": 4, "train_iters": 12},
+}
+"""A model of which a step takes milliseconds."""
+
+
+def merged(*changes: Changes) -> dict[str, dict[str, Any]]:
+    """Changes of a configuration, the later ones over the earlier ones."""
+    found: dict[str, dict[str, Any]] = {}
+    for one in copy.deepcopy(changes):
+        for section, values in one.items():
+            found.setdefault(section, {}).update(values)
+    return found
+
+
+def batches_of(engines: Engines, first: int = 0) -> Iterator[Batch]:
+    """This island's micro-batches from iteration ``first`` on, in the order that the data loader keeps."""
+    config, dp = engines.config, engines.topology.dp
+    micro, islands = config.training.micro_batch_size, config.islands
+    at = first * config.training.global_batch_size
+    while True:
+        start = at + ((islands.island or 0) * dp.size + dp.rank) * micro
+        draws = list(range(start, start + micro))
+        yield Batch(
+            sample_ids_b=torch.tensor(draws), draw_ids_b=torch.tensor(draws), **tiny_tensors(config, draws, False)
+        )
+        at += micro * dp.size * islands.islands
+
+
+def step(engines: Engines, batches: Iterator[Batch], iteration: int) -> float:
+    """Takes one step; returns its loss."""
+    config, layout = engines.config, engines.topology.layout
+    count = config.training.global_batch_size // (config.training.micro_batch_size * layout.dp * config.islands.islands)
+    taken = take_batches(batches, count, engines.topology.device)
+    return train_step(engines, taken, iteration, config.optimizer.lr, config.optimizer.weight_decay).loss
+
+
+@dataclass
+class Island:
+    """What an island has come to.
+
+    ``told`` are the lines and numbers that its rounds reported.
+    """
+
+    engines: Engines
+    rounds: Rounds | None = None
+    losses: list[float] = field(default_factory=list)
+    told: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+
+    def tell(self, line: str, values: dict[str, Any]) -> None:
+        """Notes what its rounds report."""
+        self.told.append((line, values))
+
+    def say(self, line: str) -> None:
+        """Notes a line."""
+        self.told.append((line, {}))
+
+    @property
+    def params(self) -> dict[str, Tensor]:
+        """Its parameters, by logical name."""
+        slots = [slot for buffer in self.engines.buffers for bucket in buffer.buckets for slot in bucket.slots]
+        return {slot.logical_name: slot.param.detach().clone() for slot in slots}
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """The numbers of its rounds."""
+        return [values for _, values in self.told if values]
+
+
+AfterStep = Callable[[Island, int], None]
+
+
+def build_island(changes: Changes, islands: Islands | None, number: int = 0, count: int = 1) -> Island:
+    """An island with its rounds; without ``islands`` the only one, or one for a reference."""
+    own: Changes = {}
+    if count > 1:
+        own = {"islands": {"islands": count, "island": number, "islands_address": "127.0.0.1:1"}}
+    engines = tiny_engines(merged(SMALL, changes, own))
+    island = Island(engines)
+    if engines.outer is not None and (islands is not None or count == 1):
+        start, end = engines.plan.activation(Point.OUTER).warmup_iters, engines.config.training.train_iters
+        assert end is not None
+        schedule = RoundSchedule(engines.outer.options, start, end)
+        checkpoints = tiny_checkpoints(engines)
+        joining = None
+        if islands is not None:
+            joining = Joining(engines, engines.outer, islands, checkpoints.parts, island.say)
+        island.rounds = Rounds(engines.outer, schedule, islands, island.tell, joining)
+        island.rounds.progress = checkpoints.progress  # type: ignore[attr-defined]
+    return island
+
+
+def train_island(island: Island, iterations: int, first: int = 0, before_round: AfterStep | None = None) -> Island:
+    """Trains an island from iteration ``first`` on, with rounds where it has any."""
+    batches, rounds = batches_of(island.engines, first), island.rounds
+    done = first
+    while done < iterations:
+        if rounds is not None:
+            rounds.before_step(done)
+        island.losses.append(step(island.engines, batches, done))
+        done += 1
+        if rounds is None:
+            continue
+        progress = rounds.progress  # type: ignore[attr-defined]
+        progress.iteration = done
+        if before_round is not None:
+            before_round(island, done)
+        if not rounds.after_step(done, island.losses[-1]):
+            assert rounds.join()
+            done = progress.iteration
+            batches = batches_of(island.engines, done)
+    return island
+
+
+def meet(port: int, number: int, count: int, quorum: int | None = None, seconds: float = 10.0) -> Islands:
+    """An island's membership, before it has come to the start."""
+    place = MeetingPlace("127.0.0.1", port, 10.0)
+    return Islands(place, number, count, quorum or count, seconds, 20.0, None)
+
+
+def in_threads(calls: Sequence[Callable[[], Any]], timeout: float = 100.0) -> list[Any]:
+    """What calls return that run at the same time.
+
+    Raises:
+        Exception: what the first of them has raised.
+    """
+    found: list[Any] = [None] * len(calls)
+    errors: list[BaseException] = []
+
+    def run(index: int) -> None:
+        try:
+            found[index] = calls[index]()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout)
+        assert not thread.is_alive(), "an island hangs"
+    if errors:
+        raise errors[0]
+    return found
+
+
+def train_islands(
+    count: int,
+    changes: Changes,
+    iterations: int = 12,
+    before_round: AfterStep | None = None,
+    quorum: int | None = None,
+) -> list[Island]:
+    """Trains islands from the start to the end."""
+    store = serve("127.0.0.1", 0)
+
+    def run(number: int) -> Island:
+        islands = meet(store.port, number, count, quorum)
+        assert islands.begin(0, False, {})
+        island = build_island(changes, islands, number, count)
+        try:
+            return train_island(island, iterations, before_round=before_round)
+        finally:
+            islands.leave()
+
+    return in_threads([partial(run, number) for number in range(count)])

@@ -1,0 +1,92 @@
+"""Several islands, each a world of its own, that meet at a store which the test holds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from megatron.config.islands import ADDRESS_VARIABLE, ISLAND_VARIABLE
+from megatron.topology.meeting_place import serve
+from tests.support.cli import CliResult, RankProcesses, launch_ranks_cli
+
+SCRIPT = "pretrain_gpt.py"
+
+
+class IslandProcesses:
+    """K islands of some ranks each, which all run the same flags; use as a context manager, as ``RankProcesses``."""
+
+    def __init__(self, islands: int, world_size: int, flags: Sequence[str]) -> None:
+        self._store: dist.TCPStore = serve("127.0.0.1", 0)
+        self._world_size, self._flags = world_size, [*flags, "--islands", str(islands)]
+        self.islands: list[RankProcesses] = []
+        for number in range(islands):
+            self.islands.append(self._start(number))
+
+    def _start(self, number: int, env: Mapping[str, str] | None = None) -> RankProcesses:
+        own = {ISLAND_VARIABLE: str(number), ADDRESS_VARIABLE: f"127.0.0.1:{self._store.port}", **(env or {})}
+        return launch_ranks_cli(self._world_size, [SCRIPT, *self._flags], own)
+
+    def restart(self, number: int) -> None:
+        """Starts an island again, after it has ended."""
+        self.islands[number].close()
+        self.islands[number] = self._start(number)
+
+    def wait(self, timeout: float = 120.0) -> list[list[CliResult]]:
+        """The results of each island's ranks."""
+        return [island.wait(timeout) for island in self.islands]
+
+    def __enter__(self) -> IslandProcesses:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for island in self.islands:
+            island.close()
+
+
+def run_islands(islands: int, world_size: int, flags: Sequence[str], timeout: float = 120.0) -> list[list[CliResult]]:
+    """Runs islands to the end.
+
+    Raises:
+        AssertionError: when a rank failed.
+    """
+    with IslandProcesses(islands, world_size, flags) as running:
+        results = running.wait(timeout)
+    for island in results:
+        for result in island:
+            result.check()
+    return results
+
+
+def events(path: Path, kind: str = "train") -> list[dict[str, Any]]:
+    """The events of a kind in a file of --log-json-file."""
+    found = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+    return [event for event in found if event["kind"] == kind]
+
+
+def losses(path: Path) -> list[float]:
+    """Loss of each iteration."""
+    return [event["lm_loss"] for event in events(path)]
+
+
+def saved_tensors(root: Path, iteration: int, prefix: str = "") -> dict[str, Tensor]:
+    """The logical tensors of a checkpoint whose names begin with ``prefix``."""
+    folder = root / f"iter_{iteration:07d}"
+    metadata = dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+    found: dict[str, Any] = {
+        name: torch.empty(one.size, dtype=one.properties.dtype)
+        for name, one in metadata.items()
+        if isinstance(one, TensorStorageMetadata) and name.startswith(prefix)
+    }
+    dcp.load(found, storage_reader=dcp.FileSystemReader(str(folder)), no_dist=True)
+    return found

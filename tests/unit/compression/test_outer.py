@@ -1,0 +1,116 @@
+"""Options and schedule of the point ``outer``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.base.errors import UserError
+from megatron.compression.error_feedback import RESIDUAL, ErrorFeedback
+from megatron.compression.fixpoint import FixpointRounds, FixpointSumConfig
+from megatron.compression.lockstep import run_lockstep
+from megatron.compression.outer import PRESETS, OuterOptions, RoundSchedule
+from megatron.compression.plugins import build_registry
+from megatron.compression.registry import Registry
+from megatron.compression.schedule import RunLength
+from megatron.compression.spec import Spec, read_spec
+from megatron.compression.state import CompressorState
+
+BUILTIN = build_registry([])
+
+
+def _spec(text: str, iterations: int | None = 90, registry: Registry = BUILTIN) -> Spec:
+    return read_spec(text, registry, RunLength(iterations))
+
+
+def test_options_of_the_point_stand_beside_those_of_the_compressor() -> None:
+    spec = _spec("outer=fixpoint,bits=4,every=20,outer-lr=0.5,outer-momentum=0.8,warmup=0.1,group=32")
+    assert spec.outer == OuterOptions(every=20, outer_lr=0.5, outer_momentum=0.8)
+    assert (spec.options.bits, spec.options.group, spec.activation.warmup_iters) == (4, 32, 9)
+
+
+def test_islands_go_in_step_for_a_third_of_the_run_unless_told_otherwise() -> None:
+    assert _spec("outer=identity").activation.warmup_iters == 30
+    assert _spec("outer=identity,warmup=0").activation.warmup_iters == 0
+    assert _spec("dp-grad=fixpoint").activation.warmup_iters == 0
+    with pytest.raises(UserError, match="a third of the run, which needs --train-iters"):
+        _spec("outer=identity", None)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_stands_for_options_that_may_be_overridden(preset: str) -> None:
+    written = ",".join(f"{key}={value}" for key, value in PRESETS[preset].items())
+    feedback = ",error-feedback=on" if "decay" in PRESETS[preset] else ""
+    short, long = _spec(f"outer=fixpoint,outer-preset={preset}"), _spec(f"outer=fixpoint,{written}{feedback}")
+    assert (short.outer, short.feedback, short.preset) == (long.outer, long.feedback, preset)
+    assert _spec(f"outer=fixpoint,outer-lr=0.25,outer-preset={preset}").outer.outer_lr == 0.25
+    assert _spec(f"outer=identity,outer-preset={preset}").feedback == "off"
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("fixpoint,delay=10,every=10", "at most 9"),
+        ("fixpoint,delay=5,every=10,fragments=2", "after 5 steps"),
+        ("fixpoint,every=10,fragments=3", "write a multiple"),
+        ("fixpoint,every=2,fragments=3", "a step of its own"),
+        ("fixpoint,outer-optimizer=plain,outer-momentum=0.9", "outer-optimizer=plain has none"),
+        ("fixpoint,decay=0.5", "there is no residual"),
+        ("fixpoint,outer-momentum=1", "below 1"),
+        ("fixpoint,outer-preset=dilco", "the nearest is diloco"),
+        ("fixpoint,evry=3", "the nearest is every"),
+        ("edgc", "is tuned by gradients"),
+        ("stable-topk,density=0.1", "chooses by the optimizer's update"),
+        ("quantized-adam,warmup=2", "a part of the inner optimizer"),
+        ("delta", "cannot serve outer"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_line(words: str, reason: str) -> None:
+    with pytest.raises(UserError) as caught:
+        _spec(f"outer={words}")
+    assert reason in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_options_of_the_point_are_no_others() -> None:
+    with pytest.raises(UserError, match="no option 'every'"):
+        _spec("dp-grad=fixpoint,every=3")
+
+
+def test_no_compressor_has_an_option_of_the_points_name() -> None:
+    from megatron.base.option import field_options
+
+    own = {option.flag for option in field_options("outer", OuterOptions)}
+    for name in BUILTIN.names:
+        assert not own & {option.flag for option in field_options(name, BUILTIN[name].config)}, name
+
+
+def test_fragments_take_turns_and_the_last_iteration_brings_all_together() -> None:
+    schedule = RoundSchedule(OuterOptions(every=6, fragments=3, delay=1), start=4, end=15)
+    sent = {done: schedule.sent(done) for done in range(16) if schedule.sent(done)}
+    assert sent == {6: [0], 8: [1], 10: [2], 12: [0], 14: [1], 15: [0, 1, 2]}
+    assert [schedule.applied_at(done) for done in (6, 14, 15)] == [7, 15, 15]
+    assert not schedule.local(3)
+    assert schedule.local(4)
+
+
+def test_whole_rounds() -> None:
+    schedule = RoundSchedule(OuterOptions(every=5), start=0, end=12)
+    assert [done for done in range(13) if schedule.sent(done)] == [5, 10, 12]
+    assert schedule.rounds == 3
+
+
+def test_a_residual_that_decays_forgets_that_share_of_itself() -> None:
+    """What is sent and what is left make the difference and the decayed residual, at each round."""
+    torch.manual_seed(0)
+    compressor = ErrorFeedback(FixpointRounds(FixpointSumConfig(bits=2)), "local", 0.5)
+    states = [CompressorState() for _ in range(2)]
+    before = [torch.zeros(64) for _ in states]
+    for _ in range(3):
+        given = [torch.randn(64) for _ in states]
+        total = run_lockstep(compressor, [x.clone() for x in given], states)[0].total
+        left = [state.tensors[RESIDUAL] for state in states]
+        meant = sum(x + 0.5 * e for x, e in zip(given, before, strict=True))
+        torch.testing.assert_close(total.view(-1) + sum(e.view(-1) for e in left), meant, rtol=1e-5, atol=1e-5)
+        before = [e.view(-1).clone() for e in left]
+        assert any(bool(e.abs().max() > 0.01) for e in before)

@@ -1,0 +1,95 @@
+"""Flags of islands: what each needs, in one line."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.base.errors import UserError
+from megatron.config.flags import parse_args
+from megatron.config.islands import IslandsConfig, with_variables
+from megatron.training.islands import of_island
+
+BASE = [
+    "--num-layers",
+    "2",
+    "--hidden-size",
+    "16",
+    "--num-attention-heads",
+    "2",
+    "--seq-length",
+    "16",
+    "--max-position-embeddings",
+    "16",
+    "--micro-batch-size",
+    "1",
+    "--global-batch-size",
+    "8",
+    "--lr",
+    "0.001",
+    "--vocab-size",
+    "100",
+    "--train-iters",
+    "100",
+    "--data-path",
+    "unused",
+    "--distributed-backend",
+    "gloo",
+]
+MET = ["--islands", "2", "--island", "0", "--islands-address", "127.0.0.1:29600"]
+OUTER = ["--compress", "outer=identity,every=10,warmup=10"]
+
+
+def _resolve(words: list[str], world_size: int = 1) -> None:
+    parse_args([*BASE, *words]).resolve(world_size, cuda_available="nccl" in words)
+
+
+def test_islands_share_the_global_batch() -> None:
+    config = parse_args([*BASE, *MET, *OUTER]).resolve(2)
+    assert config.replicas(2) == 4
+    with pytest.raises(UserError, match="not a multiple of --micro-batch-size 1 x 6"):
+        parse_args([*BASE, "--islands", "3", *MET[2:], *OUTER]).resolve(2)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--islands", "2", *OUTER], "--island is missing"),
+        ([*MET[:4], *OUTER], "--islands-address is missing"),
+        ([*MET], "nothing says when they exchange"),
+        (["--islands", "2", "--island", "2", *MET[4:], *OUTER], "are 0 to 1"),
+        ([*MET[:5], "nowhere", *OUTER], "write HOST:PORT"),
+        ([*MET, *OUTER, "--islands-quorum", "3"], "is above --islands 2"),
+        (["--island", "1"], "there is one island"),
+        (["--islands-quorum", "1"], "there is one island"),
+        (["--compress", "outer=fixpoint,outer-preset=diloco,warmup=0"], "is for several islands"),
+        ([*MET, "--compress", "outer=identity,every=91,warmup=10"], "is above the 90 steps"),
+        ([*MET, *OUTER, "--DDP-impl", "torch"], "--DDP-impl torch reduces gradients itself"),
+        ([*MET, *OUTER, "--no-allreduce"], "leaves the sums out"),
+        ([*MET, *OUTER, "--distributed-backend", "nccl"], "over gloo only"),
+        ([*MET, *OUTER, "--compress", "dp-grad=quantized-adam,warmup=2"], "which islands that go in step do not"),
+        ([*MET, "--compress", "outer=fixpoint,levels=8/4,every=10,warmup=10"], "need nodes"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_line(words: list[str], reason: str) -> None:
+    with pytest.raises(UserError) as caught:
+        _resolve(words, 2)
+    assert reason in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_launchers_variables_fill_what_is_not_given() -> None:
+    found = with_variables(IslandsConfig(islands=2), {"MEGATRON_ISLAND": "1", "MEGATRON_ISLANDS_ADDRESS": "a:1"})
+    assert (found.island, found.islands_address) == (1, "a:1")
+    given = IslandsConfig(islands=2, island=0, islands_address="b:2")
+    assert with_variables(given, {"MEGATRON_ISLAND": "1", "MEGATRON_ISLANDS_ADDRESS": "a:1"}) == given
+    with pytest.raises(UserError, match="MEGATRON_ISLAND"):
+        with_variables(IslandsConfig(islands=2), {"MEGATRON_ISLAND": "one"})
+
+
+def test_each_island_saves_and_logs_apart() -> None:
+    words = [*BASE, *MET[:3], "1", *MET[4:], "--save", "s", "--load", "l", "--log-json-file", "a/b.jsonl"]
+    config = of_island(parse_args([*words, *OUTER]).config)
+    assert (config.checkpoint.save, config.checkpoint.load) == ("s/island_1", "l/island_1")
+    assert config.logging.log_json_file == "a/b.island_1.jsonl"
+    alone = parse_args([*BASE, "--save", "s"]).config
+    assert of_island(alone) == alone

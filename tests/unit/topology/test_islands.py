@@ -1,0 +1,152 @@
+"""Membership of islands: what is decided, and that everyone decides alike."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from megatron.base.errors import UserError
+from megatron.topology import islands as membership
+from megatron.topology.decision import ABSURD, Arrival, Decision, judge
+from megatron.topology.islands import Islands, QuorumError
+from megatron.topology.meeting_place import MeetingPlace, serve
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    store = serve("127.0.0.1", 0)
+    yield store.port
+    del store
+
+
+def _island(port: int, number: int, count: int, quorum: int, seconds: float = 1.0) -> Islands:
+    place = MeetingPlace("127.0.0.1", port, 10.0)
+    return Islands(place, number, count, quorum, seconds, 5.0, None)
+
+
+def _together(*calls: Callable[[], Any]) -> list[Any]:
+    """What calls return, or raise, that run at the same time."""
+    found: list[Any] = [None] * len(calls)
+
+    def run(index: int) -> None:
+        try:
+            found[index] = calls[index]()
+        except Exception as error:
+            found[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return found
+
+
+def test_differences_that_are_not_finite_or_absurd_are_left_out() -> None:
+    came = {0: Arrival(1.0, 2.0), 1: Arrival(math.nan, 3.0), 2: Arrival(2.0, 4.0), 3: Arrival(ABSURD * 3, 5.0)}
+    found = judge(came)
+    assert found.members == (0, 2)
+    assert set(found.left_out) == {1, 3}
+    assert found.mean_loss == 3.0
+    assert str(Decision.decode(found.encode())) == str(found)
+    with pytest.raises(ValueError, match="no island has a finite difference"):
+        judge({0: Arrival(math.inf, 1.0)})
+    assert judge({0: Arrival(0.0, 1.0), 1: Arrival(5.0, 1.0), 2: Arrival(0.0, 1.0)}).members == (0, 1, 2)
+    assert judge({0: Arrival(1e-9, 1.0), 1: Arrival(5.0, 1.0)}).members == (0, 1)  # of two nobody knows which is odd
+
+
+def test_a_round_of_all_and_one_without_an_island_that_is_gone(port: int) -> None:
+    one, two, three = (_island(port, number, 3, 2) for number in range(3))
+    assert _together(*(lambda i=i: i.begin(5, False, {"--lr": "1"}) for i in (one, two, three))) == [True] * 3
+    found = _together(*(lambda i=i: i.arrive("5/0", Arrival(1.0, float(i.island))) for i in (one, two, three)))
+    assert [d.members for d in found] == [(0, 1, 2)] * 3
+    votes = _together(*(lambda i=i: i.settle("5/0", (0, 1, 2), failed=i is two) for i in (one, two, three)))
+    assert votes == [False] * 3
+    three.leave()
+    began = time.monotonic()
+    found = _together(*(lambda i=i: i.arrive("5/1", Arrival(1.0, 0.0)) for i in (one, two)))
+    assert 0.9 < time.monotonic() - began < 5
+    assert [d.members for d in found] == [(0, 1)] * 2
+    assert _together(*(lambda i=i: i.settle("5/1", (0, 1), False) for i in (one, two))) == [True, True]
+    # The next round waits for the last one's members alone.
+    began = time.monotonic()
+    _together(*(lambda i=i: i.arrive("6/0", Arrival(1.0, 0.0)) for i in (one, two)))
+    assert time.monotonic() - began < 0.9
+    # The island that comes too late learns that it has no part in it.
+    assert three.arrive("6/0", Arrival(1.0, 0.0)).members == (0, 1)
+
+
+def test_fewer_than_the_quorum_end_with_a_reason(port: int) -> None:
+    one, two = (_island(port, number, 2, 2) for number in range(2))
+    _together(*(lambda i=i: i.begin(0, False, {}) for i in (one, two)))
+    two.leave()
+    with pytest.raises(QuorumError, match="1 of 2 islands came to a round within 1 s, and --islands-quorum is 2"):
+        one.arrive("1/0", Arrival(1.0, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("positions", "in_step", "quorum", "reason"),
+    [
+        ((3, 5), True, 1, "different iterations: island 0 at 3, island 1 at 5"),
+        ((3, 5), False, 2, "different iterations"),
+        ((3, 3), False, 2, "do not agree: --lr is 0 and 1"),
+    ],
+)
+def test_islands_that_cannot_go_together_all_say_so(
+    port: int, positions: tuple[int, int], in_step: bool, quorum: int, reason: str
+) -> None:
+    pair = [_island(port, number, 2, quorum) for number in range(2)]
+    other = positions[0] == positions[1]
+    starts = [lambda i=i: i.begin(positions[i.island], in_step, {"--lr": str(i.island * other)}) for i in pair]
+    for error in _together(*starts):
+        assert isinstance(error, UserError)
+        assert reason in str(error)
+
+
+def test_an_island_that_is_behind_joins(port: int) -> None:
+    one, two = (_island(port, number, 2, 1) for number in range(2))
+    assert _together(lambda: one.begin(5, False, {}), lambda: two.begin(3, False, {})) == [True, False]
+    two.expected = ()  # as one that was started again
+
+    def go_on() -> list[tuple[int, int]]:
+        time.sleep(0.3)  # the other one asks first
+        decision = one.arrive("6/0", Arrival(1.0, 1.0))
+        assert decision.members == (0,)
+        assert one.settle("6/0", decision.members, False)
+        return one.let_in()
+
+    let_in, answer = _together(go_on, two.ask_to_join)
+    assert let_in == [(1, 1)]
+    assert answer[0] == 1
+    assert (answer[1].source, answer[1].round) == (0, "6/0")
+    # From the next round on they are two, whichever comes first.
+    for key, first in (("7/0", two), ("8/0", one)):
+
+        def come(island: Islands, key: str = key, first: Islands = first) -> Decision:
+            time.sleep(0.0 if island is first else 0.4)
+            return island.arrive(key, Arrival(1.0, 1.0))
+
+        found = _together(*(lambda i=i, come=come: come(i) for i in (one, two)))
+        assert [d.members for d in found] == [(0, 1)] * 2
+        assert _together(*(lambda i=i, key=key: i.settle(key, (0, 1), False) for i in (one, two))) == [True, True]
+
+
+def test_a_generation_that_nobody_is_left_of_ends(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "SILENT_SECONDS", 3.0)
+    first = [_island(port, number, 2, 2) for number in range(2)]
+    assert _together(*(lambda i=i: i.begin(0, True, {}) for i in first)) == [True, True]
+    first[0].place.put("local", True)  # they go in step no more, so that another one may join
+    again = _island(port, 1, 2, 2)
+    assert again.begin(0, True, {}) is False  # the other one is alive
+    for island in first:
+        island.leave()
+    second = [_island(port, number, 2, 2) for number in range(2)]
+    assert _together(*(lambda i=i: i.begin(4, True, {}) for i in second)) == [True, True]
+    assert [island.place.generation for island in second] == [2, 2]
+    for island in second:
+        island.leave()
