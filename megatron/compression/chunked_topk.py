@@ -17,7 +17,6 @@ from torch import Tensor
 from megatron.base.errors import UserError
 from megatron.compression.api import Aggregate, Op, Peers, Request, RoundCompressor, SumTraits
 from megatron.compression.approximation import Approximation
-from megatron.compression.error_feedback import RESIDUAL
 from megatron.compression.message import ScaledCodes
 from megatron.compression.options import opt
 from megatron.compression.points import Point
@@ -44,7 +43,6 @@ class ChunkedTopKConfig:
     merge: Literal["ranks", "senders"] = opt(
         "ranks", "a place's sum, or as many times the mean over the ranks that sent it as there are ranks"
     )
-    decay: float = opt(1.0, "factor of the residual at every step", above=0, maximum=1, of_residual=True)
 
     def __post_init__(self) -> None:
         if self.k > self.chunk:
@@ -251,7 +249,7 @@ class ChunkedTopK(RoundCompressor):
 
     ``merge=ranks`` adds up what they sent, so that nothing is lost or made up. ``merge=senders`` takes the mean over
     those that sent a place in place of the mean over all: a larger step where few agree. A residual keeps what its rank
-    did not send in either case, so this one's sums are not conserved, and no more are they with a ``decay``.
+    did not send in either case, so this one's sums are not conserved.
     """
 
     config: ChunkedTopKConfig
@@ -265,10 +263,6 @@ class ChunkedTopK(RoundCompressor):
         return len(shape) > 1 and _Chunks(self.config, 1, count).message.nbytes < 4 * count
 
     def rounds(self, x: Tensor, state: CompressorState, peers: Peers) -> Generator[Request, Tensor, Aggregate]:
-        residual = state.get(RESIDUAL)
-        if self.config.decay < 1 and residual is not None:
-            # x holds the residual already; what fades counts as sent.
-            x.sub_(residual, alpha=1.0 - self.config.decay)
         layout = _Chunks(self.config, x.shape[0], x[0].numel() if x.shape[0] else 0)
         places_kc = layout.choose(x.view(layout.k, layout.n))
         values = gather_packed(x.view(-1), layout.flattened(places_kc))

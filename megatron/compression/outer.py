@@ -25,10 +25,13 @@ PRESETS: Mapping[str, Mapping[str, str]] = {
     "diloco": {"every": "30", "outer-lr": "0.7", "outer-momentum": "0.9"},
     "streaming": {"every": "30", "outer-lr": "0.4", "outer-momentum": "0.9", "fragments": "3", "delay": "1"}
     | {"mixing": "0.5"},
-    "sparseloco": {"every": "15", "outer-lr": "1", "outer-optimizer": "plain", "decay": "0.95"},
-    "muloco": {"every": "30", "outer-lr": "0.8", "outer-momentum": "0.9", "decay": "0.9"},
+    "sparseloco": {"every": "15", "outer-lr": "1", "outer-optimizer": "plain"}
+    | {"error-feedback": "on", "feedback-decay": "0.95"},
+    "muloco": {"every": "30", "outer-lr": "0.8", "outer-momentum": "0.9"}
+    | {"error-feedback": "on", "feedback-decay": "0.9"},
 }
-"""Settings of published members of the family, without their compressors and inner optimizers."""
+"""Settings of published members of the family, without their compressors and inner optimizers; options of every
+compressor among them."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,6 @@ class OuterOptions:
     fragments: int = opt(1, "parts of the model that take turns within a round", minimum=1, maximum=MOST_FRAGMENTS)
     delay: int = opt(0, "steps that a transfer has, while training goes on", minimum=0, maximum=_LONGEST)
     mixing: float = opt(0.0, "share of an island's own values in what it goes on with", minimum=0, below=1)
-    decay: float = opt(1.0, "factor of the residual at each round (error feedback)", above=0, maximum=1)
     offload: bool = opt(False, "keep anchor and momentum in the memory of the CPU")
 
     def __post_init__(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any, cast, get_args
 
 from megatron.base.errors import UserError
 from megatron.base.fields import options_from_words
+from megatron.base.numerals import read_number
 from megatron.base.option import field_options
 from megatron.base.words import nearest
 from megatron.compression.api import Codec, Compressor, Controller, RoundCompressor
@@ -36,6 +37,7 @@ COMMON = {
     "warmup": "iterations, a fraction of the run (0.1), or epochs (1epochs), that go uncompressed",
     "error-feedback": "off; local or aggregate for all-reduces; lazy, lazy-reset within each iteration, or lazy-mean "
     "over the tokens, for messages ('on' is the compressor's default)",
+    "feedback-decay": "factor of the residual at each step, or round of islands: 1 keeps all of it (all-reduces)",
     "fused": "on or off: one all-reduce over the replicas of all stages that hold the embedding (embedding)",
     "eval": "on or off: compress in evaluation (pp-forward, tp-forward, ep-dispatch-forward, ep-combine-forward)",
 }
@@ -60,6 +62,7 @@ class Spec:
         schedules: options that change over the run, by field; ``options`` holds their first values.
         of_point: an instance of the point's own options; None for a point that has none.
         preset: name of the settings that stood for some of these; empty without.
+        decay: factor of the residual of a reduction, each time that it is added.
     """
 
     point: Point
@@ -72,6 +75,7 @@ class Spec:
     schedules: Mapping[str, Schedule] = field(default_factory=dict)
     of_point: Any = None
     preset: str = ""
+    decay: float = 1.0
 
     @property
     def outer(self) -> OuterOptions:
@@ -128,8 +132,7 @@ class Spec:
         inner = self.registration.rounds(self.options if options is None else options)
         if self.feedback == "off":
             return inner
-        decay = self.outer.decay if self.point is Point.OUTER else 1.0
-        return ErrorFeedback(inner, cast(SumResidual, self.feedback), decay)
+        return ErrorFeedback(inner, cast(SumResidual, self.feedback), self.decay)
 
     def codec(self, options: Any = None) -> Codec:
         """A new codec of messages, of these options (default: the first ones)."""
@@ -203,10 +206,9 @@ def read_spec(text: str, registry: Registry, length: RunLength) -> Spec:
         use = [f"; use {other}" for other in registration.instead if _takes(point, other, registry, length)][:1]
         raise UserError(f"{error}{''.join(use)}; {point.value} takes {', '.join(fitting)}") from None
     common = {key: given.pop(key).lower() for key in COMMON if key in given}
-    decays = point in OF_POINT and "decay" in given
     preset, of_point = _of_point(point, given)
-    if "decay" in PRESETS.get(preset, {}) and not registration.no_feedback:
-        common.setdefault("error-feedback", "on")
+    if not registration.no_feedback:
+        common = {key: value for key, value in PRESETS.get(preset, {}).items() if key in COMMON} | common
     own = [option.flag for option in field_options(name, registration.config)] + list(COMMON)
     own += [PRESET, *_flags_of(point)] if point in OF_POINT else []
     for key in given:
@@ -217,25 +219,20 @@ def read_spec(text: str, registry: Registry, length: RunLength) -> Spec:
     for field_name, schedule in schedules.items():
         for number in schedule.values:
             replace(options, **{field_name: type(getattr(options, field_name))(number)})
+    feedback = _feedback(point, registration, name, common.get("error-feedback"))
     spec = Spec(
         point,
         name,
         registration,
         options,
         _activation(point, common, length),
-        _feedback(point, registration, name, common.get("error-feedback")),
+        feedback,
         alias or _fused(point, common.get("fused", "off")),
         schedules,
         of_point,
         preset,
+        _decay(point, feedback, common.get("feedback-decay", "1")),
     )
-    for option in field_options(name, registration.config):
-        if option.flag in given and option.option.of_residual and spec.feedback == "off":
-            raise UserError(
-                f"{option.flag}={given[option.flag]}: there is no residual with error-feedback=off; leave one out"
-            )
-    if decays and spec.feedback == "off":
-        raise UserError("decay: there is no residual; add error-feedback=on, or leave it out")
     if spec.activation.evaluation and spec.remembered_samples:
         raise UserError(f"eval=on: {name} remembers training samples, and evaluation has others; leave it out")
     problem = spec.compressor().problem(spec.activation)
@@ -271,7 +268,7 @@ def _of_point(point: Point, given: dict[str, str]) -> tuple[str, Any]:
     if preset and preset not in PRESETS:
         raise UserError(f"{PRESET}={preset}: the choices are {', '.join(PRESETS)}{nearest(preset, list(PRESETS))}")
     written = {key: given.pop(key) for key in _flags_of(point) if key in given}
-    words = {**PRESETS.get(preset, {}), **written}
+    words = {key: value for key, value in PRESETS.get(preset, {}).items() if key not in COMMON} | written
     return preset, options_from_words(OF_POINT[point], words, point.value)
 
 
@@ -360,6 +357,21 @@ def _feedback(point: Point, registration: Registration, name: str, given: str | 
     if given != "off" and registration.no_feedback:
         raise UserError(f"error-feedback={given}: {name} {registration.no_feedback}; leave it out")
     return given
+
+
+def _decay(point: Point, feedback: str, text: str) -> float:
+    try:
+        decay = read_number(text)
+    except ValueError:
+        decay = 0.0
+    given = f"feedback-decay={text}"
+    if not 0.0 < decay <= 1.0:
+        raise UserError(f"{given}: write a number above 0, and at most 1")
+    if decay < 1.0 and not point.is_reduction:
+        raise UserError(f"{given}: {point.value} sends messages, whose residual is kept whole; leave it out")
+    if decay < 1.0 and feedback == "off":
+        raise UserError(f"{given}: there is no residual; add error-feedback=on, or leave it out")
+    return decay
 
 
 def _takes(point: Point, spec: str, registry: Registry, length: RunLength) -> bool:

@@ -34,7 +34,7 @@ FACTORS: dict[str, list[str]] = {
         "stable-topk,density=0.2,interval=3",
         "stable-topk,density=0.1,interval=4,range=2,flush=rotate,warmup=1",
         "topk,density=1~0.2@3",
-        "chunked-topk,chunk=64,k=8,decay=0.95",
+        "chunked-topk,chunk=64,k=8,feedback-decay=0.95",
         "fixpoint,bits=8@0/3@3,error-feedback=on",
         "quantized-adam,bits=8,warmup=4",
     ],

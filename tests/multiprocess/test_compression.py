@@ -159,7 +159,7 @@ LOSSY: dict[str, tuple[int, Changes]] = {
     "chunked top-k over senders, fading": (
         4,
         _run(
-            "dp-grad=chunked-topk,chunk=64,k=8,bits=4,merge=senders,decay=0.95",
+            "dp-grad=chunked-topk,chunk=64,k=8,bits=4,merge=senders,feedback-decay=0.95",
             "embedding=chunked-topk,chunk=256",
             pp=2,
         ),

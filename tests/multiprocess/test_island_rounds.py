@@ -114,7 +114,7 @@ def test_one_island_is_torchs_nesterov_on_the_same_differences() -> None:
         "fixpoint,bits=2,error-feedback=on",
         "topk,density=0.05",
         "powersgd,rank=2",
-        "fixpoint,bits=2,decay=0.5,error-feedback=on",
+        "fixpoint,bits=2,feedback-decay=0.5,error-feedback=on",
     ],
 )
 def test_what_is_sent_and_what_is_left_is_what_was_meant(codec: str) -> None:

@@ -214,7 +214,7 @@ SAME: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "chunked top-k whose residual fades": (
         4,
-        {"tensor_model_parallel_size": 2, "compress": ["dp-grad=chunked-topk,chunk=64,k=8,decay=0.95"]},
+        {"tensor_model_parallel_size": 2, "compress": ["dp-grad=chunked-topk,chunk=64,k=8,feedback-decay=0.95"]},
     ),
     "compressed buckets with fp16 and skipped steps": (
         2,

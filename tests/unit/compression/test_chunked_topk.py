@@ -67,11 +67,11 @@ def _rounded(values: np.ndarray, bits: int) -> np.ndarray:
 
 CASES: list[dict[str, Any]] = [
     {"chunk": 8, "k": 3},
-    {"chunk": 8, "k": 3, "bits": 1, "decay": 0.9},
+    {"chunk": 8, "k": 3, "bits": 1},
     {"chunk": 6, "k": 2, "bits": 4, "merge": "senders"},
-    {"chunk": 21, "k": 1, "bits": 32, "merge": "senders", "decay": 0.5},
+    {"chunk": 21, "k": 1, "bits": 32, "merge": "senders"},
     {"chunk": 300, "k": 40, "bits": 16},
-    {"chunk": 7, "k": 7, "bits": 8, "decay": 0.95},
+    {"chunk": 7, "k": 7, "bits": 8},
 ]
 
 
@@ -79,7 +79,8 @@ CASES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("shape", [(2, 7, 6), (1, 3, 7), (3, 4, 16)], ids=str)
 def test_sums_and_residuals_against_a_plain_loop(case: dict[str, Any], shape: tuple[int, ...]) -> None:
     config = ChunkedTopKConfig(**case)
-    compressor = ErrorFeedback(ChunkedTopK(config))
+    decay = 1.0 if config.k < 3 else 0.9
+    compressor = ErrorFeedback(ChunkedTopK(config), decay=decay)
     states = [CompressorState() for _ in range(RANKS)]
     k, n = shape[0], shape[1] * shape[2]
     residuals = np.zeros((RANKS, k, n))
@@ -87,7 +88,7 @@ def test_sums_and_residuals_against_a_plain_loop(case: dict[str, Any], shape: tu
         xs = [_noise(100 * step + rank, *shape) for rank in range(RANKS)]
         for rank, x in enumerate(xs):  # numbers that are zero, some, most or all of a chunk
             x.view(k, -1)[:, rank : 3 * rank + n // 3] = 0
-        meant = np.stack([x.view(k, n).numpy().copy() for x in xs]) + config.decay * residuals
+        meant = np.stack([x.view(k, n).numpy().copy() for x in xs]) + decay * residuals
         total = run_lockstep(compressor, xs, states)[0].total.view(k, n).numpy()
         sent, senders = np.zeros((RANKS, k, n)), np.zeros((k, n))
         for rank in range(RANKS):
@@ -169,7 +170,7 @@ def test_zeros_stay_zero(case: dict[str, Any]) -> None:
         assert set(state.tensors[RESIDUAL].view(-1).nonzero().view(-1).tolist()) <= given.keys()
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if {"merge", "decay"}.isdisjoint(case)], ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES if "merge" not in case], ids=str)
 def test_contracts_with_full_and_short_chunks(case: dict[str, Any]) -> None:
     check_compressor(BUILTIN["chunked-topk"], ChunkedTopKConfig(**case))
     make = partial(ChunkedTopK, ChunkedTopKConfig(**case))
@@ -180,11 +181,11 @@ def test_contracts_with_full_and_short_chunks(case: dict[str, Any]) -> None:
         check_other_replicas(make, shape)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if {"merge", "decay"} & case.keys()], ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES if "merge" in case], ids=str)
 def test_a_skipped_step_leaves_no_trace_where_residuals_fade(case: dict[str, Any]) -> None:
     config = ChunkedTopKConfig(**case)
     for shape in ((2, 8, 6), (1, 5, 5)):
-        check_state_of_sums(lambda: ErrorFeedback(ChunkedTopK(config)), shape, torch.float32)
+        check_state_of_sums(lambda: ErrorFeedback(ChunkedTopK(config), decay=0.9), shape, torch.float32)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
@@ -237,7 +238,8 @@ def test_small_and_flat_parameters_are_left_alone() -> None:
         ("chunked-topk,k=64~5000@9", "k=5000: a chunk has 4096 numbers"),
         ("chunked-topk,bits=3", "bits=3: the choices are 1, 2, 4, 8, 16"),
         ("chunked-topk,chunk=100000", "chunk is 100_000; it must be at least 2 and at most 65_536"),
-        ("chunked-topk,decay=0.95,error-feedback=off", "decay=0.95: there is no residual with error-feedback=off"),
+        ("chunked-topk,feedback-decay=0.95,error-feedback=off", "feedback-decay=0.95: there is no residual; add"),
+        ("fixpoint,feedback-decay=1.5,error-feedback=on", "feedback-decay=1.5: write a number above 0, and at most 1"),
     ],
 )
 def test_options_that_cannot_be_are_refused(spec: str, words: str) -> None:

@@ -40,9 +40,10 @@ def test_islands_go_in_step_for_a_third_of_the_run_unless_told_otherwise() -> No
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_stands_for_options_that_may_be_overridden(preset: str) -> None:
     written = ",".join(f"{key}={value}" for key, value in PRESETS[preset].items())
-    feedback = ",error-feedback=on" if "decay" in PRESETS[preset] else ""
-    short, long = _spec(f"outer=fixpoint,outer-preset={preset}"), _spec(f"outer=fixpoint,{written}{feedback}")
-    assert (short.outer, short.feedback, short.preset) == (long.outer, long.feedback, preset)
+    short, long = _spec(f"outer=fixpoint,outer-preset={preset}"), _spec(f"outer=fixpoint,{written}")
+    assert (short.outer, short.feedback, short.decay) == (long.outer, long.feedback, long.decay)
+    assert short.preset == preset
+    assert (short.decay < 1) == ("feedback-decay" in PRESETS[preset])
     assert _spec(f"outer=fixpoint,outer-lr=0.25,outer-preset={preset}").outer.outer_lr == 0.25
     assert _spec(f"outer=identity,outer-preset={preset}").feedback == "off"
 
@@ -55,7 +56,7 @@ def test_a_preset_stands_for_options_that_may_be_overridden(preset: str) -> None
         ("fixpoint,every=10,fragments=3", "write a multiple"),
         ("fixpoint,every=2,fragments=3", "a step of its own"),
         ("fixpoint,outer-optimizer=plain,outer-momentum=0.9", "outer-optimizer=plain has none"),
-        ("fixpoint,decay=0.5", "there is no residual"),
+        ("fixpoint,feedback-decay=0.5", "there is no residual"),
         ("fixpoint,outer-momentum=1", "below 1"),
         ("fixpoint,outer-preset=dilco", "the nearest is diloco"),
         ("fixpoint,evry=3", "the nearest is every"),
