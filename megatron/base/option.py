@@ -32,6 +32,7 @@ class Option:
     minimum, maximum: inclusive bounds; above, below: exclusive ones.
     scheduled: a compressor's number that may change over the run.
     whole_ramp: a ramp of it goes through whole numbers only.
+    of_residual: a compressor's option that means nothing without error feedback.
     when_unset: for a derived field, what takes its place.
     no_effect: why giving the flag changes nothing here; reported once when it is given.
     contents: "file" for paths of files and "blend" for weights and prefixes of datasets, whose contents must be the
@@ -56,6 +57,7 @@ class Option:
     required: bool = False
     scheduled: bool = False
     whole_ramp: bool = False
+    of_residual: bool = False
     when_unset: str = ""
     no_effect: str = ""
     contents: str = ""

@@ -37,7 +37,9 @@ from megatron.topology.agree import first_problem, gather_texts, raise_together,
 from megatron.topology.errors import ranks_text
 
 SHOWN_DIFFERENCES = 4
-_FLAGS = {"binary_head.": "--bert-no-binary-head", "tokentype_embeddings.": "--num-tokentypes"}
+_FLAGS = {"binary_head.": "--bert-no-binary-head", "tokentype_embeddings.": "--num-tokentypes"} | {
+    f"self_attention.{part}_layernorm.": "--qk-layernorm" for part in "qk"
+}
 """Flags that give a model tensors of its own, by a part of their names."""
 
 
@@ -299,13 +301,19 @@ def _check_model(
         if callable(allow_unexpected):
             extra = [name for name in extra if not allow_unexpected(name)]
         differences += [f"{name} is in it, but not in this model" for name in extra]
-    if differences:
-        shown = ", ".join(differences[:SHOWN_DIFFERENCES])
-        rest = len(differences) - SHOWN_DIFFERENCES
+    if not differences:
+        return
+    shown, rest = ", ".join(differences[:SHOWN_DIFFERENCES]), len(differences) - SHOWN_DIFFERENCES
+    shown += f" and {rest} more" if rest > 0 else ""
+    if all(text.startswith("optimizer.") for text in differences):
         raise UserError(
-            f"{folder} is a checkpoint of another model: {shown}{f' and {rest} more' if rest > 0 else ''}; "
-            f"compare {_flags_of(differences)} with its {CONFIG}, or pass --use-checkpoint-args"
+            f"{folder} has the state of another optimizer: {shown}; give --optimizer and its flags as its {CONFIG} has "
+            "them, or --no-load-optim to begin with new moments"
         )
+    raise UserError(
+        f"{folder} is a checkpoint of another model: {shown}; compare {_flags_of(differences)} with its {CONFIG}, or "
+        "pass --use-checkpoint-args"
+    )
 
 
 def _flags_of(differences: Sequence[str]) -> str:
@@ -314,7 +322,7 @@ def _flags_of(differences: Sequence[str]) -> str:
     if sum(map(len, parts.values())) < len(differences):
         experts = ", --num-experts" if any(".mlp.experts." in text for text in differences) else ""
         return f"--num-layers, --hidden-size, --ffn-hidden-size, --num-attention-heads{experts} and the vocabulary"
-    return " and ".join(_FLAGS[part] for part, found in parts.items() if found)
+    return " and ".join(dict.fromkeys(_FLAGS[part] for part, found in parts.items() if found))
 
 
 def _share(items: Sequence[StoredItem], rank: int, size: int) -> list[StoredItem]:

@@ -64,7 +64,7 @@ def optimizer_tensors(optimizer: Optimizer) -> dict[str, LogicalShard]:
     """This rank's slices of the optimizer's state, by logical name."""
     tensors = {}
     for shard in optimizer.shards:
-        for kind in state_names(optimizer.config):
+        for kind in state_names(optimizer.config, shard):
             state = optimizer.inner.state[shard.main][kind]
             tensors[f"{OPTIMIZER}{kind}.{shard.slot.logical_name}"] = _shard(shard, state)
     return tensors | (main_tensors(optimizer) if optimizer.separate_main else {})

@@ -104,7 +104,7 @@ class StatefulParts:
 
 def under_todays_names(common: Mapping[str, Any]) -> dict[str, Any]:
     """Renames values of a checkpoint that an earlier version has saved to this version's names."""
-    values = {"variance_frozen_at": 0, "controllers": {}, "outer": {}, **common}
+    values = {"variance_frozen_at": 0, "controllers": {}, "expert_loads": {}, "outer": {}, **common}
     if "rank_controller" in values:
         values["controllers"] = {"dp-grad": {"compressor": "edgc", "state": values.pop("rank_controller")}}
     return values

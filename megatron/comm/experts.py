@@ -35,7 +35,7 @@ class Leg:
     received: tuple[int, ...]
 
 
-class _Coding:
+class RowCoding:
     """The codecs of the four points, which keep no state: recomputation runs the forward ones again."""
 
     def __init__(self, plan: CompressionPlan) -> None:
@@ -72,11 +72,11 @@ class RowExchange:
         inside: whether the ranks are on one node, and this is known.
     """
 
-    def __init__(self, group: Group, ledger: Ledger, coding: _Coding | None, inside: bool = False) -> None:
+    def __init__(self, group: Group, ledger: Ledger, coding: RowCoding | None, inside: bool = False) -> None:
         self.group = group
         self.ledger = ledger
         self.inside = inside
-        self._coding = coding
+        self.coding = coding
 
     @property
     def size(self) -> int:
@@ -137,11 +137,11 @@ class RowExchange:
         return sent_bytes if self.inside else 0
 
     def _codec(self, rows: Tensor, point: Point) -> Codec:
-        codec = _EXACT_CODEC if self._coding is None else self._coding.codec(point)
+        codec = _EXACT_CODEC if self.coding is None else self.coding.codec(point)
         return codec if codec.should_compress(rows.shape, rows.dtype) else _EXACT_CODEC
 
     def _state(self) -> CompressorState:
-        return CompressorState() if self._coding is None else self._coding.state()
+        return CompressorState() if self.coding is None else self.coding.state()
 
     def _encode(self, rows: Tensor, point: Point) -> Tensor:
         if not rows.numel():
@@ -190,7 +190,7 @@ class ExpertComm:
     ) -> None:
         self.group = group
         self.folded = folded
-        self._coding = _Coding(plan)
+        self._coding = RowCoding(plan)
         split = group.split if two_stage != "off" else None
         self.nodes: RowExchange | None = None
         self.ranks = RowExchange(group, ledger, self._coding)
@@ -209,6 +209,16 @@ class ExpertComm:
     def begin(self, iteration: int) -> None:
         """Begins a step; -1 stands for an evaluation."""
         self._coding.begin(iteration)
+
+    def count(self, chosen: Tensor, experts: int, most: int | None = None) -> Tensor:
+        """Rows of each expert, int64, from the expert of each row; other numbers are of rows that none takes.
+
+        Args:
+            chosen: int64 experts of any shape.
+            experts: number of them.
+            most: rows that each takes at most, None for any; for those that cannot look at ``chosen``.
+        """
+        return torch.bincount(chosen.flatten(), minlength=experts)[:experts]
 
 
 def _ways(split: NodeSplit, group: Group) -> tuple[tuple[int, ...], tuple[int, ...]]:

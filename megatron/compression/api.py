@@ -96,6 +96,7 @@ class SumTraits:
         gathers: some rank receives what every other one sends, so that bytes and decoding grow with the group.
         levels: it makes requests within nodes and between them, so that the run builds groups for these, and
             ``Peers.nodes`` names them.
+        density: share of the numbers that a step sends, where the others wait in the residual for steps to come.
         index_sets: names of state tensors that are indices into the flattened input.
         steady: names of counters that do not decide which operations run: such as those that only enter random seeds.
     """
@@ -106,6 +107,7 @@ class SumTraits:
     clips_first: bool = False
     gathers: bool = False
     levels: bool = False
+    density: float = 1.0
     index_sets: tuple[str, ...] = ()
     steady: tuple[str, ...] = ()
 

@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from megatron.compression import (
     cast,
+    chunked_topk,
     delta,
     edgc,
     fixpoint,
@@ -30,6 +31,7 @@ MODULES = (
     powersgd,
     edgc,
     topk,
+    chunked_topk,
     quantized_adam,
     parameter_server,
 )

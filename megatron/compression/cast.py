@@ -98,5 +98,5 @@ class CastRounds(TwoStepSum):
 
 def register(registry: Registry) -> None:
     """Registers ``cast``."""
-    points = frozenset(Point) - {Point.CONTROL}
+    points = frozenset(point for point in Point if point.compressible)
     registry.register("cast", Registration(CastConfig, codec=CastCodec, rounds=CastRounds, points=points))

@@ -76,7 +76,7 @@ def _of_messages(registration: Registration, options: Any) -> Checks:
     if registration.codec is None:
         return []
     make: MakeCodec = partial(registration.codec, options)
-    points = frozenset(Point) if registration.points is None else registration.points
+    points = frozenset(p for p in Point if p.compressible) if registration.points is None else registration.points
     found: Checks = []
     for shape in (
         *(MESSAGES if points - {Point.PARAM_GATHER} else ()),

@@ -348,7 +348,7 @@ class FixpointRounds(TwoStepSum):
 
 def register(registry: Registry) -> None:
     """Registers ``fixpoint``."""
-    points = frozenset(Point) - {Point.CONTROL}
+    points = frozenset(point for point in Point if point.compressible)
     registry.register(
         "fixpoint", Registration(FixpointSumConfig, codec=FixpointCodec, rounds=FixpointRounds, points=points)
     )

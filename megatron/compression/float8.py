@@ -115,5 +115,5 @@ class Float8Rounds(TwoStepSum):
 
 def register(registry: Registry) -> None:
     """Registers ``float8``."""
-    points = frozenset(Point) - {Point.CONTROL}
+    points = frozenset(point for point in Point if point.compressible)
     registry.register("float8", Registration(Float8Config, codec=Float8Codec, rounds=Float8Rounds, points=points))

@@ -32,6 +32,8 @@ class Point(enum.Enum):
     """The all-gather of parameters that the sharded optimizer updated."""
     OUTER = "outer"
     """Differences of islands from their anchor, at the end of a round; gradients while islands go in step."""
+    OPTIMIZER = "optimizer"
+    """Parts of matrices that the optimizer needs whole, and what it makes of them. Never compressed."""
     CONTROL = "control"
     """Scalars: norms, losses, finite checks. Never compressed."""
 
@@ -58,7 +60,7 @@ class Point(enum.Enum):
     @property
     def compressible(self) -> bool:
         """Whether a compressor may serve it."""
-        return self is not Point.CONTROL
+        return self not in (Point.OPTIMIZER, Point.CONTROL)
 
 
 EXPERT_POINTS = (Point.EP_DISPATCH_FWD, Point.EP_DISPATCH_BWD, Point.EP_COMBINE_FWD, Point.EP_COMBINE_BWD)

@@ -231,6 +231,11 @@ def read_spec(text: str, registry: Registry, length: RunLength) -> Spec:
     )
     if decays and spec.feedback == "off":
         raise UserError("decay: there is no residual; add error-feedback=on, or leave it out")
+    for option in field_options(name, registration.config):
+        if option.flag in given and option.option.of_residual and spec.feedback == "off":
+            raise UserError(
+                f"{option.flag}={given[option.flag]}: there is no residual with error-feedback=off; leave one out"
+            )
     if spec.activation.evaluation and spec.remembered_samples:
         raise UserError(f"eval=on: {name} remembers training samples, and evaluation has others; leave it out")
     problem = spec.compressor().problem(spec.activation)

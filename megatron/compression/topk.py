@@ -39,8 +39,11 @@ class TopKConfig:
 class TopK(RoundCompressor):
     """Sends 8 bytes for each chosen coordinate to every rank: worth it below a density of 1 / (2 n) for n ranks."""
 
-    traits = SumTraits(batched=True, gathers=True)
     config: TopKConfig
+
+    def __init__(self, config: TopKConfig) -> None:
+        super().__init__(config)
+        self.traits = SumTraits(batched=True, gathers=True, density=config.density)
 
     def should_compress(self, shape: tuple[int, ...]) -> bool:
         return len(shape) > 1

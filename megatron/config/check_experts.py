@@ -33,6 +33,8 @@ def check_experts(model: ModelConfig) -> None:
             f"{layers}"
         )
     _check_routing(model, min(found.values()))
+    _check_groups(model, sorted(set(found.values())))
+    _check_balance(model)
     if model.mlp_type == "residual" and not is_unset(model.moe_shared_expert_intermediate_size):
         raise UserError(
             "--mlp-type residual and --moe-shared-expert-intermediate-size both put an MLP beside the experts; keep one"
@@ -51,6 +53,45 @@ def _check_routing(model: ModelConfig, fewest: int) -> None:
         )
     if model.moe_router_pre_softmax and model.moe_router_score_function != "softmax":
         raise UserError("--moe-router-pre-softmax: the scores are not those of a softmax; leave it out")
+
+
+def _check_groups(model: ModelConfig, counts: list[int]) -> None:
+    """Checks the groups of experts, for the numbers of experts of the layers that have any."""
+    groups, chosen, k = model.moe_router_num_groups, model.moe_router_group_topk, model.moe_router_topk
+    if groups is None and chosen is None:
+        return
+    if groups is None or chosen is None:
+        given, missing = "--moe-router-num-groups", "--moe-router-group-topk"
+        if groups is None:
+            given, missing = missing, given
+        raise UserError(f"{given} needs {missing}; give both, or none of them")
+    for count in counts:
+        if count % groups:
+            raise UserError(
+                f"--moe-router-num-groups {groups} does not divide the {count} experts of a layer (--num-experts); "
+                "change one of them"
+            )
+    if chosen > groups:
+        raise UserError(
+            f"--moe-router-group-topk {chosen} is above --moe-router-num-groups {groups}; give at most as many"
+        )
+    if k > chosen * (counts[0] // groups):
+        raise UserError(
+            f"--moe-router-topk {k} is above the {chosen * (counts[0] // groups)} experts of --moe-router-group-topk "
+            f"{chosen} groups; choose more groups, or fewer experts"
+        )
+
+
+def _check_balance(model: ModelConfig) -> None:
+    kinds, weights = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
+    flag = f"--moe-router-load-balancing-type {' '.join(kinds)}"
+    if len(set(kinds)) < len(kinds) or ("none" in kinds and len(kinds) > 1) or not kinds:
+        raise UserError(f"{flag}: give each loss once, or none alone")
+    if len(weights) not in (1, len(kinds)):
+        raise UserError(
+            f"--moe-aux-loss-coeff {' '.join(f'{weight:g}' for weight in weights)}: {len(weights)} weights for the "
+            f"{len(kinds)} losses of {flag}; give one for all, or {len(kinds)}"
+        )
 
 
 def check_upcycling(model: ModelConfig) -> None:

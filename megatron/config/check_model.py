@@ -45,6 +45,8 @@ def check_model(model: ModelConfig) -> None:
 
 
 def _check_kind(model: ModelConfig) -> None:
+    if model.qk_layernorm and model.model_type != "gpt":
+        raise UserError(f"--qk-layernorm: only GPT normalizes queries and keys; leave it out for {model.kind}")
     if not model.causal and model.sliding_window is not None:
         kind = model.model_type.upper()
         raise UserError(

@@ -8,6 +8,9 @@ from typing import Literal, TypeVar
 from megatron.base.numerals import MOST
 from megatron.base.option import derived, option
 
+GLOBAL_LOSS, Z_LOSS = "global_aux_loss", "z"
+"""Names of losses of a layer with experts: the one that balances a global batch, and the one of large logits."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
@@ -41,8 +44,10 @@ class ExpertsConfig:
     moe_router_topk: int = option(
         2, "Experts that each token goes to.", minimum=1, maximum=MOST, aliases=("topk",), checkpoint="shape"
     )
-    moe_router_score_function: Literal["softmax", "sigmoid"] = option(
-        "softmax", "Function that turns the router's logits into scores.", checkpoint="shape"
+    moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = option(
+        "softmax",
+        "Function that turns the router's logits into scores; sqrtsoftplus is the square root of log(1 + exp(logit)).",
+        checkpoint="shape",
     )
     moe_router_pre_softmax: bool = option(
         False,
@@ -53,6 +58,20 @@ class ExpertsConfig:
     moe_router_topk_scaling_factor: float = option(
         1.0, "Factor of the weights of a token's experts.", above=0, checkpoint="shape"
     )
+    moe_router_num_groups: int | None = derived(
+        "a token chooses among all experts",
+        "Groups of a layer's experts, of equal size, of which a token first chooses --moe-router-group-topk.",
+        minimum=1,
+        maximum=MOST,
+        checkpoint="shape",
+    )
+    moe_router_group_topk: int | None = derived(
+        "needed by --moe-router-num-groups",
+        "Groups among whose experts a token chooses: those whose two best experts have the largest sum of scores.",
+        minimum=1,
+        maximum=MOST,
+        checkpoint="shape",
+    )
     moe_router_enable_expert_bias: bool = option(
         False,
         "Balance experts by a bias of each, which counts in the choice of experts alone, and grows where they get less "
@@ -62,12 +81,16 @@ class ExpertsConfig:
     moe_router_bias_update_rate: float = option(
         1e-3, "Step of --moe-router-enable-expert-bias in each iteration.", minimum=0
     )
-    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "none"] = option(
-        "aux_loss",
-        "Loss that balances experts: over the tokens of a micro-batch, over those of each sequence, or none.",
+    moe_router_load_balancing_type: list[Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"]] = option(  # noqa: RUF009
+        ["aux_loss"],
+        "Loss that balances experts: over the tokens of a micro-batch (aux_loss), over those of each sequence "
+        "(seq_aux_loss), over those of the whole global batch before (global_aux_loss), several of them, or none.",
     )
-    moe_aux_loss_coeff: float = option(
-        1e-2, "Weight of the loss that balances experts.", minimum=0, aliases=("moe-loss-coeff",)
+    moe_aux_loss_coeff: list[float] = option(  # noqa: RUF009
+        [1e-2],
+        "Weight of the loss that balances experts; of several, one for all or one each.",
+        minimum=0,
+        aliases=("moe-loss-coeff",),
     )
     moe_z_loss_coeff: float = option(
         0.0, "Weight of the loss that keeps the router's logits small, such as 1e-3.", minimum=0
@@ -122,9 +145,18 @@ class ExpertsConfig:
         return {number: count for number, count in zip(numbers, counts, strict=False) if count > 1}
 
     @property
-    def balances(self) -> bool:
-        """Whether a loss balances experts."""
-        return self.moe_router_load_balancing_type != "none" and self.moe_aux_loss_coeff > 0
+    def expert_losses(self) -> dict[str, float]:
+        """Losses of a layer with experts, by name, and their weights in the objective: those that balance experts, and
+        the last one, which keeps logits small."""
+        kinds: list[str] = [kind for kind in self.moe_router_load_balancing_type if kind != "none"]
+        weights = self.moe_aux_loss_coeff
+        balance = dict(zip(kinds, weights * len(kinds) if len(weights) == 1 else weights, strict=False))
+        return {**balance, Z_LOSS: self.moe_z_loss_coeff}
+
+    @property
+    def balance_weight(self) -> float:
+        """Sum of the weights of the losses that balance experts."""
+        return sum((weight for kind, weight in self.expert_losses.items() if kind != Z_LOSS), start=0.0)
 
 
 _Model = TypeVar("_Model", bound=ExpertsConfig)

@@ -207,9 +207,19 @@ RULES: Sequence[Idle] = (
         "beside a constant --loss-scale",
     ),
     Idle(
-        fields_of("optimizer", "adam_beta1 adam_beta2 adam_eps use_apex"),
-        lambda config, _: config.optimizer.optimizer != "adam",
-        "without --optimizer adam",
+        fields_of("optimizer", "adam_beta1 adam_beta2 adam_eps"),
+        lambda config, _: config.optimizer.optimizer not in ("adam", "muon"),
+        "without --optimizer adam or muon",
+    ),
+    Idle(("optimizer.use_apex",), lambda config, _: config.optimizer.optimizer != "adam", "without --optimizer adam"),
+    Idle(
+        fields_of(
+            "optimizer",
+            "muon_momentum muon_nesterov muon_num_ns_steps muon_scale_mode muon_extra_scale_factor muon_split_qkv "
+            "muon_fp32_matmul_prec",
+        ),
+        lambda config, _: config.optimizer.optimizer != "muon",
+        "without --optimizer muon",
     ),
     Idle(
         fields_of("optimizer", "lamb_beta1 lamb_beta2 lamb_eps"),

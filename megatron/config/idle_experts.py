@@ -34,7 +34,7 @@ EXPERT_RULES = (
     ),
     Idle(
         ("model.moe_aux_loss_coeff",),
-        lambda config, _: config.model.moe_router_load_balancing_type == "none",
+        lambda config, _: config.model.moe_router_load_balancing_type == ["none"],
         "beside --moe-router-load-balancing-type none",
     ),
     Idle(

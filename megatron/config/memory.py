@@ -56,7 +56,7 @@ def least_needs(config: RunConfig, world_size: int, vocab_size: int | None = Non
     entries = (vocab_size if vocab_size is not None else config.tokenizer.vocab_size) or 0
     step = model.make_vocab_size_divisible_by * tensor
     positions = model.max_position_embeddings if model.position_embedding_type == "learned_absolute" else 0
-    each = _bytes_of_a_parameter(config, world_size)
+    each, of_matrices = (_bytes_of_a_parameter(config, world_size, matrix) for matrix in (False, True))
     width = _width(config)
     tokens = model.seq_length * training.micro_batch_size
     row = model.hidden_size // (tensor if parallel.sequence_parallel else 1) + (model.ffn_hidden_size + heads) // tensor
@@ -64,7 +64,7 @@ def least_needs(config: RunConfig, world_size: int, vocab_size: int | None = Non
     experts = ("num_experts", "moe_ffn_hidden_size") if model.has_experts else ()
     shape = ("num_layers", "hidden_size", "ffn_hidden_size", *experts, "num_attention_heads", "kv_channels")
     return [
-        Need(numbers // tensor * each, "the weights of its layers", _given(model, *shape)),
+        Need(numbers // tensor * of_matrices, "the weights of its layers", _given(model, *shape)),
         Need(
             -(-entries // step) * step // tensor * model.hidden_size * each,
             "the embedding",
@@ -126,11 +126,15 @@ class ParameterBytes:
     optimizer: int
 
 
-def parameter_bytes(config: RunConfig, gathers_compressed: bool) -> ParameterBytes:
-    """Bytes of one parameter in training, whose updated values are gathered through a compressor or not."""
+def parameter_bytes(config: RunConfig, gathers_compressed: bool, matrix: bool = False) -> ParameterBytes:
+    """Bytes of one parameter in training, whose updated values are gathered through a compressor or not; ``matrix``:
+    of a matrix of the layers, of which Muon has one moment alone."""
     width = _width(config)
     gradient = max(width, 4) if config.parallel.accumulate_allreduce_grads_in_fp32 else width
-    moments = int(config.optimizer.sgd_momentum > 0) if config.optimizer.optimizer == "sgd" else 2
+    optimizer = config.optimizer
+    moments = int(optimizer.sgd_momentum > 0) if optimizer.optimizer == "sgd" else 2
+    if optimizer.optimizer == "muon" and matrix:
+        moments = 1
     copies = int(width == 2 or gathers_compressed)
     return ParameterBytes(width, gradient, (moments + copies) * max(width, 4))
 
@@ -144,10 +148,10 @@ def _gathers_compressed(config: RunConfig) -> bool:
     return spec is not None and not spec.identity
 
 
-def _bytes_of_a_parameter(config: RunConfig, world_size: int) -> int:
+def _bytes_of_a_parameter(config: RunConfig, world_size: int, matrix: bool) -> int:
     """Bytes of a parameter on one rank, of the optimizer's share if it is sharded."""
     sharded = config.parallel.use_distributed_optimizer
-    each = parameter_bytes(config, sharded and _gathers_compressed(config))
+    each = parameter_bytes(config, sharded and _gathers_compressed(config), matrix)
     if config.validation.skip_train:
         return each.weight
     replicas = config.data_parallel_size(world_size) if sharded else 1

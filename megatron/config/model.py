@@ -176,6 +176,12 @@ class ModelConfig(ExpertsConfig):
         "Biases in the projection to queries, keys and values, where --disable-bias-linear leaves the others out.",
         checkpoint="shape",
     )
+    qk_layernorm: bool = option(
+        False,
+        "Normalize the queries and keys of each head (--normalization), before their positions are rotated (Qwen3): "
+        "the logits of attention stay bounded.",
+        checkpoint="shape",
+    )
     parallel_residual: bool = option(
         False,
         "The MLP of a layer reads the layer's input, beside the attention, instead of what follows the attention.",

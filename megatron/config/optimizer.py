@@ -15,10 +15,11 @@ from megatron.config.training import TrainingConfig
 class OptimizerConfig:
     """The optimizer and its schedules. Decay and warm-up are counted as the run is: in iterations or in samples."""
 
-    optimizer: Literal["adam", "sgd", "lamb"] = option(
+    optimizer: Literal["adam", "sgd", "lamb", "muon"] = option(
         "adam",
         "adam is AdamW (decoupled weight decay); lamb scales its direction, for each matrix, by the norm of weights "
-        "over that of the direction.",
+        "over that of the direction; muon "
+        "orthogonalizes the momenta of the layers' matrices, and is AdamW for everything else.",
     )
     lr: float = required("Highest learning rate.", minimum=0, maximum=1e4)
     min_lr: float = option(0.0, "Lowest learning rate of the decay.", minimum=0)
@@ -64,6 +65,37 @@ class OptimizerConfig:
     lamb_beta2: float = option(0.9, "Decay of LAMB's second moment.", minimum=0, below=1)
     lamb_eps: float = option(1e-8, "LAMB's epsilon, added to the root of the second moment.", above=0)
     sgd_momentum: float = option(0.9, "Momentum of --optimizer sgd.", minimum=0, below=1)
+    muon_momentum: float = option(0.95, "Decay of Muon's momentum.", minimum=0, below=1)
+    muon_nesterov: bool = option(True, "Muon without Nesterov's momentum.", flag="no-muon-nesterov", off_switch=True)
+    muon_num_ns_steps: int = option(
+        5,
+        "Newton-Schulz iterations that orthogonalize a matrix.",
+        aliases=("muon-ns-steps",),
+        unit="iterations",
+        minimum=1,
+        maximum=100,
+    )
+    muon_scale_mode: Literal["spectral", "shape_scaling", "unit_rms_norm"] = option(
+        "spectral",
+        "Scale of an orthogonalized matrix, by which --lr is multiplied: the root of its larger side, of rows over "
+        "columns but at least 1, or of rows over columns.",
+    )
+    muon_extra_scale_factor: float = option(
+        0.2,
+        "Factor of that scale. 0.2 with spectral gives updates as large as AdamW's, so that one --lr and one "
+        "--weight-decay serve all parameters; Megatron-Core's default is 1.",
+        above=0,
+    )
+    muon_split_qkv: bool = option(
+        True,
+        "Orthogonalize the fused projection of queries, keys and values as one matrix; else each on its own.",
+        flag="muon-no-split-qkv",
+        off_switch=True,
+    )
+    muon_fp32_matmul_prec: Literal["medium", "highest"] | None = derived(
+        "medium with --bf16 or --fp16, else highest",
+        "Precision of the Newton-Schulz iterations: bf16, or that of the optimizer's values.",
+    )
     use_apex: bool = option(False, "Use apex's FusedAdam and FusedLayerNorm where apex is installed.")
     override_opt_param_scheduler: bool = option(
         False,

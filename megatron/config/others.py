@@ -31,6 +31,7 @@ SYSTEMS = {
     "edgc": ("E", "EDGC"),
     "aq-sgd": ("A", "AQ-SGD (its runners)"),
     "megatron-core-experts": ("C", "Megatron-Core (what it has for experts)"),
+    "megatron-core-muon": ("M", "Megatron-Core (what it has for Muon)"),
     "megatron-deepspeed-tasks": ("T", "Megatron-DeepSpeed's tasks (what they add)"),
 }
 """List -> letter in the table, and name."""

@@ -163,6 +163,16 @@ def scatter_add_packed(x_n: Tensor, indices_c: Tensor, packed_c: Tensor) -> None
         reference.scatter_add_packed(x_n, indices_c, packed_c)
 
 
+def pack_bits(codes_n: Tensor, bits: int, packed: Tensor) -> None:
+    """Packs codes into bytes that the caller made; see ``reference.pack_bits``."""
+    packed.copy_(reference.pack_bits(codes_n, bits))
+
+
+def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
+    """The first ``count`` codes of packed ones, uint8; see ``reference.pack_bits``."""
+    return reference.unpack_bits(packed, bits, count)
+
+
 def finite_norm(x: Tensor) -> Tensor:
     """(sum of squares, 1 if all are finite else 0), fp64, in one pass."""
     out_2 = torch.empty(2, dtype=torch.float64, device=x.device)

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron.comm.tensor import TensorComm
 from megatron.config.model import ModelConfig
 from megatron.model.context import AttentionDropout, ForwardContext
+from megatron.model.norm import Norm
 from megatron.model.rotary import apply_rotary
 from megatron.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.tensor.random import DropoutKeys, SiteKeys, keyed_seed
@@ -141,7 +142,15 @@ class SelfAttention(Attention):
         rows = config.num_query_groups * (self.queries_per_group + 2) * self.head_dim
         width = config.num_attention_heads * self.head_dim
         biased = config.add_bias_linear or config.add_qkv_bias
-        self.query_key_value = ColumnParallelLinear((rows, config.hidden_size), biased, comm, device, dtype)
+        blocks = tuple(count * self.head_dim for count in (self.queries_per_group, 1, 1))
+        self.query_key_value = ColumnParallelLinear(
+            (rows, config.hidden_size), biased, comm, device, dtype, blocks=blocks
+        )
+        self.q_layernorm: Norm | None = None
+        self.k_layernorm: Norm | None = None
+        if config.qk_layernorm:
+            self.q_layernorm = Norm(config, comm, device, dtype, of_heads=True)
+            self.k_layernorm = Norm(config, comm, device, dtype, of_heads=True)
         self.dense = RowParallelLinear(width, config.hidden_size, config.add_bias_linear, comm, device, dtype)
 
     def forward(
@@ -156,6 +165,8 @@ class SelfAttention(Attention):
         mixed = mixed.view(s, b, self.groups, self.queries_per_group + 2, self.head_dim)
         query, key, value = mixed.split((self.queries_per_group, 1, 1), dim=3)
         query, key, value = (x.flatten(2, 3) for x in (query, key, value))
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
         if rotary is not None:
             query, key = apply_rotary(query, rotary), apply_rotary(key, rotary)
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
@@ -195,7 +206,8 @@ class CrossAttention(Attention):
         rows, hidden = config.num_query_groups * 2 * self.head_dim, config.hidden_size
         biased = config.add_bias_linear or config.add_qkv_bias
         self.query = ColumnParallelLinear((width, hidden), biased, comm, device, dtype)
-        self.key_value = ColumnParallelLinear((rows, hidden), biased, comm, device, dtype, entered=True)
+        blocks = (self.head_dim, self.head_dim)
+        self.key_value = ColumnParallelLinear((rows, hidden), biased, comm, device, dtype, entered=True, blocks=blocks)
         self.dense = RowParallelLinear(width, hidden, config.add_bias_linear, comm, device, dtype)
 
     def forward(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch.nn.functional as F
@@ -32,17 +32,15 @@ class ExpertContext:
     Args:
         micro_batch: number of the micro-batch in the step.
         loss_grad: gradient of the objective, which the layers' own losses share; a scalar.
+        shares: by layer, the share of the last step's choices that went to each expert, float64; empty at first.
         seen: takes, by (layer, micro-batch), the number of tokens that each expert was given, int64, and the layer's
-            losses without their weights (``EXPERT_LOSSES``). A recomputation writes the same once more.
+            losses without their weights (``ModelConfig.expert_losses``). A recomputation writes the same once more.
     """
 
     micro_batch: int
     loss_grad: Tensor
+    shares: Mapping[int, Tensor]
     seen: dict[tuple[int, int], tuple[Tensor, Tensor]]
-
-
-EXPERT_LOSSES = ("load balancing", "z")
-"""Losses of a layer with experts."""
 
 
 @dataclass(frozen=True)

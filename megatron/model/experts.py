@@ -177,7 +177,8 @@ class Experts(nn.Module):
         chosen_tk, holes = routing.experts_tk, routing.kept_tk is not None
         if routing.kept_tk is not None:
             chosen_tk = torch.where(routing.kept_tk, chosen_tk, self.count)
-        choices, x_th = Choices(chosen_tk, routing.weights_tk, holes), x_sbh.flatten(0, 1)
+        choices = Choices(chosen_tk, routing.weights_tk, holes, routing.capacity)
+        x_th = x_sbh.flatten(0, 1)
         if self.expert_comm.nodes is None:
             return self._of_ranks(x_th, choices, x_sbh.shape)
         return self._of_nodes(x_th, choices, x_sbh.shape, self.expert_comm.nodes)
@@ -185,7 +186,9 @@ class Experts(nn.Module):
     def _of_ranks(self, x_th: Tensor, choices: Choices, shape: Sequence[int]) -> Tensor:
         """The weighted sums of the experts' outputs, where the ranks that rows go to directly hold them."""
         comm = self.expert_comm.ranks
-        order = order_of(choices.chosen_tk, comm.size * self.local, choices.holes)
+        experts = comm.size * self.local
+        counts = self.expert_comm.count(choices.chosen_tk, experts, choices.most)
+        order = order_of(choices.chosen_tk, experts, choices.holes, counts)
         rows = dispatched(x_th, order)
         if comm.size == 1:
             rows = self._compute(rows, order.counts)
@@ -224,7 +227,8 @@ class Experts(nn.Module):
     def _computed_of_ranks(self, rows: Tensor, came_re: Tensor) -> Tensor:
         """The outputs of rows that came rank by rank, each rank's by expert; in the same order."""
         numbers = torch.arange(self.local, device=rows.device).repeat(len(came_re))
-        order = numbers.repeat_interleave(came_re.flatten().to(rows.device)).argsort(stable=True)
+        repeats = came_re.flatten().to(rows.device)
+        order = numbers.repeat_interleave(repeats, output_size=len(rows)).argsort(stable=True)
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=rows.device)
         out = self._compute(rows.index_select(0, order), came_re.sum(0))
@@ -257,11 +261,12 @@ class Experts(nn.Module):
         step, config = context.experts, self.config
         if step is None:
             return out_sbh
-        step.seen[self.layer, step.micro_batch] = (routing.counts(self.count), routing.losses.detach())
-        balance = config.moe_aux_loss_coeff if config.balances else 0.0
-        if not balance and not config.moe_z_loss_coeff:
+        counts = self.expert_comm.count(routing.experts_tk, self.count)
+        step.seen[self.layer, step.micro_batch] = (counts, routing.losses.detach())
+        given = tuple(config.expert_losses.values())
+        if not any(given):
             return out_sbh
-        weights = routing.losses.new_tensor([balance, config.moe_z_loss_coeff])
+        weights = routing.losses.new_tensor(given)
         # Each tensor-parallel rank brings its part: the gradients of the router's logits are added up over them.
         objective = (routing.losses * weights).sum() / self.comm.size
         result: Tensor = _WithLoss.apply(out_sbh, objective, step.loss_grad)

@@ -12,15 +12,22 @@ from megatron.parallel.tensor.shards import ParamSpec, ShardedModule, with_parti
 
 
 class Norm(ShardedModule):
-    """Normalizes over the hidden dimension: (s, b, h) -> (s, b, h).
+    """Normalizes over the last dimension: (s, b, h) -> (s, b, h), or of heads (s, b, heads, d) -> (s, b, heads, d).
 
-    Under sequence parallelism each rank sees a part of the sequence, so the gradients of its parameters are
-    partial sums.
+    Under sequence parallelism each rank sees a part of the sequence, and of heads each rank always has its own, so the
+    gradients of the parameters are partial sums then.
     """
 
-    def __init__(self, config: ModelConfig, comm: TensorComm, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        comm: TensorComm,
+        device: torch.device,
+        dtype: torch.dtype,
+        of_heads: bool = False,
+    ) -> None:
         super().__init__()
-        hidden = config.hidden_size
+        hidden = config.kv_channels if of_heads else config.hidden_size
         self.eps = config.norm_epsilon
         self.centered = config.normalization == "LayerNorm"
         self.shape = (hidden,)
@@ -28,7 +35,8 @@ class Norm(ShardedModule):
         self.bias = nn.Parameter(torch.zeros(hidden, device=device, dtype=dtype)) if self.centered else None
         spec = ParamSpec(self.shape)
         for name in ("weight", "bias") if self.centered else ("weight",):
-            self.specs[name] = with_partial_grad(spec) if comm.sequence_parallel else spec
+            partial = comm.size > 1 if of_heads else comm.sequence_parallel
+            self.specs[name] = with_partial_grad(spec) if partial else spec
 
     def forward(self, x_sbh: Tensor) -> Tensor:
         # The residual stream may be wider than the parameters; what the norm feeds is not.

@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.comm.tensor import TensorComm, enter_parallel_region
+from megatron.config.experts import GLOBAL_LOSS, Z_LOSS
 from megatron.config.model import ModelConfig
 from megatron.model.context import ForwardContext
 from megatron.parallel.tensor.shards import ParamSpec, ShardedModule, with_partial_grad
+
+
+def _sqrt_softplus(logits: Tensor) -> Tensor:
+    # The root's derivative at zero is infinite: logits that underflow get none.
+    return F.softplus(logits).clamp_min(torch.finfo(logits.dtype).tiny).sqrt()
+
+
+_SCORES: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "softmax": partial(torch.softmax, dim=-1),
+    "sigmoid": torch.sigmoid,
+    "sqrtsoftplus": _sqrt_softplus,
+}
+"""``--moe-router-score-function``: logits (t, experts) to scores."""
 
 
 @dataclass(frozen=True)
@@ -23,22 +39,20 @@ class Routing:
         experts_tk: int64 numbers of a token's experts.
         weights_tk: weights of their outputs.
         kept_tk: whether the expert takes the token; None where all do.
-        losses: the layer's losses, without their weights in the objective (``EXPERT_LOSSES``).
+        capacity: tokens that an expert takes; None for any.
+        losses: the layer's losses, without their weights in the objective (``ModelConfig.expert_losses``).
     """
 
     experts_tk: Tensor
     weights_tk: Tensor
     kept_tk: Tensor | None
+    capacity: int | None
     losses: Tensor
 
     def of_tokens(self, tokens: slice) -> Routing:
         """The routing of some of the tokens."""
         kept_tk = None if self.kept_tk is None else self.kept_tk[tokens]
-        return Routing(self.experts_tk[tokens], self.weights_tk[tokens], kept_tk, self.losses)
-
-    def counts(self, experts: int) -> Tensor:
-        """Number of tokens that chose each expert, int64."""
-        return torch.bincount(self.experts_tk.flatten(), minlength=experts)
+        return replace(self, experts_tk=self.experts_tk[tokens], weights_tk=self.weights_tk[tokens], kept_tk=kept_tk)
 
 
 class Router(ShardedModule):
@@ -67,7 +81,7 @@ class Router(ShardedModule):
     ) -> None:
         super().__init__()
         self.config, self.layer, self.experts, self.comm = config, layer, experts, comm
-        spec = ParamSpec((experts, config.hidden_size))
+        spec = ParamSpec((experts, config.hidden_size), blocks=(experts,))
         self.weight = nn.Parameter(torch.empty(spec.logical_shape, device=device, dtype=dtype))
         self.specs["weight"] = with_partial_grad(spec) if comm.sequence_parallel else spec
         biased = config.moe_router_enable_expert_bias
@@ -79,13 +93,15 @@ class Router(ShardedModule):
         local = F.linear(self._jittered(x_sbh.to(wide), context), self.weight.to(wide))
         logits_sbe = enter_parallel_region(local, self.comm, exact=True)
         logits_te = logits_sbe.flatten(0, 1)
-        scores_te = logits_te.softmax(-1) if self.config.moe_router_score_function == "softmax" else logits_te.sigmoid()
-        ranking = scores_te if self.expert_bias is None else scores_te + self.expert_bias
-        experts_tk = ranking.detach().topk(self.config.moe_router_topk, dim=-1).indices
+        scores_te = _SCORES[self.config.moe_router_score_function](logits_te)
+        ranking_te = scores_te.detach() if self.expert_bias is None else scores_te.detach() + self.expert_bias
+        experts_tk = self._within_groups(ranking_te).topk(self.config.moe_router_topk, dim=-1).indices
         weights_tk = self._weights(logits_te, scores_te, experts_tk)
-        kept_tk = self._kept(experts_tk, weights_tk.detach(), context.experts is not None)
-        losses = self._losses(logits_te, scores_te, experts_tk, logits_sbe.shape[1])
-        return Routing(experts_tk, weights_tk, kept_tk, losses)
+        capacity = self._capacity(experts_tk.numel(), context.experts is not None)
+        kept_tk = None if capacity is None else self._kept(experts_tk, weights_tk.detach(), capacity)
+        before = None if context.experts is None else context.experts.shares.get(self.layer)
+        losses = self._losses(logits_te, scores_te, experts_tk, logits_sbe.shape[1], before)
+        return Routing(experts_tk, weights_tk, kept_tk, capacity, losses)
 
     def _jittered(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:
         eps = self.config.moe_input_jitter_eps
@@ -97,9 +113,20 @@ class Router(ShardedModule):
         noise_sbh = noise_bsh.transpose(0, 1)
         return x_sbh * (self.comm.own_part(noise_sbh) if parts > 1 else noise_sbh)
 
+    def _within_groups(self, ranking_te: Tensor) -> Tensor:
+        """What experts are chosen by, minus infinity outside the token's groups (DeepSeek-V3, 2024, section 2.1.2):
+        those whose two best experts have the largest sum."""
+        groups, k = self.config.moe_router_num_groups, self.config.moe_router_group_topk
+        if groups is None or k is None or k == groups:
+            return ranking_te
+        ranking_tgm = ranking_te.unflatten(-1, (groups, -1))
+        best_tg = ranking_tgm.topk(min(2, ranking_tgm.shape[-1]), dim=-1).values.sum(-1)
+        left_out_tg = torch.ones_like(best_tg, dtype=torch.bool).scatter_(-1, best_tg.topk(k, dim=-1).indices, False)
+        return ranking_tgm.masked_fill(left_out_tg.unsqueeze(-1), -torch.inf).flatten(-2)
+
     def _weights(self, logits_te: Tensor, scores_te: Tensor, experts_tk: Tensor) -> Tensor:
         config = self.config
-        if config.moe_router_score_function == "sigmoid":
+        if config.moe_router_score_function != "softmax":
             weights_tk = scores_te.gather(1, experts_tk)
             if config.moe_router_topk > 1:
                 weights_tk = weights_tk / (weights_tk.sum(-1, keepdim=True) + 1e-20)
@@ -109,38 +136,48 @@ class Router(ShardedModule):
             weights_tk = logits_te.gather(1, experts_tk).softmax(-1)
         return weights_tk * config.moe_router_topk_scaling_factor
 
-    def _kept(self, experts_tk: Tensor, weights_tk: Tensor, training: bool) -> Tensor | None:
-        """Which of the tokens their experts take, by the capacity for a micro-batch."""
+    def _capacity(self, choices: int, training: bool) -> int | None:
+        """Tokens that an expert takes of a micro-batch with a number of choices."""
         config = self.config
         factor = config.moe_expert_capacity_factor if training else config.moe_eval_capacity_factor
-        if factor is None:
-            return None
-        capacity = max(config.moe_min_capacity, math.ceil(experts_tk.numel() / self.experts * factor))
+        return None if factor is None else max(config.moe_min_capacity, math.ceil(choices / self.experts * factor))
+
+    def _kept(self, experts_tk: Tensor, weights_tk: Tensor, capacity: int) -> Tensor:
+        """Which of the tokens their experts take."""
         chosen = experts_tk.flatten()
-        by_weight = config.moe_token_drop_policy == "probs"
+        by_weight = self.config.moe_token_drop_policy == "probs"
         first = weights_tk.flatten().argsort(descending=True, stable=True) if by_weight else None
         order = chosen.argsort(stable=True) if first is None else first[chosen[first].argsort(stable=True)]
-        counts = torch.bincount(chosen, minlength=self.experts)
-        starts = counts.cumsum(0) - counts
-        place = torch.arange(len(chosen), device=chosen.device) - starts[chosen[order]]
+        by_expert = chosen[order]
+        starts = torch.searchsorted(by_expert, torch.arange(self.experts, device=chosen.device))
+        place = torch.arange(len(chosen), device=chosen.device) - starts[by_expert]
         kept = torch.empty_like(chosen, dtype=torch.bool)
         kept[order] = place < capacity
         return kept.view_as(experts_tk)
 
-    def _losses(self, logits_te: Tensor, scores_te: Tensor, experts_tk: Tensor, samples: int) -> Tensor:
-        """The losses of ``EXPERT_LOSSES``: E sum_e f_e P_e for the shares f of the tokens and the mean scores P (Switch
-        Transformer, Fedus et al. 2021, section 2.2), and the mean square of the logits' log-sum-exp (ST-MoE, Zoph et
-        al. 2022, section 3)."""
+    def _losses(
+        self, logits_te: Tensor, scores_te: Tensor, experts_tk: Tensor, samples: int, before_e: Tensor | None
+    ) -> Tensor:
+        """The losses of ``ModelConfig.expert_losses``.
+
+        Those that balance experts are E sum_e f_e P_e for the shares f of the choices and the mean scores P (Switch
+        Transformer, Fedus et al. 2021, section 2.2). That of the global batch has the shares ``before_e`` of all of the
+        last step's tokens, since a backward pass begins before all tokens of its own step are routed; in the first
+        step those of the micro-batch. The last one is the mean square of the logits' log-sum-exp (ST-MoE, Zoph et al.
+        2022, section 3).
+        """
         config = self.config
-        shares_te = (
-            scores_te / scores_te.sum(-1, keepdim=True)
-            if config.moe_router_score_function == "sigmoid"
-            else (scores_te)
-        )
+        softmax = config.moe_router_score_function == "softmax"
+        shares_te = scores_te if softmax else scores_te / scores_te.sum(-1, keepdim=True)
         chosen_te = torch.zeros_like(logits_te).scatter_(1, experts_tk, 1.0 / config.moe_router_topk)
-        if config.moe_router_load_balancing_type == "seq_aux_loss":
-            shares_sbe, chosen_sbe = (x.view(-1, samples, self.experts) for x in (shares_te, chosen_te))
-            balance = self.experts * (shares_sbe.mean(0) * chosen_sbe.mean(0)).sum(-1).mean()
-        else:
-            balance = self.experts * (shares_te.mean(0) * chosen_te.mean(0)).sum()
-        return torch.stack([balance, logits_te.logsumexp(-1).square().mean()])
+        found = []
+        for kind in config.expert_losses:
+            if kind == Z_LOSS:
+                found.append(logits_te.logsumexp(-1).square().mean())
+            elif kind == "seq_aux_loss":
+                shares_be, chosen_be = (x.view(-1, samples, self.experts).mean(0) for x in (shares_te, chosen_te))
+                found.append(self.experts * (shares_be * chosen_be).sum(-1).mean())
+            else:
+                chosen_e = chosen_te.mean(0) if kind != GLOBAL_LOSS or before_e is None else before_e.to(chosen_te)
+                found.append(self.experts * (shares_te.mean(0) * chosen_e).sum())
+        return torch.stack(found)

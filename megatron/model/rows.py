@@ -38,16 +38,18 @@ class Order:
         return rows.index_select(0, self.place).view(-1, self.k, rows.shape[1])
 
 
-def order_of(chosen_tk: Tensor, destinations: int, holes: bool) -> Order:
+def order_of(chosen_tk: Tensor, destinations: int, holes: bool, counts: Tensor | None = None) -> Order:
     """The order of a row for each choice.
 
     Args:
         chosen_tk: int64 numbers of the destinations.
         destinations: how many there are.
         holes: whether some choices are the number beyond the last one, and have no row.
+        counts: rows of each destination, where they are known.
     """
     chosen, k = chosen_tk.flatten(), chosen_tk.shape[1]
-    counts = torch.bincount(chosen, minlength=destinations)[:destinations]
+    if counts is None:
+        counts = torch.bincount(chosen, minlength=destinations)[:destinations]
     order = chosen.argsort(stable=True)
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=order.device)
@@ -136,11 +138,13 @@ class Choices:
         chosen_tk: int64 numbers of a token's experts.
         weights_tk: weights of their outputs.
         holes: whether some numbers are the one beyond the last expert's, for none.
+        most: tokens that an expert takes at most, where that is known.
     """
 
     chosen_tk: Tensor
     weights_tk: Tensor
     holes: bool
+    most: int | None = None
 
 
 @dataclass(frozen=True)

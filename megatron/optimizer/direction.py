@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.optimizer.frozen import steps_taken
+from megatron.optimizer.muon import Muon
 from megatron.optimizer.shards import ParamShard
 
 
@@ -20,10 +21,12 @@ def begin_directions(inner: torch.optim.Optimizer, shards: Sequence[ParamShard],
     """The parts of the coming directions that the optimizer's state does not hold: weight decay; all without momentum.
 
     Args:
-        inner: Adam with decoupled weight decay, LAMB, or SGD.
+        inner: Adam with decoupled weight decay, LAMB, SGD, or Muon.
         shards: the shards that it updates; their gradients are still to be divided by ``divisor``.
     """
     groups = _groups(inner)
+    if isinstance(inner, Muon):
+        inner.directions = {}
     parts = []
     for shard in shards:
         part = shard.main * groups[id(shard.main)]["weight_decay"]
@@ -53,9 +56,13 @@ def end_directions(
             part.addcdiv_(state["exp_avg"], root, value=1.0 / (1.0 - beta1**count))
             if group["decays"] and "ratio" in state:
                 part.mul_(state["ratio"])
+        elif isinstance(inner, Muon) and inner.directions is not None:
+            part.add_(inner.directions[id(shard.main)])
         elif "momentum_buffer" in state:
             part = state["momentum_buffer"]
         shard.grad.copy_(part)
+    if isinstance(inner, Muon):
+        inner.directions = None
 
 
 def _groups(inner: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The update rule: torch's fused optimizers, apex's where asked for, or LAMB."""
+"""The update rule: torch's fused optimizers, apex's where asked for, LAMB, or Muon."""
 
 from __future__ import annotations
 
@@ -10,23 +10,29 @@ import torch
 from megatron.base.errors import UserError
 from megatron.config.optimizer import OptimizerConfig
 from megatron.optimizer.lamb import Lamb
+from megatron.optimizer.matrices import WholeMatrices
+from megatron.optimizer.muon import Muon
 from megatron.optimizer.shards import ParamShard
 from megatron.optimizer.whole import WholeSums
 
 
-def make_inner(shards: Sequence[ParamShard], config: OptimizerConfig, whole: WholeSums) -> torch.optim.Optimizer:
+def make_inner(
+    shards: Sequence[ParamShard], config: OptimizerConfig, whole: WholeSums, matrices: WholeMatrices
+) -> torch.optim.Optimizer:
     """Builds the optimizer over the shards' main values, its state allocated.
 
     Args:
         shards: the shards that this rank updates.
         config: algorithm and hyper-parameters.
         whole: sums over the tensors that the shards are parts of.
+        matrices: the matrices that they are parts of.
 
     Raises:
         UserError: when the name is unknown, or apex is not installed.
     """
     groups: list[dict[str, Any]] = [
-        {"params": [p.main for p in shards if p.decays], "decays": True},
+        {"params": [p.main for p in shards if _orthogonalizes(config, p)], "decays": True, "matrices": True},
+        {"params": [p.main for p in shards if p.decays and not _orthogonalizes(config, p)], "decays": True},
         {"params": [p.main for p in shards if not p.decays], "decays": False, "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
@@ -39,25 +45,34 @@ def make_inner(shards: Sequence[ParamShard], config: OptimizerConfig, whole: Who
         inner = torch.optim.SGD(groups, lr=config.lr, momentum=config.sgd_momentum, fused=True)
     elif config.optimizer == "lamb":
         inner = Lamb(groups, shards, whole, config.lr, (config.lamb_beta1, config.lamb_beta2), config.lamb_eps)
+    elif config.optimizer == "muon":
+        inner = Muon(groups, shards, matrices, config)
     else:
-        raise UserError(f"--optimizer {config.optimizer} is not known; the choices are adam, sgd and lamb")
+        raise UserError(f"--optimizer {config.optimizer} is not known; the choices are adam, sgd, lamb and muon")
     for shard in shards:
         inner.state[shard.main].update(_initial_state(shard, config))
     return inner
 
 
-def state_names(config: OptimizerConfig) -> tuple[str, ...]:
-    """Names of the optimizer's state tensors, which are shaped like their parameters."""
-    if config.optimizer in ("adam", "lamb"):
+def _orthogonalizes(config: OptimizerConfig, shard: ParamShard) -> bool:
+    """Whether the shard is a part of a matrix that Muon orthogonalizes."""
+    return config.optimizer == "muon" and bool(shard.slot.spec.blocks)
+
+
+def state_names(config: OptimizerConfig, shard: ParamShard) -> tuple[str, ...]:
+    """Names of the optimizer's state tensors of a shard, which are shaped like their parameters."""
+    if _orthogonalizes(config, shard):
+        return ("momentum_buffer",)
+    if config.optimizer in ("adam", "lamb", "muon"):
         return ("exp_avg", "exp_avg_sq")
     return ("momentum_buffer",) if config.sgd_momentum else ()
 
 
 def _initial_state(shard: ParamShard, config: OptimizerConfig) -> dict[str, torch.Tensor]:
-    state = {name: torch.zeros_like(shard.main) for name in state_names(config)}
-    if config.optimizer in ("adam", "lamb"):
+    state = {name: torch.zeros_like(shard.main) for name in state_names(config, shard)}
+    if config.optimizer in ("adam", "lamb", "muon"):
         # torch's fused Adam counts on the device; LAMB's bias corrections are the host's.
-        device = shard.main.device if config.optimizer == "adam" else None
+        device = None if config.optimizer == "lamb" else shard.main.device
         state["step"] = torch.zeros((), dtype=torch.float32, device=device)
     return state
 

@@ -18,6 +18,7 @@ from megatron.optimizer.direction import begin_directions, end_directions
 from megatron.optimizer.frozen import freeze, set_steps_taken, step_frozen, steps_taken
 from megatron.optimizer.inner import make_inner, set_hyperparameters, step_inner
 from megatron.optimizer.loss_scale import LossScale
+from megatron.optimizer.matrices import WholeMatrices
 from megatron.optimizer.publish import ParamPublisher, separates
 from megatron.optimizer.shards import ParamShard, own_shards
 from megatron.optimizer.whole import WholeSums
@@ -101,7 +102,8 @@ class Optimizer:
         self.shards = own_shards(buffers, self.sharded, separate=separates(plan, self.sharded))
         self.publisher = ParamPublisher(buffers, self.shards, plan, ledger, self.sharded)
         self.whole = WholeSums(self.shards, buffers, topology.tp, self.sharded, ledger)
-        self.inner = make_inner(self.shards, config, self.whole)
+        matrices = WholeMatrices(self.shards, buffers, topology.tp, self.sharded, ledger)
+        self.inner = make_inner(self.shards, config, self.whole, matrices)
         self.frozen_at = 0
 
     @property

@@ -16,6 +16,7 @@ class Choice:
 
     Args:
         tp, pp, dp: tensor-, pipeline- and data-parallel sizes.
+        ep: replicas that share the experts of a layer; it divides ``dp``.
         chunks: virtual stages on each pipeline rank.
         schedule: 1f1b, eager-1f1b or gpipe.
         micro_batch: sequences per micro-batch.
@@ -30,6 +31,7 @@ class Choice:
     tp: int
     pp: int
     dp: int
+    ep: int = 1
     chunks: int = 1
     schedule: Literal["1f1b", "eager-1f1b", "gpipe"] = "1f1b"
     micro_batch: int = 1
@@ -50,6 +52,11 @@ class Choice:
         """The layout of the choice."""
         return self.tp, self.pp, self.dp
 
+    @property
+    def expert_dp(self) -> int:
+        """Number of replicas that hold equal experts."""
+        return self.dp // self.ep
+
     def message_parts(self, config: RunConfig) -> int:
         """Number of parts of the sequence that tensor-parallel ranks send to the next stage, one each."""
         return self.configure(config).parallel.message_parts
@@ -66,6 +73,8 @@ class Choice:
                 config.parallel,
                 tensor_model_parallel_size=self.tp,
                 pipeline_model_parallel_size=self.pp,
+                expert_model_parallel_size=self.ep,
+                expert_tensor_parallel_size=None,
                 virtual_pipeline_model_parallel_size=self.chunks if self.chunks > 1 else None,
                 num_layers_per_virtual_pipeline_stage=None,
                 pipeline_schedule=self.schedule,
@@ -87,6 +96,7 @@ def choice_of(config: RunConfig, world_size: int) -> Choice:
         tp=parallel.tensor_model_parallel_size,
         pp=parallel.pipeline_model_parallel_size,
         dp=dp,
+        ep=parallel.expert_model_parallel_size,
         chunks=parallel.virtual_pipeline_model_parallel_size or 1,
         schedule=parallel.pipeline_schedule,
         micro_batch=training.micro_batch_size,

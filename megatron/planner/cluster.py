@@ -91,6 +91,8 @@ PARTS = (
     "embedding backward",
     "layer forward",
     "layer backward",
+    "experts forward",
+    "experts backward",
     "head forward",
     "head backward",
     "tensor parallel",

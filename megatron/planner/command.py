@@ -31,7 +31,9 @@ import torch
 
 from megatron.base.atomic import check_writable, write_whole
 from megatron.base.errors import UserError
+from megatron.base.kinds import Kind
 from megatron.config.flags import ParsedRun, parse_args
+from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.planner.choice import Choice, choice_of
 from megatron.planner.cluster import MOST_GPUS, Cluster, Device, read_cluster, write_cluster
@@ -39,7 +41,7 @@ from megatron.planner.growth import growth
 from megatron.planner.measure import described, measure_all
 from megatron.planner.predict import Prediction, Predictor
 from megatron.planner.report import breakdown, reason, table
-from megatron.planner.search import SPEC_SETS, search
+from megatron.planner.search import SPEC_SETS, search, with_experts
 from megatron.tokenizer.build import build_tokenizer
 from megatron.tokenizer.vocabulary import model_entries
 from megatron.topology.launch import LaunchEnvironment, init_process_group, pick_device, shutdown
@@ -75,6 +77,13 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument(
         "--vocab-size", type=int, metavar="N", help="entries of the vocabulary, instead of the tokenizer's"
+    )
+    made.add_argument(
+        "--expert-imbalance",
+        default="1",
+        metavar="X|FILE",
+        help="most tokens of an expert over the mean of its layer; or the file of --log-json-file of a run, whose last "
+        "line says it (1)",
     )
     made.add_argument("--json", metavar="FILE", help="write the predictions there, too")
     made.add_argument("--write", metavar="FILE", help="write the fastest run's configuration there")
@@ -153,7 +162,8 @@ def spec_sets(options: argparse.Namespace, config: RunConfig) -> list[tuple[str,
         UserError: when a set cannot be read, or training would refuse it.
     """
     if options.specs is None:
-        return list(dict.fromkeys([*SPEC_SETS, tuple(config.compression.compress)]))
+        usual = with_experts(config.model, SPEC_SETS)
+        return list(dict.fromkeys([*usual, tuple(config.compression.compress)]))
     if options.no_search:
         raise UserError("--specs names what is searched; leave it out, or --no-search")
     sets = [tuple(text.split()) for text in options.specs]
@@ -165,6 +175,42 @@ def spec_sets(options: argparse.Namespace, config: RunConfig) -> list[tuple[str,
     return sets
 
 
+def imbalance_of(text: str, model: ModelConfig) -> float:
+    """The value of ``--expert-imbalance``: a number, or that of a log.
+
+    Raises:
+        UserError: when it is neither, or cannot be.
+    """
+    flag = "--expert-imbalance"
+    if not model.has_experts:
+        if text != "1":
+            raise UserError(f"{flag} {text}: no layer has experts (num_experts); leave it out")
+        return 1.0
+    if Path(text).is_file():
+        found = _logged_imbalance(Path(text), flag)
+    else:
+        found = Kind(element=float).from_text(text, f"{flag}, which is no file, either")
+    most = min(model.expert_layers.values()) / model.moe_router_topk
+    if not 1 <= found <= most:
+        raise UserError(
+            f"{flag} {found:g}: it is at least 1, and at most {most:g}, where all tokens go to the same experts"
+        )
+    return found
+
+
+def _logged_imbalance(path: Path, flag: str) -> float:
+    """The imbalance in the last line of a log that has any."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    for line in reversed(lines):
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue  # the run that writes it goes on
+        if isinstance(event, dict) and isinstance(event.get("expert_imbalance"), int | float):
+            return float(event["expert_imbalance"])
+    raise UserError(f"{flag} {path}: no line says expert_imbalance; give the --log-json-file of a run with experts")
+
+
 def plannable(config: RunConfig, gpus: int) -> RunConfig:
     """Resolves the configuration.
 
@@ -173,6 +219,11 @@ def plannable(config: RunConfig, gpus: int) -> RunConfig:
     """
     # The devices are the cluster's, whatever this machine has.
     resolved = config.resolve(gpus, cuda_available=True)
+    if resolved.model.has_experts and resolved.parallel.folds_experts:
+        raise UserError(
+            "--expert-tensor-parallel-size 1 is not planned; leave it out, and every tensor-parallel process holds its "
+            "part of each expert"
+        )
     recompute = resolved.recompute
     if recompute.recompute_granularity == "full" and (
         recompute.recompute_method == "block" or recompute.recompute_num_layers != 1
@@ -198,8 +249,6 @@ def check_kind(parsed: ParsedRun, where: str) -> None:
     kind = parsed.config.model.model_type
     if kind in ("t5", "deberta"):
         raise UserError(f"{where}: model_type {kind} is not planned: its stages differ; try its layouts")
-    if parsed.config.model.has_experts:
-        raise UserError(f"{where}: num_experts: experts are not planned yet; try its layouts")
     telling = [path.partition(".")[2] for path in _OF_NO_GPT if path in parsed.explicit]
     tokenizer = parsed.config.tokenizer.tokenizer_type or ""
     telling += [f"tokenizer_type {tokenizer}"] if tokenizer.startswith("BertWordPiece") else []
@@ -287,7 +336,7 @@ def run(options: argparse.Namespace) -> None:
         if options.no_search or config.training.global_batch_size is None:
             raise
         base, refusal = searchable(config), error
-    sets = spec_sets(options, config)
+    sets, imbalance = spec_sets(options, config), imbalance_of(options.expert_imbalance, base.model)
     vocab_size = options.vocab_size or entries_of(config)
     if options.measure:
         check_writable(options.cluster, "--cluster")
@@ -298,7 +347,7 @@ def run(options: argparse.Namespace) -> None:
         cluster = measured
     if refusal is not None:
         print(f"the run as it is cannot be planned on {gpus} devices: {refusal}")
-    predictor = Predictor(base, dataclasses.replace(cluster, gpus=gpus), vocab_size)
+    predictor = Predictor(base, dataclasses.replace(cluster, gpus=gpus), vocab_size, imbalance)
     shown = show(predictor, refusal is None, sets, config, options)
     if options.json:
         found = json.dumps([dataclasses.asdict(one) for one in shown], indent=1)

@@ -12,13 +12,14 @@ import torch
 from megatron.base.errors import UserError
 from megatron.comm.policy import CompressionPlan
 from megatron.compression.api import Level
-from megatron.compression.points import Point
+from megatron.compression.points import EXPERT_POINTS, Point
 from megatron.compression.schedule import RunLength
 from megatron.compression.spec import Spec
 from megatron.config.run import RunConfig
 from megatron.planner.choice import Choice
 from megatron.planner.cluster import CODING, Cluster, Wire, across_wire, hop_wire, inside_wire, wire_between
 from megatron.planner.dry_run import DryStand
+from megatron.planner.names import EMBEDDING, EXPERTS, HEAD, kind_of
 from megatron.planner.pieces import MessageCost, PieceCost, Pieces, ReductionCost, message
 from megatron.topology.layout import Layout
 from megatron.topology.nodes import positions_by_node
@@ -32,14 +33,21 @@ Levels = Mapping[Level, tuple[Wire, int]]
 """Wire and number of ranks of each level of a sum."""
 
 TP_POINTS = (Point.TP_FWD, Point.TP_BWD)
+INNER_POINTS = (*TP_POINTS, *EXPERT_POINTS)
+"""Points inside a layer."""
 
 
 @dataclass(frozen=True)
 class Wires:
-    """The wires of each kind of group; ``hops`` by the pipeline rank of the sender."""
+    """The wires of each kind of group; ``hops`` by the pipeline rank of the sender.
+
+    ``ep`` is of ranks that share experts, ``expert_dp`` of those that hold equal ones.
+    """
 
     tp: Wire
     dp: Wire
+    ep: Wire
+    expert_dp: Wire
     hops: tuple[Wire, ...]
     ends: Wire
     holders: Wire
@@ -60,6 +68,8 @@ def wires_of(cluster: Cluster, choice: Choice) -> Wires:
     return Wires(
         tp=wire_between(cluster, choice.tp, 1),
         dp=dp,
+        ep=wire_between(cluster, choice.ep, choice.tp),
+        expert_dp=wire_between(cluster, choice.expert_dp, choice.tp * choice.ep),
         hops=tuple(hop_wire(cluster, replica, stage, choice.pp) for stage in range(choice.pp)),
         ends=ends,
         holders=holders,
@@ -74,16 +84,18 @@ class CostBook:
         config: resolved configuration; choices replace its layout and compressors.
         cluster: the cluster.
         vocab_size: entries of the vocabulary.
+        imbalance: most tokens of an expert over the mean of its layer.
     """
 
-    def __init__(self, config: RunConfig, cluster: Cluster, vocab_size: int) -> None:
+    def __init__(self, config: RunConfig, cluster: Cluster, vocab_size: int, imbalance: float = 1.0) -> None:
         self.config = config
         self.cluster = cluster
         self.vocab_size = vocab_size
         # All warm-ups are over at the step that is planned, however long they are.
         self._length = RunLength(config.training.train_iters or 1_000_000, lambda epochs: 1)
+        self.imbalance = imbalance
         self._stand = DryStand(cluster.device)
-        self._specs: dict[str, Spec] = {}
+        self._specs: dict[str, tuple[Spec, ...]] = {}
         self._sets: dict[tuple[str, ...], dict[Point, Spec]] = {}
         self._pieces: dict[object, PieceCost] = {}
         self._reductions: dict[object, ReductionCost] = {}
@@ -96,52 +108,64 @@ class CostBook:
             for text in choice.specs:
                 if text not in self._specs:
                     only = dataclasses.replace(self.config.compression, compress=[text])
-                    (self._specs[text],) = only.specs(self._length).values()
-            self._sets[choice.specs] = {self._specs[text].point: self._specs[text] for text in choice.specs}
+                    self._specs[text] = tuple(only.specs(self._length).values())
+            self._sets[choice.specs] = {spec.point: spec for text in choice.specs for spec in self._specs[text]}
         return self._sets[choice.specs]
 
     def _text(self, choice: Choice, *points: Point) -> tuple[str, ...]:
         """The specs of some points."""
         self.specs(choice)
-        return tuple(text for text in choice.specs if self._specs[text].point in points)
+        return tuple(text for text in choice.specs if any(spec.point in points for spec in self._specs[text]))
 
     def coding(self, choice: Choice, *points: Point) -> float:
         """The correction of the compressors of some points."""
         found = [self.cluster.correction(CODING + text) for text in self._text(choice, *points)]
         return max(found, default=1.0)
 
-    def _dry(self, choice: Choice, specs: Mapping[Point, Spec], stage: int = 0) -> Pieces:
+    def _dry(self, choice: Choice, specs: Mapping[Point, Spec], stage: int = 0, imbalance: float = 1.0) -> Pieces:
         config = choice.configure(self.config)
         plan = CompressionPlan(specs, stage, choice.pp)
         plan.begin(STEADY)
-        return Pieces(config, self.vocab_size, self._stand, plan, STEADY)
+        return Pieces(config, self.vocab_size, self._stand, plan, STEADY, imbalance)
 
-    def piece(self, choice: Choice, name: str) -> PieceCost:
-        """The cost of a piece's forward and backward."""
-        texts = self._text(choice, *TP_POINTS)
-        recompute = choice.recompute if name == "layer" else None
-        key = (name, choice.tp, choice.sequence_parallel, choice.micro_batch, recompute, texts)
+    def piece(self, choice: Choice, name: str, balanced: bool = False) -> PieceCost:
+        """The cost of a piece's forward and backward, on the rank of the fullest expert or (``balanced``) on a mean
+        one."""
+        of_experts = kind_of(name) == EXPERTS
+        points = INNER_POINTS if of_experts else TP_POINTS
+        texts = self._text(choice, *points)
+        recompute = choice.recompute if name not in (EMBEDDING, HEAD) else None
+        shared = (choice.ep, 1.0 if balanced else self.imbalance) if of_experts else ()
+        key = (name, choice.tp, choice.sequence_parallel, choice.micro_batch, recompute, texts, shared)
         if key not in self._pieces:
-            specs = {point: spec for point, spec in self.specs(choice).items() if point in TP_POINTS}
-            self._pieces[key] = planned(texts, lambda: self._dry(choice, specs).piece(name))
+            specs = {point: spec for point, spec in self.specs(choice).items() if point in points}
+            imbalance = 1.0 if balanced else self.imbalance
+            self._pieces[key] = planned(texts, lambda: self._dry(choice, specs, imbalance=imbalance).piece(name))
         return self._pieces[key]
 
-    def reduction(self, choice: Choice, name: str, stage: int) -> ReductionCost:
-        """The cost of reducing a piece's gradients over the replicas, on a stage."""
+    def reduction(self, choice: Choice, name: str, stage: int, own: bool = False) -> ReductionCost:
+        """The cost of reducing a piece's gradients on a stage: over the replicas, or (``own``) of the experts that not
+        all replicas hold, over those that do."""
+        if (choice.ep == 1 or kind_of(name) != EXPERTS) and own:
+            return ReductionCost()
         specs = self.specs(choice)
         spec = specs.get(Point.DP_GRAD)
         covered = spec is not None and spec.activation.covers_stage(stage, choice.pp)
         texts = self._text(choice, Point.DP_GRAD) if covered else ()
         # Summed elsewhere, or in the only stage's embedding.
         fused = self.fused(choice) or (self.tied and choice.pp == 1 and name == "head")
-        replicas, nodes = _ranks(spec if covered else None, choice.dp, self.levels(choice, Point.DP_GRAD))
-        key = (name, choice.tp, choice.sequence_parallel, choice.sharded, fused, texts, replicas, nodes)
+        size = choice.expert_dp if own else choice.dp
+        if size == 1:
+            return ReductionCost()
+        replicas, nodes = _ranks(spec if covered else None, size, self.levels(choice, Point.DP_GRAD, own))
+        layout = (choice.tp, choice.sequence_parallel, choice.ep if kind_of(name) == EXPERTS else 1)
+        key = (name, *layout, choice.sharded, fused, texts, replicas, nodes, own)
         if key not in self._reductions:
             used = {Point.DP_GRAD: spec} if spec is not None and covered else {}
             self._reductions[key] = planned(
                 texts,
                 lambda: self._dry(choice, used, stage).reduction(
-                    name, sharded=choice.sharded, fused=fused, replicas=replicas, nodes=nodes
+                    name, sharded=choice.sharded, fused=fused, replicas=replicas, nodes=nodes, own=own
                 ),
             )
         return self._reductions[key]
@@ -160,16 +184,18 @@ class CostBook:
             )
         return self._reductions[key]
 
-    def levels(self, choice: Choice, point: Point) -> Levels:
-        """The wires and numbers of ranks of a point's sums in two levels; empty where they have one."""
+    def levels(self, choice: Choice, point: Point, own: bool = False) -> Levels:
+        """The wires and numbers of ranks of a point's sums in two levels; empty where they have one. With ``own`` of
+        ranks that hold equal experts."""
         spec = self.specs(choice).get(point)
         if spec is None or not spec.rounds().traits.levels:
             return {}
-        key = (point, choice.tp, choice.pp, choice.dp, spec.fused)
+        key = (point, choice.tp, choice.pp, choice.dp, choice.ep, spec.fused, own)
         if key not in self._levels:
-            layout = Layout(tp=choice.tp, pp=choice.pp, dp=choice.dp)
+            layout = Layout(tp=choice.tp, pp=choice.pp, dp=choice.dp, ep=choice.ep)
             embeddings = layout.fused_embedding_groups if spec.fused else layout.embedding_groups
-            groups = list((layout.dp_groups if point is Point.DP_GRAD else embeddings)())
+            replicas = layout.expert_dp_groups if own else layout.dp_groups
+            groups = list((replicas if point is Point.DP_GRAD else embeddings)())
             self._levels[key] = level_wires(self.cluster, groups, layout.world_size)
         return self._levels[key]
 

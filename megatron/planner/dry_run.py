@@ -19,7 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from megatron.comm.experts import ExpertComm, RowExchange
 from megatron.comm.ledger import Ledger
+from megatron.comm.policy import CompressionPlan
 from megatron.compression.api import Level
 from megatron.compression.points import Point
 from megatron.planner.cluster import Device
@@ -34,6 +36,15 @@ _FREE = frozenset(
 """Operations that neither read nor write; views are detected by their storage."""
 
 
+def _grouped_flops(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
+    """Of rows (r, in) by a matrix (in, out) for each group, or of (out, r) by (r, in): no row is in two groups."""
+    return 2 * a.shape[0] * a.shape[1] * b.shape[-1]
+
+
+_GROUPED = {"_grouped_mm": _grouped_flops}
+"""Products whose FLOPs torch does not know."""
+
+
 @dataclass(frozen=True)
 class Collective:
     """One collective of a group.
@@ -42,11 +53,13 @@ class Collective:
         kind: all-reduce, reduce-scatter, all-gather, all-to-all, broadcast, gather or scatter.
         nbytes: bytes of the whole tensor.
         level: which ranks of the group take part.
+        of_experts: the group is of the ranks that share experts.
     """
 
     kind: str
     nbytes: float
     level: Level = Level.ALL
+    of_experts: bool = False
 
 
 @dataclass
@@ -109,7 +122,7 @@ class Recorder(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         packet = func._overloadpacket
         if not func.is_view and packet.__name__ not in _FREE:
-            formula = flop_registry.get(_out_of_place(packet))
+            formula = _GROUPED.get(packet.__name__) or flop_registry.get(_out_of_place(packet))
             flops = float(formula(*args, **(kwargs or {}), out_val=out)) if formula is not None else 0.0
             moved = sum(num_bytes(leaf) for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor))
             seconds = self.device.seconds(flops, moved)
@@ -156,12 +169,16 @@ class DryGroup(Group):
         recorder: recorder of the collectives.
         nodes: number of nodes that it is cut into; 0 for none.
         level: its place in a group that is cut.
+        of_experts: its ranks share experts.
     """
 
-    def __init__(self, size: int, recorder: Recorder, nodes: int = 0, level: Level = Level.ALL) -> None:
+    def __init__(
+        self, size: int, recorder: Recorder, nodes: int = 0, level: Level = Level.ALL, of_experts: bool = False
+    ) -> None:
         super().__init__(None, tuple(range(size)), 0, "a dry run", "nccl")
         self.recorder = recorder
         self.level = level
+        self.of_experts = of_experts
         if nodes:
             each = size // nodes
             positions = tuple(tuple(range(node * each, (node + 1) * each)) for node in range(nodes))
@@ -171,12 +188,22 @@ class DryGroup(Group):
     def start(self, what: str, sent: int, call: Callable[[], Work | None]) -> Pending:
         rounds = 2 if what == "all-reduce" else 1
         whole = sent if what == "broadcast" else sent * self.size / (rounds * (self.size - 1))
-        self.recorder.tally.collectives.append(Collective(what, whole, self.level))
+        self._record(what, whole)
         return Pending(None, sent, what)
+
+    def _record(self, what: str, nbytes: float) -> None:
+        self.recorder.tally.collectives.append(Collective(what, nbytes, self.level, self.of_experts))
+
+    def exchange_parts(self, out: Sequence[Tensor], x: Sequence[Tensor]) -> Pending:
+        sent, came = (sum(num_bytes(part) for r, part in enumerate(parts) if r != self.rank) for parts in (x, out))
+        if self.size > 1:
+            # Both ways of a link work at once: the fuller one takes the time.
+            self._record("all-to-all", max(sent, came) * self.size / (self.size - 1))
+        return Pending(None, sent, "all-to-all")
 
     def collect(self, out: Tensor, x: Tensor) -> Pending:
         # The first rank, which this is, sends nothing: it receives.
-        self.recorder.tally.collectives.append(Collective("gather", float(num_bytes(out)), self.level))
+        self._record("gather", float(num_bytes(out)))
         return Pending(None, 0, "gather")
 
 
@@ -211,9 +238,46 @@ class DryStand:
         """A group of ranks that do not exist, on some nodes."""
         return DryGroup(size, recorder, nodes)
 
+    def experts(self, size: int, recorder: Recorder, plan: CompressionPlan, imbalance: float) -> ExpertComm:
+        """The points of ranks that do not exist, which share experts."""
+        return DryExpertComm(DryGroup(size, recorder, of_experts=True), recorder.ledger, plan, imbalance)
+
     def fill(self, x: Tensor) -> Tensor:
         """Does nothing: tensors have no contents."""
         return x
+
+
+class DryExpertComm(ExpertComm):
+    """The expert-parallel points, in one stage, of the rank with the fullest expert, whose tokens choose nothing.
+
+    Args:
+        group, ledger, plan: see ``ExpertComm``.
+        imbalance: most tokens of an expert over the mean; the others of its layer share the rest.
+    """
+
+    def __init__(self, group: Group, ledger: Ledger, plan: CompressionPlan, imbalance: float) -> None:
+        super().__init__(group, ledger, plan)
+        self.ranks = _DryRows(group, ledger, self.ranks.coding)
+        self.imbalance = imbalance
+
+    def count(self, chosen: Tensor, experts: int, most: int | None = None) -> Tensor:
+        """The rows of each expert; the first is the fullest. Nobody looks at what was chosen."""
+        rows = chosen.numel()
+        first = min(round(self.imbalance * rows / experts), rows)
+        each, more = divmod(rows - first, experts - 1)
+        counts = torch.full((experts,), each)
+        counts[0] = first
+        counts[1 : 1 + more] += 1
+        return counts if most is None else counts.clamp_(max=most)
+
+
+class _DryRows(RowExchange):
+    """Exchanges of rows with ranks that have as many for this one as it has for itself."""
+
+    def exchange_counts(self, counts_rn: Tensor) -> Tensor:
+        rows = list(counts_rn.to(torch.int32))
+        self.ledger.sent(Point.CONTROL, self.group.exchange_parts(rows, rows).sent_bytes)
+        return counts_rn[:1].repeat(len(counts_rn), 1)
 
 
 class SavedTensors:

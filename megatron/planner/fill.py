@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 
-from megatron.compression.points import Point
+from megatron.compression.points import EXPERT_POINTS, Point
 from megatron.config.memory import parameter_bytes
 from megatron.config.recompute import RecomputeConfig
 from megatron.parallel.pipeline.schedule import PipelineOp, epilogue, training_schedule
 from megatron.planner.choice import Choice
-from megatron.planner.costs import Wires
+from megatron.planner.costs import INNER_POINTS, TP_POINTS, Wires
+from megatron.planner.names import EMBEDDING, HEAD
 from megatron.planner.stages import Stages, sent_bytes
 
 _IN_FLIGHT_GROUPS = 6
@@ -49,22 +50,30 @@ def memory(stages: Stages, choice: Choice) -> dict[str, float]:
     fullest: dict[str, float] = {}
     book = stages.book
     gathers = book.specs(choice).get(Point.PARAM_GATHER)
-    each = parameter_bytes(stages.config, choice.sharded and gathers is not None and not gathers.identity)
-    for rank in sorted({0, choice.pp // 2, choice.pp - 1}):
+    compressed = choice.sharded and gathers is not None and not gathers.identity
+    each, of_matrices = (parameter_bytes(stages.config, compressed, matrix) for matrix in (False, True))
+    alike = not stages.config.model.has_experts
+    for rank in sorted({0, choice.pp // 2, choice.pp - 1}) if alike else range(choice.pp):
         saved = [
             sum(n * book.piece(choice, name).saved_bytes for name, n in stages.pieces_of(choice, virtual).items())
             for virtual in range(rank, choice.pp * choice.chunks, choice.pp)
         ]
         held = most_held(choice.schedule, choice.pp, rank, choice.chunks, choice.micro_batches)
         elements = stages.elements(choice, rank)
-        owned = elements / (choice.dp if choice.sharded else 1)
+        owned = stages.owned(choice, rank)
+        matrices = stages.matrices(choice, rank)[0] * owned / elements
         contents = stages.contents(choice, rank)
         summed = choice.dp > 1 and Point.DP_GRAD in book.specs(choice)
-        reductions = [(n, book.reduction(choice, name, rank)) for name, n in contents.items() if n and summed]
+        reductions = [
+            (n, book.reduction(choice, name, rank, own))
+            for name, n in contents.items()
+            for own in (False, True)
+            if n and summed
+        ]
         filled = {
             "parameters": float(elements * each.weight),
             "gradients": float(elements * each.gradient),
-            "optimizer": float(owned * each.optimizer),
+            "optimizer": (owned - matrices) * each.optimizer + matrices * of_matrices.optimizer,
             "activations": held * max(saved),
             "work space": _working_bytes(stages, choice, contents),
             "compressors": sum(n * part.state_bytes for n, part in reductions) + _channel_bytes(stages, choice, rank),
@@ -79,7 +88,8 @@ def _working_bytes(stages: Stages, choice: Choice, contents: Mapping[str, int]) 
     book = stages.book
     found = max(book.piece(choice, name).working_bytes for name, n in contents.items() if n)
     if choice.recompute.recompute_granularity == "full":
-        plain = book.piece(replace(choice, recompute=RecomputeConfig()), "layer").saved_bytes
+        layers = [name for name, n in contents.items() if n and name not in (EMBEDDING, HEAD)]
+        plain = max(book.piece(replace(choice, recompute=RecomputeConfig()), name).saved_bytes for name in layers)
         groups = choice.recompute.recompute_method == "uniform"
         found = max(found, plain * (choice.recompute.recompute_num_layers if groups else 1))
     return found
@@ -106,18 +116,18 @@ def traffic(stages: Stages, choice: Choice, wires: Wires) -> dict[str, float]:
     """Bytes that a device sends in a step, by point: the mean over the pipeline's ranks."""
     found: dict[str, float] = {}
     book = stages.book
-    for point in (Point.TP_FWD, Point.TP_BWD):
+    for point in INNER_POINTS:
         total = 0.0
         for rank in range(choice.pp):
             for name, count in stages.contents(choice, rank).items():
-                piece = book.piece(choice, name)
+                piece = book.piece(choice, name, balanced=True)
                 # Backward sends forward's messages too where it recomputes.
                 sent = piece.forward.sent.get(point, 0) + piece.backward.sent.get(point, 0)
                 total += count * choice.micro_batches * sent
             if point is Point.TP_BWD:
                 total += sent_bytes([stages.partial_reduction(choice, rank)], choice.tp)
         own = book.message_gather(choice, Point.PP_FWD if point is Point.TP_FWD else Point.PP_BWD)
-        if own is not None:
+        if own is not None and point in TP_POINTS:
             messages = (choice.pp * choice.chunks - 1) * choice.micro_batches
             total += messages * own.nbytes * (choice.tp - 1)
         found[point.value] = total / choice.pp
@@ -132,10 +142,15 @@ def traffic(stages: Stages, choice: Choice, wires: Wires) -> dict[str, float]:
         each = sum(sent_bytes(collectives, 2 * choice.dp if fused else 2, levels) for collectives in part.rounds)
         found[Point.EMBED_GRAD.value] = 2 * each / choice.pp
     if choice.sharded:
-        shares = (
-            book.gathered(choice, -(-stages.elements(choice, rank) // choice.dp), rank) for rank in range(choice.pp)
+        found[Point.PARAM_GATHER.value] = sum(
+            book.gathered(choice, -(-elements // size), rank).nbytes * (size - 1) / choice.pp
+            for rank in range(choice.pp)
+            for elements, size in stages.parts(choice, rank)
         )
-        found[Point.PARAM_GATHER.value] = sum(share.nbytes for share in shares) * (choice.dp - 1) / choice.pp
+    for rank in range(choice.pp):
+        replicas, tensors = stages.exchanged_matrices(choice, rank)
+        exchanged = replicas * (choice.dp - 1) / choice.dp + tensors * (choice.tp - 1) / choice.tp
+        found[Point.OPTIMIZER.value] = found.get(Point.OPTIMIZER.value, 0.0) + exchanged / choice.pp
     return {point: nbytes for point, nbytes in found.items() if nbytes}
 
 
@@ -154,7 +169,8 @@ def _messages(stages: Stages, choice: Choice, point: Point) -> float:
 
 
 def leaving(stages: Stages, choice: Choice, wires: Wires, sent: Mapping[str, float]) -> dict[str, float]:
-    """The share of the bytes sent that leaves the node: of a ring, what its last member in a node sends."""
+    """The share of the bytes sent that leaves the node: of a ring, what its last member in a node sends; of an
+    all-to-all what goes to the members in others."""
     groups = {
         Point.TP_FWD: (wires.tp, choice.tp),
         Point.TP_BWD: (wires.tp, choice.tp),
@@ -167,6 +183,9 @@ def leaving(stages: Stages, choice: Choice, wires: Wires, sent: Mapping[str, flo
         for point, (wire, size) in groups.items()
         if point.value in sent and wire.per_node < size
     }
+    if wires.ep.per_node < choice.ep:
+        share = (choice.ep - wires.ep.per_node) / (choice.ep - 1)
+        found |= {point.value: sent[point.value] * share for point in EXPERT_POINTS if point.value in sent}
     if stages.book.levels(choice, Point.DP_GRAD) and Point.DP_GRAD.value in sent:
         across = sum(stages.stage(choice, rank, wires).across or 0.0 for rank in range(choice.pp)) / choice.pp
         found |= {Point.DP_GRAD.value: across}

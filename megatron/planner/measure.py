@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.comm.experts import ExpertComm
 from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan
 from megatron.compression.points import Point
@@ -26,8 +27,10 @@ from megatron.planner.choice import Choice, choice_of
 from megatron.planner.cluster import CODING, PARTS, Cluster, Device, LinkSpec
 from megatron.planner.costs import STEADY, TP_POINTS, planned, wires_of
 from megatron.planner.dry_run import DryStand, Tally
-from megatron.planner.pieces import PIECES, Pieces, Stand, message
+from megatron.planner.names import kind_of, piece_of
+from megatron.planner.pieces import Pieces, message
 from megatron.planner.stages import Stages
+from megatron.planner.stand import Stand
 from megatron.topology.clock import clock_of
 from megatron.topology.group import Group
 from megatron.topology.topology import Topology
@@ -106,6 +109,10 @@ class LiveStand:
             return self.tp
         return Group(None, (0,), 0, "this process", "none")
 
+    def experts(self, size: int, recorder: Any, plan: CompressionPlan, imbalance: float) -> ExpertComm:
+        """Of this process alone: it holds all experts, and tokens choose by their contents."""
+        return ExpertComm(self.group(1, recorder), recorder.ledger, plan)
+
     def fill(self, x: Tensor) -> Tensor:
         """Fills a tensor with small random numbers, but none so small that processors slow down."""
         return x.normal_(0.0, 0.02)
@@ -174,6 +181,7 @@ class Corrections:
         self.stand = stand
         self.stages = Stages(config, cluster, vocab_size)
         self.book = self.stages.book
+        self.layer = piece_of(config.model, 0)
 
     def _pieces(self, specs: Mapping[Point, Spec], where: Stand) -> Pieces:
         plan = CompressionPlan(specs, 0, self.choice.pp)
@@ -183,14 +191,18 @@ class Corrections:
     def of_parts(self) -> dict[str, float]:
         """Factors of the parts of ``PARTS``, by name."""
         found: dict[str, float] = {}
-        for name in PIECES:
+        names = self.stages.names
+        for name in names:
+            part = kind_of(name)
+            if f"{part} forward" in found:
+                continue
             dry, real = self.book.piece(self.choice, name), self._pieces({}, self.stand).piece(name)
-            found[f"{name} forward"] = real.forward.seconds / dry.forward.seconds
-            found[f"{name} backward"] = real.backward.seconds / dry.backward.seconds
-            if name == "layer" and self.choice.tp > 1:
-                computed = self.stages.passes(self.choice, wires_of(self.stages.cluster, self.choice))[name][2]
+            found[f"{part} forward"] = real.forward.seconds / dry.forward.seconds
+            found[f"{part} backward"] = real.backward.seconds / dry.backward.seconds
+            if name == self.layer and self.choice.tp > 1:
+                computed = self.stages.passes(self.choice, wires_of(self.stages.cluster, self.choice))[name].tensor_s
                 found["tensor parallel"] = (real.forward.waited_s + real.backward.waited_s) / computed
-        elements = self.book.piece(self.choice, "layer").parameters * self.config.model.num_layers
+        elements = self.book.piece(self.choice, self.layer).parameters * self.config.model.num_layers
         elements = min(elements, _UPDATE_ELEMENTS)
         computed = elements * 36 / (self.device.memory_gbyte_per_s * 1e9)
         found["optimizer"] = _update_seconds(elements, self.stand) / computed
@@ -206,15 +218,18 @@ class Corrections:
     def _coding_s(self, point: Point, spec: Spec, where: Stand) -> float:
         pieces = self._pieces({point: spec}, where)
         if point in TP_POINTS:
-            piece = pieces.piece("layer")
+            piece = pieces.piece(self.layer)
             return piece.forward.coding_s + piece.backward.coding_s
         if point is Point.DP_GRAD:
-            return pieces.reduction("layer", replicas=1).coding_s
+            return pieces.reduction(self.layer, replicas=1).coding_s
         if point is Point.EMBED_GRAD:
             shape = self.book.piece(self.choice, "embedding").tied_shape
             return pieces.embedding_reduction(shape, math.prod(shape), replicas=1).coding_s if shape else 0.0
         model, keys = self.config.model, self.choice.micro_batch
         shape = (model.seq_length, keys, model.hidden_size)
+        if point.of_experts:
+            # As many rows as a token has experts; how many go to one rank hardly matters to their speed.
+            shape = (model.moe_router_topk * model.seq_length * keys, 1, model.hidden_size)
         dtype = model.residual_dtype(self.config.precision.params_dtype)
         sent = message(pieces.plan.codec(point), torch.Size(shape), dtype, where, keys, self.vocab_size)
         return sent.encode_s + sent.decode_s

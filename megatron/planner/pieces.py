@@ -3,74 +3,40 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from megatron.comm.embedding import EmbeddingSync
-from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan
 from megatron.comm.reducer import GradReducer
 from megatron.comm.tensor import TensorComm
 from megatron.compression.api import Codec, Content
 from megatron.compression.state import CompressorState
+from megatron.config.model import ModelConfig
 from megatron.config.recompute import RecomputeConfig
 from megatron.config.run import RunConfig
-from megatron.model.context import ForwardContext
+from megatron.model.context import ExpertContext, ForwardContext
 from megatron.model.losses import Targets
 from megatron.model.stage import Stage, StagePart
 from megatron.model.stages import make_stage, padded_vocab_size
+from megatron.optimizer.matrices import iteration_flops
 from megatron.parallel.data.buffer import BucketKind, FlatBuffer, named_params
 from megatron.parallel.data.gradients import main_grad_dtype, reduced_bucket
 from megatron.parallel.tensor.embedding import VocabShard
 from megatron.parallel.tensor.shards import collect_specs
 from megatron.planner.dry_run import Collective, SavedTensors, Tally
-from megatron.topology.group import Group, num_bytes
-
-PIECES = ("embedding", "layer", "head")
-
-
-class Meter(Protocol):
-    """A meter of the costs of the code inside it."""
-
-    ledger: Ledger
-
-    def take(self) -> Tally:
-        """Returns the costs since the last call."""
-
-    def __enter__(self) -> Any: ...
-
-    def __exit__(self, *_: Any) -> Any: ...
+from megatron.planner.names import EMBEDDING, HEAD, piece_of
+from megatron.planner.stand import Meter, Stand
+from megatron.topology.group import num_bytes
 
 
-class Stand(Protocol):
-    """The stand on which pieces run: dry, or on a real device."""
-
-    torch_device: torch.device
-    repeats: int
-
-    def recorder(self) -> Any:
-        """A new ``Meter``."""
-
-    def group(self, size: int, recorder: Any, nodes: int = 0) -> Group:
-        """A group of ranks that reduce with this one, cut into so many nodes."""
-
-    @property
-    def attention(self) -> Callable[..., Tensor]:
-        """The attention function, for ``ForwardContext``."""
-
-    def fill(self, x: Tensor) -> Tensor:
-        """Fills a tensor in place, if it can have contents."""
-
-
-_PARTS = {
-    "embedding": StagePart(range(0), first=True, last=False),
-    "layer": StagePart(range(1), first=False, last=False),
-    "head": StagePart(range(0), first=False, last=True),
-}
+def _part(model: ModelConfig, name: str) -> StagePart:
+    """The part of the model that is a piece: of its kind, the first layer."""
+    layers = [layer for layer in range(model.num_layers) if piece_of(model, layer) == name][:1]
+    of_layer = range(layers[0], layers[0] + 1) if layers else range(0)
+    return StagePart(of_layer, first=name == EMBEDDING, last=name == HEAD)
 
 
 @dataclass(frozen=True)
@@ -98,9 +64,12 @@ class PieceCost:
         working_bytes: bytes needed at once while it is computed, whatever the number of micro-batches; without those of
             recomputing.
         parameters: number of parameters.
+        own_parameters: those of these that not all replicas hold: of experts.
         partial: elements of these whose gradients are all-reduced over tensor-parallel ranks once a step
             (sequence parallelism).
         tied_shape: shape of the tied embedding's part, where the piece holds one.
+        matrices: the parameters among these that Muon orthogonalizes.
+        orthogonal_flops: operations of one of its iterations on them all, whole.
     """
 
     forward: Tally
@@ -108,8 +77,11 @@ class PieceCost:
     saved_bytes: float
     working_bytes: float
     parameters: int
+    own_parameters: int = 0
     partial: int = 0
     tied_shape: tuple[int, ...] = ()
+    matrices: int = 0
+    orthogonal_flops: int = 0
 
 
 @dataclass
@@ -132,9 +104,18 @@ class Pieces:
         stand: stand on which they run.
         plan: the compressors, as one stage of the pipeline sees them.
         iteration: iteration that is run: one after all warm-ups.
+        imbalance: most tokens of an expert over the mean of its layer.
     """
 
-    def __init__(self, config: RunConfig, vocab_size: int, stand: Stand, plan: CompressionPlan, iteration: int) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        vocab_size: int,
+        stand: Stand,
+        plan: CompressionPlan,
+        iteration: int,
+        imbalance: float = 1.0,
+    ) -> None:
         # Dropout costs little where it is fused, and the meta device would take the way of a CPU.
         quiet = dataclasses.replace(config.model, attention_dropout=0.0, hidden_dropout=0.0)
         self.config = dataclasses.replace(config, model=quiet)
@@ -142,24 +123,35 @@ class Pieces:
         self.stand = stand
         self.plan = plan
         self.iteration = iteration
+        self.imbalance = imbalance
 
-    def _build(self, name: str, recompute: RecomputeConfig, shares: int = 1) -> _Built:
+    def _build(self, name: str, recompute: RecomputeConfig, shares: int = 1, own: bool | None = None) -> _Built | None:
+        """A piece, and the gradients of all its parameters, or of those that all replicas hold, or not all (``own``);
+        None where there are none."""
         config, meter = self.config, self.stand.recorder()
         tp = config.parallel.tensor_model_parallel_size
+        ep = config.parallel.expert_model_parallel_size
         comm = TensorComm(
             self.stand.group(tp, meter),
             meter.ledger,
             self.plan,
             sequence_parallel=config.parallel.sequence_parallel,
             asynchronous=config.parallel.async_tensor_model_parallel_allreduce,
+            experts=self.stand.experts(ep, meter, self.plan, self.imbalance),
         )
         comm.begin(self.iteration)
         padded = padded_vocab_size(self.vocab_size, config.model.make_vocab_size_divisible_by, tp)
         shard = VocabShard(self.vocab_size, padded, comm)
         dtype = config.precision.params_dtype
-        stage = make_stage(config.model, _PARTS[name], shard, comm, self.stand.torch_device, dtype, recompute)
+        part = _part(config.model, name)
+        stage = make_stage(config.model, part, shard, comm, self.stand.torch_device, dtype, recompute)
+        params = named_params(collect_specs(stage), stage)
+        if own is not None:
+            params = [param for param in params if (ep > 1 and param[2].of_expert) is own]
+        if not params and own is not None:
+            return None
         buffer = FlatBuffer(
-            named_params(collect_specs(stage), stage),
+            params,
             main_grad_dtype(dtype, config.parallel.accumulate_allreduce_grads_in_fp32),
             self.stand.group(shares, meter),
             None,
@@ -172,6 +164,7 @@ class Pieces:
     def piece(self, name: str) -> PieceCost:
         """Runs forward and backward of a piece."""
         built = self._build(name, self.config.recompute)
+        assert built is not None
         saved, forward, backward = _passes(built)
         working = 0.0
         if name == "head":
@@ -179,18 +172,29 @@ class Pieces:
             dtype = self.config.precision.params_dtype
             working = min(tokens * built.stage.shard.valid_rows, 1 << 28) * (dtype.itemsize + 4.0)
         tied = [s for b in built.buffer.buckets if b.kind is BucketKind.TIED for s in b.slots]
+        cut = [s for bucket in built.buffer.buckets for s in bucket.slots if s.spec.blocks]
         return PieceCost(
             forward,
             backward,
             saved,
             working,
             sum(parameter.numel() for parameter in built.stage.parameters()),
+            _own_parameters(built),
             sum(b.stop - b.start for b in built.buffer.buckets if b.kind is BucketKind.PARTIAL),
             tuple(tied[0].param.shape) if tied else (),
+            sum(slot.param.numel() for slot in cut),
+            sum(iteration_flops(slot.spec) for slot in cut),
         )
 
     def reduction(
-        self, name: str, *, sharded: bool = False, fused: bool = False, replicas: int = 2, nodes: int = 0
+        self,
+        name: str,
+        *,
+        sharded: bool = False,
+        fused: bool = False,
+        replicas: int = 2,
+        nodes: int = 0,
+        own: bool | None = None,
     ) -> ReductionCost:
         """Runs the reduction of a piece's gradients over replicas, in a step between choices and after warm-ups.
 
@@ -200,8 +204,11 @@ class Pieces:
             fused: the tied embedding is reduced elsewhere.
             replicas: replicas in the reduction.
             nodes: nodes that they are on, for sums in two levels.
+            own: of the parameters that not all replicas hold (True), or of the others (False); None for all.
         """
-        built = self._build(name, RecomputeConfig(), replicas if sharded else 1)
+        built = self._build(name, RecomputeConfig(), replicas if sharded else 1, own)
+        if built is None:
+            return ReductionCost()
         meter = built.meter
         group = self.stand.group(replicas, meter, nodes)
         buckets = [reduced_bucket(built.buffer, bucket, fused) for bucket in built.buffer.buckets]
@@ -261,6 +268,14 @@ class Pieces:
             sync.state.counters.pop("unchecked", None)
         tally = Tally.median(tallies)
         return ReductionCost((tuple(tally.collectives),), tally.coding_s + tally.seconds, state_bytes(sync.state))
+
+
+def _own_parameters(built: _Built) -> int:
+    """Number of a piece's parameters that not all replicas hold."""
+    if built.config.parallel.expert_model_parallel_size == 1:
+        return 0
+    params = named_params(collect_specs(built.stage), built.stage)
+    return sum(param.numel() for _, _, spec, param in params if spec.of_expert)
 
 
 @dataclass(frozen=True)
@@ -335,7 +350,10 @@ def _passes(built: _Built) -> tuple[float, Tally, Tally]:
     weights_bs = torch.zeros((batch, length), dtype=torch.float32, device=device)
     targets = Targets(tokens_bs, weights_bs, tokens_bs[:, 0])
     segments_bs = None if config.model.causal else tokens_bs
-    context = ForwardContext(segment_ids_bs=segments_bs, types_bs=tokens_bs, attention=built.stand.attention)
+    step = ExpertContext(0, torch.ones((), device=device), {}, {}) if config.model.has_experts else None
+    context = ForwardContext(
+        segment_ids_bs=segments_bs, types_bs=tokens_bs, attention=built.stand.attention, experts=step
+    )
     dtype = config.model.residual_dtype(stage.dtype)
     activation = torch.empty((length // parts, batch, config.model.hidden_size), dtype=dtype, device=device)
     x: Tensor = tokens_bs if stage.part.first else built.stand.fill(activation).requires_grad_()

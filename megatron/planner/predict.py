@@ -57,10 +57,11 @@ class Predictor(Stages):
         config: resolved configuration.
         cluster: the devices and links.
         vocab_size: entries of the vocabulary.
+        imbalance: most tokens of an expert over the mean of its layer.
     """
 
-    def __init__(self, config: RunConfig, cluster: Cluster, vocab_size: int) -> None:
-        super().__init__(config, cluster, vocab_size)
+    def __init__(self, config: RunConfig, cluster: Cluster, vocab_size: int, imbalance: float = 1.0) -> None:
+        super().__init__(config, cluster, vocab_size, imbalance)
         self._pipelines: dict[Choice, Pipeline] = {}
         self._bounds: dict[tuple[Choice, int], float] = {}
         self._times: dict[Choice, Sequence[RankTimes]] = {}
@@ -104,14 +105,17 @@ class Predictor(Stages):
         slowest = max(range(choice.pp), key=lambda rank: synced[rank])
         own, time = stages[slowest], times[slowest]
         # All ranks begin their updates together; those of a stage that gathers uncompressed may have them last.
-        gather = max(self._gather_s(choice, wires, stage, rank) for rank, stage in enumerate(stages))
-        seconds = synced[slowest] + self._world_s(wires, choice) + self._update_s(choice, own) + gather
+        gather = max(self._gather_s(choice, wires, rank) for rank in range(choice.pp))
+        seconds = synced[slowest] + self._world_s(wires, choice) + self._update_s(choice, slowest) + gather
+        seconds += self._orthogonal_s(choice, slowest, wires)
         passes = self.passes(choice, wires)
-        exposed = choice.micro_batches * sum(n * passes[name][2] for name, n in own.pieces.items())
-        tp_coding = choice.micro_batches * sum(n * passes[name][3] for name, n in own.pieces.items())
+        exposed = choice.micro_batches * sum(n * passes[name].tensor_s for name, n in own.pieces.items())
+        tp_coding = choice.micro_batches * sum(n * passes[name].coding_s for name, n in own.pieces.items())
+        experts = choice.micro_batches * sum(n * passes[name].experts_s for name, n in own.pieces.items())
         parts = {
-            "compute": time.busy - exposed - tp_coding,
+            "compute": time.busy - exposed - tp_coding - experts,
             "tensor parallel": exposed,
+            "expert parallel": experts,
             "pipeline": time.waiting,
             "coding": time.coding + tp_coding + own.coding_s + embedding_s,
             "gradients": synced[slowest] - time.end - own.coding_s - embedding_s,
@@ -165,7 +169,8 @@ class Predictor(Stages):
     def _first_round(self, choice: Choice, pipeline: Pipeline, rank: int, time: RankTimes, stage: StageCost) -> float:
         """Time at which the round that starts in backward has completed, with buckets that fill one after the other."""
         limit = bucket_elements(self.config.parallel.ddp_bucket_size, choice.overlap, choice.dp)
-        buckets = 1 if limit is None or not choice.overlap else max(1, -(-stage.elements // limit))
+        elements = sum(count for count, _ in stage.parts)
+        buckets = 1 if limit is None or not choice.overlap else max(1, -(-elements // limit))
         backward = sum(pipeline.backward_s[rank :: pipeline.stages])
         end = 0.0
         for number in range(1, buckets + 1):
@@ -177,20 +182,31 @@ class Predictor(Stages):
         """The time of one small all-reduce over all ranks."""
         return wires.world.collective("all-reduce", 64.0, choice.world_size)
 
-    def _update_s(self, choice: Choice, stage: StageCost) -> float:
+    def _update_s(self, choice: Choice, rank: int) -> float:
         """The time of clearing gradients, their norm, and the update of parameters and moments: bound by memory."""
-        owned = stage.elements / (choice.dp if choice.sharded else 1)
+        owned = self.owned(choice, rank)
         grad, param = self.grad_bytes, self.param_bytes
-        moved = stage.elements * grad + owned * (2 * grad + 24 + (param if param < 4 else 0))
+        moved = self.elements(choice, rank) * grad + owned * (2 * grad + 24 + (param if param < 4 else 0))
         return moved / (self.cluster.device.memory_gbyte_per_s * 1e9) * self.cluster.correction("optimizer")
 
-    def _gather_s(self, choice: Choice, wires: Wires, stage: StageCost, rank: int) -> float:
+    def _orthogonal_s(self, choice: Choice, rank: int, wires: Wires) -> float:
+        """The time in which Muon puts matrices together, orthogonalizes them, and takes them apart again."""
+        steps = self.config.optimizer.muon_num_ns_steps
+        replicas, tensors = self.exchanged_matrices(choice, rank)
+        exchanged = wires.dp.collective("all-to-all", replicas, choice.dp)
+        exchanged += wires.tp.collective("all-to-all", tensors, choice.tp)
+        return steps * self.matrices(choice, rank)[1] / self.cluster.device.flops + exchanged
+
+    def _gather_s(self, choice: Choice, wires: Wires, rank: int) -> float:
         """The time of all-gathering the parameters that the replicas of a pipeline rank updated."""
         if not choice.sharded:
             return 0.0
-        share = self.book.gathered(choice, -(-stage.elements // choice.dp), rank)
-        coding = (share.encode_s + choice.dp * share.decode_s) * self.book.coding(choice, Point.PARAM_GATHER)
-        return coding + wires.dp.collective("all-gather", share.nbytes * choice.dp, choice.dp)
+        found = 0.0
+        for (elements, size), wire in zip(self.parts(choice, rank), (wires.dp, wires.expert_dp), strict=False):
+            share = self.book.gathered(choice, -(-elements // size), rank)
+            coding = (share.encode_s + size * share.decode_s) * self.book.coding(choice, Point.PARAM_GATHER)
+            found += (coding + wire.collective("all-gather", share.nbytes * size, size)) if size > 1 else 0.0
+        return found
 
     def _mfu(self, choice: Choice, seconds: float) -> float:
         multiple = self.config.model.make_vocab_size_divisible_by
@@ -206,5 +222,5 @@ class Predictor(Stages):
 
 def _forth_and_back(choice: Choice) -> Choice:
     """The part of a choice that its forwards and backwards depend on."""
-    specs = tuple(spec for spec in choice.specs if spec.startswith(("pp-", "tp-")))
+    specs = tuple(spec for spec in choice.specs if spec.startswith(("pp-", "tp-", "ep-")))
     return dataclasses.replace(choice, sharded=False, overlap=False, specs=specs)

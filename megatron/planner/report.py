@@ -13,6 +13,8 @@ from megatron.planner.predict import Prediction
 def described(choice: Choice) -> str:
     """Describes a choice in a few words."""
     words = [f"tp {choice.tp}", f"pp {choice.pp}", f"dp {choice.dp}"]
+    if choice.ep > 1:
+        words.append(f"ep {choice.ep}")
     words.append(
         f"{choice.micro_batches} micro-batch{'es' if choice.micro_batches > 1 else ''} of {choice.micro_batch}"
     )
@@ -32,6 +34,8 @@ def flags(choice: Choice) -> str:
         f"--pipeline-model-parallel-size {choice.pp}",
         f"--micro-batch-size {choice.micro_batch}",
     ]
+    if choice.ep > 1:
+        words.append(f"--expert-model-parallel-size {choice.ep}")
     if choice.chunks > 1:
         words.append(f"--virtual-pipeline-model-parallel-size {choice.chunks}")
     words.append(f"--pipeline-schedule {choice.schedule}")

@@ -8,7 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron.base.errors import UserError
+from megatron.compression.points import EXPERT_LEGS, EXPERT_POINTS
 from megatron.config.curriculum import lengths_of
+from megatron.config.model import ModelConfig
 from megatron.config.recompute import RecomputeConfig
 from megatron.config.run import RunConfig
 from megatron.planner.choice import Choice, choice_of
@@ -43,6 +45,23 @@ SPEC_SETS: tuple[tuple[str, ...], ...] = (
     ),
 )
 """Compressors that are tried unless others are named."""
+
+_EIGHT = "fixpoint,bits=8,group=64"
+_FOUR = "fixpoint,bits=4,group=64,rotation=64"
+EXPERT_SETS: tuple[tuple[str, ...], ...] = (
+    (f"ep-dispatch-forward={_EIGHT}", f"ep-combine-backward={_EIGHT}"),
+    (f"ep-dispatch={_EIGHT}", f"ep-combine={_EIGHT}"),
+    (f"ep-dispatch-forward={_FOUR}", f"ep-combine-forward={_EIGHT}", f"ep-dispatch-backward={_EIGHT}",
+     f"ep-combine-backward={_FOUR}"),
+)  # fmt: skip
+"""Compressors that are tried besides where layers have experts."""
+
+_BESIDE_EXPERTS: tuple[tuple[str, ...], ...] = (
+    (),
+    ("dp-grad=powersgd,rank=32",),
+    ("dp-grad=fixpoint,levels=8/4,error-feedback=on",),
+)
+"""Compressors that each set of ``EXPERT_SETS`` is tried with."""
 
 MICRO_BATCHES = (1, 2, 4, 8)
 CHUNKS = (1, 2, 3, 4, 6, 8)
@@ -81,34 +100,41 @@ def choices(config: RunConfig, cluster: Cluster, spec_sets: Sequence[tuple[str, 
     most = max(cluster.gpus_per_node, config.parallel.tensor_model_parallel_size)
     for tp in _divisors(world):
         heads = model.num_attention_heads % tp == 0 and model.num_query_groups % tp == 0
-        if tp > most or not heads or model.ffn_hidden_size % tp:
+        if tp > most or not heads or any(width % tp for width in _widths(model)):
             continue
         for pp in _divisors(world // tp):
             dp = world // (tp * pp)
             if model.num_layers % pp or batch % dp:
                 continue
+            parallel = tp > 1 and not any(length % tp for length in lengths)
             for micro_batch in sorted({*MICRO_BATCHES, config.training.micro_batch_size}):
                 if batch // dp % micro_batch:
                     continue
                 count = batch // dp // micro_batch
-                for base in _schedules(model.num_layers, tp, pp, dp, micro_batch, count):
-                    for recompute in _RECOMPUTE:
-                        parallel = tp > 1 and not any(length % tp for length in lengths)
-                        one = replace(base, recompute=recompute, sequence_parallel=parallel, overlap=dp > 1)
-                        for sharded in (True, False) if dp > 1 else (False,):
-                            own = replace(one, sharded=sharded)
-                            for specs in _useful(spec_sets, own):
-                                yield replace(own, specs=specs)
+                plain = Choice(tp, pp, dp, micro_batch=micro_batch, micro_batches=count, sequence_parallel=parallel)
+                for base in _schedules(model.num_layers, replace(plain, overlap=dp > 1)):
+                    yield from _variants(model, base, spec_sets)
 
 
-def _schedules(layers: int, tp: int, pp: int, dp: int, micro_batch: int, count: int) -> Iterator[Choice]:
-    plain = Choice(tp, pp, dp, micro_batch=micro_batch, micro_batches=count)
+def _variants(model: ModelConfig, base: Choice, spec_sets: Sequence[tuple[str, ...]]) -> Iterator[Choice]:
+    """The ways to run a layout and schedule."""
+    counts = model.expert_layers.values()
+    sizes = [ep for ep in _divisors(base.dp) if counts and not any(count % ep for count in counts)]
+    for ep in sizes or [1]:
+        for recompute in _RECOMPUTE:
+            for sharded in (True, False) if base.dp > 1 else (False,):
+                own = replace(base, ep=ep, recompute=recompute, sharded=sharded)
+                for specs in _useful(spec_sets, own):
+                    yield replace(own, specs=specs)
+
+
+def _schedules(layers: int, plain: Choice) -> Iterator[Choice]:
     yield plain
-    if pp > 1:
+    if plain.pp > 1:
         yield replace(plain, schedule="eager-1f1b")
         yield replace(plain, schedule="gpipe")
         for chunks in CHUNKS[1:]:
-            if layers // pp % chunks == 0 and count % pp == 0:
+            if layers // plain.pp % chunks == 0 and plain.micro_batches % plain.pp == 0:
                 yield replace(plain, chunks=chunks)
 
 
@@ -119,9 +145,23 @@ def _useful(spec_sets: Sequence[tuple[str, ...]], choice: Choice) -> list[tuple[
         *(("dp-grad",) if choice.dp == 1 else ()),
         *(("param-gather",) if not choice.sharded else ("embedding",)),
         *(("tp-forward", "tp-backward") if choice.tp == 1 else ()),
+        *((point.value for point in EXPERT_POINTS) if choice.ep == 1 else ()),
+        *(EXPERT_LEGS if choice.ep == 1 else ()),
     ]
     rests = [tuple(spec for spec in specs if spec.split("=")[0] not in silent) for specs in spec_sets]
     return list(dict.fromkeys(rests))
+
+
+def _widths(model: ModelConfig) -> list[int]:
+    """Inner widths of the layers, which tensor parallelism splits."""
+    of_experts = (model.moe_ffn_hidden_size, model.moe_shared_expert_intermediate_size) if model.has_experts else ()
+    return [width for width in (model.ffn_hidden_size, *of_experts) if width]
+
+
+def with_experts(model: ModelConfig, spec_sets: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Sets of compressors, and for a model with experts those of ``EXPERT_SETS``, alone and with some others."""
+    more = [(*of_experts, *others) for of_experts in EXPERT_SETS for others in _BESIDE_EXPERTS]
+    return [*spec_sets, *(more if model.has_experts else ())]
 
 
 def _given(config: RunConfig, cluster: Cluster) -> Iterator[Choice]:

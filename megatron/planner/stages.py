@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,9 +14,9 @@ from megatron.config.run import RunConfig
 from megatron.parallel.data.gradients import main_grad_dtype
 from megatron.planner.choice import Choice
 from megatron.planner.cluster import Cluster, Wire
-from megatron.planner.costs import STEADY, CostBook, Levels, Wires
+from megatron.planner.costs import INNER_POINTS, STEADY, CostBook, Levels, Wires
 from megatron.planner.dry_run import Collective
-from megatron.planner.pieces import PIECES
+from megatron.planner.names import EMBEDDING, HEAD, kind_of, piece_of, pieces_of
 from megatron.planner.simulate import Hop, Pipeline
 
 
@@ -25,7 +26,7 @@ class StageCost:
 
     Args:
         pieces: names and numbers of the pieces on it.
-        elements: number of parameters.
+        parts: numbers of parameters, and of the replicas that hold these: all, or those with equal experts.
         rounds: seconds of each round of its gradients' reduction.
         sent: bytes that a device sends for that.
         across: those of them that sums in two levels send between nodes; None where sums have one level.
@@ -34,12 +35,30 @@ class StageCost:
     """
 
     pieces: Mapping[str, int]
-    elements: int
+    parts: Sequence[tuple[int, int]]
     rounds: Sequence[float]
     sent: float
     coding_s: float
     kept: float
     across: float | None = None
+
+
+@dataclass(frozen=True)
+class Passes:
+    """The times of a piece's passes, in seconds.
+
+    Args:
+        forward_s, backward_s: of one micro-batch.
+        tensor_s: of both, exposed tensor-parallel collectives.
+        coding_s: of both, coding.
+        experts_s: of both, expert-parallel all-to-alls.
+    """
+
+    forward_s: float
+    backward_s: float
+    tensor_s: float
+    coding_s: float
+    experts_s: float
 
 
 class Stages:
@@ -49,13 +68,15 @@ class Stages:
         config: resolved configuration.
         cluster: the cluster.
         vocab_size: entries of the vocabulary.
+        imbalance: most tokens of an expert over the mean of its layer.
     """
 
-    def __init__(self, config: RunConfig, cluster: Cluster, vocab_size: int) -> None:
+    def __init__(self, config: RunConfig, cluster: Cluster, vocab_size: int, imbalance: float = 1.0) -> None:
         self.config = config
         self.cluster = cluster
         self.vocab_size = vocab_size
-        self.book = CostBook(config, cluster, vocab_size)
+        self.names = pieces_of(config.model)
+        self.book = CostBook(config, cluster, vocab_size, imbalance)
         dtype = config.precision.params_dtype
         self.param_bytes = dtype.itemsize
         self.grad_bytes = main_grad_dtype(dtype, config.parallel.accumulate_allreduce_grads_in_fp32).itemsize
@@ -63,30 +84,36 @@ class Stages:
     def pieces_of(self, choice: Choice, virtual: int) -> dict[str, int]:
         """Pieces of a virtual stage, and their numbers."""
         last = choice.pp * choice.chunks - 1
-        layers = self.config.model.num_layers // (choice.pp * choice.chunks)
-        return {"embedding": int(virtual == 0), "layer": layers, "head": int(virtual == last)}
+        model = self.config.model
+        layers = model.num_layers // (choice.pp * choice.chunks)
+        counts = dict.fromkeys(self.names, 0)
+        for layer in range(virtual * layers, (virtual + 1) * layers):
+            counts[piece_of(model, layer)] += 1
+        return {**counts, EMBEDDING: int(virtual == 0), HEAD: int(virtual == last)}
 
-    def passes(self, choice: Choice, wires: Wires) -> dict[str, tuple[float, float, float, float]]:
-        """Seconds of each piece's forward and backward; of these, exposed tensor-parallel collectives, and coding."""
+    def passes(self, choice: Choice, wires: Wires) -> dict[str, Passes]:
+        """The times of each piece's passes."""
         found = {}
-        for name in PIECES:
+        for name in self.names:
             piece = self.book.piece(choice, name)
-            row = [0.0, 0.0, 0.0, 0.0]
+            row = [0.0, 0.0, 0.0, 0.0, 0.0]
             for way, tally in enumerate((piece.forward, piece.backward)):
-                part = f"{name} {'backward' if way else 'forward'}"
+                part = f"{kind_of(name)} {'backward' if way else 'forward'}"
                 computed = tally.seconds * self.cluster.correction(part)
-                coding = tally.coding_s * self.book.coding(choice, Point.TP_FWD, Point.TP_BWD)
-                tp_s = collective_seconds(tally.collectives, wires.tp, choice.tp) * self.cluster.correction(
-                    "tensor parallel"
-                )
+                coding = tally.coding_s * self.book.coding(choice, *INNER_POINTS)
+                of_tp = [each for each in tally.collectives if not each.of_experts]
+                of_ep = [each for each in tally.collectives if each.of_experts]
+                tp_s = collective_seconds(of_tp, wires.tp, choice.tp) * self.cluster.correction("tensor parallel")
+                ep_s = collective_seconds(of_ep, wires.ep, choice.ep)
                 hidden = 0.0
                 if way and self.config.parallel.async_tensor_model_parallel_allreduce:
                     # One of the two sums (or gathers) of a region goes on while its products are computed.
                     hidden = min(tp_s / 2, computed / 2)
-                row[way] = computed + coding + tp_s - hidden
+                row[way] = computed + coding + tp_s - hidden + ep_s
                 row[2] += tp_s - hidden
                 row[3] += coding
-            found[name] = (row[0], row[1], row[2], row[3])
+                row[4] += ep_s
+            found[name] = Passes(*row)
         return found
 
     def compresses(self, choice: Choice, point: Point, sender: int, late: bool) -> bool:
@@ -124,8 +151,8 @@ class Stages:
 
         return Pipeline(
             choice.schedule,
-            [sum(n * passes[name][0] for name, n in count.items()) for count in counts],
-            [sum(n * passes[name][1] for name, n in count.items()) for count in counts],
+            [sum(n * passes[name].forward_s for name, n in count.items()) for count in counts],
+            [sum(n * passes[name].backward_s for name, n in count.items()) for count in counts],
             choice.pp,
             hop,
         )
@@ -140,7 +167,7 @@ class Stages:
 
     def contents(self, choice: Choice, rank: int) -> dict[str, int]:
         """Pieces on a pipeline rank, and their numbers."""
-        counts = dict.fromkeys(PIECES, 0)
+        counts = dict.fromkeys(self.names, 0)
         for virtual in range(rank, choice.pp * choice.chunks, choice.pp):
             for name, count in self.pieces_of(choice, virtual).items():
                 counts[name] += count
@@ -151,6 +178,37 @@ class Stages:
         found = sum(n * self.book.piece(choice, name).parameters for name, n in self.contents(choice, rank).items())
         tied = self.book.piece(choice, "embedding").tied_shape
         return found - (math.prod(tied) if tied and choice.pp == 1 else 0)
+
+    def parts(self, choice: Choice, rank: int) -> list[tuple[int, int]]:
+        """Parameters on a pipeline rank, and the number of replicas that hold them: all, or those with equal
+        experts."""
+        contents = self.contents(choice, rank).items()
+        own = sum(n * self.book.piece(choice, name).own_parameters for name, n in contents)
+        shared = (self.elements(choice, rank) - own, choice.dp)
+        return [shared, (own, choice.expert_dp)] if own else [shared]
+
+    def owned(self, choice: Choice, rank: int) -> float:
+        """Parameters that a device updates: all on it, or its share of them."""
+        return sum(elements / (replicas if choice.sharded else 1) for elements, replicas in self.parts(choice, rank))
+
+    def matrices(self, choice: Choice, rank: int) -> tuple[float, float]:
+        """Of the parameters on a pipeline rank, those that Muon orthogonalizes, and the operations of one iteration on
+        what it orthogonalizes itself; zeros for other optimizers."""
+        if self.config.optimizer.optimizer != "muon":
+            return 0.0, 0.0
+        pieces = [(n, self.book.piece(choice, name)) for name, n in self.contents(choice, rank).items()]
+        flops = sum(n * piece.orthogonal_flops for n, piece in pieces)
+        share = self.owned(choice, rank) / self.elements(choice, rank)
+        return float(sum(n * piece.matrices for n, piece in pieces)), flops / choice.tp * share
+
+    def exchanged_matrices(self, choice: Choice, rank: int) -> tuple[float, float]:
+        """Bytes of the parts of matrices, two ways, that a rank exchanges with its replicas, its own included, and
+        with its tensor-parallel ranks."""
+        chosen = self.config.optimizer.muon_fp32_matmul_prec
+        width = 2 if chosen == "medium" or (chosen is None and self.param_bytes == 2) else max(self.param_bytes, 4)
+        share = self.owned(choice, rank) / self.elements(choice, rank)
+        nbytes = 2.0 * width * self.matrices(choice, rank)[0] * share
+        return nbytes * choice.sharded, nbytes * (choice.tp > 1)
 
     def partial_reduction(self, choice: Choice, rank: int) -> Collective:
         """The all-reduce over tensor-parallel ranks, once a step, of gradients that are partial along the sequence."""
@@ -166,25 +224,46 @@ class Stages:
     def stage(self, choice: Choice, rank: int, wires: Wires) -> StageCost:
         """The costs of a pipeline rank's parameters and of the reduction of their gradients."""
         counts = self.contents(choice, rank)
-        rounds: list[float] = []
+        total = StageCost(counts, self.parts(choice, rank), [], 0.0, 0.0, 0.0)
+        for own, wire, size in ((False, wires.dp, choice.dp), (True, wires.expert_dp, choice.expert_dp)):
+            total = self._with_reduction(choice, rank, total, own, wire, size)
         levels = self.book.levels(choice, Point.DP_GRAD)
-        sent = coding = kept = across = 0.0
-        if choice.dp > 1:
-            parts = [(n, self.book.reduction(choice, name, rank)) for name, n in counts.items() if n]
-            for number in range(max(len(part.rounds) for _, part in parts)):
-                nbytes_of: dict[tuple[str, Level], float] = {}
-                for n, part in parts:
-                    for collective in part.rounds[number] if number < len(part.rounds) else ():
-                        kind = collective.kind, collective.level
-                        nbytes_of[kind] = nbytes_of.get(kind, 0.0) + n * collective.nbytes
-                merged = [Collective(kind, nbytes, level) for (kind, level), nbytes in nbytes_of.items()]
-                rounds.append(collective_seconds(merged, wires.dp, choice.dp, levels))
-                sent += sent_bytes(merged, choice.dp, levels)
-                across += sent_bytes([each for each in merged if each.level is Level.ACROSS], choice.dp, levels)
-            coding = sum(n * part.coding_s for n, part in parts) * self.book.coding(choice, Point.DP_GRAD)
-            kept = sum(n * part.state_bytes for n, part in parts)
-        elements = self.elements(choice, rank)
-        return StageCost(counts, elements, rounds, sent, coding, kept, across if levels else None)
+        return total if levels else dataclasses.replace(total, across=None)
+
+    def _with_reduction(
+        self, choice: Choice, rank: int, before: StageCost, own: bool, wire: Wire, size: int
+    ) -> StageCost:
+        """The costs with the reduction of some gradients added, which goes on after that of others.
+
+        Args:
+            choice, rank, before: the choice, the pipeline rank, and its costs so far.
+            own: of experts, over the replicas that hold them, where not all do.
+            wire, size: of these replicas.
+        """
+        parts = [(n, self.book.reduction(choice, name, rank, own)) for name, n in before.pieces.items() if n]
+        levels = self.book.levels(choice, Point.DP_GRAD, own) if size > 1 else {}
+        rounds, sent, across = list(before.rounds), before.sent, before.across or 0.0
+        for number in range(max(len(part.rounds) for _, part in parts)):
+            nbytes_of: dict[tuple[str, Level], float] = {}
+            for n, part in parts:
+                for collective in part.rounds[number] if number < len(part.rounds) else ():
+                    kind = collective.kind, collective.level
+                    nbytes_of[kind] = nbytes_of.get(kind, 0.0) + n * collective.nbytes
+            merged = [Collective(kind, nbytes, level) for (kind, level), nbytes in nbytes_of.items()]
+            if number == len(rounds):
+                rounds.append(0.0)
+            rounds[number] += collective_seconds(merged, wire, size, levels)
+            sent += sent_bytes(merged, size, levels)
+            across += sent_bytes([each for each in merged if each.level is Level.ACROSS], size, levels)
+        coding = sum(n * part.coding_s for n, part in parts) * self.book.coding(choice, Point.DP_GRAD)
+        return dataclasses.replace(
+            before,
+            rounds=rounds,
+            sent=sent,
+            across=across,
+            coding_s=before.coding_s + coding,
+            kept=before.kept + sum(n * part.state_bytes for n, part in parts),
+        )
 
 
 def collective_seconds(

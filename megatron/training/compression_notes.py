@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 
 from megatron.comm.policy import CompressionPlan
+from megatron.compression.api import RoundCompressor
 from megatron.compression.points import Point
 from megatron.compression.schedule import RunLength
+from megatron.compression.spec import Spec
 from megatron.config.batch_size import BatchSizeSchedule
 from megatron.config.curriculum import lengths_of
 from megatron.config.memory import in_words
@@ -15,6 +17,9 @@ from megatron.data.build import Dataset
 from megatron.topology.nodes import sums_by_node
 from megatron.topology.topology import Topology
 from megatron.training.assembly import Engines
+
+LEAST_TURNS = 3
+"""How often a number should be sent in a run, on the average, where most of them wait in a residual."""
 
 
 def run_length(train_iters: int, train: Dataset | None, batch_sizes: BatchSizeSchedule) -> RunLength:
@@ -33,6 +38,7 @@ def compression_notes(
         warmup = spec.activation.warmup_iters
         if warmup >= train_iters > 0:
             notes.append(f"{where}: no effect, its warm-up of {warmup} iterations is the whole run of {train_iters}")
+        notes += _sparse_notes(spec, where, train_iters - warmup)
         if train is None or not spec.remembered_samples:
             continue
         grows = lengths_of(config.curriculum, config.model.seq_length).first[-1]
@@ -59,6 +65,19 @@ def compression_notes(
                 "take a micro-batch size x replicas that divides 64, and one data set"
             )
     return notes
+
+
+def _sparse_notes(spec: Spec, where: str, steps: int) -> list[str]:
+    """A warning where a number is sent too few times in the whole run for a residual to pass through."""
+    made = spec.compressor(spec.options_at(steps + spec.activation.warmup_iters))
+    density = made.traits.density if isinstance(made, RoundCompressor) else 1.0
+    if density >= 1 or not 0 < steps * density < LEAST_TURNS:
+        return []
+    return [
+        f"warning: {where}: sends {density:.2%} of the numbers in each of {steps:,} steps, each number about "
+        f"{steps * density:.1f} times in the whole run; below {LEAST_TURNS} times a large part of the gradients never "
+        f"leaves the residuals: send more of them, or train for {round(LEAST_TURNS / density):,} steps"
+    ]
 
 
 def cache_notes(engines: Engines, train: Dataset | None) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from megatron.comm.joint import JointSteps, alone
 from megatron.comm.ledger import Ledger
 from megatron.compression.points import Point
 from megatron.config.model import ModelConfig
-from megatron.model.context import EXPERT_LOSSES, ExpertContext
+from megatron.model.context import ExpertContext
 from megatron.model.experts import Experts
 from megatron.model.stage import Stage
 from megatron.topology.topology import Topology
@@ -46,6 +46,8 @@ class ExpertTally:
             module.layer: module for stage in stages for module in stage.modules() if isinstance(module, Experts)
         }
         self.seen: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._last: ExpertLoads = {}
+        self._shares: dict[int, Tensor] = {}
 
     @property
     def on(self) -> bool:
@@ -58,22 +60,22 @@ class ExpertTally:
 
     def context(self, micro_batch: int, loss_grad: Tensor) -> ExpertContext:
         """What layers are given for a micro-batch; see ``ExpertContext``."""
-        return ExpertContext(micro_batch, loss_grad, self.seen)
+        return ExpertContext(micro_batch, loss_grad, self._shares, self.seen)
 
     def finish(self, micro_batches: int, taken: bool) -> tuple[dict[str, float], ExpertLoads]:
         """Ends a step; every rank calls it.
 
         Args:
             micro_batches: those of the step on each replica.
-            taken: the update was taken; otherwise biases stay as they are.
+            taken: the update was taken; otherwise biases stay as they are, and the step does not count as the last.
 
         Returns:
             The layers' loss by name, and the loads of the experts; equal on all ranks. Nothing without experts.
         """
         if not self.on:
             return {}, {}
-        rows, names = len(self._layers), len(EXPERT_LOSSES)
-        seen = torch.zeros(rows, self._most + names, dtype=torch.float64)
+        weights = torch.tensor(list(self._config.expert_losses.values())).double()
+        seen = torch.zeros(len(self._layers), self._most + len(weights), dtype=torch.float64)
         if self._topology.tp.rank == 0:
             for (layer, _), (counts, losses) in self.seen.items():
                 row = seen[self._layers.index(layer)]
@@ -85,17 +87,31 @@ class ExpertTally:
         self._ledger.wait(Point.CONTROL, pending)
         self._joint.add([seen])
         counts_le, losses_ln = seen[:, : self._most].cpu(), seen[:, self._most :].cpu()
-        if taken and self._config.moe_router_enable_expert_bias:
-            self._move_biases(counts_le)
-        config = self._config
-        weights = torch.tensor([config.moe_aux_loss_coeff * config.balances, config.moe_z_loss_coeff]).double()
+        numbers = self._config.expert_layers
+        loads = {
+            layer: tuple(row[: numbers[layer]].tolist()) for layer, row in zip(self._layers, counts_le, strict=True)
+        }
+        if taken:
+            self._keep(loads)
+            if self._config.moe_router_enable_expert_bias:
+                self._move_biases(counts_le)
         loss = float((losses_ln.sum(0) * weights).sum()) / (
             micro_batches * self._topology.layout.dp * self._joint.islands
         )
-        numbers = config.expert_layers
-        return {MOE_LOSS: loss}, {
-            layer: tuple(row[: numbers[layer]].tolist()) for layer, row in zip(self._layers, counts_le, strict=True)
-        }
+        return {MOE_LOSS: loss}, loads
+
+    def state_dict(self) -> dict[str, list[float]]:
+        """The tokens that chose each expert in the last step, by layer, of which the next step's losses know."""
+        return {str(layer): list(counts) for layer, counts in self._last.items()}
+
+    def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:
+        """Goes on after a checkpoint's last step. An older version's, which is empty, is as none."""
+        self._keep({int(layer): tuple(map(float, counts)) for layer, counts in state.items()})
+
+    def _keep(self, loads: ExpertLoads) -> None:
+        self._last = loads
+        every = {layer: torch.tensor(counts, dtype=torch.float64) for layer, counts in loads.items()}
+        self._shares = {layer: (each / each.sum()).to(self._topology.device) for layer, each in every.items()}
 
     def _move_biases(self, counts_le: Tensor) -> None:
         """Raises the biases of experts that got less than their share, and lowers the others' (Wang et al. 2024,

@@ -77,7 +77,7 @@ class Joining:
             yield from tensors
         optimizer = self.engines.optimizer
         for shard in optimizer.shards:
-            for kind in state_names(optimizer.config):
+            for kind in state_names(optimizer.config, shard):
                 yield optimizer.inner.state[shard.main][kind]
         for stage in self.engines.stages:
             yield from stage.buffers()

@@ -368,6 +368,7 @@ def _parts(engines: Engines, schedule: LRSchedule, progress: Progress, log: Call
         Scope.OPTIMIZER,
     )
     parts.register_value("separate_main", lambda: optimizer.separate_main, None, Scope.DESCRIPTION)
+    parts.register("expert_loads", engines.experts, Scope.OPTIMIZER)
     parts.register_value(
         "controllers", controllers.state_dict, lambda saved: controllers.load_state_dict(saved, log), Scope.OPTIMIZER
     )

@@ -75,6 +75,7 @@ LOSSLESS: dict[str, tuple[int, Changes]] = {
     ),
     "stable top-k, always dense": (2, _run("dp-grad=stable-topk,density=0.1,interval=1")),
     "top-k, density 1": (2, _run("dp-grad=topk,density=1")),
+    "chunked top-k, all of each chunk": (2, _run("dp-grad=chunked-topk,chunk=100,k=100,bits=32")),
     "fused embedding": (4, _run("embedding=fused", pp=2)),
     "fused embedding, tensor-parallel": (8, _run("embedding=fused", pp=2, tp=2)),
     "fused embedding, one stage": (2, _run("embedding=fused")),
@@ -151,6 +152,18 @@ LOSSY: dict[str, tuple[int, Changes]] = {
     ),
     "embedding top-k fused, fp16": (4, _run("embedding=topk,density=0.2,fused=on", pp=2, precision="fp16")),
     "top-k": (2, _run("dp-grad=topk,density=1~0.2@5")),
+    "chunked top-k sharded bf16": (
+        4,
+        _run("dp-grad=chunked-topk,chunk=32,k=8~4@6", precision="bf16", use_distributed_optimizer=True, tp=2),
+    ),
+    "chunked top-k over senders, fading": (
+        4,
+        _run(
+            "dp-grad=chunked-topk,chunk=64,k=8,bits=4,merge=senders,decay=0.95",
+            "embedding=chunked-topk,chunk=256",
+            pp=2,
+        ),
+    ),
     "fixpoint gradients": (4, _run("dp-grad=fixpoint,bits=4,error-feedback=on", pp=2, precision="bf16")),
     "stochastic gradients on tensor-parallel ranks": (4, _run("dp-grad=fixpoint,bits=4,rounding=stochastic", tp=2)),
     "stochastic gradients": (4, _run("dp-grad=fixpoint,bits=4,rounding=stochastic")),

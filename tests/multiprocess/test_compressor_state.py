@@ -145,9 +145,10 @@ def test_residuals_of_experts_belong_to_their_replicas(spec: str, tmp_path: Path
             torch.testing.assert_close(total, wanted[name], rtol=1e-12, atol=1e-12)
 
 
-def test_flat_residuals_follow_their_parameters(tmp_path: Path) -> None:
+@pytest.mark.parametrize("spec", ["fixpoint,bits=3,error-feedback=on", "chunked-topk,chunk=64,k=8"])
+def test_residuals_follow_their_parameters(spec: str, tmp_path: Path) -> None:
     """Buckets of another size, on another number of replicas."""
-    spec = "dp-grad=fixpoint,bits=3,error-feedback=on"
+    spec = f"dp-grad={spec}"
     wanted = _sums(run_ranks(4, _save, _changes(spec), tmp_path))
     small = _changes(spec, overlap_grad_reduce=True, ddp_bucket_size=2000)
     found = _sums([boxes for boxes, _ in run_ranks(2, _load, small, tmp_path)])

@@ -12,7 +12,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Qwen2MoeConfig, Qwen2MoeForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from megatron.checkpoint.convert.command import main as convert
 from megatron.data.preprocess.vocab_command import train
@@ -148,13 +148,13 @@ def test_a_model_with_experts_is_scored_as_its_export_is(
     torch.manual_seed(4)
     shutil.copytree(place / "hf", tmp_path / "hf", ignore=shutil.ignore_patterns("*.safetensors"))
     size = json.loads((tmp_path / "hf" / "config.json").read_text())["vocab_size"]
-    config = Qwen2MoeConfig(
+    config = Qwen3MoeConfig(
         max_position_embeddings=64, hidden_size=32, intermediate_size=48, moe_intermediate_size=24,
-        shared_expert_intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        norm_topk_prob=True, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
         num_experts=4, num_experts_per_tok=2, vocab_size=size, initializer_range=0.3, bos_token_id=size - 1,
         eos_token_id=size - 1,
     )  # fmt: skip
-    Qwen2MoeForCausalLM(config).save_pretrained(tmp_path / "hf")
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "hf")
     assert convert(["--load", str(tmp_path / "hf"), "--save", str(tmp_path / "saved"), "--to", "megatron-cc"]) == 0
     flags = [*_flags(place, "choice", "rolling", "writing"), "--load", str(tmp_path / "saved")]
     assert main([*flags, "--output", str(tmp_path / "adapter")]) == 0

@@ -46,6 +46,7 @@ BIASED: Changes = {
 RESIDUAL: Changes = {
     "model": {
         "mlp_type": "residual",
+        "qk_layernorm": True,
         "moe_shared_expert_intermediate_size": None,
         "moe_shared_expert_gate": False,
         "moe_router_topk": 1,
@@ -55,8 +56,29 @@ RESIDUAL: Changes = {
         "moe_min_capacity": 1,
     },
 }
+GLOBAL: Changes = {
+    "model": {
+        "moe_router_score_function": "sqrtsoftplus",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.01,
+        "moe_router_load_balancing_type": ["global_aux_loss", "seq_aux_loss"],
+        "moe_aux_loss_coeff": [0.5, 0.02],
+        "qk_layernorm": True,
+        "normalization": "RMSNorm",
+        "position_embedding_type": "rope",
+        "moe_router_num_groups": 2,
+        "moe_router_group_topk": 1,
+    },
+}
 LAMB: Changes = {"optimizer": {"optimizer": "lamb", "lr": 1e-2}}
-FORMS: dict[str, Changes] = {"standard": {}, "capacity": CAPACITY, "biased": BIASED, "residual": RESIDUAL, "lamb": LAMB}
+FORMS: dict[str, Changes] = {
+    "standard": {},
+    "capacity": CAPACITY,
+    "biased": BIASED,
+    "residual": RESIDUAL,
+    "lamb": LAMB,
+    "global": GLOBAL,
+}
 
 
 def _parallel(tp: int = 1, pp: int = 1, ep: int = 1, **more: Any) -> Changes:
@@ -124,11 +146,13 @@ FORMS_ON: dict[int, dict[str, tuple[str, ...]]] = {
         "biased": ("pp2", "ep2"),
         "residual": ("tp2", "ep2 sharded overlap recomputed", "ep2 of tp2"),
         "lamb": ("ep2 of tp2",),
+        "global": ("tp2 sp", "dp2", "ep2 sharded overlap recomputed", "ep2 of tp2 sp"),
     },
     4: {
         "capacity": ("ep2 tp2 sp overlap",),
         "biased": ("ep2 of dp4 sharded",),
         "lamb": ("ep2 of dp4 sharded", "ep2 of tp2 dp2, sharded overlap recomputed"),
+        "global": ("ep2 pp2 virtual",),
     },
     8: {},
 }

@@ -87,8 +87,9 @@ OTHERS: dict[int, dict[str, Changes]] = {
 
 @pytest.mark.parametrize("sharded", [{}, DIST], ids=["whole", "sharded"])
 def test_a_run_goes_on_with_its_experts_anywhere(sharded: dict[str, Any], tmp_path: Path) -> None:
-    """Bit for bit at the same layout; to rounding at others. The biases that balance experts come along."""
-    model = _merged(MOE, BIASED)
+    """Bit for bit at the same layout; to rounding at others. The biases that balance experts come along, and the counts
+    of the global batch that is balanced."""
+    model = _merged(MOE, BIASED, {"model": {"moe_router_load_balancing_type": "global_aux_loss"}})
     same = _merged(model, _parallel(ep=2, **sharded))
     ((wanted, biases), _) = run_ranks(2, _stopped, same, tmp_path)
     assert len(biases) == 2

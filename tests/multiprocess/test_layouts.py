@@ -369,3 +369,35 @@ def test_the_norms_of_lamb_are_those_of_whole_matrices(world_size: int) -> None:
     layouts = {name: LAYOUTS[world_size][name] for name in WHOLE[world_size]}
     for name, trace in _traces(world_size, LAMB, 10, layouts=layouts).items():
         _assert_close(trace, reference, 1e-10, name)
+
+
+MUON: Changes = {
+    "optimizer": {"optimizer": "muon", "lr": 1e-2},
+    "model": {"swiglu": True, "num_query_groups": 2, "ffn_hidden_size": 48, "num_experts": [4], "expert_interval": 2},
+    **DOUBLE,
+}
+CUT = {
+    2: {
+        **{name: LAYOUTS[2][name] for name in ("tp2 sp", "dp2 sharded", "pp2 virtual")},
+        "ep2": _parallel(expert_model_parallel_size=2),
+    },
+    4: {
+        **{name: LAYOUTS[4][name] for name in ("tp2 dp2 sp sharded overlap", "pp2 dp2 virtual overlap", "dp4 sharded")},
+        "ep2 tp2 sharded": _parallel(tp=2, expert_model_parallel_size=2, **DIST),
+        "ep2 of whole experts tp2 sharded": _parallel(
+            tp=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1, **DIST
+        ),
+        "ep2 dp4 sharded": _parallel(expert_model_parallel_size=2, **DIST, **OVERLAP),
+    },
+    8: {name: LAYOUTS[8][name] for name in ("tp2 pp2 dp2 everything",)},
+}
+"""Layouts that cut matrices, along rows, columns, and anywhere, and hold experts on other ranks."""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("world_size", CUT)
+def test_the_matrices_of_muon_are_whole_on_any_layout(world_size: int) -> None:
+    reference = _reference(MUON, 10)
+    assert reference.losses[-1] < reference.losses[0] - 0.3
+    for name, trace in _traces(world_size, MUON, 10, layouts=CUT[world_size]).items():
+        _assert_close(trace, reference, 1e-10, name)

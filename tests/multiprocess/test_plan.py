@@ -12,10 +12,16 @@ from megatron.planner.choice import choice_of
 from megatron.planner.cluster import Cluster
 from megatron.planner.command import entries_of
 from megatron.planner.predict import Predictor
+from tests.multiprocess.test_experts import Changes, _parallel
 from tests.support.corpus import tiny_flags, write_documents
+from tests.support.spawn import run_ranks
+from tests.support.tiny import VOCAB, tiny_config, tiny_engines
 from tests.support.train import train
 
 pytestmark = pytest.mark.multiprocess
+
+EVEN = {"num_experts": 4, "moe_router_topk": 4, "moe_ffn_hidden_size": 32, "train_iters": 4}
+"""Experts that all tokens go to: nobody knows what a router will choose."""
 
 
 @pytest.mark.parametrize(
@@ -61,13 +67,52 @@ pytestmark = pytest.mark.multiprocess
             "recompute_method": "uniform",
             "compress": ["tp-forward=fixpoint,bits=8"],
         },
+        {
+            **EVEN,
+            "expert_interval": 2,
+            "expert_model_parallel_size": 2,
+            "use_distributed_optimizer": True,
+            "compress": [
+                "ep-dispatch-forward=fixpoint,bits=8,group=16",
+                "ep-combine=fixpoint,bits=4,group=16",
+                "dp-grad=fixpoint,bits=4,group=16",
+                "param-gather=fixpoint,bits=8,group=16",
+            ],
+        },
+        {
+            **EVEN,
+            "pipeline_model_parallel_size": 2,
+            "expert_model_parallel_size": 2,
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "compress": ["ep-dispatch-forward=fixpoint,bits=8,group=16"],
+        },
+        {
+            **EVEN,
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "expert_model_parallel_size": 2,
+            "moe_expert_capacity_factor": 0.5,
+            "moe_min_capacity": 1,
+        },
     ],
-    ids=["tp2 dp2", "pp2 dp2", "tp2 pp2 interleaved", "tp2 pp2 in parts", "pp4 eager", "tp2 recomputed"],
+    ids=[
+        "tp2 dp2",
+        "pp2 dp2",
+        "tp2 pp2 interleaved",
+        "tp2 pp2 in parts",
+        "pp4 eager",
+        "tp2 recomputed",
+        "ep2 dp4",
+        "ep2 pp2",
+        "ep2 tp2",
+    ],
 )
 def test_bytes_are_what_training_counts(settings: dict[str, object], tmp_path: Path) -> None:
     log, saved = tmp_path / "log.jsonl", tmp_path / "saved"
     flags = tiny_flags(
-        write_documents(tmp_path / "tiny"), num_layers=4, train_iters=4, save=saved, log_json_file=log, **settings
+        write_documents(tmp_path / "tiny"),
+        **{"num_layers": 4, "train_iters": 4, "save": saved, "log_json_file": log, **settings},
     )
     train(4, flags)
     counted = [event for event in map(json.loads, log.read_text().splitlines()) if event["kind"] == "train"][-1]["comm"]
@@ -77,3 +122,29 @@ def test_bytes_are_what_training_counts(settings: dict[str, object], tmp_path: P
     measured = {point: figures["wire_bytes"] for point, figures in counted.items() if point != "control"}
     # Parts of so small a model do not divide evenly into groups and shares.
     assert total == pytest.approx(measured, rel=1e-2)
+
+
+def _parameters(layouts: dict[str, Changes]) -> dict[str, int]:
+    """Parameters on this rank."""
+    return {
+        name: sum(buffer.params_flat.numel() for buffer in tiny_engines(changes).buffers)
+        for name, changes in layouts.items()
+    }
+
+
+def test_parameters_are_those_of_the_ranks() -> None:
+    """Of layers with experts and without, on each layout; what the optimizer shares are those that replicas hold."""
+    model = {"model": {"num_experts": [4, 8], "expert_interval": 2, "moe_shared_expert_intermediate_size": 24}}
+    sizes = {"ep4": (1, 1, 4), "ep2": (1, 1, 2), "ep2 tp2": (2, 1, 2), "ep2 pp2": (1, 2, 2), "dp4": (1, 1, 1)}
+    layouts = {name: {**model, **_parallel(tp=tp, pp=pp, ep=ep)} for name, (tp, pp, ep) in sizes.items()}
+    ranks = run_ranks(4, _parameters, layouts)
+    for name, changes in layouts.items():
+        config = tiny_config(changes, 4)
+        choice = choice_of(config, 4)
+        stages = Predictor(config, Cluster(gpus=4), VOCAB)
+        held = [stages.elements(choice, stage) for stage in range(choice.pp) for _ in range(4 // choice.pp)]
+        assert held == [found[name] for found in ranks], name
+        parts = stages.parts(choice, 0)
+        assert sum(count for count, _ in parts) == held[0]
+        if choice.ep > 1:
+            assert [replicas for _, replicas in parts] == [choice.dp, choice.dp // choice.ep]

@@ -90,6 +90,7 @@ BUCKET = MATRICES + 128
         ("dp-grad=powersgd,rank=4,error-feedback=aggregate", 0.2, MATRICES + 4 * (3 * 64 + 2 * 48)),
         ("dp-grad=stable-topk,density=0.05,interval=100", 0.2, MATRICES + 2 * 0.05 * MATRICES),
         ("dp-grad=topk,density=0.02", 0.2, MATRICES),
+        ("dp-grad=chunked-topk,chunk=1024,k=16", 0.2, MATRICES),
         ("dp-grad=fixpoint,bits=8,error-feedback=on", 0.56, BUCKET),  # half: the part that a rank of two sums
         ("dp-grad=quantized-adam,bits=8,warmup=1", 0.56, 2 * BUCKET),  # with the momentum
     ],

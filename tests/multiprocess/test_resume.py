@@ -88,6 +88,18 @@ SAME: dict[str, tuple[int, dict[str, Any]]] = {
             "compress": ["dp-grad=stable-topk,density=0.3,interval=3"],
         },
     ),
+    "muon with a mask of its directions, fp16, skipped steps, sharded dp2 tp2": (
+        4,
+        {
+            "optimizer": "muon",
+            "fp16": True,
+            "initial_loss_scale": 2**23,
+            "loss_scale_window": 3,
+            "tensor_model_parallel_size": 2,
+            "use_distributed_optimizer": True,
+            "compress": ["dp-grad=stable-topk,density=0.3,interval=3"],
+        },
+    ),
     "compressors with state at every point": (
         4,
         {
@@ -199,6 +211,10 @@ SAME: dict[str, tuple[int, dict[str, Any]]] = {
             "tensor_model_parallel_size": 2,
             "compress": ["dp-grad=stable-topk,density=0.2,interval=3,flush=rotate"],
         },
+    ),
+    "chunked top-k whose residual fades": (
+        4,
+        {"tensor_model_parallel_size": 2, "compress": ["dp-grad=chunked-topk,chunk=64,k=8,decay=0.95"]},
     ),
     "compressed buckets with fp16 and skipped steps": (
         2,
@@ -366,6 +382,11 @@ LAYOUTS: dict[str, tuple[tuple[int, int], dict[str, Any], dict[str, Any]]] = {
         (4, 2),
         {"optimizer": "lamb", "tensor_model_parallel_size": 2, "use_distributed_optimizer": True},
         {"optimizer": "lamb", "pipeline_model_parallel_size": 2},
+    ),
+    "muon, sharded dp2 tp2 to pp2": (
+        (4, 2),
+        {"optimizer": "muon", "tensor_model_parallel_size": 2, "use_distributed_optimizer": True},
+        {"optimizer": "muon", "pipeline_model_parallel_size": 2},
     ),
     "another padding of the vocabulary": (
         (2, 1),

@@ -13,6 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.comm.ledger import Ledger
+from megatron.comm.policy import CompressionPlan
+from megatron.comm.reducer import GradBucket, GradReducer, Place
+from megatron.compression.builtin import BUILTIN
+from megatron.compression.points import Point
+from megatron.compression.registry import Registry
+from megatron.compression.schedule import RunLength
+from megatron.compression.spec import read_specs
 from megatron.topology.group import Group, Pending
 from megatron.training.step import take_batches, train_step
 from tests.support.spawn import run_ranks
@@ -173,6 +181,14 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
         },
     ),
     "top-k": (2, {"compression": {"compress": ["dp-grad=topk,density=0.2"]}}),
+    "chunked top-k": (2, {"compression": {"compress": ["dp-grad=chunked-topk"]}}),
+    "whole matrices": (
+        4,
+        {
+            "parallel": {"tensor_model_parallel_size": 2, "use_distributed_optimizer": True},
+            "optimizer": {"optimizer": "muon"},
+        },
+    ),
     "stable top-k": (2, {"compression": {"compress": ["dp-grad=stable-topk,density=0.3,interval=100"]}}),
 }
 
@@ -188,3 +204,26 @@ def test_the_ledger_is_what_the_kernel_counted(name: str) -> None:
     seen = sum(seen for _, seen in results)
     assert said > 500_000
     assert seen == pytest.approx(said, rel=0.02)  # the rest is barriers
+
+
+def _sent_of(specs: list[str], *shapes: tuple[int, int]) -> int:
+    """What the ledger says a rank sends of some gradients."""
+    size = dist.get_world_size()
+    group = Group(dist.group.WORLD, tuple(range(size)), dist.get_rank(), "everyone", "gloo")
+    ledger = Ledger()
+    places: list[Place] = []
+    for number, shape in enumerate(shapes):
+        places.append(Place(f"p{number}", places[-1].stop if places else 0, shape))
+    plan = CompressionPlan(read_specs(specs, Registry(BUILTIN), RunLength()))
+    reducer = GradReducer([GradBucket(torch.randn(places[-1].stop), tuple(places))], group, plan, ledger, sharded=False)
+    reducer.begin(0, 1.0)
+    reducer.finish()
+    return ledger.accounts[Point.DP_GRAD].wire_bytes
+
+
+def test_chunked_top_k_sends_0_219_bits_of_a_number() -> None:
+    """64 of 4,096: 12 bits of place and 2 of value each, and four means for a parameter, to each other rank."""
+    chunks = 64 + 64 + 3
+    for sent in run_ranks(3, _sent_of, ["dp-grad=chunked-topk"], (512, 512), (512, 512), (3, 4096)):
+        assert sent == 2 * (chunks * 64 * (12 + 2) // 8 + 3 * 4 * 4)
+    assert chunks * 64 * (12 + 2) / (chunks * 4096) == pytest.approx(0.219, abs=3e-4)

@@ -23,7 +23,7 @@ from megatron.inference.generate_command import DESCRIPTION, GenerationTaskFlags
 from megatron.inference.serve_command import ServerFlags
 
 REPO = Path(__file__).resolve().parents[2]
-PAGES = ("architecture", "bert", "t5", "tasks", "moe")
+PAGES = ("architecture", "bert", "t5", "tasks", "moe", "muon")
 DOCUMENTS = [REPO / "README.md", *(REPO / "docs" / f"{name}.md" for name in PAGES)]
 
 TASK_EXAMPLES = {"finetune_mnli_distributed.sh": ("MNLI", 64), "finetune_race_distributed.sh": ("RACE", 128)}

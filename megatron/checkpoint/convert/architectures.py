@@ -12,7 +12,7 @@ from megatron.base.values import Values
 from megatron.checkpoint.convert.bert import MEGATRON_BERT, bert_config, bert_model
 from megatron.checkpoint.convert.config_words import DTYPE_NAMES, gelu_name, is_tanh
 from megatron.checkpoint.convert.deberta import DEBERTA, deberta_config, deberta_model
-from megatron.checkpoint.convert.mixture import MIXTRAL, QWEN2_MOE, expert_requirements
+from megatron.checkpoint.convert.mixture import MIXTRAL, QWEN2_MOE, QWEN3_MOE, expert_requirements
 from megatron.checkpoint.convert.model import model_of
 from megatron.checkpoint.convert.rotary import (
     llama_model,
@@ -21,6 +21,8 @@ from megatron.checkpoint.convert.rotary import (
     neox_model,
     qwen2_model,
     qwen2_moe_model,
+    qwen3_model,
+    qwen3_moe_model,
     rotary_config,
 )
 from megatron.checkpoint.convert.task_head import head_words, named_head
@@ -60,7 +62,9 @@ def _requirements(model: ModelConfig) -> dict[str, dict[str, bool]]:
     language = {"no --task-head": model.predicts_words}
     dense = {"no --num-experts": not model.has_experts}
     no_choice = {"no --task-head choice": model.task_head != "choice"}
+    plain = {"no --qk-layernorm": not model.qk_layernorm}
     gelu = {
+        **plain,
         "--normalization LayerNorm": model.normalization == "LayerNorm",
         "no --swiglu": not model.swiglu,
         "no --squared-relu": not model.squared_relu,
@@ -68,7 +72,7 @@ def _requirements(model: ModelConfig) -> dict[str, dict[str, bool]]:
         "a key and value for each head": model.num_query_groups == model.num_attention_heads,
         "--kv-channels of hidden size / heads": model.num_attention_heads * model.kv_channels == model.hidden_size,
     }
-    swiglu = {
+    gated = {
         **language,
         **rope,
         "--rotary-percent 1": model.rotary_percent == 1.0,
@@ -76,6 +80,7 @@ def _requirements(model: ModelConfig) -> dict[str, dict[str, bool]]:
         "--swiglu": model.swiglu,
         **one_after_the_other,
     }
+    swiglu = {**gated, **plain}
     learned = {"--position-embedding-type learned_absolute": model.position_embedding_type == "learned_absolute"}
     if model.model_type == "bert":
         tied = {"no --untie-embeddings-and-output-weights": not model.untie_embeddings_and_output_weights}
@@ -84,6 +89,7 @@ def _requirements(model: ModelConfig) -> dict[str, dict[str, bool]]:
     if model.model_type == "deberta":
         return {DEBERTA: {**gelu, **no_choice}}
     no_qkv_bias = {"no --add-qkv-bias": not model.add_qkv_bias}
+    normalized = {**gated, **no_biases, **no_qkv_bias, "--qk-layernorm": model.qk_layernorm}
     experts = expert_requirements(model)
     return {
         MIXTRAL: {**swiglu, **no_biases, **no_qkv_bias, **experts[MIXTRAL]},
@@ -93,6 +99,8 @@ def _requirements(model: ModelConfig) -> dict[str, dict[str, bool]]:
         "llama": {**swiglu, **dense, **looks_at_all, **no_qkv_bias},
         "mistral": {**swiglu, **dense, **no_biases, **no_qkv_bias},
         "qwen2": {**swiglu, **dense, **no_biases, "--add-qkv-bias": model.add_qkv_bias},
+        "qwen3": {**normalized, **dense},
+        QWEN3_MOE: {**normalized, **experts[QWEN3_MOE]},
     }
 
 
@@ -184,6 +192,8 @@ _READERS: Mapping[str, Callable[[Values], dict[str, object]]] = {
     "qwen2": qwen2_model,
     MIXTRAL: mixtral_model,
     QWEN2_MOE: qwen2_moe_model,
+    "qwen3": qwen3_model,
+    QWEN3_MOE: qwen3_moe_model,
     MEGATRON_BERT: bert_model,
     DEBERTA: deberta_model,
 }
@@ -195,6 +205,8 @@ ARCHITECTURES = {
     "qwen2": "Qwen2",
     MIXTRAL: "Mixtral",
     QWEN2_MOE: "Qwen2Moe",
+    "qwen3": "Qwen3",
+    QWEN3_MOE: "Qwen3Moe",
     MEGATRON_BERT: "MegatronBert",
     DEBERTA: "DeBERTa-v2",
 }

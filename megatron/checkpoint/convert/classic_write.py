@@ -147,6 +147,7 @@ def _check_has_a_form(model: ModelConfig) -> None:
         "--parallel-residual": model.parallel_residual,
         "--sliding-window": model.sliding_window is not None,
         "--num-experts": model.has_experts,
+        "--qk-layernorm": model.qk_layernorm,
         "--rotary-scaling-factor with a fraction": model.rotary_scaling == "linear"
         and not model.rotary_scaling_factor.is_integer(),
     } | {

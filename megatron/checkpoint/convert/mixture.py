@@ -1,4 +1,4 @@
-"""What config.json says of experts, of Mixtral and Qwen2-MoE, in both directions."""
+"""What config.json says of experts, of Mixtral, Qwen2-MoE and Qwen3-MoE, in both directions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.base.option import is_unset
 from megatron.base.values import Values
 from megatron.config.model import MOST_LAYERS, ModelConfig
 
-MIXTRAL, QWEN2_MOE = "mixtral", "qwen2_moe"
+MIXTRAL, QWEN2_MOE, QWEN3_MOE = "mixtral", "qwen2_moe", "qwen3_moe"
 
 
 # From ours
@@ -23,6 +23,7 @@ def expert_requirements(model: ModelConfig) -> dict[str, dict[str, bool]]:
         "--num-experts": model.has_experts,
         "as many experts in each layer that has any": len(set(layers.values())) <= 1,
         "--moe-router-score-function softmax": model.moe_router_score_function == "softmax",
+        "no --moe-router-num-groups": is_unset(model.moe_router_num_groups),
         "--moe-router-topk-scaling-factor 1": model.moe_router_topk_scaling_factor == 1.0,
         "no --moe-router-enable-expert-bias": not model.moe_router_enable_expert_bias,
         "no --mlp-type residual": model.mlp_type == "standard",
@@ -40,6 +41,7 @@ def expert_requirements(model: ModelConfig) -> dict[str, dict[str, bool]]:
             "--moe-shared-expert-intermediate-size": shared,
             "--moe-shared-expert-gate": model.moe_shared_expert_gate,
         },
+        QWEN3_MOE: {**routed, "no --moe-shared-expert-intermediate-size": not shared},
     }
 
 
@@ -55,13 +57,20 @@ def mixtral_config(model: ModelConfig) -> dict[str, Any]:
 
 def qwen2_moe_config(model: ModelConfig) -> dict[str, Any]:
     """Fields of Qwen2-MoE's experts."""
+    return {
+        **qwen3_moe_config(model),
+        "qkv_bias": model.add_qkv_bias,
+        "shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size,
+    }
+
+
+def qwen3_moe_config(model: ModelConfig) -> dict[str, Any]:
+    """Fields of Qwen3-MoE's experts."""
     step = _interval(model.expert_layers, model.num_layers)
     return {
         **_routing_config(model),
-        "qkv_bias": model.add_qkv_bias,
         "num_experts": _experts_of_a_layer(model),
         "moe_intermediate_size": model.moe_ffn_hidden_size,
-        "shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size,
         "norm_topk_prob": model.moe_router_topk > 1 and not model.moe_router_pre_softmax,
         "decoder_sparse_step": step or 1,
         "mlp_only_layers": [] if step else sorted(set(range(model.num_layers)) - set(model.expert_layers)),
@@ -71,7 +80,7 @@ def qwen2_moe_config(model: ModelConfig) -> dict[str, Any]:
 def _routing_config(model: ModelConfig) -> dict[str, Any]:
     return {
         "num_experts_per_tok": model.moe_router_topk,
-        "router_aux_loss_coef": model.moe_aux_loss_coeff if model.balances else 0.0,
+        "router_aux_loss_coef": model.balance_weight,
     }
 
 
@@ -100,15 +109,27 @@ def mixtral_experts(config: Values) -> dict[str, object]:
     }
 
 
-def qwen2_moe_experts(config: Values) -> dict[str, object]:
-    """Reads Qwen2-MoE's experts, or raises UserError where they are none of ours."""
-    k, normalized = config.integer("num_experts_per_tok", 4), config.flag("norm_topk_prob", False)
+def _qwen_experts(config: Values, k: int, experts: int, width: int) -> dict[str, object]:
+    """The experts of a Qwen; their number, a token's and their width are those where the file has none."""
+    k, normalized = config.integer("num_experts_per_tok", k), config.flag("norm_topk_prob", False)
     _check_weights(k, normalized)
     return {
         **_routing_of(config, k),
-        **_places(config),
-        "moe_ffn_hidden_size": config.integer("moe_intermediate_size", 1408),
+        **_places(config, experts),
+        "moe_ffn_hidden_size": config.integer("moe_intermediate_size", width),
         "moe_router_pre_softmax": not normalized and k > 1,
+    }
+
+
+def qwen3_moe_experts(config: Values) -> dict[str, object]:
+    """Reads Qwen3-MoE's experts, or raises UserError where they are none of ours."""
+    return _qwen_experts(config, 8, 128, 768)
+
+
+def qwen2_moe_experts(config: Values) -> dict[str, object]:
+    """Reads Qwen2-MoE's experts, or raises UserError where they are none of ours."""
+    return {
+        **_qwen_experts(config, 4, 60, 1408),
         "moe_shared_expert_intermediate_size": config.integer("shared_expert_intermediate_size", 5632),
         "moe_shared_expert_gate": True,
     }
@@ -124,13 +145,14 @@ def _check_weights(k: int, normalized: bool) -> None:
 
 def _routing_of(config: Values, k: int) -> dict[str, object]:
     coefficient = config.number("router_aux_loss_coef", 1e-3, least=0)
-    return {"moe_router_topk": k, "moe_aux_loss_coeff": coefficient}
+    return {"moe_router_topk": k, "moe_aux_loss_coeff": [coefficient]}
 
 
-def _places(config: Values) -> dict[str, object]:
+def _places(config: Values, experts: int) -> dict[str, object]:
     """Which layers have experts: those of an interval, or others, as a list with a number for each layer."""
     layers, step = config.integer("num_hidden_layers", most=MOST_LAYERS), config.integer("decoder_sparse_step", 1)
-    count = config.integer("num_experts", 60, least=2)
+    name = "num_experts" if config.has("num_experts") else "num_local_experts"  # as transformers 5 may write it
+    count = config.integer(name, experts, least=2)
     dense = set(config.integers("mlp_only_layers")) if config.has("mlp_only_layers") else set()
     found = [number for number in range(step - 1, layers, step) if number not in dense]
     if not found:

@@ -62,7 +62,7 @@ class ExpertNames:
 
 _GATED = ("gate_proj", "up_proj", "down_proj")
 MIXTRAL_NAMES = ExpertNames("block_sparse_moe", ("w1", "w3", "w2"))
-QWEN2_MOE_NAMES = ExpertNames("mlp", _GATED)
+QWEN_MOE_NAMES = ExpertNames("mlp", _GATED)
 
 
 def rules(model: ModelConfig, vocab_size: int) -> Iterator[Rule]:
@@ -81,7 +81,7 @@ def rules(model: ModelConfig, vocab_size: int) -> Iterator[Rule]:
     elif kind == "gpt_neox":
         yield from gpt_neox_rules(model, vocab_size)
     else:
-        yield from llama_rules(model, vocab_size, MIXTRAL_NAMES if kind == MIXTRAL else QWEN2_MOE_NAMES)
+        yield from llama_rules(model, vocab_size, MIXTRAL_NAMES if kind == MIXTRAL else QWEN_MOE_NAMES)
 
 
 def gpt2_rules(model: ModelConfig, vocab_size: int) -> Iterator[Rule]:
@@ -149,7 +149,7 @@ def gpt_neox_rules(model: ModelConfig, vocab_size: int) -> Iterator[Rule]:
         yield _same("output_layer.weight", "embed_out.weight", vocab_size, h)
 
 
-def llama_rules(model: ModelConfig, vocab_size: int, experts: ExpertNames = QWEN2_MOE_NAMES) -> Iterator[Rule]:
+def llama_rules(model: ModelConfig, vocab_size: int, experts: ExpertNames = QWEN_MOE_NAMES) -> Iterator[Rule]:
     """Rules of LlamaForCausalLM and its like: the same names, with other biases, and with experts or without."""
     h, wide = model.hidden_size, model.num_attention_heads * model.kv_channels
     yield _same("embedding.word_embeddings.weight", "model.embed_tokens.weight", vocab_size, h)
@@ -160,6 +160,9 @@ def llama_rules(model: ModelConfig, vocab_size: int, experts: ExpertNames = QWEN
         yield _by_group(model, at, parts, "weight", (h,))
         if model.add_bias_linear or model.add_qkv_bias:
             yield _by_group(model, at, parts, "bias", ())
+        for part in "qk" if model.qk_layernorm else "":
+            ours, theirs = f"self_attention.{part}_layernorm.weight", f"self_attn.{part}_norm.weight"
+            yield _same(f"{at}{ours}", f"{there}{theirs}", model.kv_channels)
         yield _same(f"{at}self_attention.dense.weight", f"{there}self_attn.o_proj.weight", h, wide)
         if model.add_bias_linear:
             yield _same(f"{at}self_attention.dense.bias", f"{there}self_attn.o_proj.bias", h)

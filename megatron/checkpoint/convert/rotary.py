@@ -10,10 +10,13 @@ from megatron.checkpoint.convert.config_words import gelu_name, is_tanh
 from megatron.checkpoint.convert.mixture import (
     MIXTRAL,
     QWEN2_MOE,
+    QWEN3_MOE,
     mixtral_config,
     mixtral_experts,
     qwen2_moe_config,
     qwen2_moe_experts,
+    qwen3_moe_config,
+    qwen3_moe_experts,
 )
 from megatron.config.model import ModelConfig
 
@@ -55,6 +58,10 @@ def rotary_config(model: ModelConfig, kind: str) -> dict[str, Any]:
         return common | {"sliding_window": model.sliding_window} | experts
     slides = model.sliding_window is not None
     common |= {"use_sliding_window": slides, "sliding_window": model.sliding_window}
+    if kind in ("qwen3", QWEN3_MOE):
+        common |= {"attention_bias": False}
+    if kind == QWEN3_MOE:
+        return common | qwen3_moe_config(model)
     if kind == QWEN2_MOE:
         # Its max_window_layers cannot say that all layers have a window.
         kinds = ["sliding_attention" if slides else "full_attention"] * model.num_layers
@@ -140,8 +147,10 @@ def neox_model(config: Values) -> dict[str, object]:
     }
 
 
-def _swiglu_model(config: Values, groups: int, base: float = 10000.0, epsilon: float = 1e-6) -> dict[str, object]:
-    """The model of Llama and its like; groups, base and epsilon are those where the file has none."""
+def _swiglu_model(
+    config: Values, groups: int, base: float = 10000.0, epsilon: float = 1e-6, width: int | None = None
+) -> dict[str, object]:
+    """The model of Llama and its like; groups, base, epsilon and a head's width are those where the file has none."""
     activation = config.text("hidden_act", "silu")
     if activation != "silu":
         raise UserError(f"hidden_act {activation!r} cannot be converted; only silu can")
@@ -153,7 +162,7 @@ def _swiglu_model(config: Values, groups: int, base: float = 10000.0, epsilon: f
     return {
         **_rotary_model(config, rope, ("rope_theta", base), 1.0),
         "num_query_groups": config.integer("num_key_value_heads", groups),
-        "kv_channels": config.integer("head_dim", max(hidden // heads, 1)),
+        "kv_channels": config.integer("head_dim", width or max(hidden // heads, 1)),
         "normalization": "RMSNorm",
         "norm_epsilon": config.number("rms_norm_eps", epsilon),
         "swiglu": True,
@@ -182,6 +191,34 @@ def qwen2_model(config: Values) -> dict[str, object]:
     layers = config.integer("num_hidden_layers")
     sliding = range(config.integer("max_window_layers", 28, least=0), layers)
     return {**_swiglu_model(config, 32), "add_qkv_bias": True, **_window_where(config, sliding)}
+
+
+def qwen3_model(config: Values) -> dict[str, object]:
+    """Reads the model of Qwen3, or raises UserError where it has what ours do not."""
+    layers = config.integer("num_hidden_layers")
+    sliding = range(config.integer("max_window_layers", 28, least=0), layers)
+    return {**_swiglu_model(config, 32, width=128), **_normalized(config), **_window_where(config, sliding)}
+
+
+def qwen3_moe_model(config: Values) -> dict[str, object]:
+    """Reads the model of Qwen3-MoE, or raises UserError where it has what ours do not."""
+    slides = config.flag("use_sliding_window", False)
+    return {
+        **_swiglu_model(config, 4),
+        **_normalized(config),
+        **(_window_of(config, 4096) if slides else {}),
+        **qwen3_moe_experts(config),
+    }
+
+
+def _normalized(config: Values) -> dict[str, object]:
+    """Queries and keys that are normalized."""
+    if config.flag("attention_bias", False):
+        raise UserError(
+            "attention_bias=true cannot be converted: our models have biases in all linear layers, or in those to "
+            "queries, keys and values alone"
+        )
+    return {"qk_layernorm": True}
 
 
 def mixtral_model(config: Values) -> dict[str, object]:

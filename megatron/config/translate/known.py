@@ -92,6 +92,10 @@ _HARMLESS = [
     ),
     # Logs and tools
     _harmless("timers add no barriers", switches="no-barrier-with-level-1-timing barrier-with-l1-time"),
+    _harmless("Muon has Nesterov's momentum unless --no-muon-nesterov is given", switches="muon-nesterov"),
+    _harmless(
+        "whatever the layout, Muon's matrices are whole, and one process orthogonalizes each", values="muon-tp-mode"
+    ),
     _harmless("optimizer states are not written", switches="log-optimizer-states-to-tensorboard"),
     _harmless("throughput is always logged", switches="log-throughput"),
     _harmless(
@@ -199,8 +203,15 @@ _HARMLESS = [
 
 _REFUSED = [
     _refused(
-        "tokens choose among all experts of a layer, which have its whole width; leave it out",
-        values="moe-router-num-groups moe-router-group-topk moe-latent-size",
+        "Muon's iterations have the published coefficients (simple); leave it out",
+        values="muon-coefficient-type=simple",
+    ),
+    _refused(
+        "beside Muon, AdamW updates what is no matrix of a layer; leave it out", values="muon-scalar-optimizer=adam"
+    ),
+    _refused(
+        "experts have the whole width of their layer; leave it out",
+        values="moe-latent-size",
     ),
     _refused(
         "experts are --num-experts, and the processes that share them --expert-model-parallel-size; use these",

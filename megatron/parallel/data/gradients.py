@@ -295,11 +295,13 @@ def reduced_bucket(buffer: FlatBuffer, bucket: Bucket, fused_embedding: bool) ->
 
 def own_share(bucket: Bucket, group: Group, sharded: bool) -> slice:
     """This rank's part of a bucket, relative to its start: an equal share when sharded, else all of it."""
-    length = bucket.stop - bucket.start
-    if not sharded:
-        return slice(0, length)
-    share = length // group.size
-    return slice(group.rank * share, (group.rank + 1) * share)
+    return share_of(bucket, group.size, group.rank) if sharded else share_of(bucket, 1, 0)
+
+
+def share_of(bucket: Bucket, size: int, rank: int) -> slice:
+    """The part of a bucket that one of some replicas has, relative to its start."""
+    share = (bucket.stop - bucket.start) // size
+    return slice(rank * share, (rank + 1) * share)
 
 
 def overlap_slots(bucket: Bucket, share: slice) -> list[tuple[int, int, int]]:

@@ -16,18 +16,24 @@ _ALIGNED = 16
 def stacked(weights: Sequence[Tensor]) -> Tensor:
     """Equally shaped tensors as one, (n, *shape): a view of their memory where they lie one behind the other."""
     first = weights[0]
-    size = first.numel() * first.element_size()
+    memory, start = first.untyped_storage()._cdata, first.storage_offset()
     # Gradient buffers put parameters of one shape next to each other.
-    if all(w.is_contiguous() and w.data_ptr() == first.data_ptr() + n * size for n, w in enumerate(weights)):
+    if all(
+        w.is_contiguous() and w.untyped_storage()._cdata == memory and w.storage_offset() == start + n * first.numel()
+        for n, w in enumerate(weights)
+    ):
         shape = (len(weights), *first.shape)
         return torch.as_strided(first.detach(), shape, (first.numel(), *first.stride()))
     return torch.stack([weight.detach() for weight in weights])
 
 
 def groups_products(rows: Tensor, weight: Tensor) -> bool:
-    """Whether ``grouped_linear`` takes rows (r, in) and weights (out, in) of this device, dtype and width."""
-    widths = (rows.shape[1] * rows.element_size(), weight.shape[0] * weight.element_size())
-    return rows.is_cuda and rows.dtype is torch.bfloat16 and not any(width % _ALIGNED for width in widths)
+    """Whether ``grouped_linear`` takes rows (r, in) and weights (out, in) of this device, dtype and width.
+
+    It takes those of the meta device, on which the costs of an accelerator are counted.
+    """
+    aligned = not any(width * rows.element_size() % _ALIGNED for width in (rows.shape[1], weight.shape[0]))
+    return (rows.is_cuda or rows.is_meta) and rows.dtype is torch.bfloat16 and aligned
 
 
 class _GroupedLinear(torch.autograd.Function):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -79,6 +80,7 @@ class ColumnParallelLinear(_SplitLinear):
         comm: the tensor-parallel points.
         device, dtype: those of the parameters.
         entered: the input comes from ``enter_parallel_region``, once for several layers.
+        blocks: how the outputs make projections that are not one behind the other; see ``ParamSpec.blocks``.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class ColumnParallelLinear(_SplitLinear):
         device: torch.device,
         dtype: torch.dtype,
         entered: bool = False,
+        blocks: tuple[int, ...] = (),
     ) -> None:
         super().__init__(comm)
         self.enters = comm.size > 1 and not entered
@@ -97,7 +100,8 @@ class ColumnParallelLinear(_SplitLinear):
         local_shape = (*logical_shape[:dim], local_out, logical_shape[-1])
         start = local_out * comm.rank
         self.weight = nn.Parameter(torch.empty(local_shape, device=device, dtype=dtype))
-        self.specs["weight"] = ParamSpec(logical_shape, dim, start)
+        blocks = blocks or (logical_shape[dim],) * math.prod(logical_shape[:dim])
+        self.specs["weight"] = ParamSpec(logical_shape, dim, start, blocks=blocks)
         self.bias = nn.Parameter(torch.zeros(local_shape[:-1], device=device, dtype=dtype)) if bias else None
         if bias:
             self.specs["bias"] = ParamSpec(logical_shape[:-1], dim, start)
@@ -131,7 +135,7 @@ class RowParallelLinear(_SplitLinear):
         super().__init__(comm)
         local_in = in_features // comm.size
         self.weight = nn.Parameter(torch.empty((out_features, local_in), device=device, dtype=dtype))
-        self.specs["weight"] = ParamSpec((out_features, in_features), 1, local_in * comm.rank)
+        self.specs["weight"] = ParamSpec((out_features, in_features), 1, local_in * comm.rank, blocks=(out_features,))
         self.bias = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None
         if bias:
             spec = ParamSpec((out_features,))

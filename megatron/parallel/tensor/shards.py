@@ -23,6 +23,9 @@ class ParamSpec:
         tied: which tied embedding it is, on any stage; None for other parameters.
         unshared: this tensor-parallel rank alone holds the parameter, whole; the others hold other ones.
         of_expert: it belongs to an expert: only the replicas that hold that expert reduce its gradient.
+        blocks: of a hidden linear layer's weight, how its rows (all dimensions but the last, flattened) make matrices:
+            sizes of consecutive blocks, which repeat; the i-th blocks of all repetitions are one matrix. Empty for
+            other parameters.
     """
 
     logical_shape: tuple[int, ...]
@@ -32,6 +35,7 @@ class ParamSpec:
     tied_copy: bool = False
     tied: Tie | None = None
     of_expert: bool = False
+    blocks: tuple[int, ...] = ()
     unshared: bool = False
 
     def counted_by(self, tp_rank: int) -> bool:

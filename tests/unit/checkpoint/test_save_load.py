@@ -256,6 +256,18 @@ def test_another_model_is_refused_and_nothing_changes(tmp_path: Path) -> None:
         assert torch.equal(x, before[name])
 
 
+def test_the_state_of_another_optimizer_is_no_other_model(tmp_path: Path) -> None:
+    weight = {"model.layers.0.weight": torch.ones(2, 2)}
+    first, second = ({f"optimizer.{kind}.layers.0.weight": torch.ones(2, 2)} for kind in ("exp_avg", "momentum_buffer"))
+    save_checkpoint(tmp_path, 1, shards(weight | second), COMMON, "seed: 1\n")
+    with pytest.raises(UserError) as error:
+        load_tensors(tmp_path, 1, shards(weight | first))
+    message = str(error.value)
+    assert "has the state of another optimizer: optimizer.exp_avg.layers.0.weight is not in it" in message
+    assert message.endswith("or --no-load-optim to begin with new moments")
+    assert "\n" not in message
+
+
 def test_many_differences_are_counted(tmp_path: Path) -> None:
     save(tmp_path, 1)
     tensors = {f"x{i}": torch.zeros(2) for i in range(20)}

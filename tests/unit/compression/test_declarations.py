@@ -21,7 +21,7 @@ from megatron.compression.schedule import RunLength
 from megatron.compression.spec import read_spec
 
 PACKAGE = Path(__file__).resolve().parents[3] / "megatron"
-ALONE = ("edgc", "quantized_adam", "delta", "topk")
+ALONE = ("edgc", "quantized_adam", "delta", "topk", "chunked_topk")
 """Files that nothing else names: each needs something of the engines."""
 
 

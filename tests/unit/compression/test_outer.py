@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron.base.errors import UserError
+from megatron.base.option import field_options
 from megatron.compression.error_feedback import RESIDUAL, ErrorFeedback
 from megatron.compression.fixpoint import FixpointRounds, FixpointSumConfig
 from megatron.compression.lockstep import run_lockstep
@@ -77,12 +78,19 @@ def test_options_of_the_point_are_no_others() -> None:
         _spec("dp-grad=fixpoint,every=3")
 
 
-def test_no_compressor_has_an_option_of_the_points_name() -> None:
-    from megatron.base.option import field_options
-
+def test_an_option_that_compressors_have_too_is_the_points() -> None:
+    """Only the residual's decay, which means the same: at this point it is not taken twice."""
     own = {option.flag for option in field_options("outer", OuterOptions)}
-    for name in BUILTIN.names:
-        assert not own & {option.flag for option in field_options(name, BUILTIN[name].config)}, name
+    shared = {
+        (name, option.flag)
+        for name in BUILTIN.names
+        for option in field_options(name, BUILTIN[name].config)
+        if option.flag in own
+    }
+    assert {flag for _, flag in shared} == {"decay"}
+    for name, _ in shared:
+        spec = _spec(f"outer={name},decay=0.5")
+        assert (spec.outer.decay, spec.options.decay) == (0.5, 1.0)
 
 
 def test_fragments_take_turns_and_the_last_iteration_brings_all_together() -> None:

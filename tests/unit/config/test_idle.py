@@ -108,7 +108,7 @@ def value_of(field: FieldOption) -> str:
     if field.name.endswith("comp_type"):
         return "PowerSGD"
     if field.choices:
-        return next(choice for choice in field.choices if choice != field.default)
+        return next(choice for choice in field.choices if field.default not in (choice, [choice]))
     if field.element is int:
         step = -1 if field.option.maximum is not None and field.default == field.option.maximum else 1
         return str((field.default or 1) + step)
@@ -176,7 +176,11 @@ SHARED = "--moe-shared-expert-intermediate-size 32"
 # What makes a rule's fields act, by the words of the rule: (flags, processes).
 PARTNERS: dict[str, tuple[str, int]] = {
     "without --position-embedding-type rope": ("--position-embedding-type rope", 1),
-    "no layer has experts (--num-experts)": (f"--num-experts 8 --moe-router-enable-expert-bias {CAPACITY}", 1),
+    "no layer has experts (--num-experts)": (
+        f"--num-experts 8 --moe-router-enable-expert-bias {CAPACITY} --moe-router-num-groups 2 "
+        "--moe-router-group-topk 2",
+        1,
+    ),
     "no layer has experts (--num-experts), nor one beside them": (f"--num-experts 8 {SHARED}", 1),
     "beside --moe-router-load-balancing-type none": ("--num-experts 8", 1),
     "without --moe-router-enable-expert-bias": ("--num-experts 8 --moe-router-enable-expert-bias", 1),
@@ -218,6 +222,8 @@ PARTNERS: dict[str, tuple[str, int]] = {
     "without --fp16": ("--fp16", 1),
     "beside a constant --loss-scale": ("--fp16", 1),
     "without --optimizer adam": ("", 1),
+    "without --optimizer adam or muon": ("", 1),
+    "without --optimizer muon": ("--optimizer muon", 1),
     "without --optimizer lamb": ("--optimizer lamb", 1),
     "without --optimizer sgd": ("--optimizer sgd", 1),
     "with --lr-decay-style constant": ("", 1),

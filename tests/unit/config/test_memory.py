@@ -58,6 +58,12 @@ def test_whole_experts_take_as_much_as_parts_of_more_of_them() -> None:
     assert whole == parts
 
 
+def test_muon_has_one_moment_of_matrices_and_two_of_the_rest() -> None:
+    plain, muon = (least_needs(_config(flags, 1), 1) for flags in ("", "--optimizer muon"))
+    assert plain[0].nbytes * 3 == muon[0].nbytes * 4  # weight, gradient, moments
+    assert [need.nbytes for need in plain[1:]] == [need.nbytes for need in muon[1:]]
+
+
 def test_layouts_divide_it() -> None:
     layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --make-vocab-size-divisible-by 32"
     whole, part = (

@@ -32,6 +32,7 @@ COUNTS = {
     "radius": 213,
     "edgc": 181,
     "megatron-core-experts": 30,
+    "megatron-core-muon": 10,
     "aq-sgd": 56,
     "megatron-deepspeed-tasks": 18,
 }
@@ -102,7 +103,7 @@ def test_a_flag_without_an_explanation_is_named(monkeypatch: pytest.MonkeyPatch,
     for system in SYSTEMS:
         (tmp_path / f"{system}.txt").write_text("# Flags\n- num-layers value ∅\n")
     monkeypatch.setattr(module, "LISTS", tmp_path)
-    assert "| `--num-layers` | DSJOREAC | works |  |" in flags_of_others_markdown()
+    assert "| `--num-layers` | DSJOREACM | works |  |" in flags_of_others_markdown()
     (tmp_path / "edgc.txt").write_text("# Flags\n- nobody-knows-it switch\n")
     with pytest.raises(UserError, match=r"^--nobody-knows-it: neither accepted nor explained; add it to "):
         flags_of_others_markdown()

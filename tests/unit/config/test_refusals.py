@@ -9,6 +9,7 @@ import pytest
 from megatron.config import RunConfig, UserError, parse_args
 from megatron.config.data import check_data_given
 
+BALANCE = "--moe-router-load-balancing-type"
 FOLDED = "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 --make-vocab-size-divisible-by 32"
 UPCYCLING = "--load x --moe-use-upcycling"
 PP2, PP4 = (f"--pipeline-model-parallel-size {stages}" for stages in (2, 4))
@@ -148,6 +149,7 @@ BY_ITERATIONS = [
         ["--rotary-scaling-low-turns 4 is not below --rotary-scaling-high-turns 4"],
     ),
     ("--model-type bert --sliding-window 4", 1, ["--sliding-window", "BERT attends to later ones", "leave it out"]),
+    ("--model-type bert --qk-layernorm", 1, ["--qk-layernorm: only GPT", "leave it out for bert"]),
     ("--model-type bert --num-tokentypes 1", 1, ["--num-tokentypes 1", "types 0 and 1", "give 0 or at least 2"]),
     ("--num-tokentypes 2", 1, ["--num-tokentypes 2", "only BERT's samples", "run pretrain_bert.py"]),
     # T5
@@ -308,6 +310,35 @@ BY_ITERATIONS = [
     ("--load x --ckpt-step=-3", 1, ["--ckpt-step", "at least 0"]),
     ("--use-checkpoint-args", 1, ["--use-checkpoint-args", "--load FOLDER"]),
     ("--exit-on-missing-checkpoint", 1, ["--exit-on-missing-checkpoint", "--load FOLDER"]),
+    # Experts
+    ("--num-experts 4 --topk 5", 1, ["--moe-router-topk 5", "4 experts", "--num-experts"]),
+    ("--num-experts 0", 1, ["--num-experts", "at least 1"]),
+    ("--num-experts 4 --moe-expert-capacity-factor 0", 1, ["--moe-expert-capacity-factor", "above 0"]),
+    ("--num-experts 4 --moe-min-capacity 0", 1, ["--moe-min-capacity", "at least 1"]),
+    ("--num-experts 4 8 2", 1, ["--num-experts 4 8 2", "3 numbers for the 4 layers"]),
+    ("--num-experts 4 --expert-model-parallel-size 3", 3, ["--expert-model-parallel-size 3", "--num-experts"]),
+    ("--num-experts 4 --expert-model-parallel-size 4", 2, ["--expert-model-parallel-size 4", "data-parallel"]),
+    ("--expert-model-parallel-size 2", 2, ["--expert-model-parallel-size 2", "--num-experts"]),
+    ("--num-experts 8 --moe-router-num-groups 2", 1, ["--moe-router-num-groups", "needs --moe-router-group-topk"]),
+    ("--num-experts 8 --moe-router-group-topk 2", 1, ["--moe-router-group-topk", "needs --moe-router-num-groups"]),
+    (
+        "--num-experts 8 --moe-router-num-groups 3 --moe-router-group-topk 1",
+        1,
+        ["--moe-router-num-groups 3", "8 experts"],
+    ),
+    (
+        "--num-experts 8 --moe-router-num-groups 2 --moe-router-group-topk 3",
+        1,
+        ["--moe-router-group-topk 3", "--moe-router-num-groups 2"],
+    ),
+    (
+        "--num-experts 4 --moe-router-num-groups 4 --moe-router-group-topk 1 --topk 2",
+        1,
+        ["--moe-router-topk 2", "the 1 experts of --moe-router-group-topk"],
+    ),
+    (f"--num-experts 8 {BALANCE} aux_loss none", 1, ["--moe-router-load-balancing-type aux_loss none", "none alone"]),
+    (f"--num-experts 8 {BALANCE} aux_loss aux_loss", 1, ["--moe-router-load-balancing-type", "each loss once"]),
+    (f"--num-experts 8 {BALANCE} aux_loss --moe-aux-loss-coeff 1 2", 1, ["--moe-aux-loss-coeff 1 2", "1 losses"]),
     # Evaluation and logs
     ("--eval-iters=-1", 1, ["--eval-iters", "at least 0"]),
     ("--eval-interval 0", 1, ["--eval-interval", "at least 1"]),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 from unittest import mock
 
@@ -23,6 +23,7 @@ from megatron.parallel.tensor.grouped import stacked
 from megatron.topology.topology import single_process
 
 TOKENS, SAMPLES, HIDDEN = 6, 3, 8
+_NONE: Mapping[int, Tensor] = {}
 
 
 def _layer(**changes: Any) -> Experts:
@@ -50,8 +51,10 @@ def _input() -> Tensor:
     return torch.randn(TOKENS, SAMPLES, HIDDEN, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
 
 
-def _step(seen: dict[tuple[int, int], tuple[Tensor, Tensor]], loss_grad: float = 0.0) -> ForwardContext:
-    return ForwardContext(experts=ExpertContext(2, torch.tensor(loss_grad, dtype=torch.float64), seen))
+def _step(
+    seen: dict[tuple[int, int], tuple[Tensor, Tensor]], loss_grad: float = 0.0, before: Mapping[int, Tensor] = _NONE
+) -> ForwardContext:
+    return ForwardContext(experts=ExpertContext(2, torch.tensor(loss_grad, dtype=torch.float64), before, seen))
 
 
 def _mlp(x_h: Tensor, expert: nn.Module, swiglu: bool = False) -> Tensor:
@@ -183,6 +186,10 @@ def test_evaluation_has_a_capacity_of_its_own() -> None:
             {"moe_router_score_function": "sigmoid", "moe_router_topk": 1},
             lambda logits, chosen: logits.sigmoid()[chosen],
         ),
+        (
+            {"moe_router_score_function": "sqrtsoftplus"},
+            lambda logits, chosen: (scores := (1 + logits.exp()).log().sqrt()[chosen]) / scores.sum(),
+        ),
     ],
 )
 def test_weights_of_experts(form: dict[str, Any], weights_of: Any) -> None:
@@ -210,12 +217,53 @@ def test_biases_choose_experts_and_weigh_nothing() -> None:
     torch.testing.assert_close(after.weights_tk, scores_te / scores_te.sum(-1, keepdim=True), rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss"])
+def test_scores_of_logits_that_underflow_have_gradients() -> None:
+    layer = _layer(moe_router_score_function="sqrtsoftplus")
+    layer.float().router.weight.data.fill_(-100.0)
+    x_sbh = torch.full((2, 1, HIDDEN), 10.0, requires_grad=True)
+    layer.router(x_sbh, ForwardContext()).weights_tk.sum().backward()
+    assert x_sbh.grad is not None
+    assert x_sbh.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrtsoftplus"])
+@pytest.mark.parametrize(("experts", "groups", "kept", "k"), [(16, 4, 2, 3), (6, 6, 2, 2), (12, 2, 1, 4), (8, 4, 4, 5)])
+def test_a_token_chooses_within_its_groups(score: str, experts: int, groups: int, kept: int, k: int) -> None:
+    """Group by group: the two best of each, with their biases, are added up; of the best groups the best experts."""
+    form = {"moe_router_num_groups": groups, "moe_router_group_topk": kept, "moe_router_score_function": score}
+    layer = _layer(num_experts=[experts], moe_router_topk=k, moe_router_enable_expert_bias=True, **form)
+    bias = layer.router.expert_bias
+    assert bias is not None
+    bias.copy_(torch.randn(experts, generator=torch.Generator().manual_seed(4)) * 0.05 - 2.0)
+    x_sbh, differ = _input(), 0
+    found_tk = layer.router(x_sbh, ForwardContext()).experts_tk
+    of_scores = {"softmax": lambda x: x.softmax(0), "sigmoid": torch.sigmoid, "sqrtsoftplus": lambda x: x.exp().log1p()}
+    for number, x_h in enumerate(x_sbh.flatten(0, 1)):
+        scores = of_scores[score](layer.router.weight @ x_h)
+        ranking = ((scores.sqrt() if score == "sqrtsoftplus" else scores) + bias).tolist()
+        size = experts // groups
+        members = [list(range(g * size, (g + 1) * size)) for g in range(groups)]
+        best = [sum(sorted((ranking[e] for e in group), reverse=True)[:2]) for group in members]
+        open_to = [e for g in _chosen(best, kept) for e in members[g]]
+        wanted = sorted(open_to, key=lambda e: -ranking[e])[:k]
+        assert found_tk[number].tolist() == wanted
+        differ += set(wanted) != set(_chosen(ranking, k))
+    assert (differ > 3) == (kept < groups < experts)
+
+
+LOSSES = ["aux_loss", "seq_aux_loss", "global_aux_loss", "global_aux_loss at first", "all"]
+
+
+@pytest.mark.parametrize("kind", LOSSES)
 def test_the_layers_losses_and_their_gradients(kind: str) -> None:
-    layer = _layer(moe_router_load_balancing_type=kind, moe_aux_loss_coeff=0.3, moe_z_loss_coeff=0.02)
+    kinds, weights = [kind.removesuffix(" at first")], [0.3]
+    if kind == "all":
+        kinds, weights = ["seq_aux_loss", "aux_loss", "global_aux_loss"], [0.5, 0.0, 0.2]
+    layer = _layer(moe_router_load_balancing_type=kinds, moe_aux_loss_coeff=weights, moe_z_loss_coeff=0.02)
     x_sbh = _input().requires_grad_()
     seen: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-    out_sbh, _ = layer(x_sbh, _step(seen, loss_grad=7.0))
+    before_e = torch.tensor([0.1, 0.5, 0.25, 0.15], dtype=torch.float64)
+    out_sbh, _ = layer(x_sbh, _step(seen, loss_grad=7.0, before=_NONE if kind.endswith("first") else {0: before_e}))
     (out_sbh * 0.0).sum().backward()
     found = layer.router.weight.grad
     assert x_sbh.grad is not None
@@ -224,17 +272,20 @@ def test_the_layers_losses_and_their_gradients(kind: str) -> None:
     logits_sbe = x_sbh @ layer.router.weight.t()
     scores_sbe, chosen_sbe = logits_sbe.softmax(-1), F.one_hot(logits_sbe.topk(2).indices, 4).sum(-2).double() / 2
     balances = [4 * (scores_sbe[:, b].mean(0) * chosen_sbe[:, b].mean(0)).sum() for b in range(SAMPLES)]
-    if kind == "seq_aux_loss":
-        balance = sum(balances, start=torch.zeros(())) / SAMPLES
-    else:
-        balance = 4 * (scores_sbe.mean((0, 1)) * chosen_sbe.mean((0, 1))).sum()
+    own = 4 * (scores_sbe.mean((0, 1)) * chosen_sbe.mean((0, 1))).sum()
+    each = {
+        "aux_loss": own,
+        "seq_aux_loss": sum(balances, start=torch.zeros(())) / SAMPLES,
+        "global_aux_loss": own if kind.endswith("first") else 4 * (scores_sbe.mean((0, 1)) * before_e).sum(),
+    }
     z = logits_sbe.exp().sum(-1).log().square().mean()
-    (7.0 * (0.3 * balance + 0.02 * z)).backward()
+    wanted = [each[name] for name in kinds]
+    (7.0 * (sum(w * loss for w, loss in zip(weights, wanted, strict=True)) + 0.02 * z)).backward()
     torch.testing.assert_close(found, layer.router.weight.grad, rtol=1e-11, atol=1e-13)
     torch.testing.assert_close(found_x, x_sbh.grad, rtol=1e-11, atol=1e-13)
     counts, losses = seen[0, 2]
     assert counts.tolist() == (chosen_sbe.sum((0, 1)) * 2).long().tolist()
-    assert losses.tolist() == pytest.approx([float(balance.detach()), float(z.detach())], rel=1e-12)
+    assert losses.tolist() == pytest.approx([float(loss.detach()) for loss in (*wanted, z)], rel=1e-12)
 
 
 def test_what_is_beside_the_experts() -> None:

@@ -88,6 +88,8 @@ def test_saved_bytes_are_those_of_a_real_run() -> None:
         ("dp-grad=float8,format=e5m2,scale-dtype=e8m0", 1.0 + 1 / 128, 1.0 + 1 / 128),
         ("dp-grad=fixpoint,bits=3.6,grid=minmax,rotation=64,rotate-when=outlier", *[3.6 / 8 + 8 / 64 + 1 / 8 / 64] * 2),
         ("dp-grad=stable-topk,density=0.1,interval=10", 0.4, 4.0),
+        # Half of what eight ranks gather; four matrices have 16 bytes of means each.
+        ("dp-grad=chunked-topk", 4 * (14 / 64 + 4 * 128 / (12 * 64**2)) / 8, 4.0),
     ],
 )
 def test_gradients_are_sent_as_the_compressor_says(spec: str, of_matrices: float, of_vectors: float) -> None:
@@ -143,6 +145,25 @@ def test_the_memory_of_the_optimizer_is_that_of_the_run(
     memory = predictor.predict(choice).memory
     elements = memory["parameters"] / (2 if "bf16" in precision else 8 if precision else 4)
     assert memory["optimizer"] == each * elements / (choice.dp if choice.sharded else 1)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_muon_has_one_moment_of_matrices_and_exchanges_their_parts(sharded: bool) -> None:
+    parallel = {"use_distributed_optimizer": sharded}
+    predictor, choice = predictor_of(small_run(optimizer={"optimizer": "muon"}, parallel=parallel))
+    other, same = predictor_of(small_run(parallel=parallel))
+    layers, shares = predictor.contents(choice, 0)["layer"], choice.dp if sharded else 1
+    matrices = layers * 12 * 64**2
+    found, adam = predictor.predict(choice), other.predict(same)
+    assert adam.memory["optimizer"] - found.memory["optimizer"] == 4 * matrices / shares
+    # Of h x h, 3 h x h (as three), 4 h x h and h x 4 h: 2 m^2 (2 n + m) for a short side m.
+    flops = layers * 2 * 64**3 * (4 * 3 + 2 * 9)
+    assert predictor.matrices(choice, 0) == (matrices, flops / shares)
+    assert (
+        found.parts["optimizer"] > adam.parts["optimizer"] + 5 * flops / shares / predictor.cluster.device.flops * 0.999
+    )
+    sent = 2 * 4 * matrices / shares * (choice.dp - 1) / choice.dp if sharded else 0.0
+    assert found.sent.get("optimizer", 0.0) == pytest.approx(sent)
 
 
 @pytest.mark.parametrize(("specs", "each"), [((), 8), (("param-gather=none",), 8), (("param-gather=float8",), 12)])

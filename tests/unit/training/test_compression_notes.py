@@ -54,6 +54,12 @@ def _notes(folder: Path, spec: str, samples: int, replicas: int = 1, micro: int 
         ("pp-forward=delta,cache=50", 1000, "cache=50 is less than the 248 samples"),
         ("pp-forward=fixpoint,warmup=1epochs", 1000, ""),
         ("pp-forward=fixpoint,warmup=2epochs", 1000, "its warm-up of 124 iterations is the whole run of 100"),
+        ("dp-grad=chunked-topk", 1000, "each number about 1.6 times in the whole run; below 3 times"),
+        ("dp-grad=chunked-topk,k=128,warmup=4", 1000, ""),
+        ("dp-grad=chunked-topk,k=128,warmup=5", 1000, "train for 96 steps"),
+        ("dp-grad=chunked-topk,k=4096", 1000, ""),
+        ("dp-grad=topk,density=1~0.02@50", 1000, "sends 2.00% of the numbers in each of 100 steps"),
+        ("dp-grad=stable-topk,density=0.01", 1000, ""),
     ],
 )
 def test_notes(tmp_path: Path, spec: str, samples: int, words: str) -> None:

@@ -61,6 +61,14 @@ NOT_CLASSIC: dict[str, dict[str, Any]] = {
         "rotary_scaling_factor": 2.5,
         "sliding_window": 3,
     },
+    "qwen3, 2 groups, with a window": {
+        **LLAMA,
+        "qk_layernorm": True,
+        "num_query_groups": 2,
+        "kv_channels": 16,
+        "sliding_window": 3,
+    },
+    "qwen3, tied": {**LLAMA, "qk_layernorm": True},
     "neox, side by side": {
         "position_embedding_type": "rope",
         "rotary_percent": 0.25,
@@ -78,14 +86,14 @@ SHARED = {
     "moe_ffn_hidden_size": 24,
 }
 WITH_EXPERTS: dict[str, dict[str, Any]] = {
-    "mixtral": {**EXPERTS, "moe_aux_loss_coeff": 0.02, "sliding_window": 5, "moe_input_jitter_eps": 0.01},
+    "mixtral": {**EXPERTS, "moe_aux_loss_coeff": [0.02], "sliding_window": 5, "moe_input_jitter_eps": 0.01},
     "mixtral, 3 of 5 experts, untied": {
         **EXPERTS,
         "num_experts": [5],
         "moe_router_topk": 3,
         "untie_embeddings_and_output_weights": True,
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
+        "moe_router_load_balancing_type": ["none"],
+        "moe_aux_loss_coeff": [0.0],
     },
     "qwen2-moe": {**SHARED, "add_qkv_bias": True, "moe_router_pre_softmax": True},
     "qwen2-moe, top 1, every other layer, with a window": {
@@ -94,6 +102,16 @@ WITH_EXPERTS: dict[str, dict[str, Any]] = {
         "moe_router_topk": 1,
         "expert_interval": 2,
         "sliding_window": 3,
+    },
+    "qwen3-moe": {**EXPERTS, "qk_layernorm": True, "moe_ffn_hidden_size": 24, "moe_router_topk": 3},
+    "qwen3-moe, weights of all, every other layer, with a window, untied": {
+        **EXPERTS,
+        "qk_layernorm": True,
+        "kv_channels": 12,
+        "expert_interval": 2,
+        "moe_router_pre_softmax": True,
+        "sliding_window": 3,
+        "untie_embeddings_and_output_weights": True,
     },
     "qwen2-moe, weights that sum to 1, no biases, first layer dense": {**SHARED, "num_experts": [1, 4, 4]},
 }

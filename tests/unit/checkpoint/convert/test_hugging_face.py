@@ -83,6 +83,7 @@ def _not_in_a_config(model: ModelConfig) -> dict[str, Any]:
 QWEN2_MOE: dict[str, Any] = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
 }  # fmt: skip
+QWEN3_MOE: dict[str, Any] = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {}),
@@ -124,6 +125,18 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **QWEN2_MOE, "decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 4,
             "layer_types": ["sliding_attention"] * 2,
+        },
+    ),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "qwen3, sliding": (
+        "qwen3", {"head_dim": 8, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0},
+    ),
+    "qwen3-moe": ("qwen3_moe", QWEN3_MOE),
+    "qwen3-moe, weights that sum to 1, some dense layers, sliding": (
+        "qwen3_moe",
+        {
+            **QWEN3_MOE, "norm_topk_prob": True, "mlp_only_layers": [1], "num_hidden_layers": 4, "head_dim": 12,
+            "use_sliding_window": True, "sliding_window": 4,
         },
     ),
     "pythia": ("gpt_neox", {}),

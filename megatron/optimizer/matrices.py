@@ -1,0 +1,218 @@
+"""Whole matrices, of which ranks hold parts: they are put together at one rank, changed there, and taken apart again.
+
+Tensor-parallel ranks hold slices of a matrix, and the replicas of a sharded optimizer ranges of a slice. Each matrix
+has an owner among all of them. The replicas send their ranges to the owner's replica, and its tensor-parallel ranks
+their slices to the owner; what it made of the matrix goes back in the same way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.comm.ledger import Ledger
+from megatron.compression.points import Point
+from megatron.optimizer.shards import ParamShard
+from megatron.parallel.data.buffer import FlatBuffer, ParamSlot
+from megatron.parallel.data.gradients import overlap_slots, share_of
+from megatron.parallel.tensor.shards import ParamSpec
+from megatron.topology.group import Group
+
+Change = Callable[[Tensor, ParamSpec], Tensor]
+"""Makes something of a whole matrix (of its logical shape), of the same shape and dtype."""
+
+Ranges = Sequence[tuple[int, int]]
+"""Of a flat slice, what each replica holds of it: (start, stop)."""
+
+_SLACK = 0.05
+"""How much more than its share of the work a replica may have, to own matrices that it holds."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A matrix and its owner.
+
+    Args:
+        slot: its parameter on this rank.
+        ranges: what the replicas hold; empty where they do not share it out.
+        replica, tensor: the owner's places among the replicas and the tensor-parallel ranks.
+    """
+
+    slot: ParamSlot
+    ranges: Ranges
+    replica: int
+    tensor: int
+
+    def pieces(self, slice_n: Tensor) -> list[Tensor]:
+        """A slice as the ranges of the replicas."""
+        return [slice_n[start:stop] for start, stop in self.ranges]
+
+
+@dataclass(frozen=True)
+class _Wave:
+    """Matrices that are put together at the same time, at most one at each owner; ``replicas`` share them out, if
+    any do."""
+
+    replicas: Group | None
+    jobs: tuple[_Job, ...]
+
+
+class WholeMatrices:
+    """The matrices of linear layers, whole.
+
+    With ``sharded``, the replicas of a buffer share its matrices out. Else each has all of its slices, and computes
+    what the others do: nothing is sent between them.
+
+    Args:
+        shards: the shards that this rank updates.
+        buffers: all parameters that this rank holds, in the order that their holders share.
+        tp: the tensor-parallel ranks, which hold slices of the same matrices.
+        sharded: see above.
+        ledger: where the bytes are counted.
+    """
+
+    def __init__(
+        self, shards: Sequence[ParamShard], buffers: Sequence[FlatBuffer], tp: Group, sharded: bool, ledger: Ledger
+    ) -> None:
+        self._tp, self._ledger = tp, ledger
+        self._device = buffers[0].params_flat.device
+        self._slots = [shard.slot for shard in shards]
+        self._waves: list[_Wave] = []
+        for group in {id(buffer.group): buffer.group for buffer in buffers}.values():
+            replicas = group if sharded and group.size > 1 else None
+            of_group = [buffer for buffer in buffers if buffer.group is group]
+            self._waves += _waves(list(_matrices(of_group, replicas)), replicas, tp.size)
+
+    def change(self, parts: Sequence[Tensor | None], dtype: torch.dtype, change: Change) -> None:
+        """Changes matrices in place. A collective call of all that hold parts of them.
+
+        Args:
+            parts: for each shard its numbers of a matrix, flat; None for other parameters.
+            dtype: theirs.
+            change: called by the owner of a matrix, and by all its tensor-parallel ranks where each holds it whole.
+        """
+        held = {id(slot): part for slot, part in zip(self._slots, parts, strict=True) if part is not None}
+        none = torch.empty(0, dtype=dtype, device=self._device)
+        for wave in self._waves:
+            if wave.replicas is None:
+                self._change_slices(wave.jobs, [held[id(job.slot)] for job in wave.jobs], none, change)
+                continue
+            own = [job for job in wave.jobs if job.replica == wave.replicas.rank]
+            slices = self._collected(wave.replicas, wave.jobs, own, [held.get(id(job.slot), none) for job in wave.jobs])
+            self._change_slices(own, slices, none, change)
+            for job, part in zip(wave.jobs, self._returned(wave.replicas, wave.jobs, own, slices, none), strict=True):
+                if part.numel():
+                    held[id(job.slot)].copy_(part)
+
+    def _collected(
+        self, replicas: Group, jobs: Sequence[_Job], own: Sequence[_Job], parts: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """The slices of this replica's own matrices, from all replicas' ranges."""
+        sent = [
+            [part for job, part in zip(jobs, parts, strict=True) if job.replica == rank]
+            for rank in range(replicas.size)
+        ]
+        sizes = [[_length(job.ranges[rank]) for job in own] for rank in range(replicas.size)]
+        received = self._exchange(replicas, sent, sizes, parts[0])
+        return [torch.cat(ranges) for ranges in zip(*received, strict=True)]
+
+    def _returned(
+        self, replicas: Group, jobs: Sequence[_Job], own: Sequence[_Job], slices: Sequence[Tensor], like: Tensor
+    ) -> list[Tensor]:
+        """This replica's ranges of all matrices, from their owners."""
+        pieces = [job.pieces(slice_n) for job, slice_n in zip(own, slices, strict=True)]
+        sent = [[ranges[rank] for ranges in pieces] for rank in range(replicas.size)]
+        of_owner = [[job for job in jobs if job.replica == rank] for rank in range(replicas.size)]
+        sizes = [[_length(job.ranges[replicas.rank]) for job in theirs] for theirs in of_owner]
+        received = self._exchange(replicas, sent, sizes, like)
+        found = {id(j.slot): p for js, ps in zip(of_owner, received, strict=True) for j, p in zip(js, ps, strict=True)}
+        return [found[id(job.slot)] for job in jobs]
+
+    def _change_slices(self, jobs: Sequence[_Job], slices: Sequence[Tensor], like: Tensor, change: Change) -> None:
+        """Changes the matrices of which this rank and its tensor-parallel ranks have these slices, in place."""
+        cut: list[tuple[_Job, Tensor]] = []
+        for job, slice_n in zip(jobs, slices, strict=True):
+            if self._tp.size > 1 and job.slot.spec.dim is not None:
+                cut.append((job, slice_n))
+            else:
+                slice_n.copy_(change(slice_n.view(job.slot.param.shape), job.slot.spec).flatten())
+        if not cut:
+            return
+        size, rank = self._tp.size, self._tp.rank
+        sent = [[slice_n for job, slice_n in cut if job.tensor == other] for other in range(size)]
+        own = [job for job, _ in cut if job.tensor == rank]
+        received = self._exchange(self._tp, sent, [[job.slot.param.numel() for job in own]] * size, like)
+        back: list[list[Tensor]] = [[] for _ in range(size)]
+        for job, *parts in zip(own, *received, strict=True):
+            spec, shape = job.slot.spec, job.slot.param.shape
+            assert spec.dim is not None
+            whole = change(torch.cat([part.view(shape) for part in parts], dim=spec.dim), spec)
+            for slices_of_rank, part in zip(back, whole.chunk(size, dim=spec.dim), strict=True):
+                slices_of_rank.append(part.flatten())
+        of_owner = [[slice_n for job, slice_n in cut if job.tensor == other] for other in range(size)]
+        sizes = [[slice_n.numel() for slice_n in theirs] for theirs in of_owner]
+        for theirs, changed in zip(of_owner, self._exchange(self._tp, back, sizes, like), strict=True):
+            for slice_n, part in zip(theirs, changed, strict=True):
+                slice_n.copy_(part)
+
+    def _exchange(
+        self, group: Group, sent: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[int]], like: Tensor
+    ) -> list[list[Tensor]]:
+        """All-to-all of several flat tensors to each rank; ``sizes`` are those of what comes from each."""
+        going = [torch.cat([like[:0], *parts]) for parts in sent]
+        coming = [like.new_empty(sum(counts)) for counts in sizes]
+        coming[group.rank] = going[group.rank]
+        pending = group.exchange_parts(coming, going)
+        self._ledger.sent(Point.OPTIMIZER, pending.sent_bytes)
+        self._ledger.wait(Point.OPTIMIZER, pending)
+        return [list(part.split(list(counts))) for part, counts in zip(coming, sizes, strict=True)]
+
+
+def _length(span: tuple[int, int]) -> int:
+    return span[1] - span[0]
+
+
+def _matrices(buffers: Sequence[FlatBuffer], replicas: Group | None) -> Iterator[tuple[ParamSlot, Ranges]]:
+    """The matrices of buffers, and what each of their replicas holds of this rank's slice."""
+    for buffer in buffers:
+        for bucket in buffer.buckets:
+            shares = [share_of(bucket, replicas.size, rank) for rank in range(replicas.size)] if replicas else []
+            held = [{index: (start, stop) for index, start, stop in overlap_slots(bucket, share)} for share in shares]
+            for index, slot in enumerate(bucket.slots):
+                if slot.spec.blocks:
+                    yield slot, tuple(ranges.get(index, (0, 0)) for ranges in held)
+
+
+def _waves(matrices: Sequence[tuple[ParamSlot, Ranges]], replicas: Group | None, tensors: int) -> Iterator[_Wave]:
+    """Matrices by owner, as many at a time as there are owners.
+
+    The replica that holds most of a matrix owns it, unless it has its share of the work already: then the next one
+    does, or the one with the least.
+    """
+    count = replicas.size if replicas else 1
+    costs = [iteration_flops(slot.spec) for slot, _ in matrices]
+    loads = [[0] * tensors for _ in range(count)]
+    queues: dict[tuple[int, int], list[_Job]] = {(r, t): [] for r in range(count) for t in range(tensors)}
+    fair = sum(costs) * (1.0 + _SLACK) / count
+    for index in sorted(range(len(matrices)), key=lambda index: -costs[index]):
+        slot, ranges = matrices[index]
+        near = sorted(range(len(ranges)), key=lambda replica: -_length(ranges[replica])) or [0]
+        fits = (replica for replica in near if sum(loads[replica]) + costs[index] <= fair)
+        replica = next(fits, min(near, key=lambda replica: sum(loads[replica])))
+        tensor = min(range(tensors), key=lambda tensor: loads[replica][tensor])
+        loads[replica][tensor] += costs[index]
+        queues[replica, tensor].append(_Job(slot, ranges, replica, tensor))
+    for number in range(max(map(len, queues.values()))):
+        yield _Wave(replicas, tuple(jobs[number] for jobs in queues.values() if number < len(jobs)))
+
+
+def iteration_flops(spec: ParamSpec) -> int:
+    """Operations of one Newton-Schulz iteration of a parameter's matrices: three products each."""
+    *leading, columns = spec.logical_shape
+    repeated = math.prod(leading) // max(sum(spec.blocks), 1)
+    sides = [sorted((repeated * block, columns)) for block in spec.blocks]
+    return sum(2 * short * short * (short + 2 * long) for short, long in sides)

@@ -1,0 +1,140 @@
+"""Muon: momentum whose matrices are orthogonalized (Jordan et al. 2024), and AdamW for everything else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from megatron.config.optimizer import OptimizerConfig
+from megatron.optimizer.matrices import WholeMatrices
+from megatron.optimizer.shards import ParamShard
+from megatron.parallel.tensor.shards import ParamSpec
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of the quintic iteration: those that raise small singular values fastest."""
+
+_LEAST_NORM = 1e-7
+
+
+def newton_schulz(x_mn: Tensor, steps: int) -> Tensor:
+    """The matrix with singular values that are all about 1 (0.7 to 1.2 after 5 steps), and the same singular vectors.
+
+    Args:
+        x_mn: any matrix, of any floating-point type, in which it is computed.
+        steps: iterations of the quintic.
+    """
+    a, b, c = COEFFICIENTS
+    tall = x_mn.shape[0] > x_mn.shape[1]
+    x = x_mn.mT if tall else x_mn
+    x = x / x.norm().clamp(min=_LEAST_NORM)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+class Muon(torch.optim.AdamW):
+    """Muon as ``torch.optim.Muon`` computes it, of whole matrices on any layout.
+
+    B = momentum * B + (1 - momentum) * g; with Nesterov's momentum the matrix M is (1 - momentum) * g + momentum * B,
+    else B. A matrix moves by lr * (scale * newton_schulz(M) + decay * w). Queries, keys and values of an attention are
+    matrices of their own, and so are gate and value of an MLP, and those of each expert. AdamW updates what is no
+    matrix of a linear layer: embeddings, heads, norms, biases.
+
+    Args:
+        groups: parameter groups, each with ``decays``; the matrices are in the one that has ``matrices``.
+        shards: the shards whose main values the groups hold.
+        whole: puts together the matrices that the shards are parts of.
+        config: the hyper-parameters.
+    """
+
+    def __init__(
+        self, groups: list[dict[str, Any]], shards: Sequence[ParamShard], whole: WholeMatrices, config: OptimizerConfig
+    ) -> None:
+        betas = (config.adam_beta1, config.adam_beta2)
+        super().__init__(groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=True)
+        self._step_supports_amp_scaling = False  # gradients are divided before
+        self._shards, self._whole, self._config = list(shards), whole, config
+        self.directions: dict[int, Tensor] | None = None
+        """What a step subtracts from its matrices over the learning rate, without weight decay, by the id of the main
+        values; where somebody asks for it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Takes an update. The gradients of matrices become their directions."""
+        group = next((group for group in self.param_groups if "matrices" in group), None)
+        mains: list[Tensor] = group["params"] if group else []
+        grads = [cast(Tensor, p.grad) for p in mains]
+        if mains:
+            self._mix(mains, grads)
+        self._orthogonalize()
+        scales = {id(shard.main): self._scale(shard.slot.spec) for shard in self._shards if shard.slot.spec.blocks}
+        if mains and group:
+            torch._foreach_mul_(grads, [scales[id(p)] for p in mains])
+            if self.directions is not None:
+                self.directions |= {id(p): grad for p, grad in zip(mains, grads, strict=True)}
+            torch._foreach_mul_(mains, 1.0 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(mains, grads, alpha=-group["lr"])
+        for p in mains:
+            p.grad = None
+        return super().step(closure)
+
+    def _mix(self, mains: Sequence[Tensor], grads: list[Tensor]) -> None:
+        """Updates the momenta, and puts the matrices to orthogonalize in the place of the gradients."""
+        states, momentum = [self.state[p] for p in mains], self._config.muon_momentum
+        buffers = [state["momentum_buffer"] for state in states]
+        torch._foreach_add_([state["step"] for state in states], 1.0)
+        torch._foreach_lerp_(buffers, grads, 1.0 - momentum)
+        if self._config.muon_nesterov:
+            torch._foreach_lerp_(grads, buffers, momentum)
+        else:
+            torch._foreach_copy_(grads, buffers)
+
+    def _orthogonalize(self) -> None:
+        """Orthogonalizes what is in the place of the gradients."""
+        wide = self._shards[0].main.dtype
+        narrow = torch.bfloat16 if self._in_bf16 else wide
+        grads = [cast(Tensor, s.main.grad) if s.slot.spec.blocks else None for s in self._shards]
+        parts = [None if grad is None else grad.to(narrow) for grad in grads]
+        self._whole.change(parts, narrow, self._orthogonalized)
+        for grad, part in zip(grads, parts, strict=True):
+            if grad is not None and part is not None and part is not grad:
+                grad.copy_(part)
+
+    @property
+    def _in_bf16(self) -> bool:
+        chosen = self._config.muon_fp32_matmul_prec
+        if chosen is None:
+            return self._shards[0].model.dtype in (torch.bfloat16, torch.float16)
+        return chosen == "medium"
+
+    def _blocks(self, spec: ParamSpec) -> tuple[int, ...]:
+        """Rows of the matrices that a parameter is made of, as in ``ParamSpec.blocks``."""
+        fused = len(spec.logical_shape) == 2
+        return (spec.logical_shape[0],) if fused and not self._config.muon_split_qkv else spec.blocks
+
+    def _orthogonalized(self, whole: Tensor, spec: ParamSpec) -> Tensor:
+        """Each of a parameter's matrices orthogonalized, in the proportions of their scales."""
+        blocks, columns = self._blocks(spec), whole.shape[-1]
+        rows = whole.reshape(-1, sum(blocks), columns)
+        largest, changed = self._scale(spec), []
+        for block in rows.split(blocks, dim=1):
+            made = newton_schulz(block.reshape(-1, columns), self._config.muon_num_ns_steps)
+            share = self._scale_of(made.shape[0], columns) / largest
+            changed.append((made if share == 1.0 else made * share).view_as(block))
+        return torch.cat(changed, dim=1).view(whole.shape)
+
+    def _scale(self, spec: ParamSpec) -> float:
+        """The largest scale of a parameter's matrices."""
+        columns, blocks = spec.logical_shape[-1], self._blocks(spec)
+        repeated = math.prod(spec.logical_shape[:-1]) // sum(blocks)
+        return max(self._scale_of(repeated * block, columns) for block in blocks)
+
+    def _scale_of(self, rows: int, columns: int) -> float:
+        ratio = rows / columns
+        square = {"spectral": max(rows, columns), "shape_scaling": max(1.0, ratio), "unit_rms_norm": ratio}
+        return self._config.muon_extra_scale_factor * math.sqrt(square[self._config.muon_scale_mode])

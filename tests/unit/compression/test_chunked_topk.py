@@ -1,0 +1,247 @@
+"""Chunked Top-K against plain loops written from the formulas, and its message against the layout, bit by bit."""
+
+from __future__ import annotations
+
+import math
+import struct
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.base.errors import UserError
+from megatron.compression.builtin import BUILTIN
+from megatron.compression.chunked_topk import ChunkedTopK, ChunkedTopKConfig
+from megatron.compression.contract import (
+    check_compressor,
+    check_feedback_of_sums,
+    check_other_replicas,
+    check_state_of_sums,
+    check_sum,
+)
+from megatron.compression.error_feedback import RESIDUAL, ErrorFeedback
+from megatron.compression.lockstep import run_lockstep
+from megatron.compression.registry import Registry
+from megatron.compression.requests import Op, Request
+from megatron.compression.schedule import RunLength
+from megatron.compression.spec import read_spec
+from megatron.compression.state import CompressorState
+
+RANKS = 3
+
+
+def _noise(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def _choice(row: np.ndarray, chunk: int, k: int) -> list[int]:
+    """Places of the largest magnitudes of each chunk; of a short last one as large a share, rounded up. No zeros."""
+    places = []
+    for start in range(0, len(row), chunk):
+        part = np.abs(row[start : start + chunk])
+        count = math.ceil(k * len(part) / chunk)
+        best = sorted(range(len(part)), key=lambda i: (-part[i], i))[:count]
+        places += sorted(start + i for i in best if part[i])
+    return places
+
+
+def _rounded(values: np.ndarray, bits: int) -> np.ndarray:
+    """What is received of the values of a parameter."""
+    if bits in (16, 32):
+        return torch.from_numpy(values).to({16: torch.bfloat16, 32: torch.float32}[bits]).double().numpy()
+    if not len(values):
+        return values
+    bins, single = 2**bits, values.astype(np.float32).astype(np.float64)
+    mean = sum(single) / len(single)
+    sigma = math.sqrt(sum((v - mean) ** 2 for v in single) / len(single))
+    own = []
+    for v in single:
+        number = math.floor((v - mean) / (6 * sigma / bins)) + bins // 2 if sigma else bins // 2
+        own.append(min(max(number, 0), bins - 1))
+    means = {b: np.mean([v for v, o in zip(single, own, strict=True) if o == b]) for b in set(own)}
+    return np.array([np.float32(means[b]) for b in own], dtype=np.float64)
+
+
+CASES: list[dict[str, Any]] = [
+    {"chunk": 8, "k": 3},
+    {"chunk": 8, "k": 3, "bits": 1, "decay": 0.9},
+    {"chunk": 6, "k": 2, "bits": 4, "merge": "senders"},
+    {"chunk": 21, "k": 1, "bits": 32, "merge": "senders", "decay": 0.5},
+    {"chunk": 300, "k": 40, "bits": 16},
+    {"chunk": 7, "k": 7, "bits": 8, "decay": 0.95},
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("shape", [(2, 7, 6), (1, 3, 7), (3, 4, 16)], ids=str)
+def test_sums_and_residuals_against_a_plain_loop(case: dict[str, Any], shape: tuple[int, ...]) -> None:
+    config = ChunkedTopKConfig(**case)
+    compressor = ErrorFeedback(ChunkedTopK(config))
+    states = [CompressorState() for _ in range(RANKS)]
+    k, n = shape[0], shape[1] * shape[2]
+    residuals = np.zeros((RANKS, k, n))
+    for step in range(5):
+        xs = [_noise(100 * step + rank, *shape) for rank in range(RANKS)]
+        for rank, x in enumerate(xs):  # numbers that are zero, some, most or all of a chunk
+            x.view(k, -1)[:, rank : 3 * rank + n // 3] = 0
+        meant = np.stack([x.view(k, n).numpy().copy() for x in xs]) + config.decay * residuals
+        total = run_lockstep(compressor, xs, states)[0].total.view(k, n).numpy()
+        sent, senders = np.zeros((RANKS, k, n)), np.zeros((k, n))
+        for rank in range(RANKS):
+            for own, row, count in zip(sent[rank], meant[rank], senders, strict=True):
+                places = _choice(row, config.chunk, config.k)
+                own[places] = _rounded(row[places], config.bits)
+                count[places] += 1
+        wanted = sent.sum(axis=0)
+        if config.merge == "senders":
+            wanted *= RANKS / np.maximum(senders, 1)
+        np.testing.assert_allclose(total, wanted, rtol=0, atol=1e-12)
+        residuals = meant - sent
+        for state, residual in zip(states, residuals, strict=True):
+            state.commit()
+            np.testing.assert_allclose(state.tensors[RESIDUAL].view(k, n).numpy(), residual, rtol=0, atol=1e-12)
+
+
+def _codes(data: bytes, bits: int, count: int) -> list[int]:
+    """Codes that follow each other from the lowest bit on."""
+    whole = int.from_bytes(data, "little")
+    return [whole >> (i * bits) & ((1 << bits) - 1) for i in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("chunk", "k", "n", "bits", "wanted"),
+    [
+        (4096, 64, 4 * 4096, 2, 4 * 112 + 16),  # 64 (12 + 2) bits for 4,096 numbers, and four means
+        (4096, 64, 4 * 4096, 4, 4 * 128 + 64),
+        (4096, 64, 4 * 4096, 16, 4 * 224),
+        (4096, 64, 4 * 4096, 32, 4 * 352),
+        (256, 8, 1000, 2, 32 + 8 + 16),  # 32 of 3.9 chunks: 3 x 8, and 8 x 232/256 = 7.25, rounded up
+        (32, 3, 100, 1, 8 + 2 * 5 + 2),  # 9, and 1 of the 4 that are left over; packed 8 by 8
+    ],
+)
+def test_the_message_bit_by_bit(chunk: int, k: int, n: int, bits: int, wanted: int) -> None:
+    asked: list[Request] = []
+    x = _noise(5, 1, 1, n).float()
+    given = x.clone()
+    compressor = ChunkedTopK(ChunkedTopKConfig(chunk=chunk, k=k, bits=bits))
+    (result,) = run_lockstep(compressor, [x], [CompressorState()], asked=asked)
+    (request,) = asked
+    assert request.op is Op.GATHER
+    wire = bytes(request.tensor.numpy().tobytes())
+    assert len(wire) == -(-wanted // 4) * 4
+    row = given.view(-1).double().numpy()
+    places = _choice(row, chunk, k)
+    octets = -(-len(places) // 8)
+    width = (chunk - 1).bit_length()
+    table = 4 * 2**bits if bits <= 8 else bits // 8 * len(places)
+    high = table + octets * max(width - 8, 0)
+    low = high + octets * min(width, 8)
+    lowest = _codes(wire[high:low], min(width, 8), len(places))
+    highest = _codes(wire[table:high], width - 8, len(places)) if width > 8 else [0] * len(places)
+    assert [256 * h + o for h, o in zip(highest, lowest, strict=True)] == [place % chunk for place in places]
+    if bits <= 8:
+        means = struct.unpack(f"<{2**bits}f", wire[:table])
+        values = [means[code] for code in _codes(wire[low:], bits, len(places))]
+        np.testing.assert_allclose(values, _rounded(row[places], bits), rtol=1e-6)
+        total = np.zeros(n)
+        total[places] = values
+        assert (result.total.view(-1).double().numpy() == total).all()
+
+
+@pytest.mark.parametrize("case", [{"k": 1}, {"k": 4}, {"chunk": 9, "k": 2, "bits": 1}, {"bits": 16}], ids=str)
+def test_zeros_stay_zero(case: dict[str, Any]) -> None:
+    """No bin is a zero's; what was never anything must not begin to move. Chunks hold none, one, or a few numbers."""
+    config = ChunkedTopKConfig(**{"chunk": 8, "k": 4, **case})
+    xs = [torch.zeros(1, 1, 5 * config.chunk + 3) for _ in range(2)]
+    given = {config.chunk: 2.0, 2 * config.chunk - 1: -3.0, 3 * config.chunk + 1: 1.0, 5 * config.chunk + 2: 5.0}
+    for place, value in given.items():
+        xs[0][..., place] = value
+    states = [CompressorState(), CompressorState()]
+    compressor = ErrorFeedback(ChunkedTopK(config))
+    total = run_lockstep(compressor, xs, states)[0].total.view(-1)
+    assert set(total.nonzero().view(-1).tolist()) <= given.keys()
+    assert len(total.nonzero()) == (3 if config.k == 1 else 4)
+    for state in states:
+        state.commit()
+        assert set(state.tensors[RESIDUAL].view(-1).nonzero().view(-1).tolist()) <= given.keys()
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if {"merge", "decay"}.isdisjoint(case)], ids=str)
+def test_contracts_with_full_and_short_chunks(case: dict[str, Any]) -> None:
+    check_compressor(BUILTIN["chunked-topk"], ChunkedTopKConfig(**case))
+    make = partial(ChunkedTopK, ChunkedTopKConfig(**case))
+    for shape in ((2, 8, 6), (1, 5, 5), (3, 1, 2)):
+        check_sum(make, shape, torch.float64, sharded=True)
+        check_state_of_sums(make, shape, torch.float32)
+        check_feedback_of_sums(make, shape, "aggregate")
+        check_other_replicas(make, shape)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if {"merge", "decay"} & case.keys()], ids=str)
+def test_a_skipped_step_leaves_no_trace_where_residuals_fade(case: dict[str, Any]) -> None:
+    config = ChunkedTopKConfig(**case)
+    for shape in ((2, 8, 6), (1, 5, 5)):
+        check_state_of_sums(lambda: ErrorFeedback(ChunkedTopK(config)), shape, torch.float32)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("bits", [1, 2, 8, 16, 32])
+def test_what_is_not_finite_stays_visible_and_within_its_parameter(bits: int, bad: float) -> None:
+    x = _noise(1, 2, 6, 8).float()
+    x[1, 2, 3] = bad
+    compressor = ChunkedTopK(ChunkedTopKConfig(chunk=16, k=4, bits=bits))
+    total = run_lockstep(compressor, [x, _noise(2, 2, 6, 8).float()], [CompressorState(), CompressorState()])[0].total
+    assert not total[1].isfinite().all()
+    assert total[0].isfinite().all()
+
+
+@pytest.mark.parametrize("value", [0.0, -3.0, 3e38, 1e-42])
+@pytest.mark.parametrize("bits", [1, 2, 16])
+def test_equal_tiny_and_huge_values(bits: int, value: float) -> None:
+    """No spread, subnormal numbers, and sums of squares that no fp32 holds."""
+    x = torch.full((1, 4, 8), value)
+    compressor = ChunkedTopK(ChunkedTopKConfig(chunk=16, k=4, bits=bits))
+    (result,) = run_lockstep(compressor, [x], [CompressorState()])
+    sent = result.total.view(2, 16)
+    assert (sent[:, 4:] == 0).all()
+    rtol, atol = (2.0**-8, 1e-40) if bits == 16 else (0.0, 0.0)
+    torch.testing.assert_close(sent[:, :4], torch.full((2, 4), value), rtol=rtol, atol=atol)
+
+
+def test_values_above_bf16_stay_finite_and_the_residual_makes_up_for_them() -> None:
+    most = torch.finfo(torch.float32).max
+    x = torch.full((1, 2, 4), most)
+    state = CompressorState()
+    compressor = ErrorFeedback(ChunkedTopK(ChunkedTopKConfig(chunk=8, k=8, bits=16)))
+    (result,) = run_lockstep(compressor, [x], [state])
+    assert (result.total == torch.finfo(torch.bfloat16).max).all()
+    state.commit()
+    assert (state.tensors[RESIDUAL] == most - torch.finfo(torch.bfloat16).max).all()
+
+
+def test_small_and_flat_parameters_are_left_alone() -> None:
+    """A table of 256 means is more than a matrix of 8 x 8 numbers."""
+    compressor = ChunkedTopK(ChunkedTopKConfig(bits=8))
+    assert not compressor.should_compress((4096,))
+    assert not compressor.should_compress((8, 8))
+    assert compressor.should_compress((64, 64))
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("chunked-topk,chunk=32", "k=64: a chunk has 32 numbers; use a larger chunk"),
+        ("chunked-topk,k=64~5000@9", "k=5000: a chunk has 4096 numbers"),
+        ("chunked-topk,bits=3", "bits=3: the choices are 1, 2, 4, 8, 16"),
+        ("chunked-topk,chunk=100000", "chunk is 100_000; it must be at least 2 and at most 65_536"),
+        ("chunked-topk,decay=0.95,error-feedback=off", "decay=0.95: there is no residual with error-feedback=off"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(spec: str, words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        read_spec(f"dp-grad={spec}", Registry(BUILTIN), RunLength(100))
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)

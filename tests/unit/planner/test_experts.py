@@ -1,0 +1,180 @@
+"""Plans of models with experts: FLOPs, rows, imbalance, and the search."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.base.errors import UserError
+from megatron.comm.policy import CompressionPlan
+from megatron.planner.choice import Choice
+from megatron.planner.cluster import LinkSpec, write_cluster
+from megatron.planner.command import imbalance_of, main
+from megatron.planner.dry_run import DryExpertComm, DryStand
+from megatron.planner.predict import Predictor
+from megatron.planner.search import EXPERT_SETS, SPEC_SETS, choices, with_experts
+from megatron.training.flops import model_flops_per_sample
+from megatron.training.report import model_shape
+from tests.unit.planner.support import CLUSTER, VOCAB, predictor_of, small_run
+
+MOE: dict[str, Any] = {"num_experts": [8, 8, 16, 16], "expert_interval": 2, "moe_ffn_hidden_size": 128}
+
+
+@pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["one by one", "grouped"])
+@pytest.mark.parametrize(("tp", "ep"), [(1, 1), (1, 4), (2, 2)])
+def test_operations_are_what_the_formula_counts(precision: dict[str, Any], tp: int, ep: int) -> None:
+    beside = {"moe_shared_expert_intermediate_size": 64, "moe_shared_expert_gate": True, "swiglu": True}
+    layout = {"tensor_model_parallel_size": tp, "expert_model_parallel_size": ep}
+    config = small_run(model={**MOE, **beside}, parallel=layout, precision=precision)
+    predictor, choice = predictor_of(config)
+    total = 0.0
+    for name, count in predictor.contents(choice, 0).items():
+        piece = predictor.book.piece(choice, name)
+        total += count * (piece.forward.flops + piece.backward.flops)
+    again = config.model.num_layers * 2 * config.model.seq_length**2 * config.model.hidden_size
+    tokens, layers = config.model.seq_length, len(config.model.expert_layers)
+    # Weighing a token's rows is products, too: forward, and backward to the weights; rows' own gradients are none.
+    weighing = layers * 2 * 2 * tokens * config.model.moe_router_topk * config.model.hidden_size
+    # Each tensor-parallel rank has the router and the gate whole.
+    small = sum(2 * 3 * tokens * config.model.hidden_size * (n + 1) for n in config.model.expert_layers.values())
+    expected = model_flops_per_sample(model_shape(config, 1024), causal=False) + again
+    assert total * tp == pytest.approx(expected + tp * weighing + (tp - 1) * small, rel=2e-3)
+
+
+def test_one_expert_is_fuller_than_the_others() -> None:
+    comm = DryStand(CLUSTER.device).experts(4, DryStand(CLUSTER.device).recorder(), CompressionPlan({}), 2.5)
+    assert isinstance(comm, DryExpertComm)
+    counts = comm.count(torch.empty(100, 2, device="meta"), 8)
+    assert counts.tolist() == [62, 20, 20, 20, 20, 20, 19, 19]
+    assert comm.count(torch.empty(200, device="meta"), 8, 20).tolist() == [20, 20, 20, 20, 20, 20, 19, 19]
+    came_re = comm.ranks.exchange_counts(counts.view(4, 2))
+    assert came_re.tolist() == [[62, 20]] * 4
+
+
+def test_imbalance_costs_time_and_memory_but_no_bytes() -> None:
+    parallel = {"expert_model_parallel_size": 8}
+    wide = {**MOE, "num_experts": [8], "moe_ffn_hidden_size": 4096, "seq_length": 512}
+    config = small_run(model=wide, parallel=parallel)
+    even, choice = predictor_of(config)
+    uneven = Predictor(config, CLUSTER, VOCAB, 3.0)
+    one, other = even.predict(choice), uneven.predict(choice)
+    assert one.sent == other.sent
+    assert other.parts["compute"] > 1.5 * one.parts["compute"]
+    assert other.parts["expert parallel"] > 1.5 * one.parts["expert parallel"]
+    assert other.memory["activations"] > 1.5 * one.memory["activations"]
+    assert other.mfu < one.mfu
+
+
+def test_legs_cost_what_their_rows_hold() -> None:
+    legs = ("ep-dispatch-forward", "ep-dispatch-backward", "ep-combine-forward", "ep-combine-backward")
+    parallel = {"expert_model_parallel_size": 4}
+    exact, choice = predictor_of(small_run(model=MOE, parallel=parallel))
+    coded, chosen = predictor_of(
+        small_run(model=MOE, parallel=parallel, specs=("ep-dispatch=fixpoint,bits=8,group=64",))
+    )
+    plain, small = exact.predict(choice), coded.predict(chosen)
+    micro_batches, rows, h = 4, 32 * 2 * 3 // 4, 64
+    for leg in legs:
+        assert plain.sent[leg] == 4 * micro_batches * rows * h * 4
+        # Eight ranks on two nodes: two of the three other ranks that share experts are in this one's.
+        assert small.sent[leg] == (4 * micro_batches * rows * (h + 4) if "dispatch" in leg else plain.sent[leg])
+    assert plain.across == {point: nbytes for point, nbytes in plain.across.items() if point == "dp-grad"}
+    assert small.parts["coding"] > plain.parts["coding"]
+    assert small.parts["expert parallel"] < plain.parts["expert parallel"]
+    eight, split = predictor_of(small_run(model=MOE, parallel={"expert_model_parallel_size": 8}))
+    found = eight.predict(split)
+    for leg in legs:
+        assert found.across[leg] == pytest.approx(found.sent[leg] * 4 / 7)
+
+
+def test_experts_are_reduced_over_the_replicas_that_hold_them() -> None:
+    predictor, choice = predictor_of(small_run(model=MOE, parallel={"expert_model_parallel_size": 8}))
+    whole = dataclasses.replace(choice, ep=1)
+    own = sum(count for count, replicas in predictor.parts(choice, 0) if replicas == 1)
+    shared = predictor.elements(choice, 0) - own
+    assert own == (2 * 8 + 2 * 16) // 8 * (2 * 64 * 128 + 128 + 64)
+    # Parts that fill up groups of ranks come on top.
+    assert predictor.predict(choice).sent["dp-grad"] == pytest.approx(2 * 7 / 8 * 4 * shared, rel=1e-3)
+    assert predictor.predict(whole).sent["dp-grad"] == pytest.approx(2 * 7 / 8 * 4 * (shared + 8 * own), rel=1e-3)
+    pairs = dataclasses.replace(choice, ep=4)
+    wanted = 2 * 7 / 8 * 4 * shared + 2 * 1 / 2 * 4 * 2 * own
+    assert predictor.predict(pairs).sent["dp-grad"] == pytest.approx(wanted, rel=1e-3)
+    memory = predictor.predict(choice).memory
+    assert memory["optimizer"] == 8 * (shared + own)
+    sharded = predictor.predict(dataclasses.replace(choice, sharded=True)).memory
+    assert sharded["optimizer"] == 8 * (shared / 8 + own)
+
+
+def test_expert_parallel_sizes_are_searched() -> None:
+    config = small_run(model=MOE)
+    found = list(choices(config, CLUSTER, with_experts(config.model, SPEC_SETS)))
+    assert {one.ep for one in found} == {1, 2, 4, 8}
+    assert all(one.dp % one.ep == 0 for one in found)
+    assert all((one.ep > 1) or not any(spec.startswith("ep-") for spec in one.specs) for one in found)
+    tried = {tuple(spec for spec in one.specs if spec.startswith("ep-")) for one in found if one.ep > 1}
+    assert tried == {(), *EXPERT_SETS}
+    assert not any(spec.startswith("ep-") for one in with_experts(small_run().model, SPEC_SETS) for spec in one)
+
+
+def test_slow_links_call_for_rows_in_few_bits() -> None:
+    """And on fast ones, the coding is not worth it; sharing experts saves their memory."""
+    model = {"num_layers": 2, "num_experts": [8], "moe_ffn_hidden_size": 4096}
+    config = small_run(model=model, parallel={"expert_model_parallel_size": 8}, precision={"bf16": True})
+    plain, whole = (Choice(1, 1, 8, ep=ep, micro_batch=4) for ep in (8, 1))
+    coded = dataclasses.replace(plain, specs=EXPERT_SETS[1])
+    for rate, pays in ((1000.0, False), (0.05, True)):
+        cluster = dataclasses.replace(CLUSTER, across=LinkSpec(rate, 20.0), gpus_per_node=1)
+        predictor = Predictor(config, cluster, VOCAB)
+        assert (predictor.predict(coded).seconds < predictor.predict(plain).seconds) is pays
+        assert predictor.predict(plain).memory_bytes < predictor.predict(whole).memory_bytes / 4
+
+
+def _log(folder: Path, *lines: str) -> str:
+    (folder / "log.jsonl").write_text("\n".join(lines))
+    return str(folder / "log.jsonl")
+
+
+def test_the_imbalance_is_given_or_read_from_a_log(tmp_path: Path) -> None:
+    model = small_run(model=MOE).model
+    assert imbalance_of("1.5", model) == 1.5
+    lines = [json.dumps({"kind": "train", "expert_imbalance": value}) for value in (3.0, 1.75)]
+    assert imbalance_of(_log(tmp_path, *lines, '{"kind": "end"}', '{"kind": "tr'), model) == 1.75
+    for text, says in (
+        ("0.5", "at least 1, and at most 4"),
+        ("4.5", "at least 1, and at most 4"),
+        ("nan", "--expert-imbalance"),
+        ("much", "no file, either"),
+        (_log(tmp_path, "{}"), "no line says expert_imbalance"),
+    ):
+        with pytest.raises(UserError, match=says):
+            imbalance_of(text, model)
+    with pytest.raises(UserError, match="no layer has experts"):
+        imbalance_of("2", small_run().model)
+
+
+def test_the_command_plans_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, cluster = tmp_path / "run.yaml", tmp_path / "cluster.yaml"
+    model = {"num_layers": 2, "num_experts": [4], "moe_ffn_hidden_size": 128}
+    run = small_run(4, model=model, training={"global_batch_size": 4}, parallel={"expert_model_parallel_size": 4})
+    config.write_text(run.to_yaml())
+    cluster.write_text(write_cluster(dataclasses.replace(CLUSTER, gpus=4)))
+    words = ["--config", str(config), "--cluster", str(cluster), "--expert-imbalance", "1.5"]
+    assert main([*words, "--specs", "", "--top", "1", "--write", str(tmp_path / "best.yaml")]) == 0
+    shown = capsys.readouterr().out
+    assert "tp 1, pp 1, dp 4, ep 4" in shown
+    assert "ep-dispatch-forward: " in shown
+    assert main(["--config", str(tmp_path / "best.yaml"), "--cluster", str(cluster), "--no-search"]) == 0
+
+
+def test_whole_experts_on_tensor_parallel_ranks_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folded = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "expert_model_parallel_size": 2}
+    config, cluster = tmp_path / "run.yaml", tmp_path / "cluster.yaml"
+    config.write_text(small_run(model=MOE, parallel=folded).to_yaml())
+    cluster.write_text(write_cluster(CLUSTER))
+    assert main(["--config", str(config), "--cluster", str(cluster), "--no-search"]) == 2
+    assert "--expert-tensor-parallel-size 1 is not planned; leave it out" in capsys.readouterr().err
