@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron.base.errors import UserError
+from megatron.base.option import field_options
 from megatron.compression.error_feedback import RESIDUAL, ErrorFeedback
 from megatron.compression.fixpoint import FixpointRounds, FixpointSumConfig
 from megatron.compression.lockstep import run_lockstep
@@ -79,11 +80,17 @@ def test_options_of_the_point_are_no_others() -> None:
 
 
 def test_no_compressor_has_an_option_of_the_points_name() -> None:
-    from megatron.base.option import field_options
-
     own = {option.flag for option in field_options("outer", OuterOptions)}
     for name in BUILTIN.names:
-        assert not own & {option.flag for option in field_options(name, BUILTIN[name].config)}, name
+        assert own.isdisjoint(option.flag for option in field_options(name, BUILTIN[name].config))
+
+
+def test_every_sum_may_forget_a_part_of_its_residual() -> None:
+    assert _spec("dp-grad=topk,density=0.1,feedback-decay=0.5").rounds().decay == 0.5
+    assert _spec("outer=chunked-topk,feedback-decay=0.5").rounds().decay == 0.5
+    assert _spec("outer=chunked-topk").rounds().decay == 1.0
+    with pytest.raises(UserError, match="pp-backward sends messages, whose residual is kept whole"):
+        _spec("pp-backward=lowrank,error-feedback=lazy,feedback-decay=0.5")
 
 
 def test_fragments_take_turns_and_the_last_iteration_brings_all_together() -> None:
