@@ -100,7 +100,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ("mixtral", {"hidden_act": "gelu"}, "hidden_act 'gelu' cannot be converted"),
         ("mixtral", {"router_jitter_noise": 1.5}, "--moe-input-jitter-eps is 1.5; it must be"),
         ("mixtral", {"router_aux_loss_coef": -1}, "router_aux_loss_coef is -1; it must be at least 0"),
-        ("mixtral", {"model_type": "qwen3_moe"}, "model_type 'qwen3_moe' cannot be converted"),
+        ("mixtral", {"model_type": "deepseek_v3"}, "model_type 'deepseek_v3' cannot be converted"),
         ("qwen2_moe", {"num_experts_per_tok": 1}, "num_experts_per_tok 1 with weights that sum to 1 cannot be"),
         (
             "qwen2_moe",
