@@ -61,7 +61,7 @@ def memory(stages: Stages, choice: Choice) -> dict[str, float]:
         held = most_held(choice.schedule, choice.pp, rank, choice.chunks, choice.micro_batches)
         elements = stages.elements(choice, rank)
         owned = stages.owned(choice, rank)
-        matrices = stages.matrices(choice, rank)[0] * owned / elements
+        matrices = stages.matrices(choice, rank)[0] * stages.share(choice, rank)
         contents = stages.contents(choice, rank)
         summed = choice.dp > 1 and Point.DP_GRAD in book.specs(choice)
         reductions = [

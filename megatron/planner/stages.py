@@ -191,6 +191,10 @@ class Stages:
         """Parameters that a device updates: all on it, or its share of them."""
         return sum(elements / (replicas if choice.sharded else 1) for elements, replicas in self.parts(choice, rank))
 
+    def share(self, choice: Choice, rank: int) -> float:
+        """Part of a pipeline rank's parameters that a device updates; of its matrices it is taken to be the same."""
+        return self.owned(choice, rank) / self.elements(choice, rank)
+
     def matrices(self, choice: Choice, rank: int) -> tuple[float, float]:
         """Of the parameters on a pipeline rank, those that Muon orthogonalizes, and the operations of one iteration on
         what it orthogonalizes itself; zeros for other optimizers."""
@@ -198,16 +202,14 @@ class Stages:
             return 0.0, 0.0
         pieces = [(n, self.book.piece(choice, name)) for name, n in self.contents(choice, rank).items()]
         flops = sum(n * piece.orthogonal_flops for n, piece in pieces)
-        share = self.owned(choice, rank) / self.elements(choice, rank)
-        return float(sum(n * piece.matrices for n, piece in pieces)), flops / choice.tp * share
+        return float(sum(n * piece.matrices for n, piece in pieces)), flops / choice.tp * self.share(choice, rank)
 
     def exchanged_matrices(self, choice: Choice, rank: int) -> tuple[float, float]:
         """Bytes of the parts of matrices, two ways, that a rank exchanges with its replicas, its own included, and
         with its tensor-parallel ranks."""
         chosen = self.config.optimizer.muon_fp32_matmul_prec
         width = 2 if chosen == "medium" or (chosen is None and self.param_bytes == 2) else max(self.param_bytes, 4)
-        share = self.owned(choice, rank) / self.elements(choice, rank)
-        nbytes = 2.0 * width * self.matrices(choice, rank)[0] * share
+        nbytes = 2.0 * width * self.matrices(choice, rank)[0] * self.share(choice, rank)
         return nbytes * choice.sharded, nbytes * (choice.tp > 1)
 
     def partial_reduction(self, choice: Choice, rank: int) -> Collective:
