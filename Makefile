@@ -43,7 +43,7 @@ bench-kernels:  ## measure the compressors' kernels beside a copy and their pure
 bench-memory:  ## measure peak memory with and without compressors
 	@$(RUN) --extras test,lint -- -m benchmarks.memory $(ARGS)
 
-bench-convergence:  ## train a small GPT with and without compressors and compare losses and bytes (two hours)
+bench-convergence:  ## train a small GPT with and without compressors and compare losses and bytes (hours; ARGS="--cases ...")
 	@$(RUN) --extras test,lint -- -m benchmarks.convergence $(ARGS)
 
 bench-lep:  ## measure what error propagation does to gradients and losses, by width (hours)

@@ -4,9 +4,9 @@
     make bench-convergence ARGS="--cases 'dense; CB, LEP' --seeds 1 --table"
 
 Every case trains on the same text, the quickstart's, for several epochs of the same samples, on 2 pipeline stages x 2
-replicas; a model with experts on 4 replicas that share them. Afterwards each trained model goes on with held-out text
-(the task CONTINUATION): a loss may hide what compression does to that. Prints a table (mean and spread over the seeds)
-and writes it with pictures.
+replicas; a model with experts on 4 replicas that share them; sums in two levels on 4 replicas, 2 on each of 2 nodes;
+islands of one process each. Afterwards each trained model goes on with held-out text (the task CONTINUATION): a loss
+may hide what compression does to that. Prints a table (mean and spread over the seeds) and writes it with pictures.
 """
 
 from __future__ import annotations
@@ -21,114 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import chosen, runs
+from benchmarks.convergence_cases import CASES, MODEL, family, is_flag, read_case
 from benchmarks.convergence_figures import Outcome, draw_curves, draw_outcomes
 from benchmarks.record import device_name, header, write_record
 from megatron.base.markdown import markdown_table
 from megatron.compression.points import EXPERT_POINTS
+from megatron.config.islands import folder_of
 from megatron.training.plots import of_final_draw
 from megatron.training.records import read_records
-
-CB = "pp-backward=lowrank,rank=16"
-MEAN = f"{CB},when=epilogue,error-feedback=lazy-mean"
-RADIUS = "dp-grad=stable-topk,interval=5,flush=rotate,warmup=200"
-SC = "dp-grad=powersgd,rank=16,stages=first:1,warmup=40"
-MINMAX = "grid=minmax,scale-dtype=bf16"
-POWERSGD = "dp-grad=powersgd,rank=16,warmup=40"
-
-CASES: dict[str, list[str]] = {
-    "dense": [],
-    "CB, LEP": [f"{CB},when=epilogue,error-feedback=lazy"],
-    "CB, LEP of means": [MEAN],
-    "CB, no LEP": [f"{CB},when=epilogue,error-feedback=off"],
-    "CB of all, rank 4, LEP": ["pp-backward=lowrank,rank=4,error-feedback=lazy"],
-    "CB of all, rank 4, LEP of means": ["pp-backward=lowrank,rank=4,error-feedback=lazy-mean"],
-    "CB of all, rank 4, no LEP": ["pp-backward=lowrank,rank=4,error-feedback=off"],
-    "CB+FE": [MEAN, "embedding=fused"],
-    "CB+FE+SC": [MEAN, "embedding=fused", SC],
-    "PowerSGD": [POWERSGD],
-    "PowerSGD, factors of 8 bits": [f"{POWERSGD},factors=fixpoint8"],
-    "PowerSGD, factors of 4 bits": [f"{POWERSGD},factors=fixpoint4"],
-    "Radius d=0.5": [f"{RADIUS},density=0.5"],
-    "Radius d=0.1": [f"{RADIUS},density=0.1"],
-    "Radius d=0.01": [f"{RADIUS},density=0.01"],
-    "delta fw4/bw8": ["pp-forward=delta,bits=4", "pp-backward=fixpoint,bits=8"],
-    "delta fw2/bw4": ["pp-forward=delta,bits=2", "pp-backward=fixpoint,bits=4"],
-    "delta by token fw4/bw8": ["pp-forward=delta,predict=token,bits=4", "pp-backward=fixpoint,bits=8"],
-    "delta by token fw2/bw8": ["pp-forward=delta,predict=token,bits=2", "pp-backward=fixpoint,bits=8"],
-    "fixpoint fw4/bw8": ["pp-forward=fixpoint,bits=4", "pp-backward=fixpoint,bits=8"],
-    "fixpoint fw2/bw4": ["pp-forward=fixpoint,bits=2", "pp-backward=fixpoint,bits=4"],
-    "fixpoint fw4/bw6": ["pp-forward=fixpoint,bits=4", "pp-backward=fixpoint,bits=6"],
-    "fixpoint minmax fw4/bw6": [f"pp-forward=fixpoint,bits=4,{MINMAX}", "pp-backward=fixpoint,bits=6"],
-    "fixpoint minmax, rotated, fw4/bw6": [
-        f"pp-forward=fixpoint,bits=4,{MINMAX},rotation=64",
-        "pp-backward=fixpoint,bits=6",
-    ],
-    "fixpoint midrise fw2/bw4": ["pp-forward=fixpoint,bits=2,grid=midrise", "pp-backward=fixpoint,bits=4"],
-    "fixpoint fw8/bw8": ["pp-forward=fixpoint,bits=8", "pp-backward=fixpoint,bits=8"],
-    "float8 fw e4m3/bw e5m2": ["pp-forward=float8", "pp-backward=float8,format=e5m2"],
-    "float8 gradients": ["dp-grad=float8"],
-    "parameters fixpoint 4, group 2048": ["param-gather=fixpoint,bits=4,group=2048"],
-    "parameters float8": ["param-gather=float8"],
-    "CB+FE, delta fw4, Radius d=0.1": [MEAN, "embedding=fused", "pp-forward=delta,bits=4", f"{RADIUS},density=0.1"],
-}
-
-_EIGHT, _FOUR = "fixpoint,bits=8,group=64", "fixpoint,bits=4,group=64,rotation=64"
-EXPERTS = "experts"
-"""First word of the cases of a model with experts, whose first one is what the others are compared with."""
-CASES |= {
-    f"{EXPERTS}, dense": [],
-    f"{EXPERTS}, dispatch forward 8": [f"ep-dispatch-forward={_EIGHT}"],
-    f"{EXPERTS}, combine backward 8": [f"ep-combine-backward={_EIGHT}"],
-    f"{EXPERTS}, combine forward 8": [f"ep-combine-forward={_EIGHT}"],
-    f"{EXPERTS}, dispatch backward 8": [f"ep-dispatch-backward={_EIGHT}"],
-    f"{EXPERTS}, to the experts 8": [f"ep-dispatch-forward={_EIGHT}", f"ep-combine-backward={_EIGHT}"],
-    f"{EXPERTS}, all 8": [f"ep-dispatch={_EIGHT}", f"ep-combine={_EIGHT}"],
-    f"{EXPERTS}, to the experts 4, else 8": [
-        f"ep-dispatch-forward={_FOUR}",
-        f"ep-combine-backward={_FOUR}",
-        f"ep-combine-forward={_EIGHT}",
-        f"ep-dispatch-backward={_EIGHT}",
-    ],
-    f"{EXPERTS}, all 4": [f"ep-dispatch={_FOUR}", f"ep-combine={_FOUR}"],
-}
-
-MODEL: dict[str, Any] = {
-    "num-layers": 4,
-    "hidden-size": 64,
-    "num-attention-heads": 4,
-    "seq-length": 64,
-    "max-position-embeddings": 64,
-    "position-embedding-type": "rope",
-    "attention-dropout": 0.0,
-    "hidden-dropout": 0.0,
-    "pipeline-model-parallel-size": 2,
-    "micro-batch-size": 2,
-    "global-batch-size": 16,
-    "sample-order": "fixed",
-    "lr": 3e-3,
-    "min-lr": 3e-4,
-    "lr-decay-style": "cosine",
-    "lr-warmup-iters": 40,
-    "weight-decay": 0.1,
-    "adam-beta2": 0.999,
-    "num-workers": 0,
-    "log-interval": 20,
-    "eval-iters": 100,
-    "distributed-backend": "gloo",
-}
-
-WITH_EXPERTS: dict[str, Any] = {
-    "num-experts": 8,
-    "moe-ffn-hidden-size": 128,
-    "moe-aux-loss-coeff": 0.01,
-    "expert-model-parallel-size": 4,
-    "pipeline-model-parallel-size": 1,
-}
-
-
-def baseline(case: str) -> str:
-    """The case without compression that another one is compared with."""
-    return f"{EXPERTS}, dense" if case.startswith(EXPERTS) else "dense"
 
 
 def log_of(out: Path, case: str, seed: int, iterations: int) -> Path:
@@ -140,24 +40,27 @@ def continued(log: Path) -> Path:
     return log.with_suffix(".continuation")
 
 
-def is_sharded(case: str) -> bool:
-    """Whether a case gathers parameters, which a sharded optimizer alone does."""
-    return any(spec.startswith("param-gather=") for spec in CASES[case])
-
-
-def train(out: Path, case: str, seed: int, iterations: int) -> None:
-    """Trains one case with one seed, and measures its continuations, unless both are done."""
+def train(out: Path, case: str, words: Sequence[str], seed: int, iterations: int, continues: bool = True) -> None:
+    """Trains one case with one seed, and measures its continuations if asked to, unless that is done."""
     log = log_of(out, case, seed, iterations)
-    if continued(log).exists() and runs.has_ended(log):
+    if runs.has_ended(log) and (continued(log).exists() or not continues):
         return
     log.unlink(missing_ok=True)
-    values = {**MODEL, "seed": seed, "train-iters": iterations, "eval-interval": max(iterations // 8, 1)}
-    values |= {"use-distributed-optimizer": True} if is_sharded(case) else {}
-    values |= WITH_EXPERTS if case.startswith(EXPERTS) else {}
+    own = family(case)
+    values = {**MODEL, "seed": seed, "train-iters": iterations, "eval-interval": max(iterations // own.evaluations, 1)}
     saved = out / "checkpoints" / log.stem
     shutil.rmtree(saved, ignore_errors=True)
-    words = runs.flags({**values, "save": saved, "no-save-optim": True}, CASES[case], out, log)
-    runs.train(words, f"{case}, seed {seed}", log, out / "logs" / f"{log.stem}.log", ranks=4)
+    specs = [word for word in words if not is_flag(word)]
+    flags = runs.flags({**values, **own.flags, "save": saved, "no-save-optim": True}, specs, out, log)
+    flags += filter(is_flag, words)
+    printed = out / "logs" / f"{log.stem}.log"
+    runs.train(flags, f"{case}, seed {seed}", log, printed, ranks=4, nodes=own.nodes, islands=own.islands)
+    if continues:
+        _continue(out, log, Path(folder_of(str(saved), 0)) if own.islands > 1 else saved)
+
+
+def _continue(out: Path, log: Path, saved: Path) -> None:
+    """Measures the continuations of a trained model."""
     task = ["tasks/main.py", "--task", "CONTINUATION", "--load", str(saved), "--micro-batch-size", "64"]
     places = ["--prompt-tokens", "48", "--continuation-tokens", "4"]
     text = ["--valid-data", str(out / "corpus" / "heldout.jsonl")]
@@ -180,7 +83,15 @@ def bytes_per_iteration(events: Sequence[Mapping[str, Any]]) -> dict[str, float]
     return {p: statistics.fmean(comm.get(p, {}).get("wire_bytes", 0.0) for comm in trained) for p in points}
 
 
-POINTS = ("pp-forward", "pp-backward", "dp-grad", "embedding", "param-gather", *(p.value for p in EXPERT_POINTS))
+POINTS = (
+    "pp-forward",
+    "pp-backward",
+    "dp-grad",
+    "embedding",
+    "param-gather",
+    "outer",
+    *(p.value for p in EXPERT_POINTS),
+)
 
 
 def outcomes(out: Path, cases: list[str], seeds: list[int], iterations: int) -> list[Outcome]:
@@ -188,16 +99,17 @@ def outcomes(out: Path, cases: list[str], seeds: list[int], iterations: int) -> 
     found = []
     dense: dict[str, dict[int, float]] = {}
     for case in cases:
+        own, baseline = family(case), family(case).baseline
         logs = {seed: log_of(out, case, seed, iterations) for seed in seeds}
         ended = {seed: read_records(log) for seed, log in logs.items() if runs.has_ended(log)}
         losses = {seed: runs.final_loss(run) for seed, run in ended.items()}
         if not losses:
             continue
-        dense.setdefault(baseline(case), losses if case == baseline(case) else {})
-        against = dense[baseline(case)]
+        dense.setdefault(baseline, losses if case == baseline else {})
+        against = dense[baseline]
         versus = [losses[seed] / against[seed] - 1 for seed in losses if seed in against]
         sent = [bytes_per_iteration(run) for run in ended.values()]
-        means = {point: statistics.fmean(one.get(point, 0.0) for one in sent) / 1000 for point in POINTS}
+        means = {point: own.islands * statistics.fmean(one.get(point, 0.0) for one in sent) / 1000 for point in POINTS}
         spread = statistics.stdev(losses.values()) if len(losses) > 1 else 0.0
         worse = 100 * statistics.fmean(versus) if versus else None
         quality = [figures for seed in losses if (figures := continuation_figures(logs[seed]))]
@@ -243,20 +155,37 @@ def main() -> None:
     folder = Path("bench_out/convergence")
     parser.add_argument("--out", type=Path, default=folder, help=f"folder of data and logs ({folder})")
     parser.add_argument("--cases", default=None, help=f"separated by semicolons, of: {'; '.join(CASES)} (all)")
+    parser.add_argument(
+        "--case",
+        action="append",
+        default=[],
+        metavar="'NAME: SPEC ... --flag=value ...'",
+        help="a case of your own, such as 'mine: dp-grad=cast'; the first word of its name ('islands, mine') chooses "
+        "the layout. Without --cases, it is trained with what it is compared with. Repeatable",
+    )
     parser.add_argument("--seeds", default="1,2,3", help="comma-separated (1,2,3)")
     parser.add_argument("--iterations", type=int, default=1000, help="of each run (1000)")
     parser.add_argument(
         "--train-bytes", type=int, default=1_200_000, help="text to train on; less means more epochs (1200000)"
     )
+    parser.add_argument(
+        "--no-continuations", action="store_true", help="only train: leave out how the models go on with text"
+    )
     parser.add_argument("--table", action="store_true", help="only print the table of what is finished")
     options = parser.parse_args()
-    names = chosen(parser, "--cases", options.cases, CASES, ";")
+    try:
+        own = dict(map(read_case, options.case))
+    except ValueError as error:
+        parser.error(f"--case {error}")
+    usual = ";".join(dict.fromkeys(family(case).baseline for case in own)) or None
+    cases = {name: CASES[name] for name in chosen(parser, "--cases", options.cases or usual, CASES, ";")} | own
+    names = list(cases)
     out, seeds = options.out.resolve(), [int(seed) for seed in options.seeds.split(",")]
     if not options.table:
         runs.prepare(out, options.train_bytes)
         for seed in seeds:
-            for case in names:
-                train(out, case, seed, options.iterations)
+            for case, words in cases.items():
+                train(out, case, words, seed, options.iterations, continues=not options.no_continuations)
     found = outcomes(out, names, seeds, options.iterations)
     text = table(found)
     print(text)

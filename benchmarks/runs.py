@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks import REPO
+from megatron.config.islands import file_of
 from megatron.training.records import read_records
 
 VOCAB_SIZE = 1024
@@ -78,24 +82,61 @@ def has_ended(log: Path) -> bool:
     return log.exists() and any(event.get("kind") == "test" for event in read_records(log))
 
 
-def train(words: Sequence[str], name: str, log: Path, output: Path, ranks: int = 1, threads: int = 1) -> None:
+def train(
+    words: Sequence[str],
+    name: str,
+    log: Path,
+    output: Path,
+    ranks: int = 1,
+    threads: int = 1,
+    nodes: int = 1,
+    islands: int = 1,
+) -> None:
     """Runs a training, unless its log is complete.
 
     Args:
         words: its flags.
         name: its name in messages.
-        log: file of its records.
+        log: file of its records; of the first island's, where there are several.
         output: file of its output.
         ranks: number of processes.
         threads: number of threads of each.
+        nodes: nodes that the ranks believe to be on, a launcher for each.
+        islands: islands that share the ranks.
     """
     if has_ended(log):
         return
     print(f"{name} ...", flush=True)
     if "--load" not in words:
         log.unlink(missing_ok=True)
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    run([*launcher, "pretrain_gpt.py", *words], output, threads)
+    commands = [[*launcher, "pretrain_gpt.py", *words] for launcher in _launchers(ranks, nodes, islands)]
+    outputs = [output, *(output.with_suffix(f".{node}.log") for node in range(1, nodes))]
+    with ThreadPoolExecutor(nodes) as pool:
+        list(pool.map(partial(run, threads=threads), commands, outputs))
+    if islands > 1:
+        Path(file_of(str(log), 0)).replace(log)
+        for island in range(1, islands):
+            Path(file_of(str(log), island)).unlink()
+
+
+def _launchers(ranks: int, nodes: int, islands: int) -> list[list[str]]:
+    """The words before a program's that start its ranks, for each node."""
+    if ranks == 1:
+        return [[]]
+    if islands > 1:
+        return [["tools/launch.py", "--islands", str(islands), "--nproc-per-node", str(ranks)]]
+    torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks // nodes}"]
+    if nodes == 1:
+        return [[*torchrun, "--standalone"]]
+    place = ["--nnodes", str(nodes), "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    return [[*torchrun, *place, "--node-rank", str(node)] for node in range(nodes)]
+
+
+def free_port() -> int:
+    """A free port of this machine."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 def final_loss(events: Sequence[Mapping[str, Any]]) -> float:

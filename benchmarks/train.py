@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -28,6 +27,7 @@ import torch
 
 from benchmarks.program import compare_programs
 from benchmarks.record import device_name, header, write_record
+from benchmarks.runs import free_port
 from benchmarks.tables import Cells, Column, Table
 from benchmarks.train_sides import Shape
 from benchmarks.train_steps import process_step, rank_step, run_config
@@ -91,13 +91,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "data-parallel 2": {},
     "data-parallel 2, sharded optimizer": {"use_distributed_optimizer": True},
 }
-
-
-def free_port() -> int:
-    """A free port of this machine."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def overhead(shape: Shape, steps: int) -> list[dict[str, Any]]:

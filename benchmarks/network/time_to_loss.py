@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import REPO, chosen, runs
-from benchmarks.convergence import MODEL
+from benchmarks.convergence_cases import MODEL
 from benchmarks.lab.hosts import Lab, LabError, run_with_hosts
 from benchmarks.loss_curves import main as plot_loss_curves
 from benchmarks.network.cases import PIPELINE, NetworkCase

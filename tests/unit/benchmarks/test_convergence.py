@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from benchmarks import convergence_figures
-from benchmarks.convergence import CASES, continued, curves, is_sharded, log_of, outcomes, table
+from benchmarks.convergence import continued, curves, log_of, outcomes, table
+from benchmarks.convergence_cases import CASES, family, is_flag, read_case
 
 
 def _log(path: Path, loss: float, sent: float, finished: bool = True) -> None:
@@ -46,7 +47,8 @@ def test_every_case_is_made_of_specs_that_can_be_read() -> None:
     from megatron.compression.schedule import RunLength
     from megatron.compression.spec import read_specs
 
-    for specs in CASES.values():
+    for words in CASES.values():
+        specs = [word for word in words if not is_flag(word)]
         points = sum(len(EXPERT_LEGS.get(spec.partition("=")[0], (None,))) for spec in specs)
         assert len(read_specs(specs, Registry(BUILTIN), RunLength(1000))) == points
 
@@ -60,9 +62,22 @@ def test_each_case_is_compared_with_its_own_model(tmp_path: Path) -> None:
     assert found == pytest.approx([0.0, 5.0, 0.0, 1.0])
 
 
-def test_gathered_parameters_have_a_sharded_optimizer() -> None:
-    sharded = [case for case in CASES if is_sharded(case)]
-    assert sharded == ["parameters fixpoint 4, group 2048", "parameters float8"]
+def test_cases_of_a_user_have_specs_flags_and_the_layout_of_their_first_word() -> None:
+    name, words = read_case("islands, mine: outer=cast,every=5  --optimizer=muon")
+    assert (name, words) == ("islands, mine", ["outer=cast,every=5", "--optimizer=muon"])
+    assert [is_flag(word) for word in words] == [False, True]
+    assert family(name).islands == 4
+    assert family(name).baseline == "replicas, dense"
+    assert family("islandsmine").baseline == "dense"
+    for wrong in ("outer=cast", ": outer=cast"):
+        with pytest.raises(ValueError, match="write NAME: SPEC"):
+            read_case(wrong)
+
+
+def test_islands_bytes_are_those_of_all_islands(tmp_path: Path) -> None:
+    """A log is that of one island."""
+    _log(log_of(tmp_path, "islands, mine", 1, 2), 4.0, 2000.0)
+    assert outcomes(tmp_path, ["islands, mine"], [1], 2)[0].sent["pp-backward"] == 8.0
 
 
 def _validated(path: Path, losses: dict[int, float]) -> None:
