@@ -85,6 +85,8 @@ def outer_tensors(outer: OuterSync | None) -> dict[str, LogicalShard]:
         for shard, x in zip(shards, kept, strict=True)
     }
     waiting = {f"{OUTER}mean.{shards[n].slot.logical_name}": _shard(shards[n], x) for n, x in outer.means().items()}
+    others = outer.means_of_others().items()
+    waiting |= {f"{OUTER}mean.{name}": shard_of_local(x, (0,) * x.dim(), tuple(x.shape)) for name, x in others}
     return tensors | waiting
 
 

@@ -16,18 +16,19 @@ class JointSteps:
     Args:
         count: number of islands.
         steps: synchronous steps at the beginning of the run.
-        group: this rank of all islands; None for a single island.
         ledger: where the bytes are counted.
+
+    ``group`` is this rank of all islands, once they have met; None where they do not go in step.
     """
 
-    def __init__(self, count: int, steps: int, group: Group | None, ledger: Ledger) -> None:
+    def __init__(self, count: int, steps: int, ledger: Ledger) -> None:
         self.count, self.steps, self.ledger = count, steps, ledger
-        self._group = group
+        self.group: Group | None = None
         self.on = False
 
     def begin(self, iteration: int) -> None:
         """Begins a step (0-based), or an evaluation (-1), which is each island's own."""
-        self.on = self._group is not None and 0 <= iteration < self.steps
+        self.on = self.group is not None and 0 <= iteration < self.steps
 
     @property
     def islands(self) -> int:
@@ -42,9 +43,10 @@ class JointSteps:
         """
         if not self.on:
             return
-        assert self._group is not None
+        group = self.group
+        assert group is not None
         try:
-            pending = [self._group.all_reduce(x) for x in tensors]
+            pending = [group.all_reduce(x) for x in tensors]
             for one in pending:
                 self.ledger.sent(point, one.sent_bytes)
                 self.ledger.wait(point, one)
@@ -57,4 +59,4 @@ class JointSteps:
 
 def alone() -> JointSteps:
     """The steps of a run without islands."""
-    return JointSteps(1, 0, None, Ledger())
+    return JointSteps(1, 0, Ledger())

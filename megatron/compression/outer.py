@@ -33,6 +33,12 @@ PRESETS: Mapping[str, Mapping[str, str]] = {
 """Settings of published members of the family, without their compressors and inner optimizers; options of every
 compressor among them."""
 
+NOT_OFFERED: Mapping[str, str] = {
+    "noloco": "random pairs average with each other alone, so islands never have an anchor in common, which rounds, "
+    "checkpoints and islands that come back are made of",
+}
+"""Members of the family that are no presets, and why."""
+
 
 @dataclass(frozen=True)
 class OuterOptions:

@@ -13,7 +13,7 @@ from megatron.base.option import field_options
 from megatron.base.words import nearest
 from megatron.compression.api import Codec, Compressor, Controller, RoundCompressor
 from megatron.compression.error_feedback import ErrorFeedback, ErrorFeedbackCodec, MessageResidual, SumResidual
-from megatron.compression.outer import PRESET, PRESETS, OuterOptions
+from megatron.compression.outer import NOT_OFFERED, PRESET, PRESETS, OuterOptions
 from megatron.compression.points import EXPERT_CODECS, EXPERT_LEGS, EXPERT_POINTS, EXPERTS, Point
 from megatron.compression.registry import Registration, Registry
 from megatron.compression.schedule import Activation, RunLength, Schedule, read_iterations, read_schedule, read_stages
@@ -265,6 +265,9 @@ def _of_point(point: Point, given: dict[str, str]) -> tuple[str, Any]:
     if point not in OF_POINT:
         return "", None
     preset = given.pop(PRESET, "").lower()
+    why = NOT_OFFERED.get(preset.removesuffix("-like"))
+    if why:
+        raise UserError(f"{PRESET}={preset}: {why}; the choices are {', '.join(PRESETS)}")
     if preset and preset not in PRESETS:
         raise UserError(f"{PRESET}={preset}: the choices are {', '.join(PRESETS)}{nearest(preset, list(PRESETS))}")
     written = {key: given.pop(key) for key in _flags_of(point) if key in given}

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from megatron.base.errors import UserError
 from megatron.base.numerals import read_whole
 from megatron.base.option import derived, option
+from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.training import TrainingConfig
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:  # the compressors import torch, which reading flags does with
     from megatron.compression.spec import Spec
 
 MOST_ISLANDS = 1 << 12
+_SHARE_OF_TIMEOUT = 0.9
 ISLAND_VARIABLE = "MEGATRON_ISLAND"
 ADDRESS_VARIABLE = "MEGATRON_ISLANDS_ADDRESS"
 """Variables in which tools/launch.py tells the ranks of an island its number, and where islands meet."""
@@ -102,6 +104,11 @@ def file_of(path: str, island: int) -> str:
     return str(whole.with_name(f"{whole.stem}.island_{island}{whole.suffix}"))
 
 
+def longest_wait(parallel: ParallelConfig) -> float:
+    """Seconds that rank 0 of an island may wait for other islands, as its other ranks wait for it."""
+    return _SHARE_OF_TIMEOUT * 60 * parallel.distributed_timeout_minutes
+
+
 def host_and_port(address: str, flag: str) -> tuple[str, int]:
     """The parts of HOST:PORT.
 
@@ -121,6 +128,7 @@ def check_islands(
     islands: IslandsConfig,
     parallel: ParallelConfig,
     training: TrainingConfig,
+    model: ModelConfig,
     specs: Mapping[Point, Spec],
 ) -> None:
     """Checks islands and what they exchange (else UserError), by the specs of the points."""
@@ -143,6 +151,12 @@ def check_islands(
         )
     if outer is not None:
         _check_outer(islands, training, outer)
+        layers = max(model.num_layers, model.decoder_num_layers or 0)
+        if outer.outer.fragments > layers:
+            raise UserError(
+                f"--compress outer={outer.name}: fragments={outer.outer.fragments}: a fragment is made of layers, of which "
+                f"there are {layers}; write at most that"
+            )
 
 
 def _check_several(islands: IslandsConfig, parallel: ParallelConfig, outer: Spec | None) -> None:
@@ -162,6 +176,12 @@ def _check_several(islands: IslandsConfig, parallel: ParallelConfig, outer: Spec
     host_and_port(islands.islands_address, "--islands-address")
     if islands.quorum > islands.islands:
         raise UserError(f"--islands-quorum {islands.quorum} is above {given}; lower it")
+    limit = longest_wait(parallel)
+    if islands.islands_timeout_seconds > limit:
+        raise UserError(
+            f"--islands-timeout-seconds {islands.islands_timeout_seconds:g} is above {limit:g}, nine tenths of "
+            f"--distributed-timeout-minutes {parallel.distributed_timeout_minutes:g}; raise that, or lower it"
+        )
     if parallel.ddp_impl == "torch":
         raise UserError(f"{given}: --DDP-impl torch reduces gradients itself; use --DDP-impl local")
     if parallel.no_allreduce:

@@ -216,7 +216,7 @@ def _check(run: RunConfig, world_size: int, cuda_available: bool, note: Note) ->
     if run.checkpoint.moe_use_upcycling:
         check_upcycling(run.model)
     specs = check_compression(run, world_size, note)
-    check_islands(run.islands, run.parallel, run.training, specs)
+    check_islands(run.islands, run.parallel, run.training, run.model, specs)
 
 
 def _shown(value: Any) -> str:

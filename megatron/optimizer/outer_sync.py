@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan
@@ -15,7 +16,7 @@ from megatron.compression.outer import OuterOptions
 from megatron.compression.points import Point
 from megatron.compression.state import CompressorState
 from megatron.kernels.ops import sum_of_squares
-from megatron.optimizer.fragments import Fragment, bucket_memory
+from megatron.optimizer.fragments import Fragment, bucket_memory, fragment_of
 from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.outer import OuterOptimizer
 from megatron.parallel.data.buffer import FlatBuffer
@@ -68,6 +69,8 @@ class OuterSync:
         plan, ledger: the compressor of ``OUTER``, and where bytes are counted.
         options: the point's options.
         layers: layers of the model.
+        others: what belongs to the model and no gradient moves, by name: the biases of experts, of which islands take
+            the mean, exactly and without momentum.
 
     ``flight`` is the fragment on its way, ``round`` the number of iterations after which the last round was, and
     ``together`` that after which all islands had the anchor's values last.
@@ -82,6 +85,7 @@ class OuterSync:
         ledger: Ledger,
         options: OuterOptions,
         layers: int,
+        others: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.optimizer, self.topology, self.plan, self.ledger = optimizer, topology, plan, ledger
         self.options = options
@@ -93,6 +97,10 @@ class OuterSync:
         self.fragments = [
             Fragment(number, count, layers, buffers, optimizer.shards, ties, plan, ledger) for number in range(count)
         ]
+        self._others: list[dict[str, Tensor]] = [{} for _ in range(count)]
+        for name, x in (others or {}).items():
+            self._others[fragment_of(name, layers, count)][name] = x
+        self._means: dict[str, Tensor] = {}
 
     def states(self) -> Iterator[CompressorState]:
         """States of the compressors."""
@@ -104,6 +112,8 @@ class OuterSync:
         """Puts the difference of a fragment together, from the shares of all replicas."""
         fragment = self.fragments[number]
         self.allocate(number)
+        for name, x in self._others[number].items():
+            self._means[name].copy_(x)
         with self.ledger.encoding(Point.OUTER):
             for place in fragment.places:
                 self.outer.difference(place.index, fragment.part(place))
@@ -117,6 +127,7 @@ class OuterSync:
         """Gives a fragment memory for its differences."""
         for bucket in self.fragments[number].buckets:
             bucket.reduced.flat = bucket_memory(bucket.buffer, bucket.length)
+        self._means = {name: torch.zeros_like(x, dtype=torch.float64) for name, x in self._others[number].items()}
 
     def free(self, number: int) -> None:
         """Takes a fragment's memory back."""
@@ -158,7 +169,12 @@ class OuterSync:
         Raises:
             CommunicationError: when an island is gone.
         """
-        self.fragments[number].reducer.exchange()
+        reducer = self.fragments[number].reducer
+        reducer.exchange()
+        for mean in self._means.values():
+            pending = reducer.group.all_reduce(mean)
+            self.ledger.sent(Point.OUTER, pending.sent_bytes)
+            self.ledger.wait(Point.OUTER, pending)
 
     def drop(self, number: int) -> None:
         """Forgets an exchange that does not count."""
@@ -169,6 +185,8 @@ class OuterSync:
         """Counts an exchange: compressors' states change, and the mean is where the difference was, on all replicas."""
         fragment = self.fragments[number]
         fragment.reducer.settle()
+        for mean in self._means.values():
+            mean.div_(contributors)
         for bucket in fragment.buckets:
             flat = bucket.reduced.flat
             if bucket.owns:
@@ -185,6 +203,8 @@ class OuterSync:
         for place in fragment.places:
             self.outer.step(place.index, fragment.part(place))
             self.outer.mix(place.index, mixing)
+        for name, x in self._others[number].items():
+            x.copy_(self._means[name])
         self.free(number)
 
     def publish(self) -> None:
@@ -203,12 +223,16 @@ class OuterSync:
         self.ledger.sent(Point.PARAM_GATHER, pending.sent_bytes)
         self.ledger.wait(Point.PARAM_GATHER, pending)
 
-    def means(self) -> dict[int, torch.Tensor]:
+    def means(self) -> dict[int, Tensor]:
         """Of a fragment whose mean is there and has not been applied, the shards' parts by number; else nothing."""
         if self.flight is None or not self.flight.arrived:
             return {}
         fragment = self.fragments[self.flight.fragment]
         return {place.index: fragment.part(place) for place in fragment.places}
+
+    def means_of_others(self) -> dict[str, Tensor]:
+        """The same of what is no parameter, by name."""
+        return self._means if self.flight is not None and self.flight.arrived else {}
 
     def state_dict(self) -> dict[str, Any]:
         """What must survive a restart besides tensors. A transfer that has not arrived does not: it is sent again."""
@@ -217,6 +241,7 @@ class OuterSync:
             "begun": self.outer.begun,
             "round": self.round,
             "together": self.together,
+            "fragments": self.options.fragments,
             "flight": None if flight is None else asdict(flight),
         }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,10 +19,20 @@ class Arrival:
     Args:
         norm: L2 norm of its difference.
         loss: its training loss.
+        stop: greatest reason that it has to end the run; 0 for none.
     """
 
     norm: float
     loss: float
+    stop: int = 0
+
+    def encode(self) -> list[Any]:
+        return [repr(self.norm), repr(self.loss), self.stop]
+
+    @staticmethod
+    def decode(value: Sequence[Any]) -> Arrival:
+        norm, loss, stop = value
+        return Arrival(float(norm), float(loss), int(stop))
 
 
 @dataclass(frozen=True)
@@ -44,10 +54,15 @@ class Decision:
         """Mean of the members' losses."""
         return statistics.fmean(self.arrivals[island].loss for island in self.members)
 
+    @property
+    def stop(self) -> int:
+        """The greatest reason of an island that came to end the run, for all of them; 0 for none."""
+        return max((arrival.stop for arrival in self.arrivals.values()), default=0)
+
     def encode(self) -> dict[str, Any]:
         return {
             "members": self.members,
-            "arrivals": {str(k): [repr(a.norm), repr(a.loss)] for k, a in self.arrivals.items()},
+            "arrivals": {str(k): a.encode() for k, a in self.arrivals.items()},
             "left_out": {str(k): why for k, why in self.left_out.items()},
         }
 
@@ -55,7 +70,7 @@ class Decision:
     def decode(value: Mapping[str, Any]) -> Decision:
         return Decision(
             tuple(value["members"]),
-            {int(k): Arrival(float(norm), float(loss)) for k, (norm, loss) in value["arrivals"].items()},
+            {int(k): Arrival.decode(one) for k, one in value["arrivals"].items()},
             {int(k): why for k, why in value["left_out"].items()},
         )
 

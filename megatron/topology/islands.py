@@ -16,14 +16,20 @@ from megatron.topology.apart import group_apart
 from megatron.topology.decision import Arrival, Decision, judge
 from megatron.topology.errors import CommunicationError
 from megatron.topology.group import Group
-from megatron.topology.meeting_place import POLL_SECONDS, SILENT_SECONDS, MeetingPlace, Pulses, Start
+from megatron.topology.meeting_place import BEAT_SECONDS, POLL_SECONDS, SILENT_SECONDS, MeetingPlace, Pulses, Start
 
+_BEATS_OF_ANOTHER = 3
 _LOCAL = "local"
 """Key that says that the islands no longer go in step."""
 
 
 class QuorumError(CommunicationError):
-    """Raised on every rank of an island when too few islands come to a round."""
+    """Raised on every rank of an island when too few islands come to a round, or a round fails again and again."""
+
+
+def refusal_of(island: int) -> str:
+    """Key of the reason why an island does not come to the start."""
+    return f"refused/{island}"
 
 
 @dataclass(frozen=True)
@@ -75,13 +81,14 @@ class Islands:
 
     # The start.
 
-    def begin(self, iteration: int, in_step: bool, identity: Mapping[str, str]) -> bool:
+    def begin(self, iteration: int, in_step: bool, identity: Mapping[str, str], weights: str = "") -> bool:
         """Comes to the start of a generation, or finds that one is going on.
 
         Args:
             iteration: iterations that this island has done.
             in_step: the islands go in step from there, which needs all of them.
             identity: what must be the same on all islands, by names that a user knows.
+            weights: a fingerprint of the weights, which must be the same on all islands that begin.
 
         Returns:
             Whether this island begins with the others; otherwise it has to ``join``.
@@ -94,16 +101,28 @@ class Islands:
         while True:
             number = int(self._share(lambda: self.place.newest_generation()))
             self.place.take_generation(number)
+            problem = self._share(self._taken)
+            if problem:
+                raise UserError(problem)
             going_on = self._share(self._going_on)
             if going_on == "ended":
                 continue
             if going_on == "yes":
                 return False
-            start = Start.read(self._share(lambda: self._start(iteration, in_step)))
+            start = Start.read(self._share(lambda: self._start([iteration, in_step, dict(identity), weights])))
             if start.problem:
                 raise UserError(start.problem)
             self.expected = start.members
             return self.island in start.members
+
+    def _taken(self) -> str:
+        """A problem where another process is this island; empty where none is."""
+        if self.place.count(f"came/{self.island}") > 1:  # this island's earlier process has ended, or is another one
+            before = self.place.pulse([self.island])
+            time.sleep(_BEATS_OF_ANOTHER * BEAT_SECONDS)
+            if self.place.pulse([self.island]) != before:
+                return f"--island {self.island}: there is an island {self.island} already; give each its own number"
+        return ""
 
     def _going_on(self) -> str:
         """Whether this generation has begun ("yes", "no"); one that nobody is left of is ended ("ended")."""
@@ -119,25 +138,30 @@ class Islands:
         self.place.end_generation(self.place.generation)
         return "ended"
 
-    def _start(self, iteration: int, in_step: bool) -> dict[str, Any]:
-        self.place.put(f"begun/{self.island}", [iteration, dict(self._identity)])
+    def _start(self, own: list[Any]) -> dict[str, Any]:
+        self.place.put(refusal_of(self.island), "")
+        self.place.put(f"begun/{self.island}", own)
         self.place.beat(self.island)
         deadline = time.monotonic() + self.start_seconds
 
         def look() -> None:
             came = {k: self.place.get(f"begun/{k}") for k in range(self.count)}
             came = {k: value for k, value in came.items() if value is not None}
-            if len(came) == self.count or time.monotonic() > deadline:
-                self.place.decide("start", asdict(self._judge_start(came, in_step)))
+            refused = {k: why for k in range(self.count) if (why := self.place.get(refusal_of(k)))}
+            if refused:
+                self.place.decide("start", asdict(Start(problem="; ".join(f"island {k}: {refused[k]}" for k in refused))))
+            elif len(came) == self.count or time.monotonic() > deadline:
+                self.place.decide("start", asdict(self._judge_start(came)))
 
         found: dict[str, Any] = self.place.wait_for("start", look)
         return found
 
-    def _judge_start(self, came: Mapping[int, Any], in_step: bool) -> Start:
-        needed = self.count if in_step else self.quorum
-        first = min(came)
-        for k, (_, identity) in came.items():
-            for name, value in came[first][1].items():
+    def _judge_start(self, came: Mapping[int, Any]) -> Start:
+        first, ahead = min(came), max(iteration for iteration, *_ in came.values())
+        members = tuple(k for k, (iteration, *_) in sorted(came.items()) if iteration == ahead)
+        needed = self.count if came[members[0]][1] else self.quorum
+        for k, (_, _, identity, _) in came.items():
+            for name, value in came[first][2].items():
                 if identity.get(name) != value:
                     return Start(
                         problem=f"islands {first} and {k} do not agree: {name} is {value} and {identity.get(name)}"
@@ -148,13 +172,17 @@ class Islands:
             return Start(
                 problem=f"{_named(missing)} did not come within {limit}; start all of them, or lower the quorum"
             )
-        ahead = max(iteration for iteration, _ in came.values())
-        members = tuple(k for k, (iteration, _) in sorted(came.items()) if iteration == ahead)
         if len(members) < needed:
-            at = ", ".join(f"island {k} at {iteration}" for k, (iteration, _) in sorted(came.items()))
+            at = ", ".join(f"island {k} at {iteration}" for k, (iteration, *_) in sorted(came.items()))
             return Start(
                 problem=f"islands begin at different iterations: {at}; give all of them checkpoints of the same, or "
                 "lower --islands-quorum and those behind join"
+            )
+        other = next((k for k in members if came[k][3] != came[members[0]][3]), None)
+        if other is not None:
+            return Start(
+                problem=f"islands {members[0]} and {other} begin at iteration {ahead} with different weights; load "
+                "checkpoints of one run, and for new moments (--no-load-optim, --finetune) those of the end of a round"
             )
         return Start(members)
 
@@ -175,13 +203,13 @@ class Islands:
 
     def _arrive(self, key: str, own: Arrival) -> dict[str, Any]:
         self.place.put(_LOCAL, True)
-        self.place.put(f"{key}/arrived/{self.island}", [repr(own.norm), repr(own.loss)])
+        self.place.put(f"{key}/arrived/{self.island}", own.encode())
         awaited = [k for k in self._awaited() if k != self.island]
         pulses, deadline = Pulses(self.place, awaited), time.monotonic() + self.seconds
 
         def look() -> None:
             came = {k: self.place.get(f"{key}/arrived/{k}") for k in range(self.count)}
-            arrivals = {k: Arrival(float(v[0]), float(v[1])) for k, v in came.items() if v is not None}
+            arrivals = {k: Arrival.decode(value) for k, value in came.items() if value is not None}
             missing = {k for k in awaited if k not in arrivals} - pulses.silent() - self._joining()
             if missing and time.monotonic() < deadline:
                 return
@@ -288,6 +316,9 @@ class Islands:
         # As long as a round may take, which is longer than ranks may wait for one of their own.
         while answer is None:
             answer = self.place.get(f"welcome/{ticket}")
+            if answer is None and self.place.get(f"joining/{self.island}") != ticket:
+                why = f"--island {self.island}: another process waits to join as island {self.island}; end one of them"
+                answer = asdict(Welcome(self.island, "", (), why))
             if len(pulses.silent()) == len(others) and answer is None:
                 break
             time.sleep(POLL_SECONDS)

@@ -170,7 +170,6 @@ def build_engines(
     topology: Topology,
     vocab_size: int,
     length: RunLength | None = None,
-    islands: Group | None = None,
 ) -> Engines:
     """Builds the engines of this rank with freshly initialized weights.
 
@@ -179,18 +178,17 @@ def build_engines(
         topology: this rank's place.
         vocab_size: entries of the tokenizer.
         length: length of the run, for warm-ups that are a part of it.
-        islands: this rank of all islands, which go in step at first; None for one island.
     """
     layout, parallel = topology.layout, config.parallel
     ledger = Ledger(clock := clock_of(topology.device), build_traces(config.logging, topology, clock))
     specs = config.compression.specs(length or RunLength(config.training.planned_iters))
     plan = CompressionPlan(specs, topology.coordinates.pp, layout.pp)
-    joint = JointSteps(config.islands.islands, plan.activation(Point.OUTER).warmup_iters, islands, ledger)
+    joint = JointSteps(config.islands.islands, plan.activation(Point.OUTER).warmup_iters, ledger)
     comm = _tensor_comm(config, topology, ledger, plan)
     stages = _build_stages(config, topology, vocab_size, comm)
     torch_ddp = parallel.ddp_impl == "torch" and layout.dp > 1
     sharded = parallel.use_distributed_optimizer and layout.dp > 1
-    buffers = _build_buffers(config, topology, stages, sharded)
+    buffers = _build_buffers(config, topology, stages, sharded or config.islands.several)
     ledger.observers += build_experiments(config.logging, topology, buffers)
     reduces = not (torch_ddp or parallel.no_allreduce)
     sync = GradientSync(
@@ -223,7 +221,7 @@ def build_engines(
         plan=plan,
         experts=ExpertTally(config.model, stages, topology, ledger, joint),
         joint=joint,
-        outer=_build_outer(config, topology, buffers, optimizer, plan),
+        outer=_build_outer(config, topology, stages, buffers, optimizer, plan),
     )
 
 
@@ -285,14 +283,20 @@ def _build_optimizer(
 
 
 def _build_outer(
-    config: RunConfig, topology: Topology, buffers: list[FlatBuffer], optimizer: Optimizer, plan: CompressionPlan
+    config: RunConfig,
+    topology: Topology,
+    stages: Sequence[Stage],
+    buffers: list[FlatBuffer],
+    optimizer: Optimizer,
+    plan: CompressionPlan,
 ) -> OuterSync | None:
     """This rank's part of rounds of islands; one island has rounds, too, where they are asked for."""
     spec = plan.specs.get(Point.OUTER)
     if spec is None:
         return None
     layers = config.model.num_layers
-    return OuterSync(buffers, optimizer, topology, plan, optimizer.ledger, spec.outer, layers)
+    others = {name: x for stage in stages for name, x in stage.named_buffers()}
+    return OuterSync(buffers, optimizer, topology, plan, optimizer.ledger, spec.outer, layers, others)
 
 
 def _compiles(config: RunConfig, device: torch.device) -> bool:
@@ -315,9 +319,9 @@ def _compiles(config: RunConfig, device: torch.device) -> bool:
     )
 
 
-def _build_buffers(config: RunConfig, topology: Topology, stages: Sequence[Stage], sharded: bool) -> list[FlatBuffer]:
+def _build_buffers(config: RunConfig, topology: Topology, stages: Sequence[Stage], shares: bool) -> list[FlatBuffer]:
     """The parameters and gradients of each stage, in buckets; experts that not all replicas hold in buckets of their
-    own."""
+    own. With ``shares`` replicas share buckets out."""
     parallel, layout = config.parallel, topology.layout
     buffers = []
     for chunk, stage in enumerate(stages):
@@ -332,7 +336,7 @@ def _build_buffers(config: RunConfig, topology: Topology, stages: Sequence[Stage
                         main_grad_dtype(config.precision.params_dtype, parallel.accumulate_allreduce_grads_in_fp32),
                         group,
                         bucket_elements(parallel.ddp_bucket_size, parallel.overlap_grad_reduce, layout.dp),
-                        sharded=sharded,
+                        sharded=shares,
                         tensor_parallel=layout.tp > 1,
                         chunk=chunk,
                     )

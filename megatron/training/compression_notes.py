@@ -6,6 +6,7 @@ import torch
 
 from megatron.comm.policy import CompressionPlan
 from megatron.compression.api import RoundCompressor
+from megatron.compression.outer import RoundSchedule
 from megatron.compression.points import Point
 from megatron.compression.schedule import RunLength
 from megatron.compression.spec import Spec
@@ -38,7 +39,7 @@ def compression_notes(
         warmup = spec.activation.warmup_iters
         if warmup >= train_iters > 0:
             notes.append(f"{where}: no effect, its warm-up of {warmup} iterations is the whole run of {train_iters}")
-        notes += _sparse_notes(spec, where, train_iters - warmup)
+        notes += _sparse_notes(spec, where, warmup, train_iters)
         if train is None or not spec.remembered_samples:
             continue
         grows = lengths_of(config.curriculum, config.model.seq_length).first[-1]
@@ -67,16 +68,22 @@ def compression_notes(
     return notes
 
 
-def _sparse_notes(spec: Spec, where: str, steps: int) -> list[str]:
+def _sparse_notes(spec: Spec, where: str, warmup: int, train_iters: int) -> list[str]:
     """A warning where a number is sent too few times in the whole run for a residual to pass through."""
-    made = spec.compressor(spec.options_at(steps + spec.activation.warmup_iters))
+    made = spec.compressor(spec.options_at(train_iters))
     density = made.traits.density if isinstance(made, RoundCompressor) else 1.0
-    if density >= 1 or not 0 < steps * density < LEAST_TURNS:
+    times, every = max(train_iters - warmup, 0), 1
+    if spec.point is Point.OUTER:
+        times, every = RoundSchedule(spec.outer, warmup, train_iters).rounds, spec.outer.every
+    if density >= 1 or not 0 < times * density < LEAST_TURNS:
         return []
+    kind, what, more = "steps", "gradients", "train for"
+    if spec.point is Point.OUTER:
+        kind, what, more = "rounds", "differences", "let islands take"
     return [
-        f"warning: {where}: sends {density:.2%} of the numbers in each of {steps:,} steps, each number about "
-        f"{steps * density:.1f} times in the whole run; below {LEAST_TURNS} times a large part of the gradients never "
-        f"leaves the residuals: send more of them, or train for {round(LEAST_TURNS / density):,} steps"
+        f"warning: {where}: sends {density:.2%} of the numbers in each of {times:,} {kind}, each number about "
+        f"{times * density:.1f} times in the whole run; below {LEAST_TURNS} times a large part of the {what} never "
+        f"leaves the residuals: send more of them, or {more} {round(LEAST_TURNS / density) * every:,} steps"
     ]
 
 

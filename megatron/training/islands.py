@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from megatron.base.errors import UserError
 from megatron.checkpoint.files import TRACKER
 from megatron.checkpoint.load import saved_config
 from megatron.compression.outer import RoundSchedule
 from megatron.compression.points import Point
-from megatron.compression.schedule import RunLength
-from megatron.config.islands import file_of, folder_of, host_and_port, with_variables
+from megatron.config.islands import file_of, folder_of, host_and_port, longest_wait, with_variables
 from megatron.config.run import RunConfig, run_sections
-from megatron.topology.agree import together
-from megatron.topology.group import Group
-from megatron.topology.islands import Islands
+from megatron.topology.agree import gather_texts, together
+from megatron.topology.errors import CommunicationError
+from megatron.topology.islands import Islands, refusal_of
 from megatron.topology.launch import LaunchEnvironment
 from megatron.topology.meeting_place import MeetingPlace
 from megatron.topology.topology import Topology
@@ -31,8 +35,7 @@ from megatron.training.rounds import Rounds
 _FOLDERS = ("tensorboard_dir", "wandb_save_dir", "profile_trace")
 _FILES = ("log_txt_file", "log_json_file")
 _ITS_OWN = ("--save", "--load", "--island", "--islands-address", "--ckpt-step", "--finetune", "--overwrite-checkpoints")
-_SHARE_OF_TIMEOUT = 0.9
-"""Ranks wait for a decision of rank 0 at most the whole time-out."""
+_SECONDS_TO_REFUSE = 5.0
 
 
 def of_island(config: RunConfig) -> RunConfig:
@@ -72,23 +75,37 @@ def _loaded(root: Path, number: int) -> str:
     return str(root) if (root / TRACKER).exists() else own
 
 
-def folders_of_others(config: RunConfig, saved: SavedRun | None, topology: Topology) -> list[str]:
+def folders_of_others(
+    config: RunConfig, saved: SavedRun | None, topology: Topology, steps_in_step: int = 0
+) -> list[str]:
     """Folders of all islands that a checkpoint was saved by, where this run has others than that one; else none.
 
+    Args:
+        config, saved, topology: the run, the checkpoint that it begins with, and the ranks.
+        steps_in_step: steps that islands take as one at the beginning of the run.
+
     Raises:
-        UserError: on every rank, when islands were under way to a round then, so that something would be lost.
+        UserError: on every rank, when islands were under way to a round then, so that something would be lost, or when
+            they would go in step again.
     """
     root, number = config.checkpoint.load, config.islands.island
     outer = {} if saved is None else saved.common["outer"]
     if root is None or saved is None or config.checkpoint.loads_weights_only or not outer.get("begun"):
         return []
+    iteration = saved.progress.iteration
+    if iteration < steps_in_step:
+        raise UserError(
+            f"--load {root}: islands have taken steps of their own by iteration {iteration}, and with "
+            f"warmup={steps_in_step} (a third of the run, unless it is written) they would go in step again; write "
+            f"warmup={iteration} or less at --compress outer=..., or begin with new moments (--no-load-optim)"
+        )
     there, _ = together(topology.control.pg, lambda: saved_config(root, config.checkpoint.ckpt_step))
     before, now = there.islands.islands, config.islands.islands
     if before == now and (not config.islands.several or there.islands.island == number):
         return []
-    if outer["together"] != saved.progress.iteration:
+    if outer["together"] != iteration:
         raise UserError(
-            f"--load {root}: {before} islands were under way to a round at iteration {saved.progress.iteration}, and "
+            f"--load {root}: {before} islands were under way to a round at iteration {iteration}, and "
             f"now there are {now} or others; load a checkpoint of the end of a round (--ckpt-step), with fragments=1, "
             "delay=0 and mixing=0, or of as many islands"
         )
@@ -104,12 +121,10 @@ class Met:
 
     Args:
         islands: membership; None for a single island.
-        joint: this rank of all islands, where they go in step; None where they do not.
         begins: whether it begins with the others; else it joins them.
     """
 
     islands: Islands | None = None
-    joint: Group | None = None
     begins: bool = True
 
     def leave(self) -> None:
@@ -136,29 +151,25 @@ def build_rounds(
     return Rounds(outer, RoundSchedule(outer.options, start, train_iters), islands, reporter.of_islands, joining)
 
 
-def meet_islands(
-    config: RunConfig, topology: Topology, env: LaunchEnvironment, iteration: int, length: RunLength
-) -> Met:
+def meet_islands(engines: Engines, env: LaunchEnvironment, iteration: int) -> Met:
     """Meets the other islands, if any.
 
     Args:
-        config: the resolved configuration.
-        topology: the ranks of this island.
+        engines: engines of this rank, with what they begin with.
         env: environment of this process.
         iteration: iterations that this island has done.
-        length: length of the run.
 
     Raises:
         UserError: on every rank of all islands, when they cannot go together.
         CommunicationError: when they do not come.
     """
+    config, topology = engines.config, engines.topology
     section = config.islands
     if not section.several or config.validation.skip_train:
         return Met()
     assert section.island is not None
-    assert section.islands_address is not None
-    seconds = _SHARE_OF_TIMEOUT * 60 * config.parallel.distributed_timeout_minutes
-    place = MeetingPlace(*host_and_port(section.islands_address, "--islands-address"), seconds)
+    seconds = longest_wait(config.parallel)
+    place = MeetingPlace(*_where(config), seconds)
     islands = Islands(
         place,
         section.island,
@@ -168,10 +179,42 @@ def meet_islands(
         seconds,
         topology.control.pg,
     )
-    in_step = iteration < config.compression.specs(length)[Point.OUTER].activation.warmup_iters
-    begins = islands.begin(iteration, in_step, _identity(config, env))
-    joint = islands.group_of(range(section.islands), "joint", seconds) if in_step and begins else None
-    return Met(islands, joint, begins)
+    in_step = iteration < engines.joint.steps
+    begins = islands.begin(iteration, in_step, _identity(config, env), _fingerprint(engines))
+    if in_step and begins:
+        engines.joint.group = islands.group_of(range(section.islands), "joint", seconds)
+    return Met(islands, begins)
+
+
+def _where(config: RunConfig) -> tuple[str, int]:
+    """Host and port of the meeting place."""
+    assert config.islands.islands_address is not None
+    return host_and_port(config.islands.islands_address, "--islands-address")
+
+
+@contextmanager
+def refusing(config: RunConfig, topology: Topology) -> Iterator[None]:
+    """Tells the other islands, which wait at the start, why this one does not come to it."""
+    try:
+        yield
+    except UserError as error:
+        if config.islands.several and not config.validation.skip_train and topology.rank == 0:
+            with suppress(CommunicationError):
+                place = MeetingPlace(*_where(config), _SECONDS_TO_REFUSE)
+                place.take_generation(place.newest_generation())
+                place.put(refusal_of(config.islands.island or 0), str(error))
+        raise
+
+
+def _fingerprint(engines: Engines) -> str:
+    """Sums over what islands must have in common when they begin: the anchor, or the weights where there is none."""
+    outer = engines.outer
+    assert outer is not None
+    common = outer.outer.anchor or outer.outer.mains
+    whole = {4: torch.int32, 8: torch.int64}
+    sums = [int(x.view(whole[x.itemsize]).sum(dtype=torch.int64)) for x in common]
+    everyones = gather_texts(engines.topology.control.pg, json.dumps(sums))
+    return blake2b("\n".join(everyones).encode(), digest_size=8).hexdigest()
 
 
 def _identity(config: RunConfig, env: LaunchEnvironment) -> Mapping[str, str]:

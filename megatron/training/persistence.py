@@ -287,8 +287,13 @@ class RunCheckpoints:
                 self.log("warning: the checkpoint's anchor of islands has no place in this run and is left out")
             return {}
         outer.outer.begin()
-        flight = common["outer"]["flight"]
+        flight, fragments = common["outer"]["flight"], common["outer"].get("fragments", outer.options.fragments)
         if flight is not None:
+            if fragments != outer.options.fragments:
+                raise UserError(
+                    f"--load {root}: a fragment was on its way at its iteration, one of fragments={fragments}; go on "
+                    "with as many, or load a checkpoint at which none was"
+                )
             outer.load_state_dict(common["outer"])
             outer.allocate(flight["fragment"])
         return {name: shard for name, shard in outer_tensors(outer).items() if name in there}

@@ -43,7 +43,7 @@ from megatron.training.assembly import build_engines, groups_by_node, layout_of
 from megatron.training.compression_notes import compression_notes, run_length
 from megatron.training.console import make_output_last
 from megatron.training.determinism import make_deterministic
-from megatron.training.islands import build_rounds, folders_of_others, meet_islands, of_island
+from megatron.training.islands import build_rounds, folders_of_others, meet_islands, of_island, refusing
 from megatron.training.kernel_check import check_kernels
 from megatron.training.machine_check import check_machine, check_room
 from megatron.training.persistence import RunCheckpoints, SavedRun, check_saved_kind, find_saved
@@ -179,28 +179,30 @@ def run(
         if topology.is_last_rank:
             print(text, flush=True)
 
-    kernel_note = check_kernels(topology)
-    log_config(config, [*notes, *([kernel_note] if kernel_note else [])], job.sections, log)
-    sizes = StepSizes(_batch_sizes(config, config.replicas(env.world_size)), _lengths(config, topology))
-    saved = find_saved(config.checkpoint, topology, rank_0_log(topology))
-    if saved is not None:
-        check_saved_kind(config.checkpoint, saved, config.model.kind, topology)
-    begun = saved.progress if saved is not None else Progress()
-    train_iters = _iterations(config, sizes, begun)
-    datasets, vocab_size = together(topology.control.pg, lambda: _open_data(config, env, train_iters, begun, job))
-    together(topology.control.pg, lambda: check_room(config, env, vocab_size))
-    length = run_length(train_iters, datasets[0], sizes.batches)
-    met = meet_islands(config, topology, env, begun.iteration, length)
-    engines = together(topology.control.pg, lambda: build_engines(config, topology, vocab_size, length, met.joint))
-    about_compression = compression_notes(config, datasets[0], config.replicas(env.world_size), length, train_iters)
-    log_engines(engines, datasets, about_compression, log)
-    schedule = _lr_schedule(config)
-    progress = Progress()
-    timers = Timers(config.logging.timing_log_level, config.logging.timing_log_option, clock=engines.ledger.clock)
-    splits = (datasets[1] is not None, datasets[2] is not None)
-    reporter = Reporter(config, engines, progress, train_iters, timers, sizes, splits)
-    checkpoints = RunCheckpoints(config, engines, schedule, progress, rank_0_log(topology), lock)
-    _begin(checkpoints, saved, folders_of_others(config, saved, topology), job, log)
+    with refusing(config, topology):
+        kernel_note = check_kernels(topology)
+        log_config(config, [*notes, *([kernel_note] if kernel_note else [])], job.sections, log)
+        sizes = StepSizes(_batch_sizes(config, config.replicas(env.world_size)), _lengths(config, topology))
+        saved = find_saved(config.checkpoint, topology, rank_0_log(topology))
+        if saved is not None:
+            check_saved_kind(config.checkpoint, saved, config.model.kind, topology)
+        begun = saved.progress if saved is not None else Progress()
+        train_iters = _iterations(config, sizes, begun)
+        datasets, vocab_size = together(topology.control.pg, lambda: _open_data(config, env, train_iters, begun, job))
+        together(topology.control.pg, lambda: check_room(config, env, vocab_size))
+        length = run_length(train_iters, datasets[0], sizes.batches)
+        engines = together(topology.control.pg, lambda: build_engines(config, topology, vocab_size, length))
+        about_compression = compression_notes(config, datasets[0], config.replicas(env.world_size), length, train_iters)
+        log_engines(engines, datasets, about_compression, log)
+        schedule = _lr_schedule(config)
+        progress = Progress()
+        timers = Timers(config.logging.timing_log_level, config.logging.timing_log_option, clock=engines.ledger.clock)
+        splits = (datasets[1] is not None, datasets[2] is not None)
+        reporter = Reporter(config, engines, progress, train_iters, timers, sizes, splits)
+        checkpoints = RunCheckpoints(config, engines, schedule, progress, rank_0_log(topology), lock)
+        islands = folders_of_others(config, saved, topology, engines.joint.steps)
+        _begin(checkpoints, saved, islands, job, log)
+    met = meet_islands(engines, env, begun.iteration)
     together(topology.control.pg, reporter.open)
     try:
         parts = (config, engines, sizes, schedule, datasets, train_iters, progress, checkpoints, reporter)

@@ -14,8 +14,11 @@ from megatron.optimizer.outer_sync import Flight, OuterSync
 from megatron.topology.decision import Arrival, Decision
 from megatron.topology.errors import CommunicationError
 from megatron.topology.group import Group
-from megatron.topology.islands import Islands
+from megatron.topology.islands import Islands, QuorumError
 from megatron.training.joining import Joining
+
+MOST_ATTEMPTS = 4
+"""Attempts of a round by the same islands, after which it is hopeless."""
 
 Tell = Callable[[str, dict[str, Any]], None]
 """Reports a line for people, and its numbers for files."""
@@ -50,7 +53,8 @@ class Rounds:
         tell: reports what happened, on the rank that speaks.
         joining: lets others in, and joins them; None without islands.
 
-    ``left`` says that the others went on without this island, and ``landed`` that a round has just ended.
+    ``left`` says that the others went on without this island, and ``landed`` that a round has just ended. ``asked`` is a
+    reason of this island to end the run, which it says in its next round, and ``stop`` that for which all of them end.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class Rounds:
         self.sync, self.schedule, self.islands, self.tell = sync, schedule, islands, tell
         self.joining = joining
         self.left = self.landed = False
+        self.asked = self.stop = 0
         self._losses: list[float] = []
         self._times = _Times(0.0)
 
@@ -71,6 +76,11 @@ class Rounds:
         """Takes the anchor before the first local step (0-based)."""
         if self.schedule.local(iteration) and not self.sync.outer.begun:
             self.sync.outer.begin()
+
+    @property
+    def apart(self) -> bool:
+        """Whether islands take steps of their own, so that one knows nothing of the others before the next round."""
+        return self.islands is not None and self.sync.outer.begun
 
     def after_step(self, done: int, loss: float) -> bool:
         """Does what is due after ``done`` iterations of the run.
@@ -154,7 +164,7 @@ class Rounds:
         """Begins an attempt; None when it goes on without this island."""
         key = f"{done}/{fragment}/{attempt}"
         self.sync.collect(fragment)
-        own = Arrival(self.sync.norm(fragment), sum(self._losses) / max(len(self._losses), 1))
+        own = Arrival(self.sync.norm(fragment), sum(self._losses) / max(len(self._losses), 1), self.asked)
         decision = Decision((0,), {0: own}) if self.islands is None else self.islands.arrive(key, own)
         for island, why in decision.left_out.items():
             self.tell(f"warning: island {island} is left out of the round at iteration {done}: {why}", {})
@@ -162,6 +172,7 @@ class Rounds:
             self.tell(_WITHOUT, {})
             self.left, self.sync.flight = True, None
             return None
+        self.stop = max(self.stop, decision.stop)
         flight = Flight(fragment, done, attempt, decision.members, own.loss, decision.mean_loss, own.norm)
         self.sync.flight, self._times = flight, _Times(time.monotonic())
         flight.failed = not self._try(partial(self._start, flight, decision, key))
@@ -186,6 +197,7 @@ class Rounds:
 
     def _bring(self, flight: Flight) -> Flight | None:
         """Ends the transfer of a fragment, in as many attempts as it takes; None when it goes on without this one."""
+        failures = 1  # with this one
         while True:
             fragment = flight.fragment
             failed = flight.failed or not self._try(partial(self.sync.exchange, fragment))
@@ -194,10 +206,16 @@ class Rounds:
                 flight.arrived = True
                 return flight
             self.sync.drop(fragment)
+            if failures == MOST_ATTEMPTS:
+                raise QuorumError(
+                    f"a round of islands {_named(flight)} has failed {failures} times: each transfer has to end within "
+                    f"--islands-timeout-seconds {self.islands.seconds:g}; raise that, or send less at a time"
+                )
             self.tell(f"warning: a round of islands {_named(flight)} has failed, and is tried again", {})
             again = self._begin(fragment, flight.sent, flight.attempt + 1)
             if again is None:
                 return None
+            failures = failures + 1 if again.members == flight.members else 1
             flight = again
 
     def _land(self, flight: Flight) -> None:

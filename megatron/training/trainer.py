@@ -229,6 +229,7 @@ class Trainer:
         else:
             self.schedule.step(size, size * length)
         if self.rounds is not None:
+            self.rounds.asked = max(self.rounds.asked, self._wish(metrics.votes))
             self._joins = not self._round(lambda rounds: rounds.after_step(progress.iteration, metrics.loss))
             if self._joins:
                 return ExitReason.NONE
@@ -257,14 +258,20 @@ class Trainer:
                 self._save()
         return reason
 
-    def _reason(self, votes: float) -> ExitReason:
-        """The reason to stop now; the same on every rank, since the votes were all-reduced."""
+    def _wish(self, votes: float) -> ExitReason:
+        """The reason that some rank has to stop; the same on every rank, since the votes were all-reduced."""
         if votes >= _SWITCH_VOTE:
             return ExitReason.KILL_SWITCH
         if votes >= _SIGNAL_VOTE:
             return ExitReason.SIGNAL
-        if votes > 0:
-            return ExitReason.DURATION
+        return ExitReason.DURATION if votes > 0 else ExitReason.NONE
+
+    def _reason(self, votes: float) -> ExitReason:
+        """The reason to stop now. Islands that take steps of their own stop together, at the end of a round."""
+        rounds = self.rounds
+        wish = ExitReason(rounds.stop) if rounds is not None and rounds.apart else self._wish(votes)
+        if wish is not ExitReason.NONE:
+            return wish
         interval = self.config.training.exit_interval
         return ExitReason.INTERVAL if interval and self.progress.iteration % interval == 0 else ExitReason.NONE
 

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from megatron.compression.error_feedback import RESIDUAL
 from megatron.optimizer.fragments import fragment_of
+from megatron.topology.errors import CommunicationError
+from megatron.topology.islands import QuorumError
 from tests.support.island_threads import (
     Changes,
     Island,
@@ -252,6 +254,53 @@ def test_an_anchor_in_the_cpus_memory_changes_nothing() -> None:
     words = "identity,every=4,outer-lr=0.5,outer-momentum=0.8"
     found = [train_island(build_island(_outer(f"{words},offload={on}"), None), ITERATIONS) for on in ("on", "off")]
     assert torch.equal(*(island.engines.buffers[0].params_flat for island in found))
+
+
+EXPERTS = {
+    "num_experts": 4,
+    "moe_router_topk": 1,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_load_balancing_type": ["none"],
+}
+
+
+def test_the_biases_of_experts_are_the_mean_of_the_islands_after_each_round() -> None:
+    """No gradient moves them, so they are no part of the differences; islands end with the same."""
+    before: dict[int, list[Tensor]] = {}
+
+    def biases(island: Island) -> list[Tensor]:
+        return [x.clone() for name, x in island.engines.stages[0].named_buffers() if name.endswith("expert_bias")]
+
+    def look(island: Island, done: int) -> None:
+        if done == ITERATIONS:
+            before[island.engines.config.islands.island or 0] = biases(island)
+
+    islands = train_islands(2, _outer("fixpoint,bits=4,every=4", model=EXPERTS), before_round=look)
+    assert any(not torch.equal(x, y) for x, y in zip(before[0], before[1], strict=True))
+    for ends in map(biases, islands):
+        for end, x, y in zip(ends, before[0], before[1], strict=True):
+            torch.testing.assert_close(end, (x + y) / 2, rtol=0, atol=1e-12)
+    assert all(torch.equal(x, y) for x, y in zip(*map(biases, islands), strict=True))
+
+
+def test_a_round_that_fails_again_and_again_ends_both_islands() -> None:
+    """As where a transfer takes longer than the time limit."""
+    tried = [0, 0]
+
+    def spoil(island: Island, done: int) -> None:
+        sync, number = island.engines.outer, island.engines.config.islands.island or 0
+        assert sync is not None
+
+        def exchange(fragment: int) -> None:
+            tried[number] += 1
+            raise CommunicationError("too slow")
+
+        sync.exchange = exchange  # type: ignore[method-assign]
+
+    with pytest.raises(QuorumError, match="islands 0, 1 has failed 4 times: each transfer .* 10; raise that"):
+        train_islands(2, _outer("identity,every=4"), before_round=spoil)
+    assert tried == [4, 4]
 
 
 @pytest.mark.parametrize(("factor", "why"), [(float("nan"), "not finite"), (1e6, "times the median")])

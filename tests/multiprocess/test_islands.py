@@ -126,6 +126,59 @@ def test_an_island_that_is_lost_ends_the_others_in_one_line_where_they_need_it(
     assert saved % 20 == 0
 
 
+def test_a_signal_to_one_island_ends_all_of_them_with_checkpoints_that_go_together(
+    prefix: Path, tmp_path: Path
+) -> None:
+    """At the end of a round, while each takes steps of its own."""
+    flags = {"train_iters": 100_000, "save": tmp_path / "saved", "compress": ["outer=identity,every=7,warmup=0"]}
+    log = tmp_path / "log.jsonl"
+    words = tiny_flags(prefix, **flags, log_json_file=log, exit_signal_handler=True)
+    with IslandProcesses(2, 1, words) as running:
+        _reached(tmp_path / "log.island_1.jsonl", 10, running)
+        running.islands[1].kill(number=signal.SIGTERM)
+        results = running.wait(60)
+    for (result,) in results:
+        assert "a termination signal" in result.check().stdout
+    trackers = [tmp_path / "saved" / f"island_{n}" / "latest_checkpointed_iteration.txt" for n in (0, 1)]
+    saved = {int(tracker.read_text()) for tracker in trackers}
+    assert len(saved) == 1
+    assert saved.pop() % 7 == 0
+
+
+def test_what_islands_cannot_begin_with_ends_all_of_them_in_one_line(prefix: Path, tmp_path: Path) -> None:
+    """Checkpoints between two rounds, without what holds the islands together; one island's that is damaged."""
+    flags = {**LOCAL, "save": tmp_path / "saved", "compress": ["outer=identity,every=3,warmup=2"]}
+    run_islands(2, 1, tiny_flags(prefix, **flags, exit_interval=4))
+
+    def refusals(**changes: object) -> list[str]:
+        words = tiny_flags(prefix, **{**flags, "load": tmp_path / "saved", **changes})
+        with IslandProcesses(2, 1, words) as running:
+            results = [result for (result,) in running.wait(60)]
+        assert [result.returncode for result in results] == [2, 2]
+        assert all(len(result.stderr.strip().splitlines()) == 1 for result in results)
+        return [result.stderr for result in results]
+
+    for line in refusals(no_load_optim=True):
+        assert "islands 0 and 1 begin at iteration 4 with different weights" in line
+    for line in refusals(compress=["outer=identity,every=3,warmup=5"]):
+        assert "with warmup=5 (a third of the run, unless it is written) they would go in step again" in line
+        assert "write warmup=4 or less" in line
+    shard = next((tmp_path / "saved" / "island_1" / "iter_0000004").glob("shard_*.bin"))
+    shard.write_bytes(shard.read_bytes()[:-100])
+    first, second = refusals()
+    assert second.partition("error: ")[2] in first.replace("island 1: ", "")
+    assert "error: island 1: " in first
+
+
+def test_a_fragment_on_its_way_needs_as_many_fragments(prefix: Path, tmp_path: Path) -> None:
+    flags = {**LOCAL, "save": tmp_path / "saved"}
+    spec = "outer=identity,every=4,fragments={},delay=1,warmup=0"
+    train(1, tiny_flags(prefix, **flags, compress=[spec.format(2)], exit_interval=2))
+    result = run_cli(1, [SCRIPT, *tiny_flags(prefix, **flags, compress=[spec.format(1)], load=tmp_path / "saved")])
+    assert result.returncode == 2
+    assert "a fragment was on its way at its iteration, one of fragments=2" in result.stderr
+
+
 def test_the_launcher_starts_islands_and_one_that_is_killed_comes_back(prefix: Path, tmp_path: Path) -> None:
     """Both islands end at the same weights, though one was killed in between; the launcher's status is 0."""
     spec = "outer=fixpoint,bits=4,every=20,warmup=0"

@@ -19,7 +19,7 @@ from megatron.compression.points import Point
 from megatron.compression.state import CompressorState, both
 from megatron.parallel.data.buffer import Bucket, BucketKind, FlatBuffer, ParamSlot
 from megatron.parallel.data.clipping import clip_replica
-from megatron.topology.group import Group
+from megatron.topology.group import Group, Pending
 from megatron.topology.topology import Topology
 
 
@@ -99,6 +99,7 @@ class GradientSync:
         self._iteration = 0
         self._scale = 1.0
         self._asks = False
+        self._shares = sharded
 
     def _find_ties(self, fused: bool) -> Iterator[TiedEmbedding]:
         groups = self.topology.fused_embedding if fused else self.topology.embedding
@@ -118,10 +119,13 @@ class GradientSync:
     def begin(self, iteration: int, scale: float) -> None:
         """Begins a step, whose gradients carry the loss scale ``scale``."""
         self._iteration, self._scale = iteration, scale
+        # Islands that go in step sum shares of the gradients, which replicas then exchange. A fused embedding is whole.
+        self._shares = self.sharded or (self.joint.on and not self.plan.fused_embedding)
         # Decided for the whole mesh, not for this stage: all ranks ask, or none.
         points = (point for point in (Point.DP_GRAD, Point.EMBED_GRAD) if self.plan.on(point, iteration))
         self._asks = any(self.plan.rounds(point).finalizes for point in points)
         for reducer in self.reducers:
+            reducer.sharded = self._shares
             reducer.begin(iteration, scale, self._asks)
         for tied in self.ties:
             tied.sync.begin(iteration)
@@ -208,7 +212,7 @@ class GradientSync:
             if self._reduces(buffer):
                 reducer.finish(all_finite)
         for tied in self.ties if all_finite else ():
-            own = tied.buffer.grads_of(tied.bucket)[own_share(tied.bucket, self.group, self.sharded)]
+            own = tied.buffer.grads_of(tied.bucket)[own_share(tied.bucket, self.group, self._shares)]
             tied.sync.all_reduce(own, tied.shape, self._scale)
         if self.joint.on and all_finite:
             self._add_islands()
@@ -216,20 +220,24 @@ class GradientSync:
         return all_finite
 
     def _add_islands(self) -> None:
-        """Sums the reduced gradients over islands. Each number crosses once: replicas that all have all of them get
-        them from the first."""
-        for buffer in self.buffers:
-            grads = [buffer.grads_of(bucket) for bucket in buffer.buckets]
-            if self.sharded:
-                pairs = zip(buffer.buckets, grads, strict=True)
-                self.joint.add([flat[own_share(bucket, buffer.group, True)] for bucket, flat in pairs], Point.OUTER)
-                continue
-            if buffer.group.rank == 0:
-                self.joint.add(grads, Point.OUTER)
-            for flat in grads:
-                pending = buffer.group.broadcast(flat)
-                self.ledger.sent(Point.DP_GRAD, pending.sent_bytes, 0)
-                self.ledger.wait(Point.DP_GRAD, pending)
+        """Sums the reduced gradients over islands. Each number crosses once: replicas have a share each, and of the
+        stages that hold a tied embedding the first one speaks."""
+        buckets = [(buffer, bucket) for buffer in self.buffers for bucket in buffer.buckets]
+        wholes = [buffer.grads_of(bucket) for buffer, bucket in buckets]
+        shares = [whole[own_share(bucket, b.group, True)] for whole, (b, bucket) in zip(wholes, buckets, strict=True)]
+        holders = [self.topology.embedding.get(bucket.slots[0].spec.tied) for _, bucket in buckets]
+        own = [share for share, stages in zip(shares, holders, strict=True) if stages is None or stages.rank == 0]
+        self.joint.add(own, Point.OUTER)
+        for (buffer, _), whole, share, stages in zip(buckets, wholes, shares, holders, strict=True):
+            if stages is not None:
+                self._hand_on(stages.broadcast(share), Point.EMBED_GRAD)
+            if not self.sharded:
+                self._hand_on(buffer.group.all_gather(whole, share), Point.DP_GRAD)
+
+    def _hand_on(self, pending: Pending, point: Point) -> None:
+        """Waits for sums of all islands, which go on inside this one."""
+        self.ledger.sent(point, pending.sent_bytes, 0)
+        self.ledger.wait(point, pending)
 
     def _reduced(self, point: Point) -> ReducedPoint:
         """The reduced gradients of a point: all of this rank's, or those of the tied embeddings."""

@@ -60,6 +60,7 @@ def test_a_preset_stands_for_options_that_may_be_overridden(preset: str) -> None
         ("fixpoint,feedback-decay=0.5", "there is no residual"),
         ("fixpoint,outer-momentum=1", "below 1"),
         ("fixpoint,outer-preset=dilco", "the nearest is diloco"),
+        ("fixpoint,outer-preset=noloco-like", "never have an anchor in common"),
         ("fixpoint,evry=3", "the nearest is every"),
         ("edgc", "is tuned by gradients"),
         ("stable-topk,density=0.1", "chooses by the optimizer's update"),

@@ -67,6 +67,8 @@ def test_islands_share_the_global_batch() -> None:
         ([*MET, *OUTER, "--no-allreduce"], "leaves the sums out"),
         ([*MET, *OUTER, "--distributed-backend", "nccl"], "over gloo only"),
         ([*MET, *OUTER, "--compress", "dp-grad=quantized-adam,warmup=2"], "which islands that go in step do not"),
+        ([*MET, *OUTER, "--islands-timeout-seconds", "541"], "541 is above 540, nine tenths of"),
+        ([*MET, "--compress", "outer=fixpoint,every=9,fragments=3,warmup=10"], "there are 2; write at most that"),
         ([*MET, "--compress", "outer=fixpoint,levels=8/4,every=10,warmup=10"], "need nodes"),
     ],
 )

@@ -53,6 +53,8 @@ def test_differences_that_are_not_finite_or_absurd_are_left_out() -> None:
     assert found.members == (0, 2)
     assert set(found.left_out) == {1, 3}
     assert found.mean_loss == 3.0
+    assert found.stop == 0
+    assert Decision.decode(judge({0: Arrival(1.0, 2.0), 1: Arrival(math.nan, 2.0, stop=3)}).encode()).stop == 3
     assert str(Decision.decode(found.encode())) == str(found)
     with pytest.raises(ValueError, match="no island has a finite difference"):
         judge({0: Arrival(math.inf, 1.0)})
@@ -108,6 +110,50 @@ def test_islands_that_cannot_go_together_all_say_so(
         assert reason in str(error)
 
 
+def test_islands_with_different_weights_or_a_problem_of_one_end_at_the_start(port: int) -> None:
+    pair = [_island(port, number, 2, 1) for number in range(2)]
+    for error in _together(*(lambda i=i: i.begin(3, False, {}, f"{i.island}") for i in pair)):
+        assert isinstance(error, UserError)
+        assert "islands 0 and 1 begin at iteration 3 with different weights" in str(error)
+    for island in pair:
+        island.leave()
+        island.place.end_generation(1)
+    other = MeetingPlace("127.0.0.1", port, 10.0)
+    other.take_generation(other.newest_generation())
+    other.put(membership.refusal_of(1), "--load x: damaged")
+    began = time.monotonic()
+    with pytest.raises(UserError, match="^island 1: --load x: damaged$"):
+        pair[0].begin(3, False, {})
+    assert time.monotonic() - began < 3
+
+
+@pytest.mark.parametrize("decides", [0, 1])
+def test_whether_all_are_needed_is_what_those_ahead_say(port: int, decides: int) -> None:
+    """Island 0 is past the steps in step and goes on alone; the other is behind and joins, whoever decides."""
+    pair = [_island(port, number, 2, 1) for number in range(2)]
+
+    def begin(island: Islands) -> bool:
+        time.sleep(0.0 if island.island == decides else 0.4)
+        return island.begin(9 if island.island == 0 else 3, island.island == 1, {}, str(island.island))
+
+    assert _together(*(lambda i=i: begin(i) for i in pair)) == [True, False]
+
+
+def test_of_two_that_wait_to_join_as_the_same_island_the_first_ends(port: int) -> None:
+    one, two, three = (_island(port, number, 2, 1) for number in (0, 1, 1))
+    assert _together(lambda: one.begin(5, False, {}), lambda: two.begin(3, False, {})) == [True, False]
+    found: list[Any] = []
+    waits = threading.Thread(target=lambda: found.extend(_together(two.ask_to_join)))
+    waits.start()
+    while not one.place.get("joining/1"):
+        time.sleep(0.02)
+    three.place.take_generation(1)
+    three._take_ticket()
+    waits.join(20)
+    assert isinstance(found[0], UserError)
+    assert "another process waits to join as island 1" in str(found[0])
+
+
 def test_an_island_that_is_behind_joins(port: int) -> None:
     one, two = (_island(port, number, 2, 1) for number in range(2))
     assert _together(lambda: one.begin(5, False, {}), lambda: two.begin(3, False, {})) == [True, False]
@@ -141,6 +187,9 @@ def test_a_generation_that_nobody_is_left_of_ends(port: int, monkeypatch: pytest
     first = [_island(port, number, 2, 2) for number in range(2)]
     assert _together(*(lambda i=i: i.begin(0, True, {}) for i in first)) == [True, True]
     first[0].place.put("local", True)  # they go in step no more, so that another one may join
+    with pytest.raises(UserError, match="--island 0: there is an island 0 already; give each its own number"):
+        _island(port, 0, 2, 2).begin(0, True, {})
+    first[1].leave()
     again = _island(port, 1, 2, 2)
     assert again.begin(0, True, {}) is False  # the other one is alive
     for island in first:

@@ -60,6 +60,10 @@ def _notes(folder: Path, spec: str, samples: int, replicas: int = 1, micro: int 
         ("dp-grad=chunked-topk,k=4096", 1000, ""),
         ("dp-grad=topk,density=1~0.02@50", 1000, "sends 2.00% of the numbers in each of 100 steps"),
         ("dp-grad=stable-topk,density=0.01", 1000, ""),
+        ("outer=topk,density=0.1,every=10,warmup=0", 1000, "in each of 10 rounds, each number about 1.0 times"),
+        ("outer=topk,density=0.1,every=3,warmup=9", 1000, ""),
+        ("outer=topk,density=0.1,every=3,warmup=13", 1000, "the differences never leaves the residuals: send more of "),
+        ("outer=topk,density=0.1,every=10,fragments=2,warmup=0", 1000, "or let islands take 300 steps"),
     ],
 )
 def test_notes(tmp_path: Path, spec: str, samples: int, words: str) -> None:
