@@ -52,6 +52,8 @@ def wrong_islands(arguments: argparse.Namespace) -> str | None:
         address = getattr(arguments, name)
         if address is not None and not address.rpartition(":")[2].isdecimal():
             return f"--{name.replace('_', '-')} {address}: write HOST:PORT, such as 10.0.0.1:29600"
+    if arguments.island is not None and count is not None and not 0 <= arguments.island < count:
+        return f"--island {arguments.island} with --islands {count}: islands count from 0 to {count - 1}"
     if count is None or arguments.island is not None:
         return None
     if count < 1:

@@ -65,14 +65,19 @@ def of_island(config: RunConfig) -> RunConfig:
 def _loaded(root: Path, number: int) -> str:
     """The folder that an island loads."""
     own = folder_of(str(root), number)
-    if Path(own).exists():
+    if _holds_checkpoints(own):
         return own
     others = 0
-    while Path(folder_of(str(root), others)).exists():
+    while _holds_checkpoints(folder_of(str(root), others)):
         others += 1
     if others:
         return folder_of(str(root), number % others)
     return str(root) if (root / TRACKER).exists() else own
+
+
+def _holds_checkpoints(folder: str) -> bool:
+    """Whether a folder holds any; one that an island has only made to save to does not."""
+    return any(Path(folder).glob("iter_*"))
 
 
 def folders_of_others(

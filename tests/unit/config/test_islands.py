@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from megatron.base.errors import UserError
@@ -88,10 +90,21 @@ def test_the_launchers_variables_fill_what_is_not_given() -> None:
         with_variables(IslandsConfig(islands=2), {"MEGATRON_ISLAND": "one"})
 
 
-def test_each_island_saves_and_logs_apart() -> None:
+def test_each_island_saves_and_logs_apart(tmp_path: Path) -> None:
     words = [*BASE, *MET[:3], "1", *MET[4:], "--save", "s", "--load", "l", "--log-json-file", "a/b.jsonl"]
     config = of_island(parse_args([*words, *OUTER]).config)
     assert (config.checkpoint.save, config.checkpoint.load) == ("s/island_1", "l/island_1")
     assert config.logging.log_json_file == "a/b.island_1.jsonl"
+    root = tmp_path / "saved"
+    both = [*BASE, *MET[:3], "1", *MET[4:], *OUTER, "--save", str(root), "--load", str(root)]
+    for made, loads in (
+        ("island_0", "island_1"),  # which the other one has just made to save to
+        ("iter_0000003", "island_1"),
+        ("latest_checkpointed_iteration.txt", ""),
+        ("island_0/iter_0000003", "island_0"),
+        ("island_1/iter_0000003", "island_1"),
+    ):
+        (root / made).mkdir(parents=True)
+        assert of_island(parse_args(both).config).checkpoint.load == str(root / loads)
     alone = parse_args([*BASE, "--save", "s"]).config
     assert of_island(alone) == alone
