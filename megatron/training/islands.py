@@ -71,7 +71,9 @@ def _loaded(root: Path, number: int) -> str:
     while _holds_checkpoints(folder_of(str(root), others)):
         others += 1
     if others:
-        return folder_of(str(root), number % others)
+        # One of the islands that saved these and has not saved itself has lost its steps, and joins the others.
+        saved, _ = saved_config(folder_of(str(root), 0), None)
+        return own if number < saved.islands.islands else folder_of(str(root), number % others)
     return str(root) if (root / TRACKER).exists() else own
 
 

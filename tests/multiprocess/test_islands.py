@@ -38,11 +38,19 @@ def _close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], limit: 
         torch.testing.assert_close(x, other[name], rtol=limit, atol=limit, msg=name)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_islands_in_step_are_data_parallelism(prefix: Path, tmp_path: Path, ranks: int) -> None:
-    """Two islands, of one rank or of two replicas with a sharded optimizer, against one world of all replicas."""
-    more: dict[str, Any] = {"use_distributed_optimizer": True} if ranks == 2 else {}
-    flags = {**FP64, **more, "seq_length": 16}
+IN_STEP: dict[str, dict[str, Any]] = {
+    "a process": {},
+    "sharded replicas": {"use_distributed_optimizer": True},
+    "replicas": {},
+    "stages": {"pipeline_model_parallel_size": 2},
+}
+
+
+@pytest.mark.parametrize("layout", IN_STEP)
+def test_islands_in_step_are_data_parallelism(prefix: Path, tmp_path: Path, layout: str) -> None:
+    """Two islands, of one rank or of two, against one world of all replicas."""
+    ranks = 1 if layout == "a process" else 2
+    flags = {**FP64, **IN_STEP[layout], "seq_length": 16}
     whole = tmp_path / "whole"
     train(2 * ranks, tiny_flags(prefix, **flags, save=whole, log_json_file=tmp_path / "whole.jsonl"))
     together = tiny_flags(
@@ -58,7 +66,8 @@ def test_islands_in_step_are_data_parallelism(prefix: Path, tmp_path: Path, rank
         assert found == pytest.approx(losses(tmp_path / "whole.jsonl"), rel=1e-10, abs=1e-10)
         numbers = sum(x.numel() for x in saved_tensors(whole, 6, "model.").values())
         for event in events(tmp_path / f"log.island_{island}.jsonl"):
-            # 2 (K - 1) / K times the gradients, once for all replicas; buckets that are shared out may be padded.
+            # 2 (K - 1) / K times the gradients, once for all replicas and for both holders of the embedding; buckets that
+            # are shared out may be padded.
             sent = event["comm"]["outer"]["wire_bytes"]
             assert numbers * 8 <= sent <= numbers * 8 + 64 * (ranks - 1)
         _close(saved_tensors(tmp_path / "islands" / f"island_{island}", 6), saved_tensors(whole, 6))
@@ -102,24 +111,31 @@ def _reached(path: Path, iteration: int, running: IslandProcesses, seconds: floa
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("phase", ["in step", "in rounds"])
+@pytest.mark.parametrize("phase", ["in step", "in rounds", "without a place to meet"])
 def test_an_island_that_is_lost_ends_the_others_in_one_line_where_they_need_it(
     prefix: Path, tmp_path: Path, phase: str
 ) -> None:
-    """While they go in step they need all, and later the quorum (all of them, unless told otherwise)."""
+    """While they go in step they need all, and later the quorum (all of them, unless told otherwise), and a place to meet
+    in."""
     spec = "outer=identity,every=20,warmup=" + ("1.0" if phase == "in step" else "0")
     flags = {"train_iters": 100_000, "save": tmp_path / "saved", "islands_timeout_seconds": 2, "compress": [spec]}
     log = tmp_path / "log.jsonl"
     with IslandProcesses(2, 1, tiny_flags(prefix, **flags, log_json_file=log)) as running:
         _reached(tmp_path / "log.island_0.jsonl", 25, running)
-        running.islands[1].kill()
+        if phase == "without a place to meet":
+            del running._store
+        else:
+            running.islands[1].kill()
         began = time.monotonic()
-        (result,) = running.islands[0].wait(40)
+        (result,) = running.islands[0].wait(60)
         assert time.monotonic() - began < 25
     assert result.returncode == 3
     (line,) = [line for line in result.stderr.splitlines() if "rank 0: " in line]
     if phase == "in step":
         assert "an island is gone while they go in step" in line
+        return
+    if phase != "in rounds":
+        assert "the islands' meeting place at 127.0.0.1:" in line
         return
     assert "1 of 2 islands came to a round within 2 s, and --islands-quorum is 2" in line
     saved = int((tmp_path / "saved" / "island_0" / "latest_checkpointed_iteration.txt").read_text())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -90,21 +91,24 @@ def test_the_launchers_variables_fill_what_is_not_given() -> None:
         with_variables(IslandsConfig(islands=2), {"MEGATRON_ISLAND": "one"})
 
 
-def test_each_island_saves_and_logs_apart(tmp_path: Path) -> None:
+def test_each_island_saves_and_logs_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = [*BASE, *MET[:3], "1", *MET[4:], "--save", "s", "--load", "l", "--log-json-file", "a/b.jsonl"]
     config = of_island(parse_args([*words, *OUTER]).config)
     assert (config.checkpoint.save, config.checkpoint.load) == ("s/island_1", "l/island_1")
     assert config.logging.log_json_file == "a/b.island_1.jsonl"
     root = tmp_path / "saved"
     both = [*BASE, *MET[:3], "1", *MET[4:], *OUTER, "--save", str(root), "--load", str(root)]
-    for made, loads in (
-        ("island_0", "island_1"),  # which the other one has just made to save to
-        ("iter_0000003", "island_1"),
-        ("latest_checkpointed_iteration.txt", ""),
-        ("island_0/iter_0000003", "island_0"),
-        ("island_1/iter_0000003", "island_1"),
+    for made, loads, islands in (
+        ("island_0", "island_1", 0),  # which the other one has just made to save to
+        ("iter_0000003", "island_1", 0),
+        ("latest_checkpointed_iteration.txt", "", 0),
+        ("island_0/iter_0000003", "island_1", 2),  # it has been killed before it has saved
+        ("island_1", "island_0", 1),  # it is a new one
+        ("island_1/iter_0000003", "island_1", 0),
     ):
         (root / made).mkdir(parents=True)
+        there = replace(parse_args(both).config, islands=IslandsConfig(islands=max(islands, 1)))
+        monkeypatch.setattr("megatron.training.islands.saved_config", lambda *_, there=there: (there, 3))
         assert of_island(parse_args(both).config).checkpoint.load == str(root / loads)
     alone = parse_args([*BASE, "--save", "s"]).config
     assert of_island(alone) == alone
