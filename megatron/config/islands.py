@@ -154,7 +154,7 @@ def check_islands(
         layers = max(model.num_layers, model.decoder_num_layers or 0)
         if outer.outer.fragments > layers:
             raise UserError(
-                f"--compress outer={outer.name}: fragments={outer.outer.fragments}: a fragment is made of layers, of which "
+                f"--compress outer={outer.name}: fragments={outer.outer.fragments}: a fragment is made of layers, and "
                 f"there are {layers}; write at most that"
             )
 

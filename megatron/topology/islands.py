@@ -149,7 +149,8 @@ class Islands:
             came = {k: value for k, value in came.items() if value is not None}
             refused = {k: why for k in range(self.count) if (why := self.place.get(refusal_of(k)))}
             if refused:
-                self.place.decide("start", asdict(Start(problem="; ".join(f"island {k}: {refused[k]}" for k in refused))))
+                problem = "; ".join(f"island {k}: {why}" for k, why in refused.items())
+                self.place.decide("start", asdict(Start(problem=problem)))
             elif len(came) == self.count or time.monotonic() > deadline:
                 self.place.decide("start", asdict(self._judge_start(came)))
 

@@ -33,7 +33,6 @@ from megatron.parallel.data.torch_ddp import TorchReplicas
 from megatron.parallel.pipeline.engine import PipelineEngine
 from megatron.parallel.tensor.shards import collect_specs
 from megatron.topology.clock import clock_of
-from megatron.topology.group import Group
 from megatron.topology.layout import Layout
 from megatron.topology.topology import Topology
 from megatron.training.experts import ExpertTally

@@ -180,8 +180,7 @@ def run(
             print(text, flush=True)
 
     with refusing(config, topology):
-        kernel_note = check_kernels(topology)
-        log_config(config, [*notes, *([kernel_note] if kernel_note else [])], job.sections, log)
+        log_config(config, [*notes, *filter(None, [check_kernels(topology)])], job.sections, log)
         sizes = StepSizes(_batch_sizes(config, config.replicas(env.world_size)), _lengths(config, topology))
         saved = find_saved(config.checkpoint, topology, rank_0_log(topology))
         if saved is not None:

@@ -53,8 +53,8 @@ class Rounds:
         tell: reports what happened, on the rank that speaks.
         joining: lets others in, and joins them; None without islands.
 
-    ``left`` says that the others went on without this island, and ``landed`` that a round has just ended. ``asked`` is a
-    reason of this island to end the run, which it says in its next round, and ``stop`` that for which all of them end.
+    ``left`` says that the others went on without this island, and ``landed`` that a round has just ended. ``asked`` is
+    a reason of this island to end the run, which it says in its next round, and ``stop`` that for which all of them end.
     """
 
     def __init__(

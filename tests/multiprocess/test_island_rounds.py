@@ -296,9 +296,9 @@ def test_a_round_that_fails_again_and_again_ends_both_islands() -> None:
             tried[number] += 1
             raise CommunicationError("too slow")
 
-        sync.exchange = exchange  # type: ignore[method-assign]
+        sync.exchange = exchange  # type: ignore[method-assign,assignment]
 
-    with pytest.raises(QuorumError, match="islands 0, 1 has failed 4 times: each transfer .* 10; raise that"):
+    with pytest.raises(QuorumError, match=r"islands 0, 1 has failed 4 times: each transfer .* 10; raise that"):
         train_islands(2, _outer("identity,every=4"), before_round=spoil)
     assert tried == [4, 4]
 

@@ -66,8 +66,8 @@ def test_islands_in_step_are_data_parallelism(prefix: Path, tmp_path: Path, layo
         assert found == pytest.approx(losses(tmp_path / "whole.jsonl"), rel=1e-10, abs=1e-10)
         numbers = sum(x.numel() for x in saved_tensors(whole, 6, "model.").values())
         for event in events(tmp_path / f"log.island_{island}.jsonl"):
-            # 2 (K - 1) / K times the gradients, once for all replicas and for both holders of the embedding; buckets that
-            # are shared out may be padded.
+            # 2 (K - 1) / K times the gradients, once for all replicas and for both holders of the embedding; buckets
+            # that are shared out may be padded.
             sent = event["comm"]["outer"]["wire_bytes"]
             assert numbers * 8 <= sent <= numbers * 8 + 64 * (ranks - 1)
         _close(saved_tensors(tmp_path / "islands" / f"island_{island}", 6), saved_tensors(whole, 6))
@@ -115,8 +115,8 @@ def _reached(path: Path, iteration: int, running: IslandProcesses, seconds: floa
 def test_an_island_that_is_lost_ends_the_others_in_one_line_where_they_need_it(
     prefix: Path, tmp_path: Path, phase: str
 ) -> None:
-    """While they go in step they need all, and later the quorum (all of them, unless told otherwise), and a place to meet
-    in."""
+    """While they go in step they need all, and later the quorum (all of them, unless told otherwise), and a place to
+    meet in."""
     spec = "outer=identity,every=20,warmup=" + ("1.0" if phase == "in step" else "0")
     flags = {"train_iters": 100_000, "save": tmp_path / "saved", "islands_timeout_seconds": 2, "compress": [spec]}
     log = tmp_path / "log.jsonl"

@@ -225,7 +225,8 @@ class GradientSync:
         buckets = [(buffer, bucket) for buffer in self.buffers for bucket in buffer.buckets]
         wholes = [buffer.grads_of(bucket) for buffer, bucket in buckets]
         shares = [whole[own_share(bucket, b.group, True)] for whole, (b, bucket) in zip(wholes, buckets, strict=True)]
-        holders = [self.topology.embedding.get(bucket.slots[0].spec.tied) for _, bucket in buckets]
+        ties = [bucket.slots[0].spec.tied for _, bucket in buckets]
+        holders = [None if tie is None else self.topology.embedding.get(tie) for tie in ties]
         own = [share for share, stages in zip(shares, holders, strict=True) if stages is None or stages.rank == 0]
         self.joint.add(own, Point.OUTER)
         for (buffer, _), whole, share, stages in zip(buckets, wholes, shares, holders, strict=True):

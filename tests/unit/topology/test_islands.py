@@ -122,7 +122,7 @@ def test_islands_with_different_weights_or_a_problem_of_one_end_at_the_start(por
     other.take_generation(other.newest_generation())
     other.put(membership.refusal_of(1), "--load x: damaged")
     began = time.monotonic()
-    with pytest.raises(UserError, match="^island 1: --load x: damaged$"):
+    with pytest.raises(UserError, match=r"^island 1: --load x: damaged$"):
         pair[0].begin(3, False, {})
     assert time.monotonic() - began < 3
 
