@@ -54,7 +54,7 @@ class Rounds:
         joining: lets others in, and joins them; None without islands.
 
     ``left`` says that the others went on without this island, and ``landed`` that a round has just ended. ``asked`` is
-    a reason of this island to end the run, which it says in its next round, and ``stop`` that for which all of them end.
+    a reason of this island to end the run, which it says in its next round, and ``stop`` that for which all end.
     """
 
     def __init__(
