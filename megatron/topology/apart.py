@@ -37,7 +37,7 @@ def group_apart(
     store.set_timeout(timeout)
     made: Any = dist.ProcessGroup(store, rank, len(ranks))
     try:
-        backend = dist.ProcessGroupGloo(store, rank, len(ranks), _options(timeout, address))
+        backend = _gloo(store, rank, len(ranks), timeout, address)
     except RuntimeError as error:
         raise CommunicationError(f"{name} ({', '.join(map(str, ranks))}) do not meet: {reason(error)}") from error
     made._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
@@ -45,11 +45,13 @@ def group_apart(
     return Group(made, ranks, rank, name, "gloo")
 
 
-def _options(timeout: timedelta, address: str | None) -> Any:
-    """Options of gloo, which would otherwise take the address that this machine's name resolves to: on many machines
-    one that others do not reach."""
-    options = dist.ProcessGroupGloo._Options()
-    options._timeout = timeout
+def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta, address: str | None) -> Any:
+    """Gloo at an address; left to itself it takes GLOO_SOCKET_IFNAME, or the address that this machine's name resolves
+    to, which on many machines is one that others do not reach."""
     gloo: Any = dist.ProcessGroupGloo
-    options._devices = [gloo.create_default_device() if address is None else gloo.create_device(hostname=address)]
-    return options
+    if address is None:
+        return gloo(store, rank, size, timeout)
+    options = gloo._Options()
+    options._timeout = timeout
+    options._devices = [gloo.create_device(hostname=address)]
+    return gloo(store, rank, size, options)

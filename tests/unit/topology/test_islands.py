@@ -59,11 +59,11 @@ def test_the_meeting_place_listens_at_its_own_address_alone() -> None:
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((other, store.port), 5)
     MeetingPlace("127.0.0.2", store.port, 10.0).put("key", 1)
-    with pytest.raises(CommunicationError, match=f"cannot be at 127.0.0.2:{store.port}: .*in use"):
+    with pytest.raises(CommunicationError, match=rf"cannot be at 127\.0\.0\.2:{store.port}: .*in use"):
         serve("127.0.0.2", store.port)
-    with pytest.raises(CommunicationError, match="cannot be at 192.0.2.1:0: .*assign requested address"):
+    with pytest.raises(CommunicationError, match=r"cannot be at 192\.0\.2\.1:0: .*assign requested address"):
         serve("192.0.2.1", 0)  # of documentation; no machine's
-    with pytest.raises(CommunicationError, match="cannot be at no-such-host.invalid:0: "):
+    with pytest.raises(CommunicationError, match=r"cannot be at no-such-host\.invalid:0: "):
         serve("no-such-host.invalid", 0)
 
 
