@@ -39,7 +39,7 @@ def prepare(out: Path, train_bytes: int, heldout_bytes: int | None = None) -> No
     Args:
         out: folder for all of it.
         train_bytes: text to train on.
-        heldout_bytes: held-out text; None for all that there is.
+        heldout_bytes: held-out text, of short documents; None for all that there is.
     """
     data, logs = out / "data", out / "logs"
     if (data / "done").exists():
@@ -49,20 +49,21 @@ def prepare(out: Path, train_bytes: int, heldout_bytes: int | None = None) -> No
     vocabulary = ["--vocab-size", str(VOCAB_SIZE), "--output-dir", str(out / "vocabulary")]
     run(["tools/train_vocab.py", "--input", str(source), *vocabulary], logs / "vocabulary.log")
     data.mkdir(parents=True, exist_ok=True)
-    for part, most in (("train", train_bytes), ("heldout", heldout_bytes)):
+    short = None if heldout_bytes is None else heldout_bytes // 4
+    for part, most, longest in (("train", train_bytes, None), ("heldout", heldout_bytes, short)):
         text = data / f"{part}.jsonl"
-        _take(out / "corpus" / text.name, text, most)
+        _take(out / "corpus" / text.name, text, most, longest)
         files = ["--input", str(text), "--output-prefix", str(data / part)]
         run(["tools/preprocess_data.py", *files, *_tokenizer_flags(out), "--append-eod"], logs / f"{part}.log")
     (data / "done").touch()
 
 
-def _take(source: Path, target: Path, most: int | None) -> None:
-    """Copies documents until so many bytes are taken; None takes all."""
+def _take(source: Path, target: Path, most: int | None, longest: int | None) -> None:
+    """Copies documents, but those that are longer than the longest, until so many characters are taken; None: all."""
     taken = 0
     with open(source, encoding="utf-8") as lines, open(target, "w", encoding="utf-8") as file:
         for line in lines:
-            if most is None or taken < most:
+            if (most is None or taken < most) and (longest is None or len(line) <= longest):
                 file.write(line)
                 taken += len(line)
 

@@ -1,6 +1,7 @@
 """Trains over a slow link between two hosts: data parallelism, islands and torch's DDP hooks, to the same loss.
 
     sudo make bench-islands                                                       about a quarter of an hour
+    sudo make bench-islands ARGS="--alike"                                        links as slow for it as an H100's
     sudo make bench-islands ARGS="--rates 100mbit --cases '4 bits, 5% in step'"
 
 Each host (a network namespace with half of the processors) holds a pipeline of two stages, whose messages stay inside.
@@ -40,12 +41,13 @@ from benchmarks.network.islands_cases import (
 )
 from benchmarks.network.islands_report import Found, Pace, compared, dp_pace, local_pace, phases, write
 from benchmarks.network.run import START_SECONDS, STEP_SECONDS, shape, steps_taken, workers
+from benchmarks.network.setups import islands_data
 from megatron.data.indexed import IndexedDataset
 
-TRAIN_BYTES, HELDOUT_BYTES = 400_000, 16_000
+TRAIN_BYTES, HELDOUT_BYTES = 400_000, 24_000
 """Each evaluation takes the whole held-out text, so that losses at two iterations are of the same samples."""
-EVALUATIONS = 8
-MEASURED = ("DP, bf16", "4 bits, 5% in step", "4 bits, 1/3 by DP, PowerSGD")
+EVALUATIONS = 6
+MEASURED = ("DP, bf16", "4 bits, 1/3 by DP, PowerSGD")
 TIMED = 4
 PEERS = (
     NetworkCase("torch DDP, fp16 hook", peer="ddp-fp16"),
@@ -166,6 +168,25 @@ def measure(runner: Runner, cases: Sequence[IslandsCase], rates: Sequence[int], 
     return compared(found, BASELINE.name)
 
 
+def rates_of(runner: Runner, rates: Sequence[int], alike: bool) -> list[int]:
+    """Rates of the links here.
+
+    Args:
+        runner: runs what tells how long an iteration computes.
+        rates: bits per second.
+        alike: whether those are rates of a published system's links, whose ratio the ones here get.
+    """
+    if not alike:
+        return list(rates)
+    pace, _ = runner.paces(BASELINE, None)
+    found = []
+    for rate in rates:
+        setup = islands_data(rate)
+        found.append(int(8e6 * pace.mb / (setup.ratio * pace.seconds)))
+        print(f"{setup.name}: {setup.arithmetic}; ratio {setup.ratio:.3g}, here {describe(found[-1])}", flush=True)
+    return found
+
+
 def measure_peers(rates: Sequence[int], steps: int) -> list[dict[str, Any]]:
     """Seconds of a step of torch's DDP with its hooks, for a model of the same shape without pipeline stages.
 
@@ -198,6 +219,11 @@ def parse() -> argparse.Namespace:
     names = "; ".join(case.name for case in CASES)
     parser.add_argument("--cases", help=f"beside {BASELINE.name}, separated by semicolons: {names} (all)")
     parser.add_argument("--rates", default="100mbit,10mbit", help="of the link, comma-separated (100mbit,10mbit)")
+    parser.add_argument(
+        "--alike",
+        action="store_true",
+        help="the rates are those of an H100's link: here links take as long, relative to computing (setups.py)",
+    )
     parser.add_argument("--iterations", type=int, default=160, help="of data parallelism (160)")
     parser.add_argument("--longer", type=float, default=1.5, help="islands take so many times as many (1.5)")
     parser.add_argument(
@@ -228,8 +254,9 @@ def run() -> int:
     runs.prepare(out, TRAIN_BYTES, HELDOUT_BYTES)
     with Lab([None] * HOSTS, (os.cpu_count() or 1) / HOSTS) as lab:
         runner = Runner(lab, out, options.iterations, options.longer)
-        found = measure(runner, options.cases, options.rates, options.whole)
-    peers = [] if options.no_peers else measure_peers(options.rates, 2)
+        rates = rates_of(runner, options.rates, options.alike)
+        found = measure(runner, options.cases, rates, options.whole)
+    peers = [] if options.no_peers else measure_peers(rates, 2)
     print(write(found, peers, out, BASELINE.name))
     return 0
 

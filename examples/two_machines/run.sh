@@ -27,7 +27,8 @@ case $who in
   *) echo "$usage" >&2; exit 2 ;;
 esac
 
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+# Without the second, torch warns of machines at home that have no name.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
 tokenizer=(--tokenizer-type GPT2BPETokenizer --vocab-file "$OUT/vocabulary/vocab.json"
   --merge-file "$OUT/vocabulary/merges.txt")
 if [ ! -e "$OUT/data/done" ]; then

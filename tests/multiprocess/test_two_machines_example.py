@@ -43,7 +43,9 @@ def lab() -> Iterator[Lab]:
 def _corpus(folder: Path, word: str) -> Path:
     folder.mkdir()
     for part, count in (("train", 40), ("heldout", 8)):
-        lines = [json.dumps({"text": f"{word} number {n} of {count}, and {n * n} more of them. " * 4}) for n in range(count)]
+        lines = [
+            json.dumps({"text": f"{word} number {n} of {count}, and {n * n} more of them. " * 4}) for n in range(count)
+        ]
         (folder / f"{part}.jsonl").write_text("\n".join(lines) + "\n")
     return folder
 
