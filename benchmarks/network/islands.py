@@ -39,7 +39,7 @@ from benchmarks.network.islands_cases import (
     IslandsRun,
     first_part,
 )
-from benchmarks.network.islands_report import Found, Pace, compared, dp_pace, local_pace, phases, write
+from benchmarks.network.islands_report import IslandsRow, Pace, compared, dp_pace, local_pace, phases, write
 from benchmarks.network.run import START_SECONDS, STEP_SECONDS, shape, steps_taken, workers
 from benchmarks.network.setups import islands_data
 from megatron.data.indexed import IndexedDataset
@@ -149,20 +149,22 @@ class Runner:
         return {"counter": self.lab.traffic()[0].sent - before, "ledger": by_ledger}
 
 
-def measure(runner: Runner, cases: Sequence[IslandsCase], rates: Sequence[int], measured: Sequence[str]) -> list[Found]:
+def measure(
+    runner: Runner, cases: Sequence[IslandsCase], rates: Sequence[int], measured: Sequence[str]
+) -> list[IslandsRow]:
     """Measures the cases on each link; returns them in order, link by link.
 
     Raises:
         LabError: when a run fails.
     """
-    found: list[Found] = []
+    found: list[IslandsRow] = []
     for rate in rates:
         for case in cases:
             here = rate == rates[0] and case.name in measured
             at = rates[0] if case.name in measured else None
             log, counted = runner.whole(case, at)
             paces = None if here else runner.paces(case, rate)
-            one = Found.of(case, runner.length(case), rate, log, counted, paces)
+            one = IslandsRow.of(case, runner.length(case), rate, log, counted, paces)
             print(one.line(), flush=True)
             found.append(one)
     return compared(found, BASELINE.name)

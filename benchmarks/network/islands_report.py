@@ -62,7 +62,7 @@ def local_pace(log: Path, islands: bool, every: int) -> Pace:
 
 
 @dataclass(frozen=True)
-class Found:
+class IslandsRow:
     """A case on a link.
 
     Args:
@@ -107,7 +107,7 @@ class Found:
         log: Path,
         counted: dict[str, float],
         paces: tuple[Pace, Pace | None] | None,
-    ) -> Found:
+    ) -> IslandsRow:
         """What a run shows.
 
         Args:
@@ -122,9 +122,10 @@ class Found:
         if paces is not None:
             log = _timed_anew(log, begun, first, local, describe(rate))
         curves = read_run(f"run={log}", None)
-        return Found(
-            case.name, rate, paces is None, str(log), first.seconds, first.mb, local and local.seconds,
-            local and local.mb, counted["counter"] / 1e6, counted["ledger"] / 1e6, iterations,
+        seconds, mb = (None, None) if local is None else (local.seconds, local.mb)
+        return IslandsRow(
+            case.name, rate, paces is None, str(log), first.seconds, first.mb, seconds, mb,
+            counted["counter"] / 1e6, counted["ledger"] / 1e6, iterations,
             60 * curves.train[-1].hours, curves.valid[-1].loss,
         )  # fmt: skip
 
@@ -163,7 +164,7 @@ def _timed_anew(log: Path, begun: int, first: Pace, local: Pace | None, name: st
     return target
 
 
-def compared(found: Sequence[Found], baseline: str) -> list[Found]:
+def compared(found: Sequence[IslandsRow], baseline: str) -> list[IslandsRow]:
     """The same with the times at which each had the baseline's last validation loss on its link."""
     whole = []
     for one in found:
@@ -205,7 +206,7 @@ PEERS = Table(
 )
 
 
-def write(found: Sequence[Found], peers: Sequence[dict[str, Any]], out: Path, baseline: str) -> str:
+def write(found: Sequence[IslandsRow], peers: Sequence[dict[str, Any]], out: Path, baseline: str) -> str:
     """Writes tables, curves and every figure to a folder; returns the tables."""
     rows = [asdict(one) for one in found]
     sections = []

@@ -38,10 +38,13 @@ def _close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], limit: 
         torch.testing.assert_close(x, other[name], rtol=limit, atol=limit, msg=name)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_islands_in_step_are_data_parallelism(prefix: Path, tmp_path: Path, ranks: int) -> None:
-    """Two islands, of one rank or of two replicas with a sharded optimizer, against one world of all replicas."""
-    more: dict[str, Any] = {"use_distributed_optimizer": True} if ranks == 2 else {}
+@pytest.mark.parametrize("layout", ["alone", "shared out", "stages"])
+def test_islands_in_step_are_data_parallelism(prefix: Path, tmp_path: Path, layout: str) -> None:
+    """Two islands, of one rank, of two replicas with a sharded optimizer, or of two stages that both hold the tied
+    embedding, against one world of all replicas."""
+    ranks = 1 if layout == "alone" else 2
+    changed = {"shared out": {"use_distributed_optimizer": True}, "stages": {"pipeline_model_parallel_size": 2}}
+    more: dict[str, Any] = dict(changed.get(layout, {}))
     flags = {**FP64, **more, "seq_length": 16}
     whole = tmp_path / "whole"
     train(2 * ranks, tiny_flags(prefix, **flags, save=whole, log_json_file=tmp_path / "whole.jsonl"))
@@ -58,7 +61,8 @@ def test_islands_in_step_are_data_parallelism(prefix: Path, tmp_path: Path, rank
         assert found == pytest.approx(losses(tmp_path / "whole.jsonl"), rel=1e-10, abs=1e-10)
         numbers = sum(x.numel() for x in saved_tensors(whole, 6, "model.").values())
         for event in events(tmp_path / f"log.island_{island}.jsonl"):
-            # 2 (K - 1) / K times the gradients, once for all replicas; buckets that are shared out may be padded.
+            # 2 (K - 1) / K times the gradients, once for all replicas and stages that hold the same; buckets that are
+            # shared out may be padded.
             sent = event["comm"]["outer"]["wire_bytes"]
             assert numbers * 8 <= sent <= numbers * 8 + 64 * (ranks - 1)
         _close(saved_tensors(tmp_path / "islands" / f"island_{island}", 6), saved_tensors(whole, 6))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from megatron.comm.controllers import Controllers, ReducedPoint
 from megatron.comm.embedding import EmbeddingSync
@@ -25,10 +26,17 @@ from megatron.topology.topology import Topology
 
 @dataclass(frozen=True)
 class TiedEmbedding:
-    """This rank's copy of an embedding that several stages hold, and the all-reduce of its gradient over them."""
+    """This rank's copy of an embedding that several stages hold, and the all-reduce of its gradient over them.
+
+    Args:
+        buffer, bucket: where its gradient is.
+        holders: the stages of this rank's pipeline that hold it.
+        sync: the all-reduce over them, or over those of all pipelines.
+    """
 
     buffer: FlatBuffer
     bucket: Bucket
+    holders: Group
     sync: EmbeddingSync
 
     @property
@@ -107,7 +115,8 @@ class GradientSync:
         for tie, group in groups.items():  # in an order that all holders share
             for buffer, bucket in found:
                 if bucket.slots[0].spec.tied is tie:
-                    yield TiedEmbedding(buffer, bucket, EmbeddingSync(group, self.plan, self.ledger, replicas))
+                    sync = EmbeddingSync(group, self.plan, self.ledger, replicas)
+                    yield TiedEmbedding(buffer, bucket, self.topology.embedding[tie], sync)
 
     def _reduced_points(self) -> list[Point]:
         """Points at which gradients are reduced in this run; the same on every rank."""
@@ -217,19 +226,23 @@ class GradientSync:
 
     def _add_islands(self) -> None:
         """Sums the reduced gradients over islands. Each number crosses once: replicas that all have all of them get
-        them from the first."""
+        them from the first, and stages that hold a tied embedding from the first of those."""
+        copies = [tied.bucket for tied in self.ties if tied.holders.rank > 0]
         for buffer in self.buffers:
-            grads = [buffer.grads_of(bucket) for bucket in buffer.buckets]
-            if self.sharded:
-                pairs = zip(buffer.buckets, grads, strict=True)
-                self.joint.add([flat[own_share(bucket, buffer.group, True)] for bucket, flat in pairs], Point.OUTER)
-                continue
-            if buffer.group.rank == 0:
-                self.joint.add(grads, Point.OUTER)
-            for flat in grads:
-                pending = buffer.group.broadcast(flat)
-                self.ledger.sent(Point.DP_GRAD, pending.sent_bytes, 0)
-                self.ledger.wait(Point.DP_GRAD, pending)
+            spoken = [bucket for bucket in buffer.buckets if not any(bucket is copy for copy in copies)]
+            own = [buffer.grads_of(bucket)[own_share(bucket, buffer.group, self.sharded)] for bucket in spoken]
+            if self.sharded or buffer.group.rank == 0:
+                self.joint.add(own, Point.OUTER)
+            for flat in () if self.sharded else own:
+                self._broadcast(flat, buffer.group, Point.DP_GRAD)
+        for tied in self.ties:
+            flat = tied.buffer.grads_of(tied.bucket)[own_share(tied.bucket, tied.buffer.group, self.sharded)]
+            self._broadcast(flat, tied.holders, Point.EMBED_GRAD)
+
+    def _broadcast(self, flat: Tensor, group: Group, point: Point) -> None:
+        pending = group.broadcast(flat)
+        self.ledger.sent(point, pending.sent_bytes, 0)
+        self.ledger.wait(point, pending)
 
     def _reduced(self, point: Point) -> ReducedPoint:
         """The reduced gradients of a point: all of this rank's, or those of the tied embeddings."""

@@ -20,7 +20,7 @@ from benchmarks.network.islands_cases import (
     IslandsRun,
     first_part,
 )
-from benchmarks.network.islands_report import Found, Pace, compared, dp_pace, framed, local_pace, write
+from benchmarks.network.islands_report import IslandsRow, Pace, compared, dp_pace, framed, local_pace, write
 from benchmarks.network.setups import H100_BF16
 from megatron.compression.outer import RoundSchedule
 from megatron.compression.points import Point
@@ -86,7 +86,8 @@ def test_paces_leave_out_the_first_step_and_the_end(tmp_path: Path) -> None:
     log = _log(tmp_path / "dp", [9.0, 2.0, 3.0, 40.0], [4e6] * 4, {}, "dp-grad")
     assert dp_pace(log, False) == Pace(3.0, 2.0)  # of two hosts
     log = _log(tmp_path / "local", [9.0, 1.0, 2.0, 1.0, 50.0], [0, 0, 6e6, 0, 7e6], {})
-    assert local_pace(log, True, 3) == Pace(pytest.approx(4 / 3), 2.0)
+    found = local_pace(log, True, 3)
+    assert (found.seconds, found.mb) == (pytest.approx(4 / 3), 2.0)
 
 
 def test_the_time_to_the_baselines_loss_measured_and_computed(tmp_path: Path) -> None:
@@ -98,10 +99,10 @@ def test_the_time_to_the_baselines_loss_measured_and_computed(tmp_path: Path) ->
     )
     counted = {"counter": 7.3e7, "ledger": 6.9e7}
     found = [
-        Found.of(BASELINE, 8, 100, base, counted, None),
-        Found.of(ISLANDS, 8, 100, own, counted, None),
-        Found.of(BASELINE, 8, 10, base, counted, (Pace(100.0, 10.0), None)),
-        Found.of(ISLANDS, 8, 10, own, counted, (Pace(150.0, 30.0), Pace(1.0, 1.5))),
+        IslandsRow.of(BASELINE, 8, 100, base, counted, None),
+        IslandsRow.of(ISLANDS, 8, 100, own, counted, None),
+        IslandsRow.of(BASELINE, 8, 10, base, counted, (Pace(100.0, 10.0), None)),
+        IslandsRow.of(ISLANDS, 8, 10, own, counted, (Pace(150.0, 30.0), Pace(1.0, 1.5))),
     ]
     done = compared(found, BASELINE.name)
     assert [one.measured for one in done] == [True, True, False, False]
@@ -111,7 +112,7 @@ def test_the_time_to_the_baselines_loss_measured_and_computed(tmp_path: Path) ->
     assert [60 * (one.goal_minutes or 0) for one in done] == pytest.approx([80, 44, 800, 304])
     assert [one.times for one in done] == pytest.approx([1, 80 / 44, 1, 800 / 304])
     slow = _log(tmp_path / "slow.jsonl", [1.0] * 8, [0] * 8, {8: 4.1})
-    late = compared([done[0], Found.of(ISLANDS, 8, 100, slow, counted, None)], BASELINE.name)
+    late = compared([done[0], IslandsRow.of(ISLANDS, 8, 100, slow, counted, None)], BASELINE.name)
     assert (late[1].after, late[1].times) == (None, None)
     peers = [{"case": "torch", "rate": 100, "seconds": 1.0, "counted_mb": 2.0}]
     text = write(done[:4], peers, tmp_path, BASELINE.name)
