@@ -43,8 +43,11 @@ def test_islands_in_step_are_data_parallelism(prefix: Path, tmp_path: Path, layo
     """Two islands, of one rank, of two replicas with a sharded optimizer, or of two stages that both hold the tied
     embedding, against one world of all replicas."""
     ranks = 1 if layout == "alone" else 2
-    changed = {"shared out": {"use_distributed_optimizer": True}, "stages": {"pipeline_model_parallel_size": 2}}
-    more: dict[str, Any] = dict(changed.get(layout, {}))
+    changed: dict[str, dict[str, Any]] = {
+        "shared out": {"use_distributed_optimizer": True},
+        "stages": {"pipeline_model_parallel_size": 2},
+    }
+    more = changed.get(layout, {})
     flags = {**FP64, **more, "seq_length": 16}
     whole = tmp_path / "whole"
     train(2 * ranks, tiny_flags(prefix, **flags, save=whole, log_json_file=tmp_path / "whole.jsonl"))
