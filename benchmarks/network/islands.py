@@ -98,14 +98,15 @@ class Runner:
 
         return log, self._kept(log, train)
 
-    def paces(self, case: IslandsCase, rate: int | None) -> tuple[Pace, Pace | None]:
+    def paces(self, case: IslandsCase, rate: int | None) -> tuple[Pace | None, Pace | None]:
         """The paces of a case before its first local step and from there on, from a few iterations of each."""
         if not case.has_islands:
             return self._pace(case.spec, case, [case.spec], TIMED, rate, dp_pace), None
+        first: Pace | None = None
         if case.begun_by:
             before = IslandsCase("", case.begun_by)
             first = self._pace(case.begun_by, before, [case.begun_by], TIMED, rate, dp_pace)
-        else:
+        elif case.in_step:
             first = self._pace("in step", IN_STEP, IN_STEP.specs(TIMED), TIMED, rate, dp_pace)
         # A whole round, without the first step and the last one, which brings everything together.
         local = self._pace(
@@ -181,6 +182,7 @@ def rates_of(runner: Runner, rates: Sequence[int], alike: bool) -> list[int]:
     if not alike:
         return list(rates)
     pace, _ = runner.paces(BASELINE, None)
+    assert pace is not None
     found = []
     for rate in rates:
         setup = islands_data(rate)

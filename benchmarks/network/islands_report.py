@@ -85,8 +85,8 @@ class IslandsRow:
     rate: int
     measured: bool
     log: str
-    in_step: float
-    in_step_mb: float
+    in_step: float | None
+    in_step_mb: float | None
     local: float | None
     local_mb: float | None
     counted_mb: float
@@ -106,7 +106,7 @@ class IslandsRow:
         rate: int,
         log: Path,
         counted: dict[str, float],
-        paces: tuple[Pace, Pace | None] | None,
+        paces: tuple[Pace | None, Pace | None] | None,
     ) -> IslandsRow:
         """What a run shows.
 
@@ -122,35 +122,40 @@ class IslandsRow:
         if paces is not None:
             log = _timed_anew(log, begun, first, local, describe(rate))
         curves = read_run(f"run={log}", None)
-        seconds, mb = (None, None) if local is None else (local.seconds, local.mb)
+        (in_step, in_step_mb), (seconds, mb) = (
+            (None, None) if pace is None else (pace.seconds, pace.mb) for pace in (first, local)
+        )
         return IslandsRow(
-            case.name, rate, paces is None, str(log), first.seconds, first.mb, seconds, mb,
+            case.name, rate, paces is None, str(log), in_step, in_step_mb, seconds, mb,
             counted["counter"] / 1e6, counted["ledger"] / 1e6, iterations,
             60 * curves.train[-1].hours, curves.valid[-1].loss,
         )  # fmt: skip
 
     def line(self) -> str:
         """A line of progress."""
-        local = "" if self.local is None else f", then {self.local:.2f} s"
+        paces = ", then ".join(f"{seconds:.2f} s" for seconds in (self.in_step, self.local) if seconds is not None)
         how = "" if self.measured else " (computed)"
         return (
-            f"{describe(self.rate)}: {self.case}: {self.in_step:.2f} s an iteration{local}; {self.minutes:.1f} "
+            f"{describe(self.rate)}: {self.case}: {paces} an iteration; {self.minutes:.1f} "
             f"minutes{how}, validation loss {self.loss:.4f}"
         )
 
 
-def _paces_of(case: IslandsCase, log: Path, begun: int) -> tuple[Pace, Pace | None]:
+def _paces_of(case: IslandsCase, log: Path, begun: int) -> tuple[Pace | None, Pace | None]:
     """The paces of a whole run."""
     with_islands = phases(log, True)
     if not case.has_islands:
         return dp_pace(log, False), None
     first = phases(log, False)[:begun] if case.begun_by else with_islands[:begun]
     first = first[1:] or first
-    rows = with_islands[begun:]
+    # The first local step of a run that begins with one has further work.
+    rows = with_islands[max(begun, 1) :]
+    if not first:
+        return None, _mean(rows)
     return replace(_mean(first), seconds=statistics.median(s for s, _ in first)), _mean(rows)
 
 
-def _timed_anew(log: Path, begun: int, first: Pace, local: Pace | None, name: str) -> Path:
+def _timed_anew(log: Path, begun: int, first: Pace | None, local: Pace | None, name: str) -> Path:
     """Copies a log with the times of another link."""
     target = log.with_name(f"{log.stem}.at-{name}.jsonl")
     lines = []
@@ -158,6 +163,7 @@ def _timed_anew(log: Path, begun: int, first: Pace, local: Pace | None, name: st
         event = json.loads(line)
         if event.get("kind") == "train":
             pace = first if event["iteration"] <= begun or local is None else local
+            assert pace is not None
             event["seconds_per_iteration"] = pace.seconds
         lines.append(json.dumps(event))
     target.write_text("\n".join(lines) + "\n")

@@ -90,6 +90,16 @@ def test_paces_leave_out_the_first_step_and_the_end(tmp_path: Path) -> None:
     assert [found.seconds, found.mb] == pytest.approx([4 / 3, 2.0])
 
 
+def test_a_run_without_steps_in_step_has_one_pace(tmp_path: Path) -> None:
+    case = IslandsCase("local", ISLANDS.spec, 0.0, every=2)
+    log = _log(tmp_path / "log.jsonl", [9.0, 1.0, 2.0, 1.0, 2.0], [0, 4e6, 0, 4e6, 0], {5: 4.0})
+    counted = {"counter": 9e6, "ledger": 8e6}
+    for paces in (None, (None, Pace(1.5, 2.0))):
+        row = IslandsRow.of(case, 5, 100, log, counted, paces)
+        assert (row.in_step, row.in_step_mb, row.local, row.local_mb) == (None, None, 1.5, 2.0)
+        assert ": 1.50 s an iteration; 0." in row.line()
+
+
 def test_the_time_to_the_baselines_loss_measured_and_computed(tmp_path: Path) -> None:
     """Eight iterations of 10 s against two of 20 s and six of 1 s, which have the loss after six; on another link of
     100 s against two of 150 s."""
