@@ -10,7 +10,7 @@ GPU_WORKERS := -n 4 --no-loadscope-reorder
 ARGS ?=
 export PYTHON
 
-.PHONY: help quickstart test test-gpu test-faults lint format bench-train bench-kernels bench-memory bench-cleaning bench-convergence bench-lep bench-generate bench-network bench-gpu bench-time-to-loss clean clean-all
+.PHONY: help quickstart test test-gpu test-faults lint format bench-train bench-kernels bench-memory bench-cleaning bench-convergence bench-lep bench-generate bench-network bench-gpu bench-time-to-loss bench-islands clean clean-all
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -63,6 +63,9 @@ bench-gpu:  ## measure all speeds on a GPU, beside nanoGPT's model and Hugging F
 
 bench-time-to-loss:  ## losses over time on slow links, compressed and not (Linux, root, a quarter of an hour)
 	@$(RUN) --extras test,lint -- -m benchmarks.network.time_to_loss $(ARGS)
+
+bench-islands:  ## islands over a slow link, beside data parallelism and torch DDP's hooks (Linux, root, a quarter of an hour)
+	@$(RUN) --extras test,lint -- -m benchmarks.network.islands $(ARGS)
 
 clean:  ## remove caches, builds and the quickstart's output
 	rm -rf build dist *.egg-info quickstart_out bench_out .pytest_cache .mypy_cache .ruff_cache .hypothesis

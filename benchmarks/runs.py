@@ -33,8 +33,14 @@ def run(command: list[str], log: Path, threads: int = 1) -> None:
         sys.exit(f"error: {' '.join(command[:3])} failed; see {log}\n{log.read_text()[-2000:]}")
 
 
-def prepare(out: Path, train_bytes: int) -> None:
-    """Writes corpus, vocabulary and token files, unless they are there."""
+def prepare(out: Path, train_bytes: int, heldout_bytes: int | None = None) -> None:
+    """Writes corpus, vocabulary and token files, unless they are there.
+
+    Args:
+        out: folder for all of it.
+        train_bytes: text to train on.
+        heldout_bytes: held-out text, of short documents; None for all that there is.
+    """
     data, logs = out / "data", out / "logs"
     if (data / "done").exists():
         return
@@ -43,16 +49,23 @@ def prepare(out: Path, train_bytes: int) -> None:
     vocabulary = ["--vocab-size", str(VOCAB_SIZE), "--output-dir", str(out / "vocabulary")]
     run(["tools/train_vocab.py", "--input", str(source), *vocabulary], logs / "vocabulary.log")
     data.mkdir(parents=True, exist_ok=True)
-    taken = 0
-    with open(source, encoding="utf-8") as lines, open(data / "train.jsonl", "w", encoding="utf-8") as file:
-        for line in lines:
-            if taken < train_bytes:
-                file.write(line)
-                taken += len(line)
-    for part, text in (("train", data / "train.jsonl"), ("heldout", out / "corpus" / "heldout.jsonl")):
+    short = None if heldout_bytes is None else heldout_bytes // 4
+    for part, most, longest in (("train", train_bytes, None), ("heldout", heldout_bytes, short)):
+        text = data / f"{part}.jsonl"
+        _take(out / "corpus" / text.name, text, most, longest)
         files = ["--input", str(text), "--output-prefix", str(data / part)]
         run(["tools/preprocess_data.py", *files, *_tokenizer_flags(out), "--append-eod"], logs / f"{part}.log")
     (data / "done").touch()
+
+
+def _take(source: Path, target: Path, most: int | None, longest: int | None) -> None:
+    """Copies documents, but those that are longer than the longest, until so many characters are taken; None: all."""
+    taken = 0
+    with open(source, encoding="utf-8") as lines, open(target, "w", encoding="utf-8") as file:
+        for line in lines:
+            if (most is None or taken < most) and (longest is None or len(line) <= longest):
+                file.write(line)
+                taken += len(line)
 
 
 def _tokenizer_flags(out: Path) -> list[str]:

@@ -156,53 +156,66 @@ class Lab:
         return found
 
     def run(self, command: Sequence[str], ranks_per_host: int = 1, timeout: float | None = None) -> int:
-        """Runs a Python command on all hosts under torchrun.
+        """Runs a Python command on all hosts under torchrun; returns as ``run_each``."""
+        hosts = range(len(self.rates))
+        return self.run_each([(host, self.node(host, len(hosts), command, ranks_per_host)) for host in hosts], timeout)
+
+    def run_each(self, commands: Sequence[tuple[int, Sequence[str]]], timeout: float | None = None) -> int:
+        """Runs Python on hosts, each with words of its own.
+
+        Args:
+            commands: a host, and what follows Python's name; a host may have several.
+            timeout: seconds after which they are ended.
 
         Returns:
-            0, or the exit status of the first host that failed; 124 after the time-out. The others are ended then.
+            0, or the exit status of the first one that failed; 124 after the time-out. The others are ended then.
         """
-        started: list[subprocess.Popen[bytes]] = []
+        started: list[tuple[int, subprocess.Popen[bytes]]] = []
         try:
-            for index in range(len(self.rates)):
-                started.append(self._start(index, command, ranks_per_host))
-                self._running.append(started[-1])
+            for host, words in commands:
+                process = self._start(host, words)
+                started.append((host, process))
+                self._running.append(process)
             return self._wait(started, timeout)
         finally:
-            _end(started)
-            kill([self.host(index) for index in range(len(started))])
-            for process in started:
+            _end([process for _, process in started])
+            kill([self.host(host) for host in sorted({host for host, _ in started})])
+            for _, process in started:
                 self._running.remove(process)
 
-    def _start(self, index: int, command: Sequence[str], ranks_per_host: int) -> subprocess.Popen[bytes]:
-        where = ["--nnodes", str(len(self.rates)), "--node-rank", str(index), "--nproc-per-node", str(ranks_per_host)]
+    def node(self, number: int, nodes: int, command: Sequence[str], ranks: int) -> list[str]:
+        """The words, after Python's name, that start a node of torchrun whose first one is on the first host."""
+        where = ["--nnodes", str(nodes), "--node-rank", str(number), "--nproc-per-node", str(ranks)]
         where += ["--master-addr", self.address(0), "--master-port", str(PORT)]
         if self.device == "cuda":
-            where += ["--no-python", "sh", "-c", _OWN_HOST, self.host(index), sys.executable, "-u"]
+            where += ["--no-python", "sh", "-c", _OWN_HOST, self.host(number), sys.executable, "-u"]
             command = ["-m" if word == "--module" else word for word in command[:1]] + list(command[1:])
-        torchrun = [sys.executable, "-m", "torch.distributed.run", *where, *command]
+        return ["-m", "torch.distributed.run", *where, *command]
+
+    def _start(self, host: int, words: Sequence[str]) -> subprocess.Popen[bytes]:
         # Hosts have no names, which the rendezvous would warn of once for each connection.
         quiet = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         env = {**quiet, **os.environ, "GLOO_SOCKET_IFNAME": "eth0", "TP_SOCKET_IFNAME": "eth0"}
         if self.device == "cuda":
             env = {"NCCL_BUFFSIZE": NCCL_BUFFER, **env, **NCCL}
-        words = ["ip", "netns", "exec", self.host(index), *torchrun]
+        command = ["ip", "netns", "exec", self.host(host), sys.executable, *words]
         if self.limits:
-            words = ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(self.limits[index].members), *words]
-        return subprocess.Popen(words, env=env, start_new_session=True)
+            command = ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(self.limits[host].members), *command]
+        return subprocess.Popen(command, env=env, start_new_session=True)
 
-    def _wait(self, started: Sequence[subprocess.Popen[bytes]], timeout: float | None) -> int:
+    def _wait(self, started: Sequence[tuple[int, subprocess.Popen[bytes]]], timeout: float | None) -> int:
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         failed: int | None = None
         while True:
-            codes = [process.poll() for process in started]
-            index, bad = next(((index, code) for index, code in enumerate(codes) if code), (0, None))
+            codes = [process.poll() for _, process in started]
+            host, bad = next(((host, code) for (host, _), code in zip(started, codes, strict=True) if code), (0, None))
             if bad is not None and failed is None:
                 failed = bad if bad > 0 else 128 - bad
-                kill([self.host(index)])  # ranks that outlive their torchrun would keep the others waiting
+                kill([self.host(host)])  # ranks that outlive their torchrun would keep the others waiting
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
                 if None in codes:
                     say(
-                        f"host {index} ended with status {failed}; waiting up to "
+                        f"host {host} ended with status {failed}; waiting up to "
                         f"{max(deadline - time.monotonic(), 0):.0f} s for the others"
                     )
             if None not in codes:

@@ -86,6 +86,15 @@ def radius_data() -> Setup:
     return Setup("Radius 200 Gb/s", sent / 200e9 / compute, arithmetic)
 
 
+def islands_data(rate: float) -> Setup:
+    """SparseLoCo's 1B model on one H100 an island, 256 sequences of 2,048 tokens a step: gradients of two in bf16."""
+    parameters, tokens = 1e9, 256 * 2048
+    compute = 6 * parameters * tokens / H100_BF16
+    sent = parameters * 2 * 8
+    arithmetic = f"an iteration: {sent / 8e9:.1f} GB in {sent / rate:.0f} s, computed in {compute:.1f} s"
+    return Setup(f"H100 with {rate / 1e6:g} Mb/s", sent / rate / compute, arithmetic)
+
+
 def mixtral_experts() -> list[Setup]:
     """Mixtral 8x7B on eight nodes of eight H100, an expert of each layer on a node, tensor-parallel inside; a link of
     each GPU. Per layer and token: four legs of two rows of 4,096 fp32 numbers, 7/8 of them to other nodes."""

@@ -13,7 +13,9 @@ from megatron.topology.errors import CommunicationError, reason
 from megatron.topology.group import Group
 
 
-def group_apart(store: dist.Store, members: Sequence[int], own: int, name: str, seconds: float) -> Group:
+def group_apart(
+    store: dist.Store, members: Sequence[int], own: int, name: str, seconds: float, address: str | None = None
+) -> Group:
     """Makes a group that torch's world knows nothing of; a failure in it leaves the world as it is.
 
     Args:
@@ -22,6 +24,7 @@ def group_apart(store: dist.Store, members: Sequence[int], own: int, name: str, 
         own: this one's number.
         name: name of the group.
         seconds: longest time of making it, and of everything in it.
+        address: address of this machine at which the others reach this process; None for gloo's own choice.
 
     Raises:
         CommunicationError: when a member does not come.
@@ -34,9 +37,21 @@ def group_apart(store: dist.Store, members: Sequence[int], own: int, name: str, 
     store.set_timeout(timeout)
     made: Any = dist.ProcessGroup(store, rank, len(ranks))
     try:
-        backend = dist.ProcessGroupGloo(store, rank, len(ranks), timeout)
+        backend = _gloo(store, rank, len(ranks), timeout, address)
     except RuntimeError as error:
         raise CommunicationError(f"{name} ({', '.join(map(str, ranks))}) do not meet: {reason(error)}") from error
     made._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     made._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
     return Group(made, ranks, rank, name, "gloo")
+
+
+def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta, address: str | None) -> Any:
+    """Gloo at an address; left to itself it takes GLOO_SOCKET_IFNAME, or the address that this machine's name resolves
+    to, which on many machines is one that others do not reach."""
+    gloo: Any = dist.ProcessGroupGloo
+    if address is None:
+        return gloo(store, rank, size, timeout)
+    options = gloo._Options()
+    options._timeout = timeout
+    options._devices = [gloo.create_device(hostname=address)]
+    return gloo(store, rank, size, options)

@@ -265,7 +265,7 @@ class Islands:
     def group_of(self, members: Sequence[int], key: str, seconds: float) -> Group:
         """A group of this rank on some islands."""
         store = dist.PrefixStore(f"{key}/{self.rank}", self.place.box)
-        return group_apart(store, members, self.island, "islands", seconds)
+        return group_apart(store, members, self.island, "islands", seconds, self.place.own_address())
 
     def settle(self, key: str, members: Sequence[int], failed: bool) -> bool:
         """Decides with the other members whether an attempt counts; the same on all of them.

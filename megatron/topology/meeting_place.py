@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -27,14 +30,25 @@ T = TypeVar("T")
 
 
 def serve(host: str, port: int) -> dist.TCPStore:
-    """Serves a meeting place; port 0 takes a free one.
+    """Serves a meeting place at an address of this machine, and at no other; port 0 takes a free one.
 
     Raises:
         CommunicationError: when the address cannot be used.
     """
     try:
-        return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
-    except (RuntimeError, ValueError) as error:
+        # Left to itself, the store listens at every address.
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listening = socket.create_server(address[:2], family=family, backlog=socket.SOMAXCONN)
+        bound = listening.getsockname()[1]
+        return dist.TCPStore(
+            host,
+            bound,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=30),
+            master_listen_fd=listening.detach(),
+        )
+    except (OSError, RuntimeError, ValueError) as error:
         raise CommunicationError(
             f"the islands' meeting place cannot be at {host}:{port}: {first_line(error)}"
         ) from error
@@ -55,7 +69,7 @@ class MeetingPlace:
     """
 
     def __init__(self, host: str, port: int, seconds: float) -> None:
-        self.where = f"{host}:{port}"
+        self.where, self._address = f"{host}:{port}", (host, port)
         try:
             self._tcp = dist.TCPStore(
                 host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds)
@@ -69,6 +83,20 @@ class MeetingPlace:
         self.box: dist.Store = self.root
         self._stop = threading.Event()
         self._beats: threading.Thread | None = None
+
+    def own_address(self) -> str | None:
+        """The address of this machine from which the place is reached, by which others reach this process.
+
+        None where that says nothing: the place is served at every address; or the user has chosen an interface.
+        """
+        if os.environ.get("GLOO_SOCKET_IFNAME"):
+            return None
+        family, *_, address = socket.getaddrinfo(*self._address, type=socket.SOCK_DGRAM)[0]
+        if ipaddress.ip_address(address[0]).is_unspecified:
+            return None
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # which sends nothing
+            return str(probe.getsockname()[0])
 
     def reading(self, call: Callable[[], T]) -> T:
         """Runs a call of the store.

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ import pytest
 from megatron.base.errors import UserError
 from megatron.topology import islands as membership
 from megatron.topology.decision import ABSURD, Arrival, Decision, judge
+from megatron.topology.errors import CommunicationError
 from megatron.topology.islands import Islands, QuorumError
 from megatron.topology.meeting_place import MeetingPlace, serve
 
@@ -45,6 +49,51 @@ def _together(*calls: Callable[[], Any]) -> list[Any]:
     for thread in threads:
         thread.join(30)
     return found
+
+
+def test_the_meeting_place_listens_at_its_own_address_alone() -> None:
+    store = serve("127.0.0.2", 0)
+    with socket.create_connection(("127.0.0.2", store.port), 5):
+        pass
+    for other in ("127.0.0.1", "127.0.0.3"):
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((other, store.port), 5)
+    MeetingPlace("127.0.0.2", store.port, 10.0).put("key", 1)
+    with pytest.raises(CommunicationError, match=rf"cannot be at 127\.0\.0\.2:{store.port}: .*in use"):
+        serve("127.0.0.2", store.port)
+    with pytest.raises(CommunicationError, match=r"cannot be at 192\.0\.2\.1:0: .*assign requested address"):
+        serve("192.0.2.1", 0)  # of documentation; no machine's
+    with pytest.raises(CommunicationError, match=r"cannot be at no-such-host\.invalid:0: "):
+        serve("no-such-host.invalid", 0)
+
+
+def _listening() -> set[str]:
+    """The addresses at which this process's sockets listen (IPv4)."""
+    links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
+    own = [row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in links]
+    return {socket.inet_ntoa(bytes.fromhex(address)[::-1]) for address in own}
+
+
+def test_islands_talk_over_the_address_that_reaches_the_meeting_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever this machine's name resolves to; GLOO_SOCKET_IFNAME decides where it is set, and gloo does where the
+    place is served at every address."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    store = serve("127.0.0.4", 0)
+    place, other = (MeetingPlace("127.0.0.4", store.port, 10.0) for _ in range(2))
+    assert place.own_address() == "127.0.0.1"  # the kernel's choice for every address of loopback
+    monkeypatch.setattr(MeetingPlace, "own_address", lambda self: "127.0.0.5")
+    before = _listening()
+    pair = [Islands(at, number, 2, 2, 5.0, 5.0, None) for number, at in enumerate((place, other))]
+    groups = _together(*(lambda i=i: i.group_of((0, 1), "pair", 5.0) for i in pair))
+    assert _listening() - before == {"127.0.0.5"}
+    assert [group.size for group in groups] == [2, 2]
+    monkeypatch.undo()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert place.own_address() is None
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    everywhere = serve("0.0.0.0", 0)
+    assert MeetingPlace("0.0.0.0", everywhere.port, 10.0).own_address() is None
 
 
 def test_differences_that_are_not_finite_or_absurd_are_left_out() -> None:

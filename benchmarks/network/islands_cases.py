@@ -1,0 +1,150 @@
+"""Cases of the benchmark of islands: what trains over two hosts, and the commands of a run on each of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks import REPO, runs
+from benchmarks.convergence import MODEL
+from benchmarks.lab.hosts import Lab
+from megatron.config.islands import file_of
+
+HOSTS = 2
+STAGES = 2
+"""Ranks of a host, each a pipeline stage."""
+MICRO_BATCHES = 2
+EVERY = 30
+"""Local steps of a round, those of SparseLoCo apart."""
+PLACE_PORT = 29600
+
+SHAPE: dict[str, Any] = {
+    "num-layers": 6,
+    "hidden-size": 256,
+    "num-attention-heads": 4,
+    "seq-length": 64,
+    "max-position-embeddings": 64,
+    "untie-embeddings-and-output-weights": True,
+    "micro-batch-size": 1,
+    "global-batch-size": HOSTS * MICRO_BATCHES,
+    "pipeline-model-parallel-size": STAGES,
+    "lr": 1e-3,
+    "min-lr": 1e-4,
+    "lr-warmup-iters": 20,
+    "adam-beta2": 0.95,
+    "log-interval": 1,
+    "seed": 1,
+}
+"""Two micro-batches of 64 tokens on each host: a sum at each step then takes far longer than the computation."""
+
+
+@dataclass(frozen=True)
+class IslandsCase:
+    """Training over two hosts.
+
+    Args:
+        name: name in the tables.
+        spec: spec of ``--compress``, for islands without ``warmup``.
+        in_step: share of a run in which islands go in step; None for data parallelism over both hosts, one world.
+        begun_by: spec of a run of data parallelism that takes the place of the steps in step; empty for none.
+        every: iterations of a round.
+    """
+
+    name: str
+    spec: str
+    in_step: float | None = None
+    begun_by: str = ""
+    every: int = EVERY
+
+    @property
+    def has_islands(self) -> bool:
+        return self.in_step is not None
+
+    def steps_in_step(self, iterations: int) -> int:
+        """Iterations before the first local one, of a run of so many."""
+        return math.ceil((1.0 if self.in_step is None else self.in_step) * iterations)
+
+    def specs(self, iterations: int) -> list[str]:
+        """Specs of a whole run."""
+        return [f"{self.spec},warmup={self.steps_in_step(iterations)}" if self.has_islands else self.spec]
+
+
+BASELINE = IslandsCase("DP, bf16", "dp-grad=cast")
+_FOUR_BITS = f"outer=fixpoint,bits=4,every={EVERY}"
+IN_STEP = IslandsCase("in step", f"outer=identity,every={EVERY}", 1.0)
+"""The exact steps that islands begin with, which are the same in all cases."""
+CASES = (
+    BASELINE,
+    IslandsCase("DP, PowerSGD of rank 16", "dp-grad=powersgd,rank=16"),
+    IslandsCase("DiLoCo, exact, 1/3 in step", f"outer=identity,outer-preset=diloco,every={EVERY}", 1 / 3),
+    IslandsCase("4 bits, 5% in step", _FOUR_BITS, 0.05),
+    IslandsCase("4 bits, none in step", _FOUR_BITS, 0.0),
+    IslandsCase("4 bits, 1/3 by DP, PowerSGD", _FOUR_BITS, 1 / 3, "dp-grad=powersgd,rank=4"),
+    IslandsCase("streaming, 4 bits, 5% in step", "outer=fixpoint,bits=4,outer-preset=streaming", 0.05),
+    IslandsCase(
+        "SparseLoCo, 64 of 4,096 at 2 bits, 5% in step", "outer=chunked-topk,outer-preset=sparseloco", 0.05, every=15
+    ),
+)
+
+
+@dataclass(frozen=True)
+class IslandsRun:
+    """A run of a case, or a part of one.
+
+    Args:
+        case: what is trained.
+        iterations: iterations of the run.
+        log: file of its records.
+        text: folder of the text.
+        values: further flags, which override the usual ones.
+        specs: specs of ``--compress``; None for the case's own.
+    """
+
+    case: IslandsCase
+    iterations: int
+    log: Path
+    text: Path
+    values: dict[str, Any]
+    specs: tuple[str, ...] | None = None
+
+    def words(self) -> list[str]:
+        """The command line of ``pretrain_gpt.py``."""
+        values = {**MODEL, **SHAPE, "train-iters": self.iterations, **self.values}
+        values["lr-warmup-iters"] = min(values["lr-warmup-iters"], self.iterations - 1)
+        specs = self.case.specs(self.iterations) if self.specs is None else self.specs
+        return [str(REPO / "pretrain_gpt.py"), *runs.flags(values, specs, self.text, self.log)]
+
+    def logs(self) -> list[Path]:
+        """The logs that it writes, the first one first."""
+        return [Path(file_of(str(self.log), k)) for k in range(HOSTS)] if self.case.has_islands else [self.log]
+
+    def commands(self, lab: Lab) -> list[tuple[int, Sequence[str]]]:
+        """What each host runs: an island; or, of one world, a replica, whose gradients alone use the link."""
+        words = self.words()
+        if not self.case.has_islands:
+            # Ranks count replicas fastest, and stages of a replica are on one host.
+            ranks = HOSTS * STAGES
+            return [(rank % HOSTS, lab.node(rank, ranks, words, 1)) for rank in range(ranks)]
+        place = f"{lab.address(0)}:{PLACE_PORT}"
+        launcher = [str(REPO / "tools" / "launch.py"), "--standalone", f"--nproc-per-node={STAGES}"]
+        launcher += [f"--islands={HOSTS}"]
+        return [
+            (k, [*launcher, f"--island={k}", f"--{'islands-address' if k else 'serve-islands'}={place}", *words])
+            for k in range(HOSTS)
+        ]
+
+
+def first_part(run: IslandsRun, folder: Path) -> tuple[IslandsRun, IslandsRun]:
+    """The parts of a run that data parallelism begins: that one, which saves to a folder, and the islands' own."""
+    case, begun = run.case, run.case.steps_in_step(run.iterations)
+    saved = {**run.values, "save": folder, "exit-interval": begun}
+    before = replace(case, in_step=None, spec=case.begun_by)
+    log = run.log.with_name(f"{run.log.stem}.begun.jsonl")
+    # The learning rate is the whole run's.
+    return (
+        replace(run, case=before, log=log, values=saved),
+        replace(run, values={**run.values, "load": folder}),
+    )

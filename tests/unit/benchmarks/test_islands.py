@@ -1,0 +1,149 @@
+"""The benchmark of islands: what it runs where, and what it makes of the logs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.lab.hosts import FRAME, Lab
+from benchmarks.network.islands import Runner, rates_of
+from benchmarks.network.islands_cases import (
+    BASELINE,
+    CASES,
+    HOSTS,
+    IN_STEP,
+    STAGES,
+    IslandsCase,
+    IslandsRun,
+    first_part,
+)
+from benchmarks.network.islands_report import IslandsRow, Pace, compared, dp_pace, framed, local_pace, write
+from benchmarks.network.setups import H100_BF16
+from megatron.compression.outer import RoundSchedule
+from megatron.compression.points import Point
+from megatron.compression.schedule import RunLength
+from megatron.config.flags import parse_args
+from megatron.topology.layout import Layout
+
+ITERATIONS = 240
+ISLANDS = IslandsCase("islands", "outer=fixpoint,bits=4,every=2", 0.25, every=2)
+
+
+def _run(case: IslandsCase, folder: Path) -> IslandsRun:
+    return IslandsRun(case, ITERATIONS, folder / "log.jsonl", folder, {"eval-iters": 1})
+
+
+@pytest.mark.parametrize("case", [*CASES, IN_STEP], ids=lambda case: case.name)
+def test_every_case_is_a_run_that_can_be_had(case: IslandsCase, tmp_path: Path) -> None:
+    """Its flags resolve, it goes in step for its share, and a round fits into what is left."""
+    parts = first_part(_run(case, tmp_path), tmp_path / "saved") if case.begun_by else (_run(case, tmp_path),)
+    for part in parts:
+        words = [word for word in part.words()[1:] if "_text_document" not in word and "/vocabulary/" not in word]
+        words = [word for word in words if word not in ("--vocab-file", "--merge-file")]
+        words[words.index("GPT2BPETokenizer")] = "NullTokenizer"
+        words += ["--vocab-size", "64"]
+        words += ["--islands", "2", "--island", "1", "--islands-address", "h:1"] if part.case.has_islands else []
+        world = STAGES if part.case.has_islands else HOSTS * STAGES
+        config = parse_args(words).resolve(world, cuda_available=False)
+        if not part.case.has_islands:
+            continue
+        spec = config.compression.specs(RunLength(ITERATIONS, None))[Point.OUTER]
+        assert spec.activation.warmup_iters == case.steps_in_step(ITERATIONS)
+        assert spec.outer.every == case.every
+        if case is not IN_STEP:
+            assert RoundSchedule(spec.outer, case.steps_in_step(ITERATIONS), ITERATIONS).rounds >= 5
+
+
+def test_only_sums_of_gradients_use_the_link(tmp_path: Path) -> None:
+    """Of one world each replica is on one host; of islands each is."""
+    lab = Lab([None] * HOSTS)
+    commands = _run(BASELINE, tmp_path).commands(lab)
+    layout = Layout(pp=STAGES, dp=HOSTS)
+    assert [words[words.index("--node-rank") + 1] for _, words in commands] == ["0", "1", "2", "3"]
+    assert all(len({commands[rank][0] for rank in ranks}) == 1 for ranks in layout.pp_groups())
+    assert all(len({commands[rank][0] for rank in ranks}) == HOSTS for ranks in layout.dp_groups())
+    (first, serves), (second, finds) = _run(CASES[-1], tmp_path).commands(lab)
+    assert (first, second) == (0, 1)
+    assert "--serve-islands=10.77.0.1:29600" in serves
+    assert "--islands-address=10.77.0.1:29600" in finds
+
+
+def _log(path: Path, seconds: list[float], sent: list[float], losses: dict[int, float], point: str = "outer") -> Path:
+    lines: list[dict[str, Any]] = []
+    for number, (one, wire) in enumerate(zip(seconds, sent, strict=True), 1):
+        comm = {point: {"wire_bytes": wire}} if wire else {}
+        lines.append({"kind": "train", "iteration": number, "lm_loss": 5.0, "seconds_per_iteration": one, "comm": comm})
+        if number in losses:
+            lines.append({"kind": "validation", "iteration": number, "lm_loss": losses[number]})
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    return path
+
+
+def test_paces_leave_out_the_first_step_and_the_end(tmp_path: Path) -> None:
+    log = _log(tmp_path / "dp", [9.0, 2.0, 3.0, 40.0], [4e6] * 4, {}, "dp-grad")
+    assert dp_pace(log, False) == Pace(3.0, 2.0)  # of two hosts
+    log = _log(tmp_path / "local", [9.0, 1.0, 2.0, 1.0, 50.0], [0, 0, 6e6, 0, 7e6], {})
+    found = local_pace(log, True, 3)
+    assert [found.seconds, found.mb] == pytest.approx([4 / 3, 2.0])
+
+
+def test_a_run_without_steps_in_step_has_one_pace(tmp_path: Path) -> None:
+    case = IslandsCase("local", ISLANDS.spec, 0.0, every=2)
+    log = _log(tmp_path / "log.jsonl", [9.0, 1.0, 2.0, 1.0, 2.0], [0, 4e6, 0, 4e6, 0], {5: 4.0})
+    counted = {"counter": 9e6, "ledger": 8e6}
+    for paces in (None, (None, Pace(1.5, 2.0))):
+        row = IslandsRow.of(case, 5, 100, log, counted, paces)
+        assert (row.in_step, row.in_step_mb, row.local, row.local_mb) == (None, None, 1.5, 2.0)
+        assert ": 1.50 s an iteration; 0." in row.line()
+
+
+def test_the_time_to_the_baselines_loss_measured_and_computed(tmp_path: Path) -> None:
+    """Eight iterations of 10 s against two of 20 s and six of 1 s, which have the loss after six; on another link of
+    100 s against two of 150 s."""
+    base = _log(tmp_path / "base.jsonl", [10.0] * 8, [2e7] * 8, {4: 5.0, 8: 4.0}, "dp-grad")
+    own = _log(
+        tmp_path / "own.jsonl", [20.0] * 2 + [1.0] * 6, [3e7, 3e7, 0, 3e6, 0, 3e6, 0, 3e6], {4: 4.5, 6: 4.0, 8: 3.9}
+    )
+    counted = {"counter": 7.3e7, "ledger": 6.9e7}
+    found = [
+        IslandsRow.of(BASELINE, 8, 100, base, counted, None),
+        IslandsRow.of(ISLANDS, 8, 100, own, counted, None),
+        IslandsRow.of(BASELINE, 8, 10, base, counted, (Pace(100.0, 10.0), None)),
+        IslandsRow.of(ISLANDS, 8, 10, own, counted, (Pace(150.0, 30.0), Pace(1.0, 1.5))),
+    ]
+    done = compared(found, BASELINE.name)
+    assert [one.measured for one in done] == [True, True, False, False]
+    assert [(one.in_step, one.local) for one in done[:2]] == [(10.0, None), (20.0, 1.0)]
+    assert (done[0].in_step_mb, done[1].in_step_mb, done[1].local_mb) == (10.0, 30.0, 1.5)
+    assert [one.after for one in done] == [8, 6, 8, 6]
+    assert [60 * (one.goal_minutes or 0) for one in done] == pytest.approx([80, 44, 800, 304])
+    assert [one.times for one in done] == pytest.approx([1, 80 / 44, 1, 800 / 304])
+    slow = _log(tmp_path / "slow.jsonl", [1.0] * 8, [0] * 8, {8: 4.1})
+    late = compared([done[0], IslandsRow.of(ISLANDS, 8, 100, slow, counted, None)], BASELINE.name)
+    assert (late[1].after, late[1].times) == (None, None)
+    peers = [{"case": "torch", "rate": 100, "seconds": 1.0, "counted_mb": 2.0}]
+    text = write(done[:4], peers, tmp_path, BASELINE.name)
+    assert text.count("| measured |") == text.count("| computed |") == 2
+    assert (tmp_path / "table.md").read_text() == text + "\n"
+    assert json.loads((tmp_path / "rows.json").read_text())["rows"][1]["after"] == 6
+    assert (tmp_path / "islands-100bit.png").stat().st_size > 10_000
+    assert framed(1448.0) == FRAME + 33
+
+
+def test_links_as_slow_as_those_of_a_published_system(tmp_path: Path) -> None:
+    """An H100 takes 160 s for what it computes in 7.95 s; so here 10 MB take 20 times as long as half a second."""
+
+    class Still(Runner):
+        def __init__(self) -> None:
+            pass
+
+        def paces(self, case: IslandsCase, rate: int | None) -> tuple[Pace, Pace | None]:
+            assert (case, rate) == (BASELINE, None)
+            return Pace(0.5, 10.0), None
+
+    ratio = 160 / (6e9 * 256 * 2048 / H100_BF16)
+    assert rates_of(Still(), [10**8], True) == [int(80e6 / (ratio * 0.5))]
+    assert rates_of(Still(), [10**8, 10**7], False) == [10**8, 10**7]
