@@ -70,7 +70,7 @@ class Rounds:
     def before_step(self, iteration: int) -> None:
         """Takes the anchor before the first local step (0-based)."""
         if self.schedule.local(iteration) and not self.sync.outer.begun:
-            self.sync.outer.begin()
+            self.sync.begin()
 
     def after_step(self, done: int, loss: float) -> bool:
         """Does what is due after ``done`` iterations of the run.

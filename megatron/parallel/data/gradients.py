@@ -121,6 +121,8 @@ class GradientSync:
         # Decided for the whole mesh, not for this stage: all ranks ask, or none.
         points = (point for point in (Point.DP_GRAD, Point.EMBED_GRAD) if self.plan.on(point, iteration))
         self._asks = any(self.plan.rounds(point).finalizes for point in points)
+        # What the compressor of islands keeps must not take a gradient in that is not finite.
+        self._asks |= self.joint.on and self.joint.compressed
         for reducer in self.reducers:
             reducer.begin(iteration, scale, self._asks)
         for tied in self.ties:
@@ -210,7 +212,7 @@ class GradientSync:
         for tied in self.ties if all_finite else ():
             own = tied.buffer.grads_of(tied.bucket)[own_share(tied.bucket, self.group, self.sharded)]
             tied.sync.all_reduce(own, tied.shape, self._scale)
-        if self.joint.on and all_finite:
+        if self.joint.on and not self.joint.compressed and all_finite:
             self._add_islands()
         self.controllers.after_reduction(self._iteration, self._scale, all_finite, self._reduced)
         return all_finite
