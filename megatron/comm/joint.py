@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch import Tensor
 
 from megatron.comm.ledger import Ledger
@@ -17,12 +20,13 @@ class JointSteps:
         count: number of islands.
         steps: synchronous steps at the beginning of the run.
         ledger: where the bytes are counted.
+        compressed: gradients are summed by the compressor of ``OUTER`` (``OuterSync.sum_gradients``), not here.
 
     ``group`` is this rank of all islands, once they have met; None where they do not go in step.
     """
 
-    def __init__(self, count: int, steps: int, ledger: Ledger) -> None:
-        self.count, self.steps, self.ledger = count, steps, ledger
+    def __init__(self, count: int, steps: int, ledger: Ledger, compressed: bool = False) -> None:
+        self.count, self.steps, self.ledger, self.compressed = count, steps, ledger, compressed
         self.group: Group | None = None
         self.on = False
 
@@ -45,11 +49,21 @@ class JointSteps:
             return
         group = self.group
         assert group is not None
-        try:
+        with self.together():
             pending = [group.all_reduce(x) for x in tensors]
             for one in pending:
                 self.ledger.sent(point, one.sent_bytes)
                 self.ledger.wait(point, one)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Says what it means when communication with other islands fails in such a step.
+
+        Raises:
+            CommunicationError: when an island is gone.
+        """
+        try:
+            yield
         except CommunicationError as error:
             raise CommunicationError(
                 "an island is gone while they go in step, so this one ends, too; start all of them again from their "

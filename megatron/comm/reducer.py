@@ -170,15 +170,16 @@ class GradReducer:
                 shapes.setdefault(place.shape, []).append(place)
         return [Unit(tuple(places)) for places in shapes.values()]
 
-    def begin(self, iteration: int, scale: float, checks: bool = False) -> None:
+    def begin(self, iteration: int, scale: float, checks: bool = False, early: bool = False) -> None:
         """Begins a step.
 
         Args:
             iteration: 0-based.
             scale: the loss scale that its gradients carry.
             checks: look whether the local gradients are finite (``finite``).
+            early: compress, whether or not the point's warm-up has ended.
         """
-        self._on = self.plan.on(self.point, iteration)
+        self._on = early or self.plan.on(self.point, iteration)
         self._scale = scale
         self._checks = checks
         self._finite = []

@@ -53,6 +53,9 @@ class OuterOptions:
     fragments: int = opt(1, "parts of the model that take turns within a round", minimum=1, maximum=MOST_FRAGMENTS)
     delay: int = opt(0, "steps that a transfer has, while training goes on", minimum=0, maximum=_LONGEST)
     mixing: float = opt(0.0, "share of an island's own values in what it goes on with", minimum=0, below=1)
+    in_step: Literal["exact", "compressed"] = opt(
+        "exact", "how gradients are summed over islands during warmup: exactly, or by the point's compressor"
+    )
     offload: bool = opt(False, "keep anchor and momentum in the memory of the CPU")
 
     def __post_init__(self) -> None:

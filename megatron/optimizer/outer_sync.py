@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan
+from megatron.compression.error_feedback import RESIDUAL
 from megatron.compression.outer import OuterOptions
 from megatron.compression.points import Point
 from megatron.compression.state import CompressorState
@@ -117,11 +118,46 @@ class OuterSync:
         with self.ledger.encoding(Point.OUTER):
             for place in fragment.places:
                 self.outer.difference(place.index, fragment.part(place))
+        self._put_together(fragment)
+
+    def _put_together(self, fragment: Fragment) -> None:
+        """Makes what replicas hold of a fragment whole."""
         if not self.optimizer.sharded:
             return
         for bucket in fragment.buckets:
             # Each number is one replica's, and the others' is zero: the sum is exact.
             self._wait(bucket.buffer.group.all_reduce(bucket.reduced.flat))
+
+    @torch.no_grad()
+    def sum_gradients(self, group: Group, iteration: int, scale: float) -> None:
+        """Sums the gradients of a step that islands take as one, by the point's compressor.
+
+        Args:
+            group: this rank of all islands.
+            iteration: 0-based.
+            scale: the loss scale that the gradients carry.
+
+        Raises:
+            CommunicationError: when an island is gone.
+        """
+        for number, fragment in enumerate(self.fragments):
+            self.allocate(number)
+            for place in fragment.places:
+                fragment.part(place).copy_(place.shard.grad)
+            self._put_together(fragment)
+            fragment.reducer.group = group
+            fragment.reducer.begin(iteration, scale, early=True)
+            fragment.reducer.exchange()
+            self.settle(number, 1)
+            for place in fragment.places:
+                place.shard.grad.copy_(fragment.part(place))
+            self.free(number)
+
+    def begin(self) -> None:
+        """Begins local steps: takes the anchor. What compressors have kept of gradients is none of differences."""
+        self.outer.begin()
+        for state in self.states():
+            state.tensors.pop(RESIDUAL, None)
 
     def allocate(self, number: int) -> None:
         """Gives a fragment memory for its differences."""

@@ -182,7 +182,7 @@ def build_engines(
     ledger = Ledger(clock := clock_of(topology.device), build_traces(config.logging, topology, clock))
     specs = config.compression.specs(length or RunLength(config.training.planned_iters))
     plan = CompressionPlan(specs, topology.coordinates.pp, layout.pp)
-    joint = JointSteps(config.islands.islands, plan.activation(Point.OUTER).warmup_iters, ledger)
+    joint = _build_joint(config, plan, ledger)
     comm = _tensor_comm(config, topology, ledger, plan)
     stages = _build_stages(config, topology, vocab_size, comm)
     torch_ddp = parallel.ddp_impl == "torch" and layout.dp > 1
@@ -222,6 +222,13 @@ def build_engines(
         joint=joint,
         outer=_build_outer(config, topology, stages, buffers, optimizer, plan),
     )
+
+
+def _build_joint(config: RunConfig, plan: CompressionPlan, ledger: Ledger) -> JointSteps:
+    """The steps that all islands take as one."""
+    steps, outer = plan.activation(Point.OUTER).warmup_iters, plan.specs.get(Point.OUTER)
+    compressed = outer is not None and outer.outer.in_step == "compressed"
+    return JointSteps(config.islands.islands, steps, ledger, compressed)
 
 
 def _tensor_comm(config: RunConfig, topology: Topology, ledger: Ledger, plan: CompressionPlan) -> TensorComm:

@@ -75,7 +75,7 @@ class Rounds:
     def before_step(self, iteration: int) -> None:
         """Takes the anchor before the first local step (0-based)."""
         if self.schedule.local(iteration) and not self.sync.outer.begun:
-            self.sync.outer.begin()
+            self.sync.begin()
 
     @property
     def apart(self) -> bool:

@@ -180,7 +180,7 @@ def train_step(
     samples = len(batches) * engines.topology.layout.dp * engines.joint.islands * config.training.micro_batch_size
     global_batch_size = samples // engines.joint.islands * engines.joint.count
     expected = None if config.model.counts_before else samples * config.model.labels_of(length)
-    losses, all_finite = _reduce(engines, last_chunk, expected, timers)
+    losses, all_finite = _reduce(engines, last_chunk, iteration, expected, timers)
     with ledger.computing(), timers("optimizer", level=1), ledger.span("optimizer"):
         totals = engines.optimizer.step(
             losses,
@@ -215,13 +215,21 @@ def train_step(
 
 
 def _reduce(
-    engines: Engines, last_chunk: ChunkProgram, expected: int | None, timers: Timers
+    engines: Engines, last_chunk: ChunkProgram, iteration: int, expected: int | None, timers: Timers
 ) -> tuple[dict[str, tuple[float, float]], bool]:
-    """Reduces the gradients; returns this rank's losses, and what ``GradientSync.finish`` does."""
+    """Reduces the gradients, also over islands that go in step; returns this rank's losses, and what
+    ``GradientSync.finish`` does."""
     reduction = "grads-reduce-scatter" if engines.optimizer.sharded else "grads-all-reduce"
     with engines.ledger.computing(), timers(reduction, level=1):
         losses = _reported(engines, last_chunk)
-        return losses, engines.sync.finish(sum(count for _, count in losses.values()), expected)
+        all_finite = engines.sync.finish(sum(count for _, count in losses.values()), expected)
+        joint = engines.joint
+        if all_finite and joint.on and joint.compressed:
+            assert engines.outer is not None
+            assert joint.group is not None
+            with joint.together():
+                engines.outer.sum_gradients(joint.group, iteration, engines.optimizer.loss_scale.scale)
+        return losses, all_finite
 
 
 def _reported(engines: Engines, last_chunk: ChunkProgram) -> dict[str, tuple[float, float]]:

@@ -38,7 +38,7 @@ def _close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], limit: 
         torch.testing.assert_close(x, other[name], rtol=limit, atol=limit, msg=name)
 
 
-IN_STEP: dict[str, dict[str, Any]] = {
+LAYOUTS: dict[str, dict[str, Any]] = {
     "a process": {},
     "sharded replicas": {"use_distributed_optimizer": True},
     "replicas": {},
@@ -46,11 +46,14 @@ IN_STEP: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("layout", IN_STEP)
-def test_islands_in_step_are_data_parallelism(prefix: Path, tmp_path: Path, layout: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "by"),
+    [*((layout, "exact") for layout in LAYOUTS), ("sharded replicas", "compressed"), ("replicas", "compressed")],
+)
+def test_islands_in_step_are_data_parallelism(prefix: Path, tmp_path: Path, layout: str, by: str) -> None:
     """Two islands, of one rank or of two, against one world of all replicas."""
     ranks = 1 if layout == "a process" else 2
-    flags = {**FP64, **IN_STEP[layout], "seq_length": 16}
+    flags = {**FP64, **LAYOUTS[layout], "seq_length": 16}
     whole = tmp_path / "whole"
     train(2 * ranks, tiny_flags(prefix, **flags, save=whole, log_json_file=tmp_path / "whole.jsonl"))
     together = tiny_flags(
@@ -58,7 +61,7 @@ def test_islands_in_step_are_data_parallelism(prefix: Path, tmp_path: Path, layo
         **flags,
         save=tmp_path / "islands",
         log_json_file=tmp_path / "log.jsonl",
-        compress=["outer=identity,every=1,warmup=1.0"],
+        compress=[f"outer=identity,in-step={by},every=1,warmup=1.0"],
     )
     run_islands(2, ranks, together)
     for island in (0, 1):
@@ -73,17 +76,53 @@ def test_islands_in_step_are_data_parallelism(prefix: Path, tmp_path: Path, layo
         _close(saved_tensors(tmp_path / "islands" / f"island_{island}", 6), saved_tensors(whole, 6))
 
 
+IN_STEP = {
+    "fixpoint": "fixpoint,bits=2,error-feedback=on",
+    "powersgd": "powersgd,rank=2",
+    "identity": "identity",
+}
+
+
+@pytest.mark.parametrize(
+    ("codec", "precision"), [("fixpoint", "fp64"), ("powersgd", "fp64"), ("identity", "fp64"), ("fixpoint", "fp16")]
+)
+def test_compressed_sums_in_step_are_those_of_compressed_data_parallelism(
+    prefix: Path, tmp_path: Path, codec: str, precision: str
+) -> None:
+    """The same compressor sums the same gradients over two replicas, and over two islands of one rank. The residual
+    has no loss scale, which grows, and nothing of a step that overflows."""
+    flags = {**FP64, "seq_length": 16}
+    if precision == "fp16":
+        flags |= {"fp64": False, "fp16": True, "initial_loss_scale": 2.0**19, "loss_scale_window": 2, "hysteresis": 1}
+    spec = IN_STEP[codec]
+    train(2, tiny_flags(prefix, **flags, log_json_file=tmp_path / "whole.jsonl", compress=[f"dp-grad={spec}"]))
+    outer = f"outer={spec},in-step=compressed,every=1,warmup=1.0"
+    run_islands(2, 1, tiny_flags(prefix, **flags, log_json_file=tmp_path / "log.jsonl", compress=[outer]))
+    whole = losses(tmp_path / "whole.jsonl")
+    for island in (0, 1):
+        assert losses(tmp_path / f"log.island_{island}.jsonl") == pytest.approx(whole, rel=1e-10, abs=1e-10)
+        found, among_replicas = (
+            [event for event in events(tmp_path / name) if not event["skipped_iterations"]]
+            for name in (f"log.island_{island}.jsonl", "whole.jsonl")
+        )
+        assert (len(found) < flags["train_iters"]) == (precision == "fp16")
+        for own, both in zip(found, among_replicas, strict=True):
+            assert 2 * own["comm"]["outer"]["wire_bytes"] == both["comm"]["dp-grad"]["wire_bytes"]
+
+
 LOCAL: dict[str, Any] = {**FP64, "train_iters": 9, "save_interval": 100, "optimizer": "adam"}
 SPECS = {
     "residual": "outer=fixpoint,bits=2,error-feedback=on,every=3,warmup=2",
     "on its way": "outer=powersgd,rank=2,every=4,fragments=2,delay=1,mixing=0.5,warmup=0",
+    "in step": "outer=fixpoint,bits=2,error-feedback=on,in-step=compressed,every=3,warmup=5",
 }
 
 
 @pytest.mark.parametrize("name", SPECS)
 def test_resume_in_the_middle_of_a_round_is_exact(prefix: Path, tmp_path: Path, name: str) -> None:
-    """Stopped between two rounds, and while a fragment is on its way, with residuals; two islands of two replicas."""
-    stop = 4 if name == "residual" else 6
+    """Stopped between two rounds, while a fragment is on its way, and in step, with residuals; two islands of two
+    replicas."""
+    stop = 6 if name == "on its way" else 4
     flags = {**LOCAL, "use_distributed_optimizer": True, "compress": [SPECS[name]]}
     run_islands(2, 2, tiny_flags(prefix, **flags, save=tmp_path / "whole", log_json_file=tmp_path / "whole.jsonl"))
     parts = {**flags, "save": tmp_path / "parts", "log_json_file": tmp_path / "parts.jsonl"}
@@ -307,9 +346,27 @@ def test_another_number_of_islands_goes_on_from_the_end_of_a_round(prefix: Path,
         _close(weights[0], other, 0.0)
 
 
-def test_two_islands_of_two_stages_are_two_islands_of_one_process(prefix: Path, tmp_path: Path) -> None:
+def test_residuals_of_gradients_end_with_the_steps_in_step(prefix: Path, tmp_path: Path) -> None:
+    """They are none of differences; what a compressor knows besides (factors) serves these, too."""
+    spec = "outer=powersgd,rank=2,in-step=compressed,every=2,warmup=2"
+    run_islands(2, 1, tiny_flags(prefix, **FP64, compress=[spec], save=tmp_path / "saved", save_interval=1))
+    kept = [saved_tensors(tmp_path / "saved" / "island_0", done, "compressor.") for done in (2, 3, 4)]
+    residuals = [{name for name, x in one.items() if name.endswith("residual") and x.any()} for one in kept]
+    assert residuals[0]
+    assert not residuals[1]
+    assert residuals[2] == residuals[0]
+    factors = [{name: x for name, x in one.items() if not name.endswith("residual")} for one in kept]
+    assert factors[0]
+    _close(factors[0], factors[1], 0.0)
+
+
+ROUNDS = "outer=identity,every=2,outer-lr=0.5,outer-momentum=0.8,warmup=1"
+SUMS = "outer=cast,in-step=compressed,every=2,outer-lr=0.5,outer-momentum=0.8,warmup=3"
+
+
+@pytest.mark.parametrize("spec", [ROUNDS, SUMS], ids=["rounds", "in step"])
+def test_two_islands_of_two_stages_are_two_islands_of_one_process(prefix: Path, tmp_path: Path, spec: str) -> None:
     """The embedding that both stages hold crosses once, and both get what the islands have made of it."""
-    spec = "outer=identity,every=2,outer-lr=0.5,outer-momentum=0.8,warmup=1"
     found = {}
     for stages in (1, 2):
         log = tmp_path / f"{stages}.jsonl"

@@ -76,7 +76,7 @@ def events(path: Path, kind: str = "train") -> list[dict[str, Any]]:
 
 def losses(path: Path) -> list[float]:
     """Loss of each iteration."""
-    return [event["lm_loss"] for event in events(path)]
+    return [event["lm_loss"] for event in events(path) if not event["skipped_iterations"]]
 
 
 def saved_tensors(root: Path, iteration: int, prefix: str = "") -> dict[str, Tensor]:

@@ -120,10 +120,13 @@ class GradientSync:
         """Begins a step, whose gradients carry the loss scale ``scale``."""
         self._iteration, self._scale = iteration, scale
         # Islands that go in step sum shares of the gradients, which replicas then exchange. A fused embedding is whole.
-        self._shares = self.sharded or (self.joint.on and not self.plan.fused_embedding)
+        adds = self.joint.on and not self.joint.compressed
+        self._shares = self.sharded or (adds and not self.plan.fused_embedding)
         # Decided for the whole mesh, not for this stage: all ranks ask, or none.
         points = (point for point in (Point.DP_GRAD, Point.EMBED_GRAD) if self.plan.on(point, iteration))
         self._asks = any(self.plan.rounds(point).finalizes for point in points)
+        # What the compressor of islands keeps must not take a gradient in that is not finite.
+        self._asks |= self.joint.on and self.joint.compressed
         for reducer in self.reducers:
             reducer.sharded = self._shares
             reducer.begin(iteration, scale, self._asks)
@@ -214,7 +217,7 @@ class GradientSync:
         for tied in self.ties if all_finite else ():
             own = tied.buffer.grads_of(tied.bucket)[own_share(tied.bucket, self.group, self._shares)]
             tied.sync.all_reduce(own, tied.shape, self._scale)
-        if self.joint.on and all_finite:
+        if self.joint.on and not self.joint.compressed and all_finite:
             self._add_islands()
         self.controllers.after_reduction(self._iteration, self._scale, all_finite, self._reduced)
         return all_finite
