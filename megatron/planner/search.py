@@ -8,13 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron.base.errors import UserError
-from megatron.compression.points import EXPERT_LEGS, EXPERT_POINTS
+from megatron.compression.points import EXPERT_LEGS, EXPERT_POINTS, Point
 from megatron.config.curriculum import lengths_of
 from megatron.config.model import ModelConfig
 from megatron.config.recompute import RecomputeConfig
 from megatron.config.run import RunConfig
 from megatron.planner.choice import Choice, choice_of
 from megatron.planner.cluster import Cluster
+from megatron.planner.islands import OuterPlan
 from megatron.planner.predict import Prediction, Predictor
 
 SPEC_SETS: tuple[tuple[str, ...], ...] = (
@@ -66,6 +67,9 @@ _BESIDE_EXPERTS: tuple[tuple[str, ...], ...] = (
 MICRO_BATCHES = (1, 2, 4, 8)
 CHUNKS = (1, 2, 3, 4, 6, 8)
 
+Layout = tuple[int, int, int, int]
+"""Islands, and tensor-, pipeline- and data-parallel size."""
+
 _RECOMPUTE = (RecomputeConfig(), RecomputeConfig(recompute_granularity="full", recompute_method="uniform"))
 """Selective recomputation is left out: fused attention keeps nothing worth it."""
 
@@ -87,15 +91,18 @@ class Found:
     too_large: int
 
 
-def choices(config: RunConfig, cluster: Cluster, spec_sets: Sequence[tuple[str, ...]]) -> Iterator[Choice]:
+def choices(
+    config: RunConfig, cluster: Cluster, spec_sets: Sequence[tuple[str, ...]], islands: int = 1
+) -> Iterator[Choice]:
     """Enumerates all ways to run a model on a cluster that divide evenly.
 
     Args:
         config: resolved configuration; its model and global batch size count.
         cluster: the cluster, all of whose devices are used.
         spec_sets: sets of compressors that may be used together.
+        islands: number of islands, which share devices and batch.
     """
-    model, world, batch = config.model, cluster.gpus, config.training.global_batch_size
+    model, world, batch = config.model, cluster.gpus // islands, config.training.global_batch_size // islands
     lengths = lengths_of(config.curriculum, model.seq_length).lengths
     most = max(cluster.gpus_per_node, config.parallel.tensor_model_parallel_size)
     for tp in _divisors(world):
@@ -111,7 +118,15 @@ def choices(config: RunConfig, cluster: Cluster, spec_sets: Sequence[tuple[str, 
                 if batch // dp % micro_batch:
                     continue
                 count = batch // dp // micro_batch
-                plain = Choice(tp, pp, dp, micro_batch=micro_batch, micro_batches=count, sequence_parallel=parallel)
+                plain = Choice(
+                    tp,
+                    pp,
+                    dp,
+                    micro_batch=micro_batch,
+                    micro_batches=count,
+                    sequence_parallel=parallel,
+                    islands=islands,
+                )
                 for base in _schedules(model.num_layers, replace(plain, overlap=dp > 1)):
                     yield from _variants(model, base, spec_sets)
 
@@ -141,6 +156,7 @@ def _schedules(layers: int, plain: Choice) -> Iterator[Choice]:
 def _useful(spec_sets: Sequence[tuple[str, ...]], choice: Choice) -> list[tuple[str, ...]]:
     """The sets without compressors that have no traffic; each once."""
     silent = [
+        Point.OUTER.value,  # islands get one of those that are tried, whatever the others are
         *(("pp-forward", "pp-backward", "embedding") if choice.pp == 1 else ()),
         *(("dp-grad",) if choice.dp == 1 else ()),
         *(("param-gather",) if not choice.sharded else ("embedding",)),
@@ -167,8 +183,13 @@ def with_experts(model: ModelConfig, spec_sets: Sequence[tuple[str, ...]]) -> li
 def _given(config: RunConfig, cluster: Cluster) -> Iterator[Choice]:
     """The run as it is, whether or not it is among the usual choices."""
     given = choice_of(config, cluster.gpus)
-    if given.world_size == cluster.gpus and _refusal(config, given) is None:
+    if given.world_size == cluster.gpus and not has_outer(given.specs) and _refusal(config, given) is None:
         yield given
+
+
+def has_outer(specs: Sequence[str]) -> bool:
+    """Whether one of the specs is of the point ``outer``."""
+    return any(spec.startswith(f"{Point.OUTER.value}=") for spec in specs)
 
 
 def _divisors(n: int) -> list[int]:
@@ -180,6 +201,7 @@ def search(
     spec_sets: Sequence[tuple[str, ...]] = SPEC_SETS,
     top: int = 10,
     memory_gib: float | None = None,
+    outers: Mapping[int, Sequence[str]] | None = None,
 ) -> Found:
     """Finds the fastest layouts that fit, each at its fastest, by branch and bound, which is exact.
 
@@ -188,17 +210,23 @@ def search(
         spec_sets: sets of compressors that may be used together.
         top: number of layouts to return.
         memory_gib: memory that a rank may fill; default: the device's.
+        outers: numbers of islands, and the specs of ``outer`` that each may have; None for one run over everything.
 
     Raises:
         UserError: when nothing fits.
     """
     config, cluster = predictor.config, predictor.cluster
     limit = (cluster.device.memory_gib if memory_gib is None else memory_gib) * 2**30
-    possible = dict.fromkeys([*choices(config, cluster, spec_sets), *_given(config, cluster)])
-    queue = [(predictor.lower_bound(choice), number, choice) for number, choice in enumerate(possible)]
+    own_choice = _given(config, cluster) if outers is None else ()
+    counts = [1] if outers is None else list(outers)
+    possible = dict.fromkeys(
+        [*(choice for count in counts for choice in choices(config, cluster, spec_sets, count)), *own_choice]
+    )
+    bounds = Bounds(predictor, outers or {})
+    queue = [(bounds.of(choice), number, choice) for number, choice in enumerate(possible)]
     considered = len(queue)
     heapq.heapify(queue)
-    best: dict[tuple[int, int, int], Prediction] = {}
+    best: dict[Layout, Prediction] = {}
     predicted, too_large, smallest = 0, 0, math.inf
     refusal: str | None = None
     while queue:
@@ -206,7 +234,8 @@ def search(
         most = _slowest(best, top)
         if bound >= most:
             break
-        own = best.get(choice.layout)
+        layout = choice.islands, *choice.layout
+        own = best.get(layout)
         if own is not None and bound >= own.seconds:
             continue
         # What compressors keep comes on top, and is not looked for in vain.
@@ -219,10 +248,16 @@ def search(
             continue
         predicted += 1
         prediction = predictor.predict(choice)
+        if outers is not None:
+            found = fastest_outer(predictor, prediction, outers[choice.islands], limit)
+            if found is None:
+                too_large += 1
+                continue
+            prediction = found
         if prediction.seconds >= (most if own is None else own.seconds):
             continue
-        if (refused := _refusal(config, choice)) is None:
-            best[choice.layout] = prediction
+        if (refused := _refusal(config, prediction.choice)) is None:
+            best[layout] = prediction
         refusal = refused or refusal
     if not considered:
         raise UserError(_undivided(config, cluster))
@@ -246,7 +281,93 @@ def _undivided(config: RunConfig, cluster: Cluster) -> str:
     )
 
 
-def _slowest(best: Mapping[tuple[int, int, int], Prediction], top: int) -> float:
+def outer_specs(
+    predictor: Predictor, spec_sets: Sequence[tuple[str, ...]], most: float
+) -> tuple[dict[int, list[str]], str]:
+    """The specs of ``outer`` that a search tries for each number of islands, and why there are none.
+
+    Those that a set of compressors names are tried whatever they cost, and the usual ones are only where there are
+    none.
+
+    Args:
+        predictor: predictor of the run.
+        spec_sets: sets of compressors.
+        most: most that they may be predicted to cost of the loss, in percent.
+    """
+    config, sites = predictor.config, predictor.cluster.sites
+    iterations = config.training.planned_iters
+    counts = [k for k in _divisors(sites) if k > 1 and config.training.global_batch_size % k == 0]
+    if iterations is None:
+        return {}, "islands need --train-iters"
+    if not counts:
+        return {}, f"no number of islands divides {sites} sites and the global batch"
+    named = list(dict.fromkeys(spec for specs in spec_sets for spec in specs if has_outer([spec])))
+    if named:
+        return dict.fromkeys(counts, named), ""
+    found: dict[int, list[str]] = {}
+    costs: list[float] = []
+    losses = predictor.losses
+    texts = losses.specs(config.optimizer.optimizer == "muon")
+    for text, k in ((text, k) for k in counts for text in texts):
+        spec = predictor.book.specs(Choice(1, 1, 1, specs=(text,), islands=k))[Point.OUTER]
+        if spec.outer.every > iterations - spec.activation.warmup_iters:
+            continue
+        penalty = losses.of_spec(spec, k, iterations)
+        costs += [] if penalty is None else [penalty.percent]
+        if penalty is not None and penalty.percent <= most:
+            found.setdefault(k, []).append(text)
+    if not costs:
+        return {}, "the run is shorter than a round" if texts else "no measured method has this optimizer"
+    return found, f"none is predicted to cost at most {most:g}% of the loss; the least is {min(costs):.1f}%"
+
+
+class Bounds:
+    """Lower bounds of choices: of islands with what sums in step add to a mean iteration.
+
+    Args:
+        predictor: predictor of the choices.
+        outers: see ``search``.
+    """
+
+    def __init__(self, predictor: Predictor, outers: Mapping[int, Sequence[str]]) -> None:
+        self._predictor = predictor
+        self._least = {count: min(self._shares(count, texts), default=0.0) for count, texts in outers.items()}
+
+    def _shares(self, islands: int, texts: Sequence[str]) -> list[float]:
+        """Shares of the run in step."""
+        iterations = self._predictor.config.training.planned_iters
+        found = [self._predictor.book.specs(Choice(1, 1, 1, specs=(text,), islands=islands)) for text in texts]
+        return [min(specs[Point.OUTER].activation.warmup_iters / (iterations or 1), 1.0) for specs in found]
+
+    def of(self, choice: Choice) -> float:
+        """The bound of a choice, in seconds."""
+        bound = self._predictor.lower_bound(choice)
+        if choice.islands == 1:
+            return bound
+        return bound + self._least[choice.islands] * self._predictor.outer.in_step(choice)[0]
+
+
+def fastest_outer(
+    predictor: Predictor, inner: Prediction, outers: Sequence[str], limit: float = math.inf
+) -> Prediction | None:
+    """Islands of a layout with the spec of ``outer`` that is fastest of those that fit; None where none does.
+
+    Args:
+        predictor: predictor of the layout.
+        inner: a step of one of them.
+        outers: specs to choose from.
+        limit: bytes that a rank may fill.
+    """
+    best: tuple[float, str, OuterPlan] | None = None
+    for text in outers:
+        plan = predictor.outer_plan(inner, text)
+        seconds = plan.mean_in_step_s + plan.mean_rounds_s
+        if inner.memory_bytes + plan.memory_bytes <= limit and (best is None or seconds < best[0]):
+            best = seconds, text, plan
+    return None if best is None else predictor.with_outer(inner, best[1], best[2])
+
+
+def _slowest(best: Mapping[Layout, Prediction], top: int) -> float:
     """The time that a layout must undercut to be among the fastest, in seconds."""
     return sorted(one.seconds for one in best.values())[top - 1] if len(best) >= top else math.inf
 
@@ -254,7 +375,7 @@ def _slowest(best: Mapping[tuple[int, int, int], Prediction], top: int) -> float
 def _refusal(config: RunConfig, choice: Choice) -> str | None:
     """The reason why training would refuse a choice; None when it would not."""
     try:
-        choice.configure(config).resolve(choice.world_size, cuda_available=True)
+        choice.resolve(config)
     except UserError as error:
         return str(error)
     return None
