@@ -120,6 +120,70 @@ class OuterPlan:
         return self.run_s / self.iterations
 
 
+@dataclass(frozen=True)
+class OuterTerms:
+    """What the plans of a layout and a spec of ``outer`` are made of.
+
+    Args:
+        schedule: when fragments are sent.
+        in_step_s, in_step_bytes: see ``OuterPlan``.
+        inside_s: seconds of a fragment's round that are no transfer.
+        transfers: the exchange of each fragment.
+        memory_bytes: see ``OuterPlan``.
+    """
+
+    schedule: RoundSchedule
+    in_step_s: float
+    in_step_bytes: float
+    inside_s: float
+    transfers: tuple[Transfer, ...]
+    memory_bytes: float
+
+    @property
+    def local(self) -> int:
+        """Iterations in which each island goes alone."""
+        return self.schedule.end - self.schedule.start
+
+    def sendings(self) -> list[int]:
+        """How often each fragment is sent before the end, where all of them are once more."""
+        count = len(self.transfers)
+        turns = max(self.local - 1, 0) // self.schedule.options.turn
+        return [turns // count + (fragment < turns % count) for fragment in range(count)]
+
+    def waited_s(self, step_s: float) -> list[float]:
+        """Seconds for which training waits for each fragment."""
+        delay = self.schedule.options.delay
+        return [self.inside_s + one.coding_s + one.waited_s(delay, step_s) for one in self.transfers]
+
+    def rounds_s(self, step_s: float) -> float:
+        """Seconds that rounds add to the run; it waits for the last fragments whatever ``delay`` says."""
+        usual = sum(n * wait for n, wait in zip(self.sendings(), self.waited_s(step_s), strict=True))
+        last = sum(self.inside_s + one.coding_s + sum(one.rounds_s) for one in self.transfers)
+        return usual + (last if self.local else 0.0)
+
+    def added_s(self, step_s: float) -> float:
+        """Seconds that islands add to a mean iteration whose steps take so many; never more in longer steps."""
+        return (self.schedule.start * self.in_step_s + self.rounds_s(step_s)) / self.schedule.end
+
+    def plan(self, step_s: float) -> OuterPlan:
+        """What islands add to a run; the loss is not filled in."""
+        start, last = self.schedule.start, 1 if self.local else 0
+        sent = sum((n + last) * one.nbytes for n, one in zip(self.sendings(), self.transfers, strict=True))
+        return OuterPlan(
+            self.schedule.options.every,
+            start,
+            self.local,
+            self.in_step_s,
+            sum(self.waited_s(step_s)),
+            sum(sum(one.rounds_s) for one in self.transfers),
+            self.rounds_s(step_s),
+            self.in_step_bytes,
+            sum(one.nbytes for one in self.transfers),
+            (start * self.in_step_bytes + sent) / self.schedule.end,
+            self.memory_bytes,
+        )
+
+
 class OuterCosts:
     """The costs of the point ``outer`` for choices of several islands.
 
@@ -131,7 +195,7 @@ class OuterCosts:
         self.stages = stages
         self._in_step: dict[Choice, tuple[float, float]] = {}
         self._transfers: dict[object, Transfer] = {}
-        self._inside: dict[object, float] = {}
+        self._terms: dict[tuple[Choice, str], OuterTerms] = {}
         self._crowds: dict[object, list[tuple[Wire, list[Counter[tuple[str, int]]]]]] = {}
 
     @property
@@ -141,7 +205,7 @@ class OuterCosts:
 
     def in_step(self, choice: Choice) -> tuple[float, float]:
         """Seconds that the sums over islands add to an iteration in step, and bytes that leave an island."""
-        key = replace(choice, specs=(), schedule="1f1b", micro_batch=1, micro_batches=1, overlap=False)
+        key = layout_of(choice)
         if key not in self._in_step:
             self._in_step[key] = self._summed_in_step(key)
         return self._in_step[key]
@@ -166,44 +230,28 @@ class OuterCosts:
         seconds = self._seconds(choice, shares) + spread_s + 2 * self._seconds(choice, totals)
         return seconds, self._sent(choice, shares)
 
-    def plan(self, choice: Choice, step_s: float) -> OuterPlan:
-        """What islands add to a run of so many seconds a step; the loss is not filled in."""
-        book, iterations = self.stages.book, self.stages.config.training.planned_iters
-        assert iterations is not None
-        spec = book.specs(choice)[Point.OUTER]
-        options = spec.outer
-        schedule = RoundSchedule(options, min(spec.activation.warmup_iters, iterations), iterations)
-        in_step_s, in_step_bytes = self.in_step(choice)
-        fragments = range(options.fragments)
-        transfers = [self.transfer(choice, fragment) for fragment in fragments]
-        inside_s = self._inside_s(choice, options.fragments)
-        blocking = [inside_s + one.coding_s + sum(one.rounds_s) for one in transfers]
-        waited = [inside_s + one.coding_s + one.waited_s(options.delay, step_s) for one in transfers]
-        local = iterations - schedule.start
-        # At its end the run brings all fragments together, and waits for them.
-        turns = max(local - 1, 0) // options.turn
-        counts = [turns // options.fragments + (fragment < turns % options.fragments) for fragment in fragments]
-        last = 1 if local else 0
-        run_s = sum(n * wait + last * whole for n, wait, whole in zip(counts, waited, blocking, strict=True))
-        sent = sum((n + last) * one.nbytes for n, one in zip(counts, transfers, strict=True))
-        return OuterPlan(
-            options.every,
-            schedule.start,
-            local,
-            in_step_s,
-            sum(waited),
-            sum(sum(one.rounds_s) for one in transfers),
-            run_s,
-            in_step_bytes,
-            sum(one.nbytes for one in transfers),
-            (schedule.start * in_step_bytes + sent) / iterations,
-            self._memory_bytes(choice, options.offload, 2 if options.momentum else 1, transfers),
-        )
+    def terms(self, choice: Choice, outer: str) -> OuterTerms:
+        """What the plans of a layout and a spec of ``outer`` are made of, whatever a step takes."""
+        key = layout_of(choice), outer
+        if key not in self._terms:
+            self._terms[key] = self._found(replace(key[0], specs=(outer,)))
+        return self._terms[key]
 
-    def _memory_bytes(self, choice: Choice, offload: bool, copies: int, transfers: Sequence[Transfer]) -> float:
+    def _found(self, choice: Choice) -> OuterTerms:
+        iterations = self.stages.config.training.planned_iters
+        assert iterations is not None
+        spec = self.stages.book.specs(choice)[Point.OUTER]
+        schedule = RoundSchedule(spec.outer, min(spec.activation.warmup_iters, iterations), iterations)
+        transfers = [self.transfer(choice, fragment) for fragment in range(spec.outer.fragments)]
+        copies = 0 if spec.outer.offload else 2 if spec.outer.momentum else 1
+        memory = self._memory_bytes(choice, copies, transfers)
+        inside_s = self._inside_s(choice, spec.outer.fragments)
+        return OuterTerms(schedule, *self.in_step(choice), inside_s, tuple(transfers), memory)
+
+    def _memory_bytes(self, choice: Choice, copies: int, transfers: Sequence[Transfer]) -> float:
         """Bytes of anchor and momentum, of residuals, and of the difference of one fragment, on the fullest rank."""
         ranks = range(choice.pp)
-        kept = 0.0 if offload else copies * self.width * max(self.stages.owned(choice, rank) for rank in ranks)
+        kept = copies * self.width * max(self.stages.owned(choice, rank) for rank in ranks)
         difference = self.width * max(self.stages.elements(choice, rank) for rank in ranks) / len(transfers)
         return kept + difference + sum(one.kept for one in transfers)
 
@@ -260,12 +308,6 @@ class OuterCosts:
     def _inside_s(self, choice: Choice, fragments: int) -> float:
         """Seconds of a fragment's round that are no transfer: the difference, the meeting, the outer step, and what
         replicas of an island tell each other."""
-        key = replace(choice, specs=(), micro_batch=1, micro_batches=1), fragments
-        if key not in self._inside:
-            self._inside[key] = self._told_inside(choice, fragments)
-        return self._inside[key]
-
-    def _told_inside(self, choice: Choice, fragments: int) -> float:
         stages, wires = self.stages, wires_of(self.stages.cluster, choice)
         took = max(self._told_on(choice, stage, fragments, wires) for stage in range(choice.pp))
         asked = _ASKED + _ASKED_OF_EACH * choice.islands
@@ -313,6 +355,14 @@ class OuterCosts:
                 (wire, _blocks(speakers, size)) for size, wire in _links(self.stages.cluster, choice.world_size)
             ]
         return self._crowds[key]
+
+
+def layout_of(choice: Choice) -> Choice:
+    """The part of a choice that exchanges between islands depend on."""
+    plain = Choice(choice.tp, choice.pp, choice.dp, islands=choice.islands)
+    return replace(
+        plain, ep=choice.ep, chunks=choice.chunks, sequence_parallel=choice.sequence_parallel, sharded=choice.sharded
+    )
 
 
 def _speakers(choice: Choice) -> list[tuple[int, str, int]]:

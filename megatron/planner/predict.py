@@ -146,25 +146,24 @@ class Predictor(Stages):
             self._mfu(choice, seconds),
         )
 
-    def outer_plan(self, inner: Prediction, outer: str) -> OuterPlan:
+    def _outer_plan(self, inner: Prediction, outer: str) -> OuterPlan:
         """What islands of a layout add to its steps, by a spec of the point ``outer``."""
         choice = dataclasses.replace(inner.choice, specs=(*inner.choice.specs, outer))
-        plan = self.outer.plan(choice, inner.seconds)
+        plan = self.outer.terms(choice, outer).plan(inner.seconds)
         spec = self.book.specs(choice)[Point.OUTER]
         found = self.losses.of_spec(spec, choice.islands, plan.iterations)
         if found is None:
             return plan
         return dataclasses.replace(plan, loss_percent=found.percent, beyond=found.beyond)
 
-    def with_outer(self, inner: Prediction, outer: str, plan: OuterPlan | None = None) -> Prediction:
+    def with_outer(self, inner: Prediction, outer: str) -> Prediction:
         """The prediction of islands: of a mean iteration of the run.
 
         Args:
             inner: a step of one of them.
             outer: the spec of ``--compress outer=``.
-            plan: what that adds, where it is known.
         """
-        plan = plan or self.outer_plan(inner, outer)
+        plan = self._outer_plan(inner, outer)
         seconds = inner.seconds + plan.mean_in_step_s + plan.mean_rounds_s
         sent = plan.mean_bytes / inner.choice.world_size
         away = {Point.OUTER.value: sent} if self.cluster.gpus > self.cluster.gpus_per_node else {}

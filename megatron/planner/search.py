@@ -15,7 +15,7 @@ from megatron.config.recompute import RecomputeConfig
 from megatron.config.run import RunConfig
 from megatron.planner.choice import Choice, choice_of
 from megatron.planner.cluster import Cluster
-from megatron.planner.islands import OuterPlan
+from megatron.planner.islands import layout_of
 from megatron.planner.predict import Prediction, Predictor
 
 SPEC_SETS: tuple[tuple[str, ...], ...] = (
@@ -66,6 +66,9 @@ _BESIDE_EXPERTS: tuple[tuple[str, ...], ...] = (
 
 MICRO_BATCHES = (1, 2, 4, 8)
 CHUNKS = (1, 2, 3, 4, 6, 8)
+
+_HIDES_ALL = 1e9
+"""Seconds of a step that hides any transfer that it may."""
 
 Layout = tuple[int, int, int, int]
 """Islands, and tensor-, pipeline- and data-parallel size."""
@@ -322,7 +325,7 @@ def outer_specs(
 
 
 class Bounds:
-    """Lower bounds of choices: of islands with what sums in step add to a mean iteration.
+    """Lower bounds of choices: of islands with the least that exchanges between them add to a mean iteration.
 
     Args:
         predictor: predictor of the choices.
@@ -330,21 +333,19 @@ class Bounds:
     """
 
     def __init__(self, predictor: Predictor, outers: Mapping[int, Sequence[str]]) -> None:
-        self._predictor = predictor
-        self._least = {count: min(self._shares(count, texts), default=0.0) for count, texts in outers.items()}
-
-    def _shares(self, islands: int, texts: Sequence[str]) -> list[float]:
-        """Shares of the run in step."""
-        iterations = self._predictor.config.training.planned_iters
-        found = [self._predictor.book.specs(Choice(1, 1, 1, specs=(text,), islands=islands)) for text in texts]
-        return [min(specs[Point.OUTER].activation.warmup_iters / (iterations or 1), 1.0) for specs in found]
+        self._predictor, self._outers = predictor, outers
+        self._least: dict[Choice, float] = {}
 
     def of(self, choice: Choice) -> float:
         """The bound of a choice, in seconds."""
         bound = self._predictor.lower_bound(choice)
         if choice.islands == 1:
             return bound
-        return bound + self._least[choice.islands] * self._predictor.outer.in_step(choice)[0]
+        costs, key = self._predictor.outer, layout_of(choice)
+        if key not in self._least:
+            texts = self._outers[choice.islands]
+            self._least[key] = min(costs.terms(key, text).added_s(_HIDES_ALL) for text in texts)
+        return bound + self._least[key]
 
 
 def fastest_outer(
@@ -358,13 +359,13 @@ def fastest_outer(
         outers: specs to choose from.
         limit: bytes that a rank may fill.
     """
-    best: tuple[float, str, OuterPlan] | None = None
+    best: tuple[float, str] | None = None
     for text in outers:
-        plan = predictor.outer_plan(inner, text)
-        seconds = plan.mean_in_step_s + plan.mean_rounds_s
-        if inner.memory_bytes + plan.memory_bytes <= limit and (best is None or seconds < best[0]):
-            best = seconds, text, plan
-    return None if best is None else predictor.with_outer(inner, best[1], best[2])
+        terms = predictor.outer.terms(inner.choice, text)
+        seconds = terms.added_s(inner.seconds)
+        if inner.memory_bytes + terms.memory_bytes <= limit and (best is None or seconds < best[0]):
+            best = seconds, text
+    return None if best is None else predictor.with_outer(inner, best[1])
 
 
 def _slowest(best: Mapping[Layout, Prediction], top: int) -> float:
