@@ -79,9 +79,9 @@ class Cluster:
     device: Device = field(default_factory=Device)
     inside: LinkSpec = field(default_factory=lambda: LinkSpec(2000.0, 3.0))
     across: LinkSpec = field(default_factory=lambda: LinkSpec(200.0, 8.0))
+    corrections: Mapping[str, float] = field(default_factory=dict)
     sites: int = 1
     between_sites: LinkSpec = field(default_factory=lambda: LinkSpec(1.0, 5000.0))
-    corrections: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def site_gpus(self) -> int:

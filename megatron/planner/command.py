@@ -33,17 +33,17 @@ import torch
 from megatron.base.atomic import check_writable, write_whole
 from megatron.base.errors import UserError
 from megatron.base.kinds import Kind
-from megatron.compression.schedule import RunLength
 from megatron.config.flags import ParsedRun, parse_args
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.planner.choice import Choice, choice_of, of_first_island
 from megatron.planner.cluster import MOST_GPUS, Cluster, Device, check_sites, read_cluster, write_cluster
+from megatron.planner.compare import MOST_LOSS, search_all, without_outer
 from megatron.planner.growth import growth
 from megatron.planner.measure import described, measure_all
 from megatron.planner.predict import Prediction, Predictor
-from megatron.planner.report import breakdown, reason, table, verdict
-from megatron.planner.search import SPEC_SETS, Found, has_outer, outer_specs, search, with_experts
+from megatron.planner.report import breakdown, reason, table
+from megatron.planner.search import SPEC_SETS, with_experts
 from megatron.tokenizer.build import build_tokenizer
 from megatron.tokenizer.vocabulary import model_entries
 from megatron.topology.launch import LaunchEnvironment, init_process_group, pick_device, shutdown
@@ -57,8 +57,6 @@ _OF_NO_GPT = (
     *("model.position_buckets", "model.max_relative_positions", "model.conv_kernel_size"),
 )
 """Settings that a GPT has no use for."""
-MOST_LOSS = 2.0
-"""Most that islands may cost of the loss, in percent."""
 ODD = 10.0
 """Measured over computed seconds that ask for an explanation."""
 
@@ -76,8 +74,8 @@ def parser() -> argparse.ArgumentParser:
         type=float,
         default=MOST_LOSS,
         metavar="PERCENT",
-        help="most that islands may be predicted to cost of the validation loss, in percent; slower links between sites "
-        f"are what they are for ({MOST_LOSS:g})",
+        help="most that islands, which are searched where a cluster has sites, may be predicted to cost of the "
+        f"validation loss ({MOST_LOSS:g})",
     )
     made.add_argument("--no-search", action="store_true", help="predict the run as it is, and nothing else")
     made.add_argument("--top", type=int, default=5, metavar="N", help="layouts that are shown, each at its fastest (5)")
@@ -182,12 +180,7 @@ def spec_sets(options: argparse.Namespace, config: RunConfig) -> list[tuple[str,
     sets = [tuple(text.split()) for text in options.specs]
     for specs in sets:
         try:
-            if has_outer(specs):
-                # Of islands, which one device is not.
-                only = dataclasses.replace(config.compression, compress=list(specs))
-                only.specs(RunLength(config.training.planned_iters))
-                specs = tuple(spec for spec in specs if not has_outer([spec]))
-            searchable(config, specs)
+            searchable(config, without_outer(config, specs))
         except UserError as error:
             raise UserError(str(error).replace("--compress", "--specs", 1)) from error
     return sets
@@ -310,7 +303,8 @@ def show(
     if as_it_is:
         given = predictor.predict(choice_of(predictor.config, predictor.cluster.gpus))
         shown.append(given)
-        print(f"the run as it is, on {predictor.cluster.name}:\n{table([given], memory)}\n{breakdown(given, predictor.cluster)}")
+        print(f"the run as it is, on {predictor.cluster.name}:\n{table([given], memory)}")
+        print(breakdown(given, predictor.cluster))
         if given.memory_bytes > memory * 2**30:
             print(f"  it does not fit: {given.memory_bytes / 2**30:.1f} GiB of {memory:.0f}")
         grown = growth(predictor, given.choice)
@@ -319,7 +313,7 @@ def show(
     if options.no_search:
         return shown
     start = time.perf_counter()
-    found, line = search_all(predictor, sets, options)
+    found, line = search_all(predictor, sets, options.top, options.max_loss_increase)
     spent = time.perf_counter() - start
     print(
         f"\nthe fastest of each of the fastest layouts, of {found.considered} choices ({found.predicted} predicted in "
@@ -332,32 +326,6 @@ def show(
         write_whole(options.write, found.best[0].choice.configure(config).to_yaml().encode(), "--write")
         print(f"the fastest run's configuration is written to {options.write}")
     return [*shown, *found.best]
-
-
-def search_all(
-    predictor: Predictor, sets: Sequence[tuple[str, ...]], options: argparse.Namespace
-) -> tuple[Found, str]:
-    """Searches runs over everything, and islands where the cluster has sites; returns the fastest of both, and the
-    line that says whether islands are worth it.
-
-    Raises:
-        UserError: when nothing fits.
-    """
-    alone = search(predictor, sets, options.top)
-    if predictor.cluster.sites == 1:
-        return alone, ""
-    outers, why = outer_specs(predictor, sets, options.max_loss_increase)
-    islands: Found | None = None
-    try:
-        islands = search(predictor, sets, options.top, outers=outers) if outers else None
-    except UserError as error:
-        why = str(error)
-    said = f"{verdict(alone.best[0], islands.best[0] if islands else None, why)}\n"
-    if islands is None:
-        return alone, said
-    both = sorted([*alone.best, *islands.best], key=lambda one: one.seconds)
-    sums = [getattr(alone, name) + getattr(islands, name) for name in ("considered", "predicted", "too_large")]
-    return Found(both[: options.top], *sums), said
 
 
 def run(options: argparse.Namespace) -> None:

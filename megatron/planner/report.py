@@ -105,8 +105,8 @@ def island_lines(one: Prediction, cluster: Cluster) -> list[str]:
     lines = [
         f"  islands {plan.in_step:,} iterations in step of {inner + plan.in_step_s:.3f} s, then {plan.local:,} of "
         f"{inner:.3f} s; training waits {plan.round_s:.3f} s for a round of {plan.every}{hidden}",
-        f"  link    of an island: {plan.mean_bytes / 1e6:,.1f} MB in a mean iteration; {plan.in_step_bytes / 1e6:,.1f} MB "
-        f"in each in step, {plan.round_bytes / 1e6:,.1f} MB in a round",
+        f"  link    of an island: {plan.mean_bytes / 1e6:,.1f} MB in a mean iteration; "
+        f"{plan.in_step_bytes / 1e6:,.1f} MB in each in step, {plan.round_bytes / 1e6:,.1f} MB in a round",
     ]
     if plan.loss_percent is None:
         lines.append("  loss    nothing like it was measured")

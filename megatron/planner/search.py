@@ -108,11 +108,11 @@ def choices(
     model, world, batch = config.model, cluster.gpus // islands, config.training.global_batch_size // islands
     lengths = lengths_of(config.curriculum, model.seq_length).lengths
     most = max(cluster.gpus_per_node, config.parallel.tensor_model_parallel_size)
-    for tp in _divisors(world):
+    for tp in divisors(world):
         heads = model.num_attention_heads % tp == 0 and model.num_query_groups % tp == 0
         if tp > most or not heads or any(width % tp for width in _widths(model)):
             continue
-        for pp in _divisors(world // tp):
+        for pp in divisors(world // tp):
             dp = world // (tp * pp)
             if model.num_layers % pp or batch % dp:
                 continue
@@ -137,7 +137,7 @@ def choices(
 def _variants(model: ModelConfig, base: Choice, spec_sets: Sequence[tuple[str, ...]]) -> Iterator[Choice]:
     """The ways to run a layout and schedule."""
     counts = model.expert_layers.values()
-    sizes = [ep for ep in _divisors(base.dp) if counts and not any(count % ep for count in counts)]
+    sizes = [ep for ep in divisors(base.dp) if counts and not any(count % ep for count in counts)]
     for ep in sizes or [1]:
         for recompute in _RECOMPUTE:
             for sharded in (True, False) if base.dp > 1 else (False,):
@@ -195,7 +195,7 @@ def has_outer(specs: Sequence[str]) -> bool:
     return any(spec.startswith(f"{Point.OUTER.value}=") for spec in specs)
 
 
-def _divisors(n: int) -> list[int]:
+def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
@@ -220,12 +220,8 @@ def search(
     """
     config, cluster = predictor.config, predictor.cluster
     limit = (cluster.device.memory_gib if memory_gib is None else memory_gib) * 2**30
-    own_choice = _given(config, cluster) if outers is None else ()
-    counts = [1] if outers is None else list(outers)
-    possible = dict.fromkeys(
-        [*(choice for count in counts for choice in choices(config, cluster, spec_sets, count)), *own_choice]
-    )
     bounds = Bounds(predictor, outers or {})
+    possible = dict.fromkeys(_possible(config, cluster, spec_sets, outers))
     queue = [(bounds.of(choice), number, choice) for number, choice in enumerate(possible)]
     considered = len(queue)
     heapq.heapify(queue)
@@ -250,78 +246,50 @@ def search(
             too_large += 1
             continue
         predicted += 1
-        prediction = predictor.predict(choice)
-        if outers is not None:
-            found = fastest_outer(predictor, prediction, outers[choice.islands], limit)
-            if found is None:
-                too_large += 1
-                continue
-            prediction = found
+        prediction = _predicted(predictor, choice, outers, limit)
+        if prediction is None:
+            too_large += 1
+            continue
         if prediction.seconds >= (most if own is None else own.seconds):
             continue
         if (refused := _refusal(config, prediction.choice)) is None:
             best[layout] = prediction
         refusal = refused or refusal
-    if not considered:
-        raise UserError(_undivided(config, cluster))
-    if not best and refusal is not None:
-        raise UserError(f"training would refuse what fits: {refusal}")
     if not best:
-        raise UserError(
-            f"nothing fits into {limit / 2**30:.0f} GiB: the smallest of {considered} choices needs "
-            f"{smallest / 2**30:.0f} GiB a device; take more devices, or larger ones"
-        )
+        raise UserError(_nothing(config, cluster, considered, refusal, smallest, limit))
     fastest = sorted(best.values(), key=lambda one: one.seconds)
     return Found(fastest[:top], considered, predicted, too_large)
 
 
-def _undivided(config: RunConfig, cluster: Cluster) -> str:
-    """The message that no layout divides the model and the batch."""
+def _possible(
+    config: RunConfig,
+    cluster: Cluster,
+    spec_sets: Sequence[tuple[str, ...]],
+    outers: Mapping[int, Sequence[str]] | None,
+) -> Iterator[Choice]:
+    """The choices of a search."""
+    for count in [1] if outers is None else outers:
+        yield from choices(config, cluster, spec_sets, count)
+    if outers is None:
+        yield from _given(config, cluster)
+
+
+def _nothing(
+    config: RunConfig, cluster: Cluster, considered: int, refusal: str | None, smallest: float, limit: float
+) -> str:
+    """The reason why a search has found nothing."""
+    if not considered:
+        return (
+            f"no layout of {cluster.gpus} devices divides {config.model.num_layers} layers, "
+            f"{config.model.num_attention_heads} heads and a global batch of {config.training.global_batch_size}; "
+            "change --global-batch-size, or gpus in the cluster file"
+        )
+    if refusal is not None:
+        return f"training would refuse what fits: {refusal}"
     return (
-        f"no layout of {cluster.gpus} devices divides {config.model.num_layers} layers, "
-        f"{config.model.num_attention_heads} heads and a global batch of {config.training.global_batch_size}; "
-        "change --global-batch-size, or gpus in the cluster file"
+        f"nothing fits into {limit / 2**30:.0f} GiB: the smallest of {considered} choices needs "
+        f"{smallest / 2**30:.0f} GiB a device; take more devices, or larger ones"
     )
-
-
-def outer_specs(
-    predictor: Predictor, spec_sets: Sequence[tuple[str, ...]], most: float
-) -> tuple[dict[int, list[str]], str]:
-    """The specs of ``outer`` that a search tries for each number of islands, and why there are none.
-
-    Those that a set of compressors names are tried whatever they cost, and the usual ones are only where there are
-    none.
-
-    Args:
-        predictor: predictor of the run.
-        spec_sets: sets of compressors.
-        most: most that they may be predicted to cost of the loss, in percent.
-    """
-    config, sites = predictor.config, predictor.cluster.sites
-    iterations = config.training.planned_iters
-    counts = [k for k in _divisors(sites) if k > 1 and config.training.global_batch_size % k == 0]
-    if iterations is None:
-        return {}, "islands need --train-iters"
-    if not counts:
-        return {}, f"no number of islands divides {sites} sites and the global batch"
-    named = list(dict.fromkeys(spec for specs in spec_sets for spec in specs if has_outer([spec])))
-    if named:
-        return dict.fromkeys(counts, named), ""
-    found: dict[int, list[str]] = {}
-    costs: list[float] = []
-    losses = predictor.losses
-    texts = losses.specs(config.optimizer.optimizer == "muon")
-    for text, k in ((text, k) for k in counts for text in texts):
-        spec = predictor.book.specs(Choice(1, 1, 1, specs=(text,), islands=k))[Point.OUTER]
-        if spec.outer.every > iterations - spec.activation.warmup_iters:
-            continue
-        penalty = losses.of_spec(spec, k, iterations)
-        costs += [] if penalty is None else [penalty.percent]
-        if penalty is not None and penalty.percent <= most:
-            found.setdefault(k, []).append(text)
-    if not costs:
-        return {}, "the run is shorter than a round" if texts else "no measured method has this optimizer"
-    return found, f"none is predicted to cost at most {most:g}% of the loss; the least is {min(costs):.1f}%"
 
 
 class Bounds:
@@ -346,6 +314,14 @@ class Bounds:
             texts = self._outers[choice.islands]
             self._least[key] = min(costs.terms(key, text).added_s(_HIDES_ALL) for text in texts)
         return bound + self._least[key]
+
+
+def _predicted(
+    predictor: Predictor, choice: Choice, outers: Mapping[int, Sequence[str]] | None, limit: float
+) -> Prediction | None:
+    """The prediction of a choice that fits by itself; None where islands of it do not."""
+    found = predictor.predict(choice)
+    return found if outers is None else fastest_outer(predictor, found, outers[choice.islands], limit)
 
 
 def fastest_outer(
