@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from megatron.config.islands import IslandsConfig
 from megatron.config.recompute import RecomputeConfig
 from megatron.config.run import RunConfig
 
@@ -26,6 +27,7 @@ class Choice:
         sharded: the optimizer's state is split over the replicas.
         overlap: gradients are reduced while backward goes on.
         specs: specs of ``--compress``.
+        islands: number of islands, each of which has this layout.
     """
 
     tp: int
@@ -41,10 +43,11 @@ class Choice:
     sharded: bool = False
     overlap: bool = False
     specs: tuple[str, ...] = ()
+    islands: int = 1
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
+        """Number of ranks, of one island."""
         return self.tp * self.pp * self.dp
 
     @property
@@ -67,6 +70,10 @@ class Choice:
 
     def configure(self, config: RunConfig) -> RunConfig:
         """The configuration with this choice in it, unresolved."""
+        # Islands meet over gloo.
+        backend: dict[str, Any] = {"distributed_backend": "gloo"} if self.islands > 1 else {}
+        seconds = config.islands.islands_timeout_seconds
+        islands = IslandsConfig(islands=self.islands, islands_timeout_seconds=seconds)
         return dataclasses.replace(
             config,
             parallel=dataclasses.replace(
@@ -81,16 +88,37 @@ class Choice:
                 sequence_parallel=self.sequence_parallel,
                 use_distributed_optimizer=self.sharded,
                 overlap_grad_reduce=self.overlap,
+                **backend,
             ),
             recompute=self.recompute,
             training=dataclasses.replace(config.training, micro_batch_size=self.micro_batch),
             compression=dataclasses.replace(config.compression, compress=list(self.specs)),
+            islands=config.islands if config.islands.islands == self.islands else islands,
         )
 
+    def resolve(self, config: RunConfig) -> RunConfig:
+        """The configuration with this choice in it, resolved, as that of the first island.
 
-def choice_of(config: RunConfig, world_size: int) -> Choice:
-    """The choice of a resolved configuration."""
-    parallel, training = config.parallel, config.training
+        Raises:
+            UserError: when training would refuse it.
+        """
+        # The devices are the cluster's, whatever this machine has.
+        return of_first_island(self.configure(config)).resolve(self.world_size, cuda_available=True)
+
+
+def of_first_island(config: RunConfig) -> RunConfig:
+    """The configuration as the launcher would give it to the first of several islands."""
+    given = config.islands
+    if not given.several:
+        return config
+    address = given.islands_address or "localhost:29600"
+    return dataclasses.replace(config, islands=dataclasses.replace(given, island=0, islands_address=address))
+
+
+def choice_of(config: RunConfig, devices: int) -> Choice:
+    """The choice of a resolved configuration on so many devices, which islands share."""
+    parallel, training, islands = config.parallel, config.training, config.islands.islands
+    world_size = devices // islands
     dp = config.data_parallel_size(world_size)
     return Choice(
         tp=parallel.tensor_model_parallel_size,
@@ -100,10 +128,11 @@ def choice_of(config: RunConfig, world_size: int) -> Choice:
         chunks=parallel.virtual_pipeline_model_parallel_size or 1,
         schedule=parallel.pipeline_schedule,
         micro_batch=training.micro_batch_size,
-        micro_batches=training.global_batch_size // (dp * training.micro_batch_size),
+        micro_batches=training.global_batch_size // (islands * dp * training.micro_batch_size),
         sequence_parallel=parallel.sequence_parallel,
         recompute=config.recompute,
         sharded=parallel.use_distributed_optimizer and dp > 1,
         overlap=parallel.overlap_grad_reduce and dp > 1,
         specs=tuple(config.compression.compress),
+        islands=islands,
     )

@@ -48,7 +48,8 @@ class LinkSpec:
     """Bandwidth and latency of a link.
 
     Args:
-        gbit_per_s: payload in each direction; inside a node of one device, across nodes of a whole node.
+        gbit_per_s: payload in each direction; inside a node of one device, across nodes of a whole node, between sites
+            of a whole site.
         latency_us: latency of a small message, microseconds.
     """
 
@@ -66,6 +67,8 @@ class Cluster:
         gpus_per_node: GPUs per node; ranks fill a node before the next.
         device: one of the devices.
         inside, across: the links in a node and between nodes.
+        sites: number of equal parts of the nodes whose links to each other are slower still; 1 for none.
+        between_sites: the link of a whole site to the others.
         corrections: measured seconds over what ``Device.seconds`` adds up to, by part of the step (see ``PARTS``) and
             by compressor (``coding dp-grad=powersgd,rank=32``).
     """
@@ -77,6 +80,17 @@ class Cluster:
     inside: LinkSpec = field(default_factory=lambda: LinkSpec(2000.0, 3.0))
     across: LinkSpec = field(default_factory=lambda: LinkSpec(200.0, 8.0))
     corrections: Mapping[str, float] = field(default_factory=dict)
+    sites: int = 1
+    between_sites: LinkSpec = field(default_factory=lambda: LinkSpec(1.0, 5000.0))
+
+    @property
+    def site_gpus(self) -> int:
+        """Number of devices of a site."""
+        return self.gpus // self.sites
+
+    def part(self, islands: int) -> Cluster:
+        """The part of the cluster that one of so many equal islands has."""
+        return dataclasses.replace(self, gpus=self.gpus // islands, sites=max(self.sites // islands, 1))
 
     def correction(self, part: str) -> float:
         """The factor by which a part's computed time is multiplied."""
@@ -112,11 +126,13 @@ class Wire:
         bytes_per_s: bandwidth of a ring through the group, or of a message.
         latency_s: latency of a step of the ring.
         per_node: number of the group's members in one node.
+        site: the same of its members' sites, where it spans several; ``per_node`` is of a site there.
     """
 
     bytes_per_s: float
     latency_s: float
     per_node: int = 1
+    site: Wire | None = None
 
     def message(self, nbytes: float) -> float:
         """The time of a message, in seconds."""
@@ -133,6 +149,10 @@ class Wire:
         """
         if size == 1 or nbytes == 0:
             return 0.0
+        if self.site is not None:
+            # Links of nodes and of sites work at once: the slower ones take the time.
+            within = dataclasses.replace(self, site=None)
+            return max(within.collective(kind, nbytes, size), self.site.collective(kind, nbytes, size))
         whole = nbytes / self.bytes_per_s
         share = (size - 1) / size * whole
         hops = math.ceil(math.log2(size)) * self.latency_s
@@ -160,10 +180,25 @@ def wire_between(cluster: Cluster, size: int, stride: int) -> Wire:
     # Groups follow each other in blocks of ranks; unless blocks fill nodes evenly, some group straddles two.
     if cluster.gpus <= node or node % (size * stride) == 0:
         return inside_wire(cluster, size)
-    per_node = min(size, max(1, node // stride)) if stride < node else 1
-    if per_node == size:
-        per_node = max(size - 1, 1)
-    return across_wire(cluster, per_node, node / per_node)
+    per_node = _members(size, stride, node)
+    wire = across_wire(cluster, per_node, node / per_node)
+    site = cluster.site_gpus
+    if cluster.sites == 1 or site % (size * stride) == 0:
+        return wire
+    per_site = _members(size, stride, site)
+    return dataclasses.replace(wire, site=site_wire(cluster, per_site, site / per_site))
+
+
+def _members(size: int, stride: int, block: int) -> int:
+    """The most members of a group, every ``stride``-th rank, in a block of ranks that does not hold all of them."""
+    found = min(size, max(1, block // stride)) if stride < block else 1
+    return max(size - 1, 1) if found == size else found
+
+
+def site_wire(cluster: Cluster, per_site: int, flows: float) -> Wire:
+    """The wire of a group that spans sites, as ``across_wire`` has it of nodes."""
+    link = cluster.between_sites
+    return Wire(link.gbit_per_s * 1e9 / 8 / flows, link.latency_us * 1e-6, per_site)
 
 
 def inside_wire(cluster: Cluster, size: int) -> Wire:
@@ -198,7 +233,13 @@ def hop_wire(cluster: Cluster, replica: int, stage: int, stages: int) -> Wire:
     crossing = sum((first + k) // node != (following + k) // node for k in range(min(replica, node)))
     if not crossing:
         return inside_wire(cluster, 2)
-    return across_wire(cluster, 1, crossing)
+    wire = across_wire(cluster, 1, crossing)
+    site = cluster.site_gpus
+    leaving = sum((first + k) // site != (following + k) // site for k in range(min(replica, site)))
+    if not leaving:
+        return wire
+    slow = site_wire(cluster, 1, leaving)
+    return Wire(min(wire.bytes_per_s, slow.bytes_per_s), slow.latency_s, 1, slow)
 
 
 def read_cluster(path: str | Path) -> Cluster:
@@ -208,7 +249,7 @@ def read_cluster(path: str | Path) -> Cluster:
         UserError: when the file is invalid; the message names it and what is wrong.
     """
     values = read_yaml(path)
-    nested = {"device": Device, "inside": LinkSpec, "across": LinkSpec}
+    nested = {"device": Device, "inside": LinkSpec, "across": LinkSpec, "between_sites": LinkSpec}
     built = {
         name: _section(nested[name], content, f"{path}: {name}") if name in nested else content
         for name, content in values.items()
@@ -221,6 +262,19 @@ def read_cluster(path: str | Path) -> Cluster:
             raise UserError(f"{path}: corrections: {name!r} is none of {', '.join(PARTS)} or '{CODING}SPEC'")
     cluster: Cluster = _section(Cluster, built, str(path))
     return dataclasses.replace(cluster, corrections={str(k): float(v) for k, v in corrections.items()})
+
+
+def check_sites(cluster: Cluster) -> None:
+    """Checks that sites are of whole nodes, as many each.
+
+    Raises:
+        UserError: when they are not.
+    """
+    if cluster.sites > 1 and cluster.gpus % (cluster.sites * cluster.gpus_per_node):
+        raise UserError(
+            f"sites {cluster.sites}: {cluster.gpus} devices in nodes of {cluster.gpus_per_node} are not as many whole "
+            "nodes a site; change sites, gpus or gpus_per_node in the cluster file, or --sites"
+        )
 
 
 def write_cluster(cluster: Cluster) -> str:
@@ -242,7 +296,7 @@ def _section(kind: type[Any], content: object, where: str) -> Any:
             raise UserError(f"{where}: {name} must be text, not {value!r}")
         if name == "efficiency" and value > 1:
             raise UserError(f"{where}: efficiency must be a share of the peak, at most 1, not {value!r}")
-        if name in ("gpus", "gpus_per_node") and value > MOST_GPUS:
+        if name in ("gpus", "gpus_per_node", "sites") and value > MOST_GPUS:
             raise UserError(f"{where}: {name} must be at most {MOST_GPUS:,}, not {value!r}")
         if fields[name].type == "int" and value != int(value):
             raise UserError(f"{where}: {name} must be a whole number, not {value!r}")

@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
 import sys
 import time
@@ -35,13 +36,14 @@ from megatron.base.kinds import Kind
 from megatron.config.flags import ParsedRun, parse_args
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
-from megatron.planner.choice import Choice, choice_of
-from megatron.planner.cluster import MOST_GPUS, Cluster, Device, read_cluster, write_cluster
+from megatron.planner.choice import Choice, choice_of, of_first_island
+from megatron.planner.cluster import MOST_GPUS, Cluster, Device, check_sites, read_cluster, write_cluster
+from megatron.planner.compare import MOST_LOSS, search_all, without_outer
 from megatron.planner.growth import growth
 from megatron.planner.measure import described, measure_all
 from megatron.planner.predict import Prediction, Predictor
 from megatron.planner.report import breakdown, reason, table
-from megatron.planner.search import SPEC_SETS, search, with_experts
+from megatron.planner.search import SPEC_SETS, with_experts
 from megatron.tokenizer.build import build_tokenizer
 from megatron.tokenizer.vocabulary import model_entries
 from megatron.topology.launch import LaunchEnvironment, init_process_group, pick_device, shutdown
@@ -66,6 +68,15 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--cluster", required=True, metavar="FILE", help="YAML description of the cluster")
     made.add_argument("--measure", action="store_true", help="measure this machine and write its rates to --cluster")
     made.add_argument("--gpus", type=int, metavar="N", help="devices, instead of the cluster file's")
+    made.add_argument("--sites", type=int, metavar="N", help="sites, instead of the cluster file's; 1 is none")
+    made.add_argument(
+        "--max-loss-increase",
+        type=float,
+        default=MOST_LOSS,
+        metavar="PERCENT",
+        help="most that islands, which are searched where a cluster has sites, may be predicted to cost of the "
+        f"validation loss ({MOST_LOSS:g})",
+    )
     made.add_argument("--no-search", action="store_true", help="predict the run as it is, and nothing else")
     made.add_argument("--top", type=int, default=5, metavar="N", help="layouts that are shown, each at its fastest (5)")
     made.add_argument(
@@ -169,7 +180,7 @@ def spec_sets(options: argparse.Namespace, config: RunConfig) -> list[tuple[str,
     sets = [tuple(text.split()) for text in options.specs]
     for specs in sets:
         try:
-            searchable(config, specs)
+            searchable(config, without_outer(config, specs))
         except UserError as error:
             raise UserError(str(error).replace("--compress", "--specs", 1)) from error
     return sets
@@ -217,8 +228,11 @@ def plannable(config: RunConfig, gpus: int) -> RunConfig:
     Raises:
         UserError: when training or the planner would refuse it on so many devices.
     """
+    islands = config.islands.islands
+    if gpus % islands:
+        raise UserError(f"--islands {islands} does not divide the {gpus} devices; take a multiple")
     # The devices are the cluster's, whatever this machine has.
-    resolved = config.resolve(gpus, cuda_available=True)
+    resolved = of_first_island(config).resolve(gpus // islands, cuda_available=True)
     if resolved.model.has_experts and resolved.parallel.folds_experts:
         raise UserError(
             "--expert-tensor-parallel-size 1 is not planned; leave it out, and every tensor-parallel process holds its "
@@ -289,7 +303,8 @@ def show(
     if as_it_is:
         given = predictor.predict(choice_of(predictor.config, predictor.cluster.gpus))
         shown.append(given)
-        print(f"the run as it is, on {predictor.cluster.name}:\n{table([given], memory)}\n{breakdown(given)}")
+        print(f"the run as it is, on {predictor.cluster.name}:\n{table([given], memory)}")
+        print(breakdown(given, predictor.cluster))
         if given.memory_bytes > memory * 2**30:
             print(f"  it does not fit: {given.memory_bytes / 2**30:.1f} GiB of {memory:.0f}")
         grown = growth(predictor, given.choice)
@@ -298,13 +313,13 @@ def show(
     if options.no_search:
         return shown
     start = time.perf_counter()
-    found = search(predictor, sets, options.top)
+    found, line = search_all(predictor, sets, options.top, options.max_loss_increase)
     spent = time.perf_counter() - start
     print(
         f"\nthe fastest of each of the fastest layouts, of {found.considered} choices ({found.predicted} predicted in "
         f"{spent:.1f} s, {found.too_large} too large, the others ruled out by their lower bounds):"
     )
-    print(f"{table(found.best, memory)}\n\nthe fastest:\n{breakdown(found.best[0], config)}")
+    print(f"{table(found.best, memory)}\n{line}\nthe fastest:\n{breakdown(found.best[0], predictor.cluster, config)}")
     if len(found.best) > 1:
         print(f"the runner-up is {reason(found.best[0], found.best[1])}")
     if options.write:
@@ -330,6 +345,8 @@ def run(options: argparse.Namespace) -> None:
     config = parsed.config
     cluster = read_cluster(path) if path.exists() or not options.measure else _this_machine()
     gpus = options.gpus or cluster.gpus
+    planned = dataclasses.replace(cluster, gpus=gpus, sites=options.sites or cluster.sites)
+    check_sites(planned)
     try:
         base, refusal = plannable(config, gpus), None
     except UserError as error:
@@ -344,10 +361,10 @@ def run(options: argparse.Namespace) -> None:
         if measured is None:
             return
         print(f"measured; written to {path}\n")
-        cluster = measured
+        planned = dataclasses.replace(measured, gpus=gpus, sites=planned.sites)
     if refusal is not None:
         print(f"the run as it is cannot be planned on {gpus} devices: {refusal}")
-    predictor = Predictor(base, dataclasses.replace(cluster, gpus=gpus), vocab_size, imbalance)
+    predictor = Predictor(base, planned, vocab_size, imbalance)
     shown = show(predictor, refusal is None, sets, config, options)
     if options.json:
         found = json.dumps([dataclasses.asdict(one) for one in shown], indent=1)
@@ -357,10 +374,12 @@ def run(options: argparse.Namespace) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     made = parser()
     options = made.parse_args(arguments)
-    for name in ("gpus", "top", "vocab_size"):
+    for name in ("gpus", "top", "vocab_size", "sites"):
         value = getattr(options, name)
         if value is not None and value < 1:
             made.error(f"--{name.replace('_', '-')} {value}: give at least 1")
+    if not 0 <= options.max_loss_increase < math.inf:
+        made.error(f"--max-loss-increase {options.max_loss_increase:g}: give a number of percent, 0 or more")
     if options.gpus is not None and options.gpus > MOST_GPUS:
         made.error(f"--gpus {options.gpus}: give at most {MOST_GPUS:,}")
     try:

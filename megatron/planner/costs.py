@@ -17,7 +17,7 @@ from megatron.compression.schedule import RunLength
 from megatron.compression.spec import Spec
 from megatron.config.run import RunConfig
 from megatron.planner.choice import Choice
-from megatron.planner.cluster import CODING, Cluster, Wire, across_wire, hop_wire, inside_wire, wire_between
+from megatron.planner.cluster import CODING, Cluster, Wire, across_wire, hop_wire, inside_wire, site_wire, wire_between
 from megatron.planner.dry_run import DryStand
 from megatron.planner.names import EMBEDDING, EXPERTS, HEAD, kind_of
 from megatron.planner.pieces import MessageCost, PieceCost, Pieces, ReductionCost, message
@@ -55,7 +55,9 @@ class Wires:
 
 
 def wires_of(cluster: Cluster, choice: Choice) -> Wires:
-    """The wires of a choice. Ranks count tensor-parallel fastest, then data-parallel, then pipeline stages."""
+    """The wires inside a choice's islands. Ranks count tensor-parallel fastest, then data-parallel, then pipeline
+    stages."""
+    cluster = cluster.part(choice.islands)
     replica = choice.tp * choice.dp
     dp = wire_between(cluster, choice.dp, choice.tp)
     # The first and the last stage; where they are in one node, all are.
@@ -65,6 +67,10 @@ def wires_of(cluster: Cluster, choice: Choice) -> Wires:
         # Those of one stage follow each other as its replicas do.
         together = min(dp.per_node, choice.dp)
         holders = across_wire(cluster, together, min(replica, cluster.gpus_per_node) / together)
+        if ends.site is not None:
+            per_site = min(max(cluster.site_gpus // choice.tp, 1), choice.dp)
+            site = site_wire(cluster, per_site, min(replica, cluster.site_gpus) / per_site)
+            holders = dataclasses.replace(holders, site=site)
     return Wires(
         tp=wire_between(cluster, choice.tp, 1),
         dp=dp,
@@ -92,7 +98,7 @@ class CostBook:
         self.cluster = cluster
         self.vocab_size = vocab_size
         # All warm-ups are over at the step that is planned, however long they are.
-        self._length = RunLength(config.training.train_iters or 1_000_000, lambda epochs: 1)
+        self._length = RunLength(config.training.planned_iters or 1_000_000, lambda epochs: 1)
         self.imbalance = imbalance
         self._stand = DryStand(cluster.device)
         self._specs: dict[str, tuple[Spec, ...]] = {}
@@ -184,19 +190,40 @@ class CostBook:
             )
         return self._reductions[key]
 
+    def difference(self, choice: Choice, name: str, stage: int, own: bool = False) -> ReductionCost:
+        """The cost of reducing a piece's differences over islands; ``own`` as in ``reduction``."""
+        spec = self.specs(choice)[Point.OUTER]
+        covered = spec.activation.covers_stage(stage, choice.pp)
+        # A tied embedding is that of the stage that has the words.
+        fused = self.tied and name == HEAD
+        layout = (choice.tp, choice.sequence_parallel, choice.ep if kind_of(name) == EXPERTS else 1, choice.islands)
+        # Rounds of any length send the same.
+        sent = (spec.name, repr(spec.options), repr(spec.schedules), spec.feedback) if covered else ()
+        key = (Point.OUTER, name, *layout, fused, sent, own)
+        if key not in self._reductions:
+            used = {Point.OUTER: spec} if covered else {}
+            replicas, _ = _ranks(spec if covered else None, choice.islands, {})
+            self._reductions[key] = planned(
+                self._text(choice, Point.OUTER),
+                lambda: self._dry(choice, used, stage).reduction(
+                    name, fused=fused, replicas=replicas, own=own, point=Point.OUTER
+                ),
+            )
+        return self._reductions[key]
+
     def levels(self, choice: Choice, point: Point, own: bool = False) -> Levels:
         """The wires and numbers of ranks of a point's sums in two levels; empty where they have one. With ``own`` of
         ranks that hold equal experts."""
         spec = self.specs(choice).get(point)
         if spec is None or not spec.rounds().traits.levels:
             return {}
-        key = (point, choice.tp, choice.pp, choice.dp, choice.ep, spec.fused, own)
+        key = (point, choice.tp, choice.pp, choice.dp, choice.ep, choice.islands, spec.fused, own)
         if key not in self._levels:
             layout = Layout(tp=choice.tp, pp=choice.pp, dp=choice.dp, ep=choice.ep)
             embeddings = layout.fused_embedding_groups if spec.fused else layout.embedding_groups
             replicas = layout.expert_dp_groups if own else layout.dp_groups
             groups = list((replicas if point is Point.DP_GRAD else embeddings)())
-            self._levels[key] = level_wires(self.cluster, groups, layout.world_size)
+            self._levels[key] = level_wires(self.cluster.part(choice.islands), groups, layout.world_size)
         return self._levels[key]
 
     def message(self, choice: Choice, point: Point, compressed: bool) -> MessageCost:
@@ -267,9 +294,14 @@ def _ranks(spec: Spec | None, size: int, levels: Levels) -> tuple[int, int]:
 def level_wires(cluster: Cluster, groups: Sequence[tuple[int, ...]], world_size: int) -> Levels:
     """The wires and numbers of ranks of the levels of a kind of groups, all of which communicate at once."""
     positions, _ = positions_by_node(groups, [str(rank // cluster.gpus_per_node) for rank in range(world_size)])
+    flows = min(cluster.gpus_per_node, world_size)
+    across = across_wire(cluster, 1, flows)
+    sites = {rank // cluster.site_gpus for rank in groups[0]}
+    if len(sites) > 1:
+        across = dataclasses.replace(across, site=site_wire(cluster, len(positions) // len(sites), flows))
     return {
         Level.NODE: (inside_wire(cluster, len(positions[0])), len(positions[0])),
-        Level.ACROSS: (across_wire(cluster, 1, min(cluster.gpus_per_node, world_size)), len(positions)),
+        Level.ACROSS: (across, len(positions)),
     }
 
 

@@ -13,6 +13,7 @@ from megatron.comm.policy import CompressionPlan
 from megatron.comm.reducer import GradReducer
 from megatron.comm.tensor import TensorComm
 from megatron.compression.api import Codec, Content
+from megatron.compression.points import Point
 from megatron.compression.state import CompressorState
 from megatron.config.model import ModelConfig
 from megatron.config.recompute import RecomputeConfig
@@ -125,9 +126,16 @@ class Pieces:
         self.iteration = iteration
         self.imbalance = imbalance
 
-    def _build(self, name: str, recompute: RecomputeConfig, shares: int = 1, own: bool | None = None) -> _Built | None:
+    def _build(
+        self,
+        name: str,
+        recompute: RecomputeConfig,
+        shares: int = 1,
+        own: bool | None = None,
+        exact: bool = False,
+    ) -> _Built | None:
         """A piece, and the gradients of all its parameters, or of those that all replicas hold, or not all (``own``);
-        None where there are none."""
+        None where there are none. They are at least fp32 where ``exact``."""
         config, meter = self.config, self.stand.recorder()
         tp = config.parallel.tensor_model_parallel_size
         ep = config.parallel.expert_model_parallel_size
@@ -152,7 +160,7 @@ class Pieces:
             return None
         buffer = FlatBuffer(
             params,
-            main_grad_dtype(dtype, config.parallel.accumulate_allreduce_grads_in_fp32),
+            main_grad_dtype(dtype, exact or config.parallel.accumulate_allreduce_grads_in_fp32),
             self.stand.group(shares, meter),
             None,
             sharded=shares > 1,
@@ -195,6 +203,7 @@ class Pieces:
         replicas: int = 2,
         nodes: int = 0,
         own: bool | None = None,
+        point: Point = Point.DP_GRAD,
     ) -> ReductionCost:
         """Runs the reduction of a piece's gradients over replicas, in a step between choices and after warm-ups.
 
@@ -205,14 +214,15 @@ class Pieces:
             replicas: replicas in the reduction.
             nodes: nodes that they are on, for sums in two levels.
             own: of the parameters that not all replicas hold (True), or of the others (False); None for all.
+            point: what is reduced: gradients, or differences (``OUTER``), whose replicas are islands.
         """
-        built = self._build(name, RecomputeConfig(), replicas if sharded else 1, own)
+        built = self._build(name, RecomputeConfig(), replicas if sharded else 1, own, exact=point is Point.OUTER)
         if built is None:
             return ReductionCost()
         meter = built.meter
         group = self.stand.group(replicas, meter, nodes)
         buckets = [reduced_bucket(built.buffer, bucket, fused) for bucket in built.buffer.buckets]
-        reducer = GradReducer(buckets, group, self.plan, meter.ledger, sharded)
+        reducer = GradReducer(buckets, group, self.plan, meter.ledger, sharded, point)
         firsts: list[Tally] = []
         laters: list[Tally] = []
         for step in range(1 + self.stand.repeats):

@@ -14,6 +14,8 @@ from megatron.planner.choice import Choice
 from megatron.planner.cluster import Cluster
 from megatron.planner.costs import Wires, wires_of
 from megatron.planner.fill import leaving, memory, traffic
+from megatron.planner.island_loss import IslandLoss
+from megatron.planner.islands import OuterCosts, OuterPlan
 from megatron.planner.simulate import Pipeline, RankTimes
 from megatron.planner.stages import StageCost, Stages, collective_seconds
 from megatron.training.flops import model_tflops
@@ -33,6 +35,8 @@ class Prediction:
         across: bytes of these that leave the node.
         tokens_per_s: tokens per second of the whole cluster.
         mfu: the model's FLOP/s over the devices' peak.
+        outer: what islands exchange; then ``seconds`` are of a mean iteration of the whole run, and so are all figures
+            of ``outer``. None without islands.
     """
 
     choice: Choice
@@ -43,6 +47,7 @@ class Prediction:
     across: Mapping[str, float]
     tokens_per_s: float
     mfu: float
+    outer: OuterPlan | None = None
 
     @property
     def memory_bytes(self) -> float:
@@ -66,6 +71,8 @@ class Predictor(Stages):
         self._bounds: dict[tuple[Choice, int], float] = {}
         self._times: dict[Choice, Sequence[RankTimes]] = {}
         self._memory: dict[Choice, float] = {}
+        self.losses = IslandLoss()
+        self.outer = OuterCosts(self)
 
     def lower_bound(self, choice: Choice) -> float:
         """A lower bound of a choice's seconds, cheaper to compute than its prediction."""
@@ -97,6 +104,10 @@ class Predictor(Stages):
         Raises:
             UserError: when a compressor cannot be planned.
         """
+        if choice.islands > 1 and Point.OUTER in self.book.specs(choice):
+            outer = outer_spec(choice)
+            inner = dataclasses.replace(choice, specs=tuple(spec for spec in choice.specs if spec != outer))
+            return self.with_outer(self.predict(inner), outer)
         wires = wires_of(self.cluster, choice)
         pipeline = self.pipeline(choice, wires)
         times = self.times(choice, pipeline)
@@ -123,7 +134,7 @@ class Predictor(Stages):
             "parameters": gather,
         }
         sent = traffic(self, choice, wires)
-        tokens = choice.dp * choice.micro_batches * choice.micro_batch * self.config.model.seq_length
+        tokens = choice.islands * choice.dp * choice.micro_batches * choice.micro_batch * self.config.model.seq_length
         return Prediction(
             choice,
             seconds,
@@ -133,6 +144,40 @@ class Predictor(Stages):
             leaving(self, choice, wires, sent),
             tokens / seconds,
             self._mfu(choice, seconds),
+        )
+
+    def _outer_plan(self, inner: Prediction, outer: str) -> OuterPlan:
+        """What islands of a layout add to its steps, by a spec of the point ``outer``."""
+        choice = dataclasses.replace(inner.choice, specs=(*inner.choice.specs, outer))
+        plan = self.outer.terms(choice, outer).plan(inner.seconds)
+        spec = self.book.specs(choice)[Point.OUTER]
+        found = self.losses.of_spec(spec, choice.islands, plan.iterations)
+        if found is None:
+            return plan
+        return dataclasses.replace(plan, loss_percent=found.percent, beyond=found.beyond)
+
+    def with_outer(self, inner: Prediction, outer: str) -> Prediction:
+        """The prediction of islands: of a mean iteration of the run.
+
+        Args:
+            inner: a step of one of them.
+            outer: the spec of ``--compress outer=``.
+        """
+        plan = self._outer_plan(inner, outer)
+        seconds = inner.seconds + plan.mean_in_step_s + plan.mean_rounds_s
+        sent = plan.mean_bytes / inner.choice.world_size
+        away = {Point.OUTER.value: sent} if self.cluster.gpus > self.cluster.gpus_per_node else {}
+        return dataclasses.replace(
+            inner,
+            choice=dataclasses.replace(inner.choice, specs=(*inner.choice.specs, outer)),
+            seconds=seconds,
+            parts={**inner.parts, "in step": plan.mean_in_step_s, "rounds": plan.mean_rounds_s},
+            memory={**inner.memory, "islands": plan.memory_bytes},
+            sent={**inner.sent, Point.OUTER.value: sent},
+            across={**inner.across, **away},
+            tokens_per_s=inner.tokens_per_s * inner.seconds / seconds,
+            mfu=inner.mfu * inner.seconds / seconds,
+            outer=plan,
         )
 
     def _synchronized(
@@ -218,6 +263,11 @@ class Predictor(Stages):
             world_size=choice.world_size,
         )
         return rate / self.cluster.device.peak_tflops
+
+
+def outer_spec(choice: Choice) -> str:
+    """The spec of ``--compress outer=`` of a choice that has one."""
+    return next(spec for spec in choice.specs if spec.startswith(f"{Point.OUTER.value}="))
 
 
 def _forth_and_back(choice: Choice) -> Choice:

@@ -7,12 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 
 from megatron.config.run import RunConfig
 from megatron.planner.choice import Choice
+from megatron.planner.cluster import Cluster
+from megatron.planner.island_loss import MEASURED_ON
 from megatron.planner.predict import Prediction
 
 
 def described(choice: Choice) -> str:
     """Describes a choice in a few words."""
-    words = [f"tp {choice.tp}", f"pp {choice.pp}", f"dp {choice.dp}"]
+    words = [f"{choice.islands} islands"] if choice.islands > 1 else []
+    words += [f"tp {choice.tp}", f"pp {choice.pp}", f"dp {choice.dp}"]
     if choice.ep > 1:
         words.append(f"ep {choice.ep}")
     words.append(
@@ -47,31 +50,99 @@ def flags(choice: Choice) -> str:
         words.append("--use-distributed-optimizer")
     if choice.overlap:
         words.append("--overlap-grad-reduce")
+    if choice.islands > 1:
+        words.append(f"--islands {choice.islands} --distributed-backend gloo")
     return " ".join([*words, *(f"--compress {spec}" for spec in choice.specs)])
 
 
 def table(predictions: Sequence[Prediction], memory_gib: float) -> str:
     """A table with a line for each prediction, fastest first."""
-    columns = ("s/iter", "tokens/s", "MFU", "GiB", "layout", "compressed")
+    islands = any(one.outer is not None for one in predictions)
+    columns = ("s/iter", "tokens/s", "MFU", "GiB", *(("loss",) if islands else ()), "layout", "compressed")
     rows = [
         (
             f"{one.seconds:.3f}",
             f"{one.tokens_per_s:,.0f}",
             f"{one.mfu:.1%}",
             f"{one.memory_bytes / 2**30:.1f}",
+            *((cost(one),) if islands else ()),
             described(one.choice),
             " ".join(one.choice.specs) or "nothing",
         )
         for one in predictions
     ]
     widths = [max(len(row[i]) for row in [columns, *rows]) for i in range(len(columns))]
-    right = (True, True, True, True, False, False)
+    right = [name not in ("layout", "compressed") for name in columns]
 
     def line(row: Sequence[str]) -> str:
         cells = (cell.rjust(w) if r else cell.ljust(w) for cell, w, r in zip(row, widths, right, strict=True))
         return "  ".join(cells).rstrip()
 
-    return "\n".join([line(columns), *map(line, rows), f"(a device may fill {memory_gib:.0f} GiB)"])
+    notes = [f"(a device may fill {memory_gib:.0f} GiB)"]
+    if islands:
+        notes.append(
+            f"(loss: what islands cost of it, as measured with {MEASURED_ON}; taken to be the same for this model; "
+            "* beyond what was measured)"
+        )
+    return "\n".join([line(columns), *map(line, rows), *notes])
+
+
+def cost(one: Prediction) -> str:
+    """The predicted cost of the loss, in percent; with a star where it goes beyond what was measured."""
+    if one.outer is None:
+        return "-"
+    if one.outer.loss_percent is None:
+        return "?"
+    return f"+{one.outer.loss_percent:.1f}%{'*' if one.outer.beyond else ''}"
+
+
+def island_lines(one: Prediction, cluster: Cluster) -> list[str]:
+    """What a prediction of islands says besides, and the command that starts the first of them."""
+    plan, choice = one.outer, one.choice
+    assert plan is not None
+    inner = one.seconds - plan.mean_in_step_s - plan.mean_rounds_s
+    hidden = f", of {plan.transfer_s:.3f} s of transfers" if plan.transfer_s else ""
+    lines = [
+        f"  islands {plan.in_step:,} iterations in step of {inner + plan.in_step_s:.3f} s, then {plan.local:,} of "
+        f"{inner:.3f} s; training waits {plan.round_s:.3f} s for a round of {plan.every}{hidden}",
+        f"  link    of an island: {plan.mean_bytes / 1e6:,.1f} MB in a mean iteration; "
+        f"{plan.in_step_bytes / 1e6:,.1f} MB in each in step, {plan.round_bytes / 1e6:,.1f} MB in a round",
+    ]
+    if plan.loss_percent is None:
+        lines.append("  loss    nothing like it was measured")
+    else:
+        lines.append(f"  loss    {plan.loss_percent:+.1f}%{''.join(f'; extrapolated: {why}' for why in plan.beyond)}")
+    return [*lines, f"  start   {start(choice, cluster)} FLAGS (of the first island; others: --islands-address)"]
+
+
+def start(choice: Choice, cluster: Cluster) -> str:
+    """The command that starts the first island, up to the flags."""
+    each = min(choice.world_size, cluster.gpus_per_node)
+    nodes = choice.world_size // each
+    several = f"--nnodes {nodes} --node-rank 0 --master-addr HOST " if nodes > 1 else ""
+    return (
+        f"python tools/launch.py --island 0 --islands {choice.islands} --serve-islands HOST:29600 {several}"
+        f"--nproc-per-node {each} pretrain_gpt.py --config FILE"
+    )
+
+
+def verdict(best: Prediction, islands: Prediction | None, why: str) -> str:
+    """One line that says whether islands are worth it.
+
+    Args:
+        best: the fastest single run.
+        islands: the fastest of islands; None where there are none.
+        why: the reason for that.
+    """
+    if islands is None:
+        return f"islands: not worth it: {why}"
+    ratio = best.seconds / islands.seconds
+    if ratio <= 1:
+        return (
+            f"islands: not worth it: the fastest take {islands.seconds:.3f} s an iteration (loss {cost(islands)}), one "
+            f"run over everything {best.seconds:.3f} s"
+        )
+    return f"islands: {ratio:.2f} x faster than one run over everything, at {cost(islands)} loss"
 
 
 def unset(choice: Choice, config: RunConfig) -> list[str]:
@@ -84,11 +155,12 @@ def unset(choice: Choice, config: RunConfig) -> list[str]:
     return found
 
 
-def breakdown(one: Prediction, config: RunConfig | None = None) -> str:
+def breakdown(one: Prediction, cluster: Cluster, config: RunConfig | None = None) -> str:
     """The breakdown of a prediction: time, memory and bytes, and the flags that make it.
 
     Args:
         one: the prediction.
+        cluster: the cluster that it is of.
         config: configuration that the flags are added to, as it was given; None where the choice is its own.
     """
     parts = _shares(one.parts, one.seconds, lambda seconds: f"{seconds:.3f} s")
@@ -101,6 +173,8 @@ def breakdown(one: Prediction, config: RunConfig | None = None) -> str:
         away = one.across.get(point, 0.0)
         where = f"{away / 1e6:,.1f} MB of it across nodes" if away else "inside nodes"
         lines.append(f"  bytes   {point}: {nbytes / 1e6:,.1f} MB a device and iteration, {where}")
+    if one.outer is not None:
+        lines += island_lines(one, cluster)
     lines.append(f"  flags   {flags(one.choice)}")
     left_out = [] if config is None else unset(one.choice, config)
     if left_out:
@@ -115,7 +189,8 @@ def _shares(parts: Mapping[str, float], whole: float, shown: Callable[[float], s
 
 def reason(best: Prediction, other: Prediction) -> str:
     """The reason why one is faster: the parts that differ most."""
-    gained = {name: other.parts[name] - best.parts[name] for name in best.parts}
+    names = dict.fromkeys([*best.parts, *other.parts])
+    gained = {name: other.parts.get(name, 0.0) - best.parts.get(name, 0.0) for name in names}
     gap = other.seconds - best.seconds
     if gap < 1e-3 * best.seconds:
         fuller = (other.memory_bytes - best.memory_bytes) / 2**30

@@ -8,13 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron.base.errors import UserError
-from megatron.compression.points import EXPERT_LEGS, EXPERT_POINTS
+from megatron.compression.points import EXPERT_LEGS, EXPERT_POINTS, Point
 from megatron.config.curriculum import lengths_of
 from megatron.config.model import ModelConfig
 from megatron.config.recompute import RecomputeConfig
 from megatron.config.run import RunConfig
 from megatron.planner.choice import Choice, choice_of
 from megatron.planner.cluster import Cluster
+from megatron.planner.islands import layout_of
 from megatron.planner.predict import Prediction, Predictor
 
 SPEC_SETS: tuple[tuple[str, ...], ...] = (
@@ -66,6 +67,12 @@ _BESIDE_EXPERTS: tuple[tuple[str, ...], ...] = (
 MICRO_BATCHES = (1, 2, 4, 8)
 CHUNKS = (1, 2, 3, 4, 6, 8)
 
+_HIDES_ALL = 1e9
+"""Seconds of a step that hides any transfer that it may."""
+
+Layout = tuple[int, int, int, int]
+"""Islands, and tensor-, pipeline- and data-parallel size."""
+
 _RECOMPUTE = (RecomputeConfig(), RecomputeConfig(recompute_granularity="full", recompute_method="uniform"))
 """Selective recomputation is left out: fused attention keeps nothing worth it."""
 
@@ -87,22 +94,25 @@ class Found:
     too_large: int
 
 
-def choices(config: RunConfig, cluster: Cluster, spec_sets: Sequence[tuple[str, ...]]) -> Iterator[Choice]:
+def choices(
+    config: RunConfig, cluster: Cluster, spec_sets: Sequence[tuple[str, ...]], islands: int = 1
+) -> Iterator[Choice]:
     """Enumerates all ways to run a model on a cluster that divide evenly.
 
     Args:
         config: resolved configuration; its model and global batch size count.
         cluster: the cluster, all of whose devices are used.
         spec_sets: sets of compressors that may be used together.
+        islands: number of islands, which share devices and batch.
     """
-    model, world, batch = config.model, cluster.gpus, config.training.global_batch_size
+    model, world, batch = config.model, cluster.gpus // islands, config.training.global_batch_size // islands
     lengths = lengths_of(config.curriculum, model.seq_length).lengths
     most = max(cluster.gpus_per_node, config.parallel.tensor_model_parallel_size)
-    for tp in _divisors(world):
+    for tp in divisors(world):
         heads = model.num_attention_heads % tp == 0 and model.num_query_groups % tp == 0
         if tp > most or not heads or any(width % tp for width in _widths(model)):
             continue
-        for pp in _divisors(world // tp):
+        for pp in divisors(world // tp):
             dp = world // (tp * pp)
             if model.num_layers % pp or batch % dp:
                 continue
@@ -111,7 +121,15 @@ def choices(config: RunConfig, cluster: Cluster, spec_sets: Sequence[tuple[str, 
                 if batch // dp % micro_batch:
                     continue
                 count = batch // dp // micro_batch
-                plain = Choice(tp, pp, dp, micro_batch=micro_batch, micro_batches=count, sequence_parallel=parallel)
+                plain = Choice(
+                    tp,
+                    pp,
+                    dp,
+                    micro_batch=micro_batch,
+                    micro_batches=count,
+                    sequence_parallel=parallel,
+                    islands=islands,
+                )
                 for base in _schedules(model.num_layers, replace(plain, overlap=dp > 1)):
                     yield from _variants(model, base, spec_sets)
 
@@ -119,7 +137,7 @@ def choices(config: RunConfig, cluster: Cluster, spec_sets: Sequence[tuple[str, 
 def _variants(model: ModelConfig, base: Choice, spec_sets: Sequence[tuple[str, ...]]) -> Iterator[Choice]:
     """The ways to run a layout and schedule."""
     counts = model.expert_layers.values()
-    sizes = [ep for ep in _divisors(base.dp) if counts and not any(count % ep for count in counts)]
+    sizes = [ep for ep in divisors(base.dp) if counts and not any(count % ep for count in counts)]
     for ep in sizes or [1]:
         for recompute in _RECOMPUTE:
             for sharded in (True, False) if base.dp > 1 else (False,):
@@ -141,6 +159,7 @@ def _schedules(layers: int, plain: Choice) -> Iterator[Choice]:
 def _useful(spec_sets: Sequence[tuple[str, ...]], choice: Choice) -> list[tuple[str, ...]]:
     """The sets without compressors that have no traffic; each once."""
     silent = [
+        Point.OUTER.value,  # islands get one of those that are tried, whatever the others are
         *(("pp-forward", "pp-backward", "embedding") if choice.pp == 1 else ()),
         *(("dp-grad",) if choice.dp == 1 else ()),
         *(("param-gather",) if not choice.sharded else ("embedding",)),
@@ -167,11 +186,16 @@ def with_experts(model: ModelConfig, spec_sets: Sequence[tuple[str, ...]]) -> li
 def _given(config: RunConfig, cluster: Cluster) -> Iterator[Choice]:
     """The run as it is, whether or not it is among the usual choices."""
     given = choice_of(config, cluster.gpus)
-    if given.world_size == cluster.gpus and _refusal(config, given) is None:
+    if given.world_size == cluster.gpus and not has_outer(given.specs) and _refusal(config, given) is None:
         yield given
 
 
-def _divisors(n: int) -> list[int]:
+def has_outer(specs: Sequence[str]) -> bool:
+    """Whether one of the specs is of the point ``outer``."""
+    return any(spec.startswith(f"{Point.OUTER.value}=") for spec in specs)
+
+
+def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
@@ -180,6 +204,7 @@ def search(
     spec_sets: Sequence[tuple[str, ...]] = SPEC_SETS,
     top: int = 10,
     memory_gib: float | None = None,
+    outers: Mapping[int, Sequence[str]] | None = None,
 ) -> Found:
     """Finds the fastest layouts that fit, each at its fastest, by branch and bound, which is exact.
 
@@ -188,17 +213,19 @@ def search(
         spec_sets: sets of compressors that may be used together.
         top: number of layouts to return.
         memory_gib: memory that a rank may fill; default: the device's.
+        outers: numbers of islands, and the specs of ``outer`` that each may have; None for one run over everything.
 
     Raises:
         UserError: when nothing fits.
     """
     config, cluster = predictor.config, predictor.cluster
     limit = (cluster.device.memory_gib if memory_gib is None else memory_gib) * 2**30
-    possible = dict.fromkeys([*choices(config, cluster, spec_sets), *_given(config, cluster)])
-    queue = [(predictor.lower_bound(choice), number, choice) for number, choice in enumerate(possible)]
+    bounds = Bounds(predictor, outers or {})
+    possible = dict.fromkeys(_possible(config, cluster, spec_sets, outers))
+    queue = [(bounds.of(choice), number, choice) for number, choice in enumerate(possible)]
     considered = len(queue)
     heapq.heapify(queue)
-    best: dict[tuple[int, int, int], Prediction] = {}
+    best: dict[Layout, Prediction] = {}
     predicted, too_large, smallest = 0, 0, math.inf
     refusal: str | None = None
     while queue:
@@ -206,7 +233,8 @@ def search(
         most = _slowest(best, top)
         if bound >= most:
             break
-        own = best.get(choice.layout)
+        layout = choice.islands, *choice.layout
+        own = best.get(layout)
         if own is not None and bound >= own.seconds:
             continue
         # What compressors keep comes on top, and is not looked for in vain.
@@ -218,35 +246,105 @@ def search(
             too_large += 1
             continue
         predicted += 1
-        prediction = predictor.predict(choice)
+        prediction = _predicted(predictor, choice, outers, limit)
+        if prediction is None:
+            too_large += 1
+            continue
         if prediction.seconds >= (most if own is None else own.seconds):
             continue
-        if (refused := _refusal(config, choice)) is None:
-            best[choice.layout] = prediction
+        if (refused := _refusal(config, prediction.choice)) is None:
+            best[layout] = prediction
         refusal = refused or refusal
-    if not considered:
-        raise UserError(_undivided(config, cluster))
-    if not best and refusal is not None:
-        raise UserError(f"training would refuse what fits: {refusal}")
     if not best:
-        raise UserError(
-            f"nothing fits into {limit / 2**30:.0f} GiB: the smallest of {considered} choices needs "
-            f"{smallest / 2**30:.0f} GiB a device; take more devices, or larger ones"
-        )
+        raise UserError(_nothing(config, cluster, considered, refusal, smallest, limit))
     fastest = sorted(best.values(), key=lambda one: one.seconds)
     return Found(fastest[:top], considered, predicted, too_large)
 
 
-def _undivided(config: RunConfig, cluster: Cluster) -> str:
-    """The message that no layout divides the model and the batch."""
+def _possible(
+    config: RunConfig,
+    cluster: Cluster,
+    spec_sets: Sequence[tuple[str, ...]],
+    outers: Mapping[int, Sequence[str]] | None,
+) -> Iterator[Choice]:
+    """The choices of a search."""
+    for count in [1] if outers is None else outers:
+        yield from choices(config, cluster, spec_sets, count)
+    if outers is None:
+        yield from _given(config, cluster)
+
+
+def _nothing(
+    config: RunConfig, cluster: Cluster, considered: int, refusal: str | None, smallest: float, limit: float
+) -> str:
+    """The reason why a search has found nothing."""
+    if not considered:
+        return (
+            f"no layout of {cluster.gpus} devices divides {config.model.num_layers} layers, "
+            f"{config.model.num_attention_heads} heads and a global batch of {config.training.global_batch_size}; "
+            "change --global-batch-size, or gpus in the cluster file"
+        )
+    if refusal is not None:
+        return f"training would refuse what fits: {refusal}"
     return (
-        f"no layout of {cluster.gpus} devices divides {config.model.num_layers} layers, "
-        f"{config.model.num_attention_heads} heads and a global batch of {config.training.global_batch_size}; "
-        "change --global-batch-size, or gpus in the cluster file"
+        f"nothing fits into {limit / 2**30:.0f} GiB: the smallest of {considered} choices needs "
+        f"{smallest / 2**30:.0f} GiB a device; take more devices, or larger ones"
     )
 
 
-def _slowest(best: Mapping[tuple[int, int, int], Prediction], top: int) -> float:
+class Bounds:
+    """Lower bounds of choices: of islands with the least that exchanges between them add to a mean iteration.
+
+    Args:
+        predictor: predictor of the choices.
+        outers: see ``search``.
+    """
+
+    def __init__(self, predictor: Predictor, outers: Mapping[int, Sequence[str]]) -> None:
+        self._predictor, self._outers = predictor, outers
+        self._least: dict[Choice, float] = {}
+
+    def of(self, choice: Choice) -> float:
+        """The bound of a choice, in seconds."""
+        bound = self._predictor.lower_bound(choice)
+        if choice.islands == 1:
+            return bound
+        costs, key = self._predictor.outer, layout_of(choice)
+        if key not in self._least:
+            texts = self._outers[choice.islands]
+            self._least[key] = min(costs.terms(key, text).added_s(_HIDES_ALL) for text in texts)
+        return bound + self._least[key]
+
+
+def _predicted(
+    predictor: Predictor, choice: Choice, outers: Mapping[int, Sequence[str]] | None, limit: float
+) -> Prediction | None:
+    """The prediction of a choice that fits by itself; None where islands of it do not."""
+    found = predictor.predict(choice)
+    return found if outers is None else fastest_outer(predictor, found, outers[choice.islands], limit)
+
+
+def fastest_outer(
+    predictor: Predictor, inner: Prediction, outers: Sequence[str], limit: float = math.inf
+) -> Prediction | None:
+    """Islands of a layout with the spec of ``outer`` that is fastest of those that fit; None where none does.
+
+    Args:
+        predictor: predictor of the layout.
+        inner: a step of one of them.
+        outers: specs to choose from.
+        limit: bytes that a rank may fill.
+    """
+    best: tuple[float, str] | None = None
+    for text in outers:
+        terms = predictor.outer.terms(inner.choice, text)
+        seconds = terms.added_s(inner.seconds)
+        if inner.memory_bytes + terms.memory_bytes <= limit and (best is None or seconds < best[0]):
+            best = seconds, text
+    return None if best is None else predictor.with_outer(inner, best[1])
+
+
+def _slowest(best: Mapping[Layout, Prediction], top: int) -> float:
     """The time that a layout must undercut to be among the fastest, in seconds."""
     return sorted(one.seconds for one in best.values())[top - 1] if len(best) >= top else math.inf
 
@@ -254,7 +352,7 @@ def _slowest(best: Mapping[tuple[int, int, int], Prediction], top: int) -> float
 def _refusal(config: RunConfig, choice: Choice) -> str | None:
     """The reason why training would refuse a choice; None when it would not."""
     try:
-        choice.configure(config).resolve(choice.world_size, cuda_available=True)
+        choice.resolve(config)
     except UserError as error:
         return str(error)
     return None

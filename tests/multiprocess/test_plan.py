@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from megatron.planner.command import entries_of
 from megatron.planner.predict import Predictor
 from tests.multiprocess.test_experts import Changes, _parallel
 from tests.support.corpus import tiny_flags, write_documents
+from tests.support.islands import events, run_islands
 from tests.support.spawn import run_ranks
 from tests.support.tiny import VOCAB, tiny_config, tiny_engines
 from tests.support.train import train
@@ -122,6 +124,37 @@ def test_bytes_are_what_training_counts(settings: dict[str, object], tmp_path: P
     measured = {point: figures["wire_bytes"] for point, figures in counted.items() if point != "control"}
     # Parts of so small a model do not divide evenly into groups and shares.
     assert total == pytest.approx(measured, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [
+        (1, {"compress": ["outer=chunked-topk,chunk=64,k=4,every=3,fragments=3,delay=0,warmup=2"]}),
+        (
+            2,
+            {
+                "pipeline_model_parallel_size": 2,
+                "compress": ["outer=fixpoint,bits=4,every=2,error-feedback=on,warmup=3"],
+            },
+        ),
+        (2, {"use_distributed_optimizer": True, "compress": ["outer=identity,outer-preset=diloco,every=3"]}),
+    ],
+    ids=["fragments of one process", "two stages", "sharded"],
+)
+def test_bytes_between_islands_are_what_training_counts(ranks: int, settings: dict[str, Any], tmp_path: Path) -> None:
+    """Over a whole run: its iterations in step, its rounds, and the last one."""
+    log, saved = tmp_path / "log.jsonl", tmp_path / "saved"
+    changes = {"num_layers": 4, "train_iters": 9, "save": saved, "log_json_file": log, **settings}
+    run_islands(2, ranks, tiny_flags(write_documents(tmp_path / "tiny"), **changes))
+    counted = [event["comm"].get("outer", {}) for event in events(tmp_path / "log.island_0.jsonl")]
+    assert len(counted) == 9
+    config = RunConfig.load_yaml(next((saved / "island_0").glob("iter_*/config.yaml")))
+    predictor = Predictor(config, Cluster(gpus=2 * ranks), entries_of(config))
+    found = predictor.predict(choice_of(config, 2 * ranks))
+    sent = sum(one.get("wire_bytes", 0) for one in counted)
+    assert 9 * ranks * found.sent["outer"] == pytest.approx(sent, rel=1e-2)
+    assert found.outer is not None
+    assert counted[0]["wire_bytes"] == pytest.approx(found.outer.in_step_bytes, rel=1e-2)
 
 
 def _parameters(layouts: dict[str, Changes]) -> dict[str, int]:

@@ -1,0 +1,99 @@
+"""Islands beside one run over everything: what is tried of them, and whether they are worth it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from megatron.base.errors import UserError
+from megatron.compression.points import Point
+from megatron.compression.schedule import RunLength
+from megatron.config.run import RunConfig
+from megatron.planner.choice import Choice
+from megatron.planner.predict import Predictor
+from megatron.planner.report import verdict
+from megatron.planner.search import Found, divisors, has_outer, search
+
+MOST_LOSS = 2.0
+"""Most that islands may cost of the loss, in percent."""
+
+
+def without_outer(config: RunConfig, specs: Sequence[str]) -> tuple[str, ...]:
+    """A set of compressors without what is for islands alone.
+
+    Raises:
+        UserError: when that cannot be read.
+    """
+    own = [spec for spec in specs if has_outer([spec])]
+    dataclasses.replace(config.compression, compress=own).specs(RunLength(config.training.planned_iters))
+    return tuple(spec for spec in specs if spec not in own)
+
+
+def outer_specs(
+    predictor: Predictor, spec_sets: Sequence[tuple[str, ...]], most: float
+) -> tuple[dict[int, list[str]], str]:
+    """The specs of ``outer`` that a search tries for each number of islands, and why there are none.
+
+    Those that a set of compressors names are tried whatever they cost, and the usual ones are only where there are
+    none.
+
+    Args:
+        predictor: predictor of the run.
+        spec_sets: sets of compressors.
+        most: most that they may be predicted to cost of the loss, in percent.
+    """
+    config, sites = predictor.config, predictor.cluster.sites
+    iterations = config.training.planned_iters
+    counts = [k for k in divisors(sites) if k > 1 and config.training.global_batch_size % k == 0]
+    if iterations is None:
+        return {}, "islands need --train-iters"
+    if not counts:
+        return {}, f"no number of islands divides {sites} sites and the global batch"
+    named = list(dict.fromkeys(spec for specs in spec_sets for spec in specs if has_outer([spec])))
+    if named:
+        return dict.fromkeys(counts, named), ""
+    found: dict[int, list[str]] = {}
+    costs: list[float] = []
+    losses = predictor.losses
+    texts = losses.specs(config.optimizer.optimizer == "muon")
+    for text, k in ((text, k) for k in counts for text in texts):
+        spec = predictor.book.specs(Choice(1, 1, 1, specs=(text,), islands=k))[Point.OUTER]
+        if spec.outer.every > iterations - spec.activation.warmup_iters:
+            continue
+        penalty = losses.of_spec(spec, k, iterations)
+        costs += [] if penalty is None else [penalty.percent]
+        if penalty is not None and penalty.percent <= most:
+            found.setdefault(k, []).append(text)
+    if not costs:
+        return {}, "the run is shorter than a round" if texts else "no measured method has this optimizer"
+    return found, f"none is predicted to cost at most {most:g}% of the loss; the least is {min(costs):.1f}%"
+
+
+def search_all(predictor: Predictor, sets: Sequence[tuple[str, ...]], top: int, most: float) -> tuple[Found, str]:
+    """Searches runs over everything, and islands where the cluster has sites; returns the fastest of both, and the
+    line that says whether islands are worth it.
+
+    Args:
+        predictor: predictor of the run.
+        sets: sets of compressors to search.
+        top: number of layouts to return.
+        most: most that islands may be predicted to cost of the loss, in percent.
+
+    Raises:
+        UserError: when nothing fits.
+    """
+    alone = search(predictor, sets, top)
+    if predictor.cluster.sites == 1:
+        return alone, ""
+    outers, why = outer_specs(predictor, sets, most)
+    islands: Found | None = None
+    try:
+        islands = search(predictor, sets, top, outers=outers) if outers else None
+    except UserError as error:
+        why = str(error)
+    said = f"{verdict(alone.best[0], islands.best[0] if islands else None, why)}\n"
+    if islands is None:
+        return alone, said
+    both = sorted([*alone.best, *islands.best], key=lambda one: one.seconds)
+    sums = [getattr(alone, name) + getattr(islands, name) for name in ("considered", "predicted", "too_large")]
+    return Found(both[:top], *sums), said

@@ -1,0 +1,397 @@
+"""What islands exchange, and what it adds to a run: in its iterations in step, and in its rounds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megatron.compression.outer import RoundSchedule
+from megatron.compression.points import Point
+from megatron.optimizer.fragments import fragment_of
+from megatron.planner.choice import Choice
+from megatron.planner.cluster import Cluster, Wire
+from megatron.planner.costs import Wires, wires_of
+from megatron.planner.dry_run import Collective
+from megatron.planner.names import EMBEDDING, HEAD, piece_of
+from megatron.planner.stages import Stages, sent_bytes
+
+FIRST, OF_EXPERTS, ALL = "first", "experts", "all"
+"""Replicas that speak for a stage of an island: the first, those that hold different experts, or all."""
+
+_ASKED = 6
+_ASKED_OF_EACH = 4
+"""Times that a round asks the meeting place one thing, and one of each island."""
+
+_MOVED = 40
+"""Bytes of an updated fp32 number that a round reads and writes: difference, outer step, values."""
+
+_SMALL = 64.0
+"""Bytes of a vector of totals."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """What speakers of a stage exchange in one collective over islands.
+
+    Args:
+        speakers: which replicas do.
+        stage: the pipeline stage.
+        collective: what each of their tensor-parallel ranks exchanges.
+    """
+
+    speakers: str
+    stage: int
+    collective: Collective
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """The exchange of one fragment.
+
+    Args:
+        rounds_s: seconds of its rounds of collectives, one after the other.
+        coding_s: seconds of coding.
+        nbytes: bytes that leave an island.
+        kept: bytes of the compressors' state on the fullest rank.
+    """
+
+    rounds_s: tuple[float, ...]
+    coding_s: float
+    nbytes: float
+    kept: float
+
+    def waited_s(self, delay: int, step_s: float) -> float:
+        """Seconds for which training waits: what ``delay`` steps do not hide. After each step a rank looks whether a
+        round of collectives has ended, and starts the next."""
+        at, step = 0.0, 0
+        for seconds in self.rounds_s:
+            at = max(at, step * step_s) + seconds
+            while step < delay and step * step_s < at:
+                step += 1
+        return max(0.0, at - delay * step_s)
+
+
+@dataclass(frozen=True)
+class OuterPlan:
+    """What islands add to a run.
+
+    Args:
+        every: inner steps of a round.
+        in_step, local: iterations in step, and those in which each island goes alone.
+        in_step_s: seconds that sums over islands add to an iteration in step.
+        round_s: seconds for which training waits in a round of all fragments.
+        transfer_s: seconds of the transfers of a round, hidden or not.
+        run_s: seconds that rounds add to the run.
+        in_step_bytes, round_bytes: bytes that leave an island in an iteration in step, and in a round.
+        mean_bytes: bytes that leave it in a mean iteration.
+        memory_bytes: anchor, momentum, residual and differences on the fullest rank.
+        loss_percent: predicted cost of the loss, in percent; None where nothing like it was measured.
+        beyond: what of that was not measured.
+    """
+
+    every: int
+    in_step: int
+    local: int
+    in_step_s: float
+    round_s: float
+    transfer_s: float
+    run_s: float
+    in_step_bytes: float
+    round_bytes: float
+    mean_bytes: float
+    memory_bytes: float
+    loss_percent: float | None = None
+    beyond: tuple[str, ...] = ()
+
+    @property
+    def iterations(self) -> int:
+        """Iterations of the run."""
+        return self.in_step + self.local
+
+    @property
+    def mean_in_step_s(self) -> float:
+        """Seconds that sums in step add to a mean iteration."""
+        return self.in_step * self.in_step_s / self.iterations
+
+    @property
+    def mean_rounds_s(self) -> float:
+        """Seconds that rounds add to a mean iteration."""
+        return self.run_s / self.iterations
+
+
+@dataclass(frozen=True)
+class OuterTerms:
+    """What the plans of a layout and a spec of ``outer`` are made of.
+
+    Args:
+        schedule: when fragments are sent.
+        in_step_s, in_step_bytes: see ``OuterPlan``.
+        inside_s: seconds of a fragment's round that are no transfer.
+        transfers: the exchange of each fragment.
+        memory_bytes: see ``OuterPlan``.
+    """
+
+    schedule: RoundSchedule
+    in_step_s: float
+    in_step_bytes: float
+    inside_s: float
+    transfers: tuple[Transfer, ...]
+    memory_bytes: float
+
+    @property
+    def local(self) -> int:
+        """Iterations in which each island goes alone."""
+        return self.schedule.end - self.schedule.start
+
+    def sendings(self) -> list[int]:
+        """How often each fragment is sent before the end, where all of them are once more."""
+        count = len(self.transfers)
+        turns = max(self.local - 1, 0) // self.schedule.options.turn
+        return [turns // count + (fragment < turns % count) for fragment in range(count)]
+
+    def waited_s(self, step_s: float) -> list[float]:
+        """Seconds for which training waits for each fragment."""
+        delay = self.schedule.options.delay
+        return [self.inside_s + one.coding_s + one.waited_s(delay, step_s) for one in self.transfers]
+
+    def rounds_s(self, step_s: float) -> float:
+        """Seconds that rounds add to the run; it waits for the last fragments whatever ``delay`` says."""
+        usual = sum(n * wait for n, wait in zip(self.sendings(), self.waited_s(step_s), strict=True))
+        last = sum(self.inside_s + one.coding_s + sum(one.rounds_s) for one in self.transfers)
+        return usual + (last if self.local else 0.0)
+
+    def added_s(self, step_s: float) -> float:
+        """Seconds that islands add to a mean iteration whose steps take so many; never more in longer steps."""
+        return (self.schedule.start * self.in_step_s + self.rounds_s(step_s)) / self.schedule.end
+
+    def plan(self, step_s: float) -> OuterPlan:
+        """What islands add to a run; the loss is not filled in."""
+        start, last = self.schedule.start, 1 if self.local else 0
+        sent = sum((n + last) * one.nbytes for n, one in zip(self.sendings(), self.transfers, strict=True))
+        return OuterPlan(
+            self.schedule.options.every,
+            start,
+            self.local,
+            self.in_step_s,
+            sum(self.waited_s(step_s)),
+            sum(sum(one.rounds_s) for one in self.transfers),
+            self.rounds_s(step_s),
+            self.in_step_bytes,
+            sum(one.nbytes for one in self.transfers),
+            (start * self.in_step_bytes + sent) / self.schedule.end,
+            self.memory_bytes,
+        )
+
+
+class OuterCosts:
+    """The costs of the point ``outer`` for choices of several islands.
+
+    Args:
+        stages: the stages of an island.
+    """
+
+    def __init__(self, stages: Stages) -> None:
+        self.stages = stages
+        self._in_step: dict[Choice, tuple[float, float]] = {}
+        self._transfers: dict[object, Transfer] = {}
+        self._terms: dict[tuple[Choice, str], OuterTerms] = {}
+        self._crowds: dict[object, list[tuple[Wire, list[Counter[tuple[str, int]]]]]] = {}
+
+    @property
+    def width(self) -> int:
+        """Bytes of a number of a difference."""
+        return max(self.stages.param_bytes, 4)
+
+    def in_step(self, choice: Choice) -> tuple[float, float]:
+        """Seconds that the sums over islands add to an iteration in step, and bytes that leave an island."""
+        key = layout_of(choice)
+        if key not in self._in_step:
+            self._in_step[key] = self._summed_in_step(key)
+        return self._in_step[key]
+
+    def _summed_in_step(self, choice: Choice) -> tuple[float, float]:
+        shares, spread_s = [], 0.0
+        wires = wires_of(self.stages.cluster, choice)
+        for stage in range(choice.pp):
+            broadcast_s = 0.0
+            parts = self.stages.parts(choice, stage)
+            for (elements, replicas), wire, own in zip(
+                parts, (wires.dp, wires.expert_dp), (FIRST, OF_EXPERTS), strict=False
+            ):
+                nbytes = float(elements * self.stages.grad_bytes)
+                if choice.sharded:
+                    shares.append(Share(ALL, stage, Collective("all-reduce", nbytes / replicas)))
+                else:
+                    shares.append(Share(own, stage, Collective("all-reduce", nbytes)))
+                    broadcast_s += wire.collective("broadcast", nbytes, replicas)
+            spread_s = max(spread_s, broadcast_s)
+        totals = [Share(FIRST, 0, Collective("all-reduce", _SMALL))]
+        seconds = self._seconds(choice, shares) + spread_s + 2 * self._seconds(choice, totals)
+        return seconds, self._sent(choice, shares)
+
+    def terms(self, choice: Choice, outer: str) -> OuterTerms:
+        """What the plans of a layout and a spec of ``outer`` are made of, whatever a step takes."""
+        key = layout_of(choice), outer
+        if key not in self._terms:
+            self._terms[key] = self._found(replace(key[0], specs=(outer,)))
+        return self._terms[key]
+
+    def _found(self, choice: Choice) -> OuterTerms:
+        iterations = self.stages.config.training.planned_iters
+        assert iterations is not None
+        spec = self.stages.book.specs(choice)[Point.OUTER]
+        schedule = RoundSchedule(spec.outer, min(spec.activation.warmup_iters, iterations), iterations)
+        transfers = [self.transfer(choice, fragment) for fragment in range(spec.outer.fragments)]
+        copies = 0 if spec.outer.offload else 2 if spec.outer.momentum else 1
+        memory = self._memory_bytes(choice, copies, transfers)
+        inside_s = self._inside_s(choice, spec.outer.fragments)
+        return OuterTerms(schedule, *self.in_step(choice), inside_s, tuple(transfers), memory)
+
+    def _memory_bytes(self, choice: Choice, copies: int, transfers: Sequence[Transfer]) -> float:
+        """Bytes of anchor and momentum, of residuals, and of the difference of one fragment, on the fullest rank."""
+        ranks = range(choice.pp)
+        kept = copies * self.width * max(self.stages.owned(choice, rank) for rank in ranks)
+        difference = self.width * max(self.stages.elements(choice, rank) for rank in ranks) / len(transfers)
+        return kept + difference + sum(one.kept for one in transfers)
+
+    def transfer(self, choice: Choice, fragment: int) -> Transfer:
+        """The exchange of a fragment with the other islands."""
+        spec = self.stages.book.specs(choice)[Point.OUTER]
+        layout = (choice.tp, choice.pp, choice.dp, choice.ep, choice.chunks, choice.sequence_parallel, choice.islands)
+        activation = (spec.activation.first_stages, spec.activation.last_stages)
+        codec = (spec.name, repr(spec.options), repr(spec.schedules), spec.feedback, activation)
+        key = (*layout, *codec, spec.outer.fragments, fragment)
+        if key not in self._transfers:
+            self._transfers[key] = self._exchanged(choice, fragment, spec.outer.fragments)
+        return self._transfers[key]
+
+    def _exchanged(self, choice: Choice, fragment: int, fragments: int) -> Transfer:
+        book = self.stages.book
+        rounds: list[list[Share]] = []
+        coding_s = kept = 0.0
+        for stage in range(choice.pp):
+            contents = self._contents(choice, stage, fragment, fragments)
+            parts = [
+                (n, speakers, book.difference(choice, name, stage, speakers == OF_EXPERTS))
+                for name, n in contents.items()
+                for speakers in (FIRST, OF_EXPERTS)
+            ]
+            for n, speakers, part in parts:
+                for number, collectives in enumerate(part.rounds):
+                    rounds.extend([] for _ in range(number + 1 - len(rounds)))
+                    rounds[number] += [
+                        Share(speakers, stage, replace(one, nbytes=n * one.nbytes)) for one in collectives
+                    ]
+            coding_s = max(coding_s, sum(n * part.coding_s for n, _, part in parts))
+            kept = max(kept, sum(n * part.state_bytes for n, _, part in parts))
+        return Transfer(
+            tuple(self._seconds(choice, shares) for shares in rounds),
+            coding_s * book.coding(choice, Point.OUTER),
+            sum(self._sent(choice, shares) for shares in rounds),
+            kept,
+        )
+
+    def _contents(self, choice: Choice, stage: int, fragment: int, fragments: int) -> Counter[str]:
+        """Pieces of a fragment on a pipeline rank, and their numbers."""
+        model = self.stages.config.model
+        layers, virtual = model.num_layers, choice.pp * choice.chunks
+        each = layers // virtual
+        found: Counter[str] = Counter()
+        for chunk in range(stage, virtual, choice.pp):
+            names = [(f"layers.{i}.", piece_of(model, i)) for i in range(chunk * each, (chunk + 1) * each)]
+            names += [(EMBEDDING, EMBEDDING)] if chunk == 0 else []
+            names += [(HEAD, HEAD)] if chunk == virtual - 1 else []
+            found.update(piece for name, piece in names if fragment_of(name, layers, fragments) == fragment)
+        return found
+
+    def _inside_s(self, choice: Choice, fragments: int) -> float:
+        """Seconds of a fragment's round that are no transfer: the difference, the meeting, the outer step, and what
+        replicas of an island tell each other."""
+        stages, wires = self.stages, wires_of(self.stages.cluster, choice)
+        took = max(self._told_on(choice, stage, fragments, wires) for stage in range(choice.pp))
+        asked = _ASKED + _ASKED_OF_EACH * choice.islands
+        meeting = 2 * asked * max(wire.latency_s for wire, _ in self._crowd(choice))
+        tied = stages.tied_elements(replace(choice, sharded=False)) if stages.book.tied and choice.pp > 1 else 0
+        told = wires.ends.collective("broadcast", tied * self.width / fragments, 2)
+        return took + told + meeting + wires.world.collective("all-reduce", _SMALL, choice.world_size)
+
+    def _told_on(self, choice: Choice, stage: int, fragments: int, wires: Wires) -> float:
+        stages, told = self.stages, 0.0
+        for (elements, size), wire in zip(stages.parts(choice, stage), (wires.dp, wires.expert_dp), strict=False):
+            nbytes = elements * self.width / fragments
+            told += wire.collective("broadcast", nbytes, size)
+            if choice.sharded:
+                told += wire.collective("all-reduce", nbytes, size)
+                told += wire.collective("all-gather", float(elements * stages.param_bytes), size)
+        moved = stages.owned(choice, stage) * _MOVED * self.width / 4 / fragments
+        return told + moved / (stages.cluster.device.memory_gbyte_per_s * 1e9)
+
+    def _sent(self, choice: Choice, shares: Sequence[Share]) -> float:
+        """Bytes that leave an island."""
+        ranks = {FIRST: choice.tp, OF_EXPERTS: choice.tp * choice.ep, ALL: choice.tp * choice.dp}
+        return sum(ranks[one.speakers] * sent_bytes([one.collective], choice.islands) for one in shares)
+
+    def _seconds(self, choice: Choice, shares: Sequence[Share]) -> float:
+        """Seconds of collectives over islands; of each kind all at once, on the fullest link."""
+        total = 0.0
+        for kind in dict.fromkeys(one.collective.kind for one in shares):
+            same = [one for one in shares if one.collective.kind == kind]
+            slowest = 0.0
+            for wire, blocks in self._crowd(choice):
+                load = max(
+                    sum(block[one.speakers, one.stage] * one.collective.nbytes for one in same) for block in blocks
+                )
+                slowest = max(slowest, wire.collective(kind, load, choice.islands))
+            total += slowest
+        return total
+
+    def _crowd(self, choice: Choice) -> list[tuple[Wire, list[Counter[tuple[str, int]]]]]:
+        """The links between islands, and the speakers behind each: their numbers by kind and stage."""
+        key = choice.tp, choice.pp, choice.dp, choice.ep, choice.islands
+        if key not in self._crowds:
+            speakers = _speakers(choice)
+            self._crowds[key] = [
+                (wire, _blocks(speakers, size)) for size, wire in _links(self.stages.cluster, choice.world_size)
+            ]
+        return self._crowds[key]
+
+
+def layout_of(choice: Choice) -> Choice:
+    """The part of a choice that exchanges between islands depend on."""
+    plain = Choice(choice.tp, choice.pp, choice.dp, islands=choice.islands)
+    return replace(
+        plain, ep=choice.ep, chunks=choice.chunks, sequence_parallel=choice.sequence_parallel, sharded=choice.sharded
+    )
+
+
+def _speakers(choice: Choice) -> list[tuple[int, str, int]]:
+    """Rank, kind and stage of all speakers of an island."""
+    return [
+        ((stage * choice.dp + replica) * choice.tp + part, kind, stage)
+        for kind, replicas in ((FIRST, 1), (OF_EXPERTS, choice.ep), (ALL, choice.dp))
+        for stage in range(choice.pp)
+        for replica in range(replicas)
+        for part in range(choice.tp)
+    ]
+
+
+def _blocks(speakers: Sequence[tuple[int, str, int]], size: int) -> list[Counter[tuple[str, int]]]:
+    """The speakers of each block of so many ranks."""
+    found: dict[int, Counter[tuple[str, int]]] = {}
+    for rank, kind, stage in speakers:
+        found.setdefault(rank // size, Counter())[kind, stage] += 1
+    return list(found.values())
+
+
+def _links(cluster: Cluster, world: int) -> list[tuple[int, Wire]]:
+    """The links that all islands of ``world`` ranks share, each with the number of ranks behind it."""
+    islands = cluster.gpus // world
+    if cluster.gpus <= cluster.gpus_per_node:
+        return [(1, Wire(cluster.inside.gbit_per_s * 1e9 / 8, cluster.inside.latency_us * 1e-6, islands))]
+    levels = [(cluster.gpus_per_node, cluster.across)]
+    if cluster.sites > 1:
+        levels.append((cluster.site_gpus, cluster.between_sites))
+    return [
+        (size, Wire(link.gbit_per_s * 1e9 / 8, link.latency_us * 1e-6, max(1, size // world))) for size, link in levels
+    ]
