@@ -204,31 +204,39 @@ class OuterCosts:
         return max(self.stages.param_bytes, 4)
 
     def in_step(self, choice: Choice) -> tuple[float, float]:
-        """Seconds that the sums over islands add to an iteration in step, and bytes that leave an island."""
+        """Seconds that exact sums over islands add to an iteration in step, and bytes that leave an island."""
         key = layout_of(choice)
         if key not in self._in_step:
             self._in_step[key] = self._summed_in_step(key)
         return self._in_step[key]
 
     def _summed_in_step(self, choice: Choice) -> tuple[float, float]:
-        shares, spread_s = [], 0.0
-        wires = wires_of(self.stages.cluster, choice)
+        """Each replica sums a share; replicas exchange them instead of summing whole gradients."""
+        shares = []
         for stage in range(choice.pp):
-            broadcast_s = 0.0
-            parts = self.stages.parts(choice, stage)
-            for (elements, replicas), wire, own in zip(
-                parts, (wires.dp, wires.expert_dp), (FIRST, OF_EXPERTS), strict=False
-            ):
-                nbytes = float(elements * self.stages.grad_bytes)
-                if choice.sharded:
-                    shares.append(Share(ALL, stage, Collective("all-reduce", nbytes / replicas)))
-                else:
-                    shares.append(Share(own, stage, Collective("all-reduce", nbytes)))
-                    broadcast_s += wire.collective("broadcast", nbytes, replicas)
-            spread_s = max(spread_s, broadcast_s)
-        totals = [Share(FIRST, 0, Collective("all-reduce", _SMALL))]
-        seconds = self._seconds(choice, shares) + spread_s + 2 * self._seconds(choice, totals)
-        return seconds, self._sent(choice, shares)
+            again = self._tied(choice) if stage == choice.pp - 1 else 0
+            for elements, replicas in self.stages.parts(choice, stage):
+                nbytes = float(elements - again) * self.stages.grad_bytes
+                shares.append(Share(ALL, stage, Collective("all-reduce", nbytes / replicas)))
+                again = 0
+        return self._seconds(choice, shares) + self._totals_s(choice), self._sent(choice, shares)
+
+    def _compressed_in_step(self, choice: Choice, transfers: Sequence[Transfer]) -> tuple[float, float]:
+        """The same where the point's compressor sums gradients."""
+        wires = wires_of(self.stages.cluster, choice)
+        told = max(self._told_on(choice, stage, 1, wires) for stage in range(choice.pp))
+        seconds = sum(one.coding_s + sum(one.rounds_s) for one in transfers)
+        return seconds + told + self._totals_s(choice), sum(one.nbytes for one in transfers)
+
+    def _totals_s(self, choice: Choice) -> float:
+        """Seconds of what islands in step agree on."""
+        return 2 * self._seconds(choice, [Share(FIRST, 0, Collective("all-reduce", _SMALL))])
+
+    def _tied(self, choice: Choice) -> float:
+        """Numbers of the embedding that a second stage holds."""
+        return (
+            self.stages.tied_elements(replace(choice, sharded=False)) if self.stages.book.tied and choice.pp > 1 else 0
+        )
 
     def terms(self, choice: Choice, outer: str) -> OuterTerms:
         """What the plans of a layout and a spec of ``outer`` are made of, whatever a step takes."""
@@ -246,7 +254,9 @@ class OuterCosts:
         copies = 0 if spec.outer.offload else 2 if spec.outer.momentum else 1
         memory = self._memory_bytes(choice, copies, transfers)
         inside_s = self._inside_s(choice, spec.outer.fragments)
-        return OuterTerms(schedule, *self.in_step(choice), inside_s, tuple(transfers), memory)
+        compressed = spec.outer.in_step == "compressed"
+        in_step = self._compressed_in_step(choice, transfers) if compressed else self.in_step(choice)
+        return OuterTerms(schedule, *in_step, inside_s, tuple(transfers), memory)
 
     def _memory_bytes(self, choice: Choice, copies: int, transfers: Sequence[Transfer]) -> float:
         """Bytes of anchor and momentum, of residuals, and of the difference of one fragment, on the fullest rank."""
@@ -308,12 +318,11 @@ class OuterCosts:
     def _inside_s(self, choice: Choice, fragments: int) -> float:
         """Seconds of a fragment's round that are no transfer: the difference, the meeting, the outer step, and what
         replicas of an island tell each other."""
-        stages, wires = self.stages, wires_of(self.stages.cluster, choice)
+        wires = wires_of(self.stages.cluster, choice)
         took = max(self._told_on(choice, stage, fragments, wires) for stage in range(choice.pp))
         asked = _ASKED + _ASKED_OF_EACH * choice.islands
         meeting = 2 * asked * max(wire.latency_s for wire, _ in self._crowd(choice))
-        tied = stages.tied_elements(replace(choice, sharded=False)) if stages.book.tied and choice.pp > 1 else 0
-        told = wires.ends.collective("broadcast", tied * self.width / fragments, 2)
+        told = wires.ends.collective("broadcast", self._tied(choice) * self.width / fragments, 2)
         return took + told + meeting + wires.world.collective("all-reduce", _SMALL, choice.world_size)
 
     def _told_on(self, choice: Choice, stage: int, fragments: int, wires: Wires) -> float:

@@ -137,9 +137,10 @@ def test_bytes_are_what_training_counts(settings: dict[str, object], tmp_path: P
                 "compress": ["outer=fixpoint,bits=4,every=2,error-feedback=on,warmup=3"],
             },
         ),
+        (1, {"compress": ["outer=fixpoint,bits=4,every=2,fragments=2,in-step=compressed,warmup=3"]}),
         (2, {"use_distributed_optimizer": True, "compress": ["outer=identity,outer-preset=diloco,every=3"]}),
     ],
-    ids=["fragments of one process", "two stages", "sharded"],
+    ids=["fragments of one process", "two stages", "compressed in step", "sharded"],
 )
 def test_bytes_between_islands_are_what_training_counts(ranks: int, settings: dict[str, Any], tmp_path: Path) -> None:
     """Over a whole run: its iterations in step, its rounds, and the last one."""
