@@ -204,39 +204,33 @@ class OuterCosts:
         return max(self.stages.param_bytes, 4)
 
     def in_step(self, choice: Choice) -> tuple[float, float]:
-        """Seconds that exact sums over islands add to an iteration in step, and bytes that leave an island."""
+        """Seconds that exact sums over islands, of a share on each replica, add to an iteration in step, and bytes that
+        leave an island."""
         key = layout_of(choice)
         if key not in self._in_step:
-            self._in_step[key] = self._summed_in_step(key)
+            shares = []
+            for stage in range(key.pp):
+                again = self._tied(key) if stage == key.pp - 1 else 0
+                for elements, replicas in self.stages.parts(key, stage):
+                    nbytes = (elements - again) * self.stages.grad_bytes / replicas
+                    shares.append(Share(ALL, stage, Collective("all-reduce", nbytes)))
+                    again = 0
+            self._in_step[key] = self._seconds(key, shares) + self._totals_s(key), self._sent(key, shares)
         return self._in_step[key]
-
-    def _summed_in_step(self, choice: Choice) -> tuple[float, float]:
-        """Each replica sums a share; replicas exchange them instead of summing whole gradients."""
-        shares = []
-        for stage in range(choice.pp):
-            again = self._tied(choice) if stage == choice.pp - 1 else 0
-            for elements, replicas in self.stages.parts(choice, stage):
-                nbytes = float(elements - again) * self.stages.grad_bytes
-                shares.append(Share(ALL, stage, Collective("all-reduce", nbytes / replicas)))
-                again = 0
-        return self._seconds(choice, shares) + self._totals_s(choice), self._sent(choice, shares)
 
     def _compressed_in_step(self, choice: Choice, transfers: Sequence[Transfer]) -> tuple[float, float]:
         """The same where the point's compressor sums gradients."""
         wires = wires_of(self.stages.cluster, choice)
         told = max(self._told_on(choice, stage, 1, wires) for stage in range(choice.pp))
-        seconds = sum(one.coding_s + sum(one.rounds_s) for one in transfers)
-        return seconds + told + self._totals_s(choice), sum(one.nbytes for one in transfers)
+        told += sum(one.coding_s + sum(one.rounds_s) for one in transfers)
+        return told + self._totals_s(choice), sum(one.nbytes for one in transfers)
 
     def _totals_s(self, choice: Choice) -> float:
-        """Seconds of what islands in step agree on."""
         return 2 * self._seconds(choice, [Share(FIRST, 0, Collective("all-reduce", _SMALL))])
 
     def _tied(self, choice: Choice) -> float:
-        """Numbers of the embedding that a second stage holds."""
-        return (
-            self.stages.tied_elements(replace(choice, sharded=False)) if self.stages.book.tied and choice.pp > 1 else 0
-        )
+        twice = self.stages.book.tied and choice.pp > 1
+        return self.stages.tied_elements(replace(choice, sharded=False)) if twice else 0
 
     def terms(self, choice: Choice, outer: str) -> OuterTerms:
         """What the plans of a layout and a spec of ``outer`` are made of, whatever a step takes."""
