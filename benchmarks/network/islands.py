@@ -16,10 +16,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,6 @@ from benchmarks.network.islands_cases import (
     SHAPE,
     IslandsCase,
     IslandsRun,
-    first_part,
 )
 from benchmarks.network.islands_report import IslandsRow, Pace, compared, dp_pace, local_pace, phases, write
 from benchmarks.network.run import START_SECONDS, STEP_SECONDS, shape, steps_taken, workers
@@ -47,7 +45,7 @@ from megatron.data.indexed import IndexedDataset
 TRAIN_BYTES, HELDOUT_BYTES = 400_000, 24_000
 """Each evaluation takes the whole held-out text, so that losses at two iterations are of the same samples."""
 EVALUATIONS = 6
-MEASURED = ("DP, bf16", "4 bits, 1/3 by DP, PowerSGD")
+MEASURED = ("DP, bf16", "PowerSGD, 1/3 in step, compressed")
 TIMED = 4
 PEERS = (
     NetworkCase("torch DDP, fp16 hook", peer="ddp-fp16"),
@@ -86,15 +84,12 @@ class Runner:
         iterations = self.length(case)
         log = self.out / "runs" / f"{runs.slug(case.name)}-{iterations}-{describe(rate)}.jsonl"
         run = IslandsRun(case, iterations, log, self.out, self.evaluated)
-        saved = self.out / "checkpoints" / log.stem
 
         def train() -> dict[str, float]:
-            shutil.rmtree(saved, ignore_errors=True)
-            parts = first_part(run, saved) if case.begun_by else (run,)
-            counted = [self._train(part, rate) for part in parts]
-            log.write_text("".join(part.logs()[0].read_text() for part in parts))
-            shutil.rmtree(saved, ignore_errors=True)
-            return {name: sum(one[name] for one in counted) for name in counted[0]}
+            counted = self._train(run, rate)
+            if case.has_islands:
+                log.write_text(run.logs()[0].read_text())
+            return counted
 
         return log, self._kept(log, train)
 
@@ -103,11 +98,9 @@ class Runner:
         if not case.has_islands:
             return self._pace(case.spec, case, [case.spec], TIMED, rate, dp_pace), None
         first: Pace | None = None
-        if case.begun_by:
-            before = IslandsCase("", case.begun_by)
-            first = self._pace(case.begun_by, before, [case.begun_by], TIMED, rate, dp_pace)
-        elif case.in_step:
-            first = self._pace("in step", IN_STEP, IN_STEP.specs(TIMED), TIMED, rate, dp_pace)
+        if case.in_step:
+            timed = IN_STEP if case.sums_exactly else replace(case, in_step=1.0)
+            first = self._pace(f"{timed.spec} in step", timed, timed.specs(TIMED), TIMED, rate, dp_pace)
         # A whole round, without the first step and the last one, which brings everything together.
         local = self._pace(
             case.spec, case, [f"{case.spec},warmup=0"], case.every + 3, rate, partial(local_pace, every=case.every)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks import REPO, runs
-from benchmarks.convergence import MODEL
+from benchmarks.convergence_cases import MODEL
 from benchmarks.lab.hosts import Lab
 from megatron.config.islands import file_of
 
@@ -49,19 +49,22 @@ class IslandsCase:
         name: name in the tables.
         spec: spec of ``--compress``, for islands without ``warmup``.
         in_step: share of a run in which islands go in step; None for data parallelism over both hosts, one world.
-        begun_by: spec of a run of data parallelism that takes the place of the steps in step; empty for none.
         every: iterations of a round.
     """
 
     name: str
     spec: str
     in_step: float | None = None
-    begun_by: str = ""
     every: int = EVERY
 
     @property
     def has_islands(self) -> bool:
         return self.in_step is not None
+
+    @property
+    def sums_exactly(self) -> bool:
+        """Whether steps in step are those of ``IN_STEP``."""
+        return "in-step=compressed" not in self.spec
 
     def steps_in_step(self, iterations: int) -> int:
         """Iterations before the first local one, of a run of so many."""
@@ -75,14 +78,15 @@ class IslandsCase:
 BASELINE = IslandsCase("DP, bf16", "dp-grad=cast")
 _FOUR_BITS = f"outer=fixpoint,bits=4,every={EVERY}"
 IN_STEP = IslandsCase("in step", f"outer=identity,every={EVERY}", 1.0)
-"""The exact steps that islands begin with, which are the same in all cases."""
+"""The exact steps that islands begin with, which are the same in all cases that have them."""
 CASES = (
     BASELINE,
     IslandsCase("DP, PowerSGD of rank 16", "dp-grad=powersgd,rank=16"),
     IslandsCase("DiLoCo, exact, 1/3 in step", f"outer=identity,outer-preset=diloco,every={EVERY}", 1 / 3),
     IslandsCase("4 bits, 5% in step", _FOUR_BITS, 0.05),
     IslandsCase("4 bits, none in step", _FOUR_BITS, 0.0),
-    IslandsCase("4 bits, 1/3 by DP, PowerSGD", _FOUR_BITS, 1 / 3, "dp-grad=powersgd,rank=4"),
+    IslandsCase("4 bits, 1/3 in step, compressed", f"{_FOUR_BITS},error-feedback=on,in-step=compressed", 1 / 3),
+    IslandsCase("PowerSGD, 1/3 in step, compressed", f"outer=powersgd,rank=16,every={EVERY},in-step=compressed", 1 / 3),
     IslandsCase("streaming, 4 bits, 5% in step", "outer=fixpoint,bits=4,outer-preset=streaming", 0.05),
     IslandsCase(
         "SparseLoCo, 64 of 4,096 at 2 bits, 5% in step", "outer=chunked-topk,outer-preset=sparseloco", 0.05, every=15
@@ -135,16 +139,3 @@ class IslandsRun:
             (k, [*launcher, f"--island={k}", f"--{'islands-address' if k else 'serve-islands'}={place}", *words])
             for k in range(HOSTS)
         ]
-
-
-def first_part(run: IslandsRun, folder: Path) -> tuple[IslandsRun, IslandsRun]:
-    """The parts of a run that data parallelism begins: that one, which saves to a folder, and the islands' own."""
-    case, begun = run.case, run.case.steps_in_step(run.iterations)
-    saved = {**run.values, "save": folder, "exit-interval": begun}
-    before = replace(case, in_step=None, spec=case.begun_by)
-    log = run.log.with_name(f"{run.log.stem}.begun.jsonl")
-    # The learning rate is the whole run's.
-    return (
-        replace(run, case=before, log=log, values=saved),
-        replace(run, values={**run.values, "load": folder}),
-    )

@@ -146,8 +146,7 @@ def _paces_of(case: IslandsCase, log: Path, begun: int) -> tuple[Pace | None, Pa
     with_islands = phases(log, True)
     if not case.has_islands:
         return dp_pace(log, False), None
-    first = phases(log, False)[:begun] if case.begun_by else with_islands[:begun]
-    first = first[1:] or first
+    first = with_islands[:begun][1:] or with_islands[:begun]
     # The first local step of a run that begins with one has further work.
     rows = with_islands[max(begun, 1) :]
     if not first:

@@ -18,7 +18,6 @@ from benchmarks.network.islands_cases import (
     STAGES,
     IslandsCase,
     IslandsRun,
-    first_part,
 )
 from benchmarks.network.islands_report import IslandsRow, Pace, compared, dp_pace, framed, local_pace, write
 from benchmarks.network.setups import H100_BF16
@@ -39,22 +38,21 @@ def _run(case: IslandsCase, folder: Path) -> IslandsRun:
 @pytest.mark.parametrize("case", [*CASES, IN_STEP], ids=lambda case: case.name)
 def test_every_case_is_a_run_that_can_be_had(case: IslandsCase, tmp_path: Path) -> None:
     """Its flags resolve, it goes in step for its share, and a round fits into what is left."""
-    parts = first_part(_run(case, tmp_path), tmp_path / "saved") if case.begun_by else (_run(case, tmp_path),)
-    for part in parts:
-        words = [word for word in part.words()[1:] if "_text_document" not in word and "/vocabulary/" not in word]
-        words = [word for word in words if word not in ("--vocab-file", "--merge-file")]
-        words[words.index("GPT2BPETokenizer")] = "NullTokenizer"
-        words += ["--vocab-size", "64"]
-        words += ["--islands", "2", "--island", "1", "--islands-address", "h:1"] if part.case.has_islands else []
-        world = STAGES if part.case.has_islands else HOSTS * STAGES
-        config = parse_args(words).resolve(world, cuda_available=False)
-        if not part.case.has_islands:
-            continue
-        spec = config.compression.specs(RunLength(ITERATIONS, None))[Point.OUTER]
-        assert spec.activation.warmup_iters == case.steps_in_step(ITERATIONS)
-        assert spec.outer.every == case.every
-        if case is not IN_STEP:
-            assert RoundSchedule(spec.outer, case.steps_in_step(ITERATIONS), ITERATIONS).rounds >= 5
+    words = [word for word in _run(case, tmp_path).words()[1:] if "_text_document" not in word]
+    words = [word for word in words if "/vocabulary/" not in word and word not in ("--vocab-file", "--merge-file")]
+    words[words.index("GPT2BPETokenizer")] = "NullTokenizer"
+    words += ["--vocab-size", "64"]
+    words += ["--islands", "2", "--island", "1", "--islands-address", "h:1"] if case.has_islands else []
+    world = STAGES if case.has_islands else HOSTS * STAGES
+    config = parse_args(words).resolve(world, cuda_available=False)
+    if not case.has_islands:
+        return
+    spec = config.compression.specs(RunLength(ITERATIONS, None))[Point.OUTER]
+    assert spec.activation.warmup_iters == case.steps_in_step(ITERATIONS)
+    assert spec.outer.every == case.every
+    assert (spec.outer.in_step == "exact") == case.sums_exactly
+    if case is not IN_STEP:
+        assert RoundSchedule(spec.outer, case.steps_in_step(ITERATIONS), ITERATIONS).rounds >= 5
 
 
 def test_only_sums_of_gradients_use_the_link(tmp_path: Path) -> None:
