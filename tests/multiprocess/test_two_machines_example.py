@@ -30,7 +30,7 @@ SMALL = {
 }  # fmt: skip
 FLAGS = (
     "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 "
-    "--micro-batch-size 1 --global-batch-size 4 --eval-iters 1 --log-interval 1 --distributed-timeout-minutes 1"
+    "--micro-batch-size 1 --global-batch-size 4 --eval-iters 1 --log-interval 1 --distributed-timeout-minutes 2"
 )
 
 

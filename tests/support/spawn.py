@@ -145,6 +145,8 @@ def _rank_main(rank: int, world_size: int, folder_name: str, env: dict[str, str]
             if init:
                 own_device(rank)
                 dist.init_process_group(backend_of_tests(), timeout=timedelta(seconds=timeout))
+                if dist.get_backend() == "gloo":  # a rank that ends before its peers have connected to it fails them
+                    dist.barrier()
             result = pickle.dumps(fn(*args))
         except BaseException:
             (folder / f"error{rank}").write_text(traceback.format_exc())
