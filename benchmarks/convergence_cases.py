@@ -92,8 +92,8 @@ CASES |= {
 ISLANDS = "islands"
 """First word of the cases of 4 islands of one process each."""
 _MUON = "--optimizer=muon"
-_STREAMS = {5: "fragments=1", 20: "fragments=4", 50: "fragments=5"}
-"""Fragments of the steps of a round, of which each gets a turn of 5 steps or 10."""
+_STREAMS = {5: "fragments=1", 20: "fragments=4", 50: "fragments=2"}
+"""Fragments of the steps of a round: at most the layers, and turns of equal distances."""
 CASES |= {f"{REPLICAS}, Muon": [_MUON]}
 for _h, _fragments in _STREAMS.items():
     CASES |= {

@@ -55,7 +55,7 @@ def outer_specs(
     found: dict[int, list[str]] = {}
     costs: list[float] = []
     losses = predictor.losses
-    texts = losses.specs(config.optimizer.optimizer == "muon")
+    texts = losses.specs(config.optimizer.optimizer == "muon", config.model.num_layers)
     for text, k in ((text, k) for k in counts for text in texts):
         spec = predictor.book.specs(Choice(1, 1, 1, specs=(text,), islands=k))[Point.OUTER]
         if spec.outer.every > iterations - spec.activation.warmup_iters:

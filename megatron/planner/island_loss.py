@@ -62,7 +62,7 @@ class Method:
         preset: its preset.
         codecs: compressors that the planner tries with it.
         muon: its inner optimizer is Muon; else any other.
-        turns: its fragments take turns, as many as ``FRAGMENTS`` says.
+        turns: its fragments take turns, as many as ``fragments`` says.
     """
 
     preset: str
@@ -70,11 +70,11 @@ class Method:
     muon: bool = False
     turns: bool = False
 
-    def spec(self, codec: str, every: int, share: float) -> str:
-        """The spec of ``--compress``."""
-        fragments = f",fragments={FRAGMENTS[every]}" if self.turns else ""
+    def spec(self, codec: str, every: int, share: float, layers: int) -> str:
+        """The spec of ``--compress`` for a model of so many layers."""
+        parts = f",fragments={fragments(every, layers)}" if self.turns else ""
         warmup = "" if share == USUAL_SHARE else f",warmup={share:g}"
-        return f"outer={codec},outer-preset={self.preset},every={every}{fragments}{warmup}"
+        return f"outer={codec},outer-preset={self.preset},every={every}{parts}{warmup}"
 
 
 METHODS = (
@@ -88,8 +88,13 @@ METHODS = (
 EVERY = (5, 10, 20, 30, 50, 100)
 """Inner steps of a round that the planner tries."""
 
-FRAGMENTS = {5: 1, 10: 2, 20: 4, 30: 3, 50: 5, 100: 10}
+_FRAGMENTS = {5: 1, 10: 2, 20: 4, 30: 3, 50: 5, 100: 10}
 """Fragments of a round of so many steps, where they take turns: each has one of 5 steps or of 10."""
+
+
+def fragments(every: int, layers: int) -> int:
+    """Fragments of a round that take turns at equal distances; each has a layer at least."""
+    return max(n for n in range(1, min(_FRAGMENTS[every], layers) + 1) if every % n == 0)
 
 
 def codec_of(spec: Spec) -> str:
@@ -200,10 +205,10 @@ class IslandLoss:
             return Penalty(0.0)
         return self.penalty(spec.preset, codec_of(spec), spec.outer.every, islands, share)
 
-    def specs(self, muon: bool) -> list[str]:
-        """The specs of ``outer`` that are tried with an inner optimizer."""
+    def specs(self, muon: bool, layers: int) -> list[str]:
+        """The specs of ``outer`` that are tried with an inner optimizer, for a model of so many layers."""
         return [
-            method.spec(codec, every, share)
+            method.spec(codec, every, share, layers)
             for method in METHODS
             if method.muon is muon
             for codec in method.codecs

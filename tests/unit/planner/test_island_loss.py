@@ -6,6 +6,9 @@ import math
 
 import pytest
 
+from megatron.compression.points import Point
+from megatron.compression.schedule import RunLength
+from megatron.config.compression import CompressionConfig
 from megatron.planner.island_loss import EVERY, METHODS, USUAL_SHARE, IslandLoss, MeasuredLoss, fit
 
 
@@ -68,6 +71,17 @@ def test_what_was_not_measured_is_said() -> None:
 def test_what_is_tried_are_specs_of_measured_methods() -> None:
     losses = IslandLoss()
     for muon in (False, True):
-        found = losses.specs(muon)
+        found = losses.specs(muon, 24)
         assert len(found) == sum(len(method.codecs) for method in METHODS if method.muon is muon) * len(EVERY)
         assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 4, 7, 24])
+def test_fragments_that_are_tried_can_be_trained(layers: int) -> None:
+    """Training refuses more fragments than layers, and turns of different lengths."""
+    for text in IslandLoss().specs(False, layers):
+        spec = CompressionConfig(compress=[text]).specs(RunLength(1000))[Point.OUTER]
+        assert spec.outer.fragments <= layers
+        assert spec.outer.every % spec.outer.fragments == 0
+        if "streaming" in text and layers == 24:
+            assert spec.outer.turn in (5, 10)
