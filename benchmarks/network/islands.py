@@ -37,6 +37,7 @@ from benchmarks.network.islands_cases import (
     IslandsCase,
     IslandsRun,
 )
+from benchmarks.network.islands_plan import measured_hosts, predicted
 from benchmarks.network.islands_report import IslandsRow, Pace, compared, dp_pace, local_pace, phases, write
 from benchmarks.network.run import START_SECONDS, STEP_SECONDS, shape, steps_taken, workers
 from benchmarks.network.setups import islands_data
@@ -44,7 +45,7 @@ from megatron.data.indexed import IndexedDataset
 
 TRAIN_BYTES, HELDOUT_BYTES = 400_000, 24_000
 """Each evaluation takes the whole held-out text, so that losses at two iterations are of the same samples."""
-EVALUATIONS = 6
+EVALUATIONS = 8
 MEASURED = ("DP, bf16", "PowerSGD, 1/3 in step, compressed")
 TIMED = 4
 PEERS = (
@@ -66,10 +67,7 @@ class Runner:
     def __init__(self, lab: Lab, out: Path, iterations: int, longer: float) -> None:
         self.lab, self.out, self.iterations, self.longer = lab, out, iterations, longer
         tokens = int(IndexedDataset(out / "data" / "heldout_text_document").lengths.sum())
-        self.evaluated = {
-            "eval-interval": max(iterations // EVALUATIONS, 1),
-            "eval-iters": max((tokens - 1) // SHAPE["seq-length"] // SHAPE["global-batch-size"], 1),
-        }
+        self.evaluation = max((tokens - 1) // SHAPE["seq-length"] // SHAPE["global-batch-size"], 1)
 
     def length(self, case: IslandsCase) -> int:
         """Iterations of a whole run."""
@@ -81,17 +79,22 @@ class Runner:
         Returns:
             Its log, and the bytes that the first host has sent by its interface and by the ledger.
         """
-        iterations = self.length(case)
-        log = self.out / "runs" / f"{runs.slug(case.name)}-{iterations}-{describe(rate)}.jsonl"
-        run = IslandsRun(case, iterations, log, self.out, self.evaluated)
+        run = self.run(case, rate)
 
         def train() -> dict[str, float]:
             counted = self._train(run, rate)
             if case.has_islands:
-                log.write_text(run.logs()[0].read_text())
+                run.log.write_text(run.logs()[0].read_text())
             return counted
 
-        return log, self._kept(log, train)
+        return run.log, self._kept(run.log, train)
+
+    def run(self, case: IslandsCase, rate: int | None) -> IslandsRun:
+        """The whole run of a case."""
+        iterations = self.length(case)
+        log = self.out / "runs" / f"{runs.slug(case.name)}-{iterations}-{describe(rate)}.jsonl"
+        evaluated = {"eval-interval": max(iterations // EVALUATIONS, 1), "eval-iters": self.evaluation}
+        return IslandsRun(case, iterations, log, self.out, evaluated)
 
     def paces(self, case: IslandsCase, rate: int | None) -> tuple[Pace | None, Pace | None]:
         """The paces of a case before its first local step and from there on, from a few iterations of each."""
@@ -162,6 +165,22 @@ def measure(
             print(one.line(), flush=True)
             found.append(one)
     return compared(found, BASELINE.name)
+
+
+def planned(runner: Runner, found: Sequence[IslandsRow], cases: Sequence[IslandsCase]) -> list[IslandsRow]:
+    """The rows with what the planner says of their iterations.
+
+    Raises:
+        LabError: when the hosts cannot be measured.
+    """
+    own = {case.name: runner.run(case, None) for case in cases}
+    specs = {spec for run in own.values() if run.case.has_islands for spec in run.case.specs(run.iterations)}
+    cluster = measured_hosts(sorted(specs), runner.out)
+    said = [predicted(own[row.case], cluster, row.rate) for row in found]
+    return [
+        replace(row, planned_in_step=in_step, planned_local=local)
+        for row, (in_step, local) in zip(found, said, strict=True)
+    ]
 
 
 def rates_of(runner: Runner, rates: Sequence[int], alike: bool) -> list[int]:
@@ -253,6 +272,7 @@ def run() -> int:
         runner = Runner(lab, out, options.iterations, options.longer)
         rates = rates_of(runner, options.rates, options.alike)
         found = measure(runner, options.cases, rates, options.whole)
+    found = planned(runner, found, options.cases)
     peers = [] if options.no_peers else measure_peers(rates, 2)
     print(write(found, peers, out, BASELINE.name))
     return 0

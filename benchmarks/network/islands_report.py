@@ -79,6 +79,7 @@ class IslandsRow:
         after: iterations to the goal; None when it was not reached.
         goal_minutes: minutes to the goal.
         times: the baseline's minutes to the goal over these.
+        planned_in_step, planned_local: the planner's seconds of an iteration.
     """
 
     case: str
@@ -98,6 +99,8 @@ class IslandsRow:
     after: int | None = None
     goal_minutes: float | None = None
     times: float | None = None
+    planned_in_step: float | None = None
+    planned_local: float | None = None
 
     @staticmethod
     def of(
@@ -192,8 +195,10 @@ def framed(ledger_mb: float) -> float:
 TABLE = Table(
     Column("case", "case"),
     Column("s / iteration, first", "in_step", ".2f"),
+    Column("planned", "planned_in_step", ".2f"),
     Column("MB", "in_step_mb", ".3f"),
     Column("local", "local", ".3f"),
+    Column("planned", "planned_local", ".3f"),
     Column("MB", "local_mb", ".3f"),
     Column("counter / ledger", lambda row: row["counted_mb"] / framed(row["ledger_mb"]), ".3f"),
     Column("iterations", "iterations"),

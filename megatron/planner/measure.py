@@ -220,8 +220,8 @@ class Corrections:
         if point in TP_POINTS:
             piece = pieces.piece(self.layer)
             return piece.forward.coding_s + piece.backward.coding_s
-        if point is Point.DP_GRAD:
-            return pieces.reduction(self.layer, replicas=1).coding_s
+        if point in (Point.DP_GRAD, Point.OUTER):
+            return pieces.reduction(self.layer, replicas=1, point=point).coding_s
         if point is Point.EMBED_GRAD:
             shape = self.book.piece(self.choice, "embedding").tied_shape
             return pieces.embedding_reduction(shape, math.prod(shape), replicas=1).coding_s if shape else 0.0

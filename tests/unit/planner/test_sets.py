@@ -50,7 +50,14 @@ def test_a_set_is_planned_wherever_it_is_tried(specs: tuple[str, ...]) -> None:
         assert ("param-gather" in " ".join(one.specs)) == (one.sharded and GATHER in specs)
 
 
-@pytest.mark.parametrize("spec", sorted({spec for specs in SPEC_SETS for spec in specs}))
+OUTER = (
+    "outer=powersgd,rank=4,every=10",
+    "outer=chunked-topk,outer-preset=sparseloco,every=10",
+    "outer=fixpoint,bits=4,every=10",
+)
+
+
+@pytest.mark.parametrize("spec", [*sorted({spec for specs in SPEC_SETS for spec in specs}), *OUTER])
 def test_the_coding_of_a_set_can_be_measured(spec: str) -> None:
     config = small_run(1, model={"hidden_size": 256})
     corrections = Corrections(config, VOCAB, Choice(1, 1, 1), CLUSTER, LiveStand(torch.device("cpu"), repeats=2))
