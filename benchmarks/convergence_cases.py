@@ -102,6 +102,13 @@ for _h, _fragments in _STREAMS.items():
         f"{ISLANDS}, SparseLoCo, H={_h}": [f"outer=chunked-topk,outer-preset=sparseloco,every={_h}"],
         f"{ISLANDS}, MuLoCo, H={_h}": [f"outer=fixpoint,bits=4,outer-preset=muloco,every={_h}", _MUON],
     }
+_EXACT, _STREAMED = (CASES[f"{ISLANDS}, {name}, H=20"][0] for name in ("DiLoCo", "streaming"))
+CASES |= {
+    f"{ISLANDS}, DiLoCo, H=20, 10% in step": [f"{_EXACT},warmup=0.1"],
+    f"{ISLANDS}, streaming, H=20, 10% in step": [f"{_STREAMED},warmup=0.1"],
+    f"{ISLANDS}, streaming, H=20, compressed in step": [f"{_STREAMED},in-step=compressed"],
+    f"{ISLANDS}, streaming, H=20, 10% in step, compressed": [f"{_STREAMED},warmup=0.1,in-step=compressed"],
+}
 
 MODEL: dict[str, Any] = {
     "num-layers": 4,
