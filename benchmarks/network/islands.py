@@ -2,7 +2,7 @@
 
     sudo make bench-islands                                                       about a quarter of an hour
     sudo make bench-islands ARGS="--alike"                                        links as slow for it as an H100's
-    sudo make bench-islands ARGS="--rates 100mbit --cases '4 bits, 5% in step'"
+    sudo make bench-islands ARGS="--rates 100mbit --cases 'DP, PowerSGD of rank 16'"
 
 Each host (a network namespace with half of the processors) holds a pipeline of two stages, whose messages stay inside.
 Gradients, or what islands exchange, cross the link between the hosts, which has the rates of --rates. A whole run of
@@ -33,6 +33,7 @@ from benchmarks.network.islands_cases import (
     HOSTS,
     IN_STEP,
     MICRO_BATCHES,
+    QUICKEST,
     SHAPE,
     IslandsCase,
     IslandsRun,
@@ -43,10 +44,9 @@ from benchmarks.network.run import START_SECONDS, STEP_SECONDS, shape, steps_tak
 from benchmarks.network.setups import islands_data
 from megatron.data.indexed import IndexedDataset
 
-TRAIN_BYTES, HELDOUT_BYTES = 400_000, 24_000
+TRAIN_BYTES, HELDOUT_BYTES = 1_200_000, 24_000
 """Each evaluation takes the whole held-out text, so that losses at two iterations are of the same samples."""
-EVALUATIONS = 8
-MEASURED = ("DP, bf16", "PowerSGD, 1/3 in step, compressed")
+EVALUATIONS = 10
 TIMED = 4
 PEERS = (
     NetworkCase("torch DDP, fp16 hook", peer="ddp-fp16"),
@@ -210,7 +210,9 @@ def measure_peers(rates: Sequence[int], steps: int) -> list[dict[str, Any]]:
         LabError: when the ranks fail.
     """
     model = (SHAPE["num-layers"], SHAPE["hidden-size"], SHAPE["seq-length"])
-    bench = Bench(HOSTS, 1, 1, 1, model, MICRO_BATCHES, (), PEERS, vocab=runs.VOCAB_SIZE)
+    bench = Bench(
+        HOSTS, 1, 1, 1, model, MICRO_BATCHES, (), PEERS, micro_batch=SHAPE["micro-batch-size"], vocab=runs.VOCAB_SIZE
+    )
     rows: list[dict[str, Any]] = []
     with workers(bench) as (lab, ranks):
         for case in PEERS:
@@ -240,12 +242,12 @@ def parse() -> argparse.Namespace:
         action="store_true",
         help="the rates are those of an H100's link: here links take as long, relative to computing (setups.py)",
     )
-    parser.add_argument("--iterations", type=int, default=160, help="of data parallelism (160)")
-    parser.add_argument("--longer", type=float, default=1.5, help="islands take so many times as many (1.5)")
+    parser.add_argument("--iterations", type=int, default=240, help="of data parallelism (240)")
+    parser.add_argument("--longer", type=float, default=1.25, help="islands take so many times as many (1.25)")
     parser.add_argument(
         "--whole",
-        default=";".join(MEASURED),
-        help=f"cases measured as they are on the first link ({'; '.join(MEASURED)})",
+        default=QUICKEST.name,
+        help=f"cases measured as they are on the first link, separated by semicolons ({QUICKEST.name})",
     )
     parser.add_argument("--no-peers", action="store_true", help="leave torch's DDP out")
     parser.add_argument("--out", type=Path, default=Path("bench_out/islands"), help="folder of all that is written")

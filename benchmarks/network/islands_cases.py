@@ -18,7 +18,7 @@ STAGES = 2
 """Ranks of a host, each a pipeline stage."""
 MICRO_BATCHES = 2
 EVERY = 30
-"""Local steps of a round, those of SparseLoCo apart."""
+"""Local steps of a round of DiLoCo, exact or streaming."""
 PLACE_PORT = 29600
 
 SHAPE: dict[str, Any] = {
@@ -28,8 +28,8 @@ SHAPE: dict[str, Any] = {
     "seq-length": 64,
     "max-position-embeddings": 64,
     "untie-embeddings-and-output-weights": True,
-    "micro-batch-size": 1,
-    "global-batch-size": HOSTS * MICRO_BATCHES,
+    "micro-batch-size": 4,
+    "global-batch-size": HOSTS * MICRO_BATCHES * 4,
     "pipeline-model-parallel-size": STAGES,
     "lr": 1e-3,
     "min-lr": 1e-4,
@@ -38,7 +38,7 @@ SHAPE: dict[str, Any] = {
     "log-interval": 1,
     "seed": 1,
 }
-"""Two micro-batches of 64 tokens on each host: a sum at each step then takes far longer than the computation."""
+"""Two micro-batches of 256 tokens on each host: a sum at each step then takes far longer than the computation."""
 
 
 @dataclass(frozen=True)
@@ -76,21 +76,33 @@ class IslandsCase:
 
 
 BASELINE = IslandsCase("DP, bf16", "dp-grad=cast")
-_FOUR_BITS = f"outer=fixpoint,bits=4,every={EVERY}"
 IN_STEP = IslandsCase("in step", f"outer=identity,every={EVERY}", 1.0)
 """The exact steps that islands begin with, which are the same in all cases that have them."""
+_AVERAGED = "every=10,outer-lr=1,outer-momentum=0,error-feedback=on,in-step=compressed"
+QUICKEST = IslandsCase(
+    "averaging, 2 bits, 5% in step, compressed", f"outer=fixpoint,bits=2,{_AVERAGED}", 0.05, every=10
+)
 CASES = (
     BASELINE,
     IslandsCase("DP, PowerSGD of rank 16", "dp-grad=powersgd,rank=16"),
     IslandsCase("DiLoCo, exact, 1/3 in step", f"outer=identity,outer-preset=diloco,every={EVERY}", 1 / 3),
-    IslandsCase("4 bits, 5% in step", _FOUR_BITS, 0.05),
-    IslandsCase("4 bits, none in step", _FOUR_BITS, 0.0),
-    IslandsCase("4 bits, 1/3 in step, compressed", f"{_FOUR_BITS},error-feedback=on,in-step=compressed", 1 / 3),
-    IslandsCase("PowerSGD, 1/3 in step, compressed", f"outer=powersgd,rank=16,every={EVERY},in-step=compressed", 1 / 3),
-    IslandsCase("streaming, 4 bits, 5% in step", "outer=fixpoint,bits=4,outer-preset=streaming", 0.05),
     IslandsCase(
-        "SparseLoCo, 64 of 4,096 at 2 bits, 5% in step", "outer=chunked-topk,outer-preset=sparseloco", 0.05, every=15
+        "streaming, 4 bits, 10% in step, compressed",
+        "outer=fixpoint,bits=4,outer-preset=streaming,in-step=compressed",
+        0.1,
     ),
+    IslandsCase(
+        "SparseLoCo, 64 of 4,096 at 2 bits, 10% in step", "outer=chunked-topk,outer-preset=sparseloco", 0.1, every=15
+    ),
+    IslandsCase(
+        "averaging, PowerSGD of rank 8, 1/3 in step, compressed",
+        f"outer=powersgd,rank=8,{_AVERAGED}",
+        1 / 3,
+        every=10,
+    ),
+    IslandsCase("averaging, 4 bits, 10% in step, compressed", f"outer=fixpoint,bits=4,{_AVERAGED}", 0.1, every=10),
+    IslandsCase("averaging, 2 bits, 10% in step, compressed", f"outer=fixpoint,bits=2,{_AVERAGED}", 0.1, every=10),
+    QUICKEST,
 )
 
 
