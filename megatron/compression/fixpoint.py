@@ -63,6 +63,10 @@ class FixpointConfig:
     def __post_init__(self) -> None:
         if self.group % 8:
             raise UserError(f"group={self.group}: must be a multiple of 8; use {-(-self.group // 8) * 8}")
+        if self.group != type(self).group and self.scale != "group":
+            raise UserError(
+                f"group={self.group}: means nothing with scale={self.scale}; use scale=group, or leave group out"
+            )
         if self.grid == "minmax" and self.scale_method == "l2":
             raise UserError("scale-method=l2: grid=minmax has limits instead of a scale; leave scale-method out")
         if self.grid == "signed" and self.bits < 2:

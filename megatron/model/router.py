@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
 
 import torch
@@ -21,6 +22,11 @@ from megatron.parallel.tensor.shards import ParamSpec, ShardedModule, with_parti
 def _sqrt_softplus(logits: Tensor) -> Tensor:
     # The root's derivative at zero is infinite: logits that underflow get none.
     return F.softplus(logits).clamp_min(torch.finfo(logits.dtype).tiny).sqrt()
+
+
+def _over_their_sum(scores_tn: Tensor) -> Tensor:
+    # All may be zero: those of logits that underflow.
+    return scores_tn / (scores_tn.sum(-1, keepdim=True) + 1e-20)
 
 
 _SCORES: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -129,7 +135,7 @@ class Router(ShardedModule):
         if config.moe_router_score_function != "softmax":
             weights_tk = scores_te.gather(1, experts_tk)
             if config.moe_router_topk > 1:
-                weights_tk = weights_tk / (weights_tk.sum(-1, keepdim=True) + 1e-20)
+                weights_tk = _over_their_sum(weights_tk)
         elif config.moe_router_pre_softmax or config.moe_router_topk == 1:
             weights_tk = scores_te.gather(1, experts_tk)
         else:
@@ -140,7 +146,10 @@ class Router(ShardedModule):
         """Tokens that an expert takes of a micro-batch with a number of choices."""
         config = self.config
         factor = config.moe_expert_capacity_factor if training else config.moe_eval_capacity_factor
-        return None if factor is None else max(config.moe_min_capacity, math.ceil(choices / self.experts * factor))
+        if factor is None:
+            return None
+        # In fractions, since 10 * 1.1 is 11.000000000000002.
+        return max(config.moe_min_capacity, math.ceil(choices * Fraction(str(factor)) / self.experts))
 
     def _kept(self, experts_tk: Tensor, weights_tk: Tensor, capacity: int) -> Tensor:
         """Which of the tokens their experts take."""
@@ -168,7 +177,7 @@ class Router(ShardedModule):
         """
         config = self.config
         softmax = config.moe_router_score_function == "softmax"
-        shares_te = scores_te if softmax else scores_te / scores_te.sum(-1, keepdim=True)
+        shares_te = scores_te if softmax else _over_their_sum(scores_te)
         chosen_te = torch.zeros_like(logits_te).scatter_(1, experts_tk, 1.0 / config.moe_router_topk)
         found = []
         for kind in config.expert_losses:

@@ -61,7 +61,7 @@ def memory(stages: Stages, choice: Choice) -> dict[str, float]:
         held = most_held(choice.schedule, choice.pp, rank, choice.chunks, choice.micro_batches)
         elements = stages.elements(choice, rank)
         owned = stages.owned(choice, rank)
-        matrices = stages.matrices(choice, rank)[0] * stages.share(choice, rank)
+        matrices = sum(part.owned for part in stages.matrices(choice, rank))
         contents = stages.contents(choice, rank)
         summed = choice.dp > 1 and Point.DP_GRAD in book.specs(choice)
         reductions = [
@@ -148,8 +148,10 @@ def traffic(stages: Stages, choice: Choice, wires: Wires) -> dict[str, float]:
             for elements, size in stages.parts(choice, rank)
         )
     for rank in range(choice.pp):
-        replicas, tensors = stages.exchanged_matrices(choice, rank)
-        exchanged = replicas * (choice.dp - 1) / choice.dp + tensors * (choice.tp - 1) / choice.tp
+        exchanged = sum(
+            part.by_replicas * (part.replicas - 1) / part.replicas + part.by_tensors * (choice.tp - 1) / choice.tp
+            for part in stages.matrices(choice, rank)
+        )
         found[Point.OPTIMIZER.value] = found.get(Point.OPTIMIZER.value, 0.0) + exchanged / choice.pp
     return {point: nbytes for point, nbytes in found.items() if nbytes}
 

@@ -71,6 +71,7 @@ class PieceCost:
         tied_shape: shape of the tied embedding's part, where the piece holds one.
         matrices: the parameters among these that Muon orthogonalizes.
         orthogonal_flops: operations of one of its iterations on them all, whole.
+        own_matrices, own_orthogonal_flops: those of the matrices that not all replicas hold.
     """
 
     forward: Tally
@@ -83,6 +84,8 @@ class PieceCost:
     tied_shape: tuple[int, ...] = ()
     matrices: int = 0
     orthogonal_flops: int = 0
+    own_matrices: int = 0
+    own_orthogonal_flops: int = 0
 
 
 @dataclass
@@ -181,6 +184,7 @@ class Pieces:
             working = min(tokens * built.stage.shard.valid_rows, 1 << 28) * (dtype.itemsize + 4.0)
         tied = [s for b in built.buffer.buckets if b.kind is BucketKind.TIED for s in b.slots]
         cut = [s for bucket in built.buffer.buckets for s in bucket.slots if s.spec.blocks]
+        own = [slot for slot in cut if slot.spec.of_expert and built.config.parallel.expert_model_parallel_size > 1]
         return PieceCost(
             forward,
             backward,
@@ -192,6 +196,8 @@ class Pieces:
             tuple(tied[0].param.shape) if tied else (),
             sum(slot.param.numel() for slot in cut),
             sum(iteration_flops(slot.spec) for slot in cut),
+            sum(slot.param.numel() for slot in own),
+            sum(iteration_flops(slot.spec) for slot in own),
         )
 
     def reduction(

@@ -236,11 +236,12 @@ class Predictor(Stages):
 
     def _orthogonal_s(self, choice: Choice, rank: int, wires: Wires) -> float:
         """The time in which Muon puts matrices together, orthogonalizes them, and takes them apart again."""
-        steps = self.config.optimizer.muon_num_ns_steps
-        replicas, tensors = self.exchanged_matrices(choice, rank)
-        exchanged = wires.dp.collective("all-to-all", replicas, choice.dp)
-        exchanged += wires.tp.collective("all-to-all", tensors, choice.tp)
-        return steps * self.matrices(choice, rank)[1] / self.cluster.device.flops + exchanged
+        steps, found = self.config.optimizer.muon_num_ns_steps, 0.0
+        for part, wire in zip(self.matrices(choice, rank), (wires.dp, wires.expert_dp), strict=False):
+            found += steps * part.flops / self.cluster.device.flops
+            found += wire.collective("all-to-all", part.by_replicas, part.replicas)
+            found += wires.tp.collective("all-to-all", part.by_tensors, choice.tp)
+        return found
 
     def _gather_s(self, choice: Choice, wires: Wires, rank: int) -> float:
         """The time of all-gathering the parameters that the replicas of a pipeline rank updated."""

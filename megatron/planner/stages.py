@@ -61,6 +61,25 @@ class Passes:
     experts_s: float
 
 
+@dataclass(frozen=True)
+class Matrices:
+    """What Muon orthogonalizes on a device, of the parameters that equally many replicas hold.
+
+    Args:
+        owned: parameters that the device updates.
+        flops: operations of one iteration on the matrices that it orthogonalizes itself.
+        replicas: number of replicas that hold these parameters.
+        by_replicas, by_tensors: bytes of their parts, two ways, that it exchanges with its replicas, its own included,
+            and with its tensor-parallel ranks.
+    """
+
+    owned: float
+    flops: float
+    replicas: int
+    by_replicas: float
+    by_tensors: float
+
+
 class Stages:
     """The stages of choices, put together from pieces.
 
@@ -191,26 +210,27 @@ class Stages:
         """Parameters that a device updates: all on it, or its share of them."""
         return sum(elements / (replicas if choice.sharded else 1) for elements, replicas in self.parts(choice, rank))
 
-    def share(self, choice: Choice, rank: int) -> float:
-        """Part of a pipeline rank's parameters that a device updates; of its matrices it is taken to be the same."""
-        return self.owned(choice, rank) / self.elements(choice, rank)
-
-    def matrices(self, choice: Choice, rank: int) -> tuple[float, float]:
-        """Of the parameters on a pipeline rank, those that Muon orthogonalizes, and the operations of one iteration on
-        what it orthogonalizes itself; zeros for other optimizers."""
+    def matrices(self, choice: Choice, rank: int) -> list[Matrices]:
+        """What Muon orthogonalizes of the parameters on a device: those that all replicas hold, and those of experts
+        that fewer do, as in ``parts``; nothing for other optimizers."""
         if self.config.optimizer.optimizer != "muon":
-            return 0.0, 0.0
-        pieces = [(n, self.book.piece(choice, name)) for name, n in self.contents(choice, rank).items()]
-        flops = sum(n * piece.orthogonal_flops for n, piece in pieces)
-        return float(sum(n * piece.matrices for n, piece in pieces)), flops / choice.tp * self.share(choice, rank)
-
-    def exchanged_matrices(self, choice: Choice, rank: int) -> tuple[float, float]:
-        """Bytes of the parts of matrices, two ways, that a rank exchanges with its replicas, its own included, and
-        with its tensor-parallel ranks."""
+            return []
         chosen = self.config.optimizer.muon_fp32_matmul_prec
         width = 2 if chosen == "medium" or (chosen is None and self.param_bytes == 2) else max(self.param_bytes, 4)
-        nbytes = 2.0 * width * self.matrices(choice, rank)[0] * self.share(choice, rank)
-        return nbytes * choice.sharded, nbytes * (choice.tp > 1)
+        pieces = [(n, self.book.piece(choice, name)) for name, n in self.contents(choice, rank).items()]
+        own, own_flops = (
+            float(sum(n * getattr(piece, name) for n, piece in pieces))
+            for name in ("own_matrices", "own_orthogonal_flops")
+        )
+        elements = sum(n * piece.matrices for n, piece in pieces) - own
+        flops = sum(n * piece.orthogonal_flops for n, piece in pieces) - own_flops
+        found = []
+        for count, operations, replicas in ((elements, flops, choice.dp), (own, own_flops, choice.expert_dp)):
+            share = 1 / replicas if choice.sharded else 1.0
+            nbytes = 2.0 * width * count * share
+            across = (nbytes * choice.sharded, nbytes * (choice.tp > 1))
+            found.append(Matrices(count * share, operations * share / choice.tp, replicas, *across))
+        return found
 
     def partial_reduction(self, choice: Choice, rank: int) -> Collective:
         """The all-reduce over tensor-parallel ranks, once a step, of gradients that are partial along the sequence."""

@@ -51,7 +51,7 @@ def test_the_error_is_at_most_half_a_step(
 ) -> None:
     """At any magnitude: there is no epsilon under which gradients vanish, and no largest scale."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * magnitude
-    y = _round_trip(x, bits=bits, scale=scale, group=8, grid=grid)
+    y = _round_trip(x, bits=bits, scale=scale, grid=grid, **({"group": 8} if scale == "group" else {}))
     if grid == "symmetric":
         step = float(x.abs().max()) / ((1 << (bits - 1)) - 1)
     else:
@@ -237,6 +237,8 @@ def test_a_rotation_spreads_outliers() -> None:
     ("options", "words"),
     [
         ({"group": 12}, "multiple of 8; use 16"),
+        ({"group": 32, "scale": "channel"}, "group=32: means nothing with scale=channel; .* or leave group out"),
+        ({"group": 32, "scale": "tensor"}, "group=32: means nothing with scale=tensor"),
         ({"grid": "signed", "bits": 1}, "use 2, or leave grid out"),
         ({"grid": "minmax", "scale_method": "l2"}, "leave scale-method out"),
         ({"rotation": 48}, "power of two from 8 to 1024"),

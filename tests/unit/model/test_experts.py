@@ -20,6 +20,7 @@ from megatron.config.model import ModelConfig, resolve_model
 from megatron.model.context import ExpertContext, ForwardContext
 from megatron.model.experts import Expert, Experts
 from megatron.parallel.tensor.grouped import stacked
+from megatron.parallel.tensor.random import DropoutKeys
 from megatron.topology.topology import single_process
 
 TOKENS, SAMPLES, HIDDEN = 6, 3, 8
@@ -164,6 +165,14 @@ def test_tokens_beyond_the_capacity_skip_their_expert(policy: str) -> None:
     torch.testing.assert_close(out_sbh, _by_token(layer, x_sbh, dropped), rtol=1e-12, atol=1e-12)
 
 
+def test_a_capacity_that_is_a_whole_number_is_not_rounded_up() -> None:
+    """Ten choices an expert times 1.1 are 11, and 11.000000000000002 in floats."""
+    x_sbh = torch.randn(10, 1, HIDDEN, dtype=torch.float64)
+    for factor, capacity in ((1.1, 11), (1.11, 12), (0.3, 3)):
+        layer = _layer(num_experts=[2], moe_expert_capacity_factor=factor, moe_min_capacity=1)
+        assert layer.router(x_sbh, _step({})).capacity == capacity
+
+
 def test_evaluation_has_a_capacity_of_its_own() -> None:
     x_sbh = _input()
     layer = _layer(moe_expert_capacity_factor=0.3, moe_min_capacity=1, moe_eval_capacity_factor=4.0)
@@ -217,13 +226,37 @@ def test_biases_choose_experts_and_weigh_nothing() -> None:
     torch.testing.assert_close(after.weights_tk, scores_te / scores_te.sum(-1, keepdim=True), rtol=1e-12, atol=0)
 
 
-def test_scores_of_logits_that_underflow_have_gradients() -> None:
-    layer = _layer(moe_router_score_function="sqrtsoftplus")
+@pytest.mark.parametrize("score", ["sigmoid", "sqrtsoftplus"])
+def test_scores_of_logits_that_underflow_have_gradients(score: str) -> None:
+    layer = _layer(moe_router_score_function=score)
     layer.float().router.weight.data.fill_(-100.0)
     x_sbh = torch.full((2, 1, HIDDEN), 10.0, requires_grad=True)
-    layer.router(x_sbh, ForwardContext()).weights_tk.sum().backward()
+    routing = layer.router(x_sbh, ForwardContext())
+    (routing.weights_tk.sum() + routing.losses.sum()).backward()
     assert x_sbh.grad is not None
     assert x_sbh.grad.isfinite().all()
+
+
+def test_what_the_router_reads_is_jittered_in_training_alone() -> None:
+    """By numbers that lie evenly within eps of 1, another for each: seen through rows of ones, one hidden unit each."""
+    layer = _layer(num_experts=[HIDDEN], moe_input_jitter_eps=0.2)
+    layer.router.weight.data = torch.eye(HIDDEN, dtype=torch.float64)
+    x_sbh, seen = torch.ones(100, SAMPLES, HIDDEN, dtype=torch.float64), []
+    weights = layer.router._weights
+
+    def noting(logits_te: Tensor, scores_te: Tensor, experts_tk: Tensor) -> Tensor:
+        seen.append(logits_te)
+        return weights(logits_te, scores_te, experts_tk)
+
+    with mock.patch.object(layer.router, "_weights", noting):
+        for keys in (None, DropoutKeys(1, (0, 1, 2))):
+            layer.router(x_sbh, ForwardContext(dropout=keys))
+    exact, jittered = seen
+    assert (exact == 1.0).all()
+    assert jittered.unique().numel() > 0.9 * jittered.numel()
+    assert 0.8 <= float(jittered.min()) < 0.81
+    assert 1.19 < float(jittered.max()) <= 1.2
+    assert float(jittered.mean()) == pytest.approx(1.0, abs=0.01)
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrtsoftplus"])

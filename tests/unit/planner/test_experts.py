@@ -110,6 +110,33 @@ def test_experts_are_reduced_over_the_replicas_that_hold_them() -> None:
     assert sharded["optimizer"] == 8 * (shared / 8 + own)
 
 
+def test_muon_shares_out_each_matrix_among_the_replicas_that_hold_it() -> None:
+    """Experts' matrices among fewer than the others: their moments, their work, and the bytes that put them together."""
+    parallel = {"expert_model_parallel_size": 8}
+    predictor, choice = predictor_of(small_run(model=MOE, parallel=parallel, optimizer={"optimizer": "muon"}))
+    adam, _ = predictor_of(small_run(model=MOE, parallel=parallel))
+
+    def owned(**changes: Any) -> float:
+        """Matrices that a device updates: they have one moment of four bytes, where Adam has two."""
+        one = dataclasses.replace(choice, **changes)
+        return (adam.predict(one).memory["optimizer"] - predictor.predict(one).memory["optimizer"]) / 4
+
+    own = (2 * 8 + 2 * 16) // 8 * 2 * 64 * 128
+    shared = owned() - own
+    assert owned(ep=1) == shared + 8 * own
+    assert owned(sharded=True) == shared / 8 + own
+    assert owned(sharded=True, ep=2) == shared / 8 + own
+    assert owned(sharded=True, ep=1) == (shared + 8 * own) / 8
+    for ep, between in ((8, 0.0), (4, 2 * own / 2 * 1 / 2), (1, 8 * own / 8 * 7 / 8)):
+        sent = predictor.predict(dataclasses.replace(choice, sharded=True, ep=ep)).sent["optimizer"]
+        assert sent == pytest.approx(2 * 4 * (shared / 8 * 7 / 8 + between), rel=1e-12)
+    seconds = {
+        ep: sum(part.flops for part in predictor.matrices(dataclasses.replace(choice, sharded=True, ep=ep), 0))
+        for ep in (1, 8)
+    }
+    assert seconds[8] == pytest.approx(seconds[1], rel=1e-12)  # as many experts, whoever holds them
+
+
 def test_expert_parallel_sizes_are_searched() -> None:
     config = small_run(model=MOE)
     found = list(choices(config, CLUSTER, with_experts(config.model, SPEC_SETS)))

@@ -158,7 +158,8 @@ def test_muon_has_one_moment_of_matrices_and_exchanges_their_parts(sharded: bool
     assert adam.memory["optimizer"] - found.memory["optimizer"] == 4 * matrices / shares
     # Of h x h, 3 h x h (as three), 4 h x h and h x 4 h: 2 m^2 (2 n + m) for a short side m.
     flops = layers * 2 * 64**3 * (4 * 3 + 2 * 9)
-    assert predictor.matrices(choice, 0) == (matrices, flops / shares)
+    of_all, of_experts = predictor.matrices(choice, 0)
+    assert (of_all.owned, of_all.flops, of_experts.owned) == (matrices / shares, flops / shares, 0.0)
     assert (
         found.parts["optimizer"] > adam.parts["optimizer"] + 5 * flops / shares / predictor.cluster.device.flops * 0.999
     )

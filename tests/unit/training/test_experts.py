@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import pytest
 import torch
 
 from megatron.comm.ledger import Ledger
+from megatron.comm.policy import CompressionPlan
+from megatron.comm.tensor import TensorComm
 from megatron.config.model import ModelConfig, resolve_model
+from megatron.model.experts import Experts
+from megatron.model.stage import Stage
 from megatron.topology.topology import single_process
-from megatron.training.experts import ExpertTally
+from megatron.training.experts import MOE_LOSS, ExpertTally
 
 
 def _tally() -> ExpertTally:
@@ -20,7 +25,7 @@ def _tally() -> ExpertTally:
 
 
 def _step(
-    tally: ExpertTally, counts: list[tuple[list[int], list[int]]], taken: bool = True, again: bool = False
+    tally: ExpertTally, counts: Sequence[Sequence[list[int]]], taken: bool = True, again: bool = False
 ) -> None:
     tally.begin()
     for micro_batch, of_layers in enumerate(counts):
@@ -48,6 +53,34 @@ def test_a_skipped_step_is_not_the_last() -> None:
     _step(tally, [([3, 1], [0, 2, 2])])
     _step(tally, [([4, 0], [4, 0, 0])], taken=False)
     assert _shares(tally) == {0: [0.75, 0.25], 1: [0.0, 0.5, 0.5]}
+
+
+def test_biases_move_towards_balance() -> None:
+    """Down where an expert got more than its share of the step, up where it got less; not after a skipped step."""
+    given: dict[str, Any] = {"num_experts": [4], "moe_router_enable_expert_bias": True}
+    given |= {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 4}
+    config, topology = resolve_model(ModelConfig(**given, moe_router_bias_update_rate=0.25)), single_process("cpu")
+    comm = TensorComm(topology.tp, Ledger(), CompressionPlan({}))
+    layer = Experts(config, 0, comm, torch.device("cpu"), torch.float32)
+    tally = ExpertTally(config, cast("list[Stage]", [layer]), topology, Ledger())
+    bias = layer.router.expert_bias
+    assert bias is not None
+    for taken, wanted in ((True, [-0.25, 0.0, 0.25, 0.25]), (False, [-0.25, 0.0, 0.25, 0.25]), (True, [-0.5, 0, 0.5, 0.5])):
+        _step(tally, [([4, 1, 0, 0],), ([2, 1, 0, 0],)], taken)
+        assert bias.tolist() == wanted
+
+
+def test_the_loss_is_weighed_and_that_of_a_micro_batch() -> None:
+    """Summed over the layers, and the mean of the micro-batches."""
+    given: dict[str, Any] = {"num_experts": [2], "moe_aux_loss_coeff": [0.5], "moe_z_loss_coeff": 0.25}
+    given |= {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 4}
+    tally = ExpertTally(resolve_model(ModelConfig(**given)), [], single_process("cpu"), Ledger())
+    for micro_batch in range(3):
+        for layer in range(2):
+            tally.seen[layer, micro_batch] = (torch.tensor([1, 1]), torch.tensor([2.0 + layer, 4.0 * micro_batch]))
+    named, loads = tally.finish(3, taken=True)
+    assert named == {MOE_LOSS: pytest.approx(0.5 * (2 + 3) + 0.25 * 2 * 4)}
+    assert loads == {0: (3.0, 3.0), 1: (3.0, 3.0)}
 
 
 def test_counts_are_saved_and_loaded() -> None:
