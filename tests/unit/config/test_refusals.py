@@ -305,6 +305,12 @@ BY_ITERATIONS = [
         4,
         ["--expert-tensor-parallel-size 2", "write 1, or leave it out for --tensor-model-parallel-size 4"],
     ),
+    (
+        "--num-experts 4 --expert-model-parallel-size 2 --compress dp-grad=quantized-adam,warmup=2",
+        2,
+        ["quantized-adam,warmup=2", "clips each replica's gradient", "--expert-model-parallel-size 2", "leave one"],
+    ),
+    ("--num-experts 4 --DDP-impl torch", 1, ["--DDP-impl torch", "experts", "--DDP-impl local"]),
     ("--compress experts=agressive", 2, ["--compress experts=agressive", "the nearest is aggressive"]),
     ("--ckpt-step 3", 1, ["--ckpt-step", "--load FOLDER"]),
     ("--load x --ckpt-step=-3", 1, ["--ckpt-step", "at least 0"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -22,6 +23,7 @@ from megatron.model.experts import Expert, Experts
 from megatron.parallel.tensor.grouped import stacked
 from megatron.parallel.tensor.random import DropoutKeys
 from megatron.topology.topology import single_process
+from tests.support.tiny import tiny_gpt
 
 TOKENS, SAMPLES, HIDDEN = 6, 3, 8
 _NONE: Mapping[int, Tensor] = {}
@@ -245,7 +247,7 @@ def test_what_the_router_reads_is_jittered_in_training_alone() -> None:
     weights = layer.router._weights
 
     def noting(logits_te: Tensor, scores_te: Tensor, experts_tk: Tensor) -> Tensor:
-        seen.append(logits_te)
+        seen.append(logits_te.detach())
         return weights(logits_te, scores_te, experts_tk)
 
     with mock.patch.object(layer.router, "_weights", noting):
@@ -254,9 +256,9 @@ def test_what_the_router_reads_is_jittered_in_training_alone() -> None:
     exact, jittered = seen
     assert (exact == 1.0).all()
     assert jittered.unique().numel() > 0.9 * jittered.numel()
-    assert 0.8 <= float(jittered.min()) < 0.81
-    assert 1.19 < float(jittered.max()) <= 1.2
-    assert float(jittered.mean()) == pytest.approx(1.0, abs=0.01)
+    assert 0.8 <= jittered.min().item() < 0.81
+    assert 1.19 < jittered.max().item() <= 1.2
+    assert jittered.mean().item() == pytest.approx(1.0, abs=0.01)
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrtsoftplus"])
@@ -355,3 +357,24 @@ def test_which_layers_have_experts() -> None:
     assert of(num_experts=[1, 8], expert_interval=2) == {3: 8}
     assert of(num_experts=[1]) == {}
     assert of() == {}
+
+
+def test_one_weight_is_for_all_losses_that_balance_experts() -> None:
+    given = ModelConfig(moe_router_load_balancing_type=["seq_aux_loss", "aux_loss"], moe_aux_loss_coeff=[0.25])
+    assert given.expert_losses == {"seq_aux_loss": 0.25, "aux_loss": 0.25, "z": 0.0}
+    each = dataclasses.replace(given, moe_aux_loss_coeff=[0.25, 0.5], moe_z_loss_coeff=2.0)
+    assert each.expert_losses == {"seq_aux_loss": 0.25, "aux_loss": 0.5, "z": 2.0}
+    assert each.balance_weight == 0.75
+
+
+def test_layers_with_experts_are_not_compiled_nor_experts_in_8_bits() -> None:
+    """Both experts get all 32 tokens, whose products would fit."""
+    stage, compiled = tiny_gpt({"model": {"num_experts": [2], "expert_interval": 2}}), []
+    with mock.patch.object(nn.Module, "compile", lambda layer, **_: compiled.append(layer.layer)):
+        stage.compile_layers()
+    assert compiled == [0, 2]
+    layer = next(module for module in stage.modules() if isinstance(module, Experts))
+    x_sbh = torch.randn(16, 2, stage.config.hidden_size)
+    before, _ = layer(x_sbh, ForwardContext())
+    stage.compute_in_fp8("rowwise")
+    assert torch.equal(layer(x_sbh, ForwardContext())[0], before)

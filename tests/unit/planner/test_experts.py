@@ -111,7 +111,7 @@ def test_experts_are_reduced_over_the_replicas_that_hold_them() -> None:
 
 
 def test_muon_shares_out_each_matrix_among_the_replicas_that_hold_it() -> None:
-    """Experts' matrices among fewer than the others: their moments, their work, and the bytes that put them together."""
+    """Those of experts among fewer than the others: their moments, their work, and the bytes that join them."""
     parallel = {"expert_model_parallel_size": 8}
     predictor, choice = predictor_of(small_run(model=MOE, parallel=parallel, optimizer={"optimizer": "muon"}))
     adam, _ = predictor_of(small_run(model=MOE, parallel=parallel))

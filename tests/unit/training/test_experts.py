@@ -24,9 +24,7 @@ def _tally() -> ExpertTally:
     return ExpertTally(resolve_model(ModelConfig(**given)), [], single_process("cpu"), Ledger())
 
 
-def _step(
-    tally: ExpertTally, counts: Sequence[Sequence[list[int]]], taken: bool = True, again: bool = False
-) -> None:
+def _step(tally: ExpertTally, counts: Sequence[Sequence[list[int]]], taken: bool = True, again: bool = False) -> None:
     tally.begin()
     for micro_batch, of_layers in enumerate(counts):
         for _ in range(1 + again):
@@ -65,7 +63,11 @@ def test_biases_move_towards_balance() -> None:
     tally = ExpertTally(config, cast("list[Stage]", [layer]), topology, Ledger())
     bias = layer.router.expert_bias
     assert bias is not None
-    for taken, wanted in ((True, [-0.25, 0.0, 0.25, 0.25]), (False, [-0.25, 0.0, 0.25, 0.25]), (True, [-0.5, 0, 0.5, 0.5])):
+    for taken, wanted in (
+        (True, [-0.25, 0.0, 0.25, 0.25]),
+        (False, [-0.25, 0.0, 0.25, 0.25]),
+        (True, [-0.5, 0, 0.5, 0.5]),
+    ):
         _step(tally, [([4, 1, 0, 0],), ([2, 1, 0, 0],)], taken)
         assert bias.tolist() == wanted
 

@@ -210,6 +210,24 @@ def read_curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
     }
 
 
+def test_loads_of_experts_are_logged(tmp_path: Path) -> None:
+    """The largest over the mean of its layer on the console, all tokens in the file, a curve for each layer."""
+    path, lines = tmp_path / "log.jsonl", list[str]()
+    loads = {1: (6.0, 2.0, 0.0, 0.0), 3: (5.0, 3.0)}
+    sinks = opened(lines=lines, log_json_file=str(path), tensorboard_dir=str(tmp_path))
+    sinks.step(dataclasses.replace(step_at(20), expert_loads=loads))
+    sinks.window(dataclasses.replace(WINDOW, expert_loads=loads))
+    sinks.close()
+    assert "expert load max/mean: 3.000 |" in lines[0]
+    (event,) = (json.loads(line) for line in path.read_text().splitlines())
+    assert event["expert_loads"] == {"2": [6.0, 2.0, 0.0, 0.0], "4": [5.0, 3.0]}
+    assert event["expert_imbalance"] == 3.0
+    curves = read_curves(tmp_path)
+    assert curves["expert load max over mean/layer 2"] == [(20, 3.0)]
+    assert curves["expert load max over mean/layer 4"] == [(20, 1.25)]
+    assert "expert" not in format_train_line(WINDOW)
+
+
 def test_tensorboard_tags(tmp_path: Path) -> None:
     sinks = opened(
         tensorboard_dir=str(tmp_path),
