@@ -148,7 +148,7 @@ class Router(ShardedModule):
         factor = config.moe_expert_capacity_factor if training else config.moe_eval_capacity_factor
         if factor is None:
             return None
-        # In fractions, since 10 * 1.1 is 11.000000000000002.
+        # In fractions, since 50 * 1.1 is 55.00000000000001.
         return max(config.moe_min_capacity, math.ceil(choices * Fraction(str(factor)) / self.experts))
 
     def _kept(self, experts_tk: Tensor, weights_tk: Tensor, capacity: int) -> Tensor:

@@ -308,7 +308,7 @@ BY_ITERATIONS = [
     (
         "--num-experts 4 --expert-model-parallel-size 2 --compress dp-grad=quantized-adam,warmup=2",
         2,
-        ["quantized-adam,warmup=2", "clips each replica's gradient", "--expert-model-parallel-size 2", "leave one"],
+        ["dp-grad=quantized-adam", "clips each replica's gradient", "--expert-model-parallel-size 2", "leave one"],
     ),
     ("--num-experts 4 --DDP-impl torch", 1, ["--DDP-impl torch", "experts", "--DDP-impl local"]),
     ("--compress experts=agressive", 2, ["--compress experts=agressive", "the nearest is aggressive"]),

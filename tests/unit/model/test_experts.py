@@ -168,9 +168,9 @@ def test_tokens_beyond_the_capacity_skip_their_expert(policy: str) -> None:
 
 
 def test_a_capacity_that_is_a_whole_number_is_not_rounded_up() -> None:
-    """Ten choices an expert times 1.1 are 11, and 11.000000000000002 in floats."""
-    x_sbh = torch.randn(10, 1, HIDDEN, dtype=torch.float64)
-    for factor, capacity in ((1.1, 11), (1.11, 12), (0.3, 3)):
+    """Fifty choices an expert times 1.1 are 55, and 55.00000000000001 in floats."""
+    x_sbh = torch.randn(50, 1, HIDDEN, dtype=torch.float64)
+    for factor, capacity in ((1.1, 55), (1.11, 56), (0.3, 15)):
         layer = _layer(num_experts=[2], moe_expert_capacity_factor=factor, moe_min_capacity=1)
         assert layer.router(x_sbh, _step({})).capacity == capacity
 
@@ -286,15 +286,17 @@ def test_a_token_chooses_within_its_groups(score: str, experts: int, groups: int
     assert (differ > 3) == (kept < groups < experts)
 
 
-LOSSES = ["aux_loss", "seq_aux_loss", "global_aux_loss", "global_aux_loss at first", "all"]
+LOSSES = ["aux_loss", "seq_aux_loss", "global_aux_loss", "global_aux_loss at first", "all", "aux_loss of sigmoids"]
 
 
 @pytest.mark.parametrize("kind", LOSSES)
 def test_the_layers_losses_and_their_gradients(kind: str) -> None:
-    kinds, weights = [kind.removesuffix(" at first")], [0.3]
+    kinds, weights = [kind.partition(" ")[0]], [0.3]
+    score = "sigmoid" if kind.endswith("sigmoids") else "softmax"
     if kind == "all":
         kinds, weights = ["seq_aux_loss", "aux_loss", "global_aux_loss"], [0.5, 0.0, 0.2]
-    layer = _layer(moe_router_load_balancing_type=kinds, moe_aux_loss_coeff=weights, moe_z_loss_coeff=0.02)
+    given = {"moe_router_load_balancing_type": kinds, "moe_aux_loss_coeff": weights, "moe_router_score_function": score}
+    layer = _layer(**given, moe_z_loss_coeff=0.02)
     x_sbh = _input().requires_grad_()
     seen: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
     before_e = torch.tensor([0.1, 0.5, 0.25, 0.15], dtype=torch.float64)
@@ -305,7 +307,9 @@ def test_the_layers_losses_and_their_gradients(kind: str) -> None:
     found_x = x_sbh.grad
     x_sbh.grad = layer.router.weight.grad = None
     logits_sbe = x_sbh @ layer.router.weight.t()
-    scores_sbe, chosen_sbe = logits_sbe.softmax(-1), F.one_hot(logits_sbe.topk(2).indices, 4).sum(-2).double() / 2
+    chosen_sbe = F.one_hot(logits_sbe.topk(2).indices, 4).sum(-2).double() / 2
+    sigmoids_sbe = logits_sbe.sigmoid()
+    scores_sbe = logits_sbe.softmax(-1) if score == "softmax" else sigmoids_sbe / sigmoids_sbe.sum(-1, keepdim=True)
     balances = [4 * (scores_sbe[:, b].mean(0) * chosen_sbe[:, b].mean(0)).sum() for b in range(SAMPLES)]
     own = 4 * (scores_sbe.mean((0, 1)) * chosen_sbe.mean((0, 1))).sum()
     each = {
