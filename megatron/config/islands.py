@@ -202,7 +202,7 @@ def _check_outer(islands: IslandsConfig, training: TrainingConfig, outer: Spec) 
     iterations, start = training.planned_iters, outer.activation.warmup_iters
     if iterations is None:
         raise UserError(
-            f"{where}: the last round is at the end of the run; give --train-iters, or samples without ramp"
+            f"{where}: the last round is at the end of the run; give --train-iters or --train-samples"
         )
     if start < iterations < start + outer.outer.every:
         raise UserError(

@@ -43,6 +43,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "sharded replicas": {"use_distributed_optimizer": True},
     "replicas": {},
     "stages": {"pipeline_model_parallel_size": 2},
+    "a process, batches and sequences that grow": {
+        **{"train_iters": None, "train_samples": 20, "rampup_batch_size": "2 2 4"},  # 2, 2, 4, 4, 4, 4
+        **{"curriculum_learning": True, "curriculum_seqlen_min": 8, "curriculum_seqlen_step": 4},
+        "curriculum_seqlen_steps": 4,
+    },
 }
 
 
@@ -52,7 +57,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 )
 def test_islands_in_step_are_data_parallelism(prefix: Path, tmp_path: Path, layout: str, by: str) -> None:
     """Two islands, of one rank or of two, against one world of all replicas."""
-    ranks = 1 if layout == "a process" else 2
+    ranks = 1 if layout.startswith("a process") else 2
     flags = {**FP64, **LAYOUTS[layout], "seq_length": 16}
     whole = tmp_path / "whole"
     train(2 * ranks, tiny_flags(prefix, **flags, save=whole, log_json_file=tmp_path / "whole.jsonl"))
@@ -66,6 +71,7 @@ def test_islands_in_step_are_data_parallelism(prefix: Path, tmp_path: Path, layo
     run_islands(2, ranks, together)
     for island in (0, 1):
         found = losses(tmp_path / f"log.island_{island}.jsonl")
+        assert len(found) == 6
         assert found == pytest.approx(losses(tmp_path / "whole.jsonl"), rel=1e-10, abs=1e-10)
         numbers = sum(x.numel() for x in saved_tensors(whole, 6, "model.").values())
         for event in events(tmp_path / f"log.island_{island}.jsonl"):
@@ -235,9 +241,10 @@ def test_a_fragment_on_its_way_needs_as_many_fragments(prefix: Path, tmp_path: P
 
 
 def test_the_launcher_starts_islands_and_one_that_is_killed_comes_back(prefix: Path, tmp_path: Path) -> None:
-    """Both islands end at the same weights, though one was killed in between; the launcher's status is 0."""
+    """Both islands end at the same weights, though one was killed in between; the launcher's status is 0. Muon's
+    momenta come with the others, and the position in the data, which are read more than once."""
     spec = "outer=fixpoint,bits=4,every=20,warmup=0"
-    changes: dict[str, Any] = {"train_iters": 120, "save": tmp_path / "saved", "compress": [spec]}
+    changes: dict[str, Any] = {"train_iters": 120, "save": tmp_path / "saved", "compress": [spec], "optimizer": "muon"}
     flags = tiny_flags(prefix, **changes, islands_quorum=1, log_json_file=tmp_path / "log.jsonl")
     words = ["tools/launch.py", "--islands", "2", "--nproc-per-node", "2", "--max-restarts", "1", SCRIPT, *flags]
     output = tmp_path / "output"
@@ -260,6 +267,10 @@ def test_the_launcher_starts_islands_and_one_that_is_killed_comes_back(prefix: P
     said = output.read_text()
     assert "island 1 has joined" in said
     assert "joined the other islands at iteration" in said
+    for island in (0, 1):
+        seen = events(tmp_path / f"log.island_{island}.jsonl")
+        assert seen[-1]["iteration"] == 120
+        assert all(event["consumed_samples"] == 4 * event["iteration"] for event in seen)
     weights = [saved_tensors(tmp_path / "saved" / f"island_{island}", 120, "model.") for island in (0, 1)]
     _close(weights[0], weights[1], 0.0)
 
@@ -366,16 +377,20 @@ SUMS = "outer=cast,in-step=compressed,every=2,outer-lr=0.5,outer-momentum=0.8,wa
 
 @pytest.mark.parametrize("spec", [ROUNDS, SUMS], ids=["rounds", "in step"])
 def test_two_islands_of_two_stages_are_two_islands_of_one_process(prefix: Path, tmp_path: Path, spec: str) -> None:
-    """The embedding that both stages hold crosses once, and both get what the islands have made of it."""
+    """The embedding that both stages hold crosses once, and both get what the islands have made of it. An exact round
+    of two sends as many numbers as there are parameters."""
     found = {}
     for stages in (1, 2):
         log = tmp_path / f"{stages}.jsonl"
         changes = {**FP64, "pipeline_model_parallel_size": stages, "compress": [spec], "log_json_file": log}
-        run_islands(2, stages, tiny_flags(prefix, **changes))
+        run_islands(2, stages, tiny_flags(prefix, **changes, save=tmp_path / "saved"))
         logs = [tmp_path / f"{stages}.island_{island}.jsonl" for island in (0, 1)]
         found[stages] = [losses(path) for path in logs]
         sent = [event["comm"]["outer"]["wire_bytes"] for event in events(logs[0]) if event["iteration"] == 3]
         found[stages].append(sent)
     assert found[1][0] != found[1][1]
+    if spec == ROUNDS:
+        numbers = sum(x.numel() for x in saved_tensors(tmp_path / "saved" / "island_0", 6, "model.").values())
+        assert found[1][2] == [8 * numbers]
     for one, two in zip(found[1], found[2], strict=True):
         assert two == pytest.approx(one, rel=1e-10)
