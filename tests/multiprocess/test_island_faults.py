@@ -143,9 +143,7 @@ PHASES = ("step", "arrived", "exchange", "voted", "settled", "applied")
     [*((phase, {}) for phase in PHASES), ("step", MUON)],
     ids=[*PHASES, "step of Muon"],
 )
-def test_an_island_that_is_killed_leaves_the_other_and_comes_back(
-    tmp_path: Path, phase: str, changes: Changes
-) -> None:
+def test_an_island_that_is_killed_leaves_the_other_and_comes_back(tmp_path: Path, phase: str, changes: Changes) -> None:
     store, context = serve("127.0.0.1", 0), context_of_tests()
 
     def start(number: int, phase: str) -> Any:

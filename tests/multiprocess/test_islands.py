@@ -44,8 +44,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "replicas": {},
     "stages": {"pipeline_model_parallel_size": 2},
     "a process, batches and sequences that grow": {
-        **{"train_iters": None, "train_samples": 20, "rampup_batch_size": "2 2 4"},  # 2, 2, 4, 4, 4, 4
-        **{"curriculum_learning": True, "curriculum_seqlen_min": 8, "curriculum_seqlen_step": 4},
+        "train_iters": None,
+        "train_samples": 20,
+        "rampup_batch_size": "2 2 4",  # 2, 2, 4, 4, 4, 4
+        "curriculum_learning": True,
+        "curriculum_seqlen_min": 8,
+        "curriculum_seqlen_step": 4,
         "curriculum_seqlen_steps": 4,
     },
 }

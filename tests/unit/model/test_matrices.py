@@ -13,8 +13,14 @@ BERT: dict[str, dict[str, Any]] = {"tokenizer": {"tokenizer_type": "BertWordPiec
 MODELS: dict[str, dict[str, dict[str, Any]]] = {
     "gpt": {
         "model": {
-            **{"swiglu": True, "num_query_groups": 2, "ffn_hidden_size": 24, "num_experts": [4], "expert_interval": 2},
-            **{"num_layers": 2, "moe_shared_expert_intermediate_size": 10, "moe_shared_expert_gate": True},
+            "swiglu": True,
+            "num_query_groups": 2,
+            "ffn_hidden_size": 24,
+            "num_experts": [4],
+            "expert_interval": 2,
+            "num_layers": 2,
+            "moe_shared_expert_intermediate_size": 10,
+            "moe_shared_expert_gate": True,
             "untie_embeddings_and_output_weights": True,
         }
     },
@@ -23,8 +29,12 @@ MODELS: dict[str, dict[str, dict[str, Any]]] = {
     "deberta": {
         **BERT,
         "model": {
-            **{"model_type": "deberta", "task_head": "classification", "task_classes": 2, "num_layers": 1},
-            **{"position_buckets": 6, "conv_kernel_size": 3},
+            "model_type": "deberta",
+            "task_head": "classification",
+            "task_classes": 2,
+            "num_layers": 1,
+            "position_buckets": 6,
+            "conv_kernel_size": 3,
         },
     },
 }
@@ -40,7 +50,9 @@ MATRICES: dict[str, dict[int, dict[str, list[int]]]] = {
         1: {
             **GROUPED,
             **{f"mlp.experts.{number}.{name}": rows for number in range(4) for name, rows in EXPERT.items()},
-            **{"mlp.shared.dense_h_to_4h": [10, 10], "mlp.shared.dense_4h_to_h": [16], "mlp.router": [4]},
+            "mlp.shared.dense_h_to_4h": [10, 10],
+            "mlp.shared.dense_4h_to_h": [16],
+            "mlp.router": [4],
         },
     },
     "t5": {0: PLAIN, 1: {**PLAIN, **CROSS}},
