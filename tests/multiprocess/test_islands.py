@@ -245,10 +245,9 @@ def test_a_fragment_on_its_way_needs_as_many_fragments(prefix: Path, tmp_path: P
 
 
 def test_the_launcher_starts_islands_and_one_that_is_killed_comes_back(prefix: Path, tmp_path: Path) -> None:
-    """Both islands end at the same weights, though one was killed in between; the launcher's status is 0. Muon's
-    momenta come with the others, and the position in the data, which are read more than once."""
+    """Both islands end at the same weights, though one was killed in between; the launcher's status is 0."""
     spec = "outer=fixpoint,bits=4,every=20,warmup=0"
-    changes: dict[str, Any] = {"train_iters": 120, "save": tmp_path / "saved", "compress": [spec], "optimizer": "muon"}
+    changes: dict[str, Any] = {"train_iters": 120, "save": tmp_path / "saved", "compress": [spec]}
     flags = tiny_flags(prefix, **changes, islands_quorum=1, log_json_file=tmp_path / "log.jsonl")
     words = ["tools/launch.py", "--islands", "2", "--nproc-per-node", "2", "--max-restarts", "1", SCRIPT, *flags]
     output = tmp_path / "output"
@@ -271,10 +270,6 @@ def test_the_launcher_starts_islands_and_one_that_is_killed_comes_back(prefix: P
     said = output.read_text()
     assert "island 1 has joined" in said
     assert "joined the other islands at iteration" in said
-    for island in (0, 1):
-        seen = events(tmp_path / f"log.island_{island}.jsonl")
-        assert seen[-1]["iteration"] == 120
-        assert all(event["consumed_samples"] == 4 * event["iteration"] for event in seen)
     weights = [saved_tensors(tmp_path / "saved" / f"island_{island}", 120, "model.") for island in (0, 1)]
     _close(weights[0], weights[1], 0.0)
 
@@ -381,20 +376,16 @@ SUMS = "outer=cast,in-step=compressed,every=2,outer-lr=0.5,outer-momentum=0.8,wa
 
 @pytest.mark.parametrize("spec", [ROUNDS, SUMS], ids=["rounds", "in step"])
 def test_two_islands_of_two_stages_are_two_islands_of_one_process(prefix: Path, tmp_path: Path, spec: str) -> None:
-    """The embedding that both stages hold crosses once, and both get what the islands have made of it. An exact round
-    of two sends as many numbers as there are parameters."""
+    """The embedding that both stages hold crosses once, and both get what the islands have made of it."""
     found = {}
     for stages in (1, 2):
         log = tmp_path / f"{stages}.jsonl"
         changes = {**FP64, "pipeline_model_parallel_size": stages, "compress": [spec], "log_json_file": log}
-        run_islands(2, stages, tiny_flags(prefix, **changes, save=tmp_path / "saved"))
+        run_islands(2, stages, tiny_flags(prefix, **changes))
         logs = [tmp_path / f"{stages}.island_{island}.jsonl" for island in (0, 1)]
         found[stages] = [losses(path) for path in logs]
         sent = [event["comm"]["outer"]["wire_bytes"] for event in events(logs[0]) if event["iteration"] == 3]
         found[stages].append(sent)
     assert found[1][0] != found[1][1]
-    if spec == ROUNDS:
-        numbers = sum(x.numel() for x in saved_tensors(tmp_path / "saved" / "island_0", 6, "model.").values())
-        assert found[1][2] == [8 * numbers]
     for one, two in zip(found[1], found[2], strict=True):
         assert two == pytest.approx(one, rel=1e-10)
