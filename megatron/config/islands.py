@@ -201,9 +201,7 @@ def _check_outer(islands: IslandsConfig, training: TrainingConfig, outer: Spec) 
         raise UserError(f"{where}: sums in two levels need nodes, which islands are not; use another compressor")
     iterations, start = training.planned_iters, outer.activation.warmup_iters
     if iterations is None:
-        raise UserError(
-            f"{where}: the last round is at the end of the run; give --train-iters, or samples without ramp"
-        )
+        raise UserError(f"{where}: the last round is at the end of the run; give --train-iters or --train-samples")
     if start < iterations < start + outer.outer.every:
         raise UserError(
             f"{where}: every={outer.outer.every} is above the {iterations - start} steps that warmup={start} leaves of "

@@ -37,7 +37,11 @@ def compression_notes(
     for point, spec in config.compression.specs(length).items():
         where = f"--compress {point.value}={spec.name}"
         warmup = spec.activation.warmup_iters
-        if warmup >= train_iters > 0:
+        in_step = spec.point is Point.OUTER and spec.outer.in_step == "compressed"
+        idle = _why_never_in_step(config, warmup) if in_step else ""
+        if idle:
+            notes.append(f"{where}: in-step=compressed: no effect, {idle}")
+        if warmup >= train_iters > 0 and (idle or not in_step):
             notes.append(f"{where}: no effect, its warm-up of {warmup} iterations is the whole run of {train_iters}")
         notes += _sparse_notes(spec, where, warmup, train_iters)
         if train is None or not spec.remembered_samples:
@@ -66,6 +70,13 @@ def compression_notes(
                 "take a micro-batch size x replicas that divides 64, and one data set"
             )
     return notes
+
+
+def _why_never_in_step(config: RunConfig, warmup: int) -> str:
+    """Why no step sums gradients over islands; empty where some do."""
+    if not config.islands.several:
+        return "there is one island"
+    return "" if warmup else "islands never go in step with warmup=0"
 
 
 def _sparse_notes(spec: Spec, where: str, warmup: int, train_iters: int) -> list[str]:

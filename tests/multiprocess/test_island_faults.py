@@ -16,7 +16,7 @@ import torch
 from megatron.topology.islands import Islands
 from megatron.topology.meeting_place import serve
 from tests.support.cleanup import die_with_parent
-from tests.support.island_threads import Island, batches_of, build_island, meet, merged, step, train_island
+from tests.support.island_threads import Changes, Island, batches_of, build_island, meet, merged, step, train_island
 from tests.support.spawn import context_of_tests
 
 pytestmark = pytest.mark.multiprocess
@@ -27,6 +27,7 @@ OUTER: dict[str, dict[str, Any]] = {
     "compression": {"compress": [f"outer=identity,every={EVERY},outer-lr=0.9,outer-momentum=0.5,warmup=0"]},
     "training": {"train_iters": ITERATIONS},
 }
+MUON = {"optimizer": {"optimizer": "muon"}}
 
 
 def _kill() -> None:
@@ -80,13 +81,13 @@ def _dies(island: Island, islands: Islands, phase: str) -> None:
     rounds.sync.exchange, rounds.sync.apply = exchanging, applying  # type: ignore[method-assign]
 
 
-def _run(port: int, number: int, out: str, phase: str) -> None:
+def _run(port: int, number: int, out: str, phase: str, changes: Changes) -> None:
     """The process of an island; the first one waits in the round after the death for the other to come back."""
     die_with_parent()
     torch.set_num_threads(1)
     islands = meet(port, number, 2, quorum=1, seconds=SECONDS)
     begins = islands.begin(0, False, {})
-    island = build_island(OUTER, islands, number, 2)
+    island = build_island(merged(OUTER, changes), islands, number, 2)
     if phase:
         _dies(island, islands, phase)
 
@@ -108,12 +109,12 @@ def _run(port: int, number: int, out: str, phase: str) -> None:
     Path(out).write_bytes(pickle.dumps((island.told, island.losses, flat)))
 
 
-def _reference(records: list[dict[str, Any]]) -> tuple[torch.Tensor, list[float]]:
+def _reference(records: list[dict[str, Any]], changes: Changes) -> tuple[torch.Tensor, list[float]]:
     """What island 0 comes to when each round averages exactly its members once: a loop without any communication.
 
     Island 1 goes on from the round before its next one, with the anchor and the inner optimizer of island 0.
     """
-    plain = merged(OUTER, {"compression": {"compress": ["outer=identity,warmup=1.0"]}})
+    plain = merged(OUTER, changes, {"compression": {"compress": ["outer=identity,warmup=1.0"]}})
     pair = [build_island(plain, None, number, 2) for number in (0, 1)]
     flats = [island.engines.buffers[0].params_flat for island in pair]
     members = {record["iteration"]: record["members"] for record in records}
@@ -134,13 +135,20 @@ def _reference(records: list[dict[str, Any]]) -> tuple[torch.Tensor, list[float]
     return flats[0], losses
 
 
-@pytest.mark.parametrize("phase", ["step", "arrived", "exchange", "voted", "settled", "applied"])
-def test_an_island_that_is_killed_leaves_the_other_and_comes_back(tmp_path: Path, phase: str) -> None:
+PHASES = ("step", "arrived", "exchange", "voted", "settled", "applied")
+
+
+@pytest.mark.parametrize(
+    ("phase", "changes"),
+    [*((phase, {}) for phase in PHASES), ("step", MUON)],
+    ids=[*PHASES, "step of Muon"],
+)
+def test_an_island_that_is_killed_leaves_the_other_and_comes_back(tmp_path: Path, phase: str, changes: Changes) -> None:
     store, context = serve("127.0.0.1", 0), context_of_tests()
 
     def start(number: int, phase: str) -> Any:
         process = context.Process(
-            target=_run, args=(store.port, number, str(tmp_path / str(number)), phase), daemon=True
+            target=_run, args=(store.port, number, str(tmp_path / str(number)), phase, changes), daemon=True
         )
         process.start()
         return process
@@ -168,9 +176,10 @@ def test_an_island_that_is_killed_leaves_the_other_and_comes_back(tmp_path: Path
     assert any("has joined" in line for line, _ in told)
     assert any("joined the other islands" in line for line, _ in back)
     assert torch.equal(flat, other)
-    wanted, wanted_losses = _reference(records)
+    wanted, wanted_losses = _reference(records, changes)
     torch.testing.assert_close(flat, wanted, rtol=1e-10, atol=1e-10)
     assert losses == pytest.approx(wanted_losses, rel=1e-10)
-    undisturbed, usual = _reference([{"iteration": n, "members": [0, 1]} for n in range(EVERY, ITERATIONS + 1, EVERY)])
+    all_of_them = [{"iteration": n, "members": [0, 1]} for n in range(EVERY, ITERATIONS + 1, EVERY)]
+    undisturbed, usual = _reference(all_of_them, changes)
     assert not torch.equal(undisturbed, flat)
     assert losses[-1] < usual[-1] * 1.05

@@ -93,13 +93,18 @@ def test_every_step_exact_is_plain_averaging(changes: Changes) -> None:
     _same(islands, plain, 1e-11)
 
 
-def test_one_island_is_torchs_nesterov_on_the_same_differences() -> None:
-    """Lookahead with momentum: torch.optim.SGD takes the outer steps on slow weights (as torchft's and MuLoCo's)."""
-    options = "identity,every=3,outer-lr=0.7,outer-momentum=0.9"
+@pytest.mark.parametrize(
+    ("options", "settings"),
+    [("outer-momentum=0.9", {"momentum": 0.9, "nesterov": True}), ("outer-optimizer=plain", {})],
+    ids=["nesterov", "plain"],
+)
+def test_one_island_is_torchs_sgd_on_the_same_differences(options: str, settings: dict[str, Any]) -> None:
+    """Lookahead, with momentum: torch.optim.SGD takes the outer steps on slow weights (as torchft's and MuLoCo's)."""
+    options = f"identity,every=3,outer-lr=0.7,{options}"
     island = train_island(build_island(_outer(options), None), ITERATIONS)
     loop = _Loop(1, {})
     slow = torch.nn.Parameter(loop.flats[0].clone())
-    outer = torch.optim.SGD([slow], lr=0.7, momentum=0.9, nesterov=True)
+    outer = torch.optim.SGD([slow], lr=0.7, **settings)
     for iteration in range(ITERATIONS):
         loop.step(iteration)
         if (iteration + 1) % 3 == 0:
@@ -307,8 +312,12 @@ def test_a_round_that_fails_again_and_again_ends_both_islands() -> None:
 def test_a_difference_that_is_not_finite_or_absurd_is_left_out(factor: float, why: str) -> None:
     """Its island gets the others' state after that round, or the next; in the end all have the same."""
     spoiled: list[int] = []
+    anew: list[bool] = []
 
     def spoil(island: Island, done: int) -> None:
+        if any("joined the other islands" in line for line, _ in island.told) and not anew:
+            assert island.engines.outer is not None
+            anew.append(all(RESIDUAL not in state.tensors for state in island.engines.outer.states()))
         if island.engines.config.islands.island == 2 and done == 4 and not spoiled:
             spoiled.append(done)
             island.engines.buffers[0].params_flat[7:9] *= factor
@@ -321,6 +330,7 @@ def test_a_difference_that_is_not_finite_or_absurd_is_left_out(factor: float, wh
     assert any(why in line and "island 2 is left out" in line for line, _ in islands[1].told)
     assert any("its steps since the last round are lost" in line for line, _ in islands[2].told)
     assert any("joined the other islands" in line for line, _ in islands[2].told)
+    assert anew == [True]
     flats = [island.engines.buffers[0].params_flat for island in islands]
     assert bool(torch.isfinite(flats[0]).all())
     assert torch.equal(flats[0], flats[2])

@@ -43,6 +43,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "sharded replicas": {"use_distributed_optimizer": True},
     "replicas": {},
     "stages": {"pipeline_model_parallel_size": 2},
+    "a process, batches and sequences that grow": {
+        "train_iters": None,
+        "train_samples": 20,
+        "rampup_batch_size": "2 2 4",  # 2, 2, 4, 4, 4, 4
+        "curriculum_learning": True,
+        "curriculum_seqlen_min": 8,
+        "curriculum_seqlen_step": 4,
+        "curriculum_seqlen_steps": 4,
+    },
 }
 
 
@@ -52,7 +61,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 )
 def test_islands_in_step_are_data_parallelism(prefix: Path, tmp_path: Path, layout: str, by: str) -> None:
     """Two islands, of one rank or of two, against one world of all replicas."""
-    ranks = 1 if layout == "a process" else 2
+    ranks = 1 if layout.startswith("a process") else 2
     flags = {**FP64, **LAYOUTS[layout], "seq_length": 16}
     whole = tmp_path / "whole"
     train(2 * ranks, tiny_flags(prefix, **flags, save=whole, log_json_file=tmp_path / "whole.jsonl"))
@@ -66,6 +75,7 @@ def test_islands_in_step_are_data_parallelism(prefix: Path, tmp_path: Path, layo
     run_islands(2, ranks, together)
     for island in (0, 1):
         found = losses(tmp_path / f"log.island_{island}.jsonl")
+        assert len(found) == 6
         assert found == pytest.approx(losses(tmp_path / "whole.jsonl"), rel=1e-10, abs=1e-10)
         numbers = sum(x.numel() for x in saved_tensors(whole, 6, "model.").values())
         for event in events(tmp_path / f"log.island_{island}.jsonl"):

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from megatron.base.option import field_options
+from megatron.compression.outer import PRESETS, OuterOptions
 from megatron.config.flags import parse_args, parse_program
 from megatron.config.kinds import PROGRAMS, ModelType
+from megatron.config.optimizer import OptimizerConfig
 from megatron.config.tasks import TaskCheckpointConfig, TaskConfig, parse_task, sized
 from megatron.config.translate.known import KNOWN_FLAGS
 from megatron.evaluation.command import ZeroShotFlags
@@ -23,7 +25,7 @@ from megatron.inference.generate_command import DESCRIPTION, GenerationTaskFlags
 from megatron.inference.serve_command import ServerFlags
 
 REPO = Path(__file__).resolve().parents[2]
-PAGES = ("architecture", "bert", "t5", "tasks", "moe", "muon")
+PAGES = ("architecture", "bert", "t5", "tasks", "moe", "muon", "islands")
 DOCUMENTS = [REPO / "README.md", *(REPO / "docs" / f"{name}.md" for name in PAGES)]
 
 TASK_EXAMPLES = {"finetune_mnli_distributed.sh": ("MNLI", 64), "finetune_race_distributed.sh": ("RACE", 128)}
@@ -124,6 +126,7 @@ def test_flags_named_in_documents_exist() -> None:
             *(REPO / "tools").rglob("*.py"),
             *(REPO / "benchmarks").rglob("*.py"),
             *(REPO / "megatron").rglob("*command.py"),
+            *(REPO / "megatron").rglob("launch_*.py"),
             REPO / "ASPLOS23" / "run.py",
         ]
         tools = "".join(path.read_text() for path in scripts) + _flags_of_sections()
@@ -131,6 +134,27 @@ def test_flags_named_in_documents_exist() -> None:
             flag = written.replace("_", "-")
             known = f"`{flag}`" in fields or f"{flag} " in fields or flag.strip("-") in KNOWN_FLAGS
             assert known or f'"{flag.strip("-")}"' in tools or flag in tools, f"{document.name} names {flag}"
+
+
+def test_the_tables_of_muon_and_of_islands_have_the_programs_defaults() -> None:
+    muon, islands = ((REPO / "docs" / f"{name}.md").read_text() for name in ("muon", "islands"))
+    flags = dict(re.findall(r"^\| `--(muon-[a-z-]+)` \| `?([\w.]+)`? \|", muon, re.MULTILINE))
+    names = ("muon_momentum", "muon_num_ns_steps", "muon_scale_mode", "muon_extra_scale_factor")
+    optimizer, outer = OptimizerConfig(lr=1.0), OuterOptions()
+    assert flags == {name.replace("_", "-"): str(getattr(optimizer, name)) for name in names}
+    presets = dict(re.findall(r"^\| `([a-z]+)` \| `([^`|]+)` \|$", islands, re.MULTILINE))
+    assert {name: dict(pair.split("=") for pair in words.split(",")) for name, words in presets.items()} == PRESETS
+    options = {}
+    for written, cell in re.findall(r"^\| (`[a-z-]+`(?:, `[a-z-]+`)*) \| .* \| ([^|]+) \|$", islands, re.MULTILINE):
+        found = re.findall(r"`([a-z-]+)`", written)
+        options |= dict(zip(found, cell.split(", "), strict=False))
+    defaults = {option.flag: option.default for option in field_options("outer", OuterOptions)}
+    defaults |= {"outer-momentum": outer.momentum, "offload": "on" if outer.offload else "off"}
+    assert {name: options[name] for name in defaults} == {name: _in_words(value) for name, value in defaults.items()}
+
+
+def _in_words(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def test_files_named_in_documents_exist() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -106,6 +108,13 @@ def test_fragments_take_turns_and_the_last_iteration_brings_all_together() -> No
     assert [schedule.applied_at(done) for done in (6, 14, 15)] == [7, 15, 15]
     assert not schedule.local(3)
     assert schedule.local(4)
+
+
+@pytest.mark.parametrize("away", [{"fragments": 2}, {"delay": 1}, {"mixing": 0.5}], ids=str)
+def test_islands_meet_after_a_round_but_with_any_of_what_keeps_them_apart(away: dict[str, Any]) -> None:
+    """Where they do, another number of them may go on from there, and loses nothing."""
+    assert OuterOptions(every=4).meets
+    assert not OuterOptions(every=4, **away).meets
 
 
 def test_whole_rounds() -> None:

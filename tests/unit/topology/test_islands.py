@@ -18,7 +18,7 @@ from megatron.topology import islands as membership
 from megatron.topology.decision import ABSURD, Arrival, Decision, judge
 from megatron.topology.errors import CommunicationError
 from megatron.topology.islands import Islands, QuorumError
-from megatron.topology.meeting_place import MeetingPlace, serve
+from megatron.topology.meeting_place import SILENT_SECONDS, MeetingPlace, Pulses, serve
 
 
 @pytest.fixture
@@ -109,6 +109,10 @@ def test_differences_that_are_not_finite_or_absurd_are_left_out() -> None:
         judge({0: Arrival(math.inf, 1.0)})
     assert judge({0: Arrival(0.0, 1.0), 1: Arrival(5.0, 1.0), 2: Arrival(0.0, 1.0)}).members == (0, 1, 2)
     assert judge({0: Arrival(1e-9, 1.0), 1: Arrival(5.0, 1.0)}).members == (0, 1)  # of two nobody knows which is odd
+    # More than 100 times the median; of four the lower one, so that two that are odd do not vouch for each other.
+    four = [1.0, 2.0, 2.0 * 100, 2.0 * 101]
+    assert judge({k: Arrival(norm, 1.0) for k, norm in enumerate(four)}).members == (0, 1, 2)
+    assert judge({k: Arrival(norm, 1.0) for k, norm in enumerate([1.0, 2.0, 300.0, 400.0])}).members == (0, 1)
 
 
 def test_a_round_of_all_and_one_without_an_island_that_is_gone(port: int) -> None:
@@ -229,6 +233,53 @@ def test_an_island_that_is_behind_joins(port: int) -> None:
         found = _together(*(lambda i=i, come=come: come(i) for i in (one, two)))
         assert [d.members for d in found] == [(0, 1)] * 2
         assert _together(*(lambda i=i, key=key: i.settle(key, (0, 1), False) for i in (one, two))) == [True, True]
+
+
+def test_an_island_that_does_not_come_to_the_start_ends_or_spares_the_others(port: int) -> None:
+    """By the quorum, after the time limit."""
+    alone = Islands(MeetingPlace("127.0.0.1", port, 10.0), 0, 2, 2, 1.0, 0.3, None)
+    with pytest.raises(UserError, match=r"^island 1 did not come within 0.3 s .*; start all of them, or lower the quo"):
+        alone.begin(0, False, {})
+    alone.leave()
+    alone.place.end_generation(1)
+    spared = Islands(MeetingPlace("127.0.0.1", port, 10.0), 0, 2, 1, 1.0, 0.3, None)
+    assert spared.begin(0, False, {}) is True
+    assert spared.expected == (0,)
+    spared.leave()
+
+
+def test_who_is_silent_or_waits_to_join_is_not_waited_for(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the time limit is far away; an island of other flags is not let in, and only the first member lets in."""
+    monkeypatch.setattr(Pulses.silent, "__defaults__", (2.0,))
+    assert SILENT_SECONDS == 10
+    one, two, three = (_island(port, number, 3, 1, seconds=25.0) for number in range(3))
+    assert _together(*(lambda i=i: i.begin(5, False, {"--lr": "1"}) for i in (one, two, three))) == [True] * 3
+    three.leave()
+    found = _together(*(lambda i=i: i.arrive("6/0", Arrival(1.0, 0.0)) for i in (one, two)))
+    assert [d.members for d in found] == [(0, 1)] * 2
+    assert _together(*(lambda i=i: i.settle("6/0", (0, 1), False) for i in (one, two))) == [True, True]
+    again = _island(port, 2, 3, 1, seconds=25.0)
+    again.place.take_generation(1)
+    again._identity = {"--lr": "2"}
+    asked: list[Any] = []
+    waits = threading.Thread(target=lambda: asked.extend(_together(again.ask_to_join)))
+    waits.start()
+    while not one.place.get("joining/2"):
+        time.sleep(0.02)
+    assert two.let_in() == []
+    assert one.place.get("welcome/1") is None
+    assert one.let_in() == []
+    waits.join(20)
+    assert isinstance(asked[0], UserError)
+    assert "island 2 and the others do not agree: --lr is 2 and 1" in str(asked[0])
+    # Island 1 dies in its own steps, and waits to come back long before it would be silent.
+    monkeypatch.setattr(Pulses.silent, "__defaults__", (100.0,))
+    two._take_ticket()
+    began = time.monotonic()
+    assert one.arrive("7/0", Arrival(1.0, 0.0)).members == (0,)
+    assert time.monotonic() - began < 5
+    for island in (one, two):
+        island.leave()
 
 
 def test_a_generation_that_nobody_is_left_of_ends(port: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,6 +72,27 @@ def test_notes(tmp_path: Path, spec: str, samples: int, words: str) -> None:
     assert all(words in note for note in notes)
 
 
+@pytest.mark.parametrize(
+    ("options", "islands", "words"),
+    [
+        ("in-step=compressed,every=10,warmup=0", 2, ["in-step=compressed: no effect, islands never go in step with "]),
+        ("in-step=compressed,every=10,warmup=10", 1, ["in-step=compressed: no effect, there is one island"]),
+        ("in-step=compressed,every=10,warmup=10", 2, []),
+        ("in-step=compressed,every=10,warmup=1.0", 2, []),  # each step is a sum that it makes
+        ("in-step=compressed,every=10,warmup=1.0", 1, ["there is one island", "is the whole run of 100"]),
+        ("in-step=exact,every=10,warmup=1.0", 2, ["no effect, its warm-up of 100 iterations is the whole run of 100"]),
+        ("every=10,warmup=0", 2, []),
+    ],
+)
+def test_sums_in_step_that_never_are(options: str, islands: int, words: list[str]) -> None:
+    met = {"islands": islands, "island": 0, "islands_address": "127.0.0.1:1"} if islands > 1 else {}
+    compression = {"compress": [f"outer=fixpoint,bits=4,{options}"]}
+    config = tiny_config({"compression": compression, "islands": met, "training": {"train_iters": 100}}, 1)
+    notes = compression_notes(config, None, 1, RunLength(100), 100)
+    assert len(notes) == len(words)
+    assert all(word in note for word, note in zip(words, notes, strict=True))
+
+
 def test_samples_stay_with_their_replica_where_that_is_possible(tmp_path: Path) -> None:
     assert _notes(tmp_path, "pp-forward=delta", 1000, replicas=4) == []
     (note,) = _notes(tmp_path, "pp-forward=delta", 1000, replicas=3)
