@@ -144,7 +144,7 @@ def test_the_tables_of_muon_and_of_islands_have_the_programs_defaults() -> None:
     assert flags == {name.replace("_", "-"): str(getattr(optimizer, name)) for name in names}
     presets = dict(re.findall(r"^\| `([a-z]+)` \| `([^`|]+)` \|$", islands, re.MULTILINE))
     assert {name: dict(pair.split("=") for pair in words.split(",")) for name, words in presets.items()} == PRESETS
-    options = {}
+    options: dict[str, str] = {}
     for written, cell in re.findall(r"^\| (`[a-z-]+`(?:, `[a-z-]+`)*) \| .* \| ([^|]+) \|$", islands, re.MULTILINE):
         found = re.findall(r"`([a-z-]+)`", written)
         options |= dict(zip(found, cell.split(", "), strict=False))

@@ -160,7 +160,8 @@ def test_the_planner_is_asked_for_the_link_between_the_hosts(tmp_path: Path) -> 
     sent = 4 * 5_263_360 * 8
     for number, rounds in enumerate((1, 30)):
         fast, slow = (times[rate][number] for rate in (1e8, 1e7))
-        assert fast is not None and slow is not None
+        assert fast is not None
+        assert slow is not None
         assert slow - fast == pytest.approx(sent * (1e-7 - 1e-8) / PAYLOAD / rounds, rel=0.01)
     assert predicted(_run(BASELINE, tmp_path), hosts, 1e7) == (None, None)
     assert predicted(_run(replace(ISLANDS, in_step=0.0), tmp_path), hosts, 1e7)[0] is None

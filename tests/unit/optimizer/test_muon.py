@@ -241,7 +241,7 @@ def test_the_work_is_divided_evenly_and_a_matrix_stays_where_most_of_it_is() -> 
     slots: list[Any] = [SimpleNamespace(spec=ParamSpec(shape, blocks=(shape[0],)), name=shape) for shape in shapes]
     held = [((0, 4096), (0, 0))] * 4 + [((0, 0), (0, 2048))] * 8
     waves = list(_waves(list(zip(slots, held, strict=True)), Group(None, (0, 1), 0, "dp", "none"), 2))
-    owned: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    owned: dict[tuple[int, int], list[tuple[int, ...]]] = {}
     for wave in waves:
         owners = [(job.replica, job.tensor) for job in wave.jobs]
         assert len(set(owners)) == len(owners)
