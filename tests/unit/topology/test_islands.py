@@ -255,8 +255,10 @@ def test_who_is_silent_or_waits_to_join_is_not_waited_for(port: int, monkeypatch
     one, two, three = (_island(port, number, 3, 1, seconds=25.0) for number in range(3))
     assert _together(*(lambda i=i: i.begin(5, False, {"--lr": "1"}) for i in (one, two, three))) == [True] * 3
     three.leave()
+    began = time.monotonic()
     found = _together(*(lambda i=i: i.arrive("6/0", Arrival(1.0, 0.0)) for i in (one, two)))
     assert [d.members for d in found] == [(0, 1)] * 2
+    assert time.monotonic() - began < 20
     assert _together(*(lambda i=i: i.settle("6/0", (0, 1), False) for i in (one, two))) == [True, True]
     again = _island(port, 2, 3, 1, seconds=25.0)
     again.place.take_generation(1)
