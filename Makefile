@@ -64,7 +64,7 @@ bench-gpu:  ## measure all speeds on a GPU, beside nanoGPT's model and Hugging F
 bench-time-to-loss:  ## losses over time on slow links, compressed and not (Linux, root, a quarter of an hour)
 	@$(RUN) --extras test,lint -- -m benchmarks.network.time_to_loss $(ARGS)
 
-bench-islands:  ## islands over a slow link, beside data parallelism and torch DDP's hooks (Linux, root, a quarter of an hour)
+bench-islands:  ## islands over a slow link, beside data parallelism and torch DDP's hooks (Linux, root, half an hour)
 	@$(RUN) --extras test,lint -- -m benchmarks.network.islands $(ARGS)
 
 clean:  ## remove caches, builds and the quickstart's output

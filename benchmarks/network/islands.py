@@ -1,7 +1,7 @@
 """Trains over a slow link between two hosts: data parallelism, islands and torch's DDP hooks, to the same loss.
 
-    sudo make bench-islands                                                       about a quarter of an hour
-    sudo make bench-islands ARGS="--alike"                                        links as slow for it as an H100's
+    sudo make bench-islands                                                       about half an hour
+    sudo make bench-islands ARGS="--alike --rates 100mbit"                        a link as slow for it as an H100's
     sudo make bench-islands ARGS="--rates 100mbit --cases 'DP, PowerSGD of rank 16'"
 
 Each host (a network namespace with half of the processors) holds a pipeline of two stages, whose messages stay inside.
