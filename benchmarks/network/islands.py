@@ -26,17 +26,17 @@ from typing import Any
 from benchmarks import chosen, runs
 from benchmarks.lab.command import describe, parse_rate
 from benchmarks.lab.hosts import Lab, LabError, run_with_hosts
-from benchmarks.network.cases import Bench, NetworkCase
+from benchmarks.network.cases import NetworkCase
 from benchmarks.network.islands_cases import (
     BASELINE,
     CASES,
     HOSTS,
     IN_STEP,
-    MICRO_BATCHES,
     QUICKEST,
     SHAPE,
     IslandsCase,
     IslandsRun,
+    bench_of,
 )
 from benchmarks.network.islands_plan import measured_hosts, predicted
 from benchmarks.network.islands_report import IslandsRow, Pace, compared, dp_pace, local_pace, phases, write
@@ -209,12 +209,8 @@ def measure_peers(rates: Sequence[int], steps: int) -> list[dict[str, Any]]:
     Raises:
         LabError: when the ranks fail.
     """
-    model = (SHAPE["num-layers"], SHAPE["hidden-size"], SHAPE["seq-length"])
-    bench = Bench(
-        HOSTS, 1, 1, 1, model, MICRO_BATCHES, (), PEERS, micro_batch=SHAPE["micro-batch-size"], vocab=runs.VOCAB_SIZE
-    )
     rows: list[dict[str, Any]] = []
-    with workers(bench) as (lab, ranks):
+    with workers(bench_of(1, PEERS)) as (lab, ranks):
         for case in PEERS:
             shape(lab, None)
             ranks.ask(START_SECONDS, do="build", case=asdict(case), steps=3)

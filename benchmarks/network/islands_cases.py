@@ -11,6 +11,7 @@ from typing import Any
 from benchmarks import REPO, runs
 from benchmarks.convergence_cases import MODEL
 from benchmarks.lab.hosts import Lab
+from benchmarks.network.cases import Bench, NetworkCase
 from megatron.config.islands import file_of
 
 HOSTS = 2
@@ -104,6 +105,15 @@ CASES = (
     IslandsCase("averaging, 2 bits, 10% in step, compressed", f"outer=fixpoint,bits=2,{_AVERAGED}", 0.1, every=10),
     QUICKEST,
 )
+
+
+def bench_of(stages: int, cases: tuple[NetworkCase, ...] = ()) -> Bench:
+    """The model on ranks that take single steps: on each host a replica of so many stages."""
+    model = (SHAPE["num-layers"], SHAPE["hidden-size"], SHAPE["seq-length"])
+    micro_batch = SHAPE["micro-batch-size"]
+    return Bench(
+        HOSTS, stages, 1, stages, model, MICRO_BATCHES, (), cases, micro_batch=micro_batch, vocab=runs.VOCAB_SIZE
+    )
 
 
 @dataclass(frozen=True)

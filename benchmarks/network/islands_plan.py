@@ -7,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks import runs
-from benchmarks.network.cases import Bench
-from benchmarks.network.islands_cases import HOSTS, MICRO_BATCHES, SHAPE, STAGES, IslandsRun
+from benchmarks.network.islands_cases import HOSTS, STAGES, IslandsRun, bench_of
 from benchmarks.network.run import PAYLOAD, STEP_SECONDS, workers
 from megatron.config.flags import parse_args
 from megatron.planner.choice import choice_of, of_first_island
@@ -27,12 +26,7 @@ def measured_hosts(specs: Sequence[str], out: Path) -> Cluster:
     Raises:
         LabError: when the ranks fail.
     """
-    model = (SHAPE["num-layers"], SHAPE["hidden-size"], SHAPE["seq-length"])
-    micro_batch = SHAPE["micro-batch-size"]
-    bench = Bench(
-        HOSTS, STAGES, 1, STAGES, model, MICRO_BATCHES, (), (), micro_batch=micro_batch, vocab=runs.VOCAB_SIZE
-    )
-    with workers(bench) as (_, ranks):
+    with workers(bench_of(STAGES)) as (_, ranks):
         (rates,) = ranks.ask(STEP_SECONDS, do="measure", specs=list(specs), ranks_per_host=STAGES)
     cluster = described(rates, Cluster("hosts", HOSTS * STAGES, STAGES))
     (out / "cluster.yaml").write_text(write_cluster(cluster))
