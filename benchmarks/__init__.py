@@ -1,11 +1,16 @@
 """Measurements: training, kernels, memory, networks of other rates, and what compressors do to losses."""
 
 import argparse
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[1]
 """Whose programs are measured, and where documents and pictures lie."""
+
+
+def listed(names: Iterable[str], separator: str = ",") -> str:
+    """Names as argparse's help texts take them: a "%" in a help text is written twice."""
+    return f"{separator} ".join(names).replace("%", "%%")
 
 
 def chosen(

@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks import chosen, runs
+from benchmarks import chosen, listed, runs
 from benchmarks.convergence_cases import CASES, MODEL, family, is_flag, read_case
 from benchmarks.convergence_figures import Outcome, draw_curves, draw_outcomes
 from benchmarks.record import device_name, header, write_record
@@ -154,7 +154,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     folder = Path("bench_out/convergence")
     parser.add_argument("--out", type=Path, default=folder, help=f"folder of data and logs ({folder})")
-    parser.add_argument("--cases", default=None, help=f"separated by semicolons, of: {'; '.join(CASES)} (all)")
+    parser.add_argument("--cases", default=None, help=f"separated by semicolons, of: {listed(CASES, ';')} (all)")
     parser.add_argument(
         "--case",
         action="append",

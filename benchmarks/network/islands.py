@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import chosen, runs
+from benchmarks import chosen, listed, runs
 from benchmarks.lab.command import describe, parse_rate
 from benchmarks.lab.hosts import Lab, LabError, run_with_hosts
 from benchmarks.network.cases import NetworkCase
@@ -230,7 +230,7 @@ def parse() -> argparse.Namespace:
         LabError: for a rate that is none.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = "; ".join(case.name for case in CASES)
+    names = listed((case.name for case in CASES), ";")
     parser.add_argument("--cases", help=f"beside {BASELINE.name}, separated by semicolons: {names} (all)")
     parser.add_argument("--rates", default="100mbit,10mbit", help="of the link, comma-separated (100mbit,10mbit)")
     parser.add_argument(
@@ -243,7 +243,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--whole",
         default=QUICKEST.name,
-        help=f"cases measured as they are on the first link, separated by semicolons ({QUICKEST.name})",
+        help=f"cases measured as they are on the first link, separated by semicolons ({listed([QUICKEST.name])})",
     )
     parser.add_argument("--no-peers", action="store_true", help="leave torch's DDP out")
     parser.add_argument("--out", type=Path, default=Path("bench_out/islands"), help="folder of all that is written")

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import REPO, chosen, runs
+from benchmarks import REPO, chosen, listed, runs
 from benchmarks.convergence_cases import MODEL
 from benchmarks.lab.hosts import Lab, LabError, run_with_hosts
 from benchmarks.loss_curves import main as plot_loss_curves
@@ -106,7 +106,7 @@ def main() -> int:
     links = [setup.name.removeprefix("AQ-SGD ") for setup in aqsgd_pipeline()]
     parser.add_argument("--link", choices=links, default="100 Mb/s", help="whose ratio is imitated (100 Mb/s)")
     parser.add_argument(
-        "--cases", default=None, help=f"separated by semicolons, of: {'; '.join(c.name for c in PIPELINE)}"
+        "--cases", default=None, help=f"separated by semicolons, of: {listed((c.name for c in PIPELINE), ';')}"
     )
     parser.add_argument("--iterations", type=int, default=240, help="of each run (240)")
     parser.add_argument("--train-bytes", type=int, default=400_000, help="text to train on; less means more epochs")

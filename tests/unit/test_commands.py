@@ -28,6 +28,11 @@ PROGRAMS += sorted(
     for path in (REPO / folder).glob("*.py")
     if "import start_program\n" in path.read_text()
 )
+BENCHMARKS = [
+    ".".join(path.relative_to(REPO).with_suffix("").parts)
+    for path in sorted((REPO / "benchmarks").rglob("*.py"))
+    if '__name__ == "__main__"' in path.read_text() and "ArgumentParser(" in path.read_text()
+]
 
 ASK_ALL = """
 import contextlib, io, json, runpy, sys
@@ -38,6 +43,8 @@ def script(name, target):
     sys.exit(EntryPoint(name, target, "console_scripts").load()())
 
 def program(name, _):
+    if not name.endswith(".py"):
+        return runpy.run_module(name, run_name="__main__")
     sys.path.insert(0, str(Path(name).parent))  # as Python does
     sys.modules.pop("_clone", None)  # of another folder
     runpy.run_path(name, run_name="__main__")
@@ -81,6 +88,14 @@ def test_programs_find_the_package_from_any_folder(tmp_path: Path) -> None:
     for name, (status, text, path) in found.items():
         assert (status, text[:6]) == (0, "usage:"), name
         assert str(REPO) in path, f"{name} finds the package because another one did"
+
+
+def test_benchmarks_say_how_they_are_used() -> None:
+    assert "benchmarks.convergence" in BENCHMARKS and len(BENCHMARKS) > 10
+    found = _asked(dict.fromkeys(BENCHMARKS, ""), REPO, {"PYTHONPATH": str(REPO)})
+    assert set(found) == set(BENCHMARKS)
+    for name, (status, text, _) in found.items():
+        assert (status, text[:6]) == (0, "usage:"), name
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
