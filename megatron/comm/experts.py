@@ -210,15 +210,30 @@ class ExpertComm:
         """Begins a step; -1 stands for an evaluation."""
         self._coding.begin(iteration)
 
-    def count(self, chosen: Tensor, experts: int, most: int | None = None) -> Tensor:
+    def count(self, chosen: Tensor, experts: int, most: int | None = None, total: int | None = None) -> Tensor:
         """Rows of each expert, int64, from the expert of each row; other numbers are of rows that none takes.
 
         Args:
             chosen: int64 experts of any shape.
             experts: number of them.
-            most: rows that each takes at most, None for any; for those that cannot look at ``chosen``.
+            most: rows that each takes at most, None for any; for those that cannot look at ``chosen``, as the next.
+            total: all rows that have come to the experts of a node; None where they have not been sent yet.
         """
         return torch.bincount(chosen.flatten(), minlength=experts)[:experts]
+
+    def count_by_node(self, once_tk: Tensor, node_tk: Tensor, experts: int, most: int | None) -> tuple[Tensor, Tensor]:
+        """Rows and choices of each node, int64, from the nodes of tokens' choices; other numbers are of none.
+
+        Args:
+            once_tk: each node of a token once.
+            node_tk: the node of each choice.
+            experts: number of experts of all nodes.
+            most: choices that each expert takes at most, None for any.
+        """
+        assert self.nodes is not None
+        nodes = self.nodes.size
+        rows_n, choices_n = (torch.bincount(x.flatten(), minlength=nodes)[:nodes] for x in (once_tk, node_tk))
+        return rows_n, choices_n
 
 
 def _ways(split: NodeSplit, group: Group) -> tuple[tuple[int, ...], tuple[int, ...]]:

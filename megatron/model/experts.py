@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -187,7 +188,7 @@ class Experts(nn.Module):
         """The weighted sums of the experts' outputs, where the ranks that rows go to directly hold them."""
         comm = self.expert_comm.ranks
         experts = comm.size * self.local
-        counts = self.expert_comm.count(choices.chosen_tk, experts, choices.most)
+        counts = self.expert_comm.count(choices.chosen_tk, experts, choices.most, choices.total)
         order = order_of(choices.chosen_tk, experts, choices.holes, counts)
         rows = dispatched(x_th, order)
         if comm.size == 1:
@@ -206,14 +207,16 @@ class Experts(nn.Module):
         The choices go along with the rows, so that a row finds its experts, and the sums their weights.
         """
         here, k = self.expert_comm.ranks.size * self.local, choices.chosen_tk.shape[1]
-        wanted = choices_by_node(choices, comm.size, *self._places(x_th.device))
+        count = partial(self.expert_comm.count_by_node, experts=self.count, most=choices.most)
+        wanted = choices_by_node(choices, comm.size, *self._places(x_th.device), count)
         counts_n2 = torch.stack([wanted.order.counts, wanted.counts_n], dim=1)
         came_n2 = comm.exchange_counts(counts_n2)
         (sent, sent_p), (received, received_p) = (map(tuple, c.t().tolist()) for c in (counts_n2, came_n2))
         weights_p, numbers_p = comm.move_choices(wanted.weights_p, wanted.numbers_p, sent_p, received_p)
         there, back = _legs(sent, received)
         rows = comm.move(dispatched(x_th, wanted.order), there)
-        came = choices_of_rows(numbers_p, weights_p, len(rows), min(k, here), here)
+        most = None if choices.most is None else choices.most * comm.size
+        came = choices_of_rows(numbers_p, weights_p, len(rows), min(k, here), here, most)
         return collected(comm.move(self._of_ranks(rows, came, rows.shape), back), wanted.order, shape)
 
     def _places(self, device: torch.device) -> tuple[Tensor, Tensor]:

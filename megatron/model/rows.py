@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,12 +139,14 @@ class Choices:
         weights_tk: weights of their outputs.
         holes: whether some numbers are the one beyond the last expert's, for none.
         most: tokens that an expert takes at most, where that is known.
+        total: number of choices that are an expert's, where that is known.
     """
 
     chosen_tk: Tensor
     weights_tk: Tensor
     holes: bool
     most: int | None = None
+    total: int | None = None
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,13 @@ class NodeChoices:
     counts_n: Tensor
 
 
-def choices_by_node(choices: Choices, nodes: int, node_e: Tensor, number_e: Tensor) -> NodeChoices:
+def choices_by_node(
+    choices: Choices,
+    nodes: int,
+    node_e: Tensor,
+    number_e: Tensor,
+    count: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+) -> NodeChoices:
     """Sorts choices by node.
 
     Args:
@@ -173,11 +181,13 @@ def choices_by_node(choices: Choices, nodes: int, node_e: Tensor, number_e: Tens
         nodes: how many there are.
         node_e: int64 node of each expert, and beyond the last one the number of nodes.
         number_e: int64 number of each expert on its node, and one more entry.
+        count: the rows of each node, and its choices, from the nodes of tokens' choices: each once, and all.
     """
     node_tk = node_e[choices.chosen_tk]
     again_tk = (node_tk.unsqueeze(2) == node_tk.unsqueeze(1)).tril(-1).any(2)
-    order = order_of(node_tk.masked_fill(again_tk, nodes), nodes, holes=True)
-    counts_n = torch.bincount(node_tk.flatten(), minlength=nodes)[:nodes]
+    once_tk = node_tk.masked_fill(again_tk, nodes)
+    rows_n, counts_n = count(once_tk, node_tk)
+    order = order_of(once_tk, nodes, holes=True, counts=rows_n)
     by_node = node_tk.flatten().argsort(stable=True)
     if choices.holes:
         by_node = by_node[: int(counts_n.sum())]
@@ -190,7 +200,9 @@ def choices_by_node(choices: Choices, nodes: int, node_e: Tensor, number_e: Tens
     )
 
 
-def choices_of_rows(numbers_p: Tensor, weights_p: Tensor, rows: int, k: int, experts: int) -> Choices:
+def choices_of_rows(
+    numbers_p: Tensor, weights_p: Tensor, rows: int, k: int, experts: int, most: int | None = None
+) -> Choices:
     """The choices of rows that came from other ranks, in the order of the rows.
 
     Args:
@@ -198,6 +210,7 @@ def choices_of_rows(numbers_p: Tensor, weights_p: Tensor, rows: int, k: int, exp
         rows: how many there are.
         k: the most choices of a row.
         experts: how many the node has.
+        most: tokens that an expert takes at most, where that is known.
     """
     first_p, at_p = numbers_p % 2, torch.arange(len(numbers_p), device=numbers_p.device)
     row_p = first_p.cumsum(0) - 1
@@ -206,4 +219,4 @@ def choices_of_rows(numbers_p: Tensor, weights_p: Tensor, rows: int, k: int, exp
     chosen = torch.full((rows * k,), experts, dtype=torch.int64, device=numbers_p.device)
     chosen[slot_p] = numbers_p // 2
     weights = weights_p.new_zeros(rows * k).index_copy(0, slot_p, weights_p)
-    return Choices(chosen.view(rows, k), weights.view(rows, k), holes=True)
+    return Choices(chosen.view(rows, k), weights.view(rows, k), holes=True, most=most, total=len(numbers_p))

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from megatron.config.islands import IslandsConfig
 from megatron.config.recompute import RecomputeConfig
 from megatron.config.run import RunConfig
+from megatron.topology.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,8 @@ class Choice:
 
     Args:
         tp, pp, dp: tensor-, pipeline- and data-parallel sizes.
-        ep: replicas that share the experts of a layer; it divides ``dp``.
+        ep: ranks that share the experts of a layer: of replicas, whose number it divides.
+        folded: experts are whole, and tensor-parallel ranks share them, too; ``ep`` divides ``tp * dp``.
         chunks: virtual stages on each pipeline rank.
         schedule: 1f1b, eager-1f1b or gpipe.
         micro_batch: sequences per micro-batch.
@@ -44,6 +46,7 @@ class Choice:
     overlap: bool = False
     specs: tuple[str, ...] = ()
     islands: int = 1
+    folded: bool = False
 
     @property
     def world_size(self) -> int:
@@ -56,9 +59,19 @@ class Choice:
         return self.tp, self.pp, self.dp
 
     @property
+    def expert_ranks(self) -> int:
+        """Number of ranks of a stage that together hold each of its experts once."""
+        return self.ep if self.folded else self.tp * self.ep
+
+    @property
     def expert_dp(self) -> int:
-        """Number of replicas that hold equal experts."""
-        return self.dp // self.ep
+        """Number of ranks that hold equal experts, or equal parts of them."""
+        return self.tp * self.dp // self.expert_ranks
+
+    @property
+    def mesh(self) -> Layout:
+        """The mesh of ranks, without virtual stages."""
+        return Layout(tp=self.tp, pp=self.pp, dp=self.dp, ep=self.ep, folded=self.folded)
 
     def message_parts(self, config: RunConfig) -> int:
         """Number of parts of the sequence that tensor-parallel ranks send to the next stage, one each."""
@@ -81,7 +94,7 @@ class Choice:
                 tensor_model_parallel_size=self.tp,
                 pipeline_model_parallel_size=self.pp,
                 expert_model_parallel_size=self.ep,
-                expert_tensor_parallel_size=None,
+                expert_tensor_parallel_size=1 if self.folded else None,
                 virtual_pipeline_model_parallel_size=self.chunks if self.chunks > 1 else None,
                 num_layers_per_virtual_pipeline_stage=None,
                 pipeline_schedule=self.schedule,
@@ -135,4 +148,5 @@ def choice_of(config: RunConfig, devices: int) -> Choice:
         overlap=parallel.overlap_grad_reduce and dp > 1,
         specs=tuple(config.compression.compress),
         islands=islands,
+        folded=parallel.folds_experts and config.model.has_experts,
     )

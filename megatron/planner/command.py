@@ -233,11 +233,6 @@ def plannable(config: RunConfig, gpus: int) -> RunConfig:
         raise UserError(f"--islands {islands} does not divide the {gpus} devices; take a multiple")
     # The devices are the cluster's, whatever this machine has.
     resolved = of_first_island(config).resolve(gpus // islands, cuda_available=True)
-    if resolved.model.has_experts and resolved.parallel.folds_experts:
-        raise UserError(
-            "--expert-tensor-parallel-size 1 is not planned; leave it out, and every tensor-parallel process holds its "
-            "part of each expert"
-        )
     recompute = resolved.recompute
     if recompute.recompute_granularity == "full" and (
         recompute.recompute_method == "block" or recompute.recompute_num_layers != 1

@@ -18,10 +18,10 @@ from megatron.compression.spec import Spec
 from megatron.config.run import RunConfig
 from megatron.planner.choice import Choice
 from megatron.planner.cluster import CODING, Cluster, Wire, across_wire, hop_wire, inside_wire, site_wire, wire_between
-from megatron.planner.dry_run import DryStand
+from megatron.planner.dry_run import DryStand, Spread
 from megatron.planner.names import EMBEDDING, EXPERTS, HEAD, kind_of
-from megatron.planner.pieces import MessageCost, PieceCost, Pieces, ReductionCost, message
-from megatron.topology.layout import Layout
+from megatron.planner.piece_costs import MessageCost, PieceCost, ReductionCost
+from megatron.planner.pieces import Pieces, message
 from megatron.topology.nodes import positions_by_node
 
 _T = TypeVar("_T")
@@ -74,8 +74,8 @@ def wires_of(cluster: Cluster, choice: Choice) -> Wires:
     return Wires(
         tp=wire_between(cluster, choice.tp, 1),
         dp=dp,
-        ep=wire_between(cluster, choice.ep, choice.tp),
-        expert_dp=wire_between(cluster, choice.expert_dp, choice.tp * choice.ep),
+        ep=wire_between(cluster, choice.ep, 1 if choice.folded else choice.tp),
+        expert_dp=wire_between(cluster, choice.expert_dp, choice.expert_ranks),
         hops=tuple(hop_wire(cluster, replica, stage, choice.pp) for stage in range(choice.pp)),
         ends=ends,
         holders=holders,
@@ -123,16 +123,22 @@ class CostBook:
         self.specs(choice)
         return tuple(text for text in choice.specs if any(spec.point in points for spec in self._specs[text]))
 
+    @staticmethod
+    def _cut(choice: Choice, name: str) -> tuple[object, ...]:
+        """What a piece's parameters and activations on a rank depend on."""
+        of_experts = (choice.ep, choice.folded) if kind_of(name) == EXPERTS else ()
+        return choice.tp, choice.sequence_parallel, *of_experts
+
     def coding(self, choice: Choice, *points: Point) -> float:
         """The correction of the compressors of some points."""
         found = [self.cluster.correction(CODING + text) for text in self._text(choice, *points)]
         return max(found, default=1.0)
 
-    def _dry(self, choice: Choice, specs: Mapping[Point, Spec], stage: int = 0, imbalance: float = 1.0) -> Pieces:
+    def _dry(self, choice: Choice, specs: Mapping[Point, Spec], stage: int = 0, spread: Spread | None = None) -> Pieces:
         config = choice.configure(self.config)
         plan = CompressionPlan(specs, stage, choice.pp)
         plan.begin(STEADY)
-        return Pieces(config, self.vocab_size, self._stand, plan, STEADY, imbalance)
+        return Pieces(config, self.vocab_size, self._stand, plan, STEADY, spread)
 
     def piece(self, choice: Choice, name: str, balanced: bool = False) -> PieceCost:
         """The cost of a piece's forward and backward, on the rank of the fullest expert or (``balanced``) on a mean
@@ -141,12 +147,15 @@ class CostBook:
         points = INNER_POINTS if of_experts else TP_POINTS
         texts = self._text(choice, *points)
         recompute = choice.recompute if name not in (EMBEDDING, HEAD) else None
-        shared = (choice.ep, 1.0 if balanced else self.imbalance) if of_experts else ()
-        key = (name, choice.tp, choice.sequence_parallel, choice.micro_batch, recompute, texts, shared)
+        spread = None
+        if of_experts:
+            levels = self.expert_levels(choice)
+            nodes = levels[Level.ACROSS][1] if levels else 0
+            spread = Spread(1.0 if balanced else self.imbalance, nodes)
+        key = (name, *self._cut(choice, name), choice.micro_batch, recompute, texts, spread)
         if key not in self._pieces:
             specs = {point: spec for point, spec in self.specs(choice).items() if point in points}
-            imbalance = 1.0 if balanced else self.imbalance
-            self._pieces[key] = planned(texts, lambda: self._dry(choice, specs, imbalance=imbalance).piece(name))
+            self._pieces[key] = planned(texts, lambda: self._dry(choice, specs, spread=spread).piece(name))
         return self._pieces[key]
 
     def reduction(self, choice: Choice, name: str, stage: int, own: bool = False) -> ReductionCost:
@@ -164,8 +173,7 @@ class CostBook:
         if size == 1:
             return ReductionCost()
         replicas, nodes = _ranks(spec if covered else None, size, self.levels(choice, Point.DP_GRAD, own))
-        layout = (choice.tp, choice.sequence_parallel, choice.ep if kind_of(name) == EXPERTS else 1)
-        key = (name, *layout, choice.sharded, fused, texts, replicas, nodes, own)
+        key = (name, *self._cut(choice, name), choice.sharded, fused, texts, replicas, nodes, own)
         if key not in self._reductions:
             used = {Point.DP_GRAD: spec} if spec is not None and covered else {}
             self._reductions[key] = planned(
@@ -196,10 +204,9 @@ class CostBook:
         covered = spec.activation.covers_stage(stage, choice.pp)
         # A tied embedding is that of the stage that has the words.
         fused = self.tied and name == HEAD
-        layout = (choice.tp, choice.sequence_parallel, choice.ep if kind_of(name) == EXPERTS else 1, choice.islands)
         # Rounds of any length send the same.
         sent = (spec.name, repr(spec.options), repr(spec.schedules), spec.feedback) if covered else ()
-        key = (Point.OUTER, name, *layout, fused, sent, own)
+        key = (Point.OUTER, name, *self._cut(choice, name), choice.islands, fused, sent, own)
         if key not in self._reductions:
             used = {Point.OUTER: spec} if covered else {}
             replicas, _ = _ranks(spec if covered else None, choice.islands, {})
@@ -217,13 +224,26 @@ class CostBook:
         spec = self.specs(choice).get(point)
         if spec is None or not spec.rounds().traits.levels:
             return {}
-        key = (point, choice.tp, choice.pp, choice.dp, choice.ep, choice.islands, spec.fused, own)
+        layout = choice.mesh
+        key = (point, layout, choice.islands, spec.fused, own)
         if key not in self._levels:
-            layout = Layout(tp=choice.tp, pp=choice.pp, dp=choice.dp, ep=choice.ep)
             embeddings = layout.fused_embedding_groups if spec.fused else layout.embedding_groups
             replicas = layout.expert_dp_groups if own else layout.dp_groups
             groups = list((replicas if point is Point.DP_GRAD else embeddings)())
             self._levels[key] = level_wires(self.cluster.part(choice.islands), groups, layout.world_size)
+        return self._levels[key]
+
+    def expert_levels(self, choice: Choice) -> Levels:
+        """The wires and numbers of ranks of the two stages of rows; empty where these go to their experts in one."""
+        asked = self.config.parallel.moe_two_stage
+        if choice.ep == 1 or asked == "off":
+            return {}
+        key = (EXPERTS, choice.mesh, choice.islands)
+        if key not in self._levels:
+            groups = list(choice.mesh.ep_groups())
+            levels = level_wires(self.cluster.part(choice.islands), groups, choice.world_size)
+            (_, here), (_, nodes) = levels[Level.NODE], levels[Level.ACROSS]
+            self._levels[key] = levels if nodes > 1 and (here > 1 or asked == "on") else {}
         return self._levels[key]
 
     def message(self, choice: Choice, point: Point, compressed: bool) -> MessageCost:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
+from math import comb
 from typing import Any
 
 import torch
@@ -62,6 +63,19 @@ class Collective:
     of_experts: bool = False
 
 
+@dataclass(frozen=True)
+class Spread:
+    """How the tokens are spread over experts, and these over nodes.
+
+    Args:
+        imbalance: most tokens of an expert over the mean of its layer; the others share the rest.
+        nodes: nodes that rows go to first; 0 where they go to their experts in one stage.
+    """
+
+    imbalance: float = 1.0
+    nodes: int = 0
+
+
 @dataclass
 class Tally:
     """The costs of a part of a step on one rank.
@@ -73,6 +87,7 @@ class Tally:
         flops: FLOPs of all its products.
         collectives: the collectives, in their order.
         sent: bytes that one rank sends, by point.
+        inside: those of these that are known to stay inside the node.
     """
 
     seconds: float = 0.0
@@ -81,6 +96,7 @@ class Tally:
     flops: float = 0.0
     collectives: list[Collective] = field(default_factory=list)
     sent: dict[Point, int] = field(default_factory=dict)
+    inside: dict[Point, int] = field(default_factory=dict)
 
     @staticmethod
     def median(tallies: Sequence[Tally]) -> Tally:
@@ -149,6 +165,7 @@ class _ToldLedger(Ledger):
     def sent(self, point: Point, wire_bytes: int, raw_bytes: int | None = None, inside_bytes: int = 0) -> None:
         tally = self.recorder.tally
         tally.sent[point] = tally.sent.get(point, 0) + wire_bytes
+        tally.inside[point] = tally.inside.get(point, 0) + inside_bytes
 
     @contextmanager
     def encoding(self, point: Point) -> Iterator[None]:
@@ -170,20 +187,28 @@ class DryGroup(Group):
         nodes: number of nodes that it is cut into; 0 for none.
         level: its place in a group that is cut.
         of_experts: its ranks share experts.
+        stride: distance of its ranks, the first of which is 0.
     """
 
     def __init__(
-        self, size: int, recorder: Recorder, nodes: int = 0, level: Level = Level.ALL, of_experts: bool = False
+        self,
+        size: int,
+        recorder: Recorder,
+        nodes: int = 0,
+        level: Level = Level.ALL,
+        of_experts: bool = False,
+        stride: int = 1,
     ) -> None:
-        super().__init__(None, tuple(range(size)), 0, "a dry run", "nccl")
+        super().__init__(None, tuple(range(0, size * stride, stride)), 0, "a dry run", "nccl")
         self.recorder = recorder
         self.level = level
         self.of_experts = of_experts
         if nodes:
             each = size // nodes
             positions = tuple(tuple(range(node * each, (node + 1) * each)) for node in range(nodes))
-            parts = DryGroup(each, recorder, level=Level.NODE), DryGroup(nodes, recorder, level=Level.ACROSS)
-            self.split = NodeSplit(positions, *parts)
+            node = DryGroup(each, recorder, level=Level.NODE, of_experts=of_experts)
+            across = DryGroup(nodes, recorder, level=Level.ACROSS, of_experts=of_experts, stride=each)
+            self.split = NodeSplit(positions, node, across)
 
     def start(self, what: str, sent: int, call: Callable[[], Work | None]) -> Pending:
         rounds = 2 if what == "all-reduce" else 1
@@ -238,9 +263,10 @@ class DryStand:
         """A group of ranks that do not exist, on some nodes."""
         return DryGroup(size, recorder, nodes)
 
-    def experts(self, size: int, recorder: Recorder, plan: CompressionPlan, imbalance: float) -> ExpertComm:
+    def experts(self, size: int, recorder: Recorder, plan: CompressionPlan, spread: Spread, folded: bool) -> ExpertComm:
         """The points of ranks that do not exist, which share experts."""
-        return DryExpertComm(DryGroup(size, recorder, of_experts=True), recorder.ledger, plan, imbalance)
+        group = DryGroup(size, recorder, spread.nodes, of_experts=True)
+        return DryExpertComm(group, recorder.ledger, plan, spread.imbalance, folded)
 
     def fill(self, x: Tensor) -> Tensor:
         """Does nothing: tensors have no contents."""
@@ -248,27 +274,64 @@ class DryStand:
 
 
 class DryExpertComm(ExpertComm):
-    """The expert-parallel points, in one stage, of the rank with the fullest expert, whose tokens choose nothing.
+    """The expert-parallel points of the rank with the fullest expert, whose tokens choose nothing.
+
+    The choices are not looked at: how many go where follows from the imbalance, the other experts being alike.
 
     Args:
-        group, ledger, plan: see ``ExpertComm``.
+        group: see ``ExpertComm``; rows go in two stages where it is cut.
+        ledger, plan: see ``ExpertComm``.
         imbalance: most tokens of an expert over the mean; the others of its layer share the rest.
+        folded: see ``ExpertComm``.
     """
 
-    def __init__(self, group: Group, ledger: Ledger, plan: CompressionPlan, imbalance: float) -> None:
-        super().__init__(group, ledger, plan)
-        self.ranks = _DryRows(group, ledger, self.ranks.coding)
+    def __init__(
+        self, group: Group, ledger: Ledger, plan: CompressionPlan, imbalance: float, folded: bool = False
+    ) -> None:
+        super().__init__(group, ledger, plan, "on", folded)
+        if self.nodes is not None:
+            self.nodes = _DryRows(self.nodes.group, ledger, self.nodes.coding)
+        self.ranks = _DryRows(self.ranks.group, ledger, self.ranks.coding, self.ranks.inside)
         self.imbalance = imbalance
 
-    def count(self, chosen: Tensor, experts: int, most: int | None = None) -> Tensor:
-        """The rows of each expert; the first is the fullest. Nobody looks at what was chosen."""
-        rows = chosen.numel()
-        first = min(round(self.imbalance * rows / experts), rows)
-        each, more = divmod(rows - first, experts - 1)
+    def count(self, chosen: Tensor, experts: int, most: int | None = None, total: int | None = None) -> Tensor:
+        """The rows of each expert; the first is the fullest."""
+        rows = chosen.numel() if total is None else total
+        share = self.imbalance / experts
+        if total is not None and self.nodes is not None:
+            # Of all experts' choices those of a node's.
+            everywhere = experts * self.nodes.size
+            share /= self.nodes.size
+            share /= share + (experts - 1) * (1 - share) / (everywhere - 1)
+        full = min(round(share * rows), rows)
+        if total is not None and most is not None:
+            full = min(full, most)  # the others' choices have come, too
+        each, more = divmod(rows - full, max(experts - 1, 1))
         counts = torch.full((experts,), each)
-        counts[0] = first
+        counts[0] = full
         counts[1 : 1 + more] += 1
         return counts if most is None else counts.clamp_(max=most)
+
+    def count_by_node(self, once_tk: Tensor, node_tk: Tensor, experts: int, most: int | None) -> tuple[Tensor, Tensor]:
+        """The rows and choices of each node; that of the fullest expert is the first.
+
+        A token chooses it with a probability, and the rest of its K among the others, which are alike: of L among M
+        others it misses all with probability C(M - L, K) / C(M, K).
+        """
+        assert self.nodes is not None
+        (tokens, k), nodes = once_tk.shape, self.nodes.size
+        local, others = experts // nodes, experts - 1
+        choices_n = self.count(node_tk, experts, most).view(nodes, local).sum(1)
+        chosen = min(self.imbalance * k / experts, 1.0)
+        kept = chosen if most is None else min(chosen, most / tokens)
+
+        def hit(among: int, by: int) -> float:
+            return 1 - comb(others - among, by) / max(comb(others, by), 1)
+
+        first = kept + (chosen - kept) * hit(local - 1, k - 1) + (1 - chosen) * hit(local - 1, k)
+        each = chosen * hit(local, k - 1) + (1 - chosen) * hit(local, k)
+        rows_n = torch.tensor([round(tokens * share) for share in (first, *[each] * (nodes - 1))])
+        return rows_n.minimum(choices_n), choices_n
 
 
 class _DryRows(RowExchange):
@@ -276,7 +339,8 @@ class _DryRows(RowExchange):
 
     def exchange_counts(self, counts_rn: Tensor) -> Tensor:
         rows = list(counts_rn.to(torch.int32))
-        self.ledger.sent(Point.CONTROL, self.group.exchange_parts(rows, rows).sent_bytes)
+        sent = self.group.exchange_parts(rows, rows).sent_bytes
+        self.ledger.sent(Point.CONTROL, sent, inside_bytes=sent if self.inside else 0)
         return counts_rn[:1].repeat(len(counts_rn), 1)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 
@@ -13,6 +13,7 @@ from megatron.config.recompute import RecomputeConfig
 from megatron.parallel.pipeline.schedule import PipelineOp, epilogue, training_schedule
 from megatron.planner.choice import Choice
 from megatron.planner.costs import INNER_POINTS, TP_POINTS, Wires
+from megatron.planner.dry_run import Tally
 from megatron.planner.names import EMBEDDING, HEAD
 from megatron.planner.stages import Stages, sent_bytes
 
@@ -117,15 +118,10 @@ def traffic(stages: Stages, choice: Choice, wires: Wires) -> dict[str, float]:
     found: dict[str, float] = {}
     book = stages.book
     for point in INNER_POINTS:
-        total = 0.0
-        for rank in range(choice.pp):
-            for name, count in stages.contents(choice, rank).items():
-                piece = book.piece(choice, name, balanced=True)
-                # Backward sends forward's messages too where it recomputes.
-                sent = piece.forward.sent.get(point, 0) + piece.backward.sent.get(point, 0)
-                total += count * choice.micro_batches * sent
-            if point is Point.TP_BWD:
-                total += sent_bytes([stages.partial_reduction(choice, rank)], choice.tp)
+        total = _inner(stages, choice, lambda tally: tally.sent, point)
+        if point is Point.TP_BWD:
+            partial = [stages.partial_reduction(choice, rank) for rank in range(choice.pp)]
+            total += sent_bytes(partial, choice.tp)
         own = book.message_gather(choice, Point.PP_FWD if point is Point.TP_FWD else Point.PP_BWD)
         if own is not None and point in TP_POINTS:
             messages = (choice.pp * choice.chunks - 1) * choice.micro_batches
@@ -154,6 +150,18 @@ def traffic(stages: Stages, choice: Choice, wires: Wires) -> dict[str, float]:
         )
         found[Point.OPTIMIZER.value] = found.get(Point.OPTIMIZER.value, 0.0) + exchanged / choice.pp
     return {point: nbytes for point, nbytes in found.items() if nbytes}
+
+
+def _inner(stages: Stages, choice: Choice, of: Callable[[Tally], Mapping[Point, int]], point: Point) -> float:
+    """The sum over all ranks' layers, micro-batches, forward and backward of some bytes of a point."""
+    total = 0.0
+    for rank in range(choice.pp):
+        for name, count in stages.contents(choice, rank).items():
+            piece = stages.book.piece(choice, name, balanced=True)
+            # Backward sends forward's messages too where it recomputes.
+            sent = sum(of(tally).get(point, 0) for tally in (piece.forward, piece.backward))
+            total += count * choice.micro_batches * sent
+    return total
 
 
 def _messages(stages: Stages, choice: Choice, point: Point) -> float:
@@ -185,7 +193,11 @@ def leaving(stages: Stages, choice: Choice, wires: Wires, sent: Mapping[str, flo
         for point, (wire, size) in groups.items()
         if point.value in sent and wire.per_node < size
     }
-    if wires.ep.per_node < choice.ep:
+    if stages.book.expert_levels(choice):
+        for point in EXPERT_POINTS:
+            inside = _inner(stages, choice, lambda tally: tally.inside, point)
+            found[point.value] = sent[point.value] - inside / choice.pp
+    elif wires.ep.per_node < choice.ep:
         share = (choice.ep - wires.ep.per_node) / (choice.ep - 1)
         found |= {point.value: sent[point.value] * share for point in EXPERT_POINTS if point.value in sent}
     if stages.book.levels(choice, Point.DP_GRAD) and Point.DP_GRAD.value in sent:

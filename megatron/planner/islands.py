@@ -262,7 +262,7 @@ class OuterCosts:
     def transfer(self, choice: Choice, fragment: int) -> Transfer:
         """The exchange of a fragment with the other islands."""
         spec = self.stages.book.specs(choice)[Point.OUTER]
-        layout = (choice.tp, choice.pp, choice.dp, choice.ep, choice.chunks, choice.sequence_parallel, choice.islands)
+        layout = (choice.mesh, choice.chunks, choice.sequence_parallel, choice.islands)
         activation = (spec.activation.first_stages, spec.activation.last_stages)
         codec = (spec.name, repr(spec.options), repr(spec.schedules), spec.feedback, activation)
         key = (*layout, *codec, spec.outer.fragments, fragment)
@@ -332,7 +332,7 @@ class OuterCosts:
 
     def _sent(self, choice: Choice, shares: Sequence[Share]) -> float:
         """Bytes that leave an island."""
-        ranks = {FIRST: choice.tp, OF_EXPERTS: choice.tp * choice.ep, ALL: choice.tp * choice.dp}
+        ranks = {FIRST: choice.tp, OF_EXPERTS: choice.expert_ranks, ALL: choice.tp * choice.dp}
         return sum(ranks[one.speakers] * sent_bytes([one.collective], choice.islands) for one in shares)
 
     def _seconds(self, choice: Choice, shares: Sequence[Share]) -> float:
@@ -351,7 +351,7 @@ class OuterCosts:
 
     def _crowd(self, choice: Choice) -> list[tuple[Wire, list[Counter[tuple[str, int]]]]]:
         """The links between islands, and the speakers behind each: their numbers by kind and stage."""
-        key = choice.tp, choice.pp, choice.dp, choice.ep, choice.islands
+        key = choice.mesh, choice.islands
         if key not in self._crowds:
             speakers = _speakers(choice)
             self._crowds[key] = [
@@ -362,17 +362,15 @@ class OuterCosts:
 
 def layout_of(choice: Choice) -> Choice:
     """The part of a choice that exchanges between islands depend on."""
-    plain = Choice(choice.tp, choice.pp, choice.dp, islands=choice.islands)
-    return replace(
-        plain, ep=choice.ep, chunks=choice.chunks, sequence_parallel=choice.sequence_parallel, sharded=choice.sharded
-    )
+    plain = Choice(choice.tp, choice.pp, choice.dp, choice.ep, islands=choice.islands, folded=choice.folded)
+    return replace(plain, chunks=choice.chunks, sequence_parallel=choice.sequence_parallel, sharded=choice.sharded)
 
 
 def _speakers(choice: Choice) -> list[tuple[int, str, int]]:
     """Rank, kind and stage of all speakers of an island."""
     return [
         ((stage * choice.dp + replica) * choice.tp + part, kind, stage)
-        for kind, replicas in ((FIRST, 1), (OF_EXPERTS, choice.ep), (ALL, choice.dp))
+        for kind, replicas in ((FIRST, 1), (OF_EXPERTS, choice.expert_ranks // choice.tp), (ALL, choice.dp))
         for stage in range(choice.pp)
         for replica in range(replicas)
         for part in range(choice.tp)

@@ -26,7 +26,7 @@ from megatron.kernels.ops import finite_norm
 from megatron.planner.choice import Choice, choice_of
 from megatron.planner.cluster import CODING, PARTS, Cluster, Device, LinkSpec
 from megatron.planner.costs import STEADY, TP_POINTS, planned, wires_of
-from megatron.planner.dry_run import DryStand, Tally
+from megatron.planner.dry_run import DryStand, Spread, Tally
 from megatron.planner.names import kind_of, piece_of
 from megatron.planner.pieces import Pieces, message
 from megatron.planner.stages import Stages
@@ -109,8 +109,8 @@ class LiveStand:
             return self.tp
         return Group(None, (0,), 0, "this process", "none")
 
-    def experts(self, size: int, recorder: Any, plan: CompressionPlan, imbalance: float) -> ExpertComm:
-        """Of this process alone: it holds all experts, and tokens choose by their contents."""
+    def experts(self, size: int, recorder: Any, plan: CompressionPlan, spread: Spread, folded: bool) -> ExpertComm:
+        """Of this process alone: it holds all experts, or its part of them, and tokens choose by their contents."""
         return ExpertComm(self.group(1, recorder), recorder.ledger, plan)
 
     def fill(self, x: Tensor) -> Tensor:

@@ -27,8 +27,9 @@ from megatron.parallel.data.buffer import BucketKind, FlatBuffer, named_params
 from megatron.parallel.data.gradients import main_grad_dtype, reduced_bucket
 from megatron.parallel.tensor.embedding import VocabShard
 from megatron.parallel.tensor.shards import collect_specs
-from megatron.planner.dry_run import Collective, SavedTensors, Tally
+from megatron.planner.dry_run import SavedTensors, Spread, Tally
 from megatron.planner.names import EMBEDDING, HEAD, piece_of
+from megatron.planner.piece_costs import MatrixCost, MessageCost, PieceCost, ReductionCost
 from megatron.planner.stand import Meter, Stand
 from megatron.topology.group import num_bytes
 
@@ -38,54 +39,6 @@ def _part(model: ModelConfig, name: str) -> StagePart:
     layers = [layer for layer in range(model.num_layers) if piece_of(model, layer) == name][:1]
     of_layer = range(layers[0], layers[0] + 1) if layers else range(0)
     return StagePart(of_layer, first=name == EMBEDDING, last=name == HEAD)
-
-
-@dataclass(frozen=True)
-class ReductionCost:
-    """The cost of reducing a piece's gradients over two replicas.
-
-    Args:
-        rounds: collectives of each round; the bytes do not depend on the number of replicas.
-        coding_s: time of encoding and decoding.
-        state_bytes: bytes of the compressors' state.
-    """
-
-    rounds: tuple[tuple[Collective, ...], ...] = ()
-    coding_s: float = 0.0
-    state_bytes: float = 0.0
-
-
-@dataclass(frozen=True)
-class PieceCost:
-    """The costs of a piece of the model on one tensor-parallel rank.
-
-    Args:
-        forward, backward: costs of one micro-batch.
-        saved_bytes: bytes kept from the forward to the backward of a micro-batch.
-        working_bytes: bytes needed at once while it is computed, whatever the number of micro-batches; without those of
-            recomputing.
-        parameters: number of parameters.
-        own_parameters: those of these that not all replicas hold: of experts.
-        partial: elements of these whose gradients are all-reduced over tensor-parallel ranks once a step
-            (sequence parallelism).
-        tied_shape: shape of the tied embedding's part, where the piece holds one.
-        matrices: the parameters among these that Muon orthogonalizes.
-        orthogonal_flops: operations of one of its iterations on them all, whole.
-        own_matrices, own_orthogonal_flops: those of the matrices that not all replicas hold.
-    """
-
-    forward: Tally
-    backward: Tally
-    saved_bytes: float
-    working_bytes: float
-    parameters: int
-    own_parameters: int = 0
-    partial: int = 0
-    tied_shape: tuple[int, ...] = ()
-    matrices: int = 0
-    orthogonal_flops: int = 0
-    own_matrices: int = 0
-    own_orthogonal_flops: int = 0
 
 
 @dataclass
@@ -108,7 +61,7 @@ class Pieces:
         stand: stand on which they run.
         plan: the compressors, as one stage of the pipeline sees them.
         iteration: iteration that is run: one after all warm-ups.
-        imbalance: most tokens of an expert over the mean of its layer.
+        spread: how tokens are spread over experts, where they choose nothing.
     """
 
     def __init__(
@@ -118,7 +71,7 @@ class Pieces:
         stand: Stand,
         plan: CompressionPlan,
         iteration: int,
-        imbalance: float = 1.0,
+        spread: Spread | None = None,
     ) -> None:
         # Dropout costs little where it is fused, and the meta device would take the way of a CPU.
         quiet = dataclasses.replace(config.model, attention_dropout=0.0, hidden_dropout=0.0)
@@ -127,7 +80,7 @@ class Pieces:
         self.stand = stand
         self.plan = plan
         self.iteration = iteration
-        self.imbalance = imbalance
+        self.spread = spread or Spread()
 
     def _build(
         self,
@@ -148,7 +101,7 @@ class Pieces:
             self.plan,
             sequence_parallel=config.parallel.sequence_parallel,
             asynchronous=config.parallel.async_tensor_model_parallel_allreduce,
-            experts=self.stand.experts(ep, meter, self.plan, self.imbalance),
+            experts=self.stand.experts(ep, meter, self.plan, self.spread, config.parallel.folds_experts),
         )
         comm.begin(self.iteration)
         padded = padded_vocab_size(self.vocab_size, config.model.make_vocab_size_divisible_by, tp)
@@ -183,8 +136,6 @@ class Pieces:
             dtype = self.config.precision.params_dtype
             working = min(tokens * built.stage.shard.valid_rows, 1 << 28) * (dtype.itemsize + 4.0)
         tied = [s for b in built.buffer.buckets if b.kind is BucketKind.TIED for s in b.slots]
-        cut = [s for bucket in built.buffer.buckets for s in bucket.slots if s.spec.blocks]
-        own = [slot for slot in cut if slot.spec.of_expert and built.config.parallel.expert_model_parallel_size > 1]
         return PieceCost(
             forward,
             backward,
@@ -194,10 +145,7 @@ class Pieces:
             _own_parameters(built),
             sum(b.stop - b.start for b in built.buffer.buckets if b.kind is BucketKind.PARTIAL),
             tuple(tied[0].param.shape) if tied else (),
-            sum(slot.param.numel() for slot in cut),
-            sum(iteration_flops(slot.spec) for slot in cut),
-            sum(slot.param.numel() for slot in own),
-            sum(iteration_flops(slot.spec) for slot in own),
+            *(_matrices(built, own) for own in (False, True)),
         )
 
     def reduction(
@@ -286,30 +234,25 @@ class Pieces:
         return ReductionCost((tuple(tally.collectives),), tally.coding_s + tally.seconds, state_bytes(sync.state))
 
 
+def _matrices(built: _Built, own: bool) -> MatrixCost:
+    """What Muon orthogonalizes of a piece's parameters that not all replicas hold, or of the others."""
+    shares = built.config.parallel.expert_model_parallel_size > 1
+    slots = [slot for bucket in built.buffer.buckets for slot in bucket.slots if slot.spec.blocks]
+    slots = [slot for slot in slots if (shares and slot.spec.of_expert) is own]
+    tp = built.config.parallel.tensor_model_parallel_size
+    return MatrixCost(
+        sum(slot.param.numel() for slot in slots),
+        sum(slot.param.numel() for slot in slots if tp > 1 and slot.spec.dim is not None),
+        sum(iteration_flops(slot.spec) / (1 if slot.spec.dim is None else tp) for slot in slots),
+    )
+
+
 def _own_parameters(built: _Built) -> int:
     """Number of a piece's parameters that not all replicas hold."""
     if built.config.parallel.expert_model_parallel_size == 1:
         return 0
     params = named_params(collect_specs(built.stage), built.stage)
     return sum(param.numel() for _, _, spec, param in params if spec.of_expert)
-
-
-@dataclass(frozen=True)
-class MessageCost:
-    """The cost of one message through a codec.
-
-    Args:
-        nbytes: bytes on the wire.
-        encode_s, decode_s: time of encoding and decoding at its ends.
-        kept_bytes: bytes that its sender and its receiver together keep, whatever the samples.
-        sample_bytes: bytes that each end keeps for each sample that it remembers.
-    """
-
-    nbytes: float
-    encode_s: float
-    decode_s: float
-    kept_bytes: float = 0.0
-    sample_bytes: float = 0.0
 
 
 def message(

@@ -17,7 +17,7 @@ def described(choice: Choice) -> str:
     words = [f"{choice.islands} islands"] if choice.islands > 1 else []
     words += [f"tp {choice.tp}", f"pp {choice.pp}", f"dp {choice.dp}"]
     if choice.ep > 1:
-        words.append(f"ep {choice.ep}")
+        words.append(f"ep {choice.ep}{' of whole experts' if choice.folded else ''}")
     words.append(
         f"{choice.micro_batches} micro-batch{'es' if choice.micro_batches > 1 else ''} of {choice.micro_batch}"
     )
@@ -39,6 +39,8 @@ def flags(choice: Choice) -> str:
     ]
     if choice.ep > 1:
         words.append(f"--expert-model-parallel-size {choice.ep}")
+    if choice.folded:
+        words.append("--expert-tensor-parallel-size 1")
     if choice.chunks > 1:
         words.append(f"--virtual-pipeline-model-parallel-size {choice.chunks}")
     words.append(f"--pipeline-schedule {choice.schedule}")

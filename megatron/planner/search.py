@@ -137,11 +137,13 @@ def choices(
 def _variants(model: ModelConfig, base: Choice, spec_sets: Sequence[tuple[str, ...]]) -> Iterator[Choice]:
     """The ways to run a layout and schedule."""
     counts = model.expert_layers.values()
-    sizes = [ep for ep in divisors(base.dp) if counts and not any(count % ep for count in counts)]
-    for ep in sizes or [1]:
+    ways = [(ep, False) for ep in divisors(base.dp)]
+    ways += [(base.tp * ep, True) for ep in divisors(base.dp) if base.tp > 1]
+    fitting = [(ep, folded) for ep, folded in ways if counts and not any(count % ep for count in counts)]
+    for ep, folded in fitting or [(1, False)]:
         for recompute in _RECOMPUTE:
             for sharded in (True, False) if base.dp > 1 else (False,):
-                own = replace(base, ep=ep, recompute=recompute, sharded=sharded)
+                own = replace(base, ep=ep, folded=folded, recompute=recompute, sharded=sharded)
                 for specs in _useful(spec_sets, own):
                     yield replace(own, specs=specs)
 

@@ -123,7 +123,7 @@ class Stages:
                 of_tp = [each for each in tally.collectives if not each.of_experts]
                 of_ep = [each for each in tally.collectives if each.of_experts]
                 tp_s = collective_seconds(of_tp, wires.tp, choice.tp) * self.cluster.correction("tensor parallel")
-                ep_s = collective_seconds(of_ep, wires.ep, choice.ep)
+                ep_s = collective_seconds(of_ep, wires.ep, choice.ep, self.book.expert_levels(choice))
                 hidden = 0.0
                 if way and self.config.parallel.async_tensor_model_parallel_allreduce:
                     # One of the two sums (or gathers) of a region goes on while its products are computed.
@@ -218,18 +218,15 @@ class Stages:
         chosen = self.config.optimizer.muon_fp32_matmul_prec
         width = 2 if chosen == "medium" or (chosen is None and self.param_bytes == 2) else max(self.param_bytes, 4)
         pieces = [(n, self.book.piece(choice, name)) for name, n in self.contents(choice, rank).items()]
-        own, own_flops = (
-            float(sum(n * getattr(piece, name) for n, piece in pieces))
-            for name in ("own_matrices", "own_orthogonal_flops")
-        )
-        elements = sum(n * piece.matrices for n, piece in pieces) - own
-        flops = sum(n * piece.orthogonal_flops for n, piece in pieces) - own_flops
         found = []
-        for count, operations, replicas in ((elements, flops, choice.dp), (own, own_flops, choice.expert_dp)):
+        for own, replicas in ((False, choice.dp), (True, choice.expert_dp)):
+            parts = [(n, piece.own_matrices if own else piece.matrices) for n, piece in pieces]
             share = 1 / replicas if choice.sharded else 1.0
-            nbytes = 2.0 * width * count * share
-            across = (nbytes * choice.sharded, nbytes * (choice.tp > 1))
-            found.append(Matrices(count * share, operations * share / choice.tp, replicas, *across))
+            elements, cut, flops = (
+                share * sum(n * getattr(part, name) for n, part in parts) for name in ("elements", "cut", "flops")
+            )
+            across = (2.0 * width * elements * choice.sharded, 2.0 * width * cut)
+            found.append(Matrices(elements, flops, replicas, *across))
         return found
 
     def partial_reduction(self, choice: Choice, rank: int) -> Collective:

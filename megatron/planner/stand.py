@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron.comm.experts import ExpertComm
 from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan
-from megatron.planner.dry_run import Tally
+from megatron.planner.dry_run import Spread, Tally
 from megatron.topology.group import Group
 
 
@@ -40,8 +40,12 @@ class Stand(Protocol):
     def group(self, size: int, recorder: Any, nodes: int = 0) -> Group:
         """A group of ranks that reduce with this one, cut into so many nodes."""
 
-    def experts(self, size: int, recorder: Any, plan: CompressionPlan, imbalance: float) -> ExpertComm:
-        """The points of ranks that share experts with this one; ``imbalance`` where tokens choose nothing."""
+    def experts(self, size: int, recorder: Any, plan: CompressionPlan, spread: Spread, folded: bool) -> ExpertComm:
+        """The points of ranks that share experts with this one; ``spread`` where tokens choose nothing.
+
+        Args:
+            folded: see ``ExpertComm``.
+        """
 
     @property
     def attention(self) -> Callable[..., Tensor]:

@@ -13,7 +13,7 @@ from megatron.planner.choice import choice_of
 from megatron.planner.cluster import Cluster
 from megatron.planner.command import entries_of
 from megatron.planner.predict import Predictor
-from tests.multiprocess.test_experts import Changes, _parallel
+from tests.multiprocess.test_experts import FOLDED, Changes, _parallel
 from tests.support.corpus import tiny_flags, write_documents
 from tests.support.islands import events, run_islands
 from tests.support.spawn import run_ranks
@@ -97,6 +97,19 @@ EVEN = {"num_experts": 4, "moe_router_topk": 4, "moe_ffn_hidden_size": 32, "trai
             "moe_expert_capacity_factor": 0.5,
             "moe_min_capacity": 1,
         },
+        {
+            **EVEN,
+            "expert_model_parallel_size": 4,
+            "compress": ["ep-dispatch=fixpoint,bits=8,group=16", "ep-combine-backward=fixpoint,bits=4,group=16"],
+        },
+        {
+            **EVEN,
+            "tensor_model_parallel_size": 2,
+            "expert_model_parallel_size": 4,
+            "expert_tensor_parallel_size": 1,
+            "optimizer": "muon",
+            "compress": ["ep-dispatch-forward=fixpoint,bits=8,group=16"],
+        },
     ],
     ids=[
         "tp2 dp2",
@@ -108,6 +121,8 @@ EVEN = {"num_experts": 4, "moe_router_topk": 4, "moe_ffn_hidden_size": 32, "trai
         "ep2 dp4",
         "ep2 pp2",
         "ep2 tp2",
+        "ep4 in two stages",
+        "ep4 tp2 of whole experts in two stages",
     ],
 )
 def test_bytes_are_what_training_counts(settings: dict[str, object], tmp_path: Path) -> None:
@@ -116,14 +131,19 @@ def test_bytes_are_what_training_counts(settings: dict[str, object], tmp_path: P
         write_documents(tmp_path / "tiny"),
         **{"num_layers": 4, "train_iters": 4, "save": saved, "log_json_file": log, **settings},
     )
-    train(4, flags)
+    train(4, flags, env={"LOCAL_WORLD_SIZE": "2"})
     counted = [event for event in map(json.loads, log.read_text().splitlines()) if event["kind"] == "train"][-1]["comm"]
     config = RunConfig.load_yaml(next(saved.glob("iter_*/config.yaml"))).resolve(4)
-    found = Predictor(config, Cluster(gpus=4), entries_of(config)).predict(choice_of(config, 4))
+    predictor = Predictor(config, Cluster(gpus=4, gpus_per_node=2), entries_of(config))
+    found = predictor.predict(choice_of(config, 4))
     total = {point: 4 * nbytes for point, nbytes in found.sent.items()}
     measured = {point: figures["wire_bytes"] for point, figures in counted.items() if point != "control"}
     # Parts of so small a model do not divide evenly into groups and shares.
     assert total == pytest.approx(measured, rel=1e-2)
+    inside = {point: figures["inside_bytes"] for point, figures in counted.items() if figures.get("inside_bytes")}
+    crossing = {point: 4 * found.across[point] for point in inside if point.startswith("ep-")}
+    assert crossing == pytest.approx({point: measured[point] - inside[point] for point in crossing}, rel=1e-2)
+    assert len(crossing) == (4 if settings.get("expert_model_parallel_size") == 4 else 0)
 
 
 @pytest.mark.parametrize(
@@ -171,6 +191,7 @@ def test_parameters_are_those_of_the_ranks() -> None:
     model = {"model": {"num_experts": [4, 8], "expert_interval": 2, "moe_shared_expert_intermediate_size": 24}}
     sizes = {"ep4": (1, 1, 4), "ep2": (1, 1, 2), "ep2 tp2": (2, 1, 2), "ep2 pp2": (1, 2, 2), "dp4": (1, 1, 1)}
     layouts = {name: {**model, **_parallel(tp=tp, pp=pp, ep=ep)} for name, (tp, pp, ep) in sizes.items()}
+    layouts |= {f"whole, ep{ep} tp2": {**model, **_parallel(tp=2, ep=ep, **FOLDED)} for ep in (2, 4)}
     ranks = run_ranks(4, _parameters, layouts)
     for name, changes in layouts.items():
         config = tiny_config(changes, 4)
@@ -181,4 +202,4 @@ def test_parameters_are_those_of_the_ranks() -> None:
         parts = stages.parts(choice, 0)
         assert sum(count for count, _ in parts) == held[0]
         if choice.ep > 1:
-            assert [replicas for _, replicas in parts] == [choice.dp, choice.dp // choice.ep]
+            assert [replicas for _, replicas in parts] == [choice.dp, choice.expert_dp]

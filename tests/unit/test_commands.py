@@ -91,7 +91,8 @@ def test_programs_find_the_package_from_any_folder(tmp_path: Path) -> None:
 
 
 def test_benchmarks_say_how_they_are_used() -> None:
-    assert "benchmarks.convergence" in BENCHMARKS and len(BENCHMARKS) > 10
+    assert "benchmarks.convergence" in BENCHMARKS
+    assert len(BENCHMARKS) > 10
     found = _asked(dict.fromkeys(BENCHMARKS, ""), REPO, {"PYTHONPATH": str(REPO)})
     assert set(found) == set(BENCHMARKS)
     for name, (status, text, _) in found.items():

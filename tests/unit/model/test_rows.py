@@ -14,6 +14,11 @@ NODE_E = torch.tensor([1, 0, 2, 1, 0, 2, NODES])
 NUMBER_E = torch.tensor([0, 1, 1, 1, 0, 0, 0])
 
 
+def _count(once_tk: Tensor, node_tk: Tensor) -> tuple[Tensor, Tensor]:
+    rows_n, choices_n = (torch.tensor([int((x == node).sum()) for node in range(NODES)]) for x in (once_tk, node_tk))
+    return rows_n, choices_n
+
+
 def _choices(dropping: bool) -> Choices:
     generator = torch.Generator().manual_seed(2)
     chosen = torch.stack([torch.randperm(EXPERTS, generator=generator)[:K] for _ in range(TOKENS)])
@@ -27,7 +32,7 @@ def test_choices_by_node_and_back(dropping: bool) -> None:
     """A row for each token and node, and with it the experts there, with their weights."""
     choices = _choices(dropping)
     weights_tk = choices.weights_tk.requires_grad_()
-    found = choices_by_node(choices, NODES, NODE_E, NUMBER_E)
+    found = choices_by_node(choices, NODES, NODE_E, NUMBER_E, _count)
     wanted: list[tuple[int, int, dict[int, float]]] = []
     for node in range(NODES):
         for token, (chosen, weights) in enumerate(zip(choices.chosen_tk.tolist(), weights_tk.tolist(), strict=True)):
@@ -53,7 +58,7 @@ def test_no_row_and_no_choice() -> None:
 
 
 def test_rows_of_tokens_are_added_up_and_so_are_their_gradients() -> None:
-    order = choices_by_node(_choices(True), NODES, NODE_E, NUMBER_E).order
+    order = choices_by_node(_choices(True), NODES, NODE_E, NUMBER_E, _count).order
 
     def there_and_back(x_th: Tensor) -> Tensor:
         rows = dispatched(x_th, order)
