@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -37,10 +37,8 @@ from megatron.topology.agree import first_problem, gather_texts, raise_together,
 from megatron.topology.errors import ranks_text
 
 SHOWN_DIFFERENCES = 4
-_FLAGS = {"binary_head.": "--bert-no-binary-head", "tokentype_embeddings.": "--num-tokentypes"} | {
-    f"self_attention.{part}_layernorm.": "--qk-layernorm" for part in "qk"
-}
-"""Flags that give a model tensors of its own, by a part of their names."""
+_EXPERTS = ".mlp.experts."
+_FLAGS_OF_SHAPES = ("--num-layers", "--hidden-size", "--ffn-hidden-size", "--num-attention-heads")
 
 
 def open_checkpoint(root: Path, iteration: Iteration, flag: str | None = None) -> tuple[Path, Manifest]:
@@ -143,12 +141,25 @@ def saved_kind(root: str | Path, iteration: Iteration, flag: str | None = None) 
     Raises:
         UserError: when the checkpoint is missing or damaged.
     """
-    content = parse_yaml(load_config_yaml(root, iteration, flag), f"{root}, iteration {iteration}")
-    model = content.get("model") if isinstance(content, dict) else None
-    if not isinstance(model, dict):
-        return "gpt"
+    model = saved_model(root, iteration, flag)
     classes = model.get("task_classes", 0)
     return kind_text(str(model.get("model_type", "gpt")), str(model.get("task_head", "none")), classes)
+
+
+def saved_model(root: str | Path, iteration: Iteration, flag: str | None = None) -> Mapping[str, Any]:
+    """What the configuration of a checkpoint says of its model, by field; nothing where it says nothing.
+
+    Args:
+        root: the folder of all checkpoints.
+        iteration: iteration of the checkpoint.
+        flag: flag that named it; None for the tracker's.
+
+    Raises:
+        UserError: when the checkpoint is missing or damaged.
+    """
+    content = parse_yaml(load_config_yaml(root, iteration, flag), f"{root}, iteration {iteration}")
+    model = content.get("model") if isinstance(content, dict) else None
+    return model if isinstance(model, dict) else {}
 
 
 def saved_config(
@@ -191,6 +202,7 @@ def load_tensors(
     strict: bool = True,
     *,
     allow_unexpected: bool | Callable[[str], bool] = False,
+    differing: Collection[str] = (),
     log: Log = silent,
 ) -> list[str]:
     """Loads tensors into the memory that ``tensors`` describes. Every rank of the group calls this.
@@ -206,6 +218,7 @@ def load_tensors(
             Otherwise only what both have is loaded.
         allow_unexpected: names of the checkpoint that may be left out all the same: all, or those for which
             the function is true.
+        differing: flags of the model whose values are others than the checkpoint's, where they are known.
         log: prints progress lines, on rank 0.
 
     Returns:
@@ -220,10 +233,10 @@ def load_tensors(
     folder, manifest = _open_together(root, iteration, group)
     wanted = _wanted_by_all(tensors, group)
     if strict:
-        _check_model(folder, manifest, wanted, allow_unexpected)
+        _check_model(folder, manifest, wanted, allow_unexpected, differing)
     else:
         shared = {name: kinds for name, kinds in wanted.items() if name in manifest.tensors}
-        _check_model(folder, manifest, shared, True)
+        _check_model(folder, manifest, shared, True, differing)
     present = {name for name in wanted if name in manifest.tensors}
     items = _share(manifest.items_of(present), rank_of(group), size_of(group))
     _raise_damage(root, iteration, group, check_items(folder, items))
@@ -285,6 +298,7 @@ def _check_model(
     manifest: Manifest,
     wanted: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
     allow_unexpected: bool | Callable[[str], bool],
+    differing: Collection[str],
 ) -> None:
     """Compares names, shapes and kinds of dtypes; the same on every rank."""
     differences = []
@@ -310,19 +324,15 @@ def _check_model(
             f"{folder} has the state of another optimizer: {shown}; give --optimizer and its flags as its {CONFIG} has "
             "them, or --no-load-optim to begin with new moments"
         )
+    entries = ["the vocabulary"] if not differing or any("word_embeddings" in text for text in differences) else []
+    *others, last = *(differing or _FLAGS_OF_SHAPES), *entries
+    flags = f"{', '.join(others)} and {last}" if others else last
+    dense = any(_EXPERTS in name for name in wanted) and not any(_EXPERTS in name for name in manifest.tensors)
+    upcycling = ", or --moe-use-upcycling to begin with a dense model's weights" if dense else ""
     raise UserError(
-        f"{folder} is a checkpoint of another model: {shown}; compare {_flags_of(differences)} with its {CONFIG}, or "
-        "pass --use-checkpoint-args"
+        f"{folder} is a checkpoint of another model: {shown}; compare {flags} with its {CONFIG}, or pass "
+        f"--use-checkpoint-args{upcycling}"
     )
-
-
-def _flags_of(differences: Sequence[str]) -> str:
-    """The flags that may have made these differences of a model."""
-    parts = {part: [text for text in differences if part in text] for part in _FLAGS}
-    if sum(map(len, parts.values())) < len(differences):
-        experts = ", --num-experts" if any(".mlp.experts." in text for text in differences) else ""
-        return f"--num-layers, --hidden-size, --ffn-hidden-size, --num-attention-heads{experts} and the vocabulary"
-    return " and ".join(dict.fromkeys(_FLAGS[part] for part, found in parts.items() if found))
 
 
 def _share(items: Sequence[StoredItem], rank: int, size: int) -> list[StoredItem]:

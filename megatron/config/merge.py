@@ -1,13 +1,16 @@
-"""--use-checkpoint-args: the model's shape is taken from the checkpoint."""
+"""A checkpoint's model and a run's: with --use-checkpoint-args its shape is taken; else the flags that differ are told."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from megatron.base.errors import UserError
-from megatron.base.option import field_options
+from megatron.base.fields import section_to_plain
+from megatron.base.option import FieldOption, field_options
+from megatron.config.experts import ExpertsConfig
+from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig, run_sections
 
 
@@ -42,3 +45,37 @@ def merge_checkpoint_config(
                 )
         merged[section] = dataclasses.replace(ours, **taken)
     return RunConfig(**merged)
+
+
+def differing_flags(model: ModelConfig, saved: Mapping[str, Any], upcycled: bool = False) -> dict[str, tuple[str, str]]:
+    """The flags of a model's shape whose values are others than a checkpoint's, as they are written here and there.
+
+    Args:
+        model: the run's, resolved.
+        saved: the ``model`` section of the checkpoint's configuration; what an older one lacks is not compared.
+        upcycled: the run's experts begin as the checkpoint's MLPs, so that what is about experts differs.
+    """
+    own, found = section_to_plain(model), {}
+    experts = {field.name for field in dataclasses.fields(ExpertsConfig)}
+    if model.has_experts or _more_than_one(saved.get("num_experts")):
+        experts = experts if upcycled else set()
+    for described in field_options("model", ModelConfig):
+        name = described.name
+        if described.option.checkpoint != "shape" or name in experts or name not in saved:
+            continue
+        if saved[name] != own[name]:
+            found[f"--{described.flag}"] = _written(described, own[name]), _written(described, saved[name])
+    return found
+
+
+def _more_than_one(counts: object) -> bool:
+    return isinstance(counts, list) and any(count != 1 for count in counts)
+
+
+def _written(described: FieldOption, value: Any) -> str:
+    """A value as its flag on a command line."""
+    flag = f"--{described.flag}"
+    if described.is_switch:
+        return flag if value is not described.option.off_switch else f"no {flag}"
+    words = " ".join(map(str, value)) if isinstance(value, list) else value
+    return f"no {flag}" if words in (None, "") else f"{flag} {words}"

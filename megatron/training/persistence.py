@@ -16,7 +16,7 @@ from megatron.checkpoint.compressor_state import CompressorCheckpoint
 from megatron.checkpoint.files import Iteration, checkpoint_folder, iteration_of
 from megatron.checkpoint.find import read_tracker
 from megatron.checkpoint.folder_lock import FolderLock
-from megatron.checkpoint.load import load_common, load_tensors, saved_kind, saved_shapes
+from megatron.checkpoint.load import load_common, load_tensors, saved_kind, saved_model, saved_shapes
 from megatron.checkpoint.logical import LogicalShard
 from megatron.checkpoint.model_state import (
     MAIN,
@@ -37,6 +37,7 @@ from megatron.checkpoint.stateful import Scope, StatefulParts, under_todays_name
 from megatron.compression.error_feedback import RESIDUAL
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.kinds import check_kind
+from megatron.config.merge import differing_flags
 from megatron.config.run import RunConfig
 from megatron.model.classification import HEAD_POOLER, PRETRAINED_POOLER, TASK_HEAD
 from megatron.model.stages import stage_layers
@@ -255,12 +256,26 @@ class RunCheckpoints:
         def unused(name: str) -> bool:
             return name.startswith(others) and not name.startswith(weights)
 
-        load_tensors(root, iteration, tensors, self.group, allow_unexpected=unused, log=self.log)
+        differing = self._differing(root, iteration)
+        load_tensors(
+            root, iteration, tensors, self.group, allow_unexpected=unused, differing=differing.keys(), log=self.log
+        )
         self._spread(saved_main)
         if not weights_only:
             self._load_compressors(islands or (root,), iteration)
         self.parts.load_state_dict(common, self._scopes())
         self.engines.plan.skipped = self.progress.skipped
+        if differing:
+            own, theirs = (", ".join(words) for words in zip(*differing.values(), strict=True))
+            self.log(
+                f"warning: this run's model has {own}; that of --load {root} has {theirs}. Its weights are taken all "
+                "the same; --use-checkpoint-args takes its flags, too"
+            )
+
+    def _differing(self, root: str, iteration: Iteration) -> dict[str, tuple[str, str]]:
+        """The flags of the model that are others than the checkpoint's. Every rank calls this."""
+        saved = together(self.group, lambda: saved_model(root, iteration))
+        return differing_flags(self.run_config.model, saved, self.config.moe_use_upcycling)
 
     def _load_compressors(self, folders: Sequence[str], iteration: Iteration) -> None:
         """Restores the compressors' states; of several islands the mean of their residuals, so that their sum over the

@@ -116,7 +116,10 @@ def test_a_run_with_other_heads_is_refused_by_the_flags_that_say_so(
     for changes, said in (
         ({"load": saved, "bert_no_binary_head": True}, "; compare --bert-no-binary-head and --num-tokentypes with its"),
         ({"load": saved, "num_tokentypes": 3}, "; compare --num-tokentypes with its config.yaml, or pass --use-ch"),
-        ({"load": saved, "hidden_size": 32}, "; compare --num-layers, --hidden-size, "),
+        (
+            {"load": saved, "hidden_size": 32},
+            "; compare --hidden-size, --ffn-hidden-size, --kv-channels and the vocabulary with its",
+        ),
         ({"tokenizer_type": None, "vocab_file": None, "vocab_size": 55}, "error: BERT masks words: give --tokenizer"),
     ):
         capsys.readouterr()

@@ -227,6 +227,9 @@ def test_fp32_values_come_from_a_run_in_bf16(layout: Changes, tmp_path: Path) ->
     )
 
 
+_ROUTED = "--moe-router-topk {}, --moe-router-score-function {}"
+
+
 def test_the_command_line_begins_with_a_dense_model(tmp_path: Path) -> None:
     """The model's form comes from the dense checkpoint, its experts from the flags; what cannot be is one line."""
     prefix, dense, begun = write_documents(tmp_path / "tiny"), tmp_path / "dense", tmp_path / "begun"
@@ -235,18 +238,26 @@ def test_the_command_line_begins_with_a_dense_model(tmp_path: Path) -> None:
     experts = {"num_experts": 4, "moe_use_upcycling": True, "load": dense}
     done = run_cli(2, ["pretrain_gpt.py", *tiny_flags(prefix, **form, **experts, train_iters=2, save=begun)]).check()
     assert "note: --moe-use-upcycling means --finetune: counters, optimizer and schedules start anew" in done.stdout
+    assert "warning" not in done.stdout
     saved = saved_config(begun, 2)[0].model
     assert (saved.num_experts, saved.moe_ffn_hidden_size, saved.swiglu) == ([4], 24, True)
     ep2 = {"load": begun, "num_layers": None, "hidden_size": None, "num_attention_heads": None}
     train(2, tiny_flags(prefix, **ep2, use_checkpoint_args=True, expert_model_parallel_size=2, train_iters=3))
     shape = {"swiglu": True, "ffn_hidden_size": 24}
+    biased = {"moe_router_enable_expert_bias": True}
     for flags, says in (
         ({**experts, "load": begun}, "holds a model that has experts already; leave the flag out"),
-        ({"num_experts": 8, "load": begun}, "--num-attention-heads, --num-experts and the vocabulary"),
+        ({"num_experts": 8, "load": begun}, "; compare --num-experts with its config.yaml"),
+        ({"num_experts": 4, **biased, "load": begun}, "; compare --moe-router-enable-expert-bias with its config.yaml"),
         ({"num_experts": 4, "load": dense}, "model.layers.0.mlp.experts.0.dense_4h_to_h.bias is not in it"),
+        ({"num_experts": 4, "load": dense}, "or --moe-use-upcycling to begin with a dense model's weights"),
     ):
         failed = run_cli(1, ["pretrain_gpt.py", *tiny_flags(prefix, **shape, **flags)])
         assert failed.returncode == 2
         (line,) = failed.stderr.strip().splitlines()
         assert line.startswith("error: ")
         assert says in line
+    other = {"num_experts": 4, "moe_router_topk": 1, "moe_router_score_function": "sigmoid", "load": begun}
+    done = run_cli(1, ["pretrain_gpt.py", *tiny_flags(prefix, **shape, **other, train_iters=3)]).check()
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("warning: ")]
+    assert f"{_ROUTED.format(1, 'sigmoid')}; that of --load {begun} has {_ROUTED.format(2, 'softmax')}. Its" in line

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from megatron.base.documents import parse_yaml
 from megatron.config import RunConfig, UserError, merge_checkpoint_config, parse_args
+from megatron.config.merge import differing_flags
 
 SAVED = (
     "--num-layers 6 --hidden-size 96 --num-attention-heads 6 --num-query-groups 2 --seq-length 64 --swiglu "
@@ -62,3 +64,52 @@ def test_an_explicit_flag_may_not_contradict_the_shape(saved: RunConfig, line: s
 
 def test_an_explicit_sequence_length_wins(saved: RunConfig) -> None:
     assert _merge("--seq-length 32", saved).model.seq_length == 32
+
+
+EXPERTS = "--num-experts 4 --topk 3 --moe-router-pre-softmax"
+
+
+@pytest.mark.parametrize(
+    ("line", "theirs", "found"),
+    [
+        ("", "", {}),
+        ("--seq-length 32 --moe-aux-loss-coeff 0.5 --topk 1", "", {}),  # no shape; none without experts
+        ("--rotary-base 5e4", "", {"--rotary-base": ("--rotary-base 50000.0", "--rotary-base 10000.0")}),
+        ("--sliding-window 8", "", {"--sliding-window": ("--sliding-window 8", "no --sliding-window")}),
+        (
+            "--squared-relu --disable-bias-linear",
+            "",
+            {
+                "--squared-relu": ("--squared-relu", "no --squared-relu"),
+                "--disable-bias-linear": ("--disable-bias-linear", "no --disable-bias-linear"),
+            },
+        ),
+        (EXPERTS, EXPERTS, {}),
+        (
+            f"{EXPERTS} --topk 2 --num-experts 4 2",
+            EXPERTS,
+            {
+                "--num-experts": ("--num-experts 4 2", "--num-experts 4"),
+                "--moe-router-topk": ("--moe-router-topk 2", "--moe-router-topk 3"),
+            },
+        ),
+        (
+            "",
+            EXPERTS,
+            {
+                "--num-experts": ("no --num-experts", "--num-experts 4"),
+                "--moe-router-topk": ("--moe-router-topk 2", "--moe-router-topk 3"),
+                "--moe-router-pre-softmax": ("no --moe-router-pre-softmax", "--moe-router-pre-softmax"),
+            },
+        ),
+    ],
+)
+def test_flags_that_differ_from_the_checkpoint_s(line: str, theirs: str, found: dict[str, tuple[str, str]]) -> None:
+    """As they are written, from the file that is saved."""
+    shape = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --lr 0.1"
+    given = f"{shape} --position-embedding-type rope --max-position-embeddings 64 --train-iters 9 --vocab-size 50"
+    ours, saved = (parse_args(f"{given} {more}".split()).resolve(1) for more in (line, theirs))
+    model = parse_yaml(saved.to_yaml(), "saved")["model"]
+    differing = differing_flags(ours.model, model)
+    assert {flag: differing[flag] for flag in differing if flag != "--moe-ffn-hidden-size"} == found
+    assert differing_flags(ours.model, {}) == {}
