@@ -1,4 +1,4 @@
-"""A checkpoint's model and a run's: with --use-checkpoint-args its shape is taken; else the flags that differ are told."""
+"""The model of a checkpoint and that of a run: which flags differ, and --use-checkpoint-args, which takes its shape."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ MIXTRAL, QWEN2_MOE, QWEN3_MOE = "mixtral", "qwen2_moe", "qwen3_moe"
 def expert_requirements(model: ModelConfig) -> dict[str, dict[str, bool]]:
     """What each architecture wants of experts, and whether the model meets it."""
     layers, shared = model.expert_layers, not is_unset(model.moe_shared_expert_intermediate_size)
+    capacity, most, k = model.moe_eval_capacity_factor, max(layers.values(), default=0), model.moe_router_topk
     routed = {
         "--num-experts": model.has_experts,
         "as many experts in each layer that has any": len(set(layers.values())) <= 1,
@@ -27,12 +28,15 @@ def expert_requirements(model: ModelConfig) -> dict[str, dict[str, bool]]:
         "--moe-router-topk-scaling-factor 1": model.moe_router_topk_scaling_factor == 1.0,
         "no --moe-router-enable-expert-bias": not model.moe_router_enable_expert_bias,
         "no --mlp-type residual": model.mlp_type == "standard",
+        f"no --moe-eval-capacity-factor below {most} / {k}, which drops tokens": (
+            is_unset(capacity) or capacity * k >= most
+        ),
     }
     return {
         MIXTRAL: {
             **routed,
             "experts in all layers": len(layers) == model.num_layers,
-            "--moe-router-topk of at least 2": model.moe_router_topk > 1,
+            "--moe-router-topk of at least 2": k > 1,
             "no --moe-router-pre-softmax": not model.moe_router_pre_softmax,
             "no --moe-shared-expert-intermediate-size": not shared,
         },

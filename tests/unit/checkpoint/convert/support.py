@@ -89,6 +89,8 @@ WITH_EXPERTS: dict[str, dict[str, Any]] = {
     "mixtral": {**EXPERTS, "moe_aux_loss_coeff": [0.02], "sliding_window": 5, "moe_input_jitter_eps": 0.01},
     "mixtral, 3 of 5 experts, untied": {
         **EXPERTS,
+        "moe_expert_capacity_factor": 1.0,
+        "moe_eval_capacity_factor": 1.75,  # of at least 5 / 3: no token is dropped
         "num_experts": [5],
         "moe_router_topk": 3,
         "untie_embeddings_and_output_weights": True,

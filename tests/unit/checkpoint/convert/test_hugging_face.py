@@ -74,6 +74,8 @@ def _not_in_a_config(model: ModelConfig) -> dict[str, Any]:
         "bias_gelu_fusion": model.bias_gelu_fusion,
         "hidden_dropout": 0.0,
         "moe_router_load_balancing_type": model.moe_router_load_balancing_type,
+        "moe_expert_capacity_factor": model.moe_expert_capacity_factor,
+        "moe_eval_capacity_factor": model.moe_eval_capacity_factor,
         "make_vocab_size_divisible_by": model.make_vocab_size_divisible_by,
         "init_method_std": model.init_method_std,
         "seq_length": model.seq_length,
@@ -322,6 +324,10 @@ def test_biases_of_experts_stay_in_our_own_format(tmp_path: Path, capsys: pytest
         (
             {**EXPERTS, "moe_router_topk_scaling_factor": 2.0},
             "closest to Mixtral, which has --moe-router-topk-scaling-factor 1",
+        ),
+        (
+            {**EXPERTS, "moe_expert_capacity_factor": 1.9},
+            "closest to Mixtral, which has no --moe-eval-capacity-factor below 4 / 2, which drops tokens; keep",
         ),
         ({**EXPERTS, "num_experts": [1, 4, 4]}, "closest to Mixtral, which has experts in all layers"),
         ({**SHARED, "num_experts": [2, 4, 4]}, "closest to Qwen2Moe, which has as many experts in each layer that"),
