@@ -57,7 +57,7 @@ class Contents:
         state, problem: whether it is intact, and what is wrong.
         saved: seconds since 1970 at which its table of contents was written.
         ranks: number of ranks that wrote it.
-        layout: tensor-, pipeline- and data-parallel sizes.
+        layout: tensor-, pipeline- and data-parallel sizes, and the expert-parallel one above 1.
         files: bytes of each file.
         kinds: what it holds, by kind.
         shapes: type and shape of each tensor.
@@ -170,7 +170,9 @@ def _layout(config: Mapping[str, Any], ranks: int) -> dict[str, int]:
     tp, pp = (parallel.get(f"{name}_model_parallel_size", 1) for name in ("tensor", "pipeline"))
     if not parallel or not isinstance(tp, int) or not isinstance(pp, int) or tp * pp < 1:
         return {}
-    return {"tensor-parallel": tp, "pipeline": pp, "data-parallel": max(1, ranks // (tp * pp))}
+    sizes = {"tensor-parallel": tp, "pipeline": pp, "data-parallel": max(1, ranks // (tp * pp))}
+    ep = parallel.get("expert_model_parallel_size")
+    return {**sizes, "expert-parallel": ep} if isinstance(ep, int) and ep > 1 else sizes
 
 
 def _mapping(value: object) -> dict[str, Any]:

@@ -30,6 +30,7 @@ _SHAPE = (
     ("decoder_num_layers", "layers of the decoder"),
     ("hidden_size", "hidden"),
     ("num_attention_heads", "heads"),
+    ("num_experts", "experts"),
     ("seq_length", "tokens a sample"),
     ("decoder_seq_length", "in the decoder"),
 )
@@ -68,13 +69,18 @@ def _description(one: Contents) -> Iterator[str]:
         yield f"  saved {_time(one.saved)} by {ranks}{': ' + layout if layout else ''}"
     model = one.config.get("model")
     if isinstance(model, Mapping):
-        yield "  model: " + ", ".join(f"{model[name]} {word}" for name, word in _SHAPE if model.get(name) is not None)
+        shape = ((model.get(name), word) for name, word in _SHAPE)
+        yield "  model: " + ", ".join(f"{_plainly(value)} {word}" for value, word in shape if value not in (None, []))
     if one.position:
         yield "  position: " + ", ".join(f"{name.replace('_', ' ')} {n:,}" for name, n in one.position.items())
     for kind, held in one.kinds.items():
         dtypes = ", ".join(held.dtypes)
         yield f"  {kind:<24} {held.tensors:>5} tensors {held.numbers:>15,} numbers {in_words(held.bytes):>10}  {dtypes}"
     yield from (f"  {name:<24} {in_words(size):>10}" for name, size in sorted(one.files.items()))
+
+
+def _plainly(value: object) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _details(one: Contents, options: argparse.Namespace) -> Iterator[str]:

@@ -65,6 +65,8 @@ def _nothing_to_do(config: Run, world_size: int, point: Point) -> str:
         return "there is one pipeline stage"
     if point in (Point.TP_FWD, Point.TP_BWD) and parallel.tensor_model_parallel_size == 1:
         return "there is one tensor-parallel rank"
+    if point.of_experts and not config.model.has_experts:
+        return "no layer has experts (--num-experts)"
     if point.of_experts and parallel.expert_model_parallel_size == 1:
         return "every replica holds all experts (--expert-model-parallel-size)"
     if point is Point.DP_GRAD and parallel.no_allreduce:

@@ -50,6 +50,18 @@ def _damage(root: Path, iteration: int, shift: int = 0) -> None:
     path.write_bytes(bytes(data[: len(data) - shift]))
 
 
+def test_experts_are_described(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shards = {"model.x": shard_of_local(torch.ones(3), (0,), (3,))}
+    config = CONFIG.replace("num_layers: 4", "num_layers: 4, num_experts: [4, 2], moe_router_topk: 2")
+    for iteration, sizes in ((1, "{"), (2, "{expert_model_parallel_size: 2, ")):
+        save_checkpoint(tmp_path, iteration, shards, {}, config.replace("parallel: {", f"parallel: {sizes}"))
+    for iteration, ranks in ((1, "data-parallel 1"), (2, "data-parallel 1, expert-parallel 2")):
+        assert main(["ls", str(tmp_path), "--iteration", str(iteration)]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[1].endswith(f"by 1 rank: tensor-parallel 1, pipeline 1, {ranks}")
+        assert lines[2] == "  model: 4 layers, 64 hidden, 8 heads, 4 2 experts, 32 tokens a sample"
+
+
 def test_every_checkpoint_has_a_line_and_the_newest_a_description(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -322,10 +322,22 @@ def test_layers_that_are_not_compiled_anyway_need_no_flag() -> None:
     assert _notes_of("--compile on", 1) == []
 
 
-def _notes_of(words: str, world_size: int) -> list[str]:
+@pytest.mark.parametrize(
+    ("words", "idle"),
+    [
+        ("", "no layer has experts (--num-experts)"),
+        ("--num-experts 8", "every replica holds all experts (--expert-model-parallel-size)"),
+    ],
+)
+def test_codecs_of_experts_are_told_of_where_no_rows_travel(words: str, idle: str) -> None:
+    spec = "ep-dispatch-forward=fixpoint"
+    assert _notes_of(f"--compress {spec} {words}", 2, "--compress") == [f"--compress {spec}: no effect, {idle}"]
+
+
+def _notes_of(words: str, world_size: int, about: str = "--compile") -> list[str]:
     run = read_run(PARSER, [*BASE, *words.split()])
     run.resolve(world_size)
-    return [note for note in run.notes if "--compile" in note]
+    return [note for note in run.notes if about in note]
 
 
 def test_flags_that_repeat_a_default_ask_for_nothing() -> None:
