@@ -204,7 +204,8 @@ def convert(options: argparse.Namespace) -> Weights:
         weights = read(options)
     except OSError as error:
         raise UserError(f"{error.filename or options.load}: {error.strerror or error}") from error
-    with tqdm(total=weights.nbytes, unit="B", unit_scale=True, desc="converted") as bar:
+    # What cannot be written is refused at once: no bar before that line.
+    with tqdm(total=weights.nbytes, unit="B", unit_scale=True, desc="converted", delay=1.0) as bar:
 
         def done(nbytes: int) -> None:
             bar.update(nbytes)
