@@ -13,6 +13,9 @@ from megatron.config.experts import ExpertsConfig
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig, run_sections
 
+_PLACES = ("num_experts", "expert_interval", "moe_layer_freq")
+"""Fields that say together how many experts each layer has; the same may be said in several ways."""
+
 
 def merge_checkpoint_config(
     cli_config: RunConfig,
@@ -57,19 +60,19 @@ def differing_flags(model: ModelConfig, saved: Mapping[str, Any], upcycled: bool
     """
     own, found = section_to_plain(model), {}
     experts = {field.name for field in dataclasses.fields(ExpertsConfig)}
-    if model.has_experts or _more_than_one(saved.get("num_experts")):
-        experts = experts if upcycled else set()
+    theirs = ExpertsConfig(**{name: saved[name] for name in experts if name in saved})
+    left_out: Collection[str] = ()
+    if upcycled or not (model.has_experts or theirs.has_experts):
+        left_out = experts
+    elif model.expert_layers == theirs.expert_layers_of(model.num_layers):
+        left_out = _PLACES
     for described in field_options("model", ModelConfig):
         name = described.name
-        if described.option.checkpoint != "shape" or name in experts or name not in saved:
+        if described.option.checkpoint != "shape" or name in left_out or name not in saved:
             continue
         if saved[name] != own[name]:
             found[f"--{described.flag}"] = _written(described, own[name]), _written(described, saved[name])
     return found
-
-
-def _more_than_one(counts: object) -> bool:
-    return isinstance(counts, list) and any(count != 1 for count in counts)
 
 
 def _written(described: FieldOption, value: Any) -> str:

@@ -85,6 +85,7 @@ EXPERTS = "--num-experts 4 --topk 3 --moe-router-pre-softmax"
             },
         ),
         (EXPERTS, EXPERTS, {}),
+        (f"{EXPERTS} --num-experts 1 4", f"{EXPERTS} --expert-interval 2", {}),  # the same layers
         (
             f"{EXPERTS} --topk 2 --num-experts 4 2",
             EXPERTS,
