@@ -139,6 +139,8 @@ def begin_with(parsed: ParsedRun, given: TaskConfig, task: Task) -> tuple[str, I
     saved, iteration = saved_config(folder)
     where = f"--pretrained-checkpoint {folder}"
     check_kind(where, saved.model.kind, wanted.model_type, _other_type(saved.model, wanted))
+    if saved.model.has_experts:
+        raise UserError(f"{where} holds a model with experts, which models of tasks have not; name a dense one's")
     _take_shape(parsed, saved, folder, iteration, task)
     return folder, iteration
 

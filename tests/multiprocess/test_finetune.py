@@ -121,6 +121,10 @@ def test_a_checkpoint_of_another_kind_is_refused_with_what_it_is_for(
         changes: dict[str, Any] = {flag: gpt}
         said = _refused(task_flags(vocabulary, "RTE", *files, **changes), capsys)
         assert f"{gpt} holds a model of kind gpt, not {wanted}; give --model-type gpt" in said
+    experts, documents = tmp_path / "experts", tmp_path / "texts"
+    train(1, tiny_flags(documents, train_iters=1, save=experts, num_experts=2))
+    said = _refused(task_flags(vocabulary, "RTE", *files, model_type="gpt", pretrained_checkpoint=experts), capsys)
+    assert f"--pretrained-checkpoint {experts} holds a model with experts, which models of tasks have not; name" in said
     saved = tmp_path / "saved"
     assert main(task_flags(vocabulary, "RTE", *files, epochs=1, save=saved)) == 0
     capsys.readouterr()
