@@ -7,7 +7,7 @@ Each side runs in its own process, which steps when it is told to: the sides tak
 of the machine, and the ratio is taken pair by pair. Equal work on both sides: shapes, vocabulary, dropout 0, AdamW
 (torch's fused one), clipping, number of threads. Rates are medians over the steps after a warm-up. The whole program,
 pretrain_gpt.py by its log, is measured beside a plain script around Hugging Face's model in the same way, run by run.
-Models with experts are measured beside Hugging Face's Mixtral.
+Models with experts are measured beside Hugging Face's Mixtral in the same precision.
 Steps of sequences that a curriculum has cut to half their length are measured beside whole ones, and steps of BERT and
 T5 beside those of a GPT of the same shape, by their time for an operation that the model needs.
 """
@@ -65,11 +65,13 @@ def peak_rate(precision: str, quick: bool, device: str) -> float:
     return 2 * n**3 / in_turns(partial(timed, lambda: a @ b, device), turns=6).best()
 
 
-def compare(shape: Shape, precision: str, threads: int, steps: int, peak: float, device: str) -> dict[str, Any]:
-    """Measures this project against Hugging Face in fp32, in turns."""
+def compare(
+    shape: Shape, precision: str, threads: int, steps: int, peak: float, device: str, theirs_in: str = "fp32"
+) -> dict[str, Any]:
+    """Measures this project against Hugging Face in fp32, or under autocast in bf16, in turns."""
     ours, theirs = (
         Side(kind, partial(process_step, kind, shape, own, threads, device), device)
-        for kind, own in (("ours", precision), ("hugging-face", "fp32"))
+        for kind, own in (("ours", precision), ("hugging-face", theirs_in))
     )
     turns = in_turns(ours.step, theirs.step, turns=steps, warm=2)
     tokens = shape.samples * shape.seq
@@ -77,7 +79,8 @@ def compare(shape: Shape, precision: str, threads: int, steps: int, peak: float,
         "shape": shape.name,
         "precision": precision,
         "tokens_per_second": tokens / turns.median(),
-        "hugging_face_fp32_tokens_per_second": tokens / turns.median(1),
+        "hugging_face_precision": theirs_in,
+        "hugging_face_tokens_per_second": tokens / turns.median(1),
         "ratio": turns.ratio(),
         "rate_over_peak": shape.flops() / turns.median() / peak,
         "memory_bytes": ours.close(),
@@ -151,7 +154,8 @@ SINGLE = Table(
     Column("shape", "shape"),
     Column("precision", "precision"),
     Column("tokens/s", "tokens_per_second", ",.0f"),
-    Column("Hugging Face fp32 tokens/s", "hugging_face_fp32_tokens_per_second", ",.0f"),
+    Column("Hugging Face in", "hugging_face_precision"),
+    Column("its tokens/s", "hugging_face_tokens_per_second", ",.0f"),
     Column("ratio", "ratio", ".2f"),
     Column("of measured peak", "rate_over_peak", ".0%"),
     Column("memory", _gib("memory_bytes")),
@@ -206,8 +210,9 @@ def measure(parts: set[str], quick: bool, steps: int, threads: int) -> dict[str,
             rows.append(compare(shape, precision, threads, steps, peaks[precision], device))
             print(f"{shape.name} {precision}: ratio {rows[-1]['ratio']:.2f}", file=sys.stderr, flush=True)
     for shape in mixtures if "experts" in parts else ():
-        routed.append(compare(shape, "fp32", threads, steps, peaks["fp32"], device))
-        print(f"{shape.name}: ratio {routed[-1]['ratio']:.2f}", file=sys.stderr, flush=True)
+        for precision in peaks:
+            routed.append(compare(shape, precision, threads, steps, peaks[precision], device, precision))
+            print(f"{shape.name} {precision}: ratio {routed[-1]['ratio']:.2f}", file=sys.stderr, flush=True)
     for shape in programs if "programs" in parts else ():
         whole.append(compare_programs(shape, threads, steps, 1 if quick else 3))
         print(f"{shape.name} whole program: ratio {whole[-1]['ratio']:.2f}", file=sys.stderr, flush=True)
