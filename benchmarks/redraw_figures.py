@@ -28,6 +28,7 @@ Time = tuple[str, float, float]
 
 BENCHMARKS = REPO / "docs" / "benchmarks.md"
 COMPRESSION = REPO / "docs" / "compression.md"
+EXPERTS = REPO / "docs" / "moe.md"
 MACHINE = re.compile(r"`make bench-kernels[^`]*`, ([\d-]+), (.*?)\. Shapes", re.DOTALL)
 LINK = re.compile(r"(?P<name>.+) \((?P<rate>[\d.]+) Mb/s here\)")
 
@@ -47,6 +48,7 @@ def network_rows(text: str) -> list[dict[str, Any]]:
 
 
 _COSTS, _FORMATS = "## What it costs in loss", "### Formats of the wire, and what a model goes on with"
+_LEGS = "### What the legs cost in loss"
 
 
 def outcomes(text: str, mark: str = _COSTS) -> list[Outcome]:
@@ -95,6 +97,7 @@ PICTURES: dict[str, Callable[[Path], None]] = {
     "network": lambda out: draw_network(network_rows(BENCHMARKS.read_text()), out),
     "convergence": lambda out: draw_outcomes(outcomes(COMPRESSION.read_text()), out),
     "convergence-formats": lambda out: draw_outcomes(outcomes(COMPRESSION.read_text(), _FORMATS), out),
+    "convergence-experts": lambda out: draw_outcomes(outcomes(EXPERTS.read_text(), _LEGS), out),
     "time-to-loss": lambda out: draw_times(times(BENCHMARKS.read_text()), out),
 }
 

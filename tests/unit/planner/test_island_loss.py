@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -39,6 +40,30 @@ def test_the_share_in_step_counts_where_several_were_measured() -> None:
     assert curve.percent(20, 0.0) == pytest.approx(curve.percent(20, USUAL_SHARE) * math.exp(2.0 / 3), rel=0.03)
 
 
+def test_gradients_that_are_compressed_in_step_have_a_factor_of_their_own() -> None:
+    """Where they were measured, and never a lower one; others cost what exact ones do, and it is said."""
+    exact = _rows(0.5, 0.3, 2.0, (0.1, USUAL_SHARE))
+    coded = [replace(row, percent=1.4 * row.percent, compressed=True) for row in exact if row.every == 20]
+    curve = fit([*exact, *coded])
+    assert curve.factor == pytest.approx(0.5, rel=0.02)
+    assert curve.power == pytest.approx(0.3, abs=5e-3)
+    assert curve.percent(50, 0.1, compressed=True) == pytest.approx(1.4 * curve.percent(50, 0.1), rel=1e-3)
+    better = fit([*exact, *(replace(row, percent=0.9 * row.percent) for row in coded)])
+    assert better.compressed_factor >= better.factor
+    alone = fit(exact)
+    assert alone.percent(20, 0.1, compressed=True) == alone.percent(20, 0.1)
+
+    def beyond(rows: list[MeasuredLoss]) -> str:
+        text = "outer=identity,outer-preset=diloco,every=20,in-step=compressed"
+        spec = CompressionConfig(compress=[text]).specs(RunLength(900))[Point.OUTER]
+        found = IslandLoss(rows).of_spec(spec, 4, 900)
+        assert found is not None
+        return "; ".join(found.beyond)
+
+    assert beyond([*exact, *coded]) == ""
+    assert beyond(exact) == "gradients compressed in step, measured with exact ones"
+
+
 def test_penalties_are_zero_without_rounds_and_grow_with_them() -> None:
     """Also where what was measured does not: least squares must not make longer rounds, or shorter starts, better."""
     odd = [
@@ -72,7 +97,8 @@ def test_what_is_tried_are_specs_of_measured_methods() -> None:
     losses = IslandLoss()
     for muon in (False, True):
         found = losses.specs(muon, 24)
-        assert len(found) == sum(len(method.codecs) for method in METHODS if method.muon is muon) * len(EVERY)
+        ways = {one: len(one.codecs) * len(losses.starts(one.preset)) for one in METHODS if one.muon is muon}
+        assert len(found) == sum(ways.values()) * len(EVERY)
         assert len(set(found)) == len(found)
 
 

@@ -26,6 +26,7 @@ from tests.unit.planner.support import CLUSTER, VOCAB, small_run
 
 pytestmark = pytest.mark.slow
 
+FAST = LinkSpec(4000.0, 1.0)
 SITES = replace(CLUSTER, gpus_per_node=2, sites=2, between_sites=LinkSpec(0.5, 1000.0))
 SPEC = "outer=fixpoint,bits=4,outer-preset=diloco,every=10"
 
@@ -187,9 +188,13 @@ def _said(shown: str) -> str:
 
 
 def test_the_plan_says_whether_islands_are_worth_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    # A pipeline's messages are fewer bytes than a sum of all gradients at a third of the steps.
-    slow = _plan(tmp_path, capsys, replace(SITES, between_sites=LinkSpec(0.05, 20.0)), model={"hidden_size": 256})
-    assert _said(slow).startswith("islands: not worth it: the fastest take ")
+    # Fast links have nothing to save; on slow ones sums in step are compressed.
+    wide = {"hidden_size": 256}
+    fast = _plan(tmp_path, capsys, replace(SITES, across=FAST, between_sites=FAST), model=wide)
+    assert _said(fast).startswith("islands: not worth it: the fastest take ")
+    slow = _plan(tmp_path, capsys, replace(SITES, between_sites=LinkSpec(0.05, 20.0)), model=wide)
+    assert " x faster than one run over everything, at +" in _said(slow)
+    assert ",in-step=compressed" in slow
     # Few layers, so that stages cannot be the way out, and a link that one sum at each step is too much for.
     long: dict[str, Any] = {"training": {"train_iters": 1000}, "model": {"num_layers": 1, "hidden_size": 256}}
     shown = _plan(tmp_path, capsys, SITES, **long)
