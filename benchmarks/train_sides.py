@@ -71,7 +71,7 @@ class Shape:
             self.vocab,
             swiglu=self.llama,
             expert_layers=self.layers if self.experts else 0,
-            expert_products=self.layers * self.hidden * (3 * 2 * self.ffn + self.experts),
+            expert_products=self.layers * self.hidden * (3 * 2 * self.ffn + self.experts) if self.experts else 0,
         )
         return float(model_flops_per_sample(shape) * self.samples)
 
