@@ -16,7 +16,10 @@ def test_quick_run(tmp_path: Path) -> None:
     result = run_cli(1, ["-m", "benchmarks.train", "--quick", "--threads", "1", "--out", str(out)]).check()
     figures = json.loads(out.read_text())
     assert {row["precision"] for row in figures["single"]} == {"fp32", "bf16"}
-    assert [row["shape"] for row in figures["experts"]] == ["Mixtral 4 x L2 h128 s32 b2"]
+    assert [(row["shape"], row["precision"]) for row in figures["experts"]] == [
+        ("Mixtral 4 x L2 h128 s32 b2", "fp32"),
+        ("Mixtral 4 x L2 h128 s32 b2", "bf16"),
+    ]
     for row in (*figures["single"], *figures["experts"]):
         assert row["ratio"] > 0
         assert f"| {row['ratio']:.2f} |" in result.stdout
