@@ -24,6 +24,8 @@ SUBNET = "10.77.0"
 PORT = 29500
 FRAME = 1514
 """Bytes of a full Ethernet frame."""
+LOOPBACK_FRAME = 65550
+"""Bytes of a full frame that a host sends to itself."""
 QUEUE = 1 << 20
 """Least bytes that wait at a link before any are dropped: what a switch holds for a port. 50 ms of a link where that is
 more. With less, a message's burst loses its own end, and waits for TCP to notice."""
@@ -74,14 +76,22 @@ class Lab:
         cpus: processors that each host has for itself, such as 0.5; None lets all share what there is. With a limit a
             host computes as fast while others wait for the network as while they compute.
         device: device of the ranks: cpu (gloo), or cuda: this machine's GPUs, NCCL over the hosts' links.
+        inside: bits per second of what a host sends to itself; None leaves it unshaped.
 
     Raises:
         LabError: when namespaces (or limits) are not permitted or iproute2 is missing.
     """
 
-    def __init__(self, rates: Sequence[int | None], cpus: float | None = None, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        rates: Sequence[int | None],
+        cpus: float | None = None,
+        device: str = "cpu",
+        inside: int | None = None,
+    ) -> None:
         self.rates = list(rates)
         self.device = device
+        self.inside = inside
         self.key = f"nl{os.getpid()}"
         self.bridge = f"{self.key}b"
         self._running: list[subprocess.Popen[bytes]] = []
@@ -107,6 +117,7 @@ class Lab:
             for index, rate in enumerate(self.rates):
                 self._add(index)
                 self.shape(index, rate)
+                _shape(("-n", self.host(index)), "lo", self.inside, LOOPBACK_FRAME)
             for limit in self.limits:
                 limit.make()
         except BaseException as error:
@@ -135,17 +146,8 @@ class Lab:
     def shape(self, index: int, rate: int | None) -> None:
         """Changes the rate of a host's link, also while something runs on it."""
         self.rates[index] = rate
-        ends = (("-n", self.host(index)), "eth0"), ((), self.link(index))
-        for where, device in ends:
-            if rate is None:
-                with contextlib.suppress(LabError):  # there was none
-                    call("tc", *where, "qdisc", "del", "dev", device, "root")
-                continue
-            # A bucket of a millisecond: what a larger one lets through at once is no slow link for short messages.
-            burst = max(rate // 8 // 1000, 2 * FRAME)
-            limit = max(rate // 8 // 20, QUEUE)
-            words = ("rate", f"{rate}bit", "burst", str(burst), "limit", str(limit))
-            call("tc", *where, "qdisc", "replace", "dev", device, "root", "tbf", *words)
+        _shape(("-n", self.host(index)), "eth0", rate, FRAME)
+        _shape((), self.link(index), rate, FRAME)
 
     def traffic(self) -> list[Traffic]:
         """Counters of every host's interface since it was made."""
@@ -279,6 +281,26 @@ def run_with_hosts(name: str, body: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         say("interrupted; the hosts are removed", name)
         return 130
+
+
+def _shape(where: Sequence[str], device: str, rate: int | None, frame: int) -> None:
+    """Gives a device a rate in bits per second, or none.
+
+    Args:
+        where: words of tc that name the namespace.
+        device: the device.
+        rate: the rate.
+        frame: bytes of its full frames.
+    """
+    if rate is None:
+        with contextlib.suppress(LabError):  # there was none
+            call("tc", *where, "qdisc", "del", "dev", device, "root")
+        return
+    # A bucket of a millisecond: what a larger one lets through at once is no slow link for short messages.
+    burst = max(rate // 8 // 1000, 2 * frame)
+    limit = max(rate // 8 // 20, QUEUE)
+    words = ("rate", f"{rate}bit", "burst", str(burst), "limit", str(limit))
+    call("tc", *where, "qdisc", "replace", "dev", device, "root", "tbf", *words)
 
 
 def _end(started: Sequence[subprocess.Popen[bytes]]) -> None:

@@ -1,14 +1,15 @@
-"""Trains over a slow link between two hosts: data parallelism, islands and torch's DDP hooks, to the same loss.
+"""Trains over slow links between hosts: data parallelism, islands and torch's DDP hooks, to the same loss.
 
     sudo make bench-islands                                                       about half an hour
     sudo make bench-islands ARGS="--alike --rates 100mbit"                        a link as slow for it as an H100's
     sudo make bench-islands ARGS="--rates 100mbit --cases 'DP, PowerSGD of rank 16'"
+    sudo make bench-islands ARGS="--rates 100mbit/100mbit/20mbit"                 three hosts, one on a slower link
 
 Each host (a network namespace with half of the processors) holds a pipeline of two stages, whose messages stay inside.
-Gradients, or what islands exchange, cross the link between the hosts, which has the rates of --rates. A whole run of
-each case gives its losses. On the first link it is measured as it is where the case is one of --whole; all other times
-are computed: seconds of an iteration, which a few iterations on that link give, times iterations. Losses do not depend
-on links. Writes logs, a plot for each link, a table and every figure to --out.
+Gradients, or what islands exchange, cross the links between the hosts, which have the rates of --rates. Whole runs of
+each case, one for each seed, give its losses. On the first links the first is measured as it is where the case is one
+of --whole; all other times are computed: seconds of an iteration, which a few iterations on those links give, times
+iterations. Losses do not depend on links. Writes logs, a plot for each link, a table and every figure to --out.
 """
 
 from __future__ import annotations
@@ -19,12 +20,11 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks import chosen, listed, runs
-from benchmarks.lab.command import describe, parse_rate
+from benchmarks.lab.command import parse_rate
 from benchmarks.lab.hosts import Lab, LabError, run_with_hosts
 from benchmarks.network.cases import NetworkCase
 from benchmarks.network.islands_cases import (
@@ -32,15 +32,18 @@ from benchmarks.network.islands_cases import (
     CASES,
     HOSTS,
     IN_STEP,
+    MICRO_BATCHES,
     QUICKEST,
     SHAPE,
     IslandsCase,
     IslandsRun,
+    Links,
     bench_of,
+    name_of,
 )
 from benchmarks.network.islands_plan import measured_hosts, predicted
 from benchmarks.network.islands_report import IslandsRow, Pace, compared, dp_pace, local_pace, phases, write
-from benchmarks.network.run import START_SECONDS, STEP_SECONDS, shape, steps_taken, workers
+from benchmarks.network.run import START_SECONDS, STEP_SECONDS, steps_taken, workers
 from benchmarks.network.setups import islands_data
 from megatron.data.indexed import IndexedDataset
 
@@ -67,47 +70,47 @@ class Runner:
     def __init__(self, lab: Lab, out: Path, iterations: int, longer: float) -> None:
         self.lab, self.out, self.iterations, self.longer = lab, out, iterations, longer
         tokens = int(IndexedDataset(out / "data" / "heldout_text_document").lengths.sum())
-        self.evaluation = max((tokens - 1) // SHAPE["seq-length"] // SHAPE["global-batch-size"], 1)
+        self.hosts = len(lab.rates)
+        batch = self.hosts * MICRO_BATCHES * SHAPE["micro-batch-size"]
+        self.evaluation = max((tokens - 1) // SHAPE["seq-length"] // batch, 1)
 
     def length(self, case: IslandsCase) -> int:
         """Iterations of a whole run."""
         return round(self.iterations * self.longer) if case.has_islands else self.iterations
 
-    def whole(self, case: IslandsCase, rate: int | None) -> tuple[Path, dict[str, float]]:
+    def whole(self, run: IslandsRun, links: Links | None) -> dict[str, float]:
         """Trains a case from the beginning to the end.
 
         Returns:
-            Its log, and the bytes that the first host has sent by its interface and by the ledger.
+            The bytes that the first host has sent by its interface and by the ledger.
         """
-        run = self.run(case, rate)
 
         def train() -> dict[str, float]:
-            counted = self._train(run, rate)
-            if case.has_islands:
+            counted = self._train(run, links)
+            if run.case.has_islands:
                 run.log.write_text(run.logs()[0].read_text())
             return counted
 
-        return run.log, self._kept(run.log, train)
+        return self._kept(run.log, train)
 
-    def run(self, case: IslandsCase, rate: int | None) -> IslandsRun:
+    def run(self, case: IslandsCase, seed: int, links: Links | None) -> IslandsRun:
         """The whole run of a case."""
         iterations = self.length(case)
-        log = self.out / "runs" / f"{runs.slug(case.name)}-{iterations}-{describe(rate)}.jsonl"
+        name = f"{runs.slug(case.name)}-{iterations}-{self.hosts}x-seed{seed}-{runs.slug(name_of(links))}"
         evaluated = {"eval-interval": max(iterations // EVALUATIONS, 1), "eval-iters": self.evaluation}
-        return IslandsRun(case, iterations, log, self.out, evaluated)
+        log = self.out / "runs" / f"{name}.jsonl"
+        return IslandsRun(case, iterations, log, self.out, evaluated, hosts=self.hosts, seed=seed)
 
-    def paces(self, case: IslandsCase, rate: int | None) -> tuple[Pace | None, Pace | None]:
+    def paces(self, case: IslandsCase, links: Links | None) -> tuple[Pace | None, Pace | None]:
         """The paces of a case before its first local step and from there on, from a few iterations of each."""
         if not case.has_islands:
-            return self._pace(case.spec, case, [case.spec], TIMED, rate, dp_pace), None
+            return self._pace(case.spec, case, [case.spec], TIMED, links, dp_pace), None
         first: Pace | None = None
         if case.in_step:
             timed = IN_STEP if case.sums_exactly else replace(case, in_step=1.0)
-            first = self._pace(f"{timed.spec} in step", timed, timed.specs(TIMED), TIMED, rate, dp_pace)
+            first = self._pace(f"{timed.spec} in step", timed, timed.specs(TIMED), TIMED, links, dp_pace)
         # A whole round, without the first step and the last one, which brings everything together.
-        local = self._pace(
-            case.spec, case, [f"{case.spec},warmup=0"], case.every + 3, rate, partial(local_pace, every=case.every)
-        )
+        local = self._pace(case.spec, case, [f"{case.spec},warmup=0"], case.every + 3, links, local_pace)
         return first, local
 
     def _pace(
@@ -116,13 +119,13 @@ class Runner:
         case: IslandsCase,
         specs: Sequence[str],
         iterations: int,
-        rate: int | None,
-        read: Callable[[Path, bool], Pace],
+        links: Links | None,
+        read: Callable[[Path, IslandsRun], Pace],
     ) -> Pace:
-        log = self.out / "timed" / f"{runs.slug(name)}-{describe(rate)}.jsonl"
-        run = IslandsRun(case, iterations, log, self.out, {"eval-iters": 0}, tuple(specs))
-        self._kept(log, lambda: self._train(run, rate))
-        return read(run.logs()[0], case.has_islands)
+        log = self.out / "timed" / f"{runs.slug(name)}-{self.hosts}x-{runs.slug(name_of(links))}.jsonl"
+        run = IslandsRun(case, iterations, log, self.out, {"eval-iters": 0}, tuple(specs), self.hosts)
+        self._kept(log, lambda: self._train(run, links))
+        return read(run.logs()[0], run)
 
     def _kept(self, log: Path, train: Callable[[], dict[str, float]]) -> dict[str, float]:
         """What a training counted, which is done unless it has been."""
@@ -133,37 +136,43 @@ class Runner:
         found: dict[str, float] = json.loads(done.read_text())
         return found
 
-    def _train(self, run: IslandsRun, rate: int | None) -> dict[str, float]:
+    def _train(self, run: IslandsRun, links: Links | None) -> dict[str, float]:
         for log in run.logs():
             log.unlink(missing_ok=True)
         run.log.parent.mkdir(parents=True, exist_ok=True)
-        shape(self.lab, rate)
+        give(self.lab, links)
         before = self.lab.traffic()[0].sent
         status = self.lab.run_each(run.commands(self.lab))
         if status:
             raise LabError(f"{run.log.stem}: the run ended with status {status}; its messages are above")
-        by_ledger = sum(sent for _, sent in phases(run.logs()[0], run.case.has_islands))
+        by_ledger = sum(sent for _, sent in phases(run.logs()[0], run))
         return {"counter": self.lab.traffic()[0].sent - before, "ledger": by_ledger}
 
 
+def give(lab: Lab, links: Links | None) -> None:
+    """Gives the hosts their links; None: not shaped."""
+    for host, rate in enumerate([None] * len(lab.rates) if links is None else links.rates):
+        lab.shape(host, rate)
+
+
 def measure(
-    runner: Runner, cases: Sequence[IslandsCase], rates: Sequence[int], measured: Sequence[str]
+    runner: Runner, cases: Sequence[IslandsCase], every: Sequence[Links], measured: Sequence[str], seeds: int
 ) -> list[IslandsRow]:
-    """Measures the cases on each link; returns them in order, link by link.
+    """Measures the cases on all links, with seeds from 1 on; returns the runs in order, links by links.
 
     Raises:
         LabError: when a run fails.
     """
     found: list[IslandsRow] = []
-    for rate in rates:
+    for links in every:
         for case in cases:
-            here = rate == rates[0] and case.name in measured
-            at = rates[0] if case.name in measured else None
-            log, counted = runner.whole(case, at)
-            paces = None if here else runner.paces(case, rate)
-            one = IslandsRow.of(case, runner.length(case), rate, log, counted, paces)
-            print(one.line(), flush=True)
-            found.append(one)
+            for seed in range(1, seeds + 1):
+                at = every[0] if case.name in measured and seed == 1 else None
+                run = runner.run(case, seed, at)
+                counted = runner.whole(run, at)
+                one = IslandsRow.of(run, links, counted, None if links == at else runner.paces(case, links))
+                print(one.line(), flush=True)
+                found.append(one)
     return compared(found, BASELINE.name)
 
 
@@ -173,53 +182,56 @@ def planned(runner: Runner, found: Sequence[IslandsRow], cases: Sequence[Islands
     Raises:
         LabError: when the hosts cannot be measured.
     """
-    own = {case.name: runner.run(case, None) for case in cases}
+    own = {case.name: runner.run(case, 1, None) for case in cases}
     specs = {spec for run in own.values() if run.case.has_islands for spec in run.case.specs(run.iterations)}
-    cluster = measured_hosts(sorted(specs), runner.out)
-    said = [predicted(own[row.case], cluster, row.rate) for row in found]
+    cluster = measured_hosts(runner.hosts, sorted(specs), runner.out)
+    said = [predicted(own[row.case], cluster, Links((row.rate,))) for row in found]
     return [
         replace(row, planned_in_step=in_step, planned_local=local)
         for row, (in_step, local) in zip(found, said, strict=True)
     ]
 
 
-def rates_of(runner: Runner, rates: Sequence[int], alike: bool) -> list[int]:
-    """Rates of the links here.
+def links_of(runner: Runner, wanted: Sequence[Links], alike: bool) -> list[Links]:
+    """The links here.
 
     Args:
         runner: runs what tells how long an iteration computes.
-        rates: bits per second.
-        alike: whether those are rates of a published system's links, whose ratio the ones here get.
+        wanted: links.
+        alike: whether those are a published system's links, whose ratio the ones here get.
     """
     if not alike:
-        return list(rates)
+        return list(wanted)
     pace, _ = runner.paces(BASELINE, None)
     assert pace is not None
+    # Of two in a ring-all-reduce: what each host sends here is twice (n - 1) / n of the numbers.
+    sent_by_two = pace.mb * runner.hosts / (2 * (runner.hosts - 1))
     found = []
-    for rate in rates:
-        setup = islands_data(rate)
-        found.append(int(8e6 * pace.mb / (setup.ratio * pace.seconds)))
-        print(f"{setup.name}: {setup.arithmetic}; ratio {setup.ratio:.3g}, here {describe(found[-1])}", flush=True)
+    for links in wanted:
+        setups = [islands_data(rate) for rate in links.rates]
+        found.append(Links(tuple(int(8e6 * sent_by_two / (setup.ratio * pace.seconds)) for setup in setups)))
+        slowest = islands_data(links.slowest)
+        print(f"{slowest.name}: {slowest.arithmetic}; ratio {slowest.ratio:.3g}, here {found[-1].name}", flush=True)
     return found
 
 
-def measure_peers(rates: Sequence[int], steps: int) -> list[dict[str, Any]]:
+def measure_peers(hosts: int, every: Sequence[Links], steps: int) -> list[dict[str, Any]]:
     """Seconds of a step of torch's DDP with its hooks, for a model of the same shape without pipeline stages.
 
     Raises:
         LabError: when the ranks fail.
     """
     rows: list[dict[str, Any]] = []
-    with workers(bench_of(1, PEERS)) as (lab, ranks):
+    with workers(bench_of(hosts, 1, PEERS)) as (lab, ranks):
         for case in PEERS:
-            shape(lab, None)
+            give(lab, None)
             ranks.ask(START_SECONDS, do="build", case=asdict(case), steps=3)
-            for rate in rates:
-                shape(lab, rate)
+            for links in every:
+                give(lab, links)
                 taken, sent_mb = steps_taken(lab, ranks, steps, STEP_SECONDS)
                 seconds = min(step["seconds"] for step in taken)
-                rows.append({"case": case.name, "rate": rate, "seconds": seconds, "counted_mb": sent_mb})
-                print(f"{describe(rate)}: {case.name}: {seconds:.2f} s a step", flush=True)
+                rows.append({"case": case.name, "links": links.name, "seconds": seconds, "counted_mb": sent_mb})
+                print(f"{links.name}: {case.name}: {seconds:.2f} s a step", flush=True)
     return rows
 
 
@@ -232,11 +244,17 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = listed((case.name for case in CASES), ";")
     parser.add_argument("--cases", help=f"beside {BASELINE.name}, separated by semicolons: {names} (all)")
-    parser.add_argument("--rates", default="100mbit,10mbit", help="of the link, comma-separated (100mbit,10mbit)")
+    parser.add_argument(
+        "--rates",
+        default="100mbit,10mbit",
+        help="of the hosts' links, comma-separated; one for all, or each host's, as 100mbit/20mbit (100mbit,10mbit)",
+    )
+    parser.add_argument("--inside", default="10gbit", help="rate of what a host sends to itself, or none (10gbit)")
+    parser.add_argument("--seeds", type=int, default=1, help="whole runs of each case, with seeds from 1 on (1)")
     parser.add_argument(
         "--alike",
         action="store_true",
-        help="the rates are those of an H100's link: here links take as long, relative to computing (setups.py)",
+        help="the rates are those of H100s' links: here links take as long, relative to computing (setups.py)",
     )
     parser.add_argument("--iterations", type=int, default=240, help="of data parallelism (240)")
     parser.add_argument("--longer", type=float, default=1.25, help="islands take so many times as many (1.25)")
@@ -256,22 +274,42 @@ def parse() -> argparse.Namespace:
         iterations = round(options.iterations * options.longer)
         if case.has_islands and iterations - case.steps_in_step(iterations) < case.every:
             parser.error(f"--iterations {options.iterations}: too few for a round of {case.every} of {case.name}")
-    options.rates = [parse_rate(word) for word in options.rates.split(",")]
-    if None in options.rates:
-        parser.error("--rates none: give the rates of slow links")
+    options.inside = parse_rate(options.inside)
+    if options.seeds < 1:
+        parser.error(f"--seeds {options.seeds}: at least 1")
+    options.links = _links(parser, options.rates)
     return options
+
+
+def _links(parser: argparse.ArgumentParser, words: str) -> list[Links]:
+    """Parses --rates. All links are of as many hosts."""
+    given = [[parse_rate(rate) for rate in word.split("/")] for word in words.split(",")]
+    counts = {len(rates) for rates in given if len(rates) > 1} or {HOSTS}
+    if len(counts) > 1:
+        parser.error(
+            f"--rates {words}: rates of {' and of '.join(map(str, sorted(counts)))} hosts; give as many in each"
+        )
+    (hosts,) = counts
+    found = []
+    for rates in given:
+        known = tuple(rate for rate in rates if rate is not None)
+        if len(known) < len(rates):
+            parser.error("--rates none: give the rates of slow links")
+        found.append(Links(known if len(known) > 1 else known * hosts))
+    return found
 
 
 def run() -> int:
     options = parse()
     out = options.out.resolve()
     runs.prepare(out, TRAIN_BYTES, HELDOUT_BYTES)
-    with Lab([None] * HOSTS, (os.cpu_count() or 1) / HOSTS) as lab:
+    hosts = len(options.links[0].rates)
+    with Lab([None] * hosts, (os.cpu_count() or 1) / hosts, inside=options.inside) as lab:
         runner = Runner(lab, out, options.iterations, options.longer)
-        rates = rates_of(runner, options.rates, options.alike)
-        found = measure(runner, options.cases, rates, options.whole)
+        every = links_of(runner, options.links, options.alike)
+        found = measure(runner, options.cases, every, options.whole, options.seeds)
     found = planned(runner, found, options.cases)
-    peers = [] if options.no_peers else measure_peers(rates, 2)
+    peers = [] if options.no_peers else measure_peers(hosts, every, 2)
     print(write(found, peers, out, BASELINE.name))
     return 0
 

@@ -10,11 +10,13 @@ from typing import Any
 
 from benchmarks import REPO, runs
 from benchmarks.convergence_cases import MODEL
+from benchmarks.lab.command import describe
 from benchmarks.lab.hosts import Lab
 from benchmarks.network.cases import Bench, NetworkCase
 from megatron.config.islands import file_of
 
 HOSTS = 2
+"""Hosts, unless the command line has another number."""
 STAGES = 2
 """Ranks of a host, each a pipeline stage."""
 MICRO_BATCHES = 2
@@ -30,26 +32,49 @@ SHAPE: dict[str, Any] = {
     "max-position-embeddings": 64,
     "untie-embeddings-and-output-weights": True,
     "micro-batch-size": 4,
-    "global-batch-size": HOSTS * MICRO_BATCHES * 4,
     "pipeline-model-parallel-size": STAGES,
     "lr": 1e-3,
     "min-lr": 1e-4,
     "lr-warmup-iters": 20,
     "adam-beta2": 0.95,
     "log-interval": 1,
-    "seed": 1,
 }
 """Two micro-batches of 256 tokens on each host: a sum at each step then takes far longer than the computation."""
 
 
 @dataclass(frozen=True)
+class Links:
+    """The links of the hosts, which a bridge joins.
+
+    Args:
+        rates: bits per second of each host's link, both ways.
+    """
+
+    rates: tuple[int, ...]
+
+    @property
+    def slowest(self) -> int:
+        return min(self.rates)
+
+    @property
+    def name(self) -> str:
+        """The one rate of all; or each, as in 100mbit/100mbit/20mbit."""
+        return "/".join(map(describe, self.rates if len(set(self.rates)) > 1 else self.rates[:1]))
+
+
+def name_of(links: Links | None) -> str:
+    """The name of links; None: not shaped."""
+    return describe(None) if links is None else links.name
+
+
+@dataclass(frozen=True)
 class IslandsCase:
-    """Training over two hosts.
+    """Training over several hosts.
 
     Args:
         name: name in the tables.
         spec: spec of ``--compress``, for islands without ``warmup``.
-        in_step: share of a run in which islands go in step; None for data parallelism over both hosts, one world.
+        in_step: share of a run in which islands go in step; None for data parallelism over all hosts, one world.
         every: iterations of a round.
     """
 
@@ -107,12 +132,12 @@ CASES = (
 )
 
 
-def bench_of(stages: int, cases: tuple[NetworkCase, ...] = ()) -> Bench:
+def bench_of(hosts: int, stages: int, cases: tuple[NetworkCase, ...] = ()) -> Bench:
     """The model on ranks that take single steps: on each host a replica of so many stages."""
     model = (SHAPE["num-layers"], SHAPE["hidden-size"], SHAPE["seq-length"])
     micro_batch = SHAPE["micro-batch-size"]
     return Bench(
-        HOSTS, stages, 1, stages, model, MICRO_BATCHES, (), cases, micro_batch=micro_batch, vocab=runs.VOCAB_SIZE
+        hosts, stages, 1, stages, model, MICRO_BATCHES, (), cases, micro_batch=micro_batch, vocab=runs.VOCAB_SIZE
     )
 
 
@@ -127,6 +152,8 @@ class IslandsRun:
         text: folder of the text.
         values: further flags, which override the usual ones.
         specs: specs of ``--compress``; None for the case's own.
+        hosts: number of hosts.
+        seed: seed of the run.
     """
 
     case: IslandsCase
@@ -135,29 +162,33 @@ class IslandsRun:
     text: Path
     values: dict[str, Any]
     specs: tuple[str, ...] | None = None
+    hosts: int = HOSTS
+    seed: int = 1
 
     def words(self) -> list[str]:
         """The command line of ``pretrain_gpt.py``."""
-        values = {**MODEL, **SHAPE, "train-iters": self.iterations, **self.values}
+        batch = self.hosts * MICRO_BATCHES * SHAPE["micro-batch-size"]
+        own = {"global-batch-size": batch, "seed": self.seed, "train-iters": self.iterations}
+        values = {**MODEL, **SHAPE, **own, **self.values}
         values["lr-warmup-iters"] = min(values["lr-warmup-iters"], self.iterations - 1)
         specs = self.case.specs(self.iterations) if self.specs is None else self.specs
         return [str(REPO / "pretrain_gpt.py"), *runs.flags(values, specs, self.text, self.log)]
 
     def logs(self) -> list[Path]:
         """The logs that it writes, the first one first."""
-        return [Path(file_of(str(self.log), k)) for k in range(HOSTS)] if self.case.has_islands else [self.log]
+        return [Path(file_of(str(self.log), k)) for k in range(self.hosts)] if self.case.has_islands else [self.log]
 
     def commands(self, lab: Lab) -> list[tuple[int, Sequence[str]]]:
         """What each host runs: an island; or, of one world, a replica, whose gradients alone use the link."""
         words = self.words()
         if not self.case.has_islands:
             # Ranks count replicas fastest, and stages of a replica are on one host.
-            ranks = HOSTS * STAGES
-            return [(rank % HOSTS, lab.node(rank, ranks, words, 1)) for rank in range(ranks)]
+            ranks = self.hosts * STAGES
+            return [(rank % self.hosts, lab.node(rank, ranks, words, 1)) for rank in range(ranks)]
         place = f"{lab.address(0)}:{PLACE_PORT}"
         launcher = [str(REPO / "tools" / "launch.py"), "--standalone", f"--nproc-per-node={STAGES}"]
-        launcher += [f"--islands={HOSTS}"]
+        launcher += [f"--islands={self.hosts}"]
         return [
             (k, [*launcher, f"--island={k}", f"--{'islands-address' if k else 'serve-islands'}={place}", *words])
-            for k in range(HOSTS)
+            for k in range(self.hosts)
         ]

@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lab.command import describe
+from benchmarks import runs
 from benchmarks.lab.hosts import FRAME
 from benchmarks.loss_curves import main as plot_loss_curves
 from benchmarks.loss_curves import reached
 from benchmarks.loss_logs import read_run
-from benchmarks.network.islands_cases import HOSTS, IslandsCase
+from benchmarks.network.islands_cases import IslandsRun, Links
 from benchmarks.record import device_name, header, write_record
 from benchmarks.tables import Column, Table
 from megatron.training.records import read_records
@@ -23,14 +23,14 @@ SEGMENT, EMPTY = 1448, 66
 """Bytes of the payload of a full frame, and of the frame that acknowledges two of them."""
 
 
-def phases(log: Path, islands: bool) -> list[tuple[float, float]]:
+def phases(log: Path, run: IslandsRun) -> list[tuple[float, float]]:
     """Seconds of each iteration, and bytes that a host sends to the other in it, by the ledger.
 
     Args:
-        log: a log of every iteration: of the first island, whose ranks are on one host, or of a world of both hosts.
-        islands: which of the two.
+        log: a log of every iteration: of the first island, whose ranks are on one host, or of a world of all hosts.
+        run: what it is of.
     """
-    point, share = ("outer", 1) if islands else ("dp-grad", HOSTS)
+    point, share = ("outer", 1) if run.case.has_islands else ("dp-grad", run.hosts)
     return [
         (event.number("seconds_per_iteration"), event["comm"].get(point, {}).get("wire_bytes", 0.0) / share)
         for event in read_records(log)
@@ -50,26 +50,28 @@ def _mean(rows: Sequence[tuple[float, float]]) -> Pace:
     return Pace(statistics.fmean(s for s, _ in rows), statistics.fmean(sent for _, sent in rows) / 1e6)
 
 
-def dp_pace(log: Path, islands: bool) -> Pace:
+def dp_pace(log: Path, run: IslandsRun) -> Pace:
     """The pace of steps that are all alike, without the first one."""
-    rows = phases(log, islands)[1:]
+    rows = phases(log, run)[1:]
     return replace(_mean(rows), seconds=statistics.median(s for s, _ in rows))
 
 
-def local_pace(log: Path, islands: bool, every: int) -> Pace:
+def local_pace(log: Path, run: IslandsRun) -> Pace:
     """The pace of local steps: a whole round, without the first step."""
-    return _mean(phases(log, islands)[1 : every + 1])
+    return _mean(phases(log, run)[1 : run.case.every + 1])
 
 
 @dataclass(frozen=True)
 class IslandsRow:
-    """A case on a link.
+    """A run of a case on links.
 
     Args:
         case: its name.
-        rate: bits per second of the link.
-        measured: whether the whole run was on this link; else its times are computed from paces.
-        log: its log, with the times of this link.
+        seed: its seed.
+        links: name of the links.
+        rate: bits per second of the slowest one.
+        measured: whether the whole run was on these links; else its times are computed from paces.
+        log: its log, with the times of these links.
         in_step, local: seconds of an iteration before the first local step, and from there on.
         in_step_mb, local_mb: megabytes that a host sends in an iteration, by the ledger.
         counted_mb, ledger_mb: megabytes that a host has sent in the whole run, by its interface and by the ledger.
@@ -83,6 +85,8 @@ class IslandsRow:
     """
 
     case: str
+    seed: int
+    links: str
     rate: int
     measured: bool
     log: str
@@ -104,33 +108,30 @@ class IslandsRow:
 
     @staticmethod
     def of(
-        case: IslandsCase,
-        iterations: int,
-        rate: int,
-        log: Path,
+        run: IslandsRun,
+        links: Links,
         counted: dict[str, float],
         paces: tuple[Pace | None, Pace | None] | None,
     ) -> IslandsRow:
         """What a run shows.
 
         Args:
-            case, iterations: what was run.
-            rate: the link.
-            log: log of the whole run.
+            run: the whole run.
+            links: the links.
             counted: bytes by the interface and by the ledger.
-            paces: paces on this link; None where the whole run was on it.
+            paces: paces on these links; None where the whole run was on them.
         """
-        begun = case.steps_in_step(iterations)
-        first, local = _paces_of(case, log, begun) if paces is None else paces
+        log, begun = run.log, run.case.steps_in_step(run.iterations)
+        first, local = _paces_of(run, begun) if paces is None else paces
         if paces is not None:
-            log = _timed_anew(log, begun, first, local, describe(rate))
+            log = _timed_anew(log, begun, first, local, runs.slug(links.name))
         curves = read_run(f"run={log}", None)
         (in_step, in_step_mb), (seconds, mb) = (
             (None, None) if pace is None else (pace.seconds, pace.mb) for pace in (first, local)
         )
         return IslandsRow(
-            case.name, rate, paces is None, str(log), in_step, in_step_mb, seconds, mb,
-            counted["counter"] / 1e6, counted["ledger"] / 1e6, iterations,
+            run.case.name, run.seed, links.name, links.slowest, paces is None, str(log),
+            in_step, in_step_mb, seconds, mb, counted["counter"] / 1e6, counted["ledger"] / 1e6, run.iterations,
             60 * curves.train[-1].hours, curves.valid[-1].loss,
         )  # fmt: skip
 
@@ -139,19 +140,19 @@ class IslandsRow:
         paces = ", then ".join(f"{seconds:.2f} s" for seconds in (self.in_step, self.local) if seconds is not None)
         how = "" if self.measured else " (computed)"
         return (
-            f"{describe(self.rate)}: {self.case}: {paces} an iteration; {self.minutes:.1f} "
+            f"{self.links}: {self.case}, seed {self.seed}: {paces} an iteration; {self.minutes:.1f} "
             f"minutes{how}, validation loss {self.loss:.4f}"
         )
 
 
-def _paces_of(case: IslandsCase, log: Path, begun: int) -> tuple[Pace | None, Pace | None]:
+def _paces_of(run: IslandsRun, begun: int) -> tuple[Pace | None, Pace | None]:
     """The paces of a whole run."""
-    with_islands = phases(log, True)
-    if not case.has_islands:
-        return dp_pace(log, False), None
-    first = with_islands[:begun][1:] or with_islands[:begun]
+    if not run.case.has_islands:
+        return dp_pace(run.log, run), None
+    rows = phases(run.log, run)
+    first = rows[:begun][1:] or rows[:begun]
     # The first local step of a run that begins with one has further work.
-    rows = with_islands[max(begun, 1) :]
+    rows = rows[max(begun, 1) :]
     if not first:
         return None, _mean(rows)
     return replace(_mean(first), seconds=statistics.median(s for s, _ in first)), _mean(rows)
@@ -173,10 +174,11 @@ def _timed_anew(log: Path, begun: int, first: Pace | None, local: Pace | None, n
 
 
 def compared(found: Sequence[IslandsRow], baseline: str) -> list[IslandsRow]:
-    """The same with the times at which each had the baseline's last validation loss on its link."""
+    """The same with the times at which each had the baseline's last validation loss, on its links with its seed."""
+    bases = {(one.links, one.seed): one for one in found if one.case == baseline}
     whole = []
     for one in found:
-        theirs = next(each for each in found if each.case == baseline and each.rate == one.rate)
+        theirs = bases[one.links, one.seed]
         points = [reached(read_run(f"run={each.log}", None).valid, theirs.loss) for each in (one, theirs)]
         own, base = points
         if own is None or base is None:
@@ -185,6 +187,26 @@ def compared(found: Sequence[IslandsRow], baseline: str) -> list[IslandsRow]:
             times = base.hours / own.hours
             whole.append(replace(one, goal=theirs.loss, after=own.iteration, goal_minutes=60 * own.hours, times=times))
     return whole
+
+
+def over_seeds(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each case on the same links: means over its seeds, times over those that had the loss."""
+    found = []
+    for case in dict.fromkeys(row["case"] for row in rows):
+        own = [row for row in rows if row["case"] == case]
+        above = [row["loss"] / row["goal"] - 1 for row in own]
+        means = {
+            name: statistics.fmean(row[name] for row in own) for name in ("loss", "minutes", "counted_mb", "ledger_mb")
+        }
+        reached = [row for row in own if row["times"] is not None]
+        times = {
+            name: statistics.fmean(row[name] for row in reached) if reached else None
+            for name in ("after", "goal_minutes", "times")
+        }
+        seeds = {"reached": f"{len(reached)} of {len(own)}", "above": statistics.fmean(above)}
+        spread = {"spread": f"{min(above):+.2%} to {max(above):+.2%}" if len(own) > 1 else None}
+        found.append({**own[0], **means, **times, **seeds, **spread})
+    return found
 
 
 def framed(ledger_mb: float) -> float:
@@ -203,9 +225,12 @@ TABLE = Table(
     Column("counter / ledger", lambda row: row["counted_mb"] / framed(row["ledger_mb"]), ".3f"),
     Column("iterations", "iterations"),
     Column("validation loss", "loss", ".4f"),
+    Column("above DP", "above", "+.2%"),
+    Column("of seeds", "spread"),
     Column("minutes", "minutes", ".1f"),
-    Column("iterations to the loss", lambda row: "never" if row["after"] is None else row["after"]),
-    Column("minutes to it", "goal_minutes", ".2f"),
+    Column("runs that reach its loss", "reached"),
+    Column("after iterations", "after", ".0f"),
+    Column("minutes", "goal_minutes", ".2f"),
     Column("x DP bf16", "times", ".1f"),
     Column("times are", lambda row: "measured" if row["measured"] else "computed"),
 )
@@ -217,16 +242,19 @@ PEERS = Table(
 
 
 def write(found: Sequence[IslandsRow], peers: Sequence[dict[str, Any]], out: Path, baseline: str) -> str:
-    """Writes tables, curves and every figure to a folder; returns the tables."""
+    """Writes tables, curves of the first seed, and every figure to a folder; returns the tables."""
     rows = [asdict(one) for one in found]
     sections = []
-    for rate in dict.fromkeys(one.rate for one in found):
-        own = [row for row in rows if row["rate"] == rate]
-        heads = [f"### {describe(rate)}; the loss is {own[0]['goal']:.4f}", TABLE.text(own)]
-        theirs = [row for row in peers if row["rate"] == rate]
-        sections += [*heads, *([PEERS.text(theirs)] if theirs else [])]
-        words = [f"{row['case'].replace('=', ' ')}={row['log']}" for row in own]
-        picture = str(out / f"islands-{describe(rate)}.png")
+    for links in dict.fromkeys(one.links for one in found):
+        own = [row for row in rows if row["links"] == links]
+        goals = ", ".join(f"{goal:.4f}" for goal in dict.fromkeys(row["goal"] for row in own))
+        cases = over_seeds(own)
+        sections += [f"### {links}; the loss is {goals}", TABLE.filled(cases).text(cases)]
+        theirs = [row for row in peers if row["links"] == links]
+        sections += [PEERS.text(theirs)] if theirs else []
+        first = [row for row in own if row["seed"] == own[0]["seed"]]
+        words = [f"{row['case'].replace('=', ' ')}={row['log']}" for row in first]
+        picture = str(out / f"islands-{runs.slug(links)}.png")
         plot_loss_curves([*words, "--baseline", baseline, "--x", "iterations,hours", "--smooth", "10", "-o", picture])
     text = "\n\n".join(sections)
     (out / "table.md").write_text(text + "\n")

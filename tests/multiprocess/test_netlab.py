@@ -114,6 +114,20 @@ def test_the_link_shapes_and_its_interface_counts(tmp_path: Path) -> None:
     assert left == ""
 
 
+def test_what_a_host_sends_to_itself_is_shaped_too(tmp_path: Path) -> None:
+    """Two ranks of one host send 4 MiB each through one queue of 50 Mbit/s, and nothing of it by the link."""
+    script = tmp_path / "reduce.py"
+    script.write_text(
+        REDUCE.replace("print(", f"open({str(tmp_path / 'seconds')!r}, 'w').write(").replace(", flush=True", "")
+    )
+    with Lab([None], inside=50_000_000) as lab:
+        assert lab.run([str(script)], 2, timeout=100) == 0
+        assert lab.traffic()[0].sent < 100_000
+    seconds = float((tmp_path / "seconds").read_text().split()[1])
+    limit = 2 * (1 << 20) * 32 / 50e6
+    assert 0.85 * limit < seconds < 5 * limit  # other work may slow it
+
+
 def test_a_command_that_fails_ends_the_laboratory_with_its_status(tmp_path: Path) -> None:
     with _started(tmp_path, "import sys; sys.exit('no such text')", "--hosts", "2") as lab:
         _, err = lab.communicate(timeout=120)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.lab.hosts import FRAME, Lab
-from benchmarks.network.islands import Runner, rates_of
+from benchmarks.lab.hosts import FRAME, Lab, LabError
+from benchmarks.network.islands import Runner, links_of, parse
 from benchmarks.network.islands_cases import (
     BASELINE,
     CASES,
@@ -19,9 +20,10 @@ from benchmarks.network.islands_cases import (
     STAGES,
     IslandsCase,
     IslandsRun,
+    Links,
 )
 from benchmarks.network.islands_plan import predicted
-from benchmarks.network.islands_report import IslandsRow, Pace, compared, dp_pace, framed, local_pace, write
+from benchmarks.network.islands_report import IslandsRow, Pace, compared, dp_pace, framed, local_pace, over_seeds, write
 from benchmarks.network.run import PAYLOAD
 from benchmarks.network.setups import H100_BF16
 from megatron.compression.outer import RoundSchedule
@@ -85,10 +87,11 @@ def _log(path: Path, seconds: list[float], sent: list[float], losses: dict[int, 
 
 
 def test_paces_leave_out_the_first_step_and_the_end(tmp_path: Path) -> None:
-    log = _log(tmp_path / "dp", [9.0, 2.0, 3.0, 40.0], [4e6] * 4, {}, "dp-grad")
-    assert dp_pace(log, False) == Pace(3.0, 2.0)  # of two hosts
+    log = _log(tmp_path / "dp", [9.0, 2.0, 3.0, 40.0], [6e6] * 4, {}, "dp-grad")
+    assert dp_pace(log, _run(BASELINE, tmp_path)) == Pace(3.0, 3.0)  # of two hosts
+    assert dp_pace(log, replace(_run(BASELINE, tmp_path), hosts=3)) == Pace(3.0, 2.0)
     log = _log(tmp_path / "local", [9.0, 1.0, 2.0, 1.0, 50.0], [0, 0, 6e6, 0, 7e6], {})
-    found = local_pace(log, True, 3)
+    found = local_pace(log, _run(replace(ISLANDS, every=3), tmp_path))
     assert [found.seconds, found.mb] == pytest.approx([4 / 3, 2.0])
 
 
@@ -97,9 +100,9 @@ def test_a_run_without_steps_in_step_has_one_pace(tmp_path: Path) -> None:
     log = _log(tmp_path / "log.jsonl", [9.0, 1.0, 2.0, 1.0, 2.0], [0, 4e6, 0, 4e6, 0], {5: 4.0})
     counted = {"counter": 9e6, "ledger": 8e6}
     for paces in (None, (None, Pace(1.5, 2.0))):
-        row = IslandsRow.of(case, 5, 100, log, counted, paces)
+        row = IslandsRow.of(IslandsRun(case, 5, log, tmp_path, {}), Links((100, 200)), counted, paces)
         assert (row.in_step, row.in_step_mb, row.local, row.local_mb) == (None, None, 1.5, 2.0)
-        assert ": 1.50 s an iteration; 0." in row.line()
+        assert "100bit/200bit: local, seed 1: 1.50 s an iteration; 0." in row.line()
 
 
 def test_the_time_to_the_baselines_loss_measured_and_computed(tmp_path: Path) -> None:
@@ -110,11 +113,13 @@ def test_the_time_to_the_baselines_loss_measured_and_computed(tmp_path: Path) ->
         tmp_path / "own.jsonl", [20.0] * 2 + [1.0] * 6, [3e7, 3e7, 0, 3e6, 0, 3e6, 0, 3e6], {4: 4.5, 6: 4.0, 8: 3.9}
     )
     counted = {"counter": 7.3e7, "ledger": 6.9e7}
+    runs_of = [IslandsRun(BASELINE, 8, base, tmp_path, {}), IslandsRun(ISLANDS, 8, own, tmp_path, {})]
+    fast, slow_links = Links((100, 100)), Links((10, 10))
     found = [
-        IslandsRow.of(BASELINE, 8, 100, base, counted, None),
-        IslandsRow.of(ISLANDS, 8, 100, own, counted, None),
-        IslandsRow.of(BASELINE, 8, 10, base, counted, (Pace(100.0, 10.0), None)),
-        IslandsRow.of(ISLANDS, 8, 10, own, counted, (Pace(150.0, 30.0), Pace(1.0, 1.5))),
+        IslandsRow.of(runs_of[0], fast, counted, None),
+        IslandsRow.of(runs_of[1], fast, counted, None),
+        IslandsRow.of(runs_of[0], slow_links, counted, (Pace(100.0, 10.0), None)),
+        IslandsRow.of(runs_of[1], slow_links, counted, (Pace(150.0, 30.0), Pace(1.0, 1.5))),
     ]
     done = compared(found, BASELINE.name)
     assert [one.measured for one in done] == [True, True, False, False]
@@ -124,9 +129,9 @@ def test_the_time_to_the_baselines_loss_measured_and_computed(tmp_path: Path) ->
     assert [60 * (one.goal_minutes or 0) for one in done] == pytest.approx([80, 44, 800, 304])
     assert [one.times for one in done] == pytest.approx([1, 80 / 44, 1, 800 / 304])
     slow = _log(tmp_path / "slow.jsonl", [1.0] * 8, [0] * 8, {8: 4.1})
-    late = compared([done[0], IslandsRow.of(ISLANDS, 8, 100, slow, counted, None)], BASELINE.name)
+    late = compared([done[0], IslandsRow.of(replace(runs_of[1], log=slow), fast, counted, None)], BASELINE.name)
     assert (late[1].after, late[1].times) == (None, None)
-    peers = [{"case": "torch", "rate": 100, "seconds": 1.0, "counted_mb": 2.0}]
+    peers = [{"case": "torch", "links": "100bit", "seconds": 1.0, "counted_mb": 2.0}]
     text = write(done[:4], peers, tmp_path, BASELINE.name)
     assert text.count("| measured |") == text.count("| computed |") == 2
     assert (tmp_path / "table.md").read_text() == text + "\n"
@@ -135,20 +140,87 @@ def test_the_time_to_the_baselines_loss_measured_and_computed(tmp_path: Path) ->
     assert framed(1448.0) == FRAME + 33
 
 
+def test_seeds_are_compared_with_their_own_baseline(tmp_path: Path) -> None:
+    """The second seed's baseline ends at 4.2: a loss of 4.1 has it there, and misses the first's."""
+    counted, links = {"counter": 2e6, "ledger": 1e6}, Links((100, 20))
+    found = []
+    for seed, goal, loss in ((1, 4.0, 4.1), (2, 4.2, 4.1), (3, 4.1, 4.1)):
+        for case, final in ((BASELINE, goal), (ISLANDS, loss)):
+            name = "dp-grad" if case is BASELINE else "outer"
+            log = _log(tmp_path / f"{seed}{name}.jsonl", [10.0] * 4, [1e6] * 4, {2: 4.5, 4: final}, name)
+            run = IslandsRun(case, 4, log, tmp_path, {}, seed=seed)
+            found.append(IslandsRow.of(run, links, counted, None))
+    done = compared(found, BASELINE.name)
+    assert [row.goal for row in done] == [4.0, 4.0, 4.2, 4.2, 4.1, 4.1]
+    base, own = over_seeds([asdict(row) for row in done])
+    assert (base["reached"], base["above"], base["times"]) == ("3 of 3", 0.0, 1.0)
+    assert own["loss"] == pytest.approx(4.1)
+    assert own["above"] == pytest.approx((4.1 / 4.0 + 4.1 / 4.2 + 1) / 3 - 1)
+    assert own["spread"] == "-2.38% to +2.50%"
+    assert (own["reached"], own["times"], own["after"]) == ("2 of 3", 1.0, 4)
+    text = write(done, [], tmp_path, BASELINE.name)
+    assert "### 100bit/20bit; the loss is 4.0000, 4.2000, 4.1000" in text
+    assert "| -2.38% to +2.50% |" in text
+    assert "of seeds" not in write([row for row in done if row.seed == 1], [], tmp_path, BASELINE.name)
+
+
+def _parsed(monkeypatch: pytest.MonkeyPatch, *words: str) -> argparse.Namespace:
+    monkeypatch.setattr("sys.argv", ["bench-islands", *words])
+    return parse()
+
+
+def test_links_of_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    mbit = 10**6
+    assert _parsed(monkeypatch).links == [Links((100 * mbit,) * 2), Links((10 * mbit,) * 2)]
+    found = _parsed(monkeypatch, "--rates", "100mbit/100mbit/20mbit,50mbit").links
+    assert found == [Links((100 * mbit, 100 * mbit, 20 * mbit)), Links((50 * mbit,) * 3)]
+    assert [links.name for links in found] == ["100mbit/100mbit/20mbit", "50mbit"]
+    assert _parsed(monkeypatch).inside == 10**10
+    assert _parsed(monkeypatch, "--inside", "none").inside is None
+    for words, said in (
+        (["--rates", "1mbit/2mbit,1mbit/2mbit/3mbit"], "rates of 2 and of 3 hosts; give as many in each"),
+        (["--rates", "none"], "--rates none: give the rates of slow links"),
+        (["--rates", "1mbit/none"], "--rates none: give the rates of slow links"),
+        (["--seeds", "0"], "--seeds 0: at least 1"),
+    ):
+        with pytest.raises(SystemExit):
+            _parsed(monkeypatch, *words)
+        assert said in capsys.readouterr().err
+    with pytest.raises(LabError, match="--rate 5: write"):
+        _parsed(monkeypatch, "--rates", "5")
+
+
+def test_a_run_of_three_islands(tmp_path: Path) -> None:
+    """Two micro-batches on each host, whatever the number of hosts."""
+    run = replace(_run(CASES[-1], tmp_path), hosts=3, seed=5)
+    words = run.words()
+    assert words[words.index("--global-batch-size") + 1] == "24"
+    assert words[words.index("--seed") + 1] == "5"
+    commands = run.commands(Lab([None] * 3))
+    assert [host for host, _ in commands] == [0, 1, 2]
+    assert all("--islands=3" in words for _, words in commands)
+    assert len(run.logs()) == 3
+    ranks = replace(run, case=BASELINE).commands(Lab([None] * 3))
+    assert [host for host, _ in ranks] == [0, 1, 2, 0, 1, 2]
+
+
 def test_links_as_slow_as_those_of_a_published_system(tmp_path: Path) -> None:
     """An H100 takes 160 s for what it computes in 7.95 s; so here 10 MB take 20 times as long as half a second."""
 
     class Still(Runner):
-        def __init__(self) -> None:
-            pass
+        def __init__(self, hosts: int) -> None:
+            self.hosts = hosts
 
-        def paces(self, case: IslandsCase, rate: int | None) -> tuple[Pace, Pace | None]:
-            assert (case, rate) == (BASELINE, None)
-            return Pace(0.5, 10.0), None
+        def paces(self, case: IslandsCase, links: Links | None) -> tuple[Pace, Pace | None]:
+            assert (case, links) == (BASELINE, None)
+            return Pace(0.5, 20.0 * (self.hosts - 1) / self.hosts), None
 
     ratio = 160 / (6e9 * 256 * 2048 / H100_BF16)
-    assert rates_of(Still(), [10**8], True) == [int(80e6 / (ratio * 0.5))]
-    assert rates_of(Still(), [10**8, 10**7], False) == [10**8, 10**7]
+    wanted = [Links((10**8, 10**7))]
+    for hosts in (2, 3):
+        (found,) = links_of(Still(hosts), wanted, True)
+        assert found.rates == pytest.approx([80e6 / (ratio * 0.5), 8e6 / (ratio * 0.5)], abs=1)
+        assert links_of(Still(hosts), wanted, False) == wanted
 
 
 def test_the_planner_is_asked_for_the_link_between_the_hosts(tmp_path: Path) -> None:
@@ -156,13 +228,13 @@ def test_the_planner_is_asked_for_the_link_between_the_hosts(tmp_path: Path) -> 
     30."""
     run = _run(IslandsCase("exact", "outer=identity,every=30", 1 / 3), tmp_path)
     hosts = Cluster("hosts", HOSTS * STAGES, STAGES, across=LinkSpec(10.0, 20.0))
-    times = {rate: predicted(run, hosts, rate) for rate in (1e7, 1e8)}
-    sent = 4 * 5_263_360 * 8
+    times = {rate: predicted(run, hosts, Links((10**8, int(rate)))) for rate in (1e7, 1e8)}
+    sent, links = 4 * 5_263_360 * 8, Links((10**7, 10**7))
     for number, rounds in enumerate((1, 30)):
         fast, slow = (times[rate][number] for rate in (1e8, 1e7))
         assert fast is not None
         assert slow is not None
         assert slow - fast == pytest.approx(sent * (1e-7 - 1e-8) / PAYLOAD / rounds, rel=0.01)
-    assert predicted(_run(BASELINE, tmp_path), hosts, 1e7) == (None, None)
-    assert predicted(_run(replace(ISLANDS, in_step=0.0), tmp_path), hosts, 1e7)[0] is None
-    assert predicted(_run(IN_STEP, tmp_path), hosts, 1e7)[1] is None
+    assert predicted(_run(BASELINE, tmp_path), hosts, links) == (None, None)
+    assert predicted(_run(replace(ISLANDS, in_step=0.0), tmp_path), hosts, links)[0] is None
+    assert predicted(_run(IN_STEP, tmp_path), hosts, links)[1] is None
