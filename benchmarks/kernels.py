@@ -25,7 +25,7 @@ import torch
 
 from benchmarks import chosen
 from benchmarks.device_clock import CallTimer, Time, clock_of
-from benchmarks.kernel_cases import MODELS, KernelCase, codec_cases, gradient_cases, message_cases
+from benchmarks.kernel_cases import MODELS, KernelCase, codec_cases, gradient_cases, message_cases, row_cases
 from benchmarks.kernel_table import ROWS, Row, draw, kinds_of, summary
 from benchmarks.record import device_name, header, write_record
 from benchmarks.tile_cases import tile_cases
@@ -90,7 +90,7 @@ def main() -> None:
     for model in models:
         # What comes first pays for the processor's and the allocator's start: it is measured once more.
         measure(next(codec_cases(model, device, options.quick)), clock_of(device, 4 * options.budget), device)
-        for cases in (codec_cases, tile_cases, message_cases, gradient_cases):
+        for cases in (codec_cases, tile_cases, message_cases, row_cases, gradient_cases):
             for case in cases(model, device, options.quick):
                 rows.append(measure(case, clock_of(device, options.budget), device))
                 print(ROWS.line(asdict(rows[-1])), flush=True)

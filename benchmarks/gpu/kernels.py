@@ -22,6 +22,7 @@ from benchmarks.kernel_cases import (
     matrices,
     norm_cases,
     residual_case,
+    row_cases,
 )
 from benchmarks.kernels import measure as measure_case
 from benchmarks.rows import RowLog
@@ -88,6 +89,9 @@ def cases(setting: Setting) -> Iterator[KernelCase]:
                 yield from grid_cases(model, size, bits, device, dtype, plain=bits not in BITS)
             yield from float8_cases(model, size, device, dtype)
             yield from norm_cases(model, f"{size[0]} x {size[1]}", size, device, dtype)
+    for model in ("2.5B",) if toy else MODELS:
+        for dtype in (torch.float32, torch.bfloat16):
+            yield from row_cases(model, device, dtype=dtype)
     for elements in (1000,) if toy else ELEMENTS:
         for density in DENSITIES:
             yield next(choice_cases("", f"{elements:,}", elements, density, device))  # the others are torch's size

@@ -145,6 +145,8 @@ OPERATORS = (
     "sample_histogram",
     "orthonormalize",
     "cross_entropy",
+    "combine_rows",
+    "combine_rows_back",
     "float8_encode",
     "float8_decode",
     "quantize_tiles",

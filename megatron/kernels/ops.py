@@ -236,6 +236,25 @@ def cross_entropy(
         reference.cross_entropy(logits_tv, labels_t, valid, lse_t, target_t, weights_t)
 
 
+def combine_rows(rows_rh: Tensor, places_tk: Tensor, weights_tk: Tensor | None, out_th: Tensor) -> None:
+    """See ``reference.combine_rows``."""
+    if native.serves(rows_rh, weights_tk, out_th):
+        weights_tk = None if weights_tk is None else weights_tk.float().contiguous()
+        native.operators().combine_rows(rows_rh.contiguous(), places_tk, weights_tk, out_th)
+    else:
+        reference.combine_rows(rows_rh, places_tk, weights_tk, out_th)
+
+
+def combine_rows_back(grad_th: Tensor, rows_rh: Tensor, places_tk: Tensor, weights_tk: Tensor) -> tuple[Tensor, Tensor]:
+    """See ``reference.combine_rows_back``."""
+    if not native.serves(grad_th, rows_rh, weights_tk):
+        return reference.combine_rows_back(grad_th, rows_rh, places_tk, weights_tk)
+    rows_rh, weights_tk = rows_rh.contiguous(), weights_tk.float().contiguous()
+    grad_rh, grad_tk = torch.empty_like(rows_rh), torch.empty_like(weights_tk)
+    native.operators().combine_rows_back(grad_th.contiguous(), rows_rh, places_tk, weights_tk, grad_rh, grad_tk)
+    return grad_rh, grad_tk
+
+
 def add_product_(total_nm: Tensor, a_tn: Tensor, b_tm: Tensor, fresh: bool = False) -> None:
     """``total += a^T b`` in one pass over the total, which may be wider than the factors.
 

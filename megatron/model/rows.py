@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.kernels import ops
+
 
 @dataclass(frozen=True)
 class Order:
@@ -27,15 +29,13 @@ class Order:
     k: int
 
     @property
-    def holes(self) -> bool:
-        """Whether there are fewer rows than choices."""
-        return len(self.token) < len(self.place)
+    def place_tk(self) -> Tensor:
+        """The places by token."""
+        return self.place.view(-1, self.k)
 
-    def by_token(self, rows: Tensor) -> Tensor:
-        """Rows (r, h) as (tokens, k, h), with zeros where there is none."""
-        if self.holes:
-            rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
-        return rows.index_select(0, self.place).view(-1, self.k, rows.shape[1])
+    def sums(self, rows: Tensor, weights_tk: Tensor | None, out_th: Tensor) -> None:
+        """Writes the sum of each token's rows, weighted where there are weights."""
+        ops.combine_rows(rows, self.place_tk, weights_tk, out_th)
 
 
 def order_of(chosen_tk: Tensor, destinations: int, holes: bool, counts: Tensor | None = None) -> Order:
@@ -69,7 +69,10 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.order.by_token(grad).sum(1), None
+        order: Order = ctx.order
+        grad_th = grad.new_empty(len(order.place) // order.k, grad.shape[1])
+        order.sums(grad, None, grad_th)
+        return grad_th, None
 
 
 def dispatched(x_th: Tensor, order: Order) -> Tensor:
@@ -85,7 +88,7 @@ class _Collect(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, order: Order, shape: Sequence[int]) -> Tensor:
         ctx.order = order
         out = rows.new_empty(shape)
-        torch.sum(order.by_token(rows), 1, out=out.view(-1, rows.shape[1]))
+        order.sums(rows, None, out.view(-1, rows.shape[1]))
         return out
 
     @staticmethod
@@ -108,8 +111,7 @@ class _Combine(torch.autograd.Function):
         ctx.order = order
         # No view in autograd's eyes: the sum over tensor-parallel ranks works in place.
         out = rows.new_empty(shape)
-        weights_t1k = weights_tk.unsqueeze(1).to(rows.dtype)
-        torch.bmm(weights_t1k, order.by_token(rows), out=out.view(len(weights_tk), 1, rows.shape[1]))
+        order.sums(rows, weights_tk, out.view(-1, rows.shape[1]))
         return out
 
     @staticmethod
@@ -117,11 +119,8 @@ class _Combine(torch.autograd.Function):
         rows, weights_tk = ctx.saved_tensors
         order: Order = ctx.order
         grad_th = grad.reshape(-1, grad.shape[-1])
-        grad_weights = torch.bmm(order.by_token(rows), grad_th.unsqueeze(2)).squeeze(2)
-        by_row = weights_tk.new_empty(len(rows) + 1)
-        by_row[order.place] = weights_tk.flatten()
-        grad_rows = grad_th.index_select(0, order.token) * by_row[:-1].unsqueeze(1).to(rows.dtype)
-        return grad_rows, grad_weights.to(weights_tk.dtype), None, None
+        grad_rows, grad_tk = ops.combine_rows_back(grad_th, rows, order.place_tk, weights_tk)
+        return grad_rows, grad_tk.to(weights_tk.dtype), None, None
 
 
 def combined(rows: Tensor, weights_tk: Tensor, order: Order, shape: Sequence[int]) -> Tensor:

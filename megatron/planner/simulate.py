@@ -101,10 +101,11 @@ class Pipeline:
     def _lengthened(self, micro_batches: int) -> list[RankTimes]:
         """Plays only the beginning of a long step, and extrapolates the rest.
 
-        In the steady state of 1F1B every further group of micro-batches takes equally long. Where links are the
-        bottleneck, the steady state comes late, and this may be a tenth off.
+        In the steady state of 1F1B every further group of micro-batches takes equally long, and all ranks go at the
+        pace of the slowest one. Ranks that are a little faster come to that pace late: nothing is faster than what any
+        rank computes and codes.
         """
-        short, period = 3 * self.stages + 12, 2 * self.stages
+        short, period = max(3 * self.stages + 12, _WHOLE // (2 * len(self.forward_s))), 2 * self.stages
         if self.chunks > 1:
             short = -(-short // self.stages) * self.stages
         if micro_batches <= short + period:
@@ -112,13 +113,15 @@ class Pipeline:
         rest = (micro_batches - short) % period if self.chunks == 1 else 0
         less, more = self._play(short + rest), self._play(short + rest + period)
         periods = (micro_batches - short - rest) / period
+        pairs = list(zip(less, more, strict=True))
+        pace = max(max(b.end - a.end, b.busy + b.coding - a.busy - a.coding) for a, b in pairs)
         return [
             RankTimes(
-                a.end + periods * (b.end - a.end),
+                a.end + periods * pace,
                 a.busy + periods * (b.busy - a.busy),
                 a.coding + periods * (b.coding - a.coding),
             )
-            for a, b in zip(less, more, strict=True)
+            for a, b in pairs
         ]
 
     def schedules(self, micro_batches: int) -> list[list[PipelineOp]]:

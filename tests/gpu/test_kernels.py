@@ -113,6 +113,12 @@ def test_cross_entropy(dtype: torch.dtype) -> None:
         checks.check_cross_entropies(DEVICE, dtype, tokens, columns, valid, 3.0)
 
 
+@pytest.mark.parametrize("dtype", checks.DTYPES)
+def test_combined_rows(dtype: torch.dtype) -> None:
+    for shape in ((1, 1, 1, 0), (5, 2, 40, 0), (4, 3, 1111, 5), (300, 8, 4096, 100), (64, 2, 8, 128), (0, 2, 8, 0)):
+        checks.check_combined_rows(DEVICE, dtype, *shape)
+
+
 @pytest.mark.parametrize("mantissa", float8_checks.MANTISSAS)
 def test_codes_of_8_bit_floats_are_torchs(mantissa: int) -> None:
     float8_checks.check_codes(DEVICE, mantissa)

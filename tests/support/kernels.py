@@ -181,6 +181,37 @@ def check_bases(x_knr: Tensor) -> None:
     assert float(left.norm()) <= 1e-6 * float(wide.norm()) + 1e-300
 
 
+def check_combined_rows(device: str, dtype: torch.dtype, tokens: int, k: int, width: int, missing: int) -> None:
+    """Weighted sums of rows, sums, and the gradients of the first, against a plain loop in fp64.
+
+    Args:
+        missing: so many choices have no row.
+    """
+    generator = torch.Generator().manual_seed(tokens * k + width)
+    count = tokens * k - missing
+    places_tk = torch.randperm(tokens * k, generator=generator).view(tokens, k).clamp_(max=count).to(device)
+    rows_rh, grad_th = noise((count, width), 1, device, dtype), noise((tokens, width), 2, device, dtype)
+    weights_tk = torch.rand((tokens, k), generator=generator).to(device)
+    near: dict[str, Any] = {"rtol": {torch.float32: 2e-6}.get(dtype, torch.finfo(dtype).eps), "atol": 2e-6}
+    wanted_th, plain_th = (torch.zeros(tokens, width, dtype=torch.float64) for _ in range(2))
+    wanted_rh, wanted_tk = torch.zeros(count, width, dtype=torch.float64), torch.zeros(tokens, k, dtype=torch.float64)
+    for t, j in ((t, j) for t in range(tokens) for j in range(k)):
+        if (place := int(places_tk[t, j])) < count:
+            row, weight = rows_rh[place].double().cpu(), float(weights_tk[t, j])
+            wanted_th[t] += weight * row
+            plain_th[t] += row
+            wanted_rh[place] = weight * grad_th[t].double().cpu()
+            wanted_tk[t, j] = row @ grad_th[t].double().cpu()
+    for weights, wanted in ((weights_tk, wanted_th), (None, plain_th)):
+        out_th = torch.full((tokens, width), 7.0, device=device, dtype=dtype)
+        ops.combine_rows(rows_rh, places_tk, weights, out_th)
+        torch.testing.assert_close(out_th.double().cpu(), wanted, **near)
+    grad_rh, grad_tk = ops.combine_rows_back(grad_th, rows_rh, places_tk, weights_tk)
+    assert (grad_rh.dtype, grad_tk.dtype) == (dtype, torch.float32)
+    torch.testing.assert_close(grad_rh.double().cpu(), wanted_rh, **near)
+    torch.testing.assert_close(grad_tk.double().cpu(), wanted_tk, rtol=1e-5, atol=2e-6 * max(width, 1) ** 0.5)
+
+
 _CLOSE: dict[str, Any] = {"rtol": 0, "atol": 2e-6}
 
 

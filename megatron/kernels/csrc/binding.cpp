@@ -440,6 +440,46 @@ void cross_entropy(const Tensor &logits, const Tensor &labels, int64_t valid, co
   device.done();
 }
 
+const int64_t *check_choices(const Tensor &rows, const Tensor &places, const Tensor &tokens, const char *what) {
+  check_plain(rows, "rows");
+  check_plain(places, "places");
+  check_plain(tokens, what);
+  STD_TORCH_CHECK(rows.dim() == 2 && tokens.dim() == 2 && rows.size(1) == tokens.size(1) &&
+                      rows.scalar_type() == tokens.scalar_type(),
+                  "rows and ", what, " must be of one type and as wide");
+  STD_TORCH_CHECK(places.scalar_type() == ScalarType::Long && places.dim() == 2 && places.size(0) == tokens.size(0),
+                  "places must be int64, (tokens, k)");
+  return static_cast<const int64_t *>(places.data_ptr());
+}
+
+float *of_choices(const Tensor &t, const Tensor &places, const char *what) {
+  check_fp32(t, what);
+  STD_TORCH_CHECK(t.numel() == places.numel(), what, " must have one number for each place");
+  return static_cast<float *>(t.data_ptr());
+}
+
+template <class Device>
+void combine_rows(const Tensor &rows, const Tensor &places, std::optional<Tensor> weights, const Tensor &out) {
+  const int64_t *at = check_choices(rows, places, out, "out");
+  Device device(rows);
+  device->combine_rows(&device.context, rows.data_ptr(), dtype_of(rows, "rows"), rows.size(0), rows.size(1), at,
+                       weights ? of_choices(*weights, places, "weights") : nullptr, places.size(0), places.size(1),
+                       out.data_ptr());
+  device.done();
+}
+
+template <class Device>
+void combine_rows_back(const Tensor &grad, const Tensor &rows, const Tensor &places, const Tensor &weights,
+                       const Tensor &grad_rows, const Tensor &grad_weights) {
+  const int64_t *at = check_choices(rows, places, grad, "grad");
+  check_same(grad_rows, rows, "grad_rows");
+  Device device(rows);
+  device->combine_rows_back(&device.context, grad.data_ptr(), rows.data_ptr(), dtype_of(rows, "rows"), rows.size(0),
+                            rows.size(1), at, of_choices(weights, places, "weights"), places.size(0), places.size(1),
+                            grad_rows.data_ptr(), of_choices(grad_weights, places, "grad_weights"));
+  device.done();
+}
+
 mcc_float8 float8_of(int64_t count, const Tensor &codes, const Tensor &scales, int64_t mantissa, int64_t group) {
   STD_TORCH_CHECK(mantissa == 2 || mantissa == 3, "the mantissa must have 2 or 3 bits, has ", mantissa);
   STD_TORCH_CHECK(group >= 1, "group must be at least 1, is ", group);
@@ -514,6 +554,10 @@ STABLE_TORCH_LIBRARY(MCC_NAMESPACE, m) {
   m.def(
       "cross_entropy(Tensor(a!) logits, Tensor labels, int valid, Tensor(b!) lse, Tensor(c!)? target, Tensor? weights) "
       "-> ()");
+  m.def("combine_rows(Tensor rows, Tensor places, Tensor? weights, Tensor(a!) out) -> ()");
+  m.def(
+      "combine_rows_back(Tensor grad, Tensor rows, Tensor places, Tensor weights, Tensor(a!) grad_rows, "
+      "Tensor(b!) grad_weights) -> ()");
   m.def(
       "float8_encode(Tensor x, Tensor(a!) codes, Tensor(b!) scales, int mantissa, int group, bool stochastic, int seed) "
       "-> ()");
@@ -545,6 +589,8 @@ void implement(torch::stable::detail::StableLibrary &m) {
   m.impl("sample_histogram", TORCH_BOX(&sample_histogram<Device>));
   m.impl("orthonormalize", TORCH_BOX(&orthonormalize<Device>));
   m.impl("cross_entropy", TORCH_BOX(&cross_entropy<Device>));
+  m.impl("combine_rows", TORCH_BOX(&combine_rows<Device>));
+  m.impl("combine_rows_back", TORCH_BOX(&combine_rows_back<Device>));
   m.impl("float8_encode", TORCH_BOX(&float8_encode<Device>));
   m.impl("float8_decode", TORCH_BOX(&float8_decode<Device>));
   m.impl("quantize_tiles", TORCH_BOX(&quantize_tiles<Device>));

@@ -103,6 +103,15 @@ typedef struct {
    * weight * (e^(logit - lse) - 1 where the label is), and those that do not count by 0. */
   void (*cross_entropy)(const mcc_context *, void *logits, int dtype, int64_t tokens, int64_t columns, int64_t valid,
                         const int64_t *labels, float *lse, float *target, const float *weights);
+  /* Rows of ``width`` numbers to tokens of k places each: out[t] = the sum over j of weights[t, j] * rows[places[t, j]], in
+   * that order, in fp32. Places that are none of ``count`` rows are left out; weights null: ones. */
+  void (*combine_rows)(const mcc_context *, const void *rows, int dtype, int64_t count, int64_t width, const int64_t *places,
+                       const float *weights, int64_t tokens, int64_t k, void *out);
+  /* Its gradients, where a row has one place: grad_rows[places[t, j]] = weights[t, j] * grad[t], and grad_weights[t, j] =
+   * grad[t] . rows[places[t, j]], or 0 without a row. */
+  void (*combine_rows_back)(const mcc_context *, const void *grad, const void *rows, int dtype, int64_t count, int64_t width,
+                            const int64_t *places, const float *weights, int64_t tokens, int64_t k, void *grad_rows,
+                            float *grad_weights);
   void (*float8_encode)(const mcc_context *, const mcc_float8 *);
   void (*float8_decode)(const mcc_context *, const mcc_float8 *);
   /* The sum of squares of what each whole tile loses to nearest with scales in fp32; finds the blocks to rotate as an encoder

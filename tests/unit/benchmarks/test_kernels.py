@@ -46,6 +46,18 @@ def test_low_rank_messages_and_their_twins_are_the_same_work(monkeypatch: pytest
     assert len(list(message_cases("tiny", "cpu", quick=True))) == 2
 
 
+def test_rows_are_combined_and_count_their_traffic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2,048 rows of 64 bf16 numbers and their places and weights in; 1,024 sums out. Back: the sums' gradients and the
+    rows in, those of the rows and weights out."""
+    monkeypatch.setitem(kernel_cases.MODELS, "tiny", 64)
+    combine, back = (case.build() for case in kernel_cases.row_cases("tiny", "cpu", dtype=torch.bfloat16))
+    rows, sums, places, weights = 2048 * 64 * 2, 1024 * 64 * 2, 2048 * 8, 2048 * 4
+    assert (combine.input_bytes, combine.traffic) == (rows, rows + places + weights + sums)
+    assert (back.input_bytes, back.traffic) == (rows, 2 * rows + sums + places + 2 * weights)
+    for own, twin in zip(back.run(), back.twin(), strict=True):
+        torch.testing.assert_close(own, twin, rtol=0.01, atol=1e-4)
+
+
 class _Clock:
     """Gives the times it was made with, one after another."""
 

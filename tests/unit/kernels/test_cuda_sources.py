@@ -144,6 +144,21 @@ def test_cross_entropy(device: str, dtype: torch.dtype) -> None:
         checks.check_cross_entropies(device, dtype, tokens, columns, valid, 3.0)
 
 
+@pytest.mark.parametrize("dtype", checks.DTYPES)
+def test_combined_rows(device: str, dtype: torch.dtype) -> None:
+    """Rows that are and are not aligned to 16 bytes, one number and more than a block; tokens without any row."""
+    for shape in (
+        (1, 1, 1, 0),
+        (5, 2, 40, 0),
+        (4, 3, 96, 5),
+        (3, 2, 1111, 2),
+        (2, 8, 2056, 3),
+        (3, 2, 8, 6),
+        (0, 2, 8, 0),
+    ):
+        checks.check_combined_rows(device, dtype, *shape)
+
+
 def test_float8(device: str) -> None:
     for mantissa in float8_checks.MANTISSAS:
         float8_checks.check_codes(device, mantissa)

@@ -185,6 +185,47 @@ def test_cross_entropy(dtype: torch.dtype, tokens: int, valid: int, padding: int
     checks.check_cross_entropies(DEVICE, dtype, tokens, valid + padding, valid, scale)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    dtype=st.sampled_from(checks.DTYPES),
+    tokens=st.integers(0, 9),
+    k=st.integers(1, 5),
+    width=st.integers(1, 2100),
+    missing=st.floats(0, 1),
+)
+def test_combined_rows(dtype: torch.dtype, tokens: int, k: int, width: int, missing: float) -> None:
+    checks.check_combined_rows(DEVICE, dtype, tokens, k, width, round(missing * tokens * k))
+
+
+def test_combined_rows_do_not_depend_on_threads() -> None:
+    rows_rh, grad_th = checks.noise((200, 700), 1, DEVICE), checks.noise((100, 700), 2, DEVICE)
+    places_tk, weights_tk = torch.randperm(200).view(100, 2), torch.rand(100, 2)
+    found = []
+    before = torch.get_num_threads()
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        try:
+            out_th = torch.empty(100, 700)
+            ops.combine_rows(rows_rh, places_tk, weights_tk, out_th)
+            found.append((out_th, *ops.combine_rows_back(grad_th, rows_rh, places_tk, weights_tk)))
+        finally:
+            torch.set_num_threads(before)
+    assert all(map(torch.equal, *found))
+
+
+def test_combined_rows_refuse_what_does_not_fit() -> None:
+    rows_rh, places_tk, out_th = torch.zeros(4, 8), torch.zeros(2, 2, dtype=torch.int64), torch.zeros(2, 8)
+    for operands, said in (
+        ((rows_rh, places_tk, None, torch.zeros(2, 9)), "of one type and as wide"),
+        ((rows_rh, places_tk, None, out_th.bfloat16()), "of one type and as wide"),
+        ((rows_rh, places_tk.int(), None, out_th), "places must be int64"),
+        ((rows_rh, places_tk[:1], None, out_th), "places must be int64"),
+        ((rows_rh, places_tk, torch.zeros(3), out_th), "one number for each place"),
+    ):
+        with pytest.raises(RuntimeError, match=said):
+            torch.ops.megatron_cc.combine_rows(*operands)
+
+
 def test_cross_entropy_of_a_large_vocabulary_does_not_depend_on_threads() -> None:
     found = []
     for threads in (1, 3):
@@ -228,6 +269,15 @@ def _operands() -> dict[str, tuple[object, ...]]:
         "sample_histogram": (x, 2, torch.zeros(5, dtype=torch.int64), torch.zeros(2, dtype=torch.float64)),
         "orthonormalize": (matrix, torch.zeros(2, 9, 3)),
         "cross_entropy": (rows, torch.tensor([1, 0, 6, -1]), 7, torch.ones(4), torch.ones(4), torch.ones(4)),
+        "combine_rows": (rows, torch.tensor([[1, 0], [3, 4]]), torch.ones(2, 2), torch.zeros(2, 8)),
+        "combine_rows_back": (
+            torch.ones(2, 8),
+            rows,
+            torch.tensor([[1, 0], [3, 2]]),
+            torch.ones(2, 2),
+            torch.zeros(4, 8),
+            torch.zeros(2, 2),
+        ),
         "float8_encode": (x, torch.zeros(64, dtype=torch.uint8), torch.zeros(2), 3, 32, False, 0),
         "float8_decode": (torch.zeros(64, dtype=torch.uint8), torch.zeros(2), x, 3, 32, 1),
         "quantize_tiles": (x, torch.zeros(64), *_parts(), 2, 3, 0, 8, 0, 0, 0, 16, 2.0, 0, 8, 3, True, 5, 6),

@@ -36,10 +36,12 @@ inline int thread_count() {
 
 #include "cross_entropy.inl"
 
+#include "rows.inl"
+
 extern const mcc_table table;
 const mcc_table table = {
     quantize, dequantize, abs_topk, dilate, gather, scatter_add, finite_norm, histogram, orthonormalize,
-    cross_entropy, float8_encode, float8_decode, tile_errors, mark_tiles,
+    cross_entropy, combine_rows, combine_rows_back, float8_encode, float8_decode, tile_errors, mark_tiles,
 };
 
 }  // namespace MCC_ISA

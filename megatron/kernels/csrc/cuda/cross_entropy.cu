@@ -5,40 +5,6 @@
 namespace mcc {
 namespace cuda {
 
-/* kPack numbers at once: 16 bytes, or one. */
-template <int kPack>
-__device__ __forceinline__ void read_pack(const void *p, int dtype, int64_t at, float *v) {
-  if (kPack == 1) {
-    v[0] = read(p, dtype, at);
-    return;
-  }
-  const uint4 raw = *reinterpret_cast<const uint4 *>(static_cast<const char *>(p) + at * (16 / kPack));
-  const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
-#pragma unroll
-  for (int i = 0; i < kPack; ++i) {
-    const uint32_t word = words[i * 4 / kPack];
-    const uint16_t half = uint16_t(i % 2 ? word >> 16 : word);
-    v[i] = kPack == 4 ? float_of(word) : dtype == MCC_BF16 ? bf16_to_float(half) : fp16_to_float(half);
-  }
-}
-
-template <int kPack>
-__device__ __forceinline__ void write_pack(void *p, int dtype, int64_t at, const float *v) {
-  if (kPack == 1) {
-    write(p, dtype, at, v[0]);
-    return;
-  }
-  uint32_t words[4] = {0, 0, 0, 0};
-#pragma unroll
-  for (int i = 0; i < kPack; ++i) {
-    if (kPack == 4)
-      words[i] = bits_of(v[i]);
-    else
-      words[i / 2] |= uint32_t(dtype == MCC_BF16 ? float_to_bf16(v[i]) : float_to_fp16(v[i])) << (i % 2 * 16);
-  }
-  *reinterpret_cast<uint4 *>(static_cast<char *>(p) + at * (16 / kPack)) = make_uint4(words[0], words[1], words[2], words[3]);
-}
-
 /* Log-sum-exp of the first ``valid`` numbers of a row, on every thread. */
 template <int kPack>
 __device__ __forceinline__ float log_sum_exp(const void *logits, int dtype, int64_t at, int64_t valid, float *room) {

@@ -15,6 +15,10 @@ void histogram(const mcc_context *, const void *, int, int64_t, int64_t, int64_t
 void orthonormalize(const mcc_context *, const float *, int64_t, int64_t, int64_t, float *);
 void cross_entropy(const mcc_context *, void *, int, int64_t, int64_t, int64_t, const int64_t *, float *, float *,
                    const float *);
+void combine_rows(const mcc_context *, const void *, int, int64_t, int64_t, const int64_t *, const float *, int64_t, int64_t,
+                  void *);
+void combine_rows_back(const mcc_context *, const void *, const void *, int, int64_t, int64_t, const int64_t *, const float *,
+                       int64_t, int64_t, void *, float *);
 void float8_encode(const mcc_context *, const mcc_float8 *);
 void float8_decode(const mcc_context *, const mcc_float8 *);
 void tile_errors(const mcc_context *, const mcc_codec *, float *);
@@ -22,7 +26,7 @@ void mark_tiles(const mcc_context *, const int64_t *, int64_t, uint8_t *, int64_
 
 static const mcc_table table = {
     quantize, dequantize, abs_topk, dilate, gather, scatter_add, finite_norm, histogram, orthonormalize,
-    cross_entropy, float8_encode, float8_decode, tile_errors, mark_tiles,
+    cross_entropy, combine_rows, combine_rows_back, float8_encode, float8_decode, tile_errors, mark_tiles,
 };
 
 }  // namespace cuda
