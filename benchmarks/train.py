@@ -246,15 +246,16 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     peaks = ", ".join(f"{name} {rate / 1e9:,.0f} GFLOP/s" for name, rate in found["peaks"].items())
-    tables = [
-        SINGLE.text(found["single"]),
-        SINGLE.text(found["experts"]),
-        WHOLE.text(found["programs"]),
-        LENGTHS.text(found["lengths"]),
-        OTHER_KINDS.text(found["kinds"]),
-        PARALLEL.text(found["parallel"]),
-    ]
-    print("\n\n".join([f"Measured peak of a matrix product: {peaks}.", *tables]))
+    tables = {
+        "single": SINGLE,
+        "experts": SINGLE,
+        "programs": WHOLE,
+        "lengths": LENGTHS,
+        "kinds": OTHER_KINDS,
+        "parallel": PARALLEL,
+    }
+    measured = [table.text(found[name]) for name, table in tables.items() if found[name]]
+    print("\n\n".join([f"Measured peak of a matrix product: {peaks}.", *measured]))
     write_record(flags.out, header(device_name("cuda" if torch.cuda.is_available() else "cpu")), **found)
     return 0
 
