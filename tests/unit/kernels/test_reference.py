@@ -1,15 +1,16 @@
-"""The twins on devices that divide by a number in another way than CPUs do."""
+"""The twins where no kernel checks them: on devices that divide by a number in another way than CPUs do, and alone."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.kernels import reference
+from megatron.kernels import native, reference
 from megatron.kernels.grid import Grid, Role, ScaleLayout
 from tests.support import kernels as checks
 
@@ -60,3 +61,10 @@ def test_decoding_divides_in_the_same_way_on_every_device() -> None:
 
         for run in (encoded, decoded):
             assert torch.equal(_found(run, True), _found(run, False)), grid
+
+
+@pytest.mark.parametrize("dtype", checks.DTYPES)
+def test_rows_are_combined_without_kernels(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    monkeypatch.setattr(native, "serves", lambda *_: False)
+    for shape in ((1, 1, 1, 0), (5, 2, 40, 0), (4, 3, 96, 5), (3, 2, 8, 6), (0, 2, 8, 0)):
+        checks.check_combined_rows("cpu", dtype, *shape)
