@@ -349,38 +349,6 @@ def residual_case(model: str, shape: str, size: Size, rank: int, device: str) ->
     return KernelCase("M - P Q^T", model, shape, f"rank {rank}", build)
 
 
-def row_cases(model: str, device: str, quick: bool = False, dtype: torch.dtype = torch.float32) -> Iterator[KernelCase]:
-    """Cases of adding up the rows of a micro-batch's tokens, which come from 2 experts each, and of the gradients."""
-    size, k = (SEQUENCE * MICRO_BATCH // TP, MODELS[model]), 2
-
-    def drawn_rows() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        places_n = torch.randperm(size[0] * k, device=device, generator=torch.Generator(device).manual_seed(7))
-        rows_rh = drawn((size[0] * k, size[1]), device, dtype)
-        return rows_rh, places_n.view(-1, k), drawn((size[0], k), device), drawn(size, device, dtype)
-
-    def combine() -> Runs:
-        rows_rh, places_tk, weights_tk, out_th = drawn_rows()
-        given = nbytes(rows_rh, places_tk, weights_tk)
-        return Runs(
-            lambda: ops.combine_rows(rows_rh, places_tk, weights_tk, out_th),
-            lambda: reference.combine_rows(rows_rh, places_tk, weights_tk, out_th),
-            nbytes(rows_rh), given + nbytes(out_th),
-        )  # fmt: skip
-
-    def back() -> Runs:
-        rows_rh, places_tk, weights_tk, grad_th = drawn_rows()
-        given = nbytes(grad_th, rows_rh, places_tk, weights_tk)
-        return Runs(
-            lambda: ops.combine_rows_back(grad_th, rows_rh, places_tk, weights_tk),
-            lambda: reference.combine_rows_back(grad_th, rows_rh, places_tk, weights_tk),
-            nbytes(rows_rh), given + nbytes(rows_rh, weights_tk),
-        )  # fmt: skip
-
-    shape, setting = f"{size[0]} x {size[1]}", f"{k} rows a token{kind_of(dtype)}"
-    yield KernelCase("combine_rows", model, shape, setting, combine)
-    yield KernelCase("combine_rows_back", model, shape, setting, back)
-
-
 def norm_cases(
     model: str, shape: str, size: Size, device: str, dtype: torch.dtype = torch.float32
 ) -> Iterator[KernelCase]:

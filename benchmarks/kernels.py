@@ -25,9 +25,10 @@ import torch
 
 from benchmarks import chosen
 from benchmarks.device_clock import CallTimer, Time, clock_of
-from benchmarks.kernel_cases import MODELS, KernelCase, codec_cases, gradient_cases, message_cases, row_cases
+from benchmarks.kernel_cases import MODELS, KernelCase, codec_cases, gradient_cases, message_cases
 from benchmarks.kernel_table import ROWS, Row, draw, kinds_of, summary
 from benchmarks.record import device_name, header, write_record
+from benchmarks.row_cases import row_cases
 from benchmarks.tile_cases import tile_cases
 from megatron.kernels import native
 

@@ -22,9 +22,9 @@ from benchmarks.kernel_cases import (
     matrices,
     norm_cases,
     residual_case,
-    row_cases,
 )
 from benchmarks.kernels import measure as measure_case
+from benchmarks.row_cases import row_cases
 from benchmarks.rows import RowLog
 from benchmarks.tables import Cells, Column
 from megatron.kernels import native

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron.kernels import float8, native, reference
+from megatron.kernels import combine, float8, native, reference
 from megatron.kernels import tiles as tiled
 from megatron.kernels.grid import Grid, GridKind, Role
 from megatron.kernels.tiles import TiledMessage, Tiles
@@ -237,18 +237,18 @@ def cross_entropy(
 
 
 def combine_rows(rows_rh: Tensor, places_tk: Tensor, weights_tk: Tensor | None, out_th: Tensor) -> None:
-    """See ``reference.combine_rows``."""
+    """See ``combine.combine_rows``."""
     if native.serves(rows_rh, weights_tk, out_th):
         weights_tk = None if weights_tk is None else weights_tk.float().contiguous()
         native.operators().combine_rows(rows_rh.contiguous(), places_tk, weights_tk, out_th)
     else:
-        reference.combine_rows(rows_rh, places_tk, weights_tk, out_th)
+        combine.combine_rows(rows_rh, places_tk, weights_tk, out_th)
 
 
 def combine_rows_back(grad_th: Tensor, rows_rh: Tensor, places_tk: Tensor, weights_tk: Tensor) -> tuple[Tensor, Tensor]:
-    """See ``reference.combine_rows_back``."""
+    """See ``combine.combine_rows_back``."""
     if not native.serves(grad_th, rows_rh, weights_tk):
-        return reference.combine_rows_back(grad_th, rows_rh, places_tk, weights_tk)
+        return combine.combine_rows_back(grad_th, rows_rh, places_tk, weights_tk)
     rows_rh, weights_tk = rows_rh.contiguous(), weights_tk.float().contiguous()
     grad_rh, grad_tk = torch.empty_like(rows_rh), torch.empty_like(weights_tk)
     native.operators().combine_rows_back(grad_th.contiguous(), rows_rh, places_tk, weights_tk, grad_rh, grad_tk)

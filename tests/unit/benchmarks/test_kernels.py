@@ -13,6 +13,7 @@ from benchmarks.device_clock import Call, Time
 from benchmarks.kernel_cases import MESSAGE_RANKS, KernelCase, Runs, float8_cases, message_cases
 from benchmarks.kernel_table import OpSummary, Row, draw, kinds_of, read_summary, summary
 from benchmarks.kernels import measure
+from benchmarks.row_cases import row_cases
 from megatron.base.errors import UserError
 
 ROWS = [
@@ -50,7 +51,7 @@ def test_rows_are_combined_and_count_their_traffic(monkeypatch: pytest.MonkeyPat
     """2,048 rows of 64 bf16 numbers and their places and weights in; 1,024 sums out. Back: the sums' gradients and the
     rows in, those of the rows and weights out."""
     monkeypatch.setitem(kernel_cases.MODELS, "tiny", 64)
-    combine, back = (case.build() for case in kernel_cases.row_cases("tiny", "cpu", dtype=torch.bfloat16))
+    combine, back = (case.build() for case in row_cases("tiny", "cpu", dtype=torch.bfloat16))
     rows, sums, places, weights = 2048 * 64 * 2, 1024 * 64 * 2, 2048 * 8, 2048 * 4
     assert (combine.input_bytes, combine.traffic) == (rows, rows + places + weights + sums)
     assert (back.input_bytes, back.traffic) == (rows, 2 * rows + sums + places + 2 * weights)
