@@ -35,11 +35,11 @@ def combine_rows_back(grad_th: Tensor, rows_rh: Tensor, places_tk: Tensor, weigh
     """
     wide_th = _wide(grad_th)
     grad_tk = torch.bmm(_by_token(rows_rh, places_tk), wide_th.unsqueeze(2)).squeeze(2)
-    kept = places_tk.flatten() < len(rows_rh)
     scaled_tkh = weights_tk.to(wide_th.dtype).unsqueeze(2) * wide_th.unsqueeze(1)
-    grad_rh = torch.empty_like(rows_rh)
-    grad_rh[places_tk.flatten()[kept]] = scaled_tkh.flatten(0, 1)[kept].to(rows_rh.dtype)
-    return grad_rh, grad_tk
+    # One row more takes what has no row: shapes do not depend on numbers, which the planner has none of.
+    grad_rh = rows_rh.new_empty(len(rows_rh) + 1, rows_rh.shape[1])
+    grad_rh[places_tk.flatten().clamp(max=len(rows_rh))] = scaled_tkh.flatten(0, 1).to(rows_rh.dtype)
+    return grad_rh[:-1], grad_tk
 
 
 def _by_token(rows_rh: Tensor, places_tk: Tensor) -> Tensor:

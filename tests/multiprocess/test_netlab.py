@@ -117,8 +117,9 @@ def test_the_link_shapes_and_its_interface_counts(tmp_path: Path) -> None:
 def test_what_a_host_sends_to_itself_is_shaped_too(tmp_path: Path) -> None:
     """Two ranks of one host send 4 MiB each through one queue of 50 Mbit/s, and nothing of it by the link."""
     script = tmp_path / "reduce.py"
+    both = REDUCE.replace("seconds = ", "dist.barrier()\nseconds = ")
     script.write_text(
-        REDUCE.replace("print(", f"open({str(tmp_path / 'seconds')!r}, 'w').write(").replace(", flush=True", "")
+        both.replace("print(", f"open({str(tmp_path / 'seconds')!r}, 'w').write(").replace(", flush=True", "")
     )
     with Lab([None], inside=50_000_000) as lab:
         assert lab.run([str(script)], 2, timeout=100) == 0
