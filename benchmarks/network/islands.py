@@ -5,11 +5,11 @@
     sudo make bench-islands ARGS="--rates 100mbit --cases 'DP, PowerSGD of rank 16'"
     sudo make bench-islands ARGS="--rates 100mbit/100mbit/20mbit"                 three hosts, one on a slower link
 
-Each host (a network namespace with half of the processors) holds a pipeline of two stages, whose messages stay inside.
-Gradients, or what islands exchange, cross the links between the hosts, which have the rates of --rates. Whole runs of
-each case, one for each seed, give its losses. On the first links the first is measured as it is where the case is one
-of --whole; all other times are computed: seconds of an iteration, which a few iterations on those links give, times
-iterations. Losses do not depend on links. Writes logs, a plot for each link, a table and every figure to --out.
+Each host (a network namespace with its share of the processors) holds a pipeline of two stages, whose messages stay
+inside. Gradients, or what islands exchange, cross the links between the hosts, which have the rates of --rates. Whole
+runs of each case, one for each seed, give its losses. On the first links the first is measured as it is where the case
+is one of --whole; all other times are computed: seconds of an iteration, which a few iterations on those links give,
+times iterations. Losses do not depend on links. Writes logs, a plot for each link, a table and every figure to --out.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from benchmarks.network.islands_cases import (
     CASES,
     HOSTS,
     IN_STEP,
-    MICRO_BATCHES,
     QUICKEST,
     SHAPE,
     IslandsCase,
     IslandsRun,
     Links,
     bench_of,
+    global_batch,
     name_of,
 )
 from benchmarks.network.islands_plan import measured_hosts, predicted
@@ -71,8 +71,7 @@ class Runner:
         self.lab, self.out, self.iterations, self.longer = lab, out, iterations, longer
         tokens = int(IndexedDataset(out / "data" / "heldout_text_document").lengths.sum())
         self.hosts = len(lab.rates)
-        batch = self.hosts * MICRO_BATCHES * SHAPE["micro-batch-size"]
-        self.evaluation = max((tokens - 1) // SHAPE["seq-length"] // batch, 1)
+        self.evaluation = max((tokens - 1) // SHAPE["seq-length"] // global_batch(self.hosts), 1)
 
     def length(self, case: IslandsCase) -> int:
         """Iterations of a whole run."""
@@ -185,7 +184,7 @@ def planned(runner: Runner, found: Sequence[IslandsRow], cases: Sequence[Islands
     own = {case.name: runner.run(case, 1, None) for case in cases}
     specs = {spec for run in own.values() if run.case.has_islands for spec in run.case.specs(run.iterations)}
     cluster = measured_hosts(runner.hosts, sorted(specs), runner.out)
-    said = [predicted(own[row.case], cluster, Links((row.rate,))) for row in found]
+    said = [predicted(own[row.case], cluster, row.rate) for row in found]
     return [
         replace(row, planned_in_step=in_step, planned_local=local)
         for row, (in_step, local) in zip(found, said, strict=True)

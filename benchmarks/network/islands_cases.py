@@ -42,6 +42,11 @@ SHAPE: dict[str, Any] = {
 """Two micro-batches of 256 tokens on each host: a sum at each step then takes far longer than the computation."""
 
 
+def global_batch(hosts: int) -> int:
+    """Sequences of an iteration of all hosts."""
+    return hosts * MICRO_BATCHES * int(SHAPE["micro-batch-size"])
+
+
 @dataclass(frozen=True)
 class Links:
     """The links of the hosts, which a bridge joins.
@@ -167,8 +172,7 @@ class IslandsRun:
 
     def words(self) -> list[str]:
         """The command line of ``pretrain_gpt.py``."""
-        batch = self.hosts * MICRO_BATCHES * SHAPE["micro-batch-size"]
-        own = {"global-batch-size": batch, "seed": self.seed, "train-iters": self.iterations}
+        own = {"global-batch-size": global_batch(self.hosts), "seed": self.seed, "train-iters": self.iterations}
         values = {**MODEL, **SHAPE, **own, **self.values}
         values["lr-warmup-iters"] = min(values["lr-warmup-iters"], self.iterations - 1)
         specs = self.case.specs(self.iterations) if self.specs is None else self.specs

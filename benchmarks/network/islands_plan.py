@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks import runs
-from benchmarks.network.islands_cases import STAGES, IslandsRun, Links, bench_of
+from benchmarks.network.islands_cases import STAGES, IslandsRun, bench_of
 from benchmarks.network.run import PAYLOAD, STEP_SECONDS, workers
 from megatron.config.flags import parse_args
 from megatron.planner.choice import choice_of, of_first_island
@@ -34,19 +34,19 @@ def measured_hosts(hosts: int, specs: Sequence[str], out: Path) -> Cluster:
     return cluster
 
 
-def predicted(run: IslandsRun, cluster: Cluster, links: Links) -> tuple[float | None, float | None]:
+def predicted(run: IslandsRun, cluster: Cluster, rate: float) -> tuple[float | None, float | None]:
     """The planner's seconds of an iteration in step, and of a mean local one; None for steps that a run has not, and
     for data parallelism, whose ranks are not in the planner's order.
 
     Args:
         run: a whole run.
         cluster: the hosts.
-        links: the links between them, of which the slowest is what a sum over all takes.
+        rate: bits per second of the slowest link between them, which a sum over all takes.
     """
     if not run.case.has_islands:
         return None, None
     across = cluster.across
-    link = LinkSpec(min(across.gbit_per_s, links.slowest / 1e9 * PAYLOAD), across.latency_us)
+    link = LinkSpec(min(across.gbit_per_s, rate / 1e9 * PAYLOAD), across.latency_us)
     config = parse_args([*run.words()[1:], "--islands", str(run.hosts)]).config
     resolved = of_first_island(config).resolve(STAGES, cuda_available=False)
     predictor = Predictor(resolved, replace(cluster, sites=run.hosts, between_sites=link), runs.VOCAB_SIZE)

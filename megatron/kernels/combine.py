@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron.kernels.reference import widened
+
 
 def combine_rows(rows_rh: Tensor, places_tk: Tensor, weights_tk: Tensor | None, out_th: Tensor) -> None:
     """The weighted sum of each token's rows, in the type of accumulation.
@@ -33,7 +35,7 @@ def combine_rows_back(grad_th: Tensor, rows_rh: Tensor, places_tk: Tensor, weigh
     Returns:
         Those of the rows, of their type; and of the weights, in the type of accumulation, 0 where there is no row.
     """
-    wide_th = _wide(grad_th)
+    wide_th = widened(grad_th)
     grad_tk = torch.bmm(_by_token(rows_rh, places_tk), wide_th.unsqueeze(2)).squeeze(2)
     scaled_tkh = weights_tk.to(wide_th.dtype).unsqueeze(2) * wide_th.unsqueeze(1)
     # One row more takes what has no row: shapes do not depend on numbers, which the planner has none of.
@@ -47,8 +49,4 @@ def _by_token(rows_rh: Tensor, places_tk: Tensor) -> Tensor:
     if len(rows_rh) < places_tk.numel():
         rows_rh = torch.cat([rows_rh, rows_rh.new_zeros(1, rows_rh.shape[1])])
         places_tk = places_tk.clamp(max=len(rows_rh) - 1)
-    return _wide(rows_rh.index_select(0, places_tk.flatten())).view(*places_tk.shape, rows_rh.shape[1])
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
+    return widened(rows_rh.index_select(0, places_tk.flatten())).view(*places_tk.shape, rows_rh.shape[1])

@@ -347,7 +347,7 @@ def cross_entropy(
     size = max(1, _CHUNK_ELEMENTS.get(logits_tv.device.type, 1 << 28) // max(logits_tv.shape[1], 1))
     for first in range(0, logits_tv.shape[0], size):
         part = slice(first, first + size)
-        wide, label = _wide(logits_tv[part]), labels_t[part].unsqueeze(1)
+        wide, label = widened(logits_tv[part]), labels_t[part].unsqueeze(1)
         elsewhere, column = label < 0, label.clamp(min=0)
         if target_t is not None:
             lse_t[part] = torch.logsumexp(wide[:, :valid], dim=1)
@@ -359,7 +359,8 @@ def cross_entropy(
             logits_tv[part] = grad.mul_(weights_t[part].unsqueeze(1))
 
 
-def _wide(x: Tensor) -> Tensor:
+def widened(x: Tensor) -> Tensor:
+    """Numbers in the type of accumulation."""
     return x if x.dtype == torch.float64 else x.float()
 
 

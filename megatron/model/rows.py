@@ -18,20 +18,13 @@ class Order:
 
     Args:
         token: token of each row.
-        place: by (token, k), flat: its row; the number of rows where there is none.
+        place_tk: the row of each of a token's choices; the number of rows where there is none.
         counts: rows of each destination, int64.
-        k: choices of a token.
     """
 
     token: Tensor
-    place: Tensor
+    place_tk: Tensor
     counts: Tensor
-    k: int
-
-    @property
-    def place_tk(self) -> Tensor:
-        """The places by token."""
-        return self.place.view(-1, self.k)
 
     def sums(self, rows: Tensor, weights_tk: Tensor | None, out_th: Tensor) -> None:
         """Writes the sum of each token's rows, weighted where there are weights."""
@@ -56,7 +49,7 @@ def order_of(chosen_tk: Tensor, destinations: int, holes: bool, counts: Tensor |
     if holes:
         rows = int(counts.sum())
         order, place = order[:rows], place.clamp_(max=rows)
-    return Order(order // k, place, counts, k)
+    return Order(order // k, place.view_as(chosen_tk), counts)
 
 
 class _Dispatch(torch.autograd.Function):
@@ -70,7 +63,7 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         order: Order = ctx.order
-        grad_th = grad.new_empty(len(order.place) // order.k, grad.shape[1])
+        grad_th = grad.new_empty(len(order.place_tk), grad.shape[1])
         order.sums(grad, None, grad_th)
         return grad_th, None
 

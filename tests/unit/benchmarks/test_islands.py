@@ -228,13 +228,13 @@ def test_the_planner_is_asked_for_the_link_between_the_hosts(tmp_path: Path) -> 
     30."""
     run = _run(IslandsCase("exact", "outer=identity,every=30", 1 / 3), tmp_path)
     hosts = Cluster("hosts", HOSTS * STAGES, STAGES, across=LinkSpec(10.0, 20.0))
-    times = {rate: predicted(run, hosts, Links((10**8, int(rate)))) for rate in (1e7, 1e8)}
-    sent, links = 4 * 5_263_360 * 8, Links((10**7, 10**7))
+    times = {rate: predicted(run, hosts, rate) for rate in (1e7, 1e8)}
+    sent = 4 * 5_263_360 * 8
     for number, rounds in enumerate((1, 30)):
         fast, slow = (times[rate][number] for rate in (1e8, 1e7))
         assert fast is not None
         assert slow is not None
         assert slow - fast == pytest.approx(sent * (1e-7 - 1e-8) / PAYLOAD / rounds, rel=0.01)
-    assert predicted(_run(BASELINE, tmp_path), hosts, links) == (None, None)
-    assert predicted(_run(replace(ISLANDS, in_step=0.0), tmp_path), hosts, links)[0] is None
-    assert predicted(_run(IN_STEP, tmp_path), hosts, links)[1] is None
+    assert predicted(_run(BASELINE, tmp_path), hosts, 1e7) == (None, None)
+    assert predicted(_run(replace(ISLANDS, in_step=0.0), tmp_path), hosts, 1e7)[0] is None
+    assert predicted(_run(IN_STEP, tmp_path), hosts, 1e7)[1] is None

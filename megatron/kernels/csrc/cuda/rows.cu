@@ -12,10 +12,7 @@ __global__ void __launch_bounds__(256) combine(const void *rows, int dtype, int6
   places += token * k;
   if (weights != nullptr) weights += token * k;
   for (int64_t i = int64_t(threadIdx.x) * kPack; i < width; i += int64_t(blockDim.x) * kPack) {
-    float sum[kPack];
-    bool any = false;
-#pragma unroll
-    for (int p = 0; p < kPack; ++p) sum[p] = 0.0f;
+    float sum[kPack] = {};
     for (int64_t j = 0; j < k; ++j) {
       const int64_t place = places[j];
       if (place < 0 || place >= count) continue;
@@ -23,8 +20,7 @@ __global__ void __launch_bounds__(256) combine(const void *rows, int dtype, int6
       float v[kPack];
       read_pack<kPack>(rows, dtype, place * width + i, v);
 #pragma unroll
-      for (int p = 0; p < kPack; ++p) sum[p] = any ? sum[p] + weight * v[p] : weight * v[p];
-      any = true;
+      for (int p = 0; p < kPack; ++p) sum[p] += weight * v[p];
     }
     write_pack<kPack>(out, dtype, token * width + i, sum);
   }
