@@ -18,6 +18,7 @@ cd "$(dirname "$0")/../.."
 PORT=${PORT:-29600}           # of the first machine; the islands' own connections take any port of either
 PYTHON=${PYTHON:-python}      # the same version of Python and of torch on both
 PROCESSES=${PROCESSES:-2}     # of each machine: pipeline stages
+BACKEND=${BACKEND:-gloo}      # nccl computes on GPUs, one for each of the PROCESSES; the same on both
 ITERS=${ITERS:-500}
 VOCAB_SIZE=${VOCAB_SIZE:-4096}
 
@@ -51,7 +52,7 @@ fi
 exec "$PYTHON" tools/launch.py --standalone --nproc-per-node "$PROCESSES" --islands 2 "${place[@]}" pretrain_gpt.py \
   --islands-quorum 1 \
   --compress "${OUTER:-outer=fixpoint,bits=4,every=30,warmup=0.1}" \
-  --pipeline-model-parallel-size "$PROCESSES" --distributed-backend gloo \
+  --pipeline-model-parallel-size "$PROCESSES" --distributed-backend "$BACKEND" \
   --num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --max-position-embeddings 256 \
   --position-embedding-type rope --attention-dropout 0 --hidden-dropout 0 \
   --micro-batch-size 2 --global-batch-size 8 --train-iters "$ITERS" \

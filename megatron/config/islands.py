@@ -186,8 +186,6 @@ def _check_several(islands: IslandsConfig, parallel: ParallelConfig, outer: Spec
         raise UserError(f"{given}: --DDP-impl torch reduces gradients itself; use --DDP-impl local")
     if parallel.no_allreduce:
         raise UserError(f"{given}: --no-allreduce leaves the sums out that islands begin with; leave one of them out")
-    if parallel.distributed_backend == "nccl":
-        raise UserError(f"{given}: islands meet over gloo only; add --distributed-backend gloo")
 
 
 def _check_outer(islands: IslandsConfig, training: TrainingConfig, outer: Spec) -> None:

@@ -83,8 +83,6 @@ class Choice:
 
     def configure(self, config: RunConfig) -> RunConfig:
         """The configuration with this choice in it, unresolved."""
-        # Islands meet over gloo.
-        backend: dict[str, Any] = {"distributed_backend": "gloo"} if self.islands > 1 else {}
         seconds = config.islands.islands_timeout_seconds
         islands = IslandsConfig(islands=self.islands, islands_timeout_seconds=seconds)
         return dataclasses.replace(
@@ -101,7 +99,6 @@ class Choice:
                 sequence_parallel=self.sequence_parallel,
                 use_distributed_optimizer=self.sharded,
                 overlap_grad_reduce=self.overlap,
-                **backend,
             ),
             recompute=self.recompute,
             training=dataclasses.replace(config.training, micro_batch_size=self.micro_batch),

@@ -53,7 +53,7 @@ def flags(choice: Choice) -> str:
     if choice.overlap:
         words.append("--overlap-grad-reduce")
     if choice.islands > 1:
-        words.append(f"--islands {choice.islands} --distributed-backend gloo")
+        words.append(f"--islands {choice.islands}")
     return " ".join([*words, *(f"--compress {spec}" for spec in choice.specs)])
 
 

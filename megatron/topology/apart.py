@@ -11,10 +11,19 @@ import torch.distributed as dist
 
 from megatron.topology.errors import CommunicationError, reason
 from megatron.topology.group import Group
+from megatron.topology.staged import StagedGroup
+
+CPU = torch.device("cpu")
 
 
 def group_apart(
-    store: dist.Store, members: Sequence[int], own: int, name: str, seconds: float, address: str | None = None
+    store: dist.Store,
+    members: Sequence[int],
+    own: int,
+    name: str,
+    seconds: float,
+    address: str | None = None,
+    device: torch.device = CPU,
 ) -> Group:
     """Makes a group that torch's world knows nothing of; a failure in it leaves the world as it is.
 
@@ -25,6 +34,7 @@ def group_apart(
         name: name of the group.
         seconds: longest time of making it, and of everything in it.
         address: address of this machine at which the others reach this process; None for gloo's own choice.
+        device: where the tensors are; what is on a GPU goes through the machine's memory.
 
     Raises:
         CommunicationError: when a member does not come.
@@ -41,8 +51,9 @@ def group_apart(
     except RuntimeError as error:
         raise CommunicationError(f"{name} ({', '.join(map(str, ranks))}) do not meet: {reason(error)}") from error
     made._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    made._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
-    return Group(made, ranks, rank, name, "gloo")
+    made._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, backend)
+    kind = Group if device.type == "cpu" else StagedGroup
+    return kind(made, ranks, rank, name, "gloo")
 
 
 def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta, address: str | None) -> Any:

@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megatron.base.errors import UserError
 from megatron.topology.agree import any_rank, gather_texts, rank_of
-from megatron.topology.apart import group_apart
+from megatron.topology.apart import CPU, group_apart
 from megatron.topology.decision import Arrival, Decision, judge
 from megatron.topology.errors import CommunicationError
 from megatron.topology.group import Group
@@ -59,6 +60,7 @@ class Islands:
         seconds: longest time that a round waits for an island.
         start_seconds: longest time until all have come to the start.
         control: the ranks of this island over gloo; None for a single one.
+        device: where this rank's tensors are.
     """
 
     def __init__(
@@ -70,10 +72,12 @@ class Islands:
         seconds: float,
         start_seconds: float,
         control: dist.ProcessGroup | None,
+        device: torch.device = CPU,
     ) -> None:
         self.place, self.island, self.count, self.quorum = place, island, count, quorum
         self.seconds, self.start_seconds = seconds, start_seconds
         self.control, self.rank = control, rank_of(control)
+        self.device = device
         self.expected: tuple[int, ...] = ()
         self.last_round = ""
         self._group: Group | None = None
@@ -265,7 +269,7 @@ class Islands:
     def group_of(self, members: Sequence[int], key: str, seconds: float) -> Group:
         """A group of this rank on some islands."""
         store = dist.PrefixStore(f"{key}/{self.rank}", self.place.box)
-        return group_apart(store, members, self.island, "islands", seconds, self.place.own_address())
+        return group_apart(store, members, self.island, "islands", seconds, self.place.own_address(), self.device)
 
     def settle(self, key: str, members: Sequence[int], failed: bool) -> bool:
         """Decides with the other members whether an attempt counts; the same on all of them.

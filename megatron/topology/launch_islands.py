@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import FrameType
 
+import torch
 from torch.distributed import run
 
 from megatron.topology.errors import CommunicationError
@@ -20,6 +21,7 @@ from megatron.topology.meeting_place import serve
 
 PARENT_VARIABLE = "MEGATRON_ISLANDS_LAUNCHER"
 """Process id of the launcher of all islands, with which the launcher of each ends."""
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 ISLAND, ADDRESS = "MEGATRON_ISLAND", "MEGATRON_ISLANDS_ADDRESS"
 _OWN = ("islands", "nproc-per-node", "nproc_per_node", "standalone", "serve-islands", "island", "islands-address")
 
@@ -112,16 +114,38 @@ def launch_islands(argv: Sequence[str], arguments: argparse.Namespace, say: Say)
         return 1
     script = [arguments.training_script, *arguments.training_script_args]
     words = [*_without_own(argv[: len(argv) - len(script)]), "--standalone"]
-    words += [
-        f"--nproc-per-node={int(arguments.nproc_per_node) // arguments.islands}",
-        f"--islands={arguments.islands}",
-    ]
     islands = []
+    processes = int(arguments.nproc_per_node) // arguments.islands
+    gpus = visible_gpus()
     for number in range(arguments.islands):
         env = os.environ | {PARENT_VARIABLE: str(os.getpid()), ADDRESS: f"{host}:{store.port}", ISLAND: str(number)}
-        islands.append(subprocess.Popen([sys.executable, sys.argv[0], *words, f"--island={number}", *script], env=env))
+        env |= gpus_of(number, processes, gpus)
+        own = [f"--nproc-per-node={processes}", f"--islands={arguments.islands}", f"--island={number}"]
+        islands.append(subprocess.Popen([sys.executable, sys.argv[0], *words, *own, *script], env=env))
     _forward_signals(islands)
     return _wait(islands, say)
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs of this machine that its ranks may use, as CUDA_VISIBLE_DEVICES names them."""
+    given = os.environ.get(_VISIBLE)
+    if given is None:
+        return [str(number) for number in range(torch.cuda.device_count())]
+    return [name for word in given.split(",") if (name := word.strip())]
+
+
+def gpus_of(number: int, processes: int, gpus: Sequence[str]) -> dict[str, str]:
+    """The variable that gives an island's ranks GPUs of their own, after those of the islands before it.
+
+    Args:
+        number: the island's.
+        processes: its ranks.
+        gpus: the machine's; where there are fewer than ranks, several share one.
+    """
+    if not gpus:
+        return {}
+    own = [gpus[(number * processes + rank) % len(gpus)] for rank in range(processes)]
+    return {_VISIBLE: ",".join(dict.fromkeys(own))}
 
 
 def _wait(islands: Sequence[subprocess.Popen[bytes]], say: Say) -> int:

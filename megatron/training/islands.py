@@ -185,6 +185,7 @@ def meet_islands(engines: Engines, env: LaunchEnvironment, iteration: int) -> Me
         section.islands_timeout_seconds,
         seconds,
         topology.control.pg,
+        topology.device,
     )
     in_step = iteration < engines.joint.steps
     begins = islands.begin(iteration, in_step, _identity(config, env), _fingerprint(engines))

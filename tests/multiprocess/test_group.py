@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatron.topology.errors import CommunicationError
 from megatron.topology.group import Group, PipelineGroup
 from megatron.topology.launch import LaunchEnvironment, init_process_group
 from megatron.topology.layout import Layout
+from megatron.topology.staged import StagedGroup
 from megatron.topology.topology import build_topology
 from tests.support.spawn import RankFailure, run_ranks
 
@@ -36,9 +39,18 @@ def _values(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tens
     return torch.randint(-8, 9, shape, generator=generator).to(dtype)
 
 
-def _check_collectives() -> list[str]:
+def _staged_world() -> Group:
+    """The same group for tensors of a device; all of it is done by the CPU here."""
+    world = _world()
+    return StagedGroup(world.pg, world.ranks, world.rank, world.name, world.backend)
+
+
+GROUPS = {"plain": _world, "staged": _staged_world}
+
+
+def _check_collectives(kind: str) -> list[str]:
     """Returns what is wrong."""
-    group, wrong = _world(), []
+    group, wrong = GROUPS[kind](), []
     n, rank = group.size, group.rank
 
     def check(what: str, got: torch.Tensor, wanted: torch.Tensor, sent: int, formula: int) -> None:
@@ -104,14 +116,91 @@ def _check_collectives() -> list[str]:
     return wrong
 
 
+@pytest.mark.parametrize("kind", GROUPS)
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_collectives_equal_plain_torch(world_size: int) -> None:
-    assert run_ranks(world_size, _check_collectives) == [[]] * world_size
+def test_collectives_equal_plain_torch(world_size: int, kind: str) -> None:
+    assert run_ranks(world_size, _check_collectives, kind) == [[]] * world_size
 
 
-def _check_large_exchanges() -> list[str]:
+class _GivenToTorch(TorchDispatchMode):
+    """Memory of all tensors that torch's communication was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+            assert tensors, func
+            self.memory |= {x.untyped_storage().data_ptr() for x in tensors}
+        return func(*args, **(kwargs or {}))
+
+
+def _check_staged() -> list[str]:
+    """Starts every operation of a group on tensors that torch must not see, as it cannot send what is on a device;
+    returns what is wrong: before it was waited for, nothing may have changed but on the group's side."""
+    group, n = _staged_world(), dist.get_world_size()
+    other, rank = (group.rank + 1) % n, group.rank
+    wrong = []
+    xs = [_values(r, (n, 3), torch.float32) for r in range(n)]
+    sums = torch.stack(xs).sum(dim=0)
+
+    def check(what: str, start: Any, x: torch.Tensor, out: torch.Tensor, expected: torch.Tensor) -> None:
+        sent, before = x.clone(), out.clone()
+        with _GivenToTorch() as given:
+            pending = start()
+            if not torch.equal(out, before):
+                wrong.append(f"{what}: changed before it was waited for")
+            if x is not out:
+                x.fill_(77.0)  # nothing of it is needed any more
+            pending.wait()
+        if not torch.equal(out, expected):
+            wrong.append(f"{what}: {out} instead of {expected}")
+        if {y.untyped_storage().data_ptr() for y in (x, out)} & given.memory:
+            wrong.append(f"{what}: torch was given the caller's memory")
+        if x is not out:
+            x.copy_(sent)
+
+    x, out = xs[rank].clone(), torch.full((n, 3), -9.0)
+    check("all-reduce", lambda: group.all_reduce(x), x, x, sums)
+    x = xs[rank].clone()
+    row = x[rank : rank + 1].clone()
+    check("all-gather", lambda: group.all_gather(out, row), row, out, torch.stack([y[r] for r, y in enumerate(xs)]))
+    scattered = torch.full((1, 3), -9.0)
+    check("reduce-scatter", lambda: group.reduce_scatter(scattered, x), x, scattered, sums[rank : rank + 1])
+    check("all-to-all", lambda: group.exchange(out, x), x, out, torch.stack([y[rank] for y in xs]))
+    into, kept = torch.full((n, 3), -9.0), torch.stack([y[rank] for y in xs])
+    kept[rank] = -9.0
+    check("parts", lambda: group.exchange_parts(list(into), list(x)), x, into, kept)
+    told = xs[rank].clone()
+    check("broadcast", lambda: group.broadcast(told, 1), told, told, xs[1])
+    told = xs[rank].clone()
+    check("distribute", lambda: group.distribute(told), told, told, xs[0])
+    rows = torch.full((n, n, 3), -9.0)
+    check("collect", lambda: group.collect(rows, x), x, rows, torch.stack(xs) if rank == 0 else rows.clone())
+    received = torch.full((n, 3), -9.0)
+    sending: list[Any] = []
+
+    def pass_on() -> Any:
+        coming = group.recv(received, (rank - 1) % n, tag=4)
+        sending.append(group.send(x, other, tag=4))
+        return coming
+
+    check("send and receive", pass_on, x, received, xs[rank - 1])
+    sending[0].wait()
+    group.barrier()
+    return wrong
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_what_is_on_a_device_goes_through_the_machines_memory(world_size: int) -> None:
+    assert run_ranks(world_size, _check_staged) == [[]] * world_size
+
+
+def _check_large_exchanges(kind: str) -> list[str]:
     """Several at once, large enough to go one partner at a time, beside a small collective of the same group."""
-    group = _world()
+    group = GROUPS[kind]()
     n, rank, size = group.size, group.rank, 1 << 18
     rows = [torch.stack([_values(100 * r + to, (size,), torch.float32) for to in range(n)]) for r in range(n)]
     exchanged, gathered = torch.empty(n, size), torch.empty(n * size)
@@ -137,9 +226,9 @@ def _check_large_exchanges() -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_large_exchanges_go_one_partner_at_a_time(world_size: int) -> None:
-    assert run_ranks(world_size, _check_large_exchanges) == [[]] * world_size
+@pytest.mark.parametrize(("world_size", "kind"), [(2, "plain"), (3, "plain"), (4, "plain"), (3, "staged")])
+def test_large_exchanges_go_one_partner_at_a_time(world_size: int, kind: str) -> None:
+    assert run_ranks(world_size, _check_large_exchanges, kind) == [[]] * world_size
 
 
 def _check_many_at_once() -> bool:

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from megatron.compression.error_feedback import RESIDUAL
+from megatron.compression.points import Point
 from megatron.optimizer.fragments import fragment_of
 from megatron.topology.errors import CommunicationError
 from megatron.topology.islands import QuorumError
+from megatron.topology.staged import StagedGroup
 from tests.support.island_threads import (
     Changes,
     Island,
@@ -67,6 +69,27 @@ def _same(islands: list[Island], loop: _Loop, limit: float = 0.0) -> None:
         torch.testing.assert_close(island.engines.buffers[0].params_flat, flat, rtol=limit, atol=limit)
     for island, wanted in zip(islands, loop.islands, strict=True):
         assert island.losses == pytest.approx(wanted.losses, rel=max(limit, 1e-15))
+
+
+DEVICE_CASES = {
+    "exact": "identity,every=4",
+    "quantized": "fixpoint,bits=4,every=4",
+    "sparse": "chunked-topk,every=4",
+    "low rank, on its way meanwhile": "powersgd,rank=2,every=4,fragments=2,delay=1,mixing=0.5",
+}
+
+
+@pytest.mark.parametrize("words", DEVICE_CASES.values(), ids=DEVICE_CASES)
+def test_islands_on_gpus_exchange_the_same_through_the_machines_memory(words: str) -> None:
+    """Of three islands whose tensors are said to be on GPUs, all bits and all bytes are those of CPUs."""
+    changes = _outer(words, training={"global_batch_size": 6})
+    plain, staged = (train_islands(3, changes, 8, device=device) for device in ("cpu", "cuda"))
+    for one, other in zip(plain, staged, strict=True):
+        assert type(other.rounds.islands._group) is StagedGroup  # type: ignore[union-attr]
+        assert one.losses == other.losses
+        assert torch.equal(one.engines.buffers[0].params_flat, other.engines.buffers[0].params_flat)
+        sent = [island.engines.ledger.accounts[Point.OUTER].wire_bytes for island in (one, other)]
+        assert sent[0] == sent[1] > 0
 
 
 SGD = {"optimizer": {"optimizer": "sgd", "lr": 0.05, "sgd_momentum": 0.0, "weight_decay": 0.0}}

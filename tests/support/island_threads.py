@@ -140,10 +140,12 @@ def train_island(island: Island, iterations: int, first: int = 0, before_round: 
     return island
 
 
-def meet(port: int, number: int, count: int, quorum: int | None = None, seconds: float = 10.0) -> Islands:
+def meet(
+    port: int, number: int, count: int, quorum: int | None = None, seconds: float = 10.0, device: str = "cpu"
+) -> Islands:
     """An island's membership, before it has come to the start."""
     place = MeetingPlace("127.0.0.1", port, 10.0)
-    return Islands(place, number, count, quorum or count, seconds, 20.0, None)
+    return Islands(place, number, count, quorum or count, seconds, 20.0, None, torch.device(device))
 
 
 def in_threads(calls: Sequence[Callable[[], Any]], timeout: float = 100.0) -> list[Any]:
@@ -178,12 +180,13 @@ def train_islands(
     iterations: int = 12,
     before_round: AfterStep | None = None,
     quorum: int | None = None,
+    device: str = "cpu",
 ) -> list[Island]:
-    """Trains islands from the start to the end."""
+    """Trains islands from the start to the end, with groups for tensors on a device."""
     store = serve("127.0.0.1", 0)
 
     def run(number: int) -> Island:
-        islands = meet(store.port, number, count, quorum)
+        islands = meet(store.port, number, count, quorum, device=device)
         assert islands.begin(0, False, {})
         island = build_island(changes, islands, number, count)
         try:

@@ -68,7 +68,6 @@ def test_islands_share_the_global_batch() -> None:
         ([*MET, "--compress", "outer=identity,every=91,warmup=10"], "is above the 90 steps"),
         ([*MET, *OUTER, "--DDP-impl", "torch"], "--DDP-impl torch reduces gradients itself"),
         ([*MET, *OUTER, "--no-allreduce"], "leaves the sums out"),
-        ([*MET, *OUTER, "--distributed-backend", "nccl"], "over gloo only"),
         ([*MET, *OUTER, "--compress", "dp-grad=quantized-adam,warmup=2"], "which islands that go in step do not"),
         ([*MET, *OUTER, "--islands-timeout-seconds", "541"], "541 is above 540, nine tenths of"),
         ([*MET, "--compress", "outer=fixpoint,every=9,fragments=3,warmup=10"], "there are 2; write at most that"),
@@ -80,6 +79,10 @@ def test_what_cannot_work_is_refused_in_one_line(words: list[str], reason: str) 
         _resolve(words, 2)
     assert reason in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_islands_train_on_gpus() -> None:
+    _resolve([*MET, *OUTER, "--distributed-backend", "nccl"], 2)
 
 
 def test_the_launchers_variables_fill_what_is_not_given() -> None:

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from megatron.topology.errors import CommunicationError
-from megatron.topology.launch_islands import _without_own, launch_parser, starts_islands, wrong_islands
+from megatron.topology.launch_islands import (
+    _without_own,
+    gpus_of,
+    launch_parser,
+    starts_islands,
+    visible_gpus,
+    wrong_islands,
+)
 from megatron.topology.meeting_place import serve
 
 
@@ -39,6 +46,36 @@ def test_what_cannot_be_started_is_one_line(words: str, reason: str | None) -> N
 def test_each_island_is_given_the_other_flags_of_the_launcher() -> None:
     words = "--islands 2 --max-restarts 1 --nproc-per-node=4 --standalone --serve-islands 127.0.0.1:0 --log-dir x"
     assert _without_own(words.split()) == ["--max-restarts", "1", "--log-dir", "x"]
+
+
+@pytest.mark.parametrize(
+    ("given", "processes", "found"),
+    [
+        ("0,1,2,3", 2, ["0,1", "2,3"]),
+        ("GPU-a, GPU-b", 1, ["GPU-a", "GPU-b"]),
+        ("4,5", 2, ["4,5", "4,5"]),
+        ("4,5,6", 2, ["4,5", "6,4"]),
+        ("7", 3, ["7", "7"]),
+        ("", 1, [None, None]),
+        (None, 1, [None, None]),
+    ],
+)
+def test_islands_of_a_machine_have_gpus_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, processes: int, found: list[str | None]
+) -> None:
+    """As far as there are enough of them; on CPUs nothing is said of any."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if given is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    for number, names in enumerate(found):
+        assert gpus_of(number, processes, visible_gpus()).get("CUDA_VISIBLE_DEVICES") == names
+
+
+def test_all_gpus_of_a_machine_are_shared_out_where_none_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    assert visible_gpus() == ["0", "1", "2", "3"]
 
 
 def test_a_port_that_is_in_use_is_named_in_one_line() -> None:

@@ -1,0 +1,84 @@
+"""Groups over gloo for tensors on a device, which travel through the machine's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.topology.group import Group, Pending
+
+
+class StagedGroup(Group):
+    """A group over gloo whose operations take tensors of any device, by copies in the machine's memory.
+
+    An operation waits until the device has computed what it sends. Results are on the device after ``Pending.wait``:
+    what is launched there from then on sees them. For links that are slower than the way to the device.
+    """
+
+    def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
+        staged = _copied(x)
+        return _landing(super().all_reduce(staged, op), [(x, staged)])
+
+    def all_gather(self, out: Tensor, x: Tensor) -> Pending:
+        staged = _room(out)
+        return _landing(super().all_gather(staged, _copied(x)), [(out, staged)])
+
+    def reduce_scatter(self, out: Tensor, x: Tensor) -> Pending:
+        staged = _room(out)
+        return _landing(super().reduce_scatter(staged, _copied(x)), [(out, staged)])
+
+    def exchange(self, out: Tensor, x: Tensor) -> Pending:
+        staged = _room(out)
+        return _landing(super().exchange(staged, _copied(x)), [(out, staged)])
+
+    def exchange_parts(self, out: Sequence[Tensor], x: Sequence[Tensor]) -> Pending:
+        staged = [_room(part) for part in out]
+        others = [(part, stage) for rank, (part, stage) in enumerate(zip(out, staged, strict=True)) if rank != self.rank]
+        return _landing(super().exchange_parts(staged, [_copied(part) for part in x]), others)
+
+    def broadcast(self, x: Tensor, src: int = 0) -> Pending:
+        staged = _copied(x)
+        return _landing(super().broadcast(staged, src), [(x, staged)])
+
+    def collect(self, out: Tensor, x: Tensor) -> Pending:
+        staged = _room(out)
+        return _landing(super().collect(staged, _copied(x)), [(out, staged)] if self.rank == 0 else [])
+
+    def distribute(self, x: Tensor) -> Pending:
+        staged = _copied(x)
+        return _landing(super().distribute(staged), [(x, staged)])
+
+    def send(self, x: Tensor, dst: int, tag: int = 0) -> Pending:
+        staged = _copied(x)
+        # A landing keeps what is sent alive until then.
+        return _landing(super().send(staged, dst, tag), [(staged, staged)])
+
+    def recv(self, x: Tensor, src: int, tag: int = 0) -> Pending:
+        staged = _room(x)
+        return _landing(super().recv(staged, src, tag), [(x, staged)])
+
+
+def _room(x: Tensor) -> Tensor:
+    """Memory of the machine like ``x``; page-locked where the device copies from it."""
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
+
+
+def _copied(x: Tensor) -> Tensor:
+    return _room(x).copy_(x)
+
+
+def _landing(pending: Pending, landings: Sequence[tuple[Tensor, Tensor]]) -> Pending:
+    """The operation, which in the end copies what has come to where it was asked for: (out, staged) each."""
+    before = pending.finish
+
+    def finish() -> None:
+        if before is not None:
+            before()
+        for out, staged in landings:
+            out.copy_(staged)
+
+    pending.finish = finish
+    return pending

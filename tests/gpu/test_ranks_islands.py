@@ -1,0 +1,43 @@
+"""Islands whose ranks share a GPU: NCCL connects those of an island, and gloo islands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.multiprocess import test_islands as islands
+from tests.support.corpus import write_documents
+
+pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_documents(tmp_path_factory.mktemp("data") / "tiny")
+
+
+@pytest.mark.parametrize(
+    ("layout", "by"),
+    [("a process", "exact"), ("sharded replicas", "exact"), ("stages", "exact"), ("replicas", "compressed")],
+)
+def test_islands_in_step_are_data_parallelism(prefix: Path, tmp_path: Path, layout: str, by: str) -> None:
+    islands.test_islands_in_step_are_data_parallelism(prefix, tmp_path, layout, by)
+
+
+@pytest.mark.parametrize("spec", [islands.ROUNDS, islands.SUMS], ids=["rounds", "in step"])
+def test_two_islands_of_two_stages_are_two_islands_of_one_process(prefix: Path, tmp_path: Path, spec: str) -> None:
+    islands.test_two_islands_of_two_stages_are_two_islands_of_one_process(prefix, tmp_path, spec)
+
+
+def test_another_number_of_islands_goes_on_from_the_end_of_a_round(prefix: Path, tmp_path: Path) -> None:
+    islands.test_another_number_of_islands_goes_on_from_the_end_of_a_round(prefix, tmp_path, 3)
+
+
+@pytest.mark.parametrize("phase", ["in step", "in rounds"])
+def test_an_island_that_is_lost_ends_the_others_in_one_line(prefix: Path, tmp_path: Path, phase: str) -> None:
+    islands.test_an_island_that_is_lost_ends_the_others_in_one_line_where_they_need_it(prefix, tmp_path, phase)
+
+
+def test_the_launcher_starts_islands_and_one_that_is_killed_comes_back(prefix: Path, tmp_path: Path) -> None:
+    islands.test_the_launcher_starts_islands_and_one_that_is_killed_comes_back(prefix, tmp_path)
