@@ -15,6 +15,7 @@ import argparse
 import re
 import shutil
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -150,6 +151,21 @@ def curves(out: Path, cases: list[str], seeds: list[int], iterations: int) -> di
     return means
 
 
+def train_all(
+    out: Path, cases: Mapping[str, Sequence[str]], seeds: Sequence[int], iterations: int, continues: bool
+) -> list[str]:
+    """Trains all cases with all seeds. Those that fail say why and leave the others; returns their names."""
+    failed = []
+    for seed in seeds:
+        for case, words in cases.items():
+            try:
+                train(out, case, words, seed, iterations, continues)
+            except SystemExit as error:
+                print(error, file=sys.stderr, flush=True)
+                failed.append(f"{case} (seed {seed})")
+    return failed
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     folder = Path("bench_out/convergence")
@@ -181,11 +197,10 @@ def main() -> None:
     cases = {name: CASES[name] for name in chosen(parser, "--cases", options.cases or usual, CASES, ";")} | own
     names = list(cases)
     out, seeds = options.out.resolve(), [int(seed) for seed in options.seeds.split(",")]
+    failed = []
     if not options.table:
         runs.prepare(out, options.train_bytes)
-        for seed in seeds:
-            for case, words in cases.items():
-                train(out, case, words, seed, options.iterations, continues=not options.no_continuations)
+        failed = train_all(out, cases, seeds, options.iterations, not options.no_continuations)
     found = outcomes(out, names, seeds, options.iterations)
     text = table(found)
     print(text)
@@ -195,6 +210,8 @@ def main() -> None:
     write_record(out / "table.json", made_with, iterations=options.iterations, seeds=seeds, rows=rows)
     draw_outcomes(found, out / "convergence.png")
     draw_curves(curves(out, names, seeds, options.iterations), out / "curves.png")
+    if failed:
+        sys.exit(f"error: not in the table, as they failed (reasons above): {'; '.join(failed)}")
 
 
 if __name__ == "__main__":

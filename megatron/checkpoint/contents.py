@@ -26,7 +26,7 @@ from megatron.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from megatron.checkpoint.storage import check_file_sizes, check_items
 
 State = Literal["complete", "verified", "damaged"]
-"""Files have their sizes; all bytes have their checksums; neither."""
+"""Files have their sizes; all tensors and documents have their checksums; neither."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def look(root: Path, iteration: Iteration, *, verify: bool) -> Contents:
     Args:
         root: the folder of all checkpoints.
         iteration: of the checkpoint.
-        verify: read every byte, and compare the checksums.
+        verify: read all tensors and documents, and compare their checksums.
     """
     folder = checkpoint_folder(root, iteration)
     newest = _tracked(root) == iteration

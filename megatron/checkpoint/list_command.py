@@ -6,8 +6,8 @@
     python tools/ckpt.py ls checkpoints --json
 
 Every checkpoint gets a line, and the newest (or the only one asked for) a description. "complete" means that the table
-of contents is intact and all files have their sizes; --verify reads every byte and compares the checksums. The exit
-status is 2 when one of them is damaged.
+of contents is intact and all files have their sizes; --verify reads all tensors and documents and compares their
+checksums. The exit status is 2 when one of them is damaged.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
     ls = commands.add_parser("ls", help="list checkpoints", description="Lists checkpoints.")
     ls.add_argument("folder", type=Path, metavar="FOLDER", help="what --save wrote to, or one iter_... folder in it")
     ls.add_argument("--iteration", type=int, metavar="N", help="this checkpoint only")
-    ls.add_argument("--verify", action="store_true", help="read every byte and compare the checksums")
+    ls.add_argument("--verify", action="store_true", help="read all tensors and documents and compare their checksums")
     ls.add_argument("--config", action="store_true", help="also print the run's configuration")
     ls.add_argument("--tensors", action="store_true", help="also print each tensor's type and shape")
     ls.add_argument("--json", action="store_true", help="print all of it as JSON")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import convergence_figures
+from benchmarks import convergence, convergence_figures
 from benchmarks.convergence import continued, curves, log_of, outcomes, table
 from benchmarks.convergence_cases import CASES, family, is_flag, read_case
 
@@ -51,6 +51,28 @@ def test_every_case_is_made_of_specs_that_can_be_read() -> None:
         specs = [word for word in words if not is_flag(word)]
         points = sum(len(EXPERT_LEGS.get(spec.partition("=")[0], (None,))) for spec in specs)
         assert len(read_specs(specs, Registry(BUILTIN), RunLength(1000))) == points
+
+
+def test_a_case_that_fails_leaves_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The table has those; the failed one's reason is printed, and the status tells of it."""
+
+    def train(out: Path, case: str, words: Any, seed: int, iterations: int, continues: bool) -> None:
+        if case == "CB+FE":
+            raise SystemExit("error: it is refused")
+        _log(log_of(out, case, seed, iterations), 4.0, 8000.0)
+
+    monkeypatch.setattr(convergence, "train", train)
+    monkeypatch.setattr(convergence.runs, "prepare", lambda *args: None)
+    words = ["bench", "--cases", "dense; CB+FE; PowerSGD", "--seeds", "1,2", "--iterations", "2", "--out", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", words)
+    with pytest.raises(SystemExit, match=r"as they failed .*: CB\+FE \(seed 1\); CB\+FE \(seed 2\)$"):
+        convergence.main()
+    said = capsys.readouterr()
+    assert said.err.count("error: it is refused") == 2
+    assert "| PowerSGD | 2 | 4.0000" in said.out
+    assert (tmp_path / "table.md").read_text().count("\n") == 4
 
 
 def test_each_case_is_compared_with_its_own_model(tmp_path: Path) -> None:
