@@ -34,8 +34,8 @@ def in_words(nbytes: int) -> str:
 def least_needs(config: RunConfig, world_size: int, vocab_size: int | None = None) -> list[Need]:
     """The least memory of a rank of the first pipeline stage, by part.
 
-    Counted are parameters, gradients, optimizer, the widest activations of one micro-batch, and the tokens of a step;
-    what else there is depends on the machine, the compressors and the schedule.
+    Counted are parameters, gradients, optimizer, what rounds of islands keep, the widest activations of a micro-batch,
+    and the tokens of a step; what else there is depends on the machine, the compressors and the schedule.
 
     Args:
         config: the resolved configuration.
@@ -155,7 +155,22 @@ def _bytes_of_a_parameter(config: RunConfig, world_size: int, matrix: bool) -> i
     if config.validation.skip_train:
         return each.weight
     replicas = config.data_parallel_size(world_size) if sharded else 1
-    return each.weight + each.gradient + each.optimizer // replicas
+    return each.weight + each.gradient + each.optimizer // replicas + _bytes_of_rounds(config, replicas)
+
+
+def _bytes_of_rounds(config: RunConfig, replicas: int) -> int:
+    """Bytes of a parameter's anchor, momentum and difference where there are rounds of islands, but for residuals."""
+    from megatron.compression.points import Point  # as above
+    from megatron.compression.schedule import RunLength
+
+    iterations = config.training.planned_iters
+    spec = config.compression.specs(RunLength(iterations)).get(Point.OUTER)
+    if spec is None or iterations is None or spec.activation.warmup_iters >= iterations:
+        return 0
+    number, options = max(_width(config), 4), spec.outer
+    elsewhere = options.offload and config.parallel.distributed_backend == "nccl"
+    kept = 0 if elsewhere else number * (2 if options.momentum else 1)
+    return kept // replicas + number // options.fragments
 
 
 def check_memory(config: RunConfig, world_size: int, there_is: int, where: str, vocab_size: int | None = None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from megatron.config.islands import IslandsConfig
 from megatron.config.recompute import RecomputeConfig

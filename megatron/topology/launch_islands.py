@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import takewhile
 from types import FrameType
 
 import torch
@@ -131,7 +132,8 @@ def visible_gpus() -> list[str]:
     given = os.environ.get(_VISIBLE)
     if given is None:
         return [str(number) for number in range(torch.cuda.device_count())]
-    return [name for word in given.split(",") if (name := word.strip())]
+    names = (word.strip() for word in given.split(","))
+    return list(takewhile(lambda name: name and not name.startswith("-"), names))  # as CUDA reads it
 
 
 def gpus_of(number: int, processes: int, gpus: Sequence[str]) -> dict[str, str]:

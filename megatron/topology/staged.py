@@ -36,20 +36,22 @@ class StagedGroup(Group):
 
     def exchange_parts(self, out: Sequence[Tensor], x: Sequence[Tensor]) -> Pending:
         staged = [_room(part) for part in out]
-        others = [(part, stage) for rank, (part, stage) in enumerate(zip(out, staged, strict=True)) if rank != self.rank]
+        others = [
+            (part, stage) for rank, (part, stage) in enumerate(zip(out, staged, strict=True)) if rank != self.rank
+        ]
         return _landing(super().exchange_parts(staged, [_copied(part) for part in x]), others)
 
     def broadcast(self, x: Tensor, src: int = 0) -> Pending:
-        staged = _copied(x)
-        return _landing(super().broadcast(staged, src), [(x, staged)])
+        staged = _copied(x) if self.rank == src else _room(x)
+        return _landing(super().broadcast(staged, src), [(x, staged)] if self.rank != src else [])
 
     def collect(self, out: Tensor, x: Tensor) -> Pending:
         staged = _room(out)
         return _landing(super().collect(staged, _copied(x)), [(out, staged)] if self.rank == 0 else [])
 
     def distribute(self, x: Tensor) -> Pending:
-        staged = _copied(x)
-        return _landing(super().distribute(staged), [(x, staged)])
+        staged = _copied(x) if self.rank == 0 else _room(x)
+        return _landing(super().distribute(staged), [(x, staged)] if self.rank != 0 else [])
 
     def send(self, x: Tensor, dst: int, tag: int = 0) -> Pending:
         staged = _copied(x)
@@ -62,8 +64,8 @@ class StagedGroup(Group):
 
 
 def _room(x: Tensor) -> Tensor:
-    """Memory of the machine like ``x``; page-locked where the device copies from it."""
-    return torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
+    """Memory of the machine like ``x``. Not page-locked, of which torch's allocator would keep twice as much."""
+    return torch.empty(x.shape, dtype=x.dtype)
 
 
 def _copied(x: Tensor) -> Tensor:

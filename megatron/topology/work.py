@@ -20,18 +20,47 @@ class Work(Protocol):
         """Whether ``wait`` would not block."""
 
 
-@dataclass(frozen=True)
 class Together:
-    """The handle of several operations."""
+    """The handle of several operations.
 
-    parts: Sequence[Work]
+    A message over gloo does not know that it has come before it is waited for. So whoever asks is answered by a thread
+    that waits; nobody else pays for one.
+    """
+
+    def __init__(self, parts: Sequence[Work]) -> None:
+        self._parts = parts
+        self._waiting: Future[None] | None = None
 
     def wait(self) -> None:
-        for part in self.parts:
-            part.wait()
+        if self._waiting is None:
+            self._wait_for_all()
+        else:
+            self._waiting.result()
 
     def is_completed(self) -> bool:
-        return all(part.is_completed() for part in self.parts)
+        if self._waiting is None:
+            self._waiting = in_thread(self._wait_for_all, "messages")
+        return self._waiting.done()
+
+    def _wait_for_all(self) -> None:
+        for part in self._parts:
+            part.wait()
+
+
+def in_thread(call: Callable[[], None], name: str) -> Future[None]:
+    """Carries out a call in a daemon thread: a process that has to end does not wait for peers."""
+    done: Future[None] = Future()
+    threading.Thread(target=_carry_out, args=(call, done), name=name, daemon=True).start()
+    return done
+
+
+def _carry_out(call: Callable[[], None], done: Future[None]) -> None:
+    try:
+        call()
+    except BaseException as error:
+        done.set_exception(error)
+    else:
+        done.set_result(None)
 
 
 class Steps:
@@ -49,13 +78,7 @@ class Steps:
 
     def _main(self) -> None:
         while True:
-            call, done = self._asked.get()
-            try:
-                call()
-            except BaseException as error:
-                done.set_exception(error)
-            else:
-                done.set_result(None)
+            _carry_out(*self._asked.get())
 
     def start(self, call: Callable[[], None]) -> Work:
         """Carries out ``call`` after those before it."""

@@ -19,6 +19,7 @@ from megatron.compression.outer import RoundSchedule
 from megatron.compression.points import Point
 from megatron.config.islands import file_of, folder_of, host_and_port, longest_wait, with_variables
 from megatron.config.run import RunConfig, run_sections
+from megatron.kernels import native
 from megatron.topology.agree import gather_texts, together
 from megatron.topology.errors import CommunicationError
 from megatron.topology.islands import Islands, refusal_of
@@ -188,7 +189,7 @@ def meet_islands(engines: Engines, env: LaunchEnvironment, iteration: int) -> Me
         topology.device,
     )
     in_step = iteration < engines.joint.steps
-    begins = islands.begin(iteration, in_step, _identity(config, env), _fingerprint(engines))
+    begins = islands.begin(iteration, in_step, _identity(config, env, topology.device), _fingerprint(engines))
     if in_step and begins:
         engines.joint.group = islands.group_of(range(section.islands), "joint", seconds)
     return Met(islands, begins)
@@ -225,8 +226,10 @@ def _fingerprint(engines: Engines) -> str:
     return blake2b("\n".join(everyones).encode(), digest_size=8).hexdigest()
 
 
-def _identity(config: RunConfig, env: LaunchEnvironment) -> Mapping[str, str]:
-    """What must be the same on all islands."""
+def _identity(config: RunConfig, env: LaunchEnvironment, device: torch.device) -> Mapping[str, str]:
+    """What must be the same on all islands. Each moves its own anchor, and kernels differ from pure torch in their last
+    digits."""
     sections: dict[str, Any] = {name: getattr(config, name) for name in run_sections()}
-    everything = {"the number of processes": str(env.world_size), **identity_of(sections)}
+    kernels = "none" if native.problem_on(device.type) else "compiled"
+    everything = {"the number of processes": str(env.world_size), "kernels": kernels, **identity_of(sections)}
     return {name: value for name, value in everything.items() if name not in _ITS_OWN}

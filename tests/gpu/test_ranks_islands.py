@@ -34,9 +34,8 @@ def test_another_number_of_islands_goes_on_from_the_end_of_a_round(prefix: Path,
     islands.test_another_number_of_islands_goes_on_from_the_end_of_a_round(prefix, tmp_path, 3)
 
 
-@pytest.mark.parametrize("phase", ["in step", "in rounds"])
-def test_an_island_that_is_lost_ends_the_others_in_one_line(prefix: Path, tmp_path: Path, phase: str) -> None:
-    islands.test_an_island_that_is_lost_ends_the_others_in_one_line_where_they_need_it(prefix, tmp_path, phase)
+def test_an_island_that_is_lost_in_step_ends_the_others_in_one_line(prefix: Path, tmp_path: Path) -> None:
+    islands.test_an_island_that_is_lost_ends_the_others_in_one_line_where_they_need_it(prefix, tmp_path, "in step")
 
 
 def test_the_launcher_starts_islands_and_one_that_is_killed_comes_back(prefix: Path, tmp_path: Path) -> None:

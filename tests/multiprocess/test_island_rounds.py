@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -191,6 +192,25 @@ def test_what_is_sent_and_what_is_left_is_what_was_meant(codec: str) -> None:
         largest = max(largest, float(left.abs().max()))
     assert largest > 1e-6, "nothing was left: the codec is exact here, and the test says nothing"
     assert all(torch.equal(x, islands[1].params[name]) for name, x in islands[0].params.items())
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_all_legs_of_a_transfer_are_on_their_way_while_training_goes_on(count: int) -> None:
+    """Where each has the time to come, nothing is left to be sent when the fragment has to land."""
+    left: list[int] = []
+
+    def look(island: Island, done: int) -> None:
+        assert island.rounds is not None
+        sync, flight = island.rounds.sync, island.rounds.sync.flight
+        if flight is None:
+            return
+        time.sleep(0.2)
+        if done == flight.sent + 3:
+            left.append(len(sync.fragments[flight.fragment].reducer._turns))
+
+    changes = _outer("fixpoint,bits=4,every=4,delay=3,mixing=0.5", training={"global_batch_size": 12})
+    train_islands(count, changes, before_round=look)
+    assert left == [0] * (2 * count)
 
 
 def _rounds_by_hand(loop: _Loop, fragments: int, every: int, delay: int, mixing: float, lr: float, mu: float) -> None:

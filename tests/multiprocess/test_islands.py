@@ -235,6 +235,16 @@ def test_what_islands_cannot_begin_with_ends_all_of_them_in_one_line(prefix: Pat
     assert "error: island 1: " in first
 
 
+def test_islands_without_the_others_kernels_are_refused(prefix: Path, tmp_path: Path) -> None:
+    """Each moves its own anchor, which kernels and pure torch do not do alike to the last digit."""
+    words = tiny_flags(prefix, train_iters=3, compress=["outer=identity,every=1,warmup=0"])
+    with IslandProcesses(2, 1, words, {1: {"MEGATRON_CC_KERNELS": "reference"}}) as running:
+        results = [result for (result,) in running.wait(60)]
+    for result in results:
+        assert result.returncode == 2
+        assert "islands 0 and 1 do not agree: kernels is compiled and none" in result.stderr
+
+
 def test_a_fragment_on_its_way_needs_as_many_fragments(prefix: Path, tmp_path: Path) -> None:
     flags = {**LOCAL, "save": tmp_path / "saved"}
     spec = "outer=identity,every=4,fragments={},delay=1,warmup=0"

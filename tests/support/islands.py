@@ -22,14 +22,23 @@ SCRIPT = "pretrain_gpt.py"
 
 
 class IslandProcesses:
-    """K islands of some ranks each, which all run the same flags; use as a context manager, as ``RankProcesses``."""
+    """K islands of some ranks each, which all run the same flags; use as a context manager, as ``RankProcesses``.
 
-    def __init__(self, islands: int, world_size: int, flags: Sequence[str]) -> None:
+    Args:
+        islands: how many.
+        world_size: ranks of each.
+        flags: flags of the program.
+        env: variables of the environment that some islands have, by number.
+    """
+
+    def __init__(
+        self, islands: int, world_size: int, flags: Sequence[str], env: Mapping[int, Mapping[str, str]] | None = None
+    ) -> None:
         self._store: dist.TCPStore = serve("127.0.0.1", 0)
         self._world_size, self._flags = world_size, [*flags, "--islands", str(islands)]
         self.islands: list[RankProcesses] = []
         for number in range(islands):
-            self.islands.append(self._start(number))
+            self.islands.append(self._start(number, (env or {}).get(number)))
 
     def _start(self, number: int, env: Mapping[str, str] | None = None) -> RankProcesses:
         own = {ISLAND_VARIABLE: str(number), ADDRESS_VARIABLE: f"127.0.0.1:{self._store.port}", **(env or {})}

@@ -64,6 +64,24 @@ def test_muon_has_one_moment_of_matrices_and_two_of_the_rest() -> None:
     assert [need.nbytes for need in plain[1:]] == [need.nbytes for need in muon[1:]]
 
 
+@pytest.mark.parametrize(
+    ("options", "more", "more_of_a_share"),
+    [
+        ("every=1,warmup=0", 12, 4 + 2),  # anchor and momentum, of which a replica has its share, and the difference
+        ("every=1,warmup=0,outer-optimizer=plain", 8, 4 + 1),
+        ("every=2,fragments=2,warmup=0", 10, 2 + 2),
+        ("every=1,warmup=0,offload=on", 12, 4 + 2),  # in the same memory, on CPUs
+        ("every=1,warmup=1.0", 0, 0),
+    ],
+)
+def test_rounds_of_islands_keep_more(options: str, more: int, more_of_a_share: int) -> None:
+    rounds = f"--compress outer=identity,{options}"
+    for sharded, there in (("", more), ("--use-distributed-optimizer", more_of_a_share)):
+        without, with_rounds = (least_needs(_config(f"{sharded} {word}", 4), 4)[0].nbytes for word in ("", rounds))
+        each = 4 + 4 + (2 if sharded else 8)
+        assert with_rounds * each == without * (each + there)
+
+
 def test_layouts_divide_it() -> None:
     layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --make-vocab-size-divisible-by 32"
     whole, part = (

@@ -56,6 +56,8 @@ def test_each_island_is_given_the_other_flags_of_the_launcher() -> None:
         ("4,5", 2, ["4,5", "4,5"]),
         ("4,5,6", 2, ["4,5", "6,4"]),
         ("7", 3, ["7", "7"]),
+        ("0,1,-1,2", 2, ["0,1", "0,1"]),
+        ("-1", 1, [None, None]),
         ("", 1, [None, None]),
         (None, 1, [None, None]),
     ],
