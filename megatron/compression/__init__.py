@@ -1,1 +1,1 @@
-"""Compression algorithms: torch only, never ``torch.distributed``."""
+"""Compression algorithms. They compute by torch and the kernels, and leave all communication to ``comm``."""

@@ -88,6 +88,11 @@ class OuterOptions:
         return self.fragments == 1 and not self.delay and not self.mixing
 
     @property
+    def copies(self) -> int:
+        """Numbers that are kept for a parameter: the anchor, and momentum."""
+        return 2 if self.momentum else 1
+
+    @property
     def momentum(self) -> float:
         """The momentum that acts."""
         usual = 0.0 if self.outer_optimizer == "plain" else 0.9

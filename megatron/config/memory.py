@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron.base.errors import UserError
 from megatron.config.run import RunConfig
+
+if TYPE_CHECKING:
+    from megatron.compression.points import Point
+    from megatron.compression.spec import Spec
 
 _CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB", "EB")
@@ -142,10 +148,15 @@ def parameter_bytes(config: RunConfig, gathers_compressed: bool, matrix: bool = 
 def _gathers_compressed(config: RunConfig) -> bool:
     """Whether a compressor serves the gathers of parameters."""
     from megatron.compression.points import Point  # imports torch, which reading flags does without
+
+    spec = _specs(config).get(Point.PARAM_GATHER)
+    return spec is not None and not spec.identity
+
+
+def _specs(config: RunConfig) -> Mapping[Point, Spec]:
     from megatron.compression.schedule import RunLength
 
-    spec = config.compression.specs(RunLength(config.training.planned_iters)).get(Point.PARAM_GATHER)
-    return spec is not None and not spec.identity
+    return config.compression.specs(RunLength(config.training.planned_iters))
 
 
 def _bytes_of_a_parameter(config: RunConfig, world_size: int, matrix: bool) -> int:
@@ -160,17 +171,14 @@ def _bytes_of_a_parameter(config: RunConfig, world_size: int, matrix: bool) -> i
 
 def _bytes_of_rounds(config: RunConfig, replicas: int) -> int:
     """Bytes of a parameter's anchor, momentum and difference where there are rounds of islands, but for residuals."""
-    from megatron.compression.points import Point  # as above
-    from megatron.compression.schedule import RunLength
+    from megatron.compression.points import Point
 
-    iterations = config.training.planned_iters
-    spec = config.compression.specs(RunLength(iterations)).get(Point.OUTER)
+    spec, iterations = _specs(config).get(Point.OUTER), config.training.planned_iters
     if spec is None or iterations is None or spec.activation.warmup_iters >= iterations:
         return 0
     number, options = max(_width(config), 4), spec.outer
     elsewhere = options.offload and config.parallel.distributed_backend == "nccl"
-    kept = 0 if elsewhere else number * (2 if options.momentum else 1)
-    return kept // replicas + number // options.fragments
+    return (0 if elsewhere else number * options.copies) // replicas + number // options.fragments
 
 
 def check_memory(config: RunConfig, world_size: int, there_is: int, where: str, vocab_size: int | None = None) -> None:

@@ -245,7 +245,7 @@ class OuterCosts:
         spec = self.stages.book.specs(choice)[Point.OUTER]
         schedule = RoundSchedule(spec.outer, min(spec.activation.warmup_iters, iterations), iterations)
         transfers = [self.transfer(choice, fragment) for fragment in range(spec.outer.fragments)]
-        copies = 0 if spec.outer.offload else 2 if spec.outer.momentum else 1
+        copies = 0 if spec.outer.offload else spec.outer.copies
         memory = self._memory_bytes(choice, copies, transfers)
         inside_s = self._inside_s(choice, spec.outer.fragments)
         compressed = spec.outer.in_step == "compressed"

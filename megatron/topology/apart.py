@@ -22,8 +22,8 @@ def group_apart(
     own: int,
     name: str,
     seconds: float,
-    address: str | None = None,
-    device: torch.device = CPU,
+    address: str | None,
+    device: torch.device,
 ) -> Group:
     """Makes a group that torch's world knows nothing of; a failure in it leaves the world as it is.
 

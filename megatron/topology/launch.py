@@ -6,10 +6,8 @@ import json
 import os
 import re
 import socket
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,6 +19,7 @@ import torch.distributed as dist
 
 from megatron.base.errors import UserError, first_line
 from megatron.topology.errors import CommunicationError
+from megatron.topology.work import in_thread
 
 _NUMBER = re.compile(r"\s*-?[0-9]{1,18}\s*", re.ASCII)
 _MOST_LOCAL = 1 << 16
@@ -191,15 +190,7 @@ def meet(env: LaunchEnvironment, timeout_minutes: float) -> dist.Store:
 
 def _within(seconds: float, call: Callable[[], _T]) -> _T:
     """Returns or raises what a call does; TimeoutError when it takes longer, in a thread that is left behind."""
-    done: Future[_T] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(call())
-        except BaseException as error:
-            done.set_exception(error)
-
-    threading.Thread(target=run, name="rendezvous", daemon=True).start()
+    done = in_thread(call, "rendezvous")
     try:
         return done.result(seconds)
     except FutureTimeoutError:

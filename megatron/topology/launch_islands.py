@@ -22,8 +22,8 @@ from megatron.topology.meeting_place import serve
 
 PARENT_VARIABLE = "MEGATRON_ISLANDS_LAUNCHER"
 """Process id of the launcher of all islands, with which the launcher of each ends."""
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
 ISLAND, ADDRESS = "MEGATRON_ISLAND", "MEGATRON_ISLANDS_ADDRESS"
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _OWN = ("islands", "nproc-per-node", "nproc_per_node", "standalone", "serve-islands", "island", "islands-address")
 
 Say = Callable[[str], None]
@@ -115,14 +115,14 @@ def launch_islands(argv: Sequence[str], arguments: argparse.Namespace, say: Say)
         return 1
     script = [arguments.training_script, *arguments.training_script_args]
     words = [*_without_own(argv[: len(argv) - len(script)]), "--standalone"]
-    islands = []
     processes = int(arguments.nproc_per_node) // arguments.islands
+    words += [f"--nproc-per-node={processes}", f"--islands={arguments.islands}"]
+    islands = []
     gpus = visible_gpus()
     for number in range(arguments.islands):
         env = os.environ | {PARENT_VARIABLE: str(os.getpid()), ADDRESS: f"{host}:{store.port}", ISLAND: str(number)}
         env |= gpus_of(number, processes, gpus)
-        own = [f"--nproc-per-node={processes}", f"--islands={arguments.islands}", f"--island={number}"]
-        islands.append(subprocess.Popen([sys.executable, sys.argv[0], *words, *own, *script], env=env))
+        islands.append(subprocess.Popen([sys.executable, sys.argv[0], *words, f"--island={number}", *script], env=env))
     _forward_signals(islands)
     return _wait(islands, say)
 

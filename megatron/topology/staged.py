@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -23,23 +23,21 @@ class StagedGroup(Group):
         return _landing(super().all_reduce(staged, op), [(x, staged)])
 
     def all_gather(self, out: Tensor, x: Tensor) -> Pending:
-        staged = _room(out)
-        return _landing(super().all_gather(staged, _copied(x)), [(out, staged)])
+        return _through(super().all_gather, out, x)
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Pending:
-        staged = _room(out)
-        return _landing(super().reduce_scatter(staged, _copied(x)), [(out, staged)])
+        return _through(super().reduce_scatter, out, x)
 
     def exchange(self, out: Tensor, x: Tensor) -> Pending:
-        staged = _room(out)
-        return _landing(super().exchange(staged, _copied(x)), [(out, staged)])
+        return _through(super().exchange, out, x)
 
     def exchange_parts(self, out: Sequence[Tensor], x: Sequence[Tensor]) -> Pending:
-        staged = [_room(part) for part in out]
-        others = [
-            (part, stage) for rank, (part, stage) in enumerate(zip(out, staged, strict=True)) if rank != self.rank
-        ]
-        return _landing(super().exchange_parts(staged, [_copied(part) for part in x]), others)
+        # The own part stays where it is.
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        staged, given = list(out), list(x)
+        for rank in others:
+            staged[rank], given[rank] = _room(out[rank]), _copied(x[rank])
+        return _landing(super().exchange_parts(staged, given), [(out[rank], staged[rank]) for rank in others])
 
     def broadcast(self, x: Tensor, src: int = 0) -> Pending:
         staged = _copied(x) if self.rank == src else _room(x)
@@ -70,6 +68,12 @@ def _room(x: Tensor) -> Tensor:
 
 def _copied(x: Tensor) -> Tensor:
     return _room(x).copy_(x)
+
+
+def _through(call: Callable[[Tensor, Tensor], Pending], out: Tensor, x: Tensor) -> Pending:
+    """An operation from ``x`` to ``out``."""
+    staged = _room(out)
+    return _landing(call(staged, _copied(x)), [(out, staged)])
 
 
 def _landing(pending: Pending, landings: Sequence[tuple[Tensor, Tensor]]) -> Pending:

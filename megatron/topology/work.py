@@ -7,7 +7,9 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+T = TypeVar("T")
 
 
 class Work(Protocol):
@@ -47,20 +49,18 @@ class Together:
             part.wait()
 
 
-def in_thread(call: Callable[[], None], name: str) -> Future[None]:
+def in_thread(call: Callable[[], T], name: str) -> Future[T]:
     """Carries out a call in a daemon thread: a process that has to end does not wait for peers."""
-    done: Future[None] = Future()
+    done: Future[T] = Future()
     threading.Thread(target=_carry_out, args=(call, done), name=name, daemon=True).start()
     return done
 
 
-def _carry_out(call: Callable[[], None], done: Future[None]) -> None:
+def _carry_out(call: Callable[[], T], done: Future[T]) -> None:
     try:
-        call()
+        done.set_result(call())
     except BaseException as error:
         done.set_exception(error)
-    else:
-        done.set_result(None)
 
 
 class Steps:

@@ -65,7 +65,7 @@ class _Loop:
         return found
 
 
-def _same(islands: list[Island], loop: _Loop, limit: float = 0.0) -> None:
+def _assert_same(islands: list[Island], loop: _Loop, limit: float = 0.0) -> None:
     for island, flat in zip(islands, loop.flats, strict=True):
         torch.testing.assert_close(island.engines.buffers[0].params_flat, flat, rtol=limit, atol=limit)
     for island, wanted in zip(islands, loop.islands, strict=True):
@@ -113,8 +113,8 @@ def test_every_step_exact_is_plain_averaging(changes: Changes) -> None:
             flat.copy_(anchor - mean)
         for flat in plain.flats:
             flat.copy_(average)
-    _same(islands, exact, 0.0 if count == 2 else 1e-12)  # three are summed in another order
-    _same(islands, plain, 1e-11)
+    _assert_same(islands, exact, 0.0 if count == 2 else 1e-12)  # three are summed in another order
+    _assert_same(islands, plain, 1e-11)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_one_island_is_torchs_sgd_on_the_same_differences(options: str, settings
             slow.grad = slow.detach() - loop.flats[0]
             outer.step()
             loop.flats[0].copy_(slow.detach())
-    _same([island], loop, 1e-11)
+    _assert_same([island], loop, 1e-11)
     assert [record["iteration"] for record in island.records] == [3, 6, 9, 12]
 
 
@@ -253,7 +253,7 @@ def test_fragments_delay_and_mixing_are_what_a_plain_loop_does(fragments: int, d
     islands = train_islands(2, _outer(words, **training))
     loop = _Loop(2, training)
     _rounds_by_hand(loop, fragments, 4, delay, mixing, 0.5, 0.8)
-    _same(islands, loop, 1e-11)
+    _assert_same(islands, loop, 1e-11)
     assert torch.equal(*(island.engines.buffers[0].params_flat for island in islands))
     hidden = [record["hidden"] for record in islands[0].records if "hidden" in record]
     assert (len(hidden) > 0) == (delay > 0)

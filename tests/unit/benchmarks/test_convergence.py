@@ -65,17 +65,8 @@ def test_a_case_that_fails_leaves_the_others(
 
     monkeypatch.setattr(convergence, "train", train)
     monkeypatch.setattr(convergence.runs, "prepare", lambda *args: None)
-    words = [
-        "bench",
-        "--cases",
-        "dense; CB+FE; PowerSGD",
-        "--seeds",
-        "1,2",
-        "--iterations",
-        "2",
-        "--out",
-        str(tmp_path),
-    ]
+    rest = ["--seeds", "1,2", "--iterations", "2", "--out", str(tmp_path)]
+    words = ["bench", "--cases", "dense; CB+FE; PowerSGD", *rest]
     monkeypatch.setattr("sys.argv", words)
     with pytest.raises(SystemExit, match=r"as they failed .*: CB\+FE \(seed 1\); CB\+FE \(seed 2\)$"):
         convergence.main()

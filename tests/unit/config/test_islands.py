@@ -10,6 +10,7 @@ import pytest
 from megatron.base.errors import UserError
 from megatron.config.flags import parse_args
 from megatron.config.islands import IslandsConfig, with_variables
+from megatron.config.run import RunConfig
 from megatron.training.islands import of_island
 
 BASE = [
@@ -42,8 +43,8 @@ MET = ["--islands", "2", "--island", "0", "--islands-address", "127.0.0.1:29600"
 OUTER = ["--compress", "outer=identity,every=10,warmup=10"]
 
 
-def _resolve(words: list[str], world_size: int = 1) -> None:
-    parse_args([*BASE, *words]).resolve(world_size, cuda_available="nccl" in words)
+def _resolve(words: list[str], world_size: int = 1) -> RunConfig:
+    return parse_args([*BASE, *words]).resolve(world_size, cuda_available="nccl" in words)
 
 
 def test_islands_share_the_global_batch() -> None:
@@ -82,7 +83,9 @@ def test_what_cannot_work_is_refused_in_one_line(words: list[str], reason: str) 
 
 
 def test_islands_train_on_gpus() -> None:
-    _resolve([*MET, *OUTER, "--distributed-backend", "nccl"], 2)
+    config = _resolve([*MET, *OUTER, "--distributed-backend", "nccl"], 2)
+    assert config.islands.several
+    assert config.parallel.distributed_backend == "nccl"
 
 
 def test_the_launchers_variables_fill_what_is_not_given() -> None:
