@@ -153,4 +153,6 @@ OPERATORS = (
     "dequantize_tiles",
     "tile_errors",
     "mark_tiles",
+    "product",
+    "grouped_product",
 )

@@ -253,26 +253,3 @@ def combine_rows_back(grad_th: Tensor, rows_rh: Tensor, places_tk: Tensor, weigh
     grad_rh, grad_tk = torch.empty_like(rows_rh), torch.empty_like(weights_tk)
     native.operators().combine_rows_back(grad_th.contiguous(), rows_rh, places_tk, weights_tk, grad_rh, grad_tk)
     return grad_rh, grad_tk
-
-
-def add_product_(total_nm: Tensor, a_tn: Tensor, b_tm: Tensor, fresh: bool = False) -> None:
-    """``total += a^T b`` in one pass over the total, which may be wider than the factors.
-
-    Args:
-        total_nm: the total, of the factors' dtype, or fp32 beside bf16 or fp16 factors. On CUDA the product
-            is accumulated in it, and is never rounded to the factors' type; ``reference.add_product_`` rounds it.
-        a_tn, b_tm: the factors, of one type.
-        fresh: the total holds nothing yet, not even zeros.
-    """
-    beta = 0 if fresh else 1
-    if total_nm.dtype == a_tn.dtype:
-        torch.addmm(total_nm, a_tn.t(), b_tm, beta=beta, out=total_nm)
-    elif adds_wide_products(total_nm):
-        torch.addmm(total_nm, a_tn.t(), b_tm, out_dtype=total_nm.dtype, beta=beta, out=total_nm)
-    else:
-        reference.add_product_(total_nm, a_tn, b_tm, fresh)
-
-
-def adds_wide_products(total: Tensor) -> bool:
-    """Whether torch has products of half-precision factors that add in fp32, on this tensor's device."""
-    return total.is_cuda and total.dtype == torch.float32

@@ -25,7 +25,7 @@ from megatron.model.mlp import ACTIVATIONS, MLP
 from megatron.model.router import Router, Routing
 from megatron.model.rows import Choices, choices_by_node, choices_of_rows, collected, combined, dispatched, order_of
 from megatron.parallel.tensor.grouped import grouped_linear, groups_products
-from megatron.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from megatron.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear, linear
 from megatron.parallel.tensor.shards import ParamSpec, ShardedModule, with_partial_grad
 
 
@@ -72,7 +72,7 @@ class Expert(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         """Rows (r, h) to this tensor-parallel rank's part of the outputs' sum."""
-        return F.linear(self.activation(F.linear(rows, *self.up)), *self.down)
+        return linear(self.activation(linear(rows, *self.up)), *self.down)
 
 
 def _grouped(rows: Tensor, layers: Sequence[tuple[Tensor, Tensor | None]], counts: Tensor) -> Tensor:
@@ -240,7 +240,7 @@ class Experts(nn.Module):
     def _compute(self, rows: Tensor, counts: Tensor) -> Tensor:
         """The outputs of rows that lie by expert. Experts without rows get gradients of zero."""
         experts = cast("list[Expert]", list(self.experts.values()))
-        if groups_products(rows, experts[0].up[0]):
+        if groups_products(rows, [expert.up[0] for expert in experts]):
             inner = _grouped(rows, [expert.up for expert in experts], counts)
             return _grouped(experts[0].activation(inner), [expert.down for expert in experts], counts)
         parts = rows.split(counts.tolist())

@@ -48,7 +48,7 @@ def test_products_in_one_launch_are_those_of_a_loop(biases: bool) -> None:
     for loop in (False, True):
         given = x_sbh.clone().requires_grad_()
         layer.zero_grad()
-        with mock.patch("megatron.model.experts.groups_products", lambda rows, weight, off=loop: not off):
+        with mock.patch("megatron.model.experts.groups_products", lambda rows, weights, off=loop: not off):
             out_sbh, _ = layer(given, ForwardContext())
         out_sbh.float().square().sum().backward()
         found.append([out_sbh.detach(), given.grad, *(param.grad for param in layer.parameters())])

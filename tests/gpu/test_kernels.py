@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.kernels import native, ops
+from megatron.kernels import native, ops, products
 from megatron.kernels.grid import Grid, Role, ScaleLayout, ScaleMethod
 from tests.support import float8 as float8_checks
 from tests.support import kernels as checks
@@ -101,9 +101,9 @@ def test_a_product_adds_in_a_wider_total(dtype: torch.dtype) -> None:
     a, b = (checks.noise((512, 256), seed, DEVICE, dtype) for seed in (1, 2))
     total = checks.noise((256, 256), 3, DEVICE)
     wanted = total.double() + a.double().t() @ b.double()
-    ops.add_product_(total, a, b)
+    products.add_product_(total, a, b)
     torch.testing.assert_close(total.double(), wanted, rtol=1e-5, atol=1e-3)
-    ops.add_product_(total.fill_(torch.nan), a, b, fresh=True)
+    products.add_product_(total.fill_(torch.nan), a, b, fresh=True)
     torch.testing.assert_close(total.double(), a.double().t() @ b.double(), rtol=1e-5, atol=1e-3)
 
 

@@ -76,6 +76,15 @@ typedef struct {
   int x_dtype, out_dtype, scale_dtype;
 } mcc_float8;
 
+/* c (m x n, rows c_row apart) = or += a (m x k) times b (k x n), in fp32. Element (i, j) of a factor lies at i * row + j *
+ * column. */
+typedef struct {
+  const float *a, *b;
+  float *c;
+  int64_t m, n, k, a_row, a_column, b_row, b_column, c_row;
+  int add;
+} mcc_product;
+
 /* What a call runs in. CPU kernels use none of it. */
 typedef struct {
   void *stream;                                     /* CUDA's */
@@ -119,10 +128,15 @@ typedef struct {
   void (*tile_errors)(const mcc_context *, const mcc_codec *, float *errors);
   /* A map of ``bytes`` with the bits of ascending indices. */
   void (*mark_tiles)(const mcc_context *, const int64_t *indices, int64_t count, uint8_t *map, int64_t bytes);
+  /* Products one after another, of processors with AVX2; else null. */
+  void (*products)(const mcc_context *, const mcc_product *list, int64_t count);
 } mcc_table;
 
 /* The table for this processor, chosen once; "baseline" etc. in *name. */
 const mcc_table *mcc_cpu(const char **name);
+
+/* Whether this processor has products that are faster than those of torch's library. */
+int mcc_cpu_multiplies(void);
 
 /* The table for CUDA devices. */
 const mcc_table *mcc_cuda(void);

@@ -161,7 +161,8 @@ def _plan_buckets(
     return buckets
 
 
-_Params = Sequence[tuple[str, str, ParamSpec, nn.Parameter]]
+_Param = tuple[str, str, ParamSpec, nn.Parameter]
+_Params = Sequence[_Param]
 
 
 def _fill(members: _Params, bucket_elements: int | None) -> list[_Params]:
@@ -176,10 +177,18 @@ def _fill(members: _Params, bucket_elements: int | None) -> list[_Params]:
     return parts
 
 
-def _equal_shapes_adjoin(members: _Params) -> list[tuple[str, str, ParamSpec, nn.Parameter]]:
-    """Orders matrices before vectors and equal shapes adjacently, so that compressors get stacks without a copy."""
+def _equal_shapes_adjoin(members: _Params) -> list[_Param]:
+    """Orders matrices before vectors and equal shapes adjacently, so that compressors get stacks without a copy.
+
+    Those of experts are in the model's order, not in that of backward, so that grouped products get theirs, too.
+    """
     shapes = list(dict.fromkeys(member[3].shape for member in members))
-    return sorted(members, key=lambda member: (member[3].dim() < 2, shapes.index(member[3].shape)))
+
+    def place(numbered: tuple[int, _Param]) -> tuple[bool, int, bool, int]:
+        number, (_, _, spec, param) = numbered
+        return param.dim() < 2, shapes.index(param.shape), spec.of_expert, -number if spec.of_expert else number
+
+    return [member for _, member in sorted(enumerate(members), key=place)]
 
 
 def named_params(

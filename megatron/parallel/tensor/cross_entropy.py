@@ -19,7 +19,8 @@ from torch import Tensor
 
 from megatron.comm.tensor import TensorComm
 from megatron.compression.points import Point
-from megatron.kernels.ops import add_product_, cross_entropy
+from megatron.kernels.ops import cross_entropy
+from megatron.kernels.products import add_product_, product
 from megatron.parallel.tensor.embedding import VocabShard
 
 _GROUP_ELEMENTS = {"cpu": 1 << 26}
@@ -83,7 +84,7 @@ class _HeadLoss(torch.autograd.Function):
         x_th = full.reshape(-1, full.shape[-1])
         scale_t = (weights_t * grad).to(lse_t.dtype)
         cross_entropy(logits, labels_t, ctx.valid_rows, lse_t, weights_t=scale_t)
-        grad_x, grad_weight = logits @ weight, logits.t() @ x_th
+        grad_x, grad_weight = product(logits, weight), product(logits.t(), x_th)
         grad_bias = _sum_of_rows(logits).to(logits.dtype) if ctx.biased else None
         grad_x = grad_x.view(ctx.shape)
         pending = comm.start_reduce(grad_x, Point.TP_BWD, scatter=comm.sequence_parallel)
@@ -141,13 +142,13 @@ def _fused_forward(
     grad_bias = None if bias_v is None else torch.zeros_like(bias_v, dtype=accumulate)
     space = x_th.new_empty((groups[0].stop if groups else 0, weight_vh.shape[0]))
     for group in groups:
-        logits = torch.mm(x_th[group], weight_vh.t(), out=space[: group.stop - group.start])
+        logits = product(x_th[group], weight_vh.t(), space[: group.stop - group.start])
         if bias_v is not None:
             logits.add_(bias_v)
         scales = scale_t[group] if with_grad else None
         cross_entropy(logits, labels_t[group], shard.valid_rows, lse_t[group], target_t[group], scales)
         if with_grad:
-            torch.mm(logits, weight_vh, out=grad_x[group])
+            product(logits, weight_vh, grad_x[group])
             add_product_(grad_w, logits, x_th[group], fresh=group.start == 0)
             if grad_bias is not None:
                 grad_bias.add_(_sum_of_rows(logits))
@@ -164,7 +165,7 @@ def _split_forward(
     here_t = (local_t >= 0) & (local_t < shard.valid_rows)
     local_t = torch.where(here_t, local_t, -1)
     stats = torch.empty((2, x_th.shape[0]), dtype=accumulate, device=x_th.device)
-    logits = x_th @ weight_vh.t()
+    logits = product(x_th, weight_vh.t())
     if bias_v is not None:
         logits.add_(bias_v)
     cross_entropy(logits, local_t, shard.valid_rows, stats[0], stats[1])

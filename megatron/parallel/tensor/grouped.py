@@ -6,32 +6,42 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from megatron.kernels.products import grouped_product, multiplies
 
 _ALIGNED = 16
 """Bytes to which the rows of all factors must be aligned."""
 
 
-def stacked(weights: Sequence[Tensor]) -> Tensor:
-    """Equally shaped tensors as one, (n, *shape): a view of their memory where they lie one behind the other."""
+def adjacent(weights: Sequence[Tensor]) -> bool:
+    """Whether equally shaped tensors lie one behind the other, as gradient buffers put parameters of one shape."""
     first = weights[0]
     memory, start = first.untyped_storage()._cdata, first.storage_offset()
-    # Gradient buffers put parameters of one shape next to each other.
-    if all(
+    return all(
         w.is_contiguous() and w.untyped_storage()._cdata == memory and w.storage_offset() == start + n * first.numel()
         for n, w in enumerate(weights)
-    ):
+    )
+
+
+def stacked(weights: Sequence[Tensor]) -> Tensor:
+    """Equally shaped tensors as one, (n, *shape): a view of their memory where they are adjacent."""
+    first = weights[0]
+    if adjacent(weights):
         shape = (len(weights), *first.shape)
         return torch.as_strided(first.detach(), shape, (first.numel(), *first.stride()))
     return torch.stack([weight.detach() for weight in weights])
 
 
-def groups_products(rows: Tensor, weight: Tensor) -> bool:
+def groups_products(rows: Tensor, weights: Sequence[Tensor]) -> bool:
     """Whether ``grouped_linear`` takes rows (r, in) and weights (out, in) of this device, dtype and width.
 
-    It takes those of the meta device, on which the costs of an accelerator are counted.
+    It takes those of the meta device, on which the costs of an accelerator are counted. On CPUs it takes adjacent
+    weights, where this library has the products itself.
     """
+    weight = weights[0]
+    if rows.is_cpu:
+        return multiplies(rows, weight) and adjacent(weights)
     aligned = not any(width * rows.element_size() % _ALIGNED for width in (rows.shape[1], weight.shape[0]))
     return (rows.is_cuda or rows.is_meta) and rows.dtype is torch.bfloat16 and aligned
 
@@ -42,14 +52,14 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, ends_g: Tensor, *weights: Tensor) -> Tensor:
         ctx.save_for_backward(rows, ends_g, *weights)
-        return F.grouped_mm(rows, stacked(weights).transpose(1, 2), offs=ends_g)
+        return grouped_product(rows, stacked(weights).transpose(1, 2), ends_g)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, ends_g, *weights = ctx.saved_tensors
         grad = grad.contiguous()
-        grad_rows = F.grouped_mm(grad, stacked(weights), offs=ends_g)
-        grads_goi = F.grouped_mm(grad.t(), rows, offs=ends_g)
+        grad_rows = grouped_product(grad, stacked(weights), ends_g)
+        grads_goi = grouped_product(grad.t(), rows, ends_g)
         return grad_rows, None, *grads_goi.unbind()
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megatron.comm.tensor import TensorComm, leave_parallel_region
 from megatron.compression.points import Point
 from megatron.kernels.fp8 import fits
+from megatron.kernels.products import multiplies
 from megatron.parallel.tensor.products import EXACT, LinearProducts, Recipe, products_of
 from megatron.parallel.tensor.shards import ParamSpec, ShardedModule, with_partial_grad
 
@@ -46,6 +47,14 @@ class _Linear(torch.autograd.Function):
         return grad_x if pending is None else pending.wait(), grad_weight, grad_bias, None, None
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x W^T + b of one rank, for x (..., in)."""
+    if not multiplies(x, weight):
+        return F.linear(x, weight, bias)
+    result: Tensor = _Linear.apply(x, weight, bias, EXACT, None)
+    return result
+
+
 class _SplitLinear(ShardedModule):
     """What both kinds of split layers have.
 
@@ -65,7 +74,7 @@ class _SplitLinear(ShardedModule):
         fitting = self.products is not EXACT and fits(tokens, *weight.shape)
         products = self.products if fitting else EXACT
         if products is EXACT and comm is None:
-            return F.linear(x_sbh, weight, bias)
+            return linear(x_sbh, weight, bias)
         result: Tensor = _Linear.apply(x_sbh, weight, bias, products, comm)
         return result
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.comm.tensor import TensorComm
 from megatron.kernels import fp8
+from megatron.kernels.products import linear, product
 
 Recipe = Literal["tensorwise", "rowwise"]
 Scales = tuple[Tensor, ...]
@@ -38,13 +38,13 @@ class ExactProducts:
     """In the type of the factors."""
 
     def output(self, x: Tensor, weight_oi: Tensor, bias_o: Tensor | None) -> tuple[Tensor, Scales]:
-        return F.linear(x, weight_oi, bias_o), ()
+        return linear(x, weight_oi, bias_o), ()
 
     def grad_input(self, grad: Tensor, weight_oi: Tensor, scales: Scales) -> tuple[Tensor, Scales]:
-        return grad @ weight_oi, ()
+        return _shaped(product(_rows(grad), weight_oi), grad), ()
 
     def grad_weight(self, grad: Tensor, x: Tensor, scales: Scales) -> Tensor:
-        return _rows(grad).t() @ _rows(x)
+        return product(_rows(grad).t(), _rows(x))
 
 
 EXACT = ExactProducts()

@@ -298,6 +298,8 @@ def _operands() -> dict[str, tuple[object, ...]]:
             8,
         ),
         "mark_tiles": (index, torch.zeros(1, dtype=torch.uint8)),
+        "product": (rows, torch.randn(8, 3), torch.zeros(4, 3), True),
+        "grouped_product": (rows, torch.randn(2, 8, 3), torch.tensor([1, 4], dtype=torch.int32), torch.zeros(4, 3)),
     }
 
 
@@ -310,7 +312,7 @@ def test_torch_finds_nothing_wrong_with_an_operator(name: str) -> None:
 def test_every_operator_is_in_the_list() -> None:
     assert native.problem() is None
     registered = {n.split("::")[1].split(".")[0] for n in torch._C._dispatch_get_all_op_names() if "megatron_cc::" in n}
-    assert registered - {"sources"} == set(native.OPERATORS) == set(_operands())
+    assert registered - {"sources", "multiplies"} == set(native.OPERATORS) == set(_operands())
 
 
 def test_a_library_of_other_sources_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,6 +376,15 @@ def test_operators_compile_in_one_graph() -> None:
         ("dequantize_tiles", 7, 1),
         ("tile_errors", 3, torch.zeros(7)),
         ("mark_tiles", 0, torch.tensor([1, 8])),
+        ("product", 0, torch.randn(4, 8).double()),
+        ("product", 1, torch.randn(7, 3)),
+        ("product", 2, torch.zeros(3, 4).t()),
+        ("product", 2, torch.zeros(4, 4)),
+        ("grouped_product", 1, torch.randn(3, 8, 3)),
+        ("grouped_product", 2, torch.tensor([3, 2], dtype=torch.int32)),
+        ("grouped_product", 2, torch.tensor([1, 5], dtype=torch.int32)),
+        ("grouped_product", 2, torch.tensor([1, 4])),
+        ("grouped_product", 3, torch.zeros(5, 3)),
     ],
 )
 def test_operands_that_do_not_fit_are_refused(name: str, place: int, value: object) -> None:

@@ -20,8 +20,10 @@ from megatron.config.check_model import check_model
 from megatron.config.model import ModelConfig, resolve_model
 from megatron.model.context import ExpertContext, ForwardContext
 from megatron.model.experts import Expert, Experts
-from megatron.parallel.tensor.grouped import stacked
+from megatron.parallel.data.buffer import FlatBuffer, named_params
+from megatron.parallel.tensor.grouped import adjacent, stacked
 from megatron.parallel.tensor.random import DropoutKeys
+from megatron.parallel.tensor.shards import collect_specs
 from megatron.topology.topology import single_process
 from tests.support.tiny import tiny_gpt
 
@@ -127,7 +129,7 @@ def test_grouped_products_are_those_of_the_loop(form: dict[str, Any], adjoining:
     for grouped in (False, True):
         x_sbh.requires_grad_().grad = None
         layer.zero_grad()
-        with mock.patch("megatron.model.experts.groups_products", lambda rows, weight, on=grouped: on):
+        with mock.patch("megatron.model.experts.groups_products", lambda rows, weights, on=grouped: on):
             out_sbh, _ = layer(x_sbh, ForwardContext())
         out_sbh.square().sum().backward()
         found.append([out_sbh.detach(), x_sbh.grad, *(param.grad for param in layer.parameters())])
@@ -135,6 +137,20 @@ def test_grouped_products_are_those_of_the_loop(form: dict[str, Any], adjoining:
         torch.testing.assert_close(own, wanted, rtol=1e-4, atol=1e-4)
     zero = [not grad.any() for grad in found[1][2:]]
     assert any(zero)
+
+
+@pytest.mark.parametrize("bucket_elements", [None, 1])
+def test_gradient_buffers_lay_experts_out_for_grouped_products(bucket_elements: int | None) -> None:
+    """No copy of the weights is made where a bucket holds all of a layer's experts."""
+    layers = [_layer(num_experts=[4], swiglu=True, add_bias_linear=False) for _ in range(2)]
+    model = nn.ModuleList(layers)
+    FlatBuffer(named_params(collect_specs(model), model), torch.float64, single_process("cpu").dp, bucket_elements)
+    for layer in layers:
+        experts = [expert for expert in layer.experts.values() if isinstance(expert, Expert)]
+        for weights in ([expert.up[0] for expert in experts], [expert.down[0] for expert in experts]):
+            assert adjacent(weights) == (bucket_elements is None)
+            assert (stacked(weights).data_ptr() == weights[0].data_ptr()) == (bucket_elements is None)
+            assert torch.equal(stacked(weights), torch.stack([weight.detach() for weight in weights]))
 
 
 def test_an_expert_without_tokens_has_a_gradient_of_zero() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan
 from megatron.comm.tensor import TensorComm
-from megatron.kernels import ops, reference
+from megatron.kernels import products, reference
 from megatron.parallel.tensor import cross_entropy
 from megatron.parallel.tensor.cross_entropy import head_loss
 from megatron.parallel.tensor.embedding import VocabShard
@@ -69,16 +69,16 @@ def test_a_product_adds_in_a_wider_total(dtype: torch.dtype, monkeypatch: pytest
     half_of_a_place = {torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
     for fresh in (False, True):
         total = torch.full_like(held_nm, torch.nan) if fresh else held_nm.clone()
-        ops.add_product_(total, a_tn, b_tm, fresh)
+        products.add_product_(total, a_tn, b_tm, fresh)
         wanted = exact if fresh else held_nm.double() + exact
         off = (total.double() - wanted).abs()
         assert (off <= half_of_a_place * exact.abs() + 1e-4 * (not fresh) + 1e-5).all()
     calls = []
-    monkeypatch.setattr(ops, "adds_wide_products", lambda total: True)
+    monkeypatch.setattr(products, "adds_wide_products", lambda total: True)
     monkeypatch.setattr(torch, "addmm", lambda *args, **more: calls.append((args, more)))
     monkeypatch.setattr(reference, "add_product_", None)
-    ops.add_product_(held_nm, a_tn, b_tm)
-    ops.add_product_(held_nm, a_tn, b_tm, fresh=True)
+    products.add_product_(held_nm, a_tn, b_tm)
+    products.add_product_(held_nm, a_tn, b_tm, fresh=True)
     for (args, more), beta in zip(calls, (1, 0), strict=True):
         assert args[0] is held_nm
         assert args[1].shape == (7, 40)
@@ -90,7 +90,7 @@ def test_a_product_adds_in_a_wider_total(dtype: torch.dtype, monkeypatch: pytest
 def test_a_product_adds_in_a_total_of_its_own_type(dtype: torch.dtype) -> None:
     a_tn, b_tm, held_nm = (_rand(seed, *shape).to(dtype) for seed, shape in ((1, (40, 7)), (2, (40, 5)), (3, (7, 5))))
     total = held_nm.clone()
-    ops.add_product_(total, a_tn, b_tm)
+    products.add_product_(total, a_tn, b_tm)
     torch.testing.assert_close(total, held_nm + a_tn.t() @ b_tm)
-    ops.add_product_(total.fill_(torch.nan), a_tn, b_tm, fresh=True)
+    products.add_product_(total.fill_(torch.nan), a_tn, b_tm, fresh=True)
     torch.testing.assert_close(total, a_tn.t() @ b_tm)

@@ -6,6 +6,14 @@
 #define MCC_PEXT 1
 #define MCC_FMA(a, b, c) __builtin_fmaf(a, b, c)
 #define MCC_AVX512 1
+#define MCC_PRODUCTS 0
+#define MCC_OTHER_PRODUCTS &avx2::products
+
+namespace mcc {
+namespace avx2 {
+void products(const mcc_context *, const mcc_product *list, int64_t count);
+}
+}  // namespace mcc
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,bmi,bmi2,f16c"))), apply_to = function)
 #include "kernels.h"

@@ -38,10 +38,17 @@ inline int thread_count() {
 
 #include "rows.inl"
 
+#if MCC_PRODUCTS
+#include "products.inl"
+#else
+constexpr auto products = MCC_OTHER_PRODUCTS;
+#endif
+
 extern const mcc_table table;
 const mcc_table table = {
     quantize, dequantize, abs_topk, dilate, gather, scatter_add, finite_norm, histogram, orthonormalize,
     cross_entropy, combine_rows, combine_rows_back, float8_encode, float8_decode, tile_errors, mark_tiles,
+    products,
 };
 
 }  // namespace MCC_ISA

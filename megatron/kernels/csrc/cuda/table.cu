@@ -27,6 +27,7 @@ void mark_tiles(const mcc_context *, const int64_t *, int64_t, uint8_t *, int64_
 static const mcc_table table = {
     quantize, dequantize, abs_topk, dilate, gather, scatter_add, finite_norm, histogram, orthonormalize,
     cross_entropy, combine_rows, combine_rows_back, float8_encode, float8_decode, tile_errors, mark_tiles,
+    nullptr,
 };
 
 }  // namespace cuda

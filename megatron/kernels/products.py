@@ -1,0 +1,109 @@
+"""Matrix products: this library's own in fp32 on the processors where they are faster than torch's, else torch's.
+
+A number of an own product is summed in an order that depends on the inner dimension alone: not on the other sizes, on
+the number of threads or on what else is multiplied in the same call.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.kernels import native, reference
+
+CHOICE = "MEGATRON_CC_PRODUCTS"
+"""Environment variable: ``own`` and ``torch`` ask for either's products on any processor."""
+_FEWEST_ROWS = 16
+"""With fewer rows a product is a matter of reading the other factor, which torch's library does as fast."""
+_AVAILABLE, _FASTER = 1, 2
+"""What the compiled library says of its products."""
+
+
+@functools.cache
+def own_products() -> bool:
+    """Whether CPU tensors in fp32 are multiplied by this library's own products.
+
+    Raises:
+        RuntimeError: when ``MEGATRON_CC_PRODUCTS`` asks for what there is not.
+    """
+    choice = os.environ.get(CHOICE, "")
+    if choice not in ("", "own", "torch"):
+        raise RuntimeError(f"{CHOICE}={choice}: the choices are own and torch")
+    state = 0 if native.problem_on("cpu") is not None else int(native.operators().multiplies())
+    if choice == "own" and state < _AVAILABLE:
+        raise RuntimeError(f"{CHOICE}=own, but this processor has no AVX2, or the kernels were not built")
+    return choice == "own" or (choice == "" and state == _FASTER)
+
+
+def multiplies(*factors: Tensor) -> bool:
+    """Whether own products take these factors, of which the first has the rows of the result."""
+    if torch.compiler.is_compiling() or not all(x.is_cpu and x.dtype == torch.float32 for x in factors):
+        return False
+    return factors[0].numel() >= _FEWEST_ROWS * factors[0].shape[-1] and own_products()
+
+
+def product(a_mk: Tensor, b_kn: Tensor, out_mn: Tensor | None = None) -> Tensor:
+    """``a b``, in memory that the caller may have made."""
+    if not multiplies(a_mk, b_kn):
+        return torch.mm(a_mk, b_kn) if out_mn is None else torch.mm(a_mk, b_kn, out=out_mn)
+    out = a_mk.new_empty(a_mk.shape[0], b_kn.shape[1]) if out_mn is None else out_mn
+    native.operators().product(a_mk, b_kn, out, False)
+    return out
+
+
+def linear(x: Tensor, weight_oi: Tensor, bias_o: Tensor | None) -> Tensor:
+    """``x W^T + b`` for x (..., in), outside autograd."""
+    if not multiplies(x, weight_oi):
+        return F.linear(x, weight_oi, bias_o)
+    rows = x.reshape(-1, x.shape[-1])
+    out = rows.new_empty(rows.shape[0], weight_oi.shape[0])
+    if bias_o is not None:
+        out.copy_(bias_o.expand_as(out))
+    native.operators().product(rows, weight_oi.t(), out, bias_o is not None)
+    return out.view(*x.shape[:-1], weight_oi.shape[0])
+
+
+def add_product_(total_nm: Tensor, a_tn: Tensor, b_tm: Tensor, fresh: bool = False) -> None:
+    """``total += a^T b`` in one pass over the total, which may be wider than the factors.
+
+    Args:
+        total_nm: the total, of the factors' dtype, or fp32 beside bf16 or fp16 factors. On CUDA the product
+            is accumulated in it, and is never rounded to the factors' type; ``reference.add_product_`` rounds it.
+        a_tn, b_tm: the factors, of one type.
+        fresh: the total holds nothing yet, not even zeros.
+    """
+    beta = 0 if fresh else 1
+    if total_nm.dtype == a_tn.dtype:
+        if multiplies(a_tn, b_tm):
+            native.operators().product(a_tn.t(), b_tm, total_nm, not fresh)
+        else:
+            torch.addmm(total_nm, a_tn.t(), b_tm, beta=beta, out=total_nm)
+    elif adds_wide_products(total_nm):
+        torch.addmm(total_nm, a_tn.t(), b_tm, out_dtype=total_nm.dtype, beta=beta, out=total_nm)
+    else:
+        reference.add_product_(total_nm, a_tn, b_tm, fresh)
+
+
+def adds_wide_products(total: Tensor) -> bool:
+    """Whether torch has products of half-precision factors that add in fp32, on this tensor's device."""
+    return total.is_cuda and total.dtype == torch.float32
+
+
+def grouped_product(a: Tensor, b: Tensor, ends_g: Tensor) -> Tensor:
+    """Products of groups that lie one behind the other, as ``torch.nn.functional.grouped_mm`` has them.
+
+    Args:
+        a, b: (r, k) and a factor (g, k, n) for each group of rows: the result is (r, n). Or (m, r) and (r, n), whose
+            inner dimension has the groups: the result is (g, m, n), zero for a group without numbers.
+        ends_g: int32; where each group ends.
+    """
+    if not multiplies(a, b):
+        return F.grouped_mm(a, b, offs=ends_g)
+    shape = (a.shape[0], b.shape[2]) if b.dim() == 3 else (len(ends_g), a.shape[0], b.shape[1])
+    out = a.new_empty(shape)
+    native.operators().grouped_product(a, b, ends_g, out)
+    return out
