@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 CHOICE = "MEGATRON_CC_KERNELS"
 """Environment variable: ``reference`` runs without the compiled kernels, ``native`` refuses to run without them."""
@@ -132,6 +134,13 @@ def register_shapes() -> None:
 
     for name in OPERATORS:
         torch.library.register_fake(f"{_LIBRARY}::{name}", nothing)
+    own = [operators().product, operators().grouped_product]
+    register_flop_formula([operator for operator in own if operator not in flop_registry])(_flops_of_products)
+
+
+def _flops_of_products(a: Sequence[int], b: Sequence[int], *args: object, **kwargs: object) -> int:
+    """Of one product or of groups, from the shapes of the factors: what torch counts for its own."""
+    return 2 * a[0] * a[1] * b[-1]
 
 
 OPERATORS = (

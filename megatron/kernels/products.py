@@ -40,7 +40,7 @@ def own_products() -> bool:
 
 
 def multiplies(*factors: Tensor) -> bool:
-    """Whether own products take these factors, of which the first has the rows of the result."""
+    """Whether own products take these factors, of whose first the rows are counted."""
     if torch.compiler.is_compiling() or not all(x.is_cpu and x.dtype == torch.float32 for x in factors):
         return False
     return factors[0].numel() >= _FEWEST_ROWS * factors[0].shape[-1] and own_products()
@@ -59,12 +59,12 @@ def linear(x: Tensor, weight_oi: Tensor, bias_o: Tensor | None) -> Tensor:
     """``x W^T + b`` for x (..., in), outside autograd."""
     if not multiplies(x, weight_oi):
         return F.linear(x, weight_oi, bias_o)
-    rows = x.reshape(-1, x.shape[-1])
-    out = rows.new_empty(rows.shape[0], weight_oi.shape[0])
+    out = x.new_empty((*x.shape[:-1], weight_oi.shape[0]))  # no view: a sum over ranks may work in place on it
     if bias_o is not None:
         out.copy_(bias_o.expand_as(out))
-    native.operators().product(rows, weight_oi.t(), out, bias_o is not None)
-    return out.view(*x.shape[:-1], weight_oi.shape[0])
+    rows, out_rows = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
+    native.operators().product(rows, weight_oi.t(), out_rows, bias_o is not None)
+    return out
 
 
 def add_product_(total_nm: Tensor, a_tn: Tensor, b_tm: Tensor, fresh: bool = False) -> None:

@@ -100,7 +100,7 @@ class BertStage(Stage):
         counts = self.counts(targets)
         weights_bs = token_weights(targets.mask_bs, divisors)
         given = (self.output_weight, targets.labels_bs.t(), weights_bs.t(), self.comm, self.shard, self.lm_head.bias)
-        objective, losses_sb = head_loss(self.lm_head(x_sbh), *given)
+        objective, losses_sb = head_loss(self.lm_head(x_sbh), *given, space=self.logits_space)
         sums = [LossSum((losses_sb.t() * targets.mask_bs).sum(), counts[0])]
         if self.config.bert_binary_head:
             assert targets.order_b is not None

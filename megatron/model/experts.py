@@ -240,7 +240,8 @@ class Experts(nn.Module):
     def _compute(self, rows: Tensor, counts: Tensor) -> Tensor:
         """The outputs of rows that lie by expert. Experts without rows get gradients of zero."""
         experts = cast("list[Expert]", list(self.experts.values()))
-        if groups_products(rows, [expert.up[0] for expert in experts]):
+        layers = ([expert.up[0] for expert in experts], [expert.down[0] for expert in experts])
+        if all(groups_products(rows, weights) for weights in layers):
             inner = _grouped(rows, [expert.up for expert in experts], counts)
             return _grouped(experts[0].activation(inner), [expert.down for expert in experts], counts)
         parts = rows.split(counts.tolist())

@@ -24,7 +24,8 @@ class GPTStage(Stage):
     def token_losses(self, x_sbh: Tensor, labels_bs: Tensor, weights_bs: Tensor) -> tuple[Tensor, Tensor]:
         """Weighted sum of the tokens' losses (scalar), and the losses themselves (b, s); last stage only."""
         x_sbh = self.final_layernorm(x_sbh)
-        total, losses_sb = head_loss(x_sbh, self.output_weight, labels_bs.t(), weights_bs.t(), self.comm, self.shard)
+        given = (self.output_weight, labels_bs.t(), weights_bs.t(), self.comm, self.shard)
+        total, losses_sb = head_loss(x_sbh, *given, space=self.logits_space)
         return total, losses_sb.t()
 
     def logits(self, x_sbh: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from megatron.model.embedding import Embedding, OutputWeight
 from megatron.model.losses import StageLoss, Targets
 from megatron.model.norm import Norm
 from megatron.model.rotary import rotary_tables
+from megatron.parallel.tensor.cross_entropy import LogitsSpace
 from megatron.parallel.tensor.embedding import VocabShard
 from megatron.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.tensor.products import Recipe
@@ -73,6 +74,7 @@ class Stage(nn.Module, ABC):
         self.comm = comm
         self.dtype = dtype
         self.recompute = recompute
+        self.logits_space = LogitsSpace()
         tied = config.ties_embeddings
         embeds = part.first or config.begins_decoder(part.layers)
         if embeds:

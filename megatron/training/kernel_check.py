@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron.base.errors import UserError
 from megatron.kernels import native
+from megatron.kernels.products import own_products
 from megatron.topology.agree import gather_texts
 from megatron.topology.topology import Topology
 
@@ -15,10 +16,11 @@ def check_kernels(topology: Topology) -> str | None:
     same space but differ in their last digits.
 
     Raises:
-        UserError: on every rank, when only some ranks have the kernels.
+        UserError: on every rank, when only some ranks have the kernels, or a variable asks for what there is not.
     """
     try:
         why = native.problem_on(topology.device.type) or ""
+        own_products()
     except RuntimeError as error:
         why = f"!{error}"
     group = topology.control.pg if topology.layout.world_size > 1 else None

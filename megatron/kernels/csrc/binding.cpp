@@ -536,7 +536,7 @@ const float *matrix(const Tensor &t, int64_t at, const char *what) {
 }
 
 float *rows_of(const Tensor &t, int64_t at) {
-  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float && t.stride(-1) == 1, "out must be fp32, and its rows contiguous");
+  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float && (t.stride(-1) == 1 || t.size(-1) <= 1), "out must be fp32, and its rows contiguous");
   return static_cast<float *>(t.data_ptr()) + at;
 }
 
@@ -573,6 +573,7 @@ void grouped_product(const Tensor &a, const Tensor &b, const Tensor &ends, const
       list.push_back({matrix(a, first * a.stride(1), "a"), matrix(b, first * b.stride(0), "b"), rows_of(out, g * out.stride(0)),
                       a.size(0), b.size(1), count, a.stride(0), a.stride(1), b.stride(0), b.stride(1), out.stride(1), 0});
   }
+  STD_TORCH_CHECK(ends.size(0) == 0 || end[ends.size(0) - 1] == total, "ends must ascend to ", total);
   multiply(list);
 }
 

@@ -184,9 +184,10 @@ def _equal_shapes_adjoin(members: _Params) -> list[_Param]:
     """
     shapes = list(dict.fromkeys(member[3].shape for member in members))
 
-    def place(numbered: tuple[int, _Param]) -> tuple[bool, int, bool, int]:
-        number, (_, _, spec, param) = numbered
-        return param.dim() < 2, shapes.index(param.shape), spec.of_expert, -number if spec.of_expert else number
+    def place(numbered: tuple[int, _Param]) -> tuple[bool, int, bool, list[str], int]:
+        number, (name, _, spec, param) = numbered
+        own = spec.of_expert, name.split(".")[-2:] if spec.of_expert else [], -number if spec.of_expert else number
+        return param.dim() < 2, shapes.index(param.shape), *own
 
     return [member for _, member in sorted(enumerate(members), key=place)]
 

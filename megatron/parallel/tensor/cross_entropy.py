@@ -33,6 +33,33 @@ def _groups(num_tokens: int, vocab: int, device: torch.device) -> list[slice]:
     return [slice(first, min(first + size, num_tokens)) for first in range(0, num_tokens, size)]
 
 
+class LogitsSpace:
+    """Memory for the logits of a group of tokens, kept from call to call on CPUs.
+
+    A C library gives blocks of this size back to the system, which clears the next one page by page on one core. That
+    takes 5 to 10% of the step of a small model. The step's need for memory is greatest with the logits in it, so that
+    keeping them costs nothing. On other devices torch keeps freed memory itself.
+    """
+
+    def __init__(self) -> None:
+        self._held: Tensor | None = None
+
+    def take(self, x_th: Tensor, tokens: int, vocab: int) -> Tensor:
+        """Space (tokens, vocab) of the type and device of ``x_th``; holds anything. The last one is no longer used."""
+        if not x_th.is_cpu:
+            return x_th.new_empty((tokens, vocab))
+        held = self._held
+        if (
+            held is None
+            or held.dtype != x_th.dtype
+            or held.numel() < tokens * vocab
+            or held.is_inference() != torch.is_inference_mode_enabled()
+        ):
+            self._held = held = None  # before the new one is made
+            self._held = held = x_th.new_empty(tokens * vocab)
+        return held[: tokens * vocab].view(tokens, vocab)
+
+
 def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -50,6 +77,7 @@ class _HeadLoss(torch.autograd.Function):
         weights_sb: Tensor,
         comm: TensorComm,
         shard: VocabShard,
+        space: LogitsSpace,
         with_grad: bool,
     ) -> tuple[Tensor, Tensor]:
         full = comm.gather(x_sbh, Point.TP_FWD) if comm.sequence_parallel else x_sbh
@@ -58,7 +86,7 @@ class _HeadLoss(torch.autograd.Function):
         weights_t = weights_sb.reshape(-1)
         ctx.comm, ctx.shape, ctx.valid_rows, ctx.biased = comm, full.shape, shard.valid_rows, bias_v is not None
         if comm.size == 1:
-            losses_t, grads = _fused_forward(x_th, weight, bias_v, labels_t, weights_t, shard, with_grad)
+            losses_t, grads = _fused_forward(x_th, weight, bias_v, labels_t, weights_t, shard, space, with_grad)
             if with_grad:
                 ctx.save_for_backward(*grads)
         else:
@@ -78,7 +106,7 @@ class _HeadLoss(torch.autograd.Function):
             unit, grad_x, *grads = ctx.saved_tensors
             _scale_((grad_x, *grads), grad * unit)
             grad_weight, grad_bias = (*grads, None)[:2]
-            return grad_x.view(ctx.shape), grad_weight, grad_bias, None, None, None, None, None
+            return grad_x.view(ctx.shape), grad_weight, grad_bias, *(None,) * 6
         x_sbh, weight, weights_t, logits, lse_t, labels_t = ctx.saved_tensors
         full = comm.gather(x_sbh, Point.TP_BWD) if comm.sequence_parallel else x_sbh
         x_th = full.reshape(-1, full.shape[-1])
@@ -88,7 +116,7 @@ class _HeadLoss(torch.autograd.Function):
         grad_bias = _sum_of_rows(logits).to(logits.dtype) if ctx.biased else None
         grad_x = grad_x.view(ctx.shape)
         pending = comm.start_reduce(grad_x, Point.TP_BWD, scatter=comm.sequence_parallel)
-        return pending.wait(), grad_weight, grad_bias, None, None, None, None, None
+        return pending.wait(), grad_weight, grad_bias, *(None,) * 6
 
 
 def _scale_(grads: tuple[Tensor, ...], factor: Tensor) -> None:
@@ -129,6 +157,7 @@ def _fused_forward(
     labels_t: Tensor,
     weights_t: Tensor,
     shard: VocabShard,
+    kept: LogitsSpace,
     with_grad: bool,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Losses of all tokens and, if wanted, a unit and the gradients of their weighted sum over it, on one rank."""
@@ -138,9 +167,11 @@ def _fused_forward(
     scale_t = weights_t.to(accumulate)
     unit = _unit(scale_t, x_th.dtype)
     scale_t = scale_t / unit
-    grad_x, grad_w = (torch.empty_like(x_th), _gradient_space(weight_vh, groups)) if with_grad else (x_th, weight_vh)
+    grad_x, grad_w = (
+        (x_th.new_empty(x_th.shape), _gradient_space(weight_vh, groups)) if with_grad else (x_th, weight_vh)
+    )
     grad_bias = None if bias_v is None else torch.zeros_like(bias_v, dtype=accumulate)
-    space = x_th.new_empty((groups[0].stop if groups else 0, weight_vh.shape[0]))
+    space = kept.take(x_th, groups[0].stop if groups else 0, weight_vh.shape[0])
     for group in groups:
         logits = product(x_th[group], weight_vh.t(), space[: group.stop - group.start])
         if bias_v is not None:
@@ -182,6 +213,7 @@ def head_loss(
     comm: TensorComm,
     shard: VocabShard,
     bias_v: Tensor | None = None,
+    space: LogitsSpace | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Weighted cross-entropy of tokens.
 
@@ -192,11 +224,12 @@ def head_loss(
         labels_sb: int64 targets, (s, b).
         weights_sb: weight of each token in the sum, (s, b).
         bias_v: local part of the output projection's bias, if it has one; finite beyond the vocabulary, too.
+        space: memory for logits, for as many calls as it is given to.
 
     Returns:
         The weighted sum (scalar, fp32 or fp64, equal on all tensor-parallel ranks), and the losses of the tokens in
         nats, (s, b), detached.
     """
-    labels = (labels_sb, weights_sb)
-    total, losses_sb = _HeadLoss.apply(x_sbh, weight, bias_v, *labels, comm, shard, torch.is_grad_enabled())
+    given = (labels_sb, weights_sb, comm, shard, space or LogitsSpace(), torch.is_grad_enabled())
+    total, losses_sb = _HeadLoss.apply(x_sbh, weight, bias_v, *given)
     return total, losses_sb

@@ -41,7 +41,7 @@ def groups_products(rows: Tensor, weights: Sequence[Tensor]) -> bool:
     """
     weight = weights[0]
     if rows.is_cpu:
-        return multiplies(rows, weight) and adjacent(weights)
+        return multiplies(rows, weight) and multiplies(weight, rows) and adjacent(weights)
     aligned = not any(width * rows.element_size() % _ALIGNED for width in (rows.shape[1], weight.shape[0]))
     return (rows.is_cuda or rows.is_meta) and rows.dtype is torch.bfloat16 and aligned
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Callable
 
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.kernels import native, products
 from megatron.parallel.tensor.linear import linear
@@ -148,11 +150,26 @@ def test_a_linear_layer_and_its_gradients(bias: bool, counted: list[str]) -> Non
     out = linear(x, weight, bias_o)
     grads = torch.autograd.grad(out.square().sum(), inputs)
     assert counted == ["product"] * 3
+    linear(x, weight, bias_o).add_(1.0)  # as a sum over ranks works in place
     wide = [t.detach().double().requires_grad_() for t in inputs]
     wanted = F.linear(wide[0], wide[1], wide[2] if bias else None)
     torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=1e-5)
     for own_grad, grad in zip(grads, torch.autograd.grad(wanted.square().sum(), wide), strict=True):
         torch.testing.assert_close(own_grad.double(), grad, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("width", [10, 16, 30])
+def test_experts_of_any_width_have_gradients(width: int, own: None) -> None:
+    """Adjacent weights whose rows are few: what the products of backward do not take, the forward does not group."""
+    model = {"num_experts": [2], "hidden_size": 32, "moe_ffn_hidden_size": width}
+    assert all(map(math.isfinite, tiny_run({"model": model}, 1).grad_norms))
+
+
+def test_torch_counts_the_operations_of_own_products(own: None) -> None:
+    x, weight = torch.randn(20, 30, requires_grad=True), torch.randn(50, 30, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        linear(x, weight, None).sum().backward()
+    assert counter.get_total_flops() == 3 * 2 * 20 * 30 * 50
 
 
 def test_what_is_left_to_torch(counted: list[str]) -> None:

@@ -139,10 +139,13 @@ def test_grouped_products_are_those_of_the_loop(form: dict[str, Any], adjoining:
     assert any(zero)
 
 
+@pytest.mark.parametrize("form", [{"swiglu": True}, {"moe_ffn_hidden_size": HIDDEN}])
 @pytest.mark.parametrize("bucket_elements", [None, 1])
-def test_gradient_buffers_lay_experts_out_for_grouped_products(bucket_elements: int | None) -> None:
+def test_gradient_buffers_lay_experts_out_for_grouped_products(
+    bucket_elements: int | None, form: dict[str, Any]
+) -> None:
     """No copy of the weights is made where a bucket holds all of a layer's experts."""
-    layers = [_layer(num_experts=[4], swiglu=True, add_bias_linear=False) for _ in range(2)]
+    layers = [_layer(num_experts=[4], add_bias_linear=False, **form) for _ in range(2)]
     model = nn.ModuleList(layers)
     FlatBuffer(named_params(collect_specs(model), model), torch.float64, single_process("cpu").dp, bucket_elements)
     for layer in layers:

@@ -12,7 +12,7 @@ from megatron.comm.policy import CompressionPlan
 from megatron.comm.tensor import TensorComm
 from megatron.kernels import products, reference
 from megatron.parallel.tensor import cross_entropy
-from megatron.parallel.tensor.cross_entropy import head_loss
+from megatron.parallel.tensor.cross_entropy import LogitsSpace, head_loss
 from megatron.parallel.tensor.embedding import VocabShard
 from megatron.topology.topology import single_process
 
@@ -54,6 +54,41 @@ def test_losses_and_gradients(dtype: torch.dtype, near: float, groups: int, monk
     monkeypatch.setitem(cross_entropy._GROUP_ELEMENTS, "cpu", -(-S * B // groups) * PADDED)
     _check(dtype, 1 / (S * B), 1.0, near)
     _check(dtype, 1.0, 3.0, near)
+
+
+def test_calls_that_share_memory_for_logits_are_those_that_do_not() -> None:
+    """Of other sizes and types, before the backward of the last one, and after one without gradients."""
+    comm = TensorComm(single_process("cpu").tp, Ledger(), CompressionPlan({}))
+    shard, space = VocabShard(VOCAB, PADDED, comm), LogitsSpace()
+
+    def pending(seed: int, length: int, dtype: torch.dtype, kept: LogitsSpace | None) -> tuple[Tensor, ...]:
+        x_sbh, weight = (_rand(seed, *shape).to(dtype).requires_grad_() for shape in ((length, B, H), (PADDED, H)))
+        labels_sb = torch.randint(0, VOCAB, (length, B), generator=torch.Generator().manual_seed(seed))
+        total, losses_sb = head_loss(x_sbh, weight, labels_sb, torch.ones(length, B), comm, shard, space=kept)
+        return total, losses_sb, x_sbh, weight
+
+    def finished(calls: list[tuple[Tensor, ...]]) -> list[Tensor]:
+        for total, *_ in calls:
+            total.backward()
+        return [found for _, losses_sb, *leaves in calls for found in (losses_sb, *(leaf.grad for leaf in leaves))]  # type: ignore[misc]
+
+    shapes = [(1, S, torch.float32), (2, S - 4, torch.float32), (3, S, torch.float64), (4, S + 5, torch.float32)]
+    with torch.inference_mode():
+        evaluated = pending(5, S, torch.float32, space)[1]
+    assert torch.equal(evaluated, pending(5, S, torch.float32, None)[1])
+    sharing, apart = ([pending(*shape, kept) for shape in shapes] for kept in (space, None))
+    for found, wanted in zip(finished(sharing), finished(apart), strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_memory_for_logits_is_kept() -> None:
+    space, x_th = LogitsSpace(), _rand(1, S, H)
+    first = space.take(x_th, S, PADDED)
+    assert first.shape == (S, PADDED)
+    assert space.take(x_th, S - 1, PADDED).data_ptr() == first.data_ptr()
+    assert space.take(x_th, S, PADDED).data_ptr() == first.data_ptr()
+    assert space.take(x_th.double(), S, PADDED).dtype == torch.float64
+    assert space.take(x_th.to("meta"), S, PADDED).is_meta
 
 
 def test_gradients_in_fp16_do_not_vanish_before_the_loss_scale() -> None:
