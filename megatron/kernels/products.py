@@ -1,4 +1,4 @@
-"""Matrix products: this library's own in fp32 on the processors where they are faster than torch's, else torch's.
+"""Matrix products: torch's, or in fp32 on CPUs this library's own where they are asked for.
 
 A number of an own product is summed in an order that depends on the inner dimension alone: not on the other sizes, on
 the number of threads or on what else is multiplied in the same call.
@@ -16,11 +16,9 @@ from torch import Tensor
 from megatron.kernels import native, reference
 
 CHOICE = "MEGATRON_CC_PRODUCTS"
-"""Environment variable: ``own`` and ``torch`` ask for either's products on any processor."""
+"""Environment variable: ``own`` asks for this library's products, ``torch`` (the default) for torch's."""
 _FEWEST_ROWS = 16
 """With fewer rows a product is a matter of reading the other factor, which torch's library does as fast."""
-_AVAILABLE, _FASTER = 1, 2
-"""What the compiled library says of its products."""
 
 
 @functools.cache
@@ -33,10 +31,14 @@ def own_products() -> bool:
     choice = os.environ.get(CHOICE, "")
     if choice not in ("", "own", "torch"):
         raise RuntimeError(f"{CHOICE}={choice}: the choices are own and torch")
-    state = 0 if native.problem_on("cpu") is not None else int(native.operators().multiplies())
-    if choice == "own" and state < _AVAILABLE:
-        raise RuntimeError(f"{CHOICE}=own, but this processor has no AVX2, or the kernels were not built")
-    return choice == "own" or (choice == "" and state == _FASTER)
+    if choice != "own":
+        return False
+    why = native.problem_on("cpu")
+    if why is None and not native.operators().multiplies():
+        why = "this processor has no AVX2, or MCC_ISA asks for less"
+    if why is not None:
+        raise RuntimeError(f"{CHOICE}=own, but {why}")
+    return True
 
 
 def multiplies(*factors: Tensor) -> bool:

@@ -577,7 +577,7 @@ void grouped_product(const Tensor &a, const Tensor &b, const Tensor &ends, const
   multiply(list);
 }
 
-int64_t multiplies() { return mcc_cpu(nullptr)->products == nullptr ? 0 : mcc_cpu_multiplies() ? 2 : 1; }
+bool multiplies() { return mcc_cpu(nullptr)->products != nullptr; }
 #endif
 
 /* Which sources this was compiled from (setup.py). */
@@ -630,7 +630,7 @@ STABLE_TORCH_LIBRARY(MCC_NAMESPACE, m) {
 #ifndef MCC_EMULATED
   m.def("product(Tensor a, Tensor b, Tensor(a!) out, bool add) -> ()");
   m.def("grouped_product(Tensor a, Tensor b, Tensor ends, Tensor(a!) out) -> ()");
-  m.def("multiplies() -> int");
+  m.def("multiplies() -> bool");
 #endif
 }
 

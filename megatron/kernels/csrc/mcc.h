@@ -135,9 +135,6 @@ typedef struct {
 /* The table for this processor, chosen once; "baseline" etc. in *name. */
 const mcc_table *mcc_cpu(const char **name);
 
-/* Whether this processor has products that are faster than those of torch's library. */
-int mcc_cpu_multiplies(void);
-
 /* The table for CUDA devices. */
 const mcc_table *mcc_cuda(void);
 

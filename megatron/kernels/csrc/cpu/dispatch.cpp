@@ -38,15 +38,6 @@ Choice choose() {
 
 }  // namespace
 
-/* MKL, which torch multiplies with, reaches 65 to 80% of the peak of AMD's processors before Zen 4, and 92% of Zen 4's. */
-extern "C" int mcc_cpu_multiplies() {
-#if defined(__x86_64__)
-  return mcc_cpu(nullptr)->products != nullptr && __builtin_cpu_is("amd") && !__builtin_cpu_supports("avx512f");
-#else
-  return 0;
-#endif
-}
-
 extern "C" const mcc_table *mcc_cpu(const char **name) {
   static const Choice choice = choose();
   if (name != nullptr) *name = choice.name;
