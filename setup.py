@@ -52,7 +52,7 @@ def extension() -> Extension:
     """The kernels: portable C++ for each instruction set, plain CUDA, and a binding over torch's stable ABI."""
     from torch.utils.cpp_extension import CppExtension, CUDAExtension
 
-    sources = [str(path) for path in sorted([SOURCES / "binding.cpp", *(SOURCES / "cpu").glob("*.cpp")])]
+    sources = [str(path) for path in sorted([*SOURCES.glob("*.cpp"), *(SOURCES / "cpu").glob("*.cpp")])]
     cuda = has_cuda()
     macros = [("TORCH_TARGET_VERSION", TARGET), ("MCC_SOURCES", f"{sources_digest(SOURCES)}ll")]
     macros += [("MCC_CUDA", "1"), ("USE_CUDA", "1")] if cuda else []

@@ -23,6 +23,7 @@ from megatron.compression.points import Point
 from megatron.compression.spec import Spec
 from megatron.config.run import RunConfig
 from megatron.kernels.ops import finite_norm
+from megatron.kernels.products import product
 from megatron.planner.choice import Choice, choice_of
 from megatron.planner.cluster import CODING, PARTS, Cluster, Device, LinkSpec
 from megatron.planner.costs import STEADY, TP_POINTS, planned, wires_of
@@ -141,7 +142,7 @@ def measure_device(dtype: torch.dtype, stand: LiveStand) -> Device:
     cuda = device.type == "cuda"
     side = 8192 if cuda else 1024
     a, b = (stand.fill(torch.empty((side, side), dtype=dtype, device=device)) for _ in range(2))
-    products = rate_of(lambda: a @ b, synchronize)
+    products = rate_of(lambda: product(a, b), synchronize)
     large = torch.zeros((1 << 28) if cuda else (1 << 23), device=device)
     other = torch.empty_like(large)
     copies = rate_of(lambda: other.copy_(large), synchronize)

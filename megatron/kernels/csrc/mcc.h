@@ -1,7 +1,7 @@
 /* The kernels' C interface: what the bindings call, on the CPU and on CUDA devices.
  *
- * Pointers are to contiguous memory; counts are in elements. The meaning of every argument, and of every bit of the
- * results, is that of the pure-torch twin of the same name in reference.py.
+ * Pointers are to contiguous memory, but for those of a product; counts are in elements. The meaning of every argument,
+ * and of every bit of the results, is that of the pure-torch twin of the same name in reference.py.
  */
 #ifndef MCC_H
 #define MCC_H

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import math
 import os
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,40 +14,19 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.kernels import native, products
+from megatron.kernels.products import own_products
 from megatron.parallel.tensor.linear import linear
+from tests.support.products import need_products, products_chosen
 from tests.support.tiny import tiny_run
 
-
-@functools.cache
-def _has_products() -> bool:
-    return native.problem() is None and bool(native.operators().multiplies())
+pytestmark = need_products
 
 
 @pytest.fixture(autouse=True)
-def _own() -> None:
-    if not _has_products():
-        pytest.skip("the kernels were not compiled, or the processor has no AVX2")
-
-
-@pytest.fixture
-def own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Own products, whether they are the faster ones here or not."""
-    monkeypatch.setattr(products, "own_products", lambda: True)
-
-
-@pytest.fixture
-def counted(own: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The same; the names of the operators that are called."""
-    calls: list[str] = []
-
-    class Operators:
-        def __getattr__(self, name: str) -> Callable[..., object]:
-            calls.append(name)
-            found: Callable[..., object] = getattr(torch.ops.megatron_cc, name)
-            return found
-
-    monkeypatch.setattr(native, "operators", Operators)
-    return calls
+def own() -> Iterator[list[str]]:
+    """Own products, in each test; the names of the operators that are called."""
+    with products_chosen(True) as calls:
+        yield calls
 
 
 def _matrix(rows: int, columns: int, seed: int, transposed: bool = False) -> Tensor:
@@ -129,7 +106,7 @@ def test_a_number_depends_on_nothing_but_its_row_and_column() -> None:
 
 
 @pytest.mark.parametrize("counts", [[3, 0, 17, 44], [0, 0, 64, 0], [64, 0, 0, 0], [16, 16, 16, 16]])
-def test_groups_have_factors_of_their_own(counts: list[int], own: None) -> None:
+def test_groups_have_factors_of_their_own(counts: list[int]) -> None:
     ends = torch.tensor(counts).cumsum(0).to(torch.int32)
     rows, weights, grad = _matrix(64, 40, 1), torch.randn(4, 33, 40), _matrix(64, 33, 2)
     out = products.grouped_product(rows, weights.transpose(1, 2), ends)
@@ -143,13 +120,13 @@ def test_groups_have_factors_of_their_own(counts: list[int], own: None) -> None:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_linear_layer_and_its_gradients(bias: bool, counted: list[str]) -> None:
+def test_a_linear_layer_and_its_gradients(bias: bool, own: list[str]) -> None:
     x, weight = torch.randn(5, 9, 30, requires_grad=True), torch.randn(50, 30, requires_grad=True)
     bias_o = torch.randn(50, requires_grad=True) if bias else None
     inputs = [t for t in (x, weight, bias_o) if t is not None]
     out = linear(x, weight, bias_o)
     grads = torch.autograd.grad(out.square().sum(), inputs)
-    assert counted == ["product"] * 3
+    assert own == ["product"] * 3
     linear(x, weight, bias_o).add_(1.0)  # as a sum over ranks works in place
     wide = [t.detach().double().requires_grad_() for t in inputs]
     wanted = F.linear(wide[0], wide[1], wide[2] if bias else None)
@@ -159,20 +136,22 @@ def test_a_linear_layer_and_its_gradients(bias: bool, counted: list[str]) -> Non
 
 
 @pytest.mark.parametrize("width", [10, 16, 30])
-def test_experts_of_any_width_have_gradients(width: int, own: None) -> None:
+def test_experts_of_any_width_have_gradients(width: int) -> None:
     """Adjacent weights whose rows are few: what the products of backward do not take, the forward does not group."""
-    model = {"num_experts": [2], "hidden_size": 32, "moe_ffn_hidden_size": width}
-    assert all(map(math.isfinite, tiny_run({"model": model}, 1).grad_norms))
+    changes = {"model": {"num_experts": [2], "moe_ffn_hidden_size": width}}
+    norms = tiny_run(changes, 2).grad_norms
+    with products_chosen(False):
+        torch.testing.assert_close(norms, tiny_run(changes, 2).grad_norms, rtol=1e-4, atol=0)
 
 
-def test_torch_counts_the_operations_of_own_products(own: None) -> None:
+def test_torch_counts_the_operations_of_own_products() -> None:
     x, weight = torch.randn(20, 30, requires_grad=True), torch.randn(50, 30, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
         linear(x, weight, None).sum().backward()
     assert counter.get_total_flops() == 3 * 2 * 20 * 30 * 50
 
 
-def test_what_is_left_to_torch(counted: list[str]) -> None:
+def test_what_is_left_to_torch(own: list[str]) -> None:
     """Few rows, other types, other devices, and code that is being compiled."""
     few, rows, weight = torch.randn(15, 30), torch.randn(16, 30), torch.randn(50, 30)
     assert products.multiplies(rows, weight)
@@ -181,10 +160,10 @@ def test_what_is_left_to_torch(counted: list[str]) -> None:
         assert not products.multiplies(rows.to(dtype), weight.to(dtype))
     assert not products.multiplies(rows.to("meta"), weight.to("meta"))
     torch.testing.assert_close(linear(few, weight, None), F.linear(few, weight))
-    assert not counted
+    assert not own
     compiled = torch.compile(linear, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(rows, weight, None), F.linear(rows, weight))
-    assert not counted
+    assert not own
 
 
 @pytest.mark.parametrize(
@@ -194,16 +173,13 @@ def test_what_is_left_to_torch(counted: list[str]) -> None:
         {"num_experts": [4], "swiglu": True, "add_bias_linear": False, "untie_embeddings_and_output_weights": True},
     ],
 )
-def test_training_is_that_with_torchs_products(
-    form: dict[str, object], counted: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_is_that_with_torchs_products(form: dict[str, object], own: list[str]) -> None:
     own_run = tiny_run({"model": form}, 4)
-    assert counted.count("product") > 4 * 4 * 3 * 3  # iterations, micro-batches, products of a layer and of the head
-    assert ("grouped_product" in counted) == ("num_experts" in form)
-    counted.clear()
-    monkeypatch.setattr(products, "own_products", lambda: False)
-    torchs = tiny_run({"model": form}, 4)
-    assert not {"product", "grouped_product"} & {*counted}
+    assert own.count("product") > 4 * 4 * 3 * 3  # iterations, micro-batches, products of a layer and of the head
+    assert ("grouped_product" in own) == ("num_experts" in form)
+    with products_chosen(False) as calls:
+        torchs = tiny_run({"model": form}, 4)
+    assert not {"product", "grouped_product"} & {*calls}
     torch.testing.assert_close(own_run.losses, torchs.losses, rtol=1e-5, atol=0)
     torch.testing.assert_close(own_run.grad_norms, torchs.grad_norms, rtol=1e-4, atol=0)
 
@@ -211,13 +187,12 @@ def test_training_is_that_with_torchs_products(
 @pytest.mark.parametrize("choice", ["own", "torch", "", "mine"])
 def test_the_environment_chooses(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(os.environ, products.CHOICE, choice)
-    ask = products.own_products.__wrapped__
     if choice == "mine":
         with pytest.raises(RuntimeError, match="MEGATRON_CC_PRODUCTS=mine: the choices are own and torch"):
-            ask()
+            own_products.__wrapped__()
     else:
-        assert ask() == (choice == "own")
+        assert own_products.__wrapped__() == (choice == "own")
     if choice == "own":
         monkeypatch.setattr(native, "problem_on", lambda kind: "they were not built")
         with pytest.raises(RuntimeError, match="MEGATRON_CC_PRODUCTS=own, but they were not built"):
-            ask()
+            own_products.__wrapped__()

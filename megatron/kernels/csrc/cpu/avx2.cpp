@@ -6,7 +6,6 @@
 #define MCC_PEXT 1
 #define MCC_FMA(a, b, c) __builtin_fmaf(a, b, c)
 #define MCC_AVX512 0
-#define MCC_PRODUCTS 1
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,fma,bmi,bmi2,f16c"))), apply_to = function)
 #include "kernels.h"

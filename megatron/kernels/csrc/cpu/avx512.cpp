@@ -6,8 +6,7 @@
 #define MCC_PEXT 1
 #define MCC_FMA(a, b, c) __builtin_fmaf(a, b, c)
 #define MCC_AVX512 1
-#define MCC_PRODUCTS 0
-#define MCC_OTHER_PRODUCTS &avx2::products
+#define MCC_PRODUCTS &avx2::products
 
 namespace mcc {
 namespace avx2 {

@@ -5,6 +5,5 @@
 #define MCC_PEXT 0
 #define MCC_FMA(a, b, c) ((a) * (b) + (c))
 #define MCC_AVX512 0
-#define MCC_PRODUCTS 0
-#define MCC_OTHER_PRODUCTS decltype(mcc_table::products)(nullptr)
+#define MCC_PRODUCTS decltype(mcc_table::products)(nullptr)
 #include "kernels.h"

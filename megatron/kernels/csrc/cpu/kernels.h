@@ -38,10 +38,10 @@ inline int thread_count() {
 
 #include "rows.inl"
 
-#if MCC_PRODUCTS
-#include "products.inl"
+#ifdef MCC_PRODUCTS /* those of another instruction set, or none */
+constexpr auto products = MCC_PRODUCTS;
 #else
-constexpr auto products = MCC_OTHER_PRODUCTS;
+#include "products.inl"
 #endif
 
 extern const mcc_table table;

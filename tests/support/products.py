@@ -1,0 +1,36 @@
+"""For tests of this library's own matrix products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron.kernels import native, products
+
+need_products = pytest.mark.skipif(
+    native.library_path() is None or torch.backends.cpu.get_cpu_capability() == "DEFAULT",
+    reason="the kernels were not compiled, or the processor has no AVX2",
+)
+"""Where they must be there, they are not skipped: see ``products_chosen``."""
+
+
+@contextmanager
+def products_chosen(own: bool) -> Iterator[list[str]]:
+    """Own products or torch's, whatever the environment asks for; yields the names of the operators that are called."""
+    assert native.problem() is None
+    assert native.operators().multiplies()
+    calls: list[str] = []
+
+    class Operators:
+        def __getattr__(self, name: str) -> Callable[..., object]:
+            calls.append(name)
+            found: Callable[..., object] = getattr(torch.ops.megatron_cc, name)
+            return found
+
+    chosen = mock.patch.object(products, "own_products", return_value=own)
+    with chosen, mock.patch.object(native, "operators", Operators):
+        yield calls
