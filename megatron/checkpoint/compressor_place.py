@@ -31,7 +31,7 @@ class StatePlace:
         span: range of a whole bucket's flat tensors; None where there is none.
         whole: length of the stack, or of the bucket.
         slot: the parameter; None for messages.
-        leads: whether it also stands for the unit's counters.
+        leads: whether the unit's counters are saved under its name.
         index_sets: names of tensors that are indices into the unit; replicas share them.
         means: tables of means, and the counts of each.
         cut: tensor-parallel ranks hold means of different things; else equal ones.

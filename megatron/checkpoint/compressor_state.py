@@ -134,6 +134,8 @@ class CompressorCheckpoint:
             load_tensors(root, iteration, read, group, strict=False, allow_unexpected=True)
             for one in now:
                 one.add(parts[one.item.name], parts.get(one.item.counts))
+        for item in (one.item for one in wanted if one.item.kind.startswith(COUNTER)):
+            item.place.state.counters.pop(item.kind.removeprefix(COUNTER), None)
         for one in wanted:
             one.put()
         _warn(set(saved), {one.item.name for one in wanted}, group, log)
@@ -303,7 +305,9 @@ class _Wanted:
         """Writes the part to its place, allocating the rest of its stack or bucket."""
         place, state = self.place, self.place.state
         if self.kind.startswith(COUNTER):
-            state.counters[self.kind.removeprefix(COUNTER)] = int(part)
+            # Whichever parameter led the stack or bucket; where it was several, the greatest of theirs.
+            kind = self.kind.removeprefix(COUNTER)
+            state.counters[kind] = max(state.counters.get(kind, 0), int(part))
             return
         if self.kind == RESIDUAL and self.shape[0] != place.holders[0]:
             part.div_(place.holders[0])
@@ -356,7 +360,7 @@ def _wanted(saved: Mapping[str, tuple[tuple[int, ...], torch.dtype]], place: Sta
     for name, (shape, dtype) in saved.items():
         for own in (place, place.apart) if place.stage[1] > 1 else (place,):
             item = _Wanted(own, name.rpartition("|")[2], shape, dtype)
-            if name == item.name and item.fits and (place.leads or not item.kind.startswith(COUNTER)):
+            if name == item.name and item.fits:
                 yield item
 
 

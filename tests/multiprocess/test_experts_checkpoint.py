@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from megatron.base.errors import UserError
 from megatron.checkpoint.load import saved_config
 from megatron.config.model import LM_LOSS
 from megatron.model.experts import Expert, Experts
+from megatron.parallel.data import buffer
 from megatron.training.assembly import Engines
 from megatron.training.persistence import find_saved
 from megatron.training.replica_check import check_replicas
@@ -62,7 +65,7 @@ def _gone_on(runs: dict[str, Changes], root: Path) -> dict[str, tuple[Steps, dic
 
 
 def _biases(engines: Engines) -> dict[str, list[float]]:
-    return {name: buffer.tolist() for stage in engines.stages for name, buffer in stage.named_buffers()}
+    return {name: bias.tolist() for stage in engines.stages for name, bias in stage.named_buffers()}
 
 
 OTHERS: dict[int, dict[str, Changes]] = {
@@ -261,3 +264,31 @@ def test_the_command_line_begins_with_a_dense_model(tmp_path: Path) -> None:
     done = run_cli(1, ["pretrain_gpt.py", *tiny_flags(prefix, **shape, **other, train_iters=3)]).check()
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("warning: ")]
     assert f"{_ROUTED.format(1, 'sigmoid')}; that of --load {begun} has {_ROUTED.format(2, 'softmax')}. Its" in line
+
+
+def _counters(engines: Engines) -> list[dict[str, int]]:
+    return [dict(state.counters) for state in engines.compressor_states()]
+
+
+def _saved_in_backward_order(changes: Changes, root: Path) -> tuple[list[dict[str, int]], list[dict[str, int]]]:
+    """Counters of compressors before a save with parameters in another order, and after a load in today's."""
+
+    def backward(members: Sequence[Any]) -> list[Any]:
+        shapes = list(dict.fromkeys(member[3].shape for member in members))
+        return sorted(members, key=lambda member: (member[3].dim() < 2, shapes.index(member[3].shape)))
+
+    with mock.patch.object(buffer, "_equal_shapes_adjoin", backward):
+        engines = tiny_engines(_merged(changes, {"checkpoint": {"save": str(root)}}))
+    tiny_train(engines, HALF, masked=True)
+    tiny_checkpoints(engines, HALF).save()
+    resumed = tiny_engines(_merged(changes, {"checkpoint": {"load": str(root)}}))
+    _resumed(resumed)
+    return _counters(engines), _counters(resumed)
+
+
+def test_counters_of_compressors_do_not_depend_on_the_order_of_a_stack(tmp_path: Path) -> None:
+    """They are saved by the name of its first parameter, which may be another one when they are loaded."""
+    changes = _merged(MOE, _parallel(), {"compression": {"compress": ["dp-grad=powersgd,rank=2"]}})
+    for before, after in run_ranks(2, _saved_in_backward_order, changes, tmp_path):
+        assert any(counters for counters in before)
+        assert after == before
