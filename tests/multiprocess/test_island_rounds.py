@@ -82,11 +82,15 @@ DEVICE_CASES = {
 
 @pytest.mark.parametrize("words", DEVICE_CASES.values(), ids=DEVICE_CASES)
 def test_islands_on_gpus_exchange_the_same_through_the_machines_memory(words: str) -> None:
-    """Of three islands whose tensors are said to be on GPUs, all bits and all bytes are those of CPUs."""
+    """Of three islands whose tensors are said to be on GPUs, all bits and all bytes are those of CPUs.
+
+    The last step is one that lands a transfer: of one on its way any number of legs may have been sent.
+    """
     changes = _outer(words, training={"global_batch_size": 6})
-    plain, staged = (train_islands(3, changes, 8, device=device) for device in ("cpu", "cuda"))
+    plain, staged = (train_islands(3, changes, 9, device=device) for device in ("cpu", "cuda"))
     for one, other in zip(plain, staged, strict=True):
         assert type(other.rounds.islands._group) is StagedGroup  # type: ignore[union-attr]
+        assert one.rounds.sync.flight is other.rounds.sync.flight is None  # type: ignore[union-attr]
         assert one.losses == other.losses
         assert torch.equal(one.engines.buffers[0].params_flat, other.engines.buffers[0].params_flat)
         sent = [island.engines.ledger.accounts[Point.OUTER].wire_bytes for island in (one, other)]
