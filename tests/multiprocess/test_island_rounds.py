@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.comm.rounds import PackedReduction
 from megatron.compression.error_feedback import RESIDUAL
 from megatron.compression.points import Point
 from megatron.optimizer.fragments import fragment_of
@@ -199,19 +201,43 @@ def test_what_is_sent_and_what_is_left_is_what_was_meant(codec: str) -> None:
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_all_legs_of_a_transfer_are_on_their_way_while_training_goes_on(count: int) -> None:
-    """Where each has the time to come, nothing is left to be sent when the fragment has to land."""
+def test_all_legs_of_a_transfer_are_on_their_way_while_training_goes_on(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where each has the time to come, nothing is left to be sent when the fragment has to land.
+
+    A leg's time to come is the whole step after it was sent, no less and no more, however fast this machine is.
+    """
     left: list[int] = []
+    may_come: set[PackedReduction] = set()
+    together = threading.Barrier(count, timeout=60.0)
+    arrived = PackedReduction.arrived
+
+    def arrived_this_step(reduction: PackedReduction) -> bool:
+        if reduction not in may_come:
+            return False
+        may_come.remove(reduction)
+        return arrived(reduction)
 
     def look(island: Island, done: int) -> None:
         assert island.rounds is not None
         sync, flight = island.rounds.sync, island.rounds.sync.flight
         if flight is None:
             return
-        time.sleep(0.2)
+        turns = sync.fragments[flight.fragment].reducer._turns
+        together.wait()
+        last = time.monotonic() + 30.0
+        for pending in turns:
+            assert pending.reduction is not None
+            while not arrived(pending.reduction):
+                assert time.monotonic() < last, "what every island has sent has not come, or nobody tells"
+                time.sleep(0.01)
+            may_come.add(pending.reduction)
+        together.wait()
         if done == flight.sent + 3:
-            left.append(len(sync.fragments[flight.fragment].reducer._turns))
+            left.append(len(turns))
 
+    monkeypatch.setattr(PackedReduction, "arrived", arrived_this_step)
     changes = _outer("fixpoint,bits=4,every=4,delay=3,mixing=0.5", training={"global_batch_size": 12})
     train_islands(count, changes, before_round=look)
     assert left == [0] * (2 * count)
