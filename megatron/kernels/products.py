@@ -1,4 +1,4 @@
-"""Matrix products: torch's, or in fp32 on CPUs this library's own where they are asked for.
+"""Matrix products: this library's own in fp32 on the processors where they are faster than torch's, else torch's.
 
 A number of an own product is summed in an order that depends on the inner dimension alone: not on the other sizes, on
 the number of threads or on what else is multiplied in the same call.
@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron.kernels import native, reference
 
 CHOICE = "MEGATRON_CC_PRODUCTS"
-"""Environment variable: ``own`` asks for this library's products, ``torch`` (the default) for torch's."""
+"""Environment variable: ``own`` and ``torch`` ask for either's products, whatever the processor is."""
 _FEWEST_ROWS = 16
 """With fewer rows a product is a matter of reading the other factor, which torch's library does as fast."""
 
@@ -31,9 +31,11 @@ def own_products() -> bool:
     choice = os.environ.get(CHOICE, "")
     if choice not in ("", "own", "torch"):
         raise RuntimeError(f"{CHOICE}={choice}: the choices are own and torch")
-    if choice != "own":
+    if choice == "torch":
         return False
     why = native.problem_on("cpu")
+    if choice == "":
+        return why is None and torch.backends.mkl.is_available() and bool(native.operators().outdoes_mkl())
     if why is None and not native.operators().multiplies():
         why = "this processor has no AVX2, or MCC_ISA asks for less"
     if why is not None:
@@ -48,9 +50,14 @@ def multiplies(*factors: Tensor) -> bool:
     return factors[0].numel() >= _FEWEST_ROWS * factors[0].shape[-1] and own_products()
 
 
+def _in_place_of_torchs(*factors: Tensor) -> bool:
+    """Whether own products take these factors here: autograd, which does not know them, must not be recording."""
+    return not (torch.is_grad_enabled() and any(x.requires_grad for x in factors)) and multiplies(*factors)
+
+
 def product(a_mk: Tensor, b_kn: Tensor, out_mn: Tensor | None = None) -> Tensor:
     """``a b``, in memory that the caller may have made."""
-    if not multiplies(a_mk, b_kn):
+    if not _in_place_of_torchs(a_mk, b_kn):
         return torch.mm(a_mk, b_kn) if out_mn is None else torch.mm(a_mk, b_kn, out=out_mn)
     out = a_mk.new_empty(a_mk.shape[0], b_kn.shape[1]) if out_mn is None else out_mn
     native.operators().product(a_mk, b_kn, out, False)
@@ -59,7 +66,7 @@ def product(a_mk: Tensor, b_kn: Tensor, out_mn: Tensor | None = None) -> Tensor:
 
 def linear(x: Tensor, weight_oi: Tensor, bias_o: Tensor | None) -> Tensor:
     """``x W^T + b`` for x (..., in), outside autograd."""
-    if not multiplies(x, weight_oi):
+    if not _in_place_of_torchs(x, weight_oi):
         return F.linear(x, weight_oi, bias_o)
     out = x.new_empty((*x.shape[:-1], weight_oi.shape[0]))  # no view: a sum over ranks may work in place on it
     if bias_o is not None:
@@ -80,7 +87,7 @@ def add_product_(total_nm: Tensor, a_tn: Tensor, b_tm: Tensor, fresh: bool = Fal
     """
     beta = 0 if fresh else 1
     if total_nm.dtype == a_tn.dtype:
-        if multiplies(a_tn, b_tm):
+        if _in_place_of_torchs(a_tn, b_tm):
             native.operators().product(a_tn.t(), b_tm, total_nm, not fresh)
         else:
             torch.addmm(total_nm, a_tn.t(), b_tm, beta=beta, out=total_nm)
@@ -103,7 +110,7 @@ def grouped_product(a: Tensor, b: Tensor, ends_g: Tensor) -> Tensor:
             inner dimension has the groups: the result is (g, m, n), zero for a group without numbers.
         ends_g: int32; where each group ends.
     """
-    if not multiplies(a, b):
+    if not _in_place_of_torchs(a, b):
         return F.grouped_mm(a, b, offs=ends_g)
     shape = (a.shape[0], b.shape[2]) if b.dim() == 3 else (len(ends_g), a.shape[0], b.shape[1])
     out = a.new_empty(shape)

@@ -62,15 +62,21 @@ void grouped_product(const Tensor &a, const Tensor &b, const Tensor &ends, const
 
 bool multiplies() { return mcc_cpu(nullptr)->products != nullptr; }
 
+bool outdoes_mkl() { return mcc_cpu_outdoes_mkl() != 0; }
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(megatron_cc, m) {
   m.def("product(Tensor a, Tensor b, Tensor(a!) out, bool add) -> ()");
   m.def("grouped_product(Tensor a, Tensor b, Tensor ends, Tensor(a!) out) -> ()");
   m.def("multiplies() -> bool");
+  m.def("outdoes_mkl() -> bool");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(megatron_cc, CompositeExplicitAutograd, m) { m.impl("multiplies", TORCH_BOX(&multiplies)); }
+STABLE_TORCH_LIBRARY_IMPL(megatron_cc, CompositeExplicitAutograd, m) {
+  m.impl("multiplies", TORCH_BOX(&multiplies));
+  m.impl("outdoes_mkl", TORCH_BOX(&outdoes_mkl));
+}
 
 STABLE_TORCH_LIBRARY_IMPL(megatron_cc, CPU, m) {
   m.impl("product", TORCH_BOX(&product));

@@ -135,6 +135,9 @@ typedef struct {
 /* The table for this processor, chosen once; "baseline" etc. in *name. */
 const mcc_table *mcc_cpu(const char **name);
 
+/* Whether its products are faster than MKL's, which torch multiplies with: on AMD's processors before Zen 4. */
+int mcc_cpu_outdoes_mkl(void);
+
 /* The table for CUDA devices. */
 const mcc_table *mcc_cuda(void);
 

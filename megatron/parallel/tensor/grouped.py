@@ -25,12 +25,17 @@ def adjacent(weights: Sequence[Tensor]) -> bool:
 
 
 def stacked(weights: Sequence[Tensor]) -> Tensor:
-    """Equally shaped tensors as one, (n, *shape): a view of their memory where they are adjacent."""
+    """Equally shaped tensors as one, (n, *shape): a view of their memory where they are adjacent.
+
+    Where autograd records, which is in a gradient that will be differentiated, it is a copy that autograd knows.
+    """
+    if torch.is_grad_enabled():
+        return torch.stack(list(weights))
     first = weights[0]
     if adjacent(weights):
         shape = (len(weights), *first.shape)
         return torch.as_strided(first.detach(), shape, (first.numel(), *first.stride()))
-    return torch.stack([weight.detach() for weight in weights])
+    return torch.stack(list(weights))
 
 
 def groups_products(rows: Tensor, weights: Sequence[Tensor]) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.kernels import native, products
 from megatron.kernels.products import own_products
+from megatron.parallel.tensor.grouped import grouped_linear
 from megatron.parallel.tensor.linear import linear
 from tests.support.products import need_products, products_chosen
 from tests.support.tiny import tiny_run
@@ -184,6 +187,47 @@ def test_training_is_that_with_torchs_products(form: dict[str, object], own: lis
     torch.testing.assert_close(own_run.grad_norms, torchs.grad_norms, rtol=1e-4, atol=0)
 
 
+@pytest.mark.parametrize("groups", [0, 2])
+def test_second_derivatives_are_those_of_torchs_products(groups: int, own: list[str]) -> None:
+    """Of a curvature along the gradient, which goes through the gradients of all factors."""
+    x, weights = torch.randn(32, 24, requires_grad=True), torch.randn(2, 16, 24, requires_grad=True)
+
+    def curvature(plain: bool) -> tuple[Tensor, ...]:
+        pairs = zip(x.split(32 // max(groups, 1)), weights, strict=False)
+        if plain:
+            out = torch.cat([F.linear(*pair) for pair in pairs])
+        elif groups:
+            out = grouped_linear(x, weights.unbind(), torch.full((groups,), 32 // groups))
+        else:
+            out = linear(x, weights[0], None)
+        first = torch.autograd.grad(out.tanh().sum(), (x, weights), create_graph=True)
+        return torch.autograd.grad(sum(grad.square().sum() for grad in first), (x, weights))
+
+    got = curvature(False)
+    assert own.count("grouped_product" if groups else "product") == 3  # not for gradients that have gradients
+    torch.testing.assert_close(got, curvature(True), rtol=1e-4, atol=1e-4)
+
+
+def _outdoes_mkl() -> bool:
+    """Whether this is one of AMD's processors before Zen 4, by what the system says."""
+    told = Path("/proc/cpuinfo").read_text()
+    flags = next(line for line in told.splitlines() if line.startswith("flags")).split()
+    return "AuthenticAMD" in told and "avx512f" not in flags
+
+
+@pytest.mark.parametrize("outdoes", [True, False])
+def test_own_products_are_the_default_where_they_are_faster(outdoes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(products.CHOICE, raising=False)
+    monkeypatch.setattr(native, "operators", lambda: SimpleNamespace(outdoes_mkl=lambda: outdoes))
+    assert own_products.__wrapped__() == outdoes
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)  # another library's rate is not known
+    assert not own_products.__wrapped__()
+    monkeypatch.undo()
+    monkeypatch.delenv(products.CHOICE, raising=False)
+    monkeypatch.setattr(native, "problem_on", lambda kind: "they were not built")
+    assert not own_products.__wrapped__()
+
+
 @pytest.mark.parametrize("choice", ["own", "torch", "", "mine"])
 def test_the_environment_chooses(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(os.environ, products.CHOICE, choice)
@@ -191,7 +235,7 @@ def test_the_environment_chooses(choice: str, monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(RuntimeError, match="MEGATRON_CC_PRODUCTS=mine: the choices are own and torch"):
             own_products.__wrapped__()
     else:
-        assert own_products.__wrapped__() == (choice == "own")
+        assert own_products.__wrapped__() == {"own": True, "torch": False, "": _outdoes_mkl()}[choice]
     if choice == "own":
         monkeypatch.setattr(native, "problem_on", lambda kind: "they were not built")
         with pytest.raises(RuntimeError, match="MEGATRON_CC_PRODUCTS=own, but they were not built"):

@@ -43,3 +43,11 @@ extern "C" const mcc_table *mcc_cpu(const char **name) {
   if (name != nullptr) *name = choice.name;
   return choice.table;
 }
+
+extern "C" int mcc_cpu_outdoes_mkl(void) {
+#if defined(__x86_64__)
+  return mcc_cpu(nullptr)->products != nullptr && __builtin_cpu_is("amd") && !__builtin_cpu_supports("avx512f");
+#else
+  return 0;
+#endif
+}
