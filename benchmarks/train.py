@@ -8,6 +8,7 @@ of the machine, and the ratio is taken pair by pair. Equal work on both sides: s
 (torch's fused one), clipping, number of threads. Rates are medians over the steps after a warm-up. The whole program,
 pretrain_gpt.py by its log, is measured beside a plain script around Hugging Face's model in the same way, run by run.
 Models with experts are measured beside Hugging Face's Mixtral in the same precision.
+Where this library has fp32 products of its own, those of each layer are measured beside torch's.
 Steps of sequences that a curriculum has cut to half their length are measured beside whole ones, and steps of BERT and
 T5 beside those of a GPT of the same shape, by their time for an operation that the model needs.
 """
@@ -25,6 +26,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import products
 from benchmarks.program import compare_programs
 from benchmarks.record import device_name, header, write_record
 from benchmarks.runs import free_port
@@ -48,6 +50,7 @@ MIXTURES = [
     Shape(4, 256, 256, 8, vocab=32000, llama=True, ffn=896, groups=2, experts=8),
     Shape(4, 512, 512, 2, vocab=32000, llama=True, ffn=1792, groups=4, experts=8),
 ]
+PRECISIONS = ("fp32", "bf16")
 QUICK = [Shape(2, 128, 32, 2, vocab=128)]
 
 
@@ -55,7 +58,7 @@ def peak_rate(precision: str, quick: bool, device: str) -> float:
     """Measures the best rate of a square matrix product, FLOP/s.
 
     Args:
-        precision: fp32 or bf16, in which a processor without instructions for it takes a hundred times as long.
+        precision: fp32 or bf16.
         quick: whether to use a small model.
         device: torch's name of the device.
     """
@@ -167,6 +170,14 @@ WHOLE = Table(
     Column("Hugging Face tokens/s", "hugging_face_tokens_per_second", ",.0f"),
     Column("ratio", "ratio", ".2f"),
 )
+PRODUCTS = Table(
+    Column("fp32 products of", "layer"),
+    Column("in", "shape"),
+    Column("tokens x inputs x outputs", "sizes"),
+    Column("own GFLOP/s", lambda row: row["own_rate"] / 1e9, ",.0f"),
+    Column("torch's", lambda row: row["torchs_rate"] / 1e9, ",.0f"),
+    Column("ratio", "ratio", ".2f"),
+)
 LENGTHS = Table(
     Column("fp32", "shape"),
     Column("s per step", "seconds", ".3f"),
@@ -195,14 +206,16 @@ def _of_kinds(shapes: Sequence[Shape], parts: set[str]) -> list[Shape]:
     return [shape for shape in shapes if "kinds" in parts and shape.seq <= 512]
 
 
-def measure(parts: set[str], quick: bool, steps: int, threads: int) -> dict[str, Any]:
+def measure(
+    parts: set[str], quick: bool, steps: int, threads: int, precisions: Sequence[str] = PRECISIONS
+) -> dict[str, Any]:
     """Measures some parts; returns their rows and the rates that they are compared with."""
     shapes, programs, steps = (QUICK, QUICK, 2) if quick else (SHAPES, PROGRAMS, steps)
     torch.set_num_threads(threads)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
-        parts = parts - {"programs", "layouts"}  # the script and two ranks of a thread each are a CPU's
-    peaks = {precision: peak_rate(precision, quick, device) for precision in ("fp32", "bf16")}
+        parts = parts - {"programs", "layouts", "products"}  # the script and two ranks of a thread each are a CPU's
+    peaks = {precision: peak_rate(precision, quick, device) for precision in precisions}
     mixtures = [Shape(2, 128, 32, 2, vocab=128, llama=True, ffn=256, groups=1, experts=4)] if quick else MIXTURES
     rows, whole, routed = [], [], []
     for shape in shapes if "steps" in parts else ():
@@ -216,6 +229,8 @@ def measure(parts: set[str], quick: bool, steps: int, threads: int) -> dict[str,
     for shape in programs if "programs" in parts else ():
         whole.append(compare_programs(shape, threads, steps, 1 if quick else 3))
         print(f"{shape.name} whole program: ratio {whole[-1]['ratio']:.2f}", file=sys.stderr, flush=True)
+    multiplied = [shapes[-1], mixtures[-1]] if "products" in parts and products.available() else []
+    layers = [row for shape in multiplied for row in products.beside_torch(shape, threads)]
     lengths = [half_length(shape, threads, steps, device) for shape in shapes if "lengths" in parts]
     kinds = [beside_gpt(kind, shape, threads, steps, device) for shape in _of_kinds(shapes, parts) for kind in KINDS]
     layouts = overhead(shapes[min(1, len(shapes) - 1)], steps) if "layouts" in parts else []
@@ -224,6 +239,7 @@ def measure(parts: set[str], quick: bool, steps: int, threads: int) -> dict[str,
         "single": rows,
         "experts": routed,
         "programs": whole,
+        "products": layers,
         "lengths": lengths,
         "kinds": kinds,
         "parallel": layouts,
@@ -236,12 +252,18 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="tiny shapes, two steps: does it run?")
     parser.add_argument("--steps", type=int, default=5, help="counted steps of each side (default: 5)")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of each side (default: all cores)")
-    parts = ("steps", "experts", "programs", "lengths", "kinds", "layouts")
+    parts = ("steps", "experts", "programs", "products", "lengths", "kinds", "layouts")
     parser.add_argument("--only", choices=parts, help="this part of the table alone")
+    parser.add_argument(
+        "--precision",
+        choices=PRECISIONS,
+        help="steps in this precision alone: on a processor without bf16 instructions those in bf16 take very long",
+    )
     parser.add_argument("--out", type=Path, default=Path("bench_out/train.json"), help="where the figures go as JSON")
     flags = parser.parse_args()
     try:
-        found = measure({flags.only} if flags.only else set(parts), flags.quick, flags.steps, flags.threads)
+        precisions = (flags.precision,) if flags.precision else PRECISIONS
+        found = measure({flags.only} if flags.only else set(parts), flags.quick, flags.steps, flags.threads, precisions)
     except SideError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -250,6 +272,7 @@ def main() -> int:
         "single": SINGLE,
         "experts": SINGLE,
         "programs": WHOLE,
+        "products": PRODUCTS,
         "lengths": LENGTHS,
         "kinds": OTHER_KINDS,
         "parallel": PARALLEL,
