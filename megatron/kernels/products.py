@@ -102,17 +102,18 @@ def adds_wide_products(total: Tensor) -> bool:
     return total.is_cuda and total.dtype == torch.float32
 
 
-def grouped_product(a: Tensor, b: Tensor, ends_g: Tensor) -> Tensor:
+def grouped_product(a: Tensor, b: Tensor, ends_g: Tensor, out: Tensor | None = None) -> Tensor:
     """Products of groups that lie one behind the other, as ``torch.nn.functional.grouped_mm`` has them.
 
     Args:
         a, b: (r, k) and a factor (g, k, n) for each group of rows: the result is (r, n). Or (m, r) and (r, n), whose
             inner dimension has the groups: the result is (g, m, n), zero for a group without numbers.
         ends_g: int32; where each group ends.
+        out: memory that the result may be written to.
     """
     if not _in_place_of_torchs(a, b):
         return F.grouped_mm(a, b, offs=ends_g)
     shape = (a.shape[0], b.shape[2]) if b.dim() == 3 else (len(ends_g), a.shape[0], b.shape[1])
-    out = a.new_empty(shape)
+    out = a.new_empty(shape) if out is None else out
     native.operators().grouped_product(a, b, ends_g, out)
     return out

@@ -264,7 +264,7 @@ def _forward_backward(
     config, count = engines.config, len(batches)
     with engines.ledger.computing():
         for buffer in engines.buffers:
-            buffer.zero_grads()
+            buffer.begin_grads()
     engines.begin_step(iteration, length)
     engines.experts.begin()
     divisors = _divisors(engines, batches)

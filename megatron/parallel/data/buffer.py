@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from megatron.parallel.tensor.grad_space import offer, withdraw
 from megatron.parallel.tensor.shards import ParamSpec
 from megatron.topology.group import Group
 
@@ -66,7 +67,8 @@ class FlatBuffer:
         chunk: number of the chunk on this rank.
 
     After construction the parameters are views into ``params_flat``; where the dtypes agree their ``grad`` is a view
-    into ``grads_flat`` that autograd accumulates into, else a hook adds each gradient there.
+    into ``grads_flat`` that autograd accumulates into, else a hook adds each gradient there. On CPUs, where clearing
+    and adding cost more than starting them, the first gradient of a step then takes the place of what was there.
     """
 
     def __init__(
@@ -90,6 +92,8 @@ class FlatBuffer:
         self.direct = grad_dtype == first.dtype
         self._on_bucket_full: Callable[[int], None] | None = None
         self._missing: list[int] = []
+        self._replaces = self.direct and first.is_cpu
+        self._main_grads: list[tuple[nn.Parameter, Tensor]] = []
         for index, bucket in enumerate(self.buckets):
             for slot in bucket.slots:
                 self._adopt(slot, index)
@@ -100,13 +104,16 @@ class FlatBuffer:
         view.copy_(slot.param.data)
         slot.param.data = view
         main_grad = self.grads_flat[slot.start : slot.stop].view(slot.param.shape)
+        self._main_grads.append((slot.param, main_grad))
         if self.direct:
             slot.param.grad = main_grad
 
-        def accumulated(param: Tensor) -> None:
+        def accumulated(param: nn.Parameter) -> None:
             if not self.direct and param.grad is not None:
                 main_grad.add_(param.grad)
                 param.grad = None
+            elif self.direct and param.grad is not main_grad:
+                _replace(main_grad, param)
             if self._on_bucket_full is not None:
                 self._missing[bucket] -= 1
                 if self._missing[bucket] == 0:
@@ -114,10 +121,30 @@ class FlatBuffer:
 
         slot.param.register_post_accumulate_grad_hook(accumulated)
 
-    def zero_grads(self) -> None:
-        """Clears all gradients; also drops a pending notification of a step that was abandoned."""
-        self.grads_flat.zero_()
+    def begin_grads(self) -> None:
+        """Begins a step's gradients; also drops a pending notification of a step that was abandoned.
+
+        What is in ``grads_flat`` before a parameter's first gradient, or ``complete_grads``, is anything.
+        """
         self._on_bucket_full = None
+        if not self._replaces:
+            self.grads_flat.zero_()
+            return
+        for param, main_grad in self._main_grads:
+            param.grad = None
+            offer(param, main_grad)
+
+    def complete_grads(self) -> None:
+        """After a step's last backward: parameters that had no gradient get one of zero, and so does padding."""
+        if not self._replaces:
+            return
+        for param, main_grad in self._main_grads:
+            if param.grad is None:
+                main_grad.zero_()
+                param.grad = main_grad
+                withdraw(param)
+        for bucket in self.buckets:
+            self.grads_flat[bucket.slots[-1].stop : bucket.stop].zero_()
 
     def notify_when_full(self, on_bucket_full: Callable[[int], None]) -> None:
         """Announces the step's last backward: calls back with each bucket that it completes."""
@@ -131,6 +158,15 @@ class FlatBuffer:
     def grads_of(self, bucket: Bucket) -> Tensor:
         """Flat gradients of a bucket, padding included."""
         return self.grads_flat[bucket.start : bucket.stop]
+
+
+def _replace(main_grad: Tensor, param: nn.Parameter) -> None:
+    """Puts a parameter's first gradient of a step, unless it lies there already, where others are added to it."""
+    withdraw(param)
+    assert param.grad is not None
+    if param.grad.data_ptr() != main_grad.data_ptr():
+        main_grad.copy_(param.grad)
+    param.grad = main_grad
 
 
 def _kind(spec: ParamSpec, tensor_parallel: bool) -> BucketKind:

@@ -199,6 +199,8 @@ class GradientSync:
             some rank is not finite, or nothing counts. Then the buckets hold anything. True says nothing about
             steps where no compressor had to know.
         """
+        for buffer in self.buffers:
+            buffer.complete_grads()
         self._all_reduce_partial()
         self.controllers.before_reduction(self._iteration)
         if self.clips_first and self.clip_grad > 0:

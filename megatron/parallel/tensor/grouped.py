@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.kernels.products import grouped_product, multiplies
+from megatron.parallel.tensor.grad_space import take
 
 _ALIGNED = 16
 """Bytes to which the rows of all factors must be aligned."""
@@ -64,8 +65,14 @@ class _GroupedLinear(torch.autograd.Function):
         rows, ends_g, *weights = ctx.saved_tensors
         grad = grad.contiguous()
         grad_rows = grouped_product(grad, stacked(weights), ends_g)
-        grads_goi = grouped_product(grad.t(), rows, ends_g)
+        grads_goi = grouped_product(grad.t(), rows, ends_g, _space_of(weights))
         return grad_rows, None, *grads_goi.unbind()
+
+
+def _space_of(weights: Sequence[Tensor]) -> Tensor | None:
+    """The memory that is offered for the gradients of all weights, (n, *shape), where it is one piece."""
+    spaces = [space for space in map(take, weights) if space is not None]
+    return stacked(spaces) if len(spaces) == len(weights) and adjacent(spaces) else None
 
 
 def grouped_linear(rows: Tensor, weights: Sequence[Tensor], counts_g: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from megatron.comm.tensor import TensorComm, leave_parallel_region
 from megatron.compression.points import Point
 from megatron.kernels.fp8 import fits
 from megatron.kernels.products import multiplies
+from megatron.parallel.tensor.grad_space import take
 from megatron.parallel.tensor.products import EXACT, LinearProducts, Recipe, products_of
 from megatron.parallel.tensor.shards import ParamSpec, ShardedModule, with_partial_grad
 
@@ -42,7 +43,7 @@ class _Linear(torch.autograd.Function):
         grad_x, more = products.grad_input(grad_sbo, weight, tuple(scales))
         full = x_sbh if gathering is None else gathering.wait()
         pending = None if comm is None else comm.start_reduce(grad_x, Point.TP_BWD, scatter=comm.sequence_parallel)
-        grad_weight = products.grad_weight(grad_sbo, full, (*scales, *more))
+        grad_weight = products.grad_weight(grad_sbo, full, (*scales, *more), take(weight))
         grad_bias = grad_sbo.reshape(-1, grad_sbo.shape[-1]).sum(dim=0) if ctx.has_bias else None
         return grad_x if pending is None else pending.wait(), grad_weight, grad_bias, None, None
 

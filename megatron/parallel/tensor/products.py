@@ -30,8 +30,8 @@ class LinearProducts(Protocol):
     def grad_input(self, grad: Tensor, weight_oi: Tensor, scales: Scales) -> tuple[Tensor, Scales]:
         """Gradient of x, and what the weight's gradient needs besides."""
 
-    def grad_weight(self, grad: Tensor, x: Tensor, scales: Scales) -> Tensor:
-        """Gradient of W, with the scales of both methods above."""
+    def grad_weight(self, grad: Tensor, x: Tensor, scales: Scales, space_oi: Tensor | None) -> Tensor:
+        """Gradient of W, with the scales of both methods above, in memory that it may be written to."""
 
 
 class ExactProducts:
@@ -43,8 +43,8 @@ class ExactProducts:
     def grad_input(self, grad: Tensor, weight_oi: Tensor, scales: Scales) -> tuple[Tensor, Scales]:
         return _shaped(product(_rows(grad), weight_oi), grad), ()
 
-    def grad_weight(self, grad: Tensor, x: Tensor, scales: Scales) -> Tensor:
-        return product(_rows(grad).t(), _rows(x))
+    def grad_weight(self, grad: Tensor, x: Tensor, scales: Scales, space_oi: Tensor | None) -> Tensor:
+        return product(_rows(grad).t(), _rows(x), space_oi)
 
 
 EXACT = ExactProducts()
@@ -76,7 +76,7 @@ class TensorwiseProducts:
         product = fp8.scaled_product(own, fp8.quantize(weight_oi.t(), scales[1], fp8.E4M3))
         return _shaped(product, grad), (scale,)
 
-    def grad_weight(self, grad: Tensor, x: Tensor, scales: Scales) -> Tensor:
+    def grad_weight(self, grad: Tensor, x: Tensor, scales: Scales, space_oi: Tensor | None) -> Tensor:
         x_scale, _, grad_scale = scales
         own = fp8.quantize(_rows(grad).t(), grad_scale, fp8.E5M2)
         return fp8.scaled_product(own, fp8.quantize(_rows(x).t(), x_scale, fp8.E4M3))
@@ -104,8 +104,8 @@ class RowwiseProducts:
         factors = self._factors(_rows(grad), weight_oi.t(), not self.split_inputs)
         return _shaped(fp8.scaled_product(*factors), grad), ()
 
-    def grad_weight(self, grad: Tensor, x: Tensor, scales: Scales) -> Tensor:
-        return EXACT.grad_weight(grad, x, scales)
+    def grad_weight(self, grad: Tensor, x: Tensor, scales: Scales, space_oi: Tensor | None) -> Tensor:
+        return EXACT.grad_weight(grad, x, scales, space_oi)
 
     def _factors(self, a_mk: Tensor, b_nk: Tensor, split: bool) -> tuple[fp8.Quantized, fp8.Quantized]:
         """Both factors of a product, whose inner dimension may be split over the ranks."""

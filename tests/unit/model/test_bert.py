@@ -170,7 +170,7 @@ def test_losses_are_means_over_the_global_batch() -> None:
     stage = engines.stages[0]
     targets = Targets(given["labels_bs"], given["loss_mask_bs"], given["order_b"])
     for buffer in engines.buffers:
-        buffer.zero_grads()
+        buffer.grads_flat.zero_()
     stage.loss(stage(given["tokens_bs"], _context(given)), targets, stage.counts(targets)).objective.backward()
     norm = torch.cat([buffer.grads_flat for buffer in engines.buffers]).norm()
     assert together[1] == pytest.approx(float(norm), rel=1e-12)

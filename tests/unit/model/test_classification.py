@@ -191,7 +191,7 @@ def test_losses_are_means_over_the_samples_that_count() -> None:
     engines = _engines(4)
     (stage,) = engines.stages
     for buffer in engines.buffers:
-        buffer.zero_grads()
+        buffer.grads_flat.zero_()
     targets = Targets(given["labels_bs"], given["loss_mask_bs"], lengths_b=given["lengths_b"])
     context = ForwardContext(segment_ids_bs=given["segment_ids_bs"], types_bs=given["types_bs"])
     objective = stage.loss(stage(given["tokens_bs"], context), targets, stage.counts(targets)).objective

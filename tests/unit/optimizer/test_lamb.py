@@ -70,7 +70,7 @@ def _trained(dtype: torch.dtype, grad_dtype: torch.dtype, steps: int, clip: floa
     parts: list[Any] = [CompressionPlan({}), Ledger()]
     ours = Optimizer([buffer], single_process(), settings, ConstantLossScale(SCALE), *parts, sharded=False)
     for step in range(steps):
-        buffer.zero_grads()
+        buffer.grads_flat.zero_()
         for slot in (slot for bucket in buffer.buckets for slot in bucket.slots):
             buffer.grads_flat[slot.start : slot.stop].copy_(_drawn(slot.name, step).flatten() * SCALE)
         ours.step({"lm loss": (1.0, 1.0)}, 1, step, lr=_rate(step), weight_decay=DECAY)

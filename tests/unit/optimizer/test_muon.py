@@ -58,7 +58,7 @@ def _trained(
     ours = Optimizer([buffer], single_process(), config, ConstantLossScale(SCALE), *parts, sharded=False)
     slots = [slot for bucket in buffer.buckets for slot in bucket.slots]
     for step in range(steps):
-        buffer.zero_grads()
+        buffer.grads_flat.zero_()
         for slot in slots:
             buffer.grads_flat[slot.start : slot.stop].copy_(
                 _drawn(slot.name, step).flatten() * SCALE * surge ** (step % 2)

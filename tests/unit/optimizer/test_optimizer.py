@@ -52,7 +52,7 @@ def _build(
 
 
 def _set_grads(buffer: FlatBuffer, step: int, factor: float = 1.0) -> None:
-    buffer.zero_grads()
+    buffer.grads_flat.zero_()
     for bucket in buffer.buckets:
         for slot in bucket.slots:
             buffer.grads_flat[slot.start : slot.stop].copy_(_value(slot.name, step).flatten() * factor)
