@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,9 +16,39 @@ from megatron.parallel.tensor.linear import ColumnParallelLinear, RowParallelLin
 from megatron.parallel.tensor.shards import ShardedModule
 
 
-def _swiglu(x: Tensor) -> Tensor:
+class _SwiGLU(torch.autograd.Function):
+    """SwiGLU whose gradient is written in one piece: autograd would copy both halves of it together."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        gate, value = x.chunk(2, dim=-1)
+        open_gate = F.silu(gate)
+        ctx.save_for_backward(x, open_gate)
+        return open_gate * value
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        x, open_gate = ctx.saved_tensors
+        if torch.is_grad_enabled():  # the gradient is itself differentiated
+            return torch.autograd.grad(_swiglu_of_parts(x), x, grad, create_graph=True)[0]
+        (gate, value), grad_x = x.chunk(2, dim=-1), torch.empty_like(x)
+        grad_gate, grad_value = grad_x.chunk(2, dim=-1)
+        torch.mul(grad, open_gate, out=grad_value)
+        torch.ops.aten.silu_backward.grad_input(grad * value, gate, grad_input=grad_gate)
+        return grad_x
+
+
+def _swiglu_of_parts(x: Tensor) -> Tensor:
     gate, value = x.chunk(2, dim=-1)
     return F.silu(gate) * value
+
+
+def _swiglu(x: Tensor) -> Tensor:
+    """silu(gate) * value for x (..., gate and value)."""
+    if torch.compiler.is_compiling() or not x.requires_grad:
+        return _swiglu_of_parts(x)
+    result: Tensor = _SwiGLU.apply(x)
+    return result
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
