@@ -27,10 +27,12 @@ def take(weight: Tensor) -> Tensor | None:
     Args:
         weight: a parameter, or a view of all of one.
     """
+    # A gradient that is itself differentiated must have memory of its own, and compiled code plans its memory itself.
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return None
     param = weight if weight._base is None else weight._base
     space: Tensor | None = getattr(param, _NAME, None)
-    # A gradient that is itself differentiated is no place to write to.
-    if space is None or torch.is_grad_enabled():
+    if space is None:
         return None
     if weight.numel() != space.numel() or weight.dtype != space.dtype or not weight.is_contiguous():
         return None
