@@ -18,7 +18,7 @@ TURNS = 9
 
 
 @dataclass(frozen=True)
-class Layer:
+class LinearLayer:
     """A linear layer, or one for each group of tokens.
 
     Args:
@@ -40,18 +40,18 @@ class Layer:
         return 3 * 2 * self.tokens * self.inputs * self.outputs
 
 
-def layers_of(shape: Shape) -> list[Layer]:
+def layers_of(shape: Shape) -> list[LinearLayer]:
     """The linear layers of a model."""
     tokens, h, ffn = shape.batch * shape.seq, shape.hidden, shape.ffn or 4 * shape.hidden
     keys = (shape.groups or shape.heads) * (h // shape.heads)
     up, choices = ffn * (2 if shape.llama else 1), 2 if shape.experts else 1
     groups = max(1, shape.experts)
     return [
-        Layer("queries, keys, values", tokens, h, h + 2 * keys),
-        Layer("attention's output", tokens, h, h),
-        Layer("experts, up" if shape.experts else "up", choices * tokens, h, up, groups),
-        Layer("experts, down" if shape.experts else "down", choices * tokens, ffn, h, groups),
-        Layer("output layer", tokens, h, shape.vocab),
+        LinearLayer("queries, keys, values", tokens, h, h + 2 * keys),
+        LinearLayer("attention's output", tokens, h, h),
+        LinearLayer("experts, up" if shape.experts else "up", choices * tokens, h, up, groups),
+        LinearLayer("experts, down" if shape.experts else "down", choices * tokens, ffn, h, groups),
+        LinearLayer("output layer", tokens, h, shape.vocab),
     ]
 
 
@@ -73,7 +73,7 @@ def beside_torch(shape: Shape, threads: int) -> list[dict[str, Any]]:
     return rows
 
 
-def sides(layer: Layer) -> tuple[Callable[[], object], Callable[[], object], list[Tensor]]:
+def sides(layer: LinearLayer) -> tuple[Callable[[], object], Callable[[], object], list[Tensor]]:
     """Both ways to the output and the gradients of a layer, and the tensors that either writes."""
     x, out = torch.randn(layer.tokens, layer.inputs), torch.empty(layer.tokens, layer.outputs)
     grad, grad_x = torch.randn_like(out), torch.empty_like(x)

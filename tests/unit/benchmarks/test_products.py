@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.products import Layer, layers_of, sides
+from benchmarks.products import LinearLayer, layers_of, sides
 from benchmarks.train_sides import Shape
 from megatron.kernels import native
 from tests.support.products import need_products
@@ -15,7 +15,7 @@ from tests.support.products import need_products
 @pytest.mark.parametrize("groups", [1, 4])
 def test_both_sides_compute_a_layers_output_and_gradients(groups: int) -> None:
     assert native.problem() is None
-    own, torchs, results = sides(Layer("any", 64, 24, 40, groups))
+    own, torchs, results = sides(LinearLayer("any", 64, 24, 40, groups))
     found = []
     for side in (own, torchs):
         for x in results:
