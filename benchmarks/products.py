@@ -14,8 +14,6 @@ from benchmarks.train_sides import Shape
 from benchmarks.turns import in_turns, timed
 from megatron.kernels import native
 
-TURNS = 9
-
 
 @dataclass(frozen=True)
 class LinearLayer:
@@ -55,21 +53,16 @@ def layers_of(shape: Shape) -> list[LinearLayer]:
     ]
 
 
-def available() -> bool:
-    """Whether this processor has own products."""
-    return native.problem_on("cpu") is None and bool(native.operators().multiplies())
-
-
-def beside_torch(shape: Shape, threads: int) -> list[dict[str, Any]]:
+def beside_torch(shape: Shape, threads: int, turns: int) -> list[dict[str, Any]]:
     """Measures the products of each layer, in turns."""
     torch.set_num_threads(threads)
     rows = []
     for layer in layers_of(shape):
         own, torchs, _ = sides(layer)
-        turns = in_turns(partial(timed, own), partial(timed, torchs), turns=TURNS, warm=1)
-        rates = {name: layer.flops / turns.median(side) for side, name in enumerate(("own_rate", "torchs_rate"))}
+        taken = in_turns(partial(timed, own), partial(timed, torchs), turns=turns, warm=1)
+        rates = {name: layer.flops / taken.median(side) for side, name in enumerate(("own_rate", "torchs_rate"))}
         sizes = f"{layer.tokens} x {layer.inputs} x {layer.outputs}"
-        rows.append({"shape": shape.name, "layer": layer.name, "sizes": sizes, **rates, "ratio": turns.ratio()})
+        rows.append({"shape": shape.name, "layer": layer.name, "sizes": sizes, **rates, "ratio": taken.ratio()})
     return rows
 
 
@@ -82,25 +75,19 @@ def sides(layer: LinearLayer) -> tuple[Callable[[], object], Callable[[], object
     ends_g = torch.arange(1, layer.groups + 1, dtype=torch.int32) * (layer.tokens // layer.groups)
     own = native.operators()
 
-    def grouped() -> None:
+    def owns() -> None:
         own.grouped_product(x, weights_goi.transpose(1, 2), ends_g, out)
         own.grouped_product(grad, weights_goi, ends_g, grad_x)
         own.grouped_product(grad.t(), x, ends_g, grads_goi)
 
-    def single() -> None:
-        own.product(x, weights_goi[0].t(), out, False)
-        own.product(grad, weights_goi[0], grad_x, False)
-        own.product(grad.t(), x, grads_goi[0], False)
+    by_group = list(zip(*(rows.chunk(layer.groups) for rows in (x, out, grad, grad_x)), strict=True))
 
     def torchs() -> None:
-        def parts(rows: Tensor) -> tuple[Tensor, ...]:
-            return rows.chunk(layer.groups)
-
-        for g, (part, own_out, own_grad, own_grad_x) in enumerate(
-            zip(parts(x), parts(out), parts(grad), parts(grad_x), strict=True)
+        for weight_oi, grad_oi, (part, part_out, part_grad, part_grad_x) in zip(
+            weights_goi, grads_goi, by_group, strict=True
         ):
-            torch.mm(part, weights_goi[g].t(), out=own_out)
-            torch.mm(own_grad, weights_goi[g], out=own_grad_x)
-            torch.mm(own_grad.t(), part, out=grads_goi[g])
+            torch.mm(part, weight_oi.t(), out=part_out)
+            torch.mm(part_grad, weight_oi, out=part_grad_x)
+            torch.mm(part_grad.t(), part, out=grad_oi)
 
-    return (grouped if layer.groups > 1 else single), torchs, [out, grad_x, grads_goi]
+    return owns, torchs, [out, grad_x, grads_goi]

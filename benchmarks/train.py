@@ -35,6 +35,7 @@ from benchmarks.train_sides import Shape
 from benchmarks.train_steps import process_step, rank_step, run_config
 from benchmarks.turns import Side, SideError, in_turns, step_together, timed
 from megatron.config.kinds import ModelType
+from megatron.kernels import products as own_products
 from megatron.training.flops import model_flops_per_sample
 from megatron.training.report import model_shape
 
@@ -206,15 +207,14 @@ def _of_kinds(shapes: Sequence[Shape], parts: set[str]) -> list[Shape]:
     return [shape for shape in shapes if "kinds" in parts and shape.seq <= 512]
 
 
-def measure(
-    parts: set[str], quick: bool, steps: int, threads: int, precisions: Sequence[str] = PRECISIONS
-) -> dict[str, Any]:
+def measure(parts: set[str], quick: bool, steps: int, threads: int, precisions: Sequence[str]) -> dict[str, Any]:
     """Measures some parts; returns their rows and the rates that they are compared with."""
     shapes, programs, steps = (QUICK, QUICK, 2) if quick else (SHAPES, PROGRAMS, steps)
     torch.set_num_threads(threads)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
-        parts = parts - {"programs", "layouts", "products"}  # the script and two ranks of a thread each are a CPU's
+        # The script, two ranks of a thread each and own products are a CPU's.
+        parts = parts - {"programs", "layouts", "products"}
     peaks = {precision: peak_rate(precision, quick, device) for precision in precisions}
     mixtures = [Shape(2, 128, 32, 2, vocab=128, llama=True, ffn=256, groups=1, experts=4)] if quick else MIXTURES
     rows, whole, routed = [], [], []
@@ -229,8 +229,8 @@ def measure(
     for shape in programs if "programs" in parts else ():
         whole.append(compare_programs(shape, threads, steps, 1 if quick else 3))
         print(f"{shape.name} whole program: ratio {whole[-1]['ratio']:.2f}", file=sys.stderr, flush=True)
-    multiplied = [shapes[-1], mixtures[-1]] if "products" in parts and products.available() else []
-    layers = [row for shape in multiplied for row in products.beside_torch(shape, threads)]
+    multiplied = [shapes[-1], mixtures[-1]] if "products" in parts and own_products.problem() is None else []
+    layers = [row for shape in multiplied for row in products.beside_torch(shape, threads, steps)]
     lengths = [half_length(shape, threads, steps, device) for shape in shapes if "lengths" in parts]
     kinds = [beside_gpt(kind, shape, threads, steps, device) for shape in _of_kinds(shapes, parts) for kind in KINDS]
     layouts = overhead(shapes[min(1, len(shapes) - 1)], steps) if "layouts" in parts else []

@@ -21,6 +21,14 @@ _FEWEST_ROWS = 16
 """With fewer rows a product is a matter of reading the other factor, which torch's library does as fast."""
 
 
+def problem() -> str | None:
+    """Why this library has no products here, in words; None where it has."""
+    why = native.problem_on("cpu")
+    if why is None and not native.operators().multiplies():
+        why = "this processor has no AVX2, or MCC_ISA asks for less"
+    return why
+
+
 @functools.cache
 def own_products() -> bool:
     """Whether CPU tensors in fp32 are multiplied by this library's own products.
@@ -33,14 +41,13 @@ def own_products() -> bool:
         raise RuntimeError(f"{CHOICE}={choice}: the choices are own and torch")
     if choice == "torch":
         return False
-    why = native.problem_on("cpu")
-    if choice == "":
-        return why is None and torch.backends.mkl.is_available() and bool(native.operators().outdoes_mkl())
-    if why is None and not native.operators().multiplies():
-        why = "this processor has no AVX2, or MCC_ISA asks for less"
-    if why is not None:
+    why = problem()
+    if choice == "own" and why is not None:
         raise RuntimeError(f"{CHOICE}=own, but {why}")
-    return True
+    if choice == "own":
+        return True
+    # The rate of a library other than MKL is not known.
+    return why is None and torch.backends.mkl.is_available() and bool(native.operators().outdoes_mkl())
 
 
 def multiplies(*factors: Tensor) -> bool:

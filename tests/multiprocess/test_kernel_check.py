@@ -13,6 +13,7 @@ from megatron.kernels import native
 from megatron.topology.layout import Layout
 from megatron.topology.topology import build_topology
 from megatron.training.kernel_check import check_kernels
+from tests.support.kernels import need_kernels
 from tests.support.spawn import run_ranks
 
 pytestmark = pytest.mark.multiprocess
@@ -27,7 +28,7 @@ def _check(choices: list[str]) -> str | None:
         return f"refused: {error}"
 
 
-@pytest.mark.skipif(native.library_path() is None, reason="the kernels were not compiled")
+@need_kernels
 def test_all_ranks_or_none() -> None:
     for found in run_ranks(2, _check, ["", "reference"]):
         assert found.startswith("refused: rank 1 has no compiled kernels while others do")

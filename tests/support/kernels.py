@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from megatron.kernels import ops, reference
+from megatron.kernels import native, ops, reference
 from megatron.kernels.grid import Grid, GridKind, Role, ScaleLayout, ScaleMethod
 
+LACKING = native.library_path() is None and os.environ.get("MEGATRON_CC_BUILD") != "require"
+"""Whether the kernels were not compiled and need not be. Where they must be there, their tests fail without them."""
+need_kernels = pytest.mark.skipif(LACKING, reason="the kernels were not compiled")
 HALVES = (torch.bfloat16, torch.float16)
 DTYPES = (torch.float32, *HALVES)
 SPECIAL = (0.0, -0.0, math.nan, math.inf, -math.inf, 1e-40, -3e-45, 3e38, -3e38)

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from megatron.kernels import native, products
+from tests.support.kernels import LACKING
 
 need_products = pytest.mark.skipif(
-    native.library_path() is None or torch.backends.cpu.get_cpu_capability() == "DEFAULT",
+    LACKING or torch.backends.cpu.get_cpu_capability() == "DEFAULT",
     reason="the kernels were not compiled, or the processor has no AVX2",
 )
 """Where they must be there, they are not skipped: see ``products_chosen``."""

@@ -124,7 +124,8 @@ class FlatBuffer:
     def begin_grads(self) -> None:
         """Begins a step's gradients; also drops a pending notification of a step that was abandoned.
 
-        What is in ``grads_flat`` before a parameter's first gradient, or ``complete_grads``, is anything.
+        What a parameter has in ``grads_flat`` before its first gradient, or ``complete_grads``, is anything. Padding is
+        zero from here on: a bucket may be launched as soon as its parameters have their gradients.
         """
         self._on_bucket_full = None
         if not self._replaces:
@@ -133,9 +134,11 @@ class FlatBuffer:
         for param, main_grad in self._main_grads:
             param.grad = None
             offer(param, main_grad)
+        for bucket in self.buckets:
+            self.grads_flat[bucket.slots[-1].stop : bucket.stop].zero_()
 
     def complete_grads(self) -> None:
-        """After a step's last backward: parameters that had no gradient get one of zero, and so does padding."""
+        """After a step's last backward: parameters that had no gradient get one of zero."""
         if not self._replaces:
             return
         for param, main_grad in self._main_grads:
@@ -143,8 +146,6 @@ class FlatBuffer:
                 main_grad.zero_()
                 param.grad = main_grad
                 withdraw(param)
-        for bucket in self.buckets:
-            self.grads_flat[bucket.slots[-1].stop : bucket.stop].zero_()
 
     def notify_when_full(self, on_bucket_full: Callable[[int], None]) -> None:
         """Announces the step's last backward: calls back with each bucket that it completes."""

@@ -30,13 +30,10 @@ def stacked(weights: Sequence[Tensor]) -> Tensor:
 
     Where autograd records, which is in a gradient that will be differentiated, it is a copy that autograd knows.
     """
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() or not adjacent(weights):
         return torch.stack(list(weights))
     first = weights[0]
-    if adjacent(weights):
-        shape = (len(weights), *first.shape)
-        return torch.as_strided(first.detach(), shape, (first.numel(), *first.stride()))
-    return torch.stack(list(weights))
+    return torch.as_strided(first, (len(weights), *first.shape), (first.numel(), *first.stride()))
 
 
 def groups_products(rows: Tensor, weights: Sequence[Tensor]) -> bool:

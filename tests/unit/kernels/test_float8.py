@@ -13,16 +13,15 @@ from hypothesis import strategies as st
 from megatron.kernels import float8, native, ops
 from megatron.kernels.float8 import Float8
 from tests.support import float8 as checks
-from tests.support.kernels import DTYPES, noise, spoil
+from tests.support.kernels import DTYPES, need_kernels, noise, spoil
 
+pytestmark = need_kernels
 DEVICE = "cpu"
 
 
 @pytest.fixture(autouse=True)
-def _compiled(request: pytest.FixtureRequest) -> None:
+def _compiled() -> None:
     """The twins must not stand in for what is tested."""
-    if native.library_path() is None:
-        pytest.skip("the kernels were not compiled")
     assert native.problem() is None
 
 

@@ -17,7 +17,7 @@ from megatron.kernels.grid import Grid, Role, ScaleLayout
 from tests.support import kernels as checks
 from tests.support import tiles as tile_checks
 
-pytestmark = pytest.mark.skipif(native.library_path() is None, reason="the kernels were not compiled")
+pytestmark = checks.need_kernels
 
 DEVICE = "cpu"
 

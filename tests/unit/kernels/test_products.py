@@ -201,7 +201,7 @@ def test_second_derivatives_are_those_of_torchs_products(groups: int, own: list[
         else:
             out = linear(x, weights[0], None)
         first = torch.autograd.grad(out.tanh().sum(), (x, weights), create_graph=True)
-        return torch.autograd.grad(sum(grad.square().sum() for grad in first), (x, weights))
+        return torch.autograd.grad(torch.stack([grad.square().sum() for grad in first]).sum(), (x, weights))
 
     got = curvature(False)
     assert own.count("grouped_product" if groups else "product") == 3  # not for gradients that have gradients
@@ -218,7 +218,9 @@ def _outdoes_mkl() -> bool:
 @pytest.mark.parametrize("outdoes", [True, False])
 def test_own_products_are_the_default_where_they_are_faster(outdoes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(products.CHOICE, raising=False)
-    monkeypatch.setattr(native, "operators", lambda: SimpleNamespace(outdoes_mkl=lambda: outdoes))
+    monkeypatch.setattr(
+        native, "operators", lambda: SimpleNamespace(multiplies=lambda: True, outdoes_mkl=lambda: outdoes)
+    )
     assert own_products.__wrapped__() == outdoes
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)  # another library's rate is not known
     assert not own_products.__wrapped__()

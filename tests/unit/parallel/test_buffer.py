@@ -19,6 +19,7 @@ from megatron.parallel.tensor.shards import ParamSpec
 from megatron.topology.group import Group
 from megatron.topology.topology import single_process
 from tests.support.products import need_products, products_chosen
+from tests.support.tiny import tiny_engines
 
 
 def _buffer(
@@ -58,14 +59,25 @@ def test_the_first_gradient_takes_the_place_of_what_was_there_and_others_are_add
         assert take(param) is None
 
 
-def test_padding_is_zero_afterwards() -> None:
+def test_a_bucket_that_backward_fills_has_padding_of_zero() -> None:
+    """It is launched at that moment, before the step's gradients are completed."""
     w = nn.Parameter(torch.ones(3))
     two_replicas = cast(Group, SimpleNamespace(size=2))
     buffer = FlatBuffer([("w", "w", ParamSpec((3,)), w)], torch.float32, two_replicas, None, sharded=True)
     _stale(buffer)
+    launched: list[list[float]] = []
+    buffer.notify_when_full(lambda index: launched.append(buffer.grads_of(buffer.buckets[index]).tolist()))
     w.sum().backward()
-    buffer.complete_grads()
-    assert buffer.grads_flat.tolist() == [1.0, 1.0, 1.0, 0.0]
+    assert launched == [[1.0, 1.0, 1.0, 0.0]]
+
+
+def test_the_end_of_a_step_completes_its_gradients() -> None:
+    engines = tiny_engines({})
+    for buffer in engines.buffers:
+        _stale(buffer)
+    engines.sync.begin(0, 1.0)
+    assert engines.sync.finish(1.0, None)
+    assert not any(buffer.grads_flat.any() for buffer in engines.buffers)
 
 
 Form = Callable[[Tensor, nn.Parameter, list[nn.Parameter]], Tensor]
