@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from megatron.comm.draws import StepDraws
 from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan
 from megatron.compression.api import Codec, Payload
@@ -27,12 +28,14 @@ class Leg:
     Args:
         forward, backward: the points of the rows and of their gradients.
         sent, received: rows that this rank sends to each rank, and gets from each.
+        layer: number of the layer.
     """
 
     forward: Point
     backward: Point
     sent: tuple[int, ...]
     received: tuple[int, ...]
+    layer: int
 
 
 class RowCoding:
@@ -41,11 +44,11 @@ class RowCoding:
     def __init__(self, plan: CompressionPlan) -> None:
         self._plan = plan
         self._on = dict.fromkeys(EXPERT_POINTS, False)
-        self._iteration = 0
+        self.draws = StepDraws()
 
     def begin(self, iteration: int) -> None:
         """Begins a step; -1 stands for an evaluation."""
-        self._iteration = max(iteration, 0)
+        self.draws.begin(iteration)
         for point in self._on:
             covered = self._plan.covers(point, self._plan.stage)
             self._on[point] = covered and self._plan.activation(point).on(iteration)
@@ -53,10 +56,6 @@ class RowCoding:
     def codec(self, point: Point) -> Codec:
         """The codec of a point in this step."""
         return self._plan.codec(point) if self._on.get(point) else _EXACT_CODEC
-
-    def state(self) -> CompressorState:
-        """A state for one message, with the iteration in it, so that each iteration draws other noise."""
-        return CompressorState(counters=dict.fromkeys(("draws", "messages"), self._iteration))
 
 
 class RowExchange:
@@ -110,19 +109,27 @@ class RowExchange:
         found: tuple[Tensor, Tensor] = _MoveChoices.apply(weights_p, numbers_p, self, sent, received)
         return found
 
-    def exchange(self, rows: Tensor, point: Point, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    def exchange(
+        self, rows: Tensor, point: Point, sent: Sequence[int], received: Sequence[int], layer: int = 0
+    ) -> Tensor:
         """Sends rows and returns those that came, without a gradient; see ``move``."""
         if self.size == 1:
             return rows
-        rank = self.group.rank
+        rank, ranks = self.group.rank, self.group.ranks
         # As codecs have activations: tokens, samples, hidden.
         parts = rows.unsqueeze(1).split(list(sent))
         out = rows.new_empty((sum(received), rows.shape[1]))
         places = out.unsqueeze(1).split(list(received))
         with self.ledger.encoding(point):
-            wires = [self._encode(part, point) if r != rank else _nothing(rows) for r, part in enumerate(parts)]
+            there = [self._state(point, layer, ranks[rank], r) for r in ranks]
+            here = [self._state(point, layer, r, ranks[rank]) for r in ranks]
+            wires = [
+                self._encode(part, point, there[r]) if r != rank else _nothing(rows) for r, part in enumerate(parts)
+            ]
             places[rank].copy_(parts[rank])
-            buffers = [self._buffer(place, point) if r != rank else _nothing(rows) for r, place in enumerate(places)]
+            buffers = [
+                self._buffer(place, point, here[r]) if r != rank else _nothing(rows) for r, place in enumerate(places)
+            ]
         pending = self.group.exchange_parts([_flat(x) for x in buffers], [_flat(x) for x in wires])
         raw = num_bytes(rows) - num_bytes(parts[rank])
         self.ledger.sent(point, pending.sent_bytes, raw, self._inside(pending.sent_bytes))
@@ -130,7 +137,7 @@ class RowExchange:
         with self.ledger.decoding(point):
             for r, (place, wire) in enumerate(zip(places, buffers, strict=True)):
                 if r != rank and place.numel():
-                    place.copy_(self._decode(wire, place, point))
+                    place.copy_(self._decode(wire, place, point, here[r]))
         return out
 
     def _inside(self, sent_bytes: int) -> int:
@@ -140,25 +147,25 @@ class RowExchange:
         codec = _EXACT_CODEC if self.coding is None else self.coding.codec(point)
         return codec if codec.should_compress(rows.shape, rows.dtype) else _EXACT_CODEC
 
-    def _state(self) -> CompressorState:
-        return CompressorState() if self.coding is None else self.coding.state()
+    def _state(self, point: Point, *message: int) -> CompressorState:
+        return CompressorState() if self.coding is None else self.coding.draws.state(point.value, *message)
 
-    def _encode(self, rows: Tensor, point: Point) -> Tensor:
+    def _encode(self, rows: Tensor, point: Point, state: CompressorState) -> Tensor:
         if not rows.numel():
             return _nothing(rows)
         codec = self._codec(rows, point)
-        return codec.encode(rows.to(_input_dtype(codec, rows.dtype)), self._state(), None).wire
+        return codec.encode(rows.to(_input_dtype(codec, rows.dtype)), state, None).wire
 
-    def _buffer(self, rows: Tensor, point: Point) -> Tensor:
+    def _buffer(self, rows: Tensor, point: Point, state: CompressorState) -> Tensor:
         if not rows.numel():
             return _nothing(rows)
         codec = self._codec(rows, point)
         dtype = _input_dtype(codec, rows.dtype)
-        return codec.empty_payload(rows.shape, dtype, rows.device, self._state(), None).wire
+        return codec.empty_payload(rows.shape, dtype, rows.device, state, None).wire
 
-    def _decode(self, wire: Tensor, rows: Tensor, point: Point) -> Tensor:
+    def _decode(self, wire: Tensor, rows: Tensor, point: Point, state: CompressorState) -> Tensor:
         codec = self._codec(rows, point)
-        return codec.decode(Payload(wire), rows.shape, _input_dtype(codec, rows.dtype), self._state(), None)
+        return codec.decode(Payload(wire), rows.shape, _input_dtype(codec, rows.dtype), state, None)
 
 
 class ExpertComm:
@@ -205,6 +212,11 @@ class ExpertComm:
     def size(self) -> int:
         """Number of ranks that share the experts."""
         return self.group.size
+
+    @property
+    def draws(self) -> StepDraws:
+        """What the random numbers of rows' messages depend on."""
+        return self._coding.draws
 
     def begin(self, iteration: int) -> None:
         """Begins a step; -1 stands for an evaluation."""
@@ -254,12 +266,13 @@ class _Move(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, comm: RowExchange, leg: Leg) -> Tensor:
         ctx.comm, ctx.leg = comm, leg
-        return comm.exchange(rows.contiguous(), leg.forward, leg.sent, leg.received)
+        return comm.exchange(rows.contiguous(), leg.forward, leg.sent, leg.received, leg.layer)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         leg: Leg = ctx.leg
-        return ctx.comm.exchange(grad.contiguous(), leg.backward, leg.received, leg.sent), None, None
+        rows: Tensor = ctx.comm.exchange(grad.contiguous(), leg.backward, leg.received, leg.sent, leg.layer)
+        return rows, None, None
 
 
 class _MoveChoices(torch.autograd.Function):

@@ -9,12 +9,14 @@ need it, to overlap its backward all-reduce with their weight gradients; g is he
 from __future__ import annotations
 
 from collections.abc import Hashable
+from copy import copy
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.comm.draws import StepDraws
 from megatron.comm.experts import ExpertComm
 from megatron.comm.gather import PendingGather
 from megatron.comm.ledger import Ledger
@@ -78,11 +80,12 @@ class TensorComm:
         self.experts = experts or ExpertComm(Group(None, (0,), 0, "expert-parallel", "none"), ledger, plan)
         points = (Point.TP_FWD, Point.TP_BWD)
         self._on = dict.fromkeys(points, False)
-        self._iteration = 0
+        self._draws = StepDraws()
+        self._place: tuple[str, ...] = ()
 
     def begin(self, iteration: int) -> None:
         """Begins a step; -1 stands for an evaluation."""
-        self._iteration = max(iteration, 0)
+        self._draws.begin(iteration)
         self.experts.begin(iteration)
         for point in self._on:
             covered = self.plan.covers(point, self.plan.stage)
@@ -102,6 +105,17 @@ class TensorComm:
         rounds = self.plan.specs[point].registration.rounds
         launches = () if rounds is None else self.plan.rounds(point).launches(CompressorState())
         return None if launches is None else (point, self.plan.options(point), launches, length)
+
+    def begin_micro_batch(self, micro_batch: int) -> None:
+        """Begins the forward or the backward of a micro-batch of the step."""
+        self._draws.micro_batch = micro_batch
+        self.experts.draws.micro_batch = micro_batch
+
+    def at(self, place: str) -> TensorComm:
+        """The points of a place in the model, whose messages draw random numbers of their own."""
+        found = copy(self)
+        found._place = (*self._place, place)
+        return found
 
     def alone(self) -> TensorComm:
         """The points of layers that this rank holds whole, and no other one computes with."""
@@ -140,11 +154,12 @@ class TensorComm:
         if not self._on[point] or (compressor.traits.batched and not compressor.should_compress(tuple(x.shape))):
             return TensorReduction(_EXACT_ROUNDS, x, CompressorState())
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        return TensorReduction(compressor, (x.unsqueeze(0) if compressor.traits.batched else x).to(wide), self._state())
+        given = (x.unsqueeze(0) if compressor.traits.batched else x).to(wide)
+        return TensorReduction(compressor, given, self._state(point))
 
-    def _state(self) -> CompressorState:
-        """A state that lasts for one collective, with the iteration in it, so that each iteration draws other noise."""
-        return CompressorState(counters=dict.fromkeys(("draws", "messages"), self._iteration))
+    def _state(self, point: Point) -> CompressorState:
+        """A state that lasts for one collective."""
+        return self._draws.state(point.value, self.group.ranks[0], *self._place)
 
     def gather_codec(self, point: Point) -> Codec:
         """The codec of this step's all-gathers."""
@@ -152,7 +167,7 @@ class TensorComm:
 
     def start_gather(self, x: Tensor, point: Point) -> PendingGather:
         """Starts an all-gather of ``x`` along dimension 0."""
-        return PendingGather(self.gather_codec(point), x, self._state(), None, self.group, self.ledger, point)
+        return PendingGather(self.gather_codec(point), x, self._state(point), None, self.group, self.ledger, point)
 
     def gather(self, x: Tensor, point: Point) -> Tensor:
         """All-gathers ``x`` along dimension 0."""

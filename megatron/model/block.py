@@ -84,12 +84,14 @@ class TransformerLayer(Layer):
         super().__init__(config, layer, comm)
         self.parallel = config.parallel_residual
         self.input_layernorm = Norm(config, comm, device, dtype)
-        self.self_attention = SelfAttention(config, layer, comm, device, dtype, causal, recompute_core)
+        self.self_attention = SelfAttention(
+            config, layer, comm.at(f"{layer}.self_attention"), device, dtype, causal, recompute_core
+        )
         self.post_attention_layernorm = Norm(config, comm, device, dtype)
         self.mlp: MLP | Experts = (
-            Experts(config, layer, comm, device, dtype)
+            Experts(config, layer, comm.at(f"{layer}.mlp"), device, dtype)
             if layer in config.expert_layers
-            else MLP(config, comm, device, dtype)
+            else MLP(config, comm.at(f"{layer}.mlp"), device, dtype)
         )
 
     def _attended(
@@ -130,7 +132,9 @@ class DecoderLayer(TransformerLayer):
         recompute_core: bool,
     ) -> None:
         super().__init__(config, layer, comm, device, dtype, recompute_core, causal=True)
-        self.cross_attention = CrossAttention(config, layer, comm, device, dtype, recompute_core)
+        self.cross_attention = CrossAttention(
+            config, layer, comm.at(f"{layer}.cross_attention"), device, dtype, recompute_core
+        )
         self.post_cross_attention_layernorm = Norm(config, comm, device, dtype)
 
     def dropout_keys(self, context: ForwardContext) -> LayerDropout | None:

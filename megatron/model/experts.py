@@ -84,10 +84,10 @@ def _grouped(rows: Tensor, layers: Sequence[tuple[Tensor, Tensor | None]], count
     return out + torch.stack(biases).repeat_interleave(counts.to(rows.device), dim=0, output_size=len(rows))
 
 
-def _legs(sent: tuple[int, ...], received: tuple[int, ...]) -> tuple[Leg, Leg]:
+def _legs(sent: tuple[int, ...], received: tuple[int, ...], layer: int) -> tuple[Leg, Leg]:
     """The ways of tokens to experts and of outputs back, for rows sent to each rank and received from each."""
-    there = Leg(Point.EP_DISPATCH_FWD, Point.EP_DISPATCH_BWD, sent, received)
-    return there, Leg(Point.EP_COMBINE_FWD, Point.EP_COMBINE_BWD, received, sent)
+    there = Leg(Point.EP_DISPATCH_FWD, Point.EP_DISPATCH_BWD, sent, received, layer)
+    return there, Leg(Point.EP_COMBINE_FWD, Point.EP_COMBINE_BWD, received, sent, layer)
 
 
 class _Coefficients(ShardedModule):
@@ -142,7 +142,7 @@ class Experts(nn.Module):
         self.mixing: _Coefficients | None = None
         width = config.ffn_hidden_size if config.mlp_type == "residual" else config.moe_shared_expert_intermediate_size
         if not is_unset(width):
-            self.shared = MLP(replace(config, ffn_hidden_size=width), comm, device, dtype)
+            self.shared = MLP(replace(config, ffn_hidden_size=width), comm.at("shared"), device, dtype)
             if config.mlp_type == "residual":
                 self.mixing = _Coefficients(config, 2, True, comm, device, dtype)
             elif config.moe_shared_expert_gate:
@@ -197,7 +197,7 @@ class Experts(nn.Module):
             counts_re = order.counts.view(comm.size, self.local)
             came_re = comm.exchange_counts(counts_re)
             sent, received = (tuple(counts.sum(1).tolist()) for counts in (counts_re, came_re))
-            there, back = _legs(sent, received)
+            there, back = _legs(sent, received, self.layer)
             rows = comm.move(self._computed_of_ranks(comm.move(rows, there), came_re), back)
         return combined(rows, choices.weights_tk, order, shape)
 
@@ -213,7 +213,7 @@ class Experts(nn.Module):
         came_n2 = comm.exchange_counts(counts_n2)
         (sent, sent_p), (received, received_p) = (map(tuple, c.t().tolist()) for c in (counts_n2, came_n2))
         weights_p, numbers_p = comm.move_choices(wanted.weights_p, wanted.numbers_p, sent_p, received_p)
-        there, back = _legs(sent, received)
+        there, back = _legs(sent, received, self.layer)
         rows = comm.move(dispatched(x_th, wanted.order), there)
         most = None if choices.most is None else choices.most * comm.size
         came = choices_of_rows(numbers_p, weights_p, len(rows), min(k, here), here, most)

@@ -212,7 +212,9 @@ def build_engines(
         stages=stages,
         buffers=buffers,
         sync=sync,
-        pipeline=PipelineEngine(layout, topology.coordinates.pp, channel, sync.before_last_backward),
+        pipeline=PipelineEngine(
+            layout, topology.coordinates.pp, channel, comm.begin_micro_batch, sync.before_last_backward
+        ),
         optimizer=optimizer,
         replicas=TorchReplicas(stages[0], topology.dp, ledger) if torch_ddp else None,
         channel=channel,

@@ -48,6 +48,7 @@ class PipelineEngine:
         layout: the mesh.
         stage: this rank's pipeline coordinate.
         channel: messages to the neighbors; None with a single stage.
+        before_micro_batch: called with the number of a micro-batch before its forward and before its backward.
         before_last_backward: called with a chunk before the backward of its last micro-batch, after which its
             gradients are final.
 
@@ -60,11 +61,13 @@ class PipelineEngine:
         layout: Layout,
         stage: int,
         channel: PipelineChannel | None,
+        before_micro_batch: Callable[[int], None],
         before_last_backward: Callable[[int], None],
     ) -> None:
         self.layout = layout
         self.stage = stage
         self.channel = channel
+        self.before_micro_batch = before_micro_batch
         self.before_last_backward = before_last_backward
         self.loads_late = channel is not None and channel.device.type == "cuda"
         self.completed = CompletedKinds()
@@ -117,6 +120,7 @@ class PipelineEngine:
             if following is not None:
                 run.expect(following)
             slot = (op.chunk, op.micro_batch)
+            self.before_micro_batch(op.micro_batch)
             if op.forward:
                 with span("forward-recv", op):
                     x_sbh = run.receive(op)

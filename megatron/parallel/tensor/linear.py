@@ -103,7 +103,7 @@ class ColumnParallelLinear(_SplitLinear):
         entered: bool = False,
         blocks: tuple[int, ...] = (),
     ) -> None:
-        super().__init__(comm)
+        super().__init__(comm.at("inputs"))
         self.enters = comm.size > 1 and not entered
         dim = len(logical_shape) - 2
         local_out = logical_shape[dim] // comm.size
@@ -142,7 +142,7 @@ class RowParallelLinear(_SplitLinear):
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        super().__init__(comm)
+        super().__init__(comm.at("outputs"))
         local_in = in_features // comm.size
         self.weight = nn.Parameter(torch.empty((out_features, local_in), device=device, dtype=dtype))
         self.specs["weight"] = ParamSpec((out_features, in_features), 1, local_in * comm.rank, blocks=(out_features,))

@@ -17,16 +17,24 @@ from megatron.compression.spec import read_specs
 from megatron.topology.topology import single_process
 
 
-def _gathered(name: str, iteration: int) -> Tensor:
-    """What arrives of the same activations in an iteration under sequence parallelism."""
-    specs = read_specs([f"tp-forward={name},rounding=stochastic"], Registry(BUILTIN), RunLength(10))
+def _gathered(
+    name: str, iteration: int, micro_batch: int = 0, place: str = "0.mlp", point: Point = Point.TP_FWD
+) -> Tensor:
+    """What arrives of the same activations under sequence parallelism."""
+    compress = [f"{where}={name},rounding=stochastic" for where in ("tp-forward", "tp-backward")]
+    specs = read_specs(compress, Registry(BUILTIN), RunLength(10))
     comm = TensorComm(single_process("cpu").tp, Ledger(), CompressionPlan(specs))
     comm.begin(iteration)
-    return comm.start_gather(torch.linspace(-1, 1, 512).view(8, 1, 64), Point.TP_FWD).wait()
+    comm.begin_micro_batch(micro_batch)
+    return comm.at(place).start_gather(torch.linspace(-1, 1, 512).view(8, 1, 64), point).wait()
 
 
 @pytest.mark.parametrize("name", ["fixpoint,bits=2", "float8"])
-def test_each_iteration_draws_other_noise_for_a_gather(name: str) -> None:
+def test_each_gather_draws_other_noise(name: str) -> None:
     """With the same noise in each, an error would return in each, and not vanish in the mean."""
-    assert not torch.equal(_gathered(name, 3), _gathered(name, 4))
-    assert torch.equal(_gathered(name, 3), _gathered(name, 3))
+    first = _gathered(name, 3)
+    assert torch.equal(first, _gathered(name, 3))
+    assert not torch.equal(first, _gathered(name, 4))
+    assert not torch.equal(first, _gathered(name, 3, micro_batch=1))
+    assert not torch.equal(first, _gathered(name, 3, place="1.mlp"))
+    assert not torch.equal(first, _gathered(name, 3, point=Point.TP_BWD))

@@ -154,7 +154,7 @@ def _build(case: Case, device: SpinningDevice) -> PipelineEngine:
     plan = CompressionPlan(specs, device.rank, case.pp)
     shapes = [SHAPE] * (case.layout.num_virtual_stages - 1)
     channel = PipelineChannel(forward, backward, plan, Ledger(), shapes, torch.float32, torch.device("cpu"))
-    engine = PipelineEngine(case.layout, device.rank, channel, lambda chunk: None)
+    engine = PipelineEngine(case.layout, device.rank, channel, lambda micro_batch: None, lambda chunk: None)
     engine.loads_late = True
     return engine
 
