@@ -141,25 +141,26 @@ def saved_kind(root: str | Path, iteration: Iteration, flag: str | None = None) 
     Raises:
         UserError: when the checkpoint is missing or damaged.
     """
-    model = saved_model(root, iteration, flag)
+    model = saved_section(root, iteration, "model", flag)
     classes = model.get("task_classes", 0)
     return kind_text(str(model.get("model_type", "gpt")), str(model.get("task_head", "none")), classes)
 
 
-def saved_model(root: str | Path, iteration: Iteration, flag: str | None = None) -> Mapping[str, Any]:
-    """What the configuration of a checkpoint says of its model, by field; nothing where it says nothing.
+def saved_section(root: str | Path, iteration: Iteration, section: str, flag: str | None = None) -> Mapping[str, Any]:
+    """A section of the configuration of a checkpoint, by field; nothing where it has none.
 
     Args:
         root: the folder of all checkpoints.
         iteration: iteration of the checkpoint.
+        section: name of the section, such as model.
         flag: flag that named it; None for the tracker's.
 
     Raises:
         UserError: when the checkpoint is missing or damaged.
     """
     content = parse_yaml(load_config_yaml(root, iteration, flag), f"{root}, iteration {iteration}")
-    model = content.get("model") if isinstance(content, dict) else None
-    return model if isinstance(model, dict) else {}
+    found = content.get(section) if isinstance(content, dict) else None
+    return found if isinstance(found, dict) else {}
 
 
 def saved_config(

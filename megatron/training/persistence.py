@@ -16,7 +16,7 @@ from megatron.checkpoint.compressor_state import CompressorCheckpoint
 from megatron.checkpoint.files import Iteration, checkpoint_folder, iteration_of
 from megatron.checkpoint.find import read_tracker
 from megatron.checkpoint.folder_lock import FolderLock
-from megatron.checkpoint.load import load_common, load_tensors, saved_kind, saved_model, saved_shapes
+from megatron.checkpoint.load import load_common, load_tensors, saved_kind, saved_section, saved_shapes
 from megatron.checkpoint.logical import LogicalShard
 from megatron.checkpoint.model_state import (
     MAIN,
@@ -239,6 +239,7 @@ class RunCheckpoints:
         weights_only = self.config.loads_weights_only
         if not weights_only:
             self.parts.check(common)
+            self._check_optimizer(root, iteration)
         saved_main = saved.counters.separate_main
         if weights_only:  # a checkpoint of weights alone has no such values, whatever its run had
             saved_main = bool(together(self.group, lambda: saved_shapes(root, iteration, MAIN)))
@@ -274,7 +275,7 @@ class RunCheckpoints:
 
     def _differing(self, root: str, iteration: Iteration) -> dict[str, tuple[str, str]]:
         """The flags of the model that are others than the checkpoint's. Every rank calls this."""
-        saved = together(self.group, lambda: saved_model(root, iteration))
+        saved = together(self.group, lambda: saved_section(root, iteration, "model"))
         return differing_flags(self.run_config.model, saved, self.config.moe_use_upcycling)
 
     def _load_compressors(self, folders: Sequence[str], iteration: Iteration) -> None:
@@ -332,6 +333,21 @@ class RunCheckpoints:
             optimizer.reload_main()
         elif precise and optimizer.sharded and not optimizer.separate_main:
             optimizer.publisher.gather()
+
+    def _check_optimizer(self, root: str, iteration: Iteration) -> None:
+        """Checks that a checkpoint is of the run's optimizer: Adam's moments have LAMB's names and shapes, too. Every
+        rank calls this.
+
+        Raises:
+            UserError: on every rank, when it is of another, or is damaged.
+        """
+        own = self.run_config.optimizer.optimizer
+        saved = together(self.group, lambda: saved_section(root, iteration, "optimizer")).get("optimizer", own)
+        if saved != own:
+            raise UserError(
+                f"--load {root} has the state of another optimizer; give --optimizer {saved} instead of {own}, or "
+                "--no-load-optim to begin with new moments"
+            )
 
     def _check_dense(self, root: str, iteration: Iteration) -> None:
         """Checks that a checkpoint is of a dense model. Every rank calls this.

@@ -449,6 +449,20 @@ def test_finetune_starts_counting_anew(prefix: Path, tmp_path: Path) -> None:
     assert after[1][0] < before[1][0] - 0.3
 
 
+def test_adams_moments_are_not_taken_for_lambs(prefix: Path, tmp_path: Path) -> None:
+    """They have the same names and shapes; the weights alone can be taken."""
+    saved = tmp_path / "saved"
+    train(1, tiny_flags(prefix, save=saved, train_iters=2))
+    lamb = tiny_flags(prefix, load=saved, optimizer="lamb", train_iters=3)
+    refused = run_cli(1, [SCRIPT, *lamb])
+    assert refused.returncode == 2
+    assert refused.stderr == (
+        f"error: --load {saved} has the state of another optimizer; give --optimizer adam instead of lamb, or "
+        "--no-load-optim to begin with new moments\n"
+    )
+    train(1, [*lamb, "--no-load-optim"])
+
+
 @pytest.mark.parametrize(
     ("length", "size", "iterations"),
     [
