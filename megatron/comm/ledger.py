@@ -56,12 +56,43 @@ class _Books:
         self.computed_s += seconds
 
 
-@dataclass
-class _OpenSpan:
-    """A timed block that is still open, and when it last became the innermost one."""
+class _Timed:
+    """A timed block. A class: entering and leaving a generator's context takes longer than what some blocks time.
 
-    tell: Tell
-    since: Mark
+    Args:
+        ledger: whose time it is.
+        tell: takes its seconds.
+        span: what observers see of it, if they see it.
+    """
+
+    __slots__ = ("_ledger", "_span", "_tell", "since")
+
+    def __init__(self, ledger: Ledger, tell: Tell, span: AbstractContextManager[None] | None = None) -> None:
+        self._ledger, self._tell, self._span = ledger, tell, span
+        self.since: Mark = None
+
+    def __enter__(self) -> None:
+        if self._span is not None:
+            self._span.__enter__()
+        clock, blocks = self._ledger.clock, self._ledger.open_blocks
+        self.since = clock.mark()
+        if blocks:
+            blocks[-1].tell_until(self.since)
+        blocks.append(self)
+
+    def __exit__(self, *error: Any) -> None:
+        clock, blocks = self._ledger.clock, self._ledger.open_blocks
+        stop = clock.mark()
+        self.tell_until(stop)
+        blocks.pop()
+        if blocks:
+            blocks[-1].since = stop
+        if self._span is not None:
+            self._span.__exit__(*error)
+
+    def tell_until(self, stop: Mark) -> None:
+        """Tells the time since this block became the innermost one."""
+        self._ledger.clock.between(self.since, stop, self._tell)
 
 
 class Ledger:
@@ -73,13 +104,15 @@ class Ledger:
     Args:
         clock: clock of this rank's device; by default the host's.
         observers: observers of all of this rank's communication points; more may join later.
+
+    ``open_blocks`` are the timed blocks that are open, the innermost one last.
     """
 
     def __init__(self, clock: Clock | None = None, observers: Sequence[Observer] = ()) -> None:
         self.clock: Clock = clock or HostClock()
         self.observers = list(observers)
         self._books = _Books()
-        self._open: list[_OpenSpan] = []
+        self.open_blocks: list[_Timed] = []
 
     @property
     def accounts(self) -> dict[Point, Account]:
@@ -106,23 +139,21 @@ class Ledger:
             pending.wait()
             return
         self._books.took_part.add(point)
-        with self._timed(partial(self._books.wait, point)), self.span("wait", point=point.value):
+        with self._timed(partial(self._books.wait, point), "wait", point):
             pending.wait()
         for observer in self.observers:
             observer.on_complete(_FLIGHTS.get(pending.kind, pending.kind), point, pending)
 
     def encoding(self, point: Point) -> AbstractContextManager[None]:
         """Times the work on a tensor before it is sent."""
-        return self._coding(point, "encode")
+        return self._timed(partial(self._books.code, point), "encode", point)
 
     def decoding(self, point: Point) -> AbstractContextManager[None]:
         """Times the work on what was received."""
-        return self._coding(point, "decode")
+        return self._timed(partial(self._books.code, point), "decode", point)
 
-    @contextmanager
-    def _coding(self, point: Point, name: str) -> Iterator[None]:
-        with self._timed(partial(self._books.code, point)), self.span(name, point=point.value):
-            yield
+    def _timed(self, tell: Tell, name: str, point: Point) -> _Timed:
+        return _Timed(self, tell, self._observed(name, {"point": point.value}) if self.observers else None)
 
     def span(self, name: str, **args: Any) -> AbstractContextManager[None]:
         """Shows observers a named block."""
@@ -137,24 +168,7 @@ class Ledger:
 
     def computing(self) -> AbstractContextManager[None]:
         """Times computing: neither encoding, decoding nor waiting."""
-        return self._timed(self._books.compute)
-
-    @contextmanager
-    def _timed(self, tell: Tell) -> Iterator[None]:
-        start = self.clock.mark()
-        if self._open:
-            outer = self._open[-1]
-            self.clock.between(outer.since, start, outer.tell)
-        span = _OpenSpan(tell, start)
-        self._open.append(span)
-        try:
-            yield
-        finally:
-            stop = self.clock.mark()
-            self.clock.between(span.since, stop, tell)
-            self._open.pop()
-            if self._open:
-                self._open[-1].since = stop
+        return _Timed(self, self._books.compute)
 
     def take(self) -> dict[str, dict[str, float]]:
         """Returns the accounts with traffic, by point name, and starts new ones. A receiving rank has times alone."""

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +35,13 @@ _PARTNERS_TAG = 1 << 20
 """Tag of what two ranks exchange, apart from those of messages."""
 
 
+_COMBINE: dict[Any, Callable[[Tensor, Tensor], object]] = {
+    dist.ReduceOp.SUM: Tensor.add_,
+    dist.ReduceOp.MAX: lambda x, other: torch.maximum(x, other, out=x),
+}
+"""What two ranks do with each other's numbers, by operation; the same bits on both."""
+
+
 @dataclass
 class Pending:
     """A pending collective or message.
@@ -50,7 +58,7 @@ class Pending:
     work: Work | None
     sent_bytes: int
     what: str
-    finish: Callable[[], None] | None = None
+    finish: Callable[[], object] | None = None
     started: float = field(default_factory=time.perf_counter)
     marks: bool = False
     _mark: torch.cuda.Event | None = None
@@ -180,10 +188,21 @@ class Group:
             raise CommunicationError(f"{label} failed: {reason(error)}") from error
 
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
-        """All-reduces ``x``, in place. A ring sends 2 (n-1)/n of its bytes."""
+        """All-reduces ``x``, in place. A ring sends 2 (n-1)/n of its bytes.
+
+        Over gloo the two ranks of a group exchange short ones and combine them themselves: as many bytes, in a third of
+        the ring's time.
+        """
         if self.size == 1:
             return Pending(None, 0, NOTHING)
         sent = 2 * (self.size - 1) * num_bytes(x) // self.size
+        combine = _COMBINE.get(op)
+        if combine is not None and self.backend == "gloo" and self.size == 2 and sent < _STEPWISE_BYTES:
+            other = torch.empty_like(x)
+            pair = [other, other]  # the entry of this rank is not used
+            pending = self.start("all-reduce", sent, lambda: self._with_partners([x, x], pair))
+            pending.finish = partial(combine, x, other)
+            return pending
         return self.start("all-reduce", sent, lambda: dist.all_reduce(x, op=op, group=self.pg, async_op=True))
 
     def all_gather(self, out: Tensor, x: Tensor) -> Pending:

@@ -29,9 +29,10 @@ from megatron.topology.topology import Topology
 from megatron.training.assembly import Engines
 from megatron.training.identity import identity_of
 from megatron.training.joining import Joining
-from megatron.training.persistence import RunCheckpoints, SavedRun
+from megatron.training.persistence import RunCheckpoints
 from megatron.training.report import Reporter
 from megatron.training.rounds import Rounds
+from megatron.training.saved_run import SavedRun
 
 _FOLDERS = ("tensorboard_dir", "wandb_save_dir", "profile_trace")
 _FILES = ("log_txt_file", "log_json_file")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,9 @@ from torch import Tensor
 from megatron.base.errors import UserError
 from megatron.checkpoint.compressor_place import PREFIX
 from megatron.checkpoint.compressor_state import CompressorCheckpoint
-from megatron.checkpoint.files import Iteration, checkpoint_folder, iteration_of
-from megatron.checkpoint.find import read_tracker
+from megatron.checkpoint.files import Iteration, checkpoint_folder
 from megatron.checkpoint.folder_lock import FolderLock
-from megatron.checkpoint.load import load_common, load_tensors, saved_kind, saved_section, saved_shapes
+from megatron.checkpoint.load import load_tensors, saved_section, saved_shapes
 from megatron.checkpoint.logical import LogicalShard
 from megatron.checkpoint.model_state import (
     MAIN,
@@ -24,7 +22,6 @@ from megatron.checkpoint.model_state import (
     OPTIMIZER,
     OUTER,
     buffer_tensors,
-    has_experts,
     main_tensors,
     model_tensors,
     optimizer_tensors,
@@ -33,82 +30,17 @@ from megatron.checkpoint.model_state import (
 )
 from megatron.checkpoint.save import COMMON
 from megatron.checkpoint.saver import CheckpointSaver
-from megatron.checkpoint.stateful import Scope, StatefulParts, under_todays_names
+from megatron.checkpoint.stateful import Scope, StatefulParts
 from megatron.compression.error_feedback import RESIDUAL
-from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.kinds import check_kind
 from megatron.config.merge import differing_flags
 from megatron.config.run import RunConfig
 from megatron.model.classification import HEAD_POOLER, PRETRAINED_POOLER, TASK_HEAD
 from megatron.model.stages import stage_layers
 from megatron.optimizer.schedules import LRSchedule
-from megatron.topology.agree import gather_texts, raise_together, together
-from megatron.topology.topology import Topology
+from megatron.topology.agree import raise_together, together
 from megatron.training.assembly import Engines
-from megatron.training.progress_state import Progress, SavedCounters
-
-
-@dataclass(frozen=True)
-class SavedRun:
-    """A checkpoint that a run begins with, and its values besides tensors.
-
-    Args:
-        iteration: iteration of the checkpoint.
-        common: values of the checkpoint besides tensors.
-        counters: the counters that say what else there is.
-        progress: position of the run; zero with ``--finetune``.
-    """
-
-    iteration: Iteration
-    common: Mapping[str, Any]
-    counters: SavedCounters
-    progress: Progress
-
-
-def find_saved(config: CheckpointConfig, topology: Topology, log: Callable[[str], None]) -> SavedRun | None:
-    """Finds the checkpoint of ``--load``; None when there is none and the run starts afresh. A collective call.
-
-    Args:
-        config: flags that name the checkpoint.
-        topology: the ranks.
-        log: prints lines for the user, on rank 0.
-
-    Raises:
-        UserError: on every rank, when there is none that can be used.
-    """
-    root, group = config.load, topology.control.pg
-    if root is None:
-        return None
-    iteration: Iteration | None = config.ckpt_step
-    if iteration is None:
-        # What rank 0 finds: file systems may show the ranks different things.
-        found = together(group, lambda: read_tracker(root, log) if topology.rank == 0 else None)
-        iteration = iteration_of(gather_texts(group, "" if found is None else str(found))[0])
-    if iteration is None:
-        if config.exit_on_missing_checkpoint or config.finetune:
-            raise UserError(f"--load {root} holds no checkpoint; name the folder that --save wrote to")
-        return None
-    flag = None if config.ckpt_step is None else "--ckpt-step"
-    common = together(group, lambda: under_todays_names(load_common(root, iteration, flag)))
-    where = checkpoint_folder(Path(root), iteration) / COMMON
-    asked = {"optimizer": not config.loads_weights_only, "counters": not config.finetune}
-    counters = together(group, lambda: SavedCounters.read(common, where, **asked))
-    progress = Progress()
-    if not config.finetune:
-        progress.load_state_dict(common["progress"])
-    return SavedRun(iteration, common, counters, progress)
-
-
-def check_saved_kind(config: CheckpointConfig, saved: SavedRun, kind: str, topology: Topology) -> None:
-    """Checks that a checkpoint is of a model of the run's kind. A collective call.
-
-    Raises:
-        UserError: on every rank, when it is of another.
-    """
-    root = config.load
-    assert root is not None
-    found = together(topology.control.pg, lambda: saved_kind(root, saved.iteration))
-    check_kind(f"--load {root}", found, kind)
+from megatron.training.progress_state import Progress
+from megatron.training.saved_run import SavedRun, check_dense, check_optimizer
 
 
 class RunCheckpoints:
@@ -239,13 +171,13 @@ class RunCheckpoints:
         weights_only = self.config.loads_weights_only
         if not weights_only:
             self.parts.check(common)
-            self._check_optimizer(root, iteration)
+            check_optimizer(root, iteration, self.run_config, self.group)
         saved_main = saved.counters.separate_main
         if weights_only:  # a checkpoint of weights alone has no such values, whatever its run had
             saved_main = bool(together(self.group, lambda: saved_shapes(root, iteration, MAIN)))
         tensors = self._weights(saved_main)
         if self.config.moe_use_upcycling:
-            self._check_dense(root, iteration)
+            check_dense(root, iteration, self.group)
             tensors = tensors_of_dense(tensors)
         if not weights_only:
             held = optimizer_tensors(optimizer)
@@ -333,32 +265,6 @@ class RunCheckpoints:
             optimizer.reload_main()
         elif precise and optimizer.sharded and not optimizer.separate_main:
             optimizer.publisher.gather()
-
-    def _check_optimizer(self, root: str, iteration: Iteration) -> None:
-        """Checks that a checkpoint is of the run's optimizer: Adam's moments have LAMB's names and shapes, too. Every
-        rank calls this.
-
-        Raises:
-            UserError: on every rank, when it is of another, or is damaged.
-        """
-        own = self.run_config.optimizer.optimizer
-        saved = together(self.group, lambda: saved_section(root, iteration, "optimizer")).get("optimizer", own)
-        if saved != own:
-            raise UserError(
-                f"--load {root} has the state of another optimizer; give --optimizer {saved} instead of {own}, or "
-                "--no-load-optim to begin with new moments"
-            )
-
-    def _check_dense(self, root: str, iteration: Iteration) -> None:
-        """Checks that a checkpoint is of a dense model. Every rank calls this.
-
-        Raises:
-            UserError: on every rank, when it has experts, or is damaged.
-        """
-        if has_experts(together(self.group, lambda: saved_shapes(root, iteration, MODEL))):
-            raise UserError(
-                f"--moe-use-upcycling: --load {root} holds a model that has experts already; leave the flag out"
-            )
 
     def _scopes(self) -> list[Scope]:
         """Scopes of the parts that this run loads from a checkpoint besides weights."""

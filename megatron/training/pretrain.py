@@ -46,10 +46,11 @@ from megatron.training.determinism import make_deterministic
 from megatron.training.islands import build_rounds, folders_of_others, meet_islands, of_island, refusing
 from megatron.training.kernel_check import check_kernels
 from megatron.training.machine_check import check_machine, check_room
-from megatron.training.persistence import RunCheckpoints, SavedRun, check_saved_kind, find_saved
+from megatron.training.persistence import RunCheckpoints
 from megatron.training.program import Ranks, run_program
 from megatron.training.progress_state import Progress
 from megatron.training.report import Reporter
+from megatron.training.saved_run import SavedRun, check_saved_kind, find_saved
 from megatron.training.timers import Timers
 from megatron.training.trainer import Judge, Trainer
 

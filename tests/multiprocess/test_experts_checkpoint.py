@@ -17,8 +17,8 @@ from megatron.config.model import LM_LOSS
 from megatron.model.experts import Expert, Experts
 from megatron.parallel.data import buffer
 from megatron.training.assembly import Engines
-from megatron.training.persistence import find_saved
 from megatron.training.replica_check import check_replicas
+from megatron.training.saved_run import find_saved
 from tests.multiprocess.test_experts import BIASED, DIST, FOLDED, MOE, SP, Changes, _merged, _parallel
 from tests.support.cli import run_cli
 from tests.support.corpus import tiny_flags, write_documents

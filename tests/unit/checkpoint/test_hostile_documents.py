@@ -20,7 +20,8 @@ from megatron.checkpoint.files import TRACKER
 from megatron.checkpoint.find import complete_iterations, read_tracker
 from megatron.checkpoint.load import load_common, saved_config
 from megatron.checkpoint.stored import StoredTensors
-from megatron.training.persistence import RunCheckpoints, find_saved
+from megatron.training.persistence import RunCheckpoints
+from megatron.training.saved_run import find_saved
 from tests.support.reseal import reseal
 from tests.support.tiny import tiny_checkpoints, tiny_engines, tiny_train
 

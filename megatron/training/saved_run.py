@@ -1,0 +1,116 @@
+"""Finds the checkpoint of ``--load``, and says whether it suits a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.base.errors import UserError
+from megatron.checkpoint.files import Iteration, checkpoint_folder, iteration_of
+from megatron.checkpoint.find import read_tracker
+from megatron.checkpoint.load import load_common, saved_kind, saved_section, saved_shapes
+from megatron.checkpoint.model_state import MODEL, has_experts
+from megatron.checkpoint.save import COMMON
+from megatron.checkpoint.stateful import under_todays_names
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.kinds import check_kind
+from megatron.config.run import RunConfig
+from megatron.topology.agree import gather_texts, together
+from megatron.topology.topology import Topology
+from megatron.training.progress_state import Progress, SavedCounters
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """A checkpoint that a run begins with, and its values besides tensors.
+
+    Args:
+        iteration: iteration of the checkpoint.
+        common: values of the checkpoint besides tensors.
+        counters: the counters that say what else there is.
+        progress: position of the run; zero with ``--finetune``.
+    """
+
+    iteration: Iteration
+    common: Mapping[str, Any]
+    counters: SavedCounters
+    progress: Progress
+
+
+def find_saved(config: CheckpointConfig, topology: Topology, log: Callable[[str], None]) -> SavedRun | None:
+    """Finds the checkpoint of ``--load``; None when there is none and the run starts afresh. A collective call.
+
+    Args:
+        config: flags that name the checkpoint.
+        topology: the ranks.
+        log: prints lines for the user, on rank 0.
+
+    Raises:
+        UserError: on every rank, when there is none that can be used.
+    """
+    root, group = config.load, topology.control.pg
+    if root is None:
+        return None
+    iteration: Iteration | None = config.ckpt_step
+    if iteration is None:
+        # What rank 0 finds: file systems may show the ranks different things.
+        found = together(group, lambda: read_tracker(root, log) if topology.rank == 0 else None)
+        iteration = iteration_of(gather_texts(group, "" if found is None else str(found))[0])
+    if iteration is None:
+        if config.exit_on_missing_checkpoint or config.finetune:
+            raise UserError(f"--load {root} holds no checkpoint; name the folder that --save wrote to")
+        return None
+    flag = None if config.ckpt_step is None else "--ckpt-step"
+    common = together(group, lambda: under_todays_names(load_common(root, iteration, flag)))
+    where = checkpoint_folder(Path(root), iteration) / COMMON
+    asked = {"optimizer": not config.loads_weights_only, "counters": not config.finetune}
+    counters = together(group, lambda: SavedCounters.read(common, where, **asked))
+    progress = Progress()
+    if not config.finetune:
+        progress.load_state_dict(common["progress"])
+    return SavedRun(iteration, common, counters, progress)
+
+
+def check_saved_kind(config: CheckpointConfig, saved: SavedRun, kind: str, topology: Topology) -> None:
+    """Checks that a checkpoint is of a model of the run's kind. A collective call.
+
+    Raises:
+        UserError: on every rank, when it is of another.
+    """
+    root = config.load
+    assert root is not None
+    found = together(topology.control.pg, lambda: saved_kind(root, saved.iteration))
+    check_kind(f"--load {root}", found, kind)
+
+
+def check_optimizer(root: str, iteration: Iteration, config: RunConfig, group: dist.ProcessGroup | None) -> None:
+    """Checks that a checkpoint is of the run's optimizer: Adam's moments have LAMB's names and shapes, too.
+
+    A collective call.
+
+    Raises:
+        UserError: on every rank, when it is of another, or is damaged.
+    """
+    own = config.optimizer.optimizer
+    saved = together(group, lambda: saved_section(root, iteration, "optimizer")).get("optimizer", own)
+    if saved != own:
+        raise UserError(
+            f"--load {root} has the state of another optimizer; give --optimizer {saved} instead of {own}, or "
+            "--no-load-optim to begin with new moments"
+        )
+
+
+def check_dense(root: str, iteration: Iteration, group: dist.ProcessGroup | None) -> None:
+    """Checks that a checkpoint is of a dense model. A collective call.
+
+    Raises:
+        UserError: on every rank, when it has experts, or is damaged.
+    """
+    if has_experts(together(group, lambda: saved_shapes(root, iteration, MODEL))):
+        raise UserError(
+            f"--moe-use-upcycling: --load {root} holds a model that has experts already; leave the flag out"
+        )
