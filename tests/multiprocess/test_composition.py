@@ -108,7 +108,7 @@ def changes_of(case: Case) -> dict[str, dict[str, Any]]:
         "recompute": recompute,
         "data": {"sample_order": "fixed"},
         "model": {"num_layers": max(chunks, 2)},
-        "training": {"global_batch_size": max(4, 2 * sizes.get("dp", 1))},
+        "training": {"global_batch_size": max(sizes.get("pp", 1), 2 * sizes.get("dp", 1))},
     }
 
 

@@ -329,7 +329,7 @@ LONG = (
     "lowrank",
     "delta lowbits, evicting",
 )
-"""200 steps; the others take 20."""
+"""100 steps; the others take 20."""
 
 
 def _train_and_compare(changes: Changes, iterations: int, every: int) -> tuple[Trace, list[str]]:
@@ -351,7 +351,7 @@ def _train_and_compare(changes: Changes, iterations: int, every: int) -> tuple[T
 @pytest.mark.parametrize("name", LOSSY)
 def test_replicas_agree_and_the_loss_falls(name: str) -> None:
     ranks, changes = LOSSY[name][0], _shallow(LOSSY[name][1])
-    iterations = 200 if name in LONG else 20
+    iterations = 100 if name in LONG else 20
     results = run_ranks(ranks, _train_and_compare, changes, iterations, max(iterations // 20, 1))
     assert [found for _, found in results] == [[]] * ranks
     losses = results[-1][0].losses

@@ -23,8 +23,8 @@ from tests.support.spawn import run_ranks
 from tests.support.tiny import Trace, tiny_batches, tiny_engines, tiny_train
 from tests.support.train import train
 
-STEPS = 8
-LENGTHS = LengthSchedule((4, 8, 12, 16), (0, 1, 3, 6))
+STEPS = 6
+LENGTHS = LengthSchedule((4, 8, 12, 16), (0, 1, 2, 4))
 GROWING: Changes = {"training": {"global_batch_size": 8}}
 DROPOUT: Changes = {"model": {"attention_dropout": 0.2, "hidden_dropout": 0.3}, **DOUBLE}
 

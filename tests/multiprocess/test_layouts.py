@@ -85,6 +85,9 @@ LONG = {
     8: ("tp2 pp2 dp2 everything",),
 }
 
+SHORT = 8
+"""Steps of the layouts that are not in ``LONG``."""
+
 DOUBLE = {"precision": {"fp64": True}}
 SINGLE = {"optimizer": {"lr": 1e-3}}  # Adam's first steps amplify rounding by the learning rate
 
@@ -125,6 +128,14 @@ def _traces(
     return dict(results[0])
 
 
+def _long_and_short(world_size: int, base: Changes, masked: bool = False) -> tuple[dict[str, Trace], dict[str, Trace]]:
+    """Traces over 30 steps of the layouts that combine the most, and over 8 of the others."""
+    layouts, long = LAYOUTS[world_size], LONG.get(world_size, tuple(LAYOUTS[world_size]))
+    traces = _traces(world_size, base, 30, masked, {name: layouts[name] for name in long})
+    short = {name: changes for name, changes in layouts.items() if name not in long}
+    return traces, _traces(world_size, base, SHORT, masked, short) if short else {}
+
+
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("world_size", sorted(LAYOUTS))
 def test_double_precision_agrees_over_30_steps(world_size: int) -> None:
@@ -132,23 +143,24 @@ def test_double_precision_agrees_over_30_steps(world_size: int) -> None:
     reference = _reference(DOUBLE, 30, masked=True)
     assert reference.losses[-1] < reference.losses[0] - 0.5
     assert reference.losses[0] != _reference(DOUBLE, 1).losses[0], "nothing is masked"
-    for name, trace in _traces(world_size, DOUBLE, 30, masked=True).items():
+    long, short = _long_and_short(world_size, DOUBLE, masked=True)
+    assert {*long, *short} == {*LAYOUTS[world_size]}
+    for name, trace in long.items():
         _assert_close(trace, reference, 1e-10, name)
+    for name, trace in short.items():
+        _assert_close(trace, _first(reference, SHORT), 1e-10, name)
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("world_size", sorted(LAYOUTS))
 def test_single_precision_agrees(world_size: int) -> None:
-    """All layouts over 10 steps; over 30, where rounding has grown, those that combine the most."""
+    """In the end of 30 steps rounding has grown."""
     reference = _reference(SINGLE, 30)
-    layouts, long = LAYOUTS[world_size], LONG.get(world_size, tuple(LAYOUTS[world_size]))
-    traces = _traces(world_size, SINGLE, 30, layouts={name: layouts[name] for name in long})
-    if short := {name: changes for name, changes in layouts.items() if name not in long}:
-        traces |= _traces(world_size, SINGLE, 10, layouts=short)
-    for name, trace in traces.items():
-        _assert_close(_first(trace, 10), _first(reference, 10), 1e-5, name)
-        if name in long:
-            _assert_close(trace, reference, 1e-4, name)
+    long, short = _long_and_short(world_size, SINGLE)
+    for name, trace in {**long, **short}.items():
+        _assert_close(_first(trace, SHORT), _first(reference, SHORT), 1e-5, name)
+    for name, trace in long.items():
+        _assert_close(trace, reference, 1e-4, name)
 
 
 RICH: Changes = {
@@ -176,8 +188,8 @@ RICH: Changes = {
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_llama_like_model_agrees(world_size: int) -> None:
     layouts = {name: c for name, c in LAYOUTS[world_size].items() if "tp4" not in name}
-    reference = _reference(RICH, 6)
-    results = run_ranks(world_size, _run_all, layouts, RICH, 6, False, timeout=300.0)
+    reference = _reference(RICH, 4)
+    results = run_ranks(world_size, _run_all, layouts, RICH, 4, False, timeout=300.0)
     for name in layouts:
         _assert_close(results[0][name], reference, 1e-10, name)
 
@@ -188,12 +200,12 @@ DROPOUT: Changes = {"model": {"attention_dropout": 0.2, "hidden_dropout": 0.3}, 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_dropout_does_not_depend_on_the_layout(world_size: int) -> None:
-    reference = _reference(DROPOUT, 6)
-    assert reference.losses != _reference(DOUBLE, 6).losses
+    reference = _reference(DROPOUT, 4)
+    assert reference.losses != _reference(DOUBLE, 4).losses
     if world_size == 1:
-        traces = _run_all(LAYOUTS[1], DROPOUT, 6, False)
+        traces = _run_all(LAYOUTS[1], DROPOUT, 4, False)
     else:
-        traces = _traces(world_size, DROPOUT, 6)
+        traces = _traces(world_size, DROPOUT, 4)
     for name, trace in traces.items():
         _assert_close(trace, reference, 1e-10, name)
 
