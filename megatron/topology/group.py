@@ -190,8 +190,8 @@ class Group:
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
         """All-reduces ``x``, in place. A ring sends 2 (n-1)/n of its bytes.
 
-        Over gloo the two ranks of a group exchange short ones and combine them themselves: as many bytes, in a third of
-        the ring's time.
+        Over gloo the two ranks of a group exchange short ones and combine them themselves: as many bytes, with fewer
+        round trips than the ring's.
         """
         if self.size == 1:
             return Pending(None, 0, NOTHING)
