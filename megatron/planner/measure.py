@@ -24,6 +24,7 @@ from megatron.compression.spec import Spec
 from megatron.config.run import RunConfig
 from megatron.kernels.ops import finite_norm
 from megatron.kernels.products import product
+from megatron.parallel.data.gradients import main_grad_dtype
 from megatron.planner.choice import Choice, choice_of
 from megatron.planner.cluster import CODING, PARTS, Cluster, Device, LinkSpec
 from megatron.planner.costs import STEADY, TP_POINTS, planned, wires_of
@@ -206,8 +207,14 @@ class Corrections:
         elements = self.book.piece(self.choice, self.layer).parameters * self.config.model.num_layers
         elements = min(elements, _UPDATE_ELEMENTS)
         computed = elements * 36 / (self.device.memory_gbyte_per_s * 1e9)
-        found["optimizer"] = _update_seconds(elements, self.stand) / computed
+        found["optimizer"] = _update_seconds(elements, self.stand, self._clears) / computed
         return found
+
+    @property
+    def _clears(self) -> bool:
+        """Whether a step clears its gradients: the first ones do not take the last step's place (``FlatBuffer``)."""
+        params, in_fp32 = self.config.precision.params_dtype, self.config.parallel.accumulate_allreduce_grads_in_fp32
+        return self.stand.torch_device.type != "cpu" or main_grad_dtype(params, in_fp32) != params
 
     def of_coding(self, text: str) -> float:
         """The factor of a compressor's encoding and decoding."""
@@ -236,8 +243,8 @@ class Corrections:
         return sent.encode_s + sent.decode_s
 
 
-def _update_seconds(elements: int, stand: LiveStand) -> float:
-    """Clearing fp32 gradients, their norm, and Adam's update."""
+def _update_seconds(elements: int, stand: LiveStand, clears: bool) -> float:
+    """Clearing fp32 gradients where that is done, their norm, and Adam's update."""
     parameter = stand.fill(torch.empty(elements, device=stand.torch_device)).requires_grad_()
     parameter.grad = stand.fill(torch.empty_like(parameter))
     inner = torch.optim.AdamW([parameter], lr=1e-3, fused=True)
@@ -246,7 +253,8 @@ def _update_seconds(elements: int, stand: LiveStand) -> float:
     def step() -> None:
         finite_norm(gradient)
         inner.step()
-        gradient.zero_()
+        if clears:
+            gradient.zero_()
 
     return 1.0 / rate_of(step, stand.recorder().synchronize)
 

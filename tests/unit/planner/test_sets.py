@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from megatron.base.errors import UserError
 from megatron.compression.points import Point
+from megatron.planner import measure
 from megatron.planner.choice import Choice
 from megatron.planner.cluster import LinkSpec
 from megatron.planner.dry_run import DryStand
@@ -62,6 +64,17 @@ def test_the_coding_of_a_set_can_be_measured(spec: str) -> None:
     config = small_run(1, model={"hidden_size": 256})
     corrections = Corrections(config, VOCAB, Choice(1, 1, 1), CLUSTER, LiveStand(torch.device("cpu"), repeats=2))
     assert 0 < corrections.of_coding(spec) < math.inf
+
+
+@pytest.mark.parametrize(("precision", "clears"), [({}, False), ({"bf16": True}, True)])
+def test_the_measured_update_clears_gradients_where_training_does(precision: dict[str, bool], clears: bool) -> None:
+    """In fp32 on a CPU the first gradients of a step take the last step's place."""
+    config = small_run(1, precision=precision)
+    corrections = Corrections(config, VOCAB, Choice(1, 1, 1), CLUSTER, LiveStand(torch.device("cpu"), repeats=2))
+    seen: list[torch.Tensor] = []
+    with mock.patch.object(measure, "finite_norm", seen.append):
+        corrections.of_parts()
+    assert bool(seen[-1].any()) is not clears
 
 
 def test_slow_links_between_nodes_of_several_replicas_call_for_two_levels() -> None:
