@@ -229,7 +229,9 @@ class PipelineChannel:
             x = (x if scale == 1.0 else x * scale).to(self.dtype)
         for observer in self.ledger.observers:
             observer.on_receive(way.point, position, x)
-        return x if self.parts is None else self.parts.gather(x, _GATHERED_AT[way.point])
+        if self.parts is None:
+            return x
+        return self.parts.at(f"boundary {position.boundary}").gather(x, _GATHERED_AT[way.point])
 
     def flush(self, keep: int = 0) -> None:
         """Waits until at most ``keep`` sends of each direction are pending."""

@@ -166,7 +166,7 @@ class TensorComm:
         return self.plan.codec(point) if self._on[point] else _EXACT_CODEC
 
     def start_gather(self, x: Tensor, point: Point) -> PendingGather:
-        """Starts an all-gather of ``x`` along dimension 0."""
+        """Starts an all-gather of ``x`` along dimension 0. One state decodes all ranks' parts, so these share it."""
         return PendingGather(self.gather_codec(point), x, self._state(point), None, self.group, self.ledger, point)
 
     def gather(self, x: Tensor, point: Point) -> Tensor:

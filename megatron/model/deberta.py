@@ -46,8 +46,8 @@ class NormedEmbedding(Embedding):
         super().__init__(config, shard, comm, device, dtype, copy)
         self.layernorm = Norm(config, comm, device, dtype)
 
-    def _summed(self, tokens_bs: Tensor, context: ForwardContext) -> Tensor:
-        return without_padding(self.layernorm(super()._summed(tokens_bs, context)), context, self.comm)
+    def _summed(self, tokens_bs: Tensor, context: ForwardContext, site: str) -> Tensor:
+        return without_padding(self.layernorm(super()._summed(tokens_bs, context, site)), context, self.comm)
 
 
 class Convolution(ShardedModule):
@@ -86,9 +86,11 @@ class DebertaLayer(Layer):
         recompute_core: bool,
     ) -> None:
         super().__init__(config, layer, comm)
-        self.self_attention = DisentangledAttention(config, layer, comm, device, dtype, False, recompute_core)
+        self.self_attention = DisentangledAttention(
+            config, layer, comm.at(f"{layer}.self_attention"), device, dtype, False, recompute_core
+        )
         self.post_attention_layernorm = Norm(config, comm, device, dtype)
-        self.mlp = MLP(config, comm, device, dtype)
+        self.mlp = MLP(config, comm.at(f"{layer}.mlp"), device, dtype)
         self.output_layernorm = Norm(config, comm, device, dtype)
         self.convolution: Convolution | None = None
         if layer == 0 and config.conv_kernel_size:

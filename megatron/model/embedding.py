@@ -51,13 +51,13 @@ class Embedding(ShardedModule):
             self.tokentype_embeddings = TypeEmbedding(config, comm, device, dtype)
 
     def forward(self, tokens_bs: Tensor, context: ForwardContext, site: str = "embedding") -> Tensor:
-        """Vectors of tokens; ``site`` keys their dropout masks."""
-        x_sbh = self._summed(tokens_bs, context)
+        """Vectors of tokens; ``site`` keys their dropout masks, and the noise of their messages."""
+        x_sbh = self._summed(tokens_bs, context, site)
         keys = None if context.dropout is None else context.dropout.at((site,))
         return hidden_dropout(x_sbh, self.dropout, keys, 0, self.comm)
 
-    def _summed(self, tokens_bs: Tensor, context: ForwardContext) -> Tensor:
-        x_sbh: Tensor = self.word_embeddings(tokens_bs)
+    def _summed(self, tokens_bs: Tensor, context: ForwardContext, site: str) -> Tensor:
+        x_sbh: Tensor = self.word_embeddings(tokens_bs, site)
         if self.position_embeddings is not None:
             x_sbh = x_sbh + self.position_embeddings(tokens_bs, context)
         if self.tokentype_embeddings is not None:

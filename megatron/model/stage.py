@@ -78,9 +78,7 @@ class Stage(nn.Module, ABC):
         tied = config.ties_embeddings
         embeds = part.first or config.begins_decoder(part.layers)
         if embeds:
-            self.embedding = self.embedding_type(
-                config, shard, comm.at("embedding"), device, dtype, copy=not part.first
-            )
+            self.embedding = self.embedding_type(config, shard, comm, device, dtype, copy=not part.first)
         self.layers = nn.ModuleDict({str(n): self._make_layer(n, device) for n in part.layers})
         if part.last:
             if self.ends_with_norm:

@@ -81,7 +81,8 @@ class T5Stage(Stage):
             length = self._own_length(self.config.decoder_seq_length or 0)
             x_sbh, read_sbh = x_sbh[:length], x_sbh[length:]
         # Once for all layers, which exchange neither what they read nor its gradient.
-        memory = Memory(enter_parallel_region(read_sbh.to(self.dtype), self.comm), context.segment_ids_bs)
+        entered_sbh = enter_parallel_region(read_sbh.to(self.dtype), self.comm.at("memory"))
+        memory = Memory(entered_sbh, context.segment_ids_bs)
         x_sbh = self._transform(layers, x_sbh, replace(own, memory=memory))
         return x_sbh if self.part.last else torch.cat([x_sbh, read_sbh])
 

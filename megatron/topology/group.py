@@ -35,11 +35,11 @@ _PARTNERS_TAG = 1 << 20
 """Tag of what two ranks exchange, apart from those of messages."""
 
 
-_COMBINE: dict[Any, Callable[[Tensor, Tensor], object]] = {
-    dist.ReduceOp.SUM: Tensor.add_,
-    dist.ReduceOp.MAX: lambda x, other: torch.maximum(x, other, out=x),
+_COMBINE: dict[Any, Callable[..., object]] = {
+    dist.ReduceOp.SUM: torch.add,
+    dist.ReduceOp.MAX: torch.maximum,
 }
-"""What two ranks do with each other's numbers, by operation; the same bits on both."""
+"""What two ranks do with each other's numbers, by operation."""
 
 
 @dataclass
@@ -188,10 +188,10 @@ class Group:
             raise CommunicationError(f"{label} failed: {reason(error)}") from error
 
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
-        """All-reduces ``x``, in place. A ring sends 2 (n-1)/n of its bytes.
+        """All-reduces ``x``, contiguous, in place. A ring sends 2 (n-1)/n of its bytes.
 
         Over gloo the two ranks of a group exchange short ones and combine them themselves: as many bytes, with fewer
-        round trips than the ring's.
+        round trips than the ring's. As of an all-gather, each of these has to be waited for.
         """
         if self.size == 1:
             return Pending(None, 0, NOTHING)
@@ -201,7 +201,8 @@ class Group:
             other = torch.empty_like(x)
             pair = [other, other]  # the entry of this rank is not used
             pending = self.start("all-reduce", sent, lambda: self._with_partners([x, x], pair))
-            pending.finish = partial(combine, x, other)
+            # In the order of the ranks: which of 0 and -0 is the larger one, or which NaN remains, depends on it.
+            pending.finish = partial(combine, *((x, other) if self.rank == 0 else (other, x)), out=x)
             return pending
         return self.start("all-reduce", sent, lambda: dist.all_reduce(x, op=op, group=self.pg, async_op=True))
 

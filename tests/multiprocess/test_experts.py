@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from megatron.comm.experts import RowExchange
-from megatron.compression.fixpoint import Quantizer
 from megatron.compression.points import EXPERT_POINTS
 from megatron.model.router import Router
 from megatron.training.assembly import Engines
@@ -254,53 +253,6 @@ def test_legs_send_their_rows_as_coded() -> None:
         assert found["aggressive"][0].losses == pytest.approx(exact, rel=5e-3)
         assert found["later"][0].losses[:3] == exact[:3]
         assert found["later"][0].losses[4:] != exact[4:]
-
-
-NOISY: Changes = {
-    "training": {"global_batch_size": 4},
-    "compression": {
-        "compress": [f"{point}=fixpoint,bits=6,rounding=stochastic" for point in ("tp-forward", "tp-backward")]
-        + ["ep-dispatch=fixpoint,bits=6,rounding=stochastic", "ep-combine=fixpoint,bits=6,rounding=stochastic"],
-    },
-}
-
-
-def _run_noisy(runs: dict[str, Changes]) -> dict[str, tuple[list[float], list[int]]]:
-    """Each run's losses, and the seeds of its messages' noise."""
-    found, encode = {}, Quantizer.encode
-    for name, changes in runs.items():
-        seeds: list[int] = []
-
-        def noting(form: Quantizer, x: Any, seed: int, *args: Any, seen: list[int] = seeds, **kw: Any) -> Any:
-            seen.append(seed)
-            return encode(form, x, seed, *args, **kw)
-
-        with mock.patch.object(Quantizer, "encode", noting):
-            found[name] = (tiny_run(changes, 2).losses, seeds)
-    return found
-
-
-@pytest.mark.multiprocess
-def test_each_message_draws_noise_of_its_own_and_recomputation_the_same_again() -> None:
-    """Each point, layer, micro-batch, receiver, iteration and part of a sum, at tensor-parallel and at experts' points.
-    Two micro-batches of one noise would bring its error into their sum twice."""
-    layouts = {
-        "": _parallel(tp=2, ep=2),
-        " sp": _parallel(tp=2, ep=2, **SP),
-        " folded": _parallel(tp=2, ep=2, **FOLDED),
-    }
-    runs = {}
-    for name, layout in layouts.items():
-        runs[f"once{name}"] = _merged(MOE, CODED, NOISY, layout)
-        runs[f"again{name}"] = _merged(MOE, CODED, NOISY, layout, UNIFORM)
-    for found in run_ranks(4, _run_noisy, runs):
-        for name in layouts:
-            losses, seeds = found[f"once{name}"]
-            assert len(seeds) > 100
-            assert len(set(seeds)) == len(seeds), name
-            assert found[f"again{name}"][0] == losses, name
-            assert len(found[f"again{name}"][1]) > len(seeds)
-            assert set(found[f"again{name}"][1]) == set(seeds), name
 
 
 def _checked() -> list[list[str]]:

@@ -68,6 +68,7 @@ def _collectives() -> dict[str, tuple[int, int]]:
     x, out = torch.ones(size * 600_000), torch.empty(600_000)
     calls: dict[str, Callable[[], Pending]] = {
         "all-reduce": lambda: group.all_reduce(x),
+        "short all-reduce": lambda: group.all_reduce(x[:200_000]),
         "reduce-scatter": lambda: group.reduce_scatter(out, x),
         "all-gather": lambda: group.all_gather(x, out),
         "exchange": lambda: group.exchange(torch.empty_like(x).view(size, -1), x.view(size, -1)),

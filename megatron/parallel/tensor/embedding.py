@@ -73,11 +73,12 @@ class VocabParallelEmbedding(ShardedModule):
         self.weight = shard.weight(hidden, device, dtype)
         self.specs["weight"] = shard.spec(hidden, tied=tied, tied_copy=copy)
 
-    def forward(self, tokens_bs: Tensor) -> Tensor:
+    def forward(self, tokens_bs: Tensor, site: str = "embedding") -> Tensor:
+        """Vectors (s, b, h) of tokens (b, s); ``site`` is whose they are, where a model looks up several texts."""
         tokens_sb = tokens_bs.t()
         if self.comm.size == 1:
             return rows_of(self.weight, tokens_sb)
         local_sb = tokens_sb - self.shard.start
         elsewhere_sb = (local_sb < 0) | (local_sb >= self.shard.rows)
         x_sbh = rows_of(self.weight, local_sb.masked_fill(elsewhere_sb, 0))
-        return leave_parallel_region(x_sbh.masked_fill(elsewhere_sb.unsqueeze(-1), 0.0), self.comm)
+        return leave_parallel_region(x_sbh.masked_fill(elsewhere_sb.unsqueeze(-1), 0.0), self.comm.at(site))
