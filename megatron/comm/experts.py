@@ -57,6 +57,10 @@ class RowCoding:
         """The codec of a point in this step."""
         return self._plan.codec(point) if self._on.get(point) else _EXACT_CODEC
 
+    def state(self, point: Point, *message: int) -> CompressorState:
+        """A state for one message, which is known by ``message`` among those of the point."""
+        return self.draws.state(point.value, *message) if self._on.get(point) else CompressorState()
+
 
 class RowExchange:
     """Exchanges of rows among the ranks of a group.
@@ -148,7 +152,7 @@ class RowExchange:
         return codec if codec.should_compress(rows.shape, rows.dtype) else _EXACT_CODEC
 
     def _state(self, point: Point, *message: int) -> CompressorState:
-        return CompressorState() if self.coding is None else self.coding.draws.state(point.value, *message)
+        return CompressorState() if self.coding is None else self.coding.state(point, *message)
 
     def _encode(self, rows: Tensor, point: Point, state: CompressorState) -> Tensor:
         if not rows.numel():
@@ -215,7 +219,7 @@ class ExpertComm:
 
     @property
     def draws(self) -> StepDraws:
-        """What the random numbers of rows' messages depend on."""
+        """What random numbers depend on, those of the tensor-parallel points' messages, too."""
         return self._coding.draws
 
     def begin(self, iteration: int) -> None:

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.comm.draws import StepDraws
 from megatron.comm.experts import ExpertComm
 from megatron.comm.gather import PendingGather
 from megatron.comm.ledger import Ledger
@@ -80,12 +79,10 @@ class TensorComm:
         self.experts = experts or ExpertComm(Group(None, (0,), 0, "expert-parallel", "none"), ledger, plan)
         points = (Point.TP_FWD, Point.TP_BWD)
         self._on = dict.fromkeys(points, False)
-        self._draws = StepDraws()
         self._place: tuple[str, ...] = ()
 
     def begin(self, iteration: int) -> None:
         """Begins a step; -1 stands for an evaluation."""
-        self._draws.begin(iteration)
         self.experts.begin(iteration)
         for point in self._on:
             covered = self.plan.covers(point, self.plan.stage)
@@ -108,7 +105,6 @@ class TensorComm:
 
     def begin_micro_batch(self, micro_batch: int) -> None:
         """Begins the forward or the backward of a micro-batch of the step."""
-        self._draws.micro_batch = micro_batch
         self.experts.draws.micro_batch = micro_batch
 
     def at(self, place: str) -> TensorComm:
@@ -159,7 +155,9 @@ class TensorComm:
 
     def _state(self, point: Point) -> CompressorState:
         """A state that lasts for one collective."""
-        return self._draws.state(point.value, self.group.ranks[0], *self._place)
+        if not self._on[point]:
+            return CompressorState()
+        return self.experts.draws.state(point.value, self.group.ranks[0], *self._place)
 
     def gather_codec(self, point: Point) -> Codec:
         """The codec of this step's all-gathers."""

@@ -24,6 +24,7 @@ from megatron.compression.spec import Spec
 from megatron.config.run import RunConfig
 from megatron.kernels.ops import finite_norm
 from megatron.kernels.products import product
+from megatron.parallel.data.buffer import replaces_grads
 from megatron.parallel.data.gradients import main_grad_dtype
 from megatron.planner.choice import Choice, choice_of
 from megatron.planner.cluster import CODING, PARTS, Cluster, Device, LinkSpec
@@ -212,9 +213,9 @@ class Corrections:
 
     @property
     def _clears(self) -> bool:
-        """Whether a step clears its gradients: the first ones do not take the last step's place (``FlatBuffer``)."""
+        """Whether a step clears its gradients."""
         params, in_fp32 = self.config.precision.params_dtype, self.config.parallel.accumulate_allreduce_grads_in_fp32
-        return self.stand.torch_device.type != "cpu" or main_grad_dtype(params, in_fp32) != params
+        return not replaces_grads(params, main_grad_dtype(params, in_fp32), self.stand.torch_device)
 
     def of_coding(self, text: str) -> float:
         """The factor of a compressor's encoding and decoding."""

@@ -85,7 +85,7 @@ LONG = {
     8: ("tp2 pp2 dp2 everything",),
 }
 
-SHORT = 8
+SHORT = 10
 """Steps of the layouts that are not in ``LONG``."""
 
 DOUBLE = {"precision": {"fp64": True}}
@@ -129,7 +129,7 @@ def _traces(
 
 
 def _long_and_short(world_size: int, base: Changes, masked: bool = False) -> tuple[dict[str, Trace], dict[str, Trace]]:
-    """Traces over 30 steps of the layouts that combine the most, and over 8 of the others."""
+    """Traces over 30 steps of the layouts that combine the most, and over ``SHORT`` of the others."""
     layouts, long = LAYOUTS[world_size], LONG.get(world_size, tuple(LAYOUTS[world_size]))
     traces = _traces(world_size, base, 30, masked, {name: layouts[name] for name in long})
     short = {name: changes for name, changes in layouts.items() if name not in long}
@@ -154,7 +154,7 @@ def test_double_precision_agrees_over_30_steps(world_size: int) -> None:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("world_size", sorted(LAYOUTS))
 def test_single_precision_agrees(world_size: int) -> None:
-    """In the end of 30 steps rounding has grown."""
+    """At the end of 30 steps rounding has grown."""
     reference = _reference(SINGLE, 30)
     long, short = _long_and_short(world_size, SINGLE)
     for name, trace in {**long, **short}.items():

@@ -18,6 +18,11 @@ from megatron.parallel.tensor.shards import ParamSpec
 from megatron.topology.group import Group
 
 
+def replaces_grads(param_dtype: torch.dtype, grad_dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the first gradients of a step take the last step's place, which is not cleared then."""
+    return grad_dtype == param_dtype and device.type == "cpu"
+
+
 class BucketKind(enum.Enum):
     """The reason why a bucket is separate from the others."""
 
@@ -92,7 +97,7 @@ class FlatBuffer:
         self.direct = grad_dtype == first.dtype
         self._on_bucket_full: Callable[[int], None] | None = None
         self._missing: list[int] = []
-        self._replaces = self.direct and first.is_cpu
+        self._replaces = replaces_grads(first.dtype, grad_dtype, first.device)
         self._main_grads: list[tuple[nn.Parameter, Tensor]] = []
         for index, bucket in enumerate(self.buckets):
             for slot in bucket.slots:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from datetime import timedelta
@@ -247,14 +248,20 @@ PROPERTY = settings(max_examples=60, deadline=timedelta(seconds=10))
 def test_any_common_values(loader: tuple[RunCheckpoints, Path], saved: Path, data: st.DataObject) -> None:
     checkpoints, root = loader
     changed = _changed(data, json.loads((saved / FOLDER / "common.json").read_text()))
-    _with(checkpoints, saved, root, {"common.json": json.dumps(changed).encode()})
+    said = _with(checkpoints, saved, root, {"common.json": json.dumps(changed).encode()})
+    assert said is None or len(said.splitlines()) == 1
+    assert _with(checkpoints, saved, root, {}) is None, "what was refused has spoiled the run"
+    assert checkpoints.progress.iteration == 2
 
 
 @PROPERTY
 @given(data=st.data())
 def test_any_table_of_contents(loader: tuple[RunCheckpoints, Path], saved: Path, data: st.DataObject) -> None:
     checkpoints, root = loader
-    _with(checkpoints, saved, root, {}, lambda content: _changed(data, content))
+    said = _with(checkpoints, saved, root, {}, lambda content: _changed(data, content))
+    assert said is None or len(said.splitlines()) == 1
+    assert _with(checkpoints, saved, root, {}) is None, "what was refused has spoiled the run"
+    assert checkpoints.progress.iteration == 2
 
 
 @PROPERTY
@@ -264,7 +271,9 @@ def test_any_tracker(loader: tuple[RunCheckpoints, Path], saved: Path, text: byt
     shutil.rmtree(root)
     shutil.copytree(saved, root)
     (root / TRACKER).write_bytes(text)
-    _use(checkpoints, root)
+    said = _use(checkpoints, root)
+    named = text.decode(errors="replace").strip()
+    assert (said is None) is bool(re.fullmatch("0{0,17}2", named)), "only the iteration that is there can be named"
 
 
 @pytest.mark.timeout(60)
