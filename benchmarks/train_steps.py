@@ -10,6 +10,7 @@ import torch
 
 from benchmarks.train_sides import Shape, peer_step
 from benchmarks.turns import Step
+from megatron.base.memory import keep_freed_memory
 from megatron.config.kinds import PROGRAMS, ModelType
 from megatron.config.run import RunConfig
 from megatron.data.batch import Batch
@@ -125,6 +126,7 @@ def our_step(config: RunConfig, topology: Topology, vocab: int, length: int | No
         vocab: entries of the vocabulary.
         length: tokens of each sample, as a curriculum cuts them; None for all.
     """
+    keep_freed_memory()  # as the program does
     engines = build_engines(config, topology, vocab)
     micro = config.training.micro_batch_size
     length = length or config.model.seq_length

@@ -57,9 +57,14 @@ def multiplies(*factors: Tensor) -> bool:
     return factors[0].numel() >= _FEWEST_ROWS * factors[0].shape[-1] and own_products()
 
 
+def _recorded(*factors: Tensor) -> bool:
+    """Whether autograd records what is done with these factors, and so must know the product."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in factors)
+
+
 def _in_place_of_torchs(*factors: Tensor) -> bool:
-    """Whether own products take these factors here: autograd, which does not know them, must not be recording."""
-    return not (torch.is_grad_enabled() and any(x.requires_grad for x in factors)) and multiplies(*factors)
+    """Whether own products take these factors here."""
+    return not _recorded(*factors) and multiplies(*factors)
 
 
 def product(a_mk: Tensor, b_kn: Tensor, out_mn: Tensor | None = None) -> Tensor:
@@ -118,9 +123,18 @@ def grouped_product(a: Tensor, b: Tensor, ends_g: Tensor, out: Tensor | None = N
         ends_g: int32; where each group ends.
         out: memory that the result may be written to.
     """
-    if not _in_place_of_torchs(a, b):
+    if not a.is_cpu or _recorded(a, b):
         return F.grouped_mm(a, b, offs=ends_g)
     shape = (a.shape[0], b.shape[2]) if b.dim() == 3 else (len(ends_g), a.shape[0], b.shape[1])
     out = a.new_empty(shape) if out is None else out
-    native.operators().grouped_product(a, b, ends_g, out)
+    if multiplies(a, b):
+        native.operators().grouped_product(a, b, ends_g, out)
+        return out
+    first = 0
+    for group, end in enumerate(ends_g.tolist()):
+        if b.dim() == 3:
+            torch.mm(a[first:end], b[group], out=out[first:end])
+        else:
+            torch.mm(a[:, first:end], b[first:end], out=out[group])
+        first = end
     return out

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from megatron.base.errors import UserError
+from megatron.base.memory import keep_freed_memory
 from megatron.checkpoint.files import Iteration
 from megatron.checkpoint.folder_lock import FolderLock
 from megatron.checkpoint.load import saved_config
@@ -103,6 +104,8 @@ def train(ranks: Ranks, config: RunConfig, notes: Sequence[str], started: float,
         raise UserError("--islands: a task is learned on one island; leave the flag out")
     if config.training.deterministic_mode:
         make_deterministic(cuda=parallel.distributed_backend == "nccl")
+    if parallel.distributed_backend != "nccl":
+        keep_freed_memory()
     check_machine(config, env)
     writes = env.rank == 0 and not config.validation.skip_train
     with owned_save_folder(config.checkpoint, print) if writes else nullcontext() as lock:

@@ -150,7 +150,7 @@ class FlatBuffer:
             if param.grad is None:
                 main_grad.zero_()
                 param.grad = main_grad
-                withdraw(param)
+                withdraw(param, kept=False)
 
     def notify_when_full(self, on_bucket_full: Callable[[int], None]) -> None:
         """Announces the step's last backward: calls back with each bucket that it completes."""
@@ -168,9 +168,10 @@ class FlatBuffer:
 
 def _replace(main_grad: Tensor, param: nn.Parameter) -> None:
     """Puts a parameter's first gradient of a step, unless it lies there already, where others are added to it."""
-    withdraw(param)
     assert param.grad is not None
-    if param.grad.data_ptr() != main_grad.data_ptr():
+    kept = param.grad.data_ptr() == main_grad.data_ptr()
+    withdraw(param, kept)
+    if not kept:
         main_grad.copy_(param.grad)
     param.grad = main_grad
 

@@ -22,6 +22,7 @@ from megatron.compression.points import Point
 from megatron.kernels.ops import cross_entropy
 from megatron.kernels.products import add_product_, product
 from megatron.parallel.tensor.embedding import VocabShard
+from megatron.parallel.tensor.grad_space import take, take_ahead
 
 _GROUP_ELEMENTS = {"cpu": 1 << 26}
 """Logits of one matrix product: 256 MiB in fp32 on a CPU, four times as many elsewhere."""
@@ -86,9 +87,13 @@ class _HeadLoss(torch.autograd.Function):
         weights_t = weights_sb.reshape(-1)
         ctx.comm, ctx.shape, ctx.valid_rows, ctx.biased = comm, full.shape, shard.valid_rows, bias_v is not None
         if comm.size == 1:
-            losses_t, grads = _fused_forward(x_th, weight, bias_v, labels_t, weights_t, shard, space, with_grad)
+            ctx.place = take_ahead(weight) if with_grad else None
+            into = None if ctx.place is None else ctx.place.space.view(weight.shape)
+            losses_t, grads = _fused_forward(x_th, weight, bias_v, labels_t, weights_t, shard, space, with_grad, into)
             if with_grad:
-                ctx.save_for_backward(*grads)
+                unit, grad_x, grad_weight, grad_bias = grads
+                # What lies in its place is not saved: other gradients change beside it.
+                ctx.save_for_backward(unit, grad_x, grad_weight if ctx.place is None else None, grad_bias)
         else:
             losses_t, saved = _split_forward(x_th, weight, bias_v, labels_t, comm, shard)
             if with_grad:
@@ -103,16 +108,17 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         comm: TensorComm = ctx.comm
         if comm.size == 1:
-            unit, grad_x, *grads = ctx.saved_tensors
-            _scale_((grad_x, *grads), grad * unit)
-            grad_weight, grad_bias = (*grads, None)[:2]
+            unit, grad_x, grad_weight, grad_bias = ctx.saved_tensors
+            if ctx.place is not None:
+                grad_weight = ctx.place.hand_over().view(-1, ctx.shape[-1])
+            _scale_((grad_x, grad_weight, *(() if grad_bias is None else (grad_bias,))), grad * unit)
             return grad_x.view(ctx.shape), grad_weight, grad_bias, *(None,) * 6
         x_sbh, weight, weights_t, logits, lse_t, labels_t = ctx.saved_tensors
         full = comm.gather(x_sbh, Point.TP_BWD) if comm.sequence_parallel else x_sbh
         x_th = full.reshape(-1, full.shape[-1])
         scale_t = (weights_t * grad).to(lse_t.dtype)
         cross_entropy(logits, labels_t, ctx.valid_rows, lse_t, weights_t=scale_t)
-        grad_x, grad_weight = product(logits, weight), product(logits.t(), x_th)
+        grad_x, grad_weight = product(logits, weight), product(logits.t(), x_th, take(weight))
         grad_bias = _sum_of_rows(logits).to(logits.dtype) if ctx.biased else None
         grad_x = grad_x.view(ctx.shape)
         pending = comm.start_reduce(grad_x, Point.TP_BWD, scatter=comm.sequence_parallel)
@@ -142,12 +148,12 @@ def _sum_of_rows(logits_tv: Tensor) -> Tensor:
     return logits_tv.sum(dim=0, dtype=_accumulation_dtype(logits_tv.dtype))
 
 
-def _gradient_space(weight_vh: Tensor, groups: list[slice]) -> Tensor:
+def _gradient_space(weight_vh: Tensor, groups: list[slice], place_vh: Tensor | None) -> Tensor:
     """Memory for the weight's gradient, accumulated over the groups: in fp32 where there is more than one group."""
-    if not groups:
-        return torch.zeros_like(weight_vh)
     dtype = weight_vh.dtype if len(groups) == 1 else _accumulation_dtype(weight_vh.dtype)
-    return torch.empty(weight_vh.shape, dtype=dtype, device=weight_vh.device)
+    if place_vh is None or place_vh.dtype != dtype:
+        place_vh = torch.empty(weight_vh.shape, dtype=dtype, device=weight_vh.device)
+    return place_vh if groups else place_vh.zero_()
 
 
 def _fused_forward(
@@ -159,17 +165,21 @@ def _fused_forward(
     shard: VocabShard,
     kept: LogitsSpace,
     with_grad: bool,
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Losses of all tokens and, if wanted, a unit and the gradients of their weighted sum over it, on one rank."""
+    place_vh: Tensor | None,
+) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    """Losses of all tokens and, if wanted, a unit and the gradients of their weighted sum over it, on one rank.
+
+    That of the weight is in its place, where there is one.
+    """
     accumulate = _accumulation_dtype(x_th.dtype)
     groups = _groups(x_th.shape[0], weight_vh.shape[0], x_th.device)
     lse_t, target_t = (torch.empty(x_th.shape[0], dtype=accumulate, device=x_th.device) for _ in range(2))
     scale_t = weights_t.to(accumulate)
     unit = _unit(scale_t, x_th.dtype)
     scale_t = scale_t / unit
-    grad_x, grad_w = (
-        (x_th.new_empty(x_th.shape), _gradient_space(weight_vh, groups)) if with_grad else (x_th, weight_vh)
-    )
+    grad_x, grad_w = x_th, weight_vh
+    if with_grad:
+        grad_x, grad_w = x_th.new_empty(x_th.shape), _gradient_space(weight_vh, groups, place_vh)
     grad_bias = None if bias_v is None else torch.zeros_like(bias_v, dtype=accumulate)
     space = kept.take(x_th, groups[0].stop if groups else 0, weight_vh.shape[0])
     for group in groups:
@@ -183,8 +193,8 @@ def _fused_forward(
             add_product_(grad_w, logits, x_th[group], fresh=group.start == 0)
             if grad_bias is not None:
                 grad_bias.add_(_sum_of_rows(logits))
-    grads = (grad_x, grad_w.to(weight_vh.dtype), *(() if grad_bias is None else (grad_bias.to(weight_vh.dtype),)))
-    return lse_t - target_t, (unit, *grads)
+    grad_w = grad_w.to(weight_vh.dtype) if place_vh is None else place_vh.copy_(grad_w)
+    return lse_t - target_t, (unit, grad_x, grad_w, None if grad_bias is None else grad_bias.to(weight_vh.dtype))
 
 
 def _split_forward(

@@ -2,13 +2,40 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.comm.tensor import TensorComm, leave_parallel_region
+from megatron.parallel.tensor.grad_space import place_of, take
 from megatron.parallel.tensor.shards import ParamSpec, ShardedModule
 from megatron.topology.layout import Tie
+
+
+class _Rows(torch.autograd.Function):
+    """Rows of a table on a CPU, whose gradients are added to the table's in its place.
+
+    That is the gradient of an output layer that has the same weights, or zeros.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(weight, index)
+        return F.embedding(index, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
+        weight, index = ctx.saved_tensors
+        place = place_of(weight)
+        there = None if place is None else place.add()
+        fresh = take(weight) if there is None else None
+        into = there if fresh is None else fresh.zero_()
+        if into is None:
+            return torch.ops.aten.embedding_dense_backward(grad, index, weight.shape[0], -1, False), None
+        into.index_add_(0, index.flatten(), grad.flatten(0, -2))
+        return fresh, None
 
 
 def rows_of(weight: Tensor, index: Tensor) -> Tensor:
@@ -17,6 +44,9 @@ def rows_of(weight: Tensor, index: Tensor) -> Tensor:
     The gradient of torch's embedding adds on CUDA in whatever order its threads come; that of plain indexing sorts
     first where algorithms are to be deterministic.
     """
+    if weight.is_cpu and weight.requires_grad and not torch.compiler.is_compiling():
+        result: Tensor = _Rows.apply(weight, index)
+        return result
     return weight[index] if torch.are_deterministic_algorithms_enabled() else F.embedding(index, weight)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.kernels.products import grouped_product, multiplies
+from megatron.kernels.products import grouped_product
 from megatron.parallel.tensor.grad_space import take
 
 _ALIGNED = 16
@@ -40,11 +40,11 @@ def groups_products(rows: Tensor, weights: Sequence[Tensor]) -> bool:
     """Whether ``grouped_linear`` takes rows (r, in) and weights (out, in) of this device, dtype and width.
 
     It takes those of the meta device, on which the costs of an accelerator are counted. On CPUs it takes adjacent
-    weights, where this library has the products itself.
+    weights, outside compiled code.
     """
     weight = weights[0]
     if rows.is_cpu:
-        return multiplies(rows, weight) and multiplies(weight, rows) and adjacent(weights)
+        return not torch.compiler.is_compiling() and adjacent(weights)
     aligned = not any(width * rows.element_size() % _ALIGNED for width in (rows.shape[1], weight.shape[0]))
     return (rows.is_cuda or rows.is_meta) and rows.dtype is torch.bfloat16 and aligned
 

@@ -17,6 +17,9 @@ from megatron.parallel.tensor.grad_space import take
 from megatron.parallel.tensor.products import EXACT, LinearProducts, Recipe, products_of
 from megatron.parallel.tensor.shards import ParamSpec, ShardedModule, with_partial_grad
 
+_PLACED = 1 << 17
+"""Elements of a weight on a CPU from which on its gradient's copy would take longer than calling ``_Linear`` does."""
+
 
 class _Linear(torch.autograd.Function):
     """x W^T + b for a part of W.
@@ -50,7 +53,8 @@ class _Linear(torch.autograd.Function):
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x W^T + b of one rank, for x (..., in)."""
-    if not multiplies(x, weight):
+    placed = x.is_cpu and weight.numel() >= _PLACED and not torch.compiler.is_compiling()
+    if not placed and not multiplies(x, weight):
         return F.linear(x, weight, bias)
     result: Tensor = _Linear.apply(x, weight, bias, EXACT, None)
     return result

@@ -8,6 +8,7 @@ import math
 import re
 import sys
 import threading
+import time
 import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -308,6 +309,7 @@ def test_a_resumed_run_replaces_the_lost_points_on_every_axis(tmp_path: Path) ->
     for iteration in range(1, 8):
         sinks.step(step_at(iteration, 1.0))
     sinks.close()
+    time.sleep(1.0)  # files are read in the order of the seconds in their names
     sinks = opened(resume={"iterations": 4, "samples": 32, "tokens": 2048}, tensorboard_dir=str(tmp_path))
     for iteration in range(5, 10):
         sinks.step(step_at(iteration, 2.0))

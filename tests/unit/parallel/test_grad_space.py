@@ -1,0 +1,183 @@
+"""The first gradient of a step in its place: of an output layer, whose forward pass computes it, and of embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.comm.ledger import Ledger
+from megatron.comm.policy import CompressionPlan
+from megatron.comm.tensor import TensorComm
+from megatron.parallel.data import buffer as buffers
+from megatron.parallel.data.buffer import FlatBuffer
+from megatron.parallel.tensor import linear as linears
+from megatron.parallel.tensor.cross_entropy import LogitsSpace, head_loss
+from megatron.parallel.tensor.embedding import VocabShard, rows_of
+from megatron.parallel.tensor.grouped import grouped_linear
+from megatron.parallel.tensor.linear import linear
+from megatron.parallel.tensor.shards import ParamSpec
+from megatron.topology.topology import single_process
+
+TOKENS, WIDTH, VOCAB = 12, 8, 24
+Use = Callable[[nn.Parameter, int], Tensor]
+
+
+def _draws(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def _tokens(number: int) -> Tensor:
+    return torch.randint(0, VOCAB // 2, (TOKENS, 1), generator=torch.Generator().manual_seed(number))
+
+
+def _head(weight: nn.Parameter, number: int, x_sbh: Tensor | None = None) -> Tensor:
+    """The loss of a micro-batch."""
+    comm = TensorComm(single_process("cpu").tp, Ledger(), CompressionPlan({}))
+    x_sbh = _draws(TOKENS, 1, WIDTH, seed=number) if x_sbh is None else x_sbh
+    weights_sb = torch.full((TOKENS, 1), 0.5, dtype=torch.float64)
+    shard = VocabShard(VOCAB, VOCAB, comm)
+    return head_loss(x_sbh, weight, _tokens(number), weights_sb, comm, shard, space=LogitsSpace())[0]
+
+
+def _rows(weight: nn.Parameter, number: int) -> Tensor:
+    return (rows_of(weight, _tokens(number)) * _draws(TOKENS, 1, WIDTH, seed=number)).sum()
+
+
+def _tied(weight: nn.Parameter, number: int) -> Tensor:
+    """Two texts' embeddings, and the output layer with the same weights."""
+    x_sbh = rows_of(weight, _tokens(number)) + rows_of(weight, _tokens(number + 1))
+    return _head(weight, number, x_sbh.tanh())
+
+
+def _plain(weight: nn.Parameter, number: int, use: Use) -> Tensor:
+    """The loss of ``use`` from torch's own operations."""
+    found = _tokens(number)
+    if use is _rows:
+        return (F.embedding(found, weight) * _draws(TOKENS, 1, WIDTH, seed=number)).sum()
+    x_th = _draws(TOKENS, 1, WIDTH, seed=number).flatten(0, 1)
+    if use is _tied:
+        x_th = (F.embedding(found, weight) + F.embedding(_tokens(number + 1), weight)).tanh().flatten(0, 1)
+    return 0.5 * F.cross_entropy(x_th @ weight.t(), found.flatten(), reduction="sum")
+
+
+class Step:
+    """A parameter in a buffer whose gradients have begun, on top of what another step has left.
+
+    Attributes:
+        kept: whether each gradient of the step that came first lay in its place, as autograd had it.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *shape: int, count: int = 1) -> None:
+        params = [nn.Parameter(_draws(*(shape or (VOCAB, WIDTH)), seed=99 + number)) for number in range(count)]
+        self.weight, self.params = params[0], params
+        self.kept: list[bool] = []
+        withdraw = buffers.withdraw
+
+        def watched(param: nn.Parameter, kept: bool) -> None:
+            self.kept.append(kept)
+            withdraw(param, kept)
+
+        monkeypatch.setattr(buffers, "withdraw", watched)
+        specs = [
+            (f"experts.{number}.w", f"experts.{number}.w", ParamSpec(tuple(param.shape), of_expert=count > 1), param)
+            for number, param in enumerate(params)
+        ]
+        self.buffer = FlatBuffer(specs, torch.float64, single_process("cpu").dp, None)
+        self.buffer.grads_flat.fill_(torch.nan)
+        self.buffer.begin_grads()
+
+    def end(self) -> Tensor:
+        """The gradient of the step."""
+        self.buffer.complete_grads()
+        assert self.weight.grad is not None
+        assert self.weight.grad.untyped_storage().data_ptr() == self.buffer.grads_flat.untyped_storage().data_ptr()
+        return self.weight.grad.clone()
+
+
+def _wanted(weight: nn.Parameter, use: Use, *numbers: int) -> Tensor:
+    other = nn.Parameter(weight.detach().clone())
+    torch.stack([_plain(other, number, use) for number in numbers]).sum().backward()
+    assert other.grad is not None
+    return other.grad
+
+
+@pytest.mark.parametrize("use", [_head, _rows, _tied])
+def test_micro_batches_one_by_one_and_several_on_the_way(use: Use, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Step(monkeypatch)
+    for number in (1, 2):
+        use(step.weight, number).backward()
+    losses = [use(step.weight, number) for number in (3, 4)]
+    for loss in losses:
+        loss.backward()
+    assert step.kept == [True]
+    torch.testing.assert_close(step.end(), _wanted(step.weight, use, 1, 2, 3, 4), rtol=1e-12, atol=1e-14)
+    step.buffer.begin_grads()
+    losses = [use(step.weight, number) for number in (5, 6)]
+    for loss in losses:
+        loss.backward()
+    assert step.kept == [True, True]
+    torch.testing.assert_close(step.end(), _wanted(step.weight, use, 5, 6), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("use", [_head, _tied])
+def test_a_forward_pass_without_backward_changes_nothing(use: Use, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Step(monkeypatch)
+    use(step.weight, 1)
+    use(step.weight, 2).backward()
+    torch.testing.assert_close(step.end(), _wanted(step.weight, use, 2), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("use", [_head, _tied])
+def test_a_gradient_that_was_overwritten_is_refused(use: Use, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Step(monkeypatch)
+    first, second = (use(step.weight, number) for number in (1, 2))
+    second.backward()
+    with pytest.raises(RuntimeError, match="overwritten: call backward in the order"):
+        first.backward()
+    step.buffer.begin_grads()
+    early = use(step.weight, 3)
+    step.buffer.begin_grads()
+    with pytest.raises(RuntimeError, match="overwritten: call backward in the order"):
+        early.backward()
+
+
+def test_another_use_of_tied_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autograd adds its gradient up in memory of its own, where what is added to the place would be missing."""
+    step = Step(monkeypatch)
+    loss = _tied(step.weight, 1) + 3.0 * step.weight.sum()
+    with pytest.raises(RuntimeError, match="added to a parameter's gradient is lost"):
+        loss.backward()
+
+
+def test_rows_of_large_gradients_that_are_differentiated(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Step(monkeypatch)
+    (grad,) = torch.autograd.grad(_rows(step.weight, 1).square(), step.weight, create_graph=True)
+    (second,) = torch.autograd.grad(grad.square().sum(), step.weight)
+    other = nn.Parameter(step.weight.detach().clone())
+    (plain,) = torch.autograd.grad(_plain(other, 1, _rows).square(), other, create_graph=True)
+    torch.testing.assert_close(second, torch.autograd.grad(plain.square().sum(), other)[0], rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_torchs_products_write_to_the_place(grouped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linears, "_PLACED", 1)
+    step = Step(monkeypatch, 6, WIDTH, count=3 if grouped else 1)
+    counts = torch.tensor([5, 0, 7])
+    for number in (1, 2):
+        x = _draws(TOKENS, WIDTH, seed=number)
+        out = grouped_linear(x, step.params, counts) if grouped else linear(x, step.weight, None)
+        out.square().sum().backward()
+    assert step.kept == [True] * len(step.params)
+    step.end()
+    ends = [0, *counts.cumsum(0).tolist()] if grouped else [0, TOKENS]
+    for param, begin, end in zip(step.params, ends[:-1], ends[1:], strict=True):
+        other = nn.Parameter(param.detach().clone())
+        parts = [_draws(TOKENS, WIDTH, seed=number)[begin:end] for number in (1, 2)]
+        torch.stack([(x @ other.t()).square().sum() for x in parts]).sum().backward()
+        assert param.grad is not None
+        assert other.grad is not None
+        torch.testing.assert_close(param.grad, other.grad, rtol=1e-12, atol=1e-13)
