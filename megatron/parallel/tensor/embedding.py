@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.comm.tensor import TensorComm, leave_parallel_region
-from megatron.parallel.tensor.grad_space import place_of, take
+from megatron.parallel.tensor.grad_space import add_to, take
 from megatron.parallel.tensor.shards import ParamSpec, ShardedModule
 from megatron.topology.layout import Tie
 
@@ -28,8 +28,7 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
         weight, index = ctx.saved_tensors
-        place = place_of(weight)
-        there = None if place is None else place.add()
+        there = add_to(weight)
         fresh = take(weight) if there is None else None
         into = there if fresh is None else fresh.zero_()
         if into is None:

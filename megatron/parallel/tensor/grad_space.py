@@ -98,6 +98,17 @@ def take(weight: Tensor) -> Tensor | None:
     return None if place is None else place.hand_over().view(weight.shape)
 
 
+def add_to(weight: Tensor) -> Tensor | None:
+    """The memory with a gradient of ``weight`` that this backward has returned, which another may be added to, or None.
+
+    Who adds there returns None to autograd.
+    """
+    # A hook makes another gradient of the sum, which looks as if autograd had added up without the place.
+    place = None if weight._backward_hooks else place_of(weight)
+    there = None if place is None else place.add()
+    return None if there is None else there.view(weight.shape)
+
+
 def take_ahead(weight: Tensor) -> GradPlace | None:
     """The place of a gradient that the forward pass computes, or None; the backward that returns it hands it over."""
     place = place_of(weight)

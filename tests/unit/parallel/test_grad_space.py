@@ -153,6 +153,16 @@ def test_another_use_of_tied_weights_is_refused(monkeypatch: pytest.MonkeyPatch)
         loss.backward()
 
 
+@pytest.mark.parametrize("use", [_head, _rows, _tied])
+def test_hooks_see_and_change_whole_gradients(use: Use, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, seen = Step(monkeypatch), []
+    step.weight.register_hook(lambda grad: seen.append(grad.clone()) or 2.0 * grad)
+    use(step.weight, 1).backward()
+    wanted = _wanted(step.weight, use, 1)
+    torch.testing.assert_close(seen, [wanted], rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(step.end(), 2.0 * wanted, rtol=1e-12, atol=1e-14)
+
+
 def test_rows_of_large_gradients_that_are_differentiated(monkeypatch: pytest.MonkeyPatch) -> None:
     step = Step(monkeypatch)
     (grad,) = torch.autograd.grad(_rows(step.weight, 1).square(), step.weight, create_graph=True)
