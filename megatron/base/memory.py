@@ -14,10 +14,10 @@ _OWN_CHOICE = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOL
 
 
 def keep_freed_memory() -> bool:
-    """Lets this process keep up to 2 GiB of freed memory in blocks of at most 32 MiB, as the next step needs it again.
+    """Lets the C library keep freed blocks of up to 32 MiB: no more than 2 GiB at the end of its heap go unreturned.
 
-    Otherwise the C library gives it back to the system, which clears it again page by page. Returns whether it will:
-    only under glibc, and not where the environment has settings of its own for that.
+    The next step needs them again, and what is given back to the system is cleared page by page before it comes back.
+    Returns whether the settings were made: not without glibc, nor where the environment has its own.
     """
     if any(name in os.environ for name in _OWN_CHOICE):
         return False

@@ -17,7 +17,8 @@ from megatron.topology.layout import Tie
 class _Rows(torch.autograd.Function):
     """Rows of a table on a CPU, whose gradients are added to the table's in its place.
 
-    That is the gradient of an output layer that has the same weights, or zeros.
+    There lies the gradient of an output layer that has the same weights, or zeros. Where there is no such place, the
+    gradient has memory of its own.
     """
 
     @staticmethod
@@ -33,7 +34,7 @@ class _Rows(torch.autograd.Function):
         into = there if fresh is None else fresh.zero_()
         if into is None:
             return torch.ops.aten.embedding_dense_backward(grad, index, weight.shape[0], -1, False), None
-        into.index_add_(0, index.flatten(), grad.flatten(0, -2))
+        into.index_add_(0, index.flatten(), grad.reshape(-1, grad.shape[-1]))
         return fresh, None
 
 

@@ -6,8 +6,11 @@ which clears the next one page by page.
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 _NAME = "_grad_place"
 
@@ -16,43 +19,60 @@ class GradPlace:
     """The place of a parameter's gradient in one step; what it holds in the beginning is anything.
 
     Args:
+        param: the parameter.
         space: the memory, in the parameter's shape.
     """
 
-    __slots__ = ("_added", "_handed", "_lost", "_taken", "space")
+    __slots__ = ("_added_in", "_lost", "_param", "_returned_in", "_shared", "_taken", "space")
 
-    def __init__(self, space: Tensor) -> None:
+    def __init__(self, param: nn.Parameter, space: Tensor) -> None:
         self.space = space
-        self._taken = self._handed = self._added = self._lost = False
+        self._param = weakref.ref(param)  # which has the place
+        self._taken = self._shared = self._lost = False
+        self._returned_in: int | None = None  # the backward, by torch's number
+        self._added_in: int | None = None
+
+    def accumulates(self) -> bool:
+        """Whether the backward that is running leaves its gradient in the parameter, and nobody differentiates that."""
+        param = self._param()
+        if torch.is_grad_enabled() or param is None or not param.requires_grad:
+            return False
+        try:
+            return bool(torch._C._will_engine_execute_node(get_gradient_edge(param).node))
+        except RuntimeError:  # autograd.grad, which hands the gradient to its caller
+            return False
 
     def take(self) -> bool:
         """Whether this use has the memory: two uses of a parameter have gradients of their own, which autograd adds."""
         first, self._taken = not self._taken, True
+        self._shared = self._shared or not first
         return first
 
     def hand_over(self) -> Tensor:
-        """The memory that was taken, with the gradient, to be returned to autograd (as a view of its own).
+        """The gradient for autograd, once; the caller has written it to the memory that it took.
 
         Raises:
-            RuntimeError: when another gradient has been put there since it was taken.
+            RuntimeError: when another gradient lies there by now.
         """
-        if self._lost:
+        if self._lost or self._returned_in is not None:
             raise RuntimeError(
-                "a gradient that was computed in the forward pass has been overwritten: call backward in the order of "
-                "the forward passes, and between the beginning of a step's gradients and its end"
+                "a gradient that was computed in the forward pass has been overwritten: call backward once, in the "
+                "order of the forward passes, and between the beginning of a step's gradients and its end"
             )
-        self._handed = True
-        return self.space
+        self._returned_in = torch._C._current_graph_task_id()
+        return self.space if self.accumulates() else self.space.clone()
 
     def add(self) -> Tensor | None:
-        """The memory with the gradient of this backward, which others may be added to; None where none lies there."""
-        self._added = self._added or self._handed
-        return self.space if self._handed else None
+        """The memory with the gradient that this backward has returned, if autograd adds no other to it; else None."""
+        if self._shared or self._returned_in != torch._C._current_graph_task_id() or not self.accumulates():
+            return None
+        self._added_in = self._returned_in
+        return self.space
 
     def lose(self) -> bool:
-        """Something else is put there from now on; returns whether that loses what was added."""
+        """Something else is put there from now on; returns whether that loses what this backward has added."""
         self._lost = True
-        return self._added
+        return self._added_in is not None and self._added_in == torch._C._current_graph_task_id()
 
 
 def offer(param: nn.Parameter, space: Tensor) -> None:
@@ -60,7 +80,7 @@ def offer(param: nn.Parameter, space: Tensor) -> None:
     last: GradPlace | None = vars(param).get(_NAME)
     if last is not None:
         last.lose()
-    setattr(param, _NAME, GradPlace(space))
+    setattr(param, _NAME, GradPlace(param, space))
 
 
 def withdraw(param: nn.Parameter, kept: bool) -> None:
@@ -71,7 +91,10 @@ def withdraw(param: nn.Parameter, kept: bool) -> None:
     """
     place: GradPlace | None = vars(param).pop(_NAME, None)
     if place is not None and not kept and place.lose():
-        raise RuntimeError("what was added to a parameter's gradient is lost: autograd has made another one")
+        raise RuntimeError(
+            "rows were added to a tied weight's gradient, and autograd has made another one of it without them: use "
+            "the weight in lookups and in one output layer alone"
+        )
 
 
 def place_of(weight: Tensor) -> GradPlace | None:
@@ -94,8 +117,10 @@ def take(weight: Tensor) -> Tensor | None:
 
     Who takes it writes the whole gradient there and returns it to autograd in the same backward.
     """
-    place = take_ahead(weight)
-    return None if place is None else place.hand_over().view(weight.shape)
+    place = place_of(weight)
+    if place is None or not place.accumulates() or not place.take():
+        return None
+    return place.hand_over().view(weight.shape)
 
 
 def add_to(weight: Tensor) -> Tensor | None:
@@ -110,6 +135,6 @@ def add_to(weight: Tensor) -> Tensor | None:
 
 
 def take_ahead(weight: Tensor) -> GradPlace | None:
-    """The place of a gradient that the forward pass computes, or None; the backward that returns it hands it over."""
+    """The place of a gradient that the forward pass computes, or None; its backward returns what ``hand_over`` does."""
     place = place_of(weight)
     return place if place is not None and place.take() else None

@@ -1,4 +1,4 @@
-"""Products of groups of rows, each with a matrix of its own, in one launch."""
+"""Products of groups of rows, each with a matrix of its own, in one call."""
 
 from __future__ import annotations
 
@@ -40,11 +40,12 @@ def groups_products(rows: Tensor, weights: Sequence[Tensor]) -> bool:
     """Whether ``grouped_linear`` takes rows (r, in) and weights (out, in) of this device, dtype and width.
 
     It takes those of the meta device, on which the costs of an accelerator are counted. On CPUs it takes adjacent
-    weights, outside compiled code.
+    weights outside compiled code, in fp32 and fp64: a bias is added to rounded products.
     """
     weight = weights[0]
     if rows.is_cpu:
-        return not torch.compiler.is_compiling() and adjacent(weights)
+        wide = rows.dtype in (torch.float32, torch.float64)
+        return wide and not torch.compiler.is_compiling() and adjacent(weights)
     aligned = not any(width * rows.element_size() % _ALIGNED for width in (rows.shape[1], weight.shape[0]))
     return (rows.is_cuda or rows.is_meta) and rows.dtype is torch.bfloat16 and aligned
 

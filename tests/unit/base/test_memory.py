@@ -9,8 +9,28 @@ import sys
 
 import pytest
 
+from megatron.base.errors import UserError
+from megatron.base.memory import keep_freed_memory
+from megatron.training import pretrain
+
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has the setting")
 
+FLAGS = [
+    "--max-position-embeddings",
+    "8",
+    "--micro-batch-size",
+    "1",
+    "--train-iters",
+    "1",
+    "--lr",
+    "1e-3",
+    "--data-path",
+    "no",
+    "--tokenizer-type",
+    "NullTokenizer",
+    "--vocab-size",
+    "8",
+]
 STEPS = """
 import ctypes, resource, torch
 from megatron.base.memory import keep_freed_memory
@@ -23,13 +43,13 @@ libc = ctypes.CDLL(None)
 info, take, give = libc.mallinfo2, libc.malloc, libc.free
 info.restype, take.restype, give.argtypes = Info, ctypes.c_void_p, [ctypes.c_void_p]
 keeps = {keeps} and keep_freed_memory()
+block, heap = take(30 << 20), info().arena
+give(block)
+kept = info().arena == heap
 from_system = info().hblks
 block = torch.empty(31 << 18)  # 31 MiB
 from_system = info().hblks - from_system
 del block
-block, heap = take(30 << 20), info().arena
-give(block)
-kept = info().arena == heap
 for _ in range(6):
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     blocks = [torch.zeros(6 << 20) for _ in range(6)]  # 24 MiB each
@@ -40,10 +60,10 @@ BYTES = 6 * 24 << 20
 """Of the blocks of a step, which touches them page by page, at 4 KiB or more."""
 
 
-def _printed(keeps: bool, **env: str) -> list[str]:
+def _printed(keeps: bool) -> list[str]:
     given = {name: value for name, value in os.environ.items() if "MALLOC" not in name and "GLIBC" not in name}
     done = subprocess.run(
-        [sys.executable, "-c", STEPS.format(keeps=keeps)], env=given | env, capture_output=True, text=True, check=True
+        [sys.executable, "-c", STEPS.format(keeps=keeps)], env=given, capture_output=True, text=True, check=True
     )
     return done.stdout.split()
 
@@ -55,5 +75,29 @@ def test_what_a_step_has_freed_is_there_for_the_next_one() -> None:
     assert int(faults) < BYTES / 4096 / 50
 
 
-def test_settings_of_the_environment_remain() -> None:
-    assert _printed(keeps=True, MALLOC_TRIM_THRESHOLD_="131072")[0] == "False"
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=131072"),
+        *((f"MALLOC_{name}_", "131072") for name in ("TRIM_THRESHOLD", "MMAP_THRESHOLD", "MMAP_MAX")),
+    ],
+)
+def test_settings_of_the_environment_remain(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    assert not keep_freed_memory()
+
+
+def test_training_on_cpus_keeps_what_is_freed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def asked() -> None:
+        raise UserError("asked")
+
+    monkeypatch.setattr(pretrain, "keep_freed_memory", asked)
+    assert (
+        pretrain.main(
+            [*["--num-layers", "1", "--hidden-size", "8", "--num-attention-heads", "1", "--seq-length", "8"], *FLAGS]
+        )
+        == 2
+    )
+    assert capsys.readouterr().err.strip() == "error: asked"
