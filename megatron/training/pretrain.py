@@ -102,9 +102,10 @@ def train(ranks: Ranks, config: RunConfig, notes: Sequence[str], started: float,
     env, parallel = ranks.env, config.parallel
     if job.judge is not None and config.islands.several:
         raise UserError("--islands: a task is learned on one island; leave the flag out")
+    cuda = parallel.distributed_backend == "nccl"
     if config.training.deterministic_mode:
-        make_deterministic(cuda=parallel.distributed_backend == "nccl")
-    if parallel.distributed_backend != "nccl":
+        make_deterministic(cuda=cuda)
+    if not cuda:
         keep_freed_memory()
     check_machine(config, env)
     writes = env.rank == 0 and not config.validation.skip_train

@@ -91,9 +91,7 @@ class _HeadLoss(torch.autograd.Function):
             into = None if ctx.place is None else ctx.place.space.view(weight.shape)
             losses_t, grads = _fused_forward(x_th, weight, bias_v, labels_t, weights_t, shard, space, with_grad, into)
             if with_grad:
-                unit, grad_x, grad_weight, grad_bias = grads
-                # What lies in its place is not saved: other gradients change beside it.
-                ctx.save_for_backward(unit, grad_x, grad_weight if ctx.place is None else None, grad_bias)
+                ctx.save_for_backward(*grads)
         else:
             losses_t, saved = _split_forward(x_th, weight, bias_v, labels_t, comm, shard)
             if with_grad:
@@ -111,7 +109,7 @@ class _HeadLoss(torch.autograd.Function):
             unit, grad_x, grad_weight, grad_bias = ctx.saved_tensors
             if ctx.place is not None:
                 grad_weight = ctx.place.hand_over().view(-1, ctx.shape[-1])
-            _scale_((grad_x, grad_weight, *(() if grad_bias is None else (grad_bias,))), grad * unit)
+            _scale_((grad_x, grad_weight, grad_bias), grad * unit)
             return grad_x.view(ctx.shape), grad_weight, grad_bias, *(None,) * 6
         x_sbh, weight, weights_t, logits, lse_t, labels_t = ctx.saved_tensors
         full = comm.gather(x_sbh, Point.TP_BWD) if comm.sequence_parallel else x_sbh
@@ -125,12 +123,13 @@ class _HeadLoss(torch.autograd.Function):
         return pending.wait(), grad_weight, grad_bias, *(None,) * 6
 
 
-def _scale_(grads: tuple[Tensor, ...], factor: Tensor) -> None:
+def _scale_(grads: tuple[Tensor | None, ...], factor: Tensor) -> None:
     """Multiplies in place; where looking at the factor costs no synchronization, by 1 not at all."""
     if factor.is_cpu and factor == 1:
         return
     for grad in grads:
-        grad.mul_(factor)
+        if grad is not None:
+            grad.mul_(factor)
 
 
 def _unit(weights_t: Tensor, dtype: torch.dtype) -> Tensor:
@@ -169,7 +168,8 @@ def _fused_forward(
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
     """Losses of all tokens and, if wanted, a unit and the gradients of their weighted sum over it, on one rank.
 
-    That of the weight is in its place, where there is one.
+    That of the weight is in its place, where there is one, and None among the results: what autograd saves must not
+    change, and other gradients lie beside it.
     """
     accumulate = _accumulation_dtype(x_th.dtype)
     groups = _groups(x_th.shape[0], weight_vh.shape[0], x_th.device)
@@ -193,8 +193,10 @@ def _fused_forward(
             add_product_(grad_w, logits, x_th[group], fresh=group.start == 0)
             if grad_bias is not None:
                 grad_bias.add_(_sum_of_rows(logits))
-    grad_w = grad_w.to(weight_vh.dtype) if place_vh is None else place_vh.copy_(grad_w)
-    return lse_t - target_t, (unit, grad_x, grad_w, None if grad_bias is None else grad_bias.to(weight_vh.dtype))
+    if place_vh is not None:
+        place_vh.copy_(grad_w)
+    own_w = grad_w.to(weight_vh.dtype) if place_vh is None else None
+    return lse_t - target_t, (unit, grad_x, own_w, None if grad_bias is None else grad_bias.to(weight_vh.dtype))
 
 
 def _split_forward(

@@ -29,13 +29,15 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
         weight, index = ctx.saved_tensors
+        rows = index.flatten(), grad.reshape(-1, grad.shape[-1])
         there = add_to(weight)
-        fresh = take(weight) if there is None else None
-        into = there if fresh is None else fresh.zero_()
-        if into is None:
+        if there is not None:
+            there.index_add_(0, *rows)
+            return None, None
+        fresh = take(weight)
+        if fresh is None:
             return torch.ops.aten.embedding_dense_backward(grad, index, weight.shape[0], -1, False), None
-        into.index_add_(0, index.flatten(), grad.reshape(-1, grad.shape[-1]))
-        return fresh, None
+        return fresh.zero_().index_add_(0, *rows), None
 
 
 def rows_of(weight: Tensor, index: Tensor) -> Tensor:

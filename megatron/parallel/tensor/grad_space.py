@@ -23,12 +23,13 @@ class GradPlace:
         space: the memory, in the parameter's shape.
     """
 
-    __slots__ = ("_added_in", "_lost", "_param", "_returned_in", "_shared", "_taken", "space")
+    __slots__ = ("_added_in", "_lost", "_param", "_returned_in", "_uses", "space")
 
     def __init__(self, param: nn.Parameter, space: Tensor) -> None:
         self.space = space
         self._param = weakref.ref(param)  # which has the place
-        self._taken = self._shared = self._lost = False
+        self._uses = 0
+        self._lost = False
         self._returned_in: int | None = None  # the backward, by torch's number
         self._added_in: int | None = None
 
@@ -44,9 +45,8 @@ class GradPlace:
 
     def take(self) -> bool:
         """Whether this use has the memory: two uses of a parameter have gradients of their own, which autograd adds."""
-        first, self._taken = not self._taken, True
-        self._shared = self._shared or not first
-        return first
+        self._uses += 1
+        return self._uses == 1
 
     def hand_over(self) -> Tensor:
         """The gradient for autograd, once; the caller has written it to the memory that it took.
@@ -64,7 +64,7 @@ class GradPlace:
 
     def add(self) -> Tensor | None:
         """The memory with the gradient that this backward has returned, if autograd adds no other to it; else None."""
-        if self._shared or self._returned_in != torch._C._current_graph_task_id() or not self.accumulates():
+        if self._uses > 1 or self._returned_in != torch._C._current_graph_task_id() or not self.accumulates():
             return None
         self._added_in = self._returned_in
         return self.space
@@ -97,7 +97,7 @@ def withdraw(param: nn.Parameter, kept: bool) -> None:
         )
 
 
-def place_of(weight: Tensor) -> GradPlace | None:
+def _place_of(weight: Tensor) -> GradPlace | None:
     """The place of the gradient of ``weight``, of its size and type, where one is offered.
 
     Args:
@@ -117,7 +117,7 @@ def take(weight: Tensor) -> Tensor | None:
 
     Who takes it writes the whole gradient there and returns it to autograd in the same backward.
     """
-    place = place_of(weight)
+    place = _place_of(weight)
     if place is None or not place.accumulates() or not place.take():
         return None
     return place.hand_over().view(weight.shape)
@@ -129,12 +129,12 @@ def add_to(weight: Tensor) -> Tensor | None:
     Who adds there returns None to autograd.
     """
     # A hook makes another gradient of the sum, which looks as if autograd had added up without the place.
-    place = None if weight._backward_hooks else place_of(weight)
+    place = None if weight._backward_hooks else _place_of(weight)
     there = None if place is None else place.add()
     return None if there is None else there.view(weight.shape)
 
 
 def take_ahead(weight: Tensor) -> GradPlace | None:
     """The place of a gradient that the forward pass computes, or None; its backward returns what ``hand_over`` does."""
-    place = place_of(weight)
+    place = _place_of(weight)
     return place if place is not None and place.take() else None

@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import subprocess
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Literal
 
 import pytest
 
-from megatron.base.errors import UserError
 from megatron.base.memory import keep_freed_memory
 from megatron.training import pretrain
+from megatron.training.program import Ranks
+from tests.support.tiny import tiny_config
 
-pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has the setting")
-
-FLAGS = [
-    "--max-position-embeddings",
-    "8",
-    "--micro-batch-size",
-    "1",
-    "--train-iters",
-    "1",
-    "--lr",
-    "1e-3",
-    "--data-path",
-    "no",
-    "--tokenizer-type",
-    "NullTokenizer",
-    "--vocab-size",
-    "8",
-]
 STEPS = """
 import ctypes, resource, torch
 from megatron.base.memory import keep_freed_memory
@@ -68,6 +55,7 @@ def _printed(keeps: bool) -> list[str]:
     return done.stdout.split()
 
 
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="measures glibc's heap")
 def test_what_a_step_has_freed_is_there_for_the_next_one() -> None:
     assert _printed(keeps=False)[:2] == ["False", "1"]
     *found, faults = _printed(keeps=True)
@@ -75,29 +63,60 @@ def test_what_a_step_has_freed_is_there_for_the_next_one() -> None:
     assert int(faults) < BYTES / 4096 / 50
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=131072"),
-        *((f"MALLOC_{name}_", "131072") for name in ("TRIM_THRESHOLD", "MMAP_THRESHOLD", "MMAP_MAX")),
-    ],
-)
-def test_settings_of_the_environment_remain(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(name, value)
+@pytest.fixture
+def settings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """What the C library is asked for, in place of a change to this process."""
+    asked: list[tuple[int, int]] = []
+
+    def mallopt(name: int, value: int) -> int:
+        asked.append((name, value))
+        return 1
+
+    for name in [name for name in os.environ if "MALLOC" in name or "GLIBC" in name]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(mallopt=mallopt))
+    return asked
+
+
+def test_what_glibc_is_asked_for(settings: list[tuple[int, int]]) -> None:
+    assert keep_freed_memory()
+    assert settings == [(-3, 32 << 20), (-1, 2**31 - 1)]
+
+
+@pytest.mark.parametrize("library", [SimpleNamespace(), SimpleNamespace(mallopt=lambda name, value: 0)])
+def test_other_libraries_are_left_alone(
+    library: SimpleNamespace, settings: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
     assert not keep_freed_memory()
 
 
-def test_training_on_cpus_keeps_what_is_freed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    "name", ["GLIBC_TUNABLES", *(f"MALLOC_{n}_" for n in ("TRIM_THRESHOLD", "MMAP_THRESHOLD", "MMAP_MAX"))]
+)
+def test_settings_of_the_environment_remain(
+    name: str, settings: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def asked() -> None:
-        raise UserError("asked")
+    monkeypatch.setenv(name, "131072")
+    assert not keep_freed_memory()
+    assert not settings
 
-    monkeypatch.setattr(pretrain, "keep_freed_memory", asked)
-    assert (
-        pretrain.main(
-            [*["--num-layers", "1", "--hidden-size", "8", "--num-attention-heads", "1", "--seq-length", "8"], *FLAGS]
-        )
-        == 2
-    )
-    assert capsys.readouterr().err.strip() == "error: asked"
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_training_on_cpus_keeps_what_is_freed(
+    backend: Literal["gloo", "nccl"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stop(Exception):
+        pass
+
+    def stop(*_: object) -> None:
+        raise Stop
+
+    asked: list[str] = []
+    monkeypatch.setattr(pretrain, "keep_freed_memory", lambda: asked.append("kept"))
+    monkeypatch.setattr(pretrain, "check_machine", stop)
+    config = tiny_config({}, 1)
+    config = replace(config, parallel=replace(config.parallel, distributed_backend=backend))
+    with pytest.raises(Stop):
+        pretrain.train(Ranks(), config, [], 0.0)
+    assert asked == (["kept"] if backend == "gloo" else [])
