@@ -24,7 +24,7 @@ from megatron.model.context import ForwardContext
 from megatron.model.mlp import ACTIVATIONS, MLP
 from megatron.model.router import Router, Routing
 from megatron.model.rows import Choices, choices_by_node, choices_of_rows, collected, combined, dispatched, order_of
-from megatron.parallel.tensor.grouped import grouped_linear, groups_products
+from megatron.parallel.tensor.grouped import grouped_linear, groups_products, recurring
 from megatron.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear, linear
 from megatron.parallel.tensor.shards import ParamSpec, ShardedModule, with_partial_grad
 
@@ -82,6 +82,13 @@ def _grouped(rows: Tensor, layers: Sequence[tuple[Tensor, Tensor | None]], count
     if not biases:
         return out
     return out + torch.stack(biases).repeat_interleave(counts.to(rows.device), dim=0, output_size=len(rows))
+
+
+def _of_one(expert: Expert, rows: Tensor) -> Tensor:
+    """An expert's outputs; its products have rows of zeros besides where their shape should be one of few."""
+    more = recurring(rows) - len(rows)
+    out: Tensor = expert(F.pad(rows, (0, 0, 0, more)) if more else rows)
+    return out[: len(rows)]
 
 
 def _legs(sent: tuple[int, ...], received: tuple[int, ...], layer: int) -> tuple[Leg, Leg]:
@@ -245,7 +252,7 @@ class Experts(nn.Module):
             inner = _grouped(rows, [expert.up for expert in experts], counts)
             return _grouped(experts[0].activation(inner), [expert.down for expert in experts], counts)
         parts = rows.split(counts.tolist())
-        return torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True)])
+        return torch.cat([_of_one(expert, part) for expert, part in zip(experts, parts, strict=True)])
 
     def _mixed(self, out_sbh: Tensor, x_sbh: Tensor) -> Tensor:
         """With the MLP beside the experts added."""

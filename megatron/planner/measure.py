@@ -25,7 +25,6 @@ from megatron.config.run import RunConfig
 from megatron.kernels.ops import finite_norm
 from megatron.kernels.products import product
 from megatron.parallel.data.buffer import replaces_grads
-from megatron.parallel.data.gradients import main_grad_dtype
 from megatron.planner.choice import Choice, choice_of
 from megatron.planner.cluster import CODING, PARTS, Cluster, Device, LinkSpec
 from megatron.planner.costs import STEADY, TP_POINTS, planned, wires_of
@@ -214,8 +213,7 @@ class Corrections:
     @property
     def _clears(self) -> bool:
         """Whether a step clears its gradients."""
-        params, in_fp32 = self.config.precision.params_dtype, self.config.parallel.accumulate_allreduce_grads_in_fp32
-        return not replaces_grads(params, main_grad_dtype(params, in_fp32), self.stand.torch_device)
+        return not replaces_grads(self.stand.torch_device)
 
     def of_coding(self, text: str) -> float:
         """The factor of a compressor's encoding and decoding."""

@@ -17,10 +17,13 @@ from megatron.parallel.tensor.grad_space import offer, withdraw
 from megatron.parallel.tensor.shards import ParamSpec
 from megatron.topology.group import Group
 
+_AT_ONCE = 1 << 18
+"""Elements that are converted in one piece: few enough to stay in a processor's cache until they are added."""
 
-def replaces_grads(param_dtype: torch.dtype, grad_dtype: torch.dtype, device: torch.device) -> bool:
+
+def replaces_grads(device: torch.device) -> bool:
     """Whether the first gradients of a step take the last step's place, which is not cleared then."""
-    return grad_dtype == param_dtype and device.type == "cpu"
+    return device.type == "cpu"
 
 
 class BucketKind(enum.Enum):
@@ -97,8 +100,9 @@ class FlatBuffer:
         self.direct = grad_dtype == first.dtype
         self._on_bucket_full: Callable[[int], None] | None = None
         self._missing: list[int] = []
-        self._replaces = replaces_grads(first.dtype, grad_dtype, first.device)
+        self._replaces = replaces_grads(first.device)
         self._main_grads: list[tuple[nn.Parameter, Tensor]] = []
+        self._without: set[nn.Parameter] = set()  # parameters whose main gradient is yet to be replaced
         for index, bucket in enumerate(self.buckets):
             for slot in bucket.slots:
                 self._adopt(slot, index)
@@ -115,7 +119,11 @@ class FlatBuffer:
 
         def accumulated(param: nn.Parameter) -> None:
             if not self.direct and param.grad is not None:
-                main_grad.add_(param.grad)
+                if param in self._without:
+                    self._without.remove(param)
+                    main_grad.copy_(param.grad)
+                else:
+                    _add_converted(main_grad, param.grad)
                 param.grad = None
             elif self.direct and param.grad is not main_grad:
                 _replace(main_grad, param)
@@ -138,7 +146,10 @@ class FlatBuffer:
             return
         for param, main_grad in self._main_grads:
             param.grad = None
-            offer(param, main_grad)
+            if self.direct:
+                offer(param, main_grad)
+            else:
+                self._without.add(param)
         for bucket in self.buckets:
             self.grads_flat[bucket.slots[-1].stop : bucket.stop].zero_()
 
@@ -147,7 +158,10 @@ class FlatBuffer:
         if not self._replaces:
             return
         for param, main_grad in self._main_grads:
-            if param.grad is None:
+            if param in self._without:
+                self._without.remove(param)
+                main_grad.zero_()
+            elif self.direct and param.grad is None:
                 main_grad.zero_()
                 param.grad = main_grad
                 withdraw(param, kept=False)
@@ -164,6 +178,15 @@ class FlatBuffer:
     def grads_of(self, bucket: Bucket) -> Tensor:
         """Flat gradients of a bucket, padding included."""
         return self.grads_flat[bucket.start : bucket.stop]
+
+
+def _add_converted(main_grad: Tensor, grad: Tensor) -> None:
+    """Adds a gradient of another type; on a CPU torch would first make a copy of all of it in the sum's type."""
+    if main_grad.is_cpu:
+        for part, more in zip(main_grad.view(-1).split(_AT_ONCE), grad.reshape(-1).split(_AT_ONCE), strict=True):
+            part.add_(more)
+    else:
+        main_grad.add_(grad)
 
 
 def _replace(main_grad: Tensor, param: nn.Parameter) -> None:

@@ -11,6 +11,8 @@ from torch import Tensor
 from megatron.kernels.products import grouped_product
 from megatron.parallel.tensor.grad_space import take
 
+_FEWEST_ROWS = 32
+"""Numbers of rows that recur are multiples of this."""
 _ALIGNED = 16
 """Bytes to which the rows of all factors must be aligned."""
 
@@ -48,6 +50,26 @@ def groups_products(rows: Tensor, weights: Sequence[Tensor]) -> bool:
         return wide and not torch.compiler.is_compiling() and adjacent(weights)
     aligned = not any(width * rows.element_size() % _ALIGNED for width in (rows.shape[1], weight.shape[0]))
     return (rows.is_cuda or rows.is_meta) and rows.dtype is torch.bfloat16 and aligned
+
+
+def recurring(rows: Tensor) -> int:
+    """How many rows the products of a group should have that has these ones (r, in): as many, or a few more.
+
+    Where torch compiles code for every new shape, which takes some ten times as long as the product, numbers that
+    change from step to step should be few: in a doubling of the rows there are eight.
+    """
+    count = len(rows)
+    if not rows.is_cpu or torch.compiler.is_compiling() or not _compiles_products(rows.dtype):
+        return count
+    step = max(_FEWEST_ROWS, (1 << count.bit_length()) // 16)
+    return -(-count // step) * step
+
+
+def _compiles_products(dtype: torch.dtype) -> bool:
+    """Whether torch's products of this type on CPUs are oneDNN's, which makes code for each shape."""
+    if dtype is torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype is torch.float16 and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
 class _GroupedLinear(torch.autograd.Function):

@@ -23,7 +23,7 @@ from tests.support.tiny import tiny_engines
 
 
 def _buffer(
-    shapes: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.float32
+    shapes: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.float32, grad_dtype: torch.dtype | None = None
 ) -> tuple[list[nn.Parameter], FlatBuffer]:
     torch.manual_seed(0)
     params = {name: nn.Parameter(torch.randn(shape, dtype=dtype)) for name, shape in shapes.items()}
@@ -31,7 +31,7 @@ def _buffer(
         (name, name, ParamSpec(tuple(param.shape), of_expert="experts" in name), param)
         for name, param in params.items()
     ]
-    buffer = FlatBuffer(specs, dtype, single_process("cpu").dp, None)
+    buffer = FlatBuffer(specs, grad_dtype or dtype, single_process("cpu").dp, None)
     return list(params.values()), buffer
 
 
@@ -57,6 +57,42 @@ def test_the_first_gradient_takes_the_place_of_what_was_there_and_others_are_add
         assert param.grad is not None
         assert param.grad.data_ptr() == _grads_of(buffer, param).data_ptr()
         assert take(param) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("at_once", [1, 5, 1 << 18])
+def test_gradients_of_another_type_are_converted_and_added_in_fp32(
+    dtype: torch.dtype, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first replaces what was there; later ones would be rounded off in the parameters' type."""
+    monkeypatch.setattr("megatron.parallel.data.buffer._AT_ONCE", at_once)
+    (w, unused), buffer = _buffer({"w": (3, 4), "unused": (2, 2)}, dtype, torch.float32)
+    for _ in range(2):
+        _stale(buffer)
+        factors = [torch.full((4, 3), value, dtype=dtype).t() for value in (256.0, 0.5, 0.25)]
+        factors[2][1, 2] = 3.0
+        for factor in factors:
+            (w * factor).sum().backward()
+            assert w.grad is None
+        buffer.complete_grads()
+        wanted = torch.stack([factor.float() for factor in factors]).sum(0)
+        assert torch.equal(_grads_of(buffer, w), wanted)
+        assert not torch.equal(wanted, wanted.to(torch.bfloat16).float())
+        assert torch.equal(_grads_of(buffer, unused), torch.zeros(2, 2))
+
+
+def test_a_bucket_of_another_type_is_whole_when_it_is_announced() -> None:
+    w, late = (nn.Parameter(torch.ones(3, dtype=torch.bfloat16)) for _ in range(2))
+    two_replicas = cast(Group, SimpleNamespace(size=4))
+    params = [(name, name, ParamSpec((3,)), param) for name, param in (("w", w), ("late", late))]
+    buffer = FlatBuffer(params, torch.float32, two_replicas, None, sharded=True)
+    _stale(buffer)
+    launched: list[list[float]] = []
+    buffer.notify_when_full(lambda index: launched.append(buffer.grads_of(buffer.buckets[index]).tolist()))
+    (2 * w).sum().backward()
+    assert not launched
+    (3 * late).sum().backward()
+    assert launched == [[3.0, 3.0, 3.0, 2.0, 2.0, 2.0, 0.0, 0.0]]
 
 
 def test_a_bucket_that_backward_fills_has_padding_of_zero() -> None:

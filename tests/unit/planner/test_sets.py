@@ -12,6 +12,7 @@ import torch
 
 from megatron.base.errors import UserError
 from megatron.compression.points import Point
+from megatron.parallel.data.buffer import replaces_grads
 from megatron.planner import measure
 from megatron.planner.choice import Choice
 from megatron.planner.cluster import LinkSpec
@@ -66,13 +67,17 @@ def test_the_coding_of_a_set_can_be_measured(spec: str) -> None:
     assert 0 < corrections.of_coding(spec) < math.inf
 
 
-@pytest.mark.parametrize(("precision", "clears"), [({}, False), ({"bf16": True}, True)])
+@pytest.mark.parametrize("precision", [{}, {"bf16": True}])
+@pytest.mark.parametrize("clears", [False, True])
 def test_the_measured_update_clears_gradients_where_training_does(precision: dict[str, bool], clears: bool) -> None:
-    """In fp32 on a CPU the first gradients of a step take the last step's place."""
+    """On a CPU the first gradients of a step take the last step's place."""
+    assert replaces_grads(torch.device("cpu"))
+    assert not replaces_grads(torch.device("cuda"))
     config = small_run(1, precision=precision)
     corrections = Corrections(config, VOCAB, Choice(1, 1, 1), CLUSTER, LiveStand(torch.device("cpu"), repeats=2))
     seen: list[torch.Tensor] = []
-    with mock.patch.object(measure, "finite_norm", seen.append):
+    replaces = mock.patch.object(measure, "replaces_grads", return_value=not clears)
+    with replaces, mock.patch.object(measure, "finite_norm", seen.append):
         corrections.of_parts()
     assert bool(seen[-1].any()) is not clears
 
