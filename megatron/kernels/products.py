@@ -17,8 +17,6 @@ from megatron.kernels import native, reference
 
 CHOICE = "MEGATRON_CC_PRODUCTS"
 """Environment variable: ``own`` and ``torch`` ask for either's products, whatever the processor is."""
-_FEWEST_ROWS = 16
-"""With fewer rows a product is a matter of reading the other factor, which torch's library does as fast."""
 
 
 def problem() -> str | None:
@@ -50,11 +48,31 @@ def own_products() -> bool:
     return why is None and torch.backends.mkl.is_available() and bool(native.operators().outdoes_mkl())
 
 
-def multiplies(*factors: Tensor) -> bool:
-    """Whether own products take these factors, of whose first the rows are counted."""
-    if torch.compiler.is_compiling() or not all(x.is_cpu and x.dtype == torch.float32 for x in factors):
+@functools.cache
+def smallest_product() -> int:
+    """The size of each dimension from which on this processor's own products are worth the packing of their factors."""
+    return int(native.operators().smallest_product())
+
+
+def multiplies(a: Tensor, b: Tensor, groups: int = 1) -> bool:
+    """Whether own products take the factors of a product, or of a group's products of average size.
+
+    Args:
+        a: (..., k), or the factor (m, r) of groups that lie in the inner dimension.
+        b: (k, n) or (n, k), or the factor of groups (groups, k, n) or (r, n).
+        groups: number of groups.
+    """
+    if torch.compiler.is_compiling() or not all(x.is_cpu and x.dtype == torch.float32 for x in (a, b)):
         return False
-    return factors[0].numel() >= _FEWEST_ROWS * factors[0].shape[-1] and own_products()
+    inner = a.shape[-1]
+    if inner == 0 or not own_products():
+        return False
+    rows, columns = a.numel() // inner, b.numel() // inner
+    if b.dim() == 3:
+        rows, columns = rows // groups, columns // groups
+    else:
+        inner //= groups
+    return min(rows, inner, columns) >= smallest_product()
 
 
 def _recorded(*factors: Tensor) -> bool:
@@ -62,9 +80,9 @@ def _recorded(*factors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in factors)
 
 
-def _in_place_of_torchs(*factors: Tensor) -> bool:
+def _in_place_of_torchs(a: Tensor, b: Tensor) -> bool:
     """Whether own products take these factors here."""
-    return not _recorded(*factors) and multiplies(*factors)
+    return not _recorded(a, b) and multiplies(a, b)
 
 
 def product(a_mk: Tensor, b_kn: Tensor, out_mn: Tensor | None = None) -> Tensor:
@@ -99,7 +117,7 @@ def add_product_(total_nm: Tensor, a_tn: Tensor, b_tm: Tensor, fresh: bool = Fal
     """
     beta = 0 if fresh else 1
     if total_nm.dtype == a_tn.dtype:
-        if _in_place_of_torchs(a_tn, b_tm):
+        if _in_place_of_torchs(a_tn.t(), b_tm):
             native.operators().product(a_tn.t(), b_tm, total_nm, not fresh)
         else:
             torch.addmm(total_nm, a_tn.t(), b_tm, beta=beta, out=total_nm)
@@ -127,7 +145,7 @@ def grouped_product(a: Tensor, b: Tensor, ends_g: Tensor, out: Tensor | None = N
         return F.grouped_mm(a, b, offs=ends_g)
     shape = (a.shape[0], b.shape[2]) if b.dim() == 3 else (len(ends_g), a.shape[0], b.shape[1])
     out = a.new_empty(shape) if out is None else out
-    if multiplies(a, b):
+    if multiplies(a, b, len(ends_g)):
         native.operators().grouped_product(a, b, ends_g, out)
         return out
     first = 0

@@ -21,7 +21,10 @@ need_products = pytest.mark.skipif(
 
 @contextmanager
 def products_chosen(own: bool) -> Iterator[list[str]]:
-    """Own products or torch's, whatever the environment asks for; yields the names of the operators that are called."""
+    """Own products or torch's, whatever the environment asks for; yields the names of the operators that are called.
+
+    Own ones are taken from a size of 1 on, on every processor.
+    """
     assert native.problem() is None
     assert native.operators().multiplies()
     calls: list[str] = []
@@ -33,5 +36,6 @@ def products_chosen(own: bool) -> Iterator[list[str]]:
             return found
 
     chosen = mock.patch.object(products, "own_products", return_value=own)
-    with chosen, mock.patch.object(native, "operators", Operators):
+    from_here = mock.patch.object(products, "smallest_product", return_value=1)
+    with chosen, from_here, mock.patch.object(native, "operators", Operators):
         yield calls

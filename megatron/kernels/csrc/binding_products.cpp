@@ -64,6 +64,8 @@ bool multiplies() { return mcc_cpu(nullptr)->products != nullptr; }
 
 bool outdoes_mkl() { return mcc_cpu_outdoes_mkl() != 0; }
 
+int64_t smallest_product() { return mcc_cpu_smallest_product(); }
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(megatron_cc, m) {
@@ -71,11 +73,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(megatron_cc, m) {
   m.def("grouped_product(Tensor a, Tensor b, Tensor ends, Tensor(a!) out) -> ()");
   m.def("multiplies() -> bool");
   m.def("outdoes_mkl() -> bool");
+  m.def("smallest_product() -> int");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(megatron_cc, CompositeExplicitAutograd, m) {
   m.impl("multiplies", TORCH_BOX(&multiplies));
   m.impl("outdoes_mkl", TORCH_BOX(&outdoes_mkl));
+  m.impl("smallest_product", TORCH_BOX(&smallest_product));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(megatron_cc, CPU, m) {

@@ -135,8 +135,11 @@ typedef struct {
 /* The table for this processor, chosen once; "baseline" etc. in *name. */
 const mcc_table *mcc_cpu(const char **name);
 
-/* Whether its products are faster than MKL's, which torch multiplies with: on AMD's processors before Zen 4. */
+/* Whether its products are faster than MKL's, which torch multiplies with: with AMX, and on AMD's processors before Zen 4. */
 int mcc_cpu_outdoes_mkl(void);
+
+/* The size of each dimension from which on its products are worth the packing of their factors. */
+int mcc_cpu_smallest_product(void);
 
 /* The table for CUDA devices. */
 const mcc_table *mcc_cuda(void);

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,6 +54,13 @@ def _product(a: Tensor, b: Tensor, add_to: Tensor | None = None) -> Tensor:
     return out
 
 
+def _of_parts() -> bool:
+    """Whether this process multiplies numbers that were cut into parts."""
+    return bool(torch.ops.megatron_cc.smallest_product() == OF_PARTS)
+
+
+OF_PARTS = 192
+"""From this size on products with AMX are worth it; all others from 16 on."""
 SIZES = st.one_of(st.integers(0, 40), st.sampled_from([95, 96, 97, 191, 192, 193, 255, 257, 600]))
 DEPTHS = st.one_of(SIZES, st.sampled_from([511, 512, 513, 1025]))
 
@@ -83,11 +92,50 @@ def test_factors_with_numbers_at_any_distance() -> None:
 
 
 def test_numbers_that_are_not_finite_stay_visible() -> None:
+    """Infinite ones as NaN where they are cut into parts."""
     a, b = _matrix(20, 30, 1), _matrix(30, 40, 2)
     a[3, 4], b[5, 6] = torch.nan, torch.inf
     found, wanted = _product(a, b), a @ b
-    assert torch.equal(found.isnan(), wanted.isnan())
-    assert torch.equal(found.isinf(), wanted.isinf())
+    assert torch.equal(found.isfinite(), wanted.isfinite())
+    if not _of_parts():
+        assert torch.equal(found.isnan(), wanted.isnan())
+        assert torch.equal(found.isinf(), wanted.isinf())
+
+
+@pytest.mark.parametrize("sizes", [(70, 90, 300), (64, 33, 1100)])
+def test_errors_are_like_those_of_torchs_products(sizes: tuple[int, int, int]) -> None:
+    """With AMX they are no larger; of numbers whose exponents differ, too."""
+    m, n, k = sizes
+    for spread in (0.0, 3.0):
+        a, b = (x * (spread * _matrix(x.shape[0], x.shape[1], 3)).exp() for x in (_matrix(m, k, 1), _matrix(k, n, 2)))
+        wanted = a.double() @ b.double()
+        own, torchs = ((found.double() - wanted).square().mean().sqrt() for found in (_product(a, b), a @ b))
+        assert own <= (1.0 if _of_parts() else 2.0) * torchs
+
+
+def test_small_and_large_numbers() -> None:
+    """What is lost of a factor is less than 2^-126; numbers that round to infinity in 8 bits may come out as NaN."""
+    for size in (1e-42, 1e-37, 1e-30, 1e-20, 1e20, 1e38):
+        a, b = _matrix(20, 30, 1) * size, _matrix(30, 40, 2) * min(1.0, 1.0 / size)
+        error = (_product(a, b).double() - a.double() @ b.double()).abs()
+        room = a.double().abs() @ b.double().abs()
+        lost = 2.0**-126 * (a.abs() + b.abs().sum(0).max()).max().item() * 32
+        assert (error <= room * 32 * 2.0**-24 + lost).all()
+    huge = torch.full((16, 16), torch.finfo(torch.float32).max)
+    tiny = torch.eye(16) * 1e-10
+    found = _product(huge, tiny)
+    assert (found.isnan() | torch.isclose(found, torch.tensor(3.4028235e28))).all()
+
+
+def test_torchs_products_in_bf16_are_not_disturbed() -> None:
+    """They may use the same tiles of the same threads, set in another way."""
+    a, b = _matrix(300, 200, 1), _matrix(200, 250, 2)
+    halves = a.bfloat16(), b.bfloat16()
+    for rows in (300, 7, 33):
+        wanted = halves[0][:rows] @ halves[1]
+        own = _product(a[:rows], b)
+        assert torch.equal(halves[0][:rows] @ halves[1], wanted)
+        assert torch.equal(_product(a[:rows], b), own)
 
 
 def test_a_number_depends_on_nothing_but_its_row_and_column() -> None:
@@ -154,8 +202,9 @@ def test_torch_counts_the_operations_of_own_products() -> None:
     assert counter.get_total_flops() == 3 * 2 * 20 * 30 * 50
 
 
-def test_what_is_left_to_torch(own: list[str]) -> None:
+def test_what_is_left_to_torch(own: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Few rows, other types, other devices, and code that is being compiled."""
+    monkeypatch.setattr(products, "smallest_product", lambda: 16)
     few, rows, weight = torch.randn(15, 30), torch.randn(16, 30), torch.randn(50, 30)
     assert products.multiplies(rows, weight)
     assert not products.multiplies(few, weight)
@@ -190,9 +239,10 @@ def test_training_is_that_with_torchs_products(form: dict[str, object], own: lis
 @pytest.mark.parametrize("groups", [0, 2])
 def test_second_derivatives_are_those_of_torchs_products(groups: int, own: list[str]) -> None:
     """Of a curvature along the gradient, which goes through the gradients of all factors."""
+    torch.manual_seed(0)
     x, weights = torch.randn(32, 24, requires_grad=True), torch.randn(2, 16, 24, requires_grad=True)
 
-    def curvature(plain: bool) -> tuple[Tensor, ...]:
+    def curvature(x: Tensor, weights: Tensor, plain: bool) -> tuple[Tensor, ...]:
         pairs = zip(x.split(32 // max(groups, 1)), weights, strict=False)
         if plain:
             out = torch.cat([F.linear(*pair) for pair in pairs])
@@ -203,16 +253,64 @@ def test_second_derivatives_are_those_of_torchs_products(groups: int, own: list[
         first = torch.autograd.grad(out.tanh().sum(), (x, weights), create_graph=True)
         return torch.autograd.grad(torch.stack([grad.square().sum() for grad in first]).sum(), (x, weights))
 
-    got = curvature(False)
+    got = curvature(x, weights, plain=False)
     assert own.count("grouped_product" if groups else "product") == 3  # not for gradients that have gradients
-    torch.testing.assert_close(got, curvature(True), rtol=1e-4, atol=1e-4)
+    wide_x, wide_weights = (t.detach().double().requires_grad_() for t in (x, weights))
+    for found, wanted in zip(got, curvature(wide_x, wide_weights, plain=True), strict=True):
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-5 * wanted.abs().max().item())
+
+
+@pytest.mark.parametrize("size", [15, 16])
+def test_every_dimension_must_be_worth_it(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of groups the average one's."""
+    monkeypatch.setattr(products, "smallest_product", lambda: 16)
+    wide, takes = 50, size == 16
+    for m, n, k in ((size, wide, wide), (wide, size, wide), (wide, wide, size)):
+        assert products.multiplies(torch.empty(m, k), torch.empty(k, n)) == takes
+        assert products.multiplies(torch.empty(m, k), torch.empty(n, k)) == takes  # a linear layer's weight
+        assert products.multiplies(torch.empty(3 * m, k), torch.empty(3, k, n), 3) == takes
+        assert products.multiplies(torch.empty(m, 3 * k), torch.empty(3 * k, n), 3) == takes
+    total = torch.zeros(wide, wide)
+    calls: list[str] = []
+    operators = SimpleNamespace(product=lambda *args: calls.append("product"))
+    monkeypatch.setattr(native, "operators", lambda: operators)
+    products.add_product_(total, torch.empty(size, wide), torch.empty(size, wide))
+    assert calls == ["product"] * takes
+    assert not products.multiplies(torch.empty(5, 0), torch.empty(0, 5))
+
+
+def _flags() -> set[str]:
+    told = Path("/proc/cpuinfo").read_text()
+    return set(next(line for line in told.splitlines() if line.startswith("flags")).split())
+
+
+def _has_amx() -> bool:
+    """Whether the processor has what AMX's products need, by what the system says."""
+    return {"amx_tile", "amx_bf16", "avx512_bf16", "avx512vl"} <= _flags()
 
 
 def _outdoes_mkl() -> bool:
-    """Whether this is one of AMD's processors before Zen 4, by what the system says."""
-    told = Path("/proc/cpuinfo").read_text()
-    flags = next(line for line in told.splitlines() if line.startswith("flags")).split()
-    return "AuthenticAMD" in told and "avx512f" not in flags
+    """Whether this is a processor with AMX or one of AMD's before Zen 4, by what the system says."""
+    amd = "AuthenticAMD" in Path("/proc/cpuinfo").read_text() and "avx512f" not in _flags()
+    return amd or (_has_amx() and "MCC_ISA" not in os.environ)
+
+
+def test_products_of_parts_are_those_of_amx() -> None:
+    if "MCC_ISA" not in os.environ:
+        assert _of_parts() == _has_amx()
+    else:
+        assert not _of_parts()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not _has_amx() or "MCC_ISA" in os.environ, reason="these are the products of this processor")
+def test_products_of_processors_without_amx() -> None:
+    """These tests, and the choice of torch's products, in a process without AMX."""
+    env = {**os.environ, "MCC_ISA": "avx512"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout
+    assert "passed" in done.stdout
 
 
 @pytest.mark.parametrize("outdoes", [True, False])
