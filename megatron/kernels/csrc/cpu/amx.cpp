@@ -13,10 +13,27 @@
 
 namespace mcc {
 namespace amx {
+extern const bool compiled;
 void products(const mcc_context *, const mcc_product *list, int64_t count);
-}
+}  // namespace amx
 }  // namespace mcc
 
+#ifndef MCC_HAS_AMX /* whether the compiler knows it */
+#if defined(__clang__)
+#define MCC_HAS_AMX (__clang_major__ >= 13)
+#else
+#define MCC_HAS_AMX (__GNUC__ >= 11)
+#endif
+#endif
+
+#if !MCC_HAS_AMX
+namespace mcc {
+namespace amx {
+const bool compiled = false;
+void products(const mcc_context *, const mcc_product *, int64_t) {}
+}  // namespace amx
+}  // namespace mcc
+#else
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,amx-tile,amx-bf16"))), apply_to = function)
 #else
@@ -288,6 +305,8 @@ inline int64_t thread_count() {
 
 }  // namespace
 
+const bool compiled = true;
+
 void products(const mcc_context *, const mcc_product *list, int64_t count) {
   int64_t deep = 0;
   double work = 0;
@@ -317,4 +336,5 @@ void products(const mcc_context *, const mcc_product *list, int64_t count) {
 #else
 #pragma GCC pop_options
 #endif
+#endif /* MCC_HAS_AMX */
 #endif

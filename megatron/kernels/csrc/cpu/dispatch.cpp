@@ -21,6 +21,7 @@ namespace avx512 {
 extern const mcc_table table;
 }
 namespace amx {
+extern const bool compiled; /* not by every compiler */
 void products(const mcc_context *, const mcc_product *list, int64_t count);
 }
 }  // namespace mcc
@@ -66,7 +67,7 @@ Choice choose() {
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   const bool least = asked && std::strcmp(asked, "baseline") == 0, middle = asked && std::strcmp(asked, "avx2") == 0;
   const bool third = asked && std::strcmp(asked, "avx512") == 0;
-  if (avx512 && !least && !middle && !third && has_amx()) return {amx_table(), "amx"};
+  if (avx512 && !least && !middle && !third && mcc::amx::compiled && has_amx()) return {amx_table(), "amx"};
   if (avx512 && !least && !middle) return {&mcc::avx512::table, "avx512"};
   if (avx2 && !least) return {&mcc::avx2::table, "avx2"};
 #endif
