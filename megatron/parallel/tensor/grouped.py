@@ -67,6 +67,8 @@ def recurring(rows: Tensor) -> int:
 
 def _compiles_products(dtype: torch.dtype) -> bool:
     """Whether torch's products of this type on CPUs are oneDNN's, which makes code for each shape."""
+    if not torch.backends.mkldnn.is_available():  # a torch without oneDNN has not even the questions below
+        return False
     if dtype is torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return dtype is torch.float16 and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())

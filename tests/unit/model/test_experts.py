@@ -184,6 +184,13 @@ def test_products_that_torch_compiles_have_few_shapes(monkeypatch: pytest.Monkey
     assert recurring(torch.empty(33, 3, dtype=torch.bfloat16, device="meta")) == 33
 
 
+def test_a_torch_without_onednn_compiles_no_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    monkeypatch.setattr(torch.ops, "mkldnn", None)  # it has no such operators
+    for dtype in (torch.bfloat16, torch.float16):
+        assert recurring(torch.empty(33, 3, dtype=dtype)) == 33
+
+
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN")
 def test_what_torch_compiles_for_each_shape() -> None:
     """In halves of precision, where the processor has instructions for them; never in fp32."""

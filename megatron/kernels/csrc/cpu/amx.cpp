@@ -4,7 +4,7 @@
  * A number is the sum of three such parts: its first 8 bits, the next ones and the rest. Of the nine products of two numbers' parts
  * the six large ones are added up; the other three are at most some 2^-23 of the whole, where a multiply-add rounds by 2^-24. Sums
  * are rounded less often than those of multiply-adds: once for a part's 32 numbers of the inner dimension. What is less than 2^-126
- * in a factor, a part or a sum is taken for 0; infinite numbers, and those above 3.39e38, which have an infinite part, make NaN.
+ * in a factor, a part or a sum is taken for 0; what is infinite or overflows may make NaN.
  *
  * Each thread computes parts of the products alone, from blocks of both factors that it has packed for its caches. Each number is
  * summed over k in one order, whatever the other sizes and the number of threads. */
