@@ -85,7 +85,7 @@ def _grouped(rows: Tensor, layers: Sequence[tuple[Tensor, Tensor | None]], count
 
 
 def _of_one(expert: Expert, rows: Tensor) -> Tensor:
-    """An expert's outputs; its products have rows of zeros besides where their shape should be one of few."""
+    """An expert's outputs of rows (r, h). Rows of zeros may be computed with them; see ``recurring``."""
     more = recurring(rows) - len(rows)
     out: Tensor = expert(F.pad(rows, (0, 0, 0, more)) if more else rows)
     return out[: len(rows)]

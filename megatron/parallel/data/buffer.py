@@ -118,14 +118,9 @@ class FlatBuffer:
             slot.param.grad = main_grad
 
         def accumulated(param: nn.Parameter) -> None:
-            if not self.direct and param.grad is not None:
-                if param in self._without:
-                    self._without.remove(param)
-                    main_grad.copy_(param.grad)
-                else:
-                    _add_converted(main_grad, param.grad)
-                param.grad = None
-            elif self.direct and param.grad is not main_grad:
+            if not self.direct:
+                self._convert(param, main_grad)
+            elif param.grad is not main_grad:
                 _replace(main_grad, param)
             if self._on_bucket_full is not None:
                 self._missing[bucket] -= 1
@@ -133,6 +128,15 @@ class FlatBuffer:
                     self._on_bucket_full(bucket)
 
         slot.param.register_post_accumulate_grad_hook(accumulated)
+
+    def _convert(self, param: nn.Parameter, main_grad: Tensor) -> None:
+        """Moves a gradient of another type: the first of a step replaces what was there, others are added."""
+        grad, param.grad = param.grad, None
+        if grad is not None and param in self._without:
+            self._without.remove(param)
+            main_grad.copy_(grad)
+        elif grad is not None:
+            _add_converted(main_grad, grad)
 
     def begin_grads(self) -> None:
         """Begins a step's gradients; also drops a pending notification of a step that was abandoned.
@@ -158,13 +162,13 @@ class FlatBuffer:
         if not self._replaces:
             return
         for param, main_grad in self._main_grads:
-            if param in self._without:
-                self._without.remove(param)
-                main_grad.zero_()
-            elif self.direct and param.grad is None:
+            if self.direct and param.grad is None:
                 main_grad.zero_()
                 param.grad = main_grad
                 withdraw(param, kept=False)
+            elif param in self._without:
+                main_grad.zero_()
+        self._without.clear()
 
     def notify_when_full(self, on_bucket_full: Callable[[int], None]) -> None:
         """Announces the step's last backward: calls back with each bucket that it completes."""

@@ -11,8 +11,8 @@ from torch import Tensor
 from megatron.kernels.products import grouped_product
 from megatron.parallel.tensor.grad_space import take
 
-_FEWEST_ROWS = 32
-"""Numbers of rows that recur are multiples of this."""
+_ROW_STEP = 32
+"""Least distance between the numbers of rows that are computed where few should be."""
 _ALIGNED = 16
 """Bytes to which the rows of all factors must be aligned."""
 
@@ -53,15 +53,16 @@ def groups_products(rows: Tensor, weights: Sequence[Tensor]) -> bool:
 
 
 def recurring(rows: Tensor) -> int:
-    """How many rows the products of a group should have that has these ones (r, in): as many, or a few more.
+    """The number of rows to compute for a group's rows (r, in): as many, or a few more.
 
-    Where torch compiles code for every new shape, which takes some ten times as long as the product, numbers that
-    change from step to step should be few: in a doubling of the rows there are eight.
+    A group has other rows in every step. Where torch compiles code for each new shape of a product, which takes some
+    ten times as long as the product, their number is rounded up to a multiple of 32, and from 256 on to one of eight
+    numbers between a power of two and the next.
     """
     count = len(rows)
     if not rows.is_cpu or torch.compiler.is_compiling() or not _compiles_products(rows.dtype):
         return count
-    step = max(_FEWEST_ROWS, (1 << count.bit_length()) // 16)
+    step = max(_ROW_STEP, (1 << count.bit_length()) // 16)
     return -(-count // step) * step
 
 

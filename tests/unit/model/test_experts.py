@@ -21,7 +21,7 @@ from megatron.config.model import ModelConfig, resolve_model
 from megatron.model.context import ExpertContext, ForwardContext
 from megatron.model.experts import Expert, Experts
 from megatron.parallel.data.buffer import FlatBuffer, named_params
-from megatron.parallel.tensor.grouped import adjacent, recurring, stacked
+from megatron.parallel.tensor.grouped import adjacent, stacked
 from megatron.parallel.tensor.random import DropoutKeys
 from megatron.parallel.tensor.shards import collect_specs
 from megatron.topology.topology import single_process
@@ -166,38 +166,6 @@ def test_rows_that_fill_a_group_up_change_nothing(form: dict[str, Any]) -> None:
         torch.testing.assert_close(own, wanted, rtol=1e-12, atol=1e-12)
     half = len(sizes) // 2
     assert [size + 5 for size in sizes[:half]] == sizes[half:]
-
-
-def test_products_that_torch_compiles_have_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    def compiles(dtype: torch.dtype) -> bool:
-        return dtype is torch.bfloat16
-
-    monkeypatch.setattr("megatron.parallel.tensor.grouped._compiles_products", compiles)
-    filled = [recurring(torch.empty(rows, 3, dtype=torch.bfloat16)) for rows in range(5000)]
-    assert filled[0] == 0
-    assert all(own >= rows for rows, own in enumerate(filled))
-    assert filled[1] == filled[32] == 32
-    assert all(own <= rows * 1.125 for rows, own in enumerate(filled) if rows > 256)
-    for power in (256, 512, 2048):
-        assert len(set(filled[power + 1 : 2 * power + 1])) == 8
-    assert recurring(torch.empty(33, 3)) == 33
-    assert recurring(torch.empty(33, 3, dtype=torch.bfloat16, device="meta")) == 33
-
-
-def test_a_torch_without_onednn_compiles_no_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    monkeypatch.setattr(torch.ops, "mkldnn", None)  # it has no such operators
-    for dtype in (torch.bfloat16, torch.float16):
-        assert recurring(torch.empty(33, 3, dtype=dtype)) == 33
-
-
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN")
-def test_what_torch_compiles_for_each_shape() -> None:
-    """In halves of precision, where the processor has instructions for them; never in fp32."""
-    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
-        supported = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported")()
-        assert (recurring(torch.empty(33, 3, dtype=dtype)) == 64) == supported
-    assert recurring(torch.empty(33, 3)) == 33
 
 
 @pytest.mark.parametrize("form", [{"swiglu": True}, {"moe_ffn_hidden_size": HIDDEN}])

@@ -83,9 +83,9 @@ def test_gradients_of_another_type_are_converted_and_added_in_fp32(
 
 def test_a_bucket_of_another_type_is_whole_when_it_is_announced() -> None:
     w, late = (nn.Parameter(torch.ones(3, dtype=torch.bfloat16)) for _ in range(2))
-    two_replicas = cast(Group, SimpleNamespace(size=4))
+    four_replicas = cast(Group, SimpleNamespace(size=4))
     params = [(name, name, ParamSpec((3,)), param) for name, param in (("w", w), ("late", late))]
-    buffer = FlatBuffer(params, torch.float32, two_replicas, None, sharded=True)
+    buffer = FlatBuffer(params, torch.float32, four_replicas, None, sharded=True)
     _stale(buffer)
     launched: list[list[float]] = []
     buffer.notify_when_full(lambda index: launched.append(buffer.grads_of(buffer.buckets[index]).tolist()))

@@ -13,12 +13,11 @@
 
 namespace mcc {
 namespace amx {
-extern const bool compiled;
-void products(const mcc_context *, const mcc_product *list, int64_t count);
-}  // namespace amx
+extern const decltype(mcc_table::products) products; /* null where the compiler does not know AMX */
+}
 }  // namespace mcc
 
-#ifndef MCC_HAS_AMX /* whether the compiler knows it */
+#ifndef MCC_HAS_AMX
 #if defined(__clang__)
 #define MCC_HAS_AMX (__clang_major__ >= 13)
 #else
@@ -29,9 +28,8 @@ void products(const mcc_context *, const mcc_product *list, int64_t count);
 #if !MCC_HAS_AMX
 namespace mcc {
 namespace amx {
-const bool compiled = false;
-void products(const mcc_context *, const mcc_product *, int64_t) {}
-}  // namespace amx
+const decltype(mcc_table::products) products = nullptr;
+}
 }  // namespace mcc
 #else
 #if defined(__clang__)
@@ -54,6 +52,7 @@ constexpr int64_t kTile = 16 * kStep;                /* numbers of a tile */
 constexpr int64_t kRows = 32, kColumns = 32;         /* of the product, in two by two tiles */
 constexpr int64_t kDepth = 512, kTall = 64, kBroad = 256; /* of the blocks in L2 */
 constexpr int64_t kHigh = 1024;                      /* rows that are multiplied by one packed block of columns */
+constexpr double kSmall = 1 << 17;                   /* numbers of the product that are cut no further but for idle threads */
 constexpr double kSerial = 1 << 19;                  /* multiply-adds below which starting threads costs more than it saves */
 
 inline int64_t ceiling(int64_t x, int64_t by) { return (x + by - 1) / by; }
@@ -206,7 +205,7 @@ inline void tile_product(int64_t depth, const Number *a, const Number *b, float 
   _tile_zero(2);
   _tile_zero(3);
   for (int64_t p = 0; p < depth; p += kStep, a += 2 * kParts * kTile, b += 2 * kParts * kTile) {
-    /* The first parts' product comes last: what was added before it has been rounded to a 2^-8th as much. */
+    /* The first parts' product comes last: of the first 32 numbers the others are added while the sum is small. */
     MCC_ROWS(1);
     MCC_COLUMNS(1);
     MCC_MULTIPLY();
@@ -267,11 +266,12 @@ void region_product(const Region &region, Number *a_block, Number *b_block) {
 /* The size of equal pieces, of at most ``most``, that ``whole`` is cut into; a multiple of 32. */
 inline int64_t piece_of(int64_t whole, int64_t most) { return ceiling(ceiling(whole, ceiling(whole, most)), kRows) * kRows; }
 
-/* The regions of all products: as large as the caches allow, but some for each thread. */
+/* The regions of all products: as large as the caches allow, but one for each thread, and three where they are not small. Each
+ * packs its own factors, so small ones would pack more than they multiply. */
 std::vector<Region> regions_of(const mcc_product *list, int64_t count, int64_t threads) {
   double numbers = 0;
   for (int64_t i = 0; i < count; ++i) numbers += double(list[i].m) * double(list[i].n);
-  const double most = threads > 1 ? numbers / double(3 * threads) : numbers;
+  const double most = std::max(numbers / double(3 * threads), std::min(numbers / double(threads), kSmall));
   std::vector<Region> regions;
   for (int64_t i = 0; i < count; ++i) {
     const mcc_product &x = list[i];
@@ -295,19 +295,7 @@ inline Number *from_line(Number *memory) {
   return reinterpret_cast<Number *>((reinterpret_cast<uintptr_t>(memory) + 63) / 64 * 64);
 }
 
-inline int64_t thread_count() {
-#ifdef _OPENMP
-  return omp_get_max_threads();
-#else
-  return 1;
-#endif
-}
-
-}  // namespace
-
-const bool compiled = true;
-
-void products(const mcc_context *, const mcc_product *list, int64_t count) {
+void multiply(const mcc_context *, const mcc_product *list, int64_t count) {
   int64_t deep = 0;
   double work = 0;
   for (int64_t i = 0; i < count; ++i) {
@@ -328,6 +316,10 @@ void products(const mcc_context *, const mcc_product *list, int64_t count) {
     for (int64_t i = 0; i < int64_t(regions.size()); ++i) region_product(regions[size_t(i)], a_block, b_block);
   }
 }
+
+}  // namespace
+
+const decltype(mcc_table::products) products = multiply;
 
 }  // namespace amx
 }  // namespace mcc

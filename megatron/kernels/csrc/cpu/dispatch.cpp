@@ -21,8 +21,7 @@ namespace avx512 {
 extern const mcc_table table;
 }
 namespace amx {
-extern const bool compiled; /* not by every compiler */
-void products(const mcc_context *, const mcc_product *list, int64_t count);
+extern const decltype(mcc_table::products) products; /* null where the compiler does not know AMX */
 }
 }  // namespace mcc
 
@@ -36,6 +35,7 @@ struct Choice {
 /* Whether the processor has AMX for bf16 and AVX-512's conversions, and the system lets this process use its tiles. */
 bool has_amx() {
 #if defined(__x86_64__) && defined(__linux__)
+  if (mcc::amx::products == nullptr) return false;
   constexpr unsigned kTiles = 1u << 24 | 1u << 22, kConversions = 1u << 5;
   constexpr long kRequest = 0x1023, kTileData = 18; /* ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA */
   unsigned a, b, c, d;
@@ -66,8 +66,8 @@ Choice choose() {
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   const bool least = asked && std::strcmp(asked, "baseline") == 0, middle = asked && std::strcmp(asked, "avx2") == 0;
-  const bool third = asked && std::strcmp(asked, "avx512") == 0;
-  if (avx512 && !least && !middle && !third && mcc::amx::compiled && has_amx()) return {amx_table(), "amx"};
+  const bool most = asked && std::strcmp(asked, "avx512") == 0;
+  if (avx512 && !least && !middle && !most && has_amx()) return {amx_table(), "amx"};
   if (avx512 && !least && !middle) return {&mcc::avx512::table, "avx512"};
   if (avx2 && !least) return {&mcc::avx2::table, "avx2"};
 #endif
@@ -85,7 +85,7 @@ extern "C" const mcc_table *mcc_cpu(const char **name) {
 extern "C" int mcc_cpu_outdoes_mkl(void) {
 #if defined(__x86_64__)
   const mcc_table *table = mcc_cpu(nullptr);
-  if (table->products == mcc::amx::products) return 1;
+  if (table == amx_table()) return 1;
   return table->products != nullptr && __builtin_cpu_is("amd") && !__builtin_cpu_supports("avx512f");
 #else
   return 0;
@@ -94,7 +94,7 @@ extern "C" int mcc_cpu_outdoes_mkl(void) {
 
 extern "C" int mcc_cpu_smallest_product(void) {
 #if defined(__x86_64__)
-  if (mcc_cpu(nullptr)->products == mcc::amx::products) return 192;
+  if (mcc_cpu(nullptr) == amx_table()) return 256;
 #endif
   return 16;
 }

@@ -4,14 +4,6 @@
 namespace mcc {
 namespace MCC_ISA {
 
-inline int thread_count() {
-#ifdef _OPENMP
-  return omp_get_max_threads();
-#else
-  return 1;
-#endif
-}
-
 #define MCC_FN __attribute__((always_inline)) inline /* callers know much of a grid */
 #include "../numbers.h"
 #include "../float8.h"

@@ -1,4 +1,4 @@
-/* What the kernels include. */
+/* What the kernels include, and what they share whatever their instruction set. */
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -15,3 +15,15 @@
 #endif
 
 #include "../mcc.h"
+
+namespace mcc {
+
+inline int thread_count() {
+#ifdef _OPENMP
+  return omp_get_max_threads();
+#else
+  return 1;
+#endif
+}
+
+}  // namespace mcc

@@ -1,0 +1,40 @@
+"""How many rows are computed for a group of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.parallel.tensor.grouped import recurring
+
+
+def test_products_that_torch_compiles_have_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiles(dtype: torch.dtype) -> bool:
+        return dtype is torch.bfloat16
+
+    monkeypatch.setattr("megatron.parallel.tensor.grouped._compiles_products", compiles)
+    filled = [recurring(torch.empty(rows, 3, dtype=torch.bfloat16)) for rows in range(5000)]
+    assert filled[0] == 0
+    assert all(own >= rows for rows, own in enumerate(filled))
+    assert filled[1] == filled[32] == 32
+    assert all(own <= rows * 1.125 for rows, own in enumerate(filled) if rows > 256)
+    for power in (256, 512, 2048):
+        assert len(set(filled[power + 1 : 2 * power + 1])) == 8
+    assert recurring(torch.empty(33, 3)) == 33
+    assert recurring(torch.empty(33, 3, dtype=torch.bfloat16, device="meta")) == 33
+
+
+def test_a_torch_without_onednn_compiles_no_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    monkeypatch.setattr(torch.ops, "mkldnn", None)  # it has no such operators
+    for dtype in (torch.bfloat16, torch.float16):
+        assert recurring(torch.empty(33, 3, dtype=dtype)) == 33
+
+
+def test_what_torch_compiles_for_each_shape() -> None:
+    """In half precision, where the processor has instructions for them; never in fp32."""
+    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
+        has_onednn = torch.backends.mkldnn.is_available()
+        supported = has_onednn and getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported")()
+        assert (recurring(torch.empty(33, 3, dtype=dtype)) == 64) == supported
+    assert recurring(torch.empty(33, 3)) == 33
