@@ -95,6 +95,21 @@ def test_bases(rank: int) -> None:
         checks.check_bases(checks.noise((2, n, own), 0, DEVICE) @ checks.noise((2, own, r), 1, DEVICE) * 2.0**power)
 
 
+def test_places_outside_are_left_out() -> None:
+    checks.check_places_outside(DEVICE)
+
+
+def test_a_label_outside_is_no_number() -> None:
+    logits, labels = checks.noise((2, 40), 0, DEVICE), torch.tensor([3, 30], device=DEVICE)
+    lse, target = (torch.empty(2, device=DEVICE) for _ in range(2))
+    native.operators().cross_entropy(logits, labels, 30, lse, target, None)
+    assert target.isnan().tolist() == [False, True]
+
+
+def test_bases_of_zeros_and_of_what_is_not_finite() -> None:
+    checks.check_extraordinary_bases(DEVICE)
+
+
 @pytest.mark.parametrize("dtype", checks.HALVES)
 def test_a_product_adds_in_a_wider_total(dtype: torch.dtype) -> None:
     """In one launch, without rounding the product."""

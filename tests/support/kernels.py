@@ -176,6 +176,17 @@ _WHOLE = (
 )
 
 
+def check_places_outside(device: str) -> None:
+    """Kernels of CUDA read and write nothing at a broken message's indices; in between, where CPUs do not look."""
+    whole, indices = noise((60,), 1, device), torch.tensor([3, 50, -1, 2**40, 7], device=device)
+    x, packed, wanted = whole[5:55], torch.full((5,), 9.0, device=device), whole.clone()
+    native.operators().gather_packed(x, indices, packed)
+    assert packed.tolist() == [float(x[3]), 0.0, 0.0, 0.0, float(x[7])]
+    wanted[[8, 12]] += 2.0
+    native.operators().scatter_add_packed(x, indices, torch.full_like(packed, 2.0))
+    assert torch.equal(whole, wanted)
+
+
 def check_bases(x_knr: Tensor) -> None:
     """Orthonormal to 2e-6, and spanning the columns wherever they are independent."""
     q_knr = ops.orthonormalize(x_knr)
@@ -184,6 +195,19 @@ def check_bases(x_knr: Tensor) -> None:
     wide = x_knr.double()
     left = wide - q_knr.double() @ (q_knr.double().transpose(1, 2) @ wide)
     assert float(left.norm()) <= 1e-6 * float(wide.norm()) + 1e-300
+
+
+def check_extraordinary_bases(device: str) -> None:
+    """Zeros, of which any basis will do; what is not finite stays visible, and spoils no other matrix."""
+    x_knr = noise((5, 60, 20), 4, device)
+    x_knr[0] = 0.0
+    x_knr[1, :, ::3] = 0.0
+    x_knr[2, 7, 3] = torch.nan
+    x_knr[3, :, 19] = torch.inf
+    check_bases(x_knr[[0, 1, 4]])
+    q_knr = ops.orthonormalize(x_knr)
+    assert torch.equal(q_knr[[0, 1, 4]], ops.orthonormalize(x_knr[[0, 1, 4]]))
+    assert q_knr.isnan().flatten(1).any(1).tolist() == [False, False, True, True, False]
 
 
 def check_combined_rows(device: str, dtype: torch.dtype, tokens: int, k: int, width: int, missing: int) -> None:

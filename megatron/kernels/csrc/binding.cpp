@@ -366,8 +366,8 @@ template <class Device>
 void gather_packed(const Tensor &x, const Tensor &indices, const Tensor &packed) {
   check_places<Device>(x, indices, packed);
   Device device(x);
-  device->gather(&device.context, static_cast<const float *>(x.data_ptr()), static_cast<const int64_t *>(indices.data_ptr()),
-                           indices.numel(), static_cast<float *>(packed.data_ptr()));
+  device->gather(&device.context, static_cast<const float *>(x.data_ptr()), x.numel(),
+                 static_cast<const int64_t *>(indices.data_ptr()), indices.numel(), static_cast<float *>(packed.data_ptr()));
   device.done();
 }
 
@@ -375,8 +375,9 @@ template <class Device>
 void scatter_add_packed(const Tensor &x, const Tensor &indices, const Tensor &packed) {
   check_places<Device>(x, indices, packed);
   Device device(x);
-  device->scatter_add(&device.context, static_cast<float *>(x.data_ptr()), static_cast<const int64_t *>(indices.data_ptr()),
-                                indices.numel(), static_cast<const float *>(packed.data_ptr()));
+  device->scatter_add(&device.context, static_cast<float *>(x.data_ptr()), x.numel(),
+                      static_cast<const int64_t *>(indices.data_ptr()), indices.numel(),
+                      static_cast<const float *>(packed.data_ptr()));
   device.done();
 }
 

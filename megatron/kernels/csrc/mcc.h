@@ -98,8 +98,9 @@ typedef struct {
   /* Largest magnitudes of each of k rows of n: ascending indices (k x count). */
   void (*abs_topk)(const mcc_context *, const float *x, int64_t k, int64_t n, int64_t count, int64_t *indices);
   void (*dilate)(const mcc_context *, const uint8_t *mask, int64_t k, int64_t n, int64_t radius, uint8_t *out);
-  void (*gather)(const mcc_context *, const float *x, const int64_t *indices, int64_t count, float *packed);
-  void (*scatter_add)(const mcc_context *, float *x, const int64_t *indices, int64_t count, const float *packed);
+  /* At places of x, n long; those outside are left out on CUDA, and have been refused on CPUs. */
+  void (*gather)(const mcc_context *, const float *x, int64_t n, const int64_t *indices, int64_t count, float *packed);
+  void (*scatter_add)(const mcc_context *, float *x, int64_t n, const int64_t *indices, int64_t count, const float *packed);
   /* out[0]: sum of squares; out[1]: 1 when all are finite, else 0. */
   void (*finite_norm)(const mcc_context *, const void *x, int dtype, int64_t count, double *out);
   /* Finite elements 0, stride, 2 stride, ... : range (low, high; inf, -inf when none) and counts of equal bins. */

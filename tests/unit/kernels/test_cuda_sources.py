@@ -95,7 +95,7 @@ def test_scales_over_many_pieces(device: str) -> None:
 
 
 def test_topk(device: str) -> None:
-    for seed, (rows, n) in enumerate([(1, 1), (3, 100), (2, 20_000), (1, 33_000)]):
+    for seed, (rows, n) in enumerate([(1, 1), (3, 100), (2, 4096), (2, 4097), (1, 33_000)]):
         x = checks.spoil(checks.noise((rows, n), seed, device), seed)
         for share in (0.0, 0.01, 0.5, 0.99, 1.0):
             checks.check_topk(x, int(share * n))
@@ -107,6 +107,10 @@ def test_dilation_and_places(device: str) -> None:
         mask = checks.noise((3, 300), radius, device) > 1.3
         checks.check_dilate(mask, radius)
         checks.check_places(checks.noise((900,), radius, device), mask.view(-1).nonzero().view(-1))
+
+
+def test_places_outside_are_left_out(device: str) -> None:
+    checks.check_places_outside(device)
 
 
 def test_norms_and_histograms(device: str) -> None:
@@ -122,6 +126,10 @@ def test_bases(device: str, rank: int) -> None:
     for n, r, power in ((1, 1, 0), (37, 37, -60), (70, 33, 60)):
         own = min(rank, n, r)
         checks.check_bases(checks.noise((2, n, own), 0, device) @ checks.noise((2, own, r), 1, device) * 2.0**power)
+
+
+def test_bases_of_zeros_and_of_what_is_not_finite(device: str) -> None:
+    checks.check_extraordinary_bases(device)
 
 
 def test_bases_that_take_a_second_round(device: str) -> None:

@@ -132,9 +132,17 @@ inline void gram_schmidt(const float *x, int64_t n, int64_t r, float *q) {
   };
   for (int64_t j = 0; j < r; ++j) {
     double *own = columns.data() + j * n;
-    bool given = true;
-    while (true) {
+    for (bool given = true;; given = false) {
+      if (!given) {
+        const int64_t place = unit++ % n;
+        std::fill(own, own + n, 0.0);
+        own[place] = 1.0;
+        bool meets = false;
+        for (int64_t k = 0; k < j; ++k) meets |= columns[size_t(k * n + place)] != 0.0;
+        if (!meets) break; /* orthogonal as it is: all of a matrix of zeros are */
+      }
       const double before = std::sqrt(dot(own, own));
+      if (before == 0) continue;
       for (int pass = 0; pass < 2; ++pass)
         for (int64_t k = 0; k < j; ++k) {
           const double *other = columns.data() + k * n, f = dot(own, other);
@@ -145,13 +153,10 @@ inline void gram_schmidt(const float *x, int64_t n, int64_t r, float *q) {
         std::fill(own, own + n, std::numeric_limits<double>::quiet_NaN());
         break;
       }
-      if (after > (given ? 1e-7 : 1e-3) * before && after > 0) {
+      if (after > (given ? 1e-7 : 1e-3) * before) {
         for (int64_t i = 0; i < n; ++i) own[i] /= after;
         break;
       }
-      std::fill(own, own + n, 0.0);
-      own[unit++ % n] = 1.0;
-      given = false;
     }
   }
   for (int64_t i = 0; i < n; ++i)

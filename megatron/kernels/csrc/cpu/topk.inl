@@ -178,12 +178,12 @@ void dilate(const mcc_context *, const uint8_t *mask, int64_t k, int64_t n, int6
   }
 }
 
-void gather(const mcc_context *, const float *x, const int64_t *indices, int64_t count, float *packed) {
+void gather(const mcc_context *, const float *x, int64_t, const int64_t *indices, int64_t count, float *packed) {
 #pragma omp parallel for schedule(static) if (count > kSerial)
   for (int64_t i = 0; i < count; ++i) packed[i] = x[indices[i]];
 }
 
-void scatter_add(const mcc_context *, float *x, const int64_t *indices, int64_t count, const float *packed) {
+void scatter_add(const mcc_context *, float *x, int64_t, const int64_t *indices, int64_t count, const float *packed) {
 #pragma omp parallel for schedule(static) if (count > kSerial)
   for (int64_t i = 0; i < count; ++i) x[indices[i]] += packed[i];
 }

@@ -36,7 +36,8 @@ __global__ void __launch_bounds__(1024) cross_entropy_rows(void *logits, int dty
   const int64_t token = blockIdx.x, at = token * columns, label = labels[token];
   float total;
   if (target != nullptr) {
-    const float chosen = label >= 0 && threadIdx.x == 0 ? read(logits, dtype, at + label) : 0.0f;
+    float chosen = 0.0f;
+    if (label >= 0 && threadIdx.x == 0) chosen = label < valid ? read(logits, dtype, at + label) : NAN;
     total = log_sum_exp<kPack>(logits, dtype, at, valid, room);
     if (threadIdx.x == 0) {
       lse[token] = total;

@@ -56,7 +56,7 @@ __global__ void sum_splits(const double *partial, int64_t k, int64_t r, double *
  * The row operations that eliminate the columns of G = L U turn the identity into L^-1, whose rows grow into the part of
  * the matrix that is eliminated. Each step subtracts multiples of one scaled row, which is held in ``row``, from all rows
  * below it: columns up to the pivot's hold the inverse, columns from a row's own diagonal on what is left of G. */
-__global__ void invert_factors(double *grams, int64_t r, double *rows, int round, int *status) {
+__global__ void __launch_bounds__(kFactor) invert_factors(double *grams, int64_t r, double *rows, int round, int *status) {
   __shared__ int bad, weak;
   if (round == 1 && status[blockIdx.x] != kAgain) return;
   double *g = grams + int64_t(blockIdx.x) * r * r, *length = rows + int64_t(blockIdx.x) * 2 * r, *row = length + r;
@@ -124,7 +124,7 @@ __global__ void copy_good(const float *first, int64_t total, int64_t size, const
 }
 
 /* One block to a matrix without a factor: Gram-Schmidt, each column twice, with sums in fp64. A column that the ones before it
- * hold already is replaced by the first unit vector that they do not. */
+ * hold already is replaced by the first unit vector that they do not; one that is not finite, and all after it, by NaN. */
 __global__ void gram_schmidt(const float *x, int64_t n, int64_t r, const int *status, float *q) {
   __shared__ double room[33];
   if (status[blockIdx.x] != kNone) return;
@@ -132,23 +132,22 @@ __global__ void gram_schmidt(const float *x, int64_t n, int64_t r, const int *st
   float *own = q + int64_t(blockIdx.x) * n * r;
   int64_t unit = 0;
   for (int64_t j = 0; j < r; ++j) {
-    bool first = true;
-    while (true) {
-      double square = 0;
+    for (bool first = true;; first = false) {
+      const int64_t place = first ? -1 : unit++ % n;
+      double square = 0, meets = 0;
       for (int64_t i = threadIdx.x; i < n; i += blockDim.x) {
-        const float v = first ? given[i * r + j] : float(i == unit % n);
+        const float v = first ? given[i * r + j] : float(i == place);
         own[i * r + j] = v;
         square += double(v) * double(v);
       }
-      if (!first) ++unit;
       const double before = sqrt(block_sum(square, room));
-      if (!(before < INFINITY)) {
-        for (int64_t i = threadIdx.x; i < n; i += blockDim.x) own[i * r + j] = NAN;
-        __syncthreads();
-        break;
+      if (before == 0) continue;
+      if (!first) {
+        for (int64_t k = threadIdx.x; k < j; k += blockDim.x) meets += own[place * r + k] != 0.0f;
+        if (block_sum(meets, room) == 0) break; /* orthogonal as it is: all of a matrix of zeros are */
       }
       /* In units of its length: sums of fp32 numbers neither overflow nor vanish then. */
-      const double scale = before > 0 ? 1.0 / before : 0.0;
+      const double scale = 1.0 / before;
       for (int64_t i = threadIdx.x; i < n; i += blockDim.x) own[i * r + j] = float(double(own[i * r + j]) * scale);
       __syncthreads();
       for (int pass = 0; pass < 2; ++pass) {
@@ -163,12 +162,12 @@ __global__ void gram_schmidt(const float *x, int64_t n, int64_t r, const int *st
       double left = 0;
       for (int64_t i = threadIdx.x; i < n; i += blockDim.x) left += double(own[i * r + j]) * double(own[i * r + j]);
       const double after = sqrt(block_sum(left, room));
-      if (after > (first ? 1e-5 : 1e-3)) {
-        for (int64_t i = threadIdx.x; i < n; i += blockDim.x) own[i * r + j] = float(double(own[i * r + j]) / after);
+      if (after > (first ? 1e-5 : 1e-3) || !(after < INFINITY)) {
+        const double length = after < INFINITY ? after : NAN;
+        for (int64_t i = threadIdx.x; i < n; i += blockDim.x) own[i * r + j] = float(double(own[i * r + j]) / length);
         __syncthreads();
         break;
       }
-      first = false;
     }
   }
 }

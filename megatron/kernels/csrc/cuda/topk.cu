@@ -2,7 +2,9 @@
  *
  * The first counts the upper 12 bits of all keys. The second knows in which of these bins the threshold lies: it writes a
  * bit for every key above that bin, another for every key in it (a few percent of ordinary numbers), and counts the next
- * 10 bits of the latter. The last 9 bits are counted, ties settled and indices written from the bits alone. */
+ * 10 bits of the latter. The last 9 bits are counted, ties settled and indices written from the bits alone.
+ *
+ * Rows that fit in a block's shared memory are read once, and need no other memory. */
 #include "platform.h"
 
 namespace mcc {
@@ -10,6 +12,7 @@ namespace cuda {
 
 constexpr int kBins = 4096, kThreads = 256, kEach = 8;
 constexpr int kPart = kThreads; /* words of 32 bits that a block takes: one for each thread */
+constexpr int kShort = 4096, kShortBins = 2048;
 
 /* Everything that is not finite is one largest value. */
 __device__ __forceinline__ uint32_t key_of(float x) {
@@ -202,10 +205,60 @@ __global__ void write_all(int64_t n, int64_t total, int64_t *indices) {
   for (int64_t i = thread_index(); i < total; i += thread_total()) indices[i] = i % n;
 }
 
+/* One block to a row of at most kShort numbers: 11, 10 and 10 bits of their keys. */
+__global__ void __launch_bounds__(kThreads) select_short(const float *x, int n, uint32_t count, int64_t *indices) {
+  __shared__ uint32_t keys[kShort], bins[kShortBins], room[33], found[2];
+  constexpr int kShare = kShortBins / kThreads;
+  x += int64_t(blockIdx.x) * n;
+  indices += int64_t(blockIdx.x) * count;
+  for (int i = threadIdx.x; i < n; i += kThreads) keys[i] = key_of(x[i]);
+  uint32_t prefix = 0, need = count, total; /* as in Selection */
+  for (int level = 0; level < 3; ++level) {
+    const int shift = 20 - 10 * level, width = level == 0 ? 11 : 10;
+    for (int b = threadIdx.x; b < kShortBins; b += kThreads) bins[b] = 0;
+    __syncthreads();
+    for (int i = threadIdx.x; i < n; i += kThreads)
+      if (level == 0 || keys[i] >> (shift + width) == prefix) atomicAdd(&bins[keys[i] >> shift & ((1u << width) - 1)], 1u);
+    __syncthreads();
+    /* The threads count from the highest bins down. */
+    const uint32_t *share = bins + (kThreads - 1 - threadIdx.x) * kShare;
+    uint32_t sum = 0;
+    for (int j = 0; j < kShare; ++j) sum += share[j];
+    const uint32_t higher = block_scan(sum, room, total);
+    if (higher < need && need <= higher + sum) {
+      uint32_t rest = need - higher;
+      int bin = kShare - 1;
+      for (; bin > 0 && share[bin] < rest; --bin) rest -= share[bin];
+      found[0] = (prefix << width) | uint32_t(share - bins + bin);
+      found[1] = rest;
+    }
+    __syncthreads();
+    prefix = found[0];
+    need = found[1];
+  }
+  const int each = (n + kThreads - 1) / kThreads, first = threadIdx.x * each, last = first + each < n ? first + each : n;
+  uint32_t above = 0, same = 0;
+  for (int i = first; i < last; ++i) {
+    above += keys[i] > prefix;
+    same += keys[i] == prefix;
+  }
+  above = block_scan(above, room, total);
+  same = block_scan(same, room, total);
+  for (int i = first; i < last; ++i) {
+    if (keys[i] > prefix || (keys[i] == prefix && same < need)) indices[above + (same < need ? same : need)] = i;
+    above += keys[i] > prefix;
+    same += keys[i] == prefix;
+  }
+}
+
 void abs_topk(const mcc_context *context, const float *x, int64_t k, int64_t n, int64_t count, int64_t *indices) {
   if (k == 0 || n == 0 || count <= 0) return;
   if (count >= n) {
     MCC_LAUNCH(write_all, grid_of(blocks_for(k * n, kThreads)), kThreads, context, n, k * n, indices);
+    return;
+  }
+  if (n <= kShort) {
+    MCC_LAUNCH(select_short, grid_of(k), kThreads, context, x, int(n), uint32_t(count), indices);
     return;
   }
   const int64_t words = blocks_for(n, kWarp), parts = blocks_for(words, kPart);
@@ -247,22 +300,25 @@ void dilate(const mcc_context *context, const uint8_t *mask, int64_t k, int64_t 
   MCC_LAUNCH(dilate_rows, grid_of(blocks_for(k * n, kThreads)), kThreads, context, mask, k * n, n, radius, out);
 }
 
-__global__ void gather_places(const float *x, const int64_t *indices, int64_t count, float *packed) {
-  for (int64_t i = thread_index(); i < count; i += thread_total()) packed[i] = x[indices[i]];
+/* Indices come from other ranks' messages: those outside of x are left out. */
+__global__ void gather_places(const float *x, int64_t n, const int64_t *indices, int64_t count, float *packed) {
+  for (int64_t i = thread_index(); i < count; i += thread_total())
+    packed[i] = uint64_t(indices[i]) < uint64_t(n) ? x[indices[i]] : 0.0f;
 }
 
-void gather(const mcc_context *context, const float *x, const int64_t *indices, int64_t count, float *packed) {
+void gather(const mcc_context *context, const float *x, int64_t n, const int64_t *indices, int64_t count, float *packed) {
   if (count == 0) return;
-  MCC_LAUNCH(gather_places, grid_of(blocks_for(count, kThreads)), kThreads, context, x, indices, count, packed);
+  MCC_LAUNCH(gather_places, grid_of(blocks_for(count, kThreads)), kThreads, context, x, n, indices, count, packed);
 }
 
-__global__ void scatter_places(float *x, const int64_t *indices, int64_t count, const float *packed) {
-  for (int64_t i = thread_index(); i < count; i += thread_total()) x[indices[i]] += packed[i];
+__global__ void scatter_places(float *x, int64_t n, const int64_t *indices, int64_t count, const float *packed) {
+  for (int64_t i = thread_index(); i < count; i += thread_total())
+    if (uint64_t(indices[i]) < uint64_t(n)) x[indices[i]] += packed[i];
 }
 
-void scatter_add(const mcc_context *context, float *x, const int64_t *indices, int64_t count, const float *packed) {
+void scatter_add(const mcc_context *context, float *x, int64_t n, const int64_t *indices, int64_t count, const float *packed) {
   if (count == 0) return;
-  MCC_LAUNCH(scatter_places, grid_of(blocks_for(count, kThreads)), kThreads, context, x, indices, count, packed);
+  MCC_LAUNCH(scatter_places, grid_of(blocks_for(count, kThreads)), kThreads, context, x, n, indices, count, packed);
 }
 
 }  // namespace cuda
