@@ -126,7 +126,8 @@ class CompressorCheckpoint:
         saved = saved_shapes(root, iteration, PREFIX)
         if not saved:
             return
-        wanted = [_Loaded(item) for place in self._places() for item in _wanted(saved, place)]
+        device = self.sync.buffers[0].params_flat.device
+        wanted = [_Loaded(item) for place in self._places() for item in _wanted(saved, place, device)]
         for turn in range(_largest(group, max([len(one.item.sources) for one in wanted] + [1]))):
             parts = {one.item.name: one.item.room() for one in wanted if turn < len(one.item.sources)}
             now = [one for one in wanted if one.item.name in parts]
@@ -234,12 +235,14 @@ class _Wanted:
         place: its place in this rank's state.
         kind: its name in the state.
         shape, dtype: those in the checkpoint, holders included.
+        device: device of the run's parameters.
     """
 
     place: StatePlace
     kind: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    device: torch.device
 
     @property
     def name(self) -> str:
@@ -288,11 +291,15 @@ class _Wanted:
         return [(at, column) for at in (range(rows) if self.kind == RESIDUAL else (0,))]
 
     def room(self) -> Tensor:
-        """Allocates memory for this rank's part."""
-        if self._like_param and self.place.slot is not None:
-            param = self.place.slot.param
-            return torch.zeros(param.shape, dtype=self.dtype, device=param.device)
-        return torch.zeros(self.shape if self.kind.endswith(OF_SAMPLES) else self.shape[2:], dtype=self.dtype)
+        """Allocates memory for this rank's part: on the device, but for counters and for samples, of which there may be
+        more than it holds."""
+        if self.kind.endswith(OF_SAMPLES):
+            return torch.zeros(self.shape, dtype=self.dtype)
+        if self.kind.startswith(COUNTER):
+            return torch.zeros(self.shape[2:], dtype=self.dtype)
+        slot = self.place.slot if self._like_param else None
+        shape = self.shape[2:] if slot is None else slot.param.shape
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def shard(self, part: Tensor, at: tuple[int, int]) -> LogicalShard:
         """The part as a holder's box of the saved tensor."""
@@ -355,11 +362,13 @@ class _Loaded:
             self.item.put(self._value)
 
 
-def _wanted(saved: Mapping[str, tuple[tuple[int, ...], torch.dtype]], place: StatePlace) -> Iterator[_Wanted]:
+def _wanted(
+    saved: Mapping[str, tuple[tuple[int, ...], torch.dtype]], place: StatePlace, device: torch.device
+) -> Iterator[_Wanted]:
     """Tensors of a checkpoint for a place, which this layout can restore."""
     for name, (shape, dtype) in saved.items():
         for own in (place, place.apart) if place.stage[1] > 1 else (place,):
-            item = _Wanted(own, name.rpartition("|")[2], shape, dtype)
+            item = _Wanted(own, name.rpartition("|")[2], shape, dtype, device)
             if name == item.name and item.fits:
                 yield item
 

@@ -227,7 +227,7 @@ class ExpertComm:
         self._coding.begin(iteration)
 
     def count(self, chosen: Tensor, experts: int, most: int | None = None, total: int | None = None) -> Tensor:
-        """Rows of each expert, int64, from the expert of each row; other numbers are of rows that none takes.
+        """Rows of each expert, int64, from the expert of each row; those of the number beyond the last have none.
 
         Args:
             chosen: int64 experts of any shape.
@@ -235,10 +235,10 @@ class ExpertComm:
             most: rows that each takes at most, None for any; for those that cannot look at ``chosen``, as the next.
             total: all rows that have come to the experts of a node; None where they have not been sent yet.
         """
-        return torch.bincount(chosen.flatten(), minlength=experts)[:experts]
+        return _tally(chosen, experts)
 
     def count_by_node(self, once_tk: Tensor, node_tk: Tensor, experts: int, most: int | None) -> tuple[Tensor, Tensor]:
-        """Rows and choices of each node, int64, from the nodes of tokens' choices; other numbers are of none.
+        """Rows and choices of each node, int64, from the nodes of tokens' choices; the number beyond the last is none.
 
         Args:
             once_tk: each node of a token once.
@@ -248,8 +248,16 @@ class ExpertComm:
         """
         assert self.nodes is not None
         nodes = self.nodes.size
-        rows_n, choices_n = (torch.bincount(x.flatten(), minlength=nodes)[:nodes] for x in (once_tk, node_tk))
-        return rows_n, choices_n
+        return _tally(once_tk, nodes), _tally(node_tk, nodes)
+
+
+def _tally(numbers: Tensor, count: int) -> Tensor:
+    """How often each number below ``count`` is there, int64; ``count`` itself may be, too.
+
+    torch's bincount would look for the largest one, for which the host waits.
+    """
+    flat = numbers.flatten()
+    return flat.new_zeros(count + 1).scatter_add_(0, flat, torch.ones_like(flat))[:count]
 
 
 def _ways(split: NodeSplit, group: Group) -> tuple[tuple[int, ...], tuple[int, ...]]:

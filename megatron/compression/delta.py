@@ -192,7 +192,7 @@ class DeltaCodec(Codec):
         for place, (sample, known) in enumerate(zip(samples, self._visit(samples, row, state), strict=True)):
             own = x.select(1, place) if len(row) < x.dim() else x
             if known:
-                held = self._recall(cache, sample, row)
+                held = self._recall(cache, sample, row, x.device)
                 wire = self.difference.encode(own.float(), _seed(self.config, state), Role.DELTA, held)
             else:
                 wire = self._encode_first(own, _seed(self.config, state))
@@ -213,7 +213,7 @@ class DeltaCodec(Codec):
             wire = payload.wire[position : position + nbytes]
             position += nbytes
             if known:
-                got = self._recall(cache, sample, row)
+                got = self._recall(cache, sample, row, wire.device)
                 self.difference.add_to(got, wire)
             else:
                 got = self._decode_first(wire, row, dtype)
@@ -272,9 +272,9 @@ class DeltaCodec(Codec):
         else:
             cache.store(sample, got.to(_DTYPES[self.config.cache_dtype], copy=True))
 
-    def _recall(self, cache: SampleCache, sample: int, row: torch.Size) -> Tensor:
-        """The remembered row of a sample, in fp32 and free to be changed."""
-        stored = cache.row(sample)
+    def _recall(self, cache: SampleCache, sample: int, row: torch.Size, device: torch.device) -> Tensor:
+        """The remembered row of a sample, in fp32 and free to be changed. That of a checkpoint is still on the CPU."""
+        stored = cache.row(sample).to(device)
         return self.memory.decode(stored, row) if self.config.cache_bits else stored.to(torch.float32, copy=True)
 
 

@@ -104,11 +104,12 @@ class SampleCache:
         self._staged.clear()
 
     def exported(self) -> tuple[Tensor, Tensor] | None:
-        """Samples (n) in the order of their use, and their rows (n, ...); None when empty."""
+        """Samples (n) in the order of their use, and their rows (n, ...), on the CPU; None when empty."""
         if not self._order:
             return None
         samples = list(self._order)
-        return torch.tensor(samples, dtype=torch.int64), torch.stack([self._rows.peek(sample) for sample in samples])
+        rows = [row if row.is_meta else row.cpu() for row in map(self._rows.peek, samples)]
+        return torch.tensor(samples, dtype=torch.int64), torch.stack(rows)
 
     def load(self, samples: Tensor, rows: Tensor) -> None:
         """Restores what ``exported`` returned; the oldest are left out beyond the capacity."""

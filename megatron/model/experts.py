@@ -81,7 +81,26 @@ def _grouped(rows: Tensor, layers: Sequence[tuple[Tensor, Tensor | None]], count
     biases = [bias for _, bias in layers if bias is not None]
     if not biases:
         return out
-    return out + torch.stack(biases).repeat_interleave(counts.to(rows.device), dim=0, output_size=len(rows))
+    result: Tensor = _WithBiases.apply(out, torch.stack(biases), counts)
+    return result
+
+
+class _WithBiases(torch.autograd.Function):
+    """Rows (r, n) that lie by expert, each with its expert's bias (experts, n) added."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, biases_en: Tensor, counts: Tensor) -> Tensor:
+        numbers = torch.arange(len(biases_en), device=rows.device)
+        expert_r = numbers.repeat_interleave(counts.to(rows.device), output_size=len(rows))
+        ctx.save_for_backward(expert_r, numbers)
+        return rows + biases_en.index_select(0, expert_r)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        expert_r, numbers = ctx.saved_tensors
+        if grad.is_cuda:  # a product adds in fp32; CUDA adds rows one by one, in the sum's type and in no fixed order
+            return grad, (expert_r == numbers.unsqueeze(1)).to(grad.dtype) @ grad, None
+        return grad, grad.new_zeros(len(numbers), grad.shape[1]).index_add_(0, expert_r, grad), None
 
 
 def _of_one(expert: Expert, rows: Tensor) -> Tensor:
@@ -196,7 +215,7 @@ class Experts(nn.Module):
         comm = self.expert_comm.ranks
         experts = comm.size * self.local
         counts = self.expert_comm.count(choices.chosen_tk, experts, choices.most, choices.total)
-        order = order_of(choices.chosen_tk, experts, choices.holes, counts)
+        order = order_of(choices.chosen_tk, choices.holes, counts)
         rows = dispatched(x_th, order)
         if comm.size == 1:
             rows = self._compute(rows, order.counts)

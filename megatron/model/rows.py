@@ -31,18 +31,15 @@ class Order:
         ops.combine_rows(rows, self.place_tk, weights_tk, out_th)
 
 
-def order_of(chosen_tk: Tensor, destinations: int, holes: bool, counts: Tensor | None = None) -> Order:
+def order_of(chosen_tk: Tensor, holes: bool, counts: Tensor) -> Order:
     """The order of a row for each choice.
 
     Args:
         chosen_tk: int64 numbers of the destinations.
-        destinations: how many there are.
         holes: whether some choices are the number beyond the last one, and have no row.
-        counts: rows of each destination, where they are known.
+        counts: rows of each destination.
     """
     chosen, k = chosen_tk.flatten(), chosen_tk.shape[1]
-    if counts is None:
-        counts = torch.bincount(chosen, minlength=destinations)[:destinations]
     order = chosen.argsort(stable=True)
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=order.device)
@@ -179,7 +176,7 @@ def choices_by_node(
     again_tk = (node_tk.unsqueeze(2) == node_tk.unsqueeze(1)).tril(-1).any(2)
     once_tk = node_tk.masked_fill(again_tk, nodes)
     rows_n, counts_n = count(once_tk, node_tk)
-    order = order_of(once_tk, nodes, holes=True, counts=rows_n)
+    order = order_of(once_tk, holes=True, counts=rows_n)
     by_node = node_tk.flatten().argsort(stable=True)
     if choices.holes:
         by_node = by_node[: int(counts_n.sum())]

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from megatron.comm.joint import JointSteps, alone
 from megatron.comm.ledger import Ledger
@@ -182,7 +183,7 @@ class Optimizer:
         counted = self._counted()
         grad_sq = sum_of_squares([shard.grad for shard in counted])
         params_sq = sum_of_squares([shard.main for shard in counted]) if self.log_params_norm else 0.0
-        zeros = float(sum((shard.grad == 0).sum().item() for shard in counted)) if self.log_num_zeros else 0.0
+        zeros = _zeros([shard.grad for shard in counted]) if self.log_num_zeros else 0.0
         device = self.topology.device
         values = [*(number for pair in losses.values() for number in pair), vote, grad_sq, params_sq, zeros]
         vector = torch.tensor(values, dtype=torch.float64, device=device)
@@ -211,3 +212,8 @@ class Optimizer:
         if self.separate_main:
             for shard in self.shards:
                 shard.main.copy_(shard.model)
+
+
+def _zeros(tensors: Sequence[Tensor]) -> float:
+    """Number of zeros among all elements. One synchronization of the device."""
+    return float(torch.stack([(x == 0).sum() for x in tensors]).sum()) if tensors else 0.0

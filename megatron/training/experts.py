@@ -76,11 +76,13 @@ class ExpertTally:
             return {}, {}
         weights = torch.tensor(list(self._config.expert_losses.values())).double()
         seen = torch.zeros(len(self._layers), self._most + len(weights), dtype=torch.float64)
-        if self._topology.tp.rank == 0:
-            for (layer, _), (counts, losses) in self.seen.items():
-                row = seen[self._layers.index(layer)]
-                row[: len(counts)] += counts.cpu()
-                row[self._most :] += losses.double().cpu()
+        if self._topology.tp.rank == 0 and self.seen:
+            parts = [part.double() for pair in self.seen.values() for part in pair]
+            found = iter(torch.cat(parts).cpu().split([len(part) for part in parts]))  # the device is waited for once
+            for layer, _ in self.seen:
+                row, counts = seen[self._layers.index(layer)], next(found)
+                row[: len(counts)] += counts
+                row[self._most :] += next(found)
         seen = seen.to(self._topology.device)
         pending = self._topology.world.all_reduce(seen)
         self._ledger.sent(Point.CONTROL, pending.sent_bytes)

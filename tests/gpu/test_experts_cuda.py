@@ -27,12 +27,13 @@ def test_layouts_agree(world_size: int) -> None:
 
 @pytest.mark.parametrize("biases", [False, True])
 def test_products_in_one_launch_are_those_of_a_loop(biases: bool) -> None:
+    """Of so many rows that gradients of biases would lose digits if they were added row by row in bf16."""
     config = resolve_model(
         ModelConfig(
             num_layers=1,
             hidden_size=256,
             num_attention_heads=4,
-            seq_length=64,
+            seq_length=1024,
             num_experts=[16],
             swiglu=not biases,
             add_bias_linear=biases,
@@ -43,7 +44,7 @@ def test_products_in_one_launch_are_those_of_a_loop(biases: bool) -> None:
     layer = Experts(config, 0, comm, device, torch.bfloat16)
     for param in layer.parameters():
         torch.nn.init.normal_(param, std=0.05)
-    x_sbh = torch.randn(64, 2, 256, device=device, dtype=torch.bfloat16)
+    x_sbh = torch.randn(1024, 4, 256, device=device, dtype=torch.bfloat16)
     found = []
     for loop in (False, True):
         given = x_sbh.clone().requires_grad_()

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+import torch
+
 from megatron.inference.generate import Token
 from megatron.inference.jobs import InferenceJob, Leader
 from megatron.inference.model import LoadedModel
@@ -153,6 +155,8 @@ class Worker:
 
     def _main(self) -> None:
         try:
+            if self.model.device.type == "cuda":
+                torch.cuda.set_device(self.model.device)  # each thread has a current device of its own
             self._loop()
         except BaseException as error:
             self.error = error

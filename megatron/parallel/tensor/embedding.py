@@ -40,16 +40,39 @@ class _Rows(torch.autograd.Function):
         return fresh.zero_().index_add_(0, *rows), None
 
 
+class _SortedRows(torch.autograd.Function):
+    """Rows of a table, whose gradients torch sorts before it adds them where algorithms are to be deterministic.
+
+    It adds one after the other and rounds each sum: half precision would lose most of the gradient of a frequent row.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.like = weight.shape, weight.dtype
+        return F.embedding(index, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (index,), (shape, dtype) = ctx.saved_tensors, ctx.like
+        rows = grad.reshape(-1, shape[1]).to(torch.promote_types(dtype, torch.float32))
+        total = torch.zeros(shape, dtype=rows.dtype, device=rows.device)
+        return total.index_add_(0, index.flatten(), rows).to(dtype), None
+
+
 def rows_of(weight: Tensor, index: Tensor) -> Tensor:
     """Looks up rows of a table at an index of any shape.
 
-    The gradient of torch's embedding adds on CUDA in whatever order its threads come; that of plain indexing sorts
-    first where algorithms are to be deterministic.
+    The gradient of torch's embedding adds on CUDA in whatever order its threads come, which ``--deterministic-mode``
+    must not.
     """
     if weight.is_cpu and weight.requires_grad and not torch.compiler.is_compiling():
         result: Tensor = _Rows.apply(weight, index)
         return result
-    return weight[index] if torch.are_deterministic_algorithms_enabled() else F.embedding(index, weight)
+    if torch.are_deterministic_algorithms_enabled():
+        sorted_rows: Tensor = _SortedRows.apply(weight, index)
+        return sorted_rows
+    return F.embedding(index, weight)
 
 
 class VocabShard:
@@ -112,5 +135,6 @@ class VocabParallelEmbedding(ShardedModule):
             return rows_of(self.weight, tokens_sb)
         local_sb = tokens_sb - self.shard.start
         elsewhere_sb = (local_sb < 0) | (local_sb >= self.shard.rows)
-        x_sbh = rows_of(self.weight, local_sb.masked_fill(elsewhere_sb, 0))
+        # Any row will do for the others' tokens, but not one for all: sorted gradients are added one after the other.
+        x_sbh = rows_of(self.weight, local_sb.remainder(self.shard.rows))
         return leave_parallel_region(x_sbh.masked_fill(elsewhere_sb.unsqueeze(-1), 0.0), self.comm.at(site))

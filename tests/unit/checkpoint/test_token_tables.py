@@ -16,7 +16,7 @@ from megatron.compression.token_means import COUNTS, MEANS
 def _wanted(kind: str, saved: tuple[int, int], now: tuple[int, int], at: tuple[int, int], cut: bool) -> _Wanted:
     place = StatePlace("pp-forward.layer2.sender", CompressorState(), now, at, means={MEANS: COUNTS}, cut=cut)
     shape = (*saved, 5, 3) if kind == MEANS else (*saved, 5)
-    return _Wanted(place, kind, shape, torch.float32)
+    return _Wanted(place, kind, shape, torch.float32, torch.device("cpu"))
 
 
 def _together(tables: list[Tensor], counts: list[Tensor]) -> tuple[Tensor, Tensor]:

@@ -118,7 +118,7 @@ def test_differences_are_small_messages_and_better_than_fixed_point() -> None:
         x = _activation((1,), step)
         payload = codec.encode(x, state, (1,))
     assert payload.nbytes == Quantizer(FixpointConfig(bits=2)).nbytes(torch.Size((S, H)))
-    error = float((codec._recall(codec._cache(state), 1, torch.Size((S, H))) - x[:, 0]).norm() / x.norm())
+    error = float((codec._recall(codec._cache(state), 1, torch.Size((S, H)), x.device) - x[:, 0]).norm() / x.norm())
     direct = Quantizer(FixpointConfig(bits=2))
     plain = float((direct.decode(direct.encode(x, None), x.shape) - x).norm() / x.norm())
     assert error < plain / 10

@@ -50,3 +50,12 @@ def test_matrix_shapes() -> None:
     assert matrix_shape((3, 4)) == (3, 4)
     assert matrix_shape((3, 4, 5)) in {(3, 20), (12, 5)}
     assert matrix_shape(torch.Size((16, 2, 8)))[0] * matrix_shape(torch.Size((16, 2, 8)))[1] == 256
+
+
+def test_a_message_without_state_gets_the_matrix_that_is_there() -> None:
+    """Each all-reduce of tensor-parallel ranks asks for one; a copy to a GPU would make the host wait."""
+    like = torch.zeros(1)
+    first = random_bases(1, 12, 3, 714, "a", like)
+    assert random_bases(1, 12, 3, 714, "a", like) is first
+    assert random_bases(1, 12, 3, 714, "a", like.double()).dtype is torch.float64
+    assert not torch.equal(random_bases(1, 12, 3, 714, "b", like), first)

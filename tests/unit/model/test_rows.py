@@ -6,7 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.comm.experts import ExpertComm
+from megatron.comm.ledger import Ledger
+from megatron.comm.policy import CompressionPlan
 from megatron.model.rows import Choices, choices_by_node, choices_of_rows, collected, dispatched
+from megatron.topology.topology import single_process
 
 TOKENS, K, NODES, HERE = 40, 4, 3, 2
 EXPERTS = NODES * HERE
@@ -49,6 +53,14 @@ def test_choices_by_node_and_back(dropping: bool) -> None:
     back.weights_tk.sum().backward()
     assert weights_tk.grad is not None
     assert torch.equal(weights_tk.grad, (choices.chosen_tk < EXPERTS).double())
+
+
+def test_counting_does_not_look_at_the_numbers() -> None:
+    """On a device the host would wait for them, layer by layer."""
+    comm = ExpertComm(single_process().ep, Ledger(), CompressionPlan({}))
+    chosen_tk = torch.tensor([[0, 2], [2, 4], [4, 2]])
+    assert comm.count(chosen_tk, 4).tolist() == [1, 0, 3, 0]
+    assert comm.count(chosen_tk.to("meta"), 4).shape == (4,)
 
 
 def test_no_row_and_no_choice() -> None:

@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.deterministic
+from torch import Tensor
 
 from megatron.config import UserError
-from megatron.parallel.tensor.embedding import rows_of
+from megatron.parallel.tensor.embedding import _SortedRows, rows_of
 from megatron.training.determinism import make_deterministic
 from megatron.training.program import EXIT_BUG, Ranks, run_program
 from tests.support.tiny import tiny_run
@@ -86,7 +87,7 @@ def test_values_that_do_not_are_refused_by_name(name: str, value: str, monkeypat
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_rows_of_a_table_and_their_gradient(deterministic: bool) -> None:
-    """On accelerators indexing, in place of the embedding whose gradient has no fixed order on CUDA."""
+    """On accelerators sorted rows, in place of the embedding whose gradient has no fixed order on CUDA."""
     index = torch.tensor([[3, 0, 3], [3, 1, 0]])
     weight = torch.randn(5, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
     grad = torch.arange(24.0).view(2, 3, 4)
@@ -94,12 +95,34 @@ def test_rows_of_a_table_and_their_gradient(deterministic: bool) -> None:
     torch.use_deterministic_algorithms(deterministic)
     far = rows_of(weight.to("meta"), index.to("meta")).grad_fn
     assert far is not None
-    assert ("Index" in far.name()) is deterministic
+    assert ("SortedRows" in far.name()) is deterministic
     rows = rows_of(weight, index)
     rows.backward(grad)
     assert torch.equal(rows, weight[index])
     assert weight.grad is not None
     assert torch.equal(weight.grad, wanted)
+
+
+def _one_by_one(self: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
+    """``index_add_`` as CUDA has it: sums are rounded at each step."""
+    assert dim == 0
+    for number, row in zip(index.tolist(), source, strict=True):
+        self[number] += row
+    return self
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_sorted_rows_keep_the_gradient_of_a_frequent_row(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums in bf16 would stop growing at 256."""
+    index = torch.cat([torch.zeros(2000, dtype=torch.int64), torch.arange(5)])
+    weight = torch.zeros(5, 4, dtype=dtype, requires_grad=True)
+    grad = (torch.rand(len(index), 4, generator=torch.Generator().manual_seed(0)) + 0.5).to(dtype)
+    wanted = torch.zeros(5, 4, dtype=torch.float64).index_add_(0, index, grad.double())
+    monkeypatch.setattr(Tensor, "index_add_", _one_by_one)
+    _SortedRows.apply(weight, index).backward(grad)
+    assert weight.grad is not None
+    sums = torch.finfo(torch.promote_types(dtype, torch.float32)).eps * len(index)
+    torch.testing.assert_close(weight.grad.double(), wanted, rtol=torch.finfo(dtype).eps + sums, atol=0)
 
 
 RUNS: dict[str, dict[str, Any]] = {

@@ -1,0 +1,48 @@
+"""Where compressors' state goes when it is loaded: to the device that uses it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.checkpoint.compressor_place import COUNTER, StatePlace
+from megatron.checkpoint.compressor_state import _Wanted
+from megatron.compression.delta import DeltaCodec, DeltaConfig
+from megatron.compression.error_feedback import RESIDUAL
+from megatron.compression.sample_cache import SampleCache
+from megatron.compression.state import CompressorState
+
+META = torch.device("meta")
+"""In place of a GPU."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "device"),
+    [
+        ("q", (2, 1, 5, 3), "meta"),
+        (RESIDUAL, (2, 1, 5, 3), "meta"),
+        ("momentum", (2, 1, 15), "meta"),
+        (f"{COUNTER}steps", (1, 1, 1), "cpu"),
+        ("cache.ids", (7,), "cpu"),
+        ("cache.rows", (7, 5, 3), "cpu"),
+    ],
+)
+@pytest.mark.parametrize("whole", [0, 4])
+def test_loaded_state_is_where_it_is_used(kind: str, shape: tuple[int, ...], device: str, whole: int) -> None:
+    """Factors, residuals and moments on the device, whether they are a stack's or stand alone."""
+    state = CompressorState()
+    stacked = whole if device == "meta" else 0
+    place = StatePlace("dp-grad.weight", state, (2, 1), (0, 0), index=1 if stacked else None, whole=stacked)
+    dtype = torch.int64 if kind.endswith("ids") or kind.startswith(COUNTER) else torch.float32
+    wanted = _Wanted(place, kind, shape, dtype, META)
+    wanted.put(room := wanted.room())
+    assert room.device.type == device
+    assert all(x.device.type == device for x in state.tensors.values())
+
+
+def test_samples_of_a_checkpoint_go_to_the_device_one_by_one() -> None:
+    """There may be more of them than it holds, so they stay on the CPU until their next visit."""
+    codec, cache = DeltaCodec(DeltaConfig(cache_dtype="fp32")), SampleCache(4)
+    cache.load(torch.tensor([3, 5]), torch.zeros(2, 6, 16))
+    assert codec._recall(cache, 3, torch.Size([6, 16]), META).device == META
+    assert cache.row(3).device.type == "cpu"
