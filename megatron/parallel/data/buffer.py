@@ -17,6 +17,8 @@ from megatron.parallel.tensor.grad_space import offer, withdraw
 from megatron.parallel.tensor.shards import ParamSpec
 from megatron.topology.group import Group
 
+_ALIGNED = 8
+"""Elements whose bytes, in the shortest of types, are what products on GPUs want their factors aligned to: 16."""
 _AT_ONCE = 1 << 18
 """Elements that are converted in one piece: few enough to stay in a processor's cache until they are added."""
 
@@ -227,7 +229,8 @@ def _plan_buckets(
             for name, logical, spec, param in _equal_shapes_adjoin(chosen):
                 slots.append(ParamSlot(name, logical, spec, param, position, position + param.numel()))
                 position += param.numel()
-            buckets.append(Bucket(kind, start, start + -(-(position - start) // shares) * shares, tuple(slots)))
+            whole = shares * _ALIGNED
+            buckets.append(Bucket(kind, start, start + -(-(position - start) // whole) * whole, tuple(slots)))
     return buckets
 
 
@@ -250,14 +253,15 @@ def _fill(members: _Params, bucket_elements: int | None) -> list[_Params]:
 def _equal_shapes_adjoin(members: _Params) -> list[_Param]:
     """Orders matrices before vectors and equal shapes adjacently, so that compressors get stacks without a copy.
 
-    Those of experts are in the model's order, not in that of backward, so that grouped products get theirs, too.
+    Those of experts are in the model's order, not in that of backward, so that grouped products get theirs, too. Odd
+    sizes come last: all others are aligned.
     """
     shapes = list(dict.fromkeys(member[3].shape for member in members))
 
-    def place(numbered: tuple[int, _Param]) -> tuple[bool, int, bool, list[str], int]:
+    def place(numbered: tuple[int, _Param]) -> tuple[bool, bool, int, bool, list[str], int]:
         number, (name, _, spec, param) = numbered
         own = spec.of_expert, name.split(".")[-2:] if spec.of_expert else [], -number if spec.of_expert else number
-        return param.dim() < 2, shapes.index(param.shape), *own
+        return bool(param.numel() % _ALIGNED), param.dim() < 2, shapes.index(param.shape), *own
 
     return [member for _, member in sorted(enumerate(members), key=place)]
 

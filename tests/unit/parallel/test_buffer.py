@@ -92,7 +92,7 @@ def test_a_bucket_of_another_type_is_whole_when_it_is_announced() -> None:
     (2 * w).sum().backward()
     assert not launched
     (3 * late).sum().backward()
-    assert launched == [[3.0, 3.0, 3.0, 2.0, 2.0, 2.0, 0.0, 0.0]]
+    assert launched == [[3.0, 3.0, 3.0, 2.0, 2.0, 2.0, *[0.0] * 26]]
 
 
 def test_a_bucket_that_backward_fills_has_padding_of_zero() -> None:
@@ -104,7 +104,21 @@ def test_a_bucket_that_backward_fills_has_padding_of_zero() -> None:
     launched: list[list[float]] = []
     buffer.notify_when_full(lambda index: launched.append(buffer.grads_of(buffer.buckets[index]).tolist()))
     w.sum().backward()
-    assert launched == [[1.0, 1.0, 1.0, 0.0]]
+    assert launched == [[1.0, 1.0, 1.0, *[0.0] * 13]]
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 5])
+@pytest.mark.parametrize("bucket", [None, 1, 300])
+def test_odd_sizes_leave_the_others_aligned(replicas: int, bucket: int | None) -> None:
+    """As products on GPUs need their factors: from the start of a bucket, or of a share, by 16 bytes of bf16."""
+    sizes = ((2,), (97, 32), (3, 5), (24,), (16, 24), (1,), (8, 8), (7,))
+    params = [(f"p{n}", f"p{n}", ParamSpec(size), nn.Parameter(torch.zeros(size))) for n, size in enumerate(sizes)]
+    group = cast(Group, SimpleNamespace(size=replicas))
+    buffer = FlatBuffer(params, torch.float32, group, bucket, sharded=True)
+    assert all(b.start % 8 == 0 and (b.stop - b.start) % (8 * replicas) == 0 for b in buffer.buckets)
+    slots = [slot for b in buffer.buckets for slot in b.slots]
+    assert len(slots) == len(sizes)
+    assert all(slot.start % 8 == 0 for slot in slots if (slot.stop - slot.start) % 8 == 0)
 
 
 def test_the_end_of_a_step_completes_its_gradients() -> None:
