@@ -14,6 +14,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here 
 # name server is asked, and torch does not say that it cannot tell the names.
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+# Where layers are compiled, a rank would start as many compilers as there are processors.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import pytest
 import torch
@@ -67,12 +69,14 @@ def warm() -> Iterator[None]:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With pytest-xdist one worker runs the tests that keep several processes busy, one those that wait for processes
-    (``BESIDE``), and whoever is free the rest, by files."""
+    (``BESIDE``), and whoever is free the rest, by files; those on a GPU one by one."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduler(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             *folders, file = nodeid.partition("::")[0].split("/")
+            if "gpu" in folders:
+                return nodeid
             if "multiprocess" not in folders:
                 return "/".join([*folders, file])
             return "beside" if file in BESIDE else "multiprocess"

@@ -63,7 +63,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("case", CASES)
 def test_two_runs_and_a_resumed_one_give_the_same_bits(case: str, tmp_path: Path) -> None:
     world_size, changes = CASES[case]

@@ -19,6 +19,7 @@ from tests.multiprocess import test_experts as experts
 pytestmark = pytest.mark.gpu
 
 
+@pytest.mark.timeout(400)  # the ranks may take 300 s
 @pytest.mark.ranks
 @pytest.mark.parametrize("world_size", sorted(experts.LAYOUTS))
 def test_layouts_agree(world_size: int) -> None:

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import pytest
+from torch._dynamo.utils import counters
 
 from megatron.training.step import evaluation_step, take_batches, train_step
 from tests.multiprocess import test_layouts as layouts
@@ -33,13 +34,16 @@ COLD: dict[str, tuple[int, dict[str, Any]]] = {
     "pp4 eager": (4, {"pipeline_model_parallel_size": 4, "pipeline_schedule": "eager-1f1b"}),
     "tp2 pp2 dp2": (8, {"tensor_model_parallel_size": 2}),
 }
+EXACT = ("pp2 interleaved", "pp4 eager")
+"""Those that run without codecs, too: the others take the same paths."""
+STEPS_IN_DOUBLE = 20
 
 
-def _changes(parallel: dict[str, Any], codecs: bool) -> Changes:
+def _changes(parallel: dict[str, Any], codecs: bool, compiled: bool = False) -> Changes:
     changes: Changes = {
         "parallel": {"pipeline_model_parallel_size": 2, **parallel},
         "precision": {"fp64": True},
-        "training": {"global_batch_size": 8},
+        "training": {"global_batch_size": 8, "compile": "on" if compiled else "off"},
     }
     if codecs:
         changes["compression"] = {"compress": CODECS}
@@ -59,25 +63,39 @@ def _cold(changes: Changes) -> list[float]:
         losses.append(train_step(engines, taken, iteration, config.optimizer.lr, config.optimizer.weight_decay).loss)
         if iteration + 1 == WARM_UP:
             evaluation_step(engines, take_batches(held_out, 2, engines.topology.device))
+    assert bool(counters["inductor"]) == (config.training.compile == "on")
     return losses
 
 
-@pytest.mark.parametrize("codecs", [False, True], ids=["exact", "codecs from iteration 3"])
-@pytest.mark.parametrize("name", COLD)
-def test_pipelines_run_from_cold_processes(name: str, codecs: bool) -> None:
-    """Every kernel is loaded for the first time by some step of this run."""
+def _check_cold(name: str, codecs: bool, compiled: bool = False) -> None:
     ranks, parallel = COLD[name]
-    changes = _changes(parallel, codecs)
-    one = {**changes, "parallel": {}}
-    one.pop("compression", None)
-    expected = tiny_run(one, STEPS).losses
+    expected = tiny_run({**_changes({}, codecs=False), "parallel": {}}, STEPS).losses
     same = WARM_UP if codecs else STEPS
-    for losses in run_ranks(ranks, _cold, changes, timeout=200.0):
+    for losses in run_ranks(ranks, _cold, _changes(parallel, codecs, compiled), timeout=200.0):
         assert losses[:same] == pytest.approx(expected[:same], rel=1e-10, abs=0)
         assert all(math.isfinite(loss) for loss in losses)
         assert losses == pytest.approx(expected, rel=0.05)
 
 
-@pytest.mark.parametrize("world_size", sorted(layouts.LAYOUTS))
-def test_double_precision_agrees_over_30_steps(world_size: int) -> None:
-    layouts.test_double_precision_agrees_over_30_steps(world_size)
+@pytest.mark.parametrize("name", COLD)
+def test_pipelines_run_from_cold_processes(name: str) -> None:
+    """Every kernel is loaded for the first time by some step of this run; codecs begin after the warm-up."""
+    _check_cold(name, codecs=True)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_pipelines_without_codecs_run_from_cold_processes(name: str) -> None:
+    """Their steps are of one kind from the first to the last, and exact to the last."""
+    _check_cold(name, codecs=False)
+
+
+def test_compiled_layers_run_from_cold_processes() -> None:
+    """What the compiler makes is loaded at its first launch, too."""
+    _check_cold("pp2", codecs=True, compiled=True)
+
+
+@pytest.mark.timeout(700)  # the ranks may take half of that
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_double_precision_agrees(world_size: int) -> None:
+    """The layouts that combine the most."""
+    layouts.check_long_layouts(world_size, STEPS_IN_DOUBLE)

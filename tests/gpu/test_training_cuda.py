@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from megatron.topology.topology import single_process
 from megatron.training.assembly import build_engines
@@ -32,6 +33,15 @@ def test_single_precision_is_close_to_the_cpu() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     reference, trace = tiny_run({}, 10), _cuda_run({}, 10)
     assert trace.losses == pytest.approx(reference.losses, rel=1e-5)
+
+
+def test_compiled_layers_give_the_losses_of_eager_ones() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch._dynamo.reset()
+    counters.clear()
+    eager, compiled = (_cuda_run({"training": {"compile": choice}}, 5) for choice in ("off", "on"))
+    assert counters["inductor"]
+    assert compiled.losses == pytest.approx(eager.losses, rel=1e-4)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

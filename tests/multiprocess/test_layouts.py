@@ -151,6 +151,14 @@ def test_double_precision_agrees_over_30_steps(world_size: int) -> None:
         _assert_close(trace, _first(reference, SHORT), 1e-10, name)
 
 
+def check_long_layouts(world_size: int, iterations: int) -> None:
+    """The same over some iterations, of the layouts that combine the most alone."""
+    reference = _reference(DOUBLE, iterations, masked=True)
+    chosen = {name: LAYOUTS[world_size][name] for name in LONG[world_size]}
+    for name, trace in _traces(world_size, DOUBLE, iterations, masked=True, layouts=chosen).items():
+        _assert_close(trace, reference, 1e-10, name)
+
+
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("world_size", sorted(LAYOUTS))
 def test_single_precision_agrees(world_size: int) -> None:

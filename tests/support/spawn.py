@@ -60,7 +60,7 @@ def run_ranks(
     world_size: int,
     fn: Callable[..., Any],
     *args: Any,
-    timeout: float = 60.0,
+    timeout: float | None = None,
     env: Mapping[str, str] | None = None,
     init: bool = True,
 ) -> list[Any]:
@@ -73,7 +73,7 @@ def run_ranks(
         world_size: the number of processes.
         fn: a function of a module (not a closure: it is pickled by name).
         args: its arguments; pickled.
-        timeout: seconds, for the whole run and for each collective.
+        timeout: seconds, for the whole run and for each collective; None for a minute, or two where ranks share a GPU.
         env: environment variables added in every rank.
         init: make the process group before calling ``fn``.
 
@@ -81,6 +81,8 @@ def run_ranks(
         RankFailure: when a rank raised, died or did not finish in time.
     """
     context = context_of_tests()
+    if timeout is None:
+        timeout = 60.0 if backend_of_tests() == "gloo" else 120.0
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder_name:
         folder = Path(folder_name)
