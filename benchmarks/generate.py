@@ -15,7 +15,7 @@ import argparse
 import io
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr
 from dataclasses import replace
 from functools import partial
@@ -27,7 +27,7 @@ import torch
 
 from benchmarks.tables import Column, Table
 from benchmarks.train_sides import Shape, hugging_face
-from benchmarks.turns import in_turns, synchronize, timed
+from benchmarks.turns import Step, in_turns, synchronize, timed
 from megatron.base.errors import UserError
 from megatron.checkpoint.convert.command import convert, parse
 from megatron.inference.generate import generate
@@ -84,8 +84,23 @@ def limit(model: LoadedModel, rows: int) -> float:
     return rows / max(elements * size / (read * (1 << 26) * size), 2.0 * elements * rows / products)
 
 
-def measure(ours: LoadedModel, theirs: Any, prompts: Sequence[Sequence[int]], new: int, turns: int) -> dict[str, float]:
-    """Measures tokens per second of ours and theirs, the ratio of pairs, and the share of equal tokens."""
+def measure(
+    ours: LoadedModel,
+    theirs: Any,
+    prompts: Sequence[Sequence[int]],
+    new: int,
+    turns: int,
+    alive: Callable[[], None] = lambda: None,
+) -> dict[str, float]:
+    """Measures tokens per second of ours and theirs, the ratio of pairs, and the share of equal tokens.
+
+    Args:
+        ours, theirs: both models.
+        prompts: the prompts of a batch.
+        new: new tokens of each.
+        turns: measured turns of each side.
+        alive: called after every turn of a side.
+    """
     ids = torch.tensor(prompts, device=ours.device)
     found: tuple[list[list[int]], list[list[int]]] = ([], [])
 
@@ -97,7 +112,12 @@ def measure(ours: LoadedModel, theirs: Any, prompts: Sequence[Sequence[int]], ne
                               do_sample=False, pad_token_id=0)  # fmt: skip
         found[1][:] = out.tolist()
 
-    sides = (partial(timed, run, ours.device.type) for run in (run_ours, run_theirs))
+    def turn(run: Step) -> float:
+        seconds = timed(run, ours.device.type)
+        alive()
+        return seconds
+
+    sides = (partial(turn, run) for run in (run_ours, run_theirs))
     taken, tokens = in_turns(*sides, turns=turns, warm=1), len(prompts) * new
     # A row that ended early would not have been as much work.
     pairs = [(a, b) for x, y in zip(*found, strict=True) for a, b in zip_longest(x, y)]

@@ -38,11 +38,12 @@ COLUMNS = (
     Column("over bf16", "ratio", ".2f"),
     Column("TFLOP/s", "tflops", ",.1f"),
     Column("measured/limit", "of_limit", ".3f"),
+    Column("turns", "turns"),
     Column("loss", "loss", ".4f"),
     Column("loss over bf16's", "loss_ratio", ".5f"),
 )
-LIMIT_SECONDS = 80.0
-PATIENCE_SECONDS = 75.0
+LIMIT_SECONDS = 200.0
+PATIENCE_SECONDS = 120.0
 
 BF16 = "bf16"
 PRODUCTS: dict[str, Recipe | None] = {BF16: None, "tensorwise": "tensorwise", "rowwise": "rowwise"}
@@ -130,6 +131,7 @@ def _speeds(setting: Setting, wanted: Sequence[str], report: RowLog) -> None:
     report.begin(speed_key(setting, BF16))
     engines = _engines(setting, shape)
     batches = _batches(shape, 0, engines.topology.device)
+    report.begin(speed_key(setting, BF16))  # a sign of life: weights of this size take a while
     seconds: dict[str, list[float]] = {products: [] for products in PRODUCTS}
     for turn in range(TURNS + 1):
         for products, found in seconds.items():
@@ -138,6 +140,14 @@ def _speeds(setting: Setting, wanted: Sequence[str], report: RowLog) -> None:
             _choose(engines, products)
             took = timed(partial(train_step, engines, batches, 0, 1e-4, 0.01), setting.device)
             found += [took] if turn else []  # the first one compiles
+        if turn:  # at once: a limit of time may take the turns that are left
+            _record_speeds(setting, shape, seconds, wanted, report)
+
+
+def _record_speeds(
+    setting: Setting, shape: Shape, seconds: Mapping[str, Sequence[float]], wanted: Sequence[str], report: RowLog
+) -> None:
+    """Records the speeds of the turns so far; rows of fewer turns are overwritten."""
     for products, found in seconds.items():
         if speed_key(setting, products) not in wanted:
             continue
@@ -147,7 +157,7 @@ def _speeds(setting: Setting, wanted: Sequence[str], report: RowLog) -> None:
             cells["ratio"] = statistics.median(a / b for a, b in zip(seconds[BF16], found, strict=True))
         report.row(
             speed_key(setting, products), model=shape.name, products=products, tflops=rate / 1e12,
-            tokens_per_s=shape.samples * shape.seq / statistics.median(found), **cells,
+            tokens_per_s=shape.samples * shape.seq / statistics.median(found), turns=len(found), **cells,
         )  # fmt: skip
 
 

@@ -1,11 +1,14 @@
 """All speeds on a GPU in one run: training, kernels, generation, slow networks; tables and JSON to a folder.
 
-    make bench-gpu                              all sections, within eight minutes by their limits of time
-    make bench-gpu ARGS="--only train,kernels"  some of them
-    make bench-gpu ARGS="--device cpu"          toy sizes: does it run?
+    make bench-gpu                                the most important rows of every section, in about eight minutes
+    make bench-gpu ARGS="--minutes 30"            more of them
+    make bench-gpu ARGS="--only train,kernels"    some sections
+    make bench-gpu ARGS="--limit network=900"     a section with as much time as all its rows need
+    make bench-gpu ARGS="--device cpu"            toy sizes: does it run?
 
-Every section runs in a process of its own and has a time limit of its own; one that hangs, crashes or runs out of
-memory is reported as such, and the others go on. Finished rows are kept, as long as the hardware, torch and the sources
+Every section runs in a process of its own; one that hangs, crashes or runs out of memory is reported as such, and the
+others go on. Each measures its most important rows first, up to a time limit of its own, and the sections share the
+--minutes of the call: the limits may cut rows. Finished rows are kept, as long as the hardware, torch and the sources
 stay the same: the same command goes on with those that are missing, --again measures all anew. Writes report.md,
 results.json and each section's log to --out.
 """
@@ -13,7 +16,10 @@ results.json and each section's log to --out.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -29,6 +35,10 @@ from benchmarks.rows import Book, kept, opened
 from megatron.data.interrupt import stopped_in_order
 
 
+SHORTEST_SECONDS = 30.0
+"""What a section gets even where nothing is left: less would not even start it."""
+
+
 def parse(words: list[str] | None = None) -> argparse.Namespace:
     """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -42,7 +52,10 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
         action="append",
         default=[],
         metavar="SECTION=SECONDS",
-        help="another time limit of a section, such as network=500",
+        help="another time limit of a section, such as network=500, which it gets whatever the others need",
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=8.0, help="time of the whole call, which the sections' limits share (8)"
     )
     parser.add_argument("--out", type=Path, default=Path("bench_out/gpu"), help="folder of tables, figures and logs")
     options = parser.parse_args(words)
@@ -53,6 +66,8 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
         if name not in NAMES or not seconds.isdecimal() or not 1 <= int(seconds) <= 86_400:
             parser.error(f"--limit {word}: write SECTION=SECONDS, such as network=500")
         options.limits[name] = float(seconds)
+    if not 1 <= options.minutes <= 1440:
+        parser.error(f"--minutes {options.minutes:g}: give 1 to 1440")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no CUDA device; --device cpu runs toy sizes")
     return options
@@ -75,14 +90,32 @@ def write(out: Path, made_with: dict[str, object], books: dict[str, Book], setti
     return closing
 
 
+def limit_of(names: Sequence[str], given: Mapping[str, float], seconds: float) -> float:
+    """The time limit of the first of the sections that are left: its own, or its share of the time that is left.
+
+    Args:
+        names: names of the sections with missing rows.
+        given: the limits that the command line has, which are not shared out.
+        seconds: time left for all of them.
+    """
+    if names[0] in given:
+        return given[names[0]]
+    limits = {name: given.get(name, section_of(name).LIMIT_SECONDS) for name in names}
+    fixed = sum(limits[name] for name in names if name in given)
+    share = (seconds - fixed) / (sum(limits.values()) - fixed)
+    return max(SHORTEST_SECONDS, limits[names[0]] * min(1.0, share))
+
+
 def measure(options: argparse.Namespace) -> tuple[str, dict[str, Book]]:
     """Runs the sections one after another; writes the report anew after each."""
+    # Toys show that everything runs.
+    end = math.inf if options.device == "cpu" else time.monotonic() + 60 * options.minutes
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     found = machine.probe(options.device)
     made_with = {**header(str(found["device"])), **found}
-    copied, peak, memory = (float(str(found[key])) for key in ("copy_bytes_per_s", "peak_flops", "memory_bytes"))
-    setting = Setting(options.device, out, copied, peak, memory)
+    copied, peak = (float(str(found[key])) for key in ("copy_bytes_per_s", "peak_flops"))
+    setting = Setting(options.device, out, copied, peak)
     print(report.heading(made_with).partition("\n\n")[2], flush=True)
     books: dict[str, Book] = {}
     for name in NAMES:
@@ -94,8 +127,9 @@ def measure(options: argparse.Namespace) -> tuple[str, dict[str, Book]]:
     rows = {name: section_of(name).keys(setting) for name in options.only}
     closing = ""
     with tqdm(total=sum(map(len, rows.values())), unit="row", mininterval=1.0) as bar:
-        for name in options.only:
-            limit = options.limits.get(name, section_of(name).LIMIT_SECONDS)
+        for number, name in enumerate(options.only):
+            later = [other for other in options.only[number + 1 :] if {*rows[other]} - books[other].rows.keys()]
+            limit = limit_of([name, *later], options.limits, end - time.monotonic())
             books[name] = run_section(name, setting, rows[name], books[name], limit, bar)
             closing = write(out, made_with, books, setting)
     return closing, {name: books[name] for name in options.only}

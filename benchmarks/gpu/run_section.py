@@ -61,6 +61,11 @@ def run_section(name: str, setting: Setting, keys: Sequence[str], book: Book, li
     return book
 
 
+def _paths() -> list[str]:
+    """Folders of modules that this process was given: torch may be in one of them."""
+    return [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+
+
 class _SectionProcess:
     """The process of a section.
 
@@ -81,7 +86,7 @@ class _SectionProcess:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=REPO,
-                env={**os.environ, "PYTHONPATH": str(REPO)},
+                env={**os.environ, "PYTHONPATH": os.pathsep.join([str(REPO), *_paths()])},
                 start_new_session=True,
             )
         assert self.process.stdin is not None

@@ -21,14 +21,12 @@ class Setting:
         out: folder of the results.
         copy_bytes_per_s: bandwidth of a large copy, reads and writes together.
         peak_flops: peak of the device's matrix products in bf16, FLOP/s.
-        memory_bytes: memory of the device.
     """
 
     device: str
     out: Path
     copy_bytes_per_s: float = 0.0
     peak_flops: float = 0.0
-    memory_bytes: float = 0.0
 
     @property
     def toy(self) -> bool:
@@ -75,7 +73,7 @@ class Section(Protocol):
     """Explanation of the table's columns."""
     COLUMNS: Sequence[Column]
     LIMIT_SECONDS: float
-    """Time limit of the whole section."""
+    """Time limit of the whole section, for its most important rows; others may need more."""
     PATIENCE_SECONDS: float
     """Longest silence of a section before it counts as hung."""
 

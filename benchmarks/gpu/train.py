@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from benchmarks.gpu.setting import Claim, Setting
@@ -34,7 +35,7 @@ COLUMNS = (
     Column("GiB", "gib", ".1f"),
     Column("theirs, GiB", "their_gib", ".1f"),
 )
-LIMIT_SECONDS = 160.0
+LIMIT_SECONDS = 280.0
 PATIENCE_SECONDS = 150.0
 TURNS, TURN_SECONDS, WARM = 7, 0.4, 2
 
@@ -43,27 +44,37 @@ GPT_1_3B = Shape(24, 2048, 2048, 4, micro_batches=2)
 GPT_2_7B = Shape(32, 2560, 2048, 2, micro_batches=4)  # which section fp8 measures
 LLAMA = Shape(16, 2048, 2048, 4, vocab=128_256, micro_batches=2, llama=True, ffn=5632, groups=8)
 MIXTRAL = Shape(12, 1024, 2048, 4, vocab=32_000, micro_batches=2, llama=True, ffn=3584, groups=4, experts=8)
-REAL = {
-    GPT_124M: ("nanogpt", "hugging-face"),
-    GPT_1_3B: ("nanogpt", "hugging-face"),
-    LLAMA: ("hugging-face",),
-    MIXTRAL: ("hugging-face",),
-}
-TOY = {
-    Shape(2, 64, 16, 2, vocab=100): ("nanogpt", "hugging-face"),
-    Shape(2, 64, 16, 2, vocab=100, micro_batches=2, llama=True, ffn=128, groups=1): ("hugging-face",),
-    Shape(2, 64, 16, 2, vocab=100, micro_batches=2, llama=True, ffn=128, groups=1, experts=4): ("hugging-face",),
-}
+_TOY_GPT = Shape(2, 64, 16, 2, vocab=100)
+_TOY_LLAMA = replace(_TOY_GPT, micro_batches=2, llama=True, ffn=128, groups=1)
+REAL = (
+    (GPT_124M, "nanogpt"),
+    (GPT_1_3B, "nanogpt"),
+    (GPT_124M, "hugging-face"),
+    (GPT_1_3B, "hugging-face"),
+    (LLAMA, "hugging-face"),
+    (MIXTRAL, "hugging-face"),
+)
+"""Shapes and peers, in the order of what their rows are worth: a limit of time may cut the last ones."""
+TOY = (
+    (_TOY_GPT, "nanogpt"),
+    (_TOY_GPT, "hugging-face"),
+    (_TOY_LLAMA, "hugging-face"),
+    (replace(_TOY_LLAMA, experts=4), "hugging-face"),
+)
 OURS = "ours"
 WANTED = {"nanogpt": 1.15, "hugging-face": 1.2}
 WANTED_OF_EXPERTS = 1.5
 SHARE = {GPT_1_3B.name: 0.5, GPT_2_7B.name: 0.5}
-MOST_BYTES_OF_ONE_PEER = 120e9
-"""On a device with more memory all peers of a shape are started, and compiled, at once."""
 
 
-def _shapes(setting: Setting) -> dict[Shape, tuple[str, ...]]:
-    return TOY if setting.toy else REAL
+def _pairs(setting: Setting) -> dict[tuple[Shape, str], tuple[str, ...]]:
+    """The sides that have rows, by shape and peer: ours has its own beside the first peer of a shape."""
+    pairs, seen = TOY if setting.toy else REAL, set[Shape]()
+    found = {}
+    for shape, peer in pairs:
+        found[shape, peer] = (peer,) if shape in seen else (OURS, peer)
+        seen.add(shape)
+    return found
 
 
 def key_of(shape: Shape, beside: str) -> str:
@@ -72,14 +83,14 @@ def key_of(shape: Shape, beside: str) -> str:
 
 
 def keys(setting: Setting) -> list[str]:
-    """Keys of each shape alone, then beside its peers."""
-    return [key_of(shape, beside) for shape, peers in _shapes(setting).items() for beside in (OURS, *peers)]
+    """Keys of each shape alone and beside its peers, the most important pairs first."""
+    return [key_of(shape, side) for (shape, _), sides in _pairs(setting).items() for side in sides]
 
 
 def measure(setting: Setting, wanted: Sequence[str], report: RowLog) -> None:
-    """Measures one shape after another."""
-    for shape, peers in _shapes(setting).items():
-        left = [beside for beside in (OURS, *peers) if key_of(shape, beside) in wanted]
+    """Measures one pair after another."""
+    for (shape, _), sides in _pairs(setting).items():
+        left = [side for side in sides if key_of(shape, side) in wanted]
         if "hugging-face" in left and importlib.util.find_spec("transformers") is None:
             left.remove("hugging-face")
             report.failed(key_of(shape, "hugging-face"), "transformers is not installed")
@@ -88,72 +99,62 @@ def measure(setting: Setting, wanted: Sequence[str], report: RowLog) -> None:
 
 
 class _Match:
-    """Measures the rows of one shape: our side stays, peers come and go."""
+    """Measures our side of one shape, alone and then in turns with a peer.
+
+    Only one side at a time is built, compiles, or is measured: they share the device and the processors.
+    """
 
     def __init__(self, setting: Setting, shape: Shape, left: Sequence[str], report: RowLog) -> None:
         self.setting, self.shape, self.report, self.left = setting, shape, report, list(left)
-        self.sides: dict[str, Side] = {}
-        self.ready: set[str] = set()
+        self.own = OURS in self.left
+        self.sides: list[Side] = []
 
     def _start(self, kind: str) -> Side:
-        """Starts a side, which builds, compiles and takes its first step."""
-        if kind not in self.sides:
-            cuda = self.setting.device == "cuda"
-            # The compiler of a CPU would take most of a toy's time.
-            threads = max(1, (os.cpu_count() or 1) // 2) if cuda else 1  # weights are drawn on the processor
-            device = self.setting.device
-            build = partial(process_step, kind, self.shape, "bf16", threads, device, compiled=cuda, divisor=128)
-            self.sides[kind] = Side(kind, build, device)
-            self.sides[kind].begin()
-        return self.sides[kind]
-
-    def _ready(self, kind: str) -> Side:
-        """Waits for a side whose first step is over."""
-        side = self._start(kind)
-        if kind not in self.ready:
-            side.end()
-            self.ready.add(kind)
+        """Starts a side, and waits until it is built and compiled: its first step is over."""
+        cuda = self.setting.device == "cuda"
+        # The compiler of a CPU would take most of a toy's time.
+        threads = max(1, (os.cpu_count() or 1) // 2) if cuda else 1  # weights are drawn on the processor
+        device = self.setting.device
+        build = partial(process_step, kind, self.shape, "bf16", threads, device, compiled=cuda, divisor=128)
+        side = Side(kind, build, device)
+        self.sides.append(side)
+        side.step()
         return side
 
     def play(self) -> None:
-        """Measures all rows, and ends all sides."""
-        peers = [kind for kind in self.left if kind != OURS]
-        at_once = len(peers) if self.setting.memory_bytes > MOST_BYTES_OF_ONE_PEER else 1
+        """Measures the rows, and ends both sides."""
         try:
             self.report.begin(key_of(self.shape, self.left[0]))
-            for kind in (OURS, *peers[:at_once]):
-                self._start(kind)
-            ours = self._ready(OURS)
-            for kind in peers:
-                self._beside(ours, kind)
-            if OURS in self.left:  # no peer's turns have given it
-                self.report.begin(key_of(self.shape, OURS))
+            ours = self._start(OURS)
+            if self.own:  # now, as a limit of time may end the section while the peer compiles
                 self._alone(ours, in_turns(ours.step, turns=TURNS, warm=WARM).median())
+                self.left.remove(OURS)
+            for kind in list(self.left):
+                self._beside(ours, kind)
         except SideError as error:  # ours: no other row can be had, either
             for kind in self.left:
                 self.report.failed(key_of(self.shape, kind), str(error))
         finally:
-            for side in self.sides.values():
+            for side in self.sides:
                 side.kill()
 
     def _beside(self, ours: Side, kind: str) -> None:
-        """Measures a peer in turns with ours, and records its row."""
+        """Measures a peer in turns with ours, and records its row, and ours from the same turns."""
         key = key_of(self.shape, kind)
         self.report.begin(key)
         try:
-            theirs = self._ready(kind)
+            theirs = self._start(kind)
+            self.report.begin(key)  # a sign of life
             counts = [max(1, min(20, int(TURN_SECONDS / side.step(WARM)))) for side in (ours, theirs)]
             turns = in_turns(partial(ours.step, counts[0]), partial(theirs.step, counts[1]), turns=TURNS)
             their_bytes = theirs.close()
         except SideError as error:
             if error.kind == OURS:
                 raise
-            self.sides[kind].kill()
             self.report.failed(key, str(error))
             self.left.remove(kind)
             return
-        self.left.remove(kind)
-        if OURS in self.left:
+        if self.own:
             self._alone(ours, turns.median())
         self.report.row(
             key,
@@ -179,7 +180,6 @@ class _Match:
         }
 
     def _alone(self, ours: Side, seconds: float) -> None:
-        self.left.remove(OURS)
         self.report.row(key_of(self.shape, OURS), **self._cells(ours, "", seconds))
 
 

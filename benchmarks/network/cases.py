@@ -245,6 +245,8 @@ def plan_of(bench: Bench) -> dict[str, Any]:
                 "micro_batch_size": bench.micro_batch,
                 "global_batch_size": bench.micro_batch * bench.micro_batches * bench.dp,
                 "train_iters": 1_000_000,
+                # Torch's DDP is measured as it is, and compiling every case would take longer than measuring it.
+                "compile": "off",
             },
             "optimizer": {"lr": 1e-3},
             "data": {"sample_order": "fixed"},

@@ -21,16 +21,21 @@ PIPELINE = (
     NetworkCase("delta 4, fixpoint 8 (AQ-SGD)", _DELTA),
     NetworkCase("delta 4, fixpoint 8, eager 1F1B", _DELTA, "eager-1f1b"),
 )
-DATA = (
+_BESIDE_DDP = (
+    FP32,
+    NetworkCase("torch DDP", peer="ddp"),
+    NetworkCase("bf16 traffic", ("dp-grad=cast",)),
+    NetworkCase("torch DDP, bf16 hook", peer="ddp-bf16"),
     NetworkCase("powersgd, rank 4", (_POWERSGD.format(4),)),
-    NetworkCase("powersgd, rank 4, no overlap", (_POWERSGD.format(4),), overlap=False),
     NetworkCase("torch DDP, powerSGD_hook, rank 4", peer="ddp-powersgd", rank=4),
     NetworkCase("powersgd, rank 32", (_POWERSGD.format(32),)),
     NetworkCase("torch DDP, powerSGD_hook, rank 32", peer="ddp-powersgd", rank=32),
-    NetworkCase("bf16 traffic", ("dp-grad=cast",)),
-    NetworkCase("torch DDP, bf16 hook", peer="ddp-bf16"),
-    FP32,
-    NetworkCase("torch DDP", peer="ddp"),
+)
+PAIRS = len(_BESIDE_DDP)
+"""Number of the first cases of data parallelism, each of which has one of torch's beside it."""
+DATA = (
+    *_BESIDE_DDP,
+    NetworkCase("powersgd, rank 4, no overlap", (_POWERSGD.format(4),), overlap=False),
     NetworkCase("fixpoint 4 bits", ("dp-grad=fixpoint,bits=4,error-feedback=on",)),
     NetworkCase("stable Top-K 10% (Radius)", ("dp-grad=stable-topk,density=0.1,interval=1000",)),
     NetworkCase("bf16 traffic, no overlap", ("dp-grad=cast",), overlap=False),

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import os
+import re
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
+from benchmarks import REPO
 from benchmarks.gpu import fp8, generate, kernels, network, run, train
 from benchmarks.gpu import run_section as run_section_module
 from benchmarks.gpu.report import merged, table, wanted
@@ -16,12 +21,13 @@ from benchmarks.gpu.run_section import run_section
 from benchmarks.gpu.section import NAMES, path_of, section_of
 from benchmarks.gpu.setting import Claim, Setting
 from benchmarks.network.cases import plan_of
-from benchmarks.network.cuda_cases import CUDA_BENCHES
+from benchmarks.network.cuda_cases import CUDA_BENCHES, DATA
 from benchmarks.network.run import link_rate
 from benchmarks.network.worker import config_of
 from benchmarks.rows import Book, RowLog, kept, opened
 from benchmarks.train_sides import PlainGPT, Shape, _HuggingFace
 from benchmarks.train_steps import run_config
+from benchmarks.turns import SideError
 from tests.support import bench_section
 from tests.support.cleanup import have_ended
 
@@ -53,7 +59,9 @@ def _run(out: Path, **changes: Any) -> tuple[Book, Bar]:
 def test_rows_that_end_badly_do_not_end_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A traceback, a signal, a hang that ignores SIGTERM, an exit in the middle of a line: each costs its own row."""
     monkeypatch.setattr(run_section_module, "GRACE_SECONDS", 1.0)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # in which a torch could be
     book, bar = _run(tmp_path)
+    assert book.rows["good"]["path"].split(os.pathsep) == [str(REPO), str(tmp_path)]
     assert sorted(book.rows) == ["cut short", "good", "last"]
     assert bar.n == 3
     assert book.failures == {
@@ -191,8 +199,127 @@ def test_all_that_is_wanted_of_real_rows_has_rows(tmp_path: Path) -> None:
     operations = {case.op for case in kernels.cases(setting)}
     assert operations >= {*kernels.WANTED, "abs_topk", "orthonormalize", "M - P Q^T"}
     assert set(generate.keys(setting)) == {generate.SMALL, generate.LARGE}
-    limits = [section_of(name).LIMIT_SECONDS for name in NAMES]
-    assert sum(limits) <= 450  # and half a minute for what is around them: under eight minutes
+
+
+def test_what_is_worth_most_comes_first(tmp_path: Path) -> None:
+    """A limit of time may cut the rest."""
+    setting = Setting("cuda", tmp_path)
+    beside_ddp = {name for _, link, *names, _ in network._RATIOS[:4] for name in names}
+    assert network.keys(setting)[:8] == [network.key_of("dp4", "1 Gb/s", case.name) for case in DATA[:8]]
+    assert beside_ddp == {case.name for case in DATA[:8]}
+    assert network.keys(setting)[8].startswith("pp4, 100 Mb/s, ")
+    pairs = [(shape, side) for shape in (train.GPT_124M, train.GPT_1_3B) for side in ("ours", "nanogpt")]
+    assert train.keys(setting)[:4] == [train.key_of(*pair) for pair in pairs]
+    cases = list(kernels.cases(setting))
+    needed = [number for number, case in enumerate(cases) if case.op in ("abs_topk", "orthonormalize", "finite_norm")]
+    odd = [number for number, case in enumerate(cases) if re.search(r"\b[13567] bits", case.setting)]
+    assert len(odd) == 40
+    assert max(needed) < min(odd)
+
+
+def test_sections_share_the_time_of_a_call() -> None:
+    train_s, kernels_s = train.LIMIT_SECONDS, kernels.LIMIT_SECONDS
+    assert run.limit_of(["train", "kernels"], {}, math.inf) == train_s
+    assert run.limit_of(["train", "kernels"], {}, (train_s + kernels_s) / 2) == train_s / 2
+    assert run.limit_of(["kernels"], {}, (train_s + kernels_s) / 2) == kernels_s
+    assert run.limit_of(["train", "kernels"], {"kernels": 500.0}, 500.0 + train_s / 2) == train_s / 2
+    assert run.limit_of(["kernels", "train"], {"kernels": 500.0}, 60.0) == 500.0
+    assert run.limit_of(["train", "kernels"], {}, -5.0) == run.SHORTEST_SECONDS
+
+
+class FakeSide:
+    """A side of the training benchmark; what happens to all of them is in ``told``."""
+
+    told: ClassVar[list[str]] = []
+
+    def __init__(self, kind: str, build: object, device: str) -> None:
+        self.kind = kind
+        self.told.append(f"{kind} starts")
+
+    def step(self, count: int = 1) -> float:
+        if self.kind == "nanogpt":
+            raise SideError(self.kind, "out of memory")
+        return 0.1
+
+    def peak_bytes(self) -> int:
+        return 1 << 30
+
+    def close(self) -> int:
+        self.told.append(f"{self.kind} ends")
+        return 1 << 30
+
+    def kill(self) -> None:
+        pass
+
+
+class Telling(RowLog):
+    """Tells of rows, too."""
+
+    def row(self, key: str, **cells: Any) -> None:
+        super().row(key, **cells)
+        FakeSide.told.append(f"row {key.split(', ')[-1]}")
+
+
+def test_our_row_is_recorded_before_a_peer_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And again from the turns beside it; a peer that fails takes no other row with it."""
+    monkeypatch.setattr(train, "Side", FakeSide)
+    monkeypatch.setattr(FakeSide, "told", [])
+    setting, report = Setting("cpu", tmp_path, 1.0, 1.0), Telling(tmp_path / "rows.jsonl")
+    keys = train.keys(setting)
+    train.measure(setting, keys, report)
+    theirs = ["hugging-face starts", "hugging-face ends"]
+    first = ["ours starts", "row ours", "nanogpt starts", "ours starts", *theirs, "row hugging-face"]
+    other = ["ours starts", "row ours", *theirs, "row ours", "row hugging-face"]
+    assert FakeSide.told == first + 2 * other
+    book = Book().read(report.path)
+    assert set(book.failures) == {keys[1]}
+    assert {*book.rows, keys[1]} == {*keys}
+
+
+def test_speeds_in_8_bits_are_recorded_after_every_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([9.0] * 3 + [2.0, 1.0, 4.0] + [4.0, 1.0])  # compiling, a turn, and one that is not finished
+    engines = SimpleNamespace(topology=SimpleNamespace(device=torch.device("cpu")), stages=[])
+    monkeypatch.setattr(fp8, "_engines", lambda *_: engines)
+    monkeypatch.setattr(fp8, "timed", lambda *_: next(times))
+    setting, report = Setting("cpu", tmp_path), RowLog(tmp_path / "rows.jsonl")
+    with pytest.raises(StopIteration):
+        fp8.measure(setting, fp8.keys(setting), report)
+    rows = Book().read(report.path).rows
+    assert [rows[fp8.speed_key(setting, products)].get("ratio") for products in fp8.PRODUCTS] == [None, 2.0, 0.5]
+    assert {cells["turns"] for cells in rows.values()} == {1}
+
+
+def test_generation_shows_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After loading and after each turn; and what is measured is recorded before the side without graphs begins."""
+    setting, report = Setting("cpu", tmp_path, 1.0), RowLog(tmp_path / "rows.jsonl")
+    lines: list[int] = []
+
+    def rate(*_: object) -> float:
+        lines.append(len(report.path.read_text().splitlines()))
+        assert Book().read(report.path).rows["toy"]["tokens_per_s"] == 1.0
+        return 2.0
+
+    def compared(*given: Any) -> dict[str, float]:
+        for _ in range(4):
+            given[-1]()
+        return {"tokens_per_s": 1.0}
+
+    for name, fake in (("loaded", lambda *_: FAKE_MODEL), ("measure_model", compared), ("_rate", rate)):
+        monkeypatch.setattr(generate, name, fake)
+    monkeypatch.setattr(generate, "weights_of", lambda _: [torch.zeros(1)])
+    generate.measure(setting, ["toy"], report)
+    assert lines == [3 + 4 + 1]
+    assert Book().read(report.path).rows["toy"]["eager_tokens_per_s"] == 2.0
+
+
+@dataclass
+class FakeModel:
+    """A model of which only its memory is replaced."""
+
+    workspaces: object = None
+
+
+FAKE_MODEL = FakeModel()
 
 
 @pytest.mark.parametrize("layout", CUDA_BENCHES)
@@ -205,11 +332,15 @@ def test_cases_on_cuda_resolve(layout: str) -> None:
         assert config.parallel.distributed_backend == "nccl"
         assert config.parallel.overlap_grad_reduce == case.overlap
         assert config.precision.bf16
+        assert config.training.compile == "off"
         assert config.training.micro_batch_size == bench.micro_batch
     assert [link_rate(bench, setup, {}) for setup in bench.setups] == [10e9, 1e9, 100e6]
 
 
-@pytest.mark.parametrize("shape", [*train.REAL, *train.TOY, train.GPT_2_7B, fp8.SMALL], ids=lambda shape: shape.name)
+SHAPES = list(dict.fromkeys(shape for shape, _ in (*train.REAL, *train.TOY))) + [train.GPT_2_7B, fp8.SMALL]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 def test_real_trainings_resolve(shape: Shape) -> None:
     config = run_config(shape, "bf16", {"distributed_backend": "nccl"}, shape.batch, 1, 128)
     assert config.training.global_batch_size == shape.samples
@@ -248,6 +379,7 @@ def test_bad_words_are_refused(capsys: pytest.CaptureFixture[str], monkeypatch: 
         (["--only", "trains"], "--only trains: choose from train, fp8, kernels, generate, network"),
         (["--limit", "train=fast"], "--limit train=fast: write SECTION=SECONDS"),
         (["--limit", "all=5"], "--limit all=5: write SECTION=SECONDS"),
+        (["--minutes", "0"], "--minutes 0: give 1 to 1440"),
         ([], "--device cuda: torch sees no CUDA device; --device cpu runs toy sizes"),
     ):
         with pytest.raises(SystemExit) as stop:
