@@ -58,7 +58,7 @@ bench-generate:  ## measure generation beside Hugging Face's generate
 bench-network:  ## train on shaped links with and without compressors, beside torch DDP's hooks (Linux, root, an hour)
 	@$(RUN) --extras test,lint -- -m benchmarks.network.run $(ARGS)
 
-bench-gpu:  ## measure all speeds on a GPU, beside nanoGPT's model and Hugging Face's (eight minutes)
+bench-gpu:  ## measure speeds on a GPU, beside nanoGPT's model and Hugging Face's (the first rows in eight minutes; again: the next)
 	@$(RUN) --extras test,lint -- -m benchmarks.gpu.run $(ARGS)
 
 bench-time-to-loss:  ## losses over time on slow links, compressed and not (Linux, root, a quarter of an hour)

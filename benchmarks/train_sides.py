@@ -171,19 +171,35 @@ class _HuggingFace(nn.Module):
         return loss
 
 
+def cast_experts(model: nn.Module, precision: str, device: str) -> None:
+    """Makes the weights of Mixtral's experts bf16 where a GPU trains in bf16.
+
+    Autocast does not reach the products of experts: transformers casts their input to the type of the weights, and of
+    fp32 weights they would be fp32 products there, in a loop where torch.compile is on. A CPU computes them as it did.
+    So these weights, and what the optimizer keeps of them, are bf16, which spares this peer memory and casts.
+    """
+    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+    for module in model.modules():
+        if isinstance(module, MixtralExperts) and (precision, device) == ("bf16", "cuda"):
+            module.to(torch.bfloat16)
+
+
 def peer_training(kind: str, shape: Shape, precision: str, device: str, compiled: bool) -> Callable[..., Tensor]:
     """A peer's step, from tokens and labels (b, s) of each micro-batch to the loss: torch's fused AdamW, clipping.
 
     Args:
         kind: nanogpt or hugging-face.
         shape: shape of the model; nanoGPT's vocabulary is filled up.
-        precision: fp32, or bf16: autocast over fp32 weights.
+        precision: fp32, or bf16: autocast over fp32 weights (on a GPU, experts have bf16 ones).
         device: torch's name of the device.
         compiled: whether torch.compile compiles it.
     """
     vocab = PEER_VOCAB if kind == "nanogpt" and shape.vocab == VOCAB else shape.vocab
     with torch.device(device):
         model: Any = PlainGPT(shape, vocab) if kind == "nanogpt" else _HuggingFace(shape)
+    if shape.experts:
+        cast_experts(model, precision, device)
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
     run = torch.compile(model) if compiled else model

@@ -42,7 +42,7 @@ COLUMNS = (
     Column("loss", "loss", ".4f"),
     Column("loss over bf16's", "loss_ratio", ".5f"),
 )
-LIMIT_SECONDS = 200.0
+WEIGHT = 20.0
 PATIENCE_SECONDS = 120.0
 
 BF16 = "bf16"

@@ -38,7 +38,7 @@ COLUMNS = (
     Column("measured/limit", "of_limit", ".3f"),
     Column("equal tokens", "equal", ".0%"),
 )
-LIMIT_SECONDS = 100.0
+WEIGHT = 10.0
 PATIENCE_SECONDS = 90.0
 
 SMALL, LARGE = "GPT-2 small (L12 h768)", "GPT-2 form, 1.3B (L24 h2048)"

@@ -52,7 +52,7 @@ COLUMNS = (
     Column("others", "rival"),
     Column("timed by", "how"),
 )
-LIMIT_SECONDS = 70.0
+WEIGHT = 7.0
 PATIENCE_SECONDS = 25.0
 BUDGET = {"cuda": 0.02, "cpu": 0.0}
 """Seconds of each measurement of a case."""

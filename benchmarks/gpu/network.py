@@ -37,7 +37,7 @@ COLUMNS = (
     Column("coding s", "coded_s", ".3f"),
     Column("waited s", "waited_s", ".3f"),
 )
-LIMIT_SECONDS = 120.0
+WEIGHT = 12.0
 PATIENCE_SECONDS = 120.0
 STEPS, LONG_SECONDS = 3, 3.0
 UNSHAPED = "unshaped"

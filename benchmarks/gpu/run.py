@@ -3,12 +3,12 @@
     make bench-gpu                                the most important rows of every section, in about eight minutes
     make bench-gpu ARGS="--minutes 30"            more of them
     make bench-gpu ARGS="--only train,kernels"    some sections
-    make bench-gpu ARGS="--limit network=900"     a section with as much time as all its rows need
+    make bench-gpu ARGS="--limit network=900"     a section with more time than its share
     make bench-gpu ARGS="--device cpu"            toy sizes: does it run?
 
 Every section runs in a process of its own; one that hangs, crashes or runs out of memory is reported as such, and the
-others go on. Each measures its most important rows first, up to a time limit of its own, and the sections share the
---minutes of the call: the limits may cut rows. Finished rows are kept, as long as the hardware, torch and the sources
+others go on. The sections share the --minutes of the call, and each measures its most important rows first: its time
+limit may cut the others. Finished rows are kept, as long as the hardware, torch and the sources
 stay the same: the same command goes on with those that are missing, --again measures all anew. Writes report.md,
 results.json and each section's log to --out.
 """
@@ -52,10 +52,10 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
         action="append",
         default=[],
         metavar="SECTION=SECONDS",
-        help="another time limit of a section, such as network=500, which it gets whatever the others need",
+        help="time limit of a section, such as network=500, instead of its share of the call's time",
     )
     parser.add_argument(
-        "--minutes", type=float, default=8.0, help="time of the whole call, which the sections' limits share (8)"
+        "--minutes", type=float, default=8.0, help="time of the whole call, which the sections share (8)"
     )
     parser.add_argument("--out", type=Path, default=Path("bench_out/gpu"), help="folder of tables, figures and logs")
     options = parser.parse_args(words)
@@ -91,19 +91,18 @@ def write(out: Path, made_with: dict[str, object], books: dict[str, Book], setti
 
 
 def limit_of(names: Sequence[str], given: Mapping[str, float], seconds: float) -> float:
-    """The time limit of the first of the sections that are left: its own, or its share of the time that is left.
+    """The time limit of the first of the sections that are left: its share of the time that is left.
 
     Args:
         names: names of the sections with missing rows.
-        given: the limits that the command line has, which are not shared out.
+        given: the limits that the command line has, which are no shares.
         seconds: time left for all of them.
     """
     if names[0] in given:
         return given[names[0]]
-    limits = {name: given.get(name, section_of(name).LIMIT_SECONDS) for name in names}
-    fixed = sum(limits[name] for name in names if name in given)
-    share = (seconds - fixed) / (sum(limits.values()) - fixed)
-    return max(SHORTEST_SECONDS, limits[names[0]] * min(1.0, share))
+    weights = {name: section_of(name).WEIGHT for name in names if name not in given}
+    free = seconds - sum(given[name] for name in names if name in given)
+    return max(SHORTEST_SECONDS, free * weights[names[0]] / sum(weights.values()))
 
 
 def measure(options: argparse.Namespace) -> tuple[str, dict[str, Book]]:

@@ -72,8 +72,8 @@ class Section(Protocol):
     NOTE: str
     """Explanation of the table's columns."""
     COLUMNS: Sequence[Column]
-    LIMIT_SECONDS: float
-    """Time limit of the whole section, for its most important rows; others may need more."""
+    WEIGHT: float
+    """Share of a call's time, beside those of the other sections."""
     PATIENCE_SECONDS: float
     """Longest silence of a section before it counts as hung."""
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.support.device import VARIABLE
+from tests.support.one_gpu import turn_on_the_gpu
 
 ORDER = (
     *("kernels", "experts_cuda", "fp8_cuda", "training_cuda", "determinism_cuda", "generation_cuda"),
@@ -34,9 +31,6 @@ def shared_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture(autouse=True)
 def one_test_or_many(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test that compares times waits until no other worker's test is on the GPU, and lets none begin."""
-    alone = request.node.get_closest_marker("alone") is not None
-    with (Path(tempfile.gettempdir()) / f"megatron-gpu-tests-{os.getuid()}.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+    """Workers' tests share the GPU, but for those that compare times."""
+    with turn_on_the_gpu(request.node.get_closest_marker("alone") is not None):
         yield
-        fcntl.flock(file, fcntl.LOCK_UN)  # a child may have inherited the file

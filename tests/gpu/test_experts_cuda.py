@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.timeout(400)  # the ranks may take 300 s
 @pytest.mark.ranks
-@pytest.mark.parametrize("world_size", sorted(experts.LAYOUTS))
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_layouts_agree(world_size: int) -> None:
     experts.test_layouts_agree(world_size)
 

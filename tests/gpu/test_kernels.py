@@ -11,12 +11,16 @@ from tests.support import float8 as float8_checks
 from tests.support import kernels as checks
 from tests.support import tiles as tile_checks
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif("cuda" not in (native.devices() if native.problem() is None else ()), reason="no CUDA kernels"),
-]
+pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
+
+
+@pytest.fixture(autouse=True)
+def compiled_kernels() -> None:
+    """Where there is a GPU, the kernels must be there, too: nothing would be tested without them."""
+    if (why := native.problem_on(DEVICE)) is not None:
+        pytest.fail(f"no compiled kernels: {why}", pytrace=False)
 
 
 @pytest.mark.parametrize("role", [Role.PLAIN, Role.DELTA, Role.FEEDBACK])

@@ -66,6 +66,8 @@ def _saturated(changes: dict[str, dict[str, Any]], world_size: int, vocab: int) 
 
 WIDE: dict[str, Any] = {"hidden_size": 1024, "num_layers": 2}
 LONG: dict[str, Any] = {"hidden_size": 1024, "num_layers": 2, "seq_length": 2048, "max_position_embeddings": 2048}
+NARROW: dict[str, Any] = {**LONG, "kv_channels": 32, "ffn_hidden_size": 128}
+"""Messages of the same size, between layers that compute next to nothing: both stages share the GPU."""
 SATURATED: dict[str, tuple[dict[str, dict[str, Any]], int]] = {
     "sums of replicas": ({"model": WIDE}, ENTRIES),
     "sums of replicas in 8 bits": ({"model": WIDE, "compression": {"compress": ["dp-grad=fixpoint,bits=8"]}}, ENTRIES),
@@ -75,7 +77,7 @@ SATURATED: dict[str, tuple[dict[str, dict[str, Any]], int]] = {
     ),
     "activations between stages": (
         {
-            "model": LONG,
+            "model": NARROW,
             "parallel": {"pipeline_model_parallel_size": 2},
             "training": {"micro_batch_size": 4, "global_batch_size": 16},
         },

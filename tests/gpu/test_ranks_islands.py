@@ -30,23 +30,14 @@ def _backends(folder: Path) -> set[str]:
     return {config["parallel"]["distributed_backend"] for config in configs}
 
 
-@pytest.mark.parametrize(
-    ("layout", "by"),
-    [("a process", "exact"), ("sharded replicas", "exact"), ("stages", "exact"), ("replicas", "compressed")],
-)
+@pytest.mark.parametrize(("layout", "by"), [("stages", "exact"), ("replicas", "compressed")])
 def test_islands_in_step_are_data_parallelism(prefix: Path, tmp_path: Path, layout: str, by: str) -> None:
     islands.test_islands_in_step_are_data_parallelism(prefix, tmp_path, layout, by)
     assert _backends(tmp_path) == {backend_of_tests()}
 
 
-@pytest.mark.parametrize("spec", [islands.ROUNDS, islands.SUMS], ids=["rounds", "in step"])
-def test_two_islands_of_two_stages_are_two_islands_of_one_process(prefix: Path, tmp_path: Path, spec: str) -> None:
-    islands.test_two_islands_of_two_stages_are_two_islands_of_one_process(prefix, tmp_path, spec)
-    assert _backends(tmp_path) == {backend_of_tests()}
-
-
-def test_another_number_of_islands_goes_on_from_the_end_of_a_round(prefix: Path, tmp_path: Path) -> None:
-    islands.test_another_number_of_islands_goes_on_from_the_end_of_a_round(prefix, tmp_path, 3)
+def test_two_islands_of_two_stages_are_two_islands_of_one_process(prefix: Path, tmp_path: Path) -> None:
+    islands.test_two_islands_of_two_stages_are_two_islands_of_one_process(prefix, tmp_path, islands.ROUNDS)
     assert _backends(tmp_path) == {backend_of_tests()}
 
 

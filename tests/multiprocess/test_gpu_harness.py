@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,15 +15,56 @@ import torch.distributed as dist
 
 from tests.gpu import test_ranks_layouts as gpu_layouts
 from tests.support.cli import REPO
+from tests.support.corpus import tiny_flags
 from tests.support.device import VARIABLE, rank_variables
+from tests.support.one_gpu import turn_on_the_gpu
 from tests.support.spawn import run_ranks
+from tests.support.tiny import tiny_config
 
 pytestmark = pytest.mark.multiprocess
 
 
-@pytest.mark.parametrize("codecs", [False, True])
-def test_pipelines_of_the_gpu_tests_run_on_the_cpu(codecs: bool) -> None:
-    gpu_layouts.test_pipelines_run_from_cold_processes("pp2 interleaved", codecs)
+def test_pipelines_of_the_gpu_tests_run_on_the_cpu() -> None:
+    gpu_layouts.test_pipelines_run_from_cold_processes("pp2 interleaved")
+    gpu_layouts.test_pipelines_without_codecs_run_from_cold_processes("pp2 interleaved")
+
+
+def test_layers_are_compiled_on_a_gpu_only_where_a_test_asks_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "--compile" not in tiny_flags(tmp_path)
+    monkeypatch.setenv(VARIABLE, "cuda")
+    asked: dict[str, dict[str, Any]] = {"training": {"compile": "on"}}
+    assert [tiny_config(changes, 1).training.compile for changes in ({}, asked)] == ["off", "on"]
+    flags = tiny_flags(tmp_path)
+    assert flags[flags.index("--compile") + 1] == "off"
+
+
+def test_who_compares_times_is_alone_on_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    order: list[str] = []
+
+    def take(alone: bool, name: str) -> None:
+        with turn_on_the_gpu(alone):
+            order.append(name)
+
+    def started(alone: bool, name: str) -> threading.Thread:
+        thread = threading.Thread(target=take, args=(alone, name))
+        thread.start()
+        thread.join(0.5)
+        return thread
+
+    with turn_on_the_gpu(alone=False):
+        beside, waiting = started(False, "beside"), started(True, "alone")
+        assert order == ["beside"]
+    for thread in (beside, waiting):
+        thread.join(10)
+    assert order == ["beside", "alone"]
+    with turn_on_the_gpu(alone=True):
+        late = started(False, "late")
+        assert order == ["beside", "alone"]
+    late.join(10)
+    assert order[2:] == ["late"]
 
 
 def test_ranks_on_one_gpu_are_hosts_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

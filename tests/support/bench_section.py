@@ -12,7 +12,7 @@ from benchmarks.rows import RowLog
 from benchmarks.tables import Cells, Column
 
 TITLE, NOTE, COLUMNS = "Ends", "How rows end.", (Column("row", "name"), Column("value", "value", ".2f"))
-LIMIT_SECONDS, PATIENCE_SECONDS = 600.0, 20.0
+WEIGHT, PATIENCE_SECONDS = 1.0, 20.0
 
 
 def keys(setting: Setting) -> list[str]:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -16,6 +21,18 @@ ONE_CHANNEL = {
     "NCCL_SOCKET_NTHREADS": "1",
 }
 """Makes NCCL's sockets as slow as one stream of bytes, so that large messages saturate them."""
+
+
+@contextmanager
+def turn_on_the_gpu(alone: bool) -> Iterator[None]:
+    """A test's turn among those of all processes: with others, or (``alone``) once no other's goes on, and before any
+    other's begins."""
+    with (Path(tempfile.gettempdir()) / f"megatron-gpu-tests-{os.getuid()}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # a child may have inherited the file
 
 
 def be_a_host() -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from benchmarks.network.cuda_cases import CUDA_BENCHES, DATA
 from benchmarks.network.run import link_rate
 from benchmarks.network.worker import config_of
 from benchmarks.rows import Book, RowLog, kept, opened
-from benchmarks.train_sides import PlainGPT, Shape, _HuggingFace
+from benchmarks.train_sides import PlainGPT, Shape, _HuggingFace, cast_experts, peer_training
 from benchmarks.train_steps import run_config
 from benchmarks.turns import SideError
 from tests.support import bench_section
@@ -218,12 +219,12 @@ def test_what_is_worth_most_comes_first(tmp_path: Path) -> None:
 
 
 def test_sections_share_the_time_of_a_call() -> None:
-    train_s, kernels_s = train.LIMIT_SECONDS, kernels.LIMIT_SECONDS
-    assert run.limit_of(["train", "kernels"], {}, math.inf) == train_s
-    assert run.limit_of(["train", "kernels"], {}, (train_s + kernels_s) / 2) == train_s / 2
-    assert run.limit_of(["kernels"], {}, (train_s + kernels_s) / 2) == kernels_s
-    assert run.limit_of(["train", "kernels"], {"kernels": 500.0}, 500.0 + train_s / 2) == train_s / 2
-    assert run.limit_of(["kernels", "train"], {"kernels": 500.0}, 60.0) == 500.0
+    share = train.WEIGHT / (train.WEIGHT + kernels.WEIGHT)
+    assert run.limit_of(["train", "kernels"], {}, math.inf) == math.inf
+    assert run.limit_of(["train", "kernels"], {}, 400.0) == pytest.approx(400 * share)
+    assert run.limit_of(["train", "kernels", "network"], {"network": 90.0}, 490.0) == pytest.approx(400 * share)
+    assert run.limit_of(["kernels"], {}, 400.0) == 400.0
+    assert run.limit_of(["network", "train"], {"network": 500.0}, 60.0) == 500.0
     assert run.limit_of(["train", "kernels"], {}, -5.0) == run.SHORTEST_SECONDS
 
 
@@ -337,7 +338,7 @@ def test_cases_on_cuda_resolve(layout: str) -> None:
     assert [link_rate(bench, setup, {}) for setup in bench.setups] == [10e9, 1e9, 100e6]
 
 
-SHAPES = list(dict.fromkeys(shape for shape, _ in (*train.REAL, *train.TOY))) + [train.GPT_2_7B, fp8.SMALL]
+SHAPES = [*dict.fromkeys(shape for shape, _ in (*train.REAL, *train.TOY)), train.GPT_2_7B, fp8.SMALL]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
@@ -354,6 +355,23 @@ def test_real_trainings_resolve(shape: Shape) -> None:
     idle = max(shape.experts - 2, 0) * shape.layers * 3 * shape.hidden * shape.ffn
     used = count - idle - shape.vocab * shape.hidden * shape.llama
     assert 5.5 < shape.flops() / (used * shape.samples * shape.seq) < 8.5
+
+
+def test_experts_of_a_peer_have_weights_of_bf16_on_a_gpu() -> None:
+    """And only there; a step with them works."""
+    shape = Shape(2, 64, 16, 2, vocab=100, llama=True, ffn=128, groups=1, experts=4)
+    made: list[torch.nn.Module] = []
+    for precision, device in (("bf16", "cpu"), ("fp32", "cuda"), ("bf16", "cuda")):
+        model = _HuggingFace(shape)
+        cast_experts(model, precision, device)
+        halves = {name.split(".")[-1] for name, x in model.named_parameters() if x.dtype == torch.bfloat16}
+        assert halves == ({"gate_up_proj", "down_proj"} if (precision, device) == ("bf16", "cuda") else set())
+        made.append(model)
+    with mock.patch("benchmarks.train_sides._HuggingFace", return_value=made[-1]):
+        train_once = peer_training("hugging-face", shape, "bf16", "cpu", compiled=False)
+    tokens, labels = (torch.randint(0, 100, (2, 16)) for _ in range(2))
+    losses = [float(train_once(tokens, labels)) for _ in range(20)]
+    assert losses[-1] < losses[0]
 
 
 def test_the_plain_model_is_a_gpt2() -> None:
