@@ -6,7 +6,7 @@ BOOTSTRAP := $(if $(PYTHON),$(PYTHON),$(shell command -v python3 || command -v p
 RUN := $(BOOTSTRAP) tools/setup_env.py
 PYTEST := -m pytest --durations=20
 WORKERS := -n 2 --no-loadscope-reorder
-GPU_WORKERS := -n 4 --no-loadscope-reorder
+GPU_WORKERS := -n 5 --no-loadscope-reorder
 ARGS ?=
 export PYTHON
 

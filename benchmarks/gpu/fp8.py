@@ -133,15 +133,21 @@ def _speeds(setting: Setting, wanted: Sequence[str], report: RowLog) -> None:
     batches = _batches(shape, 0, engines.topology.device)
     report.begin(speed_key(setting, BF16))  # a sign of life: weights of this size take a while
     seconds: dict[str, list[float]] = {products: [] for products in PRODUCTS}
-    for turn in range(TURNS + 1):
+
+    def step(products: str) -> float:
+        _choose(engines, products)
+        return timed(partial(train_step, engines, batches, 0, 1e-4, 0.01), setting.device)
+
+    # Recorded as soon as there are figures: a limit of time may take the turns that are left.
+    for products, found in seconds.items():
+        report.begin(speed_key(setting, products))
+        step(products)  # compiles
+        found.append(step(products))
+        _record_speeds(setting, shape, seconds, wanted, report)
+    for _ in range(TURNS - 1):
         for products, found in seconds.items():
-            if not turn:
-                report.begin(speed_key(setting, products))
-            _choose(engines, products)
-            took = timed(partial(train_step, engines, batches, 0, 1e-4, 0.01), setting.device)
-            found += [took] if turn else []  # the first one compiles
-        if turn:  # at once: a limit of time may take the turns that are left
-            _record_speeds(setting, shape, seconds, wanted, report)
+            found.append(step(products))
+        _record_speeds(setting, shape, seconds, wanted, report)
 
 
 def _record_speeds(
@@ -149,7 +155,7 @@ def _record_speeds(
 ) -> None:
     """Records the speeds of the turns so far; rows of fewer turns are overwritten."""
     for products, found in seconds.items():
-        if speed_key(setting, products) not in wanted:
+        if not found or speed_key(setting, products) not in wanted:
             continue
         rate = shape.flops() / statistics.median(found)
         cells: dict[str, Any] = {"of_limit": rate / setting.peak_flops} if setting.peak_flops else {}

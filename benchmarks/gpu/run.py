@@ -34,7 +34,6 @@ from benchmarks.record import header, made_by, write_record
 from benchmarks.rows import Book, kept, opened
 from megatron.data.interrupt import stopped_in_order
 
-
 SHORTEST_SECONDS = 30.0
 """What a section gets even where nothing is left: less would not even start it."""
 

@@ -19,7 +19,7 @@ PLACES = {f"test_{name}.py": place for place, name in enumerate(ORDER)}
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: PLACES[item.path.name] if item.path.parent.name == "gpu" else -1)
+    items.sort(key=lambda item: PLACES.get(item.path.name, 0) if item.path.parent.name == "gpu" else -1)
 
 
 @pytest.fixture(autouse=True)
