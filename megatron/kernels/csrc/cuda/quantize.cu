@@ -272,8 +272,8 @@ __global__ void dequantize_words(mcc_codec c, Tiling t) {
 #pragma unroll
       for (int j = 0; j < kEach; ++j) v[j] = other[j] + v[j];
     }
-    if (c.role == MCC_DELTA) write_eight(c.other, c.other_dtype, begin, c.count, v);
-    if (c.out != nullptr) write_eight(c.out, c.out_dtype, begin, c.count, v);
+    if (c.role == MCC_DELTA) write_eights(c.other, c.other_dtype, begin, c.count, v);
+    if (c.out != nullptr) write_eights(c.out, c.out_dtype, begin, c.count, v);
   }
 }
 
