@@ -2,7 +2,7 @@
 
 They are optional. Without a C++17 compiler, or where the compilation fails, the package installs without them and says
 so; MEGATRON_CC_BUILD=require makes that an error, MEGATRON_CC_BUILD=skip leaves them out. The CUDA kernels are built
-where torch is a CUDA build and nvcc is found.
+where torch is a CUDA build and nvcc is found; where that fails, those for CPUs alone.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from setuptools import Extension, setup
 
 SOURCES = Path("megatron") / "kernels" / "csrc"
 ARCHITECTURES = ("80", "90", "100")
+WARNING = "warning: the kernels were not compiled, pure torch takes their place: "
+WARNING_OF_CUDA = "warning: the kernels were not compiled for GPUs, those for CPUs follow: "
 TARGET = "0x020b000000000000"
 """Oldest torch whose stable ABI the binding asks for: 2.11."""
 
@@ -48,12 +50,11 @@ def has_cuda() -> bool:
     return torch.version.cuda is not None and cpp_extension.CUDA_HOME is not None
 
 
-def extension() -> Extension:
+def extension(cuda: bool) -> Extension:
     """The kernels: portable C++ for each instruction set, plain CUDA, and a binding over torch's stable ABI."""
     from torch.utils.cpp_extension import CppExtension, CUDAExtension
 
     sources = [str(path) for path in sorted([*SOURCES.glob("*.cpp"), *(SOURCES / "cpu").glob("*.cpp")])]
-    cuda = has_cuda()
     macros = [("TORCH_TARGET_VERSION", TARGET), ("MCC_SOURCES", f"{sources_digest(SOURCES)}ll")]
     macros += [("MCC_CUDA", "1"), ("USE_CUDA", "1")] if cuda else []
     flags: Any = CPU_FLAGS
@@ -68,22 +69,30 @@ def extension() -> Extension:
         extra_link_args=["-fopenmp", "-s"],
         py_limited_api=True,
     )
-    made.optional = True
     return made
 
 
-def builder() -> type:
-    """torch's build command, which gives up on the kernels instead of on the installation."""
+def builder(cuda: bool) -> type:
+    """torch's build command, which gives up on CUDA's kernels, then on all of them, instead of on the installation."""
     from torch.utils.cpp_extension import BuildExtension
 
     class Build(BuildExtension):
+        extensions: list[Extension]
+
         def run(self) -> None:
-            try:
-                super().run()
-            except Exception as error:
-                if os.environ.get("MEGATRON_CC_BUILD") == "require":
-                    raise
-                print(f"warning: the kernels were not compiled, pure torch takes their place: {error}", file=sys.stderr)
+            for with_cuda in (True, False) if cuda else (False,):
+                if cuda and not with_cuda:
+                    self.extensions[0].__dict__.update(extension(with_cuda).__dict__)
+                try:
+                    super().run()
+                except Exception as error:
+                    if os.environ.get("MEGATRON_CC_BUILD") == "require":
+                        raise
+                    what = WARNING_OF_CUDA if with_cuda else WARNING
+                    print(f"{what}{error}", file=sys.stderr)
+                else:
+                    return
+            self.extensions = []  # none that an installation could copy
 
     return Build
 
@@ -92,11 +101,12 @@ def main() -> None:
     arguments: dict[str, Any] = {}
     try:
         if os.environ.get("MEGATRON_CC_BUILD") != "skip":
-            arguments = {"ext_modules": [extension()], "cmdclass": {"build_ext": builder()}}
+            cuda = has_cuda()
+            arguments = {"ext_modules": [extension(cuda)], "cmdclass": {"build_ext": builder(cuda)}}
     except ImportError as error:
         if os.environ.get("MEGATRON_CC_BUILD") == "require":
             raise
-        print(f"warning: the kernels were not compiled, pure torch takes their place: {error}", file=sys.stderr)
+        print(f"{WARNING}{error}", file=sys.stderr)
     setup(**arguments, options={"bdist_wheel": {"py_limited_api": "cp310"}} if arguments else {})
 
 
