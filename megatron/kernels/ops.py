@@ -184,8 +184,25 @@ def finite_norm(x: Tensor) -> Tensor:
 
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> float:
-    """Sum of squares of all elements, in fp64; inf or nan when any element is. One synchronization of the device."""
-    return float(torch.stack([finite_norm(x)[0] for x in tensors]).sum()) if tensors else 0.0
+    """Sum of squares of all elements, in fp64; inf or nan when any element is. One synchronization of the device.
+
+    Flat tensors that lie one behind the other, as those of a buffer do, are read in one pass.
+    """
+    return float(torch.stack([finite_norm(x)[0] for x in _joined(tensors)]).sum()) if tensors else 0.0
+
+
+def _joined(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The same elements, with flat tensors that adjoin in memory as one."""
+    found: list[Tensor] = []
+    for x in tensors:
+        last = found[-1] if found else x.new_empty(())
+        adjoins = x.dim() == last.dim() == 1 and x.is_contiguous() and last.is_contiguous() and x.dtype == last.dtype
+        end = last.storage_offset() + last.numel()
+        if adjoins and x.untyped_storage()._cdata == last.untyped_storage()._cdata and x.storage_offset() == end:
+            found[-1] = last.as_strided((last.numel() + x.numel(),), (1,))
+        else:
+            found.append(x)
+    return found
 
 
 def sample_histogram(x: Tensor, stride: int, bins: int) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan
 from megatron.config.model import LM_LOSS
 from megatron.config.optimizer import OptimizerConfig
+from megatron.kernels import ops
 from megatron.kernels.ops import sum_of_squares
 from megatron.optimizer.loss_scale import ConstantLossScale, DynamicLossScale, LossScale
 from megatron.optimizer.optimizer import Optimizer
@@ -225,3 +227,15 @@ def test_the_norm_of_fp16_numbers_may_exceed_fp16() -> None:
     assert sum_of_squares([]) == 0.0
     x[5] = torch.inf
     assert not math.isfinite(sum_of_squares([x]))
+
+
+def test_what_adjoins_in_memory_is_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two gradients of one buffer, one behind a gap, one of another buffer and a matrix."""
+    flat, other = torch.randn(100, dtype=torch.float64), torch.randn(20, dtype=torch.float64)
+    parts = [flat[:10], flat[10:40], flat[50:], other, other.view(4, 5), other.float()]
+    passes = mock.Mock(side_effect=ops.finite_norm)
+    monkeypatch.setattr(ops, "finite_norm", passes)
+    found = sum_of_squares(parts)
+    assert [call.args[0].numel() for call in passes.call_args_list] == [40, 50, 20, 20, 20]
+    assert found == pytest.approx(sum(float(x.double().square().sum()) for x in parts), rel=1e-6)
+    assert sum_of_squares([flat[10:40], flat[:10]]) == pytest.approx(float(flat[:40].square().sum()), rel=1e-12)
