@@ -78,9 +78,12 @@ def builder(cuda: bool) -> type:
 
     class Build(BuildExtension):
         extensions: list[Extension]
+        compiler: Any
 
         def run(self) -> None:
+            compiler = self.compiler  # its name or nothing; a run puts the compiler itself there
             for with_cuda in (True, False) if cuda else (False,):
+                self.compiler = compiler
                 if cuda and not with_cuda:
                     self.extensions[0].__dict__.update(extension(with_cuda).__dict__)
                 try:

@@ -76,6 +76,8 @@ def test_where_cudas_do_not_compile_those_for_cpus_do(monkeypatch: pytest.Monkey
     def run(self: BuildExtension) -> None:
         (extension,) = self.extensions
         assert not extension._needs_stub  # as setuptools asks of all that it knows
+        assert self.compiler is None  # or new_compiler would not know it
+        self.compiler = object()
         tried.append(*extension.sources)
         if tried[-1] == "cuda":
             raise RuntimeError("nvcc fatal: Unsupported gpu architecture")
