@@ -79,11 +79,12 @@ def builder(cuda: bool) -> type:
     class Build(BuildExtension):
         extensions: list[Extension]
         compiler: Any
+        inplace: bool
 
         def run(self) -> None:
-            compiler = self.compiler  # its name or nothing; a run puts the compiler itself there
+            given = self.compiler, self.inplace  # which a run changes, and leaves so when it fails
             for with_cuda in (True, False) if cuda else (False,):
-                self.compiler = compiler
+                self.compiler, self.inplace = given
                 if cuda and not with_cuda:
                     self.extensions[0].__dict__.update(extension(with_cuda).__dict__)
                 try:

@@ -77,7 +77,8 @@ def test_where_cudas_do_not_compile_those_for_cpus_do(monkeypatch: pytest.Monkey
         (extension,) = self.extensions
         assert not extension._needs_stub  # as setuptools asks of all that it knows
         assert self.compiler is None  # or new_compiler would not know it
-        self.compiler = object()
+        assert self.inplace
+        self.compiler, self.inplace = object(), False
         tried.append(*extension.sources)
         if tried[-1] == "cuda":
             raise RuntimeError("nvcc fatal: Unsupported gpu architecture")
@@ -86,11 +87,13 @@ def test_where_cudas_do_not_compile_those_for_cpus_do(monkeypatch: pytest.Monkey
     monkeypatch.setattr(setup, "extension", lambda cuda: Extension("kernels", ["cuda" if cuda else "cpu"]))
     monkeypatch.delenv("MEGATRON_CC_BUILD", raising=False)
     command = setup.builder(cuda=True)(Distribution({"ext_modules": [setup.extension(cuda=True)]}))
+    command.inplace = True
     command.finalize_options()
     command.run()
     assert tried == ["cuda", "cpu"]
     monkeypatch.setenv("MEGATRON_CC_BUILD", "require")
     command = setup.builder(cuda=True)(Distribution({"ext_modules": [setup.extension(cuda=True)]}))
+    command.inplace = True
     command.finalize_options()
     with pytest.raises(RuntimeError, match="Unsupported gpu architecture"):
         command.run()
