@@ -133,7 +133,7 @@ def register_shapes() -> None:
         return None
 
     for name in OPERATORS:
-        torch.library.register_fake(f"{_LIBRARY}::{name}", nothing)
+        torch.library.register_fake(f"{_LIBRARY}::{name}", nothing, allow_override=True)
     own = [operators().product, operators().grouped_product]
     register_flop_formula([operator for operator in own if operator not in flop_registry])(_flops_of_products)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -71,6 +71,14 @@ class ForwardContext:
     experts: ExpertContext | None = None
     cache: KVCache | None = None
     attention: Callable[..., Tensor] = F.scaled_dot_product_attention
+
+    def of_any_micro_batch(self) -> ForwardContext:
+        """The inputs without what numbers the micro-batch and its samples.
+
+        Where compiled code recomputes something, older versions of torch compile it for all the numbers that it is
+        given: anew for each micro-batch.
+        """
+        return replace(self, dropout=None, experts=None)
 
 
 @dataclass(frozen=True)

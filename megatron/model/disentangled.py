@@ -86,7 +86,7 @@ class DisentangledAttention(SelfAttention):
         mixed = self.query_key_value(x_sbh)
         s, b, _ = mixed.shape
         query, key, value = mixed.view(s, b, self.groups, _TERMS, self.head_dim).permute(3, 1, 2, 0, 4)
-        given = (query, key, value, *self._of_distances(table_rh), rows_ss, context, dropout)
+        given = (query, key, value, *self._of_distances(table_rh), rows_ss, context.of_any_micro_batch(), dropout)
         if self.recompute_core and torch.is_grad_enabled():
             out_bnsd = checkpoint(self._disentangled, *given, use_reentrant=False, preserve_rng_state=False)
         else:
