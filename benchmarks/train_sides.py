@@ -178,10 +178,12 @@ def cast_experts(model: nn.Module, precision: str, device: str) -> None:
     fp32 weights they would be fp32 products there, in a loop where torch.compile is on. A CPU computes them as it did.
     So these weights, and what the optimizer keeps of them, are bf16, which spares this peer memory and casts.
     """
+    if (precision, device) != ("bf16", "cuda"):
+        return
     from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
     for module in model.modules():
-        if isinstance(module, MixtralExperts) and (precision, device) == ("bf16", "cuda"):
+        if isinstance(module, MixtralExperts):
             module.to(torch.bfloat16)
 
 

@@ -8,9 +8,9 @@
 
 Every section runs in a process of its own; one that hangs, crashes or runs out of memory is reported as such, and the
 others go on. The sections share the --minutes of the call, and each measures its most important rows first: its time
-limit may cut the others. Finished rows are kept, as long as the hardware, torch and the sources
-stay the same: the same command goes on with those that are missing, --again measures all anew. Writes report.md,
-results.json and each section's log to --out.
+limit may cut the others. Finished rows are kept, as long as the hardware, torch and the sources stay the same: the same
+command goes on with those that are missing, --again measures all anew. Writes report.md, results.json and each
+section's log to --out.
 """
 
 from __future__ import annotations

@@ -193,16 +193,21 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> float:
 
 def _joined(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The same elements, with flat tensors that adjoin in memory as one."""
-    found: list[Tensor] = []
+    runs: list[list[Tensor]] = []
     for x in tensors:
-        last = found[-1] if found else x.new_empty(())
-        adjoins = x.dim() == last.dim() == 1 and x.is_contiguous() and last.is_contiguous() and x.dtype == last.dtype
-        end = last.storage_offset() + last.numel()
-        if adjoins and x.untyped_storage()._cdata == last.untyped_storage()._cdata and x.storage_offset() == end:
-            found[-1] = last.as_strided((last.numel() + x.numel(),), (1,))
+        if runs and _adjoin(runs[-1][-1], x):
+            runs[-1].append(x)
         else:
-            found.append(x)
-    return found
+            runs.append([x])
+    return [run[0] if len(run) == 1 else run[0].as_strided((sum(x.numel() for x in run),), (1,)) for run in runs]
+
+
+def _adjoin(a: Tensor, b: Tensor) -> bool:
+    """Whether two flat tensors of one memory and type lie one behind the other."""
+    if not (a.dim() == b.dim() == 1 and a.dtype == b.dtype and b.storage_offset() == a.storage_offset() + a.numel()):
+        return False
+    same = a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    return same and a.is_contiguous() and b.is_contiguous()
 
 
 def sample_histogram(x: Tensor, stride: int, bins: int) -> tuple[Tensor, Tensor]:
