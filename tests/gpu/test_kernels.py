@@ -34,6 +34,10 @@ def test_codecs_give_the_twins_bits(role: Role, seed: int | None) -> None:
             checks.check_codec(x, other, grid, role, seed, torch.bfloat16 if number % 2 else torch.float32)
 
 
+def test_usual_codecs() -> None:
+    checks.check_usual_codecs(DEVICE)
+
+
 def test_codes_equal_the_cpus() -> None:
     """Bit by bit, so that a run's ends may be a GPU and a CPU."""
     x = checks.noise((123_457,), 0, "cpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Iterator
@@ -112,6 +113,31 @@ def grids() -> Iterator[Grid]:
             yield Grid(bits, ScaleLayout.GROUP, 256 if bits % 2 else 32, kind, ScaleMethod.MAX, 64)
             yield Grid(bits, ScaleLayout.TENSOR, 64, kind, ScaleMethod.MAX, 128)
             yield Grid(bits, ScaleLayout.GROUP, 64, kind, ScaleMethod.MAX, 512 if bits % 2 else 256)
+
+
+def check_usual_codecs(device: str) -> None:
+    """Codecs of group scales on the default levels, for which there are kernels of their own: whole and broken words and
+    warps, aligned and unaligned memory, with and without noise, every dtype, there and back."""
+    for number, (bits, group, count) in enumerate(itertools.product(range(2, 9), (8, 16, 64, 256), (5, 503, 1031))):
+        kind = GridKind.SYMMETRIC if bits > 3 else GridKind.SIGNED
+        scale = torch.bfloat16 if number % 2 else torch.float32
+        for dtype in DTYPES:
+            x = spoil(noise((count + 1,), number, device, dtype), number)[number % 4 // 3 :]
+            for grid, seed in ((Grid(bits, group=group, kind=kind), None), (Grid(bits, group=group, kind=kind), 77)):
+                check_codec(x, None, grid, Role.PLAIN, seed, scale)
+                codes, scales = _coded(x, grid, seed, scale)
+                out, wanted = (torch.ones(count + 9, dtype=dtype, device=device)[-len(x) :] for _ in range(2))
+                ops.unpack_dequantize(codes, scales, out, grid)
+                reference.unpack_dequantize(codes, scales, None, wanted, grid, Role.PLAIN)
+                assert same(out, wanted)
+            check_codec(x, None, Grid(bits, group=group, kind=kind, rotation=64), Role.PLAIN, 77, scale)
+
+
+def _coded(x: Tensor, grid: Grid, seed: int | None, scale: torch.dtype) -> tuple[Tensor, Tensor]:
+    codes = torch.empty(grid.code_bytes(x.numel()), dtype=torch.uint8, device=x.device)
+    scales = torch.empty(grid.scale_count(x.numel()), dtype=scale, device=x.device)
+    ops.quantize_pack(x, codes, scales, grid, seed=seed)
+    return codes, scales
 
 
 def check_topk(x_kn: Tensor, count: int) -> None:

@@ -172,17 +172,17 @@ MCC_FN float signed_scale(const mcc_grid &g, double sum, float low, float high, 
   return sign * (outer < kLargest ? outer : kLargest);
 }
 
-/* The scale of n numbers. */
+/* The scale of n numbers; of none, zero. */
 MCC_FN Scale scale_of(const mcc_grid &g, const Extent &e, int64_t n) {
-  if (n == 0) return {0.0f, 0.0f};
   if (takes_range(g)) {
+    if (n == 0) return {0.0f, 0.0f};
     if (e.least < 0x007fffffu || e.greatest > 0xff800000u) return {float_of(0x7fc00000u), float_of(0x7fc00000u)};
     const float low = from_ordered(e.least) + 0.0f, high = from_ordered(e.greatest) + 0.0f; /* no negative zeros */
     if (is_minmax(g)) return {low, high};
     return {signed_scale(g, e.sum, low, high, n) + 0.0f, 0.0f};
   }
   if (takes_sum(g)) {
-    const double mean = e.sum / double(n);
+    const double mean = n == 0 ? 0.0 : e.sum / double(n);
     if (!sums_squares(g)) return {float(mean), 0.0f};
     const double root = sqrt(mean);
     if (g.method == MCC_L2) return {float(root * 2.0), 0.0f};
@@ -235,17 +235,19 @@ struct Noise {
 constexpr float kMagic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer, which its low bits then hold */
 constexpr int32_t kMagicBits = 0x4b400000;
 
-/* The code of a number times its step; NaN takes the lowest level. */
-MCC_FN uint8_t nearest_code(float y, float low, float high, int32_t offset) {
+/* The level of a number times its step, above kMagicBits; NaN takes the lowest. */
+MCC_FN uint32_t nearest_level(float y, float low, float high) {
   y = y > low ? y : low;
   y = y < high ? y : high;
-  return uint8_t(int32_t(bits_of(y + kMagic)) - (kMagicBits - offset));
+  return bits_of(y + kMagic);
 }
 
-MCC_FN uint8_t stochastic_code(float y, float low, float high, int32_t offset, float noise) {
+MCC_FN uint32_t stochastic_level(float y, float low, float high, float noise) {
   y += noise;
   y = y > low ? y : low;
   y = y < high + 0.5f ? y : high + 0.5f;
-  const float nearest = (y + kMagic) - kMagic;
-  return uint8_t(int32_t(nearest > y ? nearest - 1.0f : nearest) + offset);
+  const float nearest = y + kMagic;
+  return bits_of(nearest) - (nearest - kMagic > y ? 1u : 0u);
 }
+
+MCC_FN uint8_t code_of(uint32_t level, int32_t offset) { return uint8_t(int32_t(level) - (kMagicBits - offset)); }

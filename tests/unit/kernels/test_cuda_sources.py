@@ -88,6 +88,10 @@ def test_codecs(device: str, role: Role) -> None:
             checks.check_codec(x, other, grid, role, 77 if number % 5 == 0 else None, scale)
 
 
+def test_usual_codecs(device: str) -> None:
+    checks.check_usual_codecs(device)
+
+
 def test_scales_over_many_pieces(device: str) -> None:
     for method in ScaleMethod:
         grid = Grid(4, ScaleLayout.TENSOR, method=method)

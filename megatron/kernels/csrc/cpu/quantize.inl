@@ -50,12 +50,12 @@ inline void quantize_levels(const mcc_grid &g, const float *__restrict v, Factor
     return kShifted ? y - shift : y;
   };
   if (!g.stochastic) {
-    for (int64_t i = 0; i < n; ++i) codes[i] = nearest_code(steps(i), low, high, offset);
+    for (int64_t i = 0; i < n; ++i) codes[i] = code_of(nearest_level(steps(i), low, high), offset);
     return;
   }
   const Noise noise(g.seed);
   for (int64_t i = 0; i < n; ++i)
-    codes[i] = stochastic_code(steps(i), low, high, offset, noise.at(uint32_t(index + i)));
+    codes[i] = code_of(stochastic_level(steps(i), low, high, noise.at(uint32_t(index + i))), offset);
 }
 
 template <int kEach>

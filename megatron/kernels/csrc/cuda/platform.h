@@ -45,6 +45,32 @@ __device__ __forceinline__ void write(void *p, int dtype, int64_t i, float x) {
     static_cast<uint16_t *>(p)[i] = dtype == MCC_BF16 ? float_to_bf16(x) : float_to_fp16(x);
 }
 
+/* Pairs of numbers in a half-precision dtype, as ``write`` rounds them, the first of a pair in the lower half of its word. */
+template <int kPairs>
+__device__ __forceinline__ void pack_halves(int dtype, const float *v, uint32_t *words) {
+#ifdef __CUDA_ARCH__
+  bool numbers = true; /* the device's conversions give NaN another payload */
+#pragma unroll
+  for (int i = 0; i < 2 * kPairs; ++i) numbers = numbers && v[i] == v[i];
+  if (numbers) {
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      if (dtype == MCC_BF16)
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(words[i]) : "f"(v[2 * i + 1]), "f"(v[2 * i]));
+      else
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(words[i]) : "f"(v[2 * i + 1]), "f"(v[2 * i]));
+    }
+    return;
+  }
+#endif
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) {
+    const float low = v[2 * i], high = v[2 * i + 1];
+    words[i] = dtype == MCC_BF16 ? float_to_bf16(low) | uint32_t(float_to_bf16(high)) << 16
+                                 : float_to_fp16(low) | uint32_t(float_to_fp16(high)) << 16;
+  }
+}
+
 /* kPack numbers at once: 16 bytes, or one. */
 template <int kPack>
 __device__ __forceinline__ void read_pack(const void *p, int dtype, int64_t at, float *v) {
@@ -64,19 +90,18 @@ __device__ __forceinline__ void read_pack(const void *p, int dtype, int64_t at, 
 
 template <int kPack>
 __device__ __forceinline__ void write_pack(void *p, int dtype, int64_t at, const float *v) {
-  if (kPack == 1) {
+  if constexpr (kPack == 1) {
     write(p, dtype, at, v[0]);
-    return;
-  }
-  uint32_t words[4] = {0, 0, 0, 0};
+  } else {
+    uint32_t words[4];
+    if constexpr (kPack == 8) {
+      pack_halves<4>(dtype, v, words);
+    } else {
 #pragma unroll
-  for (int i = 0; i < kPack; ++i) {
-    if (kPack == 4)
-      words[i] = bits_of(v[i]);
-    else
-      words[i / 2] |= uint32_t(dtype == MCC_BF16 ? float_to_bf16(v[i]) : float_to_fp16(v[i])) << (i % 2 * 16);
+      for (int i = 0; i < 4; ++i) words[i] = bits_of(v[i]);
+    }
+    *reinterpret_cast<uint4 *>(static_cast<char *>(p) + at * (16 / kPack)) = make_uint4(words[0], words[1], words[2], words[3]);
   }
-  *reinterpret_cast<uint4 *>(static_cast<char *>(p) + at * (16 / kPack)) = make_uint4(words[0], words[1], words[2], words[3]);
 }
 
 /* Sums over a block of up to 1024 threads, on every thread; ``room`` holds 33 numbers. Lanes add in a fixed order. */

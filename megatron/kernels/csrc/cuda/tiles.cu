@@ -90,10 +90,8 @@ void mark_tiles(const mcc_context *context, const int64_t *indices, int64_t coun
 /* The sum of squares of what eight numbers lose. */
 __device__ __forceinline__ float lost(const mcc_grid &g, const float *v, Scale scale) {
   const Factor step = factor_of(g, true, scale), unit = factor_of(g, false, scale);
-  uint8_t codes[kEach];
   float d[kEach];
-  codes_of<true>(g, v, &step, 0, codes);
-  values_of<true>(g, codes, &unit, d);
+  values_of<true>(g, codes_of<true>(g, v, &step, 0), &unit, d);
 #pragma unroll
   for (int j = 0; j < kEach; ++j) d[j] = v[j] - d[j];
   return sum_of_squares(d);
@@ -113,8 +111,8 @@ __global__ void errors_in_lanes(mcc_codec c, Tiling t, int64_t coded, float *err
     if (kRotated) rotate_lanes(v, g.rotation);
     if (!kRotated && c.tiles.some) rotate_some(v, g.rotation, turns(c, t, begin, v));
     Extent e;
-    measure<kEach>(g, v, coded - begin, e);
-    for (int d = 1; d < lanes; d *= 2) join_lanes(needs, e, d);
+    measure<kEach>(needs, v, coded - begin, e);
+    join_group(needs, e, lanes);
     float sum = lost(g, v, scale_of(g, e, g.group));
     for (int d = 1; d < tile_lanes; d *= 2) sum += __shfl_xor_sync(kAll, sum, d);
     const int64_t tile = w / tile_lanes;

@@ -110,10 +110,35 @@ inline unsigned word_blocks(int64_t count, int threads) {
   return grid_of(blocks < 16384 ? blocks : 16384);
 }
 
+/* The bits of a usual codec: groups, the largest magnitude as their scale, the default levels of so many bits, and no second
+ * tensor. Others have 0. */
+inline int usual_bits(const mcc_codec &c) {
+  const bool plain = c.role == MCC_PLAIN && c.grid.layout == MCC_GROUP && c.grid.method == MCC_MAX && c.grid.bits > 1;
+  return plain && c.grid.kind == (c.grid.bits > 3 ? MCC_SYMMETRIC : MCC_SIGNED) ? c.grid.bits : 0;
+}
+
+/* Tells the compiler what is known of a codec of so many usual bits: its kernel has half as many instructions then, which are
+ * its limit rather than memory. */
+template <int kBits>
+__device__ __forceinline__ void assume(mcc_codec &c) {
+  if (kBits == 0) return;
+  c.role = MCC_PLAIN;
+  c.grid.layout = MCC_GROUP;
+  c.grid.method = MCC_MAX;
+  c.grid.bits = kBits;
+  c.grid.kind = kBits > 3 ? MCC_SYMMETRIC : MCC_SIGNED;
+}
+
 /* In tiles.cu: counts the marked tiles, and finds room for flags; writes the flags as a map. */
 Tiling tiling_of(const mcc_context *context, const mcc_codec &c, int64_t coded);
 void write_blocks(const mcc_context *context, const mcc_codec &c, const Tiling &t);
 
-/* In quantize.cu: scales of numbers that need no rotation; a codec of the rotated numbers, which lie in memory then. */
+/* In encode.cu: scales of numbers that need no rotation; scales, codes and the second tensor. */
 void write_scales(const mcc_context *context, const mcc_codec &c, const Tiling &t);
+void encode(const mcc_context *context, const mcc_codec &c, const Tiling &t, int64_t coded);
+
+/* In decode.cu: what a decoder writes. */
+void decode(const mcc_context *context, const mcc_codec &c, const Tiling &t, int64_t coded);
+
+/* In quantize.cu: a codec of the rotated numbers, which lie in memory then. */
 mcc_codec rotated_codec(const mcc_context *context, const mcc_codec &c, const Tiling &t);

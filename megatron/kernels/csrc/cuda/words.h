@@ -4,11 +4,10 @@ constexpr int kEach = 8;
 
 /* In as few loads as their alignment allows; zeros beyond ``count``. */
 __device__ __forceinline__ void read_eight(const void *p, int dtype, int64_t begin, int64_t count, float *v) {
-  const int size = dtype == MCC_FP32 ? 4 : 2;
-  const uintptr_t address = reinterpret_cast<uintptr_t>(p) + uintptr_t(begin) * size;
-  if (begin + kEach <= count && address % 16 == 0) {
+  const char *at = static_cast<const char *>(p) + begin * (dtype == MCC_FP32 ? 4 : 2);
+  if (begin + kEach <= count && reinterpret_cast<uintptr_t>(at) % 16 == 0) {
     uint32_t words[8];
-    const uint4 *from = reinterpret_cast<const uint4 *>(address);
+    const uint4 *from = reinterpret_cast<const uint4 *>(at);
     const uint4 a = from[0];
     words[0] = a.x, words[1] = a.y, words[2] = a.z, words[3] = a.w;
     if (dtype == MCC_FP32) {
@@ -29,27 +28,23 @@ __device__ __forceinline__ void read_eight(const void *p, int dtype, int64_t beg
   for (int j = 0; j < kEach; ++j) v[j] = begin + j < count ? read(p, dtype, begin + j) : 0.0f;
 }
 
+/* Eight numbers of a half-precision dtype. */
+__device__ __forceinline__ uint4 packed_eight(int dtype, const float *v) {
+  uint32_t words[4];
+  pack_halves<4>(dtype, v, words);
+  return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
 __device__ __forceinline__ void write_eight(void *p, int dtype, int64_t begin, int64_t count, const float *v) {
-  const int size = dtype == MCC_FP32 ? 4 : 2;
-  const uintptr_t address = reinterpret_cast<uintptr_t>(p) + uintptr_t(begin) * size;
-  if (begin + kEach <= count && address % 16 == 0) {
-    uint4 *to = reinterpret_cast<uint4 *>(address);
+  char *at = static_cast<char *>(p) + begin * (dtype == MCC_FP32 ? 4 : 2);
+  if (begin + kEach <= count && reinterpret_cast<uintptr_t>(at) % 16 == 0) {
+    uint4 *to = reinterpret_cast<uint4 *>(at);
     if (dtype == MCC_FP32) {
       to[0] = make_uint4(bits_of(v[0]), bits_of(v[1]), bits_of(v[2]), bits_of(v[3]));
       to[1] = make_uint4(bits_of(v[4]), bits_of(v[5]), bits_of(v[6]), bits_of(v[7]));
-      return;
-    }
-    uint32_t words[4];
-    if (dtype == MCC_BF16) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j)
-        words[j] = uint32_t(float_to_bf16(v[2 * j])) | (uint32_t(float_to_bf16(v[2 * j + 1])) << 16);
     } else {
-#pragma unroll
-      for (int j = 0; j < 4; ++j)
-        words[j] = uint32_t(float_to_fp16(v[2 * j])) | (uint32_t(float_to_fp16(v[2 * j + 1])) << 16);
+      to[0] = packed_eight(dtype, v);
     }
-    to[0] = make_uint4(words[0], words[1], words[2], words[3]);
     return;
   }
 #pragma unroll
@@ -57,67 +52,107 @@ __device__ __forceinline__ void write_eight(void *p, int dtype, int64_t begin, i
     if (begin + j < count) write(p, dtype, begin + j, v[j]);
 }
 
-/* The same for a warp whose lanes have neighboring eights, each lane from ``begin``. Of 32 bytes of fp32 numbers a lane would
- * write 16 at a time, and every other 16 of memory with its warp: so two lanes swap halves, and write 32 bytes together. */
-__device__ __forceinline__ void write_eights(void *p, int dtype, int64_t begin, int64_t count, const float *v) {
-  const int64_t first = begin - int64_t(threadIdx.x % kWarp) * kEach;
-  if (dtype != MCC_FP32 || first + kWarp * kEach > count || reinterpret_cast<uintptr_t>(p) % 16 != 0) {
-    write_eight(p, dtype, begin, count, v);
-    return;
-  }
+/* 32 bytes of each lane of a warp, one lane's behind another's, to where a lane's begin. A lane would write 16 bytes at a time, and
+ * every other 16 of memory with its warp: so two lanes swap halves, and write 32 bytes together. */
+__device__ __forceinline__ void write_sectors(uint4 *at, uint4 low, uint4 high) {
   const bool odd = threadIdx.x % 2 != 0;
-  uint32_t mine[4], got[4];
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    mine[j] = bits_of(odd ? v[4 + j] : v[j]);
-    got[j] = __shfl_xor_sync(kAll, bits_of(odd ? v[j] : v[4 + j]), 1);
-  }
+  const uint4 given = odd ? low : high, mine = odd ? high : low;
+  const uint4 got = make_uint4(__shfl_xor_sync(kAll, given.x, 1), __shfl_xor_sync(kAll, given.y, 1),
+                               __shfl_xor_sync(kAll, given.z, 1), __shfl_xor_sync(kAll, given.w, 1));
   /* The even lane's 32 bytes first, of which it has the lower half itself; then the odd one's. */
-  uint4 *to = reinterpret_cast<uint4 *>(static_cast<float *>(p) + begin) - (odd ? 1 : 0);
-  to[0] = odd ? make_uint4(got[0], got[1], got[2], got[3]) : make_uint4(mine[0], mine[1], mine[2], mine[3]);
-  to[2] = odd ? make_uint4(mine[0], mine[1], mine[2], mine[3]) : make_uint4(got[0], got[1], got[2], got[3]);
+  uint4 *to = at - (odd ? 1 : 0);
+  to[0] = odd ? got : mine;
+  to[2] = odd ? mine : got;
 }
 
-/* Eight codes behind each other, ``bits`` bytes. Widths that fill a machine word are one access where their place allows
- * it. Four codes fit into 32 bits, which are cheaper to shift than 64. */
-__device__ __forceinline__ void write_codes(uint8_t *to, int bits, const uint8_t *codes) {
-  uint32_t low = 0, high = 0;
+/* Writes kWords times eight numbers of each lane of a warp, one lane's behind another's, each from ``begin``. */
+template <int kWords>
+__device__ __forceinline__ void write_words(void *p, int dtype, int64_t begin, int64_t count, const float *v) {
+  constexpr int kOwn = kWords * kEach;
+  const int64_t first = begin - int64_t(threadIdx.x % kWarp) * kOwn;
+  const bool whole = first + kWarp * kOwn <= count && reinterpret_cast<uintptr_t>(p) % 16 == 0;
+  if (kWords == 1 && dtype == MCC_FP32 && whole) {
+    const uint4 low = make_uint4(bits_of(v[0]), bits_of(v[1]), bits_of(v[2]), bits_of(v[3]));
+    const uint4 high = make_uint4(bits_of(v[4]), bits_of(v[5]), bits_of(v[6]), bits_of(v[7]));
+    write_sectors(reinterpret_cast<uint4 *>(static_cast<float *>(p) + begin), low, high);
+  } else if (kWords == 2 && dtype != MCC_FP32 && whole) {
+    write_sectors(reinterpret_cast<uint4 *>(static_cast<uint16_t *>(p) + begin), packed_eight(dtype, v),
+                  packed_eight(dtype, v + kOwn - kEach));
+  } else {
 #pragma unroll
-  for (int j = 0; j < kEach / 2; ++j) {
-    low |= uint32_t(codes[j]) << (j * bits);
-    high |= uint32_t(codes[j + kEach / 2]) << (j * bits);
+    for (int u = 0; u < kOwn; u += kEach) write_eight(p, dtype, begin + u, count, v + u);
   }
-  const uint64_t packed = low | (uint64_t(high) << (4 * bits));
+}
+
+/* Eight codes, four to a word, the first in the lowest bits. */
+struct Codes {
+  uint32_t low, high;
+};
+
+template <int kBytes>
+__device__ __forceinline__ void write_bytes(uint8_t *to, uint64_t packed) {
+#pragma unroll
+  for (int b = 0; b < kBytes; ++b) to[b] = uint8_t(packed >> (8 * b));
+}
+
+template <int kBytes>
+__device__ __forceinline__ uint64_t read_bytes(const uint8_t *from) {
+  uint32_t words[2] = {0, 0};
+#pragma unroll
+  for (int b = 0; b < kBytes; ++b) words[b / 4] |= uint32_t(from[b]) << (8 * (b % 4));
+  return words[0] | (uint64_t(words[1]) << 32);
+}
+
+/* Eight codes behind each other, ``bits`` bytes. Widths that fill a machine word are one access where their place allows it. */
+__device__ __forceinline__ void write_codes(uint8_t *to, int bits, Codes codes) {
   const uintptr_t address = reinterpret_cast<uintptr_t>(to);
-  if (bits == 4 && address % 4 == 0)
-    *reinterpret_cast<uint32_t *>(to) = uint32_t(packed);
-  else if (bits == 8 && address % 8 == 0)
-    *reinterpret_cast<uint64_t *>(to) = packed;
-  else if (bits == 2 && address % 2 == 0)
-    *reinterpret_cast<uint16_t *>(to) = uint16_t(packed);
-  else
-#pragma unroll 1
-    for (int b = 0; b < bits; ++b) to[b] = uint8_t(packed >> (8 * b));
+  const uint64_t packed = codes.low | (uint64_t(codes.high) << (4 * bits));
+  switch (bits) {
+    case 1: return write_bytes<1>(to, packed);
+    case 2:
+      if (address % 2 != 0) return write_bytes<2>(to, packed);
+      *reinterpret_cast<uint16_t *>(to) = uint16_t(packed);
+      return;
+    case 3: return write_bytes<3>(to, packed);
+    case 4:
+      if (address % 4 != 0) return write_bytes<4>(to, packed);
+      *reinterpret_cast<uint32_t *>(to) = uint32_t(packed);
+      return;
+    case 5: return write_bytes<5>(to, packed);
+    case 6: return write_bytes<6>(to, packed);
+    case 7: return write_bytes<7>(to, packed);
+    default:
+      if (address % 8 != 0) return write_bytes<8>(to, packed);
+      *reinterpret_cast<uint64_t *>(to) = packed;
+  }
 }
 
-__device__ __forceinline__ void read_codes(const uint8_t *from, int bits, uint8_t *codes) {
-  uint64_t packed = 0;
+__device__ __forceinline__ uint64_t read_packed(const uint8_t *from, int bits) {
   const uintptr_t address = reinterpret_cast<uintptr_t>(from);
-  if (bits == 4 && address % 4 == 0)
-    packed = *reinterpret_cast<const uint32_t *>(from);
-  else if (bits == 8 && address % 8 == 0)
-    packed = *reinterpret_cast<const uint64_t *>(from);
-  else if (bits == 2 && address % 2 == 0)
-    packed = *reinterpret_cast<const uint16_t *>(from);
-  else
-#pragma unroll 1
-    for (int b = 0; b < bits; ++b) packed |= uint64_t(from[b]) << (8 * b);
-  const uint32_t low = uint32_t(packed), high = uint32_t(packed >> (4 * bits)), mask = (1u << bits) - 1;
-#pragma unroll
-  for (int j = 0; j < kEach / 2; ++j) {
-    codes[j] = uint8_t((low >> (j * bits)) & mask);
-    codes[j + kEach / 2] = uint8_t((high >> (j * bits)) & mask);
+  switch (bits) {
+    case 1: return read_bytes<1>(from);
+    case 2: return address % 2 != 0 ? read_bytes<2>(from) : *reinterpret_cast<const uint16_t *>(from);
+    case 3: return read_bytes<3>(from);
+    case 4: return address % 4 != 0 ? read_bytes<4>(from) : *reinterpret_cast<const uint32_t *>(from);
+    case 5: return read_bytes<5>(from);
+    case 6: return read_bytes<6>(from);
+    case 7: return read_bytes<7>(from);
+    default: return address % 8 != 0 ? read_bytes<8>(from) : *reinterpret_cast<const uint64_t *>(from);
   }
+}
+
+__device__ __forceinline__ Codes read_codes(const uint8_t *from, int bits) {
+  const uint64_t packed = read_packed(from, bits);
+  return {uint32_t(packed), uint32_t(packed >> (4 * bits))};
+}
+
+/* Codes after the first ``valid`` become zeros. */
+__device__ __forceinline__ uint32_t first_codes(uint32_t word, int bits, int64_t valid) {
+  return valid >= kEach / 2 ? word : valid <= 0 ? 0u : word & ((1u << (int(valid) * bits)) - 1u);
+}
+
+__device__ __forceinline__ Codes first_codes(Codes codes, int bits, int64_t valid) {
+  return {first_codes(codes.low, bits, valid), first_codes(codes.high, bits, valid - kEach / 2)};
 }
 
 /* The Walsh-Hadamard transform of blocks of 8 to 256 numbers, eight to a lane: additions in the order of its twin's. All
@@ -146,10 +181,17 @@ __device__ __forceinline__ void rotate_lanes(float *v, int block) {
   for (int j = 0; j < kEach; ++j) v[j] *= scale;
 }
 
+/* What scales are made of. */
+struct Needs {
+  bool range, sum, squares, most;
+  __device__ __forceinline__ explicit Needs(const mcc_grid &g)
+      : range(takes_range(g)), sum(takes_sum(g)), squares(sums_squares(g)), most(takes_most(g)) {}
+};
+
 /* Adds ``count`` numbers to the extent of their set, of which ``valid`` count. */
 template <int kCount>
-__device__ __forceinline__ void measure(const mcc_grid &g, const float *v, int64_t valid, Extent &e) {
-  if (takes_range(g)) {
+__device__ __forceinline__ void measure(const Needs &needs, const float *v, int64_t valid, Extent &e) {
+  if (needs.range) {
 #pragma unroll
     for (int j = 0; j < kCount; ++j) {
       if (j >= valid) continue;
@@ -159,11 +201,11 @@ __device__ __forceinline__ void measure(const mcc_grid &g, const float *v, int64
     }
   }
   /* The others are zeros, which change neither a sum nor the largest magnitude. */
-  if (takes_sum(g)) {
+  if (needs.sum) {
 #pragma unroll
-    for (int j = 0; j < kCount; ++j) e.sum += sums_squares(g) ? double(v[j]) * double(v[j]) : double(fabsf(v[j]));
+    for (int j = 0; j < kCount; ++j) e.sum += needs.squares ? double(v[j]) * double(v[j]) : double(fabsf(v[j]));
   }
-  if (takes_most(g)) {
+  if (needs.most) {
 #pragma unroll
     for (int j = 0; j < kCount; ++j) {
       const uint32_t u = bits_of(v[j]) & 0x7fffffffu;
@@ -172,24 +214,25 @@ __device__ __forceinline__ void measure(const mcc_grid &g, const float *v, int64
   }
 }
 
-/* What scales are made of. */
-struct Needs {
-  bool range, sum, most;
-  __device__ __forceinline__ explicit Needs(const mcc_grid &g) : range(takes_range(g)), sum(takes_sum(g)), most(takes_most(g)) {}
-};
-
-/* Joins the extents of two lanes, on both. All lanes of a warp call it, with the same needs. */
-__device__ __forceinline__ void join_lanes(const Needs &needs, Extent &e, int distance) {
-  if (needs.range) {
-    const uint32_t least = __shfl_xor_sync(kAll, e.least, distance), greatest = __shfl_xor_sync(kAll, e.greatest, distance);
-    e.least = least < e.least ? least : e.least;
-    e.greatest = greatest > e.greatest ? greatest : e.greatest;
+/* Joins the extents of groups of ``lanes`` neighbors, a power of two, on each of them. All lanes of a warp call it, with the
+ * same needs. Distances beyond a group are read in vain: that costs less than a branch. */
+__device__ __forceinline__ void join_group(const Needs &needs, Extent &e, int lanes) {
+#pragma unroll
+  for (int d = 1; d < kWarp; d *= 2) {
+    if (needs.range) {
+      const uint32_t least = __shfl_xor_sync(kAll, e.least, d), greatest = __shfl_xor_sync(kAll, e.greatest, d);
+      e.least = d < lanes && least < e.least ? least : e.least;
+      e.greatest = d < lanes && greatest > e.greatest ? greatest : e.greatest;
+    }
+    if (needs.most) {
+      const uint32_t most = __shfl_xor_sync(kAll, e.most, d);
+      e.most = d < lanes && most > e.most ? most : e.most;
+    }
+    if (needs.sum) {
+      const double sum = __shfl_xor_sync(kAll, e.sum, d);
+      e.sum = d < lanes ? e.sum + sum : e.sum;
+    }
   }
-  if (needs.most) {
-    const uint32_t other = __shfl_xor_sync(kAll, e.most, distance);
-    e.most = other > e.most ? other : e.most;
-  }
-  if (needs.sum) e.sum += __shfl_xor_sync(kAll, e.sum, distance);
 }
 
 /* Joins the extents of a block, on every thread; each calls it. */
@@ -221,40 +264,42 @@ struct Place {
 
 /* Eight codes by the steps of their scales (all equal without channels). ``begin`` counts for the noise. */
 template <bool kOne>
-__device__ __forceinline__ void codes_of(const mcc_grid &g, const float *v, const Factor *steps, int64_t begin,
-                                         uint8_t *codes) {
-  const float low = lowest(g), high = highest(g), shift = shift_of(g);
-  const int32_t offset = offset_of(g);
+__device__ __forceinline__ Codes codes_of(const mcc_grid &g, const float *v, const Factor *steps, int64_t begin) {
   if (is_sign(g)) {
+    uint32_t signs = 0;
 #pragma unroll
-    for (int j = 0; j < kEach; ++j) codes[j] = v[j] >= 0.0f;
-    return;
+    for (int j = 0; j < kEach; ++j) signs |= uint32_t(v[j] >= 0.0f) << j;
+    return {signs & 0xfu, signs >> 4};
   }
+  const float low = lowest(g), high = highest(g), shift = shift_of(g);
   float y[kEach];
+  uint32_t level[kEach];
 #pragma unroll
   for (int j = 0; j < kEach; ++j) y[j] = (v[j] - steps[kOne ? 0 : j].base) * steps[kOne ? 0 : j].by - shift;
-  if (!g.stochastic) {
+  if (g.stochastic) {
+    const Noise noise(g.seed);
 #pragma unroll
-    for (int j = 0; j < kEach; ++j) codes[j] = nearest_code(y[j], low, high, offset);
-    return;
+    for (int j = 0; j < kEach; ++j) level[j] = stochastic_level(y[j], low, high, noise.at(uint32_t(begin + j)));
+  } else {
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) level[j] = nearest_level(y[j], low, high);
   }
-  const Noise noise(g.seed);
-#pragma unroll
-  for (int j = 0; j < kEach; ++j) codes[j] = stochastic_code(y[j], low, high, offset, noise.at(uint32_t(begin + j)));
+  /* What all levels have more than their codes is subtracted once from a word, modulo 2^32. */
+  const uint32_t base = 1u << g.bits, excess = uint32_t(kMagicBits - offset_of(g)) * (((base + 1) * base + 1) * base + 1);
+  return {((level[3] * base + level[2]) * base + level[1]) * base + level[0] - excess,
+          ((level[7] * base + level[6]) * base + level[5]) * base + level[4] - excess};
 }
 
 /* Eight numbers by the units of their scales. */
 template <bool kOne>
-__device__ __forceinline__ void values_of(const mcc_grid &g, const uint8_t *codes, const Factor *units, float *v) {
+__device__ __forceinline__ void values_of(const mcc_grid &g, Codes codes, const Factor *units, float *v) {
   const float factor = is_sign(g) ? 2.0f : 1.0f, zero = is_sign(g) ? 1.0f : float(offset_of(g)) - shift_of(g);
+  const uint32_t mask = (1u << g.bits) - 1;
 #pragma unroll
-  for (int j = 0; j < kEach; ++j)
-    v[j] = (float(int32_t(codes[j])) * factor - zero) * units[kOne ? 0 : j].by + units[kOne ? 0 : j].base;
-}
-
-/* The codes of places after the last number are zeros. */
-__device__ __forceinline__ void clear_tail(int64_t begin, int64_t coded, uint8_t *codes) {
-#pragma unroll
-  for (int j = 0; j < kEach; ++j)
-    if (begin + j >= coded) codes[j] = 0;
+  for (int j = 0; j < kEach; ++j) {
+    const uint32_t code = ((j < kEach / 2 ? codes.low : codes.high) >> (j % (kEach / 2) * g.bits)) & mask;
+    /* The code as a number, without a conversion, of which a GPU makes few at a time; the level is exact. */
+    const float number = float_of(0x4b000000u | code) - 8388608.0f;
+    v[j] = fmaf(number, factor, -zero) * units[kOne ? 0 : j].by + units[kOne ? 0 : j].base;
+  }
 }
