@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -147,6 +147,18 @@ def check_topk(x_kn: Tensor, count: int) -> None:
     assert torch.equal(ops.abs_topk(x_kn, count), wanted)
 
 
+def check_topks(device: str, shapes: Iterable[tuple[int, int]]) -> None:
+    """Numbers apart and with many ties, from none to all of a row; and rows of one number each, as zero and NaN."""
+    for seed, (rows, n) in enumerate(shapes):
+        x_kn = spoil(noise((rows, n), seed, device), seed)
+        for share in (0.0, 0.01, 0.5, 0.99, 1.0):
+            check_topk(x_kn, int(share * n))
+            check_topk((x_kn * 2).nan_to_num(0.0).round(), int(share * n))
+    equal_k = torch.tensor([0.0, math.nan, 2.5, -1e-45], device=device)
+    for n in (100, 20_001):
+        check_topk(equal_k[:, None].repeat(1, n), n // 3)
+
+
 def check_places(x_n: Tensor, indices_c: Tensor) -> None:
     """Gather and scatter-add at a choice of coordinates."""
     packed = ops.gather_packed(x_n, indices_c)
@@ -170,6 +182,15 @@ def check_norm(x: Tensor) -> None:
     assert bool(finite) is bool(torch.isfinite(x).all())
     wanted = float(x.double().square().sum())
     assert (math.isnan(total) and math.isnan(wanted)) or math.isclose(total, wanted, rel_tol=1e-12)
+
+
+def check_histograms(device: str, counts: Iterable[int]) -> None:
+    """With norms; of numbers of each kind, and where none is finite."""
+    for seed, count in enumerate(counts):
+        for x in (y := noise((count,), seed, device, DTYPES[seed % 3]), spoil(y, seed), torch.full_like(y, math.nan)):
+            check_norm(x)
+            for bins in (1, 100, 5000):
+                check_histogram(x, 1 + seed, bins)
 
 
 def check_histogram(x: Tensor, stride: int, bins: int) -> None:

@@ -1,4 +1,5 @@
-/* Runs CUDA kernels' sources on a CPU, block after block, so that their logic is tested where no GPU is.
+/* Runs CUDA kernels' sources on a CPU, block after block, so that their logic is tested where no GPU is. The first block is
+ * another one in each launch, and every other launch counts down: no block is always a kernel's last.
  *
  * The threads of a block are contexts that take turns: one runs until it waits at a barrier (a block's, or its warp's in
  * a shuffle or vote). Not a model of speed, of memory ordering or of races: threads between two barriers run one after
@@ -69,6 +70,7 @@ struct Machine {
   int live = 0;
   std::vector<int> live_in_warp;
   std::function<void()> body;
+  unsigned launches = 0;
 };
 
 inline Machine the_machine;
@@ -157,8 +159,9 @@ inline void launch(unsigned blocks, unsigned threads, Body body) {
   m.blocks.x = blocks;
   m.threads.x = threads;
   m.body = body;
+  const unsigned turn = m.launches++, first = turn * 7919u % blocks;
   for (unsigned b = 0; b < blocks; ++b) {
-    m.block.x = b;
+    m.block.x = turn % 2 == 0 ? (first + b) % blocks : (first + blocks - b) % blocks;
     run_block(threads);
   }
 }
@@ -216,6 +219,14 @@ inline unsigned __ballot_sync(unsigned, int vote) {
   unsigned votes = 0;
   for (unsigned lane = 0; lane < 32; ++lane) votes |= unsigned(lanes[lane] != 0) << lane;
   return votes;
+}
+
+/* Blocks do not run beside each other, and there are no caches. */
+inline void __threadfence() {}
+
+template <class T>
+inline T __ldcg(const T *from) {
+  return *from;
 }
 
 inline int __popc(unsigned x) { return __builtin_popcount(x); }

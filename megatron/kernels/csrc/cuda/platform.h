@@ -161,6 +161,24 @@ __device__ __forceinline__ T block_scan(T x, T *room, T &total) {
   return before + sum - x;
 }
 
+/* Whether this is the last of ``blocks`` blocks to come here, on every thread, so that what needs them all takes no launch of
+ * its own. The last one finds what the others wrote before; it reads by __ldcg, past its processor's own cache. What they read
+ * after this call it must not write: they may still be running. ``ticket`` is zero before, and again after the kernel. */
+__device__ __forceinline__ bool last_block(uint32_t *ticket, uint32_t blocks) {
+  __shared__ bool last;
+  __syncthreads(); /* the fences of the first thread are for all the block's accesses */
+  if (threadIdx.x == 0) {
+    __threadfence(); /* they come before the ticket ... */
+    last = atomicAdd(ticket, 1u) == blocks - 1;
+    if (last) {
+      *ticket = 0; /* all have theirs */
+      __threadfence(); /* ... and the last block's further ones after everybody's */
+    }
+  }
+  __syncthreads();
+  return last;
+}
+
 }  // namespace cuda
 }  // namespace mcc
 

@@ -58,14 +58,6 @@ void finite_norm(const mcc_context *context, const void *x, int dtype, int64_t c
   MCC_LAUNCH(norm_whole, 1, kThreads, context, sums, most, pieces, out);
 }
 
-__global__ void begin_range(uint32_t *limits, int64_t bins, int64_t *counts) {
-  for (int64_t b = thread_index(); b < bins; b += thread_total()) counts[b] = 0;
-  if (thread_index() == 0) {
-    limits[0] = 0xffffffffu;
-    limits[1] = 0;
-  }
-}
-
 /* Calls ``take`` with a thread's share of the finite samples, several of which are fetched at a time. */
 template <class Take>
 __device__ __forceinline__ void for_samples(const void *x, int dtype, int64_t samples, int64_t stride, Take take) {
@@ -80,9 +72,12 @@ __device__ __forceinline__ void for_samples(const void *x, int dtype, int64_t sa
   }
 }
 
-__global__ void find_range(const void *x, int dtype, int64_t samples, int64_t stride, uint32_t *limits) {
+/* ``limits``: the least number, complemented, and the greatest, both as maxima in which 0 stands for none; and a ticket. */
+__global__ void find_range(const void *x, int dtype, int64_t samples, int64_t stride, int64_t bins, int64_t *counts,
+                           uint32_t *limits, double *range) {
   __shared__ uint32_t room[33];
-  uint32_t below = 0, above = 0; /* both as maxima; 0 stands for none */
+  for (int64_t b = thread_index(); b < bins; b += thread_total()) counts[b] = 0;
+  uint32_t below = 0, above = 0;
   for_samples(x, dtype, samples, stride, [&](float v) {
     const uint32_t o = ordered(bits_of(v));
     below = ~o > below ? ~o : below;
@@ -91,16 +86,14 @@ __global__ void find_range(const void *x, int dtype, int64_t samples, int64_t st
   below = block_max(below, room);
   above = block_max(above, room);
   if (threadIdx.x == 0 && above != 0) {
-    atomicMin(&limits[0], ~below);
+    atomicMax(&limits[0], below);
     atomicMax(&limits[1], above);
   }
-}
-
-__global__ void write_range(const uint32_t *limits, double *range) {
-  if (threadIdx.x != 0) return;
-  const bool any = limits[1] != 0;
-  range[0] = any ? double(from_ordered(limits[0])) : INFINITY;
-  range[1] = any ? double(from_ordered(limits[1])) : -INFINITY;
+  if (!last_block(&limits[2], gridDim.x) || threadIdx.x != 0) return;
+  const uint32_t least = ~__ldcg(&limits[0]), greatest = __ldcg(&limits[1]);
+  const bool any = greatest != 0;
+  range[0] = any ? double(from_ordered(least)) : INFINITY;
+  range[1] = any ? double(from_ordered(greatest)) : -INFINITY;
 }
 
 constexpr int64_t kShared = 4096;
@@ -131,10 +124,9 @@ void histogram(const mcc_context *context, const void *x, int dtype, int64_t cou
                int64_t *counts, double *range) {
   const int64_t samples = blocks_for(count, stride), wanted = blocks_for(samples, kThreads * 8);
   const unsigned blocks = grid_of(wanted < 512 ? wanted : 512); /* each adds its bins to the whole's */
-  uint32_t *limits = static_cast<uint32_t *>(context->workspace(context->owner, 8));
-  MCC_LAUNCH(begin_range, grid_of(blocks_for(bins, kThreads)), kThreads, context, limits, bins, counts);
-  if (samples > 0) MCC_LAUNCH(find_range, blocks, kThreads, context, x, dtype, samples, stride, limits);
-  MCC_LAUNCH(write_range, 1, kWarp, context, limits, range);
+  uint32_t *limits = static_cast<uint32_t *>(context->workspace(context->owner, 3 * 4));
+  cudaMemsetAsync(limits, 0, 3 * 4, static_cast<cudaStream_t>(context->stream));
+  MCC_LAUNCH(find_range, blocks, kThreads, context, x, dtype, samples, stride, bins, counts, limits, range);
   if (samples == 0) return;
   MCC_LAUNCH(count_bins, blocks, kThreads, context, x, dtype, samples, stride, bins, range,
              reinterpret_cast<unsigned long long *>(counts));

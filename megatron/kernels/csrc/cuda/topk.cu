@@ -2,7 +2,9 @@
  *
  * The first counts the upper 12 bits of all keys. The second knows in which of these bins the threshold lies: it writes a
  * bit for every key above that bin, another for every key in it (a few percent of ordinary numbers), and counts the next
- * 10 bits of the latter. The last 9 bits are counted, ties settled and indices written from the bits alone.
+ * 10 bits of the latter. The last 9 bits are counted, ties settled and indices written from the bits alone. A row's counts
+ * are summed up by the last of its blocks, not by a launch of its own: at a few million numbers, launches that wait for each
+ * other take most of the time.
  *
  * Rows that fit in a block's shared memory are read once, and need no other memory. */
 #include "platform.h"
@@ -32,64 +34,97 @@ struct Bits {
   int64_t words;
 };
 
-/* Bits below a level's, and their number: 12, 10 and 9. */
-__device__ __forceinline__ int shift_of(int level) { return level == 0 ? 19 : level == 1 ? 9 : 0; }
-__device__ __forceinline__ int width_of(int level) { return level == 0 ? 12 : level == 1 ? 10 : 9; }
+/* What the blocks of a row share, for each row. */
+struct Search {
+  Selection *found;
+  uint32_t *bins;    /* kBins of them: empty at the start of each level */
+  uint32_t *tickets; /* see last_block */
+};
 
-__device__ __forceinline__ void add_bins(const uint32_t *own, int count, uint32_t *bins) {
-  for (int b = threadIdx.x; b < count; b += blockDim.x)
-    if (own[b]) atomicAdd(&bins[b], own[b]);
+/* Bits that a level adds to the prefix. */
+template <int kLevel>
+constexpr int kWidth = kLevel == 0 ? 12 : kLevel == 1 ? 10 : 9;
+
+/* The bin in which the wanted place lies, from the bins of all of the row's blocks, which become empty for the next level. */
+template <int kLevel>
+__device__ __forceinline__ void narrow(const Selection &known, uint32_t *bins, Selection *found) {
+  __shared__ uint32_t room[33];
+  constexpr int kShare = kLevel == 0 ? 16 : 4; /* half of the threads have empty bins at the last level */
+  static_assert(kShare * kThreads >= 1 << kWidth<kLevel>, "each bin is a thread's");
+  /* The threads count from the highest bins down. */
+  const int first = (kThreads - 1 - threadIdx.x) * kShare;
+  uint4 *own = reinterpret_cast<uint4 *>(bins + first);
+  uint32_t share[kShare], sum = 0, total;
+#pragma unroll
+  for (int j = 0; j < kShare; j += 4) {
+    const uint4 four = __ldcg(own + j / 4);
+    share[j] = four.x, share[j + 1] = four.y, share[j + 2] = four.z, share[j + 3] = four.w;
+    sum += four.x + four.y + four.z + four.w;
+    if (kLevel < 2) own[j / 4] = make_uint4(0, 0, 0, 0); /* the row's other blocks have added theirs */
+  }
+  const uint32_t higher = block_scan(sum, room, total);
+  if (higher < known.need && known.need <= higher + sum) {
+    uint32_t rest = known.need - higher;
+    int bin = kShare - 1;
+#pragma unroll
+    for (int j = kShare - 1; j > 0; --j) {
+      if (bin != j || share[j] >= rest) continue;
+      rest -= share[j];
+      bin = j - 1;
+    }
+    found->prefix = (known.prefix << kWidth<kLevel>) | uint32_t(first + bin);
+    found->need = rest;
+  }
 }
 
-__global__ void count_high(const float *x, int64_t n, int64_t spans, int64_t span, uint32_t *bins) {
+/* Adds a block's bins to the row's. Its last block narrows the row: no other one reads ``found`` behind its ticket. */
+template <int kLevel>
+__device__ __forceinline__ void add_bins(const uint32_t *own, int64_t row, int64_t blocks, const Selection &known,
+                                         const Search &search) {
+  uint32_t *bins = search.bins + row * kBins;
+  for (int b = threadIdx.x; b < 1 << kWidth<kLevel>; b += kThreads)
+    if (own[b]) atomicAdd(&bins[b], own[b]);
+  if (last_block(search.tickets + row, uint32_t(blocks))) narrow<kLevel>(known, bins, search.found + row);
+}
+
+/* A block's part of a row, by its upper 12 bits. */
+template <int kPack>
+__device__ __forceinline__ void count_span(const float *x, int64_t begin, int64_t end, uint32_t *own) {
+  constexpr int kStep = kPack * kThreads;
+  int64_t i = begin + threadIdx.x * kPack;
+  for (; i + (kEach / kPack - 1) * kStep + kPack <= end; i += kEach * kThreads) {
+    float v[kEach];
+#pragma unroll
+    for (int j = 0; j < kEach / kPack; ++j) read_pack<kPack>(x, MCC_FP32, i + j * kStep, v + j * kPack);
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) atomicAdd(&own[key_of(v[j]) >> 19], 1u);
+  }
+  for (; i < end; i += kStep)
+    for (int64_t j = i; j < i + kPack && j < end; ++j) atomicAdd(&own[key_of(x[j]) >> 19], 1u);
+}
+
+__global__ void count_high(const float *x, int64_t n, int64_t spans, int64_t span, uint32_t count, Search search) {
   __shared__ uint32_t own[kBins];
   const int64_t row = blockIdx.x / spans, begin = blockIdx.x % spans * span;
   const int64_t end = begin + span < n ? begin + span : n;
   for (int b = threadIdx.x; b < kBins; b += blockDim.x) own[b] = 0;
   __syncthreads();
   x += row * n;
-  int64_t i = begin + threadIdx.x;
-  for (; i + (kEach - 1) * kThreads < end; i += kEach * kThreads) {
-    uint32_t keys[kEach];
-#pragma unroll
-    for (int j = 0; j < kEach; ++j) keys[j] = key_of(x[i + j * kThreads]);
-#pragma unroll
-    for (int j = 0; j < kEach; ++j) atomicAdd(&own[keys[j] >> 19], 1u);
-  }
-  for (; i < end; i += kThreads) atomicAdd(&own[key_of(x[i]) >> 19], 1u);
+  if (reinterpret_cast<uintptr_t>(x) % 16 == 0)
+    count_span<4>(x, begin, end, own);
+  else
+    count_span<1>(x, begin, end, own);
   __syncthreads();
-  add_bins(own, kBins, bins + row * kBins);
-}
-
-/* One block to a row: the bin in which the wanted place lies, and empty bins for the next level. */
-__global__ void narrow(int level, uint32_t count, Selection *found, uint32_t *bins) {
-  __shared__ uint32_t room[33];
-  constexpr int kShare = kBins / kThreads;
-  uint32_t *own = bins + int64_t(blockIdx.x) * kBins;
-  /* The threads count from the highest bins down. */
-  uint32_t *share = own + (kThreads - 1 - threadIdx.x) * kShare;
-  uint32_t sum = 0, total;
-  for (int j = 0; j < kShare; ++j) sum += share[j];
-  const uint32_t need = level == 0 ? count : found[blockIdx.x].need;
-  const uint32_t before = level == 0 ? 0 : found[blockIdx.x].prefix;
-  const uint32_t higher = block_scan(sum, room, total);
-  if (higher < need && need <= higher + sum) {
-    uint32_t rest = need - higher;
-    int bin = kShare - 1;
-    for (; bin > 0 && share[bin] < rest; --bin) rest -= share[bin];
-    found[blockIdx.x].prefix = (before << width_of(level)) | uint32_t(share - own + bin);
-    found[blockIdx.x].need = rest;
-  }
-  __syncthreads();
-  for (int j = 0; j < kShare; ++j) share[j] = 0;
+  add_bins<0>(own, row, spans, {0, count}, search);
 }
 
 /* Part of a row: a warp takes 32 words in turn, and each of its lanes keeps one. */
-__global__ void split(const float *x, int64_t n, int64_t parts, const Selection *found, Bits bits, uint32_t *bins) {
+__global__ void split(const float *x, int64_t n, int64_t parts, Bits bits, Search search) {
   __shared__ uint32_t own[1 << 10];
   const int64_t row = blockIdx.x / parts, first = blockIdx.x % parts * kPart + threadIdx.x / kWarp * kWarp;
   const int lane = threadIdx.x % kWarp;
-  const uint32_t bin = found[row].prefix;
+  const Selection known = search.found[row];
+  const uint32_t bin = known.prefix;
   for (int b = threadIdx.x; b < 1 << 10; b += blockDim.x) own[b] = 0;
   __syncthreads();
   x += row * n;
@@ -116,31 +151,50 @@ __global__ void split(const float *x, int64_t n, int64_t parts, const Selection 
     bits.equal[row * bits.words + first + lane] = equal;
   }
   __syncthreads();
-  add_bins(own, 1 << 10, bins + row * kBins);
+  add_bins<1>(own, row, parts, known, search);
 }
 
 /* The last 9 bits of the keys in the threshold's bin. */
-__global__ void count_low(const float *x, int64_t n, int64_t parts, const Selection *found, Bits bits, uint32_t *bins) {
+__global__ void count_low(const float *x, int64_t n, int64_t parts, Bits bits, Search search) {
   __shared__ uint32_t own[1 << 9];
   const int64_t row = blockIdx.x / parts, word = blockIdx.x % parts * kPart + threadIdx.x;
-  const uint32_t prefix = found[row].prefix;
+  const Selection known = search.found[row];
   for (int b = threadIdx.x; b < 1 << 9; b += blockDim.x) own[b] = 0;
   __syncthreads();
   uint32_t left = word < bits.words ? bits.equal[row * bits.words + word] : 0;
   for (; left; left &= left - 1) {
     const uint32_t key = key_of(x[row * n + word * kWarp + __ffs(int(left)) - 1]);
-    if (key >> 9 == prefix) atomicAdd(&own[key & 511u], 1u);
+    if (key >> 9 == known.prefix) atomicAdd(&own[key & 511u], 1u);
   }
   __syncthreads();
-  add_bins(own, 1 << 9, bins + row * kBins);
+  add_bins<2>(own, row, parts, known, search);
 }
 
-/* The bits become those above the whole threshold and those equal to it, and are counted by parts. */
-__global__ void settle(const float *x, int64_t n, int64_t parts, const Selection *found, Bits bits, uint32_t *above,
+/* A row's counts by parts become the counts of the parts before. */
+__device__ __forceinline__ void sum_parts(int64_t parts, uint32_t *above, uint32_t *equal) {
+  __shared__ uint32_t room[33];
+  uint32_t before_more = 0, before_same = 0;
+  for (int64_t begin = 0; begin < parts; begin += blockDim.x) {
+    const int64_t p = begin + threadIdx.x;
+    uint32_t all_more, all_same;
+    const uint32_t more = block_scan(p < parts ? __ldcg(above + p) : 0u, room, all_more);
+    const uint32_t same = block_scan(p < parts ? __ldcg(equal + p) : 0u, room, all_same);
+    if (p < parts) {
+      above[p] = before_more + more;
+      equal[p] = before_same + same;
+    }
+    before_more += all_more;
+    before_same += all_same;
+  }
+}
+
+/* The bits become those above the whole threshold and those equal to it, and are counted by parts; the counts are summed by
+ * the row's last block. */
+__global__ void settle(const float *x, int64_t n, int64_t parts, Bits bits, Search search, uint32_t *above,
                        uint32_t *equal) {
   __shared__ uint32_t room[33];
   const int64_t row = blockIdx.x / parts, word = blockIdx.x % parts * kPart + threadIdx.x;
-  const uint32_t threshold = found[row].prefix;
+  const uint32_t threshold = search.found[row].prefix;
   uint32_t high = 0, same = 0;
   if (word < bits.words) {
     const int64_t at = row * bits.words + word;
@@ -159,25 +213,7 @@ __global__ void settle(const float *x, int64_t n, int64_t parts, const Selection
     above[blockIdx.x] = more;
     equal[blockIdx.x] = ties;
   }
-}
-
-/* One block to a row: counts become the counts of the parts before. */
-__global__ void sum_parts(int64_t parts, uint32_t *above, uint32_t *equal) {
-  __shared__ uint32_t room[33];
-  uint32_t *a = above + int64_t(blockIdx.x) * parts, *e = equal + int64_t(blockIdx.x) * parts;
-  uint32_t before_more = 0, before_same = 0;
-  for (int64_t begin = 0; begin < parts; begin += blockDim.x) {
-    const int64_t p = begin + threadIdx.x;
-    uint32_t all_more, all_same;
-    const uint32_t more = block_scan(p < parts ? a[p] : 0u, room, all_more);
-    const uint32_t same = block_scan(p < parts ? e[p] : 0u, room, all_same);
-    if (p < parts) {
-      a[p] = before_more + more;
-      e[p] = before_same + same;
-    }
-    before_more += all_more;
-    before_same += all_same;
-  }
+  if (last_block(search.tickets + row, uint32_t(parts))) sum_parts(parts, above + row * parts, equal + row * parts);
 }
 
 /* A warp writes the indices of 32 words in turn, lanes beside each other. */
@@ -267,19 +303,16 @@ void abs_topk(const mcc_context *context, const float *x, int64_t k, int64_t n, 
   const int64_t span = blocks_for(parts, spans) * kPart * kWarp;
   const auto room = [&](int64_t bytes) { return context->workspace(context->owner, size_t(bytes)); };
   Selection *found = static_cast<Selection *>(room(k * int64_t(sizeof(Selection))));
-  uint32_t *bins = static_cast<uint32_t *>(room(k * kBins * 4));
+  uint32_t *bins = static_cast<uint32_t *>(room(k * (kBins + 1) * 4));
+  const Search search = {found, bins, bins + k * kBins};
   uint32_t *above = static_cast<uint32_t *>(room(k * parts * 4)), *equal = static_cast<uint32_t *>(room(k * parts * 4));
   const Bits bits = {static_cast<uint32_t *>(room(k * words * 4)), static_cast<uint32_t *>(room(k * words * 4)), words};
-  const unsigned blocks = grid_of(k * parts), rows = grid_of(k);
-  cudaMemsetAsync(bins, 0, size_t(k) * kBins * 4, static_cast<cudaStream_t>(context->stream));
-  MCC_LAUNCH(count_high, grid_of(k * spans), kThreads, context, x, n, spans, span, bins);
-  MCC_LAUNCH(narrow, rows, kThreads, context, 0, uint32_t(count), found, bins);
-  MCC_LAUNCH(split, blocks, kThreads, context, x, n, parts, found, bits, bins);
-  MCC_LAUNCH(narrow, rows, kThreads, context, 1, uint32_t(count), found, bins);
-  MCC_LAUNCH(count_low, blocks, kThreads, context, x, n, parts, found, bits, bins);
-  MCC_LAUNCH(narrow, rows, kThreads, context, 2, uint32_t(count), found, bins);
-  MCC_LAUNCH(settle, blocks, kThreads, context, x, n, parts, found, bits, above, equal);
-  MCC_LAUNCH(sum_parts, rows, kThreads, context, parts, above, equal);
+  const unsigned blocks = grid_of(k * parts);
+  cudaMemsetAsync(bins, 0, size_t(k) * (kBins + 1) * 4, static_cast<cudaStream_t>(context->stream));
+  MCC_LAUNCH(count_high, grid_of(k * spans), kThreads, context, x, n, spans, span, uint32_t(count), search);
+  MCC_LAUNCH(split, blocks, kThreads, context, x, n, parts, bits, search);
+  MCC_LAUNCH(count_low, blocks, kThreads, context, x, n, parts, bits, search);
+  MCC_LAUNCH(settle, blocks, kThreads, context, x, n, parts, bits, search, above, equal);
   MCC_LAUNCH(write_indices, blocks, kThreads, context, parts, count, found, bits, above, equal, indices);
 }
 
