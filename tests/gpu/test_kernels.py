@@ -108,6 +108,16 @@ def test_a_label_outside_is_no_number() -> None:
     assert target.isnan().tolist() == [False, True]
 
 
+@pytest.mark.parametrize("rank", [8, 33, 96, 128, 129])
+def test_bases_of_stacks_whose_matrices_go_three_ways(rank: int) -> None:
+    """Up to 32, 64, 96 and 128 columns, and more, have a kernel each."""
+    checks.check_mixed_bases(DEVICE, rank)
+
+
+def test_bases_begin_with_those_of_fewer_columns() -> None:
+    checks.check_leading_bases(DEVICE, (6, 8, 31, 32, 33, 64, 65, 96, 97, 128))
+
+
 def test_bases_of_zeros_and_of_what_is_not_finite() -> None:
     checks.check_extraordinary_bases(DEVICE)
 

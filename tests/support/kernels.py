@@ -257,6 +257,24 @@ def check_extraordinary_bases(device: str) -> None:
     assert q_knr.isnan().flatten(1).any(1).tolist() == [False, False, True, True, False]
 
 
+def check_mixed_bases(device: str, rank: int) -> None:
+    """A matrix with a good factor; one that a late column sends into another round; one whose last column repeats."""
+    x_knr = noise((3, rank + 20, rank), rank, device)
+    x_knr[1, :, rank // 2] = x_knr[1, :, 0] + 1e-3 * x_knr[1, :, rank // 2]
+    x_knr[2, :, -1] = x_knr[2, :, 0]
+    check_bases(x_knr)
+    assert torch.equal(ops.orthonormalize(x_knr[:2]), ops.orthonormalize(x_knr)[:2])
+
+
+def check_leading_bases(device: str, ranks: Iterable[int]) -> None:
+    """Columns do not depend on later ones: CUDA's kernels for narrow and wide matrices give the same bits."""
+    x_knr = noise((2, 150, 129), 7, device)
+    x_knr[1, :, 5] = x_knr[1, :, 0] + 1e-4 * x_knr[1, :, 5]
+    q_knr = ops.orthonormalize(x_knr)
+    for rank in ranks:
+        assert torch.equal(ops.orthonormalize(x_knr[:, :, :rank].contiguous()), q_knr[:, :, :rank])
+
+
 def check_combined_rows(device: str, dtype: torch.dtype, tokens: int, k: int, width: int, missing: int) -> None:
     """Weighted sums of rows, sums, and the gradients of the first, against a plain loop in fp64.
 

@@ -23,7 +23,7 @@
 #define __host__
 #define __forceinline__ inline
 #define __shared__ static
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 
 struct uint4 {
   uint32_t x, y, z, w;

@@ -125,6 +125,16 @@ def test_bases(device: str, rank: int) -> None:
         checks.check_bases(checks.noise((2, n, own), 0, device) @ checks.noise((2, own, r), 1, device) * 2.0**power)
 
 
+@pytest.mark.parametrize("rank", [8, 33, 96, 128, 129])
+def test_bases_of_stacks_whose_matrices_go_three_ways(device: str, rank: int) -> None:
+    """Up to 32, 64, 96 and 128 columns, and more, have a kernel each."""
+    checks.check_mixed_bases(device, rank)
+
+
+def test_bases_begin_with_those_of_fewer_columns(device: str) -> None:
+    checks.check_leading_bases(device, (6, 8, 31, 32, 33, 64, 65, 96, 97, 128))
+
+
 def test_bases_of_zeros_and_of_what_is_not_finite(device: str) -> None:
     checks.check_extraordinary_bases(device)
 

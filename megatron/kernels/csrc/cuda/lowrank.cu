@@ -32,7 +32,7 @@ __global__ void gram_tiles(const float *x, int64_t n, int64_t r, int64_t tiles, 
     }
     __syncthreads();
     for (int i = 0; i < kTile; ++i)
-      for (int j = 0; j < kRowsEach; ++j) sums[j] += left[i][first + j] * right[i][column];
+      for (int j = 0; j < kRowsEach; ++j) sums[j] = fma(left[i][first + j], right[i][column], sums[j]);
     __syncthreads();
   }
   for (int j = 0; j < kRowsEach; ++j) {
@@ -51,11 +51,18 @@ __global__ void sum_splits(const double *partial, int64_t k, int64_t r, double *
   }
 }
 
+/* Whether a column has too small a part outside the ones before it; or one so small that another round is due. */
+__device__ __forceinline__ bool fails(double pivot, double length) {
+  return !(pivot > kFailed * length) || !(pivot < INFINITY);
+}
+__device__ __forceinline__ bool is_weak(double pivot, double length) { return pivot < kWeak * length; }
+
 /* One block to a matrix: the inverse of its Cholesky factor L, in the lower triangle, and its status.
  *
  * The row operations that eliminate the columns of G = L U turn the identity into L^-1, whose rows grow into the part of
  * the matrix that is eliminated. Each step subtracts multiples of one scaled row, which is held in ``row``, from all rows
- * below it: columns up to the pivot's hold the inverse, columns from a row's own diagonal on what is left of G. */
+ * below it: columns up to the pivot's hold the inverse, columns from a row's own diagonal on what is left of G. Since that
+ * is symmetric, ``row`` has what is left of the pivot's column, too. */
 __global__ void __launch_bounds__(kFactor) invert_factors(double *grams, int64_t r, double *rows, int round, int *status) {
   __shared__ int bad, weak;
   if (round == 1 && status[blockIdx.x] != kAgain) return;
@@ -67,8 +74,8 @@ __global__ void __launch_bounds__(kFactor) invert_factors(double *grams, int64_t
   for (int64_t k = 0; k < r; ++k) {
     const double pivot = g[k * r + k];
     if (threadIdx.x == 0) {
-      if (!(pivot > kFailed * length[k]) || !(pivot < INFINITY)) bad = 1;
-      if (pivot < kWeak * length[k]) weak = 1;
+      if (fails(pivot, length[k])) bad = 1;
+      if (is_weak(pivot, length[k])) weak = 1;
     }
     const double inverse = 1.0 / sqrt(pivot);
     for (int64_t c = threadIdx.x; c < r; c += blockDim.x) row[c] = c == k ? inverse : g[k * r + c] * inverse;
@@ -87,6 +94,93 @@ __global__ void __launch_bounds__(kFactor) invert_factors(double *grams, int64_t
     __syncthreads();
   }
   if (threadIdx.x == 0) status[blockIdx.x] = bad ? kNone : weak || round == 1 ? kAgain : kGood;
+}
+
+/* A step's scaled row, and whether it is of no use. */
+template <int kOwn>
+struct Step {
+  double row[kOwn * kWarp];
+  bool bad;
+};
+
+/* A warp's row in a part of 32 rows is done: scaled, it is the inverse's up to the diagonal, and what its step needs. */
+template <int kOwn>
+__device__ __forceinline__ void publish(const double (&own)[kOwn], int part, double length, double *inverse_row,
+                                        Step<kOwn> &step, int &weak) {
+  const int lane = threadIdx.x % kWarp, diagonal = threadIdx.x / kWarp;
+  const double pivot = __shfl_sync(kAll, own[part], diagonal), inverse = 1.0 / sqrt(pivot);
+#pragma unroll
+  for (int b = 0; b < kOwn; ++b) {
+    const double x = b == part && lane == diagonal ? inverse : own[b] * inverse;
+    step.row[lane + b * kWarp] = x;
+    if (b < part || (b == part && lane <= diagonal)) inverse_row[lane + b * kWarp] = x;
+  }
+  if (lane != 0) return;
+  step.bad = fails(pivot, length);
+  if (is_weak(pivot, length)) weak = 1;
+}
+
+/* The same up to the bit for r in (32 kOwn - 32, 32 kOwn], with the matrix in registers: warp w has rows w, w + 32, ..., and
+ * its lanes columns likewise. The warp of the next pivot's row publishes it as soon as it can, while the others are at their
+ * rows: a step waits once, for nothing beyond the processor.
+ *
+ * Columns after the pivot's and before a row's own diagonal count for nothing. They are left out by 32s; elsewhere they get
+ * what nobody reads before their own step puts the inverse there. */
+template <int kOwn>
+__global__ void __launch_bounds__(kFactor, 1) invert_small_factors(double *grams, int r, int round, int *status) {
+  __shared__ Step<kOwn> steps[2]; /* in turn: one is written while slower warps still read the other */
+  __shared__ double lengths[kOwn * kWarp];
+  __shared__ int weak;
+  if (round == 1 && status[blockIdx.x] != kAgain) return;
+  double *g = grams + int64_t(blockIdx.x) * r * r, own[kOwn][kOwn];
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+#pragma unroll
+  for (int a = 0; a < kOwn; ++a) {
+    const int i = warp + a * kWarp;
+#pragma unroll
+    for (int b = 0; b < kOwn; ++b) own[a][b] = i < r && lane + b * kWarp < r ? g[i * r + lane + b * kWarp] : 0.0;
+    if (lane == warp) lengths[i] = own[a][a];
+  }
+  if (threadIdx.x == 0) weak = 0;
+  __syncthreads();
+#pragma unroll
+  for (int part = 0; part < kOwn; ++part) {
+    const int first = part * kWarp, i = first + warp;
+    const auto hand_on = [&] { publish(own[part], part, lengths[i], g + i * r, steps[i % 2], weak); };
+    if (warp == 0) hand_on();
+    __syncthreads();
+    for (int k = first; k < r && k < first + kWarp; ++k) {
+      const Step<kOwn> &step = steps[k % 2];
+      if (step.bad) {
+        if (threadIdx.x == 0) status[blockIdx.x] = kNone;
+        return; /* with all other threads */
+      }
+      double row[kOwn];
+      const auto read_row = [&] {
+#pragma unroll
+        for (int b = 0; b < kOwn; ++b) row[b] = step.row[lane + b * kWarp];
+      };
+      const auto subtract = [&](int a, double factor) {
+#pragma unroll
+        for (int b = 0; b < kOwn; ++b) {
+          if (part < b && b < a) continue;
+          const double x = factor * row[b];
+          own[a][b] = b == part && lane + first == k ? -x : own[a][b] - x;
+        }
+      };
+      read_row();
+      if (i > k && i < r) subtract(part, step.row[i]);
+      if (i == k + 1 && i < r) {
+        hand_on();
+        read_row(); /* rather than keep it meanwhile: registers are short */
+      }
+#pragma unroll
+      for (int a = part + 1; a < kOwn; ++a)
+        if (warp + a * kWarp < r) subtract(a, step.row[warp + a * kWarp]);
+      __syncthreads();
+    }
+  }
+  if (threadIdx.x == 0) status[blockIdx.x] = weak || round == 1 ? kAgain : kGood;
 }
 
 /* q = x L^-T */
@@ -109,7 +203,7 @@ __global__ void multiply(const float *x, const double *inverses, int64_t n, int6
     }
     __syncthreads();
     for (int i = 0; i < kTile; ++i)
-      for (int j = 0; j < kRowsEach; ++j) sums[j] += left[first + j][i] * right[i][column];
+      for (int j = 0; j < kRowsEach; ++j) sums[j] = fma(left[first + j][i], right[i][column], sums[j]);
     __syncthreads();
   }
   for (int j = 0; j < kRowsEach; ++j) {
@@ -172,25 +266,41 @@ __global__ void gram_schmidt(const float *x, int64_t n, int64_t r, const int *st
   }
 }
 
+/* Small factors' blocks have a warp for each row up to 32. */
+void invert(const mcc_context *context, int64_t k, int64_t r, int round, double *gram, int *status) {
+  const unsigned blocks = grid_of(k), threads = unsigned(r < kWarp ? r : kWarp) * kWarp;
+  if (r <= kWarp) {
+    MCC_LAUNCH(invert_small_factors<1>, blocks, threads, context, gram, int(r), round, status);
+  } else if (r <= 2 * kWarp) {
+    MCC_LAUNCH(invert_small_factors<2>, blocks, threads, context, gram, int(r), round, status);
+  } else if (r <= 3 * kWarp) {
+    MCC_LAUNCH(invert_small_factors<3>, blocks, threads, context, gram, int(r), round, status);
+  } else if (r <= 4 * kWarp) {
+    MCC_LAUNCH(invert_small_factors<4>, blocks, threads, context, gram, int(r), round, status);
+  } else {
+    double *rows = static_cast<double *>(context->workspace(context->owner, size_t(k * r) * 2 * 8));
+    MCC_LAUNCH(invert_factors, blocks, kFactor, context, gram, r, rows, round, status);
+  }
+}
+
 void orthonormalize(const mcc_context *context, const float *x, int64_t k, int64_t n, int64_t r, float *q) {
   if (k == 0 || n == 0 || r == 0) return;
   const int64_t tiles = blocks_for(r, kTile), row_tiles = blocks_for(n, kTile);
   void *owner = context->owner;
   double *partial = static_cast<double *>(context->workspace(owner, size_t(k * kSplits * r * r) * 8));
   double *gram = static_cast<double *>(context->workspace(owner, size_t(k * r * r) * 8));
-  double *lengths = static_cast<double *>(context->workspace(owner, size_t(k * r) * 2 * 8));
   int *status = static_cast<int *>(context->workspace(owner, size_t(k) * 4));
   float *first = static_cast<float *>(context->workspace(owner, size_t(k * n * r) * 4));
   const unsigned grams = grid_of(k * kSplits * tiles * tiles), sums = grid_of(blocks_for(k * r * r, kThreads));
   const unsigned products = grid_of(k * row_tiles * tiles);
   MCC_LAUNCH(gram_tiles, grams, kThreads, context, x, n, r, tiles, static_cast<const int *>(nullptr), partial);
   MCC_LAUNCH(sum_splits, sums, kThreads, context, partial, k, r, gram);
-  MCC_LAUNCH(invert_factors, grid_of(k), kFactor, context, gram, r, lengths, 0, status);
+  invert(context, k, r, 0, gram, status);
   MCC_LAUNCH(multiply, products, kThreads, context, x, gram, n, r, row_tiles, tiles, 0, status, first);
   MCC_LAUNCH(copy_good, grid_of(blocks_for(k * n * r, kThreads)), kThreads, context, first, k * n * r, n * r, status, q);
   MCC_LAUNCH(gram_tiles, grams, kThreads, context, first, n, r, tiles, status, partial);
   MCC_LAUNCH(sum_splits, sums, kThreads, context, partial, k, r, gram);
-  MCC_LAUNCH(invert_factors, grid_of(k), kFactor, context, gram, r, lengths, 1, status);
+  invert(context, k, r, 1, gram, status);
   MCC_LAUNCH(multiply, products, kThreads, context, first, gram, n, r, row_tiles, tiles, 1, status, q);
   MCC_LAUNCH(gram_schmidt, grid_of(k), kThreads, context, x, n, r, status, q);
 }
