@@ -116,8 +116,10 @@ def grids() -> Iterator[Grid]:
 
 
 def check_usual_codecs(device: str) -> None:
-    """Codecs of group scales on the default levels, for which there are kernels of their own: whole and broken words and
-    warps, aligned and unaligned memory, with and without noise, every dtype, there and back."""
+    """Codecs of group scales on the default levels, for which CUDA has kernels of their own.
+
+    Whole and broken words and warps, aligned and unaligned memory, with and without noise, every dtype, there and back.
+    """
     for number, (bits, group, count) in enumerate(itertools.product(range(2, 9), (8, 16, 64, 256), (5, 503, 1031))):
         kind = GridKind.SYMMETRIC if bits > 3 else GridKind.SIGNED
         scale = torch.bfloat16 if number % 2 else torch.float32
