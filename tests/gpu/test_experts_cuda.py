@@ -27,7 +27,8 @@ def test_layouts_agree(world_size: int) -> None:
 
 
 @pytest.mark.parametrize("biases", [False, True])
-def test_products_in_one_launch_are_those_of_a_loop(biases: bool) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_products_of_all_experts_are_those_of_a_loop(biases: bool, dtype: torch.dtype) -> None:
     """Of so many rows that gradients of biases would lose digits if they were added row by row in bf16."""
     config = resolve_model(
         ModelConfig(
@@ -42,10 +43,10 @@ def test_products_in_one_launch_are_those_of_a_loop(biases: bool) -> None:
     )
     device = torch.device("cuda")
     comm = TensorComm(single_process(device).tp, Ledger(), CompressionPlan({}))
-    layer = Experts(config, 0, comm, device, torch.bfloat16)
+    layer = Experts(config, 0, comm, device, dtype)
     for param in layer.parameters():
         torch.nn.init.normal_(param, std=0.05)
-    x_sbh = torch.randn(1024, 4, 256, device=device, dtype=torch.bfloat16)
+    x_sbh = torch.randn(1024, 4, 256, device=device, dtype=dtype)
     found = []
     for loop in (False, True):
         given = x_sbh.clone().requires_grad_()

@@ -13,6 +13,8 @@ from megatron.parallel.tensor.grad_space import take
 
 _ROW_STEP = 32
 """Least distance between the numbers of rows that are computed where few should be."""
+_ON_CUDA = (torch.bfloat16, torch.float16, torch.float32)
+"""What torch multiplies by groups on CUDA: bf16 in one launch (on Hopper and later), else one after another, in C++."""
 _ALIGNED = 16
 """Bytes to which the rows of all factors must be aligned."""
 
@@ -41,15 +43,16 @@ def stacked(weights: Sequence[Tensor]) -> Tensor:
 def groups_products(rows: Tensor, weights: Sequence[Tensor]) -> bool:
     """Whether ``grouped_linear`` takes rows (r, in) and weights (out, in) of this device, dtype and width.
 
-    It takes those of the meta device, on which the costs of an accelerator are counted. On CPUs it takes adjacent
-    weights outside compiled code, in fp32 and fp64: a bias is added to rounded products.
+    On CUDA it takes all types but fp64, which torch does not. On the meta device, where an accelerator's costs are
+    counted, torch knows bf16 alone. On CPUs it takes adjacent weights outside compiled code, in fp32 and fp64: a bias
+    is added to rounded products.
     """
     weight = weights[0]
     if rows.is_cpu:
         wide = rows.dtype in (torch.float32, torch.float64)
         return wide and not torch.compiler.is_compiling() and adjacent(weights)
     aligned = not any(width * rows.element_size() % _ALIGNED for width in (rows.shape[1], weight.shape[0]))
-    return (rows.is_cuda or rows.is_meta) and rows.dtype is torch.bfloat16 and aligned
+    return aligned and rows.dtype in (_ON_CUDA if rows.is_cuda else (torch.bfloat16,))
 
 
 def recurring(rows: Tensor) -> int:

@@ -1,11 +1,38 @@
-"""How many rows are computed for a group of them."""
+"""Which products of groups are taken together, and how many rows are computed for a group of them."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 
-from megatron.parallel.tensor.grouped import recurring
+from megatron.parallel.tensor.grouped import groups_products, recurring
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_cuda_takes_what_torch_multiplies_by_groups(dtype: torch.dtype) -> None:
+    """Torch's answers on a CPU, where its checks are the same, for widths of 16 bytes and of fewer."""
+    for width in (16, 3):
+        rows, weight = torch.ones(4, width, dtype=dtype), torch.ones(width, width, dtype=dtype)
+        try:
+            F.grouped_mm(rows, weight.expand(2, -1, -1).contiguous(), offs=torch.tensor([4, 4], dtype=torch.int32))
+            multiplies = True
+        except (RuntimeError, ValueError):
+            multiplies = False
+        assert groups_products(_on_cuda(rows), [weight]) == multiplies
+        on_meta = groups_products(rows.to("meta"), [weight])
+        assert on_meta == (multiplies and dtype is torch.bfloat16)
+
+
+def _on_cuda(x: torch.Tensor) -> Any:
+    """What is asked of a tensor there."""
+    element_size = x.element_size
+    return SimpleNamespace(
+        is_cpu=False, is_cuda=True, is_meta=False, dtype=x.dtype, shape=x.shape, element_size=element_size
+    )
 
 
 def test_products_that_torch_compiles_have_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
