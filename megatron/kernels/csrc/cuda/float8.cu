@@ -19,46 +19,94 @@ __device__ __forceinline__ uint32_t float8_largest(const float *v) {
   return most;
 }
 
+/* Eight codes to nearest. */
+template <int kMantissa>
+__device__ __forceinline__ Codes float8_nearest_codes(const float *y) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  bool numbers = true; /* the device's conversion gives NaN another sign */
+#pragma unroll
+  for (int j = 0; j < kEach; ++j) numbers = numbers && y[j] == y[j];
+  if (numbers) {
+    uint16_t pairs[kEach / 2];
+#pragma unroll
+    for (int i = 0; i < kEach / 2; ++i) {
+      if (kMantissa == 3)
+        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pairs[i]) : "f"(y[2 * i + 1]), "f"(y[2 * i]));
+      else
+        asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(pairs[i]) : "f"(y[2 * i + 1]), "f"(y[2 * i]));
+    }
+    return {pairs[0] | uint32_t(pairs[1]) << 16, pairs[2] | uint32_t(pairs[3]) << 16};
+  }
+#endif
+  Codes codes = {0, 0};
+#pragma unroll
+  for (int j = 0; j < kEach; ++j)
+    (j < kEach / 2 ? codes.low : codes.high) |= uint32_t(float8_nearest<kMantissa>(y[j])) << (j % (kEach / 2) * 8);
+  return codes;
+}
+
+/* What eight codes stand for. */
+template <int kMantissa>
+__device__ __forceinline__ void float8_numbers(Codes codes, float *v) {
+#pragma unroll
+  for (int j = 0; j < kEach; ++j) {
+    const uint32_t word = j < kEach / 2 ? codes.low : codes.high;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+    if (j % 2) continue;
+    const uint16_t pair = uint16_t(word >> (j % (kEach / 2) * 8));
+    uint32_t halves;
+    if (kMantissa == 3)
+      asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(pair));
+    else
+      asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(halves) : "h"(pair));
+    asm("cvt.f32.f16 %0, %1;" : "=f"(v[j]) : "h"(uint16_t(halves)));
+    asm("cvt.f32.f16 %0, %1;" : "=f"(v[j + 1]) : "h"(uint16_t(halves >> 16)));
+#else
+    v[j] = float8_value<kMantissa>(uint8_t(word >> (j % (kEach / 2) * 8)));
+#endif
+  }
+}
+
 /* Encodes up to eight neighbors, those before ``end``. */
 template <int kMantissa>
 __device__ __forceinline__ void float8_codes(const mcc_float8 &c, const float *v, float step, int64_t begin, int64_t end) {
-  uint8_t codes[kEach];
-  if (!c.stochastic) {
+  float y[kEach];
+  Codes codes = {0, 0};
 #pragma unroll
-    for (int j = 0; j < kEach; ++j) codes[j] = float8_nearest<kMantissa>(v[j] * step);
+  for (int j = 0; j < kEach; ++j) y[j] = v[j] * step;
+  if (!c.stochastic) {
+    codes = float8_nearest_codes<kMantissa>(y);
   } else {
     const Noise noise(c.seed);
 #pragma unroll
     for (int j = 0; j < kEach; ++j)
-      codes[j] = float8_stochastic<kMantissa>(v[j] * step, noise.at(uint32_t(begin + j)));
+      (j < kEach / 2 ? codes.low : codes.high) |=
+          uint32_t(float8_stochastic<kMantissa>(y[j], noise.at(uint32_t(begin + j)))) << (j % (kEach / 2) * 8);
   }
   uint8_t *to = c.codes + begin;
   if (begin + kEach <= end && reinterpret_cast<uintptr_t>(to) % 4 == 0) {
     uint32_t *words = reinterpret_cast<uint32_t *>(to);
-    words[0] = codes[0] | codes[1] << 8 | codes[2] << 16 | uint32_t(codes[3]) << 24;
-    words[1] = codes[4] | codes[5] << 8 | codes[6] << 16 | uint32_t(codes[7]) << 24;
+    words[0] = codes.low;
+    words[1] = codes.high;
     return;
   }
 #pragma unroll
   for (int j = 0; j < kEach; ++j)
-    if (begin + j < end) to[j] = codes[j];
+    if (begin + j < end) to[j] = uint8_t((j < kEach / 2 ? codes.low : codes.high) >> (j % (kEach / 2) * 8));
 }
 
 /* Eight codes; zeros beyond the last. */
-__device__ __forceinline__ void float8_read(const mcc_float8 &c, int64_t begin, uint8_t *codes) {
+__device__ __forceinline__ Codes float8_read(const mcc_float8 &c, int64_t begin) {
   const uint8_t *from = c.codes + begin;
   if (begin + kEach <= c.count && reinterpret_cast<uintptr_t>(from) % 4 == 0) {
     const uint32_t *words = reinterpret_cast<const uint32_t *>(from);
-    const uint32_t low = words[0], high = words[1];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      codes[j] = uint8_t(low >> (8 * j));
-      codes[j + 4] = uint8_t(high >> (8 * j));
-    }
-    return;
+    return {words[0], words[1]};
   }
+  Codes codes = {0, 0};
 #pragma unroll
-  for (int j = 0; j < kEach; ++j) codes[j] = begin + j < c.count ? from[j] : uint8_t(0);
+  for (int j = 0; j < kEach; ++j)
+    if (begin + j < c.count) (j < kEach / 2 ? codes.low : codes.high) |= uint32_t(from[j]) << (j % (kEach / 2) * 8);
+  return codes;
 }
 
 /* Groups of 8, 16, ... 256 numbers: neighboring lanes hold one. */
@@ -156,23 +204,24 @@ __global__ void float8_pieces(mcc_float8 c, int64_t pieces, int64_t piece) {
   }
 }
 
-template <int kMantissa>
+/* kOne: groups are of whole words, each of which has one scale. */
+template <int kMantissa, bool kOne>
 __global__ void float8_values(mcc_float8 c) {
   const int64_t words = (c.count + kEach - 1) / kEach;
   const int shift = (c.group & (c.group - 1)) == 0 ? __ffsll(c.group) - 1 : -1;
   for (int64_t w = thread_index(); w < words; w += thread_total()) {
     const int64_t begin = w * kEach;
-    uint8_t codes[kEach];
-    float8_read(c, begin, codes);
+    float v[kEach];
+    float8_numbers<kMantissa>(float8_read(c, begin), v);
     int64_t group = shift >= 0 ? begin >> shift : begin / c.group, next = (group + 1) * c.group - begin;
-    float v[kEach], unit = float8_unit<kMantissa>(c, group);
+    float unit = float8_unit<kMantissa>(c, group);
 #pragma unroll
     for (int j = 0; j < kEach; ++j) {
-      if (j == next && begin + j < c.count) {
+      if (!kOne && j == next && begin + j < c.count) {
         unit = float8_unit<kMantissa>(c, ++group);
         next += c.group;
       }
-      v[j] = float8_value<kMantissa>(codes[j]) * unit;
+      v[j] *= unit;
     }
     if (c.added) {
       float held[kEach];
@@ -180,7 +229,7 @@ __global__ void float8_values(mcc_float8 c) {
 #pragma unroll
       for (int j = 0; j < kEach; ++j) v[j] = c.added > 0 ? held[j] + v[j] : held[j] - v[j];
     }
-    write_eight(c.out, c.out_dtype, begin, c.count, v);
+    write_words<1>(c.out, c.out_dtype, begin, c.count, v);
   }
 }
 
@@ -216,7 +265,10 @@ void float8_encode(const mcc_context *context, const mcc_float8 *given) {
 
 void float8_decode(const mcc_context *context, const mcc_float8 *given) {
   if (given->count == 0) return;
-  const auto kernel = given->mantissa == 3 ? float8_values<3> : float8_values<2>;
+  const bool one = given->group % kEach == 0;
+  const auto kernel = given->mantissa == 3 ? one ? float8_values<3, true> : float8_values<3, false>
+                      : one                ? float8_values<2, true>
+                                           : float8_values<2, false>;
   MCC_LAUNCH(kernel, float8_grid(given->count), kFloat8Threads, context, *given);
 }
 
