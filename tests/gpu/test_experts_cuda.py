@@ -1,4 +1,4 @@
-"""Layers with experts on a CUDA device: layouts over NCCL, and products of all experts in one launch."""
+"""Layers with experts on a CUDA device: layouts over NCCL, and products of all experts in one call."""
 
 from __future__ import annotations
 
@@ -59,4 +59,4 @@ def test_products_of_all_experts_are_those_of_a_loop(biases: bool, dtype: torch.
         assert own is not None
         assert wanted is not None
         error = (own.float() - wanted.float()).norm() / wanted.float().norm().clamp(min=1e-6)
-        assert float(error) < 0.02
+        assert float(error) < (1e-4 if dtype is torch.float32 else 0.02)

@@ -70,7 +70,7 @@ def test_unaligned_views() -> None:
     """Halves and codes that do not begin at 16 bytes."""
     for start in (1, 2, 3, 5):
         x = checks.noise((5000,), start, DEVICE, torch.bfloat16)[start:]
-        checks.check_codec(x, None, Grid(4), Role.PLAIN, None, torch.float32)
+        checks.check_codec(x, None, Grid(4), Role.PLAIN, None, torch.float32, start)
 
 
 def test_topk() -> None:

@@ -16,16 +16,16 @@ SCALES = (torch.float32, torch.bfloat16, torch.uint8)
 GROUPS = (1, 7, 8, 32, 40, 128, 256, 768, 2048)
 
 
-def message(count: int, form: Float8, scale: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
-    """Codes and scales that hold something else."""
-    codes = torch.full((count,), 77, dtype=torch.uint8, device=device)
+def message(count: int, form: Float8, scale: torch.dtype, device: str, place: int = 0) -> tuple[Tensor, Tensor]:
+    """Codes, from a byte of their memory on, and scales that hold something else."""
+    codes = torch.full((place + count,), 77, dtype=torch.uint8, device=device)[place:]
     return codes, torch.full((form.scale_count(count),), 7, dtype=scale, device=device)
 
 
-def check(x: Tensor, form: Float8, scale: torch.dtype, seed: int | None = None) -> None:
+def check(x: Tensor, form: Float8, scale: torch.dtype, seed: int | None = None, place: int = 0) -> None:
     """Codes, scales and what they decode to equal the twin's."""
     device = x.device.type
-    codes, scales = message(x.numel(), form, scale, device)
+    codes, scales = message(x.numel(), form, scale, device, place)
     wanted_codes, wanted_scales = message(x.numel(), form, scale, device)
     ops.float8_encode(x, codes, scales, form, seed)
     float8.float8_encode(x, wanted_codes, wanted_scales, form, seed)
@@ -95,5 +95,5 @@ def check_unaligned(device: str) -> None:
     """Numbers and codes that do not begin at 16 bytes."""
     for start in (1, 2, 3, 5):
         for dtype in DTYPES:
-            check(noise((3000,), start, device, dtype)[start:], Float8(3, 128), torch.float32)
-            check(noise((3000,), start, device, dtype)[start:], Float8(2, 100), torch.bfloat16)
+            check(noise((3000,), start, device, dtype)[start:], Float8(3, 128), torch.float32, place=start)
+            check(noise((3000,), start, device, dtype)[start:], Float8(2, 100), torch.bfloat16, place=start + 1)

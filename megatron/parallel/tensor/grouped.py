@@ -14,7 +14,8 @@ from megatron.parallel.tensor.grad_space import take
 _ROW_STEP = 32
 """Least distance between the numbers of rows that are computed where few should be."""
 _ON_CUDA = (torch.bfloat16, torch.float16, torch.float32)
-"""What torch multiplies by groups on CUDA: bf16 in one launch (on Hopper and later), else one after another, in C++."""
+"""What torch multiplies by groups on CUDA: bf16 in one launch, on Hopper and later; else groups one after another, for
+which the host reads where they end, and so waits for the device at each product."""
 _ALIGNED = 16
 """Bytes to which the rows of all factors must be aligned."""
 

@@ -41,6 +41,10 @@ def test_codecs_give_the_twins_bits(role: Role, seed: int | None) -> None:
             checks.check_codec(x, other, grid, role, seed, scale)
 
 
+def test_codecs_on_the_default_levels_give_the_twins_bits() -> None:
+    checks.check_usual_codecs(DEVICE)
+
+
 def test_codecs_split_over_threads_give_the_twins_bits() -> None:
     for grid in (Grid(4), Grid(3, ScaleLayout.CHANNEL, 64), Grid(8, ScaleLayout.TENSOR), Grid(2, rotation=32)):
         checks.check_codec(checks.noise((1 << 17,), 1, DEVICE), None, grid, Role.PLAIN, None, torch.float32)

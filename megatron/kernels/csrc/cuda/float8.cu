@@ -23,7 +23,7 @@ __device__ __forceinline__ uint32_t float8_largest(const float *v) {
 template <int kMantissa>
 __device__ __forceinline__ Codes float8_nearest_codes(const float *y) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-  bool numbers = true; /* the device's conversion gives NaN another sign */
+  bool numbers = true; /* the device's conversion may give NaN another code */
 #pragma unroll
   for (int j = 0; j < kEach; ++j) numbers = numbers && y[j] == y[j];
   if (numbers) {

@@ -122,8 +122,13 @@ __device__ __forceinline__ void write_codes(uint8_t *to, int bits, Codes codes) 
     case 6: return write_bytes<6>(to, packed);
     case 7: return write_bytes<7>(to, packed);
     default:
-      if (address % 8 != 0) return write_bytes<8>(to, packed);
-      *reinterpret_cast<uint64_t *>(to) = packed;
+      if (address % 4 != 0) return write_bytes<8>(to, packed);
+      if (address % 8 == 0) {
+        *reinterpret_cast<uint64_t *>(to) = packed;
+        return;
+      }
+      reinterpret_cast<uint32_t *>(to)[0] = codes.low;
+      reinterpret_cast<uint32_t *>(to)[1] = codes.high;
   }
 }
 
@@ -137,7 +142,11 @@ __device__ __forceinline__ uint64_t read_packed(const uint8_t *from, int bits) {
     case 5: return read_bytes<5>(from);
     case 6: return read_bytes<6>(from);
     case 7: return read_bytes<7>(from);
-    default: return address % 8 != 0 ? read_bytes<8>(from) : *reinterpret_cast<const uint64_t *>(from);
+    default:
+      if (address % 4 != 0) return read_bytes<8>(from);
+      if (address % 8 == 0) return *reinterpret_cast<const uint64_t *>(from);
+      const uint32_t *words = reinterpret_cast<const uint32_t *>(from);
+      return words[0] | (uint64_t(words[1]) << 32);
   }
 }
 
@@ -300,6 +309,7 @@ __device__ __forceinline__ void values_of(const mcc_grid &g, Codes codes, const 
     const uint32_t code = ((j < kEach / 2 ? codes.low : codes.high) >> (j % (kEach / 2) * g.bits)) & mask;
     /* The code as a number, without a conversion, of which a GPU makes few at a time; the level is exact. */
     const float number = float_of(0x4b000000u | code) - 8388608.0f;
-    v[j] = fmaf(number, factor, -zero) * units[kOne ? 0 : j].by + units[kOne ? 0 : j].base;
+    const float value = fmaf(number, factor, -zero) * units[kOne ? 0 : j].by;
+    v[j] = is_minmax(g) ? value + units[kOne ? 0 : j].base : value; /* -0 + 0 would be another zero */
   }
 }
