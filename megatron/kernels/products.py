@@ -19,10 +19,6 @@ CHOICE = "MEGATRON_CC_PRODUCTS"
 """Environment variable: ``own`` and ``torch`` ask for either's products, whatever the processor is."""
 
 
-_LEAST = 16
-"""The size of each dimension from which on own products without AMX are worth their packing."""
-
-
 def problem() -> str | None:
     """Why this library has no products here, in words; None where it has."""
     why = native.problem_on("cpu")
@@ -56,18 +52,6 @@ def own_products() -> bool:
 def smallest_product() -> int:
     """The size of each dimension from which on this processor's own products are worth the packing of their factors."""
     return int(native.operators().smallest_product())
-
-
-@functools.cache
-def kind() -> str:
-    """Whose products in fp32 run on this processor, in words. Those of other kinds differ in their last digits.
-
-    Raises:
-        RuntimeError: see ``own_products``.
-    """
-    if not own_products():
-        return "torch's"
-    return "this library's for AMX" if smallest_product() > _LEAST else "this library's for AVX2"
 
 
 def multiplies(a: Tensor, b: Tensor, groups: int = 1) -> bool:

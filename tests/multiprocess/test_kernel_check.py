@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.base.errors import UserError
-from megatron.kernels import native, products
+from megatron.kernels import native
 from megatron.topology.layout import Layout
 from megatron.topology.topology import build_topology
 from megatron.training.kernel_check import check_kernels
@@ -19,8 +19,8 @@ from tests.support.spawn import run_ranks
 pytestmark = pytest.mark.multiprocess
 
 
-def _check(choices: list[str], variable: str = native.CHOICE) -> str | None:
-    os.environ[variable] = choices[dist.get_rank()]
+def _check(choices: list[str]) -> str | None:
+    os.environ[native.CHOICE] = choices[dist.get_rank()]
     topology = build_topology(Layout(dp=2), torch.device("cpu"))
     try:
         return check_kernels(topology)
@@ -41,16 +41,3 @@ def test_a_run_without_them_says_so() -> None:
     for found in run_ranks(2, _check, ["reference", "fast"]):
         assert found.startswith("refused:")
         assert "the choices are native and reference" in found
-
-
-@need_kernels
-def test_ranks_multiply_alike() -> None:
-    both = run_ranks(2, _check, ["own", "own"], products.CHOICE)
-    if all("own, but this processor has no" in str(found) for found in both):
-        pytest.skip("this processor has no products of this library")
-    assert both == run_ranks(2, _check, ["torch", "torch"], products.CHOICE) == [None, None]
-    for found in run_ranks(2, _check, ["own", "torch"], products.CHOICE):
-        assert found.startswith("refused: rank 1 multiplies by torch's products and rank 0 by this library's for A")
-        assert found.endswith("set MEGATRON_CC_PRODUCTS=torch on all ranks")
-    for found in run_ranks(2, _check, ["torch", "mkl"], products.CHOICE):
-        assert "the choices are own and torch" in found
