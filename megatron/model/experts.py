@@ -6,7 +6,7 @@ Tokens are sorted by expert, sent to the ranks that hold the experts, and come b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -24,9 +24,12 @@ from megatron.model.context import ForwardContext
 from megatron.model.mlp import ACTIVATIONS, MLP
 from megatron.model.router import Router, Routing
 from megatron.model.rows import Choices, choices_by_node, choices_of_rows, collected, combined, dispatched, order_of
-from megatron.parallel.tensor.grouped import grouped_linear, groups_products, recurring
+from megatron.parallel.tensor.grouped import batched_linear, grouped_linear, groups_products, recurring
 from megatron.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear, linear
 from megatron.parallel.tensor.shards import ParamSpec, ShardedModule, with_partial_grad
+
+GroupsLinear = Callable[[Tensor, Sequence[Tensor], Tensor], Tensor]
+"""Linear layers of rows that lie group by group; see ``grouped_linear``."""
 
 
 class Expert(nn.Module):
@@ -75,9 +78,11 @@ class Expert(nn.Module):
         return linear(self.activation(linear(rows, *self.up)), *self.down)
 
 
-def _grouped(rows: Tensor, layers: Sequence[tuple[Tensor, Tensor | None]], counts: Tensor) -> Tensor:
+def _together(
+    rows: Tensor, layers: Sequence[tuple[Tensor, Tensor | None]], counts: Tensor, multiply: GroupsLinear
+) -> Tensor:
     """The linear layers of all experts, each of its own rows."""
-    out = grouped_linear(rows.contiguous(), [weight for weight, _ in layers], counts)
+    out = multiply(rows.contiguous(), [weight for weight, _ in layers], counts)
     biases = [bias for _, bias in layers if bias is not None]
     if not biases:
         return out
@@ -266,10 +271,13 @@ class Experts(nn.Module):
     def _compute(self, rows: Tensor, counts: Tensor) -> Tensor:
         """The outputs of rows that lie by expert. Experts without rows get gradients of zero."""
         experts = cast("list[Expert]", list(self.experts.values()))
-        layers = ([expert.up[0] for expert in experts], [expert.down[0] for expert in experts])
-        if all(groups_products(rows, weights) for weights in layers):
-            inner = _grouped(rows, [expert.up for expert in experts], counts)
-            return _grouped(experts[0].activation(inner), [expert.down for expert in experts], counts)
+        ups, downs = [expert.up for expert in experts], [expert.down for expert in experts]
+        multiply: GroupsLinear | None = batched_linear if rows.is_cuda else None
+        if all(groups_products(rows, [weight for weight, _ in layers]) for layers in (ups, downs)):
+            multiply = grouped_linear
+        if multiply is not None:
+            inner = _together(rows, ups, counts, multiply)
+            return _together(experts[0].activation(inner), downs, counts, multiply)
         parts = rows.split(counts.tolist())
         return torch.cat([_of_one(expert, part) for expert, part in zip(experts, parts, strict=True)])
 

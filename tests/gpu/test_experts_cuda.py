@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from unittest import mock
 
 import pytest
@@ -24,6 +25,11 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_layouts_agree(world_size: int) -> None:
     experts.test_layouts_agree(world_size)
+
+
+def _loop(rows: torch.Tensor, weights: Sequence[torch.Tensor], counts: torch.Tensor) -> torch.Tensor:
+    parts = rows.split(counts.tolist())
+    return torch.cat([part @ weight.t() for part, weight in zip(parts, weights, strict=True)])
 
 
 @pytest.mark.parametrize("biases", [False, True])
@@ -51,7 +57,10 @@ def test_products_of_all_experts_are_those_of_a_loop(biases: bool, dtype: torch.
     for loop in (False, True):
         given = x_sbh.clone().requires_grad_()
         layer.zero_grad()
-        with mock.patch("megatron.model.experts.groups_products", lambda rows, weights, off=loop: not off):
+        with (
+            mock.patch("megatron.model.experts.groups_products", lambda rows, weights, off=loop: not off),
+            mock.patch("megatron.model.experts.batched_linear", _loop),
+        ):
             out_sbh, _ = layer(given, ForwardContext())
         out_sbh.float().square().sum().backward()
         found.append([out_sbh.detach(), given.grad, *(param.grad for param in layer.parameters())])
@@ -60,3 +69,30 @@ def test_products_of_all_experts_are_those_of_a_loop(biases: bool, dtype: torch.
         assert wanted is not None
         error = (own.float() - wanted.float()).norm() / wanted.float().norm().clamp(min=1e-6)
         assert float(error) < (1e-4 if dtype is torch.float32 else 0.02)
+
+
+@pytest.mark.parametrize(("dtype", "width"), [(torch.float64, 64), (torch.bfloat16, 1364)])
+def test_types_and_widths_that_torch_does_not_group(dtype: torch.dtype, width: int) -> None:
+    config = resolve_model(
+        ModelConfig(
+            num_layers=1,
+            hidden_size=64,
+            num_attention_heads=4,
+            seq_length=32,
+            num_experts=[8],
+            moe_ffn_hidden_size=width,
+            swiglu=True,
+            add_bias_linear=False,
+        )
+    )
+    device = torch.device("cuda")
+    comm = TensorComm(single_process(device).tp, Ledger(), CompressionPlan({}))
+    layer = Experts(config, 0, comm, device, dtype)
+    for param in layer.parameters():
+        torch.nn.init.normal_(param, std=0.05)
+    x_sbh = torch.randn(32, 2, 64, device=device, dtype=dtype)
+    out_sbh, _ = layer(x_sbh, ForwardContext())
+    with mock.patch("megatron.model.experts.batched_linear", _loop):
+        wanted_sbh, _ = layer(x_sbh, ForwardContext())
+    tolerance = 0.02 if dtype is torch.bfloat16 else 1e-10
+    torch.testing.assert_close(out_sbh, wanted_sbh, rtol=tolerance, atol=tolerance)

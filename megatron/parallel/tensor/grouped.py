@@ -42,7 +42,7 @@ def stacked(weights: Sequence[Tensor]) -> Tensor:
 
 
 def groups_products(rows: Tensor, weights: Sequence[Tensor]) -> bool:
-    """Whether ``grouped_linear`` takes rows (r, in) and weights (out, in) of this device, dtype and width.
+    """Whether ``grouped_linear`` takes rows of this device and dtype, and weights (out, in) of these widths.
 
     On CUDA it takes all types but fp64, which torch does not. On the meta device, where an accelerator's costs are
     counted, torch knows bf16 alone. On CPUs it takes adjacent weights outside compiled code, in fp32 and fp64: a bias
@@ -52,7 +52,7 @@ def groups_products(rows: Tensor, weights: Sequence[Tensor]) -> bool:
     if rows.is_cpu:
         wide = rows.dtype in (torch.float32, torch.float64)
         return wide and not torch.compiler.is_compiling() and adjacent(weights)
-    aligned = not any(width * rows.element_size() % _ALIGNED for width in (rows.shape[1], weight.shape[0]))
+    aligned = not any(width * rows.element_size() % _ALIGNED for width in weight.shape)
     return aligned and rows.dtype in (_ON_CUDA if rows.is_cuda else (torch.bfloat16,))
 
 
@@ -115,3 +115,12 @@ def grouped_linear(rows: Tensor, weights: Sequence[Tensor], counts_g: Tensor) ->
     ends_g = counts_g.to(rows.device).cumsum(0).to(torch.int32)
     result: Tensor = _GroupedLinear.apply(rows, ends_g, *weights)
     return result
+
+
+def batched_linear(rows: Tensor, weights: Sequence[Tensor], counts_g: Tensor) -> Tensor:
+    """The same of all types and widths, in one batched product, for which groups are filled up to the longest."""
+    counts_g = counts_g.to(rows.device)
+    group_r = torch.arange(len(weights), device=rows.device).repeat_interleave(counts_g, output_size=len(rows))
+    place_r = torch.arange(len(rows), device=rows.device) - (counts_g.cumsum(0) - counts_g)[group_r]
+    filled = rows.new_zeros(len(weights), int(counts_g.max()), rows.shape[1]).index_put((group_r, place_r), rows)
+    return torch.bmm(filled, torch.stack(list(weights)).transpose(1, 2))[group_r, place_r]

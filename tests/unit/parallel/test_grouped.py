@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.parallel.tensor.grouped import groups_products, recurring
+from megatron.parallel.tensor.grouped import batched_linear, groups_products, recurring
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -25,6 +25,29 @@ def test_cuda_takes_what_torch_multiplies_by_groups(dtype: torch.dtype) -> None:
         assert groups_products(_on_cuda(rows), [weight]) == multiplies
         on_meta = groups_products(rows.to("meta"), [weight])
         assert on_meta == (multiplies and dtype is torch.bfloat16)
+
+
+def test_cuda_asks_for_every_width_of_a_weight() -> None:
+    """Of a gated MLP's second product the inner width counts, and not twice it."""
+    rows = torch.ones(4, 16, dtype=torch.bfloat16)
+    assert groups_products(_on_cuda(rows), [torch.ones(24, 16)])
+    assert not groups_products(_on_cuda(rows), [torch.ones(16, 12)])
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 5], [0, 0, 8], [0, 0, 0]])
+def test_batched_products_are_each_groups_own(counts: list[int]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(sum(counts), 3, dtype=torch.float64, generator=generator)
+    weights = torch.randn(3, 5, 3, dtype=torch.float64, generator=generator)
+    found = []
+    for batched in (True, False):
+        x, own = rows.clone().requires_grad_(), [weight.clone().requires_grad_() for weight in weights]
+        parts = [part @ weight.t() for part, weight in zip(x.split(counts), own, strict=True)]
+        out = batched_linear(x, own, torch.tensor(counts)) if batched else torch.cat(parts)
+        (out * torch.arange(out.numel()).view_as(out)).sum().backward()
+        found.append([out.detach(), x.grad, *(weight.grad for weight in own)])
+    for mine, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(mine, wanted)
 
 
 def _on_cuda(x: torch.Tensor) -> Any:
