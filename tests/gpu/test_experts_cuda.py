@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -27,6 +28,15 @@ def test_layouts_agree(world_size: int) -> None:
     experts.test_layouts_agree(world_size)
 
 
+def _layer(dtype: torch.dtype, **form: Any) -> Experts:
+    """A layer with experts of random weights."""
+    device, config = torch.device("cuda"), resolve_model(ModelConfig(num_layers=1, num_attention_heads=4, **form))
+    layer = Experts(config, 0, TensorComm(single_process(device).tp, Ledger(), CompressionPlan({})), device, dtype)
+    for param in layer.parameters():
+        torch.nn.init.normal_(param, std=0.05)
+    return layer
+
+
 def _loop(rows: torch.Tensor, weights: Sequence[torch.Tensor], counts: torch.Tensor) -> torch.Tensor:
     parts = rows.split(counts.tolist())
     return torch.cat([part @ weight.t() for part, weight in zip(parts, weights, strict=True)])
@@ -36,23 +46,9 @@ def _loop(rows: torch.Tensor, weights: Sequence[torch.Tensor], counts: torch.Ten
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_products_of_all_experts_are_those_of_a_loop(biases: bool, dtype: torch.dtype) -> None:
     """Of so many rows that gradients of biases would lose digits if they were added row by row in bf16."""
-    config = resolve_model(
-        ModelConfig(
-            num_layers=1,
-            hidden_size=256,
-            num_attention_heads=4,
-            seq_length=1024,
-            num_experts=[16],
-            swiglu=not biases,
-            add_bias_linear=biases,
-        )
-    )
-    device = torch.device("cuda")
-    comm = TensorComm(single_process(device).tp, Ledger(), CompressionPlan({}))
-    layer = Experts(config, 0, comm, device, dtype)
-    for param in layer.parameters():
-        torch.nn.init.normal_(param, std=0.05)
-    x_sbh = torch.randn(1024, 4, 256, device=device, dtype=dtype)
+    form = {"hidden_size": 256, "seq_length": 1024, "num_experts": [16]}
+    layer = _layer(dtype, **form, swiglu=not biases, add_bias_linear=biases)
+    x_sbh = torch.randn(1024, 4, 256, device="cuda", dtype=dtype)
     found = []
     for loop in (False, True):
         given = x_sbh.clone().requires_grad_()
@@ -73,24 +69,9 @@ def test_products_of_all_experts_are_those_of_a_loop(biases: bool, dtype: torch.
 
 @pytest.mark.parametrize(("dtype", "width"), [(torch.float64, 64), (torch.bfloat16, 1364)])
 def test_types_and_widths_that_torch_does_not_group(dtype: torch.dtype, width: int) -> None:
-    config = resolve_model(
-        ModelConfig(
-            num_layers=1,
-            hidden_size=64,
-            num_attention_heads=4,
-            seq_length=32,
-            num_experts=[8],
-            moe_ffn_hidden_size=width,
-            swiglu=True,
-            add_bias_linear=False,
-        )
-    )
-    device = torch.device("cuda")
-    comm = TensorComm(single_process(device).tp, Ledger(), CompressionPlan({}))
-    layer = Experts(config, 0, comm, device, dtype)
-    for param in layer.parameters():
-        torch.nn.init.normal_(param, std=0.05)
-    x_sbh = torch.randn(32, 2, 64, device=device, dtype=dtype)
+    form = {"hidden_size": 64, "seq_length": 32, "num_experts": [8], "moe_ffn_hidden_size": width}
+    layer = _layer(dtype, **form, swiglu=True, add_bias_linear=False)
+    x_sbh = torch.randn(32, 2, 64, device="cuda", dtype=dtype)
     out_sbh, _ = layer(x_sbh, ForwardContext())
     with mock.patch("megatron.model.experts.batched_linear", _loop):
         wanted_sbh, _ = layer(x_sbh, ForwardContext())

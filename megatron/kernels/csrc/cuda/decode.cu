@@ -54,20 +54,12 @@ __global__ void dequantize_words(mcc_codec c, Tiling t) {
 /* The kernel of a usual codec. Two words of halves are as long as one of fp32 numbers. */
 template <int kWords>
 auto usual_decoder(int bits) {
-  switch (bits) {
-    case 2: return dequantize_words<false, false, false, 2, kWords>;
-    case 3: return dequantize_words<false, false, false, 3, kWords>;
-    case 4: return dequantize_words<false, false, false, 4, kWords>;
-    case 5: return dequantize_words<false, false, false, 5, kWords>;
-    case 6: return dequantize_words<false, false, false, 6, kWords>;
-    case 7: return dequantize_words<false, false, false, 7, kWords>;
-    default: return dequantize_words<false, false, false, 8, kWords>;
-  }
+  return of_usual_bits(bits, [](auto kBits) { return dequantize_words<false, false, false, kBits, kWords>; });
 }
 
 void decode(const mcc_context *context, const mcc_codec &c, const Tiling &t, int64_t coded) {
-  const bool tiled = c.tiles.some || c.tiles.marked != nullptr, rotated = rotates_all(c);
-  const int bits = tiled || rotated ? 0 : usual_bits(c);
+  const bool tiled = is_tiled(c), rotated = rotates_all(c);
+  const int bits = rotated ? 0 : usual_bits(c);
   if (bits != 0 && c.out_dtype != MCC_FP32 && c.grid.group % (2 * kEach) == 0) {
     MCC_LAUNCH(usual_decoder<2>(bits), word_blocks((coded + 1) / 2, kThreads), kThreads, context, c, t);
     return;

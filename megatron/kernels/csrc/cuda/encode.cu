@@ -176,21 +176,12 @@ void write_scales(const mcc_context *context, const mcc_codec &c, const Tiling &
 /* The kernel of a usual codec, whose groups fit into a warp. Two words of a lane share what a group costs it. */
 template <bool kRotated>
 auto usual_encoder(int bits) {
-  constexpr int kWords = kRotated ? 1 : 2;
-  switch (bits) {
-    case 2: return quantize_lanes<kRotated, false, 2, kWords>;
-    case 3: return quantize_lanes<kRotated, false, 3, kWords>;
-    case 4: return quantize_lanes<kRotated, false, 4, kWords>;
-    case 5: return quantize_lanes<kRotated, false, 5, kWords>;
-    case 6: return quantize_lanes<kRotated, false, 6, kWords>;
-    case 7: return quantize_lanes<kRotated, false, 7, kWords>;
-    default: return quantize_lanes<kRotated, false, 8, kWords>;
-  }
+  return of_usual_bits(bits, [](auto kBits) { return quantize_lanes<kRotated, false, kBits, kRotated ? 1 : 2>; });
 }
 
-void encode_lanes(const mcc_context *context, const mcc_codec &c, const Tiling &t, int64_t coded, bool tiled) {
-  const bool rotated = rotates_all(c);
-  const int bits = tiled ? 0 : usual_bits(c);
+void encode_lanes(const mcc_context *context, const mcc_codec &c, const Tiling &t, int64_t coded) {
+  const bool rotated = rotates_all(c), tiled = is_tiled(c);
+  const int bits = usual_bits(c);
   if (bits != 0 && !rotated && c.grid.group >= 2 * kEach) {
     MCC_LAUNCH(usual_encoder<false>(bits), word_blocks((coded + 1) / 2, kThreads), kThreads, context, c, t, coded);
     return;
@@ -203,14 +194,13 @@ void encode_lanes(const mcc_context *context, const mcc_codec &c, const Tiling &
 }
 
 void encode(const mcc_context *context, const mcc_codec &c, const Tiling &t, int64_t coded) {
-  const bool tiled = c.tiles.some || c.tiles.marked != nullptr;
   if (group_in_warp(c.grid)) {
-    encode_lanes(context, c, t, coded, tiled);
+    encode_lanes(context, c, t, coded);
     return;
   }
   write_scales(context, c, t);
   const auto kernel = c.grid.layout == MCC_CHANNEL ? quantize_words<true, false>
-                      : tiled                      ? quantize_words<false, true>
+                      : is_tiled(c)                ? quantize_words<false, true>
                                                    : quantize_words<false, false>;
   if (c.count > 0) MCC_LAUNCH(kernel, word_blocks(c.count, kThreads), kThreads, context, c, t);
 }

@@ -40,8 +40,7 @@ __device__ __forceinline__ Codes float8_nearest_codes(const float *y) {
 #endif
   Codes codes = {0, 0};
 #pragma unroll
-  for (int j = 0; j < kEach; ++j)
-    (j < kEach / 2 ? codes.low : codes.high) |= uint32_t(float8_nearest<kMantissa>(y[j])) << (j % (kEach / 2) * 8);
+  for (int j = 0; j < kEach; ++j) add_code(codes, 8, j, float8_nearest<kMantissa>(y[j]));
   return codes;
 }
 
@@ -50,10 +49,9 @@ template <int kMantissa>
 __device__ __forceinline__ void float8_numbers(Codes codes, float *v) {
 #pragma unroll
   for (int j = 0; j < kEach; ++j) {
-    const uint32_t word = j < kEach / 2 ? codes.low : codes.high;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
     if (j % 2) continue;
-    const uint16_t pair = uint16_t(word >> (j % (kEach / 2) * 8));
+    const uint16_t pair = uint16_t(code_at(codes, 8, j)); /* with the next one above it */
     uint32_t halves;
     if (kMantissa == 3)
       asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(pair));
@@ -62,7 +60,7 @@ __device__ __forceinline__ void float8_numbers(Codes codes, float *v) {
     asm("cvt.f32.f16 %0, %1;" : "=f"(v[j]) : "h"(uint16_t(halves)));
     asm("cvt.f32.f16 %0, %1;" : "=f"(v[j + 1]) : "h"(uint16_t(halves >> 16)));
 #else
-    v[j] = float8_value<kMantissa>(uint8_t(word >> (j % (kEach / 2) * 8)));
+    v[j] = float8_value<kMantissa>(uint8_t(code_at(codes, 8, j)));
 #endif
   }
 }
@@ -80,32 +78,26 @@ __device__ __forceinline__ void float8_codes(const mcc_float8 &c, const float *v
     const Noise noise(c.seed);
 #pragma unroll
     for (int j = 0; j < kEach; ++j)
-      (j < kEach / 2 ? codes.low : codes.high) |=
-          uint32_t(float8_stochastic<kMantissa>(y[j], noise.at(uint32_t(begin + j)))) << (j % (kEach / 2) * 8);
+      add_code(codes, 8, j, float8_stochastic<kMantissa>(y[j], noise.at(uint32_t(begin + j))));
   }
   uint8_t *to = c.codes + begin;
-  if (begin + kEach <= end && reinterpret_cast<uintptr_t>(to) % 4 == 0) {
-    uint32_t *words = reinterpret_cast<uint32_t *>(to);
-    words[0] = codes.low;
-    words[1] = codes.high;
+  if (begin + kEach <= end) {
+    write_codes(to, 8, codes);
     return;
   }
 #pragma unroll
   for (int j = 0; j < kEach; ++j)
-    if (begin + j < end) to[j] = uint8_t((j < kEach / 2 ? codes.low : codes.high) >> (j % (kEach / 2) * 8));
+    if (begin + j < end) to[j] = uint8_t(code_at(codes, 8, j));
 }
 
 /* Eight codes; zeros beyond the last. */
 __device__ __forceinline__ Codes float8_read(const mcc_float8 &c, int64_t begin) {
   const uint8_t *from = c.codes + begin;
-  if (begin + kEach <= c.count && reinterpret_cast<uintptr_t>(from) % 4 == 0) {
-    const uint32_t *words = reinterpret_cast<const uint32_t *>(from);
-    return {words[0], words[1]};
-  }
+  if (begin + kEach <= c.count) return read_codes(from, 8);
   Codes codes = {0, 0};
 #pragma unroll
   for (int j = 0; j < kEach; ++j)
-    if (begin + j < c.count) (j < kEach / 2 ? codes.low : codes.high) |= uint32_t(from[j]) << (j % (kEach / 2) * 8);
+    if (begin + j < c.count) add_code(codes, 8, j, from[j]);
   return codes;
 }
 

@@ -98,6 +98,7 @@ inline bool group_in_warp(const mcc_grid &g) {
 }
 
 inline bool rotates_all(const mcc_codec &c) { return c.grid.rotation != 0 && !c.tiles.some; }
+inline bool is_tiled(const mcc_codec &c) { return c.tiles.some || c.tiles.marked != nullptr; }
 inline bool finds_blocks(const mcc_codec &c) { return c.tiles.some && c.tiles.ratio > 0.0f; }
 
 /* Numbers that are coded: those of a rotation's last block, too. */
@@ -110,11 +111,11 @@ inline unsigned word_blocks(int64_t count, int threads) {
   return grid_of(blocks < 16384 ? blocks : 16384);
 }
 
-/* The bits of a usual codec: groups, the largest magnitude as their scale, the default levels of so many bits, and no second
- * tensor. Others have 0. */
+/* The bits of a usual codec: groups, the largest magnitude as their scale, the default levels of so many bits, no second tensor,
+ * and nothing decided by tiles. Others have 0. */
 inline int usual_bits(const mcc_codec &c) {
-  const bool plain = c.role == MCC_PLAIN && c.grid.layout == MCC_GROUP && c.grid.method == MCC_MAX && c.grid.bits > 1;
-  return plain && c.grid.kind == (c.grid.bits > 3 ? MCC_SYMMETRIC : MCC_SIGNED) ? c.grid.bits : 0;
+  const bool plain = c.role == MCC_PLAIN && c.grid.layout == MCC_GROUP && c.grid.method == MCC_MAX && !is_tiled(c);
+  return plain && c.grid.bits > 1 && c.grid.kind == (c.grid.bits > 3 ? MCC_SYMMETRIC : MCC_SIGNED) ? c.grid.bits : 0;
 }
 
 /* Tells the compiler what is known of a codec of so many usual bits: its kernel has half as many instructions then, which are
@@ -127,6 +128,20 @@ __device__ __forceinline__ void assume(mcc_codec &c) {
   c.grid.method = MCC_MAX;
   c.grid.bits = kBits;
   c.grid.kind = kBits > 3 ? MCC_SYMMETRIC : MCC_SIGNED;
+}
+
+/* What ``kernel`` gives for a usual codec's bits, which it is handed as a type. */
+template <class Kernel>
+auto of_usual_bits(int bits, const Kernel &kernel) {
+  switch (bits) {
+    case 2: return kernel(std::integral_constant<int, 2>());
+    case 3: return kernel(std::integral_constant<int, 3>());
+    case 4: return kernel(std::integral_constant<int, 4>());
+    case 5: return kernel(std::integral_constant<int, 5>());
+    case 6: return kernel(std::integral_constant<int, 6>());
+    case 7: return kernel(std::integral_constant<int, 7>());
+    default: return kernel(std::integral_constant<int, 8>());
+  }
 }
 
 /* In tiles.cu: counts the marked tiles, and finds room for flags; writes the flags as a map. */

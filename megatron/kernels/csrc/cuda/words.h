@@ -89,6 +89,16 @@ struct Codes {
   uint32_t low, high;
 };
 
+/* Code j in the lowest bits, and the ones behind it in its word above. */
+__device__ __forceinline__ uint32_t code_at(const Codes &codes, int bits, int j) {
+  return (j < kEach / 2 ? codes.low : codes.high) >> (j % (kEach / 2) * bits);
+}
+
+/* Sets code j, which was zero. */
+__device__ __forceinline__ void add_code(Codes &codes, int bits, int j, uint32_t code) {
+  (j < kEach / 2 ? codes.low : codes.high) |= code << (j % (kEach / 2) * bits);
+}
+
 template <int kBytes>
 __device__ __forceinline__ void write_bytes(uint8_t *to, uint64_t packed) {
 #pragma unroll
@@ -275,10 +285,10 @@ struct Place {
 template <bool kOne>
 __device__ __forceinline__ Codes codes_of(const mcc_grid &g, const float *v, const Factor *steps, int64_t begin) {
   if (is_sign(g)) {
-    uint32_t signs = 0;
+    Codes signs = {0, 0};
 #pragma unroll
-    for (int j = 0; j < kEach; ++j) signs |= uint32_t(v[j] >= 0.0f) << j;
-    return {signs & 0xfu, signs >> 4};
+    for (int j = 0; j < kEach; ++j) add_code(signs, 1, j, v[j] >= 0.0f);
+    return signs;
   }
   const float low = lowest(g), high = highest(g), shift = shift_of(g);
   float y[kEach];
@@ -306,7 +316,7 @@ __device__ __forceinline__ void values_of(const mcc_grid &g, Codes codes, const 
   const uint32_t mask = (1u << g.bits) - 1;
 #pragma unroll
   for (int j = 0; j < kEach; ++j) {
-    const uint32_t code = ((j < kEach / 2 ? codes.low : codes.high) >> (j % (kEach / 2) * g.bits)) & mask;
+    const uint32_t code = code_at(codes, g.bits, j) & mask;
     /* The code as a number, without a conversion, of which a GPU makes few at a time; the level is exact. */
     const float number = float_of(0x4b000000u | code) - 8388608.0f;
     const float value = fmaf(number, factor, -zero) * units[kOne ? 0 : j].by;
