@@ -65,7 +65,7 @@ class DataConfig:
     )
     dataloader_type: Literal["single", "cyclic"] | None = derived(
         "single",
-        "Samples in order (single) or reshuffled each epoch (cyclic).",
+        "Epochs as --sample-order makes them (single), or the same samples in each, reshuffled (cyclic).",
     )
     reset_position_ids: bool = option(False, "Restart positions after each end of document.")
     reset_attention_mask: bool = option(False, "Attend only within a document.")

@@ -27,7 +27,7 @@ class BertDataset(MaskedDataset):
     Args:
         seq_length: tokens of a sample, padding included.
         binary_head: whether the order of the two halves is to be predicted.
-        indexed, order, ids, masker, seed: see ``MaskedDataset``.
+        indexed, order, ids, masker: see ``MaskedDataset``.
     """
 
     def __init__(
@@ -36,12 +36,11 @@ class BertDataset(MaskedDataset):
         order: SentenceOrder,
         ids: WordPieceIds,
         masker: WordMasker,
-        seed: int,
         *,
         seq_length: int,
         binary_head: bool,
     ) -> None:
-        super().__init__(indexed, order, ids, masker, seed)
+        super().__init__(indexed, order, ids, masker)
         self.seq_length = seq_length
         self.binary_head = binary_head
         self.row_length = 4 * seq_length + 2

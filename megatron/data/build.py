@@ -12,9 +12,10 @@ from megatron.base.errors import UserError
 from megatron.config.data import DataConfig, DatasetBlend, check_data, check_data_given
 from megatron.data.batch import CollateOptions
 from megatron.data.blend import LazyBlend, MegatronBlend, normalize
+from megatron.data.cyclic_order import CyclicOrder
 from megatron.data.fixed_order import FixedOrder
 from megatron.data.gpt_dataset import GPTDataset
-from megatron.data.gpt_index import Documents, LazyOrder, MegatronOrder
+from megatron.data.gpt_index import Documents, LazyOrder, MegatronOrder, SampleOrder
 from megatron.data.indexed import IndexedDataset
 from megatron.data.permute import mix
 from megatron.data.source import BlendedDataset, FileSamples, SampleSource
@@ -262,21 +263,27 @@ class _GPTPart:
     def dataset(self, num_samples: int | None, seed: int) -> GPTDataset:
         """See ``DatasetPart``."""
         kind, documents = self.kind, self.documents
-        order: LazyOrder | FixedOrder | MegatronOrder
+        # The recurring order draws passes over one epoch as it is.
+        cyclic = kind.data.dataloader_type == "cyclic" and kind.data.sample_order != "fixed"
+        length = None if cyclic else num_samples
+        order: SampleOrder
         if kind.data.sample_order == "megatron":
             identity = file_identity(self.indexed)
             cache = kind.data.data_cache_path
-            order = MegatronOrder(documents, kind.seq_length, kind.seed, num_samples, cache, identity)
+            order = MegatronOrder(documents, kind.seq_length, kind.seed, length, cache, identity)
         elif kind.data.sample_order == "fixed":
-            order = FixedOrder(documents, kind.seq_length, seed, num_samples)
-            if not order.epoch_samples:
-                raise UserError(
-                    f"{documents.name}: its {documents.tokens_per_epoch()} tokens make no sample of "
-                    f"--seq-length {kind.seq_length}. Give it more documents, or use --sample-order lazy"
-                )
+            order = FixedOrder(documents, kind.seq_length, seed, length)
         else:
-            order = LazyOrder(documents, kind.seq_length, seed, num_samples)
-        return GPTDataset(self.indexed, order, kind.seq_length, kind.collate_options, kind.seed)
+            order = LazyOrder(documents, kind.seq_length, seed, length)
+        if cyclic:
+            order = CyclicOrder(order, seed, num_samples)
+        if (cyclic or kind.data.sample_order == "fixed") and not order.epoch_samples:
+            remedy = "leave out --dataloader-type cyclic" if cyclic else "use --sample-order lazy"
+            raise UserError(
+                f"{documents.name}: its {documents.tokens_per_epoch()} tokens make no sample of "
+                f"--seq-length {kind.seq_length}. Give it more documents, or {remedy}"
+            )
+        return GPTDataset(self.indexed, order, kind.seq_length, kind.collate_options)
 
 
 def file_identity(indexed: IndexedDataset) -> dict[str, object]:

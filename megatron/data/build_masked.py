@@ -10,6 +10,7 @@ from megatron.base.errors import UserError
 from megatron.config.data import DataConfig
 from megatron.data.bert_dataset import BERT_SPECIAL_TOKENS, BertDataset
 from megatron.data.build import Datasets, build_splits, file_identity
+from megatron.data.cyclic_order import CyclicSentences
 from megatron.data.indexed import IndexedDataset
 from megatron.data.masked_dataset import MaskedDataset
 from megatron.data.masking import BERT_MASKING_NGRAM, T5_MASKING_NGRAM, WordMasker, WordMasking
@@ -118,7 +119,7 @@ class _MaskedKind:
     cut: Cut
     ids: WordPieceIds
     masker: WordMasker
-    make: Callable[[IndexedDataset, SentenceOrder, WordPieceIds, WordMasker, int], MaskedDataset]
+    make: Callable[[IndexedDataset, SentenceOrder, WordPieceIds, WordMasker], MaskedDataset]
 
     def count(self, indexed: IndexedDataset) -> int:
         """See ``DatasetKind``: as megatron-core, documents."""
@@ -157,15 +158,20 @@ class _MaskedPart:
         """See ``DatasetPart``."""
         kind, documents = self.kind, self.documents
         check_split(documents, kind.cut.most_tokens)
-        order: LazySentences | FixedSentences | MegatronSentences
+        order: SentenceOrder
         if kind.data.sample_order == "megatron":
+            # The other orders draw passes over one epoch as they are.
+            cyclic = kind.data.dataloader_type == "cyclic"
+            length = None if cyclic else num_samples
             identity = file_identity(self.indexed)
             cache = kind.data.data_cache_path
-            order = MegatronSentences(documents, kind.cut, kind.seed, num_samples, cache, identity)
+            order = MegatronSentences(documents, kind.cut, kind.seed, length, cache, identity)
+            if cyclic:
+                order = CyclicSentences(order, seed, num_samples)
         elif kind.data.sample_order == "fixed":
             order = FixedSentences(documents, kind.cut, seed, num_samples)
         else:
             order = LazySentences(documents, kind.cut, seed, num_samples)
         if not order.epoch_samples:
             raise no_samples(documents, kind.cut)
-        return kind.make(self.indexed, order, kind.ids, kind.masker, kind.seed)
+        return kind.make(self.indexed, order, kind.ids, kind.masker)

@@ -20,7 +20,6 @@ class GPTDataset:
         order: the order of samples.
         seq_length: tokens of a sample, without the extra one.
         collate_options: options of collating samples into a batch.
-        seed: seed of the cyclic loader's shuffle.
     """
 
     def __init__(
@@ -29,13 +28,11 @@ class GPTDataset:
         order: SampleOrder,
         seq_length: int,
         collate_options: CollateOptions,
-        seed: int = 1234,
     ) -> None:
         self.indexed = indexed
         self.order = order
         self.seq_length = seq_length
         self.collate_options = collate_options
-        self.seed = seed
         self.name = indexed.prefix
         self.row_length = seq_length + 1
         self.resets_positions = collate_options.reset_position_ids

@@ -17,7 +17,6 @@ import torch
 
 from megatron.base.errors import UserError
 from megatron.data.batch import Batch
-from megatron.data.permute import Permutation, mix
 from megatron.data.source import SampleSource
 
 # Micro-batches that each thread may be ahead.
@@ -40,16 +39,14 @@ class MicroBatches(Iterator[Batch]):
         dp_size: int,
         num_workers: int,
         needs_tokens: bool,
-        cyclic: bool,
     ) -> None:
         self._dataset = dataset
         self._first = consumed_samples + dp_rank * micro_batch_size
         self._micro_batch_size = micro_batch_size
         self._stride = micro_batch_size * dp_size
         self._needs_tokens = needs_tokens
-        self._cyclic = cyclic
         # Whole rounds only: every rank stops after the same micro-batch.
-        self._count = None if cyclic else max(0, len(dataset) - consumed_samples) // self._stride
+        self._count = max(0, len(dataset) - consumed_samples) // self._stride
         self._next_number = 0
         self._pool = ThreadPoolExecutor(num_workers, "data") if num_workers and needs_tokens else None
         self._pending: deque[Future[Batch]] = deque()
@@ -103,25 +100,19 @@ class MicroBatches(Iterator[Batch]):
             self.close()
 
     def _has_more(self) -> bool:
-        return self._count is None or self._next_number < self._count
+        return self._next_number < self._count
 
     def _make(self, number: int) -> Batch:
         start = self._first + number * self._stride
         draws_b = np.arange(start, start + self._micro_batch_size, dtype=np.int64)
-        indices = [self._index(draw) for draw in draws_b.tolist()]
-        ids_b = np.array([self._dataset.sample_id(index) for index in indices], dtype=np.int64)
+        draws = draws_b.tolist()
+        ids_b = np.array([self._dataset.sample_id(draw) for draw in draws], dtype=np.int64)
         if not self._needs_tokens:
             return Batch(sample_ids_b=torch.from_numpy(ids_b), draw_ids_b=torch.from_numpy(draws_b))
-        rows_bt = np.empty((len(indices), self._dataset.row_length), dtype=np.int64)
-        for row_t, index in zip(rows_bt, indices, strict=True):
-            self._dataset.read(index, row_t)
+        rows_bt = np.empty((len(draws), self._dataset.row_length), dtype=np.int64)
+        for row_t, draw in zip(rows_bt, draws, strict=True):
+            self._dataset.read(draw, row_t)
         return self._dataset.collate(rows_bt, ids_b, draws_b)
-
-    def _index(self, draw: int) -> int:
-        if not self._cyclic:
-            return draw
-        epoch, place = divmod(draw, len(self._dataset))
-        return Permutation(len(self._dataset), mix(self._dataset.seed, epoch, 2))(place)
 
 
 def build_loader(
@@ -133,9 +124,10 @@ def build_loader(
     dp_size: int,
     num_workers: int = 2,
     needs_tokens: bool = True,
-    dataloader_type: str | None = "single",
 ) -> MicroBatches:
     """Builds the loader of data-parallel rank ``dp_rank``, from draw ``consumed_samples`` on.
+
+    It takes the dataset's draws in order, and ends when less than one micro-batch for each rank is left.
 
     Args:
         dataset: a dataset, as ``build_datasets`` gives it.
@@ -144,15 +136,10 @@ def build_loader(
         dp_rank, dp_size: data-parallel rank and size.
         num_workers: threads that prepare micro-batches; 0 makes each one when it is asked for.
         needs_tokens: False leaves the token tensors out, for a pipeline stage that only needs the ids.
-        dataloader_type: "single" (or None) takes the dataset's draws in order and ends when less than one
-            micro-batch for each rank is left. "cyclic" never ends: each pass over the dataset is shuffled
-            afresh. Megatron's cyclic order depends on the number of ranks; this one does not.
 
     Raises:
-        UserError: when nothing is left to read, or the type is unknown.
+        UserError: when nothing is left to read.
     """
-    if dataloader_type not in (None, "single", "cyclic"):
-        raise UserError(f"--dataloader-type {dataloader_type} is not known: choose single or cyclic")
     if micro_batch_size < 1 or not 0 <= dp_rank < dp_size or num_workers < 0 or consumed_samples < 0:
         raise ValueError(
             f"micro_batch_size {micro_batch_size}, dp_rank {dp_rank} of {dp_size}, "
@@ -160,12 +147,9 @@ def build_loader(
         )
     if len(dataset) == 0:
         raise UserError("the dataset has no sample: give it more text, or a shorter --seq-length")
-    cyclic = dataloader_type == "cyclic"
-    if not cyclic and consumed_samples + micro_batch_size * dp_size > len(dataset):
+    if consumed_samples + micro_batch_size * dp_size > len(dataset):
         raise UserError(
             f"no micro-batch is left: {consumed_samples} of {len(dataset)} samples are consumed. "
             f"Raise --train-iters or --train-samples, or start afresh without --load"
         )
-    return MicroBatches(
-        dataset, consumed_samples, micro_batch_size, dp_rank, dp_size, num_workers, needs_tokens, cyclic
-    )
+    return MicroBatches(dataset, consumed_samples, micro_batch_size, dp_rank, dp_size, num_workers, needs_tokens)

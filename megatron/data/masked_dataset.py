@@ -24,20 +24,16 @@ class MaskedDataset(ABC):
         order: the order of samples.
         ids: ids of the special tokens.
         masker: chooses the words.
-        seed: seed of the cyclic loader's shuffle.
     """
 
     row_length: int
     resets_positions = False
 
-    def __init__(
-        self, indexed: IndexedDataset, order: SentenceOrder, ids: WordPieceIds, masker: WordMasker, seed: int
-    ) -> None:
+    def __init__(self, indexed: IndexedDataset, order: SentenceOrder, ids: WordPieceIds, masker: WordMasker) -> None:
         self.indexed = indexed
         self.order = order
         self.ids = ids
         self.masker = masker
-        self.seed = seed
         self.name = indexed.prefix
         self.lanes = order.lanes
 

@@ -17,10 +17,6 @@ class SampleSource(Protocol):
     """A source of samples for a loader: draws by number, each a row of integers, and what a batch of rows is."""
 
     @property
-    def seed(self) -> int:
-        """The seed of the loader's own shuffle."""
-
-    @property
     def row_length(self) -> int:
         """Integers of a row."""
 
@@ -86,7 +82,6 @@ class BlendedDataset:
         self.row_length = self.datasets[0].row_length
         self.resets_positions = self.datasets[0].resets_positions
         self.collate = self.datasets[0].collate
-        self.seed = self.datasets[0].seed
         self.lanes: int | None = None
 
     def __len__(self) -> int:

@@ -26,7 +26,7 @@ class T5Dataset(MaskedDataset):
 
     Args:
         encoder_length, decoder_length: tokens of both, padding included.
-        indexed, order, ids, masker, seed: see ``MaskedDataset``.
+        indexed, order, ids, masker: see ``MaskedDataset``.
     """
 
     def __init__(
@@ -35,12 +35,11 @@ class T5Dataset(MaskedDataset):
         order: SentenceOrder,
         ids: WordPieceIds,
         masker: WordMasker,
-        seed: int,
         *,
         encoder_length: int,
         decoder_length: int,
     ) -> None:
-        super().__init__(indexed, order, ids, masker, seed)
+        super().__init__(indexed, order, ids, masker)
         self.encoder_length = encoder_length
         self.decoder_length = decoder_length
         self.row_length = encoder_length + 2 * decoder_length + 2

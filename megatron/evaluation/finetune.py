@@ -68,14 +68,14 @@ class TaskData:
             raise UserError(
                 "a task reads texts: give --tokenizer-type, such as BertWordPieceLowerCase --vocab-file FILE"
             )
-        model, seed = config.model, config.training.seed
+        model = config.model
         size = config.training.global_batch_size // model.sequences_per_sample
         orders = self._order(config, size), Epochs(_samples(self.validation), size, keep_last=True, shuffle=False)
 
         def build(files: Sequence[ExampleFile], order: Epochs, epochs: int) -> TaskDataset:
             examples = [example for file in files for example in file.examples]
             most = self.task.most_first
-            return TaskDataset(examples, order, epochs, tokenizer, model, most_first=most, seed=seed)
+            return TaskDataset(examples, order, epochs, tokenizer, model, most_first=most)
 
         training = build(self.training, orders[0], self.given.epochs) if self.given.epochs else None
         return training, build(self.validation, orders[1], 1), None

@@ -287,7 +287,6 @@ class Trainer:
             dp_size=count * dp.size,
             num_workers=self.config.data.num_workers,
             needs_tokens=self.engines.needs_tokens,
-            dataloader_type=self.config.data.dataloader_type,
         )
 
     def _evaluate(self, dataset: Dataset, skip_rounds: int) -> Evaluated:

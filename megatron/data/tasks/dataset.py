@@ -94,7 +94,6 @@ class TaskDataset:
         tokenizer: tokenizer of the model.
         model: model that reads them.
         most_first: most tokens of a first text; None for any number.
-        seed: seed of the run.
 
     Raises:
         UserError: when the tokenizer or the length does not suit.
@@ -111,11 +110,9 @@ class TaskDataset:
         model: ModelConfig,
         *,
         most_first: int | None,
-        seed: int,
     ) -> None:
         self.examples = examples
         self.epochs = epochs
-        self.seed = seed
         self._num_epochs = num_epochs
         self._around = separators_of(tokenizer, model)
         self._most_first = most_first
