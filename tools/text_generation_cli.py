@@ -91,7 +91,7 @@ def asked(options: argparse.Namespace) -> dict[str, Any] | None:
         Refused: for what makes none.
     """
     try:
-        prompt = input("Enter prompt (an empty line ends): ")
+        prompt = input("Enter prompt (an empty line ends): ").removeprefix("\ufeff")
         if not prompt:
             return None
         # Bytes that are no UTF-8 arrive as halves of characters.

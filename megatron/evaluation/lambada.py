@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
 from megatron.base.errors import UserError
-from megatron.data.text_file import read_utf8
+from megatron.base.text_file import parse_json, read_utf8
 from megatron.evaluation.scoring import Window, matched, scores
 from megatron.inference.model import LoadedModel
 from megatron.tokenizer.api import Tokenizer
@@ -23,7 +22,7 @@ def read_texts(path: str) -> list[str]:
         if not line.strip():
             continue
         try:
-            text = json.loads(line)["text"]
+            text = parse_json(line)["text"]
             if isinstance(text, str):
                 text.encode()
         except (ValueError, TypeError, KeyError, RecursionError) as error:

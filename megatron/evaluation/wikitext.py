@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.base.errors import UserError
-from megatron.data.text_file import read_utf8
+from megatron.base.text_file import read_utf8
 from megatron.evaluation.detokenize import wikitext
 from megatron.evaluation.scoring import Window, losses, scores
 from megatron.inference.model import LoadedModel

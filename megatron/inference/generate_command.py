@@ -15,7 +15,7 @@ from tqdm import tqdm
 from megatron.base.atomic import atomic_write, check_writable
 from megatron.base.errors import UserError
 from megatron.base.option import derived, option
-from megatron.data.text_file import read_utf8
+from megatron.base.text_file import read_lines
 from megatron.inference.flags import ModelFlags, SamplingFlags, check_layout, open_model, parse_flags
 from megatron.inference.generate import Generated, Token, generate
 from megatron.inference.model import LoadedModel
@@ -154,7 +154,7 @@ class Session:
             if self.model.topology.rank == 0:
                 alone = self.model.topology.layout.world_size == 1
                 there = alone or select.select([sys.stdin], [], [], min(20.0, patience_s / 3))[0]
-                text = sys.stdin.readline().rstrip("\n") if there else None
+                text = sys.stdin.readline().removesuffix("\n").removeprefix("\ufeff") if there else None
                 if text is not None and not is_text(text):
                     print(f"that is no UTF-8 text{asking}", end="", flush=True)
                     text = None
@@ -210,7 +210,7 @@ def read_prompts(path: str) -> list[str]:
     Raises:
         UserError: when there are none, or it cannot be read.
     """
-    texts = [line for line in read_utf8(path, "--sample-input-file").split("\n") if line.strip()]
+    texts = [line for line in read_lines(path, "--sample-input-file") if line.strip()]
     if not texts:
         raise UserError(f"--sample-input-file {path}: has no line with a prompt")
     return texts

@@ -211,7 +211,7 @@ def imbalance_of(text: str, model: ModelConfig) -> float:
 
 def _logged_imbalance(path: Path, flag: str) -> float:
     """The imbalance in the last line of a log that has any."""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     for line in reversed(lines):
         try:
             event = json.loads(line)

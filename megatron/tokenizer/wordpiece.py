@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.base.errors import UserError
+from megatron.base.text_file import read_lines
 from megatron.tokenizer.api import Tokenizer
 
 _LONGEST_WORD = 200
@@ -68,11 +69,8 @@ class BertWordPieceTokenizer:
     def __init__(self, vocab_file: Path, lower_case: bool, extra_ids: int = 0) -> None:
         from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-        try:
-            lines = vocab_file.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError):
-            raise UserError(f"--vocab-file {vocab_file}: is no WordPiece vocab.txt, one token in each line") from None
-        vocab = {line.rstrip("\n"): number for number, line in enumerate(lines)}
+        lines = read_lines(vocab_file, "--vocab-file")
+        vocab = {line: number for number, line in enumerate(lines)}
         for token in ("[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]"):
             if token not in vocab:
                 raise UserError(f"--vocab-file {vocab_file}: has no {token}, so it is no BERT vocab.txt")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -12,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.base.errors import UserError
+from megatron.base.text_file import parse_json
 from megatron.data.idx_format import best_dtype
 from megatron.data.lines import MARK
 from megatron.data.preprocess.reading import Block, InputRange
@@ -84,7 +84,7 @@ def parse_line(line: bytes, keys: Sequence[str], *, first: bool = False) -> list
     except UnicodeDecodeError as error:
         raise ValueError(f"invalid UTF-8 at byte {error.start + 1} of the line") from None
     try:
-        value = json.loads(text)
+        value = parse_json(text)
     except RecursionError:
         raise ValueError("broken JSON (nested too deeply)") from None
     except ValueError as error:

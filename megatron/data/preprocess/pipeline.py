@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +55,8 @@ def run(
     all.
 
     Raises:
-        UserError: when a line is bad and bad lines are not skipped, input cannot be read, or there is no document.
+        UserError: when a line is bad and bad lines are not skipped, input cannot be read, or there is no document, or
+            no token of some key.
     """
     totals = Totals()
     with ExitStack() as stack:
@@ -78,6 +79,7 @@ def run(
             report(totals, messages)
         if not may_be_empty:
             _require_documents(totals)
+            _require_tokens(job.options, writers)
     return totals
 
 
@@ -108,10 +110,13 @@ def run_partitions(job: EncodingJob, parts: list[list[InputRange]], prefixes: li
         _require_documents(totals)
         with ExitStack() as stack:
             dtype = Encoder(job.options).dtype
+            writers = []
             for place, prefix in enumerate(prefixes):
                 writer = stack.enter_context(IndexedWriter(prefix, dtype=dtype, impl=job.dataset_impl))
+                writers.append(writer)
                 for shard in shards:
                     writer.merge(shard[place])
+            _require_tokens(job.options, writers)
         return totals
     except ProcessKilled:
         raise UserError("a partition's process died (out of memory?): use fewer --partitions") from None
@@ -137,6 +142,15 @@ def _require_documents(totals: Totals) -> None:
     if totals.documents == 0:
         skipped = f" ({totals.skipped} bad lines were skipped)" if totals.skipped else ""
         raise UserError(f"the input holds no document{skipped}: nothing was written. Check --input")
+
+
+def _require_tokens(options: EncodeOptions, writers: Sequence[IndexedWriter]) -> None:
+    for key, writer in zip(options.json_keys, writers, strict=True):
+        if not writer.num_sequences:
+            raise UserError(
+                f"--json-keys {key}: all texts of the input are empty, so there is no token to train on: nothing was "
+                "written. Check --input, or leave the key out"
+            )
 
 
 def _describe(source: InputRange, bad: BadLine) -> str:

@@ -47,6 +47,7 @@ def texts(files: Sequence[str], keys: Sequence[str], watch: Watch = lambda *_: N
         UserError: when a line is no such record, or a file cannot be read.
     """
     totals = Totals()
+    is_empty = True
     for block in read_blocks(divide(list(files), 1)[0]):
         for index, line in enumerate(block.lines, start=block.first):
             try:
@@ -56,10 +57,11 @@ def texts(files: Sequence[str], keys: Sequence[str], watch: Watch = lambda *_: N
                 raise UserError(f"{place}: {error}. Correct or remove the line") from None
             if found is not None:
                 totals.documents += 1
+                is_empty = is_empty and not any(found)
                 yield from found
         totals.size += block.size
         watch(totals, [])
-    if not totals.documents:
+    if is_empty:
         raise UserError(f"--input {files[0]}: there is no text to train on")
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from megatron.base.errors import UserError
 from megatron.base.numerals import read_number
+from megatron.base.text_file import read_lines
 from megatron.base.words import shown
 from megatron.data.tasks.examples import Example, ExampleFile, clean_text
-from megatron.data.text_file import read_utf8
 
 _MOST_TORN = 0.01
 """Largest share of torn lines in a file that is known to have some."""
@@ -64,9 +64,7 @@ def read_glue(task: str, path: str, flag: str) -> ExampleFile:
         UserError: when it cannot be read, or is not of this format; the message names file and line.
     """
     form, where = FORMATS[task], f"{flag} {path}"
-    lines = read_utf8(path, flag).removeprefix("\ufeff").split("\n")
-    if lines and not lines[-1]:
-        lines.pop()
+    lines = read_lines(path, flag)
     if not lines:
         raise UserError(f"{where}: is empty")
     columns, first = _columns(task, form, lines[0], where)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.base.errors import UserError
+from megatron.base.text_file import parse_json, read_lines
 from megatron.base.words import shown
 from megatron.data.tasks.examples import Example, ExampleFile, clean_text
-from megatron.data.text_file import read_utf8
 
 CHOICES = 4
 _LETTERS = "ABCD"
@@ -36,8 +36,7 @@ def read_race(path: str, flag: str) -> ExampleFile:
         raise UserError(f"{flag} {path}: holds no .txt file; name RACE's innermost folders, such as train/middle")
     examples: list[Example] = []
     for file in files:
-        lines = read_utf8(str(file), flag).split("\n")
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(read_lines(file, flag), 1):
             if line.strip():
                 examples += _questions(line, f"{flag} {file}, line {number}")
     if not examples:
@@ -48,7 +47,7 @@ def read_race(path: str, flag: str) -> ExampleFile:
 def _questions(line: str, where: str) -> Iterator[Example]:
     """The samples of one passage."""
     try:
-        passage = json.loads(line)
+        passage = parse_json(line)
         json.dumps(passage, ensure_ascii=False).encode()  # an escape may be half of a character
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: is no JSON of whole characters ({error})") from error

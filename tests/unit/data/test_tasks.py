@@ -101,7 +101,7 @@ PASSAGE = {"article": "w1", "questions": ["w2"], "options": [["w1", "w2", "w3", 
 BAD_RACE = {
     "json": ("{", "is no JSON"),
     "half of a character": (json.dumps({**PASSAGE, "article": "w1 \ud800"}), "is no JSON of whole characters"),
-    "a number without end": ('{"id": ' + "1" * 5000 + "}", "is no JSON of whole characters"),
+    "a number without end": ('{"id": ' + "1" * 5000 + "}", "article must be a text"),
     "list": ("[]", "is no JSON object with article"),
     "article": (json.dumps({**PASSAGE, "article": 3}), "article must be a text"),
     "answers": (json.dumps({**PASSAGE, "answers": []}), "has 1 questions, 1 options and 0 answers"),

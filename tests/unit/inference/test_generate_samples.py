@@ -16,7 +16,7 @@ import pytest
 from megatron.base.errors import UserError
 from megatron.inference import generate_command
 from megatron.inference.flags import SamplingFlags
-from megatron.inference.generate_command import GenerationTaskFlags, Session, check
+from megatron.inference.generate_command import GenerationTaskFlags, Session, check, read_prompts
 from tests.unit.inference.support import trained_model
 
 
@@ -78,6 +78,24 @@ def test_the_prompts_are_not_written_over(name: str, prompts: Path) -> None:
 def test_the_line_that_is_no_utf8_is_named(prompts: Path) -> None:
     prompts.write_bytes(b"1\r\n2\n\xff\n4\n")
     assert refusal(sample_input_file=str(prompts)) == f"--sample-input-file {prompts}, line 3: is no UTF-8 text"
+
+
+def test_a_byte_order_mark_is_no_part_of_a_prompt(prompts: Path) -> None:
+    prompts.write_bytes("\ufeff1 2\r\n\u2028 3\n".encode())
+    assert read_prompts(str(prompts)) == ["1 2", "\u2028 3"]
+
+
+def test_a_byte_order_mark_is_no_part_of_what_is_typed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed = []
+    for mark in ("", "\ufeff"):
+        typed = io.TextIOWrapper(io.BytesIO(f"{mark}5 6\n\n".encode()), encoding="utf-8")
+        monkeypatch.setattr(sys, "stdin", typed)
+        Session(trained_model(), SamplingFlags(out_seq_length=2), 1).interactive(60)
+        printed.append(capsys.readouterr().out)
+    assert "Megatron-LM:" in printed[0]
+    assert printed[1] == printed[0]
 
 
 def test_a_prompt_that_is_no_utf8_is_refused() -> None:

@@ -194,6 +194,36 @@ def test_bert_equals_transformers(bert_file: Path, lower: bool) -> None:
     )
 
 
+ODD_ENTRIES = ["\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1c", "\x1d", "\x1e", "", "x\u2028y", "tail"]
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize("begin", ["", "\ufeff"])
+def test_entries_that_other_programs_end_lines_at_shift_no_id(tmp_path: Path, end: str, begin: str) -> None:
+    """The library's own reader numbers the lines alike, whatever they hold, and transformers' reader, too."""
+    from tokenizers import models
+
+    words = [*BERT_WORDS, *ODD_ENTRIES]
+    vocab = tmp_path / "vocab.txt"
+    vocab.write_bytes((begin + "".join(word + end for word in words)).encode())
+    tokenizer = build_tokenizer(flags("BertWordPieceCase", vocab_file=vocab))
+    assert tokenizer.tokenize("the tail") == [BERT_WORDS.index("the"), len(words) - 1]
+    assert tokenizer.eod == len(words) + 1
+    theirs = models.WordPiece.read_file(str(vocab))
+    assert theirs["tail"] == len(words) - 1
+    bert = pytest.importorskip("transformers.models.bert.tokenization_bert")
+    assert bert.load_vocab(str(vocab))["tail"] == len(words) - 1
+
+
+def test_a_vocabulary_with_a_line_separator(tmp_path: Path) -> None:
+    path = shared_path("data/reports/wordpiece/vocab.txt")
+    if path is None:
+        path = tmp_path / "vocab.txt"
+        path.write_bytes("[PAD] [UNK] [CLS] [SEP] [MASK] a \u2028 the cat sat ##s ".replace(" ", "\n").encode())
+    tokenizer = build_tokenizer(flags("BertWordPieceLowerCase", vocab_file=path))
+    assert tokenizer.tokenize("the cat sat") == [7, 8, 9]
+
+
 @pytest.mark.parametrize("missing", ["[MASK]", "[CLS]", "[SEP]", "[PAD]"])
 def test_a_vocabulary_without_special_tokens_is_refused(tmp_path: Path, missing: str) -> None:
     vocab = tmp_path / "vocab.txt"

@@ -368,6 +368,33 @@ def test_an_input_without_documents_is_refused(tmp_path: Path, capsys: pytest.Ca
     assert os.listdir(tmp_path) == ["in.jsonl"]
 
 
+@pytest.mark.parametrize("more", [[], ["--partitions", "2"], ["--workers", "2"], ["--append-eod"]])
+def test_an_input_without_tokens_is_refused(
+    tmp_path: Path, more: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(tmp_path, *more, text='{"text": ""}\n' * 5) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: --json-keys text: all texts of the input are")
+    assert os.listdir(tmp_path) == ["in.jsonl"]
+
+
+@pytest.mark.parametrize("more", [[], ["--partitions", "2"]])
+def test_a_key_without_tokens_is_named(tmp_path: Path, more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    text = '{"text": "1 2", "title": ""}\n' * 5
+    assert run(tmp_path, "--json-keys", "text", "title", *more, text=text) == 2
+    assert "error: --json-keys title: all texts" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["in.jsonl"]
+
+
+def test_integers_of_any_length_are_no_obstacle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    digits = "7" * 5000
+    assert run(tmp_path, text=f'{{"id": {digits}, "text": "1 2", "more": [-{digits}]}}\n') == 0
+    assert stored(tmp_path / "out_text_document") == [[[1, 2]]]
+    assert run(tmp_path, text=f'{{"text": {digits}}}\n') == 2
+    assert "holds a JSON number where a string belongs" in capsys.readouterr().err
+    assert run(tmp_path, text=f'{{"id": {digits}, "text": "1 2"\n') == 2
+    assert "broken JSON" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -90,6 +90,7 @@ def test_keys_and_a_part_of_the_documents_can_be_chosen(tmp_path: Path, capsys: 
         ({"--min-frequency": str(10**30)}, "less than 2**63"),
         ({"--input": "none.jsonl"}, "--input none.jsonl: is no file"),
         ({"--input": "empty"}, "empty: there is no text"),
+        ({"--input": "blank"}, "blank: there is no text"),
         ({"--json-keys": "words"}, "corpus.jsonl.gz:1: no key 'words' (there are: 'title', 'text')"),
         ({"--output-dir": "empty"}, "--output-dir empty: File exists"),
         ({"--nothing": "1"}, "unrecognized arguments: --nothing"),
@@ -104,6 +105,7 @@ def test_what_is_wrong_is_said_in_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").write_text("\n")
+    (tmp_path / "blank").write_text('{"text": ""}\n' * 3)
     flags = {"--input": _corpus(tmp_path).name, "--output-dir": "out", "--vocab-size": "300"} | change
     assert main([word for pair in flags.items() for word in pair]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
