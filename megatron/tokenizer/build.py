@@ -26,7 +26,7 @@ def _sentence_piece(flags: TokenizerFlags, name: str) -> Tokenizer:
 
 def _bert(flags: TokenizerFlags, name: str) -> Tokenizer:
     vocab_file = required_path(flags.vocab_file, "vocab-file", name)
-    return BertWordPieceTokenizer(vocab_file, name == "BertWordPieceLowerCase", flags.vocab_extra_ids)
+    return BertWordPieceTokenizer(vocab_file, name == "BertWordPieceLowerCase", flags.vocab_extra_ids, flags.vocab_size)
 
 
 def _hugging_face(flags: TokenizerFlags, name: str) -> Tokenizer:

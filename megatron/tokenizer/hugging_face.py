@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron.base.errors import UserError
+from megatron.tokenizer.special_tokens import SpecialTokens, read_special_tokens
 
 _END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
@@ -16,7 +16,9 @@ class HFTokenizer:
     """The tokenizer.json of a folder through the ``tokenizers`` library, else the folder through
     ``transformers``.
 
-    Nothing is downloaded and no code from the folder is run. The end of a document is the folder's eos_token.
+    Nothing is downloaded and no code from the folder is run. The ids are those of ``transformers``: tokens that stand
+    in tokenizer_config.json or added_tokens.json alone belong to the vocabulary, and special tokens inside a text are
+    special. The end of a document is the folder's eos_token.
 
     Args:
         folder: a folder, as ``save_pretrained`` writes it.
@@ -28,22 +30,28 @@ class HFTokenizer:
     name = "HFTokenizer"
 
     def __init__(self, folder: Path) -> None:
-        self._fast: Any = None
+        special = read_special_tokens(folder)
+        self._encoder: Any = None
         self._slow: Any = None
+        by_kind = dict(special.by_kind)
         if (folder / "tokenizer.json").is_file():
-            self._fast = _load_fast(folder)
-            vocab: dict[str, int] = self._fast.get_vocab(with_added_tokens=True)
+            self._encoder = _load_encoder(folder, special)
         else:
             self._slow = _load_slow(folder)
-            vocab = self._slow.get_vocab()
-        self.vocab_size: int = max(vocab.values(), default=-1) + 1
-        self._ids = vocab
-        names = _special_names(folder)
-        end = names.get("eos_token") or next((name for name in _END_NAMES if name in vocab), None)
-        if end is None or end not in vocab:
+            self._encoder = getattr(self._slow, "backend_tokenizer", None)
+            by_kind |= {kind: str(token) for kind in ("bos_token", "eos_token") if (token := getattr(self._slow, kind))}
+        if self._encoder is not None:
+            self._encoder.no_truncation()
+            self._encoder.no_padding()
+            self._ids: dict[str, int] = self._encoder.get_vocab(with_added_tokens=True)
+        else:
+            self._ids = self._slow.get_vocab()
+        self.vocab_size: int = max(self._ids.values(), default=-1) + 1
+        end = by_kind.get("eos_token") or next((name for name in _END_NAMES if name in self._ids), None)
+        if end is None or end not in self._ids:
             raise UserError(f"--tokenizer-model {folder}: no end of document. Set eos_token in tokenizer_config.json")
-        self.eod: int = vocab[end]
-        self.bos: int | None = vocab.get(names.get("bos_token", ""))
+        self.eod: int = self._ids[end]
+        self.bos: int | None = self._ids.get(by_kind.get("bos_token", ""))
 
     def id_of(self, piece: str) -> int | None:
         """The id of a piece, where there is one."""
@@ -55,26 +63,47 @@ class HFTokenizer:
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of several texts."""
-        if self._fast is not None:
-            encodings = self._fast.encode_batch_fast(list(texts), add_special_tokens=False)
+        if self._encoder is not None:
+            encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
             return [list(encoding.ids) for encoding in encodings]
         return [list(self._slow.encode(text, add_special_tokens=False)) for text in texts]
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """The text of ids, special tokens included."""
         numbers = [int(number) for number in ids]
-        return str((self._fast or self._slow).decode(numbers, skip_special_tokens=False))
+        return str((self._slow or self._encoder).decode(numbers, skip_special_tokens=False))
 
 
-def _load_fast(folder: Path) -> Any:
-    from tokenizers import Tokenizer
+def _load_encoder(folder: Path, special: SpecialTokens) -> Any:
+    """Loads tokenizer.json, and adds the tokens that other files of the folder name.
+
+    Raises:
+        UserError: when it cannot be read, or leads to other ids than the folder says.
+    """
+    from tokenizers import AddedToken, Tokenizer
 
     try:
         encoder = Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception as error:  # the library raises plain Exception
         raise UserError(f"--tokenizer-model {folder}: its tokenizer.json cannot be read ({error})") from None
-    encoder.no_truncation()
-    encoder.no_padding()
+    present = {token.content: token for token in encoder.get_added_tokens_decoder().values()}
+    tokens = [AddedToken(**special.added[number]) for number in sorted(special.added)]
+    tokens += [
+        AddedToken(name, special=True)
+        for name in dict.fromkeys([*special.by_kind.values(), *special.others])
+        if name not in present and all(token.content != name for token in tokens)
+    ]
+    encoder.add_tokens([token for token in tokens if repr(token) != repr(present.get(token.content))])
+    for number, token in sorted(special.added.items()):
+        if encoder.token_to_id(token["content"]) != number:
+            raise UserError(
+                f"--tokenizer-model {folder}: gives {token['content']} the id {number}, after its tokenizer.json it is "
+                f"{encoder.token_to_id(token['content'])}; put the files right"
+            )
+    encoder.encode_special_tokens = special.config.get("split_special_tokens") is True
+    prefix = special.config.get("add_prefix_space")
+    if isinstance(prefix, bool) and str(special.config.get("tokenizer_class", "")).startswith("GPT2Tokenizer"):
+        encoder.pre_tokenizer.add_prefix_space = prefix
     return encoder
 
 
@@ -90,18 +119,3 @@ def _load_slow(folder: Path) -> Any:
     except Exception as error:  # many kinds, by tokenizer class
         first_line = str(error).split("\n")[0]
         raise UserError(f"--tokenizer-model {folder}: holds no tokenizer ({first_line})") from None
-
-
-def _special_names(folder: Path) -> dict[str, str]:
-    """Special tokens of the folder (eos_token, bos_token ...); each may be a string or an object with ``content``."""
-    names: dict[str, str] = {}
-    for file in ("special_tokens_map.json", "tokenizer_config.json"):
-        try:
-            content = json.loads((folder / file).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
-        for key, value in content.items() if isinstance(content, dict) else ():
-            token = value.get("content") if isinstance(value, dict) else value
-            if isinstance(token, str):
-                names[key] = token
-    return names

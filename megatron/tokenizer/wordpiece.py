@@ -55,18 +55,19 @@ class BertWordPieceTokenizer:
 
     [BOS] and [EOS] take two more ids at the end of the vocabulary where it does not have them, as in
     Megatron; then come ``extra_ids`` more. [EOS] is the end of a document. Special names inside a text are
-    text.
+    text. A model with exactly as many entries as the file has no room for the two: [CLS] and [SEP] serve as both.
 
     Args:
         vocab_file: path of a file with one token in each line.
         lower_case: whether to lower the text and drop its accents first.
         extra_ids: number of sentinel ids at the end.
+        model_size: entries of the model, where they are known.
 
     Raises:
         UserError: when the file cannot be read, or lacks a token that BERT needs.
     """
 
-    def __init__(self, vocab_file: Path, lower_case: bool, extra_ids: int = 0) -> None:
+    def __init__(self, vocab_file: Path, lower_case: bool, extra_ids: int = 0, model_size: int | None = None) -> None:
         from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
         lines = read_lines(vocab_file, "--vocab-file")
@@ -84,6 +85,8 @@ class BertWordPieceTokenizer:
         self._encoder.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         self._encoder.decoder = decoders.WordPiece()
         self.cls, self.sep, self.pad, self.mask = (vocab[name] for name in ("[CLS]", "[SEP]", "[PAD]", "[MASK]"))
+        if model_size == len(lines):
+            vocab = {"[BOS]": self.cls, "[EOS]": self.sep} | vocab
         for token in ("[BOS]", "[EOS]"):
             vocab.setdefault(token, len(lines) + sum(vocab[name] >= len(lines) for name in vocab))
         self.bos: int | None = vocab["[BOS]"]

@@ -104,20 +104,20 @@ def _requirements(model: ModelConfig) -> dict[str, dict[str, bool]]:
     }
 
 
-def hf_config(model: ModelConfig, vocab_size: int, dtype: torch.dtype, end: int | None) -> dict[str, Any]:
+def hf_config(model: ModelConfig, vocab_size: int, dtype: torch.dtype, ids: Mapping[str, Any]) -> dict[str, Any]:
     """Builds the content of config.json.
 
     Args:
         model, vocab_size: the model, and the entries of its vocabulary.
         dtype: dtype of the weights.
-        end: the token that ends a document, where it is known.
+        ids: bos_token_id, eos_token_id and pad_token_id of its tokenizer, where they are known.
     """
     kind = architecture_of(model)
     if kind == MEGATRON_BERT:
         return bert_config(model, vocab_size, dtype)
     if kind == DEBERTA:
         return deberta_config(model, vocab_size, dtype)
-    end = min(vocab_size - 1, GPT2_END) if end is None and kind == "gpt2" else end
+    end = min(vocab_size - 1, GPT2_END) if kind == "gpt2" else None
     return {
         "architectures": [f"{ARCHITECTURES[kind]}ForCausalLM"],
         "model_type": kind,
@@ -126,11 +126,12 @@ def hf_config(model: ModelConfig, vocab_size: int, dtype: torch.dtype, end: int 
         "torch_dtype": DTYPE_NAMES.get(dtype, "float32"),
         "bos_token_id": end,
         "eos_token_id": end,
-        **(_gpt2_config(model, end) if kind == "gpt2" else rotary_config(model, kind)),
+        **ids,
+        **(_gpt2_config(model, ids.get("eos_token_id", end)) if kind == "gpt2" else rotary_config(model, kind)),
     }
 
 
-def _gpt2_config(model: ModelConfig, end: int | None) -> dict[str, Any]:
+def _gpt2_config(model: ModelConfig, end: object) -> dict[str, Any]:
     # A classifier reads the last token that is not padding, which is the end of a text: another one pads.
     head = {} if model.predicts_words else {**head_words(model), "pad_token_id": int(end == 0)}
     return {

@@ -19,7 +19,7 @@ from megatron.checkpoint.convert.architectures import hf_config, model_of_config
 from megatron.checkpoint.convert.model import Entry, Weights
 from megatron.checkpoint.convert.names import Rule, rules
 from megatron.checkpoint.convert.safetensors_file import DTYPES, SafetensorsFile
-from megatron.checkpoint.convert.tokenizer_files import built, copy_tokenizer
+from megatron.checkpoint.convert.tokenizer_files import copy_tokenizer, special_ids
 from megatron.checkpoint.convert.torch_file import Stored, TorchFile
 from megatron.model.embedding import TIED_NAME
 
@@ -223,7 +223,7 @@ def write_hf(weights: Weights, folder: Path, done: Callable[[int], None], shard_
         UserError: when there is no such architecture.
     """
     planned = list(rules(weights.model, weights.vocab_size))
-    tokenizer = built(weights.tokenizer, weights.vocab_size)
+    ids = special_ids(weights.tokenizer, weights.vocab_size)
     dtypes = {rule.ours: weights.entries[rule.ours].dtype for rule in planned}
     shards = _shards(planned, dtypes, shard_bytes)
     places: dict[str, str] = {}
@@ -240,8 +240,7 @@ def write_hf(weights: Weights, folder: Path, done: Callable[[int], None], shard_
         file.close()
     if len(shards) > 1:
         _write_json(folder / INDEX, {"metadata": {"total_size": weights.nbytes}, "weight_map": places})
-    end = None if tokenizer is None else tokenizer.eod
-    _write_json(folder / CONFIG, hf_config(weights.model, weights.vocab_size, dtypes[planned[0].ours], end))
+    _write_json(folder / CONFIG, hf_config(weights.model, weights.vocab_size, dtypes[planned[0].ours], ids))
     copy_tokenizer(weights.tokenizer, folder)
 
 

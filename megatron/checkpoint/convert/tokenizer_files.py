@@ -4,57 +4,97 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megatron.base.errors import UserError
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.tokenizer.api import Tokenizer
 from megatron.tokenizer.build import build_tokenizer
-
-_FILES = (
-    "vocab.json", "merges.txt", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "spm.model",
-)  # fmt: skip
-
+from megatron.tokenizer.gpt2 import END_OF_TEXT
+from megatron.tokenizer.special_tokens import ADDED, CONFIG, MAP, read_special_tokens
+from megatron.tokenizer.vocabulary import fitted
 
 _SENTENCE_PIECE = ("tokenizer.model", "spm.model")
 """Names of SentencePiece models: most architectures', and DeBERTa's."""
+_FILES = (
+    "vocab.json", "merges.txt", "vocab.txt", "tokenizer.json", *_SENTENCE_PIECE, CONFIG, MAP, ADDED,
+    "chat_template.jinja", "chat_template.json", "generation_config.json",
+)  # fmt: skip
+"""Files of a Hugging Face folder that belong to its tokenizer, and the ids that end generated text."""
+_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def tokenizer_beside(*folders: Path) -> TokenizerConfig:
     """The tokenizer whose files are in the first of some folders that has any."""
     for folder in folders:
-        vocab, merges = folder / "vocab.json", folder / "merges.txt"
+        vocab, merges, word_pieces = folder / "vocab.json", folder / "merges.txt", folder / "vocab.txt"
         pair = vocab.is_file() and merges.is_file()
-        if pair and _is_gpt2s(folder):
+        if pair and _is_plain_gpt2(folder):
             return TokenizerConfig(
                 tokenizer_type="GPT2BPETokenizer", vocab_file=str(vocab.resolve()), merge_file=str(merges.resolve())
             )
-        if pair or (folder / "tokenizer.json").is_file():
+        lowers_case = _lowers_case(folder) if word_pieces.is_file() else None
+        if lowers_case is not None:
+            bert = TokenizerConfig(tokenizer_type="BertWordPieceCase", vocab_file=str(word_pieces.resolve()))
+            return replace(bert, tokenizer_type="BertWordPieceLowerCase") if lowers_case else bert
+        model = folder / _SENTENCE_PIECE[0]
+        described = model.is_file() and any((folder / name).is_file() for name in (CONFIG, MAP, ADDED))
+        if pair or described or (folder / "tokenizer.json").is_file():
             return TokenizerConfig(tokenizer_type="HFTokenizer", tokenizer_model=str(folder.resolve()))
         for name in _SENTENCE_PIECE:
-            if not (folder / name).is_file():
-                continue
-            model = str((folder / name).resolve())
-            return TokenizerConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=model)
+            if (folder / name).is_file():
+                return TokenizerConfig(
+                    tokenizer_type="SentencePieceTokenizer", tokenizer_model=str((folder / name).resolve())
+                )
     return TokenizerConfig()
 
 
-def _is_gpt2s(folder: Path) -> bool:
-    """Whether vocab.json and merges.txt are to be used as GPT-2 does; Qwen2, for one, cuts words in another way."""
-    named = _text_in(folder / "tokenizer_config.json", "tokenizer_class")
-    if named:
+def _is_plain_gpt2(folder: Path) -> bool:
+    """Whether vocab.json and merges.txt say all: GPT-2's rules for words, and its end of text as the only special token.
+
+    Qwen2, for one, cuts words in another way.
+    """
+    special = read_special_tokens(folder)
+    content = _read_table(folder / "tokenizer.json")
+    listed = content.get("added_tokens")
+    added = {token.get("content") for token in listed if isinstance(token, dict)} if isinstance(listed, list) else set()
+    if {*special.names, *added} - {END_OF_TEXT} or special.config.get("add_prefix_space") is True:
+        return False
+    named = special.config.get("tokenizer_class")
+    if isinstance(named, str):
         return named.startswith("GPT2Tokenizer")
-    return not (folder / "tokenizer.json").is_file() or _text_in(folder / "config.json", "model_type") == "gpt2"
+    return not (folder / "tokenizer.json").is_file() or _read_table(folder / "config.json").get("model_type") == "gpt2"
 
 
-def _text_in(path: Path, name: str) -> str:
+def _lowers_case(folder: Path) -> bool | None:
+    """Whether a BERT's vocab.txt is of lower-case words; None where it is not all that its tokenizer consists of."""
+    special = read_special_tokens(folder)
+    config = special.config
+    named = config.get("tokenizer_class")
+    if isinstance(named, str):
+        if named not in ("BertTokenizer", "BertTokenizerFast"):
+            return None
+    elif (folder / "tokenizer.json").is_file() and "bert" not in str(
+        _read_table(folder / "config.json").get("model_type")
+    ):
+        return None
+    normalizer = _read_table(folder / "tokenizer.json").get("normalizer")
+    fallback = normalizer.get("lowercase", True) if isinstance(normalizer, dict) else True
+    lowers_case = config.get("do_lower_case", fallback) is not False
+    usual = config.get("strip_accents") in (None, lowers_case) and config.get("tokenize_chinese_chars") is not False
+    words = set((folder / "vocab.txt").read_text(encoding="utf-8", errors="replace").split("\n"))
+    return lowers_case if usual and not set(special.names) - words else None
+
+
+def _read_table(path: Path) -> dict[str, Any]:
+    """The content of a JSON file; empty where there is none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
-        return ""
-    value = content.get(name) if isinstance(content, dict) else None
-    return value if isinstance(value, str) else ""
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def built(tokenizer: TokenizerConfig, entries: int) -> Tokenizer | None:
@@ -68,7 +108,7 @@ def built(tokenizer: TokenizerConfig, entries: int) -> Tokenizer | None:
     if tokenizer.tokenizer_type is None:
         return None
     try:
-        found = build_tokenizer(tokenizer)
+        found = build_tokenizer(fitted(tokenizer, entries))
     except UserError as error:
         raise UserError(f"{error}; or convert without the tokenizer (--no-tokenizer)") from error
     if found.vocab_size > entries:
@@ -79,32 +119,93 @@ def built(tokenizer: TokenizerConfig, entries: int) -> Tokenizer | None:
     return found
 
 
+def special_ids(tokenizer: TokenizerConfig, entries: int) -> dict[str, Any]:
+    """The ids of special tokens for config.json: those of the folder with the tokenizer's files, else the tokenizer's.
+
+    Args:
+        tokenizer: what the tokenizer is built from.
+        entries: entries of the model.
+    """
+    found = built(tokenizer, entries)
+    ids: dict[str, Any] = {}
+    if found is not None:
+        ids = {"bos_token_id": found.eod if found.bos is None else found.bos, "eos_token_id": found.eod}
+    home = _home(tokenizer)
+    config = {} if home is None else _read_table(home / "config.json")
+    for name in _IDS:
+        value = config.get(name)
+        numbers = value if isinstance(value, list) and name == "eos_token_id" else [value]
+        if name in config and all(_is_id(number, entries) for number in numbers):
+            ids[name] = value
+    return ids
+
+
+def _is_id(value: Any, entries: int) -> bool:
+    return value is None or (isinstance(value, int) and not isinstance(value, bool) and 0 <= value < entries)
+
+
 def copy_tokenizer(tokenizer: TokenizerConfig, folder: Path) -> None:
     """Copies the files of a tokenizer, under the names that ``transformers`` looks for.
 
     Raises:
         UserError: when one of them is not what its name says.
     """
-    named = {"vocab.json": tokenizer.vocab_file, "merges.txt": tokenizer.merge_file}
-    model = Path(tokenizer.tokenizer_model) if tokenizer.tokenizer_model else None
-    if model is not None and model.is_dir():
-        named |= {name: str(model / name) for name in _FILES if (model / name).is_file()}
-    elif model is not None:
-        named[model.name if model.name in _SENTENCE_PIECE else _SENTENCE_PIECE[0]] = str(model)
+    home = _home(tokenizer)
+    if home is not None:
+        named = {name: home / name for name in _FILES if (home / name).is_file()}
+    else:
+        named = {name: Path(path) for name, path in _named_files(tokenizer).items() if path}
     for name, source in named.items():
-        if source:
-            if name.endswith(".json"):
-                _check_json(Path(source))
-            shutil.copyfile(source, folder / name)
-    if tokenizer.tokenizer_type == "GPT2BPETokenizer":
-        text = json.dumps({"tokenizer_class": "GPT2Tokenizer"}, indent=2) + "\n"
-        (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
+        _check_form(name, source)
+        shutil.copyfile(source, folder / name)
+    config = _WRITTEN_CONFIGS.get(tokenizer.tokenizer_type or "")
+    if config is not None and not (folder / CONFIG).exists():
+        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _check_json(path: Path) -> None:
+_WRITTEN_CONFIGS: dict[str, dict[str, Any]] = {
+    "GPT2BPETokenizer": {"tokenizer_class": "GPT2Tokenizer"},
+    "BertWordPieceLowerCase": {"tokenizer_class": "BertTokenizer", "do_lower_case": True},
+    "BertWordPieceCase": {"tokenizer_class": "BertTokenizer", "do_lower_case": False},
+}
+"""What tokenizer_config.json says of a tokenizer that comes without one."""
+
+
+def _home(tokenizer: TokenizerConfig) -> Path | None:
+    """The folder that holds a tokenizer's files alone, as ``transformers`` names them; None where they lie elsewhere."""
+    path = Path(tokenizer.tokenizer_model or tokenizer.vocab_file or "")
+    folder = path if path.is_dir() else path.parent
+    if tokenizer.tokenizer_type in ("HFTokenizer", "HuggingFaceTokenizer"):
+        return folder
+    files = {name: Path(file).resolve() for name, file in _named_files(tokenizer).items() if file}
+    if not files or any((folder / name).resolve() != file for name, file in files.items()):
+        return None
+    # What else lies there may make another tokenizer of GPT-2's or BERT's files, but not of a SentencePiece model.
+    return folder if tokenizer.tokenizer_model or tokenizer_beside(folder).vocab_file else None
+
+
+def _named_files(tokenizer: TokenizerConfig) -> dict[str, str | None]:
+    """Paths of a tokenizer's files by their names in a Hugging Face folder."""
+    if tokenizer.tokenizer_model:
+        name = Path(tokenizer.tokenizer_model).name
+        return {name if name in _SENTENCE_PIECE else _SENTENCE_PIECE[0]: tokenizer.tokenizer_model}
+    if (tokenizer.tokenizer_type or "").startswith("Bert"):
+        return {"vocab.txt": tokenizer.vocab_file}
+    if tokenizer.vocab_file:
+        return {"vocab.json": tokenizer.vocab_file, "merges.txt": tokenizer.merge_file}
+    return {}
+
+
+def _check_form(name: str, path: Path) -> None:
+    """Checks that a file is what its name says (else UserError)."""
     try:
-        json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8") if name.endswith((".json", ".jinja")) else ""
+        if name.endswith(".json"):
+            json.loads(text)
+        elif name.endswith(".jinja") and "{{" not in text and "{%" not in text:
+            raise ValueError
     except (ValueError, RecursionError) as error:
+        form = "JSON" if name.endswith(".json") else "a template"
         raise UserError(
-            f"{path}: is not JSON; put it right, or convert without the tokenizer (--no-tokenizer)"
+            f"{path}: is not {form}; put it right, or convert without the tokenizer (--no-tokenizer)"
         ) from error

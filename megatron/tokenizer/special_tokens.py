@@ -1,0 +1,92 @@
+"""Special and added tokens of a Hugging Face folder, which its JSON files name beside the vocabulary."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron.base.errors import UserError
+
+CONFIG, MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+_KINDS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_LISTS = ("extra_special_tokens", "additional_special_tokens")
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """The tokens of a folder, as ``transformers`` reads them.
+
+    Args:
+        by_kind: bos_token, eos_token and so on, where they are named.
+        added: tokens beyond the vocabulary by id, each with the arguments of ``tokenizers.AddedToken``.
+        others: special tokens without a kind.
+        config: the content of tokenizer_config.json.
+    """
+
+    by_kind: Mapping[str, str] = field(default_factory=dict)
+    added: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    others: tuple[str, ...] = ()
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def names(self) -> list[str]:
+        """All tokens, those with an id first and in the order of their ids."""
+        listed = [self.added[number]["content"] for number in sorted(self.added)]
+        return list(dict.fromkeys([*listed, *self.by_kind.values(), *self.others]))
+
+
+def read_special_tokens(folder: Path) -> SpecialTokens:
+    """Reads the tokens that a folder's JSON files name.
+
+    Where tokenizer_config.json lists added tokens, the two older files have no say.
+
+    Raises:
+        UserError: when an added token has no text or no id.
+    """
+    config = _read_table(folder / CONFIG)
+    listed = config.get("added_tokens_decoder")
+    words = dict(config) if isinstance(listed, dict) else {**config, **_read_table(folder / MAP)}
+    by_kind = {kind: text for kind in _KINDS if (text := _text_of(words.get(kind))) is not None}
+    others = tuple(text for name in _LISTS for text in _texts_of(words.get(name)))
+    if isinstance(listed, dict):
+        added = dict(_checked_tokens(listed.items(), folder / CONFIG))
+    else:
+        special = {*by_kind.values(), *others}
+        pairs = (
+            (number, {"content": text, "special": text in special, "normalized": text not in special})
+            for text, number in _read_table(folder / ADDED).items()
+        )
+        added = dict(_checked_tokens(pairs, folder / ADDED))
+    return SpecialTokens(by_kind, added, others, config)
+
+
+def _checked_tokens(pairs: Any, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    flags = ("special", "normalized", "lstrip", "rstrip", "single_word")
+    for number, token in pairs:
+        text = _text_of(token)
+        if not text or not (isinstance(number, int) or str(number).isdecimal()):
+            raise UserError(f"{path}: its added token {number!r} needs an id and a text; put it right")
+        yield int(number), {"content": text, **{name: bool(token[name]) for name in flags if name in token}}
+
+
+def _text_of(value: Any) -> str | None:
+    """The text of a token, which may be an object with ``content``."""
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else None
+
+
+def _texts_of(value: Any) -> list[str]:
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [text for item in values if (text := _text_of(item)) is not None]
+
+
+def _read_table(path: Path) -> dict[str, Any]:
+    """The content of a JSON file; empty where there is none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
