@@ -49,7 +49,8 @@ def find_classic(root: Path, iteration: int | None = None) -> Path | None:
         named = iteration_of(tracked_text(root))
     if named is not None and _ranks(root / folder_name(named)):
         return root / folder_name(named)
-    others = sorted(path.name for path in root.glob("iter_*") if _ranks(path)) if iteration is not None else []
+    folders = [*root.glob("iter_*"), root / "release"] if iteration is not None else []
+    others = sorted(path.name for path in folders if _ranks(path))
     if others:
         raise UserError(f"--iteration {iteration}: {root} has no such checkpoint; it has {', '.join(others)}")
     return None

@@ -25,7 +25,7 @@ from megatron.base.errors import UserError
 from megatron.checkpoint.convert.classic import FILE
 from megatron.checkpoint.convert.model import Weights, stacks_gate_and_up, tensors_of
 from megatron.checkpoint.convert.tokenizer_files import built, copy_tokenizer
-from megatron.checkpoint.files import TRACKER
+from megatron.checkpoint.files import TRACKER, Iteration, folder_name
 from megatron.checkpoint.storage import bytes_of
 from megatron.config.model import ModelConfig
 from megatron.model.stages import padded_vocab_size
@@ -90,6 +90,8 @@ class _RankFile:
 def write_classic(weights: Weights, root: Path, tp: int, pp: int, done: Callable[[int], None]) -> None:
     """Writes ``root/iter_NNNNNNN/mp_rank_TT[_PPP]/model_optim_rng.pt``, the tracker and the tokenizer's files.
 
+    A model that comes from no run is a ``release``: Megatron-LM refuses iteration 0.
+
     Args:
         weights: weights to write.
         root: an existing, empty folder.
@@ -110,7 +112,8 @@ def write_classic(weights: Weights, root: Path, tp: int, pp: int, done: Callable
     ):
         if count % size:
             raise UserError(f"{flag} {size} does not divide the {count} {what}; choose a divisor")
-    folder = root / f"iter_{weights.iteration:07d}"
+    saved: Iteration = weights.iteration or "release"
+    folder = root / folder_name(saved)
     padded = padded_vocab_size(weights.vocab_size, model.make_vocab_size_divisible_by, tp)
     specs = tensors_of(model, padded)
     files = {(t, p): _laid_out(weights, specs, folder, t, p, tp, pp, padded) for p in range(pp) for t in range(tp)}
@@ -131,7 +134,7 @@ def write_classic(weights: Weights, root: Path, tp: int, pp: int, done: Callable
     for file in files.values():
         file.seal()
     copy_tokenizer(weights.tokenizer, root)
-    (root / TRACKER).write_text(f"{weights.iteration}\n")
+    (root / TRACKER).write_text(f"{saved}\n")
 
 
 def _check_has_a_form(model: ModelConfig) -> None:

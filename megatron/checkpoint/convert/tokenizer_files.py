@@ -52,7 +52,7 @@ def tokenizer_beside(*folders: Path) -> TokenizerConfig:
 
 
 def _is_plain_gpt2(folder: Path) -> bool:
-    """Whether vocab.json and merges.txt say all: GPT-2's rules for words, and its end of text as the only special token.
+    """Whether vocab.json and merges.txt say all: words cut as in GPT-2, whose end of text is the only special token.
 
     Qwen2, for one, cuts words in another way.
     """
@@ -172,7 +172,7 @@ _WRITTEN_CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def _home(tokenizer: TokenizerConfig) -> Path | None:
-    """The folder that holds a tokenizer's files alone, as ``transformers`` names them; None where they lie elsewhere."""
+    """The folder with a tokenizer's files under the names of ``transformers``; None where they lie elsewhere."""
     path = Path(tokenizer.tokenizer_model or tokenizer.vocab_file or "")
     folder = path if path.is_dir() else path.parent
     if tokenizer.tokenizer_type in ("HFTokenizer", "HuggingFaceTokenizer"):

@@ -13,12 +13,16 @@ from torch import Tensor
 
 from megatron.base.errors import UserError
 from megatron.checkpoint.convert.command import main
+from megatron.checkpoint.convert.hugging_face import write_hf
 from megatron.checkpoint.convert.ours import read_ours
-from megatron.checkpoint.load import load_tensors
+from megatron.checkpoint.convert.tokenizer_files import tokenizer_beside
+from megatron.checkpoint.load import load_tensors, saved_config
 from megatron.checkpoint.model_state import model_tensors
+from megatron.config.tokenizer import TokenizerConfig
 from megatron.inference.model import load_model
 from megatron.model.bert import BertStage
 from megatron.model.context import ForwardContext
+from megatron.tokenizer.build import build_tokenizer
 from tests.support.tiny import VOCAB, tiny_engines, tiny_pairs
 from tests.unit.checkpoint.convert.support import HEADS, HIDDEN, LENGTH, convert, saved_model
 
@@ -103,6 +107,77 @@ def test_their_model_comes_in(name: str, tmp_path: Path) -> None:
     convert(tmp_path / "hf", tmp_path / "ours", "megatron-cc")
     given = tiny_pairs(range(3), LENGTH)
     _assert_equal(_ours(tmp_path / "ours", given), _theirs(theirs, given), given["segment_ids_bs"] == 0)
+
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "The", "cat", "##s", "caf\u00e9", "cafe"]
+TEXT = "The cats, the Caf\u00e9"
+
+
+@pytest.mark.parametrize("type_", ["BertWordPieceLowerCase", "BertWordPieceCase"])
+def test_the_vocabulary_goes_along(type_: Any, tmp_path: Path) -> None:
+    import transformers
+
+    vocab = tmp_path / "words of mine.txt"
+    vocab.write_text("\n".join(WORDS) + "\n", encoding="utf-8")
+    saved = saved_model(tmp_path / "ours", KINDS["two heads"])
+    flags = TokenizerConfig(tokenizer_type=type_, vocab_file=str(vocab))
+    (tmp_path / "hf").mkdir()
+    write_hf(replace(read_ours(saved), tokenizer=flags), tmp_path / "hf", lambda nbytes: None)
+    assert (tmp_path / "hf" / "vocab.txt").read_bytes() == vocab.read_bytes()
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert isinstance(theirs, transformers.BertTokenizer)
+    expected = build_tokenizer(flags)
+    assert theirs.encode(TEXT, add_special_tokens=False) == expected.tokenize(TEXT)
+    convert(tmp_path / "hf", tmp_path / "back", "megatron-cc")
+    found = saved_config(tmp_path / "back")[0].tokenizer
+    assert (found.tokenizer_type, found.vocab_file) == (type_, str(tmp_path / "hf" / "vocab.txt"))
+    assert found.vocab_size == VOCAB
+    assert build_tokenizer(found).tokenize(TEXT) == expected.tokenize(TEXT)
+
+
+@pytest.mark.parametrize("entries", [len(WORDS), len(WORDS) + 2])
+def test_their_vocabulary_comes_in(entries: int, tmp_path: Path) -> None:
+    """A model of theirs has no entries for Megatron's [BOS] and [EOS], unless it came from there."""
+    from transformers import BertTokenizer, MegatronBertConfig, MegatronBertForPreTraining
+
+    shape: dict[str, Any] = {
+        "hidden_size": HIDDEN,
+        "num_hidden_layers": 1,
+        "num_attention_heads": HEADS,
+        "intermediate_size": 48,
+    }
+    MegatronBertForPreTraining(MegatronBertConfig(vocab_size=entries, **shape)).save_pretrained(tmp_path / "hf")
+    BertTokenizer(vocab={word: n for n, word in enumerate(WORDS)}, do_lower_case=False).save_pretrained(tmp_path / "hf")
+    (tmp_path / "hf" / "vocab.txt").write_text("\n".join(WORDS) + "\n", encoding="utf-8")
+    convert(tmp_path / "hf", tmp_path / "ours", "megatron-cc")
+    tokenizer = build_tokenizer(saved_config(tmp_path / "ours")[0].tokenizer)
+    assert tokenizer.name == "BertWordPieceCase"
+    assert (tokenizer.bos, tokenizer.eod) == ((2, 3) if entries == len(WORDS) else (len(WORDS), len(WORDS) + 1))
+    assert tokenizer.vocab_size == entries
+    convert(tmp_path / "ours", tmp_path / "back", "hf")
+    for name in ("vocab.txt", "tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "back" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"tokenizer_class": "BertTokenizer", "strip_accents": False},
+        {"tokenizer_class": "BertTokenizer", "tokenize_chinese_chars": False},
+        {"tokenizer_class": "BertTokenizer", "additional_special_tokens": ["<new>"]},
+    ],
+)
+def test_other_rules_for_words_are_not_taken_for_ours(config: dict[str, Any], tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    (tmp_path / "vocab.txt").write_text("\n".join(WORDS) + "\n", encoding="utf-8")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    AutoTokenizer.from_pretrained(tmp_path).backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = tokenizer_beside(tmp_path)
+    assert tokenizer.tokenizer_type == "HFTokenizer"
+    text = "the caf\u00e9 <new> cats"
+    theirs = AutoTokenizer.from_pretrained(tmp_path).encode(text, add_special_tokens=False)
+    assert build_tokenizer(tokenizer).tokenize(text) == theirs
 
 
 def test_what_has_no_counterpart_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -73,6 +73,22 @@ def test_what_the_layout_cannot_say_is_refused(name: str, tmp_path: Path, capsys
     assert not (tmp_path / "classic").exists()
 
 
+def test_a_model_without_an_iteration_is_a_release(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Megatron-LM takes an iteration above 0 or the word "release"."""
+    saved = saved_model(tmp_path / "ours", {})
+    convert(saved, tmp_path / "hf", "hf")
+    classic = _classic(tmp_path / "hf", tmp_path / "classic", 2, 1)
+    assert (classic / "latest_checkpointed_iteration.txt").read_text() == "release\n"
+    assert [path.name for path in classic.iterdir() if path.is_dir()] == ["release"]
+    convert(classic, tmp_path / "back", "megatron-cc")
+    _assert_equal(read_ours(saved), read_ours(tmp_path / "back"))
+    again = _classic(classic, tmp_path / "again", 1, 3)
+    ranks = [f"mp_rank_00_{stage:03d}" for stage in range(3)]
+    assert sorted(path.name for path in (again / "release").iterdir()) == ranks
+    assert main(["--load", str(classic), "--save", str(tmp_path / "x"), "--to", "hf", "--iteration", "3"]) == 2
+    assert "has no such checkpoint; it has release" in capsys.readouterr().err
+
+
 def test_names_and_shapes_are_those_of_the_layout(tmp_path: Path) -> None:
     classic = _classic(saved_model(tmp_path / "ours", {}, layers=4), tmp_path / "classic", 2, 2)
     assert (classic / "latest_checkpointed_iteration.txt").read_text().strip() == "7"
