@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -120,23 +121,37 @@ def publish(root: Path, iteration: Iteration) -> None:
             _remove_folder(replaced)
 
 
-def prune(root: Path, newest: int, keep_last: int) -> tuple[list[int], list[OSError]]:
+def prune(root: Path, newest: int, keep_last: int, last_update: int | None = None) -> tuple[list[int], list[OSError]]:
     """Removes all but the last ``keep_last`` checkpoints up to ``newest``, which the tracker names.
 
+    The newest one from before ``last_update`` stays, too: training went on from it, which may not be so of later ones.
     Later iterations, left by a run that went further before, are not this run's to remove.
+
+    Args:
+        root: the folder of all checkpoints.
+        newest, keep_last: the newest checkpoint, and how many to keep.
+        last_update: iteration whose update was the last to be taken; None where that does not matter.
 
     Returns:
         The iterations removed, and why others could not be.
     """
     removed, problems = [], []
     own = [iteration for iteration in saved_iterations(root) if iteration <= newest]
+    useful = newest_before(own, last_update)
     for iteration in own[max(1, keep_last) :]:
+        if iteration == useful:
+            continue
         try:
             _remove_folder(checkpoint_folder(root, iteration))
             removed.append(iteration)
         except OSError as error:
             problems.append(error)
     return removed, problems
+
+
+def newest_before(iterations: Sequence[int], last_update: int | None) -> int | None:
+    """The first of some iterations, newest first, after which an update was taken; None where there is none."""
+    return next((iteration for iteration in iterations if last_update is not None and iteration < last_update), None)
 
 
 def discard(root: Path, iteration: Iteration) -> None:

@@ -82,6 +82,7 @@ class _SaveRequest:
     problem: str | None
     group: dist.ProcessGroup | None
     keep_last: int | None
+    last_update: int | None
     log: Log
 
     @property
@@ -112,7 +113,7 @@ class _SaveRequest:
         if self.keep_last is None:
             return
         try:
-            removed, problems = files.prune(self.root, self.iteration, self.keep_last)
+            removed, problems = files.prune(self.root, self.iteration, self.keep_last, self.last_update)
         except OSError as error:
             removed, problems = [], [error]
         for iteration in removed:
@@ -132,6 +133,7 @@ def save_checkpoint(
     async_: bool = False,
     *,
     keep_last: int | None = None,
+    last_update: int | None = None,
     log: Log = silent,
 ) -> SaveHandle | None:
     """Saves ``root/iter_<iteration>`` and lets the tracker name it. Every rank of the group calls this.
@@ -147,6 +149,7 @@ def save_checkpoint(
             is done.
         async_: copy the tensors, return, and write in the background.
         keep_last: remove all but so many checkpoints afterwards; None: keep all.
+        last_update: iteration whose update was the last to be taken; the newest checkpoint before it is kept, too.
         log: prints progress lines, on rank 0.
 
     Returns:
@@ -163,7 +166,7 @@ def save_checkpoint(
     except TypeError as error:
         problem = str(error)  # raised with the others, who are about to communicate
     held = {name: _staged(shard) if async_ else shard for name, shard in tensors.items()}
-    job = _SaveRequest(Path(root), iteration, held, documents, problem, group, keep_last, log)
+    job = _SaveRequest(Path(root), iteration, held, documents, problem, group, keep_last, last_update, log)
     if async_:
         return SaveHandle(job.run)
     job.run()

@@ -58,6 +58,7 @@ class CheckpointSaver:
         tensors: Mapping[str, LogicalShard],
         common: Mapping[str, Any],
         config_yaml: str,
+        last_update: int | None = None,
     ) -> None:
         """Saves, or starts to once the previous save is done. See ``save_checkpoint``."""
         self.wait()
@@ -70,6 +71,7 @@ class CheckpointSaver:
             self._write_group,
             self.async_,
             keep_last=self.keep_last,
+            last_update=last_update,
             log=self.log,
         )
 

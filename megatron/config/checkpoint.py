@@ -60,7 +60,10 @@ class CheckpointConfig:
         no_effect="every checkpoint loads at any layout",
     )
     keep_last: int | None = derived(
-        "all", "Keep only this many of the newest checkpoints.", unit="checkpoints", minimum=1
+        "all",
+        "Keep only this many of the newest checkpoints, and the newest after which an update was taken.",
+        unit="checkpoints",
+        minimum=1,
     )
 
     @property

@@ -89,6 +89,21 @@ class TrainingConfig:
         unit="iterations",
         minimum=1,
     )
+    max_skipped_steps: int = option(
+        10,
+        "End the run, which has diverged, after so many skipped steps in a row; 0: never. Under a dynamic loss scale "
+        "only those at the least scale count.",
+        unit="steps",
+        minimum=0,
+    )
+    check_for_nan_in_loss_and_grad: bool = option(
+        False,
+        "End the run, which has diverged, at the first loss or gradient that is not finite, without a checkpoint; "
+        "otherwise such steps are skipped. Under a dynamic loss scale, gradients count at the least scale only.",
+    )
+    check_for_spiky_loss: bool = option(
+        False, "Warn of each loss that is ten times as high as the highest of the first 100 steps since the start."
+    )
     use_flash_attn: bool = option(
         False,
         "Flash attention.",

@@ -15,6 +15,10 @@ class LossScale(Protocol):
     def scale(self) -> float:
         """Factor of the loss; gradients are divided by it before clipping."""
 
+    @property
+    def can_fall(self) -> bool:
+        """Whether gradients that overflowed may be finite under a smaller scale, which is to come."""
+
     def update(self, found_inf: bool) -> None:
         """Updates the scale. Called once per step, skipped or not, with the verdict on which all ranks agreed."""
 
@@ -30,6 +34,10 @@ class ConstantLossScale:
         if scale <= 0:
             raise UserError(f"--loss-scale {scale:g} must be positive")
         self.scale = float(scale)
+
+    @property
+    def can_fall(self) -> bool:
+        return False
 
     def update(self, found_inf: bool) -> None:
         """Does nothing: a constant scale ignores overflows."""
@@ -72,6 +80,10 @@ class DynamicLossScale:
         self.hysteresis = hysteresis
         self.clean_steps = 0
         self.overflows_left = hysteresis
+
+    @property
+    def can_fall(self) -> bool:
+        return self.scale > self.minimum
 
     def update(self, found_inf: bool) -> None:
         """Updates the scale, which depends on whether the last step's gradients held an inf or a nan."""

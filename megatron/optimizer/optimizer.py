@@ -41,6 +41,8 @@ class StepTotals:
         loss_scale: loss scale of the step.
         grad_norm: global L2 norm of the unscaled gradients before clipping; None when the update was skipped, because
             one of them is not finite or nothing counts in any loss.
+        finite: whether all gradients are finite.
+        scale_can_fall: whether a smaller loss scale may make them so.
     """
 
     losses: Mapping[str, float]
@@ -51,6 +53,8 @@ class StepTotals:
     votes: float
     loss_scale: float
     grad_norm: float | None = None
+    finite: bool = True
+    scale_can_fall: bool = False
 
     @property
     def params_norm(self) -> float | None:
@@ -153,6 +157,7 @@ class Optimizer:
         totals = self._world_totals(losses, vote)
         scale = totals.loss_scale
         finite = all_finite and math.isfinite(totals.grad_sq)
+        totals = replace(totals, finite=finite, scale_can_fall=self.loss_scale.can_fall)
         self.loss_scale.update(found_inf=not finite)
         if not finite or not totals.counted:
             return totals

@@ -70,12 +70,14 @@ class StepMetrics:
     iterations: int = 1
     skipped_iterations: int = 0  # steps without an update, since a gradient was not finite
     nan_iterations: int = 0  # steps of a window whose loss is not finite
+    finite_gradients: bool = True
+    searches_loss_scale: bool = False  # gradients overflowed under a loss scale that can still fall
 
     # The position of the run after the step, set by the trainer.
     consumed_samples: int = 0
     consumed_tokens: int = 0
     curriculum_seqlen: int | None = None  # seq_length, where sequences grow
-    learning_rate: float = 0.0  # learning rate of the next step, as weight_decay
+    learning_rate: float = 0.0  # learning rate that the step used; of a window, its last step; so weight_decay
     weight_decay: float | None = None
 
     # (samples, tokens of each) of a window's steps, and how many steps had them; empty for one step.

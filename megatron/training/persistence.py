@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron.base.errors import UserError
 from megatron.checkpoint.compressor_place import PREFIX
 from megatron.checkpoint.compressor_state import CompressorCheckpoint
-from megatron.checkpoint.files import Iteration, checkpoint_folder
+from megatron.checkpoint.files import Iteration, checkpoint_folder, newest_before, saved_iterations
 from megatron.checkpoint.folder_lock import FolderLock
 from megatron.checkpoint.load import load_tensors, saved_section, saved_shapes
 from megatron.checkpoint.logical import LogicalShard
@@ -111,7 +111,8 @@ class RunCheckpoints:
         if not self.config.no_save_optim:
             tensors |= optimizer_tensors(self.engines.optimizer) | outer_tensors(self.engines.outer)
             tensors |= self.compressors.tensors(self.group)
-        self.saver.save(iteration, tensors, self.parts.state_dict(), self.config_yaml)
+        common, last_update = self.parts.state_dict(), self.progress.last_update
+        self.saver.save(iteration, tensors, common, self.config_yaml, last_update)
         self.saved_iteration = iteration
 
     def poll(self) -> None:
@@ -123,6 +124,16 @@ class RunCheckpoints:
         """Waits for a background save."""
         if self.saver is not None:
             self.saver.wait()
+
+    def flags_to_go_back(self) -> str | None:
+        """The flags that load the newest checkpoint of this run after which an update was taken; None where there is
+        none."""
+        for folder in filter(None, (self.config.save, self.config.load)):
+            iteration = newest_before(saved_iterations(Path(folder)), self.progress.last_update)
+            if iteration is not None:
+                step = f"--ckpt-step {iteration}"
+                return step if self.run_config.islands.several else f"--load {folder} {step}"
+        return None
 
     def load(self, saved: SavedRun, islands: Sequence[str] = ()) -> None:
         """Restores a checkpoint of ``--load``.

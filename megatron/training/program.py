@@ -25,6 +25,7 @@ EXIT_BAD_INPUT = 2
 EXIT_PEER_LOST = 3
 EXIT_BUG = 1
 EXIT_NOTHING_LEARNED = 4
+EXIT_DIVERGED = 5
 _RANK_0_SPEAKS_SECONDS = 1.0
 _NO_ROOM = (
     *("can't allocate memory", "not enough memory", "Storage size calculation overflowed"),
@@ -40,8 +41,25 @@ _GPU_IS_FULL = re.compile(
 """Text by which torch reports a GPU whose memory has run out."""
 
 
-class NothingLearnedError(RuntimeError):
-    """Raised on every rank when a run ended without a single update of the weights. The message is one line."""
+class TrainingFailedError(RuntimeError):
+    """Raised on every rank when a run has ended in order, but did not train. The message is one line.
+
+    ``status`` is the exit status of the program.
+    """
+
+    status = EXIT_BUG
+
+
+class NothingLearnedError(TrainingFailedError):
+    """Raised when a run ended without a single update of the weights."""
+
+    status = EXIT_NOTHING_LEARNED
+
+
+class DivergedError(TrainingFailedError):
+    """Raised when a run was ended, as it has diverged."""
+
+    status = EXIT_DIVERGED
 
 
 class Ranks:
@@ -173,12 +191,12 @@ def run_program(body: Callable[[Ranks], None]) -> int:
         return ranks.fail(f"rank {ranks.env.rank}: {why}", EXIT_PEER_LOST)
     except CompressorFault as error:
         return ranks.fail(f"rank {ranks.env.rank}: {error}", EXIT_BUG)
-    except NothingLearnedError as error:
+    except TrainingFailedError as error:
         ranks.leave()
         if ranks.env.rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
         leave_reason(f"error: {error}", printed=ranks.env.rank == 0)
-        return EXIT_NOTHING_LEARNED
+        return error.status
     except KeyboardInterrupt:
         return ranks.fail(f"rank {ranks.env.rank}: interrupted", 130)
     except Exception as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,16 @@ class Progress:
         consumed_samples: training samples used.
         skipped: steps whose update was skipped.
         consumed_tokens: tokens of these samples that were trained on; None in checkpoints that did not count them.
+        consecutive_skips: steps skipped since the last update, without those that search for a loss scale.
+        last_update: iteration whose update was the last to be taken; zero before the first.
     """
 
     iteration: int = 0
     consumed_samples: int = 0
     skipped: int = 0
     consumed_tokens: int | None = 0
+    consecutive_skips: int = 0
+    last_update: int = 0
 
     def state_dict(self) -> dict[str, int]:
         """The counters as plain numbers."""
@@ -44,16 +48,15 @@ class Progress:
             UserError: when a value is not a whole number; nothing has changed then.
         """
         values = Values(state)
-        counts = {
-            field.name: values.integer(field.name, least=0, most=_MOST)
-            for field in fields(self)
-            if field.name != "consumed_tokens"
+        counts: dict[str, int | None] = {
+            name: values.integer(name, least=0, most=_MOST) for name in ("iteration", "consumed_samples", "skipped")
         }
-        known = values.has("consumed_tokens")
-        tokens = values.integer("consumed_tokens", least=0, most=_MOST) if known else None
+        # Older checkpoints lack these.
+        defaults = {"consumed_tokens": None, "consecutive_skips": 0, "last_update": counts["iteration"]}
+        for name, default in defaults.items():
+            counts[name] = values.integer(name, least=0, most=_MOST) if values.has(name) else default
         for name, count in counts.items():
             setattr(self, name, count)
-        self.consumed_tokens = tokens
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ class ExitReason(IntEnum):
     DURATION = 2
     SIGNAL = 3
     KILL_SWITCH = 4
+    DIVERGED = 5
 
 
 class ExitSignals:
@@ -99,5 +100,6 @@ class ExitPolicy:
             ExitReason.DURATION: f"--exit-duration-in-mins {self.exit_duration_in_mins}",
             ExitReason.SIGNAL: "a termination signal",
             ExitReason.KILL_SWITCH: f"--kill-switch-file {self.kill_switch_file} exists",
+            ExitReason.DIVERGED: "it has diverged",
         }[reason]
         return f"exiting after iteration {iteration}: {why}"

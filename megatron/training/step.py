@@ -176,9 +176,7 @@ def train_step(
     length = seq_length or config.model.seq_length
     timers = timers or Timers(clock=ledger.clock)
     last_chunk = _forward_backward(engines, batches, iteration, length, timers)
-    # Of all islands that take this step as one, and of all that there are.
-    samples = len(batches) * engines.topology.layout.dp * engines.joint.islands * config.training.micro_batch_size
-    global_batch_size = samples // engines.joint.islands * engines.joint.count
+    samples, global_batch_size = _samples(engines, len(batches))
     expected = None if config.model.counts_before else samples * config.model.labels_of(length)
     losses, all_finite = _reduce(engines, last_chunk, iteration, expected, timers)
     with ledger.computing(), timers("optimizer", level=1), ledger.span("optimizer"):
@@ -211,7 +209,16 @@ def train_step(
         num_zeros=totals.num_zeros,
         votes=totals.votes,
         skipped_iterations=int(totals.skipped),
+        finite_gradients=totals.finite,
+        searches_loss_scale=not totals.finite and totals.scale_can_fall,
     )
+
+
+def _samples(engines: Engines, micro_batches: int) -> tuple[int, int]:
+    """The samples of a step: of all islands that take it as one, and of all that there are."""
+    joint, config = engines.joint, engines.config
+    of_island = micro_batches * engines.topology.layout.dp * config.training.micro_batch_size
+    return of_island * joint.islands, of_island * joint.count
 
 
 def _reduce(

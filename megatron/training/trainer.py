@@ -18,9 +18,11 @@ from megatron.topology.errors import CommunicationError
 from megatron.topology.islands import QuorumError
 from megatron.topology.topology import Topology
 from megatron.training.assembly import Engines
+from megatron.training.divergence import DivergenceCheck
 from megatron.training.evaluation import Evaluated, evaluate
+from megatron.training.metrics import StepMetrics
 from megatron.training.persistence import RunCheckpoints
-from megatron.training.program import NothingLearnedError
+from megatron.training.program import DivergedError, NothingLearnedError
 from megatron.training.progress_state import Progress
 from megatron.training.replica_check import check_replicas
 from megatron.training.report import Reporter
@@ -84,6 +86,7 @@ class Trainer:
         self.progress = progress
         self.checkpoints = checkpoints
         self.reporter = reporter
+        self.divergence = DivergenceCheck(config.training, progress)
         self.timers = timers
         self.policy = ExitPolicy(
             exit_interval=config.training.exit_interval,
@@ -97,6 +100,7 @@ class Trainer:
 
         Raises:
             NothingLearnedError: on every rank, when all of that is done and each of the steps was skipped.
+            DivergedError: on every rank, when the run has diverged, which ends it at once.
         """
         reason = ExitReason.NONE
         begun, skipped = self.progress.iteration, self.progress.skipped
@@ -112,6 +116,8 @@ class Trainer:
         if reason is ExitReason.NONE:
             self._final_evaluations()
         self.checkpoints.close()
+        if reason is ExitReason.DIVERGED:
+            raise DivergedError(self.divergence.explain(self.checkpoints.flags_to_go_back()))
         if reason is ExitReason.NONE and not self.config.validation.skip_train:
             self._check_learned(begun, skipped)
 
@@ -136,6 +142,8 @@ class Trainer:
         reason = ExitReason.NONE
         with listening as signals:
             self.reporter.start_training()
+            if self.schedule.lr == 0.0 < self.schedule.values.max_lr and progress.iteration == 0:
+                self.reporter.line("note: the warm-up begins at a learning rate of 0: iteration 1 changes no weight")
             self._catch_up()
             while progress.iteration < self.train_iters and reason is ExitReason.NONE:
                 with self._loader(self.train_set, progress.consumed_samples) as batches:
@@ -144,8 +152,13 @@ class Trainer:
                         reason = self._iteration(batches, self._vote(signalled))
                 if self._joins:
                     self._join()
+        if reason is ExitReason.DIVERGED:
+            return reason
         with self.reporter.paused("save"):
             self._save()
+        warning = self.divergence.note_at_end()
+        if warning is not None:
+            self.reporter.line(warning)
         if reason is not ExitReason.NONE:
             self.reporter.line(self.policy.explain(reason, progress.iteration))
         return reason
@@ -211,24 +224,18 @@ class Trainer:
             taken = take_batches(batches, count, self.topology.device, length)
         if self.rounds is not None:
             self.rounds.before_step(progress.iteration)
+        lr, weight_decay = self.schedule.lr, self.schedule.weight_decay
         metrics = train_step(
-            self.engines,
-            taken,
-            progress.iteration,
-            self.schedule.lr,
-            self.schedule.weight_decay,
-            vote=vote,
-            timers=timers,
-            seq_length=length,
+            self.engines, taken, progress.iteration, lr, weight_decay, vote=vote, timers=timers, seq_length=length
         )
         progress.iteration += 1
-        tokens = progress.consumed_tokens = progress.tokens(config.model.seq_length) + size * length
+        progress.consumed_tokens = progress.tokens(config.model.seq_length) + size * length
         progress.consumed_samples += size
-        if metrics.skipped:
-            progress.skipped += 1
-        else:
+        if not metrics.skipped:
             self.schedule.step(size, size * length)
-        if self.rounds is not None:
+        warning = self.divergence.after_step(metrics)
+        diverged = self.divergence.problem is not None
+        if self.rounds is not None and not diverged:
             self.rounds.asked = max(self.rounds.asked, self._wish(metrics.votes))
             self._joins = not self._round(lambda rounds: rounds.after_step(progress.iteration, metrics.loss))
             if self._joins:
@@ -242,12 +249,19 @@ class Trainer:
             replace(
                 metrics,
                 consumed_samples=progress.consumed_samples,
-                consumed_tokens=tokens,
+                consumed_tokens=progress.tokens(config.model.seq_length),
                 curriculum_seqlen=length if config.curriculum.curriculum_learning else None,
-                learning_rate=self.schedule.lr,
-                weight_decay=self.schedule.weight_decay,
+                learning_rate=lr,
+                weight_decay=weight_decay,
             )
         )
+        if warning is not None:
+            self.reporter.line(warning)
+        return ExitReason.DIVERGED if diverged else self._after_step(metrics)
+
+    def _after_step(self, metrics: StepMetrics) -> ExitReason:
+        """Does what is due after a step that has been reported; returns the reason to stop now."""
+        config, progress, timers = self.config, self.progress, self.timers
         if self.valid_set is not None and progress.iteration % config.validation.eval_interval == 0:
             with self.reporter.paused("evaluate"), timers("evaluate"):
                 self._validate()

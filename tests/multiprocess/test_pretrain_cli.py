@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.config.run import RunConfig
 from tests.support.cli import CliResult, launch_ranks_cli, run_cli
@@ -132,3 +133,21 @@ def test_half_precisions_train(prefix: Path, precision: str) -> None:
     assert losses[-1] < losses[0] - 0.3
     skipped = re.findall(r"number of skipped iterations: +(\d+)", result.stdout)
     assert int(skipped[0]) > 0 if precision == "fp16" else int(skipped[0]) == 0
+
+
+@pytest.mark.multiprocess
+def test_the_line_of_a_step_names_the_rate_that_it_used(prefix: Path, tmp_path: Path) -> None:
+    """The line, the record and the curve; Megatron's warm-up begins at a rate of 0, and the log says so."""
+    log, curves = tmp_path / "log.jsonl", tmp_path / "curves"
+    schedule = {"lr": 0.04, "lr_warmup_iters": 4, "lr_decay_style": "linear", "train_iters": 6}
+    flags = tiny_flags(prefix, **schedule, log_json_file=log, tensorboard_dir=curves)
+    result = run_cli(1, [SCRIPT, *flags]).check()
+    used = [0.0, 0.01, 0.02, 0.03, 0.04, 0.02]
+    assert [float(rate) for rate in re.findall(r"learning rate: (\S+)", result.stdout)] == used
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [event["learning_rate"] for event in events if event["kind"] == "train"] == pytest.approx(used)
+    read = EventAccumulator(str(curves))
+    read.Reload()
+    points = [(point.step, point.value) for point in read.Scalars("learning-rate")]
+    assert points == [(number, pytest.approx(rate)) for number, rate in enumerate(used, 1)]
+    assert "note: the warm-up begins at a learning rate of 0: iteration 1 changes no weight" in result.stdout

@@ -109,8 +109,8 @@ _HARMLESS = [
         values="adlr-autoresume-interval",
     ),
     _harmless(
-        "losses and gradients are always checked for NaN",
-        switches="check-for-nan-in-loss-and-grad no-check-for-nan-in-loss-and-grad",
+        "steps whose gradients are not finite are skipped, unless --check-for-nan-in-loss-and-grad ends the run",
+        switches="no-check-for-nan-in-loss-and-grad",
     ),
     # Data
     _harmless("files are memory-mapped and read on demand", switches="mmap-warmup"),

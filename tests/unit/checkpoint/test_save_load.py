@@ -124,6 +124,14 @@ def test_keep_last_keeps_the_newest_of_this_run(tmp_path: Path) -> None:
     assert read_tracker(tmp_path) == 4
 
 
+def test_the_newest_checkpoint_after_which_an_update_was_taken_is_kept(tmp_path: Path) -> None:
+    for iteration in (2, 4, 6, 8):  # the update of iteration 5 was the last
+        save(tmp_path, iteration, keep_last=1, last_update=min(iteration, 5))
+        assert complete_iterations(tmp_path) == {2: [2], 4: [4, 2], 6: [6, 4], 8: [8, 4]}[iteration]
+    save(tmp_path, 10, keep_last=2, last_update=10)
+    assert complete_iterations(tmp_path) == [10, 8]
+
+
 def test_old_checkpoints_that_are_links_are_unlinked(tmp_path: Path) -> None:
     """A checkpoint moved to another disk, with a link in its place; what the link names stays."""
     root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"

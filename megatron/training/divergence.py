@@ -1,0 +1,80 @@
+"""Detects that a run has diverged: by steps skipped in a row, or by the first number that is not finite."""
+
+from __future__ import annotations
+
+import math
+
+from megatron.config.training import TrainingConfig
+from megatron.training.metrics import StepMetrics
+from megatron.training.progress_state import Progress
+
+SPIKE_FACTOR = 10.0
+SPIKE_SAMPLES = 100
+"""Steps of this process whose highest loss a spike is compared with, as in Megatron-LM."""
+
+
+class DivergenceCheck:
+    """Watches the steps of a run. Every rank has one and sees the same numbers.
+
+    Args:
+        config: the limits.
+        progress: counters of the run, whose skipped steps are counted here.
+
+    ``problem`` says why the run has diverged; None while it has not.
+    """
+
+    def __init__(self, config: TrainingConfig, progress: Progress) -> None:
+        self._config, self._progress = config, progress
+        self._highest_loss, self._sampled = 0.0, 0
+        self.problem: str | None = None
+
+    def after_step(self, step: StepMetrics) -> str | None:
+        """Counts a step, of which ``progress.iteration`` is the number; returns a warning, if there is one."""
+        progress, limit = self._progress, self._config.max_skipped_steps
+        if not step.skipped:
+            progress.last_update, progress.consecutive_skips = progress.iteration, 0
+        else:
+            progress.skipped += 1
+            progress.consecutive_skips += not step.searches_loss_scale
+        self.problem = self._non_finite(step) if self._config.check_for_nan_in_loss_and_grad else None
+        if self.problem is None and limit and progress.consecutive_skips >= limit:
+            self.problem = f"{progress.consecutive_skips} steps in a row were skipped (--max-skipped-steps)"
+        return self._spike(step.loss) if self._config.check_for_spiky_loss else None
+
+    def _non_finite(self, step: StepMetrics) -> str | None:
+        """Names the number of a step that is not finite and ends a run that checks for it."""
+        number = None
+        if not all(map(math.isfinite, step.losses.values())):
+            number = "the loss"
+        elif not step.finite_gradients and not step.searches_loss_scale:
+            number = "a gradient"
+        return number and f"{number} of iteration {step.iteration} is not finite (--check-for-nan-in-loss-and-grad)"
+
+    def _spike(self, loss: float) -> str | None:
+        """Compares a loss with the highest of the first steps of this process."""
+        if not math.isfinite(loss):
+            return None
+        if self._sampled < SPIKE_SAMPLES:
+            self._highest_loss, self._sampled = max(self._highest_loss, loss), self._sampled + 1
+        elif loss >= SPIKE_FACTOR * self._highest_loss:
+            return (
+                f"warning: the loss of iteration {self._progress.iteration} is {loss:.6E}, and the highest of the "
+                f"first {SPIKE_SAMPLES} iterations was {self._highest_loss:.6E} (--check-for-spiky-loss)"
+            )
+        return None
+
+    def explain(self, checkpoint: str | None) -> str:
+        """The line with which a diverged run ends.
+
+        Args:
+            checkpoint: flags that load the newest checkpoint after which a step was taken; None where there is none.
+        """
+        updated = self._progress.last_update
+        last = f"the last update was that of iteration {updated}" if updated else "no update was ever taken"
+        where = f"go on from before it ({checkpoint})" if checkpoint is not None else "begin anew"
+        return f"the run has diverged: {self.problem}; {last}; {where} with a lower --lr or other data"
+
+    def note_at_end(self) -> str | None:
+        """A warning for a run that ends while steps are being skipped."""
+        skips = self._progress.consecutive_skips
+        return f"warning: the last {skips} steps were skipped: the run may have diverged" if skips > 1 else None

@@ -1,0 +1,94 @@
+"""Runs that diverge: how they end, and what they leave of their checkpoints."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.cli import CliResult, launch_ranks_cli, run_cli
+from tests.support.corpus import tiny_flags, write_documents
+
+SCRIPT = "pretrain_gpt.py"
+DIVERGING: dict[str, object] = {
+    "optimizer": "sgd",
+    "lr": 1e3,
+    "lr_warmup_iters": 20,
+    "clip_grad": 0,
+    "train_iters": 24,
+}
+"""Four steps are taken; the gradients of the fifth, and of all after it, are not finite."""
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_documents(tmp_path_factory.mktemp("data") / "tiny")
+
+
+def _run(ranks: int, prefix: Path, **changes: object) -> list[CliResult]:
+    with launch_ranks_cli(ranks, [SCRIPT, *tiny_flags(prefix, **{**DIVERGING, **changes})]) as processes:
+        return processes.wait(60)
+
+
+def _saved(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("iter_*"))
+
+
+@pytest.mark.multiprocess
+def test_a_diverged_run_ends_with_its_own_status_and_leaves_the_last_good_checkpoint(
+    prefix: Path, tmp_path: Path
+) -> None:
+    save = tmp_path / "saved"
+    flags = {"save": save, "save_interval": 2, "keep_last": 1, "max_skipped_steps": 4}
+    results = _run(2, prefix, **flags, load=save)
+    assert [result.returncode for result in results] == [5, 5], results[0].text()
+    line = rf"error: the run has diverged: 4 steps in a row .* iteration 4;.*--load {save} --ckpt-step 2.*--lr"
+    assert re.search(line, results[0].stderr), results[0].stderr
+    assert results[0].stderr.count("error") == 1
+    assert "error" not in results[1].stderr
+    assert _saved(save) == ["iter_0000002", "iter_0000006"]
+    # The line's advice works: nothing was saved over that checkpoint, and the run goes on from it.
+    words = f"--load {save} --ckpt-step 2".split()
+    advised = [SCRIPT, *tiny_flags(prefix, **DIVERGING | {"train_iters": 6, "lr": 1e-2, "lr_decay_iters": 24}), *words]
+    resumed = run_cli(1, [*advised, "--override-opt_param-scheduler"]).check()
+    assert "number of skipped iterations:   1" not in resumed.stdout
+
+
+@pytest.mark.multiprocess
+def test_skipped_steps_are_counted_over_restarts(prefix: Path, tmp_path: Path) -> None:
+    flags: dict[str, object] = {"save": tmp_path, "load": tmp_path, "exit_interval": 6, "max_skipped_steps": 4}
+    first, second = (_run(1, prefix, **flags)[0] for _ in range(2))
+    assert first.returncode == 0, first.text()
+    assert second.returncode == 5, second.text()
+    assert _saved(tmp_path) == ["iter_0000006"]
+    assert "iteration        8/" in second.stdout
+    assert "iteration        9/" not in second.stdout
+
+
+@pytest.mark.multiprocess
+def test_the_first_number_that_is_not_finite_ends_a_run_that_checks_for_it(prefix: Path, tmp_path: Path) -> None:
+    flags: dict[str, object] = {"save": tmp_path, "save_interval": 1, "keep_last": 1}
+    results = _run(2, prefix, **flags, check_for_nan_in_loss_and_grad=True, pipeline_model_parallel_size=2)
+    assert [result.returncode for result in results] == [5, 5], results[0].text()
+    line = r"error: the run has diverged: a gradient of iteration 5 is not finite .*--check-for-nan-in-loss-and-grad"
+    assert re.search(line, results[0].stderr), results[0].stderr
+    assert _saved(tmp_path) == ["iter_0000003", "iter_0000004"]
+
+
+@pytest.mark.multiprocess
+def test_a_loss_scale_that_can_still_fall_is_no_divergence(prefix: Path) -> None:
+    """Overflows at 1e30 (twice), 5e29, 2.5e29 and 1.25e29 are a search; those at 1e29, the least, are counted."""
+    flags: dict[str, object] = {"fp16": True, "initial_loss_scale": 1e30, "min_loss_scale": 1e29, "lr": 1e-3}
+    for count, flag in ((8, {"max_skipped_steps": 3}), (6, {"check_for_nan_in_loss_and_grad": True})):
+        (result,) = _run(1, prefix, **flags, **flag)
+        assert result.returncode == 5, result.text()
+        assert f"iteration {count:8d}/" in result.stdout
+        assert f"iteration {count + 1:8d}/" not in result.stdout
+
+
+@pytest.mark.multiprocess
+def test_a_run_that_ends_before_that_many_skipped_steps_says_so(prefix: Path) -> None:
+    (result,) = _run(1, prefix, train_iters=7, lr_decay_iters=24)
+    assert result.returncode == 0, result.text()
+    assert "warning: the last 3 steps were skipped" in result.stdout

@@ -1,0 +1,82 @@
+"""The end of a run that has diverged, and warnings of spikes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from megatron.config.training import TrainingConfig
+from megatron.training.divergence import DivergenceCheck
+from megatron.training.metrics import StepMetrics
+from megatron.training.progress_state import Progress
+
+STEP = StepMetrics(
+    iteration=1, losses={"lm loss": 3.0}, global_batch_size=4, seq_length=8, loss_scale=1.0, grad_norm=1.0
+)
+SKIPPED = replace(STEP, grad_norm=None, skipped_iterations=1, finite_gradients=False)
+SEARCHING = replace(SKIPPED, searches_loss_scale=True)
+NOTHING_COUNTED = replace(SKIPPED, finite_gradients=True)
+
+
+def _check(**options: object) -> tuple[DivergenceCheck, Progress]:
+    progress = Progress()
+    return DivergenceCheck(TrainingConfig(micro_batch_size=1, **options), progress), progress  # type: ignore[arg-type]
+
+
+def _problems(check: DivergenceCheck, progress: Progress, *steps: StepMetrics) -> list[bool]:
+    """Whether the run has diverged after each step."""
+    found = []
+    for step in steps:
+        progress.iteration += 1
+        check.after_step(replace(step, iteration=progress.iteration))
+        found.append(check.problem is not None)
+    return found
+
+
+def test_only_skips_in_a_row_count() -> None:
+    check, progress = _check(max_skipped_steps=2)
+    assert _problems(check, progress, SKIPPED, STEP, SKIPPED, NOTHING_COUNTED) == [False, False, False, True]
+    assert (progress.last_update, progress.skipped) == (2, 3)
+
+
+def test_a_search_for_a_loss_scale_neither_counts_nor_ends_a_row() -> None:
+    check, progress = _check(max_skipped_steps=2)
+    assert _problems(check, progress, SKIPPED, SEARCHING, SEARCHING, SKIPPED) == [False, False, False, True]
+    assert progress.skipped == 4
+
+
+def test_zero_never_ends_a_run() -> None:
+    check, progress = _check(max_skipped_steps=0)
+    assert not any(_problems(check, progress, *[SKIPPED] * 50))
+
+
+@pytest.mark.parametrize(
+    ("step", "number"),
+    [
+        (replace(STEP, losses={"lm loss": 3.0, "sop loss": math.nan}), "the loss of iteration 1"),
+        (replace(SEARCHING, losses={"lm loss": math.inf}), "the loss of iteration 1"),
+        (SKIPPED, "a gradient of iteration 1"),
+        (SEARCHING, None),
+        (NOTHING_COUNTED, None),
+        (STEP, None),
+    ],
+)
+def test_the_flag_ends_a_run_at_the_first_number_that_is_not_finite(step: StepMetrics, number: str | None) -> None:
+    check, progress = _check(check_for_nan_in_loss_and_grad=True)
+    assert _problems(check, progress, step) == [number is not None]
+    assert number is None or number in check.explain(None)
+
+
+def test_losses_ten_times_as_high_as_the_first_hundred_are_spikes() -> None:
+    check, progress = _check(check_for_spiky_loss=True)
+    losses = [2.0, 3.0, *[1.0] * 98, 29.9, 30.0, math.nan, 4.0]
+    warnings = []
+    for loss in losses:
+        progress.iteration += 1
+        warnings.append(check.after_step(replace(STEP, losses={"lm loss": loss})))
+    assert [number for number, line in enumerate(warnings) if line is not None] == [101]
+    assert "the loss of iteration 102 is 3.000000E+01" in str(warnings[101])
+    quiet, _ = _check()
+    assert not any(quiet.after_step(replace(STEP, losses={"lm loss": loss})) for loss in losses)
