@@ -78,6 +78,7 @@ class BlendedDataset:
                     f"Give the blend weights, or use --sample-order lazy"
                 )
         self.datasets = list(datasets)
+        self.draws = list(draws)
         self.blend = blend
         self.row_length = self.datasets[0].row_length
         self.resets_positions = self.datasets[0].resets_positions

@@ -12,6 +12,7 @@ from megatron.topology.topology import Topology
 from megatron.training.assembly import Engines
 from megatron.training.compression_notes import cache_notes, node_notes, stage_notes
 from megatron.training.coverage import coverage_notes
+from megatron.training.data_notes import data_notes, epochs_of_run
 
 
 def log_config(
@@ -28,21 +29,23 @@ def log_config(
 def log_engines(engines: Engines, datasets: Datasets, notes: Sequence[str], log: Callable[[str], None]) -> None:
     """Prints what was built, and the notes on it."""
     about_nodes = [*node_notes(engines.plan, engines.topology), *stage_notes(engines)]
-    for note in (*about_nodes, *cache_notes(engines, datasets[0]), *notes):
+    about_data = data_notes(engines.config, datasets) if engines.config.model.predicts_words else []
+    for note in (*about_nodes, *cache_notes(engines, datasets[0]), *notes, *about_data):
         log(f"note: {note}")
     for line in coverage_notes(engines):
         log(line)
+    log(summary(engines.topology, engines.vocab_size, engines.padded_vocab_size, datasets))
+
+
+def summary(topology: Topology, vocab_size: int, padded: int, datasets: Datasets) -> str:
+    layout, train = topology.layout, datasets[0]
     samples = [len(dataset) if dataset else 0 for dataset in datasets]
-    log(summary(engines.topology, engines.vocab_size, engines.padded_vocab_size, samples))
-
-
-def summary(topology: Topology, vocab_size: int, padded: int, samples: Sequence[int]) -> str:
-    layout = topology.layout
+    epochs = f" ({epochs_of_run(train)})" if train is not None else ""
     lines = [
         f"{layout.world_size} processes on {topology.device.type}: tensor-parallel {layout.tp}, "
         f"pipeline {layout.pp} x {layout.chunks}, data-parallel {layout.dp}",
         f"vocabulary: {vocab_size} entries, padded to {padded}",
-        f"samples: {samples[0]:,} train, {samples[1]:,} validation, {samples[2]:,} test",
+        f"samples: {samples[0]:,} train{epochs}, {samples[1]:,} validation, {samples[2]:,} test",
     ]
     return "\n".join(lines)
 

@@ -76,6 +76,7 @@ class StepMetrics:
     # The position of the run after the step, set by the trainer.
     consumed_samples: int = 0
     consumed_tokens: int = 0
+    epoch: float | None = None  # epochs of the training set that were read
     curriculum_seqlen: int | None = None  # seq_length, where sequences grow
     learning_rate: float = 0.0  # learning rate that the step used; of a window, its last step; so weight_decay
     weight_decay: float | None = None
@@ -255,6 +256,8 @@ def format_train_line(metrics: StepMetrics) -> str:
         fields.append(f"curriculum seqlen: {metrics.curriculum_seqlen:5d}")
     if metrics.expert_imbalance is not None:
         fields.append(f"expert load max/mean: {metrics.expert_imbalance:.3f}")
+    if metrics.epoch is not None:
+        fields.append(f"epoch: {metrics.epoch:.3f}")
     return " " + " ".join(f"{field} |" for field in fields)
 
 

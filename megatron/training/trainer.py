@@ -250,6 +250,7 @@ class Trainer:
                 metrics,
                 consumed_samples=progress.consumed_samples,
                 consumed_tokens=progress.tokens(config.model.seq_length),
+                epoch=self._epoch(),
                 curriculum_seqlen=length if config.curriculum.curriculum_learning else None,
                 learning_rate=lr,
                 weight_decay=weight_decay,
@@ -271,6 +272,12 @@ class Trainer:
             with self.reporter.paused("save"), timers("save-checkpoint"):
                 self._save()
         return reason
+
+    def _epoch(self) -> float | None:
+        """Epochs of the training set that were read; None for one too short for a sample."""
+        assert self.train_set is not None
+        samples = self.train_set.epoch_samples
+        return self.progress.consumed_samples / samples if samples else None
 
     def _wish(self, votes: float) -> ExitReason:
         """The reason that some rank has to stop; the same on every rank, since the votes were all-reduced."""

@@ -85,6 +85,13 @@ def test_growing_sequences_are_named_last_and_disturb_no_pattern() -> None:
     assert found == [[("10", "3125000")], ["5.3247"], ["137.89"]]
 
 
+def test_epochs_come_last_and_disturb_no_pattern() -> None:
+    line = format_train_line(dataclasses.replace(WINDOW, curriculum_seqlen=72, epoch=104 / 61))
+    assert line.endswith(" TFLOPs: 137.89 | curriculum seqlen:    72 | epoch: 1.705 |")
+    found = [pattern.findall(line) for pattern in (ITERATION, ELAPSED, TFLOPS)]
+    assert found == [[("10", "3125000")], ["5.3247"], ["137.89"]]
+
+
 def test_a_window_of_several_sizes_counts_each_step_by_its_own() -> None:
     now = [0.0]
     window = MetricsWindow(lambda: now[0])

@@ -1,0 +1,79 @@
+"""Notes on data sets that are small for the run, and how often it reads its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.config.run import RunConfig
+from megatron.data.build import Dataset, Datasets
+from megatron.data.source import BlendedDataset
+
+
+def data_notes(config: RunConfig, datasets: Datasets) -> list[str]:
+    """A note on each data set that is missing, or smaller than what is drawn from it.
+
+    Args:
+        config: the resolved configuration.
+        datasets: training, validation and test set.
+    """
+    train, valid, test = datasets
+    validation, size = config.validation, config.training.global_batch_size
+    notes = []
+    if train is not None and not validation.skip_train:
+        notes += list(_short(train, size, "training"))
+        repeated = [f"{epochs:.1f} epochs of {what}" for epochs, what in _epochs(train) if epochs > 1]
+        if repeated:
+            notes.append(f"training repeats its data: {', '.join(repeated)}")
+    if not validation.eval_iters:
+        return notes
+    if valid is None:
+        notes.append(_why_no_validation(config))
+    for dataset, name in ((valid, "validation"), (test, "test")):
+        if dataset is not None:
+            notes += [*_short(dataset, size, name), *_read_often(dataset, validation.eval_iters, size, name)]
+    return notes
+
+
+def epochs_of_run(dataset: Dataset) -> str:
+    """How often all draws of a data set read it, such as "1.7 epochs of 61"."""
+    samples = dataset.epoch_samples
+    return f"{len(dataset) / samples:.1f} epochs of {samples:,}" if samples else "no epoch"
+
+
+def _short(dataset: Dataset, batch: int, name: str) -> Iterator[str]:
+    if dataset.epoch_samples < batch:
+        yield (
+            f"the {name} set has {dataset.epoch_samples:,} samples, fewer than a global batch of {batch:,}: a batch "
+            "holds the same text several times; add text, or lower --global-batch-size or --seq-length"
+        )
+
+
+def _read_often(dataset: Dataset, eval_iters: int, batch: int, name: str) -> Iterator[str]:
+    drawn, samples = eval_iters * batch, dataset.epoch_samples
+    if drawn > samples >= batch:
+        yield (
+            f"--eval-iters {eval_iters} x --global-batch-size {batch} draws {drawn:,} samples, but the {name} set has "
+            f"{samples:,}, so each evaluation reads it {drawn / samples:.1f} times; give --eval-iters "
+            f"{samples // batch}"
+        )
+
+
+def _epochs(dataset: Dataset) -> Iterator[tuple[float, str]]:
+    """The epochs of each file that the run reads, and the file's size."""
+    if isinstance(dataset, BlendedDataset):
+        for member, draws in zip(dataset.datasets, dataset.draws, strict=True):
+            yield draws / max(member.epoch_samples, 1), f"{member.epoch_samples:,} samples of {member.name}"
+    else:
+        yield len(dataset) / max(dataset.epoch_samples, 1), f"{dataset.epoch_samples:,} samples"
+
+
+def _why_no_validation(config: RunConfig) -> str:
+    data = config.data
+    if data.data_path:
+        return (
+            f"--split {data.split} leaves no text for validation, so nothing is evaluated; raise its second share, "
+            "give --valid-data-path, or turn evaluation off with --eval-iters 0"
+        )
+    return (
+        "there is no --valid-data-path, so nothing is evaluated; give one, or turn evaluation off with --eval-iters 0"
+    )
