@@ -71,11 +71,12 @@ def differing_flags(model: ModelConfig, saved: Mapping[str, Any], upcycled: bool
         if described.option.checkpoint != "shape" or name in left_out or name not in saved:
             continue
         if saved[name] != own[name]:
-            found[f"--{described.flag}"] = _written(described, own[name]), _written(described, saved[name])
+            here, there = (flag_as_written(described, values[name]) for values in (own, saved))
+            found[f"--{described.flag}"] = here, there
     return found
 
 
-def _written(described: FieldOption, value: Any) -> str:
+def flag_as_written(described: FieldOption, value: Any) -> str:
     """A value as its flag on a command line."""
     flag = f"--{described.flag}"
     if described.is_switch:

@@ -39,6 +39,7 @@ from megatron.model.stages import stage_layers
 from megatron.optimizer.schedules import LRSchedule
 from megatron.topology.agree import raise_together, together
 from megatron.training.assembly import Engines
+from megatron.training.changed_samples import SECTIONS, sample_warnings
 from megatron.training.progress_state import Progress
 from megatron.training.saved_run import SavedRun, check_dense, check_optimizer
 
@@ -215,6 +216,14 @@ class RunCheckpoints:
                 f"warning: this run's model has {own}; that of --load {root} has {theirs}. Its weights are taken all "
                 "the same; --use-checkpoint-args takes its flags, too"
             )
+        if not self.config.finetune:
+            self._warn_of_samples(root, iteration)
+
+    def _warn_of_samples(self, root: str, iteration: Iteration) -> None:
+        """Warns where the samples are others than the checkpoint's. Every rank calls this."""
+        saved = together(self.group, lambda: {name: saved_section(root, iteration, name) for name in SECTIONS})
+        for line in sample_warnings(self.run_config, saved, self.progress.consumed_samples):
+            self.log(line)
 
     def _differing(self, root: str, iteration: Iteration) -> dict[str, tuple[str, str]]:
         """The flags of the model that are others than the checkpoint's. Every rank calls this."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.cli import run_cli
+from tests.support.cli import launch_ranks_cli, run_cli
 from tests.support.corpus import tiny_flags, write_documents
 from tests.support.documented import python_blocks
 from tests.support.reseal import reseal
@@ -523,3 +523,20 @@ def test_an_earlier_checkpoint_can_be_named(prefix: Path, tmp_path: Path) -> Non
     missing = run_cli(1, [SCRIPT, *tiny_flags(prefix, **again, ckpt_step=3)])
     assert missing.returncode == 2
     assert "complete are, newest first: 6, 4, 2; name one of them (--ckpt-step 6)" in missing.stderr
+
+
+def test_other_samples_than_the_checkpoint_s_are_warned_of(prefix: Path, tmp_path: Path) -> None:
+    """One line each, on one rank only, and none where nothing differs, or the run begins anew."""
+    other = write_documents(tmp_path / "other", seed=5)
+    train(1, tiny_flags(prefix, train_iters=4, save=tmp_path / "saved"))
+    common: dict[str, Any] = {"train_iters": 5, "load": tmp_path / "saved"}
+    changed = {"data_path": f"0.5 {prefix} 0.5 {other}", "seed": 5, "eod_mask_loss": True, "seq_length": 8}
+    lines = {}
+    for name, flags in (("same", {}), ("changed", changed), ("finetune", {**changed, "finetune": True})):
+        with launch_ranks_cli(2, [SCRIPT, *tiny_flags(prefix, **common, **flags)]) as ranks:
+            text = "".join(result.check().stdout for result in ranks.wait(60))
+        lines[name] = [line for line in text.splitlines() if line.startswith("warning: this run has --")]
+    assert lines["same"] == lines["finetune"] == []
+    flags_named = [line.split()[4].rstrip(";") for line in lines["changed"]]
+    assert sorted(flags_named) == ["--data-path", "--eod-mask-loss", "--seed", "--seq-length"]
+    assert all("16" in line for line in lines["changed"]), "samples consumed so far: 4 iterations of 4"

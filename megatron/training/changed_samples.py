@@ -1,0 +1,67 @@
+"""Warns where a run goes on with other samples, or another loss of them, than its checkpoint was trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.base.option import FieldOption, field_options
+from megatron.config.merge import flag_as_written
+from megatron.config.run import RunConfig, run_sections
+
+_PATHS = ("data.data_path", "data.train_data_path")
+_ORDER = (
+    *("data.split", "data.dataloader_type", "data.sample_order", "training.seed"),
+    *("data.mask_prob", "data.short_seq_prob"),
+)
+"""Fields that decide which samples are drawn in which order."""
+_LENGTHS = ("model.seq_length", "model.decoder_seq_length")
+_SAME_SAMPLES = ("data.eod_mask_loss", "data.reset_position_ids", "data.reset_attention_mask")
+"""Fields that change what is computed of the same samples."""
+SECTIONS = ("model", "training", "data")
+"""Sections of a configuration that hold all of these."""
+
+
+def sample_warnings(config: RunConfig, saved: Mapping[str, Mapping[str, Any]], consumed_samples: int) -> list[str]:
+    """A line for each flag whose value is another than the checkpoint's, and what that means for consumed samples.
+
+    Args:
+        config: the resolved configuration.
+        saved: sections of the checkpoint's configuration, by name; what an older one lacks is not compared.
+        consumed_samples: position of the run.
+    """
+    own, lines = config.to_dict(), []
+    for described in _compared():
+        section, name = described.path.split(".")
+        if name not in saved.get(section, {}):
+            continue
+        ours, theirs = (_with_default(name, values[section][name]) for values in (own, saved))
+        if ours != theirs:
+            here, there = flag_as_written(described, ours), flag_as_written(described, theirs)
+            meaning = _meaning(described.path, consumed_samples, theirs)
+            lines.append(f"warning: this run has {here}; its checkpoint was saved with {there}: {meaning}")
+    return lines
+
+
+def _compared() -> list[FieldOption]:
+    compared = (*_PATHS, *_ORDER, *_LENGTHS, *_SAME_SAMPLES)
+    sections = run_sections()
+    fields = [field for section in SECTIONS for field in field_options(section, sections[section])]
+    return [field for field in fields if field.path in compared]
+
+
+def _with_default(name: str, value: Any) -> Any:
+    return "single" if name == "dataloader_type" and value is None else value
+
+
+def _meaning(path: str, consumed_samples: int, theirs: Any) -> str:
+    """The meaning of a difference for the samples that count as consumed."""
+    position = f"the run goes on at sample {consumed_samples:,} of an order"
+    again = "samples that it has seen may come again, and others never"
+    if path in _PATHS:
+        return f"if these are other documents, {position} that it has not followed so far; {again}"
+    if path in _ORDER:
+        return f"{position} that it has not followed so far; {again}"
+    if path in _LENGTHS:
+        return f"{position} cut to another length, though the consumed samples had {theirs} tokens each; {again}"
+    return f"the {consumed_samples:,} consumed samples stand, but losses before and after cannot be compared"
