@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -12,25 +11,13 @@ import torch
 import torch.distributed as dist
 
 from megatron.base.errors import UserError
-from megatron.topology.agree import any_rank, gather_texts, rank_of
+from megatron.topology.agree import any_rank, rank_of
 from megatron.topology.apart import CPU, group_apart
 from megatron.topology.decision import Arrival, Decision, judge
 from megatron.topology.errors import CommunicationError
 from megatron.topology.group import Group
-from megatron.topology.meeting_place import BEAT_SECONDS, POLL_SECONDS, SILENT_SECONDS, MeetingPlace, Pulses, Start
-
-_BEATS_OF_ANOTHER = 3
-_LOCAL = "local"
-"""Key that says that the islands no longer go in step."""
-
-
-class QuorumError(CommunicationError):
-    """Raised on every rank of an island when too few islands come to a round, or a round fails again and again."""
-
-
-def refusal_of(island: int) -> str:
-    """Key of the reason why an island does not come to the start."""
-    return f"refused/{island}"
+from megatron.topology.meeting_place import POLL_SECONDS, MeetingPlace, Pulses
+from megatron.topology.starting import LOCAL, IslandStart, Limits, QuorumError, share
 
 
 @dataclass(frozen=True)
@@ -75,18 +62,17 @@ class Islands:
         device: torch.device = CPU,
     ) -> None:
         self.place, self.island, self.count, self.quorum = place, island, count, quorum
-        self.seconds, self.start_seconds = seconds, start_seconds
+        self.seconds = seconds
         self.control, self.rank = control, rank_of(control)
         self.device = device
         self.expected: tuple[int, ...] = ()
         self.last_round = ""
         self._group: Group | None = None
         self._identity: Mapping[str, str] = {}
-
-    # The start.
+        self.start = IslandStart(place, island, Limits(count, quorum, start_seconds), self._share)
 
     def begin(self, iteration: int, in_step: bool, identity: Mapping[str, str], weights: str = "") -> bool:
-        """Comes to the start of a generation, or finds that one is going on.
+        """Begins a generation with the others, or finds that one is going on.
 
         Args:
             iteration: iterations that this island has done.
@@ -102,94 +88,8 @@ class Islands:
             CommunicationError: when they do not come.
         """
         self._identity = identity
-        while True:
-            number = int(self._share(lambda: self.place.newest_generation()))
-            self.place.take_generation(number)
-            problem = self._share(self._taken)
-            if problem:
-                raise UserError(problem)
-            going_on = self._share(self._going_on)
-            if going_on == "ended":
-                continue
-            if going_on == "yes":
-                return False
-            start = Start.read(self._share(lambda: self._start([iteration, in_step, dict(identity), weights])))
-            if start.problem:
-                raise UserError(start.problem)
-            self.expected = start.members
-            return self.island in start.members
-
-    def _taken(self) -> str:
-        """A problem where another process is this island; empty where none is."""
-        if self.place.count(f"came/{self.island}") > 1:  # this island's earlier process has ended, or is another one
-            before = self.place.pulse([self.island])
-            time.sleep(_BEATS_OF_ANOTHER * BEAT_SECONDS)
-            if self.place.pulse([self.island]) != before:
-                return f"--island {self.island}: there is an island {self.island} already; give each its own number"
-        return ""
-
-    def _going_on(self) -> str:
-        """Whether this generation has begun ("yes", "no"); one that nobody is left of is ended ("ended")."""
-        if self.place.get("start") is None:
-            return "no"
-        others = [k for k in range(self.count) if k != self.island]
-        pulses, before = Pulses(self.place, others), self.place.pulse(others)
-        while len(pulses.silent(SILENT_SECONDS)) < len(others):
-            # While they go in step nobody can join: when one of them is gone, all end.
-            if self.place.get(_LOCAL) and self.place.pulse(others) != before:
-                return "yes"
-            time.sleep(POLL_SECONDS)
-        self.place.end_generation(self.place.generation)
-        return "ended"
-
-    def _start(self, own: list[Any]) -> dict[str, Any]:
-        self.place.put(refusal_of(self.island), "")
-        self.place.put(f"begun/{self.island}", own)
-        self.place.beat(self.island)
-        deadline = time.monotonic() + self.start_seconds
-
-        def look() -> None:
-            came = {k: self.place.get(f"begun/{k}") for k in range(self.count)}
-            came = {k: value for k, value in came.items() if value is not None}
-            refused = {k: why for k in range(self.count) if (why := self.place.get(refusal_of(k)))}
-            if refused:
-                problem = "; ".join(f"island {k}: {why}" for k, why in refused.items())
-                self.place.decide("start", asdict(Start(problem=problem)))
-            elif len(came) == self.count or time.monotonic() > deadline:
-                self.place.decide("start", asdict(self._judge_start(came)))
-
-        found: dict[str, Any] = self.place.wait_for("start", look)
-        return found
-
-    def _judge_start(self, came: Mapping[int, Any]) -> Start:
-        first, ahead = min(came), max(iteration for iteration, *_ in came.values())
-        members = tuple(k for k, (iteration, *_) in sorted(came.items()) if iteration == ahead)
-        needed = self.count if came[members[0]][1] else self.quorum
-        for k, (_, _, identity, _) in came.items():
-            for name, value in came[first][2].items():
-                if identity.get(name) != value:
-                    return Start(
-                        problem=f"islands {first} and {k} do not agree: {name} is {value} and {identity.get(name)}"
-                    )
-        missing = [k for k in range(self.count) if k not in came]
-        if missing and len(came) < needed:
-            limit = f"{self.start_seconds:g} s (--distributed-timeout-minutes)"
-            return Start(
-                problem=f"{_named(missing)} did not come within {limit}; start all of them, or lower the quorum"
-            )
-        if len(members) < needed:
-            at = ", ".join(f"island {k} at {iteration}" for k, (iteration, *_) in sorted(came.items()))
-            return Start(
-                problem=f"islands begin at different iterations: {at}; give all of them checkpoints of the same, or "
-                "lower --islands-quorum and those behind join"
-            )
-        other = next((k for k in members if came[k][3] != came[members[0]][3]), None)
-        if other is not None:
-            return Start(
-                problem=f"islands {members[0]} and {other} begin at iteration {ahead} with different weights; load "
-                "checkpoints of one run, and for new moments (--no-load-optim, --finetune) those of the end of a round"
-            )
-        return Start(members)
+        self.expected = self.start.members([iteration, in_step, dict(identity), weights])
+        return self.island in self.expected
 
     # A round.
 
@@ -207,7 +107,7 @@ class Islands:
         return Decision.decode(self._share(lambda: self._arrive(key, arrival)))
 
     def _arrive(self, key: str, own: Arrival) -> dict[str, Any]:
-        self.place.put(_LOCAL, True)
+        self.place.put(LOCAL, True)
         self.place.put(f"{key}/arrived/{self.island}", own.encode())
         awaited = [k for k in self._awaited() if k != self.island]
         pulses, deadline = Pulses(self.place, awaited), time.monotonic() + self.seconds
@@ -376,20 +276,4 @@ class Islands:
         self.place.stop_beating()
 
     def _share(self, call: Callable[[], Any]) -> Any:
-        """What a call returns on rank 0 of this island, or raises: on all of its ranks."""
-        text = ""
-        if self.rank == 0:
-            try:
-                text = json.dumps(["", call()])
-            except QuorumError as error:
-                text = json.dumps(["quorum", str(error)])
-            except CommunicationError as error:
-                text = json.dumps(["lost", str(error)])
-        kind, value = json.loads(gather_texts(self.control, text)[0])
-        if kind:
-            raise QuorumError(value) if kind == "quorum" else CommunicationError(value)
-        return value
-
-
-def _named(islands: Sequence[int]) -> str:
-    return f"{'island' if len(islands) == 1 else 'islands'} {', '.join(map(str, islands))}"
+        return share(self.control, call)

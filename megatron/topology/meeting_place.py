@@ -8,9 +8,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -204,20 +203,3 @@ class Pulses:
                 if count != self._seen[island][0]:
                     self._seen[island] = (count, now)
         return {island for island, (_, last) in self._seen.items() if now - last > seconds}
-
-
-@dataclass(frozen=True)
-class Start:
-    """How a generation begins.
-
-    Args:
-        members: the islands that begin it.
-        problem: why none may; empty where they may.
-    """
-
-    members: tuple[int, ...] = ()
-    problem: str = ""
-
-    @staticmethod
-    def read(value: Mapping[str, Any]) -> Start:
-        return Start(tuple(value["members"]), value["problem"])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +16,21 @@ import torch
 
 from megatron.base.errors import UserError
 from megatron.checkpoint.files import TRACKER
+from megatron.checkpoint.find import complete_iterations, read_tracker
 from megatron.checkpoint.load import saved_config
 from megatron.compression.outer import RoundSchedule
 from megatron.compression.points import Point
+from megatron.compression.schedule import RunLength
+from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.islands import file_of, folder_of, host_and_port, longest_wait, with_variables
 from megatron.config.run import RunConfig, run_sections
 from megatron.kernels import native
 from megatron.topology.agree import gather_texts, together
 from megatron.topology.errors import CommunicationError
-from megatron.topology.islands import Islands, refusal_of
+from megatron.topology.islands import Islands
 from megatron.topology.launch import LaunchEnvironment
 from megatron.topology.meeting_place import MeetingPlace
+from megatron.topology.starting import refusal_of
 from megatron.topology.topology import Topology
 from megatron.training.assembly import Engines
 from megatron.training.identity import identity_of
@@ -38,6 +44,8 @@ _FOLDERS = ("tensorboard_dir", "wandb_save_dir", "profile_trace")
 _FILES = ("log_txt_file", "log_json_file")
 _ITS_OWN = ("--save", "--load", "--island", "--islands-address", "--ckpt-step", "--finetune", "--overwrite-checkpoints")
 _SECONDS_TO_REFUSE = 5.0
+_MOST_OFFERED = 64
+"""Checkpoints of which an island tells the others, the newest ones."""
 
 
 def of_island(config: RunConfig) -> RunConfig:
@@ -160,27 +168,19 @@ def build_rounds(
     return Rounds(outer, RoundSchedule(outer.options, start, train_iters), islands, reporter.of_islands, joining)
 
 
-def meet_islands(engines: Engines, env: LaunchEnvironment, iteration: int) -> Met:
-    """Meets the other islands, if any.
-
-    Args:
-        engines: engines of this rank, with what they begin with.
-        env: environment of this process.
-        iteration: iterations that this island has done.
+def reach_islands(config: RunConfig, topology: Topology) -> Islands | None:
+    """Reaches the place where islands meet; None for a run that meets no others.
 
     Raises:
-        UserError: on every rank of all islands, when they cannot go together.
-        CommunicationError: when they do not come.
+        CommunicationError: when nothing answers there.
     """
-    config, topology = engines.config, engines.topology
     section = config.islands
     if not section.several or config.validation.skip_train:
-        return Met()
+        return None
     assert section.island is not None
     seconds = longest_wait(config.parallel)
-    place = MeetingPlace(*_where(config), seconds)
-    islands = Islands(
-        place,
+    return Islands(
+        MeetingPlace(*_where(config), seconds),
         section.island,
         section.islands,
         section.quorum,
@@ -189,10 +189,81 @@ def meet_islands(engines: Engines, env: LaunchEnvironment, iteration: int) -> Me
         topology.control.pg,
         topology.device,
     )
+
+
+def choose_checkpoint(
+    config: RunConfig, islands: Islands | None, topology: Topology, log: Callable[[str], None]
+) -> RunConfig:
+    """The configuration with the checkpoint on which islands agree: the newest that enough of them have.
+
+    An island that lacks it begins with its newest one below, and joins the others.
+
+    Args:
+        config: the resolved configuration.
+        islands: the other islands; None without.
+        topology: the ranks.
+        log: prints lines for the user, on rank 0.
+
+    Raises:
+        UserError: on every rank of all islands, when they have none in common.
+        CommunicationError: when the meeting place is gone.
+    """
+    if islands is None:
+        return config
+    given = config.checkpoint
+    group = topology.control.pg
+    seen = together(group, lambda: _held_iterations(given) if topology.rank == 0 else [])
+    held = json.loads(gather_texts(group, json.dumps(seen))[0])
+    outer = config.compression.specs(RunLength(config.training.planned_iters))[Point.OUTER]
+    # A run that begins anew with the weights of a checkpoint goes in step, or from an anchor that all have.
+    chosen = islands.start.choose_iteration(held, math.inf if given.finetune else outer.activation.warmup_iters)
+    newest = max((iteration for iteration in held if chosen is None or iteration <= chosen), default=None)
+    if chosen is None or newest is None or newest == held[0]:
+        return config
+    log(f"the newest checkpoint that enough islands have is of iteration {chosen}; this one has {held[0]}, too")
+    return replace(config, checkpoint=replace(given, ckpt_step=newest))
+
+
+def _held_iterations(checkpoint: CheckpointConfig) -> list[int]:
+    """Iterations of the checkpoints that an island can begin with, newest first.
+
+    The one that would be loaded is among them, complete or not: damage is told, and not avoided in silence. What a run
+    left that went further before is none of this run's.
+
+    Raises:
+        UserError: when there is none that can be used.
+    """
+    if checkpoint.load is None:
+        return []
+    if checkpoint.ckpt_step is not None:
+        return [checkpoint.ckpt_step]
+    newest = read_tracker(checkpoint.load)
+    if not isinstance(newest, int):
+        return []
+    older = (iteration for iteration in complete_iterations(checkpoint.load) if iteration < newest)
+    return [newest, *islice(older, _MOST_OFFERED - 1)]
+
+
+def meet_islands(engines: Engines, env: LaunchEnvironment, iteration: int, islands: Islands | None) -> Met:
+    """Meets the other islands, if any.
+
+    Args:
+        engines: engines of this rank, with what they begin with.
+        env: environment of this process.
+        iteration: iterations that this island has done.
+        islands: the other islands.
+
+    Raises:
+        UserError: on every rank of all islands, when they cannot go together.
+        CommunicationError: when they do not come.
+    """
+    if islands is None:
+        return Met()
+    config = engines.config
     in_step = iteration < engines.joint.steps
-    begins = islands.begin(iteration, in_step, _identity(config, env, topology.device), _fingerprint(engines))
+    begins = islands.begin(iteration, in_step, _identity(config, env, engines.topology.device), _fingerprint(engines))
     if in_step and begins:
-        engines.joint.group = islands.group_of(range(section.islands), "joint", seconds)
+        engines.joint.group = islands.group_of(range(islands.count), "joint", longest_wait(config.parallel))
     return Met(islands, begins)
 
 

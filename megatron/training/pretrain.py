@@ -44,7 +44,15 @@ from megatron.training.assembly import build_engines, groups_by_node, layout_of
 from megatron.training.compression_notes import compression_notes, run_length
 from megatron.training.console import make_output_last
 from megatron.training.determinism import make_deterministic
-from megatron.training.islands import build_rounds, folders_of_others, meet_islands, of_island, refusing
+from megatron.training.islands import (
+    build_rounds,
+    choose_checkpoint,
+    folders_of_others,
+    meet_islands,
+    of_island,
+    reach_islands,
+    refusing,
+)
 from megatron.training.kernel_check import check_kernels
 from megatron.training.machine_check import check_machine, check_room
 from megatron.training.persistence import RunCheckpoints
@@ -186,6 +194,8 @@ def run(
 
     with refusing(config, topology):
         log_config(config, [*notes, *filter(None, [check_kernels(topology)])], job.sections, log)
+        islands = reach_islands(config, topology)
+        config = choose_checkpoint(config, islands, topology, rank_0_log(topology))
         sizes = StepSizes(_batch_sizes(config, config.replicas(env.world_size)), _lengths(config, topology))
         saved = find_saved(config.checkpoint, topology, rank_0_log(topology))
         if saved is not None:
@@ -204,9 +214,9 @@ def run(
         splits = (datasets[1] is not None, datasets[2] is not None)
         reporter = Reporter(config, engines, progress, train_iters, timers, sizes, splits)
         checkpoints = RunCheckpoints(config, engines, schedule, progress, rank_0_log(topology), lock)
-        islands = folders_of_others(config, saved, topology, engines.joint.steps)
-        _begin(checkpoints, saved, islands, job, log)
-    met = meet_islands(engines, env, begun.iteration)
+        folders = folders_of_others(config, saved, topology, engines.joint.steps)
+        _begin(checkpoints, saved, folders, job, log)
+    met = meet_islands(engines, env, begun.iteration, islands)
     together(topology.control.pg, reporter.open)
     try:
         parts = (config, engines, sizes, schedule, datasets, train_iters, progress, checkpoints, reporter)

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 
 from megatron.base.errors import UserError
-from megatron.topology import islands as membership
+from megatron.topology import starting
 from megatron.topology.decision import ABSURD, Arrival, Decision, judge
 from megatron.topology.errors import CommunicationError
-from megatron.topology.islands import Islands, QuorumError
+from megatron.topology.islands import Islands
 from megatron.topology.meeting_place import SILENT_SECONDS, MeetingPlace, Pulses, serve
+from megatron.topology.starting import Limits, QuorumError, judge_iteration, refusal_of
 
 
 @pytest.fixture
@@ -179,14 +180,48 @@ def test_islands_with_different_weights_or_a_problem_of_one_end_at_the_start(por
         assert "islands 0 and 1 begin at iteration 3 with different weights" in str(error)
     for island in pair:
         island.leave()
-        island.place.end_generation(1)
+    pair[0].place.end_generation(1)
     other = MeetingPlace("127.0.0.1", port, 10.0)
     other.take_generation(other.newest_generation())
-    other.put(membership.refusal_of(1), "--load x: damaged")
+    other.put(refusal_of(1), "--load x: damaged")
     began = time.monotonic()
+    again = _island(port, 0, 2, 1)
     with pytest.raises(UserError, match=r"^island 1: --load x: damaged$"):
-        pair[0].begin(3, False, {})
+        again.begin(3, False, {})
     assert time.monotonic() - began < 3
+
+
+@pytest.mark.parametrize(
+    ("held", "quorum", "all_below", "iteration"),
+    [
+        ([[20, 10], [20, 10], [20, 10]], 3, 0, 20),
+        ([[30, 20, 10], [20, 10], [30, 20]], 3, 0, 20),  # the newest of all
+        ([[30, 20, 10], [20, 10], [30, 20]], 2, 0, 30),  # of a quorum: island 1 joins the others
+        ([[30, 20, 10], [20, 10], [30, 20]], 2, 31, 20),  # while they go in step all are needed
+        ([[30, 20], [], [20]], 2, 0, 20),
+        ([[], [], []], 3, 30, None),  # all begin anew
+    ],
+)
+def test_islands_go_on_from_the_newest_checkpoint_that_enough_of_them_have(
+    port: int, held: list[list[int]], quorum: int, all_below: int, iteration: int | None
+) -> None:
+    islands = [_island(port, number, 3, quorum) for number in range(3)]
+    calls = [lambda i=i: i.start.choose_iteration(held[i.island], all_below) for i in islands]
+    assert _together(*calls) == [iteration] * 3
+    for island in islands:
+        island.leave()
+
+
+def test_islands_without_a_checkpoint_in_common_say_what_each_has(port: int) -> None:
+    """Nothing is begun anew in silence. One that does not come is named first."""
+    pair = [_island(port, number, 2, 2) for number in range(2)]
+    held = [[50, 40, 30, 20], []]
+    for error in _together(*(lambda i=i: i.start.choose_iteration(held[i.island], 0) for i in pair)):
+        assert isinstance(error, UserError)
+        assert "no checkpoint in common: island 0 has 50, 40, 30, ..., island 1 has none; lower" in str(error)
+    late = judge_iteration({0: [20]}, Limits(2, 1, 5.0), 30)
+    assert late.problem.startswith("island 1 did not come within 5 s")
+    assert judge_iteration({0: [20]}, Limits(2, 1, 5.0), 0).iteration == 20
 
 
 @pytest.mark.parametrize("decides", [0, 1])
@@ -294,7 +329,7 @@ def test_who_is_silent_or_waits_to_join_is_not_waited_for(port: int, monkeypatch
 
 
 def test_a_generation_that_nobody_is_left_of_ends(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership, "SILENT_SECONDS", 3.0)
+    monkeypatch.setattr(starting, "SILENT_SECONDS", 3.0)
     first = [_island(port, number, 2, 2) for number in range(2)]
     assert _together(*(lambda i=i: i.begin(0, True, {}) for i in first)) == [True, True]
     first[0].place.put("local", True)  # they go in step no more, so that another one may join

@@ -1,0 +1,298 @@
+"""How islands begin together: from which checkpoint, and which of them."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.base.errors import UserError
+from megatron.topology.agree import gather_texts, rank_of
+from megatron.topology.errors import CommunicationError
+from megatron.topology.meeting_place import BEAT_SECONDS, POLL_SECONDS, SILENT_SECONDS, MeetingPlace, Pulses
+
+_SHOWN = 3
+_BEATS_OF_ANOTHER = 3
+LOCAL = "local"
+"""Key that says that the islands no longer go in step."""
+
+
+class QuorumError(CommunicationError):
+    """Raised on every rank of an island when too few islands come to a round, or a round fails again and again."""
+
+
+def refusal_of(island: int) -> str:
+    """Key of the reason why an island does not come to the start."""
+    return f"refused/{island}"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of a start.
+
+    Args:
+        count: number of islands.
+        quorum: fewest islands that begin.
+        seconds: time that the others are waited for.
+    """
+
+    count: int
+    quorum: int
+    seconds: float
+
+    def missing(self, came: Mapping[int, Any]) -> list[int]:
+        """The islands that have not come."""
+        return [k for k in range(self.count) if k not in came]
+
+    def absence(self, missing: Sequence[int]) -> Start:
+        """The start that fails because islands are missing."""
+        limit = f"{self.seconds:g} s (--distributed-timeout-minutes)"
+        return Start(problem=f"{named(missing)} did not come within {limit}; start all of them, or lower the quorum")
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a generation begins.
+
+    Args:
+        members: the islands that begin it.
+        problem: why none may; empty where they may.
+        iteration: iteration of the checkpoint that islands go on from; None where no island has any.
+    """
+
+    members: tuple[int, ...] = ()
+    problem: str = ""
+    iteration: int | None = None
+
+    @staticmethod
+    def read(value: Mapping[str, Any]) -> Start:
+        """A start as it was written, or ValueError."""
+        iteration = value["iteration"]
+        return Start(tuple(map(int, value["members"])), str(value["problem"]), iteration and int(iteration))
+
+
+def judge_iteration(came: Mapping[int, Sequence[int]], limits: Limits, all_below: float) -> Start:
+    """Chooses the newest checkpoint that enough islands have: all of them while islands go in step, else a quorum.
+
+    Args:
+        came: iterations of the checkpoints of those that have come.
+        limits: limits of the start.
+        all_below: the iteration below which all need the checkpoint.
+    """
+    missing = limits.missing(came)
+    if missing and len(came) < limits.quorum:
+        return limits.absence(missing)
+    held = {k: set(map(int, iterations)) for k, iterations in came.items()}
+    everyones = sorted(set().union(*held.values()), reverse=True)
+    if not everyones:
+        return Start()
+    for iteration in everyones:
+        having = sum(iteration in iterations for iterations in held.values())
+        if having >= (limits.count if iteration < all_below else limits.quorum):
+            return Start(iteration=iteration)
+    if missing:
+        return limits.absence(missing)
+    at = ", ".join(f"island {k} {_newest(iterations)}" for k, iterations in sorted(held.items()))
+    return Start(
+        problem=f"islands have no checkpoint in common: {at}; lower --islands-quorum and those without one join, or "
+        "move all checkpoints away to begin anew"
+    )
+
+
+def _newest(iterations: set[int]) -> str:
+    """The newest iterations, for people."""
+    if not iterations:
+        return "has none"
+    newest = sorted(iterations, reverse=True)
+    return "has " + ", ".join(map(str, newest[:_SHOWN])) + ", ..." * (len(newest) > _SHOWN)
+
+
+def judge_start(came: Mapping[int, Any], limits: Limits) -> Start:
+    """Decides which islands begin: those that are furthest, if they are enough and agree.
+
+    Args:
+        came: iteration, whether islands go in step from there, identity and weights of those that have come.
+        limits: limits of the start.
+    """
+    first, ahead = min(came), max(iteration for iteration, *_ in came.values())
+    members = tuple(k for k, (iteration, *_) in sorted(came.items()) if iteration == ahead)
+    needed = limits.count if came[members[0]][1] else limits.quorum
+    for k, (_, _, identity, _) in came.items():
+        for name, value in came[first][2].items():
+            if identity.get(name) != value:
+                return Start(
+                    problem=f"islands {first} and {k} do not agree: {name} is {value} and {identity.get(name)}"
+                )
+    missing = limits.missing(came)
+    if missing and len(came) < needed:
+        return limits.absence(missing)
+    if len(members) < needed:
+        at = ", ".join(f"island {k} at {iteration}" for k, (iteration, *_) in sorted(came.items()))
+        return Start(
+            problem=f"islands begin at different iterations: {at}; give all of them checkpoints of the same, or "
+            "lower --islands-quorum and those behind join"
+        )
+    other = next((k for k in members if came[k][3] != came[members[0]][3]), None)
+    if other is not None:
+        return Start(
+            problem=f"islands {members[0]} and {other} begin at iteration {ahead} with different weights; load "
+            "checkpoints of one run, and for new moments (--no-load-optim, --finetune) those of the end of a round"
+        )
+    return Start(members)
+
+
+def named(islands: Sequence[int]) -> str:
+    """Islands, for people."""
+    return f"{'island' if len(islands) == 1 else 'islands'} {', '.join(map(str, islands))}"
+
+
+class IslandStart:
+    """This island at the start of a generation. Every rank of it has one; all of them call its methods alike.
+
+    Args:
+        place: where the islands meet.
+        island: number of this one.
+        limits: limits of the start.
+        share: runs a call on rank 0 of this island, and returns its result on all ranks.
+    """
+
+    def __init__(
+        self, place: MeetingPlace, island: int, limits: Limits, share: Callable[[Callable[[], Any]], Any]
+    ) -> None:
+        self.place, self.island, self.limits, self.share = place, island, limits, share
+        self._enters: bool | None = None
+
+    def choose_iteration(self, held: Sequence[int], all_below: float) -> int | None:
+        """Comes to the start of a generation, and agrees with the others on the checkpoint that they go on from.
+
+        Args:
+            held: iterations of which this island has a checkpoint.
+            all_below: a checkpoint of an iteration below it is needed by all islands, as they go in step from there.
+
+        Returns:
+            The newest iteration of which enough islands have a checkpoint; None where none of them has any, and where
+            a generation is going on, which this island joins.
+
+        Raises:
+            UserError: on every rank of all islands, when they have none in common.
+            CommunicationError: when the meeting place is gone.
+        """
+        if not self._enter():
+            return None
+        judge = partial(judge_iteration, limits=self.limits, all_below=all_below)
+        return self._agree("iteration", list(held), judge).iteration
+
+    def members(self, own: Sequence[Any]) -> tuple[int, ...]:
+        """Begins a generation with the others; returns the islands that do, and none where one is going on.
+
+        Args:
+            own: what ``judge_start`` asks for.
+
+        Raises:
+            UserError: on every rank of all islands, when they cannot go together.
+            CommunicationError: when the meeting place is gone.
+        """
+        if not self._enter():
+            return ()
+        return self._agree("start", list(own), partial(judge_start, limits=self.limits)).members
+
+    def _enter(self) -> bool:
+        """Comes to the newest generation, once; returns whether it has yet to begin."""
+        while self._enters is None:
+            number = int(self.share(lambda: self.place.newest_generation()))
+            self.place.take_generation(number)
+            problem = self.share(self._taken)
+            if problem:
+                raise UserError(problem)
+            going_on = self.share(self._going_on)
+            if going_on != "ended":
+                self._enters = going_on == "no"
+        return self._enters
+
+    def _taken(self) -> str:
+        """A problem where another process is this island; empty where none is."""
+        if self.place.count(f"came/{self.island}") > 1:  # this island's earlier process has ended, or is another one
+            before = self.place.pulse([self.island])
+            time.sleep(_BEATS_OF_ANOTHER * BEAT_SECONDS)
+            if self.place.pulse([self.island]) != before:
+                return f"--island {self.island}: there is an island {self.island} already; give each its own number"
+        return ""
+
+    def _going_on(self) -> str:
+        """Whether this generation has begun ("yes", "no"); one that nobody is left of is ended ("ended")."""
+        if self.place.get("start") is None:
+            return "no"
+        others = [k for k in range(self.limits.count) if k != self.island]
+        pulses, before = Pulses(self.place, others), self.place.pulse(others)
+        while len(pulses.silent(SILENT_SECONDS)) < len(others):
+            # While they go in step nobody can join: when one of them is gone, all end.
+            if self.place.get(LOCAL) and self.place.pulse(others) != before:
+                return "yes"
+            time.sleep(POLL_SECONDS)
+        self.place.end_generation(self.place.generation)
+        return "ended"
+
+    def _agree(self, key: str, own: Any, judge: Callable[[Mapping[int, Any]], Start]) -> Start:
+        """Decides something with all others, or with those that come in time.
+
+        Args:
+            key: name of the decision.
+            own: what this island says.
+            judge: what follows from what islands have said, by number.
+
+        Raises:
+            UserError: on every rank of all islands, when they cannot go together.
+            CommunicationError: when the meeting place is gone.
+        """
+        start = Start.read(self.share(lambda: self._wait_for_all(key, own, judge)))
+        if start.problem:
+            raise UserError(start.problem)
+        return start
+
+    def _wait_for_all(self, key: str, own: Any, judge: Callable[[Mapping[int, Any]], Start]) -> dict[str, Any]:
+        self.place.put(refusal_of(self.island), "")
+        self.place.beat(self.island)
+        self.place.put(f"{key}/{self.island}", own)
+        deadline = time.monotonic() + self.limits.seconds
+
+        def look() -> None:
+            came = {k: self.place.get(f"{key}/{k}") for k in range(self.limits.count)}
+            came = {k: value for k, value in came.items() if value is not None}
+            refused = {k: why for k in range(self.limits.count) if (why := self.place.get(refusal_of(k)))}
+            if refused:
+                problem = "; ".join(f"island {k}: {why}" for k, why in refused.items())
+                self.place.decide(key, asdict(Start(problem=problem)))
+            elif len(came) == self.limits.count or time.monotonic() > deadline:
+                self.place.decide(key, asdict(judge(came)))
+
+        found: dict[str, Any] = self.place.wait_for(key, look)
+        return found
+
+
+def share(control: dist.ProcessGroup | None, call: Callable[[], Any]) -> Any:
+    """Runs a call on rank 0 of an island; returns its result, or raises its error, on all of its ranks.
+
+    Args:
+        control: the ranks of the island over gloo; None for a single one.
+        call: returns what JSON can hold.
+
+    Raises:
+        QuorumError, CommunicationError: as the call did.
+    """
+    text = ""
+    if rank_of(control) == 0:
+        try:
+            text = json.dumps(["", call()])
+        except QuorumError as error:
+            text = json.dumps(["quorum", str(error)])
+        except CommunicationError as error:
+            text = json.dumps(["lost", str(error)])
+    kind, value = json.loads(gather_texts(control, text)[0])
+    if kind:
+        raise QuorumError(value) if kind == "quorum" else CommunicationError(value)
+    return value
