@@ -327,6 +327,10 @@ class GradReducer:
                 self._turns.append(first)
         return True
 
+    def squared_norm(self) -> float:
+        """The sum of the squares of what ``exchange`` has come to; nothing has changed yet."""
+        return sum(pending.reduction.squared_norm() for pending in self._pending if pending.reduction is not None)
+
     def settle(self) -> None:
         """Leaves what ``exchange`` has come to in the buckets, and changes the compressors' states."""
         for bucket, pending in zip(self.buckets, self._pending, strict=True):

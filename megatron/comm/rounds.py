@@ -10,9 +10,11 @@ from torch import Tensor
 
 from megatron.comm.ledger import Ledger
 from megatron.compression.api import Aggregate, Level, Op, Peers, Request, RoundCompressor
+from megatron.compression.approximation import Approximation
 from megatron.compression.options import CompressorFault
 from megatron.compression.points import Point
 from megatron.compression.state import CompressorState
+from megatron.kernels.ops import sum_of_squares
 from megatron.topology.group import Group, Pending, num_bytes
 
 _SHARED = (Op.REDUCE, Op.GATHER, Op.EXCHANGE)
@@ -163,6 +165,19 @@ class PackedReduction:
                 peers = self._peers_of(reduction.compressor)
                 reduction.compressor.finalize(reduction.x, aggregate, reduction.state, peers)
         self._aggregates = []
+
+    def squared_norm(self) -> float:
+        """The sum of the squares of the sums, once all rounds have run; nothing has changed yet."""
+        total = 0.0
+        for reduction, aggregate in zip(self.reductions, self._aggregates, strict=True):
+            assert aggregate is not None
+            found = aggregate.total
+            if isinstance(found, Approximation):
+                dense = torch.empty_like(reduction.x)
+                found.write_to(dense)
+                found = dense
+            total += sum_of_squares([found.reshape(-1)])
+        return total
 
     def arrived(self) -> bool:
         """Whether a round is under way, and waiting for it would not block."""

@@ -38,6 +38,8 @@ class Flight:
         norm: L2 norm of this island's difference.
         failed: something of it has failed on this rank.
         arrived: its mean is there, and waits for its time.
+        without: an island that the attempt leaves out, to see whether it spoils the mean; None for none.
+        mean_norm: L2 norm of the mean that was received.
     """
 
     fragment: int
@@ -49,6 +51,8 @@ class Flight:
     norm: float
     failed: bool = False
     arrived: bool = False
+    without: int | None = None
+    mean_norm: float = 0.0
 
     @property
     def key(self) -> str:
@@ -73,7 +77,7 @@ class OuterSync:
         others: what belongs to the model and no gradient moves, by name: the biases of experts, of which islands take
             the mean, exactly and without momentum.
 
-    ``flight`` is the fragment on its way, ``round`` the number of iterations after which the last round was, and
+    ``norms`` are the norms of the last means of the fragments, 0 before there is one. ``flight`` is the fragment on its way, ``round`` the number of iterations after which the last round was, and
     ``together`` that after which all islands had the anchor's values last.
     """
 
@@ -93,6 +97,7 @@ class OuterSync:
         self.outer = OuterOptimizer([shard.main for shard in optimizer.shards], options)
         ties = dict(topology.embedding)
         count = options.fragments
+        self.norms = [0.0] * count
         self.flight: Flight | None = None
         self.round = self.together = 0
         self.fragments = [
@@ -174,11 +179,32 @@ class OuterSync:
         """L2 norm of the difference of a fragment, over the whole island."""
         fragment, tp = self.fragments[number], self.topology.tp.rank
         counted = [fragment.part(place) for place in fragment.places if place.shard.counts_in_norm(tp)]
-        total = torch.tensor([sum_of_squares(counted)], dtype=torch.float64, device=self.topology.device)
+        return math.sqrt(self._summed(sum_of_squares(counted)))
+
+    def mean_norm(self, number: int, contributors: int, exchanged: bool) -> float:
+        """L2 norm of the mean that ``exchange`` has come to, over the whole island; nothing has changed yet.
+
+        What tensor-parallel ranks hold alike is counted by each of them.
+
+        Args:
+            number: the fragment.
+            contributors: islands that have sent something.
+            exchanged: the exchange has come to its end on this rank; else it adds nothing.
+        """
+        total = 0.0
+        if exchanged:
+            total = self.fragments[number].reducer.squared_norm()
+            if not all(bool(torch.isfinite(mean).all()) for mean in self._means.values()):
+                total = math.nan
+        return math.sqrt(self._summed(total)) / contributors
+
+    def _summed(self, own: float) -> float:
+        """The sum of a number over the ranks of the island; nan where it is none."""
+        total = torch.tensor([own], dtype=torch.float64, device=self.topology.device)
         pending = self.topology.world.all_reduce(total)
         self.ledger.sent(Point.CONTROL, pending.sent_bytes)
         self.ledger.wait(Point.CONTROL, pending)
-        return math.sqrt(float(total)) if float(total) >= 0 else math.nan
+        return float(total) if float(total) >= 0 else math.nan
 
     def send(self, number: int, group: Group, iteration: int) -> None:
         """Starts the exchange of a fragment with other islands.
@@ -278,12 +304,16 @@ class OuterSync:
             "round": self.round,
             "together": self.together,
             "fragments": self.options.fragments,
+            "norms": list(self.norms),
             "flight": None if flight is None else asdict(flight),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores it, after the tensors."""
         self.round, self.together = int(state.get("round", 0)), int(state.get("together", 0))
+        norms = [float(norm) for norm in state.get("norms", ())]
+        if len(norms) == len(self.norms):
+            self.norms = norms
         flight = state.get("flight")
         if flight is not None:
             self.flight = Flight(**{**flight, "members": tuple(flight["members"])})

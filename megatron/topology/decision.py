@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from typing import Any
 
 ABSURD = 100.0
@@ -18,7 +19,7 @@ class Arrival:
 
     Args:
         norm: L2 norm of its difference.
-        loss: its training loss.
+        loss: its training loss; nan where it has none.
         stop: greatest reason that it has to end the run; 0 for none.
     """
 
@@ -31,8 +32,59 @@ class Arrival:
 
     @staticmethod
     def decode(value: Sequence[Any]) -> Arrival:
+        """An arrival as it was written, or ValueError."""
         norm, loss, stop = value
         return Arrival(float(norm), float(loss), int(stop))
+
+
+class Outcome(StrEnum):
+    """What an attempt of a round has come to, the same on all islands."""
+
+    COUNTS = "counts"
+    FAILED = "failed"
+    """Something of it has failed on a rank, so it must be done again."""
+    SPOILED = "spoiled"
+    """The mean that was received is not finite, or far larger than differences are."""
+
+
+@dataclass(frozen=True)
+class Vote:
+    """What a member says of an attempt.
+
+    Args:
+        failed: something of it has failed there.
+        mean_norm: L2 norm of the mean that it has received.
+        usual_norm: the norm of its own difference, or that of the last mean where that was larger: what a residual
+            holds back comes later.
+    """
+
+    failed: bool
+    mean_norm: float = 0.0
+    usual_norm: float = 0.0
+
+    def encode(self) -> list[Any]:
+        return [self.failed, repr(self.mean_norm), repr(self.usual_norm)]
+
+    @staticmethod
+    def decode(value: Sequence[Any]) -> Vote:
+        """A vote as it was written, or ValueError."""
+        failed, mean_norm, usual_norm = value
+        return Vote(bool(failed), float(mean_norm), float(usual_norm))
+
+
+def judge_mean(votes: Sequence[Vote]) -> Outcome:
+    """Judges an attempt by what its members have received, whatever each says that it has sent.
+
+    Args:
+        votes: those of all members.
+    """
+    if any(vote.failed for vote in votes):
+        return Outcome.FAILED
+    norms = [vote.usual_norm for vote in votes if math.isfinite(vote.usual_norm)]
+    # Of two nobody knows which one is odd.
+    usual = (statistics.median_low(norms) if len(norms) > 2 else max(norms)) if norms else 0.0
+    spoiled = any(not math.isfinite(vote.mean_norm) or vote.mean_norm > ABSURD * usual > 0 for vote in votes)
+    return Outcome.SPOILED if spoiled else Outcome.COUNTS
 
 
 @dataclass(frozen=True)
@@ -43,16 +95,26 @@ class Decision:
         members: numbers of the islands whose differences are summed.
         arrivals: what those that came said, by number.
         left_out: why others that came take no part.
+        without: an island that came and takes no part, to see whether it spoils the mean; None for none.
     """
 
     members: tuple[int, ...]
     arrivals: Mapping[int, Arrival] = field(default_factory=dict)
     left_out: Mapping[int, str] = field(default_factory=dict)
+    without: int | None = None
 
     @property
     def mean_loss(self) -> float:
-        """Mean of the members' losses."""
-        return statistics.fmean(self.arrivals[island].loss for island in self.members)
+        """Mean of the losses of the members that have one; nan where none has."""
+        losses = [self.arrivals[island].loss for island in self.members]
+        losses = [loss for loss in losses if math.isfinite(loss)]
+        return statistics.fmean(losses) if losses else math.nan
+
+    def leave_out(self, island: int | None) -> Decision:
+        """The decision without an island, if it is one of several members."""
+        if island not in self.members or len(self.members) == 1:
+            return self
+        return replace(self, members=tuple(k for k in self.members if k != island), without=island)
 
     @property
     def stop(self) -> int:
@@ -64,19 +126,27 @@ class Decision:
             "members": self.members,
             "arrivals": {str(k): a.encode() for k, a in self.arrivals.items()},
             "left_out": {str(k): why for k, why in self.left_out.items()},
+            "without": self.without,
         }
 
     @staticmethod
     def decode(value: Mapping[str, Any]) -> Decision:
+        """A decision as it was written, or ValueError."""
+        without = value["without"]
         return Decision(
-            tuple(value["members"]),
+            tuple(map(int, value["members"])),
             {int(k): Arrival.decode(one) for k, one in value["arrivals"].items()},
-            {int(k): why for k, why in value["left_out"].items()},
+            {int(k): str(why) for k, why in value["left_out"].items()},
+            None if without is None else int(without),
         )
 
 
-def judge(arrivals: Mapping[int, Arrival]) -> Decision:
+def judge(arrivals: Mapping[int, Arrival], last_norm: float = 0.0) -> Decision:
     """Decides whose differences are summed: those that are finite and not absurdly large.
+
+    Args:
+        arrivals: what islands say of themselves, by number.
+        last_norm: norm of the last mean, by which the differences of two islands are judged; 0 before there is one.
 
     Raises:
         ValueError: when no difference is finite.
@@ -85,8 +155,10 @@ def judge(arrivals: Mapping[int, Arrival]) -> Decision:
     left_out = {k: "its difference is not finite" for k in arrivals if k not in finite}
     if not finite:
         raise ValueError("no island has a finite difference")
-    usual = statistics.median_low(finite.values())
-    for k, norm in finite.items() if len(finite) > 2 else ():  # of two nobody knows which one is odd
+    usual, of_what = statistics.median_low(finite.values()), "the median"
+    if len(finite) == 2:  # nobody knows which one is odd, but for what was before
+        usual, of_what = (max(usual, last_norm) if last_norm else 0.0), "that of the last mean"
+    for k, norm in finite.items():
         if norm > ABSURD * usual > 0:
-            left_out[k] = f"the norm of its difference is {norm:.3g}, {norm / usual:.3g} times the median"
+            left_out[k] = f"the norm of its difference is {norm:.3g}, {norm / usual:.3g} times {of_what}"
     return Decision(tuple(sorted(k for k in finite if k not in left_out)), dict(sorted(arrivals.items())), left_out)

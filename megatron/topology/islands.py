@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,11 +14,14 @@ import torch.distributed as dist
 from megatron.base.errors import UserError
 from megatron.topology.agree import any_rank, rank_of
 from megatron.topology.apart import CPU, group_apart
-from megatron.topology.decision import Arrival, Decision, judge
+from megatron.topology.decision import Arrival, Decision, Outcome, Vote, judge, judge_mean
 from megatron.topology.errors import CommunicationError
 from megatron.topology.group import Group
 from megatron.topology.meeting_place import POLL_SECONDS, MeetingPlace, Pulses
 from megatron.topology.starting import LOCAL, IslandStart, Limits, QuorumError, share
+
+_WATCHING = 3
+"""Time limits after which an island that watches an attempt takes it for failed."""
 
 
 @dataclass(frozen=True)
@@ -93,28 +97,31 @@ class Islands:
 
     # A round.
 
-    def arrive(self, key: str, arrival: Arrival) -> Decision:
+    def arrive(self, key: str, arrival: Arrival, last_norm: float = 0.0, without: int | None = None) -> Decision:
         """Comes to (an attempt of) a round, and waits for the others: for those of the last one, up to the time limit.
 
         Args:
             key: name of the round and attempt, the same on all islands.
             arrival: what this island says of itself; rank 0's counts.
+            last_norm: norm of the last mean; 0 before there is one.
+            without: an island that comes and takes no part, to see whether it spoils the mean.
 
         Raises:
             QuorumError: when fewer than the quorum have come by the time limit.
             CommunicationError: when no difference is finite, or the meeting place is gone.
         """
-        return Decision.decode(self._share(lambda: self._arrive(key, arrival)))
+        decide = partial(judge, last_norm=last_norm)
+        return Decision.decode(self._share(lambda: self._arrive(key, arrival, lambda a: decide(a).leave_out(without))))
 
-    def _arrive(self, key: str, own: Arrival) -> dict[str, Any]:
+    def _arrive(self, key: str, own: Arrival, decide: Callable[[Mapping[int, Arrival]], Decision]) -> dict[str, Any]:
         self.place.put(LOCAL, True)
         self.place.put(f"{key}/arrived/{self.island}", own.encode())
         awaited = [k for k in self._awaited() if k != self.island]
         pulses, deadline = Pulses(self.place, awaited), time.monotonic() + self.seconds
 
         def look() -> None:
-            came = {k: self.place.get(f"{key}/arrived/{k}") for k in range(self.count)}
-            arrivals = {k: Arrival.decode(value) for k, value in came.items() if value is not None}
+            came = {k: self.place.get(f"{key}/arrived/{k}", Arrival.decode) for k in range(self.count)}
+            arrivals = {k: arrival for k, arrival in came.items() if arrival is not None}
             missing = {k for k in awaited if k not in arrivals} - pulses.silent() - self._joining()
             if missing and time.monotonic() < deadline:
                 return
@@ -126,7 +133,7 @@ class Islands:
                     f"--islands-quorum is {self.quorum}: start the others again, all from their checkpoints"
                 )
             try:
-                self.place.decide(f"{key}/members", judge(arrivals).encode())
+                self.place.decide(f"{key}/members", decide(arrivals).encode())
             except ValueError as error:
                 raise CommunicationError(f"{error}; lower --lr or outer-lr") from None
 
@@ -171,37 +178,38 @@ class Islands:
         store = dist.PrefixStore(f"{key}/{self.rank}", self.place.box)
         return group_apart(store, members, self.island, "islands", seconds, self.place.own_address(), self.device)
 
-    def settle(self, key: str, members: Sequence[int], failed: bool) -> bool:
+    def settle(self, key: str, members: Sequence[int], vote: Vote) -> Outcome:
         """Decides with the other members whether an attempt counts; the same on all of them.
 
         Args:
             key: name of the round and attempt.
-            members: its members.
-            failed: something of it has failed on this rank.
-
-        Returns:
-            Whether all of it has succeeded on all ranks of all members; otherwise it must be done again.
+            members: its members. An island that is none of them waits for what they decide.
+            vote: what this rank says; it has failed where it has on any rank, and rank 0's norms count.
         """
-        failed = any_rank(self.control, failed)
-        counts = bool(self._share(lambda: self._settle(key, members, failed)))
-        if counts:
-            self.expected, self.last_round = tuple(members), key
-        else:
+        vote = replace(vote, failed=any_rank(self.control, vote.failed))
+        outcome = Outcome(self._share(lambda: self._settle(key, members, vote)))
+        if outcome is not Outcome.COUNTS:
             self._group = None
-        return counts
+        elif self.island in members:
+            self.expected, self.last_round = tuple(members), key
+        return outcome
 
-    def _settle(self, key: str, members: Sequence[int], failed: bool) -> bool:
-        self.place.put(f"{key}/ok/{self.island}", not failed)
-        deadline = time.monotonic() + self.seconds
+    def _settle(self, key: str, members: Sequence[int], vote: Vote) -> str:
+        takes_part = self.island in members
+        if takes_part:
+            self.place.put(f"{key}/ok/{self.island}", vote.encode())
+        # Members may take their time for the transfer first, and for votes then.
+        deadline = time.monotonic() + self.seconds * (1 if takes_part else _WATCHING)
 
         def look() -> None:
-            votes = [self.place.get(f"{key}/ok/{k}") for k in members]
-            if all(votes):
-                self.place.decide(f"{key}/outcome", True)
-            elif False in votes or time.monotonic() > deadline:
-                self.place.decide(f"{key}/outcome", False)
+            votes = [self.place.get(f"{key}/ok/{k}", Vote.decode) for k in members]
+            came = [vote for vote in votes if vote is not None]
+            if len(came) == len(members):
+                self.place.decide(f"{key}/outcome", judge_mean(came))
+            elif any(vote.failed for vote in came) or time.monotonic() > deadline:
+                self.place.decide(f"{key}/outcome", Outcome.FAILED)
 
-        found: bool = self.place.wait_for(f"{key}/outcome", look)
+        found: str = self.place.wait_for(f"{key}/outcome", look)
         return found
 
     # Joining.

@@ -123,13 +123,27 @@ class MeetingPlace:
         """Begins the generation after ``number``, unless another island has; returns the newest."""
         return int(self.reading(lambda: self.root.compare_set(_GENERATION, str(number), str(number + 1))))
 
-    def get(self, key: str) -> Any:
-        """The value of a key of this generation; None where there is none yet."""
+    def get(self, key: str, decode: Callable[[Any], Any] = lambda value: value) -> Any:
+        """The value of a key of this generation; None where there is none yet.
 
-        def read() -> Any:
-            return json.loads(self.box.get(key)) if self.box.check([key]) else None
+        Args:
+            key: the key.
+            decode: makes of it what is meant; whoever reaches the place may have put anything there.
 
-        return self.reading(read)
+        Raises:
+            CommunicationError: when the place is gone, or holds something else there.
+        """
+        text = self.reading(lambda: self.box.get(key) if self.box.check([key]) else None)
+        return None if text is None else self._decoded(key, text, decode)
+
+    def _decoded(self, key: str, text: bytes, decode: Callable[[Any], Any] = lambda value: value) -> Any:
+        try:
+            return decode(json.loads(text))
+        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError) as error:
+            raise CommunicationError(
+                f"the islands' meeting place at {self.where} holds something else than an island writes, at {key}: "
+                f"{first_line(error)}"
+            ) from error
 
     def put(self, key: str, value: Any) -> None:
         """Sets a key."""
@@ -137,7 +151,7 @@ class MeetingPlace:
 
     def decide(self, key: str, value: Any) -> Any:
         """Sets a key that has no value yet; returns its value, which is the same for everyone."""
-        return json.loads(self.reading(lambda: self.box.compare_set(key, "", json.dumps(value))))
+        return self._decoded(key, self.reading(lambda: self.box.compare_set(key, "", json.dumps(value))))
 
     def count(self, key: str) -> int:
         """A number that nobody else was given under this key."""

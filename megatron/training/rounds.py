@@ -7,15 +7,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 from megatron.compression.outer import RoundSchedule
 from megatron.optimizer.outer_sync import Flight, OuterSync
-from megatron.topology.decision import Arrival, Decision
+from megatron.topology.decision import Arrival, Decision, Outcome, Vote
 from megatron.topology.errors import CommunicationError
 from megatron.topology.group import Group
-from megatron.topology.islands import Islands, QuorumError
+from megatron.topology.islands import Islands
+from megatron.topology.starting import QuorumError
 from megatron.training.joining import Joining
+from megatron.training.suspects import Suspects
 
 MOST_ATTEMPTS = 4
 """Attempts of a round by the same islands, after which it is hopeless."""
@@ -160,23 +163,32 @@ class Rounds:
         if flight is not None and not (later and not flight.failed):
             self._land(flight)
 
-    def _begin(self, fragment: int, done: int, attempt: int) -> Flight | None:
+    def _begin(self, fragment: int, done: int, attempt: int, without: int | None = None) -> Flight | None:
         """Begins an attempt; None when it goes on without this island."""
         key = f"{done}/{fragment}/{attempt}"
         self.sync.collect(fragment)
-        own = Arrival(self.sync.norm(fragment), sum(self._losses) / max(len(self._losses), 1), self.asked)
-        decision = Decision((0,), {0: own}) if self.islands is None else self.islands.arrive(key, own)
+        own = Arrival(self.sync.norm(fragment), fmean(self._losses) if self._losses else math.nan, self.asked)
+        decision = Decision((0,), {0: own})
+        if self.islands is not None:
+            decision = self.islands.arrive(key, own, self.sync.norms[fragment], without)
         for island, why in decision.left_out.items():
             self.tell(f"warning: island {island} is left out of the round at iteration {done}: {why}", {})
-        if self.islands is not None and self.islands.island not in decision.members:
-            self.tell(_WITHOUT, {})
-            self.left, self.sync.flight = True, None
+        watches = self.islands is not None and self.islands.island == decision.without
+        if self.islands is not None and self.islands.island not in decision.members and not watches:
+            self._leave()
             return None
         self.stop = max(self.stop, decision.stop)
-        flight = Flight(fragment, done, attempt, decision.members, own.loss, decision.mean_loss, own.norm)
+        losses, norm = (own.loss, decision.mean_loss), own.norm
+        flight = Flight(fragment, done, attempt, decision.members, *losses, norm, without=decision.without)
         self.sync.flight, self._times = flight, _Times(time.monotonic())
-        flight.failed = not self._try(partial(self._start, flight, decision, key))
+        if not watches:
+            flight.failed = not self._try(partial(self._start, flight, decision, key))
         return flight
+
+    def _leave(self) -> None:
+        """Notes that the others go on without this island."""
+        self.tell(_WITHOUT, {})
+        self.left, self.sync.flight = True, None
 
     def _start(self, flight: Flight, decision: Decision, key: str) -> None:
         group = _alone() if self.islands is None else self.islands.group(decision, key)
@@ -197,26 +209,68 @@ class Rounds:
 
     def _bring(self, flight: Flight) -> Flight | None:
         """Ends the transfer of a fragment, in as many attempts as it takes; None when it goes on without this one."""
-        failures = 1  # with this one
+        failures, suspects = 0, Suspects()
         while True:
-            fragment = flight.fragment
-            failed = flight.failed or not self._try(partial(self.sync.exchange, fragment))
-            if self.islands is None or self.islands.settle(flight.key, flight.members, failed):
-                self.sync.settle(fragment, len(flight.members))
-                flight.arrived = True
-                return flight
-            self.sync.drop(fragment)
-            if failures == MOST_ATTEMPTS:
-                raise QuorumError(
-                    f"a round of islands {_named(flight)} has failed {failures} times: each transfer has to end within "
-                    f"--islands-timeout-seconds {self.islands.seconds:g}; raise that, or send less at a time"
-                )
-            self.tell(f"warning: a round of islands {_named(flight)} has failed, and is tried again", {})
-            again = self._begin(fragment, flight.sent, flight.attempt + 1)
+            outcome = self._outcome(flight)
+            if outcome is Outcome.COUNTS:
+                return self._count(flight)
+            self.sync.drop(flight.fragment)
+            if outcome is Outcome.SPOILED:
+                suspects.see(flight.members)
+                self.tell(f"warning: {suspects.describe(flight.sent)}", {})
+            else:
+                failures += 1
+                self._check_hope(flight, failures)
+                self.tell(f"warning: a round of islands {_named(flight)} has failed, and is tried again", {})
+            again = self._begin(flight.fragment, flight.sent, flight.attempt + 1, suspects.suspect)
             if again is None:
                 return None
-            failures = failures + 1 if again.members == flight.members else 1
+            if again.members != flight.members:
+                failures = 0
             flight = again
+
+    def _check_hope(self, flight: Flight, failures: int) -> None:
+        """Checks that another attempt is worth it.
+
+        Raises:
+            QuorumError: when the same islands have failed often enough.
+        """
+        assert self.islands is not None
+        if failures == MOST_ATTEMPTS:
+            raise QuorumError(
+                f"a round of islands {_named(flight)} has failed {failures} times: each transfer has to end within "
+                f"--islands-timeout-seconds {self.islands.seconds:g}; raise that, or send less at a time"
+            )
+
+    def _outcome(self, flight: Flight) -> Outcome:
+        """Ends the transfer of an attempt, or watches it, and decides with the others whether it counts."""
+        islands, fragment = self.islands, flight.fragment
+        if islands is None:
+            self.sync.exchange(fragment)
+            return Outcome.COUNTS
+        if islands.island not in flight.members:
+            return islands.settle(flight.key, flight.members, Vote(False))
+        failed = flight.failed or not self._try(partial(self.sync.exchange, fragment))
+        mean_norm = self.sync.mean_norm(fragment, len(flight.members), not failed)
+        usual_norm = max(flight.norm, self.sync.norms[fragment])
+        flight.mean_norm = mean_norm
+        return islands.settle(flight.key, flight.members, Vote(failed, mean_norm, usual_norm))
+
+    def _count(self, flight: Flight) -> Flight | None:
+        """Counts an attempt; None when it goes on without this island, which has spoiled others."""
+        if flight.without is not None:
+            self.tell(
+                f"warning: island {flight.without} is left out of the round at iteration {flight.sent}: without what it "
+                "sends, the mean is of a usual size",
+                {},
+            )
+        if self.islands is not None and self.islands.island == flight.without:
+            self._leave()
+            return None
+        self.sync.settle(flight.fragment, len(flight.members))
+        self.sync.norms[flight.fragment] = flight.mean_norm
+        flight.arrived = True
+        return flight
 
     def _land(self, flight: Flight) -> None:
         """Applies a fragment, whose transfer has to end now."""

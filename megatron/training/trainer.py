@@ -15,7 +15,7 @@ from megatron.data.build import Dataset
 from megatron.data.loader import MicroBatches, build_loader
 from megatron.optimizer.schedules import LRSchedule
 from megatron.topology.errors import CommunicationError
-from megatron.topology.islands import QuorumError
+from megatron.topology.starting import QuorumError
 from megatron.topology.topology import Topology
 from megatron.training.assembly import Engines
 from megatron.training.divergence import DivergenceCheck

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from typing import Any
@@ -15,8 +16,8 @@ from megatron.compression.error_feedback import RESIDUAL
 from megatron.compression.points import Point
 from megatron.optimizer.fragments import fragment_of
 from megatron.topology.errors import CommunicationError
-from megatron.topology.islands import QuorumError
 from megatron.topology.staged import StagedGroup
+from megatron.topology.starting import QuorumError
 from tests.support.island_threads import (
     Changes,
     Island,
@@ -414,3 +415,123 @@ def test_a_difference_that_is_not_finite_or_absurd_is_left_out(factor: float, wh
     assert bool(torch.isfinite(flats[0]).all())
     assert torch.equal(flats[0], flats[2])
     assert torch.equal(flats[0], flats[1])
+
+
+def _spoil_what_is_sent(island: Island, value: float, by: str, once: bool) -> None:
+    """Makes an island send something else than what its norm was measured of."""
+    sync = island.engines.outer
+    assert sync is not None
+    send = sync.send
+
+    def spoiled(number: int, group: Any, iteration: int) -> None:
+        if once:
+            sync.send = send  # type: ignore[method-assign]
+        if by == "values":
+            for bucket in sync.fragments[number].spoken:
+                bucket.reduced.flat[3] = value
+            send(number, group, iteration)
+            return
+        all_reduce = group.all_reduce
+
+        def on_the_wire(x: Tensor, *rest: Any) -> Any:
+            x.view(-1)[3] = value
+            return all_reduce(x, *rest)
+
+        group.all_reduce = on_the_wire
+        try:
+            send(number, group, iteration)
+        finally:
+            del group.all_reduce
+
+    sync.send = spoiled  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("value", [float("nan"), 1e30])
+@pytest.mark.parametrize(("count", "by"), [(2, "values"), (3, "values"), (3, "wire"), (4, "wire")])
+def test_an_island_that_sends_something_else_than_it_says_is_found_and_left_out(
+    count: int, by: str, value: float
+) -> None:
+    """Its norm is fine; what the others receive is not. They end with what they come to without it in that round."""
+    spoiler = 1
+
+    def spoil(island: Island, done: int) -> None:
+        if island.engines.config.islands.island == spoiler and done == 4 and len(island.losses) == 4:
+            _spoil_what_is_sent(island, value, by, once=False)
+        elif any("joined" in line for line, _ in island.told):
+            island.engines.outer.__dict__.pop("send", None)
+
+    training = {"global_batch_size": 2 * count, "train_iters": 12}
+    words = "identity,every=4,outer-lr=0.5,outer-momentum=0.8"
+    islands = train_islands(count, _outer(words, training=training), 12, before_round=spoil, quorum=1)
+    others = [n for n in range(count) if n != spoiler]
+    for number in others:
+        lines = [line for line, _ in islands[number].told]
+        assert any(f"island {spoiler} is left out of the round at iteration 4" in line for line in lines)
+        assert not any(f"island {other} is left out" in line for other in others for line in lines)
+        assert islands[number].records[0]["members"] == others
+        assert islands[number].records[-1]["members"] == list(range(count))
+    assert any("its steps since the last round are lost" in line for line, _ in islands[spoiler].told)
+    flats = [island.engines.buffers[0].params_flat for island in islands]
+    assert bool(torch.isfinite(flats[0]).all())
+    assert float(flats[0].abs().max()) < 1e3
+    assert all(torch.equal(flats[0], flat) for flat in flats)
+
+
+def test_what_spoils_a_mean_once_costs_no_island_anything() -> None:
+    """The round is tried again with all of them, and is what it would have been."""
+
+    def spoil(island: Island, done: int) -> None:
+        if island.engines.config.islands.island == 1 and done == 4:
+            _spoil_what_is_sent(island, float("nan"), "values", once=True)
+
+    words = _outer("fixpoint,bits=4,error-feedback=on,every=4", training={"global_batch_size": 6})
+    spoiled, healthy = train_islands(3, words, 12, before_round=spoil), train_islands(3, words, 12)
+    for one, other in zip(spoiled, healthy, strict=True):
+        assert any("is tried again with all islands" in line for line, _ in one.told)
+        assert torch.equal(one.engines.buffers[0].params_flat, other.engines.buffers[0].params_flat)
+        assert [record["members"] for record in one.records] == [[0, 1, 2]] * 3
+
+
+def test_a_mean_that_is_spoiled_whoever_is_left_out_ends_all() -> None:
+    def spoil(island: Island, done: int) -> None:
+        if done == 4:
+            _spoil_what_is_sent(island, float("nan"), "values", once=False)
+
+    with pytest.raises(CommunicationError, match=r"islands 0, 1, 2 is not finite, or .* whichever island is left out"):
+        train_islands(3, _outer("identity,every=4", training={"global_batch_size": 6}), 12, before_round=spoil)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "identity,every=4",
+        "topk,density=0.02,error-feedback=on,every=2,outer-lr=1,outer-optimizer=plain",
+        "fixpoint,bits=2,error-feedback=on,every=3,fragments=3,delay=0,mixing=0.5",
+    ],
+)
+def test_healthy_islands_are_never_suspected(count: int, words: str) -> None:
+    """Also where steps become a thousand times smaller and a residual is most of what is sent."""
+
+    def slow_down(island: Island, done: int) -> None:
+        for group in island.engines.optimizer.inner.param_groups:
+            group["lr"] = 1e-6
+        object.__setattr__(island.engines.config.optimizer, "lr", 1e-6 if done >= 6 else 1e-3)
+
+    changes = _outer(words, model={"num_layers": 3}, training={"global_batch_size": 2 * count})
+    for island in train_islands(count, changes, 12, before_round=slow_down):
+        assert all(record["members"] == list(range(count)) for record in island.records)
+        assert [line for line, values in island.told if not values] == []
+
+
+def test_an_island_without_a_loss_says_so_and_leaves_the_mean_as_it_is() -> None:
+    """Not 0, which would be a wonderful loss."""
+
+    def lose(island: Island, done: int) -> None:
+        if island.engines.config.islands.island == 1:
+            island.losses[-1] = float("nan")
+
+    pair = train_islands(2, _outer("identity,every=4"), 4, before_round=lose)
+    (first,), (second,) = (island.records for island in pair)
+    assert math.isnan(second["own_loss"])
+    assert first["own_loss"] == first["mean_loss"] == second["mean_loss"]

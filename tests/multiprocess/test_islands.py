@@ -155,33 +155,21 @@ def test_resume_in_the_middle_of_a_round_is_exact(prefix: Path, tmp_path: Path, 
 
 
 def test_islands_go_on_by_the_same_command_after_one_was_killed_before_it_saved(prefix: Path, tmp_path: Path) -> None:
-    """From the newest checkpoint that both have, to the bit; the other's newer one is replaced."""
-    flags = {**LOCAL, "compress": ["outer=fixpoint,bits=4,error-feedback=on,every=3,warmup=2"], "save_interval": 2}
-    whole, parts = (
-        tiny_flags(
-            prefix,
-            **flags,
-            save=tmp_path / name,
-            load=tmp_path / name,
-            log_json_file=tmp_path / f"{name}.jsonl",
-            **({"exit_interval": 6} if name == "parts" else {}),
-        )
-        for name in ("whole", "parts")
-    )
-    run_islands(2, 1, whole)
-    run_islands(2, 1, parts)
-    killed = tmp_path / "parts" / "island_0"
-    shutil.rmtree(killed / "iter_0000006")
-    (killed / "latest_checkpointed_iteration.txt").write_text("4\n")
-    (tmp_path / "parts.island_0.jsonl").unlink()
-    results = run_islands(2, 1, [*parts, "--exit-interval", "100"])
-    assert "that enough islands have is of iteration 4; this one has 6, too" in results[1][0].stdout
+    """From the newest checkpoint that both have, to the bit; the other's newer ones are replaced."""
+    spec, root, log = "outer=fixpoint,bits=4,error-feedback=on,every=3,warmup=2", tmp_path / "saved", tmp_path / "log"
+    flags = {**LOCAL, "save_interval": 4, "save": root, "load": root, "compress": [spec], "log_json_file": log}
+    run_islands(2, 1, tiny_flags(prefix, **flags))
+    wanted = [saved_tensors(root / f"island_{island}", 9) for island in (0, 1)]
+    for lost in (8, 9):
+        shutil.rmtree(root / "island_0" / f"iter_{lost:07d}")
+    (root / "island_0" / "latest_checkpointed_iteration.txt").write_text("4\n")
+    results = run_islands(2, 1, tiny_flags(prefix, **flags))
+    assert "that enough islands have is of iteration 4; this one has 9, too" in results[1][0].stdout
     for island in (0, 1):
-        wanted = [(e["iteration"], e["lm_loss"]) for e in events(tmp_path / f"whole.island_{island}.jsonl")]
-        found = [(e["iteration"], e["lm_loss"]) for e in events(tmp_path / f"parts.island_{island}.jsonl")]
-        assert found[-len(wanted) + 4 :] == wanted[4:]
-        saved = [saved_tensors(tmp_path / name / f"island_{island}", 9) for name in ("whole", "parts")]
-        _close(saved[0], saved[1], 0.0)
+        found = [(event["iteration"], event["lm_loss"]) for event in events(tmp_path / f"log.island_{island}")]
+        assert len(found) == 14
+        assert found[9:] == found[4:9]
+        _close(saved_tensors(root / f"island_{island}", 9), wanted[island], 0.0)
 
 
 def _reached(path: Path, iteration: int, running: IslandProcesses, seconds: float = 60.0) -> None:

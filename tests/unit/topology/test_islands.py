@@ -15,11 +15,13 @@ import pytest
 
 from megatron.base.errors import UserError
 from megatron.topology import starting
-from megatron.topology.decision import ABSURD, Arrival, Decision, judge
+from megatron.topology.decision import ABSURD, Arrival, Decision, Outcome, Vote, judge, judge_mean
 from megatron.topology.errors import CommunicationError
 from megatron.topology.islands import Islands
 from megatron.topology.meeting_place import SILENT_SECONDS, MeetingPlace, Pulses, serve
 from megatron.topology.starting import Limits, QuorumError, judge_iteration, refusal_of
+
+GOOD = Vote(failed=False, mean_norm=1.0, usual_norm=1.0)
 
 
 @pytest.fixture
@@ -125,19 +127,52 @@ def test_differences_that_are_not_finite_or_absurd_are_left_out() -> None:
     assert judge({k: Arrival(norm, 1.0) for k, norm in enumerate([1.0, 2.0, 300.0, 400.0])}).members == (0, 1)
 
 
+def test_of_two_differences_the_last_mean_tells_which_one_is_odd() -> None:
+    came = {0: Arrival(1.0, 1.0), 1: Arrival(1e30, 1.0)}
+    assert judge(came, 2.0).members == (0,)
+    assert "5e+29 times that of the last mean" in judge(came, 2.0).left_out[1]
+    assert judge({0: Arrival(1e30, 1.0), 1: Arrival(1e30, 1.0)}, 2.0).members == (0, 1)
+    assert judge({0: Arrival(1e30, 1.0)}, 2.0).members == (0,)
+
+
+def test_a_mean_is_judged_by_what_all_members_mean_by_usual() -> None:
+    def outcome(mean_norm: float, *usual: float) -> Outcome:
+        return judge_mean([Vote(False, mean_norm, one) for one in usual])
+
+    assert outcome(math.nan, 1.0, 1.0) is outcome(math.inf, 1.0) is Outcome.SPOILED
+    assert outcome(1e29, 1.0, 1.0, 1.0) is Outcome.SPOILED
+    assert outcome(99.0, 1.0, 1.0, 1.0) is Outcome.COUNTS
+    assert outcome(101.0, 1.0, 1.0, 1.0, 1e30) is Outcome.SPOILED  # which one of them says of itself proves nothing
+    assert outcome(500.0, 1.0, 1000.0) is Outcome.COUNTS  # of two nobody knows
+    assert outcome(5.0, 0.0, 0.0) is Outcome.COUNTS
+    assert judge_mean([Vote(True, math.nan, 1.0), GOOD]) is Outcome.FAILED
+
+
+@pytest.mark.parametrize("text", ["[1]", "{", "[[], 1, 2]", '["x", "1", 0]', "null", "1e999", "[" * 5000])
+def test_what_no_island_writes_is_one_line(port: int, text: str) -> None:
+    """Whoever reaches the meeting place may put anything there."""
+    one, two = (_island(port, number, 2, 2) for number in range(2))
+    _together(*(lambda i=i: i.begin(0, False, {}) for i in (one, two)))
+    two.leave()
+    one.place.box.set("1/0/arrived/1", text)
+    with pytest.raises(CommunicationError, match=r"holds something else than an island writes, at 1/0/arrived/1: "):
+        one.arrive("1/0", Arrival(1.0, 1.0))
+    one.leave()
+
+
 def test_a_round_of_all_and_one_without_an_island_that_is_gone(port: int) -> None:
     one, two, three = (_island(port, number, 3, 2) for number in range(3))
     assert _together(*(lambda i=i: i.begin(5, False, {"--lr": "1"}) for i in (one, two, three))) == [True] * 3
     found = _together(*(lambda i=i: i.arrive("5/0", Arrival(1.0, float(i.island))) for i in (one, two, three)))
     assert [d.members for d in found] == [(0, 1, 2)] * 3
-    votes = _together(*(lambda i=i: i.settle("5/0", (0, 1, 2), failed=i is two) for i in (one, two, three)))
-    assert votes == [False] * 3
+    votes = _together(*(lambda i=i: i.settle("5/0", (0, 1, 2), Vote(i is two)) for i in (one, two, three)))
+    assert votes == [Outcome.FAILED] * 3
     three.leave()
     began = time.monotonic()
     found = _together(*(lambda i=i: i.arrive("5/1", Arrival(1.0, 0.0)) for i in (one, two)))
     assert 0.9 < time.monotonic() - began < 5
     assert [d.members for d in found] == [(0, 1)] * 2
-    assert _together(*(lambda i=i: i.settle("5/1", (0, 1), False) for i in (one, two))) == [True, True]
+    assert _together(*(lambda i=i: i.settle("5/1", (0, 1), GOOD) for i in (one, two))) == [Outcome.COUNTS] * 2
     # The next round waits for the last one's members alone.
     began = time.monotonic()
     _together(*(lambda i=i: i.arrive("6/0", Arrival(1.0, 0.0)) for i in (one, two)))
@@ -260,7 +295,7 @@ def test_an_island_that_is_behind_joins(port: int) -> None:
         time.sleep(0.3)  # the other one asks first
         decision = one.arrive("6/0", Arrival(1.0, 1.0))
         assert decision.members == (0,)
-        assert one.settle("6/0", decision.members, False)
+        assert one.settle("6/0", decision.members, GOOD) is Outcome.COUNTS
         return one.let_in()
 
     let_in, answer = _together(go_on, two.ask_to_join)
@@ -276,7 +311,9 @@ def test_an_island_that_is_behind_joins(port: int) -> None:
 
         found = _together(*(lambda i=i, come=come: come(i) for i in (one, two)))
         assert [d.members for d in found] == [(0, 1)] * 2
-        assert _together(*(lambda i=i, key=key: i.settle(key, (0, 1), False) for i in (one, two))) == [True, True]
+        assert (
+            _together(*(lambda i=i, key=key: i.settle(key, (0, 1), GOOD) for i in (one, two))) == [Outcome.COUNTS] * 2
+        )
 
 
 def test_an_island_that_does_not_come_to_the_start_ends_or_spares_the_others(port: int) -> None:
@@ -303,7 +340,7 @@ def test_who_is_silent_or_waits_to_join_is_not_waited_for(port: int, monkeypatch
     found = _together(*(lambda i=i: i.arrive("6/0", Arrival(1.0, 0.0)) for i in (one, two)))
     assert [d.members for d in found] == [(0, 1)] * 2
     assert time.monotonic() - began < 20
-    assert _together(*(lambda i=i: i.settle("6/0", (0, 1), False) for i in (one, two))) == [True, True]
+    assert _together(*(lambda i=i: i.settle("6/0", (0, 1), GOOD) for i in (one, two))) == [Outcome.COUNTS] * 2
     again = _island(port, 2, 3, 1, seconds=25.0)
     again.place.take_generation(1)
     again._identity = {"--lr": "2"}
