@@ -77,8 +77,9 @@ class OuterSync:
         others: what belongs to the model and no gradient moves, by name: the biases of experts, of which islands take
             the mean, exactly and without momentum.
 
-    ``norms`` are the norms of the last means of the fragments, 0 before there is one. ``flight`` is the fragment on its way, ``round`` the number of iterations after which the last round was, and
-    ``together`` that after which all islands had the anchor's values last.
+    ``flight`` is the fragment on its way, ``round`` the number of iterations after which the last round was,
+    ``together`` that after which all islands had the anchor's values last, and ``norms`` are those of the fragments'
+    last means, 0 before there is one.
     """
 
     def __init__(

@@ -37,7 +37,7 @@ class Arrival:
         return Arrival(float(norm), float(loss), int(stop))
 
 
-class Outcome(StrEnum):
+class RoundOutcome(StrEnum):
     """What an attempt of a round has come to, the same on all islands."""
 
     COUNTS = "counts"
@@ -72,19 +72,19 @@ class Vote:
         return Vote(bool(failed), float(mean_norm), float(usual_norm))
 
 
-def judge_mean(votes: Sequence[Vote]) -> Outcome:
+def judge_mean(votes: Sequence[Vote]) -> RoundOutcome:
     """Judges an attempt by what its members have received, whatever each says that it has sent.
 
     Args:
         votes: those of all members.
     """
     if any(vote.failed for vote in votes):
-        return Outcome.FAILED
+        return RoundOutcome.FAILED
     norms = [vote.usual_norm for vote in votes if math.isfinite(vote.usual_norm)]
     # Of two nobody knows which one is odd.
     usual = (statistics.median_low(norms) if len(norms) > 2 else max(norms)) if norms else 0.0
     spoiled = any(not math.isfinite(vote.mean_norm) or vote.mean_norm > ABSURD * usual > 0 for vote in votes)
-    return Outcome.SPOILED if spoiled else Outcome.COUNTS
+    return RoundOutcome.SPOILED if spoiled else RoundOutcome.COUNTS
 
 
 @dataclass(frozen=True)

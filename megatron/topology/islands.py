@@ -14,11 +14,11 @@ import torch.distributed as dist
 from megatron.base.errors import UserError
 from megatron.topology.agree import any_rank, rank_of
 from megatron.topology.apart import CPU, group_apart
-from megatron.topology.decision import Arrival, Decision, Outcome, Vote, judge, judge_mean
+from megatron.topology.decision import Arrival, Decision, RoundOutcome, Vote, judge, judge_mean
 from megatron.topology.errors import CommunicationError
 from megatron.topology.group import Group
 from megatron.topology.meeting_place import POLL_SECONDS, MeetingPlace, Pulses
-from megatron.topology.starting import LOCAL, IslandStart, Limits, QuorumError, share
+from megatron.topology.starting import LOCAL, IslandStart, QuorumError, StartLimits, share
 
 _WATCHING = 3
 """Time limits after which an island that watches an attempt takes it for failed."""
@@ -73,7 +73,7 @@ class Islands:
         self.last_round = ""
         self._group: Group | None = None
         self._identity: Mapping[str, str] = {}
-        self.start = IslandStart(place, island, Limits(count, quorum, start_seconds), self._share)
+        self.start = IslandStart(place, island, StartLimits(count, quorum, start_seconds), self._share)
 
     def begin(self, iteration: int, in_step: bool, identity: Mapping[str, str], weights: str = "") -> bool:
         """Begins a generation with the others, or finds that one is going on.
@@ -178,7 +178,7 @@ class Islands:
         store = dist.PrefixStore(f"{key}/{self.rank}", self.place.box)
         return group_apart(store, members, self.island, "islands", seconds, self.place.own_address(), self.device)
 
-    def settle(self, key: str, members: Sequence[int], vote: Vote) -> Outcome:
+    def settle(self, key: str, members: Sequence[int], vote: Vote) -> RoundOutcome:
         """Decides with the other members whether an attempt counts; the same on all of them.
 
         Args:
@@ -187,8 +187,8 @@ class Islands:
             vote: what this rank says; it has failed where it has on any rank, and rank 0's norms count.
         """
         vote = replace(vote, failed=any_rank(self.control, vote.failed))
-        outcome = Outcome(self._share(lambda: self._settle(key, members, vote)))
-        if outcome is not Outcome.COUNTS:
+        outcome = RoundOutcome(self._share(lambda: self._settle(key, members, vote)))
+        if outcome is not RoundOutcome.COUNTS:
             self._group = None
         elif self.island in members:
             self.expected, self.last_round = tuple(members), key
@@ -207,7 +207,7 @@ class Islands:
             if len(came) == len(members):
                 self.place.decide(f"{key}/outcome", judge_mean(came))
             elif any(vote.failed for vote in came) or time.monotonic() > deadline:
-                self.place.decide(f"{key}/outcome", Outcome.FAILED)
+                self.place.decide(f"{key}/outcome", RoundOutcome.FAILED)
 
         found: str = self.place.wait_for(f"{key}/outcome", look)
         return found

@@ -32,8 +32,8 @@ def refusal_of(island: int) -> str:
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Limits of a start.
+class StartLimits:
+    """StartLimits of a start.
 
     Args:
         count: number of islands.
@@ -76,7 +76,7 @@ class Start:
         return Start(tuple(map(int, value["members"])), str(value["problem"]), iteration and int(iteration))
 
 
-def judge_iteration(came: Mapping[int, Sequence[int]], limits: Limits, all_below: float) -> Start:
+def judge_iteration(came: Mapping[int, Sequence[int]], limits: StartLimits, all_below: float) -> Start:
     """Chooses the newest checkpoint that enough islands have: all of them while islands go in step, else a quorum.
 
     Args:
@@ -112,7 +112,7 @@ def _newest(iterations: set[int]) -> str:
     return "has " + ", ".join(map(str, newest[:_SHOWN])) + ", ..." * (len(newest) > _SHOWN)
 
 
-def judge_start(came: Mapping[int, Any], limits: Limits) -> Start:
+def judge_start(came: Mapping[int, Any], limits: StartLimits) -> Start:
     """Decides which islands begin: those that are furthest, if they are enough and agree.
 
     Args:
@@ -162,7 +162,7 @@ class IslandStart:
     """
 
     def __init__(
-        self, place: MeetingPlace, island: int, limits: Limits, share: Callable[[Callable[[], Any]], Any]
+        self, place: MeetingPlace, island: int, limits: StartLimits, share: Callable[[Callable[[], Any]], Any]
     ) -> None:
         self.place, self.island, self.limits, self.share = place, island, limits, share
         self._enters: bool | None = None

@@ -168,18 +168,30 @@ def build_rounds(
     return Rounds(outer, RoundSchedule(outer.options, start, train_iters), islands, reporter.of_islands, joining)
 
 
-def reach_islands(config: RunConfig, topology: Topology) -> Islands | None:
-    """Reaches the place where islands meet; None for a run that meets no others.
+def reach_islands(
+    config: RunConfig, topology: Topology, log: Callable[[str], None]
+) -> tuple[RunConfig, Islands | None]:
+    """Reaches the place where islands meet, and agrees with them on the newest checkpoint that enough of them have.
+
+    Args:
+        config: the resolved configuration.
+        topology: the ranks.
+        log: prints lines for the user, on rank 0.
+
+    Returns:
+        The configuration with that checkpoint, or with this island's newest one below; and the islands, None for a run
+        that meets no others.
 
     Raises:
+        UserError: on every rank of all islands, when they have none in common.
         CommunicationError: when nothing answers there.
     """
     section = config.islands
     if not section.several or config.validation.skip_train:
-        return None
+        return config, None
     assert section.island is not None
     seconds = longest_wait(config.parallel)
-    return Islands(
+    islands = Islands(
         MeetingPlace(*_where(config), seconds),
         section.island,
         section.islands,
@@ -189,27 +201,11 @@ def reach_islands(config: RunConfig, topology: Topology) -> Islands | None:
         topology.control.pg,
         topology.device,
     )
+    return _with_checkpoint(config, islands, topology, log), islands
 
 
-def choose_checkpoint(
-    config: RunConfig, islands: Islands | None, topology: Topology, log: Callable[[str], None]
-) -> RunConfig:
-    """The configuration with the checkpoint on which islands agree: the newest that enough of them have.
-
-    An island that lacks it begins with its newest one below, and joins the others.
-
-    Args:
-        config: the resolved configuration.
-        islands: the other islands; None without.
-        topology: the ranks.
-        log: prints lines for the user, on rank 0.
-
-    Raises:
-        UserError: on every rank of all islands, when they have none in common.
-        CommunicationError: when the meeting place is gone.
-    """
-    if islands is None:
-        return config
+def _with_checkpoint(config: RunConfig, islands: Islands, topology: Topology, log: Callable[[str], None]) -> RunConfig:
+    """The configuration with the checkpoint on which islands agree; see ``reach_islands``."""
     given = config.checkpoint
     group = topology.control.pg
     seen = together(group, lambda: _held_iterations(given) if topology.rank == 0 else [])

@@ -46,7 +46,6 @@ from megatron.training.console import make_output_last
 from megatron.training.determinism import make_deterministic
 from megatron.training.islands import (
     build_rounds,
-    choose_checkpoint,
     folders_of_others,
     meet_islands,
     of_island,
@@ -194,8 +193,7 @@ def run(
 
     with refusing(config, topology):
         log_config(config, [*notes, *filter(None, [check_kernels(topology)])], job.sections, log)
-        islands = reach_islands(config, topology)
-        config = choose_checkpoint(config, islands, topology, rank_0_log(topology))
+        config, islands = reach_islands(config, topology, rank_0_log(topology))
         sizes = StepSizes(_batch_sizes(config, config.replicas(env.world_size)), _lengths(config, topology))
         saved = find_saved(config.checkpoint, topology, rank_0_log(topology))
         if saved is not None:
@@ -214,8 +212,7 @@ def run(
         splits = (datasets[1] is not None, datasets[2] is not None)
         reporter = Reporter(config, engines, progress, train_iters, timers, sizes, splits)
         checkpoints = RunCheckpoints(config, engines, schedule, progress, rank_0_log(topology), lock)
-        folders = folders_of_others(config, saved, topology, engines.joint.steps)
-        _begin(checkpoints, saved, folders, job, log)
+        _begin(checkpoints, saved, folders_of_others(config, saved, topology, engines.joint.steps), job, log)
     met = meet_islands(engines, env, begun.iteration, islands)
     together(topology.control.pg, reporter.open)
     try:

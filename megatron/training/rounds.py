@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron.compression.outer import RoundSchedule
 from megatron.optimizer.outer_sync import Flight, OuterSync
-from megatron.topology.decision import Arrival, Decision, Outcome, Vote
+from megatron.topology.decision import Arrival, Decision, RoundOutcome, Vote
 from megatron.topology.errors import CommunicationError
 from megatron.topology.group import Group
 from megatron.topology.islands import Islands
@@ -212,10 +212,10 @@ class Rounds:
         failures, suspects = 0, Suspects()
         while True:
             outcome = self._outcome(flight)
-            if outcome is Outcome.COUNTS:
+            if outcome is RoundOutcome.COUNTS:
                 return self._count(flight)
             self.sync.drop(flight.fragment)
-            if outcome is Outcome.SPOILED:
+            if outcome is RoundOutcome.SPOILED:
                 suspects.see(flight.members)
                 self.tell(f"warning: {suspects.describe(flight.sent)}", {})
             else:
@@ -242,12 +242,12 @@ class Rounds:
                 f"--islands-timeout-seconds {self.islands.seconds:g}; raise that, or send less at a time"
             )
 
-    def _outcome(self, flight: Flight) -> Outcome:
+    def _outcome(self, flight: Flight) -> RoundOutcome:
         """Ends the transfer of an attempt, or watches it, and decides with the others whether it counts."""
         islands, fragment = self.islands, flight.fragment
         if islands is None:
             self.sync.exchange(fragment)
-            return Outcome.COUNTS
+            return RoundOutcome.COUNTS
         if islands.island not in flight.members:
             return islands.settle(flight.key, flight.members, Vote(False))
         failed = flight.failed or not self._try(partial(self.sync.exchange, fragment))
@@ -260,8 +260,8 @@ class Rounds:
         """Counts an attempt; None when it goes on without this island, which has spoiled others."""
         if flight.without is not None:
             self.tell(
-                f"warning: island {flight.without} is left out of the round at iteration {flight.sent}: without what it "
-                "sends, the mean is of a usual size",
+                f"warning: island {flight.without} is left out of the round at iteration {flight.sent}: the mean is sound "
+                "without what it sends",
                 {},
             )
         if self.islands is not None and self.islands.island == flight.without:

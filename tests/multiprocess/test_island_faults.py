@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.topology.decision import RoundOutcome
 from megatron.topology.islands import Islands
 from megatron.topology.meeting_place import serve
 from tests.support.cleanup import die_with_parent
@@ -48,9 +49,9 @@ def _dies(island: Island, islands: Islands, phase: str) -> None:
     )
     at: dict[str, str] = {"key": ""}
 
-    def arriving(key: str, arrival: Any) -> Any:
+    def arriving(key: str, *rest: Any) -> Any:
         at["key"] = key
-        decision = arrive(key, arrival)
+        decision = arrive(key, *rest)
         if (phase, key) == ("arrived", due):
             _kill()
         return decision
@@ -66,11 +67,11 @@ def _dies(island: Island, islands: Islands, phase: str) -> None:
         if phase == "voted" and key == f"{due}/ok/1":
             _kill()
 
-    def settling(key: str, *rest: Any) -> bool:
-        counts = settle(key, *rest)
+    def settling(key: str, *rest: Any) -> RoundOutcome:
+        outcome = settle(key, *rest)
         if (phase, key) == ("settled", due):
             _kill()
-        return counts
+        return outcome
 
     def applying(number: int, mixing: float) -> None:
         apply(number, mixing)

@@ -15,11 +15,11 @@ import pytest
 
 from megatron.base.errors import UserError
 from megatron.topology import starting
-from megatron.topology.decision import ABSURD, Arrival, Decision, Outcome, Vote, judge, judge_mean
+from megatron.topology.decision import ABSURD, Arrival, Decision, RoundOutcome, Vote, judge, judge_mean
 from megatron.topology.errors import CommunicationError
 from megatron.topology.islands import Islands
 from megatron.topology.meeting_place import SILENT_SECONDS, MeetingPlace, Pulses, serve
-from megatron.topology.starting import Limits, QuorumError, judge_iteration, refusal_of
+from megatron.topology.starting import QuorumError, StartLimits, judge_iteration, refusal_of
 
 GOOD = Vote(failed=False, mean_norm=1.0, usual_norm=1.0)
 
@@ -136,16 +136,18 @@ def test_of_two_differences_the_last_mean_tells_which_one_is_odd() -> None:
 
 
 def test_a_mean_is_judged_by_what_all_members_mean_by_usual() -> None:
-    def outcome(mean_norm: float, *usual: float) -> Outcome:
+    def outcome(mean_norm: float, *usual: float) -> RoundOutcome:
         return judge_mean([Vote(False, mean_norm, one) for one in usual])
 
-    assert outcome(math.nan, 1.0, 1.0) is outcome(math.inf, 1.0) is Outcome.SPOILED
-    assert outcome(1e29, 1.0, 1.0, 1.0) is Outcome.SPOILED
-    assert outcome(99.0, 1.0, 1.0, 1.0) is Outcome.COUNTS
-    assert outcome(101.0, 1.0, 1.0, 1.0, 1e30) is Outcome.SPOILED  # which one of them says of itself proves nothing
-    assert outcome(500.0, 1.0, 1000.0) is Outcome.COUNTS  # of two nobody knows
-    assert outcome(5.0, 0.0, 0.0) is Outcome.COUNTS
-    assert judge_mean([Vote(True, math.nan, 1.0), GOOD]) is Outcome.FAILED
+    assert outcome(math.nan, 1.0, 1.0) is outcome(math.inf, 1.0) is RoundOutcome.SPOILED
+    assert outcome(1e29, 1.0, 1.0, 1.0) is RoundOutcome.SPOILED
+    assert outcome(99.0, 1.0, 1.0, 1.0) is RoundOutcome.COUNTS
+    assert (
+        outcome(101.0, 1.0, 1.0, 1.0, 1e30) is RoundOutcome.SPOILED
+    )  # which one of them says of itself proves nothing
+    assert outcome(500.0, 1.0, 1000.0) is RoundOutcome.COUNTS  # of two nobody knows
+    assert outcome(5.0, 0.0, 0.0) is RoundOutcome.COUNTS
+    assert judge_mean([Vote(True, math.nan, 1.0), GOOD]) is RoundOutcome.FAILED
 
 
 @pytest.mark.parametrize("text", ["[1]", "{", "[[], 1, 2]", '["x", "1", 0]', "null", "1e999", "[" * 5000])
@@ -166,13 +168,13 @@ def test_a_round_of_all_and_one_without_an_island_that_is_gone(port: int) -> Non
     found = _together(*(lambda i=i: i.arrive("5/0", Arrival(1.0, float(i.island))) for i in (one, two, three)))
     assert [d.members for d in found] == [(0, 1, 2)] * 3
     votes = _together(*(lambda i=i: i.settle("5/0", (0, 1, 2), Vote(i is two)) for i in (one, two, three)))
-    assert votes == [Outcome.FAILED] * 3
+    assert votes == [RoundOutcome.FAILED] * 3
     three.leave()
     began = time.monotonic()
     found = _together(*(lambda i=i: i.arrive("5/1", Arrival(1.0, 0.0)) for i in (one, two)))
     assert 0.9 < time.monotonic() - began < 5
     assert [d.members for d in found] == [(0, 1)] * 2
-    assert _together(*(lambda i=i: i.settle("5/1", (0, 1), GOOD) for i in (one, two))) == [Outcome.COUNTS] * 2
+    assert _together(*(lambda i=i: i.settle("5/1", (0, 1), GOOD) for i in (one, two))) == [RoundOutcome.COUNTS] * 2
     # The next round waits for the last one's members alone.
     began = time.monotonic()
     _together(*(lambda i=i: i.arrive("6/0", Arrival(1.0, 0.0)) for i in (one, two)))
@@ -254,9 +256,9 @@ def test_islands_without_a_checkpoint_in_common_say_what_each_has(port: int) -> 
     for error in _together(*(lambda i=i: i.start.choose_iteration(held[i.island], 0) for i in pair)):
         assert isinstance(error, UserError)
         assert "no checkpoint in common: island 0 has 50, 40, 30, ..., island 1 has none; lower" in str(error)
-    late = judge_iteration({0: [20]}, Limits(2, 1, 5.0), 30)
+    late = judge_iteration({0: [20]}, StartLimits(2, 1, 5.0), 30)
     assert late.problem.startswith("island 1 did not come within 5 s")
-    assert judge_iteration({0: [20]}, Limits(2, 1, 5.0), 0).iteration == 20
+    assert judge_iteration({0: [20]}, StartLimits(2, 1, 5.0), 0).iteration == 20
 
 
 @pytest.mark.parametrize("decides", [0, 1])
@@ -295,7 +297,7 @@ def test_an_island_that_is_behind_joins(port: int) -> None:
         time.sleep(0.3)  # the other one asks first
         decision = one.arrive("6/0", Arrival(1.0, 1.0))
         assert decision.members == (0,)
-        assert one.settle("6/0", decision.members, GOOD) is Outcome.COUNTS
+        assert one.settle("6/0", decision.members, GOOD) is RoundOutcome.COUNTS
         return one.let_in()
 
     let_in, answer = _together(go_on, two.ask_to_join)
@@ -312,7 +314,8 @@ def test_an_island_that_is_behind_joins(port: int) -> None:
         found = _together(*(lambda i=i, come=come: come(i) for i in (one, two)))
         assert [d.members for d in found] == [(0, 1)] * 2
         assert (
-            _together(*(lambda i=i, key=key: i.settle(key, (0, 1), GOOD) for i in (one, two))) == [Outcome.COUNTS] * 2
+            _together(*(lambda i=i, key=key: i.settle(key, (0, 1), GOOD) for i in (one, two)))
+            == [RoundOutcome.COUNTS] * 2
         )
 
 
@@ -340,7 +343,7 @@ def test_who_is_silent_or_waits_to_join_is_not_waited_for(port: int, monkeypatch
     found = _together(*(lambda i=i: i.arrive("6/0", Arrival(1.0, 0.0)) for i in (one, two)))
     assert [d.members for d in found] == [(0, 1)] * 2
     assert time.monotonic() - began < 20
-    assert _together(*(lambda i=i: i.settle("6/0", (0, 1), GOOD) for i in (one, two))) == [Outcome.COUNTS] * 2
+    assert _together(*(lambda i=i: i.settle("6/0", (0, 1), GOOD) for i in (one, two))) == [RoundOutcome.COUNTS] * 2
     again = _island(port, 2, 3, 1, seconds=25.0)
     again.place.take_generation(1)
     again._identity = {"--lr": "2"}
