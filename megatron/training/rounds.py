@@ -260,8 +260,8 @@ class Rounds:
         """Counts an attempt; None when it goes on without this island, which has spoiled others."""
         if flight.without is not None:
             self.tell(
-                f"warning: island {flight.without} is left out of the round at iteration {flight.sent}: the mean is fine "
-                "without what it sends",
+                f"warning: island {flight.without} is left out of the round at iteration {flight.sent}: the mean is "
+                "fine without what it sends",
                 {},
             )
         if self.islands is not None and self.islands.island == flight.without:
