@@ -231,6 +231,16 @@ RULES: Sequence[Idle] = (
         lambda config, _: config.optimizer.optimizer != "sgd",
         "without --optimizer sgd",
     ),
+    Idle(
+        fields_of("optimizer", "lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples"),
+        lambda config, _: config.optimizer.lr_decay_style != "WSD",
+        "without --lr-decay-style WSD",
+    ),
+    Idle(
+        ("optimizer.lr_warmup_init",),
+        lambda config, _: not config.optimizer.warms_up,
+        "there is no warm-up (--lr-warmup-iters and the like)",
+    ),
     Idle(("optimizer.min_lr",), _constant, "with --lr-decay-style constant"),
     Idle(
         fields_of("optimizer", "lr_decay_iters lr_decay_samples lr_decay_tokens"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from megatron.base.errors import UserError
 from megatron.base.option import derived, is_unset, option, required
@@ -23,9 +23,20 @@ class OptimizerConfig:
     )
     lr: float = required("Highest learning rate.", minimum=0, maximum=1e4)
     min_lr: float = option(0.0, "Lowest learning rate of the decay.", minimum=0)
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = option(
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = option(
         "linear",
-        "Shape of the decay after the warm-up.",
+        "Shape of the decay after the warm-up; WSD (warm-up, stable, decay) is constant until the last "
+        "--lr-wsd-decay-iters or --lr-wsd-decay-samples.",
+    )
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = option(
+        "exponential",
+        "Shape of the decay of --lr-decay-style WSD.",
+    )
+    lr_wsd_decay_iters: int | None = derived(
+        "unused", "Length of the decay of --lr-decay-style WSD.", unit="iterations", minimum=1
+    )
+    lr_wsd_decay_samples: int | None = derived(
+        "unused", "Length of the decay of --lr-decay-style WSD.", unit="samples", minimum=1
     )
     lr_decay_iters: int | None = derived(
         "--train-iters", "Length of warm-up and decay together.", unit="iterations", minimum=1
@@ -35,7 +46,7 @@ class OptimizerConfig:
     )
     lr_decay_tokens: int | None = derived(
         "unused",
-        "Length of warm-up and decay together; counted as whole sequences. Needs --train-samples or --train-tokens.",
+        "Length of warm-up and decay together. Needs --train-samples or --train-tokens.",
         unit="tokens",
         minimum=1,
     )
@@ -46,10 +57,11 @@ class OptimizerConfig:
     lr_warmup_samples: int = option(0, "Length of the linear warm-up.", unit="samples", minimum=0)
     lr_warmup_tokens: int | None = derived(
         "unused",
-        "Length of the linear warm-up; counted as whole sequences. Needs --train-samples or --train-tokens.",
+        "Length of the linear warm-up. Needs --train-samples or --train-tokens.",
         unit="tokens",
         minimum=0,
     )
+    lr_warmup_init: float = option(0.0, "Learning rate at which the warm-up begins.", minimum=0)
     weight_decay: float = option(0.01, "Weight decay; biases and norms have none.", minimum=0)
     start_weight_decay: float = derived("--weight-decay", "First weight decay of a growing one.", minimum=0)
     end_weight_decay: float = derived("--weight-decay", "Last weight decay of a growing one.", minimum=0)
@@ -110,6 +122,12 @@ class OptimizerConfig:
     use_new_lr: bool = option(False, "On resuming, take --lr from the flags whatever the checkpoint says.")
     use_new_min_lr: bool = option(False, "On resuming, take --min-lr from the flags whatever the checkpoint says.")
 
+    @property
+    def warms_up(self) -> bool:
+        """Whether there is a warm-up of any length."""
+        lengths = (self.lr_warmup_fraction, self.lr_warmup_iters, self.lr_warmup_samples, self.lr_warmup_tokens)
+        return any(lengths)
+
 
 def check_length(training: TrainingConfig, optimizer: OptimizerConfig) -> None:
     """Checks that the run is counted in iterations or in samples, and has a step (else UserError)."""
@@ -120,6 +138,7 @@ def check_length(training: TrainingConfig, optimizer: OptimizerConfig) -> None:
             (training.rampup_batch_size is not None, "--rampup-batch-size"),
             (optimizer.lr_decay_samples is not None, "--lr-decay-samples"),
             (optimizer.lr_warmup_samples != 0, "--lr-warmup-samples"),
+            (optimizer.lr_wsd_decay_samples is not None, "--lr-wsd-decay-samples"),
         )
         for given, flag in foreign:
             if given:
@@ -131,6 +150,7 @@ def check_length(training: TrainingConfig, optimizer: OptimizerConfig) -> None:
     for given, flag in (
         (optimizer.lr_decay_iters is not None, "--lr-decay-iters"),
         (optimizer.lr_warmup_iters != 0, "--lr-warmup-iters"),
+        (optimizer.lr_wsd_decay_iters is not None, "--lr-wsd-decay-iters"),
     ):
         if given:
             raise UserError(
@@ -174,14 +194,15 @@ def resolve_optimizer(
         flag, other = f"--{tokens_name.replace('_', '-')}", f"--{samples_name.replace('_', '-')}"
         if training.train_samples is None:
             raise UserError(f"{flag} needs a run counted in samples; give --train-samples or {_iters(other)}")
-        whole = tokens // seq_length
-        if getattr(optimizer, samples_name) not in (unset, whole):
+        # Checkpoints that floored tokens to whole sequences have those, too.
+        if getattr(optimizer, samples_name) not in (unset, tokens // seq_length):
             raise UserError(f"{flag} and {other} exclude each other; leave one of them out")
-        note(f"{flag} {tokens} is taken as {whole} samples of {seq_length} tokens")
-        optimizer = replace(optimizer, **{samples_name: whole})
+        note(f"{flag} {tokens} is taken as {tokens / seq_length:.10g} samples of {seq_length} tokens")
+        samples: dict[str, Any] = {samples_name: unset}
+        optimizer = replace(optimizer, **samples)
     if training.train_iters is not None and optimizer.lr_decay_iters is None:
         optimizer = replace(optimizer, lr_decay_iters=training.train_iters)
-    if training.train_samples is not None and optimizer.lr_decay_samples is None:
+    if training.train_samples is not None and (optimizer.lr_decay_samples, optimizer.lr_decay_tokens) == (None, None):
         optimizer = replace(optimizer, lr_decay_samples=training.train_samples)
     if optimizer.weight_decay_incr_style == "constant":
         for value, flag in (
@@ -215,12 +236,21 @@ def check_schedules(optimizer: OptimizerConfig) -> None:
     for unit, warmup, decay in (
         ("iters", optimizer.lr_warmup_iters, optimizer.lr_decay_iters),
         ("samples", optimizer.lr_warmup_samples, optimizer.lr_decay_samples),
+        ("tokens", optimizer.lr_warmup_tokens or 0, optimizer.lr_decay_tokens),
     ):
         if decay is not None and warmup >= decay:
             raise UserError(
                 f"--lr-warmup-{unit} {warmup} is not less than --lr-decay-{unit} {decay} (which defaults to "
                 "the run's length); warm up for less or decay for longer"
             )
+    if optimizer.lr_warmup_init > optimizer.lr:
+        raise UserError(f"--lr-warmup-init {optimizer.lr_warmup_init:g} is above --lr {optimizer.lr:g}; lower it")
+    lengths = (optimizer.lr_wsd_decay_iters, optimizer.lr_wsd_decay_samples)
+    if optimizer.lr_decay_style == "WSD" and lengths == (None, None):
+        raise UserError(
+            "--lr-decay-style WSD needs the length of its decay; add --lr-wsd-decay-iters, or --lr-wsd-decay-samples "
+            "in a run counted in samples"
+        )
     if optimizer.weight_decay_incr_style != "constant":
         start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
         if is_unset(start) or is_unset(end):

@@ -1,8 +1,8 @@
 """Learning-rate and weight-decay schedules: pure functions of the samples consumed.
 
 A length given in iterations is multiplied by the global batch size and one given in tokens is divided by the
-sequence length (whole sequences), so that every schedule counts in samples. A learning rate whose decay is given in
-tokens counts samples by their tokens: one of half the sequence length is half a sample.
+sequence length (exactly: fractions of a sequence count), so that every schedule counts in samples. A learning rate
+whose decay is given in tokens counts samples by their tokens: one of half the sequence length is half a sample.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any, Literal
 from megatron.base.errors import UserError
 from megatron.config.optimizer import OptimizerConfig
 
-DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root")
+DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
+ANNEALING_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
 WEIGHT_DECAY_STYLES = ("constant", "linear", "cosine")
 
 OnMismatch = Literal["refuse", "command-line", "checkpoint"]
@@ -23,7 +24,10 @@ OnMismatch = Literal["refuse", "command-line", "checkpoint"]
 
 @dataclass(frozen=True)
 class ScheduleValues:
-    """The parameters of the two schedules. Lengths are in samples (fractions of one are allowed)."""
+    """The parameters of the two schedules. Lengths are in samples (fractions of one are allowed).
+
+    The last ``annealing_samples`` of the decay's length are the decay of ``WSD``, which is constant before them.
+    """
 
     max_lr: float
     min_lr: float
@@ -34,6 +38,9 @@ class ScheduleValues:
     end_weight_decay: float
     weight_decay_samples: float
     weight_decay_style: str
+    warmup_init: float = 0.0
+    annealing_style: str = "exponential"
+    annealing_samples: float = 0.0
 
     def __post_init__(self) -> None:
         _one_of("--lr-decay-style", self.decay_style, DECAY_STYLES)
@@ -47,6 +54,9 @@ class ScheduleValues:
                 f"the warm-up ({self.warmup_samples:g} samples) must be shorter than the decay length "
                 f"({self.decay_samples:g} samples): lower --lr-warmup-* or raise --lr-decay-*"
             )
+        if not 0 <= self.warmup_init <= self.max_lr:
+            raise UserError(f"--lr-warmup-init {self.warmup_init:g} must lie between 0 and --lr {self.max_lr:g}")
+        self._check_annealing()
         if not 0 <= self.start_weight_decay <= self.end_weight_decay:
             raise UserError(
                 f"--start-weight-decay {self.start_weight_decay:g} must lie between 0 and "
@@ -55,16 +65,29 @@ class ScheduleValues:
         if self.weight_decay_style == "constant" and self.start_weight_decay != self.end_weight_decay:
             raise UserError("--start-weight-decay and --end-weight-decay differ: add --weight-decay-incr-style linear")
 
+    def _check_annealing(self) -> None:
+        _one_of("--lr-wsd-decay-style", self.annealing_style, ANNEALING_STYLES)
+        longest = self.decay_samples - self.warmup_samples
+        if self.decay_style == "WSD" and not 0 < self.annealing_samples <= longest:
+            raise UserError(
+                f"--lr-wsd-decay-*: the decay of WSD takes {self.annealing_samples:g} samples; give more than 0, and "
+                f"no more than the {longest:g} after the warm-up"
+            )
+
     def lr_at(self, samples: float) -> float:
         """Learning rate after ``samples`` consumed samples: linear warm-up, then the decay style."""
         if self.warmup_samples > 0 and samples <= self.warmup_samples:
-            return self.max_lr * samples / self.warmup_samples
+            return self.warmup_init + (self.max_lr - self.warmup_init) * samples / self.warmup_samples
         if self.decay_style == "constant":
             return self.max_lr
         if samples > self.decay_samples:
             return self.min_lr
         if self.decay_style == "inverse-square-root":
             return max(self.min_lr, self.max_lr * math.sqrt(max(self.warmup_samples, 1) / max(samples, 1)))
+        if self.decay_style == "WSD":
+            ratio = 1.0 - (self.decay_samples - samples) / self.annealing_samples
+            share = _annealed(self.annealing_style, ratio) if ratio > 0 else 1.0
+            return self.min_lr + share * (self.max_lr - self.min_lr)
         ratio = (samples - self.warmup_samples) / (self.decay_samples - self.warmup_samples)
         return self.min_lr + (1.0 - _ramp(self.decay_style, ratio)) * (self.max_lr - self.min_lr)
 
@@ -80,6 +103,15 @@ class ScheduleValues:
 def _ramp(style: str, ratio: float) -> float:
     """The ramp from 0 to 1 as ``ratio`` goes from 0 to 1."""
     return ratio if style == "linear" else 0.5 * (1.0 - math.cos(math.pi * ratio))
+
+
+def _annealed(style: str, ratio: float) -> float:
+    """The decay of WSD from 1 to 0 as ``ratio`` goes from 0 to 1."""
+    if style == "exponential":
+        return 2.0 * 0.5**ratio - 1.0
+    if style == "minus_sqrt":
+        return 1.0 - math.sqrt(ratio)
+    return 1.0 - _ramp(style, ratio)
 
 
 def _one_of(flag: str, value: str, choices: tuple[str, ...]) -> None:
@@ -111,20 +143,24 @@ def schedule_values(
     """
     if train_samples is None and train_iters is None and train_tokens is not None:
         train_samples = train_tokens // seq_length
+    decay: float
+    warmup: float
     if train_samples is not None:
         total = train_samples
         decay = total if options.lr_decay_samples is None else options.lr_decay_samples
         warmup = options.lr_warmup_samples
+        annealing = options.lr_wsd_decay_samples or 0
     elif train_iters is not None:
         total = train_iters * global_batch_size
         decay = total if options.lr_decay_iters is None else options.lr_decay_iters * global_batch_size
         warmup = options.lr_warmup_iters * global_batch_size
+        annealing = (options.lr_wsd_decay_iters or 0) * global_batch_size
     else:
         raise UserError("the length of the run is missing: give --train-iters or --train-samples")
     if options.lr_decay_tokens is not None:
-        decay = options.lr_decay_tokens // seq_length
+        decay = options.lr_decay_tokens / seq_length
     if options.lr_warmup_tokens is not None:
-        warmup = options.lr_warmup_tokens // seq_length
+        warmup = options.lr_warmup_tokens / seq_length
     fraction = options.lr_warmup_fraction
     return ScheduleValues(
         max_lr=options.lr,
@@ -136,6 +172,9 @@ def schedule_values(
         end_weight_decay=options.end_weight_decay,
         weight_decay_samples=float(total),
         weight_decay_style=options.weight_decay_incr_style,
+        warmup_init=options.lr_warmup_init,
+        annealing_style=options.lr_wsd_decay_style,
+        annealing_samples=float(annealing),
     )
 
 
@@ -149,7 +188,12 @@ _FLAG_OF_FIELD = {
     "end_weight_decay": "--end-weight-decay or --weight-decay",
     "weight_decay_samples": "the length of the run, over which weight decay grows",
     "weight_decay_style": "--weight-decay-incr-style",
+    "warmup_init": "--lr-warmup-init",
+    "annealing_style": "--lr-wsd-decay-style",
+    "annealing_samples": "--lr-wsd-decay-*",
 }
+_DEFAULTS = {"warmup_init": 0.0, "annealing_style": "exponential", "annealing_samples": 0.0}
+"""Values of checkpoints that lack them."""
 _FIELD_TYPES: dict[str, type] = {name: str if name.endswith("_style") else float for name in _FLAG_OF_FIELD}
 _REMEDY = (
     "add --override-opt_param-scheduler to take the command line's, "
@@ -248,7 +292,8 @@ class LRSchedule:
             tokens = int(state.get("consumed_tokens", position * (self.tokens_per_sample or 0)))
             if position < 0 or tokens < 0:
                 raise ValueError(f"consumed_samples is {position}, consumed_tokens {tokens}")
-            saved = ScheduleValues(**{name: kind(state[name]) for name, kind in _FIELD_TYPES.items()})
+            found = {**_DEFAULTS, **state}
+            saved = ScheduleValues(**{name: kind(found[name]) for name, kind in _FIELD_TYPES.items()})
             if not all(math.isfinite(value) for value in vars(saved).values() if isinstance(value, float)):
                 raise ValueError("a value is not finite")
         except (KeyError, TypeError, ValueError, OverflowError) as error:
@@ -273,6 +318,10 @@ class LRSchedule:
         idle: set[str] = set()
         if self.values.decay_style == "constant":
             idle |= {"decay_samples", "min_lr"}
+        if self.values.decay_style != "WSD":
+            idle |= {"annealing_style", "annealing_samples"}
+        if self.values.warmup_samples == 0:
+            idle |= {"warmup_init"}
         if self.values.weight_decay_style == "constant":
             idle |= {"weight_decay_samples"}
         # Styles come first: when they differ, that is the message to read.

@@ -41,6 +41,7 @@ VALUES = {
     "num_query_groups": "2",
     "max_position_embeddings": "64",
     "lr_decay_tokens": "640",
+    "lr_warmup_init": "0.0001",
     "load_tag": "global_step3",
     "forward_scale_dims": "(0,1,2)",
     "backward_scale_dims": "(0,1,2)",
@@ -175,6 +176,8 @@ EP2 = "--expert-model-parallel-size 2"
 SHARED = "--moe-shared-expert-intermediate-size 32"
 # What makes a rule's fields act, by the words of the rule: (flags, processes).
 PARTNERS: dict[str, tuple[str, int]] = {
+    "without --lr-decay-style WSD": ("--lr-decay-style WSD --lr-wsd-decay-iters 10", 1),
+    "there is no warm-up (--lr-warmup-iters and the like)": ("--lr-warmup-iters 5", 1),
     "without --position-embedding-type rope": ("--position-embedding-type rope", 1),
     "no layer has experts (--num-experts)": (
         f"--num-experts 8 --moe-router-enable-expert-bias {CAPACITY} --moe-router-num-groups 2 "
@@ -279,6 +282,7 @@ PAIRS = [(rule.why, path) for rule in RULES for path in rule.fields]
 # Refused with words of their own where the rule would hold, or in need of a file.
 ELSEWHERE = {
     "optimizer.lr_decay_samples", "optimizer.lr_decay_tokens", "compression.compress_module",
+    "optimizer.lr_wsd_decay_samples",
     "curriculum.curriculum_function",
 }  # fmt: skip
 

@@ -140,13 +140,13 @@ def test_sections_are_immutable() -> None:
 
 
 def test_tokens_become_samples(minimal: list[str]) -> None:
-    parsed = parse_args([*minimal, "--train-tokens", "3250", "--lr-warmup-tokens", "320"])
+    parsed = parse_args([*minimal, "--train-tokens", "3250", "--lr-warmup-tokens", "328"])
     config = parsed.resolve(1)
     assert config.training.train_samples == 101
-    assert config.optimizer.lr_warmup_samples == 10
+    assert config.optimizer.lr_warmup_samples == 0
     assert config.optimizer.lr_decay_samples == 101
     assert any("--train-tokens 3250 ends the run after 101 samples" in note for note in parsed.notes)
-    assert any("--lr-warmup-tokens 320 is taken as 10 samples" in note for note in parsed.notes)
+    assert any("--lr-warmup-tokens 328 is taken as 10.25 samples" in note for note in parsed.notes)
 
 
 def test_the_shorter_of_tokens_and_samples_ends_the_run(minimal: list[str]) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron.base.errors import UserError
 from megatron.config.optimizer import OptimizerConfig
-from megatron.optimizer.schedules import DECAY_STYLES, LRSchedule, ScheduleValues, schedule_values
+from megatron.optimizer.schedules import ANNEALING_STYLES, DECAY_STYLES, LRSchedule, ScheduleValues, schedule_values
 
 
 def make_values(**changes: Any) -> ScheduleValues:
@@ -66,6 +66,27 @@ def test_inverse_square_root_falls_from_the_end_of_the_warm_up() -> None:
     assert values.lr_at(99) == 2.5e-4
 
 
+def test_warm_up_begins_at_its_initial_rate() -> None:
+    values = make_values(warmup_samples=20.0, warmup_init=2e-4)
+    assert [values.lr_at(n) for n in (0, 5, 20)] == pytest.approx([2e-4, 4e-4, 1e-3])
+
+
+@pytest.mark.parametrize(
+    ("style", "halfway"), [("linear", 0.5), ("cosine", 0.5), ("exponential", 2**0.5 - 1), ("minus_sqrt", 1 - 0.5**0.5)]
+)
+def test_wsd_is_constant_until_its_decay(style: str, halfway: float) -> None:
+    values = make_values(decay_style="WSD", warmup_samples=10.0, annealing_style=style, annealing_samples=40.0)
+    rates = [values.lr_at(n) for n in (5, 10, 35, 60, 80, 100, 101)]
+    assert rates == pytest.approx([5e-4, 1e-3, 1e-3, 1e-3, 1e-4 + 9e-4 * halfway, 1e-4, 1e-4])
+
+
+def test_a_checkpoint_from_before_these_values_loads() -> None:
+    state = LRSchedule(make_values(warmup_samples=10.0)).state_dict()
+    for name in ("warmup_init", "annealing_style", "annealing_samples"):
+        del state[name]
+    LRSchedule(make_values(warmup_samples=10.0)).load_state_dict(state)
+
+
 def test_warm_up_rises_linearly_and_decay_starts_at_its_end() -> None:
     values = make_values(warmup_samples=20.0, decay_style="linear", min_lr=0.0)
     assert [values.lr_at(n) for n in (0, 5, 20, 60, 100, 101)] == pytest.approx([0, 2.5e-4, 1e-3, 5e-4, 0, 0])
@@ -79,14 +100,16 @@ def test_published_log_line() -> None:
 
 @given(
     style=st.sampled_from(DECAY_STYLES),
+    annealing=st.sampled_from(ANNEALING_STYLES),
     warmup=st.integers(0, 99),
     samples=st.integers(0, 250),
     min_lr=st.floats(0, 1e-3),
 )
 def test_rate_stays_in_its_range_and_never_rises_after_the_warm_up(
-    style: str, warmup: int, samples: int, min_lr: float
+    style: str, annealing: str, warmup: int, samples: int, min_lr: float
 ) -> None:
-    values = make_values(decay_style=style, warmup_samples=float(warmup), min_lr=min_lr)
+    wsd = {"annealing_style": annealing, "annealing_samples": (100.0 - warmup) / 2}
+    values = make_values(decay_style=style, warmup_samples=float(warmup), min_lr=min_lr, **wsd)
     rate = values.lr_at(samples)
     assert 0 <= rate <= 1e-3 * (1 + 1e-12)
     if samples >= warmup:
@@ -121,9 +144,21 @@ def test_fraction_and_tokens_of_the_warm_up() -> None:
     options = make_options(lr_warmup_fraction=0.25, lr_decay_samples=200)
     values = schedule_values(options, global_batch_size=8, seq_length=16, train_samples=400)
     assert values.warmup_samples == 50
-    options = make_options(lr_warmup_tokens=330, lr_decay_tokens=1600)
+    options = make_options(lr_warmup_tokens=330, lr_decay_tokens=1604)
     values = schedule_values(options, global_batch_size=8, seq_length=16, train_samples=400)
-    assert (values.warmup_samples, values.decay_samples) == (20, 100)
+    assert (values.warmup_samples, values.decay_samples) == (20.625, 100.25)
+
+
+def test_lengths_in_tokens_are_exact() -> None:
+    """The rates of Megatron-DeepSpeed, a plain function of tokens, where no length is one of whole sequences."""
+    warmup, decay, peak = 330, 1604, 1e-3
+    options = make_options(lr_warmup_tokens=warmup, lr_decay_tokens=decay, lr_decay_style="linear")
+    schedule = LRSchedule.from_options(options, global_batch_size=4, seq_length=16, train_samples=400)
+    for step in range(30):
+        tokens = step * 4 * 16
+        falling = peak * (1 - (tokens - warmup) / (decay - warmup)) if tokens <= decay else 0.0
+        assert schedule.lr == pytest.approx(peak * tokens / warmup if tokens <= warmup else falling, rel=1e-12)
+        schedule.step(4, 64)
 
 
 @pytest.mark.parametrize(
@@ -136,6 +171,10 @@ def test_fraction_and_tokens_of_the_warm_up() -> None:
         ({"start_weight_decay": 0.2}, "--start-weight-decay"),
         ({"start_weight_decay": 0.0}, "--weight-decay-incr-style"),
         ({"weight_decay_style": "square"}, "--weight-decay-incr-style"),
+        ({"warmup_init": 2e-3}, "--lr-warmup-init"),
+        ({"annealing_style": "square"}, "--lr-wsd-decay-style"),
+        ({"decay_style": "WSD"}, "--lr-wsd-decay-"),
+        ({"decay_style": "WSD", "annealing_samples": 90.0, "warmup_samples": 20.0}, "--lr-wsd-decay-"),
     ],
 )
 def test_impossible_values_name_their_flag(changes: dict[str, Any], named: str) -> None:
@@ -201,12 +240,14 @@ def test_a_differing_value_is_refused_unless_a_flag_settles_it() -> None:
 
 def test_every_field_that_matters_is_compared() -> None:
     growing = {"start_weight_decay": 0.05, "weight_decay_style": "linear", "warmup_samples": 10.0}
+    growing |= {"decay_style": "WSD", "annealing_samples": 20.0, "warmup_init": 1e-5}
     saved = LRSchedule(make_values(**growing)).state_dict()
     different: dict[str, Any] = {
         "decay_style": "linear",
         "weight_decay_style": "cosine",
         "start_weight_decay": 0.06,
         "end_weight_decay": 0.2,
+        "annealing_style": "linear",
     }
     for field in dataclasses.fields(ScheduleValues):
         value = different.get(field.name) or getattr(make_values(**growing), field.name) / 2
