@@ -12,8 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from megatron.base.atomic import check_writable, write_whole
 from megatron.base.errors import UserError
 from megatron.base.option import derived, option, required
@@ -64,7 +62,7 @@ def run(model: Any, flags: EvaluationFlags) -> dict[str, Any]:
     """Runs the harness.
 
     Args:
-        model: a model of the harness, or the name of one with its arguments.
+        model: a model of the harness.
         flags: flags that name the tasks.
 
     Raises:
@@ -81,15 +79,12 @@ def run(model: Any, flags: EvaluationFlags) -> dict[str, Any]:
     setattr(manager, loads, partial(_loaded, getattr(manager, loads)))
     # Processes forked for the draws would share this one's threads, device and sockets to other ranks.
     os.environ["DISABLE_MULTIPROC"] = "1"
-    name, arguments = model if isinstance(model, tuple) else (model, None)
     found = simple_evaluate(
-        model=name,
-        model_args=arguments,
+        model=model,
         tasks=list(flags.tasks),
         num_fewshot=flags.num_fewshot,
         limit=flags.limit,
         batch_size=flags.micro_batch_size,
-        device="cuda" if torch.cuda.is_available() else "cpu",
         task_manager=manager,
         log_samples=False,
         bootstrap_iters=flags.bootstrap_iters,
@@ -139,7 +134,9 @@ def via_hf(load: str, iteration: int | None, flags: EvaluationFlags) -> dict[str
         step = ["--iteration", str(iteration)] if iteration is not None else []
         with stopped_in_order():
             convert(parse(["--load", load, "--save", f"{folder}/hf", "--to", "hf", *step]))
-        return run(("hf", {"pretrained": f"{folder}/hf", "dtype": "auto"}), flags)
+        from megatron.evaluation.lm_eval_rules import ExportedLM
+
+        return run(ExportedLM(f"{folder}/hf", flags.micro_batch_size), flags)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

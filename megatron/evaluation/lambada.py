@@ -48,12 +48,19 @@ def window_of(text: str, tokenizer: Tokenizer, length: int, strict: bool) -> Win
     """
     if strict:
         word = text.split()[-1]
-        before = tokenizer.tokenize(text[: text.rfind(word)].strip())
-        target = tokenizer.tokenize(f" {word}")
+        before = text[: text.rfind(word)].strip()
+        # A word that begins a text may be split otherwise than behind others, so it is not tokenized by itself.
+        tokens = tokenizer.tokenize(f"{before} {word}")
+        targets = len(tokens) - _common_length(tokens, tokenizer.tokenize(before))
     else:
-        tokens = tokenizer.tokenize(text)
-        before, target = tokens[:-1], tokens[-1:]
-    return Window([*before, *target][-(length + 1) :], min(len(target), length))
+        tokens, targets = tokenizer.tokenize(text), 1
+    return Window(tokens[-(length + 1) :], min(targets, length))
+
+
+def _common_length(tokens: Sequence[int], others: Sequence[int]) -> int:
+    """Number of tokens that both begin with."""
+    pairs = zip(tokens, others, strict=False)
+    return next((place for place, (token, other) in enumerate(pairs) if token != other), min(len(tokens), len(others)))
 
 
 def evaluate(model: LoadedModel, texts: Sequence[str], path: str, strict: bool, batch: int) -> str:

@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
+from megatron.evaluation.lm_eval_rules import ContinuationRules, EncodedPair
 from megatron.inference.jobs import InferenceJob, Leader
 from megatron.inference.sampling import Sampling
 from megatron.inference.text import TextStream
+from megatron.tokenizer.api import start_token
 
 GREEDY = Sampling(greedy=True)
 MAX_NEW_TOKENS = 256
 """The maximum for tasks that do not name one, as everywhere in the harness."""
 
 
-class CheckpointLM(TemplateLM):
+class CheckpointLM(ContinuationRules):
     """A model of the harness that is a checkpoint, on the rank that leads the others.
 
     Args:
@@ -36,6 +37,14 @@ class CheckpointLM(TemplateLM):
     @property
     def eot_token_id(self) -> int:
         return self.own.eod
+
+    @property
+    def prefix_token_id(self) -> int:
+        return start_token(self.own)
+
+    @property
+    def longest_continuation(self) -> int:
+        return self.window
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         return self.own.tokenize(string)
@@ -55,8 +64,9 @@ class CheckpointLM(TemplateLM):
         return results
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **_: Any
+        self, requests: Sequence[EncodedPair], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
+        self.check_pairs(requests)
         return self._score([(context, continuation) for _, context, continuation in requests], disable_tqdm)
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
@@ -81,7 +91,7 @@ class CheckpointLM(TemplateLM):
             new = int(options.get("max_gen_toks", MAX_NEW_TOKENS))
             # Where the answer alone may fill the window, it moves along as the answer grows.
             room = self.window - new if new < self.window else self.window
-            prompt = self.own.tokenize(text)[-room:] or [self.eot_token_id]
+            prompt = self.own.tokenize(text)[-room:] or [self.prefix_token_id]
             answers.append(
                 self._text(prompt, new, _sampling(options), [until] if isinstance(until, str) else until, number)
             )

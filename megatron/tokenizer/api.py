@@ -39,6 +39,11 @@ class Tokenizer(Protocol):
         """The text of ids."""
 
 
+def start_token(tokenizer: Tokenizer) -> int:
+    """The token that a text without a prompt starts from: the begin-of-sequence token, or else the end of document."""
+    return tokenizer.eod if tokenizer.bos is None else tokenizer.bos
+
+
 @runtime_checkable
 class PieceLookup(Protocol):
     """A tokenizer that knows its pieces by name."""

@@ -12,7 +12,7 @@ from megatron.base.values import Values
 from megatron.base.words import nearest
 from megatron.inference.jobs import InferenceJob
 from megatron.inference.sampling import Sampling
-from megatron.tokenizer.api import Tokenizer
+from megatron.tokenizer.api import Tokenizer, start_token
 
 MAX_PROMPTS = 128
 MAX_TOP = 20
@@ -170,8 +170,7 @@ def megatron_job(body: object, tokenizer: Tokenizer, limits: RequestLimits) -> I
     texts = fields.bounded_texts("prompts", MAX_PROMPTS, 1 << 20)
     prompts = tokenizer.tokenize_batch(texts)
     if fields.flag("add_BOS", False):
-        start = tokenizer.eod if tokenizer.bos is None else tokenizer.bos
-        prompts = [[start, *prompt] for prompt in prompts]
+        prompts = [[start_token(tokenizer), *prompt] for prompt in prompts]
     new = fields.integer("tokens_to_generate", _room(64, prompts, limits), least=0, most=limits.window)
     logprobs = fields.flag("logprobs", False)
     if not new and not logprobs:

@@ -17,6 +17,8 @@ from megatron.evaluation.command import main
 from megatron.evaluation.detokenize import wikitext as written
 from megatron.inference.model import LoadedModel, load_model
 from megatron.model.context import ForwardContext
+from megatron.tokenizer.sentence_piece import SentencePieceTokenizer
+from tests.support.llama import write_sentence_piece
 from tests.unit.checkpoint.convert.support import LENGTH, MODELS, saved_model
 
 
@@ -137,6 +139,33 @@ def test_a_strict_word_of_several_tokens_must_be_found_whole() -> None:
     assert lambada.window_of("the old house", letters, 100, strict=False).targets == 1
     cut = lambada.window_of("the old house", letters, 4, strict=True)
     assert (len(cut.tokens), cut.targets) == (5, 4)
+
+
+@pytest.mark.parametrize("text", ["the old house", "the old  dog\n", " a €", "the 'dog'"])
+def test_a_strict_word_is_cut_from_the_tokens_of_the_whole_text(text: str, tmp_path: Path) -> None:
+    """A SentencePiece tokenizer with a dummy prefix splits a word otherwise where it begins a text."""
+    write_sentence_piece(tmp_path / "tokenizer.model")
+    tokenizer = SentencePieceTokenizer(tmp_path / "tokenizer.model")
+    window = lambada.window_of(text, tokenizer, 100, strict=True)
+    word = text.split()[-1]
+    before = text[: text.rfind(word)].strip()
+    assert list(window.tokens) == tokenizer.tokenize(f"{before} {word}")
+    split = len(window.tokens) - window.targets
+    assert tokenizer.detokenize(window.tokens[:split]) == before
+    assert tokenizer.detokenize(window.tokens)[len(before) :] == f" {word}"
+
+
+def test_a_strict_word_has_the_token_that_it_shares_with_the_text_before() -> None:
+    class Pairs:
+        """A token for each two characters."""
+
+        def tokenize(self, text: str) -> list[int]:
+            return [hash(text[i : i + 2]) for i in range(0, len(text), 2)]
+
+    pairs: Any = Pairs()
+    window = lambada.window_of("the dog", pairs, 100, strict=True)
+    assert list(window.tokens) == [hash(pair) for pair in ("th", "e ", "do", "g")]
+    assert window.targets == 3, "'e ' is no end of 'the'"
 
 
 @given(

@@ -1,0 +1,90 @@
+"""Rules of lm-evaluation-harness's models that a checkpoint and its export share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.huggingface import HFLM
+
+from megatron.base.errors import UserError
+
+EncodedPair = tuple[Any, list[int], list[int]]
+"""A context and its continuation: their texts (None for a window of a rolling text), and their tokens."""
+
+
+class ContinuationRules(TemplateLM):
+    """Rules of continuations: none is without tokens, and none is cut.
+
+    The harness tokenizes a context and its continuation together, and cuts behind the context's number of tokens.
+    Where that leaves a continuation without tokens, because its text joined the context's last token, it is tokenized
+    alone.
+    """
+
+    @property
+    def longest_continuation(self) -> int:
+        """Number of tokens that the model can score in one pass."""
+        raise NotImplementedError
+
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        for request in requests:
+            if not request.args[1]:
+                raise UserError(f"--tasks {request.task_name}: a continuation is empty; nothing can be scored")
+        found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+        return found
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        context_ids, continuation_ids = super()._encode_pair(context, continuation)
+        if not continuation_ids:
+            spaces = context[len(context.rstrip()) :]
+            continuation_ids = self.tok_encode(spaces + continuation, add_special_tokens=False)
+        return context_ids, continuation_ids
+
+    def check_pairs(self, pairs: Sequence[EncodedPair]) -> None:
+        """Checks that continuations can be scored.
+
+        Raises:
+            UserError: when one has no tokens, or more than the model can score in one pass.
+        """
+        most = self.longest_continuation
+        for texts, _, continuation_ids in pairs:
+            if not 0 < len(continuation_ids) <= most:
+                begin = "" if texts is None else repr(texts[1][:40])
+                raise UserError(
+                    f"--tasks: a continuation of {len(continuation_ids)} tokens ({begin}) cannot be scored, as the "
+                    f"model reads {most}; leave its task out"
+                )
+
+
+class ExportedLM(ContinuationRules, HFLM):
+    """The harness's model of a Hugging Face folder, by the rules that a checkpoint is scored by.
+
+    Texts get no begin token beside the one that their tokens are predicted from, and an answer is written as it is
+    behind its prompt: with the space that it begins with.
+
+    Args:
+        folder: the folder.
+        batch: texts in a forward pass.
+    """
+
+    def __init__(self, folder: str, batch: int) -> None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        super().__init__(pretrained=folder, dtype="auto", add_bos_token=False, batch_size=batch, device=device)
+
+    @property
+    def longest_continuation(self) -> int:
+        return int(self.max_length)
+
+    def _loglikelihood_tokens(self, requests: list[EncodedPair], **options: Any) -> list[tuple[float, bool]]:
+        self.check_pairs(requests)
+        found: list[tuple[float, bool]] = super()._loglikelihood_tokens(requests, **options)
+        return found
+
+    def tok_decode(self, tokens: Any, skip_special_tokens: bool = True) -> str:
+        if not isinstance(tokens, list):
+            return str(super().tok_decode(tokens, skip_special_tokens=skip_special_tokens))
+        before = self.tok_encode("a", add_special_tokens=False)
+        texts = [super(ExportedLM, self).tok_decode(ids, skip_special_tokens) for ids in (before, before + tokens)]
+        return str(texts[1][len(texts[0]) :])
