@@ -15,6 +15,7 @@ from megatron.inference.model import LoadedModel
 from megatron.inference.sampling import Sampling
 from megatron.model.context import ForwardContext
 from megatron.parallel.tensor.random import keyed_seed
+from megatron.tokenizer.api import start_token
 
 _LOGITS_AT_ONCE = 1 << 25
 
@@ -43,12 +44,14 @@ class Generated:
         prompt_length: number of tokens of the prompt.
         finished: whether the model ended the document.
         details: details of the tokens behind the prompt; on the model's sampling rank alone.
+        end: details of the token that ended the document; on the model's sampling rank alone.
     """
 
     tokens: list[int]
     prompt_length: int
     finished: bool = False
     details: list[Token] = field(default_factory=list)
+    end: Token | None = None
 
 
 OnToken = Callable[[int, Token], bool]
@@ -74,7 +77,7 @@ def generate(
 
     Args:
         model: a loaded model.
-        prompts: token ids; an empty prompt starts from the end-of-document token, as every document does.
+        prompts: token ids; an empty prompt starts from the tokenizer's ``start_token``.
         max_new_tokens: most new tokens for each prompt.
         sampling: options of choosing tokens.
         seeds: seed of each row's draws; default: others at every call.
@@ -85,7 +88,7 @@ def generate(
     # A model may have more entries than its tokenizer has texts for; those are never chosen.
     eod, known = model.tokenizer.eod, model.tokenizer.vocab_size
     started_empty = [not prompt for prompt in prompts]
-    rows = [list(prompt) or [eod] for prompt in prompts]
+    rows = [list(prompt) or [start_token(model.tokenizer)] for prompt in prompts]
     results = [Generated(row, len(row)) for row in rows]
     draws = [
         torch.Generator().manual_seed(keyed_seed(seed)) for seed in seeds or [random.getrandbits(62) for _ in rows]
@@ -103,7 +106,9 @@ def generate(
             chosen[0] = sampling.after(count).choose(logits_bv[:, :known], numbers)
             tokens = _details(logits_bv, chosen[0], top, known)
             for column, (i, token) in enumerate(zip(active, tokens, strict=True)):
-                if token.id != eod:
+                if token.id == eod:
+                    results[i].end = token
+                else:
                     results[i].details.append(token)
                     chosen[1, column] = on_token is not None and on_token(i, token)
         model.broadcast(chosen, model.sampling_rank)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -14,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -24,57 +23,12 @@ from megatron.inference.generate import generate, score
 from megatron.inference.model import LoadedModel, load_model
 from megatron.inference.sampling import Sampling
 from tests.support.cli import REPO
-from tests.support.warm import INTERPRETER
+from tests.support.server import Client, serving
 from tests.unit.checkpoint.convert.support import MODELS, saved_model
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("warm")]
 
 GREEDY = Sampling(greedy=True)
-
-
-class Client:
-    """Speaks to the server."""
-
-    def __init__(self, process: subprocess.Popen[str], host: str, port: int) -> None:
-        self.process, self.host, self.port = process, host, port
-
-    def ask(
-        self, method: str, path: str, body: object = None, headers: dict[str, str] | None = None
-    ) -> tuple[int, Any]:
-        """Status and JSON (or text) of an answer."""
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=60)
-        data = body if isinstance(body, (bytes, type(None))) else json.dumps(body).encode()
-        connection.request(method, path, data, headers or {"Content-Type": "application/json"})
-        reply = connection.getresponse()
-        text = reply.read().decode()
-        connection.close()
-        return reply.status, json.loads(text) if "json" in reply.getheader("content-type", "") else text
-
-    def put(self, **body: object) -> tuple[int, Any]:
-        return self.ask("PUT", "/api", body)
-
-    def complete(self, **body: object) -> tuple[int, Any]:
-        return self.ask("POST", "/v1/completions", body)
-
-
-@contextmanager
-def serving(saved: Path, *flags: str, ranks: int = 1) -> Iterator[Client]:
-    """A running server."""
-    script = ["tools/run_text_generation_server.py", "--load", str(saved), "--port", "0", *flags]
-    launcher = [INTERPRETER, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    command = [*(launcher if ranks > 1 else [sys.executable]), *script]
-    process = subprocess.Popen(command, cwd=REPO, env=environment, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        found = next(m for line in process.stdout if (m := re.search(r"at http://([\d.]+):(\d+)", line)))
-        yield Client(process, found[1], int(found[2]))
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(20)
-        finally:
-            process.kill()
 
 
 @pytest.fixture(scope="module")
@@ -93,12 +47,17 @@ def client(saved: Path) -> Iterator[Client]:
         yield running
 
 
+def _texts(tokens: list[int]) -> list[str]:
+    """The texts of tokens that are numbers with spaces between them."""
+    return [f" {token}" if place else str(token) for place, token in enumerate(tokens)]
+
+
 def test_megatrons_api(client: Client, model: LoadedModel) -> None:
     status, answer = client.put(prompts=["1 2", "5"], tokens_to_generate=6, top_k=1, logprobs=True)
     assert status == 200
     expected = generate(model, [[1, 2], [5]], 6, GREEDY)
     assert answer["text"] == [model.tokenizer.detokenize(sample.tokens) for sample in expected]
-    assert answer["segments"] == [[str(token) for token in sample.tokens] for sample in expected]
+    assert answer["segments"] == [_texts(sample.tokens) for sample in expected]
     scored = score(model, [sample.tokens for sample in expected])
     for row, tokens in zip(answer["logprobs"], scored, strict=True):
         assert row == pytest.approx([token.logprob for token in tokens], abs=1e-4)
@@ -115,12 +74,14 @@ def test_completions(client: Client, model: LoadedModel) -> None:
     (choice,) = answer["choices"]
     assert choice["text"] == model.tokenizer.detokenize(expected.tokens)
     assert choice["finish_reason"] == ("stop" if expected.finished else "length")
-    assert choice["logprobs"]["tokens"] == [str(token) for token in expected.tokens]
+    assert not expected.finished
+    assert choice["logprobs"]["tokens"] == _texts(expected.tokens)
+    assert choice["logprobs"]["text_offset"] == [0, *accumulate(map(len, _texts(expected.tokens)[:-1]))]
     assert choice["logprobs"]["token_logprobs"][0] is None
     scored = score(model, [expected.tokens], top=2)[0]
     assert choice["logprobs"]["token_logprobs"][1:] == pytest.approx([token.logprob for token in scored], abs=1e-4)
     for found, token in zip(choice["logprobs"]["top_logprobs"][1:], scored, strict=True):
-        assert set(found) == {str(number) for number, _ in (*token.top, (token.id, 0))}
+        assert set(found) == {f" {number}" for number, _ in (*token.top, (token.id, 0))}
     assert answer["usage"]["prompt_tokens"] == 3
     assert answer["usage"]["total_tokens"] == len(expected.tokens)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from starlette.responses import JSONResponse
@@ -13,6 +14,7 @@ from megatron.inference.generate import Token
 from megatron.inference.jobs import InferenceJob
 from megatron.inference.server.requests import Completion
 from megatron.inference.server.worker import Result, StreamedToken
+from megatron.inference.text import TokenDecoder, prompt_text, token_texts
 from megatron.tokenizer.api import Tokenizer
 
 RETRY_SECONDS = 5
@@ -44,14 +46,26 @@ def megatron_answer(job: InferenceJob, results: Sequence[Result], tokenizer: Tok
     """The response of Megatron's API: texts with their prompts, their tokens as texts, and log-probabilities."""
     text, segments, logprobs = [], [], []
     for prompt, result in zip(job.prompts, results, strict=True):
-        ids = [*prompt, *(token.id for token in result.tokens)]
-        text.append(tokenizer.detokenize(prompt) + result.text)
-        segments.append([tokenizer.detokenize([one]) for one in ids])
+        text.append(prompt_text(tokenizer, prompt) + result.text)
+        segments.append(token_texts(tokenizer, [*prompt, *(token.id for token in result.tokens)]))
         logprobs.append([token.logprob for token in (*result.prompt, *result.tokens)])
     answer: dict[str, Any] = {"text": text, "segments": segments}
     if job.top is not None:
         answer["logprobs"] = logprobs
     return answer
+
+
+def _top_logprobs(token: Token, decoder: TokenDecoder) -> dict[str, float]:
+    """Probabilities of a token and the likeliest ones, by the texts that they have behind ``decoder``'s tokens.
+
+    Where several have one text, as parts of characters do, the later ones are named by their ids.
+    """
+    logprobs = {decoder.preview(token.id): token.logprob}
+    for number, logprob in token.top:
+        if number != token.id:
+            text = decoder.preview(number)
+            logprobs[f"token_id:{number}" if text in logprobs else text] = logprob
+    return logprobs
 
 
 class CompletionAnswer:
@@ -71,6 +85,7 @@ class CompletionAnswer:
         self.id = f"cmpl-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self._offsets = [0] * len(asked.job.prompts)
+        self._decoders = [TokenDecoder(tokenizer, prompt) for prompt in asked.job.prompts]
 
     def _frame(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -81,69 +96,62 @@ class CompletionAnswer:
             "choices": choices,
         }
 
-    def _logprobs(self, tokens: Sequence[Token | int], offset: int) -> dict[str, Any] | None:
-        """Probabilities of tokens; the first of a text, a bare id, has none."""
+    def _logprobs(self, row: int, tokens: Sequence[Token | int], final: bool) -> dict[str, Any] | None:
+        """Probabilities of a row's next tokens; the first of a text, a bare id, has none."""
         if self.job.top is None:
             return None
-        ids = [token if isinstance(token, int) else token.id for token in tokens]
-        texts = [self.tokenizer.detokenize([one]) for one in ids]
-        offsets = []
-        for text in texts:
-            offsets.append(offset)
-            offset += len(text)
+        decoder = self._decoders[row]
+        texts: list[str] = []
+        top: list[dict[str, float] | None] = []
+        for token in tokens:
+            top.append(None if isinstance(token, int) else _top_logprobs(token, decoder))
+            texts.append(decoder.add(token if isinstance(token, int) else token.id))
+        if final and texts:
+            texts[-1] += decoder.finish()
+        offsets = list(accumulate(map(len, texts), initial=self._offsets[row]))
+        self._offsets[row] = offsets.pop()
         return {
             "tokens": texts,
             "token_logprobs": [None if isinstance(token, int) else token.logprob for token in tokens],
-            "top_logprobs": [None if isinstance(token, int) else self._top(token) for token in tokens],
+            "top_logprobs": top,
             "text_offset": offsets,
         }
 
-    def _top(self, token: Token) -> dict[str, float]:
-        # Several tokens may have the same text, as parts of characters have: the likeliest stands for them.
-        found: dict[str, float] = {}
-        for one, logprob in (*token.top, (token.id, token.logprob)):
-            found.setdefault(self.tokenizer.detokenize([one]), logprob)
-        return found
-
-    def _choice(self, row: int, text: str, tokens: Sequence[Token | int], reason: str | None, offset: int = 0) -> Any:
-        return {
-            "index": row,
-            "text": text,
-            "logprobs": self._logprobs(tokens, offset),
-            "finish_reason": reason,
-        }
+    def _choice(self, row: int, text: str, tokens: Sequence[Token | int], reason: str | None) -> Any:
+        logprobs = self._logprobs(row, tokens, final=reason is not None)
+        return {"index": row, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
     def whole(self, results: Sequence[Result]) -> dict[str, Any]:
         """The response as a whole."""
         choices = []
         for row, (prompt, result) in enumerate(zip(self.job.prompts, results, strict=True)):
-            text, tokens = result.text, list[Token | int](result.tokens)
+            text, tokens = result.text, list[Token | int](result.sampled)
             if self.asked.echo:
-                text = self.tokenizer.detokenize(prompt) + text
+                text = prompt_text(self.tokenizer, prompt) + text
                 tokens = [*prompt[:1], *result.prompt, *tokens]
+                self._decoders[row] = TokenDecoder(self.tokenizer)
             choices.append(self._choice(row, text, tokens, result.reason))
         return {**self._frame(choices), "usage": self._usage(results)}
 
     def _usage(self, results: Sequence[Result]) -> dict[str, int]:
         prompts = sum(map(len, self.job.prompts[:: self.asked.n]))
-        new = sum(len(result.tokens) for result in results)
+        new = sum(len(result.sampled) for result in results)
         return {"prompt_tokens": prompts, "completion_tokens": new, "total_tokens": prompts + new}
 
     def begin(self) -> Iterator[dict[str, Any]]:
         """The first events of a stream: the prompts, if they are to be echoed."""
         if self.asked.echo:
             for row, prompt in enumerate(self.job.prompts):
-                yield self._frame([self._choice(row, self.tokenizer.detokenize(prompt), [], None)])
+                yield self._frame([self._choice(row, prompt_text(self.tokenizer, prompt), [], None)])
 
     def streamed(self, streamed: StreamedToken) -> dict[str, Any]:
         """The event of a token."""
-        offset = self._offsets[streamed.row]
-        self._offsets[streamed.row] += len(self.tokenizer.detokenize([streamed.token.id]))
-        return self._frame([self._choice(streamed.row, streamed.text, [streamed.token], None, offset)])
+        return self._frame([self._choice(streamed.row, streamed.text, [streamed.token], None)])
 
     def end(self, results: Sequence[Result]) -> Iterator[dict[str, Any]]:
-        """The last events: held-back text, the reasons why texts ended, and usage."""
+        """The last events: held-back text, the ends of documents, the reasons why texts ended, and usage."""
         for row, result in enumerate(results):
-            yield self._frame([self._choice(row, result.rest, [], result.reason)])
+            tokens = [] if result.end is None else [result.end]
+            yield self._frame([self._choice(row, result.rest, tokens, result.reason)])
         if self.asked.usage:
             yield {**self._frame([]), "usage": self._usage(results)}

@@ -36,6 +36,7 @@ class Result:
         tokens: tokens of the continuation.
         reason: "stop" where the model ended the document or a stop string came, else "length".
         prompt: tokens of the prompt after the first, where their probabilities were asked for.
+        end: the token with which the model ended the document, where it did.
     """
 
     text: str
@@ -43,6 +44,12 @@ class Result:
     tokens: list[Token]
     reason: str
     prompt: list[Token]
+    end: Token | None = None
+
+    @property
+    def sampled(self) -> list[Token]:
+        """All tokens that the model chose: those of the continuation, and the end of document."""
+        return self.tokens if self.end is None else [*self.tokens, self.end]
 
 
 @dataclass(frozen=True)
@@ -205,5 +212,6 @@ class Worker:
         for text, stream, sample, prompt in zip(texts, streams, found, scored, strict=True):
             rest = stream.finish()
             ended = sample.finished or stream.stopped
-            results.append(Result(text + rest, rest, sample.details, "stop" if ended else "length", prompt))
+            reason = "stop" if ended else "length"
+            results.append(Result(text + rest, rest, sample.details, reason, prompt, sample.end))
         ticket.emit(results)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from megatron.inference.generate import Token, generate, score
 from megatron.inference.model import LoadedModel, load_model
 from megatron.inference.sampling import Sampling
 from megatron.model.context import ForwardContext
-from tests.support.tiny import tiny_engines
+from megatron.tokenizer.null import NullTokenizer
+from tests.support.tiny import VOCAB, tiny_engines
 from tests.unit.checkpoint.convert.support import MODELS, NOT_CLASSIC, WITH_EXPERTS, convert, saved_model
 from tests.unit.inference.support import trained_model
 
@@ -63,6 +65,14 @@ def test_an_empty_prompt_starts_a_document() -> None:
     assert sample.prompt_length == 0
 
 
+def test_an_empty_prompt_starts_with_the_begin_token_where_there_is_one() -> None:
+    tokenizer = NullTokenizer(VOCAB - 1)
+    tokenizer.bos = 7
+    model = replace(trained_model(), tokenizer=tokenizer)
+    (sample,) = generate(model, [[]], 5, GREEDY)
+    assert sample.tokens == slowly(model, [7], 5)[1:]
+
+
 def test_the_end_of_document_ends_a_sample_and_is_left_out() -> None:
     model = trained_model()
     with torch.no_grad():
@@ -74,6 +84,10 @@ def test_the_end_of_document_ends_a_sample_and_is_left_out() -> None:
     (sample,) = generate(model, [[1, 2]], 5, GREEDY)
     assert sample.finished
     assert sample.tokens == [1, 2]
+    assert sample.end is not None
+    (scored,) = score(model, [[1, 2, model.tokenizer.eod]])
+    assert sample.end.id == model.tokenizer.eod
+    assert sample.end.logprob == pytest.approx(scored[-1].logprob, abs=1e-5)
 
 
 def test_a_row_that_ends_leaves_the_others_what_they_are() -> None:

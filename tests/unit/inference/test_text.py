@@ -9,18 +9,20 @@ from tokenizers import Tokenizer as Rust
 from tokenizers import decoders, models, pre_tokenizers
 
 from megatron.config.tokenizer import TokenizerConfig
-from megatron.inference.text import TextStream, continuation
+from megatron.inference.text import TextStream, TokenDecoder, continuation, prompt_text, token_texts
 from megatron.tokenizer.api import Tokenizer
 from megatron.tokenizer.build import build_tokenizer
 from megatron.tokenizer.null import NullTokenizer
+from tests.support.llama import WORDS, write_sentence_piece
+
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
 @pytest.fixture(scope="module")
 def bytes_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """GPT-2's, with a token for each byte, so that characters come in parts."""
     folder = tmp_path_factory.mktemp("vocabulary")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    rust = Rust(models.BPE({"<|endoftext|>": 0, **{c: i + 1 for i, c in enumerate(alphabet)}}, []))
+    rust = Rust(models.BPE({"<|endoftext|>": 0, **{c: i + 1 for i, c in enumerate(ALPHABET)}}, []))
     rust.decoder = decoders.ByteLevel()
     rust.model.save(str(folder))
     vocabulary, merges = str(folder / "vocab.json"), str(folder / "merges.txt")
@@ -51,6 +53,53 @@ def test_what_ends_within_a_character_is_shown_at_the_end(bytes_tokenizer: Token
     for token in bytes_tokenizer.tokenize("a€")[:-1]:
         stream.add(token)
     assert stream.finish() == "\ufffd"
+
+
+@pytest.fixture(scope="module")
+def llama_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """SentencePiece with a dummy prefix and tokens of single bytes."""
+    path = tmp_path_factory.mktemp("llama") / "tokenizer.model"
+    write_sentence_piece(path)
+    return build_tokenizer(TokenizerConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(path)))
+
+
+TEXTS = st.lists(st.one_of(st.sampled_from(WORDS), st.text(max_size=3)), max_size=8).map(" ".join)
+
+
+@given(text=TEXTS, cut=st.integers(0, 30))
+def test_texts_of_tokens_are_transformers_incremental_decoding(
+    bytes_tokenizer: Tokenizer, llama_tokenizer: Tokenizer, text: str, cut: int
+) -> None:
+    """Behind any prompt, one that ends within a character included."""
+    for tokenizer in (bytes_tokenizer, llama_tokenizer):
+        tokens = tokenizer.tokenize(text)
+        texts = token_texts(tokenizer, tokens)
+        assert "".join(texts) == tokenizer.detokenize(tokens)
+        prompt, continuation_ids = tokens[:cut], tokens[cut:]
+        decoder = TokenDecoder(tokenizer, prompt)
+        pieces = [decoder.add(token) for token in continuation_ids]
+        assert pieces == texts[cut:]
+        assert prompt_text(tokenizer, prompt) == "".join(texts[:cut])
+    rust = Rust(models.BPE({"<|endoftext|>": 0, **{c: i + 1 for i, c in enumerate(ALPHABET)}}, []))
+    rust.decoder = decoders.ByteLevel()
+    stream = decoders.DecodeStream(skip_special_tokens=False)
+    tokens = bytes_tokenizer.tokenize(text.replace("\ufffd", ""))
+    assert token_texts(bytes_tokenizer, tokens) == [stream.step(rust, token) or "" for token in tokens]
+
+
+def test_spaces_and_characters_of_several_tokens_are_kept(llama_tokenizer: Tokenizer) -> None:
+    tokens = llama_tokenizer.tokenize("the dog saw €")
+    assert token_texts(llama_tokenizer, tokens) == ["the", " ", "d", "o", "g", " saw", " ", "", "", "€"]
+    prompt, rest = tokens[:-2], tokens[-2:]
+    stream = TextStream(llama_tokenizer, context=prompt)
+    assert prompt_text(llama_tokenizer, prompt) + "".join(map(stream.add, rest)) == "the dog saw €"
+
+
+def test_a_preview_is_the_text_that_adding_the_token_gives(llama_tokenizer: Tokenizer) -> None:
+    decoder = TokenDecoder(llama_tokenizer)
+    for token in llama_tokenizer.tokenize("the dog saw €"):
+        text = decoder.preview(token)
+        assert text == decoder.preview(token) == decoder.add(token)
 
 
 def test_a_continuation_is_written_as_behind_its_prompt() -> None:

@@ -1,0 +1,98 @@
+"""Answers of the completions API: every token has an entry, and its text and place are those in the text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.inference.generate import Token
+from megatron.inference.jobs import InferenceJob
+from megatron.inference.sampling import Sampling
+from megatron.inference.server.answers import CompletionAnswer, megatron_answer
+from megatron.inference.server.requests import Completion
+from megatron.inference.server.worker import Result, StreamedToken
+from megatron.inference.text import TextStream
+from megatron.tokenizer.sentence_piece import SentencePieceTokenizer
+from tests.support.llama import EOS, write_sentence_piece
+
+TEXT = "the dog saw € under a house"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> SentencePieceTokenizer:
+    path: Path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"
+    write_sentence_piece(path)
+    return SentencePieceTokenizer(path)
+
+
+def _token(number: int, place: int) -> Token:
+    """A token with three alternatives, two of which are bytes."""
+    top = ((number, -1.0), (EOS, -2.0), (200, -3.0), (201, -4.0))
+    return Token(number, -1.0 - place / 8, top)
+
+
+def _answer(
+    tokenizer: SentencePieceTokenizer, prompt: int, *, echo: bool, end: bool
+) -> tuple[CompletionAnswer, Result]:
+    """The answer to a prompt of so many tokens of the text, which the rest and the end of document continue."""
+    ids = tokenizer.tokenize(TEXT)
+    tokens = [_token(number, place) for place, number in enumerate(ids)]
+    job = InferenceJob([ids[:prompt]], 99, Sampling(), [1], top=3, score=echo)
+    stream = TextStream(tokenizer, context=ids[:prompt])
+    text = "".join(map(stream.add, ids[prompt:])) + stream.finish()
+    scored = tokens[1:prompt] if echo else []
+    result = Result(text, "", tokens[prompt:], "stop", scored, _token(EOS, 99) if end else None)
+    return CompletionAnswer(Completion(job, 1, False, echo, False), "name", tokenizer), result
+
+
+@pytest.mark.parametrize("prompt", [0, 1, 7, 8, 9])
+@pytest.mark.parametrize("echo", [True, False])
+@pytest.mark.parametrize("end", [True, False])
+def test_entries_of_tokens_lie_where_their_texts_do(
+    tokenizer: SentencePieceTokenizer, prompt: int, echo: bool, end: bool
+) -> None:
+    answer, result = _answer(tokenizer, prompt, echo=echo, end=end)
+    (choice,) = answer.whole([result])["choices"]
+    entries: dict[str, Any] = choice["logprobs"]
+    count = len(tokenizer.tokenize(TEXT)) - (0 if echo else prompt) + end
+    assert {len(values) for values in entries.values()} == {count}
+    assert "".join(entries["tokens"]) == choice["text"]
+    assert choice["text"].endswith(" under a house")
+    assert not echo or choice["text"] == TEXT
+    for text, offset in zip(entries["tokens"], entries["text_offset"], strict=True):
+        assert choice["text"][offset:].startswith(text)
+    for text, top, logprob in zip(entries["tokens"], entries["top_logprobs"], entries["token_logprobs"], strict=True):
+        if top is not None:
+            assert len(top) == 4 or (len(top) == 5 and logprob not in (-1.0, -2.0, -3.0, -4.0)) or logprob < -10
+            assert top[text] == logprob
+    if end:
+        assert entries["token_logprobs"][-1] == _token(EOS, 99).logprob
+
+
+def test_a_prompt_that_ends_within_a_character_loses_none(tokenizer: SentencePieceTokenizer) -> None:
+    ids = tokenizer.tokenize(TEXT)
+    within = ids.index(tokenizer.tokenize("€")[1]) + 1
+    answer, result = _answer(tokenizer, within, echo=False, end=False)
+    assert answer.whole([result])["choices"][0]["text"] == "€ under a house"
+    echoed, result = _answer(tokenizer, within, echo=True, end=False)
+    assert echoed.whole([result])["choices"][0]["text"] == TEXT
+    whole = megatron_answer(echoed.job, [result], tokenizer)
+    assert whole["text"] == [TEXT]
+    assert "".join(whole["segments"][0]) == TEXT
+
+
+def test_events_of_a_stream_have_the_entries_of_the_whole(tokenizer: SentencePieceTokenizer) -> None:
+    answer, result = _answer(tokenizer, 3, echo=False, end=True)
+    events = [answer.streamed(StreamedToken(0, token, "")) for token in result.tokens]
+    events += list(answer.end([result]))
+    answer, result = _answer(tokenizer, 3, echo=False, end=True)
+    expected = answer.whole([result])["choices"][0]["logprobs"]
+    found = [event["choices"][0]["logprobs"] for event in events]
+    assert {name: [value for entry in found for value in entry[name]] for name in expected} == expected
+
+
+def test_the_end_of_document_counts_as_a_token(tokenizer: SentencePieceTokenizer) -> None:
+    answer, result = _answer(tokenizer, 3, echo=False, end=True)
+    assert answer.whole([result])["usage"]["completion_tokens"] == len(result.tokens) + 1
