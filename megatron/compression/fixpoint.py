@@ -57,7 +57,9 @@ class FixpointConfig:
         "auto is signed at 2 and 3 bits (midrise at 2 with a rotation), else symmetric; asymmetric clips the positive "
         "peak, as AQ-SGD does; minmax sends the least and the greatest number of each group",
     )
-    rounding: Literal["nearest", "stochastic"] = opt("nearest", "stochastic is unbiased, and seeded")
+    rounding: Literal["nearest", "stochastic"] = opt(
+        "nearest", "stochastic is seeded, and unbiased unless the grid or the scale clips"
+    )
     seed: int = opt(714, "seed of stochastic rounding", minimum=0, maximum=SEED)
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.kernels.reference import noise
+from megatron.kernels.reference import bf16_towards, noise
 
 LEAST_UNIT = 2.0**-126
 """Codes are multiplied by no less, so that neither this nor its inverse is zero or infinite."""
@@ -71,7 +71,8 @@ def float8_encode(x: Tensor, codes: Tensor, scales: Tensor, form: Float8, seed: 
         powers_g = ((_unit(largest_g, form).view(torch.int32) + 0x7FFFFF) >> 23).clamp(max=form.top_power)
         scales.copy_(torch.where(largest_g.isfinite(), powers_g, 255))
     else:
-        rounded_g = largest_g.to(scales.dtype)
+        outer = seed is not None and scales.dtype == torch.bfloat16
+        rounded_g = bf16_towards(largest_g, largest_g > 0) if outer else largest_g.to(scales.dtype)
         highest = torch.full_like(rounded_g, torch.finfo(scales.dtype).max)
         scales.copy_(torch.where(largest_g.isfinite(), torch.minimum(rounded_g, highest), rounded_g))
     steps_n = _spread(torch.ones_like(largest_g) / _units(scales, form), given_n.numel(), form)

@@ -131,15 +131,27 @@ def _limits(groups_gn: Tensor, count: int) -> Tensor:
     return torch.stack([low_g, high_g], dim=1) + 0.0  # no negative zeros
 
 
-def _to_wire(scale_g: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
-    """Scales in their type on the wire: to nearest, but the limits of a minmax grid never inwards."""
-    if grid.kind is not GridKind.MINMAX or dtype == torch.float32:
+def _to_wire(scale_g: Tensor, grid: Grid, dtype: torch.dtype, stochastic: bool) -> Tensor:
+    """Scales in their type on the wire.
+
+    To nearest, which has the least error; but the limits of a minmax grid, and the scales of stochastic rounding, never
+    inwards: a clipped number would be a bias.
+    """
+    outer = stochastic and not grid.is_sign
+    if dtype == torch.float32 or not (outer or grid.kind is GridKind.MINMAX):
         return scale_g.to(dtype)
+    if grid.kind is not GridKind.MINMAX:
+        return bf16_towards(scale_g, torch.ones_like(scale_g, dtype=torch.bool))
     upper_g = torch.arange(scale_g.numel(), device=scale_g.device) % 2 == 1
-    bits_g = scale_g.view(torch.int32)
-    outwards_g = (scale_g < 0) != upper_g
-    whole_g = torch.where(outwards_g, bits_g + 0xFFFF, bits_g) & -0x10000
-    return torch.where(scale_g.isnan(), scale_g, whole_g.view(torch.float32)).to(dtype)
+    return bf16_towards(scale_g, (scale_g < 0) != upper_g)
+
+
+def bf16_towards(x: Tensor, outwards: Tensor) -> Tensor:
+    """The next numbers in bf16 that are not closer to zero, or not farther from it; finite ones stay finite."""
+    bits = x.view(torch.int32)
+    up = outwards & (x.abs() < torch.finfo(torch.bfloat16).max)
+    cut = torch.where(up, bits + 0xFFFF, bits) & -0x10000
+    return torch.where(x.isnan(), x, cut.view(torch.float32)).to(torch.bfloat16)
 
 
 def _spread(scale_g: Tensor, count: int, grid: Grid) -> Tensor:
@@ -201,7 +213,8 @@ def quantize_pack(
             scale of zeros is 0; one of a group with an infinite or NaN number is that, and decodes to NaN. Those of a
             minmax grid are pairs, the least number and the greatest.
         role: what is encoded: x, x - other, or x + other.
-        seed: seed of stochastic rounding (unbiased); None rounds to nearest, ties to even.
+        seed: seed of stochastic rounding, unbiased where the levels hold all numbers (not with ``ScaleMethod.L2``, an
+            asymmetric grid, or one that is a sign); None rounds to nearest, ties to even.
     """
     given_n = x.reshape(-1).float()
     if role is Role.DELTA and other is not None:
@@ -211,7 +224,7 @@ def quantize_pack(
     count, coded = given_n.numel(), grid.coded(given_n.numel())
     coded_n = torch.nn.functional.pad(given_n, (0, coded - count))
     coded_n = rotate(coded_n, grid.rotation) if grid.rotation and count else coded_n
-    scales.copy_(_to_wire(_scales(coded_n, grid, seed is not None), grid, scales.dtype))
+    scales.copy_(_to_wire(_scales(coded_n, grid, seed is not None), grid, scales.dtype, seed is not None))
     codes_n = _codes(coded_n, scales.float(), grid, seed)
     codes.copy_(pack_bits(codes_n, grid.bits))
     if role is Role.PLAIN or other is None:

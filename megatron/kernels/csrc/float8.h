@@ -91,7 +91,8 @@ MCC_FN float float8_store(const mcc_float8 &c, int64_t group, uint32_t largest) 
     const uint32_t power = (unit + 0x7fffffu) >> 23, top = Float8<kMantissa>::kTopPower;
     static_cast<uint8_t *>(c.scales)[group] = uint8_t(unit >= 0x7f800000u ? 255u : power < top ? power : top);
   } else if (c.scale_dtype == MCC_BF16) {
-    const uint16_t rounded = float_to_bf16(float_of(largest));
+    const float outer = c.stochastic ? bf16_towards(float_of(largest), true) : float_of(largest);
+    const uint16_t rounded = float_to_bf16(outer);
     static_cast<uint16_t *>(c.scales)[group] = rounded == 0x7f80u && largest < 0x7f800000u ? uint16_t(0x7f7f) : rounded;
   } else {
     static_cast<float *>(c.scales)[group] = float_of(largest);

@@ -68,15 +68,19 @@ MCC_FN float load_scale(const void *scales, int dtype, int64_t i) {
                            : bf16_to_float(static_cast<const uint16_t *>(scales)[i]);
 }
 
-/* The next number in bf16 that is not closer to zero (``outwards``) or not farther from it; NaN stays NaN. */
+/* The next number in bf16 that is not closer to zero (``outwards``) or not farther from it. Finite numbers stay finite, and
+ * NaN stays NaN. */
 MCC_FN float bf16_towards(float x, bool outwards) {
-  const uint32_t u = bits_of(x);
-  return (u & 0x7fffffffu) > 0x7f800000u ? x : float_of((outwards ? u + 0xffffu : u) & 0xffff0000u);
+  const uint32_t u = bits_of(x), size = u & 0x7fffffffu;
+  if (size > 0x7f800000u) return x;
+  return float_of((outwards && size < 0x7f7f0000u ? u + 0xffffu : u) & 0xffff0000u);
 }
 
-/* What the receiver will read: to nearest, but the limits of a minmax grid never inwards. */
+/* What the receiver will read. To nearest, which has the least error; but the limits of a minmax grid, and the scales of
+ * stochastic rounding, never inwards: a clipped number would be a bias. */
 MCC_FN Scale rounded(const mcc_grid &g, int dtype, Scale s) {
   if (dtype == MCC_FP32) return s;
+  if (!is_minmax(g) && g.stochastic && !is_sign(g)) return {bf16_towards(s.first, true), 0.0f};
   if (!is_minmax(g)) return {bf16_to_float(float_to_bf16(s.first)), 0.0f};
   return {bf16_towards(s.first, s.first < 0), bf16_towards(s.second, !(s.second < 0))};
 }
