@@ -1,7 +1,7 @@
-"""Chunked Top-K: the largest numbers of every short chunk, with short indices and values of a few bits.
+"""Chunked Top-K: the largest numbers of every short chunk, with their places and values in a few bits.
 
-SparseLoCo (arXiv 2508.15706), as Covenant-72B used it: 64 of each 4,096 numbers, 12 bits for the place of each in its
-chunk and 2 for its value, 0.219 bits for each number of the tensor.
+SparseLoCo (arXiv 2508.15706), with the choice of Covenant-72B: 64 of each 4,096 numbers, 2 bits for each value. A place
+in a chunk takes 8 bits (``sorted_places.py``), where Covenant-72B sends 12: 0.156 bits for each number of the tensor.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from megatron.compression.message import ScaledCodes
 from megatron.compression.options import opt
 from megatron.compression.points import Point
 from megatron.compression.registry import Registration, Registry
+from megatron.compression.sorted_places import SortedPlaces
 from megatron.compression.state import CompressorState
 from megatron.kernels.ops import abs_topk, gather_packed, pack_bits, unpack_bits
 
@@ -33,7 +34,7 @@ _DTYPES = {16: torch.bfloat16, 32: torch.float32}
 
 @dataclass(frozen=True)
 class ChunkedTopKConfig:
-    """The largest numbers of every chunk, with short indices and values of a few bits."""
+    """The largest numbers of every chunk, with their places and values in a few bits."""
 
     chunk: int = opt(4096, "consecutive numbers of a parameter that are a chunk", minimum=2, maximum=1 << 16)
     k: int = opt(64, "numbers of each chunk that are sent", minimum=1, scheduled=True)
@@ -84,10 +85,17 @@ class _Chunks:
         """Numbers of a parameter that are sent."""
         return self.chunks * self.config.k + self.of_tail
 
-    @property
-    def index_bits(self) -> int:
-        """Bits of a place in a chunk; of a single place, that may also be none."""
-        return (self.config.chunk - (self.config.k > 1)).bit_length()
+    @cached_property
+    def places(self) -> tuple[SortedPlaces, SortedPlaces]:
+        """The codes of places in full chunks, and in the shorter ones behind them.
+
+        The length of a chunk is the place of what is not sent.
+        """
+        config = self.config
+        return (
+            SortedPlaces(self.k * self.chunks, config.k, config.chunk),
+            SortedPlaces(self.k if self.tail else 0, self.of_tail, self.tail),
+        )
 
     @property
     def bins(self) -> int:
@@ -96,24 +104,24 @@ class _Chunks:
 
     @cached_property
     def message(self) -> ScaledCodes:
-        """The layout of the message: the bins' means, or the values; the places' bits above the lowest 8, and those;
-        the bins. Codes are packed 8 by 8."""
+        """The layout of the message: the bins' means, or the values; the places in full chunks and in shorter ones;
+        and the bins, packed 8 by 8."""
         count = self.k * self.chosen
-        octets = -(-count // 8)
-        high, low = octets * max(self.index_bits - 8, 0), octets * min(self.index_bits, 8)
+        places = sum((code.sizes for code in self.places), ())
         if self.bins:
-            return ScaledCodes((self.k * self.bins,), torch.float32, (high, low, octets * self.config.bits))
-        return ScaledCodes((count,), _DTYPES[self.config.bits], (high, low, 0))
+            return ScaledCodes((self.k * self.bins,), torch.float32, (*places, -(-count // 8) * self.config.bits))
+        return ScaledCodes((count,), _DTYPES[self.config.bits], (*places, 0))
 
-    def _rows(self, x_kc: Tensor) -> list[tuple[Tensor, int]]:
-        """What belongs to the chunks, (rows, chosen of each), and their length: full ones, and those behind them."""
+    def _rows(self, x_kc: Tensor) -> list[Tensor]:
+        """What belongs to the chunks, (rows, chosen of each): full ones, and those behind them."""
         cut = self.chunks * self.config.k
-        rows = [(x_kc[:, :cut].reshape(-1, self.config.k), self.config.chunk)]
-        return [*rows, (x_kc[:, cut:], self.tail)] if self.tail else rows
+        rows = [x_kc[:, :cut].reshape(-1, self.config.k)]
+        return [*rows, x_kc[:, cut:]] if self.tail else rows
 
     def _joined(self, rows: Sequence[Tensor]) -> Tensor:
         """The inverse of ``_rows``, (k, chosen)."""
-        return torch.cat([part.reshape(self.k, part.numel() // max(self.k, 1)) for part in rows], dim=1)
+        parts = [part.reshape(self.k, part.numel() // max(self.k, 1)) for part in rows]
+        return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
     def choose(self, x_kn: Tensor) -> Tensor:
         """Places of the largest magnitudes in their chunks, (k, chosen), int64."""
@@ -125,20 +133,22 @@ class _Chunks:
 
     def flattened(self, places_kc: Tensor) -> Tensor:
         """Places in chunks as indices into the flattened parameters."""
-        chunk, device = self.config.chunk, places_kc.device
-        starts_c = torch.arange(self.chosen, device=device) // self.config.k * chunk
-        starts_k1 = torch.arange(self.k, device=device).unsqueeze(1) * self.n
-        return (places_kc + starts_c + starts_k1).view(-1)
+        return self._flattened(self._rows(places_kc))
+
+    def _flattened(self, rows: Sequence[Tensor]) -> Tensor:
+        """The same of places by rows."""
+        starts_k1 = torch.arange(self.k, device=rows[0].device).unsqueeze(1) * self.n
+        starts_c = torch.arange(self.chunks, device=rows[0].device) * self.config.chunk
+        starts = ((starts_k1 + starts_c).view(-1, 1), starts_k1 + self.chunks * self.config.chunk)
+        return self._joined([part + first for part, first in zip(rows, starts, strict=False)]).view(-1)
 
     def encode(self, places_kc: Tensor, values_kc: Tensor) -> Tensor:
         """The message, uint8."""
         wire = torch.empty(self.message.nbytes, dtype=torch.uint8, device=places_kc.device)
-        (table,), (high, low, codes) = self.message.to_write(wire)
-        places_kc, values_kc = self._without_zeros(places_kc, values_kc)
-        places = places_kc.view(-1)
-        if self.index_bits > 8:
-            pack_bits((places >> 8).to(torch.uint8), self.index_bits - 8, high)
-        pack_bits((places & 0xFF).to(torch.uint8), min(self.index_bits, 8), low)
+        (table,), (*parts, codes) = self.message.to_write(wire)
+        places, values_kc = self._without_zeros(places_kc, values_kc)
+        for number, (code, places_rc) in enumerate(zip(self.places, places, strict=False)):
+            code.encode(places_rc, parts[3 * number : 3 * number + 3])
         if self.bins:
             bins_kc, means_kb = _binned(values_kc.float(), self.bins)
             table.copy_(means_kb.view(-1))
@@ -147,56 +157,33 @@ class _Chunks:
             table.copy_(_within(values_kc, table.dtype).view(-1))
         return wire
 
-    def _without_zeros(self, places_kc: Tensor, values_kc: Tensor) -> tuple[Tensor, Tensor]:
-        """Places as they are sent (``_marked``), and the values in their order. No bin is a zero's."""
-        parts = zip(self._rows(places_kc), self._rows(values_kc == 0), strict=True)
-        places, orders = zip(*(_marked(rows, zero, length) for (rows, length), (zero, _) in parts), strict=True)
-        begins_c = torch.arange(self.chosen, device=places_kc.device) // self.config.k * self.config.k
-        return self._joined(places), values_kc.gather(1, self._joined(orders) + begins_c)
+    def _without_zeros(self, places_kc: Tensor, values_kc: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Places as they are sent, by rows, and the values in their order: numbers first, ascending, and then, for each
+        zero, the length of the chunk. No bin is a zero's."""
+        places, values = [], []
+        for code, places_rc, values_rc in zip(self.places, self._rows(places_kc), self._rows(values_kc), strict=False):
+            narrow_rc = places_rc.to(torch.int32)  # sorts in half the time
+            ordered_rc, order_rc = torch.where(values_rc == 0, narrow_rc + code.most, narrow_rc).sort(dim=1)
+            places.append(ordered_rc.clamp_(max=code.most))
+            values.append(values_rc.gather(1, order_rc))
+        return places, self._joined(values)
 
     def decode(self, wire: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """Indices into the flattened parameters, the values there, and whether each was sent; where not, it is 0."""
-        (table,), (high, low, codes) = self.message.to_read(wire)
-        count = self.k * self.chosen
-        places = unpack_bits(low, min(self.index_bits, 8), count).to(torch.int64)
-        if self.index_bits > 8:
-            places |= unpack_bits(high, self.index_bits - 8, count).to(torch.int64) << 8
-        places_kc = places.view(self.k, self.chosen)
-        sent_kc = self._joined([_sent(rows, length) for rows, length in self._rows(places_kc)])
+        (table,), (*parts, codes) = self.message.to_read(wire)
+        places, zeros = [], []
+        for number, code in enumerate(self.places[: 2 if self.tail else 1]):
+            places_rc = code.decode(parts[3 * number : 3 * number + 3])
+            zeros.append(places_rc >= code.most)
+            places.append(places_rc.masked_fill_(zeros[-1], 0))
         if self.bins:
-            bins_kc = unpack_bits(codes, self.config.bits, count).to(torch.int64).view(self.k, self.chosen)
-            values_kc = table.view(self.k, self.bins).gather(1, bins_kc)
+            bins_kc = unpack_bits(codes, self.config.bits, self.k * self.chosen).to(torch.int64)
+            values_kc = table.view(self.k, self.bins).gather(1, bins_kc.view(self.k, self.chosen))
         else:
             values_kc = table.view(self.k, self.chosen)
-        values = torch.where(sent_kc, values_kc, 0.0).view(-1).to(dtype)
-        return self.flattened(torch.where(sent_kc, places_kc, 0)), values, sent_kc.view(-1)
-
-
-def _marked(places_rc: Tensor, zero_rc: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Places as they are sent, and the order that this takes.
-
-    Those of numbers come first, ascending. The others repeat the last of them; without any they are 1, 0, 0, ..., or,
-    where there is one alone, the length of the chunk.
-
-    Args:
-        places_rc: ascending places in chunks.
-        zero_rc: where there is a zero.
-        length: numbers of a chunk.
-    """
-    ordered_rc, order_rc = (places_rc + zero_rc * length).sort(dim=1)
-    if places_rc.shape[1] == 1:
-        return ordered_rc.clamp(max=length), order_rc
-    last_rc = torch.where(ordered_rc < length, ordered_rc, -1).cummax(dim=1).values
-    empty_c = (torch.arange(places_rc.shape[1], device=places_rc.device) == 0).to(places_rc.dtype)
-    return torch.where(last_rc < 0, empty_c, last_rc), order_rc
-
-
-def _sent(places_rc: Tensor, length: int) -> Tensor:
-    """Which of the places that ``_marked`` made hold numbers."""
-    if places_rc.shape[1] < 2:
-        return places_rc < length
-    first_r1 = places_rc[:, :1] <= places_rc[:, 1:2]
-    return torch.cat([first_r1, places_rc[:, 1:] > places_rc[:, :-1]], dim=1)
+        zero_kc = self._joined(zeros)
+        values = values_kc.masked_fill(zero_kc, 0.0).view(-1).to(dtype)
+        return self._flattened(places), values, zero_kc.logical_not().view(-1)
 
 
 @dataclass(frozen=True)

@@ -26,21 +26,34 @@ def pack_bits(codes_n: Tensor, bits: int) -> Tensor:
         first byte the lowest. Padding codes are 0.
     """
     groups = -(-codes_n.numel() // 8)
-    padded = torch.zeros(groups * 8, dtype=torch.int64, device=codes_n.device)
+    padded = torch.zeros(groups * 8, dtype=torch.uint8, device=codes_n.device)
     padded[: codes_n.numel()] = codes_n
-    shifts = torch.arange(8, device=codes_n.device) * bits
-    words_g = (padded.view(groups, 8) << shifts).sum(dim=1)
-    places = torch.arange(bits, device=codes_n.device) * 8
-    return ((words_g.unsqueeze(1) >> places) & 0xFF).to(torch.uint8).flatten()
+    words_g = padded.view(torch.int64)
+    for width, ones in _halves(bits):  # the codes of neighbors, of so many bits, move together
+        words_g = (words_g & ones) | ((words_g >> (width - width * bits // 8)) & (ones << (width * bits // 8)))
+    return words_g.view(torch.uint8).view(groups, 8)[:, :bits].reshape(-1)
 
 
 def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
     """The first ``count`` codes of what ``pack_bits`` made, as uint8."""
-    places = torch.arange(bits, device=packed.device) * 8
-    words_g = (packed.view(-1, bits).to(torch.int64) << places).sum(dim=1)
-    shifts = torch.arange(8, device=packed.device) * bits
-    codes = (words_g.unsqueeze(1) >> shifts) & ((1 << bits) - 1)
-    return codes.to(torch.uint8).flatten()[:count]
+    eights = torch.zeros(packed.numel() // bits, 8, dtype=torch.uint8, device=packed.device)
+    eights[:, :bits] = packed.view(-1, bits)
+    words_g = eights.view(torch.int64).view(-1)
+    for width, ones in reversed(_halves(bits)):
+        words_g = (words_g & ones) | ((words_g & (ones << (width * bits // 8))) << (width - width * bits // 8))
+    return words_g.view(torch.uint8)[:count]
+
+
+def _halves(bits: int) -> list[tuple[int, int]]:
+    """Steps that pack the eight bytes of a word to ``bits`` bits each.
+
+    A step joins neighbors that lie so many bits apart; its mask has the bits of the lower ones.
+    """
+    steps = []
+    for width in (8, 16, 32) if bits < 8 else ():
+        filled = (1 << (width * bits // 8)) - 1
+        steps.append((width, sum(filled << place for place in range(0, 64, 2 * width))))
+    return steps
 
 
 def noise(count: int, seed: int, device: torch.device) -> Tensor:

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron.base.errors import UserError
@@ -27,6 +29,7 @@ from megatron.compression.lockstep import run_lockstep
 from megatron.compression.registry import Registry
 from megatron.compression.requests import Op, Request
 from megatron.compression.schedule import RunLength
+from megatron.compression.sorted_places import SortedPlaces
 from megatron.compression.spec import read_spec
 from megatron.compression.state import CompressorState
 
@@ -112,15 +115,61 @@ def _codes(data: bytes, bits: int, count: int) -> list[int]:
     return [whole >> (i * bits) & ((1 << bits) - 1) for i in range(count)]
 
 
+@settings(max_examples=80, deadline=None)
+@given(rows=st.integers(0, 4), count=st.integers(1, 80), most=st.integers(1, 1 << 16), seed=st.integers(0, 99))
+def test_places_come_back_in_the_bits_of_the_formula(rows: int, count: int, most: int, seed: int) -> None:
+    """Equal ones as well, and as many as the largest possible ones."""
+    generator = torch.Generator().manual_seed(seed)
+    places = torch.randint(0, most + 1, (rows, count), generator=generator).sort(dim=1).values
+    places[:1] = most
+    code = SortedPlaces(rows, count, most)
+    parts = [torch.full((size,), 77, dtype=torch.uint8) for size in code.sizes]
+    code.encode(places, parts)
+    assert torch.equal(code.decode(parts), places)
+    if count <= most:
+        low = int(math.log2(most / count))
+        assert count * code.low_bits + code.unary_bits <= count * low + count + (most >> low)
+
+
+def _received(data: bytes, rows: int, count: int, most: int) -> tuple[list[int], bytes]:
+    """Places of rows, read bit by bit, and the bytes behind them."""
+    low = max(range(17), key=lambda bits: (-(count * bits + _buckets(count, most, bits)), bits))
+    stream, octets = _codes(data, 1, 8 * len(data)), -(-rows * count // 8)
+    places, at = [], 0
+    for row in range(rows if most >> low else 0):
+        row_places: list[int] = []
+        bucket, at = 0, row * _buckets(count, most, low)
+        while len(row_places) < count:
+            if stream[at]:
+                row_places.append(bucket << low)
+            else:
+                bucket += 1
+            at += 1
+        places += row_places
+    at = -(-rows * _buckets(count, most, low) // 8)
+    places = places or [0] * (rows * count)
+    for bits, shift in ((max(low - 8, 0), 8), (min(low, 8), 0)):
+        more = _codes(data[at:], bits, rows * count)
+        places = [place + (part << shift) for place, part in zip(places, more, strict=True)]
+        at += bits * octets
+    return places, data[at:]
+
+
+def _buckets(count: int, most: int, low: int) -> int:
+    return count + (most >> low) if most >> low else 0
+
+
 @pytest.mark.parametrize(
     ("chunk", "k", "n", "bits", "wanted"),
     [
-        (4096, 64, 4 * 4096, 2, 4 * 112 + 16),  # 64 (12 + 2) bits for 4,096 numbers, and four means
-        (4096, 64, 4 * 4096, 4, 4 * 128 + 64),
-        (4096, 64, 4 * 4096, 16, 4 * 224),
-        (4096, 64, 4 * 4096, 32, 4 * 352),
-        (256, 8, 1000, 2, 32 + 8 + 16),  # 32 of 3.9 chunks: 3 x 8, and 8 x 232/256 = 7.25, rounded up
-        (32, 3, 100, 1, 8 + 2 * 5 + 2),  # 9, and 1 of the 4 that are left over; packed 8 by 8
+        (4096, 64, 4 * 4096, 2, 4 * 80 + 16),  # 64 (8 + 2) bits for 4,096 numbers, and four means
+        (4096, 64, 4 * 4096, 4, 4 * 96 + 64),
+        (4096, 64, 4 * 4096, 16, 4 * 192),
+        (4096, 64, 4 * 4096, 32, 4 * 320),
+        (4096, 512, 2 * 4096, 2, 2 * 448 + 16),  # 512 (5 + 2)
+        (256, 8, 1000, 2, 3 * 7 + 7 + 8 + 16),  # 3 x 8 (5 + 2), and 8 of the 232 that are left over, and their bins
+        (65536, 4, 65536, 2, 1 + 14 + 2 + 16),  # 4 (16 + 2), of which low bits and bins are packed 8 by 8
+        (32, 3, 100, 1, 3 + 2 * 3 + 3 + 2 + 8),  # 9 places in 7 + 3 3 bits a chunk, and 1 of the 4 that are left over
     ],
 )
 def test_the_message_bit_by_bit(chunk: int, k: int, n: int, bits: int, wanted: int) -> None:
@@ -135,17 +184,15 @@ def test_the_message_bit_by_bit(chunk: int, k: int, n: int, bits: int, wanted: i
     assert len(wire) == -(-wanted // 4) * 4
     row = given.view(-1).double().numpy()
     places = _choice(row, chunk, k)
-    octets = -(-len(places) // 8)
-    width = (chunk - 1).bit_length()
     table = 4 * 2**bits if bits <= 8 else bits // 8 * len(places)
-    high = table + octets * max(width - 8, 0)
-    low = high + octets * min(width, 8)
-    lowest = _codes(wire[high:low], min(width, 8), len(places))
-    highest = _codes(wire[table:high], width - 8, len(places)) if width > 8 else [0] * len(places)
-    assert [256 * h + o for h, o in zip(highest, lowest, strict=True)] == [place % chunk for place in places]
+    received, rest = _received(wire[table:], n // chunk, k, chunk)
+    if n % chunk:
+        more, rest = _received(rest, 1, math.ceil(k * (n % chunk) / chunk), n % chunk)
+        received += more
+    assert received == [place % chunk for place in places]
     if bits <= 8:
         means = struct.unpack(f"<{2**bits}f", wire[:table])
-        values = [means[code] for code in _codes(wire[low:], bits, len(places))]
+        values = [means[code] for code in _codes(rest, bits, len(places))]
         np.testing.assert_allclose(values, _rounded(row[places], bits), rtol=1e-6)
         total = np.zeros(n)
         total[places] = values

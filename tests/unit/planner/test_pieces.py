@@ -89,7 +89,7 @@ def test_saved_bytes_are_those_of_a_real_run() -> None:
         ("dp-grad=fixpoint,bits=3.6,grid=minmax,rotation=64,rotate-when=outlier", *[3.6 / 8 + 8 / 64 + 1 / 8 / 64] * 2),
         ("dp-grad=stable-topk,density=0.1,interval=10", 0.4, 4.0),
         # Half of what eight ranks gather; four matrices have 16 bytes of means each.
-        ("dp-grad=chunked-topk", 4 * (14 / 64 + 4 * 128 / (12 * 64**2)) / 8, 4.0),
+        ("dp-grad=chunked-topk", 4 * (10 / 64 + 4 * 128 / (12 * 64**2)) / 8, 4.0),
     ],
 )
 def test_gradients_are_sent_as_the_compressor_says(spec: str, of_matrices: float, of_vectors: float) -> None:

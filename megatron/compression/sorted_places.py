@@ -1,0 +1,103 @@
+"""Elias-Fano's code of places that ascend: the same length for any places, and close to the least that is possible.
+
+A place is cut into its lowest bits, which are sent as they are, and the rest, its bucket. The buckets of a row ascend,
+so they are sent in unary: a one for every place, and before it a zero for every bucket passed since the place before.
+With 2^l places in a bucket, k places up to n take k l + k + floor(n / 2^l) bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.kernels.ops import pack_bits, unpack_bits
+
+
+@dataclass(frozen=True)
+class SortedPlaces:
+    """The code of rows of places.
+
+    Args:
+        rows: number of rows.
+        count: places of each, in ascending order; equal ones may follow each other.
+        most: the largest place that is possible, below 2**16 + 1.
+    """
+
+    rows: int
+    count: int
+    most: int
+
+    @cached_property
+    def low_bits(self) -> int:
+        """Bits of a place that are sent as they are: those with the shortest code, and of these the most."""
+        return min(reversed(range(17)), key=lambda low: self.count * low + self._unary_bits(low))
+
+    def _unary_bits(self, low: int) -> int:
+        """Bits of a row's buckets; of a single one, none."""
+        buckets = self.most >> low
+        return self.count + buckets if buckets else 0
+
+    @cached_property
+    def unary_bits(self) -> int:
+        """Bits of the buckets of a row."""
+        return self._unary_bits(self.low_bits)
+
+    @cached_property
+    def sizes(self) -> tuple[int, int, int]:
+        """Bytes of the parts of a message: the buckets of all rows; the low bits above the lowest 8; and those.
+
+        Low bits are packed 8 by 8."""
+        octets = -(-self.rows * self.count // 8)
+        return -(-self.rows * self.unary_bits // 8), octets * max(self.low_bits - 8, 0), octets * min(self.low_bits, 8)
+
+    def encode(self, places_rc: Tensor, parts: Sequence[Tensor]) -> None:
+        """Writes the parts of the message, uint8, whose sizes ``sizes`` says."""
+        unary, high, low = parts
+        if unary.numel():
+            rows_r1 = torch.arange(self.rows, device=places_rc.device).unsqueeze(1) * self.unary_bits
+            at_rc = rows_r1 + torch.arange(self.count, device=places_rc.device)
+            at_rc += places_rc >> self.low_bits
+            ones = torch.zeros(self.rows * self.unary_bits, dtype=torch.uint8, device=places_rc.device)
+            pack_bits(ones.index_fill_(0, at_rc.view(-1), 1), 1, unary)
+        rest = places_rc.reshape(-1) & ((1 << self.low_bits) - 1)
+        if high.numel():
+            pack_bits((rest >> 8).to(torch.uint8), self.low_bits - 8, high)
+        if low.numel():
+            pack_bits((rest & 0xFF).to(torch.uint8), min(self.low_bits, 8), low)
+
+    def decode(self, parts: Sequence[Tensor]) -> Tensor:
+        """Places of a message, (rows, count), int32."""
+        unary, high, low = parts
+        total, device = self.rows * self.count, low.device
+        if unary.numel():
+            places_rc = _ones(unary, total).view(self.rows, self.count)
+            places_rc -= torch.arange(self.rows, dtype=torch.int32, device=device).unsqueeze(1) * self.unary_bits
+            places_rc -= torch.arange(self.count, dtype=torch.int32, device=device)
+            places_rc <<= self.low_bits
+        else:
+            places_rc = torch.zeros(self.rows, self.count, dtype=torch.int32, device=device)
+        if low.numel():
+            places_rc += unpack_bits(low, min(self.low_bits, 8), total).view_as(places_rc)
+        if high.numel():
+            places_rc += unpack_bits(high, self.low_bits - 8, total).view_as(places_rc).to(torch.int32) << 8
+        return places_rc
+
+
+def _ones(packed: Tensor, total: int) -> Tensor:
+    """Places of the ones among bits of which ``total`` are ones, ascending, int32."""
+    kind: dict[str, Any] = {"dtype": torch.int32, "device": packed.device}
+    bits_v8 = torch.arange(256, **kind).unsqueeze(1) >> torch.arange(8, **kind) & 1
+    # Of the ones in each byte, and then of its zeros.
+    places_v8 = bits_v8.argsort(dim=1, descending=True, stable=True).to(torch.int32)
+    values_b = packed.to(torch.int32)
+    counts_b = bits_v8.sum(dim=1, dtype=torch.int32).index_select(0, values_b)
+    bytes_n = torch.repeat_interleave(counts_b, output_size=total)
+    # The one with number i in all is its byte's i - (those before the byte).
+    first_b = values_b * 8 - (counts_b.cumsum(0, dtype=torch.int32) - counts_b)
+    within_n = first_b.index_select(0, bytes_n).add_(torch.arange(total, **kind))
+    return bytes_n.mul_(8).add_(places_v8.view(-1).index_select(0, within_n))
