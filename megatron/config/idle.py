@@ -139,7 +139,11 @@ RULES: Sequence[Idle] = (
         _one_replica,
         "there is one replica",
     ),
-    Idle(("islands.islands_timeout_seconds",), lambda config, _: not config.islands.several, "there is one island"),
+    Idle(
+        ("islands.islands_timeout_seconds", "islands.islands_linger_seconds"),
+        lambda config, _: not config.islands.several,
+        "there is one island",
+    ),
     Idle(
         fields_of("parallel", "overlap_grad_reduce ddp_bucket_size"),
         lambda config, _: config.parallel.ddp_impl == "torch",

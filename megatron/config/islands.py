@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron.base.addresses import EXAMPLE, read_address
 from megatron.base.errors import UserError
 from megatron.base.numerals import read_whole
 from megatron.base.option import derived, option
@@ -64,6 +65,14 @@ class IslandsConfig:
         maximum=86_400,
     )
 
+    islands_linger_seconds: float = option(
+        0.0,
+        "Longest time that islands which have come to the end stay, so that one that comes late is sent their state.",
+        unit="seconds",
+        minimum=0,
+        maximum=604_800,
+    )
+
     @property
     def several(self) -> bool:
         """Whether there are others."""
@@ -114,14 +123,10 @@ def host_and_port(address: str, flag: str) -> tuple[str, int]:
 
     Raises UserError for anything else; the message names the flag.
     """
-    host, colon, port = address.rpartition(":")
     try:
-        number = read_whole(port)
+        return read_address(address)
     except ValueError:
-        number = 0
-    if not colon or not host or not 0 < number < 1 << 16:
-        raise UserError(f"{flag} {address}: write HOST:PORT, such as 10.0.0.1:29600")
-    return host, number
+        raise UserError(f"{flag} {address[:200]}: {EXAMPLE}") from None
 
 
 def check_islands(

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.topology.errors import CommunicationError, reason
 from megatron.topology.group import Group
 from megatron.topology.staged import StagedGroup
+from megatron.topology.work import in_thread
 
 CPU = torch.device("cpu")
 
@@ -47,9 +48,12 @@ def group_apart(
     store.set_timeout(timeout)
     made: Any = dist.ProcessGroup(store, rank, len(ranks))
     try:
-        backend = _gloo(store, rank, len(ranks), timeout, address)
-    except RuntimeError as error:
-        raise CommunicationError(f"{name} ({', '.join(map(str, ranks))}) do not meet: {reason(error)}") from error
+        # The store may hang as well as the members, and has no time limit for that.
+        making = in_thread(lambda: _gloo(store, rank, len(ranks), timeout, address), "islands")
+        backend = making.result(2 * seconds)
+    except (RuntimeError, TimeoutError) as error:
+        why = reason(error) or f"not within {2 * seconds:g} s"
+        raise CommunicationError(f"{name} ({', '.join(map(str, ranks))}) do not meet: {why}") from error
     made._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     made._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, backend)
     kind = Group if device.type == "cpu" else StagedGroup

@@ -18,7 +18,7 @@ from megatron.topology.decision import Arrival, Decision, RoundOutcome, Vote, ju
 from megatron.topology.errors import CommunicationError
 from megatron.topology.group import Group
 from megatron.topology.meeting_place import POLL_SECONDS, MeetingPlace, Pulses
-from megatron.topology.starting import LOCAL, IslandStart, QuorumError, StartLimits, share
+from megatron.topology.starting import LOCAL, IslandStart, QuorumError, StartLimits, Waiting, finish_of, named, share
 
 _WATCHING = 3
 """Time limits after which an island that watches an attempt takes it for failed."""
@@ -52,6 +52,7 @@ class Islands:
         start_seconds: longest time until all have come to the start.
         control: the ranks of this island over gloo; None for a single one.
         device: where this rank's tensors are.
+        tell: prints a line, on rank 0.
     """
 
     def __init__(
@@ -64,16 +65,17 @@ class Islands:
         start_seconds: float,
         control: dist.ProcessGroup | None,
         device: torch.device = CPU,
+        tell: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.place, self.island, self.count, self.quorum = place, island, count, quorum
         self.seconds = seconds
         self.control, self.rank = control, rank_of(control)
-        self.device = device
+        self.device, self.tell = device, tell
         self.expected: tuple[int, ...] = ()
         self.last_round = ""
         self._group: Group | None = None
         self._identity: Mapping[str, str] = {}
-        self.start = IslandStart(place, island, StartLimits(count, quorum, start_seconds), self._share)
+        self.start = IslandStart(place, island, StartLimits(count, quorum, start_seconds), self._share, tell)
 
     def begin(self, iteration: int, in_step: bool, identity: Mapping[str, str], weights: str = "") -> bool:
         """Begins a generation with the others, or finds that one is going on.
@@ -118,11 +120,13 @@ class Islands:
         self.place.put(f"{key}/arrived/{self.island}", own.encode())
         awaited = [k for k in self._awaited() if k != self.island]
         pulses, deadline = Pulses(self.place, awaited), time.monotonic() + self.seconds
+        waiting = Waiting("to come to a round", self.seconds, self.tell)
 
         def look() -> None:
             came = {k: self.place.get(f"{key}/arrived/{k}", Arrival.decode) for k in range(self.count)}
             arrivals = {k: arrival for k, arrival in came.items() if arrival is not None}
             missing = {k for k in awaited if k not in arrivals} - pulses.silent() - self._joining()
+            waiting.look(missing)
             if missing and time.monotonic() < deadline:
                 return
             if len(arrivals) < self.quorum:
@@ -225,6 +229,10 @@ class Islands:
         ticket = int(self._share(lambda: self._take_ticket()))
         others = [k for k in range(self.count) if k != self.island]
         pulses = Pulses(self.place, others)
+        if self.rank == 0:
+            self.tell(
+                f"waiting for {named(others)} to let this one in at the end of a round, while any of them is alive"
+            )
         answer = None
         # As long as a round may take, which is longer than ranks may wait for one of their own.
         while answer is None:
@@ -278,6 +286,29 @@ class Islands:
             CommunicationError: when the other does not come.
         """
         return self.group_of((source, joiner), f"stream/{ticket}", self.seconds)
+
+    def finish(self, iteration: int, folder: str) -> list[int]:
+        """Notes that this island has come to the end; returns the others that have neither come to it nor to the last
+        round.
+
+        Args:
+            iteration: the last one.
+            folder: that of its checkpoint; empty where there is none.
+        """
+
+        def note() -> list[int]:
+            self.place.put(finish_of(self.island), [iteration, folder])
+            return self._late()
+
+        return [int(k) for k in self._share(note)]
+
+    def still_late(self) -> bool:
+        """Whether an island is late, for which this one, the first member of the last round, may wait."""
+        first = bool(self.expected) and self.expected[0] == self.island
+        return first and bool(self._share(self._late))
+
+    def _late(self) -> list[int]:
+        return [k for k in range(self.count) if k not in self.expected and self.place.get(finish_of(k)) is None]
 
     def leave(self) -> None:
         """Ends this island's part."""

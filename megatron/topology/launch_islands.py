@@ -17,6 +17,7 @@ from types import FrameType
 import torch
 from torch.distributed import run
 
+from megatron.base.addresses import EXAMPLE, read_address, write_address
 from megatron.topology.errors import CommunicationError
 from megatron.topology.meeting_place import serve
 
@@ -53,8 +54,11 @@ def wrong_islands(arguments: argparse.Namespace) -> str | None:
     count, processes = arguments.islands, arguments.nproc_per_node
     for name in ("serve_islands", "islands_address"):
         address = getattr(arguments, name)
-        if address is not None and not address.rpartition(":")[2].isdecimal():
-            return f"--{name.replace('_', '-')} {address}: write HOST:PORT, such as 10.0.0.1:29600"
+        try:
+            if address is not None:
+                read_address(address)
+        except ValueError:
+            return f"--{name.replace('_', '-')} {address[:200]}: {EXAMPLE}"
     if arguments.island is not None and count is not None and not 0 <= arguments.island < count:
         return f"--island {arguments.island} with --islands {count}: islands count from 0 to {count - 1}"
     if count is None or arguments.island is not None:
@@ -92,8 +96,7 @@ def prepare_island(arguments: argparse.Namespace) -> object:
         arguments.training_script_args += ["--islands", str(arguments.islands)]
     if arguments.serve_islands is None:
         return None
-    host, _, port = arguments.serve_islands.rpartition(":")
-    return serve(host, int(port))
+    return serve(*read_address(arguments.serve_islands))
 
 
 def launch_islands(argv: Sequence[str], arguments: argparse.Namespace, say: Say) -> int:
@@ -107,9 +110,9 @@ def launch_islands(argv: Sequence[str], arguments: argparse.Namespace, say: Say)
     Returns:
         0 when an island has come to the end; otherwise the status of the one that failed first.
     """
-    host, _, port = (arguments.serve_islands or "127.0.0.1:0").rpartition(":")
+    host, port = read_address(arguments.serve_islands) if arguments.serve_islands else ("127.0.0.1", 0)
     try:
-        store = serve(host, int(port))
+        store = serve(host, port)
     except CommunicationError as error:
         say(str(error))
         return 1
@@ -120,7 +123,11 @@ def launch_islands(argv: Sequence[str], arguments: argparse.Namespace, say: Say)
     islands = []
     gpus = visible_gpus()
     for number in range(arguments.islands):
-        env = os.environ | {PARENT_VARIABLE: str(os.getpid()), ADDRESS: f"{host}:{store.port}", ISLAND: str(number)}
+        env = os.environ | {
+            PARENT_VARIABLE: str(os.getpid()),
+            ADDRESS: write_address(host, store.port),
+            ISLAND: str(number),
+        }
         env |= gpus_of(number, processes, gpus)
         islands.append(subprocess.Popen([sys.executable, sys.argv[0], *words, f"--island={number}", *script], env=env))
     _forward_signals(islands)

@@ -9,19 +9,29 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import wait
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from megatron.base.addresses import write_address
 from megatron.base.errors import first_line
 from megatron.topology.errors import CommunicationError
+from megatron.topology.readers import watch_readers
+from megatron.topology.work import Caller
 
 POLL_SECONDS = 0.02
 BEAT_SECONDS = 0.5
+QUIET_SECONDS = 2.0
+"""Time after which a line says for whom something waits."""
 SILENT_SECONDS = 10.0
 """Time without a heartbeat after which an island is not waited for."""
+_ANSWER_SECONDS = 60.0
+"""Longest time that a meeting place takes for an answer."""
+_SPARE_SECONDS = 2.0
+"""Added to a limit, since torch's own time-out says more and should come first."""
 _GENERATION, _ALIVE = "generation", "alive"
 _PREFIX = "megatron-islands"
 
@@ -39,7 +49,7 @@ def serve(host: str, port: int) -> dist.TCPStore:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listening = socket.create_server(address[:2], family=family, backlog=socket.SOMAXCONN)
         bound = listening.getsockname()[1]
-        return dist.TCPStore(
+        store = dist.TCPStore(
             host,
             bound,
             is_master=True,
@@ -49,8 +59,10 @@ def serve(host: str, port: int) -> dist.TCPStore:
         )
     except (OSError, RuntimeError, ValueError) as error:
         raise CommunicationError(
-            f"the islands' meeting place cannot be at {host}:{port}: {first_line(error)}"
+            f"the islands' meeting place cannot be at {write_address(host, port)}: {first_line(error)}"
         ) from error
+    watch_readers(store)
+    return store
 
 
 class MeetingPlace:
@@ -62,17 +74,32 @@ class MeetingPlace:
     Args:
         host, port: where it is served.
         seconds: longest time until it answers.
+        tell: prints a line.
 
     Raises:
         CommunicationError: when nothing answers there.
     """
 
-    def __init__(self, host: str, port: int, seconds: float) -> None:
-        self.where, self._address = f"{host}:{port}", (host, port)
+    def __init__(self, host: str, port: int, seconds: float, tell: Callable[[str], None] = lambda line: None) -> None:
+        self.where, self._address = write_address(host, port), (host, port)
+        self._seconds = min(seconds, _ANSWER_SECONDS)
+        self._caller = Caller("meeting place")
+
+        def connect() -> dist.TCPStore:
+            timeout = timedelta(seconds=seconds)
+            return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+
+        # torch waits for ever for the first answer of a listener that accepts.
+        connecting = self._caller.start(connect)
+        if not wait([connecting], min(seconds, QUIET_SECONDS)).done:
+            tell(f"waiting for the islands' meeting place at {self.where}, {seconds:g} s at most")
         try:
-            self._tcp = dist.TCPStore(
-                host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds)
-            )
+            self._tcp = connecting.result(seconds + _SPARE_SECONDS)
+        except TimeoutError as error:
+            raise CommunicationError(
+                f"what listens at {self.where} (--islands-address) has not answered as a meeting place of islands does "
+                f"within {seconds:g} s: another service, or a launcher that hangs?"
+            ) from error
         except (RuntimeError, ValueError) as error:
             raise CommunicationError(
                 f"no meeting place of islands answers at {self.where} (--islands-address): {first_line(error)}"
@@ -101,10 +128,15 @@ class MeetingPlace:
         """Runs a call of the store.
 
         Raises:
-            CommunicationError: when the meeting place is gone.
+            CommunicationError: when the meeting place is gone, or does not answer.
         """
         try:
-            return call()
+            return self._caller.call(call, self._seconds)
+        except TimeoutError as error:
+            raise CommunicationError(
+                f"the islands' meeting place at {self.where} has not answered for {self._seconds:g} s: the launcher "
+                "that serves it hangs, or the network does"
+            ) from error
         except RuntimeError as error:
             raise CommunicationError(
                 f"the islands' meeting place at {self.where} is gone: {first_line(error)}"
@@ -179,7 +211,7 @@ class MeetingPlace:
         """Shows no more that this island is alive."""
         if self._beats is not None:
             self._stop.set()
-            self._beats.join()
+            self._beats.join(_SPARE_SECONDS)  # it may wait for a place that does not answer
             self._beats = None
 
     def pulse(self, islands: Iterable[int]) -> dict[int, int]:

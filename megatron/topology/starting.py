@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -14,7 +14,14 @@ import torch.distributed as dist
 from megatron.base.errors import UserError
 from megatron.topology.agree import gather_texts, rank_of
 from megatron.topology.errors import CommunicationError
-from megatron.topology.meeting_place import BEAT_SECONDS, POLL_SECONDS, SILENT_SECONDS, MeetingPlace, Pulses
+from megatron.topology.meeting_place import (
+    BEAT_SECONDS,
+    POLL_SECONDS,
+    QUIET_SECONDS,
+    SILENT_SECONDS,
+    MeetingPlace,
+    Pulses,
+)
 
 _SHOWN = 3
 _BEATS_OF_ANOTHER = 3
@@ -24,6 +31,17 @@ LOCAL = "local"
 
 class QuorumError(CommunicationError):
     """Raised on every rank of an island when too few islands come to a round, or a round fails again and again."""
+
+
+def finish_of(island: int) -> str:
+    """Key of the iteration at which an island has come to the end, and of the folder of its last checkpoint."""
+    return f"finished/{island}"
+
+
+def read_finish(value: Sequence[Any]) -> tuple[int, str]:
+    """What ``finish_of`` holds, as it was written, or ValueError."""
+    iteration, folder = value
+    return int(iteration), str(folder)
 
 
 def refusal_of(island: int) -> str:
@@ -151,6 +169,26 @@ def named(islands: Sequence[int]) -> str:
     return f"{'island' if len(islands) == 1 else 'islands'} {', '.join(map(str, islands))}"
 
 
+class Waiting:
+    """Says once for whom an island waits, soon after it has begun to.
+
+    Args:
+        what: what they are to do, for people.
+        seconds: how long it waits.
+        tell: prints a line.
+    """
+
+    def __init__(self, what: str, seconds: float, tell: Callable[[str], None]) -> None:
+        self._what, self._seconds, self._tell = what, seconds, tell
+        self._at: float | None = time.monotonic() + QUIET_SECONDS
+
+    def look(self, missing: Collection[int]) -> None:
+        """Says for whom it waits, where it has waited for a while."""
+        if missing and self._at is not None and time.monotonic() > self._at:
+            self._at = None
+            self._tell(f"waiting for {named(sorted(missing))} {self._what}, {self._seconds:g} s at most")
+
+
 class IslandStart:
     """This island at the start of a generation. Every rank of it has one; all of them call its methods alike.
 
@@ -159,12 +197,18 @@ class IslandStart:
         island: number of this one.
         limits: limits of the start.
         share: runs a call on rank 0 of this island, and returns its result on all ranks.
+        tell: prints a line, on rank 0.
     """
 
     def __init__(
-        self, place: MeetingPlace, island: int, limits: StartLimits, share: Callable[[Callable[[], Any]], Any]
+        self,
+        place: MeetingPlace,
+        island: int,
+        limits: StartLimits,
+        share: Callable[[Callable[[], Any]], Any],
+        tell: Callable[[str], None],
     ) -> None:
-        self.place, self.island, self.limits, self.share = place, island, limits, share
+        self.place, self.island, self.limits, self.share, self.tell = place, island, limits, share, tell
         self._enters: bool | None = None
 
     def choose_iteration(self, held: Sequence[int], all_below: float) -> int | None:
@@ -182,7 +226,7 @@ class IslandStart:
             UserError: on every rank of all islands, when they have none in common.
             CommunicationError: when the meeting place is gone.
         """
-        if not self._enter():
+        if not self._enter(max(held, default=0)):
             return None
         judge = partial(judge_iteration, limits=self.limits, all_below=all_below)
         return self._agree("iteration", list(held), judge).iteration
@@ -201,15 +245,21 @@ class IslandStart:
             return ()
         return self._agree("start", list(own), partial(judge_start, limits=self.limits)).members
 
-    def _enter(self) -> bool:
-        """Comes to the newest generation, once; returns whether it has yet to begin."""
+    def _enter(self, newest: int | None = None) -> bool:
+        """Comes to the newest generation, once; returns whether it has yet to begin.
+
+        Args:
+            newest: iteration of this island's newest checkpoint, 0 without any; None where that is not known.
+        """
         while self._enters is None:
             number = int(self.share(lambda: self.place.newest_generation()))
             self.place.take_generation(number)
             problem = self.share(self._taken)
             if problem:
                 raise UserError(problem)
-            going_on = self.share(self._going_on)
+            going_on, problem = self.share(lambda: self._going_on(newest))
+            if problem:
+                raise UserError(problem)
             if going_on != "ended":
                 self._enters = going_on == "no"
         return self._enters
@@ -223,19 +273,51 @@ class IslandStart:
                 return f"--island {self.island}: there is an island {self.island} already; give each its own number"
         return ""
 
-    def _going_on(self) -> str:
-        """Whether this generation has begun ("yes", "no"); one that nobody is left of is ended ("ended")."""
+    def _going_on(self, newest: int | None) -> tuple[str, str]:
+        """Whether this generation has begun ("yes", "no"), or has been ended as nobody is left of it ("ended"); and the
+        reason why this island cannot begin another one, empty where it can.
+
+        Raises:
+            CommunicationError: when its islands go in step, and do not end.
+        """
         if self.place.get("start") is None:
-            return "no"
+            return "no", ""
         others = [k for k in range(self.limits.count) if k != self.island]
         pulses, before = Pulses(self.place, others), self.place.pulse(others)
-        while len(pulses.silent(SILENT_SECONDS)) < len(others):
+        deadline = time.monotonic() + self.limits.seconds
+        said = False
+        while len(silent := pulses.silent(SILENT_SECONDS)) < len(others):
             # While they go in step nobody can join: when one of them is gone, all end.
             if self.place.get(LOCAL) and self.place.pulse(others) != before:
-                return "yes"
+                return "yes", ""
+            alive = [k for k in others if k not in silent]
+            if time.monotonic() > deadline:
+                raise CommunicationError(
+                    f"{named(alive)} of the run before have not ended within {self.limits.seconds:g} s; end them"
+                )
+            if not said:
+                self.tell(f"waiting for {named(alive)} of the run before to end, {self.limits.seconds:g} s at most")
+                said = True
             time.sleep(POLL_SECONDS)
-        self.place.end_generation(self.place.generation)
-        return "ended"
+        problem = "" if newest is None else self._lateness(others, newest)
+        if not problem:
+            self.place.end_generation(self.place.generation)
+        return "ended", problem
+
+    def _lateness(self, others: Sequence[int], newest: int) -> str:
+        """The reason why this island cannot catch up with those that have come to the end; empty where it need not."""
+        if self.place.get(finish_of(self.island)) is not None:
+            return ""
+        ends = {k: end for k in others if (end := self.place.get(finish_of(k), read_finish)) is not None}
+        ahead = max(ends, key=lambda k: ends[k][0], default=None)
+        if ahead is None or ends[ahead][0] <= newest:
+            return ""
+        iteration, folder = ends[ahead]
+        where = f"its last checkpoint is in {folder}" if folder else "it has no --save"
+        return (
+            f"island {ahead} has come to the end, iteration {iteration}, and island {self.island} is late, at {newest};"
+            f" {where}: copy it to this island's folder (--islands-linger-seconds is for late islands to join)"
+        )
 
     def _agree(self, key: str, own: Any, judge: Callable[[Mapping[int, Any]], Start]) -> Start:
         """Decides something with all others, or with those that come in time.
@@ -259,10 +341,12 @@ class IslandStart:
         self.place.beat(self.island)
         self.place.put(f"{key}/{self.island}", own)
         deadline = time.monotonic() + self.limits.seconds
+        waiting = Waiting("to come to the start", self.limits.seconds, self.tell)
 
         def look() -> None:
             came = {k: self.place.get(f"{key}/{k}") for k in range(self.limits.count)}
             came = {k: value for k, value in came.items() if value is not None}
+            waiting.look(self.limits.missing(came))
             refused = {k: why for k in range(self.limits.count) if (why := self.place.get(refusal_of(k)))}
             if refused:
                 problem = "; ".join(f"island {k}: {why}" for k, why in refused.items())

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
 
@@ -61,6 +62,40 @@ def _carry_out(call: Callable[[], T], done: Future[T]) -> None:
         done.set_result(call())
     except BaseException as error:
         done.set_exception(error)
+
+
+class Caller:
+    """A thread that carries out calls that may hang, one after the other, for somebody who cannot wait for ever.
+
+    Args:
+        name: name of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._asked: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        # A daemon: what hangs is left behind.
+        threading.Thread(target=_carry_all_out, args=(self._asked,), name=name, daemon=True).start()
+        weakref.finalize(self, self._asked.put, None)
+
+    def start(self, call: Callable[[], T]) -> Future[T]:
+        """Carries out a call after those before it."""
+        done: Future[T] = Future()
+        self._asked.put((call, done))
+        return done
+
+    def call(self, call: Callable[[], T], seconds: float) -> T:
+        """Returns or raises what a call does.
+
+        Raises:
+            TimeoutError: when it takes longer, or one before it still hangs.
+        """
+        return self.start(call).result(seconds)
+
+
+def _carry_all_out(asked: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]) -> None:
+    while (one := asked.get()) is not None:
+        _carry_out(*one)
+        del one
 
 
 class Steps:

@@ -37,7 +37,7 @@ from megatron.training.identity import identity_of
 from megatron.training.joining import Joining
 from megatron.training.persistence import RunCheckpoints
 from megatron.training.report import Reporter
-from megatron.training.rounds import Rounds
+from megatron.training.rounds import Rounds, RunEnd
 from megatron.training.saved_run import SavedRun
 
 _FOLDERS = ("tensorboard_dir", "wandb_save_dir", "profile_trace")
@@ -118,7 +118,9 @@ def folders_of_others(
         )
     there, _ = together(topology.control.pg, lambda: saved_config(root, config.checkpoint.ckpt_step))
     before, now = there.islands.islands, config.islands.islands
-    if before == now and (not config.islands.several or there.islands.island == number):
+    # An island that was late may have copied the last checkpoint of another one to its own folder.
+    takes_over = number is not None and Path(root).name == Path(folder_of("", number)).name
+    if before == now and (not config.islands.several or there.islands.island == number or takes_over):
         return []
     if outer["together"] != iteration:
         raise UserError(
@@ -165,7 +167,9 @@ def build_rounds(
         return None
     start = engines.plan.activation(Point.OUTER).warmup_iters
     joining = None if islands is None else Joining(engines, outer, islands, checkpoints.parts, reporter.line)
-    return Rounds(outer, RoundSchedule(outer.options, start, train_iters), islands, reporter.of_islands, joining)
+    section, save = engines.config.islands, engines.config.checkpoint.save
+    end = RunEnd(str(Path(save).resolve()) if save else "", section.islands_linger_seconds)
+    return Rounds(outer, RoundSchedule(outer.options, start, train_iters), islands, reporter.of_islands, joining, end)
 
 
 def reach_islands(
@@ -192,7 +196,7 @@ def reach_islands(
     assert section.island is not None
     seconds = longest_wait(config.parallel)
     islands = Islands(
-        MeetingPlace(*_where(config), seconds),
+        MeetingPlace(*_where(config), seconds, log),
         section.island,
         section.islands,
         section.quorum,
@@ -200,6 +204,7 @@ def reach_islands(
         seconds,
         topology.control.pg,
         topology.device,
+        log,
     )
     return _with_checkpoint(config, islands, topology, log), islands
 

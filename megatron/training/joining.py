@@ -58,7 +58,6 @@ class Joining:
             False when nobody is left.
         """
         while True:
-            self.tell("waiting for a round of the other islands to join them")
             answer = self.islands.ask_to_join()
             if answer is None:
                 return False

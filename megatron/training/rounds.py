@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
@@ -12,11 +12,13 @@ from typing import Any
 
 from megatron.compression.outer import RoundSchedule
 from megatron.optimizer.outer_sync import Flight, OuterSync
+from megatron.topology.agree import any_rank
 from megatron.topology.decision import Arrival, Decision, RoundOutcome, Vote
 from megatron.topology.errors import CommunicationError
 from megatron.topology.group import Group
 from megatron.topology.islands import Islands
-from megatron.topology.starting import QuorumError
+from megatron.topology.meeting_place import POLL_SECONDS
+from megatron.topology.starting import QuorumError, named
 from megatron.training.joining import Joining
 from megatron.training.suspects import Suspects
 
@@ -43,6 +45,19 @@ class _Times:
         return max(0.0, 1.0 - self.waited / flight) if flight > 0 else 0.0
 
 
+@dataclass(frozen=True)
+class RunEnd:
+    """What an island leaves for those that are late.
+
+    Args:
+        folder: that of its last checkpoint; empty where there is none.
+        seconds: longest time that it stays to send them its state.
+    """
+
+    folder: str = ""
+    seconds: float = 0.0
+
+
 class Rounds:
     """The rounds of one island. Every rank of it has one; all of them call its methods alike.
 
@@ -55,6 +70,7 @@ class Rounds:
         islands: the other islands; None without.
         tell: reports what happened, on the rank that speaks.
         joining: lets others in, and joins them; None without islands.
+        end: what it leaves for islands that are late.
 
     ``left`` says that the others went on without this island, and ``landed`` that a round has just ended. ``asked`` is
     a reason of this island to end the run, which it says in its next round, and ``stop`` that for which all end.
@@ -67,12 +83,14 @@ class Rounds:
         islands: Islands | None,
         tell: Tell,
         joining: Joining | None = None,
+        end: RunEnd = RunEnd(),
     ) -> None:
         self.sync, self.schedule, self.islands, self.tell = sync, schedule, islands, tell
-        self.joining = joining
+        self.joining, self.end = joining, end
         self.left = self.landed = False
         self.asked = self.stop = 0
         self._losses: list[float] = []
+        self._gone: list[int] = []
         self._times = _Times(0.0)
 
     def before_step(self, iteration: int) -> None:
@@ -155,6 +173,22 @@ class Rounds:
         self.left = self.landed = False
         return self.joining.join()
 
+    def finish(self, iteration: int) -> None:
+        """Ends the run, whose last checkpoint is saved: islands that are late are told where it is, and may join."""
+        if self.islands is None or self.joining is None or not self.sync.outer.begun:
+            return
+        late = self.islands.finish(iteration, self.end.folder)
+        if not late:
+            return
+        where = f"its state is in {self.end.folder}" if self.end.folder else "nothing is saved, for want of --save"
+        self.tell(f"{named(late)} did not come to the end, iteration {iteration}, with this one: {where}", {})
+        deadline = time.monotonic() + self.end.seconds
+        if self.end.seconds:
+            self.tell(f"waiting for {named(late)} to join, {self.end.seconds:g} s at most", {})
+        while self.islands.still_late() and not any_rank(self.islands.control, time.monotonic() > deadline):
+            self.joining.let_in()
+            time.sleep(POLL_SECONDS)
+
     def _send(self, fragment: int, done: int, later: bool) -> None:
         """Sends a fragment; applies it, unless that is for later."""
         if self.left:
@@ -170,7 +204,9 @@ class Rounds:
         own = Arrival(self.sync.norm(fragment), fmean(self._losses) if self._losses else math.nan, self.asked)
         decision = Decision((0,), {0: own})
         if self.islands is not None:
+            expected = self.islands.expected
             decision = self.islands.arrive(key, own, self.sync.norms[fragment], without)
+            self._report_absence(expected, decision)
         for island, why in decision.left_out.items():
             self.tell(f"warning: island {island} is left out of the round at iteration {done}: {why}", {})
         watches = self.islands is not None and self.islands.island == decision.without
@@ -184,6 +220,15 @@ class Rounds:
         if not watches:
             flight.failed = not self._try(partial(self._start, flight, decision, key))
         return flight
+
+    def _report_absence(self, expected: Sequence[int], decision: Decision) -> None:
+        """Reports the islands of the last round that have not come to this one."""
+        gone = [k for k in expected if k not in decision.arrivals]
+        if gone and gone != self._gone:
+            rest = [k for k in decision.members if k != self.islands.island] if self.islands is not None else []
+            with_whom = f"with {named(rest)}" if rest else "alone"
+            self.tell(f"warning: {named(gone)} {'is' if len(gone) == 1 else 'are'} gone, going on {with_whom}", {})
+        self._gone = gone
 
     def _leave(self) -> None:
         """Notes that the others go on without this island."""

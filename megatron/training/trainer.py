@@ -118,6 +118,8 @@ class Trainer:
         self.checkpoints.close()
         if reason is ExitReason.DIVERGED:
             raise DivergedError(self.divergence.explain(self.checkpoints.flags_to_go_back()))
+        if reason is ExitReason.NONE and self.rounds is not None:
+            self.rounds.finish(self.progress.iteration)
         if reason is ExitReason.NONE and not self.config.validation.skip_train:
             self._check_learned(begun, skipped)
 

@@ -16,13 +16,17 @@ from megatron.compression.error_feedback import RESIDUAL
 from megatron.compression.points import Point
 from megatron.optimizer.fragments import fragment_of
 from megatron.topology.errors import CommunicationError
+from megatron.topology.meeting_place import serve
 from megatron.topology.staged import StagedGroup
 from megatron.topology.starting import QuorumError
+from megatron.training.rounds import RunEnd
 from tests.support.island_threads import (
     Changes,
     Island,
     batches_of,
     build_island,
+    in_threads,
+    meet,
     merged,
     step,
     train_island,
@@ -535,3 +539,45 @@ def test_an_island_without_a_loss_says_so_and_leaves_the_mean_as_it_is() -> None
     (first,), (second,) = (island.records for island in pair)
     assert math.isnan(second["own_loss"])
     assert first["own_loss"] == first["mean_loss"] == second["mean_loss"]
+
+
+def test_an_island_that_comes_after_the_end_is_sent_the_last_state() -> None:
+    """By one that stays for it, for as long as it is told to; the other one's log says that it was gone."""
+    store, changes = serve("127.0.0.1", 0), _outer("identity,every=4")
+    at_end = threading.Event()
+
+    def first() -> Island:
+        islands = meet(store.port, 0, 2, quorum=1, seconds=2.0)
+        assert islands.begin(0, False, {})
+        island = train_island(build_island(changes, islands, 0, 2), ITERATIONS)
+        assert island.rounds is not None
+        island.rounds.end = RunEnd("/saved/island_0", 60.0)
+        at_end.set()
+        began = time.monotonic()
+        island.rounds.finish(ITERATIONS)
+        assert time.monotonic() - began < 50
+        islands.leave()
+        return island
+
+    def second() -> Island:
+        early = meet(store.port, 1, 2, quorum=1)
+        assert early.begin(0, False, {})
+        early.leave()
+        assert at_end.wait(60)
+        islands = meet(store.port, 1, 2, quorum=1)
+        assert not islands.begin(0, False, {})
+        island = build_island(changes, islands, 1, 2)
+        assert island.rounds is not None
+        assert island.rounds.join()
+        island.rounds.finish(ITERATIONS)
+        islands.leave()
+        return island
+
+    pair = in_threads([first, second])
+    assert pair[1].rounds.progress.iteration == ITERATIONS
+    flats = [island.engines.buffers[0].params_flat for island in pair]
+    assert torch.equal(*flats)
+    lines = [line for line, _ in pair[0].told]
+    assert sum("island 1 is gone, going on alone" in line for line in lines) == 1
+    end = "island 1 did not come to the end, iteration 12, with this one: its state is in /saved/island_0"
+    assert lines[lines.index(end) :] == [end, "waiting for island 1 to join, 60 s at most", "island 1 has joined"]

@@ -58,6 +58,7 @@ VALUES = {
     "lr_warmup_iters": "3",
     "peer_timeout_seconds": "30",
     "islands_timeout_seconds": "30",
+    "islands_linger_seconds": "30",
     "seq_length": "16",
     "decoder_seq_length": "8",
     "pipeline_model_parallel_split_rank": "1",

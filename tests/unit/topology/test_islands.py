@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from megatron.base.errors import UserError
 from megatron.topology import starting
+from megatron.topology.apart import CPU, group_apart
 from megatron.topology.decision import ABSURD, Arrival, Decision, RoundOutcome, Vote, judge, judge_mean
 from megatron.topology.errors import CommunicationError
 from megatron.topology.islands import Islands
-from megatron.topology.meeting_place import SILENT_SECONDS, MeetingPlace, Pulses, serve
+from megatron.topology.meeting_place import _PREFIX, SILENT_SECONDS, MeetingPlace, Pulses, serve
 from megatron.topology.starting import QuorumError, StartLimits, judge_iteration, refusal_of
 
 GOOD = Vote(failed=False, mean_norm=1.0, usual_norm=1.0)
@@ -31,9 +37,15 @@ def port() -> Iterator[int]:
     del store
 
 
-def _island(port: int, number: int, count: int, quorum: int, seconds: float = 1.0) -> Islands:
+def _ignore(line: str) -> None:
+    """Prints nothing."""
+
+
+def _island(
+    port: int, number: int, count: int, quorum: int, seconds: float = 1.0, tell: Callable[[str], None] = _ignore
+) -> Islands:
     place = MeetingPlace("127.0.0.1", port, 10.0)
-    return Islands(place, number, count, quorum, seconds, 5.0, None)
+    return Islands(place, number, count, quorum, seconds, 5.0, None, tell=tell)
 
 
 def _together(*calls: Callable[[], Any]) -> list[Any]:
@@ -106,6 +118,81 @@ def test_islands_talk_over_the_address_that_reaches_the_meeting_place(monkeypatc
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     everywhere = serve("0.0.0.0", 0)
     assert MeetingPlace("0.0.0.0", everywhere.port, 10.0).own_address() is None
+
+
+def test_a_listener_that_is_no_meeting_place_is_given_the_time_limit_and_no_more() -> None:
+    """It accepts and says nothing, for which torch waits for ever; a line says at what this process waits."""
+    told: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port, began = listener.getsockname()[1], time.monotonic()
+        with pytest.raises(CommunicationError, match=rf"127\.0\.0\.1:{port} .* not answered .* within 1 s: another"):
+            MeetingPlace("127.0.0.1", port, 1.0, told.append)
+        assert time.monotonic() - began < 15
+    assert told == [f"waiting for the islands' meeting place at 127.0.0.1:{port}, 1 s at most"]
+
+
+def test_a_meeting_place_that_falls_silent_is_given_the_time_limit_and_no_more() -> None:
+    """Its process is stopped, so that connections stay and nothing is answered."""
+    code = "from megatron.topology.meeting_place import serve; import time; s = serve('127.0.0.1', 0); "
+    code += "print(s.port, flush=True); time.sleep(100)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        try:
+            place = MeetingPlace("127.0.0.1", int(server.stdout.readline()), 1.0)
+            place.put("key", 1)
+            os.kill(server.pid, signal.SIGSTOP)
+            began = time.monotonic()
+            with pytest.raises(CommunicationError, match="has not answered for 1 s: the launcher that serves it hangs"):
+                place.get("key")
+            with pytest.raises(CommunicationError, match=r"islands \(0, 1\) do not meet: "):
+                group_apart(dist.PrefixStore("x", place.box), (0, 1), 0, "islands", 1.0, None, CPU)
+            assert time.monotonic() - began < 25
+        finally:
+            server.kill()
+
+
+def test_a_reader_that_never_reads_is_cut_off_before_it_fills_the_memory() -> None:
+    """It asks on and on for a value of 1 MiB; whoever reads is served all the while."""
+    code = "from megatron.topology.meeting_place import serve; import time; s = serve('127.0.0.1', 0); "
+    code += "print(s.port, flush=True); time.sleep(100)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        try:
+            place = MeetingPlace("127.0.0.1", int(server.stdout.readline()), 20.0)
+            place.put("key", "x" * (1 << 20))
+            before = _resident(server.pid)
+            # Requests of torch's store: one that says who asks, and many for a value.
+            key = f"/{_PREFIX}/key".encode()
+            with socket.create_connection(place._address) as greedy:
+                greedy.settimeout(0.5)
+                greedy.sendall(b"\0" + (0x3C85F7CE).to_bytes(4, "little"))
+                ask = b"\3" + len(key).to_bytes(8, "little") + key
+                most, last = 0, time.monotonic() + 5
+                with suppress(OSError):
+                    for _ in range(2000):
+                        greedy.sendall(ask)
+                        most = max(most, _resident(server.pid) - before)
+                while time.monotonic() < last and (most < 32 << 20 or _resident(server.pid) - before > 32 << 20):
+                    most = max(most, _resident(server.pid) - before)
+                    assert place.get("key") == "x" * (1 << 20)
+                    time.sleep(0.05)
+            assert 32 << 20 < most < 1 << 30, "what is asked for is not piled up, and the test says nothing"
+            assert _resident(server.pid) - before < most
+        finally:
+            server.kill()
+
+
+def _resident(pid: int) -> int:
+    """Memory of a process, in bytes."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_meeting_place_may_have_an_address_of_ipv6() -> None:
+    store = serve("::1", 0)
+    place = MeetingPlace("::1", store.port, 10.0)
+    place.put("key", 1)
+    assert place.get("key") == 1
+    assert place.where == f"[::1]:{store.port}"
 
 
 def test_differences_that_are_not_finite_or_absurd_are_left_out() -> None:
@@ -385,3 +472,44 @@ def test_a_generation_that_nobody_is_left_of_ends(port: int, monkeypatch: pytest
     assert [island.place.generation for island in second] == [2, 2]
     for island in second:
         island.leave()
+
+
+def test_an_island_that_is_late_learns_where_the_state_of_the_others_is(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would wait for islands that never come; one with that state may begin a longer run."""
+    monkeypatch.setattr(starting, "SILENT_SECONDS", 1.0)
+    pair = [_island(port, number, 2, 1) for number in range(2)]
+    assert _together(*(lambda i=i: i.begin(700, False, {}) for i in pair)) == [True, True]
+    pair[1].leave()
+    assert pair[0].arrive("1200/0/0", Arrival(1.0, 1.0)).members == (0,)
+    assert pair[0].settle("1200/0/0", (0,), GOOD) is RoundOutcome.COUNTS
+    assert pair[0].finish(1200, "/runs/saved/island_0") == [1]
+    assert pair[0].still_late()
+    pair[0].leave()
+    late, told = [750, 500], []
+    again = _island(port, 1, 2, 1, tell=told.append)
+    with pytest.raises(
+        UserError, match=r"^island 0 has come to the end, iteration 1200, and island 1 is late, at 750; "
+    ):
+        again.start.choose_iteration(late, 0)
+    assert told[0].startswith("waiting for island 0 of the run before to end, 5 s at most")
+    with pytest.raises(
+        UserError, match=r"its last checkpoint is in /runs/saved/island_0: copy it to this island's fol"
+    ):
+        _island(port, 1, 2, 1).start.choose_iteration(late, 0)
+    longer = _island(port, 1, 2, 1, tell=told.append)
+    assert longer.start.choose_iteration([1200, *late], 0) == 1200
+    assert told[-1] == "waiting for island 0 to come to the start, 5 s at most"
+    longer.leave()
+
+
+def test_waiting_says_for_whom_and_how_long(port: int) -> None:
+    told: list[str] = []
+    pair = [_island(port, number, 2, 1, 4.0, told.append if number == 0 else _ignore) for number in range(2)]
+    _together(*(lambda i=i: i.begin(0, False, {}) for i in pair))
+    assert told == []
+    pair[1].leave()
+    pair[0].arrive("1/0", Arrival(1.0, 1.0))
+    assert told == ["waiting for island 1 to come to a round, 4 s at most"]
+    pair[0].leave()
