@@ -6,12 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron.base.errors import UserError
 from megatron.config.flags import parse_args
 from megatron.config.islands import IslandsConfig, with_variables
 from megatron.config.run import RunConfig
-from megatron.training.islands import of_island
+from megatron.topology.topology import single_process
+from megatron.training.islands import folders_of_others, of_island
+from megatron.training.progress_state import Progress, SavedCounters
+from megatron.training.saved_run import SavedRun
 
 BASE = [
     "--num-layers",
@@ -118,3 +122,19 @@ def test_each_island_saves_and_logs_apart(tmp_path: Path, monkeypatch: pytest.Mo
         assert of_island(parse_args(both).config).checkpoint.load == str(root / loads)
     alone = parse_args([*BASE, "--save", "s"]).config
     assert of_island(alone) == alone
+
+
+def test_the_last_checkpoint_of_another_island_serves_one_that_was_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its own folder it needs no other one's, which may be on another machine."""
+    words = [*BASE, *MET[:3], "1", *MET[4:], *OUTER]
+    there = parse_args([*BASE, *MET[:3], "0", *MET[4:], *OUTER]).config
+    monkeypatch.setattr("megatron.training.islands.saved_config", lambda *_: (there, 3))
+    common = {"outer": {"begun": True, "together": 2}}
+    saved = SavedRun(3, common, SavedCounters(separate_main=False), Progress(iteration=3))
+    config = parse_args([*words, "--load", str(tmp_path / "island_1")]).config
+    assert folders_of_others(config, saved, single_process(torch.device("cpu"))) == []
+    elsewhere = parse_args([*words, "--load", str(tmp_path / "island_0")]).config
+    with pytest.raises(UserError, match="2 islands were under way to a round at iteration 3"):
+        folders_of_others(elsewhere, saved, single_process(torch.device("cpu")))

@@ -487,7 +487,8 @@ def test_an_island_that_is_late_learns_where_the_state_of_the_others_is(
     assert pair[0].finish(1200, "/runs/saved/island_0") == [1]
     assert pair[0].still_late()
     pair[0].leave()
-    late, told = [750, 500], []
+    late = [750, 500]
+    told: list[str] = []
     again = _island(port, 1, 2, 1, tell=told.append)
     with pytest.raises(
         UserError, match=r"^island 0 has come to the end, iteration 1200, and island 1 is late, at 750; "
