@@ -3,43 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron.config.batch_size import BatchSizeSchedule
 from megatron.config.lengths import LengthSchedule
+from megatron.config.skipped import SkippedIterations
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Steps in a row whose sequences are equally long.
+    """Steps in a row whose sequences are equally long, and of which all or none are taken.
 
     Args:
         iterations: number of steps.
         samples: samples of all replicas.
         micro_batches: micro-batches of each replica.
         length: tokens of a sample.
+        taken: whether the steps are taken; else their samples count as consumed all the same.
     """
 
     iterations: int
     samples: int
     micro_batches: int
     length: int
+    taken: bool = True
 
 
 @dataclass(frozen=True)
 class StepSizes:
-    """Batch sizes and sequence lengths: pure functions of the iteration and the samples consumed before it."""
+    """Batch sizes and sequence lengths: pure functions of the iteration and the samples consumed before it; and the
+    iterations without a step."""
 
     batches: BatchSizeSchedule
     lengths: LengthSchedule
+    skipped: SkippedIterations = field(default_factory=SkippedIterations)
 
     def ahead(self, iteration: int, consumed_samples: int, iterations: int) -> Iterator[Stretch]:
         """The next ``iterations`` steps from a position."""
         end = iteration + iterations
         while iteration < end:
-            until = min(self.lengths.until(iteration) or end, end)
+            until = min(self.lengths.until(iteration) or end, self.skipped.until(iteration) or end, end)
             ahead = self.batches.ahead(consumed_samples, until - iteration)
-            yield Stretch(until - iteration, ahead.samples, ahead.micro_batches, self.lengths.at(iteration))
+            taken = iteration + 1 not in self.skipped
+            yield Stretch(until - iteration, ahead.samples, ahead.micro_batches, self.lengths.at(iteration), taken)
             iteration, consumed_samples = until, consumed_samples + ahead.samples
 
     def tokens_ahead(self, iteration: int, consumed_samples: int, iterations: int) -> int:

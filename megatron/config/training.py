@@ -13,6 +13,7 @@ from megatron.config.batch_size import BatchSizeSchedule
 from megatron.config.lengths import LengthSchedule
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
+from megatron.config.skipped import SkippedIterations
 from megatron.config.steps import StepSizes
 from megatron.config.validation import ValidationConfig
 
@@ -103,6 +104,12 @@ class TrainingConfig:
     )
     check_for_spiky_loss: bool = option(
         False, "Warn of each loss that is ten times as high as the highest of the first 100 steps since the start."
+    )
+    iterations_to_skip: list[str] = option(  # noqa: RUF009
+        [],
+        "Iterations, counted from 1, or ranges of them (100-120) whose samples count as consumed without being read: "
+        "no step is taken, and the schedule of learning rates waits.",
+        metavar="ITERATION",
     )
     use_flash_attn: bool = option(
         False,
@@ -249,6 +256,7 @@ def check_samples(training: TrainingConfig, validation: ValidationConfig) -> Non
     ):
         if samples > MOST_DRAWN:
             raise UserError(f"{flags}: the run draws {samples:_} samples, and at most {MOST_DRAWN:_} can be; lower one")
+    _ = SkippedIterations.parse(training.iterations_to_skip)  # what cannot be read is refused here
     first = batch_sizes(training)[0]
     if training.train_samples is not None and training.train_samples < first:
         raise UserError(

@@ -136,6 +136,7 @@ class Forecast:
         seconds = per_slot * sum(
             (ahead.micro_batches + ahead.iterations * self._filling) * self._share(ahead.length)
             for ahead in self._sizes.ahead(iteration, consumed_samples, left)
+            if ahead.taken
         )
         for what, times in self.pauses_left(iteration).items():
             done, total = self._pauses.get(what, (0, 0.0))

@@ -27,6 +27,7 @@ from megatron.config.kinds import ModelType, check_kind
 from megatron.config.lengths import LengthSchedule
 from megatron.config.merge import merge_checkpoint_config
 from megatron.config.run import RunConfig, run_sections
+from megatron.config.skipped import SkippedIterations
 from megatron.config.steps import StepSizes
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.data.build import Datasets, build_datasets
@@ -194,7 +195,7 @@ def run(
     with refusing(config, topology):
         log_config(config, [*notes, *filter(None, [check_kernels(topology)])], job.sections, log)
         config, islands = reach_islands(config, topology, rank_0_log(topology))
-        sizes = StepSizes(_batch_sizes(config, config.replicas(env.world_size)), _lengths(config, topology))
+        sizes = _step_sizes(config, topology, config.replicas(env.world_size))
         saved = find_saved(config.checkpoint, topology, rank_0_log(topology))
         if saved is not None:
             check_saved_kind(config.checkpoint, saved, config.model.kind, topology)
@@ -240,6 +241,12 @@ def _topology(config: RunConfig, layout: Layout, device: torch.device, env: Laun
     if env.world_size == 1:
         return single_process(device)
     return build_topology(layout, device, env.node, groups_by_node(config))
+
+
+def _step_sizes(config: RunConfig, topology: Topology, dp_size: int) -> StepSizes:
+    """The sizes of the run's steps; see ``_lengths`` for errors."""
+    skipped = SkippedIterations.parse(config.training.iterations_to_skip)
+    return StepSizes(_batch_sizes(config, dp_size), _lengths(config, topology), skipped)
 
 
 def _batch_sizes(config: RunConfig, dp_size: int) -> BatchSizeSchedule:

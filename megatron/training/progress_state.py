@@ -18,9 +18,9 @@ class Progress:
     """Counters of a run.
 
     Args:
-        iteration: optimizer steps attempted, skipped ones included.
+        iteration: optimizer steps attempted, those without an update included.
         consumed_samples: training samples used.
-        skipped: steps whose update was skipped.
+        skipped: iterations without an update.
         consumed_tokens: tokens of these samples that were trained on; None in checkpoints that did not count them.
         consecutive_skips: steps skipped since the last update, without those that search for a loss scale.
         last_update: iteration whose update was the last to be taken; zero before the first.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -20,7 +21,6 @@ from megatron.topology.topology import Topology
 from megatron.training.assembly import Engines
 from megatron.training.divergence import DivergenceCheck
 from megatron.training.evaluation import Evaluated, evaluate
-from megatron.training.metrics import StepMetrics
 from megatron.training.persistence import RunCheckpoints
 from megatron.training.program import DivergedError, NothingLearnedError
 from megatron.training.progress_state import Progress
@@ -133,8 +133,9 @@ class Trainer:
         for steps, left_out in ((done - begun, skipped - skipped_before), (done, skipped)):
             if steps and left_out == steps:
                 raise NothingLearnedError(
-                    f"nothing was learned: all {steps} steps were skipped, since gradients were not finite or no token "
-                    "counted; lower --lr or --initial-loss-scale, train longer, or use --bf16"
+                    f"nothing was learned: all {steps} steps were skipped, since gradients were not finite, no token "
+                    "counted, or --iterations-to-skip names them; lower --lr or --initial-loss-scale, train longer, or "
+                    "use --bf16"
                 )
 
     def _train(self) -> ExitReason:
@@ -148,10 +149,11 @@ class Trainer:
                 self.reporter.line("note: the warm-up begins at a learning rate of 0: iteration 1 changes no weight")
             self._catch_up()
             while progress.iteration < self.train_iters and reason is ExitReason.NONE:
-                with self._loader(self.train_set, progress.consumed_samples) as batches:
-                    while progress.iteration < self.train_iters and reason is ExitReason.NONE and not self._joins:
-                        signalled = signals is not None and signals.received is not None
-                        reason = self._iteration(batches, self._vote(signalled))
+                if self._skips_next:
+                    reason = self._skip_iteration()
+                else:
+                    with self._loader(self.train_set, progress.consumed_samples) as batches:
+                        reason = self._take_steps(batches, signals)
                 if self._joins:
                     self._join()
         if reason is ExitReason.DIVERGED:
@@ -164,6 +166,44 @@ class Trainer:
         if reason is not ExitReason.NONE:
             self.reporter.line(self.policy.explain(reason, progress.iteration))
         return reason
+
+    @property
+    def _skips_next(self) -> bool:
+        """Whether the next iteration is one of --iterations-to-skip."""
+        return self.progress.iteration + 1 in self.sizes.skipped
+
+    def _take_steps(self, batches: MicroBatches, signals: ExitSignals | None) -> ExitReason:
+        """Takes steps until the run ends, samples are left out, or other islands are to be joined."""
+        reason = ExitReason.NONE
+        while self.progress.iteration < self.train_iters and reason is ExitReason.NONE:
+            if self._joins or self._skips_next:
+                break
+            signalled = signals is not None and signals.received is not None
+            reason = self._iteration(batches, self._vote(signalled))
+        return reason
+
+    def _skip_iteration(self) -> ExitReason:
+        """Counts the samples of an iteration as consumed, without a step, and does everything else that is due."""
+        done = self.progress.iteration
+        if self.rounds is not None:
+            self.rounds.before_step(done)
+        self._count_iteration()
+        self.progress.skipped += 1
+        self.engines.plan.skipped += 1
+        if done not in self.sizes.skipped or done == 0:
+            last = self.sizes.skipped.until(done)
+            self.reporter.line(f"no step is taken in iterations {done + 1} to {last} (--iterations-to-skip)")
+        if self.rounds is not None:
+            self._joins = not self._round(lambda rounds: rounds.after_step(done + 1, math.nan))
+        return ExitReason.NONE if self._joins else self._after_step(0.0)
+
+    def _count_iteration(self) -> None:
+        """Counts the next iteration and its samples."""
+        progress = self.progress
+        size, length = self.sizes.batches.at(progress.consumed_samples), self.sizes.lengths.at(progress.iteration)
+        progress.consumed_tokens = progress.tokens(self.config.model.seq_length) + size * length
+        progress.iteration += 1
+        progress.consumed_samples += size
 
     def _behind(self) -> bool:
         """Whether a round is due at the run's end that has not been."""
@@ -230,9 +270,7 @@ class Trainer:
         metrics = train_step(
             self.engines, taken, progress.iteration, lr, weight_decay, vote=vote, timers=timers, seq_length=length
         )
-        progress.iteration += 1
-        progress.consumed_tokens = progress.tokens(config.model.seq_length) + size * length
-        progress.consumed_samples += size
+        self._count_iteration()
         if not metrics.skipped:
             self.schedule.step(size, size * length)
         warning = self.divergence.after_step(metrics)
@@ -260,15 +298,19 @@ class Trainer:
         )
         if warning is not None:
             self.reporter.line(warning)
-        return ExitReason.DIVERGED if diverged else self._after_step(metrics)
+        return ExitReason.DIVERGED if diverged else self._after_step(metrics.votes)
 
-    def _after_step(self, metrics: StepMetrics) -> ExitReason:
-        """Does what is due after a step that has been reported; returns the reason to stop now."""
+    def _after_step(self, votes: float) -> ExitReason:
+        """Does what is due after a step that has been reported; returns the reason to stop now.
+
+        Args:
+            votes: sum of the votes to stop.
+        """
         config, progress, timers = self.config, self.progress, self.timers
         if self.valid_set is not None and progress.iteration % config.validation.eval_interval == 0:
             with self.reporter.paused("evaluate"), timers("evaluate"):
                 self._validate()
-        reason = self._reason(metrics.votes)
+        reason = self._reason(votes)
         interval = config.checkpoint.save_interval
         if interval and progress.iteration % interval == 0:
             with self.reporter.paused("save"), timers("save-checkpoint"):

@@ -540,3 +540,28 @@ def test_other_samples_than_the_checkpoint_s_are_warned_of(prefix: Path, tmp_pat
     flags_named = [line.split()[4].rstrip(";") for line in lines["changed"]]
     assert sorted(flags_named) == ["--data-path", "--eod-mask-loss", "--seed", "--seq-length"]
     assert all("16" in line for line in lines["changed"]), "samples consumed so far: 4 iterations of 4"
+
+
+def test_iterations_to_skip_consume_their_samples_and_take_no_step(prefix: Path, tmp_path: Path) -> None:
+    """Oracle: a checkpoint whose position is moved over the samples that are left out. Also what is due there is done,
+    and a run that is stopped among them goes on."""
+    log, saved = tmp_path / "log.jsonl", tmp_path / "saved"
+    common: dict[str, Any] = {"train_iters": 7, "lr_decay_style": "linear", "save": saved, "load": saved}
+    skipping = {**common, "iterations_to_skip": "3 4-5", "save_interval": 2, "log_json_file": log}
+    for interval in (4, None):
+        train(2, tiny_flags(prefix, **skipping, exit_interval=interval))
+    assert sorted(path.name for path in saved.glob("iter_*")) == [f"iter_000000{n}" for n in (2, 4, 6, 7)]
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    steps = {event["iteration"]: event for event in events if event["kind"] == "train"}
+    assert list(steps) == [1, 2, 6, 7]
+    assert [steps[number]["consumed_samples"] for number in steps] == [4, 8, 24, 28]
+
+    path = saved / "iter_0000002" / "common.json"
+    moved = json.loads(path.read_text())
+    moved["progress"] |= {"iteration": 5, "consumed_samples": 20, "consumed_tokens": 320}
+    reseal(path.parent, {path.name: json.dumps(moved).encode()})
+    oracle = tmp_path / "oracle.jsonl"
+    train(2, tiny_flags(prefix, **{**common, "save": None}, ckpt_step=2, log_json_file=oracle))
+    wanted = _losses(oracle)
+    assert list(wanted) == [6, 7]
+    assert {number: _losses(log)[number] for number in wanted} == wanted

@@ -42,6 +42,7 @@ VALUES = {
     "max_position_embeddings": "64",
     "lr_decay_tokens": "640",
     "lr_warmup_init": "0.0001",
+    "iterations_to_skip": "7-9",
     "load_tag": "global_step3",
     "forward_scale_dims": "(0,1,2)",
     "backward_scale_dims": "(0,1,2)",

@@ -221,6 +221,8 @@ BY_ITERATIONS = [
     ("--lr-decay-tokens 10000", 1, ["--lr-decay-tokens", "--train-samples", "--lr-decay-iters"]),
     ("--lr-warmup-tokens 10000", 1, ["--lr-warmup-tokens", "--train-samples", "--lr-warmup-iters"]),
     ("--lr-warmup-iters 5 --lr-warmup-fraction 0.1", 1, ["--lr-warmup-iters", "--lr-warmup-fraction"]),
+    ("--iterations-to-skip 5 0", 1, ["--iterations-to-skip 0", "100-120"]),
+    ("--iterations-to-skip 9-5", 1, ["--iterations-to-skip 9-5", "100-120"]),
     ("--lr-warmup-init 0.5", 1, ["--lr-warmup-init 0.5", "--lr 0.001"]),
     ("--lr-decay-style WSD", 1, ["--lr-decay-style WSD", "--lr-wsd-decay-iters"]),
     ("--lr-wsd-decay-samples 10", 1, ["--lr-wsd-decay-samples", "--train-iters", "--lr-wsd-decay-iters"]),

@@ -10,6 +10,7 @@ import pytest
 from megatron.config.batch_size import BatchSizeSchedule
 from megatron.config.lengths import LengthSchedule
 from megatron.config.run import RunConfig
+from megatron.config.skipped import SkippedIterations
 from megatron.config.steps import StepSizes
 from megatron.topology.layout import Layout
 from megatron.training.forecast import Forecast, ModelSize, format_estimate, format_size
@@ -158,3 +159,13 @@ def test_the_texts() -> None:
         assert format_estimate(10, 5, seconds, now).endswith(" hours more for the other 5")
     for text in (line, *shown):
         assert not any(pattern.search(text) for pattern in (ITERATION, ELAPSED, TFLOPS))
+
+
+def test_iterations_without_a_step_take_no_time() -> None:
+    config = RunConfig.from_dict({"training": {"micro_batch_size": 1, "global_batch_size": 4, "train_iters": 20}})
+    batches = BatchSizeSchedule(4, micro_batch_size=1, dp_size=1)
+    sizes = StepSizes(batches, LengthSchedule.constant(8), SkippedIterations.parse(["11-14", "18"]))
+    forecast = Forecast(config, sizes, Layout(tp=1, pp=1, dp=1, chunks=1), 20)
+    for step in range(10):
+        forecast.step(4 * step, 2.0)
+    assert forecast.remaining_s(10, 40) == pytest.approx(2.0 * 5)

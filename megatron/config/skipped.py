@@ -1,0 +1,52 @@
+"""Iterations whose samples count as consumed without a step (``--iterations-to-skip``)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.base.errors import UserError
+
+_WORD = re.compile(r"([0-9]{1,10})(?:-([0-9]{1,10}))?")
+
+
+@dataclass(frozen=True)
+class SkippedIterations:
+    """Ranges of iterations, counted from 1 and with both ends, in order and apart from each other."""
+
+    ranges: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def parse(cls, words: Sequence[str]) -> SkippedIterations:
+        """Reads numbers and ranges such as "7" and "100-120".
+
+        Raises:
+            UserError: when a word is neither.
+        """
+        ranges: list[tuple[int, int]] = []
+        for first, last in sorted(_range(word) for word in words):
+            if ranges and first <= ranges[-1][1] + 1:
+                ranges[-1] = ranges[-1][0], max(ranges[-1][1], last)
+            else:
+                ranges.append((first, last))
+        return cls(tuple(ranges))
+
+    def __contains__(self, iteration: int) -> bool:
+        return any(first <= iteration <= last for first, last in self.ranges)
+
+    def until(self, done: int) -> int | None:
+        """The number of iterations after which, having done ``done``, the next one is first skipped where that one is
+        not, or first taken where it is; None where that never changes."""
+        ends = (end for first, last in self.ranges for end in (first - 1, last))
+        return next((end for end in ends if end > done), None)
+
+
+def _range(word: str) -> tuple[int, int]:
+    match = _WORD.fullmatch(word)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= first <= last:
+        raise UserError(
+            f"--iterations-to-skip {word}: expected iterations from 1 on, or ranges of them such as 100-120"
+        )
+    return first, last

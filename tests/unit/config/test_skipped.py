@@ -1,0 +1,28 @@
+"""Ranges of iterations without a step."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.config.batch_size import BatchSizeSchedule
+from megatron.config.lengths import LengthSchedule
+from megatron.config.skipped import SkippedIterations
+from megatron.config.steps import StepSizes
+
+
+def test_words_are_merged_into_ranges() -> None:
+    assert SkippedIterations.parse(["9", "3-5", "6", "4", "20-21"]).ranges == ((3, 6), (9, 9), (20, 21))
+
+
+@given(st.sets(st.integers(1, 30)), st.integers(0, 30), st.integers(0, 40))
+def test_steps_to_come_are_those_of_a_plain_loop(skipped: set[int], begun: int, iterations: int) -> None:
+    ranges = SkippedIterations.parse([str(number) for number in skipped])
+    assert {number for number in range(1, 40) if number in ranges} == skipped
+    batches = BatchSizeSchedule(4, micro_batch_size=1, dp_size=1, rampup=(2, 1, 11))
+    sizes = StepSizes(batches, LengthSchedule.constant(8), ranges)
+    consumed = batches.ahead(0, begun).samples
+    taken = sum(one.iterations for one in sizes.ahead(begun, consumed, iterations) if one.taken)
+    samples = sum(one.samples for one in sizes.ahead(begun, consumed, iterations))
+    assert taken == sum(number not in skipped for number in range(begun + 1, begun + iterations + 1))
+    assert samples == batches.ahead(consumed, iterations).samples
