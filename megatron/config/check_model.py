@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from megatron.base.errors import UserError
 from megatron.config.check_experts import check_experts
 from megatron.config.kinds import PROGRAMS
@@ -134,17 +132,28 @@ def _check_rotary(model: ModelConfig) -> None:
         )
 
 
+_SCALING: dict[str, tuple[object, str]] = {
+    "rotary_scaling_factor": (8.0, "linear, llama3 or yarn"),
+    "rotary_scaling_original_length": (8192, "llama3 or yarn"),
+    "rotary_scaling_low_turns": (1.0, "llama3 or yarn"),
+    "rotary_scaling_high_turns": (4.0, "llama3 or yarn"),
+    "rotary_scaling_attention_factor": (1.0, "yarn"),
+    "yarn_correction_range_round_to_int": (True, "yarn"),
+}
+"""What scaled rotary positions consist of: its value where nothing is scaled, and the kinds that have it."""
+
+
 def _check_rotary_scaling(model: ModelConfig) -> None:
-    defaults = {field.name: field.default for field in dataclasses.fields(model)}
-    of_all, of_llama3 = ("factor",), ("original_length", "low_turns", "high_turns")
-    needed = {"none": (), "linear": of_all, "llama3": of_all + of_llama3}[model.rotary_scaling]
-    for part in of_all + of_llama3:
-        name = f"rotary_scaling_{part}"
-        if part not in needed and getattr(model, name) != defaults[name]:
-            kind = "llama3" if part in of_llama3 else "linear or llama3"
-            raise UserError(f"--{name.replace('_', '-')} is for --rotary-scaling {kind}; add it, or leave this out")
-    if model.rotary_scaling == "llama3" and model.rotary_scaling_low_turns >= model.rotary_scaling_high_turns:
+    for name, (default, kinds) in _SCALING.items():
+        if model.rotary_scaling not in kinds and getattr(model, name) != default:
+            flag = name if name != "yarn_correction_range_round_to_int" else f"no_{name}"
+            raise UserError(f"--{flag.replace('_', '-')} is for --rotary-scaling {kinds}; add it, or leave this out")
+    if model.rotary_scaling in ("none", "linear"):
+        return
+    if model.rotary_scaling_low_turns >= model.rotary_scaling_high_turns:
         raise UserError(
             f"--rotary-scaling-low-turns {model.rotary_scaling_low_turns:g} is not below --rotary-scaling-high-turns "
             f"{model.rotary_scaling_high_turns:g}; lower the former"
         )
+    if model.rotary_scaling == "yarn" and model.rotary_base <= 1:
+        raise UserError(f"--rotary-base {model.rotary_base:g}: --rotary-scaling yarn needs one above 1; raise it")

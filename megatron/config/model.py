@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from megatron.base.errors import UserError
 from megatron.base.numerals import MOST
-from megatron.base.option import derived, is_unset, option, required
+from megatron.base.option import derived, option, required
 from megatron.config.experts import ExpertsConfig
 from megatron.config.kinds import ModelType, TaskHead, kind_text
 
@@ -103,36 +102,53 @@ class ModelConfig(ExpertsConfig):
     rotary_percent: float = option(
         1.0, "Share of each head's channels that is rotated.", above=0, maximum=1, checkpoint="shape"
     )
-    rotary_scaling: Literal["none", "linear", "llama3"] = option(
+    rotary_scaling: Literal["none", "linear", "llama3", "yarn"] = option(
         "none",
         "Scale the rotary wavelengths for sequences longer than those of pretraining: all of them (linear), or "
-        "only the long ones (llama3).",
+        "only the long ones (llama3, yarn).",
         checkpoint="shape",
     )
     rotary_scaling_factor: float = option(
         8.0,
         "Factor of --rotary-scaling.",
         minimum=1,
-        aliases=("rope-scaling-factor",),
+        aliases=("rope-scaling-factor", "yarn-rotary-scaling-factor"),
         checkpoint="shape",
     )
     rotary_scaling_original_length: int = option(
         8192,
-        "With --rotary-scaling llama3: sequence length of pretraining.",
+        "With --rotary-scaling llama3 or yarn: sequence length of pretraining.",
         unit="tokens",
         minimum=1,
+        aliases=("yarn-original-max-position-embeddings",),
         checkpoint="shape",
     )
     rotary_scaling_low_turns: float = option(
         1.0,
-        "With --rotary-scaling llama3: wavelengths that turn fewer times in the original length are scaled in full.",
+        "With --rotary-scaling llama3 or yarn: wavelengths that turn fewer times in the original length are scaled "
+        "in full.",
+        above=0,
+        aliases=("yarn-beta-slow",),
+        checkpoint="shape",
+    )
+    rotary_scaling_high_turns: float = derived(
+        "32 for yarn, else 4",
+        "With --rotary-scaling llama3 or yarn: wavelengths that turn more often in the original length are not scaled.",
+        above=0,
+        aliases=("yarn-beta-fast",),
+        checkpoint="shape",
+    )
+    rotary_scaling_attention_factor: float = derived(
+        "1 + 0.1 ln(factor) for yarn, else 1",
+        "With --rotary-scaling yarn: factor of the rotated queries, and of the keys.",
         above=0,
         checkpoint="shape",
     )
-    rotary_scaling_high_turns: float = option(
-        4.0,
-        "With --rotary-scaling llama3: wavelengths that turn more often in the original length are not scaled.",
-        above=0,
+    yarn_correction_range_round_to_int: bool = option(
+        True,
+        "With --rotary-scaling yarn: do not round the channels between which the scaling sets in.",
+        flag="no-yarn-correction-range-round-to-int",
+        off_switch=True,
         checkpoint="shape",
     )
     sliding_window: int | None = derived(
@@ -352,35 +368,3 @@ class ModelConfig(ExpertsConfig):
         if self.openai_gelu or (self.bias_gelu_fusion and self.add_bias_linear):
             return "gelu_tanh"
         return "gelu"
-
-
-def resolve_model(model: ModelConfig) -> ModelConfig:
-    """Fills every derived size. Raises UserError where that is impossible."""
-    hidden, heads = model.hidden_size, model.num_attention_heads
-    if is_unset(model.kv_channels):
-        if hidden % heads != 0:
-            raise UserError(
-                f"--hidden-size {hidden} is not a multiple of --num-attention-heads {heads}; change one of "
-                "them, or give the width of a head with --kv-channels"
-            )
-        model = replace(model, kv_channels=hidden // heads)
-    if is_unset(model.ffn_hidden_size):
-        width = 8 * hidden // 3 // 64 * 64 if model.swiglu else 4 * hidden
-        if width == 0:
-            raise UserError(f"--swiglu: --hidden-size {hidden} is too small for a default; give --ffn-hidden-size")
-        model = replace(model, ffn_hidden_size=width)
-    if is_unset(model.moe_ffn_hidden_size) and model.has_experts:
-        model = replace(model, moe_ffn_hidden_size=model.ffn_hidden_size)
-    if is_unset(model.moe_eval_capacity_factor):
-        model = replace(model, moe_eval_capacity_factor=model.moe_expert_capacity_factor)
-    if is_unset(model.num_query_groups):
-        model = replace(model, num_query_groups=heads)
-    if is_unset(model.decoder_num_layers) and model.model_type == "t5":
-        model = replace(model, decoder_num_layers=model.num_layers)
-    if is_unset(model.max_position_embeddings):
-        model = replace(model, max_position_embeddings=max(model.seq_length, model.labels_of(0)))
-    if is_unset(model.max_relative_positions) and model.shares_distances:
-        model = replace(model, max_relative_positions=model.max_position_embeddings)
-    if is_unset(model.num_tokentypes):
-        model = replace(model, num_tokentypes=2 if model.model_type == "bert" and model.bert_binary_head else 0)
-    return model

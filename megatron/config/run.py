@@ -22,11 +22,12 @@ from megatron.config.curriculum import CurriculumConfig, check_curriculum, lengt
 from megatron.config.data import DataConfig, check_data
 from megatron.config.islands import IslandsConfig, check_islands
 from megatron.config.logs import LoggingConfig, check_logs
-from megatron.config.model import ModelConfig, resolve_model
+from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig, check_clock, check_length, check_schedules, resolve_optimizer
 from megatron.config.parallel import ParallelConfig, check_layout, check_parallel, check_torch_ddp, resolve_parallel
 from megatron.config.precision import PrecisionConfig, check_fp8, check_precision
 from megatron.config.recompute import RecomputeConfig, check_recompute, resolve_recompute
+from megatron.config.resolve_model import resolve_model
 from megatron.config.tokenizer import TokenizerConfig, check_sentinels, check_tokenizer
 from megatron.config.training import TrainingConfig, check_batches, check_compile, check_samples, resolve_training
 from megatron.config.validation import ValidationConfig

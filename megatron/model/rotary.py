@@ -15,25 +15,40 @@ def rotary_tables(positions: Tensor, model: ModelConfig, dtype: torch.dtype) -> 
     precision = torch.float64 if dtype == torch.float64 else torch.float32
     rotary_dim = int(model.kv_channels * model.rotary_percent)
     exponents = torch.arange(0, rotary_dim, 2, device=positions.device, dtype=precision) / rotary_dim
-    angles = positions.to(precision).unsqueeze(-1) / _scaled(model.rotary_base**exponents, model)
+    angles = positions.to(precision).unsqueeze(-1) / _scale(model.rotary_base**exponents, model)
     angles = torch.cat((angles, angles), dim=-1).unsqueeze(2)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    factor = model.rotary_scaling_attention_factor
+    return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
 
-def _scaled(radii: Tensor, model: ModelConfig) -> Tensor:
+def _scale(radii: Tensor, model: ModelConfig) -> Tensor:
     """Wavelengths over 2 pi, made longer as ``--rotary-scaling`` says.
 
-    Llama 3 leaves those that turn often within the original length, stretches those that turn seldom, and goes from one
-    to the other in between, linearly in the frequency.
+    Llama 3 and YaRN leave those that turn often within the original length, stretch those that turn seldom, and go from
+    one to the other in between: Llama 3 linearly in the frequency, YaRN in the number of the channel.
     """
     if model.rotary_scaling == "none":
         return radii
     if model.rotary_scaling == "linear":
         return radii * model.rotary_scaling_factor
-    turns = model.rotary_scaling_original_length / (2 * math.pi * radii)
     low, high = model.rotary_scaling_low_turns, model.rotary_scaling_high_turns
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return radii / (kept + (1 - kept) / model.rotary_scaling_factor)
+    if model.rotary_scaling == "llama3":
+        turns = model.rotary_scaling_original_length / (2 * math.pi * radii)
+        unscaled = ((turns - low) / (high - low)).clamp(0, 1)
+    else:
+        first, last = (_channel_of(turns, 2 * len(radii), model) for turns in (high, low))
+        if model.yarn_correction_range_round_to_int:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, 2 * len(radii) - 1)
+        channels = torch.arange(len(radii), device=radii.device, dtype=radii.dtype)
+        unscaled = 1 - ((channels - first) / (last - first or 0.001)).clamp(0, 1)
+    return radii / (unscaled + (1 - unscaled) / model.rotary_scaling_factor)
+
+
+def _channel_of(turns: float, rotary_dim: int, model: ModelConfig) -> float:
+    """The channel, of half as many as are rotated, whose wavelength turns so often within the original length."""
+    radius = model.rotary_scaling_original_length / (2 * math.pi * turns)
+    return rotary_dim * math.log(radius) / (2 * math.log(model.rotary_base))
 
 
 def apply_rotary(x_sbnd: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:

@@ -12,7 +12,8 @@ import torch
 from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan
 from megatron.comm.tensor import TensorComm
-from megatron.config.model import ModelConfig, resolve_model
+from megatron.config.model import ModelConfig
+from megatron.config.resolve_model import resolve_model
 from megatron.model.context import ForwardContext
 from megatron.model.experts import Experts
 from megatron.topology.topology import single_process

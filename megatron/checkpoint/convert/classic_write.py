@@ -7,7 +7,6 @@ has to be in memory as a whole.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import errno
 import os
 import struct
@@ -143,20 +142,22 @@ def _check_has_a_form(model: ModelConfig) -> None:
     Raises:
         UserError: when the arguments cannot describe it; the message says what of it.
     """
-    plain = {field.name: field.default for field in dataclasses.fields(model)}
-    llama3 = ("original_length", "low_turns", "high_turns")
     other = {
         f"model of kind {model.kind}": model.kind != "gpt",
         "--parallel-residual": model.parallel_residual,
         "--sliding-window": model.sliding_window is not None,
         "--num-experts": model.has_experts,
         "--qk-layernorm": model.qk_layernorm,
+        "--rotary-scaling yarn": model.rotary_scaling == "yarn",
         "--rotary-scaling-factor with a fraction": model.rotary_scaling == "linear"
         and not model.rotary_scaling_factor.is_integer(),
-    } | {
-        f"--rotary-scaling-{part.replace('_', '-')} of its own": getattr(model, name) != plain[name]
-        for part, name in ((part, f"rotary_scaling_{part}") for part in llama3)
     }
+    if model.rotary_scaling == "llama3":
+        llama3 = {"original_length": 8192, "low_turns": 1.0, "high_turns": 4.0}
+        other |= {
+            f"--rotary-scaling-{part.replace('_', '-')} of its own": getattr(model, f"rotary_scaling_{part}") != usual
+            for part, usual in llama3.items()
+        }
     found = [what for what, there in other.items() if there]
     if found:
         raise UserError(

@@ -23,7 +23,8 @@ from megatron.checkpoint.convert.tokenizer_files import copy_tokenizer, special_
 from megatron.checkpoint.convert.torch_file import Stored, TorchFile
 from megatron.model.embedding import TIED_NAME
 
-CONFIG, INDEX, SINGLE, PICKLED = "config.json", "model.safetensors.index.json", "model.safetensors", "pytorch_model.bin"
+CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 SHARD_BYTES = 5 << 30
 _IN_A_LAYER = re.compile(r"\b(h|layers?)\.[0-9]+\.")
 _NO_WEIGHTS = re.compile(r"\.(attn|attention)\.(bias|masked_bias)$|\.rotary_emb\.inv_freq$")
@@ -91,22 +92,29 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 class _StoredFiles:
-    """The tensors of a folder: of safetensors files, or of one ``pytorch_model.bin``."""
+    """The tensors of a folder: of safetensors files, or of files of ``torch.save`` (``pytorch_model*.bin``)."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._pickled: dict[str, Stored] = {}
         self.places: dict[str, Path] = {}
         if (folder / INDEX).is_file():
-            self.places = _places(folder)
+            self.places = _places(folder / INDEX)
         elif (folder / SINGLE).is_file():
             with _opened(folder / SINGLE) as file:
                 self.places = dict.fromkeys(file.keys(), folder / SINGLE)
         elif (folder / PICKLED).is_file():
             self._pickled = _load_pickled(folder / PICKLED)
             self.places = dict.fromkeys(self._pickled, folder / PICKLED)
+        elif (folder / PICKLED_INDEX).is_file():
+            self.places = _places(folder / PICKLED_INDEX)
+            contents = {path: _load_pickled(path) for path in sorted(set(self.places.values()))}
+            for name, path in self.places.items():
+                if name not in contents[path]:
+                    raise UserError(f"{path} does not hold {name}, which {PICKLED_INDEX} says it does")
+                self._pickled[name] = contents[path][name]
         else:
-            raise UserError(f"{folder} holds neither {SINGLE} nor {INDEX} nor {PICKLED}")
+            raise UserError(f"{folder} holds neither {SINGLE} nor {INDEX} nor {PICKLED} nor {PICKLED_INDEX}")
 
     def name_of(self, name: str) -> str:
         """The name of a tensor in the files."""
@@ -165,24 +173,28 @@ class _StoredFiles:
             return tensor
 
 
-def _places(folder: Path) -> dict[str, Path]:
-    """The file of each tensor, by the index."""
-    index, found = Values(_read_json(folder / INDEX)), {}
+def _places(path: Path) -> dict[str, Path]:
+    """The file of each tensor, by an index."""
+    index, found = Values(_read_json(path)), {}
     try:
         for name, file in index.table("weight_map").items():
             if not isinstance(file, str):
                 raise UserError(f"weight_map names {file!r} as the file of {name}")
             if Path(file).name != file:
                 raise UserError(f"{file!r} lies outside the folder")
-            found[name] = folder / file
+            found[name] = path.parent / file
     except UserError as error:
-        raise UserError(f"{folder / INDEX}: {error}") from error
+        raise UserError(f"{path}: {error}") from error
     return found
 
 
-def _opened(path: Path) -> Any:
+def _check_is_file(path: Path) -> None:
     if path.exists() and not path.is_file():  # a pipe would never end
         raise UserError(f"{path}: is not a file; fetch it again")
+
+
+def _opened(path: Path) -> Any:
+    _check_is_file(path)
     try:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
@@ -197,6 +209,7 @@ def _dtype_of(name: str, where: str) -> torch.dtype:
 
 
 def _load_pickled(path: Path) -> dict[str, Stored]:
+    _check_is_file(path)
     file = TorchFile(path)
     if not isinstance(file.content, dict):
         raise UserError(f"{path}: holds a {type(file.content).__name__} instead of tensors by name")

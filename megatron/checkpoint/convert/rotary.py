@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from megatron.base.errors import UserError
@@ -73,13 +74,20 @@ def _rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
     if model.rotary_scaling == "none":
         return None
     scaling: dict[str, Any] = {"rope_type": model.rotary_scaling, "factor": model.rotary_scaling_factor}
+    if model.rotary_scaling == "linear":
+        return scaling
+    scaling["original_max_position_embeddings"] = model.rotary_scaling_original_length
     if model.rotary_scaling == "llama3":
-        scaling |= {
+        return scaling | {
             "low_freq_factor": model.rotary_scaling_low_turns,
             "high_freq_factor": model.rotary_scaling_high_turns,
-            "original_max_position_embeddings": model.rotary_scaling_original_length,
         }
-    return scaling
+    return scaling | {
+        "beta_slow": model.rotary_scaling_low_turns,
+        "beta_fast": model.rotary_scaling_high_turns,
+        "attention_factor": model.rotary_scaling_attention_factor,
+        "truncate": model.yarn_correction_range_round_to_int,
+    }
 
 
 # From theirs
@@ -107,7 +115,7 @@ def _rotary_model(config: Values, rope: Values, base: tuple[str, float], percent
         "rotary_percent": percent,
         "untie_embeddings_and_output_weights": not config.flag("tie_word_embeddings", False),
         "attention_dropout": config.number("attention_dropout", 0.0),
-        **_scaling_of(rope, config.integer("original_max_position_embeddings", positions)),
+        **_scaling_of(rope, config.integer("original_max_position_embeddings", positions), positions),
     }
 
 
@@ -116,20 +124,38 @@ def _rope_of(config: Values) -> Values:
     return Values(config.table("rope_scaling", {}) or config.table("rope_parameters", {}))
 
 
-def _scaling_of(rope: Values, positions: int) -> dict[str, object]:
+def _scaling_of(rope: Values, positions: int, length: int) -> dict[str, object]:
+    """Scaled rotary positions, from ``positions`` to ``length`` where the file does not say."""
     kind = rope.text("rope_type", rope.text("type", "default"))
     if kind == "default":
         return {}
-    if kind not in ("linear", "llama3"):
-        raise UserError(f"rope scaling of type {kind!r} cannot be converted; linear and llama3 can")
-    scaling: dict[str, object] = {"rotary_scaling": kind, "rotary_scaling_factor": rope.number("factor")}
-    if kind == "llama3":
-        scaling |= {
-            "rotary_scaling_low_turns": rope.number("low_freq_factor"),
-            "rotary_scaling_high_turns": rope.number("high_freq_factor"),
-            "rotary_scaling_original_length": rope.integer("original_max_position_embeddings", positions),
-        }
-    return scaling
+    if kind not in ("linear", "llama3", "yarn"):
+        raise UserError(f"rope scaling of type {kind!r} cannot be converted; linear, llama3 and yarn can")
+    scaling: dict[str, object] = {"rotary_scaling": kind}
+    if kind == "linear":
+        return scaling | {"rotary_scaling_factor": rope.number("factor")}
+    original = rope.integer("original_max_position_embeddings", positions)
+    scaling["rotary_scaling_original_length"] = original
+    if kind == "yarn":
+        return scaling | _yarn_of(rope, rope.number("factor", length / original))
+    return scaling | {
+        "rotary_scaling_factor": rope.number("factor"),
+        "rotary_scaling_low_turns": rope.number("low_freq_factor"),
+        "rotary_scaling_high_turns": rope.number("high_freq_factor"),
+    }
+
+
+def _yarn_of(rope: Values, factor: float) -> dict[str, object]:
+    """YaRN's numbers; of its scales for attention only their quotient matters where both are there."""
+    scales = [rope.number(name, 0.0) for name in ("mscale", "mscale_all_dim")]
+    over, under = (1 + 0.1 * scale * math.log(max(factor, 1.0)) for scale in (scales if all(scales) else (1.0, 0.0)))
+    return {
+        "rotary_scaling_factor": factor,
+        "rotary_scaling_low_turns": rope.number("beta_slow", 0.0) or 1.0,
+        "rotary_scaling_high_turns": rope.number("beta_fast", 0.0) or 32.0,
+        "rotary_scaling_attention_factor": rope.number("attention_factor", over / under),
+        "yarn_correction_range_round_to_int": rope.flag("truncate", True),
+    }
 
 
 def neox_model(config: Values) -> dict[str, object]:

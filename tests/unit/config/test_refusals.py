@@ -137,11 +137,31 @@ BY_ITERATIONS = [
     ),
     ("--position-embedding-type rope --kv-channels 15", 1, ["--kv-channels", "15 channels"]),
     ("--rotary-scaling linear", 1, ["--rotary-scaling needs rotary positions", "--position-embedding-type rope"]),
-    ("--rotary-scaling-factor 2", 1, ["--rotary-scaling-factor is for --rotary-scaling linear or llama3"]),
+    ("--rotary-scaling-factor 2", 1, ["--rotary-scaling-factor is for --rotary-scaling linear, llama3 or yarn"]),
     (
         "--position-embedding-type rope --rotary-scaling linear --rotary-scaling-low-turns 2",
         1,
         ["--rotary-scaling-low-turns is for --rotary-scaling llama3"],
+    ),
+    (
+        "--position-embedding-type rope --rotary-scaling llama3 --rotary-scaling-attention-factor 1.1",
+        1,
+        ["--rotary-scaling-attention-factor is for --rotary-scaling yarn"],
+    ),
+    (
+        "--position-embedding-type rope --no-yarn-correction-range-round-to-int",
+        1,
+        ["--no-yarn-correction-range-round-to-int is for --rotary-scaling yarn"],
+    ),
+    (
+        "--position-embedding-type rope --rotary-scaling yarn --yarn-beta-slow 32",
+        1,
+        ["--rotary-scaling-low-turns 32 is not below --rotary-scaling-high-turns 32"],
+    ),
+    (
+        "--position-embedding-type rope --rotary-scaling yarn --rotary-base 1",
+        1,
+        ["--rotary-base 1", "above 1", "raise it"],
     ),
     (
         "--position-embedding-type rope --rotary-scaling llama3 --rotary-scaling-low-turns 4",

@@ -17,7 +17,8 @@ from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan
 from megatron.comm.tensor import TensorComm
 from megatron.config.check_model import check_model
-from megatron.config.model import ModelConfig, resolve_model
+from megatron.config.model import ModelConfig
+from megatron.config.resolve_model import resolve_model
 from megatron.model.context import ExpertContext, ForwardContext
 from megatron.model.experts import Expert, Experts
 from megatron.parallel.data.buffer import FlatBuffer, named_params

@@ -14,6 +14,7 @@ from megatron.parallel.tensor.random import DropoutKeys
 from tests.support.tiny import VOCAB, tiny_engines, tiny_run
 
 ROPE = {"position_embedding_type": "rope"}
+YARN = {"rotary_scaling": "yarn", "rotary_base": 50.0, "rotary_scaling_original_length": 24}
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "linear": (ROPE, {"rotary_scaling": "linear"}),
     "llama3": (ROPE, {"rotary_scaling": "llama3", "rotary_scaling_original_length": 64}),
@@ -21,6 +22,10 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {**ROPE, "rotary_scaling": "llama3", "rotary_scaling_original_length": 64},
         {"rotary_scaling_factor": 2.0},
     ),
+    "yarn": (ROPE, YARN),
+    "yarn, another factor": ({**ROPE, **YARN}, {"rotary_scaling_factor": 2.0}),
+    "yarn, another factor of attention": ({**ROPE, **YARN}, {"rotary_scaling_attention_factor": 1.5}),
+    "yarn, not rounded": ({**ROPE, **YARN}, {"yarn_correction_range_round_to_int": False}),
     "parallel": ({}, {"parallel_residual": True}),
     "window": ({}, {"sliding_window": 4}),
 }

@@ -11,7 +11,8 @@ import torch
 from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan
 from megatron.comm.tensor import TensorComm
-from megatron.config.model import ModelConfig, resolve_model
+from megatron.config.model import ModelConfig
+from megatron.config.resolve_model import resolve_model
 from megatron.model.experts import Experts
 from megatron.model.stage import Stage
 from megatron.topology.topology import single_process

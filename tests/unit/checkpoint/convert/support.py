@@ -43,7 +43,20 @@ MODELS: dict[str, dict[str, Any]] = {
         "untie_embeddings_and_output_weights": True,
     },
 }
+YARN = {"rotary_scaling": "yarn", "rotary_base": 50.0, "rotary_scaling_original_length": 24}
 NOT_CLASSIC: dict[str, dict[str, Any]] = {
+    "llama, yarn": {**LLAMA, **YARN, "rotary_scaling_high_turns": 3.0},
+    "qwen2, yarn with fractions": {
+        **LLAMA,
+        **YARN,
+        "kv_channels": 24,
+        "rotary_base": 900.0,
+        "rotary_scaling_factor": 3.5,
+        "rotary_scaling_low_turns": 0.4,
+        "rotary_scaling_attention_factor": 1.25,
+        "yarn_correction_range_round_to_int": False,
+        "add_qkv_bias": True,
+    },
     "llama 3, short": {
         **LLAMA,
         "rotary_base": 20.0,

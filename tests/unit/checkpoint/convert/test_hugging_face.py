@@ -87,6 +87,9 @@ QWEN2_MOE: dict[str, Any] = {
 }  # fmt: skip
 QWEN3_MOE: dict[str, Any] = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN: dict[str, Any] = {
+    "rope_theta": 60.0, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16,
+}  # fmt: skip
 THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {}),
     "llama, 2 groups": ("llama", {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}),
@@ -100,6 +103,18 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "llama of transformers 4": ("llama", {"rope_theta": 50.0, "rope_scaling": {"type": "linear", "factor": 2}}),
+    "llama, yarn": ("llama", {"max_position_embeddings": 64, "rope_parameters": {**YARN, "beta_fast": 4.0}}),
+    "qwen2, yarn of DeepSeek's kind, not rounded": (
+        "qwen2",
+        {"rope_parameters": {**YARN, "beta_fast": 5, "mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False}},
+    ),
+    "qwen3 of transformers 4, yarn": (
+        "qwen3",
+        {
+            "head_dim": 24, "max_position_embeddings": 64, "rope_theta": 90.0,
+            "rope_scaling": {"type": "yarn", "factor": 3.5, "original_max_position_embeddings": 20, "beta_fast": 2.5},
+        },
+    ),
     "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "mistral": ("mistral", {"sliding_window": 6}),
     "mistral without a window": ("mistral", {"sliding_window": None}),
@@ -232,6 +247,37 @@ def test_old_files_of_torch_come_in(tmp_path: Path) -> None:
     convert(tmp_path / "hf", tmp_path / "back", "megatron-cc")
     first, second = read_ours(saved), read_ours(tmp_path / "back")
     assert all(torch.equal(first.entries[n].read(), second.entries[n].read()) for n in first.entries)
+
+
+def test_several_files_of_torch_come_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from safetensors.torch import load_file
+
+    saved = saved_model(tmp_path / "ours", {})
+    convert(saved, tmp_path / "hf", "hf")
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    (tmp_path / "hf" / "model.safetensors").unlink()
+    files = [f"pytorch_model-{number:05d}-of-00003.bin" for number in (1, 2, 3)]
+    places = {name: files[number % 3] for number, name in enumerate(tensors)}
+    for file in files:
+        torch.save({name: tensors[name] for name in tensors if places[name] == file}, tmp_path / "hf" / file)
+    index = tmp_path / "hf" / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    convert(tmp_path / "hf", tmp_path / "back", "megatron-cc")
+    first, second = read_ours(saved), read_ours(tmp_path / "back")
+    assert all(torch.equal(first.entries[n].read(), second.entries[n].read()) for n in first.entries)
+    name = next(iter(places))
+    for change, message in (
+        ({name: files[1]}, f"{files[1]} does not hold {name}, which pytorch_model.bin.index.json says it does"),
+        ({name: "gone.bin"}, "gone.bin: No such file"),
+        ({name: "../hf/x.bin"}, "'../hf/x.bin' lies outside the folder"),
+    ):
+        index.write_text(json.dumps({"weight_map": places | change}))
+        assert main(["--load", str(tmp_path / "hf"), "--save", str(tmp_path / "x"), "--to", "megatron-cc"]) == 2
+        assert message in capsys.readouterr().err
+    index.write_text(json.dumps({"weight_map": places}))
+    torch.save({name: torch.nn.Linear(1, 1)}, tmp_path / "hf" / places[name])
+    assert main(["--load", str(tmp_path / "hf"), "--save", str(tmp_path / "x"), "--to", "megatron-cc"]) == 2
+    assert "cannot be read safely" in capsys.readouterr().err
 
 
 def test_a_tied_head_of_its_own_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
