@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from megatron.checkpoint.save import (
 )
 from megatron.checkpoint.storage import ShardReader, check_file_sizes, check_items, read_item
 from megatron.config.kinds import kind_text
+from megatron.config.resolve_model import fill_rotary_scaling
 from megatron.config.run import RunConfig
 from megatron.topology.agree import first_problem, gather_texts, raise_together, rank_of, size_of
 from megatron.topology.errors import ranks_text
@@ -182,7 +184,8 @@ def saved_config(
     if chosen is None:
         raise UserError(f"--load {root} holds no checkpoint; name the folder that --save wrote to")
     text = load_config_yaml(root, chosen, None if iteration is None else flag)
-    return RunConfig.from_yaml(text, f"{root}, iteration {chosen}"), chosen
+    config = RunConfig.from_yaml(text, f"{root}, iteration {chosen}")
+    return replace(config, model=fill_rotary_scaling(config.model)), chosen
 
 
 def saved_shapes(root: str | Path, iteration: Iteration, prefix: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

@@ -25,12 +25,7 @@ def resolve_model(model: ModelConfig) -> ModelConfig:
         if width == 0:
             raise UserError(f"--swiglu: --hidden-size {hidden} is too small for a default; give --ffn-hidden-size")
         model = replace(model, ffn_hidden_size=width)
-    yarn = model.rotary_scaling == "yarn"
-    if is_unset(model.rotary_scaling_high_turns):
-        model = replace(model, rotary_scaling_high_turns=32.0 if yarn else 4.0)
-    if is_unset(model.rotary_scaling_attention_factor):
-        factor = 1.0 + 0.1 * math.log(model.rotary_scaling_factor) if yarn else 1.0
-        model = replace(model, rotary_scaling_attention_factor=factor)
+    model = fill_rotary_scaling(model)
     if is_unset(model.moe_ffn_hidden_size) and model.has_experts:
         model = replace(model, moe_ffn_hidden_size=model.ffn_hidden_size)
     if is_unset(model.moe_eval_capacity_factor):
@@ -45,4 +40,15 @@ def resolve_model(model: ModelConfig) -> ModelConfig:
         model = replace(model, max_relative_positions=model.max_position_embeddings)
     if is_unset(model.num_tokentypes):
         model = replace(model, num_tokentypes=2 if model.model_type == "bert" and model.bert_binary_head else 0)
+    return model
+
+
+def fill_rotary_scaling(model: ModelConfig) -> ModelConfig:
+    """Fills the numbers of scaled positions, which configurations of before YaRN lack."""
+    yarn = model.rotary_scaling == "yarn"
+    if is_unset(model.rotary_scaling_high_turns):
+        model = replace(model, rotary_scaling_high_turns=32.0 if yarn else 4.0)
+    if is_unset(model.rotary_scaling_attention_factor):
+        factor = 1.0 + 0.1 * math.log(model.rotary_scaling_factor) if yarn else 1.0
+        model = replace(model, rotary_scaling_attention_factor=factor)
     return model

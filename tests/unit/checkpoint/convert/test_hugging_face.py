@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import megatron.checkpoint.load
 from megatron.checkpoint.convert.command import main
 from megatron.checkpoint.convert.hugging_face import read_hf, write_hf
 from megatron.checkpoint.convert.ours import read_ours
@@ -247,6 +248,21 @@ def test_old_files_of_torch_come_in(tmp_path: Path) -> None:
     convert(tmp_path / "hf", tmp_path / "back", "megatron-cc")
     first, second = read_ours(saved), read_ours(tmp_path / "back")
     assert all(torch.equal(first.entries[n].read(), second.entries[n].read()) for n in first.entries)
+
+
+def test_a_checkpoint_of_before_yarn_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its configuration lacks numbers that now have a default."""
+    given = {**LLAMA, "rotary_scaling": "llama3", "rotary_base": 20.0, "rotary_scaling_original_length": 24}
+    saved = saved_model(tmp_path / "ours", given)
+    tokens = torch.randint(0, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(3))
+    expected, read = _logits(saved, tokens), megatron.checkpoint.load.load_config_yaml
+
+    def without(*where: Any) -> str:
+        lines = read(*where).splitlines()
+        return "\n".join(line for line in lines if "attention_factor" not in line and "round_to_int" not in line)
+
+    monkeypatch.setattr(megatron.checkpoint.load, "load_config_yaml", without)
+    assert torch.equal(_logits(saved, tokens), expected)
 
 
 def test_several_files_of_torch_come_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
