@@ -59,6 +59,20 @@ class SamplingFlags:
     top_p: float = option(
         0.0, "Choose among the likeliest tokens that together have this probability; 0: all.", minimum=0, maximum=1
     )
+    min_p: float = option(
+        0.0,
+        "Leave out tokens that are less likely than this times the likeliest of those that are left.",
+        minimum=0,
+        maximum=1,
+    )
+    repetition_penalty: float = option(
+        1.0, "Divides the positive logits of tokens that the text has, and multiplies the negative ones.", above=0
+    )
+    presence_penalty: float = option(0.0, "Subtracted from the logits of tokens that the continuation has.")
+    frequency_penalty: float = option(0.0, "Subtracted from them for each time that the continuation has them.")
+    stop_token_ids: list[int] = option(  # noqa: RUF009
+        [], "Tokens that end a text, as the end of document does.", metavar="ID", minimum=0
+    )
     out_seq_length: int = option(1024, "New tokens of each text, at most.", unit="tokens", minimum=1)
     seed: int = option(1234, "Of the random draws: text number i draws from seed + i.", minimum=0, maximum=2**32 - 1)
     recompute: bool = option(
@@ -71,7 +85,16 @@ class SamplingFlags:
         Raises:
             UserError: when flags exclude each other.
         """
-        return Sampling(self.temperature, self.top_k, self.top_p, self.greedy)
+        return Sampling(
+            self.temperature,
+            self.top_k,
+            self.top_p,
+            self.greedy,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+        )
 
 
 COMMON: Mapping[str, type] = {"model": ModelFlags, "tokenizer": TokenizerConfig}

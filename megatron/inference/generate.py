@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron.base.errors import UserError
 from megatron.inference.decode import Decoder
 from megatron.inference.model import LoadedModel
-from megatron.inference.sampling import Sampling
+from megatron.inference.sampling import Sampling, TokenCounts
 from megatron.model.context import ForwardContext
 from megatron.parallel.tensor.random import keyed_seed
 from megatron.tokenizer.api import start_token
@@ -40,11 +40,11 @@ class Generated:
     """A prompt with its continuation.
 
     Args:
-        tokens: ids of the prompt and of the continuation, without the end of document.
+        tokens: ids of the prompt and of the continuation, without the token that ended it.
         prompt_length: number of tokens of the prompt.
-        finished: whether the model ended the document.
+        finished: whether the model ended the text, by the end of document or a stop token.
         details: details of the tokens behind the prompt; on the model's sampling rank alone.
-        end: details of the token that ended the document; on the model's sampling rank alone.
+        end: details of the token that ended the text; on the model's sampling rank alone.
     """
 
     tokens: list[int]
@@ -54,8 +54,46 @@ class Generated:
     end: Token | None = None
 
 
+class _TokenChooser:
+    """Chooses the next tokens of rows, each with random numbers of its own.
+
+    Args:
+        model: the model.
+        rows: rows at their beginning.
+        sampling: options of choosing tokens.
+        seeds: seed of each row's random numbers.
+    """
+
+    def __init__(
+        self, model: LoadedModel, rows: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]
+    ) -> None:
+        self._sampling = sampling
+        # A model may have more entries than its tokenizer has texts for; those are never chosen.
+        self._entries = model.tokenizer.vocab_size
+        self._generators = [torch.Generator().manual_seed(keyed_seed(seed)) for seed in seeds]
+        counted = sampling.adjusts and model.is_sampling_rank
+        self._counts = TokenCounts(rows, self._entries, model.device) if counted else None
+
+    def choose(self, active: Sequence[int], logits_bv: Tensor, place: int) -> Tensor:
+        """The next token of some rows, (b,).
+
+        Args:
+            active: numbers of the rows.
+            logits_bv: their logits, (b, vocabulary).
+            place: number of tokens that were chosen before.
+        """
+        numbers = [torch.rand((), generator=self._generators[i], dtype=torch.float64) for i in active]
+        logits_bv = logits_bv[:, : self._entries]
+        if self._counts is not None:
+            logits_bv = self._counts.adjust(self._sampling, logits_bv, active)
+        tokens_b = self._sampling.after(place).choose(logits_bv, torch.stack(numbers))
+        if self._counts is not None:
+            self._counts.add(active, tokens_b)
+        return tokens_b
+
+
 OnToken = Callable[[int, Token], bool]
-"""A callback for each token that is added to a row (not the end of document); true ends the row."""
+"""A callback for each token that is added to a row (not one that ends it); true ends the row."""
 
 
 @torch.no_grad()
@@ -67,13 +105,14 @@ def generate(
     seeds: Sequence[int] | None = None,
     *,
     top: int = 0,
+    stop_tokens: Collection[int] = (),
     cached: bool = True,
     on_token: OnToken | None = None,
 ) -> list[Generated]:
-    """Continues each prompt until the end of document or ``max_new_tokens``. Every rank of the model calls this.
+    """Continues each prompt until the end of document, a stop token or ``max_new_tokens``.
 
-    Prompts may differ in length: each row is at its own position, and what it becomes does not depend on the others.
-    Beyond the model's longest sequence the window moves along.
+    Every rank of the model calls this. Prompts may differ in length: each row is at its own position, and what it
+    becomes does not depend on the others. Beyond the model's longest sequence the window moves along.
 
     Args:
         model: a loaded model.
@@ -82,18 +121,16 @@ def generate(
         sampling: options of choosing tokens.
         seeds: seed of each row's draws; default: others at every call.
         top: number of alternatives that are reported with each token.
+        stop_tokens: tokens that end a text, as the end of document does.
         cached: whether to keep keys and values; without, everything is computed anew for each token.
         on_token: called with each token, on the model's sampling rank alone.
     """
-    # A model may have more entries than its tokenizer has texts for; those are never chosen.
-    eod, known = model.tokenizer.eod, model.tokenizer.vocab_size
     started_empty = [not prompt for prompt in prompts]
     rows = [list(prompt) or [start_token(model.tokenizer)] for prompt in prompts]
     results = [Generated(row, len(row)) for row in rows]
-    draws = [
-        torch.Generator().manual_seed(keyed_seed(seed)) for seed in seeds or [random.getrandbits(62) for _ in rows]
-    ]
+    chooser = _TokenChooser(model, rows, sampling, seeds or [random.getrandbits(62) for _ in rows])
     decoder = Decoder(model, max(map(len, rows), default=0) + max_new_tokens, cached)
+    ends = {model.tokenizer.eod, *stop_tokens}
     active = list(range(len(rows)))
     for count in range(max_new_tokens):
         if not active:
@@ -102,17 +139,16 @@ def generate(
         logits_bv = decoder.logits(active, [rows[i] for i in active])
         chosen = torch.zeros((2, len(active)), dtype=torch.int64)
         if logits_bv is not None and model.is_sampling_rank:
-            numbers = torch.stack([torch.rand((), generator=draws[i], dtype=torch.float64) for i in active])
-            chosen[0] = sampling.after(count).choose(logits_bv[:, :known], numbers)
-            tokens = _details(logits_bv, chosen[0], top, known)
+            chosen[0] = chooser.choose(active, logits_bv, count)
+            tokens = _details(logits_bv, chosen[0], top, model.tokenizer.vocab_size)
             for column, (i, token) in enumerate(zip(active, tokens, strict=True)):
-                if token.id == eod:
+                if token.id in ends:
                     results[i].end = token
                 else:
                     results[i].details.append(token)
                     chosen[1, column] = on_token is not None and on_token(i, token)
         model.broadcast(chosen, model.sampling_rank)
-        active = _grow(results, active, chosen, eod)
+        active = _grow(results, active, chosen, ends)
     for empty, result in zip(started_empty, results, strict=True):
         if empty:
             del result.tokens[0]
@@ -120,11 +156,11 @@ def generate(
     return results
 
 
-def _grow(results: Sequence[Generated], active: Sequence[int], chosen: Tensor, eod: int) -> list[int]:
+def _grow(results: Sequence[Generated], active: Sequence[int], chosen: Tensor, ends: Collection[int]) -> list[int]:
     """Appends the chosen tokens; returns the rows that continue."""
     going_on = []
     for i, token, enough in zip(active, *chosen.tolist(), strict=True):
-        if token == eod:
+        if token in ends:
             results[i].finished = True
             continue
         results[i].tokens.append(token)

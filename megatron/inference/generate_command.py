@@ -89,6 +89,7 @@ class Session:
             self.choice.out_seq_length,
             self.choice.sampling(),
             seeds,
+            stop_tokens=self.choice.stop_token_ids,
             cached=not self.choice.recompute,
             on_token=show if live else None,
         )

@@ -31,6 +31,7 @@ class InferenceJob:
         top: number of alternatives to report with each token; None: no probabilities are asked for.
         score: whether to report the prompts' probabilities, too.
         stop: strings that end a text.
+        stop_tokens: tokens that end a text, as the end of document does.
     """
 
     prompts: list[list[int]]
@@ -40,6 +41,7 @@ class InferenceJob:
     top: int | None = None
     score: bool = False
     stop: list[str] = field(default_factory=list)
+    stop_tokens: list[int] = field(default_factory=list)
 
     def plain(self) -> dict[str, Any]:
         """The job in JSON's types, for the other ranks."""
@@ -60,8 +62,17 @@ def _compute(model: LoadedModel, job: InferenceJob, on_token: OnToken | None = N
     top = job.top or 0
     if job.score:
         scored = score(model, job.prompts, top)
-    found = generate(model, job.prompts, job.max_new_tokens, job.sampling, job.seeds, top=top, on_token=on_token)
-    return scored, found
+    continued = generate(
+        model,
+        job.prompts,
+        job.max_new_tokens,
+        job.sampling,
+        job.seeds,
+        top=top,
+        stop_tokens=job.stop_tokens,
+        on_token=on_token,
+    )
+    return scored, continued
 
 
 class Leader:

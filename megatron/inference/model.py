@@ -54,6 +54,7 @@ class LoadedModel:
         ledger: bytes sent between them.
         channel: channel of activations to the next stage; None where there is none.
         workspaces: memory of generation, and whether its steps are recorded.
+        tokenizer_flags: flags that the tokenizer was built from.
     """
 
     stage: GPTStage
@@ -64,6 +65,7 @@ class LoadedModel:
     ledger: Ledger = field(default_factory=Ledger)
     channel: PipelineChannel | None = None
     workspaces: Workspaces = field(default_factory=Workspaces)
+    tokenizer_flags: TokenizerConfig = field(default_factory=TokenizerConfig)
 
     @property
     def window(self) -> int:
@@ -192,7 +194,7 @@ def load_model(
     config, chosen = together(group, lambda: saved_config(root, iteration))
     check_generates(config, root)
     entries = together(group, lambda: saved_entries(root, chosen))
-    built = together(group, lambda: _vocabulary(config, tokenizer, entries))
+    vocabulary, flags = together(group, lambda: _vocabulary(config, tokenizer, entries))
     ledger, plan, dtype = Ledger(), CompressionPlan({}), config.precision.params_dtype
     (stage,) = build_stages(
         config.model,
@@ -215,7 +217,7 @@ def load_model(
     alone = topology.layout.world_size == 1 and not config.model.has_experts
     records = topology.device.type == "cuda" and alone
     workspaces = Workspaces(record_on_cuda if records else None)
-    return LoadedModel(stage.eval(), built, config, chosen, topology, ledger, channel, workspaces)
+    return LoadedModel(stage.eval(), vocabulary, config, chosen, topology, ledger, channel, workspaces, flags)
 
 
 def load_weights(
@@ -240,8 +242,8 @@ def load_weights(
     )
 
 
-def _vocabulary(config: RunConfig, given: TokenizerConfig | None, entries: int) -> Tokenizer:
-    """The run's tokenizer, or the one given instead, for a model that may have more entries than it.
+def _vocabulary(config: RunConfig, given: TokenizerConfig | None, entries: int) -> tuple[Tokenizer, TokenizerConfig]:
+    """The run's tokenizer, or the one given instead, for a model that may have more entries than it; and its flags.
 
     Raises:
         UserError: when it cannot be built, or is another model's.
@@ -259,4 +261,4 @@ def _vocabulary(config: RunConfig, given: TokenizerConfig | None, entries: int) 
             f"the tokenizer has {tokenizer.vocab_size} entries, the checkpoint's model {entries}: it is another "
             "model's; give the one that this was trained with"
         )
-    return tokenizer
+    return tokenizer, wanted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,10 +18,16 @@ class Sampling:
     Args:
         temperature: divides the logits; below 1 sharpens, above 1 flattens.
         top_k: choose among this many likeliest tokens; 0: all.
-        top_p: choose among the likeliest tokens that together have this probability; 0: all.
+        top_p: choose among the likeliest tokens that together have this probability; 0: all. Beside top_k: of its
+            tokens' probability.
         greedy: always take the likeliest.
         top_p_decay: multiplies top_p after each token; 0: it stays.
         top_p_bound: top_p does not fall below this.
+        min_p: leave out tokens that are less likely than this times the likeliest of those that are left; 0: none.
+        repetition_penalty: divides the positive logits of tokens that the text has, and multiplies the negative ones.
+        presence_penalty: subtracted from the logits of tokens that the continuation has.
+        frequency_penalty: subtracted from them for each time that it has them.
+        logit_bias: ids of tokens, and what is added to their logits.
 
     Raises:
         UserError: when a value makes no sense.
@@ -32,6 +39,11 @@ class Sampling:
     greedy: bool = False
     top_p_decay: float = 0.0
     top_p_bound: float = 0.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Sequence[tuple[int, float]] = ()
 
     def __post_init__(self) -> None:
         if self.temperature <= 0:
@@ -40,14 +52,39 @@ class Sampling:
             raise UserError(f"--top_k {self.top_k} must not be negative; 0 chooses among all tokens")
         if not 0 <= self.top_p <= 1:
             raise UserError(f"--top_p {self.top_p:g} must lie between 0 and 1; 0 chooses among all tokens")
-        if self.top_k and self.top_p:
-            raise UserError("--top_k and --top_p exclude each other: give one of them")
-        if self.greedy and (self.top_k or self.top_p):
-            raise UserError("--greedy takes the likeliest token: leave out --top_k and --top_p")
+        if not 0 <= self.min_p <= 1:
+            raise UserError(f"--min_p {self.min_p:g} must lie between 0 and 1; 0 leaves out no token")
+        if self.greedy and (self.top_k or self.top_p or self.min_p):
+            raise UserError("--greedy takes the likeliest token: leave out --top_k, --top_p and --min_p")
+        if self.repetition_penalty <= 0:
+            raise UserError(f"--repetition_penalty {self.repetition_penalty:g} must be positive; 1 changes nothing")
         if not 0 <= self.top_p_decay <= 1 or not 0 <= self.top_p_bound <= 1:
             raise UserError("top_p_decay and top_p_bound must lie between 0 and 1; 0 leaves top_p as it is")
         if (self.top_p_decay or self.top_p_bound) and not self.top_p:
             raise UserError("top_p_decay and top_p_bound change --top_p: give it, too")
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether logits depend on the tokens of the text, or are biased."""
+        penalties = self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty
+        return bool(penalties or self.logit_bias)
+
+    def adjust(self, logits_bv: Tensor, prompts_bv: Tensor, counts_bv: Tensor) -> Tensor:
+        """The logits with their biases and penalties, fp32 (b, vocabulary).
+
+        Args:
+            logits_bv: logits, (b, vocabulary).
+            prompts_bv: bool, the tokens of the prompts.
+            counts_bv: fp32, how often the continuations have each token.
+        """
+        logits = logits_bv.float().clone()
+        for token, bias in self.logit_bias:
+            logits[:, token] += bias
+        present_bv = counts_bv > 0
+        if self.repetition_penalty != 1:
+            scaled = torch.where(logits > 0, logits / self.repetition_penalty, logits * self.repetition_penalty)
+            logits = torch.where(prompts_bv | present_bv, scaled, logits)
+        return logits - self.frequency_penalty * counts_bv - self.presence_penalty * present_bv
 
     def after(self, tokens: int) -> Sampling:
         """The options after so many tokens."""
@@ -85,4 +122,31 @@ class Sampling:
             beyond[..., 0] = False  # even where top_p is 0 in fp32
             values = ordered.values.masked_fill(beyond, -torch.inf)
             logits = torch.full_like(logits, -torch.inf).scatter_(-1, ordered.indices, values)
+        if self.min_p:
+            p = logits.softmax(dim=-1)
+            logits = logits.masked_fill(p < self.min_p * p.amax(dim=-1, keepdim=True), -torch.inf)
         return logits.softmax(dim=-1)
+
+
+class TokenCounts:
+    """The tokens of rows that grow, counted for penalties.
+
+    Args:
+        prompts: prompts of the rows.
+        entries: number of entries of the vocabulary.
+        device: device of the logits.
+    """
+
+    def __init__(self, prompts: Sequence[Sequence[int]], entries: int, device: torch.device) -> None:
+        self._prompts_rv = torch.zeros((len(prompts), entries), dtype=torch.bool, device=device)
+        self._counts_rv = torch.zeros((len(prompts), entries), device=device)
+        for row, prompt in enumerate(prompts):
+            self._prompts_rv[row, torch.tensor(prompt, device=device)] = True
+
+    def adjust(self, sampling: Sampling, logits_bv: Tensor, rows: Sequence[int]) -> Tensor:
+        """The logits of some rows, with biases and penalties."""
+        return sampling.adjust(logits_bv, self._prompts_rv[list(rows)], self._counts_rv[list(rows)])
+
+    def add(self, rows: Sequence[int], tokens_b: Tensor) -> None:
+        """Counts the next token of some rows."""
+        self._counts_rv[list(rows), tokens_b.to(self._counts_rv.device)] += 1

@@ -35,7 +35,8 @@ DESCRIPTION = """Serves a trained model over HTTP, on one process or, under tool
         -d '{"prompt": "Once upon a time", "max_tokens": 32, "stream": true}'
     python tools/text_generation_cli.py localhost:5000
 
-PUT /api is Megatron's, POST /v1/completions OpenAI's; GET /health says whether the server works, GET / is a form.
+PUT /api is Megatron's, POST /v1/completions and /v1/chat/completions are OpenAI's; GET /health says whether the server
+works, GET / is a form.
 Requests are done one after the other; what one may cost, and how many may wait, is bounded. There is no encryption
 and no password: whoever reaches the port may use the model, which is why it is this machine alone unless --host says
 otherwise. Requests must name the server as it is known (their Host header): by a loopback name, by what --allowed-host
@@ -103,6 +104,7 @@ def serve(model: LoadedModel, flags: ServerFlags, patience_s: float, listening: 
     """
     from megatron.inference.server.app import Server
     from megatron.inference.server.listening import HTTPServer, configuration, room_for
+    from megatron.tokenizer.chat import open_chat_template
 
     def ended() -> None:
         server.should_exit = True
@@ -110,7 +112,8 @@ def serve(model: LoadedModel, flags: ServerFlags, patience_s: float, listening: 
     worker = Worker(model, flags.max_queue, patience_s, ended)
     limits = RequestLimits(model.window, flags.max_tokens_to_oom)
     name = f"megatron-cc-{model.iteration}"
-    app = Server(worker, limits, flags.max_request_bytes, name, hosts_of(flags)).app()
+    template = open_chat_template(model.tokenizer_flags)
+    app = Server(worker, limits, flags.max_request_bytes, name, hosts_of(flags), template).app()
     host, port = listening.getsockname()[:2]
     where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     most = room_for(flags.max_connections)
@@ -137,6 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         model_flags: ModelFlags = parsed.sections["model"]
         flags: ServerFlags = parsed.sections["server"]
         try:
+            import jinja2  # noqa: F401
             import starlette  # noqa: F401
             import uvicorn  # noqa: F401
         except ImportError as error:

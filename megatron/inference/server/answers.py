@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.responses import JSONResponse
@@ -55,17 +55,21 @@ def megatron_answer(job: InferenceJob, results: Sequence[Result], tokenizer: Tok
     return answer
 
 
-def _top_logprobs(token: Token, decoder: TokenDecoder) -> dict[str, float]:
-    """Probabilities of a token and the likeliest ones, by the texts that they have behind ``decoder``'s tokens.
+@dataclass(frozen=True)
+class TokenEntry:
+    """A token in an answer.
 
-    Where several have one text, as parts of characters do, the later ones are named by their ids.
+    Args:
+        text: text that it adds to the tokens before it.
+        offset: number of characters before it.
+        logprob: its log-probability; None for the first of a text.
+        alternatives: ids of the likeliest tokens, their texts behind the same tokens, and their log-probabilities.
     """
-    logprobs = {decoder.preview(token.id): token.logprob}
-    for number, logprob in token.top:
-        if number != token.id:
-            text = decoder.preview(number)
-            logprobs[f"token_id:{number}" if text in logprobs else text] = logprob
-    return logprobs
+
+    text: str
+    offset: int
+    logprob: float | None
+    alternatives: Sequence[tuple[int, str, float]]
 
 
 class CompletionAnswer:
@@ -77,49 +81,61 @@ class CompletionAnswer:
         tokenizer: tokenizer of the model.
     """
 
+    _prefix, _object, _event_object = "cmpl", "text_completion", "text_completion"
+
     def __init__(self, asked: Completion, model: str, tokenizer: Tokenizer) -> None:
         self.asked = asked
         self.job = asked.job
         self.model = model
         self.tokenizer = tokenizer
-        self.id = f"cmpl-{uuid.uuid4().hex}"
+        self.id = f"{self._prefix}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self._offsets = [0] * len(asked.job.prompts)
         self._decoders = [TokenDecoder(tokenizer, prompt) for prompt in asked.job.prompts]
 
-    def _frame(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _frame(self, choices: list[dict[str, Any]], *, event: bool = False) -> dict[str, Any]:
         return {
             "id": self.id,
-            "object": "text_completion",
+            "object": self._event_object if event else self._object,
             "created": self.created,
             "model": self.model,
             "choices": choices,
         }
 
-    def _logprobs(self, row: int, tokens: Sequence[Token | int], final: bool) -> dict[str, Any] | None:
-        """Probabilities of a row's next tokens; the first of a text, a bare id, has none."""
-        if self.job.top is None:
-            return None
-        decoder = self._decoders[row]
-        texts: list[str] = []
-        top: list[dict[str, float] | None] = []
-        for token in tokens:
-            top.append(None if isinstance(token, int) else _top_logprobs(token, decoder))
-            texts.append(decoder.add(token if isinstance(token, int) else token.id))
-        if final and texts:
-            texts[-1] += decoder.finish()
-        offsets = list(accumulate(map(len, texts), initial=self._offsets[row]))
-        self._offsets[row] = offsets.pop()
+    def _entries(self, row: int, tokens: Sequence[Token | int], *, final: bool) -> list[TokenEntry]:
+        """Entries of a row's next tokens; the first of a text, a bare id, has no probability."""
+        decoder, entries = self._decoders[row], list[TokenEntry]()
+        for place, token in enumerate(tokens):
+            number, logprob = (token, None) if isinstance(token, int) else (token.id, token.logprob)
+            top = () if isinstance(token, int) else token.top
+            alternatives = [(other, decoder.preview(other), value) for other, value in top]
+            text = decoder.add(number)
+            if final and place == len(tokens) - 1:
+                text += decoder.finish()
+            entries.append(TokenEntry(text, self._offsets[row], logprob, alternatives))
+            self._offsets[row] += len(text)
+        return entries
+
+    def _logprobs(self, tokens: Sequence[Token | int], entries: Sequence[TokenEntry]) -> dict[str, Any]:
         return {
-            "tokens": texts,
-            "token_logprobs": [None if isinstance(token, int) else token.logprob for token in tokens],
-            "top_logprobs": top,
-            "text_offset": offsets,
+            "tokens": [entry.text for entry in entries],
+            "token_logprobs": [entry.logprob for entry in entries],
+            "top_logprobs": [
+                None if isinstance(token, int) else _top_logprobs(token, entry)
+                for token, entry in zip(tokens, entries, strict=True)
+            ],
+            "text_offset": [entry.offset for entry in entries],
         }
 
-    def _choice(self, row: int, text: str, tokens: Sequence[Token | int], reason: str | None) -> Any:
-        logprobs = self._logprobs(row, tokens, final=reason is not None)
-        return {"index": row, "text": text, "logprobs": logprobs, "finish_reason": reason}
+    def _choice(self, row: int, text: str, tokens: Sequence[Token | int], reason: str | None, *, event: bool) -> Any:
+        """The choice of a row: as a whole, or an event of it."""
+        logprobs = None
+        if self.job.top is not None:
+            logprobs = self._logprobs(tokens, self._entries(row, tokens, final=reason is not None))
+        return {"index": row, **self._content(text, event), "logprobs": logprobs, "finish_reason": reason}
+
+    def _content(self, text: str, event: bool) -> dict[str, Any]:
+        return {"text": text}
 
     def whole(self, results: Sequence[Result]) -> dict[str, Any]:
         """The response as a whole."""
@@ -130,7 +146,7 @@ class CompletionAnswer:
                 text = prompt_text(self.tokenizer, prompt) + text
                 tokens = [*prompt[:1], *result.prompt, *tokens]
                 self._decoders[row] = TokenDecoder(self.tokenizer)
-            choices.append(self._choice(row, text, tokens, result.reason))
+            choices.append(self._choice(row, text, tokens, result.reason, event=False))
         return {**self._frame(choices), "usage": self._usage(results)}
 
     def _usage(self, results: Sequence[Result]) -> dict[str, int]:
@@ -142,16 +158,59 @@ class CompletionAnswer:
         """The first events of a stream: the prompts, if they are to be echoed."""
         if self.asked.echo:
             for row, prompt in enumerate(self.job.prompts):
-                yield self._frame([self._choice(row, prompt_text(self.tokenizer, prompt), [], None)])
+                yield self._event(row, prompt_text(self.tokenizer, prompt), [], None)
 
     def streamed(self, streamed: StreamedToken) -> dict[str, Any]:
         """The event of a token."""
-        return self._frame([self._choice(streamed.row, streamed.text, [streamed.token], None)])
+        return self._event(streamed.row, streamed.text, [streamed.token], None)
 
     def end(self, results: Sequence[Result]) -> Iterator[dict[str, Any]]:
         """The last events: held-back text, the ends of documents, the reasons why texts ended, and usage."""
         for row, result in enumerate(results):
             tokens = [] if result.end is None else [result.end]
-            yield self._frame([self._choice(row, result.rest, tokens, result.reason)])
+            yield self._event(row, result.rest, tokens, result.reason)
         if self.asked.usage:
-            yield {**self._frame([]), "usage": self._usage(results)}
+            yield {**self._frame([], event=True), "usage": self._usage(results)}
+
+    def _event(self, row: int, text: str, tokens: Sequence[Token | int], reason: str | None) -> dict[str, Any]:
+        return self._frame([self._choice(row, text, tokens, reason, event=True)], event=True)
+
+
+def _top_logprobs(token: Token, entry: TokenEntry) -> dict[str, float]:
+    """Probabilities of a token and the likeliest ones, by their texts.
+
+    Where several have one text, as parts of characters do, the later ones are named by their ids.
+    """
+    logprobs = {entry.text: token.logprob}
+    for number, text, logprob in entry.alternatives:
+        if number != token.id:
+            logprobs[f"token_id:{number}" if text in logprobs else text] = logprob
+    return logprobs
+
+
+class ChatAnswer(CompletionAnswer):
+    """Responses to one chat request."""
+
+    _prefix, _object, _event_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def _content(self, text: str, event: bool) -> dict[str, Any]:
+        if event:
+            return {"delta": {"content": text} if text else {}}
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def _logprobs(self, tokens: Sequence[Token | int], entries: Sequence[TokenEntry]) -> dict[str, Any]:
+        content = []
+        for entry in entries:
+            alternatives = [_chat_token(text, logprob) for _, text, logprob in entry.alternatives]
+            content.append({**_chat_token(entry.text, entry.logprob), "top_logprobs": alternatives})
+        return {"content": content, "refusal": None}
+
+    def begin(self) -> Iterator[dict[str, Any]]:
+        """The first events of a stream: who speaks."""
+        for row in range(len(self.job.prompts)):
+            choice = {"index": row, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
+            yield self._frame([{**choice, "finish_reason": None}], event=True)
+
+
+def _chat_token(text: str, logprob: float | None) -> dict[str, Any]:
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}

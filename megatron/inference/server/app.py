@@ -1,4 +1,5 @@
-"""The HTTP side of the server: Megatron's ``PUT /api``, OpenAI's ``POST /v1/completions``, ``/health``, and a form."""
+"""The HTTP side of the server: Megatron's ``PUT /api``, OpenAI's ``POST /v1/completions`` and
+``/v1/chat/completions``, ``/health``, and a form."""
 
 from __future__ import annotations
 
@@ -20,10 +21,18 @@ from starlette.routing import Route
 
 from megatron.base.errors import UserError
 from megatron.inference.jobs import InferenceJob
-from megatron.inference.server.answers import CompletionAnswer, error_body, error_response, megatron_answer
+from megatron.inference.server.answers import (
+    ChatAnswer,
+    CompletionAnswer,
+    error_body,
+    error_response,
+    megatron_answer,
+)
+from megatron.inference.server.chat import chat_job
 from megatron.inference.server.hosts import AllowedHosts, HostCheck
 from megatron.inference.server.requests import RequestError, RequestLimits, completion_job, megatron_job
 from megatron.inference.server.worker import Event, Failed, Result, StreamedToken, Ticket, Worker
+from megatron.tokenizer.chat import ChatTemplate
 
 _ALIVE_SECONDS = 10.0
 """A stream that waits says so this often."""
@@ -96,6 +105,7 @@ class Server:
         body_bytes: most bytes of a request's body.
         name: name of the model.
         hosts: names of the server.
+        template: template of chats; None where the tokenizer has none.
         body_s: longest time that a client may take to send it.
     """
 
@@ -106,6 +116,7 @@ class Server:
         body_bytes: int,
         name: str,
         hosts: AllowedHosts,
+        template: ChatTemplate | None = None,
         body_s: float = _BODY_SECONDS,
     ) -> None:
         self.worker = worker
@@ -114,6 +125,7 @@ class Server:
         self.body_s = body_s
         self.name = name
         self.hosts = hosts
+        self.template = template
         self.started = time.time()
 
     def app(self) -> Starlette:
@@ -125,6 +137,7 @@ class Server:
             Route("/v1/models", self.models),
             Route("/v1/models/{model:path}", self.one_model),
             Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
         ]
         handlers: Any = {
             UserError: _refuse,
@@ -211,9 +224,17 @@ class Server:
         """Handles ``POST /v1/completions``."""
         body, tokenizer = await self._body(request), self.worker.model.tokenizer
         asked = await run_in_threadpool(completion_job, body, tokenizer, self.limits)
-        answer = CompletionAnswer(asked, self.name, tokenizer)
-        running = Running(self.worker, asked.job)
-        if asked.stream:
+        return await self._answer(request, CompletionAnswer(asked, self.name, tokenizer))
+
+    async def chat(self, request: Request) -> Response:
+        """Handles ``POST /v1/chat/completions``."""
+        body, tokenizer = await self._body(request), self.worker.model.tokenizer
+        asked = await run_in_threadpool(chat_job, body, self.template, tokenizer, self.limits)
+        return await self._answer(request, ChatAnswer(asked, self.name, tokenizer))
+
+    async def _answer(self, request: Request, answer: CompletionAnswer) -> Response:
+        running = Running(self.worker, answer.job)
+        if answer.asked.stream:
             return StreamingResponse(
                 _events(running, answer), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
             )

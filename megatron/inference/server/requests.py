@@ -16,6 +16,8 @@ from megatron.tokenizer.api import Tokenizer, start_token
 
 MAX_PROMPTS = 128
 MAX_TOP = 20
+MAX_TOP_K = 1000
+MAX_BIASES = 300
 MAX_STOP, MAX_STOP_LENGTH = 8, 100
 
 
@@ -100,7 +102,7 @@ def _top_p(fields: Fields, default: float) -> float:
 
 
 def _sampling(fields: Fields, *, top_p: float, greedy: bool, temperature: float) -> Sampling:
-    top_k = 0 if greedy else fields.integer("top_k", 0, least=0, most=1000)
+    top_k = 0 if greedy else fields.integer("top_k", 0, least=0, most=MAX_TOP_K)
     decay, bound = (fields.number(name, 0.0, least=0, most=1) for name in ("top_p_decay", "top_p_bound"))
     try:
         return Sampling(1.0 if greedy else temperature, top_k, top_p, greedy, decay, bound)
@@ -113,7 +115,7 @@ def _longest(prompts: Sequence[Sequence[int]]) -> int:
     return max((len(prompt) or 1 for prompt in prompts), default=1)
 
 
-def _room(usual: int, prompts: Sequence[Sequence[int]], limits: RequestLimits) -> int:
+def room(usual: int, prompts: Sequence[Sequence[int]], limits: RequestLimits) -> int:
     """Number of new tokens for requests that do not give one."""
     return max(1, min(usual, limits.window - _longest(prompts)))
 
@@ -171,7 +173,7 @@ def megatron_job(body: object, tokenizer: Tokenizer, limits: RequestLimits) -> I
     prompts = tokenizer.tokenize_batch(texts)
     if fields.flag("add_BOS", False):
         prompts = [[start_token(tokenizer), *prompt] for prompt in prompts]
-    new = fields.integer("tokens_to_generate", _room(64, prompts, limits), least=0, most=limits.window)
+    new = fields.integer("tokens_to_generate", room(64, prompts, limits), least=0, most=limits.window)
     logprobs = fields.flag("logprobs", False)
     if not new and not logprobs:
         raise RequestError("tokens_to_generate 0 only makes sense with logprobs: true")
@@ -184,32 +186,40 @@ def megatron_job(body: object, tokenizer: Tokenizer, limits: RequestLimits) -> I
     return InferenceJob(prompts, new, sampling, seeds, 0 if logprobs else None, logprobs, stop)
 
 
-OPENAI_FIELDS = [
-    "model",
+COMPLETION_FIELDS = [
     "prompt",
     "max_tokens",
+    "logprobs",
+    "echo",
+    "best_of",
+    "suffix",
+]
+"""Fields of completions alone."""
+
+SHARED_FIELDS = [
+    "model",
     "temperature",
     "top_p",
     "top_k",
-    "n",
-    "stream",
-    "logprobs",
-    "echo",
-    "stop",
-    "seed",
-    "user",
-    "best_of",
-    "suffix",
+    "min_p",
+    "repetition_penalty",
     "presence_penalty",
     "frequency_penalty",
     "logit_bias",
+    "n",
+    "stop",
+    "stop_token_ids",
+    "seed",
+    "stream",
     "stream_options",
+    "user",
 ]
+"""Fields of completions and chats: OpenAI's, and those that other servers have beside them."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """A request of ``POST /v1/completions``, and how it is answered.
+    """A request of ``POST /v1/completions`` or ``/v1/chat/completions``, and how it is answered.
 
     Args:
         job: job that computes it.
@@ -233,35 +243,110 @@ def completion_job(body: object, tokenizer: Tokenizer, limits: RequestLimits) ->
         UserError: when the request is invalid.
     """
     fields = Fields(body)
-    fields.known(OPENAI_FIELDS)
-    for name, *neutral in (("best_of", 1), ("suffix", ""), ("presence_penalty", 0), ("frequency_penalty", 0)):
+    fields.known([*COMPLETION_FIELDS, *SHARED_FIELDS])
+    for name, *neutral in (("best_of", 1), ("suffix", "")):
         fields.refuse(name, *neutral)
-    fields.refuse("logit_bias", {})
-    n = fields.integer("n", 1, most=MAX_PROMPTS)
-    different = _completion_prompts(fields, tokenizer)
-    if len(different) * n > MAX_PROMPTS:
-        raise RequestError(f"there are {len(different)} prompts and n is {n}; at most {MAX_PROMPTS} texts are allowed")
-    prompts = [prompt for prompt in different for _ in range(n)]
+    prompts = _completion_prompts(fields, tokenizer)
     top = fields.integer("logprobs", least=0, most=MAX_TOP) if fields.has("logprobs") else None
     echo = fields.flag("echo", False)
-    new = fields.integer("max_tokens", _room(16, prompts, limits), least=0, most=limits.window)
+    new = fields.integer("max_tokens", room(16, prompts, limits), least=0, most=limits.window)
     if not new and not echo:
         raise RequestError("max_tokens 0 only makes sense with echo: true")
-    temperature, top_p = _temperature(fields), _top_p(fields, 1.0)
-    # Clients mean the likeliest token by the least top_p, where Megatron's mean no bound.
-    greedy = temperature == 0 or top_p == 0
-    top_p = 0.0 if greedy or top_p == 1 else top_p
-    sampling = _sampling(fields, top_p=top_p, greedy=greedy, temperature=temperature)
-    stop = fields.bounded_texts("stop", MAX_STOP, MAX_STOP_LENGTH)
-    _check_size(prompts, new, limits)
-    stream = fields.flag("stream", False)
-    if stream and echo and top is not None:
+    completion = openai_completion(fields, tokenizer, limits, prompts, new, top=top, echo=echo)
+    if completion.stream and echo and top is not None:
         raise RequestError("stream with echo and logprobs is not offered; leave one of them out")
+    return completion
+
+
+def openai_completion(
+    fields: Fields,
+    tokenizer: Tokenizer,
+    limits: RequestLimits,
+    prompts: Sequence[list[int]],
+    new: int,
+    *,
+    top: int | None,
+    echo: bool,
+) -> Completion:
+    """Parses the fields that completions and chats share.
+
+    Args:
+        fields: the request.
+        tokenizer: tokenizer of the model.
+        limits: limits of one request.
+        prompts: token ids of the prompts.
+        new: most new tokens for each.
+        top: number of alternatives to report with each token; None: no probabilities are asked for.
+        echo: whether to begin with the prompt.
+
+    Raises:
+        UserError: when the request is invalid.
+    """
+    n = fields.integer("n", 1, most=MAX_PROMPTS)
+    if len(prompts) * n > MAX_PROMPTS:
+        raise RequestError(f"there are {len(prompts)} prompts and n is {n}; at most {MAX_PROMPTS} texts are allowed")
+    rows = [prompt for prompt in prompts for _ in range(n)]
+    sampling = _openai_sampling(fields, tokenizer)
+    stop = fields.bounded_texts("stop", MAX_STOP, MAX_STOP_LENGTH)
+    _check_size(rows, new, limits)
     job = InferenceJob(
-        prompts, new, sampling, _seeds(fields, "seed", len(prompts)), top, echo and top is not None, stop
+        rows,
+        new,
+        sampling,
+        _seeds(fields, "seed", len(rows)),
+        top,
+        echo and top is not None,
+        stop,
+        _stop_tokens(fields, tokenizer),
     )
     options = Fields(fields["stream_options"] if fields.has("stream_options") else {}, "stream_options")
-    return Completion(job, n, stream, echo, options.flag("include_usage", False))
+    return Completion(job, n, fields.flag("stream", False), echo, options.flag("include_usage", False))
+
+
+def _openai_sampling(fields: Fields, tokenizer: Tokenizer) -> Sampling:
+    temperature, top_p = _temperature(fields), _top_p(fields, 1.0)
+    top_k = max(fields.integer("top_k", 0, least=-1, most=MAX_TOP_K), 0)  # -1 means all for vLLM's clients
+    min_p = fields.number("min_p", 0.0, least=0, most=1)
+    # Clients mean the likeliest token by the least top_p, where Megatron's mean no bound.
+    greedy = temperature == 0 or top_p == 0
+    return Sampling(
+        temperature=1.0 if greedy else temperature,
+        top_k=0 if greedy else top_k,
+        top_p=0.0 if greedy or top_p == 1 else top_p,
+        greedy=greedy,
+        min_p=0.0 if greedy else min_p,
+        repetition_penalty=fields.number("repetition_penalty", 1.0, least=0.01, most=100),
+        presence_penalty=fields.number("presence_penalty", 0.0, least=-2, most=2),
+        frequency_penalty=fields.number("frequency_penalty", 0.0, least=-2, most=2),
+        logit_bias=_logit_bias(fields, tokenizer),
+    )
+
+
+def _logit_bias(fields: Fields, tokenizer: Tokenizer) -> list[tuple[int, float]]:
+    biases = Fields(fields["logit_bias"] if fields.has("logit_bias") else {}, "logit_bias")
+    if len(biases) > MAX_BIASES:
+        raise RequestError(f"logit_bias names {len(biases)} tokens, at most {MAX_BIASES} are allowed")
+    pairs = []
+    for name in biases:
+        if not (name.isascii() and name.isdecimal() and len(name) < 10 and int(name) < tokenizer.vocab_size):
+            raise RequestError(f"logit_bias: tokens must be integers from 0 to {tokenizer.vocab_size - 1}")
+        if type(biases[name]) not in (int, float) or not -100 <= biases[name] <= 100:
+            raise RequestError(f"logit_bias: the bias of token {name} must be a number from -100 to 100")
+        pairs.append((int(name), float(biases[name])))
+    return pairs
+
+
+def _stop_tokens(fields: Fields, tokenizer: Tokenizer) -> list[int]:
+    tokens = fields.listed("stop_token_ids") if fields.has("stop_token_ids") else []
+    if len(tokens) > MAX_BIASES:
+        raise RequestError(f"stop_token_ids holds {len(tokens)} tokens, at most {MAX_BIASES} are allowed")
+    _check_tokens("stop_token_ids", tokens, tokenizer)
+    return tokens
+
+
+def _check_tokens(name: str, tokens: Sequence[object], tokenizer: Tokenizer) -> None:
+    if not all(type(token) is int and 0 <= token < tokenizer.vocab_size for token in tokens):
+        raise RequestError(f"{name}: tokens must be integers from 0 to {tokenizer.vocab_size - 1}")
 
 
 def _completion_prompts(fields: Fields, tokenizer: Tokenizer) -> list[list[int]]:
@@ -273,8 +358,7 @@ def _completion_prompts(fields: Fields, tokenizer: Tokenizer) -> list[list[int]]
         prompt = [prompt]
     if isinstance(prompt, list) and prompt and all(isinstance(one, list) for one in prompt):
         for one in prompt:
-            if not all(type(token) is int and 0 <= token < tokenizer.vocab_size for token in one):
-                raise RequestError(f"prompt: tokens must be integers from 0 to {tokenizer.vocab_size - 1}")
+            _check_tokens("prompt", one, tokenizer)
         return prompt
     if not prompt:
         return [[]]

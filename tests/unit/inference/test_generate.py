@@ -90,6 +90,40 @@ def test_the_end_of_document_ends_a_sample_and_is_left_out() -> None:
     assert sample.end.logprob == pytest.approx(scored[-1].logprob, abs=1e-5)
 
 
+def test_a_stop_token_ends_a_sample_and_is_left_out() -> None:
+    model = trained_model()
+    whole = slowly(model, [3, 8, 13], 9)
+    stop = whole[6]
+    place = whole.index(stop, 3)
+    (sample, other) = generate(model, [[3, 8, 13], [5]], 9, GREEDY, stop_tokens=[stop])
+    assert sample.tokens == whole[:place]
+    assert sample.finished
+    assert sample.end is not None
+    assert sample.end.id == stop
+    assert stop not in other.tokens
+
+
+def test_penalties_see_each_rows_own_tokens() -> None:
+    model, sampling = trained_model(), Sampling(greedy=True, repetition_penalty=1.6, frequency_penalty=0.4)
+    prompts = [[3, 8, 13], [5]]
+    for prompt, sample in zip(prompts, generate(model, prompts, 8, sampling), strict=True):
+        tokens = list(prompt)
+        for _ in range(8):
+            with torch.no_grad():
+                logits = model.stage.logits(model.stage(torch.tensor([tokens]), ForwardContext()))[-1, 0]
+            logits = logits[: model.tokenizer.vocab_size].clone()
+            for token in set(tokens):
+                logits[token] = logits[token] / 1.6 if logits[token] > 0 else logits[token] * 1.6
+            for token in tokens[len(prompt) :]:
+                logits[token] -= 0.4
+            chosen = int(logits.argmax())
+            if chosen == model.tokenizer.eod:
+                break
+            tokens.append(chosen)
+        assert sample.tokens == tokens
+    assert any(sample.tokens != slowly(model, sample.tokens[:1], 8) for sample in generate(model, [[5]], 8, sampling))
+
+
 def test_a_row_that_ends_leaves_the_others_what_they_are() -> None:
     model = trained_model()
     counts = {0: 3, 1: 11, 2: 5}

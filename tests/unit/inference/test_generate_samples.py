@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import pytest
 
@@ -17,6 +17,7 @@ from megatron.base.errors import UserError
 from megatron.inference import generate_command
 from megatron.inference.flags import SamplingFlags
 from megatron.inference.generate_command import GenerationTaskFlags, Session, check, read_prompts
+from megatron.inference.sampling import Sampling
 from tests.unit.inference.support import trained_model
 
 
@@ -118,6 +119,24 @@ def test_a_full_disk_is_one_line_and_the_texts_are_printed(
     with pytest.raises(UserError, match=r"--sample-output-file .*: No space left on device"):
         session.from_file(GenerationTaskFlags(sample_input_file=str(prompts)), ["1 2", "3"])
     assert capsys.readouterr().out.count("Context:") == 2
+
+
+def test_flags_of_penalties_and_stop_tokens_reach_the_generation() -> None:
+    model = trained_model()
+    penalties: dict[str, Any] = {
+        "min_p": 0.1,
+        "repetition_penalty": 1.5,
+        "presence_penalty": 0.25,
+        "frequency_penalty": 0.5,
+    }
+    flags = SamplingFlags(**penalties, out_seq_length=6)
+    assert flags.sampling() == Sampling(**penalties)
+    (whole,) = Session(model, SamplingFlags(greedy=True, out_seq_length=6), 1).continue_all(["1 2"])
+    stop = whole.tokens[4]
+    flags = SamplingFlags(greedy=True, out_seq_length=6, stop_token_ids=[stop])
+    (stopped,) = Session(model, flags, 1).continue_all(["1 2"])
+    assert stopped.finished
+    assert stopped.tokens == whole.tokens[: whole.tokens.index(stop, 2)]
 
 
 def test_a_line_that_is_no_utf8_is_asked_for_again(

@@ -87,7 +87,7 @@ def test_a_given_name_reaches_the_server(running: Running) -> None:
     ("method", "path", "status", "code", "says"),
     [
         ("GET", "/v2", 404, "unknown_url", "/v1/completions"),
-        ("POST", "/v1/chat/completions", 404, "unknown_url", "there is no POST /v1/chat/completions here"),
+        ("POST", "/v1/embeddings", 404, "unknown_url", "there is no POST /v1/embeddings here"),
         ("GET", "/v1/models/gpt-5", 404, "model_not_found", "this is tiny"),
         ("GET", "/v1/models/a/b", 404, "model_not_found", "a/b"),
         ("GET", "/v1/completions", 405, "method_not_supported", "use POST"),

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from megatron.base.errors import UserError
-from megatron.inference.sampling import Sampling
+from megatron.inference.sampling import Sampling, TokenCounts
 
 
 def test_top_k_keeps_the_likeliest_and_their_ratios() -> None:
@@ -75,8 +85,10 @@ def test_top_p_decays_to_its_bound() -> None:
         ({"temperature": 0.0}, "--temperature"),
         ({"top_k": -1}, "--top_k"),
         ({"top_p": 1.5}, "--top_p"),
-        ({"top_k": 5, "top_p": 0.5}, "--top_k"),
+        ({"min_p": 1.5}, "--min_p"),
+        ({"repetition_penalty": 0.0}, "--repetition_penalty"),
         ({"greedy": True, "top_k": 5}, "--greedy"),
+        ({"greedy": True, "min_p": 0.5}, "--greedy"),
         ({"top_p_decay": 0.5}, "--top_p"),
         ({"top_p": 0.5, "top_p_decay": 1.5}, "top_p_decay"),
     ],
@@ -84,3 +96,46 @@ def test_top_p_decays_to_its_bound() -> None:
 def test_values_that_make_no_sense_are_refused(values: dict, flag: str) -> None:
     with pytest.raises(UserError, match=flag):
         Sampling(**values)
+
+
+PROCESSORS: list[tuple[dict[str, Any], list[Any]]] = [
+    ({"top_k": 5, "top_p": 0.6}, [TopKLogitsWarper(5), TopPLogitsWarper(0.6)]),
+    ({"top_p": 0.9, "min_p": 0.3}, [TopPLogitsWarper(0.9), MinPLogitsWarper(0.3)]),
+    ({"min_p": 0.1, "temperature": 0.6}, [TemperatureLogitsWarper(0.6), MinPLogitsWarper(0.1)]),
+    ({"min_p": 1.0}, [MinPLogitsWarper(1.0)]),
+    ({"repetition_penalty": 1.8}, [RepetitionPenaltyLogitsProcessor(1.8)]),
+    ({"repetition_penalty": 0.6, "top_k": 9}, [RepetitionPenaltyLogitsProcessor(0.6), TopKLogitsWarper(9)]),
+    (
+        {"logit_bias": [(3, 2.5), (11, -40.0)], "repetition_penalty": 1.3},
+        [SequenceBiasLogitsProcessor([[[3], 2.5], [[11], -40.0]]), RepetitionPenaltyLogitsProcessor(1.3)],
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "processors"), PROCESSORS, ids=[" ".join(options) for options, _ in PROCESSORS])
+def test_probabilities_are_those_of_transformers_processors(options: dict[str, Any], processors: list[Any]) -> None:
+    generator = torch.Generator().manual_seed(7)
+    logits = torch.randn(6, 30, generator=generator) * 3
+    prompts = torch.randint(0, 30, (6, 4), generator=generator)
+    continuations = torch.randint(0, 30, (6, 5), generator=generator)
+    expected = logits
+    for processor in processors:
+        expected = processor(torch.cat([prompts, continuations], dim=1), expected)
+    sampling = Sampling(**options)
+    counts = TokenCounts(prompts.tolist(), 30, torch.device("cpu"))
+    for tokens_b in continuations.T:
+        counts.add(range(6), tokens_b)
+    found = sampling.probabilities(counts.adjust(sampling, logits, range(6)) if sampling.adjusts else logits)
+    assert torch.allclose(found, expected.softmax(-1), atol=1e-6)
+    if sampling.adjusts:
+        some = counts.adjust(sampling, logits[[4, 1]], [4, 1])
+        assert torch.equal(sampling.probabilities(some), found[[4, 1]])
+
+
+def test_penalties_count_the_continuation_and_not_the_prompt() -> None:
+    sampling = Sampling(presence_penalty=0.5, frequency_penalty=0.25)
+    counts = TokenCounts([[1, 2]], 6, torch.device("cpu"))
+    for token in (3, 4, 3, 3):
+        counts.add([0], torch.tensor([token]))
+    adjusted = counts.adjust(sampling, torch.ones(1, 6), [0])
+    assert adjusted.tolist() == [[1, 1, 1, 1 - 0.5 - 0.75, 1 - 0.5 - 0.25, 1]]

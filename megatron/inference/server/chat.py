@@ -1,0 +1,90 @@
+"""Parses and checks chat requests: messages become a prompt by the tokenizer's own template."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.inference.server.requests import (
+    MAX_TOP,
+    SHARED_FIELDS,
+    Completion,
+    Fields,
+    RequestError,
+    RequestLimits,
+    openai_completion,
+    room,
+)
+from megatron.tokenizer.api import Tokenizer
+from megatron.tokenizer.chat import ChatTemplate
+
+CHAT_FIELDS = [
+    "messages",
+    "max_tokens",
+    "max_completion_tokens",
+    "logprobs",
+    "top_logprobs",
+    "add_generation_prompt",
+    "chat_template_kwargs",
+    "response_format",
+    "tools",
+    "tool_choice",
+]
+"""Fields of chats alone."""
+
+MAX_MESSAGES = 1024
+MAX_ROLE = 64
+
+
+def chat_job(body: object, template: ChatTemplate | None, tokenizer: Tokenizer, limits: RequestLimits) -> Completion:
+    """Parses a request of ``POST /v1/chat/completions``.
+
+    Raises:
+        UserError: when the request is invalid, or the tokenizer has no template.
+    """
+    if template is None:
+        raise RequestError("the tokenizer of this model has no chat template; POST /v1/completions takes texts")
+    fields = Fields(body)
+    fields.known([*CHAT_FIELDS, *SHARED_FIELDS])
+    for name, *neutral in (("tools", []), ("tool_choice", "none", "auto"), ("response_format", {"type": "text"})):
+        fields.refuse(name, *neutral)
+    options = Fields(
+        fields["chat_template_kwargs"] if fields.has("chat_template_kwargs") else {}, "chat_template_kwargs"
+    )
+    variables = {**options, "add_generation_prompt": fields.flag("add_generation_prompt", True)}
+    prompt = tokenizer.tokenize(template.render(_messages(fields), variables))
+    if not prompt:
+        raise RequestError("messages: the chat template makes an empty prompt of them")
+    top = fields.integer("top_logprobs", 0, least=0, most=MAX_TOP) if fields.flag("logprobs", False) else None
+    name = "max_completion_tokens" if fields.has("max_completion_tokens") else "max_tokens"
+    share = limits.tokens // fields.integer("n", 1) - len(prompt)
+    new = fields.integer(name, room(share, [prompt], limits), most=limits.window)
+    return openai_completion(fields, tokenizer, limits, [prompt], new, top=top, echo=False)
+
+
+def _messages(fields: Fields) -> list[dict[str, Any]]:
+    """The messages, each with role, content and perhaps a name."""
+    listed = fields.listed("messages")
+    if not 0 < len(listed) <= MAX_MESSAGES:
+        raise RequestError(f"messages holds {len(listed)} messages; it must hold 1 to {MAX_MESSAGES}")
+    return [_message(value, f"messages[{place}]") for place, value in enumerate(listed)]
+
+
+def _message(value: object, place: str) -> dict[str, Any]:
+    message = Fields(value, place)
+    given = {name: content for name, content in message.items() if content is not None}
+    Fields(given).known(["role", "content", "name"])
+    role, content = given.get("role"), given.get("content", "")
+    if not isinstance(role, str) or not 0 < len(role) <= MAX_ROLE:
+        raise RequestError(f"{place}: role must be a text of 1 to {MAX_ROLE} characters")
+    if isinstance(content, list):
+        content = "\n".join(_part(part, place) for part in content)
+    if not isinstance(content, str) or not isinstance(given.get("name", ""), str):
+        raise RequestError(f"{place}: content must be a text, or a list of parts of the type text")
+    return {**given, "content": content}
+
+
+def _part(value: object, place: str) -> str:
+    text = value.get("text") if isinstance(value, dict) and value.get("type") == "text" else None
+    if not isinstance(text, str):
+        raise RequestError(f"{place}: content must be a text, or a list of parts of the type text")
+    return text

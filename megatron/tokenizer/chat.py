@@ -1,0 +1,93 @@
+"""Chat templates of tokenizers: from messages to a prompt."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.base.errors import UserError
+from megatron.tokenizer import chat_render
+from megatron.tokenizer.api import TokenizerFlags
+from megatron.tokenizer.special_tokens import read_special_tokens
+
+_SECONDS = 10.0
+"""Longest time that a template may take."""
+
+
+class ChatTemplate:
+    """A chat template of a folder of tokenizer files.
+
+    It is rendered in a process of its own, one at a time, whose time and memory are bounded.
+
+    Args:
+        source: the template, in Jinja's language.
+        names: special tokens by their kinds (bos_token, eos_token ...), which the template may use.
+        seconds: longest time that it may take.
+    """
+
+    def __init__(self, source: str, names: Mapping[str, str], seconds: float = _SECONDS) -> None:
+        self.source = source
+        self.names = dict(names)
+        self._seconds = seconds
+        self._lock = threading.Lock()
+
+    def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+        """The prompt of messages.
+
+        Args:
+            messages: messages, with role and content.
+            options: more variables of the template.
+
+        Raises:
+            UserError: when the template refuses the messages, or fails.
+        """
+        variables = {**self.names, **options, "messages": list(messages)}
+        try:
+            with self._lock:
+                done = subprocess.run(
+                    [sys.executable, "-I", chat_render.__file__],
+                    input=json.dumps({"source": self.source, "variables": variables}).encode(),
+                    capture_output=True,
+                    timeout=self._seconds,
+                )
+            answer = json.loads(done.stdout)
+        except subprocess.TimeoutExpired:
+            answer = {"error": f"it takes longer than {self._seconds:g} s"}
+        except ValueError:
+            answer = {"error": "it took too much time or memory"}
+        if "text" not in answer:
+            raise UserError(f"the chat template failed: {answer.get('error')}")
+        return str(answer["text"])
+
+
+def read_chat_template(folder: Path) -> ChatTemplate | None:
+    """The chat template of a folder of tokenizer files: chat_template.jinja, else the one in tokenizer_config.json.
+
+    Of several templates in tokenizer_config.json it is the one named "default".
+    """
+    special = read_special_tokens(folder)
+    source = special.config.get("chat_template")
+    if isinstance(source, list):
+        named = [entry for entry in source if isinstance(entry, dict)]
+        source = next((entry.get("template") for entry in named if entry.get("name") == "default"), None)
+    try:
+        source = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        pass
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--tokenizer-model {folder}: its chat_template.jinja cannot be read ({error})") from None
+    return ChatTemplate(source, special.by_kind) if isinstance(source, str) else None
+
+
+def open_chat_template(flags: TokenizerFlags) -> ChatTemplate | None:
+    """The chat template of a tokenizer; None where it has none.
+
+    A template writes special tokens as text, so it needs a tokenizer that reads them as such: a Hugging Face folder's.
+    """
+    folder = Path(flags.tokenizer_model or "")
+    return read_chat_template(folder) if flags.tokenizer_model and folder.is_dir() else None
