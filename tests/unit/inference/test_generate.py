@@ -103,25 +103,32 @@ def test_a_stop_token_ends_a_sample_and_is_left_out() -> None:
     assert stop not in other.tokens
 
 
-def test_penalties_see_each_rows_own_tokens() -> None:
+def _penalized(model: LoadedModel, prompt: list[int], count: int) -> list[int]:
+    """Greedy decoding with --repetition_penalty 1.6 and --frequency_penalty 0.4."""
+    tokens = list(prompt)
+    for _ in range(count):
+        with torch.no_grad():
+            logits = model.stage.logits(model.stage(torch.tensor([tokens]), ForwardContext()))[-1, 0]
+        logits = logits[: model.tokenizer.vocab_size].clone()
+        for token in set(tokens):
+            logits[token] = logits[token] / 1.6 if logits[token] > 0 else logits[token] * 1.6
+        for token in tokens[len(prompt) :]:
+            logits[token] -= 0.4
+        tokens.append(int(logits.argmax()))
+    return tokens
+
+
+def test_penalties_see_each_rows_own_tokens_when_others_have_ended() -> None:
     model, sampling = trained_model(), Sampling(greedy=True, repetition_penalty=1.6, frequency_penalty=0.4)
-    prompts = [[3, 8, 13], [5]]
-    for prompt, sample in zip(prompts, generate(model, prompts, 8, sampling), strict=True):
-        tokens = list(prompt)
-        for _ in range(8):
-            with torch.no_grad():
-                logits = model.stage.logits(model.stage(torch.tensor([tokens]), ForwardContext()))[-1, 0]
-            logits = logits[: model.tokenizer.vocab_size].clone()
-            for token in set(tokens):
-                logits[token] = logits[token] / 1.6 if logits[token] > 0 else logits[token] * 1.6
-            for token in tokens[len(prompt) :]:
-                logits[token] -= 0.4
-            chosen = int(logits.argmax())
-            if chosen == model.tokenizer.eod:
-                break
-            tokens.append(chosen)
-        assert sample.tokens == tokens
-    assert any(sample.tokens != slowly(model, sample.tokens[:1], 8) for sample in generate(model, [[5]], 8, sampling))
+    first, second = [3, 8, 13], [5]
+    expected = [_penalized(model, prompt, 8) for prompt in (first, second)]
+    assert expected[1] != slowly(model, second, 8)
+    found = generate(model, [first, second], 8, sampling)
+    assert [sample.tokens for sample in found] == expected
+    stop = next(token for token in expected[0][3:] if token not in expected[1])
+    found = generate(model, [first, second], 8, sampling, stop_tokens=[stop])
+    assert found[0].tokens == expected[0][: expected[0].index(stop, 3)]
+    assert found[1].tokens == expected[1]
 
 
 def test_a_row_that_ends_leaves_the_others_what_they_are() -> None:

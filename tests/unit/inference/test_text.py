@@ -13,7 +13,7 @@ from megatron.inference.text import TextStream, TokenDecoder, continuation, prom
 from megatron.tokenizer.api import Tokenizer
 from megatron.tokenizer.build import build_tokenizer
 from megatron.tokenizer.null import NullTokenizer
-from tests.support.llama import WORDS, write_sentence_piece
+from tests.support.llama import BOS, EOS, WORDS, write_sentence_piece
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 
@@ -93,6 +93,12 @@ def test_spaces_and_characters_of_several_tokens_are_kept(llama_tokenizer: Token
     prompt, rest = tokens[:-2], tokens[-2:]
     stream = TextStream(llama_tokenizer, context=prompt)
     assert prompt_text(llama_tokenizer, prompt) + "".join(map(stream.add, rest)) == "the dog saw €"
+
+
+def test_a_token_without_a_text_takes_no_space_away(llama_tokenizer: Tokenizer) -> None:
+    words, more = llama_tokenizer.tokenize("the house"), llama_tokenizer.tokenize("saw")
+    tokens = [*words, BOS, EOS, *more]
+    assert "".join(token_texts(llama_tokenizer, tokens)) == llama_tokenizer.detokenize(tokens) == "the house saw"
 
 
 def test_a_preview_is_the_text_that_adding_the_token_gives(llama_tokenizer: Tokenizer) -> None:
