@@ -350,12 +350,6 @@ class ModelConfig(ExpertsConfig):
         return (LM_LOSS, SOP_LOSS) if self.model_type == "bert" and self.bert_binary_head else (LM_LOSS,)
 
     @property
-    def counts_before(self) -> bool:
-        """Whether what counts in a global batch is counted before its first forward pass: where losses are means over
-        different things, or over samples."""
-        return len(self.loss_names) > 1 or not self.predicts_words
-
-    @property
     def activation(self) -> str:
         """The MLP's activation: "swiglu", "squared_relu", "gelu_tanh" or "gelu" (exact).
 

@@ -83,6 +83,12 @@ class RunConfig:
         """Number of data-parallel replicas of all islands, each of `world_size` processes."""
         return self.data_parallel_size(world_size) * self.islands.islands
 
+    @property
+    def masks_labels(self) -> bool:
+        """Whether the loss mask of a training batch may exclude labels: all but those of GPT without --eod-mask-loss
+        may."""
+        return self.data.eod_mask_loss or self.model.model_type != "gpt" or not self.model.predicts_words
+
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Sections as dictionaries of plain types (str, int, float, bool, list, None)."""
         return {name: section_to_plain(getattr(self, name)) for name in run_sections()}

@@ -53,5 +53,5 @@ class StageLoss:
 
 
 def token_weights(mask_bs: Tensor, divisors: Tensor | None) -> Tensor:
-    """Weight of each token in the objective, (b, s); ``divisors`` as in ``Stage.loss``, the tokens' first."""
-    return mask_bs / mask_bs.numel() if divisors is None else mask_bs.double() / divisors[0]
+    """Weight of each token in the objective, (b, s), float64; ``divisors`` as in ``Stage.loss``, the tokens' first."""
+    return mask_bs.double() / (mask_bs.numel() if divisors is None else divisors[0])

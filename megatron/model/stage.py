@@ -175,8 +175,8 @@ class Stage(nn.Module, ABC):
         Args:
             x_sbh: what ``forward`` returned.
             targets: labels.
-            divisors: divisor of each loss's sum in the objective; None for the size of the micro-batch, which is the
-                number that counts unless a mask excludes some.
+            divisors: divisor of each loss's sum in the objective; None for the size of the micro-batch, where no mask
+                excludes any label.
         """
 
     def _logits(self, x_sbh: Tensor, bias: Tensor | None = None) -> Tensor:

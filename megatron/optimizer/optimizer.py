@@ -128,7 +128,6 @@ class Optimizer:
     def step(
         self,
         losses: Mapping[str, tuple[float, float]],
-        expected_tokens: int | None,
         iteration: int,
         lr: float,
         weight_decay: float,
@@ -143,8 +142,6 @@ class Optimizer:
         Args:
             losses: sum of each loss in nats and how many count in it, by name, on this rank (zero where another rank
                 reports them).
-            expected_tokens: tokens of the global batch; gradients are means over these, and are corrected here
-                when a loss mask excluded some. None where they are means over what counts already.
             iteration: 0-based; when parameters are gathered compressed depends on it.
             lr, weight_decay: learning rate and weight decay of this step.
             vote: a number that is all-reduced over the ranks together with the rest.
@@ -161,8 +158,7 @@ class Optimizer:
         self.loss_scale.update(found_inf=not finite)
         if not finite or not totals.counted:
             return totals
-        divisor = scale if expected_tokens is None else scale * totals.counted / expected_tokens
-        norm = math.sqrt(totals.grad_sq) / divisor
+        norm, divisor = math.sqrt(totals.grad_sq) / scale, scale
         if self.config.clip_grad > 0 and norm > 0 and not clipped:
             divisor /= min(1.0, self.config.clip_grad / (norm + 1e-6))
         set_hyperparameters(self.inner, lr, weight_decay)

@@ -176,13 +176,11 @@ def train_step(
     length = seq_length or config.model.seq_length
     timers = timers or Timers(clock=ledger.clock)
     last_chunk = _forward_backward(engines, batches, iteration, length, timers)
-    samples, global_batch_size = _samples(engines, len(batches))
-    expected = None if config.model.counts_before else samples * config.model.labels_of(length)
-    losses, all_finite = _reduce(engines, last_chunk, iteration, expected, timers)
+    replicas = engines.topology.layout.dp * engines.joint.count
+    losses, all_finite = _reduce(engines, last_chunk, iteration, timers)
     with ledger.computing(), timers("optimizer", level=1), ledger.span("optimizer"):
         totals = engines.optimizer.step(
             losses,
-            expected,
             iteration=iteration,
             lr=lr,
             weight_decay=weight_decay,
@@ -201,7 +199,7 @@ def train_step(
         iteration=iteration + 1,
         losses={**totals.losses, **own_losses},
         expert_loads=loads,
-        global_batch_size=global_batch_size,
+        global_batch_size=len(batches) * config.training.micro_batch_size * replicas,
         seq_length=length,
         loss_scale=totals.loss_scale,
         grad_norm=totals.grad_norm,
@@ -214,22 +212,15 @@ def train_step(
     )
 
 
-def _samples(engines: Engines, micro_batches: int) -> tuple[int, int]:
-    """The samples of a step: of all islands that take it as one, and of all that there are."""
-    joint, config = engines.joint, engines.config
-    of_island = micro_batches * engines.topology.layout.dp * config.training.micro_batch_size
-    return of_island * joint.islands, of_island * joint.count
-
-
 def _reduce(
-    engines: Engines, last_chunk: ChunkProgram, iteration: int, expected: int | None, timers: Timers
+    engines: Engines, last_chunk: ChunkProgram, iteration: int, timers: Timers
 ) -> tuple[dict[str, tuple[float, float]], bool]:
     """Reduces the gradients, also over islands that go in step; returns this rank's losses, and what
     ``GradientSync.finish`` does."""
     reduction = "grads-reduce-scatter" if engines.optimizer.sharded else "grads-all-reduce"
     with engines.ledger.computing(), timers(reduction, level=1):
         losses = _reported(engines, last_chunk)
-        all_finite = engines.sync.finish(sum(count for _, count in losses.values()), expected)
+        all_finite = engines.sync.finish(sum(count for _, count in losses.values()))
         joint = engines.joint
         if all_finite and joint.on and joint.compressed:
             assert engines.outer is not None
@@ -249,10 +240,9 @@ def _reported(engines: Engines, last_chunk: ChunkProgram) -> dict[str, tuple[flo
 def _divisors(engines: Engines, batches: Sequence[Batch]) -> Tensor | None:
     """Divisors of the losses, which make their sum a sum of means over what counts in the global batch.
 
-    None for a single loss of tokens: its mean is over all tokens, and one factor at the end corrects it for those that
-    do not count.
+    None where all labels count: in means over micro-batches of equal size.
     """
-    if not engines.config.model.counts_before or not engines.holds_loss:
+    if not engines.config.masks_labels or not engines.holds_loss:
         return None
     dp = engines.topology.dp
     counts = torch.stack([engines.stages[-1].counts(_targets(batch)) for batch in batches]).double().sum(dim=0)
@@ -278,8 +268,8 @@ def _forward_backward(
     table = engines.pipeline.timetable(config.parallel.pipeline_schedule, count)
     kind = [("training", count, length, _shapes(batches)), *engines.comm.kind(length), *engines.sync.kind()]
     kind += _kinds_of_experts(engines)
-    # Each micro-batch's loss is a mean over its tokens (or as much as if all counted alike), so this makes the sum over
-    # all a mean over the batch.
+    # Each micro-batch's objective is its share of a mean over the batch, times the number of micro-batches. The own
+    # losses of layers with experts, which are means over all of its tokens, have the same gradient.
     loss_grad = torch.tensor(
         engines.optimizer.loss_scale.scale / (count * engines.topology.layout.dp * engines.joint.islands),
         dtype=torch.float64 if config.precision.fp64 else torch.float32,

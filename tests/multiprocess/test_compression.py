@@ -470,7 +470,7 @@ def _clipped_sum(layout: dict[str, int], max_norm: float) -> tuple[list[float], 
             tied = slot.spec.tied_copy
             mine = _local(gradient(dp.rank, slot), slot) / dp.size
             buffer.grads_flat[slot.start : slot.stop] = 0.0 if tied else mine.flatten()
-    assert sync.finish(64.0 * engines.holds_loss * (engines.topology.tp.rank == 0), 64 * dp.size)
+    assert sync.finish(64.0 * engines.holds_loss * (engines.topology.tp.rank == 0))
     worst = 0.0
     for buffer in engines.buffers:
         for slot in slots:
@@ -507,7 +507,7 @@ def _fillings(parallel: dict[str, Any]) -> dict[str, float]:
         mine = _local(whole, piece.slot).flatten()[piece.start : piece.stop]
         optimizer.inner.state[piece.main]["exp_avg_sq"].copy_(mine)
     optimizer.steps = 3
-    optimizer.step({LM_LOSS: (1.0, 1.0)}, 1, 0, lr=0.0, weight_decay=0.0, freeze_variance=True)
+    optimizer.step({LM_LOSS: (1.0, 1.0)}, 0, lr=0.0, weight_decay=0.0, freeze_variance=True)
     found: dict[str, float] = {}
     for piece in optimizer.shards:
         filled = optimizer.inner.state[piece.main]["exp_avg_sq"]

@@ -45,7 +45,7 @@ def _sizes(engines: Engines) -> StepSizes:
 
 def _grown(changes: Changes, **options: Any) -> tuple[Trace, list[float], list[str]]:
     """Losses of a run, those of an evaluation of whole sequences after every third step, and where ranks disagree."""
-    engines = tiny_engines(_merged(GROWING, changes))
+    engines = tiny_engines(_merged(GROWING, changes, {"data": {"eod_mask_loss": options.get("masked", False)}}))
     held_out: list[float] = []
     found: list[str] = []
     steps = itertools.count(1)
@@ -102,7 +102,7 @@ def test_the_same_numbers_on_any_layout(world_size: int, model: str) -> None:
 @pytest.mark.parametrize("model", [{}, RICH["model"]], ids=["learned", "rotary"])
 def test_a_short_step_is_that_of_a_run_of_short_sequences(model: dict[str, Any]) -> None:
     """Positions begin at 0, and tokens behind the cut play no part."""
-    changes: Changes = {"model": model, **DOUBLE}
+    changes: Changes = {"model": model, "data": {"eod_mask_loss": True}, **DOUBLE}
     grown = tiny_engines(changes)
     short = tiny_engines(_merged(changes, {"model": {"seq_length": 8}}))
     for iteration in range(3):

@@ -20,6 +20,7 @@ Changes = dict[str, dict[str, Any]]
 
 MOE: Changes = {
     "precision": {"fp64": True},
+    "data": {"eod_mask_loss": True},
     "model": {
         "num_experts": [4, 8],
         "expert_interval": 2,

@@ -137,7 +137,11 @@ def test_a_bias_that_differs_is_found() -> None:
         assert "layers.1.mlp.router.expert_bias on rank 0 and rank 1" in said
 
 
-DENSE: Changes = {"precision": {"fp64": True}, "model": {"hidden_dropout": 0.1, "swiglu": True, "ffn_hidden_size": 48}}
+DENSE: Changes = {
+    "precision": {"fp64": True},
+    "data": {"eod_mask_loss": True},
+    "model": {"hidden_dropout": 0.1, "swiglu": True, "ffn_hidden_size": 48},
+}
 BEGUN: dict[str, Changes] = {
     "top 2": {"model": {"num_experts": [4]}},
     "every other layer, top 3, with biases and z-loss": {

@@ -138,6 +138,7 @@ def tiny_batches(
 
 def tiny_tensors(config: RunConfig, ids: Sequence[int], masked: bool) -> dict[str, torch.Tensor]:
     model = config.model
+    assert config.masks_labels or not masked, "a run whose loss masks exclude labels sets eod_mask_loss"
     if model.model_type == "t5":
         return tiny_spans(ids, model.seq_length, model.labels_of(0))
     if model.task_head == "classification":
@@ -200,7 +201,7 @@ def tiny_checkpoints(engines: Engines, iteration: int = 0) -> RunCheckpoints:
 
 def tiny_run(changes: Mapping[str, Mapping[str, Any]], iterations: int, masked: bool = False) -> Trace:
     """Trains for some iterations; a collective call when there is a process group."""
-    engines = tiny_engines(changes)
+    engines = tiny_engines({**changes, "data": {**changes.get("data", {}), "eod_mask_loss": masked}})
     return tiny_train(engines, iterations, masked)
 
 

@@ -20,8 +20,6 @@ def clip_replica(
     ledger: Ledger,
     max_norm: float,
     scale: float,
-    counted: float,
-    expected_tokens: int | None,
 ) -> None:
     """Scales the gradients of this rank's replica down to an L2 norm of ``max_norm`` over all its stages and shards.
 
@@ -33,10 +31,8 @@ def clip_replica(
         topology, ledger: the groups of one small all-reduce, and where it is counted.
         max_norm: greatest norm, above zero.
         scale: the loss scale.
-        counted: how many count in the losses of this rank; zero where another rank reports them.
-        expected_tokens: tokens of the global batch, where the mean is over these; None where it is over what counts.
     """
-    squares = torch.zeros(topology.dp.size + 1, dtype=torch.float64, device=topology.device)
+    squares = torch.zeros(topology.dp.size, dtype=torch.float64, device=topology.device)
     grads = [
         buffer.grads_flat[slot.start : slot.stop]
         for buffer in buffers
@@ -45,17 +41,13 @@ def clip_replica(
         if slot.spec.counted_by(topology.tp.rank)
     ]
     squares[topology.dp.rank] = sum_of_squares(grads)
-    squares[-1] = counted
     pending = topology.world.all_reduce(squares)
     ledger.sent(Point.CONTROL, pending.sent_bytes)
     ledger.wait(Point.CONTROL, pending)
-    *by_replica, all_counted = squares.tolist()  # one synchronization of the device
-    grad_sq = by_replica[topology.dp.rank]
-    if not all_counted or not math.isfinite(grad_sq):
+    grad_sq = float(squares[topology.dp.rank])
+    if not math.isfinite(grad_sq):
         return
     norm = math.sqrt(grad_sq) * topology.dp.size / scale
-    if expected_tokens is not None:
-        norm = norm * expected_tokens / all_counted
     if norm > max_norm:
         for buffer in buffers:
             buffer.grads_flat.mul_(max_norm / (norm + 1e-6))

@@ -186,13 +186,11 @@ class GradientSync:
             if buffer.chunk == chunk and self._reduces(buffer):
                 buffer.notify_when_full(partial(_launch_full, buffer, reducer))
 
-    def finish(self, counted: float, expected_tokens: int | None) -> bool:
+    def finish(self, counted: float) -> bool:
         """Leaves reduced gradients in the buckets (with ``sharded``: in this rank's shares).
 
         Args:
             counted: how many count in the losses of this rank; zero where another rank reports them.
-            expected_tokens: tokens of the global batch, which gradients are means over; None where they are means over
-                what counts.
 
         Returns:
             False where a compressor with state had to know whether the step can be taken, and it cannot: a gradient of
@@ -204,8 +202,7 @@ class GradientSync:
         self._all_reduce_partial()
         self.controllers.before_reduction(self._iteration)
         if self.clips_first and self.clip_grad > 0:
-            max_norm = self.clip_grad
-            clip_replica(self.buffers, self.topology, self.ledger, max_norm, self._scale, counted, expected_tokens)
+            clip_replica(self.buffers, self.topology, self.ledger, self.clip_grad, self._scale)
         for buffer, reducer in zip(self.buffers, self.reducers, strict=True):
             if self._reduces(buffer):
                 reducer.launch()

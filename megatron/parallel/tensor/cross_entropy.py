@@ -114,7 +114,7 @@ class _HeadLoss(torch.autograd.Function):
         x_sbh, weight, weights_t, logits, lse_t, labels_t = ctx.saved_tensors
         full = comm.gather(x_sbh, Point.TP_BWD) if comm.sequence_parallel else x_sbh
         x_th = full.reshape(-1, full.shape[-1])
-        scale_t = (weights_t * grad).to(lse_t.dtype)
+        scale_t = weights_t.to(lse_t.dtype) * grad
         cross_entropy(logits, labels_t, ctx.valid_rows, lse_t, weights_t=scale_t)
         grad_x, grad_weight = product(logits, weight), product(logits.t(), x_th, take(weight))
         grad_bias = _sum_of_rows(logits).to(logits.dtype) if ctx.biased else None

@@ -73,7 +73,7 @@ def _trained(dtype: torch.dtype, grad_dtype: torch.dtype, steps: int, clip: floa
         buffer.grads_flat.zero_()
         for slot in (slot for bucket in buffer.buckets for slot in bucket.slots):
             buffer.grads_flat[slot.start : slot.stop].copy_(_drawn(slot.name, step).flatten() * SCALE)
-        ours.step({"lm loss": (1.0, 1.0)}, 1, step, lr=_rate(step), weight_decay=DECAY)
+        ours.step({"lm loss": (1.0, 1.0)}, step, lr=_rate(step), weight_decay=DECAY)
     assert ours.steps == steps
     return params
 
@@ -99,5 +99,5 @@ def test_a_matrix_without_gradients_decays_alone() -> None:
     settings = OptimizerConfig(optimizer="lamb", lr=1.0)
     parts: list[Any] = [CompressionPlan({}), Ledger()]
     optimizer = Optimizer([buffer], single_process(), settings, ConstantLossScale(1.0), *parts, sharded=False)
-    optimizer.step({"lm loss": (1.0, 1.0)}, 1, 0, lr=0.25, weight_decay=0.01)
+    optimizer.step({"lm loss": (1.0, 1.0)}, 0, lr=0.25, weight_decay=0.01)
     torch.testing.assert_close(param.data, torch.full_like(param.data, 0.75), rtol=1e-12, atol=0)

@@ -64,7 +64,7 @@ def _trained(
                 _drawn(slot.name, step).flatten() * SCALE * surge ** (step % 2)
             )
         ours.step(
-            {"lm loss": (1.0, 1.0)}, 1, step, lr=_rate(step), weight_decay=DECAY, publish_update=publish and step > 1
+            {"lm loss": (1.0, 1.0)}, step, lr=_rate(step), weight_decay=DECAY, publish_update=publish and step > 1
         )
     assert ours.steps == steps
     left = {slot.name: buffer.grads_flat[slot.start : slot.stop].view(slot.param.shape) for slot in slots}

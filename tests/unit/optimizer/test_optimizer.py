@@ -77,7 +77,7 @@ def test_twenty_steps_equal_torchs_optimizer(kind: str, clip: float) -> None:
     for step in range(20):
         lr = 1e-2 * (1 + step % 3)
         _set_grads(buffer, step)
-        outcome = ours.step({LM_LOSS: (12.0, 4.0)}, 4, 0, lr=lr, weight_decay=0.1)
+        outcome = ours.step({LM_LOSS: (12.0, 4.0)}, 0, lr=lr, weight_decay=0.1)
         for name, param in theirs.items():
             param.grad = _value(name, step)
         norm = torch.nn.utils.clip_grad_norm_(theirs.values(), clip if clip > 0 else math.inf)
@@ -102,7 +102,7 @@ def test_half_precision_follows_fp32_main_values(dtype: torch.dtype, scale: floa
     reference = torch.optim.AdamW(groups, lr=1e-2)
     for step in range(10):
         _set_grads(buffer, step, scale)
-        ours.step({LM_LOSS: (1.0, 1.0)}, 1, 0, lr=1e-2, weight_decay=0.01)
+        ours.step({LM_LOSS: (1.0, 1.0)}, 0, lr=1e-2, weight_decay=0.01)
         for name, param in theirs.items():
             param.grad = _value(name, step)
         torch.nn.utils.clip_grad_norm_(theirs.values(), 1.0)
@@ -119,12 +119,12 @@ def test_overflow_skips_the_step_and_halves_the_scale() -> None:
     before = {name: p.detach().clone() for name, p in params.items()}
     _set_grads(buffer, 0, 2.0**16)
     buffer.grads_flat[3] = torch.inf
-    outcome = ours.step({LM_LOSS: (1.0, 1.0)}, 1, 0, lr=1e-2, weight_decay=0.1)
+    outcome = ours.step({LM_LOSS: (1.0, 1.0)}, 0, lr=1e-2, weight_decay=0.1)
     assert (outcome.skipped, outcome.grad_norm, outcome.loss_scale) == (True, None, 2.0**16)
     assert scale.scale == 2.0**15
     assert all(torch.equal(p.data, before[name]) for name, p in params.items())
     _set_grads(buffer, 1, 2.0**15)
-    assert not ours.step({LM_LOSS: (1.0, 1.0)}, 1, 0, lr=1e-2, weight_decay=0.1).skipped
+    assert not ours.step({LM_LOSS: (1.0, 1.0)}, 0, lr=1e-2, weight_decay=0.1).skipped
     assert not torch.equal(params["a.weight"].data, before["a.weight"])
 
 
@@ -133,7 +133,7 @@ def test_a_nan_skips_the_step_in_fp32() -> None:
     before = params["b.weight"].detach().clone()
     _set_grads(buffer, 0)
     buffer.grads_flat[buffer.buckets[-1].slots[-1].stop - 1] = torch.nan
-    assert ours.step({LM_LOSS: (1.0, 1.0)}, 1, 0, lr=1e-2, weight_decay=0.1).skipped
+    assert ours.step({LM_LOSS: (1.0, 1.0)}, 0, lr=1e-2, weight_decay=0.1).skipped
     assert torch.equal(params["b.weight"].data, before)
 
 
@@ -154,7 +154,7 @@ def test_the_published_update_is_what_was_subtracted_over_the_learning_rate(
     for step, lr in enumerate((1e-2, 3e-3)):
         before = {name: p.detach().clone() for name, p in params.items()}
         _set_grads(buffer, step, 2.0)
-        ours.step({LM_LOSS: (1.0, 1.0)}, 1, 0, lr=lr, weight_decay=0.1, publish_update=True)
+        ours.step({LM_LOSS: (1.0, 1.0)}, 0, lr=lr, weight_decay=0.1, publish_update=True)
         for bucket in buffer.buckets:
             for slot in bucket.slots:
                 update = buffer.grads_flat[slot.start : slot.stop].view(slot.param.shape)
@@ -171,7 +171,7 @@ def test_the_published_update_does_not_depend_on_the_learning_rate(name: str, lr
     for rate in (lr, 1e-2):
         ours, _, buffer = _build(torch.float32, torch.float32, ConstantLossScale(1.0), **RULES[name])
         _set_grads(buffer, 0)
-        ours.step({LM_LOSS: (1.0, 1.0)}, 1, 0, lr=rate, weight_decay=0.1, publish_update=True)
+        ours.step({LM_LOSS: (1.0, 1.0)}, 0, lr=rate, weight_decay=0.1, publish_update=True)
         published.append(buffer.grads_flat.clone())
     assert float(published[0].abs().max()) > 0.05
     torch.testing.assert_close(*published, rtol=1e-6, atol=1e-6)
@@ -182,9 +182,7 @@ def test_the_published_update_of_frozen_adam() -> None:
     for step in range(4):
         before = {name: p.detach().clone() for name, p in params.items()}
         _set_grads(buffer, step)
-        ours.step(
-            {LM_LOSS: (1.0, 1.0)}, 1, 0, lr=1e-2, weight_decay=0.1, publish_update=True, freeze_variance=step >= 2
-        )
+        ours.step({LM_LOSS: (1.0, 1.0)}, 0, lr=1e-2, weight_decay=0.1, publish_update=True, freeze_variance=step >= 2)
         for bucket in buffer.buckets:
             for slot in bucket.slots:
                 update = buffer.grads_flat[slot.start : slot.stop].view(slot.param.shape)
@@ -192,23 +190,12 @@ def test_the_published_update_of_frozen_adam() -> None:
                 torch.testing.assert_close(update, wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_a_loss_mask_weighs_tokens_not_samples() -> None:
-    """Gradients are means over the expected tokens; with half of them masked they are twice too small."""
-    ours, _, buffer = _build(torch.float32, torch.float32, ConstantLossScale(1.0))
-    _set_grads(buffer, 0, 0.5)
-    halved = ours.step({LM_LOSS: (10.0, 4.0)}, 8, 0, lr=0.0, weight_decay=0.0)
-    _set_grads(buffer, 0)
-    whole = ours.step({LM_LOSS: (10.0, 8.0)}, 8, 0, lr=0.0, weight_decay=0.0)
-    assert halved.grad_norm == pytest.approx(whole.grad_norm)
-    assert (halved.losses, whole.losses) == ({LM_LOSS: 2.5}, {LM_LOSS: 1.25})
-
-
 def test_norms_and_zeros_are_counted() -> None:
     ours, params, buffer = _build(torch.float32, torch.float32, ConstantLossScale(1.0))
     norm = math.sqrt(sum(float(p.detach().double().square().sum()) for p in params.values()))
     _set_grads(buffer, 0)
     buffer.grads_flat[:7] = 0.0
-    outcome = ours.step({LM_LOSS: (1.0, 1.0)}, 1, 0, lr=0.0, weight_decay=0.0)
+    outcome = ours.step({LM_LOSS: (1.0, 1.0)}, 0, lr=0.0, weight_decay=0.0)
     assert outcome.params_norm == pytest.approx(norm, rel=1e-6)
     assert outcome.num_zeros == 7
 

@@ -89,7 +89,7 @@ def test_the_plain_loop(bits: int) -> None:
         for state in states:
             state.commit()
         buffer.grads_flat.copy_(total)
-        optimizer.step({LM_LOSS: (1.0, 1.0)}, 1, step, lr=LR, weight_decay=DECAY, freeze_variance=on)
+        optimizer.step({LM_LOSS: (1.0, 1.0)}, step, lr=LR, weight_decay=DECAY, freeze_variance=on)
     assert optimizer.frozen_at == WARMUP
     torch.testing.assert_close(param.detach().flatten(), _plain_loop(bits), rtol=1e-6, atol=1e-9)
 
@@ -103,5 +103,5 @@ def test_rows_that_had_no_gradient_in_the_warm_up_do_not_explode() -> None:
     optimizer = Optimizer([buffer], single_process(), settings, ConstantLossScale(1.0), *parts, sharded=False)
     for step in range(6):
         buffer.grads_flat.copy_(torch.tensor([1.0] * 4 + [float(step >= 3)] * 4))
-        optimizer.step({LM_LOSS: (1.0, 1.0)}, 1, step, lr=LR, weight_decay=0.0, freeze_variance=step >= 3)
+        optimizer.step({LM_LOSS: (1.0, 1.0)}, step, lr=LR, weight_decay=0.0, freeze_variance=step >= 3)
     assert float(param.detach().abs().max()) < 10 * LR
