@@ -90,8 +90,8 @@ class Router(ShardedModule):
         spec = ParamSpec((experts, config.hidden_size), blocks=(experts,))
         self.weight = nn.Parameter(torch.empty(spec.logical_shape, device=device, dtype=dtype))
         self.specs["weight"] = with_partial_grad(spec) if comm.sequence_parallel else spec
-        biased = config.moe_router_enable_expert_bias
-        self.register_buffer("expert_bias", torch.zeros(experts, device=device) if biased else None)
+        bias = torch.zeros(experts, device=device, dtype=torch.promote_types(dtype, torch.float32))
+        self.register_buffer("expert_bias", bias if config.moe_router_enable_expert_bias else None)
 
     def forward(self, x_sbh: Tensor, context: ForwardContext) -> Routing:
         """The routing of all tokens of the micro-batch, from this rank's part of them under sequence parallelism."""

@@ -74,7 +74,7 @@ class ExpertTally:
         """
         if not self.on:
             return {}, {}
-        weights = torch.tensor(list(self._config.expert_losses.values())).double()
+        weights = torch.tensor(list(self._config.expert_losses.values()), dtype=torch.float64)
         seen = torch.zeros(len(self._layers), self._most + len(weights), dtype=torch.float64)
         if self._topology.tp.rank == 0 and self.seen:
             parts = [part.double() for pair in self.seen.values() for part in pair]
