@@ -20,21 +20,13 @@ from megatron.training.step import evaluation_step, take_batches, train_step
 from tests.multiprocess.test_layouts import BERT, DOUBLE, LAYOUTS, RICH, Changes
 from tests.support.corpus import tiny_flags, write_documents
 from tests.support.spawn import run_ranks
-from tests.support.tiny import Trace, tiny_batches, tiny_engines, tiny_train
+from tests.support.tiny import Trace, merge, tiny_batches, tiny_engines, tiny_train
 from tests.support.train import train
 
 STEPS = 6
 LENGTHS = LengthSchedule((4, 8, 12, 16), (0, 1, 2, 4))
 GROWING: Changes = {"training": {"global_batch_size": 8}}
 DROPOUT: Changes = {"model": {"attention_dropout": 0.2, "hidden_dropout": 0.3}, **DOUBLE}
-
-
-def _merged(*parts: Changes) -> Changes:
-    merged: Changes = {}
-    for part in parts:
-        for section, fields in part.items():
-            merged[section] = {**merged.get(section, {}), **fields}
-    return merged
 
 
 def _sizes(engines: Engines) -> StepSizes:
@@ -45,7 +37,7 @@ def _sizes(engines: Engines) -> StepSizes:
 
 def _grown(changes: Changes, **options: Any) -> tuple[Trace, list[float], list[str]]:
     """Losses of a run, those of an evaluation of whole sequences after every third step, and where ranks disagree."""
-    engines = tiny_engines(_merged(GROWING, changes, {"data": {"eod_mask_loss": options.get("masked", False)}}))
+    engines = tiny_engines(merge(GROWING, changes, {"data": {"eod_mask_loss": options.get("masked", False)}}))
     held_out: list[float] = []
     found: list[str] = []
     steps = itertools.count(1)
@@ -72,7 +64,7 @@ NAMES = {
     4: ("tp4 sp selective micro 2", "tp2 pp2 virtual sp block", "tp2 dp2 sp sharded overlap"),
 }
 FOUR_GROUPS: Changes = {"model": {"num_query_groups": 4}}  # for four tensor-parallel ranks
-ROTARY = _merged(RICH, FOUR_GROUPS)
+ROTARY = merge(RICH, FOUR_GROUPS)
 MODELS: dict[str, Changes] = {"learned positions, dropout": DROPOUT, "rotary positions": ROTARY, "bert": BERT}
 
 
@@ -82,7 +74,7 @@ MODELS: dict[str, Changes] = {"learned positions, dropout": DROPOUT, "rotary pos
 def test_the_same_numbers_on_any_layout(world_size: int, model: str) -> None:
     masked = True
     whole, held_out, _ = _grown(MODELS[model], masked=masked)
-    runs = {name: _merged(LAYOUTS[world_size][name], MODELS[model]) for name in NAMES[world_size]}
+    runs = {name: merge(LAYOUTS[world_size][name], MODELS[model]) for name in NAMES[world_size]}
     ranks = (
         [_grown_all(runs, masked)]
         if world_size == 1
@@ -104,7 +96,7 @@ def test_a_short_step_is_that_of_a_run_of_short_sequences(model: dict[str, Any])
     """Positions begin at 0, and tokens behind the cut play no part."""
     changes: Changes = {"model": model, "data": {"eod_mask_loss": True}, **DOUBLE}
     grown = tiny_engines(changes)
-    short = tiny_engines(_merged(changes, {"model": {"seq_length": 8}}))
+    short = tiny_engines(merge(changes, {"model": {"seq_length": 8}}))
     for iteration in range(3):
         batches = [itertools.islice(tiny_batches(grown.config, grown.topology, True), 4) for _ in range(2)]
         taken = take_batches(batches[0], 4, grown.topology.device, 8)
@@ -131,10 +123,10 @@ def _compressed(*specs: str) -> Changes:
 
 
 COMPRESSED: dict[str, Changes] = {
-    "samples remembered": _merged(
+    "samples remembered": merge(
         PIPELINE, FIXED, _compressed("pp-forward=delta,bits=8", "pp-backward=fixpoint,bits=8,error-feedback=lazy")
     ),
-    "samples remembered in a file, sequence-parallel": _merged(
+    "samples remembered in a file, sequence-parallel": merge(
         SEQUENCE,
         FIXED,
         _compressed(
@@ -142,13 +134,13 @@ COMPRESSED: dict[str, Changes] = {
             "pp-backward=lowrank,rank=6,error-feedback=lazy",
         ),
     ),
-    "tokens remembered, mean errors": _merged(
+    "tokens remembered, mean errors": merge(
         PIPELINE,
         _compressed(
             "pp-forward=delta,predict=token,bits=6,eval=on", "pp-backward=fixpoint,bits=6,error-feedback=lazy-mean"
         ),
     ),
-    "factors, tensor-parallel codecs": _merged(
+    "factors, tensor-parallel codecs": merge(
         SEQUENCE,
         _compressed(
             "pp-forward=lowrank,rank=14,eval=on",
@@ -158,7 +150,7 @@ COMPRESSED: dict[str, Changes] = {
             "embedding=fused",
         ),
     ),
-    "gradients": _merged(
+    "gradients": merge(
         {"parallel": {"pipeline_model_parallel_size": 2, "overlap_grad_reduce": True, "ddp_bucket_size": 3000}},
         _compressed("dp-grad=powersgd,rank=4", "embedding=stable-topk,density=0.5,interval=3"),
     ),

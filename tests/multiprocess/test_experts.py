@@ -14,7 +14,7 @@ from megatron.model.router import Router
 from megatron.training.assembly import Engines
 from megatron.training.replica_check import disagreements
 from tests.support.spawn import run_ranks
-from tests.support.tiny import Trace, tiny_engines, tiny_run, tiny_train
+from tests.support.tiny import ODD, Trace, merge, tiny_engines, tiny_run, tiny_train
 
 Changes = dict[str, dict[str, Any]]
 
@@ -128,14 +128,6 @@ LAYOUTS: dict[int, dict[str, Changes]] = {
 }
 
 
-def _merged(*parts: Changes) -> Changes:
-    found: Changes = {}
-    for part in parts:
-        for section, fields in part.items():
-            found.setdefault(section, {}).update(fields)
-    return found
-
-
 def _run_all(runs: dict[str, Changes], iterations: int) -> dict[str, Trace]:
     return {name: tiny_run(changes, iterations, masked=True) for name, changes in runs.items()}
 
@@ -165,13 +157,13 @@ def test_layouts_agree(world_size: int) -> None:
     """Losses and norms of gradients in fp64: routing, capacity, both MLPs beside the experts, the layers' losses."""
     of_forms = {"standard": tuple(LAYOUTS[world_size]), **FORMS_ON[world_size]}
     runs = {
-        f"{form}, {layout}": _merged(MOE, FORMS[form], LAYOUTS[world_size][layout])
+        f"{form}, {layout}": merge(MOE, ODD, FORMS[form], LAYOUTS[world_size][layout])
         for form, layouts in of_forms.items()
         for layout in layouts
     }
-    traces = run_ranks(world_size, _run_all, runs, 4, timeout=300.0)[0]
+    traces = run_ranks(world_size, _run_all, runs, 2, timeout=300.0)[0]
     for form, layouts in of_forms.items():
-        reference = tiny_run(_merged(MOE, FORMS[form]), 4, masked=True)
+        reference = tiny_run(merge(MOE, ODD, FORMS[form]), 2, masked=True)
         assert all(step["moe loss"] > 0 for step in reference.named)
         for layout in layouts:
             trace = traces[f"{form}, {layout}"]
@@ -236,7 +228,7 @@ def _run_coded(runs: dict[str, Changes], iterations: int) -> dict[str, tuple[Tra
 @pytest.mark.multiprocess
 def test_legs_send_their_rows_as_coded() -> None:
     """Bytes are counts times those of a row, on each leg alone; eight bits hardly change losses."""
-    runs = {name: _merged(MOE, CODED, _parallel(ep=2), {"compression": {"compress": s}}) for name, s in SPECS.items()}
+    runs = {name: merge(MOE, CODED, _parallel(ep=2), {"compression": {"compress": s}}) for name, s in SPECS.items()}
     for found in run_ranks(2, _run_coded, runs, 6):
         for name, (trace, sent, came) in found.items():
             rows = dict(zip(EXPERT_LEGS_IN_ORDER, (sent, came, came, sent), strict=True))
@@ -258,7 +250,7 @@ def test_legs_send_their_rows_as_coded() -> None:
 
 def _checked() -> list[list[str]]:
     """What ``--check-replicas`` finds as it is, and once a tensor-parallel rank chooses other experts."""
-    engines = tiny_engines(_merged(MOE, BIASED, _parallel(tp=2)))
+    engines = tiny_engines(merge(MOE, BIASED, _parallel(tp=2)))
     rank, found = engines.topology.tp.rank, []
 
     def after(engines: Engines) -> None:

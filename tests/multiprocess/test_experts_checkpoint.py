@@ -19,11 +19,11 @@ from megatron.parallel.data import buffer
 from megatron.training.assembly import Engines
 from megatron.training.replica_check import check_replicas
 from megatron.training.saved_run import find_saved
-from tests.multiprocess.test_experts import BIASED, DIST, FOLDED, MOE, SP, Changes, _merged, _parallel
+from tests.multiprocess.test_experts import BIASED, DIST, FOLDED, MOE, SP, Changes, _parallel
 from tests.support.cli import run_cli
 from tests.support.corpus import tiny_flags, write_documents
 from tests.support.spawn import run_ranks
-from tests.support.tiny import Trace, tiny_checkpoints, tiny_engines, tiny_train
+from tests.support.tiny import Trace, merge, tiny_checkpoints, tiny_engines, tiny_train
 from tests.support.train import train
 
 pytestmark = pytest.mark.multiprocess
@@ -38,7 +38,7 @@ def _steps(trace: Trace) -> Steps:
 
 def _stopped(changes: Changes, root: Path) -> tuple[Steps, dict[str, list[float]]]:
     """Trains, saves and goes on: the steps after the save, and the biases of experts at it."""
-    engines = tiny_engines(_merged(changes, {"checkpoint": {"save": str(root)}}))
+    engines = tiny_engines(merge(changes, {"checkpoint": {"save": str(root)}}))
     tiny_train(engines, HALF, masked=True)
     tiny_checkpoints(engines, HALF).save()
     biases = _biases(engines)
@@ -55,7 +55,7 @@ def _resumed(engines: Engines) -> None:
 def _gone_on(runs: dict[str, Changes], root: Path) -> dict[str, tuple[Steps, dict[str, list[float]]]]:
     found = {}
     for name, changes in runs.items():
-        engines = tiny_engines(_merged(changes, {"checkpoint": {"load": str(root)}}))
+        engines = tiny_engines(merge(changes, {"checkpoint": {"load": str(root)}}))
         _resumed(engines)
         check_replicas(engines, HALF)
         biases = _biases(engines)
@@ -92,13 +92,13 @@ OTHERS: dict[int, dict[str, Changes]] = {
 def test_a_run_goes_on_with_its_experts_anywhere(sharded: dict[str, Any], tmp_path: Path) -> None:
     """Bit for bit at the same layout; to rounding at others. The biases that balance experts come along, and the counts
     of the global batch that is balanced."""
-    model = _merged(MOE, BIASED, {"model": {"moe_router_load_balancing_type": "global_aux_loss"}})
-    same = _merged(model, _parallel(ep=2, **sharded))
+    model = merge(MOE, BIASED, {"model": {"moe_router_load_balancing_type": "global_aux_loss"}})
+    same = merge(model, _parallel(ep=2, **sharded))
     ((wanted, biases), _) = run_ranks(2, _stopped, same, tmp_path)
     assert len(biases) == 2
     assert all(len(set(bias)) > 1 for bias in biases.values()), "no bias moved: the case tests nothing"
     for world_size, layouts in OTHERS.items():
-        runs = {name: _merged(model, changes) for name, changes in layouts.items()}
+        runs = {name: merge(model, changes) for name, changes in layouts.items()}
         ranks = run_ranks(world_size, _gone_on, runs | ({"same": same} if world_size == 2 else {}), tmp_path)
         for name in runs:
             held: dict[str, list[float]] = {}
@@ -116,7 +116,7 @@ def test_a_run_with_residuals_goes_on_bit_for_bit(folded: dict[str, int], tmp_pa
     specs = {
         "compression": {"compress": ["dp-grad=powersgd,rank=2", "ep-dispatch=fixpoint,bits=4,rounding=stochastic"]}
     }
-    changes = _merged(MOE, BIASED, {"precision": {"fp64": False}}, _parallel(ep=2, **DIST, **folded), specs)
+    changes = merge(MOE, BIASED, {"precision": {"fp64": False}}, _parallel(ep=2, **DIST, **folded), specs)
     wanted = run_ranks(4, _stopped, changes, tmp_path)[0]
     assert run_ranks(4, _gone_on, {"same": changes}, tmp_path)[0]["same"] == wanted
 
@@ -133,7 +133,7 @@ def _disturbed(changes: Changes) -> str:
 
 
 def test_a_bias_that_differs_is_found() -> None:
-    for said in run_ranks(2, _disturbed, _merged(MOE, BIASED, _parallel(ep=2))):
+    for said in run_ranks(2, _disturbed, merge(MOE, BIASED, _parallel(ep=2))):
         assert "layers.1.mlp.router.expert_bias on rank 0 and rank 1" in said
 
 
@@ -163,7 +163,7 @@ BEGUN_ON: dict[int, dict[str, Changes]] = {
 def _dense(changes: Changes, root: Path) -> float:
     """Trains and saves a dense model; the loss that it would have next."""
     _stopped(changes, root)
-    engines = tiny_engines(_merged(changes, {"checkpoint": {"load": str(root), "finetune": True}}))
+    engines = tiny_engines(merge(changes, {"checkpoint": {"load": str(root), "finetune": True}}))
     _resumed(engines)
     return tiny_train(engines, 1, masked=True).named[0][LM_LOSS]
 
@@ -179,7 +179,7 @@ def _begun(runs: dict[str, Changes], root: Path) -> dict[str, float]:
     found = {}
     for name, changes in runs.items():
         upcycled = {"checkpoint": {"load": str(root), "moe_use_upcycling": True}}
-        engines = tiny_engines(_merged(changes, upcycled))
+        engines = tiny_engines(merge(changes, upcycled))
         _resumed(engines)
         check_replicas(engines, 0)
         first, *others = _first_experts(engines)
@@ -194,11 +194,11 @@ def _begun(runs: dict[str, Changes], root: Path) -> dict[str, float]:
 def test_experts_begin_as_the_dense_model(saved_on: str, tmp_path: Path) -> None:
     """The first loss is the dense model's to the last bits; then experts learn different things."""
     world, layout = {"one": (1, {}), "tp2": (2, _parallel(tp=2, **SP))}[saved_on]
-    loss = run_ranks(world, _dense, _merged(DENSE, layout), tmp_path)[0]
+    loss = run_ranks(world, _dense, merge(DENSE, layout), tmp_path)[0]
     cases = BEGUN if saved_on == "one" else {"top 2": BEGUN["top 2"]}
     for world_size, layouts in BEGUN_ON.items():
         runs = {
-            f"{case}, {name}": _merged(DENSE, extra, changes)
+            f"{case}, {name}": merge(DENSE, extra, changes)
             for case, extra in cases.items()
             for name, changes in layouts.items()
             if case == "top 2" or name == "ep2 sharded"
@@ -211,7 +211,7 @@ def _from_halves(runs: dict[str, Changes], root: Path) -> dict[str, tuple[dict[s
     """Biases of experts, and the next loss, of runs that begin with a checkpoint's weights."""
     found = {}
     for name, changes in runs.items():
-        engines = tiny_engines(_merged(changes, {"checkpoint": {"load": str(root), "finetune": True}}))
+        engines = tiny_engines(merge(changes, {"checkpoint": {"load": str(root), "finetune": True}}))
         _resumed(engines)
         found[name] = _biases(engines), tiny_train(engines, 1, masked=True).named[0][LM_LOSS]
     return found
@@ -221,14 +221,14 @@ def _from_halves(runs: dict[str, Changes], root: Path) -> dict[str, tuple[dict[s
 def test_fp32_values_come_from_a_run_in_bf16(layout: Changes, tmp_path: Path) -> None:
     """Those of the optimizer, into experts too; and the biases of experts, which it has none of."""
     halves, world_size = {"precision": {"fp64": False, "bf16": True}}, 2 if layout else 1
-    (_, biases), *_ = run_ranks(1, _stopped, _merged(MOE, BIASED, halves), tmp_path / "experts")
-    run_ranks(1, _stopped, _merged(DENSE, halves), tmp_path / "dense")
-    same = _merged(MOE, BIASED, {"precision": {"fp64": False}}, layout)
+    (_, biases), *_ = run_ranks(1, _stopped, merge(MOE, BIASED, halves), tmp_path / "experts")
+    run_ranks(1, _stopped, merge(DENSE, halves), tmp_path / "dense")
+    same = merge(MOE, BIASED, {"precision": {"fp64": False}}, layout)
     assert any(any(bias) for bias in biases.values())
     assert run_ranks(world_size, _from_halves, {"same": same}, tmp_path / "experts")[0]["same"][0] == biases
     whole = {"precision": {"fp64": False}}
-    dense = run_ranks(1, _from_halves, {"dense": _merged(DENSE, whole)}, tmp_path / "dense")[0]["dense"][1]
-    begun = _merged(DENSE, whole, BEGUN["top 2"], layout)
+    dense = run_ranks(1, _from_halves, {"dense": merge(DENSE, whole)}, tmp_path / "dense")[0]["dense"][1]
+    begun = merge(DENSE, whole, BEGUN["top 2"], layout)
     assert run_ranks(world_size, _begun, {"begun": begun}, tmp_path / "dense")[0]["begun"] == pytest.approx(
         dense, rel=1e-6
     )
@@ -282,17 +282,17 @@ def _saved_in_backward_order(changes: Changes, root: Path) -> tuple[list[dict[st
         return sorted(members, key=lambda member: (member[3].dim() < 2, shapes.index(member[3].shape)))
 
     with mock.patch.object(buffer, "_equal_shapes_adjoin", backward):
-        engines = tiny_engines(_merged(changes, {"checkpoint": {"save": str(root)}}))
+        engines = tiny_engines(merge(changes, {"checkpoint": {"save": str(root)}}))
     tiny_train(engines, HALF, masked=True)
     tiny_checkpoints(engines, HALF).save()
-    resumed = tiny_engines(_merged(changes, {"checkpoint": {"load": str(root)}}))
+    resumed = tiny_engines(merge(changes, {"checkpoint": {"load": str(root)}}))
     _resumed(resumed)
     return _counters(engines), _counters(resumed)
 
 
 def test_counters_of_compressors_do_not_depend_on_the_order_of_a_stack(tmp_path: Path) -> None:
     """They are saved by the name of its first parameter, which may be another one when they are loaded."""
-    changes = _merged(MOE, _parallel(), {"compression": {"compress": ["dp-grad=powersgd,rank=2"]}})
+    changes = merge(MOE, _parallel(), {"compression": {"compress": ["dp-grad=powersgd,rank=2"]}})
     for before, after in run_ranks(2, _saved_in_backward_order, changes, tmp_path):
         assert any(counters for counters in before)
         assert after == before

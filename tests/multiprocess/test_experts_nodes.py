@@ -14,11 +14,11 @@ from torch import Tensor
 from megatron.compression.points import EXPERT_POINTS
 from megatron.model.experts import Experts
 from megatron.model.router import Routing
-from tests.multiprocess.test_experts import CAPACITY, CODED, DIST, FOLDED, MOE, SP, UNIFORM, _merged, _parallel
+from tests.multiprocess.test_experts import CAPACITY, CODED, DIST, FOLDED, MOE, SP, UNIFORM, _parallel
 from tests.support.cli import run_cli
 from tests.support.corpus import tiny_flags, write_documents
 from tests.support.spawn import run_ranks
-from tests.support.tiny import Trace, tiny_engines, tiny_run, tiny_train
+from tests.support.tiny import Trace, merge, tiny_engines, tiny_run, tiny_train
 
 pytestmark = pytest.mark.multiprocess
 
@@ -52,12 +52,12 @@ def _run_all(runs: dict[str, Changes], iterations: int) -> tuple[dict[str, Trace
 @pytest.mark.parametrize("ranks", sorted(LAYOUTS))
 def test_layouts_agree(ranks: tuple[int, int]) -> None:
     """Losses and norms of gradients in fp64 are those of one process."""
-    runs = {name: _merged(MOE, form, layout) for name, (layout, form) in LAYOUTS[ranks].items()}
+    runs = {name: merge(MOE, form, layout) for name, (layout, form) in LAYOUTS[ranks].items()}
     env = {"LOCAL_WORLD_SIZE": str(ranks[1])}
     traces, nodes = run_ranks(ranks[0], _run_all, runs, 6, timeout=300.0, env=env)[0]
     assert nodes == 2
     for name, (_, form) in LAYOUTS[ranks].items():
-        reference, trace = tiny_run(_merged(MOE, form), 6, masked=True), traces[name]
+        reference, trace = tiny_run(merge(MOE, form), 6, masked=True), traces[name]
         assert trace.losses == pytest.approx(reference.losses, rel=1e-10, abs=0), name
         assert trace.grad_norms == pytest.approx(reference.grad_norms, rel=1e-10, abs=0), name
         for own, theirs in zip(trace.named, reference.named, strict=True):
@@ -137,8 +137,8 @@ def test_bytes_between_nodes_and_inside_are_counts_times_those_of_a_row() -> Non
     the choices a number and a weight there, a weight's gradient back."""
     forms = {name: {"compression": {"compress": specs}} for name, specs in SPECS.items()}
     forms["capacity"] = CAPACITY
-    runs = {name: _merged(MOE, CODED, THREE, _parallel(ep=4), form) for name, form in forms.items()}
-    runs["one stage"] = _merged(runs["exact"], {"parallel": {"moe_two_stage": "off"}})
+    runs = {name: merge(MOE, CODED, THREE, _parallel(ep=4), form) for name, form in forms.items()}
+    runs["one stage"] = merge(runs["exact"], {"parallel": {"moe_two_stage": "off"}})
     found = run_ranks(4, _accounts, runs, STEPS, env={"LOCAL_WORLD_SIZE": "2"})
     for name in forms:
         by_rank = [chosen for _, chosen in (result[name] for result in found)]

@@ -9,7 +9,7 @@ import pytest
 
 from megatron.topology import group
 from tests.support.spawn import run_ranks
-from tests.support.tiny import T5, Trace, tiny_run
+from tests.support.tiny import ODD, T5, Trace, merge, tiny_run
 
 Changes = dict[str, dict[str, Any]]
 
@@ -85,8 +85,10 @@ LONG = {
     8: ("tp2 pp2 dp2 everything",),
 }
 
-SHORT = 10
-"""Steps of the layouts that are not in ``LONG``."""
+Steps = tuple[int, int]
+"""Steps of the layouts in ``LONG``, and of the others."""
+IN_DOUBLE: Steps = (10, 4)
+IN_SINGLE: Steps = (30, 10)
 
 DOUBLE = {"precision": {"fp64": True}}
 SINGLE = {"optimizer": {"lr": 1e-3}}  # Adam's first steps amplify rounding by the learning rate
@@ -96,10 +98,7 @@ def _run_all(layouts: dict[str, Changes], base: Changes, iterations: int, masked
     """Runs on every rank; several layouts share one start of the processes."""
     traces = {}
     for name, changes in layouts.items():
-        merged = {section: dict(fields) for section, fields in base.items()}
-        for section, fields in changes.items():
-            merged.setdefault(section, {}).update(fields)
-        traces[name] = tiny_run(merged, iterations, masked)
+        traces[name] = tiny_run(merge(base, changes), iterations, masked)
     return traces
 
 
@@ -128,27 +127,30 @@ def _traces(
     return dict(results[0])
 
 
-def _long_and_short(world_size: int, base: Changes, masked: bool = False) -> tuple[dict[str, Trace], dict[str, Trace]]:
-    """Traces over 30 steps of the layouts that combine the most, and over ``SHORT`` of the others."""
+def _long_and_short(
+    world_size: int, base: Changes, steps: Steps, masked: bool = False
+) -> tuple[dict[str, Trace], dict[str, Trace]]:
+    """Traces of the layouts that combine the most, and shorter ones of the others."""
     layouts, long = LAYOUTS[world_size], LONG.get(world_size, tuple(LAYOUTS[world_size]))
-    traces = _traces(world_size, base, 30, masked, {name: layouts[name] for name in long})
+    traces = _traces(world_size, base, steps[0], masked, {name: layouts[name] for name in long})
     short = {name: changes for name, changes in layouts.items() if name not in long}
-    return traces, _traces(world_size, base, SHORT, masked, short) if short else {}
+    return traces, _traces(world_size, base, steps[1], masked, short) if short else {}
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("world_size", sorted(LAYOUTS))
-def test_double_precision_agrees_over_30_steps(world_size: int) -> None:
+def test_double_precision_agrees_over_10_steps(world_size: int) -> None:
     """Masks differ in their number of tokens, so averaging per micro-batch first would depend on the layout."""
-    reference = _reference(DOUBLE, 30, masked=True)
-    assert reference.losses[-1] < reference.losses[0] - 0.5
-    assert reference.losses[0] != _reference(DOUBLE, 1).losses[0], "nothing is masked"
-    long, short = _long_and_short(world_size, DOUBLE, masked=True)
+    base, (steps, fewer) = merge(DOUBLE, ODD), IN_DOUBLE
+    reference = _reference(base, steps, masked=True)
+    assert reference.losses[-1] < reference.losses[0] - 0.3
+    assert reference.losses[0] != _reference(base, 1).losses[0], "nothing is masked"
+    long, short = _long_and_short(world_size, base, IN_DOUBLE, masked=True)
     assert {*long, *short} == {*LAYOUTS[world_size]}
     for name, trace in long.items():
         _assert_close(trace, reference, 1e-10, name)
     for name, trace in short.items():
-        _assert_close(trace, _first(reference, SHORT), 1e-10, name)
+        _assert_close(trace, _first(reference, fewer), 1e-10, name)
 
 
 def check_long_layouts(world_size: int, iterations: int) -> None:
@@ -163,10 +165,11 @@ def check_long_layouts(world_size: int, iterations: int) -> None:
 @pytest.mark.parametrize("world_size", sorted(LAYOUTS))
 def test_single_precision_agrees(world_size: int) -> None:
     """At the end of 30 steps rounding has grown."""
-    reference = _reference(SINGLE, 30)
-    long, short = _long_and_short(world_size, SINGLE)
+    steps, fewer = IN_SINGLE
+    reference = _reference(SINGLE, steps)
+    long, short = _long_and_short(world_size, SINGLE, IN_SINGLE)
     for name, trace in {**long, **short}.items():
-        _assert_close(_first(trace, SHORT), _first(reference, SHORT), 1e-5, name)
+        _assert_close(_first(trace, fewer), _first(reference, fewer), 1e-5, name)
     for name, trace in long.items():
         _assert_close(trace, reference, 1e-4, name)
 
@@ -231,11 +234,11 @@ OF_BERT = {
 @pytest.mark.parametrize("world_size", OF_BERT)
 def test_bert_agrees(world_size: int, head: bool) -> None:
     """Samples differ in their number of masked words, and the two losses are means over different numbers."""
-    base = {**BERT, "model": {**BERT["model"], "bert_binary_head": head}}
-    reference = _reference(base, 5)
-    assert [set(step) for step in reference.named] == [{"lm loss", "sop loss"} if head else {"lm loss"}] * 5
+    base = merge(BERT, ODD, {"model": {"bert_binary_head": head}})
+    reference = _reference(base, 2)
+    assert [set(step) for step in reference.named] == [{"lm loss", "sop loss"} if head else {"lm loss"}] * 2
     layouts = {name: LAYOUTS[world_size][name] for name in OF_BERT[world_size]}
-    traces = _run_all(layouts, base, 5, False) if world_size == 1 else _traces(world_size, base, 5, layouts=layouts)
+    traces = _run_all(layouts, base, 2, False) if world_size == 1 else _traces(world_size, base, 2, layouts=layouts)
     for name, trace in traces.items():
         _assert_close(trace, reference, 1e-10, name)
         for found, wanted in zip(trace.named, reference.named, strict=True):
@@ -272,13 +275,10 @@ DISTANT: dict[int, dict[str, Changes]] = {
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("world_size", DISTANT)
 def test_deberta_agrees(world_size: int) -> None:
-    merged = {**OF_DEBERTA, "model": {**OF_DEBERTA["model"], **CONVOLVED["model"]}}
-    references, layouts = {True: _reference(merged, 5), False: _reference(OF_DEBERTA, 5)}, DISTANT[world_size]
+    base, layouts = merge(OF_DEBERTA, ODD), DISTANT[world_size]
+    references = {True: _reference(merge(base, CONVOLVED), 2), False: _reference(base, 2)}
     assert references[True].losses != references[False].losses
-    if world_size == 1:
-        traces = _run_all(layouts, OF_DEBERTA, 5, False)
-    else:
-        traces = _traces(world_size, OF_DEBERTA, 5, layouts=layouts)
+    traces = _run_all(layouts, base, 2, False) if world_size == 1 else _traces(world_size, base, 2, layouts=layouts)
     for name, trace in traces.items():
         _assert_close(trace, references["model" in layouts[name]], 1e-10, name)
 
@@ -318,8 +318,9 @@ SPLITS: dict[int, dict[str, Changes]] = {
 @pytest.mark.parametrize("world_size", SPLITS)
 def test_t5_agrees(world_size: int) -> None:
     """Samples differ in their number of labels, and the encoder's length is not the decoder's."""
-    reference, layouts = _reference(OF_T5, 5), SPLITS[world_size]
-    traces = _run_all(layouts, OF_T5, 5, False) if world_size == 1 else _traces(world_size, OF_T5, 5, layouts=layouts)
+    base, layouts = merge(OF_T5, ODD), SPLITS[world_size]
+    reference = _reference(base, 2)
+    traces = _run_all(layouts, base, 2, False) if world_size == 1 else _traces(world_size, base, 2, layouts=layouts)
     for name, trace in traces.items():
         _assert_close(trace, reference, 1e-10, name)
 

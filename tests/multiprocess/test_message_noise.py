@@ -8,10 +8,10 @@ from unittest import mock
 import pytest
 
 from megatron.compression.fixpoint import Quantizer
-from tests.multiprocess.test_experts import CODED, FOLDED, MOE, SP, UNIFORM, Changes, _merged, _parallel
+from tests.multiprocess.test_experts import CODED, FOLDED, MOE, SP, UNIFORM, Changes, _parallel
 from tests.multiprocess.test_layouts import OF_DEBERTA, OF_T5, VIRTUAL
 from tests.support.spawn import run_ranks
-from tests.support.tiny import tiny_run
+from tests.support.tiny import merge, tiny_run
 
 pytestmark = pytest.mark.multiprocess
 
@@ -22,21 +22,21 @@ def _noisy(*points: str) -> Changes:
 
 TENSOR = _noisy("tp-forward", "tp-backward")
 SINGLE: Changes = {"precision": {"fp64": False}}
-EXPERTS = _merged(MOE, CODED, _noisy("tp-forward", "tp-backward", "ep-dispatch", "ep-combine"))
-DEBERTA = _merged(OF_DEBERTA, SINGLE, TENSOR)
-T5 = _merged(OF_T5, SINGLE, TENSOR)
+EXPERTS = merge(MOE, CODED, _noisy("tp-forward", "tp-backward", "ep-dispatch", "ep-combine"))
+DEBERTA = merge(OF_DEBERTA, SINGLE, TENSOR)
+T5 = merge(OF_T5, SINGLE, TENSOR)
 RUNS: dict[int, dict[str, Changes]] = {
     2: {
-        "deberta": _merged(DEBERTA, _parallel(tp=2)),
-        "deberta sp": _merged(DEBERTA, _parallel(tp=2, **SP)),
-        "t5": _merged(T5, _parallel(tp=2)),
-        "t5 sp": _merged(T5, _parallel(tp=2, **SP)),
+        "deberta": merge(DEBERTA, _parallel(tp=2)),
+        "deberta sp": merge(DEBERTA, _parallel(tp=2, **SP)),
+        "t5": merge(T5, _parallel(tp=2)),
+        "t5 sp": merge(T5, _parallel(tp=2, **SP)),
     },
     4: {
-        "experts": _merged(EXPERTS, _parallel(tp=2, ep=2)),
-        "experts sp": _merged(EXPERTS, _parallel(tp=2, ep=2, **SP)),
-        "experts of tensor-parallel ranks": _merged(EXPERTS, _parallel(tp=2, ep=2, **FOLDED)),
-        "messages in parts": _merged(TENSOR, _parallel(tp=2, pp=2, scatter_gather_tensors_in_pipeline=True, **VIRTUAL)),
+        "experts": merge(EXPERTS, _parallel(tp=2, ep=2)),
+        "experts sp": merge(EXPERTS, _parallel(tp=2, ep=2, **SP)),
+        "experts of tensor-parallel ranks": merge(EXPERTS, _parallel(tp=2, ep=2, **FOLDED)),
+        "messages in parts": merge(TENSOR, _parallel(tp=2, pp=2, scatter_gather_tensors_in_pipeline=True, **VIRTUAL)),
     },
 }
 
@@ -60,7 +60,7 @@ def _run_all(runs: dict[str, Changes]) -> dict[str, tuple[list[float], list[int]
 def test_each_message_draws_noise_of_its_own_and_recomputation_the_same_again(ranks: int) -> None:
     """Each point, layer, micro-batch, receiver, iteration and part of a sum. Two micro-batches of one noise would bring
     its error into their sum twice."""
-    again = {f"{name} again": _merged(changes, UNIFORM) for name, changes in RUNS[ranks].items()}
+    again = {f"{name} again": merge(changes, UNIFORM) for name, changes in RUNS[ranks].items()}
     for found in run_ranks(ranks, _run_all, RUNS[ranks] | again, timeout=120.0):
         for name in RUNS[ranks]:
             losses, seeds = found[name]

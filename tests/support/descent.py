@@ -12,7 +12,7 @@ import torch
 from megatron.data.batch import Batch
 from megatron.training.assembly import Engines
 from megatron.training.step import take_batches, train_step
-from tests.support.tiny import tiny_batches, tiny_engines
+from tests.support.tiny import merge, tiny_batches, tiny_engines
 
 Changes = Mapping[str, Mapping[str, Any]]
 
@@ -29,10 +29,7 @@ RATE = 1e-6
 
 def plain_engines(changes: Changes, masked: bool) -> Engines:
     """Engines of this rank for such steps; ``masked``: loss masks exclude some labels."""
-    merged = {name: dict(section) for name, section in PLAIN.items()}
-    for name, section in {**changes, "data": {"eod_mask_loss": masked}}.items():
-        merged.setdefault(name, {}).update(section)
-    return tiny_engines(merged)
+    return tiny_engines(merge(PLAIN, changes, {"data": {"eod_mask_loss": masked}}))
 
 
 def descent_ratio(changes: Changes, masked: bool) -> float:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron.training.step import evaluation_step, take_batches, train_step
-from tests.support.tiny import tiny_batches, tiny_engines
+from tests.support.tiny import merge, tiny_batches, tiny_engines
 
 _PACKAGE = str(Path(__file__).parents[2] / "megatron")
 
@@ -70,15 +70,13 @@ def _caller() -> str:
 def roundings(changes: Mapping[str, Mapping[str, Any]]) -> set[str]:
     """The places where two training steps of a tiny run under ``--fp64``, and an evaluation, leave float64. No number
     of tokens, or of those that count, is a power of two. A collective call when there is a process group."""
-    merged: dict[str, dict[str, Any]] = {
+    sizes: dict[str, dict[str, Any]] = {
         "model": {"num_layers": 2, "seq_length": 6, "hidden_dropout": 0.1, "attention_dropout": 0.1},
         "training": {"global_batch_size": 3},
         "data": {"eod_mask_loss": True},
         "optimizer": {"clip_grad": 0.01},
     }
-    for name, section in {**changes, "precision": {"fp64": True}}.items():
-        merged.setdefault(name, {}).update(section)
-    engines = tiny_engines(merged)
+    engines = tiny_engines(merge(sizes, changes, {"precision": {"fp64": True}}))
     config, topology = engines.config, engines.topology
     count = config.training.global_batch_size // (config.training.micro_batch_size * topology.layout.dp)
     batches = tiny_batches(config, topology, masked=True)
