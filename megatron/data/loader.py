@@ -3,6 +3,9 @@
 Draw number t of a run is the same sample on every layout. Micro-batch m of rank d takes the draws
 consumed + m * b * D + [d * b, (d + 1) * b), with b samples in a micro-batch and D ranks: so a global batch is
 the same set of samples however it is split, and a resumed run goes on at ``consumed_samples``.
+
+Of K islands, island k takes the draws consumed + K * i + k, and its ranks share
+these i out in the same way: so an island, too, has the same samples however it is split.
 """
 
 from __future__ import annotations
@@ -39,11 +42,14 @@ class MicroBatches(Iterator[Batch]):
         dp_size: int,
         num_workers: int,
         needs_tokens: bool,
+        island: int,
+        islands: int,
     ) -> None:
         self._dataset = dataset
-        self._first = consumed_samples + dp_rank * micro_batch_size
+        self._first = consumed_samples + dp_rank * micro_batch_size * islands + island
         self._micro_batch_size = micro_batch_size
-        self._stride = micro_batch_size * dp_size
+        self._islands = islands
+        self._stride = micro_batch_size * dp_size * islands
         self._needs_tokens = needs_tokens
         # Whole rounds only: every rank stops after the same micro-batch.
         self._count = max(0, len(dataset) - consumed_samples) // self._stride
@@ -104,7 +110,7 @@ class MicroBatches(Iterator[Batch]):
 
     def _make(self, number: int) -> Batch:
         start = self._first + number * self._stride
-        draws_b = np.arange(start, start + self._micro_batch_size, dtype=np.int64)
+        draws_b = np.arange(start, start + self._micro_batch_size * self._islands, self._islands, dtype=np.int64)
         draws = draws_b.tolist()
         ids_b = np.array([self._dataset.sample_id(draw) for draw in draws], dtype=np.int64)
         if not self._needs_tokens:
@@ -124,6 +130,8 @@ def build_loader(
     dp_size: int,
     num_workers: int = 2,
     needs_tokens: bool = True,
+    island: int = 0,
+    islands: int = 1,
 ) -> MicroBatches:
     """Builds the loader of data-parallel rank ``dp_rank``, from draw ``consumed_samples`` on.
 
@@ -136,20 +144,29 @@ def build_loader(
         dp_rank, dp_size: data-parallel rank and size.
         num_workers: threads that prepare micro-batches; 0 makes each one when it is asked for.
         needs_tokens: False leaves the token tensors out, for a pipeline stage that only needs the ids.
+        island, islands: number of the island whose ranks they are, and how many there are.
 
     Raises:
         UserError: when nothing is left to read.
     """
-    if micro_batch_size < 1 or not 0 <= dp_rank < dp_size or num_workers < 0 or consumed_samples < 0:
+    if (
+        micro_batch_size < 1
+        or not 0 <= dp_rank < dp_size
+        or not 0 <= island < islands
+        or num_workers < 0
+        or consumed_samples < 0
+    ):
         raise ValueError(
-            f"micro_batch_size {micro_batch_size}, dp_rank {dp_rank} of {dp_size}, "
+            f"micro_batch_size {micro_batch_size}, dp_rank {dp_rank} of {dp_size}, island {island} of {islands}, "
             f"num_workers {num_workers}, consumed_samples {consumed_samples}: out of range"
         )
     if len(dataset) == 0:
         raise UserError("the dataset has no sample: give it more text, or a shorter --seq-length")
-    if consumed_samples + micro_batch_size * dp_size > len(dataset):
+    if consumed_samples + micro_batch_size * dp_size * islands > len(dataset):
         raise UserError(
             f"no micro-batch is left: {consumed_samples} of {len(dataset)} samples are consumed. "
             f"Raise --train-iters or --train-samples, or start afresh without --load"
         )
-    return MicroBatches(dataset, consumed_samples, micro_batch_size, dp_rank, dp_size, num_workers, needs_tokens)
+    return MicroBatches(
+        dataset, consumed_samples, micro_batch_size, dp_rank, dp_size, num_workers, needs_tokens, island, islands
+    )

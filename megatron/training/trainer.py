@@ -342,16 +342,18 @@ class Trainer:
 
     def _loader(self, dataset: Dataset, consumed: int) -> MicroBatches:
         dp, islands = self.topology.dp, self.config.islands
-        # Islands are as many more replicas in training; each evaluates what it has come to on everything.
-        first, count = (islands.island or 0, islands.islands) if dataset is self.train_set else (0, 1)
+        # Islands share the training samples out; each evaluates what it has come to on everything.
+        island, count = (islands.island or 0, islands.islands) if dataset is self.train_set else (0, 1)
         return build_loader(
             dataset,
             consumed_samples=consumed,
             micro_batch_size=self.config.training.micro_batch_size,
-            dp_rank=first * dp.size + dp.rank,
-            dp_size=count * dp.size,
+            dp_rank=dp.rank,
+            dp_size=dp.size,
             num_workers=self.config.data.num_workers,
             needs_tokens=self.engines.needs_tokens,
+            island=island,
+            islands=count,
         )
 
     def _evaluate(self, dataset: Dataset, skip_rounds: int) -> Evaluated:

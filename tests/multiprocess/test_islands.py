@@ -403,18 +403,25 @@ ROUNDS = "outer=identity,every=2,outer-lr=0.5,outer-momentum=0.8,warmup=1"
 SUMS = "outer=cast,in-step=compressed,every=2,outer-lr=0.5,outer-momentum=0.8,warmup=3"
 
 
-@pytest.mark.parametrize("spec", [ROUNDS, SUMS], ids=["rounds", "in step"])
-def test_two_islands_of_two_stages_are_two_islands_of_one_process(prefix: Path, tmp_path: Path, spec: str) -> None:
-    """The embedding that both stages hold crosses once, and both get what the islands have made of it."""
+@pytest.mark.parametrize(
+    ("spec", "layout"),
+    [(ROUNDS, {"pipeline_model_parallel_size": 2}), (SUMS, {"pipeline_model_parallel_size": 2}), (ROUNDS, {})],
+    ids=["rounds of stages", "in step of stages", "rounds of replicas"],
+)
+def test_two_islands_of_two_ranks_are_two_islands_of_one_process(
+    prefix: Path, tmp_path: Path, spec: str, layout: dict[str, Any]
+) -> None:
+    """Replicas have the samples of the one process. The embedding that both stages hold crosses once, and both get what
+    the islands have made of it."""
     found = {}
-    for stages in (1, 2):
-        log = tmp_path / f"{stages}.jsonl"
-        changes = {**FP64, "pipeline_model_parallel_size": stages, "compress": [spec], "log_json_file": log}
-        run_islands(2, stages, tiny_flags(prefix, **changes))
-        logs = [tmp_path / f"{stages}.island_{island}.jsonl" for island in (0, 1)]
-        found[stages] = [losses(path) for path in logs]
+    for ranks in (1, 2):
+        log = tmp_path / f"{ranks}.jsonl"
+        changes = {**FP64, **(layout if ranks == 2 else {}), "compress": [spec], "log_json_file": log}
+        run_islands(2, ranks, tiny_flags(prefix, **changes))
+        logs = [tmp_path / f"{ranks}.island_{island}.jsonl" for island in (0, 1)]
+        found[ranks] = [losses(path) for path in logs]
         sent = [event["comm"]["outer"]["wire_bytes"] for event in events(logs[0]) if event["iteration"] == 3]
-        found[stages].append(sent)
+        found[ranks].append(sent)
     assert found[1][0] != found[1][1]
     for one, two in zip(found[1], found[2], strict=True):
         assert two == pytest.approx(one, rel=1e-10)

@@ -47,8 +47,8 @@ def batches_of(engines: Engines, first: int = 0) -> Iterator[Batch]:
     micro, islands = config.training.micro_batch_size, config.islands
     at = first * config.training.global_batch_size
     while True:
-        start = at + ((islands.island or 0) * dp.size + dp.rank) * micro
-        draws = list(range(start, start + micro))
+        start = at + dp.rank * micro * islands.islands + (islands.island or 0)
+        draws = list(range(start, start + micro * islands.islands, islands.islands))
         yield Batch(
             sample_ids_b=torch.tensor(draws), draw_ids_b=torch.tensor(draws), **tiny_tensors(config, draws, False)
         )

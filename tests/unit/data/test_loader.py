@@ -87,6 +87,32 @@ def test_same_samples_on_any_layout_after_any_resume(
     assert part == {draw: sample for draw, sample in whole.items() if draw >= consumed}
 
 
+@pytest.mark.parametrize(("micro", "ranks"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("islands", [1, 2, 3])
+def test_an_island_has_the_same_samples_on_any_layout(train: Dataset, islands: int, micro: int, ranks: int) -> None:
+    """In each global batch, of which islands have equal parts; together they have all of it."""
+    size, consumed = 24, 12
+    for island in range(islands):
+        loaders = [
+            build_loader(
+                train,
+                consumed_samples=consumed,
+                micro_batch_size=micro,
+                dp_rank=rank,
+                dp_size=ranks,
+                num_workers=0,
+                island=island,
+                islands=islands,
+            )
+            for rank in range(ranks)
+        ]
+        for batch in range(2):
+            count = size // (micro * ranks * islands)
+            draws = [draw for loader in loaders for _ in range(count) for draw in next(loader).draw_ids_b.tolist()]
+            start = consumed + batch * size
+            assert sorted(draws) == list(range(start + island, start + size, islands))
+
+
 def test_batch_holds_what_the_dataset_reads(train: Dataset) -> None:
     loader = build_loader(train, consumed_samples=4, micro_batch_size=3, dp_rank=1, dp_size=2, num_workers=0)
     batch = next(loader)
