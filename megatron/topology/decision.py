@@ -12,6 +12,9 @@ from typing import Any
 ABSURD = 100.0
 """A difference whose norm is this many times the (lower) median of all is left out of the sum."""
 
+_MOST_STOP = 4
+"""The greatest reason to end a run."""
+
 
 @dataclass(frozen=True)
 class Arrival:
@@ -34,6 +37,8 @@ class Arrival:
     def decode(value: Sequence[Any]) -> Arrival:
         """An arrival as it was written, or ValueError."""
         norm, loss, stop = value
+        if not 0 <= int(stop) <= _MOST_STOP:
+            raise ValueError(f"{stop} is no reason to end a run")
         return Arrival(float(norm), float(loss), int(stop))
 
 
@@ -132,10 +137,13 @@ class Decision:
     @staticmethod
     def decode(value: Mapping[str, Any]) -> Decision:
         """A decision as it was written, or ValueError."""
-        without = value["without"]
+        without, members = value["without"], tuple(map(int, value["members"]))
+        arrivals = {int(k): Arrival.decode(one) for k, one in value["arrivals"].items()}
+        if not members or not arrivals.keys() >= set(members):
+            raise ValueError(f"of its members {members} only {sorted(arrivals)} have come")
         return Decision(
-            tuple(map(int, value["members"])),
-            {int(k): Arrival.decode(one) for k, one in value["arrivals"].items()},
+            members,
+            arrivals,
             {int(k): str(why) for k, why in value["left_out"].items()},
             None if without is None else int(without),
         )

@@ -40,6 +40,14 @@ class Welcome:
     members: tuple[int, ...]
     problem: str = ""
 
+    @staticmethod
+    def read(value: Mapping[str, Any]) -> Welcome:
+        """An answer as it was written, or ValueError."""
+        members = tuple(map(int, value["members"]))
+        if not value["problem"] and value["source"] not in members:
+            raise ValueError(f"island {value['source']} is none of islands {members}")
+        return Welcome(int(value["source"]), str(value["round"]), members, str(value["problem"]))
+
 
 class Islands:
     """This island among the others. Every rank of it has one; all of them call its methods alike.
@@ -141,16 +149,16 @@ class Islands:
             except ValueError as error:
                 raise CommunicationError(f"{error}; lower --lr or outer-lr") from None
 
-        found: dict[str, Any] = self.place.wait_for(f"{key}/members", look)
+        found: dict[str, Any] = self.place.wait_for(f"{key}/members", look, Decision.decode)
         return found
 
     def _awaited(self) -> set[int]:
         """The islands of the last round, and those that have joined after it."""
         joined = set()
         for k in range(self.count):
-            ticket = self.place.get(f"joining/{k}")
-            welcome = None if ticket is None else self.place.get(f"welcome/{ticket}")
-            if welcome is not None and welcome["round"] == self.last_round and not welcome["problem"]:
+            ticket = self.place.get(f"joining/{k}", int)
+            welcome = None if ticket is None else self.place.get(f"welcome/{ticket}", Welcome.read)
+            if welcome is not None and welcome.round == self.last_round and not welcome.problem:
                 joined.add(k)
         return joined | set(self.expected)
 
@@ -161,7 +169,7 @@ class Islands:
     def _tickets(self) -> list[tuple[int, int]]:
         found = []
         for k in range(self.count):
-            ticket = self.place.get(f"joining/{k}")
+            ticket = self.place.get(f"joining/{k}", int)
             if ticket is not None and self.place.get(f"welcome/{ticket}") is None:
                 found.append((k, ticket))
         return found
@@ -213,7 +221,7 @@ class Islands:
             elif any(vote.failed for vote in came) or time.monotonic() > deadline:
                 self.place.decide(f"{key}/outcome", RoundOutcome.FAILED)
 
-        found: str = self.place.wait_for(f"{key}/outcome", look)
+        found: str = self.place.wait_for(f"{key}/outcome", look, RoundOutcome)
         return found
 
     # Joining.
@@ -233,26 +241,25 @@ class Islands:
             self.tell(
                 f"waiting for {named(others)} to let this one in at the end of a round, while any of them is alive"
             )
-        answer = None
+        answer: Welcome | None = None
         # As long as a round may take, which is longer than ranks may wait for one of their own.
         while answer is None:
-            answer = self.place.get(f"welcome/{ticket}")
+            answer = self.place.get(f"welcome/{ticket}", Welcome.read)
             if answer is None and self.place.get(f"joining/{self.island}") != ticket:
                 why = f"--island {self.island}: another process waits to join as island {self.island}; end one of them"
-                answer = asdict(Welcome(self.island, "", (), why))
+                answer = Welcome(self.island, "", (), why)
             if len(pulses.silent()) == len(others) and answer is None:
                 break
             time.sleep(POLL_SECONDS)
         if any_rank(self.control, answer is None):
             return None
         assert answer is not None
-        welcome = Welcome(**answer)
-        if welcome.problem:
-            raise UserError(welcome.problem)
-        self.last_round, self.expected = welcome.round, tuple(welcome.members)
+        if answer.problem:
+            raise UserError(answer.problem)
+        self.last_round, self.expected = answer.round, answer.members
         if self.rank == 0:
             self.place.beat(self.island)
-        return ticket, welcome
+        return ticket, answer
 
     def _take_ticket(self) -> int:
         ticket = self.place.count("tickets")
@@ -270,7 +277,7 @@ class Islands:
         found = []
         for k, ticket in self._tickets():
             problem = ""
-            for name, value in (self.place.get(f"ticket/{ticket}") or {}).items():
+            for name, value in (self.place.get(f"ticket/{ticket}", dict) or {}).items():
                 if self._identity.get(name) != value:
                     ours = self._identity.get(name)
                     problem = f"island {k} and the others do not agree: {name} is {value} and {ours}"

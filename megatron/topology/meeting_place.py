@@ -8,9 +8,9 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -149,11 +149,15 @@ class MeetingPlace:
 
     def newest_generation(self) -> int:
         """The number of the newest generation."""
-        return int(self.reading(lambda: self.root.compare_set(_GENERATION, "", "1")))
+        text = self.reading(lambda: self.root.compare_set(_GENERATION, "", "1"))
+        with self.decoding(_GENERATION):
+            return int(text)
 
     def end_generation(self, number: int) -> int:
         """Begins the generation after ``number``, unless another island has; returns the newest."""
-        return int(self.reading(lambda: self.root.compare_set(_GENERATION, str(number), str(number + 1))))
+        text = self.reading(lambda: self.root.compare_set(_GENERATION, str(number), str(number + 1)))
+        with self.decoding(_GENERATION):
+            return int(text)
 
     def get(self, key: str, decode: Callable[[Any], Any] = lambda value: value) -> Any:
         """The value of a key of this generation; None where there is none yet.
@@ -166,11 +170,20 @@ class MeetingPlace:
             CommunicationError: when the place is gone, or holds something else there.
         """
         text = self.reading(lambda: self.box.get(key) if self.box.check([key]) else None)
-        return None if text is None else self._decoded(key, text, decode)
-
-    def _decoded(self, key: str, text: bytes, decode: Callable[[Any], Any] = lambda value: value) -> Any:
-        try:
+        if text is None:
+            return None
+        with self.decoding(key):
             return decode(json.loads(text))
+
+    @contextmanager
+    def decoding(self, key: str) -> Iterator[None]:
+        """Reads something out of a value of this place.
+
+        Raises:
+            CommunicationError: when it is something else than an island writes.
+        """
+        try:
+            yield
         except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError) as error:
             raise CommunicationError(
                 f"the islands' meeting place at {self.where} holds something else than an island writes, at {key}: "
@@ -183,20 +196,25 @@ class MeetingPlace:
 
     def decide(self, key: str, value: Any) -> Any:
         """Sets a key that has no value yet; returns its value, which is the same for everyone."""
-        return self._decoded(key, self.reading(lambda: self.box.compare_set(key, "", json.dumps(value))))
+        text = self.reading(lambda: self.box.compare_set(key, "", json.dumps(value)))
+        with self.decoding(key):
+            return json.loads(text)
 
     def count(self, key: str) -> int:
         """A number that nobody else was given under this key."""
         return self.reading(lambda: self.box.add(key, 1))
 
-    def wait_for(self, key: str, until: Callable[[], None] = lambda: None) -> Any:
-        """Polls a key until it has a value; ``until`` is called in between, and may raise or set it."""
-        while True:
-            value = self.get(key)
-            if value is not None:
-                return value
+    def wait_for(
+        self, key: str, until: Callable[[], None] = lambda: None, decode: Callable[[Any], Any] = lambda value: value
+    ) -> Any:
+        """Polls a key until it has a value; ``until`` is called in between, and may raise or set it.
+
+        The value is returned as it was written, once ``decode`` has found what is meant in it; see ``get``.
+        """
+        while self.get(key, decode) is None:
             until()
             time.sleep(POLL_SECONDS)
+        return self.get(key)
 
     def beat(self, island: int) -> None:
         """Shows from now on that an island is alive, in a thread."""

@@ -352,9 +352,11 @@ class IslandStart:
                 problem = "; ".join(f"island {k}: {why}" for k, why in refused.items())
                 self.place.decide(key, asdict(Start(problem=problem)))
             elif len(came) == self.limits.count or time.monotonic() > deadline:
-                self.place.decide(key, asdict(judge(came)))
+                with self.place.decoding(key):
+                    start = judge(came)
+                self.place.decide(key, asdict(start))
 
-        found: dict[str, Any] = self.place.wait_for(key, look)
+        found: dict[str, Any] = self.place.wait_for(key, look, Start.read)
         return found
 
 

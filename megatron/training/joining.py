@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron.base.errors import first_line
 from megatron.checkpoint.plain import dtype_from_name
 from megatron.checkpoint.stateful import Scope, StatefulParts
 from megatron.compression.error_feedback import RESIDUAL
 from megatron.compression.points import Point
 from megatron.optimizer.inner import state_names
 from megatron.optimizer.outer_sync import OuterSync
+from megatron.topology.agree import any_rank, gather_texts
 from megatron.topology.errors import CommunicationError
 from megatron.topology.group import Group
 from megatron.topology.islands import Islands
 from megatron.training.assembly import Engines
 
+MOST_JOINS = 4
+"""Attempts to join, after which it is hopeless."""
+_MOST_COPIES, _MOST_BESIDE = 8, 1 << 20
+"""Numbers that compressors may hold: so many for each of the model's, and as many besides."""
 _SCOPES = (Scope.OPTIMIZER, Scope.SCHEDULE, Scope.POSITION)
 
 
@@ -56,20 +64,28 @@ class Joining:
 
         Returns:
             False when nobody is left.
+
+        Raises:
+            CommunicationError: on every rank, when it fails again and again.
         """
-        while True:
+        for failures in range(1, MOST_JOINS + 1):
             answer = self.islands.ask_to_join()
             if answer is None:
                 return False
             ticket, welcome = answer
+            problem = ""
             try:
                 self._receive(self.islands.pair(ticket, welcome.source, self.islands.island), ticket)
             except CommunicationError as error:
-                self.tell(f"warning: joining has failed, and is tried again: {error}")
+                problem = str(error)
+            if any_rank(self.islands.control, bool(problem)):
+                problem = next(text for text in gather_texts(self.islands.control, problem) if text)
+                self.tell(f"warning: joining has failed {failures} of {MOST_JOINS} times: {problem}")
                 continue
             iteration = self.parts.state_dict()["progress"]["iteration"]
             self.tell(f"joined the other islands at iteration {iteration}, with the state of island {welcome.source}")
             return True
+        raise CommunicationError(f"joining the other islands has failed {MOST_JOINS} times; the last time: {problem}")
 
     def _tensors(self) -> Iterator[Tensor]:
         for tensors in self.sync.outer.tensors().values():
@@ -94,20 +110,32 @@ class Joining:
         common = self._wait_for(f"stream/{ticket}/parts")
         forms, counters = self._wait_for(f"stream/{ticket}/forms/{self.islands.rank}")
         self.sync.outer.begin()
+        with _naming_the_sender():
+            held = self._room(forms)
+            self._broadcast(group, [*self._tensors(), *(x for one in held for x in one.values())])
+            whole = all(bool(torch.isfinite(x).all()) for x in self._tensors() if x.is_floating_point())
+            if not whole:
+                raise ValueError("some of it is not finite")
+            for state, tensors, counts in zip(self.sync.states(), held, counters, strict=True):
+                state.tensors, state.counters = tensors, {str(name): int(count) for name, count in counts.items()}
+            self.parts.load_state_dict(common, _SCOPES)
+            self.engines.plan.skipped = int(common["progress"]["skipped"])
+        self.sync.take_anchor()
+
+    def _room(self, forms: Sequence[Mapping[str, Any]]) -> list[dict[str, Tensor]]:
+        """Memory for the compressors' states; ValueError for more than any of them takes."""
         device = self.engines.topology.device
-        held = [
+        sizes = [math.prod(shape) for one in forms for shape, _ in one.values()]
+        most = _MOST_COPIES * sum(main.numel() for main in self.sync.outer.mains) * self.engines.topology.layout.dp
+        if any(size < 0 for size in sizes) or sum(sizes) > most + _MOST_BESIDE:
+            raise ValueError(f"it has {sum(sizes):,} numbers of compressors")
+        return [
             {
                 name: torch.empty(shape, dtype=dtype_from_name(dtype), device=device)
-                for name, (shape, dtype) in f.items()
+                for name, (shape, dtype) in one.items()
             }
-            for f in forms
+            for one in forms
         ]
-        self._broadcast(group, [*self._tensors(), *(x for one in held for x in one.values())])
-        for state, tensors, counts in zip(self.sync.states(), held, counters, strict=True):
-            state.tensors, state.counters = tensors, dict(counts)
-        self.parts.load_state_dict(common, _SCOPES)
-        self.engines.plan.skipped = int(common["progress"]["skipped"])
-        self.sync.take_anchor()
 
     def _broadcast(self, group: Group, tensors: Sequence[Tensor]) -> None:
         for x in tensors:
@@ -123,6 +151,15 @@ class Joining:
                 raise CommunicationError(f"island has sent nothing within {self.islands.seconds:g} s")
 
         return self.islands.place.wait_for(key, check)
+
+
+@contextmanager
+def _naming_the_sender() -> Iterator[None]:
+    """Raises what is wrong with a state as CommunicationError."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        raise CommunicationError(f"the state that an island has sent cannot be used: {first_line(error)}") from error
 
 
 def _name(dtype: torch.dtype) -> str:

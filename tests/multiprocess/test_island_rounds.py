@@ -19,6 +19,7 @@ from megatron.topology.errors import CommunicationError
 from megatron.topology.meeting_place import serve
 from megatron.topology.staged import StagedGroup
 from megatron.topology.starting import QuorumError
+from megatron.training import joining
 from megatron.training.rounds import RunEnd
 from tests.support.island_threads import (
     Changes,
@@ -581,3 +582,36 @@ def test_an_island_that_comes_after_the_end_is_sent_the_last_state() -> None:
     assert sum("island 1 is gone, going on alone" in line for line in lines) == 1
     end = "island 1 did not come to the end, iteration 12, with this one: its state is in /saved/island_0"
     assert lines[lines.index(end) :] == [end, "waiting for island 1 to join, 60 s at most", "island 1 has joined"]
+
+
+def test_a_state_that_is_not_finite_is_not_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "MOST_JOINS", 1)
+    store, changes = serve("127.0.0.1", 0), _outer("identity,every=4")
+    begun = threading.Event()
+
+    def first() -> None:
+        islands = meet(store.port, 0, 2, quorum=1, seconds=2.0)
+        assert islands.begin(0, False, {})
+        island = build_island(changes, islands, 0, 2)
+        begun.set()
+        train_island(island, 4)
+        assert island.rounds is not None
+        island.rounds.sync.outer.momentum[0].view(-1)[0] = float("nan")
+        island.rounds.end = RunEnd("", 5.0)
+        island.rounds.finish(4)
+        islands.leave()
+
+    def second() -> None:
+        early = meet(store.port, 1, 2, quorum=1)
+        assert early.begin(0, False, {})
+        early.leave()
+        assert begun.wait(60)
+        time.sleep(3.0)
+        islands = meet(store.port, 1, 2, quorum=1)
+        assert not islands.begin(0, False, {})
+        island = build_island(changes, islands, 1, 2)
+        assert island.rounds is not None
+        island.rounds.join()
+
+    with pytest.raises(CommunicationError, match=r"joining .* has failed 1 times; the last time: .* some of it is not"):
+        in_threads([first, second])

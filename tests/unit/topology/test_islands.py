@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,9 @@ from megatron.topology import starting
 from megatron.topology.apart import CPU, group_apart
 from megatron.topology.decision import ABSURD, Arrival, Decision, RoundOutcome, Vote, judge, judge_mean
 from megatron.topology.errors import CommunicationError
-from megatron.topology.islands import Islands
+from megatron.topology.islands import Islands, Welcome
 from megatron.topology.meeting_place import _PREFIX, SILENT_SECONDS, MeetingPlace, Pulses, serve
-from megatron.topology.starting import QuorumError, StartLimits, judge_iteration, refusal_of
+from megatron.topology.starting import QuorumError, StartLimits, judge_iteration, judge_start, refusal_of
 
 GOOD = Vote(failed=False, mean_norm=1.0, usual_norm=1.0)
 
@@ -247,6 +248,41 @@ def test_what_no_island_writes_is_one_line(port: int, text: str) -> None:
     with pytest.raises(CommunicationError, match=r"holds something else than an island writes, at 1/0/arrived/1: "):
         one.arrive("1/0", Arrival(1.0, 1.0))
     one.leave()
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("start/1", "[1, 2]"),
+        ("start/1", '{"a": 1}'),
+        ("start", "[]"),
+        ("start", '{"members": ["x"], "problem": "", "iteration": null}'),
+        ("iteration/1", "7"),
+    ],
+)
+def test_what_no_island_writes_at_the_start_is_one_line(port: int, key: str, text: str) -> None:
+    one = _island(port, 0, 2, 2)
+    one.place.take_generation(1)
+    one.place.box.set(key, text)
+    with pytest.raises(
+        CommunicationError, match=rf"holds something else than an island writes, at {key.split('/')[0]}"
+    ):
+        if key.startswith("iteration"):
+            one.start._wait_for_all(
+                "iteration", [1], partial(judge_iteration, limits=StartLimits(2, 2, 5.0), all_below=0)
+            )
+        else:
+            one.start._wait_for_all("start", [0, False, {}, ""], partial(judge_start, limits=StartLimits(2, 2, 5.0)))
+    one.leave()
+
+
+def test_decisions_that_no_island_makes_are_refused() -> None:
+    good = judge({0: Arrival(1.0, 1.0), 1: Arrival(1.0, 1.0)}).encode()
+    for change in ({"members": []}, {"members": [0, 7]}, {"members": "x"}, {"arrivals": {"0": ["1", "1", 99]}}):
+        with pytest.raises((ValueError, TypeError, LookupError)):
+            Decision.decode({**good, **change})
+    with pytest.raises(ValueError, match="island 3 is none of islands"):
+        Welcome.read({"source": 3, "round": "1/0/0", "members": [0, 1], "problem": ""})
 
 
 def test_a_round_of_all_and_one_without_an_island_that_is_gone(port: int) -> None:
