@@ -264,21 +264,26 @@ def test_what_no_island_writes_at_the_start_is_one_line(port: int, key: str, tex
     one = _island(port, 0, 2, 2)
     one.place.take_generation(1)
     one.place.box.set(key, text)
-    with pytest.raises(
-        CommunicationError, match=rf"holds something else than an island writes, at {key.split('/')[0]}"
-    ):
-        if key.startswith("iteration"):
-            one.start._wait_for_all(
-                "iteration", [1], partial(judge_iteration, limits=StartLimits(2, 2, 5.0), all_below=0)
-            )
-        else:
-            one.start._wait_for_all("start", [0, False, {}, ""], partial(judge_start, limits=StartLimits(2, 2, 5.0)))
+    name, limits = key.split("/")[0], StartLimits(2, 2, 5.0)
+    own: dict[str, Any] = {"start": [0, False, {}, ""], "iteration": [1]}
+    judges = {
+        "start": partial(judge_start, limits=limits),
+        "iteration": partial(judge_iteration, limits=limits, all_below=0),
+    }
+    with pytest.raises(CommunicationError, match=f"holds something else than an island writes, at {name}"):
+        one.start._wait_for_all(name, own[name], judges[name])
     one.leave()
 
 
 def test_decisions_that_no_island_makes_are_refused() -> None:
     good = judge({0: Arrival(1.0, 1.0), 1: Arrival(1.0, 1.0)}).encode()
-    for change in ({"members": []}, {"members": [0, 7]}, {"members": "x"}, {"arrivals": {"0": ["1", "1", 99]}}):
+    changes: list[dict[str, Any]] = [
+        {"members": []},
+        {"members": [0, 7]},
+        {"members": "x"},
+        {"arrivals": {"0": ["1", "1", 99]}},
+    ]
+    for change in changes:
         with pytest.raises((ValueError, TypeError, LookupError)):
             Decision.decode({**good, **change})
     with pytest.raises(ValueError, match="island 3 is none of islands"):
