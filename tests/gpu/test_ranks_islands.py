@@ -37,7 +37,8 @@ def test_islands_in_step_are_data_parallelism(prefix: Path, tmp_path: Path, layo
 
 
 def test_two_islands_of_two_stages_are_two_islands_of_one_process(prefix: Path, tmp_path: Path) -> None:
-    islands.test_two_islands_of_two_stages_are_two_islands_of_one_process(prefix, tmp_path, islands.ROUNDS)
+    layout = {"pipeline_model_parallel_size": 2}
+    islands.test_two_islands_of_two_ranks_are_two_islands_of_one_process(prefix, tmp_path, islands.ROUNDS, layout)
     assert _backends(tmp_path) == {backend_of_tests()}
 
 
