@@ -89,7 +89,7 @@ class RunCheckpoints:
                 self.config.save,
                 self.group,
                 async_=self.config.async_save,
-                keep_last=self.config.keep_last,
+                keep_last=_kept_checkpoints(config),
                 log=log,
             )
 
@@ -294,6 +294,16 @@ class RunCheckpoints:
             Scope.POSITION: not self.config.finetune,
         }
         return [scope for scope, wanted in asked.items() if wanted]
+
+
+def _kept_checkpoints(config: RunConfig) -> int | None:
+    """The number of checkpoints that are kept; None for all.
+
+    Islands save one after the other. One that is killed before it saves begins again with the checkpoint before that
+    one, which the others must still have.
+    """
+    keep = config.checkpoint.keep_last
+    return keep if keep is None or not config.islands.several else max(keep, 2)
 
 
 def _of_no_body(name: str, weights: str) -> bool:
