@@ -13,13 +13,14 @@ from megatron.compression.api import Peers, Request
 from megatron.compression.approximation import dense
 from megatron.compression.cast import CastConfig, CastRounds
 from megatron.compression.fixpoint import FixpointConfig, FixpointRounds
+from megatron.compression.float8 import Float8Config, Float8Rounds
 from megatron.compression.state import CompressorState
 from megatron.compression.two_step import TwoStepSum
 
 FormatName: TypeAlias = Literal["fp32", "bf16", "fixpoint8", "fixpoint4"]
 
 
-def _two_step(name: FormatName) -> TwoStepSum | None:
+def _two_step(name: FormatName, small_rows: bool) -> TwoStepSum | None:
     """The all-reduce of a format; None for numbers, which are summed on their way.
 
     At 8 bits the error is far below that of the rank, so the groups are long. At 4 bits it is not: shorter groups and a
@@ -27,6 +28,8 @@ def _two_step(name: FormatName) -> TwoStepSum | None:
     """
     if name == "bf16":
         return CastRounds(CastConfig("bf16"))
+    if name == "fixpoint8" and small_rows:
+        return Float8Rounds(Float8Config(tile=128, scale_dtype="bf16"))
     if name == "fixpoint8":
         return FixpointRounds(FixpointConfig(bits=8, group=128, scale_dtype="bf16"))
     if name == "fixpoint4":
@@ -44,10 +47,14 @@ class FactorFormat:
 
     The columns of a factor belong to singular values of very different sizes. They are laid out one behind the other,
     so that a group of quantized numbers is a part of one column, and small columns keep their digits.
+
+    Args:
+        name: the format.
+        small_rows: 8 bits are floats, which keep the digits of small rows too, at a larger error of large ones.
     """
 
-    def __init__(self, name: FormatName) -> None:
-        self._two_step = _two_step(name)
+    def __init__(self, name: FormatName, small_rows: bool = False) -> None:
+        self._two_step = _two_step(name, small_rows)
 
     @property
     def exact(self) -> bool:

@@ -42,8 +42,10 @@ class PowerSGD(RoundCompressor):
     rank's own contribution P (M^T P)^T. Sends r (n + m) numbers of n m.
 
     What a format of the factors loses: all ranks decode the same P, and projecting on the orthonormal basis of any P is
-    exact, so an error of P only tilts the subspace. An error of Q is one of the sum. The rank that made it has it in
-    its own contribution, so error feedback makes up for both.
+    exact, so an error of P only tilts the subspace. But a row of P that became zero would be one of the sum: in an
+    embedding's gradient the rows of tokens that a batch lacks are far smaller than others, and Adam makes steps of them
+    as large. So 8 bits of P are floats, which keep them. An error of Q is one of the sum. The rank that made it has it
+    in its own contribution, so error feedback makes up for both.
     """
 
     traits = SumTraits(batched=True, steady=("draws", "messages"))
@@ -51,6 +53,7 @@ class PowerSGD(RoundCompressor):
 
     def __init__(self, config: PowerSGDConfig | None = None) -> None:
         super().__init__(config or PowerSGDConfig())
+        self.basis = FactorFormat(self.config.factors, small_rows=True)
         self.factors = FactorFormat(self.config.factors)
 
     def should_compress(self, shape: tuple[int, ...]) -> bool:
@@ -58,13 +61,13 @@ class PowerSGD(RoundCompressor):
             return False
         n, m = matrix_shape(shape)
         rank = min(n, m, self.config.rank)
-        return n * m * 4 > self.config.min_ratio * (self.factors.nbytes(rank * n) + self.factors.nbytes(rank * m))
+        return n * m * 4 > self.config.min_ratio * (self.basis.nbytes(rank * n) + self.factors.nbytes(rank * m))
 
     def rounds(self, x: Tensor, state: CompressorState, peers: Peers) -> Generator[Request, Tensor, Aggregate]:
         n, m = matrix_shape(x.shape[1:])
         matrices_knm = x.view(x.shape[0], n, m)
         q_kmr = self._start(x, min(n, m, self.config.rank), state)
-        p_knr, _ = yield from self.factors.all_reduce(matrices_knm @ orthonormalize(q_kmr), state, peers)
+        p_knr, _ = yield from self.basis.all_reduce(matrices_knm @ orthonormalize(q_kmr), state, peers)
         p_knr = orthonormalize(p_knr)
         q_kmr, own_kmr = yield from self.factors.all_reduce(matrices_knm.transpose(1, 2) @ p_knr, state, peers)
         if self.config.warm_start:
