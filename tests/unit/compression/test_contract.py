@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Generator, Hashable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,13 +11,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.compression.api import Aggregate, Codec, CodecTraits, Payload, Peers, Request, RoundCompressor
+from megatron.compression.api import (
+    Aggregate,
+    Codec,
+    CodecTraits,
+    Op,
+    Payload,
+    Peers,
+    Request,
+    RoundCompressor,
+    SumTraits,
+)
 from megatron.compression.contract import check_compressor
+from megatron.compression.lockstep import run_lockstep
 from megatron.compression.options import CompressorFault
 from megatron.compression.plugins import build_registry
 from megatron.compression.registry import Registration
 from megatron.compression.state import CompressorState
-from tests.support.documented import python_blocks
+from tests.support.documented import REPO, python_blocks
 
 
 @dataclass(frozen=True)
@@ -180,10 +192,56 @@ def test_what_keeps_its_promises_passes() -> None:
     check_compressor(Registration(_Options, codec=_Halved, rounds=_Plain))
 
 
-@pytest.mark.parametrize(("block", "names"), [(0, ("tensor-float8", "random-rows")), (1, ("large-rows",))])
+@pytest.mark.parametrize(
+    ("block", "names"), [(0, ("tensor-float8", "random-rows")), (1, ("large-rows",)), (2, ("majority-vote",))]
+)
 def test_the_documented_compressors_pass(block: int, names: tuple[str, ...], tmp_path: Path) -> None:
     module = tmp_path / "mine.py"
     module.write_text(python_blocks("writing-a-compressor.md")[block])
     registry = build_registry([str(module)])
     for name in names:
         check_compressor(registry[name])
+
+
+def test_the_documented_check_runs_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = python_blocks("writing-a-compressor.md")
+    (tmp_path / "mine.py").write_text(blocks[0])
+    (tmp_path / "check_mine.py").write_text(blocks[3])
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path("check_mine.py")
+    broken = blocks[0].replace("zeros_like(x).index_copy(1, rows, x[:, rows])", "zeros_like(x)")
+    assert broken != blocks[0]
+    (tmp_path / "mine.py").write_text(broken)
+    with pytest.raises(CompressorFault, match=r"do not add up"):
+        runpy.run_path("check_mine.py")
+
+
+def test_a_documented_majority_vote_sums_what_it_says(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(python_blocks("writing-a-compressor.md")[2])
+    vote = build_registry([str(tmp_path / "mine.py")])["majority-vote"]
+    assert vote.rounds is not None
+    xs = [torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
+    votes = torch.stack([torch.where(x >= 0, 1.0, -1.0) for x in xs]).sum(dim=0)
+    wanted = votes.sign() * torch.stack(xs).abs().mean(dim=(2, 3)).sum(dim=0).view(2, 1, 1)
+    results = run_lockstep(vote.rounds(vote.config()), [x.clone() for x in xs], [CompressorState() for _ in xs])
+    for result in results:
+        torch.testing.assert_close(result.total, wanted)
+
+
+@pytest.mark.parametrize("op", Op)
+def test_results_have_the_documented_shapes(op: Op) -> None:
+    class Asks(RoundCompressor):
+        traits = SumTraits(batched=True)
+
+        def rounds(self, x: Tensor, state: CompressorState, peers: Peers) -> Generator[Request, Tensor, Aggregate]:
+            shape = (peers.size, 2, 3) if op is Op.EXCHANGE else (2, 3)
+            result = yield Request(torch.full(shape, float(peers.rank)), op)
+            shapes.append(tuple(result.shape))
+            return Aggregate(x, x)
+
+    shapes: list[tuple[int, ...]] = []
+    run_lockstep(Asks(None), [torch.zeros(1, 2, 3) for _ in range(4)], [CompressorState() for _ in range(4)])
+    text = (REPO / "docs" / "writing-a-compressor.md").read_text(encoding="utf-8")
+    row = next(line for line in text.splitlines() if line.startswith(f"| `Op.{op.name}`"))
+    stacked, first_alone = "(n, " in row.split("|")[3], op is Op.COLLECT
+    assert shapes == [(0 if first_alone and rank else 4, 2, 3) if stacked else (2, 3) for rank in range(4)]
