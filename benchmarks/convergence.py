@@ -6,7 +6,8 @@
 Every case trains on the same text, the quickstart's, for several epochs of the same samples, on 2 pipeline stages x 2
 replicas; a model with experts on 4 replicas that share them; sums in two levels on 4 replicas, 2 on each of 2 nodes;
 islands of one process each. Afterwards each trained model goes on with held-out text (the task CONTINUATION): a loss
-may hide what compression does to that. Prints a table (mean and spread over the seeds) and writes it with pictures.
+may hide what compression does to that. Prints a table (the whole spec, mean and spread over the seeds), names warm-ups
+that take more than a fifth of the run, and writes it all with pictures.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import re
 import shutil
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,11 @@ from benchmarks.convergence_cases import CASES, MODEL, family, is_flag, read_cas
 from benchmarks.convergence_figures import Outcome, draw_curves, draw_outcomes
 from benchmarks.record import device_name, header, write_record
 from megatron.base.markdown import markdown_table
+from megatron.compression.builtin import BUILTIN
 from megatron.compression.points import EXPERT_POINTS
+from megatron.compression.registry import Registry
+from megatron.compression.schedule import RunLength
+from megatron.compression.spec import read_specs
 from megatron.config.islands import folder_of
 from megatron.training.plots import of_final_draw
 from megatron.training.records import read_records
@@ -95,8 +100,11 @@ POINTS = (
 )
 
 
-def outcomes(out: Path, cases: list[str], seeds: list[int], iterations: int) -> list[Outcome]:
-    """Outcomes of the finished runs."""
+def outcomes(
+    out: Path, cases: Iterable[str] | Mapping[str, Sequence[str]], seeds: list[int], iterations: int
+) -> list[Outcome]:
+    """Outcomes of the finished runs of cases, by name or with their words."""
+    words = {case: " ".join(cases[case] if isinstance(cases, Mapping) else CASES.get(case, ())) for case in cases}
     found = []
     dense: dict[str, dict[int, float]] = {}
     for case in cases:
@@ -115,23 +123,44 @@ def outcomes(out: Path, cases: list[str], seeds: list[int], iterations: int) -> 
         worse = 100 * statistics.fmean(versus) if versus else None
         quality = [figures for seed in losses if (figures := continuation_figures(logs[seed]))]
         exact, ranked = (statistics.fmean(column) for column in zip(*quality, strict=True)) if quality else (None, None)
-        found.append(Outcome(case, statistics.fmean(losses.values()), spread, worse, means, len(losses), exact, ranked))
+        mean = statistics.fmean(losses.values())
+        found.append(Outcome(case, mean, spread, worse, means, len(losses), exact, ranked, words[case]))
     return found
 
 
 def table(found: Sequence[Outcome]) -> str:
-    """The results as Markdown."""
+    """The results as Markdown, with the whole spec of each case; one seed has no spread."""
     points = [point for point in POINTS if any(one.sent[point] for one in found)]
-    heads = ["case", "seeds", "validation loss", "vs dense", *(f"{point} kB" for point in points), "total kB"]
+    heads = ["case", "spec", "seeds", "validation loss", "vs dense", *(f"{point} kB" for point in points), "total kB"]
     heads += ["continued exactly", "ranked first"]
     rows = []
     for one in found:
         change = "" if one.worse is None else f"{one.worse:+.2f}%"
         sent = [one.sent[point] for point in points]
-        cells = [one.case, one.seeds, f"{one.loss:.4f} ± {one.spread:.4f}", change]
+        spread = f" ± {one.spread:.4f}" if one.seeds > 1 else ""
+        spec = f"`{one.words}`" if one.words else ""
+        cells = [one.case, spec, one.seeds, f"{one.loss:.4f}{spread}", change]
         cells += [f"{kb:.1f}" for kb in (*sent, sum(sent))]
         rows.append([*cells, *("" if share is None else f"{share:.2f}%" for share in (one.exact, one.ranked))])
     return markdown_table(heads, rows)
+
+
+def long_warmups(found: Sequence[Outcome], iterations: int) -> list[str]:
+    """A line for each case whose warm-up takes more than a fifth of the run: its row says little of the compressor."""
+    lines = []
+    for one in found:
+        specs = [word for word in one.words.split() if not is_flag(word)]
+        warmups = [
+            spec.activation.warmup_iters
+            for spec in read_specs(specs, Registry(BUILTIN), RunLength(iterations)).values()
+        ]
+        longest = max(warmups, default=0)
+        if longest > iterations / 5:
+            lines.append(
+                f"{one.case}: sends exactly in the first {longest} of {iterations} iterations (warmup={longest}); "
+                "compare it with rows of the same warm-up, or train for longer"
+            )
+    return lines
 
 
 def curves(out: Path, cases: list[str], seeds: list[int], iterations: int) -> dict[str, dict[int, float]]:
@@ -201,8 +230,8 @@ def main() -> None:
     if not options.table:
         runs.prepare(out, options.train_bytes)
         failed = train_all(out, cases, seeds, options.iterations, not options.no_continuations)
-    found = outcomes(out, names, seeds, options.iterations)
-    text = table(found)
+    found = outcomes(out, cases, seeds, options.iterations)
+    text = "\n".join([table(found), *(f"\n{line}" for line in long_warmups(found, options.iterations))])
     print(text)
     (out / "table.md").write_text(text + "\n")
     made_with = header(device_name("cpu"))

@@ -21,6 +21,7 @@ class Outcome:
         worse: percent above the dense runs of the same seeds; None where those are missing.
         sent: kB per iteration, by point.
         seeds: number of runs.
+        words: the case's specs and flags.
         exact, ranked: percent of held-out continuations that greedy decoding found, and of those that were likelier
             than the wrong ones, means over the runs; None where they were not measured.
     """
@@ -33,6 +34,7 @@ class Outcome:
     seeds: int = 1
     exact: float | None = None
     ranked: float | None = None
+    words: str = ""
 
 
 def draw_outcomes(outcomes: Sequence[Outcome], path: Path) -> None:
@@ -103,7 +105,10 @@ def draw_curves(means: Means, path: Path) -> None:
     columns = min(len(families), 2)
     rows = -(-len(families) // columns)
     figure = new_figure(5.2 * columns, 3.6 * rows)
-    panels = figure.subplots(rows, columns, squeeze=False)
+    # One axis, so that a case of one's own in another panel than the built-in ones is seen beside them.
+    panels = figure.subplots(rows, columns, squeeze=False, sharey=True)
+    for panel in panels.flat:
+        panel.yaxis.set_tick_params(labelleft=True)
     for panel, (family, cases) in zip(panels.flat, families.items(), strict=False):
         # Those of experts have a model of their own.
         dense = means.get("experts, dense" if family == "experts" else "dense", {}) if family else {}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import convergence, convergence_figures
-from benchmarks.convergence import continued, curves, log_of, outcomes, table
+from benchmarks.convergence import continued, curves, log_of, long_warmups, outcomes, table
 from benchmarks.convergence_cases import CASES, family, is_flag, read_case
 
 
@@ -34,10 +34,21 @@ def test_losses_are_compared_seed_by_seed_and_bytes_averaged(tmp_path: Path) -> 
         continued(log_of(tmp_path, "dense", seed, 2)).write_text(f"----\n{line.format(seed / 10)}\n----\n")
     rows = table(outcomes(tmp_path, ["dense", "CB", "CB+FE"], [1, 2], 2)).splitlines()
     assert len(rows) == 4
-    assert rows[2].startswith("| dense | 2 | 4.5000 ± 0.7071 | +0.00% | 8.0 | 8.0 |")
+    assert rows[2].startswith("| dense |  | 2 | 4.5000 ± 0.7071 | +0.00% | 8.0 | 8.0 |")
     assert rows[2].endswith("| 8.0 | 15.00% | 50.00% |")
-    assert rows[3].startswith("| CB | 1 | 4.0400 ± 0.0000 | +1.00% | 2.0 | 2.0 |")
+    assert rows[3].startswith("| CB |  | 1 | 4.0400 | +1.00% | 2.0 | 2.0 |")
     assert rows[3].endswith("| 2.0 |  |  |")
+
+
+def test_a_warm_up_of_more_than_a_fifth_of_the_run_is_said(tmp_path: Path) -> None:
+    cases = {"dense": [], "mine": ["dp-grad=powersgd,rank=4,warmup=40", "--hidden-size=64"], "short": ["dp-grad=cast"]}
+    for case in cases:
+        _log(log_of(tmp_path, case, 1, 2), 4.0, 8.0)
+    found = outcomes(tmp_path, cases, [1], 2)
+    assert long_warmups(found, 200) == []
+    (line,) = long_warmups(found, 60)
+    assert line.startswith("mine: sends exactly in the first 40 of 60 iterations (warmup=40)")
+    assert "| mine | `dp-grad=powersgd,rank=4,warmup=40 --hidden-size=64` | 1 | 4.0000 |" in table(found)
 
 
 def test_every_case_is_made_of_specs_that_can_be_read() -> None:
@@ -72,8 +83,9 @@ def test_a_case_that_fails_leaves_the_others(
         convergence.main()
     said = capsys.readouterr()
     assert said.err.count("error: it is refused") == 2
-    assert "| PowerSGD | 2 | 4.0000" in said.out
-    assert (tmp_path / "table.md").read_text().count("\n") == 4
+    assert f"| PowerSGD | `{CASES['PowerSGD'][0]}` | 2 | 4.0000" in said.out
+    assert "PowerSGD: sends exactly in the first 40 of 2 iterations (warmup=40)" in said.out
+    assert (tmp_path / "table.md").read_text().count("\n") == 6
 
 
 def test_each_case_is_compared_with_its_own_model(tmp_path: Path) -> None:
