@@ -115,7 +115,7 @@ def launch(case: str, options: argparse.Namespace) -> dict[str, Any]:
         SystemExit: when it fails, with its output.
     """
     sizes = [f"--{name}={getattr(options, name)}" for name in ("layers", "hidden", "seq", "vocab")]
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={PROCESSES}"]
+    launcher = ["tools/launch.py", f"--nproc-per-node={PROCESSES}"]
     done = subprocess.run(
         [sys.executable, *launcher, "-m", "benchmarks.memory", "--case", case, *sizes],
         capture_output=True,

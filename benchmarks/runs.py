@@ -138,11 +138,11 @@ def _launchers(ranks: int, nodes: int, islands: int) -> list[list[str]]:
         return [[]]
     if islands > 1:
         return [["tools/launch.py", "--islands", str(islands), "--nproc-per-node", str(ranks)]]
-    torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks // nodes}"]
+    launcher = ["tools/launch.py", f"--nproc-per-node={ranks // nodes}"]
     if nodes == 1:
-        return [[*torchrun, "--standalone"]]
+        return [launcher]
     place = ["--nnodes", str(nodes), "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    return [[*torchrun, *place, "--node-rank", str(node)] for node in range(nodes)]
+    return [[*launcher, *place, "--node-rank", str(node)] for node in range(nodes)]
 
 
 def free_port() -> int:

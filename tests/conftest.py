@@ -37,7 +37,17 @@ BESIDE = frozenset(
     f"test_{name}.py"
     for name in (
         *("asplos23", "bench_gpu", "bench_memory", "bench_network", "bench_train", "evaluate_lm", "faults"),
-        *("finetune_example", "generation_server", "gradient_records", "jube", "lsf", "netlab", "slurm", "trace"),
+        *(
+            "finetune_example",
+            "generation_server",
+            "gradient_records",
+            "jube",
+            "lsf",
+            "netlab",
+            "slurm",
+            "sockets",
+            "trace",
+        ),
     )
 )
 """Files of tests/multiprocess that mostly wait, for processes to start or for limits to pass."""

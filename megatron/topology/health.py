@@ -14,6 +14,7 @@ that keeps the interpreter's lock) counts as gone.
 from __future__ import annotations
 
 import os
+import re
 import socket
 import sys
 import threading
@@ -38,6 +39,10 @@ GRACE_SECONDS = 5.0
 """Time in which the main thread may end by itself, once it is known who is gone."""
 FAILING_SECONDS = 30.0
 """The same for a main thread that is ending already."""
+
+EXIT_PEER_LOST = 3
+"""Exit status of a rank that ends because another one is gone."""
+_BLAME = re.compile(r"ranks? ([0-9, ]+)(?: and [0-9]+ more)?(?: on [^ ,]+(?:, | stopped answering)| failed: )")
 
 _DONE = "done"
 _NEWS = "news "
@@ -227,6 +232,11 @@ class Watch:
         writer = threading.Thread(target=write, daemon=True)
         writer.start()
         writer.join(BEAT_SECONDS)
+
+
+def ranks_blamed(text: str) -> list[int]:
+    """The ranks of which a message of ``Watch`` says that they are gone or have failed."""
+    return [int(number) for blamed in _BLAME.finditer(text) for number in blamed[1].split(",")]
 
 
 def launcher_pid() -> int | None:

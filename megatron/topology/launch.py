@@ -7,26 +7,20 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from megatron.base.errors import UserError, first_line
 from megatron.topology.errors import CommunicationError
-from megatron.topology.work import in_thread
+from megatron.topology.store import connect_store, loopback_interface, serve_store
 
 _NUMBER = re.compile(r"\s*-?[0-9]{1,18}\s*", re.ASCII)
 _MOST_LOCAL = 1 << 16
 """Upper bound of the processes of a machine."""
-_T = TypeVar("_T")
-_SPARE_SECONDS = 2.0
-"""Added to the limit, since torch's own time-out says more and should come first."""
 
 
 @dataclass(frozen=True)
@@ -161,42 +155,15 @@ def meet(env: LaunchEnvironment, timeout_minutes: float) -> dist.Store:
     """
     master = os.environ.setdefault("MASTER_ADDR", _first_host(os.environ.get("SLURM_STEP_NODELIST", "localhost")))
     port = os.environ.setdefault("MASTER_PORT", "6000")
-    timeout = timedelta(minutes=timeout_minutes)
     keeps = env.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-
-    def connect() -> dist.Store:
-        return dist.TCPStore(
-            master,
-            int(port),
-            env.world_size,
-            is_master=keeps,
-            timeout=timeout,
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
-
+    open_store = serve_store if keeps else connect_store
     try:
-        # torch waits for ever for the first answer of a listener that accepts.
-        store = _within(timeout.total_seconds() + _SPARE_SECONDS, connect)
-    except (RuntimeError, ValueError) as error:
+        store = open_store(master, int(port), 60 * timeout_minutes)
+    except (OSError, RuntimeError, ValueError) as error:
         raise _cannot_join(env, error) from error
-    except TimeoutError as error:
-        found = f"what listens there has not answered as a rendezvous does {error}"
-        raise _cannot_join(env, TimeoutError(f"{found}: another service, or a rank 0 that hangs?")) from error
     # torchrun's store outlives the workers. After a restart the new ones would find what the old ones left there,
     # and wait for processes that are gone.
     return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-
-
-def _within(seconds: float, call: Callable[[], _T]) -> _T:
-    """Returns or raises what a call does; TimeoutError when it takes longer, in a thread that is left behind."""
-    done = in_thread(call, "rendezvous")
-    try:
-        return done.result(seconds)
-    except FutureTimeoutError:
-        if done.done():
-            raise
-        raise TimeoutError(f"in {seconds:.0f} s") from None
 
 
 def init_process_group(
@@ -214,11 +181,21 @@ def init_process_group(
         CommunicationError: when the rendezvous fails.
     """
     timeout = timedelta(minutes=timeout_minutes)
+    if env.one_machine:
+        _stay_on_this_machine()
     store = meet(env, timeout_minutes) if store is None else store
     try:
         dist.init_process_group(backend, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
     except (RuntimeError, ValueError) as error:
         raise _cannot_join(env, error) from error
+
+
+def _stay_on_this_machine() -> None:
+    """Lets gloo and NCCL listen at the loopback interface, unless the user has chosen another one."""
+    interface = loopback_interface()
+    if interface is not None:
+        for library in ("GLOO", "NCCL"):
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface)
 
 
 def _cannot_join(env: LaunchEnvironment, error: Exception) -> CommunicationError:

@@ -3,8 +3,12 @@
     python tools/launch.py --nproc-per-node 4 pretrain_gpt.py ...
 
 All flags but those of islands are torchrun's (``--help`` lists them): --nnodes, --node-rank, --master-addr,
---max-restarts ... ``--islands 2 --nproc-per-node 4`` starts two islands of two ranks, each under a launcher of its own:
-one that fails leaves the other, and the exit status is 0 when one of them has come to the end. The exit status is
+--max-restarts ... On one machine nothing listens but at loopback addresses, on several the first machine listens at
+--master-addr (docs/security.md). ``--islands 2 --nproc-per-node 4`` starts two islands of two ranks, each under a
+launcher of its own: one that fails leaves the other, and the exit status is 0 when one of them has come to the end.
+
+SIGTERM and SIGUSR1 are passed on to the ranks, as SIGTERM. Under --exit-signal-handler they save and end, and so does
+the launcher, with status 0; a second such signal gives them --shutdown-timeout seconds. The exit status is
 that of the rank that failed first: 1 for an error, 2 for bad input, 3 when a rank or machine is gone, 4 when every step
 was skipped, 128 plus the signal's number for a rank that was killed. LOGLEVEL=WARNING or INFO also shows torchrun's own
 messages.
@@ -17,11 +21,7 @@ import logging
 import os
 import signal
 import sys
-import threading
-import time
-from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.distributed import run
@@ -30,6 +30,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from megatron.base.errors import first_line
 from megatron.topology.errors import CommunicationError
+from megatron.topology.health import EXIT_PEER_LOST, ranks_blamed
 from megatron.topology.launch_islands import (
     launch_islands,
     launch_parser,
@@ -37,6 +38,8 @@ from megatron.topology.launch_islands import (
     starts_islands,
     wrong_islands,
 )
+from megatron.topology.launch_signals import StopSignals
+from megatron.topology.rendezvous import STATIC, rendezvous_address, use_rendezvous
 
 NO_FILE = "<N/A>"
 """torch's name for the missing error file of a process."""
@@ -60,15 +63,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CommunicationError as error:
         _print_error(str(error))
         return 1
-    threading.Thread(target=_continue_the_stopped, name="stopped", daemon=True).start()
+    signals = StopSignals()
+    signals.take_over(arguments)
+    use_rendezvous(arguments, signals.begin)
     try:
         run.run(arguments)
     except ChildFailedError as error:
-        line = _explain(error)
-        if line is not None:
-            _print_error(line)
-        _, failure = error.get_first_failure()
-        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+        return _report(error, signals.received)
     except SignalException as error:
         _print_error(f"ended by {error.sigval.name}")
         return 128 + error.sigval
@@ -96,39 +97,50 @@ def _wrong(arguments: argparse.Namespace) -> str | None:
     except (ValueError, RuntimeError):
         least = most = 0
     if not 1 <= least <= most:
-        return f"--nnodes {arguments.nnodes}: give a number of at least 1, or the fewest and the most as MIN:MAX"
-    numbered = arguments.rdzv_backend == "static" and not arguments.standalone
-    if numbered and not 0 <= arguments.node_rank < most:
-        return f"--node-rank {arguments.node_rank} with --nnodes {arguments.nnodes}: nodes count from 0 to {most - 1}"
+        return f"--nnodes {arguments.nnodes}: give a number of at least 1"
+    try:
+        address = rendezvous_address(arguments)
+    except ValueError as error:
+        return str(error)
+    numbered = arguments.rdzv_backend == STATIC and not arguments.standalone
+    if numbered and not 0 <= arguments.node_rank < address.nodes:
+        return f"--node-rank {arguments.node_rank} with --nnodes {address.nodes}: nodes count from 0 to {most - 1}"
     return None
 
 
-def _continue_the_stopped() -> None:
-    """Continues ranks that are stopped (SIGSTOP) and asked to end, for which torchrun would wait. Linux only."""
-    while True:
-        time.sleep(1.0)
-        for pid in stopped_and_asked_to_end(os.getpid()):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
+def _report(error: ChildFailedError, received: signal.Signals | None) -> int:
+    """Prints why the ranks failed, and returns the exit status.
+
+    Args:
+        error: torch's report.
+        received: the signal that has asked them to end, if any.
+    """
+    rank, failure = first_failure(error.failures)
+    if received is not None and failure.exitcode == -signal.SIGTERM:
+        _print_error(f"ended by {received.name}")
+        return 128 + received
+    line = _explain(error, rank, failure)
+    if line is not None:
+        _print_error(line)
+    return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
 
 
-def stopped_and_asked_to_end(parent: int) -> list[int]:
-    """Children of a process that are stopped and have a SIGTERM waiting for them."""
-    found = []
-    with suppress(OSError):
-        for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
-            with suppress(OSError):
-                lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-                status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
-                asked = int(status["ShdPnd"], 16) >> (signal.SIGTERM - 1) & 1
-                if status["State"].startswith("T") and asked:
-                    found.append(int(pid))
-    return found
+def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+    """The rank that failed first: one that the others name, else the one whose end was seen first.
+
+    torch goes by whole seconds, of a killed rank those at which it saw it gone. The others may have ended before that,
+    and torch itself ends those that have not, by SIGTERM.
+    """
+    ended = {rank: failure for rank, failure in failures.items() if failure.exitcode != -signal.SIGTERM}
+    rank, failure = min((ended or failures).items(), key=lambda item: item[1].timestamp)
+    if failure.exitcode == EXIT_PEER_LOST:
+        named = ranks_blamed(str(_left(failure).get("message", "")))
+        rank = next((each for each in named if each in failures), rank)
+    return rank, failures[rank]
 
 
-def _explain(error: ChildFailedError) -> str | None:
-    """The reason why the first rank failed; None when the last line on the screen is that reason."""
-    rank, failure = error.get_first_failure()
+def _explain(error: ChildFailedError, rank: int, failure: ProcessFailure) -> str | None:
+    """The reason why a rank failed; None when the last line on the screen is that reason."""
     message = str(_left(failure).get("message", ""))
     reason = message.removeprefix("error: ")
     # One rank prints the reason that all ranks end with as its last line, maybe with the name of the rank that it is

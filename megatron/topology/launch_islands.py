@@ -19,6 +19,7 @@ from torch.distributed import run
 
 from megatron.base.addresses import EXAMPLE, read_address, write_address
 from megatron.topology.errors import CommunicationError
+from megatron.topology.launch_signals import STOP_SIGNALS
 from megatron.topology.meeting_place import serve
 
 PARENT_VARIABLE = "MEGATRON_ISLANDS_LAUNCHER"
@@ -192,7 +193,7 @@ def _forward_signals(islands: Sequence[subprocess.Popen[bytes]]) -> None:
             if process.poll() is None:
                 process.send_signal(number)
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in (*STOP_SIGNALS, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, forward)
 
 

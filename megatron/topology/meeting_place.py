@@ -20,6 +20,7 @@ from megatron.base.addresses import write_address
 from megatron.base.errors import first_line
 from megatron.topology.errors import CommunicationError
 from megatron.topology.readers import watch_readers
+from megatron.topology.store import loopback_interface, serve_store
 from megatron.topology.work import Caller
 
 POLL_SECONDS = 0.02
@@ -45,18 +46,7 @@ def serve(host: str, port: int) -> dist.TCPStore:
         CommunicationError: when the address cannot be used.
     """
     try:
-        # Left to itself, the store listens at every address.
-        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        listening = socket.create_server(address[:2], family=family, backlog=socket.SOMAXCONN)
-        bound = listening.getsockname()[1]
-        store = dist.TCPStore(
-            host,
-            bound,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=30),
-            master_listen_fd=listening.detach(),
-        )
+        store = serve_store(host, port, seconds=30.0)
     except (OSError, RuntimeError, ValueError) as error:
         raise CommunicationError(
             f"the islands' meeting place cannot be at {write_address(host, port)}: {first_line(error)}"
@@ -113,9 +103,10 @@ class MeetingPlace:
     def own_address(self) -> str | None:
         """The address of this machine from which the place is reached, by which others reach this process.
 
-        None where that says nothing: the place is served at every address; or the user has chosen an interface.
+        None where that says nothing: the place is served at every address; or the user has chosen an interface, other
+        than the loopback one, at which the ranks of one machine listen for each other.
         """
-        if os.environ.get("GLOO_SOCKET_IFNAME"):
+        if os.environ.get("GLOO_SOCKET_IFNAME") not in (None, "", loopback_interface()):
             return None
         family, *_, address = socket.getaddrinfo(*self._address, type=socket.SOCK_DGRAM)[0]
         if ipaddress.ip_address(address[0]).is_unspecified:

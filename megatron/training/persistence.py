@@ -116,6 +116,12 @@ class RunCheckpoints:
         self.saver.save(iteration, tensors, common, self.config_yaml, last_update)
         self.saved_iteration = iteration
 
+    @property
+    def saved_to(self) -> str | None:
+        """The folder that holds the state after ``progress.iteration`` steps; None where it is not saved."""
+        saved = self.saver is not None and self.saved_iteration == self.progress.iteration
+        return self.config.save if saved else None
+
     def poll(self) -> None:
         """Raises the failure of a background save; called once per step."""
         if self.saver is not None:

@@ -16,13 +16,12 @@ import torch
 from megatron.base.errors import UserError, first_line
 from megatron.compression.options import CompressorFault
 from megatron.topology.errors import CommunicationError
-from megatron.topology.health import GRACE_SECONDS, SILENT_SECONDS, Watch, launcher_pid
+from megatron.topology.health import EXIT_PEER_LOST, GRACE_SECONDS, SILENT_SECONDS, Watch, launcher_pid
 from megatron.topology.launch import LaunchEnvironment, init_process_group, leave_reason, open_queues, shutdown
 from megatron.training.identity import identity_of
 from megatron.training.meeting import LEAVE_SECONDS, Meeting
 
 EXIT_BAD_INPUT = 2
-EXIT_PEER_LOST = 3
 EXIT_BUG = 1
 EXIT_NOTHING_LEARNED = 4
 EXIT_DIVERGED = 5

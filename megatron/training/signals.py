@@ -92,8 +92,8 @@ class ExitPolicy:
             return ExitReason.INTERVAL
         return ExitReason.NONE
 
-    def explain(self, reason: ExitReason, iteration: int) -> str:
-        """A line for the log that explains a reason."""
+    def explain(self, reason: ExitReason, iteration: int, saved_to: str | None = None) -> str:
+        """A line for the log that explains a reason, and says where the run is saved."""
         why = {
             ExitReason.NONE: "the run goes on",
             ExitReason.INTERVAL: f"--exit-interval {self.exit_interval}",
@@ -102,4 +102,5 @@ class ExitPolicy:
             ExitReason.KILL_SWITCH: f"--kill-switch-file {self.kill_switch_file} exists",
             ExitReason.DIVERGED: "it has diverged",
         }[reason]
-        return f"exiting after iteration {iteration}: {why}"
+        saved = "not saved (no --save)" if saved_to is None else f"saved to {saved_to}"
+        return f"exiting after iteration {iteration}: {why}; {saved}"

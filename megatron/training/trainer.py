@@ -120,7 +120,9 @@ class Trainer:
             raise DivergedError(self.divergence.explain(self.checkpoints.flags_to_go_back()))
         if reason is ExitReason.NONE and self.rounds is not None:
             self.rounds.finish(self.progress.iteration)
-        if reason is ExitReason.NONE and not self.config.validation.skip_train:
+        if reason is not ExitReason.NONE:
+            self.reporter.line(self.policy.explain(reason, self.progress.iteration, self.checkpoints.saved_to))
+        elif not self.config.validation.skip_train:
             self._check_learned(begun, skipped)
 
     def _check_learned(self, begun: int, skipped_before: int) -> None:
@@ -163,8 +165,6 @@ class Trainer:
         warning = self.divergence.note_at_end()
         if warning is not None:
             self.reporter.line(warning)
-        if reason is not ExitReason.NONE:
-            self.reporter.line(self.policy.explain(reason, progress.iteration))
         return reason
 
     @property

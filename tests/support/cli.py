@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-import torch.distributed as dist
-
+from megatron.topology.store import serve_store
 from tests.support.cleanup import die_with_parent, kill_tree
 from tests.support.device import backend_of_tests, rank_variables
 from tests.support.forked import Forked
@@ -97,7 +96,7 @@ class RankProcesses:
 
     def __init__(self, world_size: int, argv: Sequence[str], env: Mapping[str, str] | None = None) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-cli-")
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = serve_store("127.0.0.1", 0, seconds=300.0)
         shared = rendezvous_env(world_size, self._store.port) | dict(env or {})
         self.processes = [
             _start(

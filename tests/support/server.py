@@ -47,7 +47,7 @@ class Client:
 def serving(saved: Path, *flags: str, ranks: int = 1) -> Iterator[Client]:
     """A running server."""
     script = ["tools/run_text_generation_server.py", "--load", str(saved), "--port", "0", *flags]
-    launcher = [INTERPRETER, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    launcher = [INTERPRETER, "tools/launch.py", f"--nproc-per-node={ranks}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     command = [*(launcher if ranks > 1 else [sys.executable]), *script]
     process = subprocess.Popen(command, cwd=REPO, env=environment, stdout=subprocess.PIPE, text=True)

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.topology.store import serve_store
 from tests.support.cleanup import die_with_parent
 from tests.support.device import VARIABLE, backend_of_tests, own_device, rank_variables
 
@@ -83,7 +84,7 @@ def run_ranks(
     context = context_of_tests()
     if timeout is None:
         timeout = 60.0 if backend_of_tests() == "gloo" else 120.0
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = serve_store("127.0.0.1", 0, seconds=300.0)
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder_name:
         folder = Path(folder_name)
         (folder / "call").write_bytes(pickle.dumps((fn, args)))

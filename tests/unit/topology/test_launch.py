@@ -106,7 +106,7 @@ def test_a_failed_rendezvous_names_the_address(monkeypatch: pytest.MonkeyPatch, 
 def test_a_listener_that_stays_silent_is_given_the_time_out_and_no_more(
     monkeypatch: pytest.MonkeyPatch, launchers: str
 ) -> None:
-    monkeypatch.setattr("megatron.topology.launch._SPARE_SECONDS", 0.2)
+    monkeypatch.setattr("megatron.topology.store._SPARE_SECONDS", 0.2)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", launchers)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -114,7 +114,7 @@ def test_a_listener_that_stays_silent_is_given_the_time_out_and_no_more(
         monkeypatch.setenv("MASTER_PORT", str(port))
         start = time.monotonic()
         what = (
-            "what listens there has not answered as a rendezvous does in 2 s: another service, or a rank 0 that hangs?"
+            "what listens there has not answered as a rendezvous does in 2 s: another service, or a process that hangs?"
         )
         where = f"rank 1 of 2 cannot join the process group at 127.0.0.1:{port} (MASTER_ADDR, MASTER_PORT): {what}"
         with pytest.raises(CommunicationError, match=re.escape(where)):

@@ -14,6 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from megatron.topology import launch_command as launch
 from megatron.topology.launch import leave_reason
+from megatron.topology.launch_signals import stopped_and_asked_to_end
 from tests.support.cli import REPO
 
 
@@ -73,11 +74,20 @@ def test_ranks_that_fail(
             "--nproc-per-node two",
             "--nproc-per-node two: Unsupported nproc_per_node value: two; give a number, or cpu, gpu or auto",
         ),
-        ("--nnodes 0", "--nnodes 0: give a number of at least 1, or the fewest and the most as MIN:MAX"),
-        ("--nnodes 3:2", "--nnodes 3:2: give a number of at least 1, or the fewest and the most as MIN:MAX"),
-        ("--nnodes 1:2:3", "--nnodes 1:2:3: give a number of at least 1, or the fewest and the most as MIN:MAX"),
+        ("--nnodes 0", "--nnodes 0: give a number of at least 1"),
+        ("--nnodes 3:2", "--nnodes 3:2: give a number of at least 1"),
+        ("--nnodes 1:2:3", "--nnodes 1:2:3: give a number of at least 1"),
+        (
+            "--nnodes 1:4 --rdzv-backend c10d",
+            "--nnodes 1:4: give one number; to go on with more or fewer machines, start the run again with another number",
+        ),
+        ("--rdzv-backend etcd", "--rdzv-backend etcd: give static or c10d; others unpickle what they are sent"),
+        (
+            "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint x:99999",
+            "--rdzv-endpoint x:99999: give HOST:PORT",
+        ),
         ("--nnodes 2 --node-rank 2", "--node-rank 2 with --nnodes 2: nodes count from 0 to 1"),
-        ("--node-rank -1", "--node-rank -1 with --nnodes 1:1: nodes count from 0 to 0"),
+        ("--node-rank -1", "--node-rank -1 with --nnodes 1: nodes count from 0 to 0"),
     ],
 )
 def test_flags_that_no_ranks_can_come_of(
@@ -88,7 +98,7 @@ def test_flags_that_no_ranks_can_come_of(
     assert capsys.readouterr().err == f"error: {line}\n"
 
 
-@pytest.mark.parametrize("flags", ["", "--nproc-per-node cpu", "--nnodes 1:4 --rdzv-backend c10d --node-rank 7"])
+@pytest.mark.parametrize("flags", ["", "--nproc-per-node cpu", "--nnodes 4 --rdzv-backend c10d --node-rank 7"])
 def test_flags_that_are_right(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[object] = []
     monkeypatch.setattr("torch.distributed.run.run", started.append)
@@ -157,9 +167,9 @@ def test_a_stopped_rank_that_was_asked_to_end_is_found() -> None:
         try:
             child.send_signal(signal.SIGSTOP)
             os.waitid(os.P_PID, child.pid, os.WSTOPPED)
-            assert child.pid not in launch.stopped_and_asked_to_end(os.getpid())
+            assert child.pid not in stopped_and_asked_to_end(os.getpid())
             child.send_signal(signal.SIGTERM)
-            assert child.pid in launch.stopped_and_asked_to_end(os.getpid())
+            assert child.pid in stopped_and_asked_to_end(os.getpid())
             child.send_signal(signal.SIGCONT)
             assert child.wait(10) == -signal.SIGTERM
         finally:

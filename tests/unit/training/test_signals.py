@@ -66,5 +66,7 @@ def test_each_reason_has_its_line() -> None:
     policy = ExitPolicy(exit_interval=5, exit_duration_in_mins=1190, kill_switch_file="/x/stop")
     lines = {policy.explain(reason, 7) for reason in ExitReason}
     assert len(lines) == len(ExitReason)
-    assert policy.explain(ExitReason.KILL_SWITCH, 7).endswith(": --kill-switch-file /x/stop exists")
-    assert policy.explain(ExitReason.DURATION, 7) == "exiting after iteration 7: --exit-duration-in-mins 1190"
+    assert ": --kill-switch-file /x/stop exists; " in policy.explain(ExitReason.KILL_SWITCH, 7)
+    line = "exiting after iteration 7: --exit-duration-in-mins 1190; "
+    assert policy.explain(ExitReason.DURATION, 7) == f"{line}not saved (no --save)"
+    assert policy.explain(ExitReason.DURATION, 7, "runs/gpt") == f"{line}saved to runs/gpt"

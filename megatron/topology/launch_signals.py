@@ -1,0 +1,100 @@
+"""Signals by which a launcher is asked to end its ranks."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+"""Signals that a rank under --exit-signal-handler takes as a request to save and end."""
+_POLL_SECONDS = 1.0
+
+
+class StopSignals:
+    """Passes the first stop signal on to the ranks, as SIGTERM, and leaves them the time to save.
+
+    A second one, and any other signal, is torch's: it passes the signal on and kills what has not ended within
+    --shutdown-timeout. Ranks that have ended after a stop signal are not started again.
+
+    Attributes:
+        received: the signal, once it has come.
+    """
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self._told: set[int] = set()
+        self._attending = False
+
+    def take_over(self, arguments: argparse.Namespace) -> None:
+        """Takes these signals out of those that torch's launcher handles, whose flags are given."""
+        names = [name.strip() for name in arguments.signals_to_handle.split(",")]
+        arguments.signals_to_handle = ",".join(name for name in names if name not in {s.name for s in STOP_SIGNALS})
+
+    def begin(self) -> None:
+        """Installs the handlers; called each time before ranks are started.
+
+        Raises:
+            SignalException: when a signal has come.
+        """
+        if self.received is not None:
+            raise SignalException("stopped", self.received)
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._handle)
+        if not self._attending:
+            self._attending = True
+            threading.Thread(target=self._attend, name="children", daemon=True).start()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None or not Path("/proc/self/task").exists():
+            self.received = signal.Signals(number)
+            raise SignalException(f"got {self.received.name}", signal.SIGTERM)
+        self.received = signal.Signals(number)
+        self._tell()
+
+    def _tell(self) -> None:
+        """Asks each child that was not asked yet to end."""
+        for pid in set(children(os.getpid())) - self._told:
+            self._told.add(pid)
+            try:
+                os.killpg(pid, signal.SIGTERM)  # torch gives each rank a process group
+            except ProcessLookupError:
+                self._told.discard(pid)  # it has ended, or has no group yet
+
+    def _attend(self) -> None:
+        """Tells children that were born after the signal, and continues those that are stopped, for which torch would
+        wait. Linux only."""
+        while True:
+            time.sleep(_POLL_SECONDS)
+            if self.received is not None:
+                self._tell()
+            for pid in stopped_and_asked_to_end(os.getpid()):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+
+
+def children(parent: int) -> list[int]:
+    """Process ids of the children of a process's main thread; none where there is no /proc."""
+    with suppress(OSError):
+        return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+    return []
+
+
+def stopped_and_asked_to_end(parent: int) -> list[int]:
+    """Children of a process that are stopped and have a SIGTERM waiting for them."""
+    stopped = []
+    for pid in children(parent):
+        with suppress(OSError):
+            lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+            status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+            asked = int(status["ShdPnd"], 16) >> (signal.SIGTERM - 1) & 1
+            if status["State"].startswith("T") and asked:
+                stopped.append(pid)
+    return stopped

@@ -1,0 +1,90 @@
+"""Stores in which processes meet: each listens at one address of its machine, and at no other."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from megatron.topology.work import in_thread
+
+T = TypeVar("T")
+_SPARE_SECONDS = 2.0
+"""Added to the limit, since torch's own time-out says more and should come first."""
+
+
+def serve_store(host: str, port: int, seconds: float) -> dist.TCPStore:
+    """Serves a store at an address of this machine; port 0 takes a free one.
+
+    Args:
+        host: name or address; of a name with several addresses the first that is this machine's.
+        port: its port.
+        seconds: time-out of the store's calls.
+
+    Raises:
+        OSError: when the address is not this machine's, or the port is in use.
+        RuntimeError: when the store does not start.
+    """
+    with _listen(host, port) as listening:
+        address, bound = listening.getsockname()[:2]
+        # Left to itself, the store listens at every address.
+        store = dist.TCPStore(
+            address,
+            bound,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=seconds),
+            master_listen_fd=listening.fileno(),
+        )
+        listening.detach()
+        return store
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    problem = OSError(f"{host} has no address")
+    for family, *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE):
+        try:
+            return socket.create_server(address[:2], family=family, backlog=socket.SOMAXCONN)
+        except OSError as error:
+            problem = error
+    raise problem
+
+
+def connect_store(host: str, port: int, seconds: float) -> dist.TCPStore:
+    """Connects to a store, once it is served.
+
+    Raises:
+        RuntimeError, ValueError: when nothing listens there within the time.
+        TimeoutError: when what listens there does not answer.
+    """
+    timeout = timedelta(seconds=seconds)
+
+    def connect() -> dist.TCPStore:
+        return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+
+    # torch waits for ever for the first answer of a listener that accepts.
+    return _within(seconds + _SPARE_SECONDS, connect)
+
+
+def loopback_interface() -> str | None:
+    """The name of this machine's loopback interface, where it has a usual one."""
+    names = {name for _, name in socket.if_nameindex()}
+    return next((name for name in ("lo", "lo0") if name in names), None)
+
+
+def _within(seconds: float, call: Callable[[], T]) -> T:
+    """Returns or raises what a call does; TimeoutError when it takes longer, in a thread that is left behind."""
+    done = in_thread(call, "rendezvous")
+    try:
+        return done.result(seconds)
+    except FutureTimeoutError:
+        if done.done():
+            raise
+        raise TimeoutError(
+            f"what listens there has not answered as a rendezvous does in {seconds:.0f} s: another service, or a "
+            "process that hangs?"
+        ) from None
