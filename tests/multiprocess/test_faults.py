@@ -12,16 +12,16 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron.checkpoint.find import read_tracker
-from tests.support.cleanup import descendants, have_ended
-from tests.support.cli import CliResult, RankProcesses, launch_ranks_cli, run_cli
+from tests.support.cleanup import descendants, have_ended, kill_tree
+from tests.support.cli import REPO, CliResult, RankProcesses, launch_ranks_cli, run_cli
 from tests.support.corpus import tiny_flags, write_documents
 from tests.support.train import train
 
@@ -137,6 +137,30 @@ def test_the_others_end_and_name_the_rank_that_is_gone(
         assert re.search(said, result.stderr), result.stderr
         assert "Traceback" not in result.stderr
         ranks.kill(victim)
+
+
+LAUNCHER = ("tools/launch.py", "--nproc-per-node", "2")
+
+
+@contextmanager
+def _launched(words: Sequence[str], out: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A launcher, whose output goes to a file; it and its ranks are killed at the end."""
+    with out.open("wb") as file:
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        launcher = subprocess.Popen([sys.executable, *words], cwd=REPO, stdout=file, stderr=file, env=env)
+    try:
+        yield launcher
+    finally:
+        kill_tree(launcher.pid)
+        launcher.wait()
+
+
+def _wait_until(condition: Callable[[], object], launcher: subprocess.Popen[bytes], out: Path) -> None:
+    deadline = time.monotonic() + 90
+    while not condition():
+        assert time.monotonic() < deadline, out.read_text()
+        assert launcher.poll() is None, out.read_text()
+        time.sleep(0.02)
 
 
 def test_workers_end_with_their_launcher(prefix: Path, tmp_path: Path) -> None:
@@ -279,6 +303,32 @@ def test_signals_save_and_end_well(prefix: Path, tmp_path: Path, number: signal.
         results = ranks.wait(30)
     assert [result.returncode for result in results] == [0, 0], results[0].text()
     assert read_tracker(saved) == max(_losses(log))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_the_launcher_lets_the_ranks_save(prefix: Path, tmp_path: Path, number: signal.Signals) -> None:
+    """However long that takes; the last line says so. Ranks that have ended are not started again."""
+    saved, log, out = tmp_path / "saved", tmp_path / "log.jsonl", tmp_path / "out"
+    flags = tiny_flags(prefix, train_iters=100_000, save=saved, exit_signal_handler=True, log_json_file=log)
+    with _launched([*LAUNCHER, "--max-restarts", "1", "--shutdown-timeout", "0", SCRIPT, *flags], out) as launcher:
+        _wait_until(lambda: len(_losses(log)) > 3, launcher, out)
+        launcher.send_signal(number)
+        assert launcher.wait(NAMING_SECONDS) == 0, out.read_text()
+    iteration = max(_losses(log))
+    assert read_tracker(saved) == iteration
+    *_, before, last = out.read_text().splitlines()  # of two ranks, in any order
+    assert f"saved checkpoint at iteration {iteration:7d} to {saved}" in before + last
+    assert f"exiting after iteration {iteration}: a termination signal; saved to {saved}" in before + last
+
+
+def test_a_signal_to_the_launcher_ends_ranks_that_do_not_save(prefix: Path, tmp_path: Path) -> None:
+    log, out = tmp_path / "log.jsonl", tmp_path / "out"
+    flags = tiny_flags(prefix, train_iters=100_000, log_json_file=log)
+    with _launched([*LAUNCHER, "--max-restarts", "1", SCRIPT, *flags], out) as launcher:
+        _wait_until(lambda: len(_losses(log)) > 3, launcher, out)
+        launcher.send_signal(signal.SIGUSR1)
+        assert launcher.wait(NAMING_SECONDS) == 128 + signal.SIGUSR1, out.read_text()
+    assert out.read_text().splitlines()[-1] == "error: ended by SIGUSR1"
 
 
 def test_time_limit_and_kill_switch(prefix: Path, tmp_path: Path) -> None:
