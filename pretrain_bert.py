@@ -5,7 +5,7 @@
 ``--help`` lists the flags, grouped; ``--config FILE.yaml`` takes the same names.
 """
 
-from megatron.training.pretrain_bert import main
+from megatron.base.start import start_program
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    start_program("megatron.training.pretrain_bert")

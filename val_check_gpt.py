@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Measures the validation losses of a run's checkpoints, all on the same samples; ``--help`` says how."""
 
-from megatron.evaluation.sweep_command import main
+from megatron.base.start import start_program
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    start_program("megatron.evaluation.sweep_command")

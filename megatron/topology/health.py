@@ -22,10 +22,10 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron.base.start import outlive_launcher
 from megatron.topology.errors import ranks_text
 from megatron.topology.launch import leave_reason
 from megatron.topology.mesh import LONGEST_LINE, Mesh, Peer
@@ -93,7 +93,7 @@ class Watch:
         self._done: set[int] = set()
 
     def start(self, store: dist.Store | None = None, master: str = "localhost", local: bool = False) -> None:
-        """Connects to the neighbors and starts to send heartbeats.
+        """Connects to the neighbors and starts to send heartbeats; to be called in the main thread.
 
         Args:
             store: where the ranks find each other; used here only, and not at all by a rank that is alone.
@@ -108,6 +108,8 @@ class Watch:
             for problem in self._mesh.connect(store):
                 self._print(f"note: rank {self.rank}: {problem}; if it dies, other ranks must notice it")
         self._thread.start()
+        if self._launcher is not None:
+            outlive_launcher()  # the watch sees that it is gone, and says so
 
     def stop(self) -> None:
         """Tells the neighbors that this rank is done, and stops."""
@@ -237,21 +239,3 @@ class Watch:
 def ranks_blamed(text: str) -> list[int]:
     """The ranks of which a message of ``Watch`` says that they are gone or have failed."""
     return [int(number) for blamed in _BLAME.finditer(text) for number in blamed[1].split(",")]
-
-
-def launcher_pid() -> int | None:
-    """The process id of the launcher (torchrun) that this process must not outlive; None without one.
-
-    Ranks that a shell, srun or ssh started may outlive it on purpose (nohup, setsid), or are ended by it. The parent
-    of a worker of torchrun is torchrun; the result is 0, which no process has, when that is gone already.
-    """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return None
-    parent = os.getppid()
-    if parent == 1:  # an orphan's, unless torchrun is what a container runs
-        try:
-            name = Path("/proc/1/comm").read_text()
-        except OSError:
-            return 0
-        return parent if name.startswith(("pt_", "python", "torchrun")) else 0
-    return parent

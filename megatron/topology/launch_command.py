@@ -131,11 +131,12 @@ def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessF
     torch goes by whole seconds, of a killed rank those at which it saw it gone. The others may have ended before that,
     and torch itself ends those that have not, by SIGTERM.
     """
-    ended = {rank: failure for rank, failure in failures.items() if failure.exitcode != -signal.SIGTERM}
-    rank, failure = min((ended or failures).items(), key=lambda item: item[1].timestamp)
-    if failure.exitcode == EXIT_PEER_LOST:
-        named = ranks_blamed(str(_left(failure).get("message", "")))
-        rank = next((each for each in named if each in failures), rank)
+    by_time = sorted(failures.items(), key=lambda item: (item[1].exitcode == -signal.SIGTERM, item[1].timestamp))
+    rank, first = by_time[0]
+    if first.exitcode == EXIT_PEER_LOST:
+        messages = (str(_left(failure).get("message", "")) for _, failure in by_time)
+        blamed = (each for message in messages for each in ranks_blamed(message))
+        rank = next((each for each in blamed if each in failures), rank)
     return rank, failures[rank]
 
 

@@ -18,12 +18,11 @@ import torch
 from torch.distributed import run
 
 from megatron.base.addresses import EXAMPLE, read_address, write_address
+from megatron.base.start import ISLANDS_LAUNCHER
 from megatron.topology.errors import CommunicationError
 from megatron.topology.launch_signals import STOP_SIGNALS
 from megatron.topology.meeting_place import serve
 
-PARENT_VARIABLE = "MEGATRON_ISLANDS_LAUNCHER"
-"""Process id of the launcher of all islands, with which the launcher of each ends."""
 ISLAND, ADDRESS = "MEGATRON_ISLAND", "MEGATRON_ISLANDS_ADDRESS"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _OWN = ("islands", "nproc-per-node", "nproc_per_node", "standalone", "serve-islands", "island", "islands-address")
@@ -125,7 +124,7 @@ def launch_islands(argv: Sequence[str], arguments: argparse.Namespace, say: Say)
     gpus = visible_gpus()
     for number in range(arguments.islands):
         env = os.environ | {
-            PARENT_VARIABLE: str(os.getpid()),
+            ISLANDS_LAUNCHER: str(os.getpid()),
             ADDRESS: write_address(host, store.port),
             ISLAND: str(number),
         }
@@ -199,7 +198,7 @@ def _forward_signals(islands: Sequence[subprocess.Popen[bytes]]) -> None:
 
 def end_with_parent() -> None:
     """Ends this launcher soon after the one of all islands, where it has one."""
-    parent = os.environ.pop(PARENT_VARIABLE, None)
+    parent = os.environ.pop(ISLANDS_LAUNCHER, None)
     if parent is None or not parent.isdecimal():
         return
 

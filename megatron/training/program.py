@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from megatron.base.errors import UserError, first_line
+from megatron.base.start import launcher_pid
 from megatron.compression.options import CompressorFault
 from megatron.topology.errors import CommunicationError
-from megatron.topology.health import EXIT_PEER_LOST, GRACE_SECONDS, SILENT_SECONDS, Watch, launcher_pid
+from megatron.topology.health import EXIT_PEER_LOST, GRACE_SECONDS, SILENT_SECONDS, Watch
 from megatron.topology.launch import LaunchEnvironment, init_process_group, leave_reason, open_queues, shutdown
 from megatron.training.identity import identity_of
 from megatron.training.meeting import LEAVE_SECONDS, Meeting

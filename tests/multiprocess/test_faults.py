@@ -191,6 +191,25 @@ def test_workers_end_with_their_launcher(prefix: Path, tmp_path: Path) -> None:
     train(1, tiny_flags(prefix, load=saved, train_iters=latest + 1))
 
 
+@pytest.mark.parametrize("words", [LAUNCHER, (*LAUNCHER, "--islands", "2")], ids=["ranks", "islands"])
+def test_what_a_launcher_has_started_ends_with_it_from_the_first_moment(
+    prefix: Path, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    """Also before it watches its launcher, and before it has imported torch: what asks Linux is its first line."""
+    out = tmp_path / "out"
+    with _launched([*words, SCRIPT, *tiny_flags(prefix, train_iters=100_000)], out) as launcher:
+        _wait_until(lambda: descendants(launcher.pid), launcher, out)
+        started = descendants(launcher.pid)
+        launcher.kill()
+        launcher.wait()
+        try:
+            assert have_ended(started, 5.0)
+        finally:
+            for pid in started:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
 def test_the_launcher_restarts_from_the_last_checkpoint(prefix: Path, tmp_path: Path) -> None:
     saved, log = tmp_path / "saved", tmp_path / "log.jsonl"
     flags = tiny_flags(prefix, train_iters=30, save=saved, load=saved, save_interval=5, log_json_file=log)
@@ -329,6 +348,60 @@ def test_a_signal_to_the_launcher_ends_ranks_that_do_not_save(prefix: Path, tmp_
         launcher.send_signal(signal.SIGUSR1)
         assert launcher.wait(NAMING_SECONDS) == 128 + signal.SIGUSR1, out.read_text()
     assert out.read_text().splitlines()[-1] == "error: ended by SIGUSR1"
+
+
+_ENDING = """
+import os, signal, sys, time, types
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from megatron.base.start import start_program
+
+class Late:
+    "Takes its time while the interpreter is taken down."
+    def __del__(self, sleep=time.sleep):
+        sleep(1.0)
+
+def main():
+    global late
+    rank, path = int(os.environ["RANK"]), sys.argv[1]
+    store = dist.FileStore(path, 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    x = torch.ones(8)
+    x.mark = "Python has an object of this tensor"
+    if rank == 1:
+        store.get("begun")
+        time.sleep(0.3)
+        dist.all_reduce(x)
+        return 0
+    late = Late()
+    work = dist.all_reduce(x, async_op=True)
+    del x, work
+    store.set("begun", "")
+    sys.setswitchinterval(1000)
+    end = time.monotonic() + 1.0
+    while time.monotonic() < end:
+        pass  # the message comes, and gloo's thread waits for this one to let go of the interpreter
+    return 0
+
+sys.modules["program"] = types.SimpleNamespace(main=main)
+others = os.fork()
+os.environ["RANK"] = "1" if others else "0"
+if others:
+    main()
+    sys.exit(abs(os.waitstatus_to_exitcode(os.waitpid(others, 0)[1])))
+start_program("program")
+"""
+
+
+def test_a_thread_of_gloo_aborts_no_program_at_its_end(tmp_path: Path) -> None:
+    """It lets go of a tensor while a plain interpreter is taken down, as it did once in a while after a save."""
+    script = tmp_path / "ending.py"
+    script.write_text(_ENDING)
+    command = [sys.executable, str(script), str(tmp_path / "store")]
+    env = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_time_limit_and_kill_switch(prefix: Path, tmp_path: Path) -> None:

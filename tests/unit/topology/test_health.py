@@ -15,8 +15,9 @@ from threading import Event
 import pytest
 import torch.distributed as dist
 
+from megatron.base.start import launcher_pid
 from megatron.topology import health, mesh
-from megatron.topology.health import Watch, launcher_pid
+from megatron.topology.health import Watch
 from megatron.topology.mesh import LONGEST_LINE, MOST_STRANGERS, Mesh, neighbors
 
 HOST = socket.gethostname()

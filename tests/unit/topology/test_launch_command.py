@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,7 @@ def _failure(folder: Path, exitcode: int, said: str | None, printed: bool) -> Pr
         (1, "rank 5 failed: ValueError: bad", 1, "error: rank 5 failed: ValueError: bad"),
         (3, "rank 5: rank 4 on a stopped answering", 3, "error: rank 5: rank 4 on a stopped answering"),
         (7, None, 7, "error: rank 5 (process 4711) ended with status 7"),
+        (-15, None, 143, "error: rank 5 (process 4711) was ended by SIGTERM"),
         (-11, None, 139, "error: rank 5 (process 4711) was ended by SIGSEGV"),
         (
             -9,
@@ -79,7 +81,8 @@ def test_ranks_that_fail(
         ("--nnodes 1:2:3", "--nnodes 1:2:3: give a number of at least 1"),
         (
             "--nnodes 1:4 --rdzv-backend c10d",
-            "--nnodes 1:4: give one number; to go on with more or fewer machines, start the run again with another number",
+            "--nnodes 1:4: give one number; to go on with more or fewer machines, start the run again with another "
+            "number",
         ),
         ("--rdzv-backend etcd", "--rdzv-backend etcd: give static or c10d; others unpickle what they are sent"),
         (
@@ -174,6 +177,42 @@ def test_a_stopped_rank_that_was_asked_to_end_is_found() -> None:
             assert child.wait(10) == -signal.SIGTERM
         finally:
             child.kill()
+
+
+@pytest.mark.parametrize(
+    ("ended", "status"),
+    [
+        ({0: (3, "rank 0: rank 1 on a stopped answering: killed", 10), 1: (-9, None, 11)}, 137),
+        ({0: (3, "rank 0: rank 1 on a stopped answering: killed", 10), 1: (-15, None, 11)}, 143),
+        ({0: (3, "rank 0: rank 1 on a stopped answering (gone)", 10), 1: (-11, None, 10), 2: (3, None, 9)}, 139),
+        ({0: (3, "rank 0: ranks 1, 4 on a, rank 7 on b stopped answering", 9), 4: (-9, None, 11)}, 137),
+        ({0: (3, "rank 0: rank 1 failed: ValueError: x", 10), 1: (1, "rank 1 failed: ValueError: x", 10)}, 1),
+        ({0: (3, "rank 0: rank 9 on b stopped answering: killed", 10), 1: (-15, None, 10)}, 3),
+        ({0: (3, "rank 0: rank 9 on b stopped answering: killed", 10), 1: (-9, None, 41)}, 3),
+        ({1: (-15, "error: bad", 10), 0: (2, "error: bad", 10)}, 2),
+        ({1: (-15, None, 10), 0: (-15, None, 10)}, 143),
+    ],
+)
+def test_the_status_is_that_of_the_rank_that_the_others_name(
+    ended: Mapping[int, tuple[int, str | None, int]],
+    status: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank that was killed is seen gone by the others before torch sees it, in the same second or the one before."""
+    failures = {}
+    for rank, (exitcode, said, second) in ended.items():
+        folder = tmp_path / str(rank)
+        folder.mkdir()
+        failures[rank] = _failure(folder, exitcode, said, True)
+        failures[rank].timestamp = second
+
+    def run(arguments: object) -> None:
+        raise ChildFailedError("x", failures)
+
+    monkeypatch.setattr("torch.distributed.run.run", run)
+    monkeypatch.setenv("LOGLEVEL", "WARNING")
+    assert launch.main(["x.py"]) == status
 
 
 @pytest.mark.slow
