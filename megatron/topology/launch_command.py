@@ -10,8 +10,8 @@ launcher of its own: one that fails leaves the other, and the exit status is 0 w
 SIGTERM and SIGUSR1 are passed on to the ranks, as SIGTERM. Under --exit-signal-handler they save and end, and so does
 the launcher, with status 0; a second such signal gives them --shutdown-timeout seconds. The exit status is
 that of the rank that failed first: 1 for an error, 2 for bad input, 3 when a rank or machine is gone, 4 when every step
-was skipped, 128 plus the signal's number for a rank that was killed. LOGLEVEL=WARNING or INFO also shows torchrun's own
-messages.
+was skipped, 5 when the run has diverged, 128 plus the signal's number for a rank that was killed. LOGLEVEL=WARNING or
+INFO also shows torchrun's own messages.
 """
 
 from __future__ import annotations
