@@ -29,6 +29,8 @@ class Scope(enum.Enum):
     """The learning rate's schedule."""
     POSITION = enum.auto()
     """The position of the run."""
+    LOGS = enum.auto()
+    """Where the run is logged."""
     DESCRIPTION = enum.auto()
     """A description of the checkpoint's tensors, which is read before them and never restored."""
 
@@ -104,7 +106,7 @@ class StatefulParts:
 
 def under_todays_names(common: Mapping[str, Any]) -> dict[str, Any]:
     """Renames values of a checkpoint that an earlier version has saved to this version's names."""
-    values = {"variance_frozen_at": 0, "controllers": {}, "expert_loads": {}, "outer": {}, **common}
+    values = {"variance_frozen_at": 0, "controllers": {}, "expert_loads": {}, "outer": {}, "tracked_runs": {}, **common}
     if "rank_controller" in values:
         values["controllers"] = {"dp-grad": {"compressor": "edgc", "state": values.pop("rank_controller")}}
     return values

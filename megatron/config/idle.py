@@ -313,8 +313,12 @@ RULES: Sequence[Idle] = (
     ),
     Idle(
         _CURVES,
-        lambda config, _: config.logging.tensorboard_dir is None and config.logging.wandb_project is None,
-        "without --tensorboard-dir or --wandb-project",
+        lambda config, _: (
+            config.logging.tensorboard_dir is None
+            and config.logging.wandb_project is None
+            and config.logging.mlflow_experiment is None
+        ),
+        "without --tensorboard-dir, --wandb-project or --mlflow-experiment",
     ),
     Idle(
         fields_of("logging", "tensorboard_queue_size"),

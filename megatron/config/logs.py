@@ -49,6 +49,13 @@ class LoggingConfig:
     wandb_save_dir: str | None = derived(
         "wandb in the current folder", "Folder for the files of --wandb-project.", metavar="FOLDER", may_differ=_OF_ONE
     )
+    mlflow_experiment: str | None = derived(
+        "no MLflow",
+        "Write the curves of --tensorboard-dir to this experiment of MLflow, whose package must be installed "
+        "(mlflow-skinny suffices); MLFLOW_TRACKING_URI says where it is.",
+        metavar="NAME",
+        may_differ=_OF_ONE,
+    )
     log_timers_to_tensorboard: bool = option(False, "Write timers to TensorBoard.")
     log_batch_size_to_tensorboard: bool = option(False, "Write the batch size to TensorBoard.")
     log_learning_rate_to_tensorboard: bool = option(

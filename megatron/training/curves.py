@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -172,14 +173,17 @@ class TensorBoardSink(CurveSink):
 class WandbSink(CurveSink):
     """Writes curves to a run of Weights & Biases (``--wandb-project``), which its own variables configure.
 
-    Every start of the program is a run there; WANDB_RUN_ID and WANDB_RESUME make several of them one.
-
     Args:
         project: the project.
         config, dp_size, world_size: the arguments of ``CurveSink``.
+        run_id: the run to go on with, which is made where it is missing; WANDB_RUN_ID goes before it.
     """
 
-    def __init__(self, project: str, config: LoggingConfig, *, dp_size: int = 1, world_size: int = 1) -> None:
+    tracker = "wandb"
+
+    def __init__(
+        self, project: str, config: LoggingConfig, *, dp_size: int = 1, world_size: int = 1, run_id: str | None = None
+    ) -> None:
         super().__init__(config, dp_size=dp_size, world_size=world_size)
         self.name = f"the run in --wandb-project {project}"
         try:
@@ -193,7 +197,10 @@ class WandbSink(CurveSink):
             folder = config.wandb_save_dir
             if folder is not None:
                 Path(folder).mkdir(parents=True, exist_ok=True)
-            self._run = start(project=project, name=config.wandb_exp_name, dir=folder)
+            resumed = run_id is not None and "WANDB_RUN_ID" not in os.environ
+            which = {"id": run_id, "resume": "allow"} if resumed else {}
+            self._run = start(project=project, name=config.wandb_exp_name, dir=folder, **which)
+            self.run_id = str(self._run.id)
         except self._errors as error:
             reason = first_line(error)
             raise UserError(

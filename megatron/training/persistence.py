@@ -298,6 +298,7 @@ class RunCheckpoints:
             Scope.OPTIMIZER: not self.config.loads_weights_only,
             Scope.SCHEDULE: not self.config.finetune and not self.config.no_load_lr_state,
             Scope.POSITION: not self.config.finetune,
+            Scope.LOGS: not self.config.finetune,
         }
         return [scope for scope, wanted in asked.items() if wanted]
 
@@ -333,8 +334,13 @@ def _parts(engines: Engines, schedule: LRSchedule, progress: Progress, log: Call
     def set_frozen_at(count: int) -> None:
         optimizer.frozen_at = count
 
+    def set_runs(saved: Any) -> None:
+        runs = saved.items() if isinstance(saved, dict) else ()
+        progress.tracked_runs = {str(service): run for service, run in runs if isinstance(run, str)}
+
     parts = StatefulParts()
     parts.register("progress", progress, Scope.POSITION)
+    parts.register_value("tracked_runs", lambda: dict(progress.tracked_runs), set_runs, Scope.LOGS)
     parts.register("schedule", schedule, Scope.SCHEDULE)
     parts.register("loss_scale", optimizer.loss_scale, Scope.OPTIMIZER)
     parts.register_value("optimizer_steps", lambda: optimizer.steps, set_steps, Scope.OPTIMIZER)

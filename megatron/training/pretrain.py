@@ -215,7 +215,7 @@ def run(
         checkpoints = RunCheckpoints(config, engines, schedule, progress, rank_0_log(topology), lock)
         _begin(checkpoints, saved, folders_of_others(config, saved, topology, engines.joint.steps), job, log)
     met = meet_islands(engines, env, begun.iteration, islands)
-    together(topology.control.pg, reporter.open)
+    _open_logs(reporter, topology)
     try:
         parts = (config, engines, sizes, schedule, datasets, train_iters, progress, checkpoints, reporter)
         rounds = build_rounds(engines, checkpoints, reporter, met.islands, train_iters)
@@ -223,6 +223,12 @@ def run(
     finally:
         met.leave()
         reporter.close()
+
+
+def _open_logs(reporter: Reporter, topology: Topology) -> None:
+    """Opens the run's logs. Raises UserError on every rank when one cannot be opened."""
+    together(topology.control.pg, reporter.open)
+    reporter.share_tracked_runs()
 
 
 def _begin(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,9 @@ class Progress:
         consumed_tokens: tokens of these samples that were trained on; None in checkpoints that did not count them.
         consecutive_skips: steps skipped since the last update, without those that search for a loss scale.
         last_update: iteration whose update was the last to be taken; zero before the first.
+
+    ``tracked_runs`` names the run at the services that keep its curves, by service. It is a part of its own in
+    checkpoints.
     """
 
     iteration: int = 0
@@ -32,10 +35,11 @@ class Progress:
     consumed_tokens: int | None = 0
     consecutive_skips: int = 0
     last_update: int = 0
+    tracked_runs: dict[str, str] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, int]:
         """The counters as plain numbers."""
-        return {name: count for name, count in asdict(self).items() if count is not None}
+        return {name: count for name, count in asdict(self).items() if isinstance(count, int)}
 
     def tokens(self, seq_length: int) -> int:
         """The tokens that were trained on; samples whose tokens were not counted had ``seq_length`` of them."""

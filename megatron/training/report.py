@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import time
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,7 @@ import torch
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.config.steps import StepSizes
+from megatron.topology.agree import gather_texts
 from megatron.training.assembly import Engines
 from megatron.training.flops import (
     ModelShape,
@@ -139,6 +141,7 @@ class Reporter:
                 world_size=layout.world_size * islands,
                 resume=resume if done.iteration else None,
                 console=bar.write,
+                tracked_runs=done.tracked_runs,
             )
             self.sinks = Sinks([*opened, ProgressBarSink(bar)])
         left = max(0, self.train_iters - done.iteration)
@@ -149,6 +152,11 @@ class Reporter:
             name = torch.cuda.get_device_name(self.engines.topology.device)
             self.line(f"note: no MFU is logged, since the peak rate of {name} is not known here; give --peak-tflops")
         self.sinks.event("config", done.iteration, config=self.config.to_dict(), size=size)
+
+    def share_tracked_runs(self) -> None:
+        """Tells all ranks what the services call this run, as checkpoints hold it. A collective call."""
+        texts = gather_texts(self.engines.topology.control.pg, json.dumps(self.sinks.tracked_runs))
+        self.progress.tracked_runs |= json.loads(texts[-1])
 
     def line(self, text: str) -> None:
         """Prints a line for people."""

@@ -12,6 +12,10 @@ class Sink:
     """A sink of metrics. Every method does nothing unless a sink overrides it."""
 
     name = "a log"
+    tracker: str | None = None
+    """Name of the service that keeps the sink's run, if one does."""
+    run_id: str | None = None
+    """The service's name of the run."""
 
     def line(self, text: str) -> None:
         """Writes whole lines of text, for people."""

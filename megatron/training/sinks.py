@@ -19,6 +19,7 @@ from megatron.base.errors import UserError
 from megatron.config.logs import LoggingConfig
 from megatron.training.curves import TensorBoardSink, WandbSink
 from megatron.training.metrics import Evaluation, StepMetrics, format_evaluation_lines, format_train_line
+from megatron.training.mlflow_sink import MlflowSink
 from megatron.training.progress import ProgressBar
 from megatron.training.sink import Sink, known, slowest
 
@@ -47,6 +48,12 @@ class Sinks:
 
     def evaluation(self, evaluation: Evaluation) -> None:
         self._each(lambda sink: sink.evaluation(evaluation))
+
+    @property
+    def tracked_runs(self) -> dict[str, str]:
+        """The services' names of this run, by service."""
+        pairs = ((sink.tracker, sink.run_id) for sink in self._sinks)
+        return {tracker: run_id for tracker, run_id in pairs if tracker is not None and run_id is not None}
 
     def close(self) -> None:
         self._each(lambda sink: sink.close())
@@ -180,6 +187,7 @@ def open_sinks(
     world_size: int = 1,
     resume: Mapping[str, int] | None = None,
     console: Callable[[str], None] | None = None,
+    tracked_runs: Mapping[str, str] | None = None,
 ) -> list[Sink]:
     """Opens the sinks that the configuration asks for; the console always.
 
@@ -188,6 +196,7 @@ def open_sinks(
         dp_size, world_size: data-parallel replicas and processes of the run.
         resume: position on each axis (``iterations``, ``samples``, ``tokens``) of the checkpoint that was loaded.
         console: writes lines instead of the standard output, such as ``ProgressBar.write``.
+        tracked_runs: the runs that Weights & Biases and MLflow go on with.
 
     Raises:
         UserError: when a file cannot be opened or a package is missing; the message names the flag.
@@ -200,8 +209,12 @@ def open_sinks(
     if config.tensorboard_dir is not None:
         folder = config.tensorboard_dir
         sinks.append(TensorBoardSink(folder, config, dp_size=dp_size, world_size=world_size, resume=resume))
+    tracked = tracked_runs or {}
+    sizes = {"dp_size": dp_size, "world_size": world_size}
     if config.wandb_project is not None:
-        sinks.append(WandbSink(config.wandb_project, config, dp_size=dp_size, world_size=world_size))
+        sinks.append(WandbSink(config.wandb_project, config, **sizes, run_id=tracked.get(WandbSink.tracker)))
+    if config.mlflow_experiment is not None:
+        sinks.append(MlflowSink(config.mlflow_experiment, config, **sizes, run_id=tracked.get(MlflowSink.tracker)))
     return sinks
 
 

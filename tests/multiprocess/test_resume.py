@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron.training.pretrain import main
 from tests.support.cli import launch_ranks_cli, run_cli
 from tests.support.corpus import tiny_flags, write_documents
 from tests.support.documented import python_blocks
 from tests.support.reseal import reseal
+from tests.support.spawn import run_ranks
 from tests.support.train import train
 
 pytestmark = pytest.mark.multiprocess
@@ -540,6 +544,36 @@ def test_other_samples_than_the_checkpoint_s_are_warned_of(prefix: Path, tmp_pat
     flags_named = [line.split()[4].rstrip(";") for line in lines["changed"]]
     assert sorted(flags_named) == ["--data-path", "--eod-mask-loss", "--seed", "--seq-length"]
     assert all("16" in line for line in lines["changed"]), "samples consumed so far: 4 iterations of 4"
+
+
+class _Wandb(types.ModuleType):
+    """A stand-in for the package wandb that writes down how runs are started."""
+
+    Error = OSError
+
+    def __init__(self, record: Path) -> None:
+        super().__init__("wandb")
+        self.record, self.config, self.id = record, self, "first"
+        self.update = self.log = self.finish = lambda *args, **kwargs: None
+
+    def init(self, **given: Any) -> _Wandb:
+        with self.record.open("a") as file:
+            file.write(f"{given.get('id')} {given.get('resume')}\n")
+        return self
+
+
+def _train_with_wandb(record: Path, flags: list[str]) -> None:
+    sys.modules["wandb"] = _Wandb(record)
+    assert main(flags) == 0
+
+
+def test_curves_go_on_in_the_run_of_the_checkpoint(prefix: Path, tmp_path: Path) -> None:
+    """The last rank logs, and rank 0 saves the name of the run; a new run with a checkpoint's weights has its own."""
+    record, saved = tmp_path / "runs", tmp_path / "saved"
+    common: dict[str, Any] = {"train_iters": 4, "load": saved, "wandb_project": "mine"}
+    for changes in ({"save": saved, "exit_interval": 2}, {}, {"finetune": True}):
+        run_ranks(2, _train_with_wandb, record, tiny_flags(prefix, **common, **changes), init=False)
+    assert record.read_text().splitlines() == ["None None", "first allow", "None None"]
 
 
 def test_iterations_to_skip_consume_their_samples_and_take_no_step(prefix: Path, tmp_path: Path) -> None:

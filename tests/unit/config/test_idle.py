@@ -247,7 +247,7 @@ PARTNERS: dict[str, tuple[str, int]] = {
         1,
     ),
     "--load goes on from the checkpoints of --save": ("--save s", 1),
-    "without --tensorboard-dir or --wandb-project": ("--wandb-project p", 1),
+    "without --tensorboard-dir, --wandb-project or --mlflow-experiment": ("--wandb-project p", 1),
     "without --tensorboard-dir": ("--tensorboard-dir t", 1),
     "without --wandb-project": ("--wandb-project p", 1),
     "without --timing-log-level above 0": ("--timing-log-level 1", 1),

@@ -49,9 +49,17 @@ TUNED = dataclasses.replace(WINDOW, controllers={"dp-grad": {"entropy": -3.25, "
 TIMED = dataclasses.replace(WINDOW, timers_ms={"forward-backward": [10.0, 12.0]})
 
 
-def opened(resume: dict[str, int] | None = None, lines: list[str] | None = None, **config: Any) -> Sinks:
+def opened(
+    resume: dict[str, int] | None = None,
+    lines: list[str] | None = None,
+    tracked_runs: dict[str, str] | None = None,
+    **config: Any,
+) -> Sinks:
     console = (list[str]() if lines is None else lines).append
-    return Sinks(open_sinks(LoggingConfig(**config), dp_size=2, world_size=4, resume=resume, console=console))
+    logging = LoggingConfig(**config)
+    return Sinks(
+        open_sinks(logging, dp_size=2, world_size=4, resume=resume, console=console, tracked_runs=tracked_runs)
+    )
 
 
 def window_at(iteration: int, loss: float = 3.5) -> StepMetrics:
@@ -388,11 +396,13 @@ class FakeWandb(types.ModuleType):
         self.points: dict[int, dict[str, float]] = {}
         self.finished = False
         self.config = self  # of the run
+        self.id = ""
 
     def init(self, **given: Any) -> FakeWandb:
         if self.trouble:
             raise FakeWandb.Error(self.trouble)
         self.given = given
+        self.id = given.get("id", "new1")
         return self
 
     def update(self, values: dict[str, Any], allow_val_change: bool) -> None:
@@ -431,6 +441,19 @@ def test_weights_and_biases_get_the_curves_of_tensorboard(tmp_path: Path, monkey
     assert at["lm loss validation ppl"] == pytest.approx(math.exp(3.25))
     assert "world-size" not in at
     assert fake.finished
+
+
+def test_weights_and_biases_go_on_with_the_run_of_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the user's own variable names another."""
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    assert opened(wandb_project="mine").tracked_runs == {"wandb": "new1"}
+    runs = {"wandb": "old7"}
+    assert opened(wandb_project="mine", tracked_runs=runs).tracked_runs == runs
+    assert (fake.given["id"], fake.given["resume"]) == ("old7", "allow")
+    monkeypatch.setenv("WANDB_RUN_ID", "theirs")
+    opened(wandb_project="mine", tracked_runs=runs)
+    assert "id" not in fake.given
 
 
 def test_trouble_of_weights_and_biases_costs_the_curves_alone(

@@ -1,0 +1,114 @@
+"""The curves of a run in MLflow (``--mlflow-experiment``), which its own variables configure."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from megatron.base.errors import UserError, first_line
+from megatron.config.logs import LoggingConfig
+from megatron.training.curves import CurveSink
+
+_FORBIDDEN = re.compile(r"[^\w\-./ ]")
+"""Characters that MLflow has in no name."""
+_BATCH = 100
+"""Most parameters of one call."""
+_LONGEST_VALUE = 250
+
+
+class MlflowSink(CurveSink):
+    """Writes curves to a run of an MLflow experiment, and the configuration to its parameters.
+
+    Args:
+        experiment: name of the experiment, which is made where it is missing.
+        config, dp_size, world_size: the arguments of ``CurveSink``.
+        run_id: the run to go on with, if it is still there.
+    """
+
+    tracker = "mlflow"
+
+    def __init__(
+        self,
+        experiment: str,
+        config: LoggingConfig,
+        *,
+        dp_size: int = 1,
+        world_size: int = 1,
+        run_id: str | None = None,
+    ) -> None:
+        super().__init__(config, dp_size=dp_size, world_size=world_size)
+        self.name = f"the run in --mlflow-experiment {experiment}"
+        try:
+            import mlflow
+            from mlflow.entities import Metric, Param
+            from mlflow.exceptions import MlflowException
+
+            self._client = mlflow.MlflowClient()
+        except (ImportError, AttributeError) as error:
+            raise UserError(
+                "--mlflow-experiment needs the mlflow package: pip install mlflow-skinny, or drop the flag"
+            ) from error
+        self._metric, self._param = Metric, Param
+        self._errors = (MlflowException, OSError, ValueError)
+        self._describes = True
+        try:
+            self.run_id = self._resume(run_id) or self._start(experiment)
+        except self._errors as error:
+            raise UserError(
+                f"--mlflow-experiment {experiment}: {first_line(error)}; set MLFLOW_TRACKING_URI to a server"
+            ) from error
+
+    def _resume(self, run_id: str | None) -> str | None:
+        """Goes on with a run; None where it is not there."""
+        if run_id is None:
+            return None
+        try:
+            self._client.update_run(run_id, status="RUNNING")
+        except self._errors:
+            return None
+        self._describes = False  # parameters never change
+        return run_id
+
+    def _start(self, experiment: str) -> str:
+        found = self._client.get_experiment_by_name(experiment)
+        place = self._client.create_experiment(experiment) if found is None else found.experiment_id
+        return str(self._client.create_run(place).info.run_id)
+
+    def event(self, kind: str, iteration: int, values: Mapping[str, Any]) -> None:
+        if kind == "config" and self._describes:
+            params = [self._param(name, str(value)[:_LONGEST_VALUE]) for name, value in _flat("", values)]
+            for begin in range(0, len(params), _BATCH):
+                self._log(params=params[begin : begin + _BATCH])
+
+    def _curves(self, iteration: int, values: Mapping[str, float], **positions: int) -> None:
+        now = int(time.time() * 1000)
+        points = {**values, **positions}
+        self._log(metrics=[self._metric(_named(tag), value, now, iteration) for tag, value in points.items()])
+
+    def _log(self, **batch: Any) -> None:
+        self._try(lambda: self._client.log_batch(self.run_id, **batch))
+
+    def close(self) -> None:
+        self._try(lambda: self._client.set_terminated(self.run_id))
+
+    def _try(self, call: Callable[[], Any]) -> None:
+        """Its errors become those that cost the run a sink and no more."""
+        try:
+            call()
+        except self._errors as error:
+            raise OSError(first_line(error)) from error
+
+
+def _named(tag: str) -> str:
+    return _FORBIDDEN.sub("", tag)
+
+
+def _flat(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The values of nested tables, by names with dots."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(f"{prefix}{name}.", value)
+        else:
+            yield prefix + _named(str(name)), value

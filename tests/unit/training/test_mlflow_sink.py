@@ -1,0 +1,136 @@
+"""Curves in MLflow: against a stand-in, and against the package itself where it is installed."""
+
+from __future__ import annotations
+
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.base.errors import UserError
+from megatron.training.sinks import Sinks
+from tests.unit.training.test_sinks import WINDOW, evaluation_at, opened, step_at
+
+
+class MlflowException(Exception):
+    """The stand-in's errors."""
+
+
+class FakeClient:
+    """A stand-in for a client of MLflow, which keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.experiments: dict[str, str] = {}
+        self.runs: dict[str, dict[str, Any]] = {}
+        self.trouble = ""
+
+    def get_experiment_by_name(self, name: str) -> Any:
+        if self.trouble:
+            raise MlflowException(self.trouble)
+        known = name in self.experiments
+        return types.SimpleNamespace(experiment_id=self.experiments[name]) if known else None
+
+    def create_experiment(self, name: str) -> str:
+        return self.experiments.setdefault(name, str(len(self.experiments)))
+
+    def create_run(self, experiment_id: str) -> Any:
+        run_id = f"run{len(self.runs)}"
+        self.runs[run_id] = {"experiment": experiment_id, "metrics": {}, "params": {}, "status": "RUNNING"}
+        return types.SimpleNamespace(info=types.SimpleNamespace(run_id=run_id))
+
+    def update_run(self, run_id: str, status: str) -> None:
+        if run_id not in self.runs:
+            raise MlflowException("no such run")
+        self.runs[run_id]["status"] = status
+
+    def log_batch(self, run_id: str, metrics: Any = (), params: Any = ()) -> None:
+        if self.trouble:
+            raise MlflowException(self.trouble)
+        assert len(params) <= 100
+        for name, value, _, step in metrics:
+            self.runs[run_id]["metrics"].setdefault(name, []).append((step, value))
+        for name, value in params:
+            assert name not in self.runs[run_id]["params"], "parameters never change"
+            self.runs[run_id]["params"][name] = value
+
+    def set_terminated(self, run_id: str) -> None:
+        self.runs[run_id]["status"] = "FINISHED"
+
+
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch) -> FakeClient:
+    client, mlflow = FakeClient(), types.ModuleType("mlflow")
+    entities, exceptions = types.ModuleType("mlflow.entities"), types.ModuleType("mlflow.exceptions")
+    vars(mlflow).update(MlflowClient=lambda: client)
+    vars(entities).update(Metric=lambda *values: values, Param=lambda *values: values)
+    vars(exceptions).update(MlflowException=MlflowException)
+    for module in (mlflow, entities, exceptions):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    return client
+
+
+def _play(sinks: Sinks, iteration: int) -> dict[str, str]:
+    config = {"model": {f"field_{number}": number for number in range(150)}, "data": {"data_path": ["a"]}}
+    sinks.event("config", iteration, config=config, size={"parameters": 7})
+    sinks.event("gradients", iteration, density=0.1)
+    sinks.step(step_at(iteration))
+    sinks.window(WINDOW)
+    sinks.evaluation(evaluation_at(iteration))
+    runs = sinks.tracked_runs
+    sinks.close()
+    return runs
+
+
+def test_mlflow_gets_the_curves_of_tensorboard_and_goes_on_with_a_run(client: FakeClient) -> None:
+    runs = _play(opened(mlflow_experiment="mine"), 20)
+    assert runs == {"mlflow": "run0"}
+    run = client.runs["run0"]
+    assert run["experiment"] == client.experiments["mine"]
+    assert run["metrics"]["lm loss"] == [(20, 1.0)]
+    assert run["metrics"]["learning-rate"] == [(20, 1e-3)]
+    assert run["metrics"]["TFLOPs per gpu estimated"] == [(20, WINDOW.benchmark_tflops)]
+    assert run["metrics"]["bytes per iteration/dp-grad"] == [(20, 4096.0)]
+    assert (run["params"]["config.model.field_149"], run["params"]["size.parameters"]) == ("149", "7")
+    assert run["status"] == "FINISHED"
+    assert _play(opened(mlflow_experiment="mine", tracked_runs=runs), 40) == runs
+    assert run["metrics"]["lm loss"] == [(20, 1.0), (40, 1.0)]
+    gone = _play(opened(mlflow_experiment="mine", tracked_runs={"mlflow": "gone"}), 40)
+    assert gone == {"mlflow": "run1"}
+    assert client.runs["run1"]["experiment"] == run["experiment"]
+
+
+def test_trouble_of_mlflow_costs_the_curves_alone(client: FakeClient, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = list[str]()
+    sinks = opened(lines=lines, mlflow_experiment="mine")
+    client.trouble = "no connection"
+    for iteration in (1, 2):
+        sinks.step(step_at(iteration))
+    sinks.line("goes on")
+    warning = "warning: the run in --mlflow-experiment mine cannot be written any more, left out: no connection\n"
+    assert capsys.readouterr().err == warning
+    assert lines == ["goes on"]
+
+
+def test_mlflow_that_does_not_start_is_refused(client: FakeClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    client.trouble = "nobody answers"
+    with pytest.raises(UserError, match=r"^--mlflow-experiment mine: nobody answers; set MLFLOW_TRACKING_URI"):
+        opened(mlflow_experiment="mine")
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    with pytest.raises(UserError, match=r"^--mlflow-experiment needs the mlflow package: pip install mlflow-skinny"):
+        opened(mlflow_experiment="mine")
+
+
+@pytest.mark.slow
+def test_the_package_itself_keeps_a_run_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="the package mlflow is not installed")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", tmp_path.as_uri())
+    runs = _play(opened(mlflow_experiment="mine"), 20)
+    assert _play(opened(mlflow_experiment="mine", tracked_runs=runs), 40) == runs
+    client = mlflow.MlflowClient()
+    run = client.get_run(runs["mlflow"])
+    assert run.info.status == "FINISHED"
+    assert run.data.params["config.model.field_149"] == "149"
+    assert [point.step for point in client.get_metric_history(runs["mlflow"], "lm loss")] == [20, 40]
