@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 _LONGEST = 20_000
 
 
@@ -20,3 +23,27 @@ class UserError(ValueError):
 def first_line(error: BaseException) -> str:
     """The first line of an error's text; its type where it has none."""
     return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+class ErrorList:
+    """User errors of several settings, collected so that one message names them all."""
+
+    def __init__(self) -> None:
+        self.messages: list[str] = []
+
+    @contextmanager
+    def collect(self) -> Iterator[None]:
+        """Keep the message of a UserError that the block raises."""
+        try:
+            yield
+        except UserError as error:
+            self.messages.append(str(error))
+
+    def raise_all(self) -> None:
+        """Raise a UserError with every message; do nothing if there is none."""
+        messages = list(dict.fromkeys(self.messages))
+        if len(messages) == 1:
+            raise UserError(messages[0])
+        if messages:
+            numbered = "; ".join(f"({number}) {message}" for number, message in enumerate(messages, 1))
+            raise UserError(f"{len(messages)} settings cannot be used: {numbered}")

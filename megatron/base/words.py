@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 Note = Callable[[str], None]
 """Takes a line that tells the user what was decided, or what has no effect."""
+
+_SHORT = 3
+"""Letters of a name that is too short to be the beginning of another."""
 
 
 def spell(name: str) -> str:
@@ -20,11 +24,24 @@ def nearest(name: str, known: Sequence[str], prefix: str = "") -> str:
 
     spelled = {spell(candidate): candidate for candidate in known}
     word = spell(name)
-    longer = [candidate for candidate in spelled if candidate.startswith(word)]
-    close = difflib.get_close_matches(word, list(spelled), n=1, cutoff=0.6)
+    longer = [candidate for candidate in spelled if candidate.startswith(word) and len(word) > _SHORT]
+    close = [
+        near for near in difflib.get_close_matches(word, list(spelled), cutoff=0.75) if _differ_by_typos(word, near)
+    ]
     if len(longer) == 1 or (longer and not close):
         close = [min(longer, key=len)]
     return f"; the nearest is {prefix}{spelled[close[0]]}" if close else ""
+
+
+def _differ_by_typos(name: str, other: str) -> bool:
+    """Whether two names differ by misspelled, missing or additional words only, not by another word in place of one."""
+    import difflib
+
+    words, others = (set(re.split(r"[-.]", text)) for text in (name, other))
+    odd, other_odd = words - others, others - words
+    return (
+        not odd or not other_odd or all(difflib.get_close_matches(word, list(other_odd), cutoff=0.65) for word in odd)
+    )
 
 
 def shortened(text: str, most: int = 60) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.base.errors import UserError
+from megatron.base.errors import ErrorList, UserError
 from megatron.base.fields import from_plain, from_text
 from megatron.base.option import FieldOption, field_options
 from megatron.base.words import nearest, spell
@@ -147,10 +147,10 @@ class Source:
             self.notes.append(line)
 
 
-def collect_yaml(table: FlagTable, content: dict[str, Any], path: str) -> Source:
+def collect_yaml(table: FlagTable, content: dict[str, Any], path: str, errors: ErrorList) -> Source:
     """Collects a YAML mapping: section -> names, or names directly; field names and flags alike.
 
-    Raises UserError naming the file and the key.
+    Keys that cannot be used are added to `errors`, which name the file and the key.
     """
     given = Source(table)
     for key, value in content.items():
@@ -158,11 +158,14 @@ def collect_yaml(table: FlagTable, content: dict[str, Any], path: str) -> Source
             section = next((name for name in table.sections if spell(name) == spell(str(key))), None)
             if section is None:
                 hint = nearest(str(key), list(table.sections))
-                raise UserError(f"{path}: unknown section {key}{hint}")
+                errors.messages.append(f"{path}: unknown section {key}{hint}")
+                continue
             for name, inner in value.items():
-                _take_key(given, str(name), inner, path, f"{section}.{name}", section)
+                with errors.collect():
+                    _take_key(given, str(name), inner, path, f"{section}.{name}", section)
         else:
-            _take_key(given, str(key), value, path, str(key), None)
+            with errors.collect():
+                _take_key(given, str(key), value, path, str(key), None)
     return given
 
 

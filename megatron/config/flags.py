@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any, NoReturn
 
 from megatron.base.documents import read_yaml
-from megatron.base.errors import UserError
+from megatron.base.errors import ErrorList, UserError
 from megatron.base.fields import check_fields, check_required
 from megatron.base.option import FieldOption
 from megatron.base.words import spell
@@ -75,21 +75,26 @@ class FlagParser:
     def parse(self, argv: Sequence[str], *, check: bool = True) -> ParsedSections:
         """Parses a command line, without the program's name.
 
-        With `check`, required fields must be there and each field must be within its bounds. Raises
-        UserError in one line for anything that is not understood; prints and exits for --help.
+        With `check`, required fields must be there and each field must be within its bounds. Raises one
+        UserError that names everything that is not understood or refused; prints and exits for --help.
         """
+        errors = ErrorList()
         words = [word for word in argv if word != "\\"]
-        namespace = self._argparse.parse_args(self._normalize(words), namespace=argparse.Namespace(events=[]))
+        namespace = argparse.Namespace(events=[], config=[])
+        with errors.collect():
+            self._argparse.parse_args(self._normalize(words, errors), namespace=namespace)
         flags = Source(self.table)
         if len(words) != len(argv):
             flags.notes.append(_BACKSLASH)
         for target, spelling, texts in namespace.events:
-            flags.flag(target, spelling, texts)
+            with errors.collect():
+                flags.flag(target, spelling, texts)
         sources = [flags]
         if len(namespace.config) > 1:
             raise UserError(f"--config is given {len(namespace.config)} times; put everything in one file")
         for path in namespace.config:
-            sources.insert(0, collect_yaml(self.table, read_yaml(path), path))
+            sources.insert(0, collect_yaml(self.table, read_yaml(path), path, errors))
+        errors.raise_all()
         parsed = self._merge(sources)
         if check:
             for name, values in parsed.sections.items():
@@ -101,17 +106,21 @@ class FlagParser:
         """The text of --help."""
         return self._argparse.format_help()
 
-    def _normalize(self, argv: Sequence[str]) -> list[str]:
-        """Rewrites every flag to the spelling that argparse knows. Raises UserError for an unknown one."""
-        words = []
+    def _normalize(self, argv: Sequence[str], errors: ErrorList) -> list[str]:
+        """Rewrites every flag to the spelling that argparse knows. Unknown flags, with the words that follow them, are
+        left out and added to `errors`."""
+        words: list[str] = []
+        is_known = True
         for word in argv:
             if not word.startswith("--"):
-                words.append(word)
+                words += [word] if is_known else []
                 continue
             name, equals, value = word.partition("=")
-            if spell(name) not in _GENERAL and self.table.by_flag(name) is None:
-                raise UserError(f"unknown flag {name}{self.table.nearest_flag(name)}; --help lists all flags")
-            words.append(f"--{spell(name)}{equals}{value}")
+            is_known = spell(name) in _GENERAL or self.table.by_flag(name) is not None
+            if is_known:
+                words.append(f"--{spell(name)}{equals}{value}")
+            else:
+                errors.messages.append(f"unknown flag {name}{self.table.nearest_flag(name)}; --help lists all flags")
         return words
 
     def _merge(self, sources: list[Source]) -> ParsedSections:

@@ -18,6 +18,7 @@ from megatron.base.option import FieldOption
 from megatron.base.words import spell
 from megatron.config.flags import FlagParser, build_run_parser
 from megatron.config.tasks import PROGRAM, task_parser
+from megatron.config.translate.not_offered import NOT_OFFERED
 from megatron.config.translate.rules import GIVEN, SWITCH, KnownFlag, Shortcut
 
 LISTS = Path(__file__).parent / "translate" / "others"
@@ -30,6 +31,7 @@ SYSTEMS = {
     "radius": ("R", "Radius"),
     "edgc": ("E", "EDGC"),
     "aq-sgd": ("A", "AQ-SGD (its runners)"),
+    "megatron-lm": ("L", "Megatron-LM (main of August 2026)"),
     "megatron-core-experts": ("C", "Megatron-Core (what it has for experts)"),
     "megatron-core-muon": ("M", "Megatron-Core (what it has for Muon)"),
     "megatron-deepspeed-tasks": ("T", "Megatron-DeepSpeed's tasks (what they add)"),
@@ -90,6 +92,7 @@ def read_list(system: str) -> list[TheirFlag]:
 
 _EXAMPLES = {
     "load-tag": ["--load", "x", "--load-tag", "global_step3"],
+    "group-query-attention": ["--group-query-attention", "--num-query-groups", "1"],
     "deepspeed-config": ["--deepspeed-config", str(LISTS / "empty.json")],
 }
 """Words for flags that need another one, or a file."""
@@ -211,8 +214,16 @@ def flags_of_others_markdown() -> str:
         markdown_table(("", "means"), _MEANINGS.items()),
         markdown_table(("", "system", "flags", *_MEANINGS), _counts(found.values())),
         markdown_table(("Flag", "of", "here", "how"), rows),
+        "## Not offered",
+        markdown_table(("feature", "what to do"), _missing_features()),
     )
     return "\n\n".join(table.rstrip("\n") for table in tables) + "\n"
+
+
+def _missing_features() -> Iterable[tuple[str, str]]:
+    """Features of Megatron-LM that are not offered, and what to do instead."""
+    reasons = {flag.feature: flag.reason for flag in NOT_OFFERED if flag.feature}
+    return [(feature, reason.partition("; ")[2]) for feature, reason in reasons.items()]
 
 
 def _counts(found: Iterable[tuple[Fate, list[str]]]) -> Iterable[tuple[object, ...]]:

@@ -122,8 +122,9 @@ _PATHS = ("data.data_path", "data.train_data_path", "data.valid_data_path", "dat
 def task_parser() -> FlagParser:
     """The parser of fine-tuning: the flags of a training run, and those of tasks."""
     sections = {**run_sections(), "checkpoint": TaskCheckpointConfig, "task": TaskConfig}
-    own = {flag for name, cls in sections.items() for field in field_options(name, cls) for flag in field.flags}
-    flags = (*(flag for flag in TRANSLATOR.flags if flag.name not in own), *_OTHER_TASKS)
+    names = {flag for name, cls in sections.items() for field in field_options(name, cls) for flag in field.flags}
+    names |= {flag.name for flag in _OTHER_TASKS}
+    flags = (*(flag for flag in TRANSLATOR.flags if flag.name not in names), *_OTHER_TASKS)
     table = FlagTable(sections, Translator(flags=flags, dialects=TRANSLATOR.dialects))
     return FlagParser(table, PROGRAM, f"Fine-tune a model for a task: {', '.join(TASKS)}.")
 

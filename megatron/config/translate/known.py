@@ -9,22 +9,12 @@ from __future__ import annotations
 
 from functools import partial
 
-from megatron.config.translate.rules import SWITCH, VALUE, VALUES, KnownFlag
+from megatron.config.translate.megatron_lm import MEGATRON_LM_FLAGS
+from megatron.config.translate.not_offered import NOT_OFFERED
+from megatron.config.translate.rules import KnownFlag, known_flags
 
-
-def _known(
-    reason: str, *, refused: bool, switches: str = "", values: str = "", lists: str = "", program: str = ""
-) -> list[KnownFlag]:
-    """A name may be followed by =NEUTRAL."""
-    return [
-        KnownFlag(name=name, arity=arity, refused=refused, reason=reason, neutral=neutral, program=program)
-        for arity, words in ((SWITCH, switches), (VALUE, values), (VALUES, lists))
-        for name, _, neutral in (word.partition("=") for word in words.split())
-    ]
-
-
-_harmless = partial(_known, refused=False)
-_refused = partial(_known, refused=True)
+_harmless = partial(known_flags, refused=False)
+_refused = partial(known_flags, refused=True)
 
 _HARMLESS = [
     # Precision and kernels
@@ -75,7 +65,7 @@ _HARMLESS = [
     _harmless(
         "initial weights do not depend on the device and are always drawn before a checkpoint replaces them",
         switches="use-cpu-initialization no-initialization",
-        values="lazy-mpu-init",
+        lists="lazy-mpu-init",
     ),
     # DeepSpeed
     _harmless(
@@ -100,8 +90,8 @@ _HARMLESS = [
     _harmless("throughput is always logged", switches="log-throughput"),
     _harmless(
         "see --profile-trace and --timing-log-level for where time goes",
-        values="profile profile-steps",
-        lists="profile-ranks",
+        values="profile-steps",
+        lists="profile profile-ranks",
     ),
     _harmless(
         "see --exit-signal-handler and --exit-duration-in-mins",
@@ -268,4 +258,42 @@ _REFUSED = [
     _refused("give --train-samples or --train-iters; the model is always built", values="use-dataset-only=false"),
 ]
 
-KNOWN_FLAGS: tuple[KnownFlag, ...] = tuple(flag for group in (*_HARMLESS, *_REFUSED) for flag in group)
+_EQUIVALENTS = {
+    "n-layer n-layers": "--num-layers",
+    "n-head n-heads": "--num-attention-heads",
+    "n-embd d-model dim": "--hidden-size",
+    "block-size context-length max-seq-len max-seq-length sequence-length": "--seq-length",
+    "per-device-train-batch-size per-device-batch-size": "--micro-batch-size",
+    "train-batch-size": "--global-batch-size",
+    "gradient-accumulation-steps gradient-accumulation": "--global-batch-size, of all micro-batches of a step",
+    "max-steps max-iters steps train-steps": "--train-iters",
+    "epochs num-train-epochs": "--train-iters or --train-samples",
+    "learning-rate": "--lr",
+    "min-learning-rate": "--min-lr",
+    "lr-scheduler-type": "--lr-decay-style",
+    "beta1": "--adam-beta1",
+    "beta2": "--adam-beta2",
+    "max-grad-norm grad-clip": "--clip-grad",
+    "dropout": "--attention-dropout and --hidden-dropout",
+    "output-dir out-dir save-dir": "--save",
+    "resume resume-from-checkpoint": "--load",
+    "save-steps": "--save-interval",
+    "eval-steps": "--eval-interval",
+    "logging-steps": "--log-interval",
+    "tp tp-size": "--tensor-model-parallel-size",
+    "pp pp-size": "--pipeline-model-parallel-size",
+    "ep ep-size": "--expert-model-parallel-size",
+    "dp dp-size data-parallel-size": "the number of processes over those of a replica: leave it out",
+    "activation-checkpointing gradient-checkpointing": "--recompute-granularity full --recompute-method uniform",
+    "dtype": "--bf16 or --fp16",
+}
+"""Names of flags in other families of trainers -> the flag here."""
+
+_RENAMED = [_refused(f"here it is {ours}", lists=names) for names, ours in _EQUIVALENTS.items()]
+
+
+KNOWN_FLAGS: tuple[KnownFlag, ...] = (
+    *(flag for group in (*_HARMLESS, *_REFUSED, *_RENAMED) for flag in group),
+    *MEGATRON_LM_FLAGS,
+    *NOT_OFFERED,
+)

@@ -121,12 +121,14 @@ class KnownFlag(OldFlag):
     neutral: for a refused flag, the value that asks for nothing and is accepted; "" when there is none.
     reason: why it has no effect, or what to do instead.
     program: the program that it is for, where that is another one.
+    feature: for a refused flag, the feature that is not offered; "" where something stands for it.
     """
 
     refused: bool
     reason: str
     neutral: str = ""
     program: str = ""
+    feature: str = ""
 
     def meaning(self, words: Sequence[str]) -> Meaning:
         """A note; nothing when the words are the neutral value of one that is refused."""
@@ -140,6 +142,26 @@ class KnownFlag(OldFlag):
         if self.arity == SWITCH:
             return _is_false(words)
         return bool(self.neutral) and all(_same(word, self.neutral) for word in words)
+
+
+def known_flags(
+    reason: str,
+    *,
+    refused: bool,
+    switches: str = "",
+    values: str = "",
+    lists: str = "",
+    program: str = "",
+    feature: str = "",
+) -> list[KnownFlag]:
+    """Flags that share a reason, from their names; ``name=VALUE`` gives the neutral value of a flag."""
+    return [
+        KnownFlag(
+            name=name, arity=arity, refused=refused, reason=reason, neutral=neutral, program=program, feature=feature
+        )
+        for arity, words in ((SWITCH, switches), (VALUE, values), (VALUES, lists))
+        for name, _, neutral in (word.partition("=") for word in words.split())
+    ]
 
 
 def _is_false(words: Sequence[str]) -> bool:

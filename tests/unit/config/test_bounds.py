@@ -14,6 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron.base.documents import parse_yaml, read_yaml
+from megatron.base.errors import ErrorList
 from megatron.base.option import FieldOption, field_options
 from megatron.compression.builtin import BUILTIN
 from megatron.compression.points import Point
@@ -146,7 +147,9 @@ KEYS = st.sampled_from([field.name for field in FIELDS] + PARSER.table.all_flags
 
 
 def _read(text: str) -> None:
-    collect_yaml(PARSER.table, parse_yaml(text, "run.yaml"), "run.yaml")
+    errors = ErrorList()
+    collect_yaml(PARSER.table, parse_yaml(text, "run.yaml"), "run.yaml", errors)
+    errors.raise_all()
 
 
 @given(st.dictionaries(KEYS, PLAIN, min_size=1, max_size=2), st.sampled_from([None, *run_sections()]))

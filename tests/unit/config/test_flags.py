@@ -197,23 +197,94 @@ def _words(flag: KnownFlag, value: str) -> list[str]:
     return [f"--{flag.name}"] if flag.arity == SWITCH else [f"--{flag.name}", value]
 
 
-@pytest.mark.parametrize("flag", [flag for flag in KNOWN_FLAGS if not flag.refused], ids=lambda flag: flag.name)
-def test_each_harmless_flag_is_accepted_with_one_note(flag: KnownFlag) -> None:
-    parsed = PARSER.parse([*_words(flag, "7"), "--seed", "5"], check=False)
-    assert parsed.notes == [f"--{flag.name} is known but has no effect here: {flag.reason}"]
-    assert parsed.explicit == {"training.seed"}
+def test_each_harmless_flag_is_accepted_with_one_note() -> None:
+    for flag in (flag for flag in KNOWN_FLAGS if not flag.refused):
+        parsed = PARSER.parse([*_words(flag, "7"), "--seed", "5"], check=False)
+        assert parsed.notes == [f"--{flag.name} is known but has no effect here: {flag.reason}"]
+        assert parsed.explicit == {"training.seed"}
 
 
-@pytest.mark.parametrize("flag", [flag for flag in KNOWN_FLAGS if flag.refused], ids=lambda flag: flag.name)
-def test_each_refused_flag_is_refused_by_name_unless_neutral(flag: KnownFlag) -> None:
+def test_each_refused_flag_is_refused_by_name_unless_neutral() -> None:
+    for flag in (flag for flag in KNOWN_FLAGS if flag.refused):
+        with pytest.raises(UserError) as caught:
+            PARSER.parse(_words(flag, "7"), check=False)
+        assert f"--{flag.name}" in str(caught.value)
+        assert flag.reason in str(caught.value)
+        if flag.neutral:
+            parsed = PARSER.parse(_words(flag, flag.neutral), check=False)
+            assert parsed.explicit == set(), flag.name
+
+
+def test_one_message_names_every_flag_that_cannot_be_used() -> None:
+    line = (
+        "--multi-latent-attention --tensor-model-paralel-size 2 --seed 5 --mystery 1 two --context-parallel-size 2 "
+        "--num-layers two --learning-rate 3e-4 --mock-dat"
+    )
     with pytest.raises(UserError) as caught:
-        PARSER.parse(_words(flag, "7"), check=False)
-    assert f"--{flag.name}" in str(caught.value)
-    assert flag.reason in str(caught.value)
-    if flag.neutral:
-        parsed = PARSER.parse(_words(flag, flag.neutral), check=False)
-        assert parsed.explicit == set()
-        assert parsed.notes == []
+        parse_args(line.split())
+    message = str(caught.value)
+    assert message.startswith("7 settings cannot be used: (1) ")
+    for reason in (
+        "unknown flag --tensor-model-paralel-size; the nearest is --tensor-model-parallel-size",
+        "unknown flag --mystery; --help",
+        "--multi-latent-attention: multi-latent attention (MLA): not offered; use --num-query-groups",
+        "--context-parallel-size 2: context parallelism: not offered; for long sequences use --sequence-parallel",
+        "--num-layers: 'two' is not an integer",
+        "--learning-rate 3e-4: here it is --lr",
+        "unknown flag --mock-dat",
+    ):
+        assert reason in message
+    assert "--seed" not in message
+
+
+def test_one_message_names_every_key_of_a_file_that_cannot_be_used(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("model:\n  num_layer: 4\n  hidden_size: wide\nmodl:\n  x: 1\nuse_mup: true\nseed: 5\n")
+    with pytest.raises(UserError) as caught:
+        parse_args(["--config", str(path), "--nonsense"])
+    message = str(caught.value)
+    assert message.startswith("5 settings cannot be used: ")
+    for name in ("--nonsense", "model.num_layer", "model.hidden_size", "unknown section modl", "--use-mup"):
+        assert name in message
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("--hiden-size", "--hidden-size"),
+        ("--expert-parallel-size", "--moe-expert-parallel-size"),
+        ("--tensor-parallel-size", "--tensor-model-parallel-size"),
+        ("--contextt-size", ""),
+        ("--parameter-parallel-size", ""),
+        ("--lr-warm-restarts", ""),
+    ],
+)
+def test_hints_are_given_only_where_names_are_near(name: str, hint: str) -> None:
+    assert PARSER.table.nearest_flag(name) == (f"; the nearest is {hint}" if hint else "")
+
+
+def test_flags_of_megatron_lm_that_ask_for_nothing_are_accepted() -> None:
+    line = (
+        "--manual-gc --manual-gc-interval 100 --cross-entropy-loss-fusion --context-parallel-size 1 --rerun-mode disabled "
+        "--calculate-per-token-loss --cp-comm-type p2p"
+    )
+    parsed = parse_args(line.split())
+    assert parsed.explicit == set()
+    assert len(parsed.notes) == 5
+
+
+def test_bf16_gradient_reduction_of_megatron_lm_is_the_compressor_cast() -> None:
+    parsed = parse_args("--grad-reduce-in-bf16 --compress pp-forward=fixpoint".split())
+    assert parsed.config.compression.compress == ["pp-forward=fixpoint", "dp-grad=cast"]
+
+
+def test_virtual_stages_of_megatron_lm_are_counted_in_layers() -> None:
+    line = "--num-layers 16 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank"
+    assert parse_args([*line.split(), "2"]).config.parallel.num_layers_per_virtual_pipeline_stage == 4
+    assert parse_args([*line.split(), "1"]).config.parallel.num_layers_per_virtual_pipeline_stage is None
+    for words in (["3"], ["2", "--num-layers-per-virtual-pipeline-stage", "2"], ["0"]):
+        with pytest.raises(UserError, match="--num-virtual-stages-per-pipeline-rank"):
+            PARSER.parse([*line.split(), *words])
 
 
 def test_scripts_of_dense_models_give_the_flags_of_experts_as_well(by_iterations: list[str]) -> None:

@@ -20,7 +20,7 @@ from megatron.config.others import (
     parser_of,
     read_list,
 )
-from megatron.config.translate.rules import SWITCH, KnownFlag, Meaning, Shortcut
+from megatron.config.translate.rules import VALUE, KnownFlag, Meaning, Shortcut
 from tests.unit.config.original_scripts import AQSGD_LM, COMPLETE, Script
 
 PARSER = build_run_parser()
@@ -28,6 +28,7 @@ COUNTS = {
     "megatron-deepspeed": 316,
     "deepspeed": 2,
     "jupiter": 54,
+    "megatron-lm": 853,
     "optimus-cc": 186,
     "radius": 213,
     "edgc": 181,
@@ -49,7 +50,7 @@ def test_every_flag_is_accepted_or_explained(system: str) -> None:
         target = parser.table.by_flag(flag.name)
         if flag.switch:  # a word after it would be lost, or missing
             assert target is not None
-            takes = target.arity != SWITCH if isinstance(target, (KnownFlag, Shortcut)) else not _is_switch(target)
+            takes = target.arity == VALUE if isinstance(target, (KnownFlag, Shortcut)) else not _is_switch(target)
             assert not takes, flag.name
 
 
@@ -103,7 +104,7 @@ def test_a_flag_without_an_explanation_is_named(monkeypatch: pytest.MonkeyPatch,
     for system in SYSTEMS:
         (tmp_path / f"{system}.txt").write_text("# Flags\n- num-layers value ∅\n")
     monkeypatch.setattr(module, "LISTS", tmp_path)
-    assert "| `--num-layers` | DSJOREACM | works |  |" in flags_of_others_markdown()
+    assert "| `--num-layers` | DSJOREALCM | works |  |" in flags_of_others_markdown()
     (tmp_path / "edgc.txt").write_text("# Flags\n- nobody-knows-it switch\n")
     with pytest.raises(UserError, match=r"^--nobody-knows-it: neither accepted nor explained; add it to "):
         flags_of_others_markdown()
