@@ -4,12 +4,12 @@
     python tools/plot_loss_curves.py a.txt b.txt --x iterations,hours --smooth 50
 
 A run is a file of --log-json-file or --log-txt-file (text logs of Megatron-LM and its forks have the same lines), with
-a name before it if you like. Lines are training losses (means over --smooth points of the run that logs least often,
-and over as many iterations of the others), hollow markers are validation losses, filled ones those at the end of
-training, which are of other samples: each is compared with its like alone. Training time (--x hours, in the unit that
-fits) is what the iterations in the log took: pauses between restarts do not count. Also prints a table: the last
-losses, and when each run had the last validation loss of the baseline. Losses that are not finite are gaps in the
-curves, and are counted below the table.
+a name before it if you like. Lines are training losses: means over --smooth points of the run that logs least often,
+and over as many iterations of the others; without it over ten points, but at most a tenth of the shortest run. Hollow
+markers are validation losses, filled ones those at the end of training, which are of other samples: each is compared
+with its like alone. Training time (--x hours, in the unit that fits) is what the iterations in the log took: pauses
+between restarts do not count. Also prints a table: the last losses, and when each run had the last validation loss of
+the baseline. Losses that are not finite are gaps in the curves, and are counted below the table.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.loss_logs import LossCurves, LossPoint, interpolated, read_run
+from benchmarks.loss_logs import LossCurves, LossPoint, interpolated, read_run, split_name
 from megatron.base.errors import UserError
 from megatron.base.markdown import markdown_table
 from megatron.training.plots import (
@@ -39,6 +39,12 @@ AXES = ("iterations", "tokens", "hours")
 def span_of(runs: Sequence[LossCurves], smooth: int) -> float:
     """Number of iterations in a mean: the same for all runs, so that no curve lags behind another."""
     return smooth * max(run.interval for run in runs)
+
+
+def default_smooth(runs: Sequence[LossCurves]) -> int:
+    """Points in a mean unless --smooth is given: ten, but at most a tenth of the shortest run."""
+    shortest = min(run.train[-1].iteration - run.train[0].iteration for run in runs)
+    return min(10, max(1, int(shortest / 10 / span_of(runs, 1))))
 
 
 def smoothed(points: Sequence[LossPoint], span: float) -> list[float]:
@@ -228,23 +234,26 @@ def _finish(figure: Any, panels: Any, runs: Sequence[LossCurves], baseline: Loss
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="[NAME=]FILE", help="logs")
-    parser.add_argument("-o", "--output", default="loss.png", help="the picture; .png, .pdf or .svg (loss.png)")
+    parser.add_argument("-o", "--output", help="the picture; .png, .pdf or .svg (loss.png beside the first log)")
     parser.add_argument("--baseline", help="name of the run that the others are compared with")
     parser.add_argument(
         "--x", default="iterations,tokens,hours", help="axes, comma-separated (iterations,tokens,hours)"
     )
     parser.add_argument(
-        "--smooth", type=int, default=10, help="training losses in a mean, of the run that logs least (10)"
+        "--smooth",
+        type=int,
+        help="training losses in a mean, of the run that logs least (10, or a tenth of a short run)",
     )
     parser.add_argument("--seq-length", type=int, help="tokens of a sample, for text logs, which count samples")
     options = parser.parse_args(arguments)
     axes = options.x.split(",")
     try:
-        picture_format(Path(options.output))
+        output = Path(options.output or split_name(options.runs[0])[1].parent / "loss.png")
+        picture_format(output)
         unknown = [axis for axis in axes if axis not in AXES]
         if unknown:
             raise UserError(f"--x {unknown[0]}: choose from {', '.join(AXES)}")
-        if options.smooth < 1:
+        if options.smooth is not None and options.smooth < 1:
             raise UserError(f"--smooth {options.smooth}: must be at least 1")
         runs = [read_run(word, options.seq_length) for word in options.runs]
         names = [run.name for run in runs]
@@ -253,9 +262,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.baseline is not None and options.baseline not in names:
             raise UserError(f"--baseline {options.baseline}: the runs are {', '.join(names)}")
         baseline = next((run for run in runs if run.name == options.baseline), None)
-        draw(runs, baseline, axes, options.smooth, Path(options.output))
+        smooth = options.smooth or default_smooth(runs)
+        draw(runs, baseline, axes, smooth, output)
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print("\n".join([table(runs, baseline, options.smooth), "", *notes(runs, baseline), options.output]))
+    print("\n".join([table(runs, baseline, smooth), "", *notes(runs, baseline), str(output)]))
     return 0

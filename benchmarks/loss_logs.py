@@ -85,7 +85,7 @@ def read_run(word: str, seq_length: int | None) -> LossCurves:
     Raises:
         UserError: when it cannot be read or holds no losses.
     """
-    name, path = _named(word)
+    name, path = split_name(word)
     run = LossCurves(name or (path.parent.name if path.stem == "log" and path.parent.name else path.stem))
     try:
         rows = _from_json(path) if _is_json(path) else _from_text(path, seq_length)
@@ -136,7 +136,7 @@ def interpolated(xs: Sequence[float], ys: Sequence[float], x: float) -> float | 
     return ys[i - 1] + (ys[i] - ys[i - 1]) * (x - xs[i - 1]) / (xs[i] - xs[i - 1])
 
 
-def _named(word: str) -> tuple[str, Path]:
+def split_name(word: str) -> tuple[str, Path]:
     """Splits a word into a name (empty where none is given) and a file, which may have a = in its own name."""
     name, equals, path = word.partition("=")
     if not equals or Path(word).is_file():

@@ -82,6 +82,9 @@ class LoggingConfig:
     log_json_file: str | None = derived(
         "none", "Append one JSON object a log line to this file.", metavar="FILE", may_differ=_OF_ONE
     )
+    print_config: bool = option(
+        False, "Print every setting at the start, not only those that differ from the defaults.", may_differ=_OF_ONE
+    )
     log_comm: bool = option(
         False,
         "After each log line, log the bytes, times and residuals of each communication point.",

@@ -125,15 +125,22 @@ class RunConfig:
         """Reads a file of `to_yaml`. Raises UserError naming the file when it cannot be read."""
         return cls.from_dict(read_yaml(path), where=str(path))
 
-    def describe(self) -> str:
-        """A readable table of all values, grouped by section, for the top of a log."""
-        return "\n".join(describe_section(name, values) for name, values in self.to_dict().items())
+    def describe(self, *, defaults: bool = True) -> str:
+        """A readable table of the values by section, for the top of a log; without `defaults`, of those that differ."""
+        sections = (describe_section(name, getattr(self, name), defaults=defaults) for name in run_sections())
+        return "\n".join(filter(None, sections))
 
 
-def describe_section(name: str, values: Mapping[str, Any]) -> str:
-    """A section's values by name, as lines of a log."""
-    lines = [f"  {key} {'.' * (46 - len(key))} {_shown(value)}" for key, value in values.items()]
-    return "\n".join([f"{name}:", *lines])
+def describe_section(name: str, section: Any, *, defaults: bool) -> str:
+    """A section's values by name, as lines of a log; without `defaults`, only those that differ, or nothing."""
+    values, default = section_to_plain(section), section_to_plain(type(section)())
+    keys = sorted(values, key=lambda key: key not in type(section).__annotations__)  # inherited ones come last
+    lines = [
+        f"  {key} {'.' * (46 - len(key))} {_shown(values[key])}"
+        for key in keys
+        if defaults or values[key] != default[key]
+    ]
+    return "\n".join([f"{name}:", *lines]) if lines else ""
 
 
 def _noting(notes: list[str] | None) -> Note:

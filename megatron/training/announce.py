@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megatron.base.fields import section_to_plain
 from megatron.config.run import RunConfig, describe_section
 from megatron.data.build import Datasets
 from megatron.topology.topology import Topology
@@ -18,12 +17,14 @@ from megatron.training.data_notes import data_notes, epochs_of_run
 def log_config(
     config: RunConfig, notes: Sequence[str], sections: Mapping[str, Any], log: Callable[[str], None]
 ) -> None:
-    """Prints the notes on the flags, and the configuration."""
+    """Prints the notes on the flags, and the settings that differ from the defaults, or all (``--print-config``)."""
     for note in notes:
         log(f"note: {note}")
-    log(config.describe())
+    defaults = config.logging.print_config
+    log("settings:" if defaults else "settings that differ from the defaults (--print-config prints all):")
+    log(config.describe(defaults=defaults))
     for name, section in sections.items():
-        log(describe_section(name, section_to_plain(section)))
+        log(describe_section(name, section, defaults=defaults))
 
 
 def log_engines(engines: Engines, datasets: Datasets, notes: Sequence[str], log: Callable[[str], None]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import loss_curves
-from benchmarks.loss_curves import main, smoothed
+from benchmarks.loss_curves import default_smooth, main, smoothed
 from benchmarks.loss_logs import LossPoint, interpolated, read_run
 
 
@@ -84,6 +84,14 @@ def test_time_to_a_loss_beside_the_baseline(tmp_path: Path, capsys: pytest.Captu
     assert out.read_bytes()[:4] == b"\x89PNG"
 
 
+def test_a_short_run_is_smoothed_over_a_tenth_of_it_and_drawn_beside_its_log(tmp_path: Path) -> None:
+    short = read_run(str(_json_log(tmp_path / "short" / "log.jsonl", 4.0, 0.2, steps=40)), None)
+    long = read_run(str(_json_log(tmp_path / "long" / "log.jsonl", 4.0, 0.2, steps=400)), None)
+    assert (default_smooth([short]), default_smooth([long]), default_smooth([short, long])) == (3, 10, 3)
+    assert main([f"a={tmp_path / 'short' / 'log.jsonl'}", f"b={tmp_path / 'long' / 'log.jsonl'}"]) == 0
+    assert (tmp_path / "short" / "loss.png").is_file()
+
+
 def test_means_and_lines_between_points() -> None:
     points = [LossPoint(i, float(i)) for i in range(5)]
     assert smoothed(points, 1) == [0, 1, 2, 3, 4]
@@ -152,7 +160,9 @@ def test_a_text_log_that_diverged_says_so(
     log = tmp_path / "a.txt"
     log.write_text("\n".join([*lines, _train_line(6, None)[:90], _train_line(6, "2.0E+00")[:110]]))
     assert _losses(str(log)) == ["1:5", "2:4", "3:nan", "4:nan", "5:3"]
-    assert main([str(log), "--x", "iterations", "--baseline", "a", "-o", str(tmp_path / "a.png")]) == 0
+    assert (
+        main([str(log), "--x", "iterations", "--baseline", "a", "--smooth", "10", "-o", str(tmp_path / "a.png")]) == 0
+    )
     printed = capsys.readouterr().out
     assert "a: training losses that are not finite: 2, the first at iteration 3\n" in printed
     assert "a: validation losses that are not finite: 1, the first at iteration 4\n" in printed
@@ -166,7 +176,7 @@ def test_windows_without_a_step_have_no_loss(tmp_path: Path, capsys: pytest.Capt
     lines = [_train_line(10, None, 1), _train_line(20, "4.0E+00", 9), _train_line(30, None, 10), _train_line(40, "3.0")]
     (tmp_path / "a.txt").write_text("\n".join(lines))
     assert _losses(str(tmp_path / "a.txt")) == ["20:4", "40:3"]
-    assert main([str(tmp_path / "a.txt"), "--x", "hours", "-o", str(tmp_path / "a.png")]) == 0
+    assert main([str(tmp_path / "a.txt"), "--x", "hours", "--smooth", "10", "-o", str(tmp_path / "a.png")]) == 0
     assert "not finite" not in capsys.readouterr().out
 
 
@@ -179,7 +189,7 @@ def test_nulls_of_a_json_log_are_gaps(start: str, tmp_path: Path, capsys: pytest
         events.append({"kind": "train", "iteration": 4})
         log = tmp_path / f"{name}.jsonl"
         log.write_text(start + "".join(json.dumps(event) + "\n" for event in events), encoding="utf-8")
-        assert main([str(log), "--x", "iterations", "-o", str(tmp_path / "a.png")]) == 0
+        assert main([str(log), "--x", "iterations", "--smooth", "10", "-o", str(tmp_path / "a.png")]) == 0
     assert _losses(str(tmp_path / "some.jsonl")) == ["1:5", "2:nan", "3:3"]
     printed = capsys.readouterr().out
     assert "some: training losses that are not finite: 1, the first at iteration 2\n" in printed
@@ -276,7 +286,7 @@ def test_an_evaluation_is_compared_with_its_like(
     """A run that ends on an interval has two validation losses there, of other samples; a test loss is none."""
     words = [f"dense={_ends_on_an_evaluation(tmp_path / 'a', 0.0, form)}"]
     words += [f"mine={_ends_on_an_evaluation(tmp_path / 'b', 0.0041, form)}"]
-    above, below = _lines(monkeypatch, [*words, "--baseline", "dense", "--x", "iterations"])
+    above, below = _lines(monkeypatch, [*words, "--baseline", "dense", "--x", "iterations", "--smooth", "10"])
     changes = [value for curve in below.values() for value in curve if value != 0.0]
     assert len(changes) == 4 + 2 + 1
     assert changes == pytest.approx([0.0041] * 7, abs=1e-6)

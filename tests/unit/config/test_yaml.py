@@ -237,3 +237,15 @@ def test_describe_shows_every_value_in_its_section() -> None:
     assert any(line.split() == ["seed", "." * 42, "77"] for line in lines)
     assert any(line.startswith("  data_path ...") and line.endswith(" a") for line in lines)
     assert len(lines) == len(ALL_FIELDS) + len(run_sections())
+    names = [line.split()[0] for line in lines[1:]]
+    assert names.index("num_layers") < names.index("num_experts")  # a section's own fields come first
+
+
+def test_describe_shows_the_values_that_differ_from_the_defaults() -> None:
+    config = parse_args(["--seed", "77", "--data-path", "a", "--num-layers", "4", "--lr-decay-style", "linear"]).config
+    lines = [line.split() for line in config.describe(defaults=False).splitlines()]
+    assert lines == [
+        *(["model:"], ["num_layers", "." * 36, "4"]),
+        *(["training:"], ["seed", "." * 42, "77"]),
+        *(["data:"], ["data_path", "." * 37, "a"]),
+    ]
