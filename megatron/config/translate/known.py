@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from megatron.config.translate.megatron_lm import MEGATRON_LM_FLAGS
+from megatron.config.translate.megatron_lm_known import MEGATRON_LM_FLAGS
 from megatron.config.translate.not_offered import NOT_OFFERED
 from megatron.config.translate.rules import KnownFlag, known_flags
 
