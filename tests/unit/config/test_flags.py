@@ -265,8 +265,8 @@ def test_hints_are_given_only_where_names_are_near(name: str, hint: str) -> None
 
 def test_flags_of_megatron_lm_that_ask_for_nothing_are_accepted() -> None:
     line = (
-        "--manual-gc --manual-gc-interval 100 --cross-entropy-loss-fusion --context-parallel-size 1 --rerun-mode disabled "
-        "--calculate-per-token-loss --cp-comm-type p2p"
+        "--manual-gc --manual-gc-interval 100 --cross-entropy-loss-fusion --context-parallel-size 1 "
+        "--rerun-mode disabled --calculate-per-token-loss --cp-comm-type p2p"
     )
     parsed = parse_args(line.split())
     assert parsed.explicit == set()
@@ -274,7 +274,7 @@ def test_flags_of_megatron_lm_that_ask_for_nothing_are_accepted() -> None:
 
 
 def test_bf16_gradient_reduction_of_megatron_lm_is_the_compressor_cast() -> None:
-    parsed = parse_args("--grad-reduce-in-bf16 --compress pp-forward=fixpoint".split())
+    parsed = parse_args(["--grad-reduce-in-bf16", "--compress", "pp-forward=fixpoint"])
     assert parsed.config.compression.compress == ["pp-forward=fixpoint", "dp-grad=cast"]
 
 
