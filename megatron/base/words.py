@@ -1,9 +1,10 @@
-"""Words of and for users: how names are compared, the known name nearest to a misspelled one, texts cut short."""
+"""Words of and for users: how names are compared, the known name nearest to a misspelled one, long texts cut short."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 Note = Callable[[str], None]
@@ -58,3 +59,13 @@ def shown(value: Any) -> str:
     if isinstance(value, int) and value.bit_length() > 200:
         return f"a number of {value.bit_length()} bits"
     return repr(shortened(value)) if isinstance(value, str) else shortened(repr(value))
+
+
+def short_names(paths: Sequence[str]) -> list[str]:
+    """Names of files in logs: the last parts of their paths, as many as tell them apart."""
+    parts = [Path(path).parts for path in paths]
+    for count in range(1, max(map(len, parts), default=0) + 1):
+        names = ["/".join(one[-count:]) for one in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{path} ({number})" for number, path in enumerate(paths, 1)]

@@ -44,6 +44,9 @@ class DataConfig:
     test_data_path: list[str] = option(  # noqa: RUF009
         [], "Datasets for the final test only.", metavar=_BLEND, contents="blend"
     )
+    multiple_validation_sets: bool = option(
+        False, "Report the losses on each dataset of --valid-data-path (or --data-path) apart; they take no weights."
+    )
     split: str = option("969,30,1", "Shares of documents for training, validation and test under --data-path.")
     data_cache_path: str | None = derived(
         "nothing is cached",
@@ -168,6 +171,13 @@ def check_data(data: DataConfig, *, skip_train: bool) -> None:
         (data.test_data_path, "--test-data-path"),
     )
     given = [flag for words, flag in parts if words]
+    for blend, flag in ((data.blend, "--data-path"), (data.separate_blends[1], "--valid-data-path")):
+        if data.multiple_validation_sets and blend is not None and blend.weights is not None:
+            raise UserError(
+                f"--multiple-validation-sets reads each dataset of {flag} by itself, so weights say nothing; give "
+                f"{'--train-data-path and --valid-data-path, the latter' if flag == '--data-path' else 'them'} without "
+                "weights"
+            )
     if given and data.data_path:
         raise UserError(f"--data-path and {given[0]} exclude each other; leave one of them out")
     if given and not data.train_data_path and not skip_train:

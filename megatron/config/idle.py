@@ -351,6 +351,21 @@ RULES: Sequence[Idle] = (
         "nothing is evaluated during training",
     ),
     Idle(
+        ("data.multiple_validation_sets", *fields_of("validation", "full_validation fixed_validation eval_at_start")),
+        lambda config, _: config.validation.eval_iters == 0,
+        "--eval-iters 0 turns evaluation off",
+    ),
+    Idle(
+        ("validation.eval_at_start",),
+        lambda config, _: config.validation.skip_train,
+        "there is no first step",
+    ),
+    Idle(
+        ("validation.fixed_validation",),
+        lambda config, _: config.validation.full_validation,
+        "--full-validation reads all samples each time",
+    ),
+    Idle(
         ("compression.eval_compressed",),
         lambda config, _: not _forward_codec(config),
         "without a compressor of what goes forward",

@@ -115,6 +115,7 @@ _COUNTED = (
     *("training.train_iters", "training.train_samples", "training.train_tokens", "training.rampup_batch_size"),
     *("curriculum.curriculum_learning", "data.dataloader_type"),
 )
+_EVALUATED = ("data.multiple_validation_sets", "validation.full_validation", "validation.fixed_validation")
 _COUNTED_IN_SAMPLES = ("lr_warmup_samples", "lr_decay_samples")
 _PATHS = ("data.data_path", "data.train_data_path", "data.valid_data_path", "data.test_data_path")
 
@@ -149,6 +150,9 @@ def parse_task(argv: Sequence[str]) -> tuple[ParsedRun, TaskConfig, Task]:
     for path in _COUNTED:
         if path in explicit:
             raise UserError(f"--{_flag(path)}: a task is trained for --epochs over --train-data; leave it out")
+    for path in _EVALUATED:
+        if path in explicit:
+            raise UserError(f"--{_flag(path)}: a task reads all of --valid-data in each evaluation; leave it out")
     for path in _PATHS:
         if path in explicit:
             raise UserError(f"--{_flag(path)}: a task reads labelled files; give --train-data and --valid-data")

@@ -15,4 +15,11 @@ class ValidationConfig:
         100, "Batches of each evaluation; 0 turns evaluation off.", unit="iterations", minimum=0, maximum=10**6
     )
     eval_interval: int = option(1000, "Number of iterations between evaluations.", unit="iterations", minimum=1)
+    full_validation: bool = option(
+        False, "Read the whole validation set in each evaluation, each sample once, in place of --eval-iters batches."
+    )
+    fixed_validation: bool = option(
+        False, "Read the same first --eval-iters batches of the validation set in each evaluation."
+    )
+    eval_at_start: bool = option(False, "Evaluate before the first step, too.")
     skip_train: bool = option(False, "Evaluate only.")

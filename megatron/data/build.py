@@ -171,6 +171,8 @@ class _Builder:
     def dataset(self, split: _SplitSources, num_samples: int | None) -> Dataset:
         """The dataset of a split, blended when it has several paths."""
         # megatron-core blends a single weighted path of --data-path as well, with its margin.
+        if split.number == 1 and self.data.multiple_validation_sets and len(split.parts) > 1:
+            return self._read_apart(split, num_samples)
         single_blend = split.weights is not None and bool(self.data.data_path) and self.data.sample_order == "megatron"
         if len(split.parts) == 1 and not single_blend:
             return self._single(split, 0, num_samples)
@@ -178,12 +180,21 @@ class _Builder:
             return self._megatron_blend(split, num_samples)
         return self._lazy_blend(split, num_samples)
 
+    def _read_apart(self, split: _SplitSources, num_samples: int | None) -> BlendedDataset:
+        """The datasets of a split for evaluation one by one: each as if it were the only one, with as many draws."""
+        alone = [_SplitSources(split.number, None, [part]) for part in split.parts]
+        return self._one_of_each([self._single(one, 0, num_samples) for one in alone])
+
+    def _one_of_each(self, datasets: Sequence[FileSamples]) -> BlendedDataset:
+        """All draws of some datasets, each once."""
+        draws = [len(dataset) for dataset in datasets]
+        return BlendedDataset(datasets, LazyBlend([max(count, 1) for count in draws], sum(draws)), draws)
+
     def _lazy_blend(self, split: _SplitSources, num_samples: int | None) -> BlendedDataset:
-        one_epoch: list[float] = []
-        if num_samples is None or not split.weights:
-            one_epoch = [float(part.epoch_samples()) for part in split.parts]
-        weights = split.weights or [max(samples, 1.0) for samples in one_epoch]
-        blend = LazyBlend(weights, int(sum(one_epoch)) if num_samples is None else num_samples)
+        if num_samples is None:
+            return self._one_of_each([self._single(split, place, None) for place in range(len(split.parts))])
+        weights = split.weights or [max(float(part.epoch_samples()), 1.0) for part in split.parts]
+        blend = LazyBlend(weights, num_samples)
         draws = blend.counts()
         return BlendedDataset([self._single(split, place, wanted) for place, wanted in enumerate(draws)], blend, draws)
 
@@ -271,7 +282,7 @@ class _GPTPart:
             identity = file_identity(self.indexed)
             cache = kind.data.data_cache_path
             order = MegatronOrder(documents, kind.seq_length, kind.seed, length, cache, identity)
-        elif kind.data.sample_order == "fixed":
+        elif kind.data.sample_order == "fixed" and num_samples is not None:
             order = FixedOrder(documents, kind.seq_length, seed, length)
         else:
             order = LazyOrder(documents, kind.seq_length, seed, length)

@@ -168,7 +168,7 @@ class _MaskedPart:
             order = MegatronSentences(documents, kind.cut, kind.seed, length, cache, identity)
             if cyclic:
                 order = CyclicSentences(order, seed, num_samples)
-        elif kind.data.sample_order == "fixed":
+        elif kind.data.sample_order == "fixed" and num_samples is not None:
             order = FixedSentences(documents, kind.cut, seed, num_samples)
         else:
             order = LazySentences(documents, kind.cut, seed, num_samples)

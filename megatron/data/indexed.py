@@ -261,6 +261,13 @@ class IndexedWriter:
         self._partial = self.bin_path.with_name(self.bin_path.name + ".partial")
         self._stream: BinaryIO | None = _open_exclusive(self._partial)
 
+    @classmethod
+    def like(cls, table: IndexTable, prefix: str | Path) -> IndexedWriter:
+        """Opens a writer of the format and the dtype of an index, of whatever dtype a legacy one is."""
+        writer = cls(prefix, dtype=table.dtype, impl="lazy" if table.legacy else "mmap")
+        writer.dtype = table.dtype
+        return writer
+
     def add_documents(self, tokens: ArrayLike, lengths: ArrayLike, sequences: ArrayLike) -> None:
         """Appends whole documents at once.
 

@@ -6,13 +6,13 @@ import importlib.util
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from megatron.base.errors import UserError
+from megatron.base.words import short_names
 from megatron.config.tasks import Metric, Task
 from megatron.data.tasks.examples import ExampleFile
 
@@ -90,13 +90,3 @@ def scores(task: Task, files: Sequence[ExampleFile], outputs_nc: Tensor) -> dict
             result[name] = {str(metric): _METRICS[metric](*of_file) for metric in task.metrics}
         begin = end
     return result
-
-
-def short_names(paths: Sequence[str]) -> list[str]:
-    """Names of files in logs: the last parts of their paths, as many as tell them apart."""
-    parts = [Path(path).parts for path in paths]
-    for count in range(1, max(map(len, parts), default=0) + 1):
-        names = ["/".join(one[-count:]) for one in parts]
-        if len(set(names)) == len(names):
-            return names
-    return [f"{path} ({number})" for number, path in enumerate(paths, 1)]

@@ -92,8 +92,10 @@ class BertStage(Stage):
 
     def counts(self, targets: Targets) -> Tensor:
         masked = targets.mask_bs.sum()
-        samples = torch.full_like(masked, targets.mask_bs.shape[0])
-        return torch.stack([masked, samples] if self.config.bert_binary_head else [masked])
+        if not self.config.bert_binary_head:
+            return torch.stack([masked])
+        assert targets.order_b is not None
+        return torch.stack([masked, (targets.order_b >= 0).sum().to(masked.dtype)])
 
     def loss(self, x_sbh: Tensor, targets: Targets, divisors: Tensor | None = None) -> StageLoss:
         x_sbh = self.final_layernorm(x_sbh)

@@ -17,7 +17,8 @@ class Targets:
         labels_bs: int64 tokens. For a task head one label a sequence, (b, 1): an int64 class or choice, or a float64
             number.
         mask_bs: float32, 1 where the loss of a label counts.
-        order_b: int64, 1 where the two sentences of a sample are swapped; None where the model is not asked.
+        order_b: int64, 1 where the two sentences of a sample are swapped, negative where that does not count; None
+            where the model is not asked.
         lengths_b: int64 tokens of each sequence, without padding; None for a language model.
         dropout: keys of the dropout masks; None in evaluation.
     """

@@ -95,6 +95,8 @@ class CurveSink(Sink, ABC):
         if self._config.log_validation_ppl_to_tensorboard:
             tokens = {name: value for name, value in evaluation.losses.items() if has_perplexity(name)}
             values |= {f"{name} {evaluation.split} ppl": perplexity(value) for name, value in tokens.items()}
+        for name, losses in evaluation.sets.items():
+            values |= {f"{loss} {evaluation.split}/{name}": value for loss, value in losses.items()}
         for file, scores in evaluation.scores.items():
             values |= {f"{metric} {evaluation.split}/{file}": value for metric, value in scores.items()}
         self._curves(evaluation.iteration, values, samples=evaluation.consumed_samples)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from megatron.config.run import RunConfig
 from megatron.data.build import Dataset, Datasets
 from megatron.data.source import BlendedDataset
+from megatron.training.evaluation import EvaluationSet, test_sets, validation_sets
 
 
 def data_notes(config: RunConfig, datasets: Datasets) -> list[str]:
@@ -18,9 +19,9 @@ def data_notes(config: RunConfig, datasets: Datasets) -> list[str]:
     """
     train, valid, test = datasets
     validation, size = config.validation, config.training.global_batch_size
-    notes = []
+    notes: list[str] = []
     if train is not None and not validation.skip_train:
-        notes += list(_short(train, size, "training"))
+        notes += _short(train, size, "training set")
         repeated = [f"{epochs:.1f} epochs of {what}" for epochs, what in _epochs(train) if epochs > 1]
         if repeated:
             notes.append(f"training repeats its data: {', '.join(repeated)}")
@@ -28,9 +29,10 @@ def data_notes(config: RunConfig, datasets: Datasets) -> list[str]:
         return notes
     if valid is None:
         notes.append(_why_no_validation(config))
-    for dataset, name in ((valid, "validation"), (test, "test")):
-        if dataset is not None:
-            notes += [*_short(dataset, size, name), *_read_often(dataset, validation.eval_iters, size, name)]
+    for one in [] if validation.full_validation else validation_sets(config, valid):
+        notes += _evaluation_notes(one, f"validation set{one.name and ' '}{one.name}")
+    for one in test_sets(config, test):
+        notes += _evaluation_notes(one, "test set")
     return notes
 
 
@@ -40,10 +42,14 @@ def epochs_of_run(dataset: Dataset) -> str:
     return f"{len(dataset) / samples:.1f} epochs of {samples:,}" if samples else "no epoch"
 
 
+def _evaluation_notes(one: EvaluationSet, name: str) -> list[str]:
+    return [*_short(one.dataset, one.batch, name), *_read_often(one.dataset, one.rounds, one.batch, name)]
+
+
 def _short(dataset: Dataset, batch: int, name: str) -> Iterator[str]:
     if dataset.epoch_samples < batch:
         yield (
-            f"the {name} set has {dataset.epoch_samples:,} samples, fewer than a global batch of {batch:,}: a batch "
+            f"the {name} has {dataset.epoch_samples:,} samples, fewer than a global batch of {batch:,}: a batch "
             "holds the same text several times; add text, or lower --global-batch-size or --seq-length"
         )
 
@@ -52,7 +58,7 @@ def _read_often(dataset: Dataset, eval_iters: int, batch: int, name: str) -> Ite
     drawn, samples = eval_iters * batch, dataset.epoch_samples
     if drawn > samples >= batch:
         yield (
-            f"--eval-iters {eval_iters} x --global-batch-size {batch} draws {drawn:,} samples, but the {name} set has "
+            f"--eval-iters {eval_iters} x --global-batch-size {batch} draws {drawn:,} samples, but the {name} has "
             f"{samples:,}, so each evaluation reads it {drawn / samples:.1f} times; give --eval-iters "
             f"{samples // batch}"
         )

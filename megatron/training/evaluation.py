@@ -2,16 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from megatron.base.words import short_names
 from megatron.compression.points import Point
+from megatron.config.run import RunConfig
+from megatron.data.build import Dataset, Datasets
 from megatron.data.loader import MicroBatches
+from megatron.data.source import BlendedDataset
+from megatron.data.whole_batches import FilledSource, WholeBatches
 from megatron.training.assembly import Engines
 from megatron.training.step import evaluation_step, take_batches
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """A data set whose losses are reported by themselves.
+
+    Args:
+        name: name in the log; empty for the only one.
+        dataset: the samples.
+        rounds: global batches of each evaluation.
+        batch: samples of a global batch.
+    """
+
+    name: str
+    dataset: Dataset
+    rounds: int
+    batch: int
+
+    @property
+    def samples(self) -> int:
+        """Samples of each evaluation, without those that only fill its last batch."""
+        drawn = self.rounds * self.batch
+        return min(drawn, self.dataset.real_samples) if isinstance(self.dataset, FilledSource) else drawn
+
+
+def validation_sets(config: RunConfig, dataset: Dataset | None) -> list[EvaluationSet]:
+    """The sets that a validation set is evaluated as: its members under --multiple-validation-sets, else itself."""
+    validation, batch = config.validation, config.training.global_batch_size
+    if dataset is None or not validation.eval_iters:
+        return []
+    members = {"": dataset}
+    if config.data.multiple_validation_sets and isinstance(dataset, BlendedDataset):
+        names = short_names([member.name for member in dataset.datasets])
+        members = dict(zip(names, dataset.datasets, strict=True))
+    if not validation.full_validation:
+        return [EvaluationSet(name, member, validation.eval_iters, batch) for name, member in members.items()]
+    whole = {name: WholeBatches(member, batch) for name, member in members.items()}
+    return [EvaluationSet(name, member, len(member) // batch, batch) for name, member in whole.items()]
+
+
+def test_sets(config: RunConfig, dataset: Dataset | None) -> list[EvaluationSet]:
+    """The test set, unless evaluation is off."""
+    rounds = config.validation.eval_iters
+    return [EvaluationSet("", dataset, rounds, config.training.global_batch_size)] if dataset and rounds else []
+
+
+def evaluation_rounds(config: RunConfig, datasets: Datasets) -> tuple[int, int]:
+    """Global batches of an evaluation of the validation set, and of the test set."""
+    _, valid, test = datasets
+    validation, testing = validation_sets(config, valid), test_sets(config, test)
+    return sum(one.rounds for one in validation), sum(one.rounds for one in testing)
+
+
+def mean_losses(losses: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each loss over several sets, each of which weighs the same."""
+    return {name: sum(one[name] for one in losses) / len(losses) for name in losses[0]}
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ class Forecast:
         sizes: sizes of the run's steps.
         layout: mesh of the run.
         train_iters: iterations of the whole run.
-        splits: whether there are a validation and a test set.
+        evaluation_rounds: global batches of an evaluation of the validation set, and of the test set.
         work: operations of a sequence of some length, of which only the ratios count.
     """
 
@@ -90,14 +90,14 @@ class Forecast:
         sizes: StepSizes,
         layout: Layout,
         train_iters: int,
-        splits: tuple[bool, bool] = (False, False),
+        evaluation_rounds: tuple[int, int] = (0, 0),
         work: Callable[[int], float] = float,
     ) -> None:
         self._config = config
         self._sizes = sizes
         self._work = work
         self._train_iters = train_iters
-        self._splits = splits
+        self._evaluation_rounds = evaluation_rounds
         self._filling = (layout.pp - 1) / layout.chunks
         self._steps: deque[tuple[float, float]] = deque(maxlen=_RECENT)
         self._pauses: dict[str, tuple[int, float]] = {}
@@ -146,7 +146,7 @@ class Forecast:
     def pauses_left(self, iteration: int) -> Mapping[str, int]:
         """Evaluations, saves and checks from an iteration's log line, which those due with it follow, to the end."""
         config, last = self._config, self._train_iters
-        validates, tests = (has and config.validation.eval_iters > 0 for has in self._splits)
+        validates, tests = (rounds > 0 for rounds in self._evaluation_rounds)
         every, saves = config.validation.eval_interval, config.checkpoint.save_interval
         # The checkpoint at the end comes last, whether or not one was due with the last iteration.
         return {
@@ -161,7 +161,7 @@ class Forecast:
             return 0.0
         batches = self._sizes.batches
         count = batches.global_batch_size // batches.samples_per_micro_batch
-        return self._config.validation.eval_iters * (count + self._filling) * per_slot * _FORWARD_SHARE
+        return max(self._evaluation_rounds) * (count + self._filling) * per_slot * _FORWARD_SHARE
 
 
 def _due(every: int | None, iteration: int, last: int) -> int:

@@ -198,6 +198,7 @@ class Evaluation:
         samples: number of samples, for an evaluation after training; None for those in between.
         split: "validation" or "test".
         scores: what a task is judged by, for each file: file -> metric -> value.
+        sets: losses on each of several sets, whose mean ``losses`` is: set -> loss -> nats; empty for one set.
     """
 
     iteration: int
@@ -206,6 +207,7 @@ class Evaluation:
     samples: int | None = None
     split: str = "validation"
     scores: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    sets: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
 def has_perplexity(name: str) -> bool:
@@ -272,21 +274,32 @@ def format_controller_lines(metrics: StepMetrics) -> list[str]:
 
 
 def format_evaluation_lines(evaluation: Evaluation) -> list[str]:
-    """The validation line (nats per token and perplexity of each loss) and the scores of files, between dash rules.
+    """The validation line (nats per token and perplexity of each loss), those of several sets, and the scores of files,
+    between dash rules.
 
     A loss that is not finite has no perplexity, and nor has a task's.
     """
     line = f" validation loss at iteration {evaluation.iteration}"
     if evaluation.samples is not None:
         line += f" on {evaluation.samples}-sample draw from {evaluation.split} set"
-    line += " | "
-    for name, value in evaluation.losses.items():
-        line += f"{name} value: {value:.6E} | "
-        line += f"{name} PPL: {perplexity(value):.6E} | " if math.isfinite(value) and has_perplexity(name) else ""
+    line += f" | {_values_of_losses(evaluation.losses)}"
+    sets = [
+        f" {evaluation.split} loss on {name} at iteration {evaluation.iteration} | {_values_of_losses(losses)}"
+        for name, losses in evaluation.sets.items()
+    ]
     scores = [
         f" metrics of {file} at iteration {evaluation.iteration} | "
         + " | ".join(f"{metric}: {value:.6f}" for metric, value in values.items())
         for file, values in evaluation.scores.items()
     ]
-    rule = "-" * (max(map(len, (line, *scores))) + 1)
-    return [rule, line, *scores, rule]
+    rule = "-" * (max(map(len, (line, *sets, *scores))) + 1)
+    return [rule, line, *sets, *scores, rule]
+
+
+def _values_of_losses(losses: Mapping[str, float]) -> str:
+    """Losses and perplexities of an evaluation, each closed by `` | ``."""
+    text = ""
+    for name, value in losses.items():
+        text += f"{name} value: {value:.6E} | "
+        text += f"{name} PPL: {perplexity(value):.6E} | " if math.isfinite(value) and has_perplexity(name) else ""
+    return text

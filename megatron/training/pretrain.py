@@ -45,6 +45,7 @@ from megatron.training.assembly import build_engines, groups_by_node, layout_of
 from megatron.training.compression_notes import compression_notes, run_length
 from megatron.training.console import make_output_last
 from megatron.training.determinism import make_deterministic
+from megatron.training.evaluation import evaluation_rounds
 from megatron.training.islands import (
     build_rounds,
     folders_of_others,
@@ -210,8 +211,8 @@ def run(
         schedule = _lr_schedule(config)
         progress = Progress()
         timers = Timers(config.logging.timing_log_level, config.logging.timing_log_option, clock=engines.ledger.clock)
-        splits = (datasets[1] is not None, datasets[2] is not None)
-        reporter = Reporter(config, engines, progress, train_iters, timers, sizes, splits)
+        rounds_of_evaluations = evaluation_rounds(config, datasets)
+        reporter = Reporter(config, engines, progress, train_iters, timers, sizes, rounds_of_evaluations)
         checkpoints = RunCheckpoints(config, engines, schedule, progress, rank_0_log(topology), lock)
         _begin(checkpoints, saved, folders_of_others(config, saved, topology, engines.joint.steps), job, log)
     met = meet_islands(engines, env, begun.iteration, islands)
@@ -307,7 +308,7 @@ def _iterations(config: RunConfig, sizes: StepSizes, begun: Progress) -> int:
 
 
 def _open_masked_data(
-    config: RunConfig, samples: tuple[int, int, int], tokenizer: Tokenizer | None, check_tokens: bool
+    config: RunConfig, samples: tuple[int, int | None, int], tokenizer: Tokenizer | None, check_tokens: bool
 ) -> Datasets:
     """Data sets of BERT or T5; the arguments are those of ``build_bert_datasets``.
 
@@ -369,9 +370,10 @@ def _open_data(
     size, validation = config.training.global_batch_size, config.validation
     left = max(train_iters - begun.iteration, 0)
     train_samples = config.training.train_samples or begun.consumed_samples + left * size
-    evaluations = train_iters // validation.eval_interval + 1
+    evaluations = 1 if validation.fixed_validation else train_iters // validation.eval_interval + 1
     evaluation_samples = validation.eval_iters * size
-    samples = (train_samples, evaluations * evaluation_samples, evaluation_samples)
+    valid_samples = None if validation.full_validation else evaluations * evaluation_samples
+    samples = (train_samples, valid_samples, evaluation_samples)
     checks = env.local_rank == 0
     if not config.model.causal:
         datasets = _open_masked_data(config, samples, tokenizer, checks)

@@ -94,7 +94,7 @@ class Reporter:
         train_iters: iterations of the whole run.
         timers: timers that are reported with each log line.
         sizes: sizes of the run's steps.
-        splits: whether there are a validation and a test set.
+        evaluation_rounds: global batches of an evaluation of the validation set, and of the test set.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Reporter:
         train_iters: int,
         timers: Timers,
         sizes: StepSizes,
-        splits: tuple[bool, bool],
+        evaluation_rounds: tuple[int, int],
     ) -> None:
         self.config = config
         self.engines = engines
@@ -119,7 +119,7 @@ class Reporter:
         self.step_sizes = sizes
         self.size = model_size(engines)
         self.peak_tflops = known_peak(config, engines.topology.device)
-        self.forecast = Forecast(config, sizes, engines.topology.layout, train_iters, splits, self._work)
+        self.forecast = Forecast(config, sizes, engines.topology.layout, train_iters, evaluation_rounds, self._work)
         self._step_started = time.perf_counter()
         self._speaks = engines.topology.is_last_rank
 
@@ -279,6 +279,7 @@ class Reporter:
         samples: int | None = None,
         split: str = "validation",
         scores: Mapping[str, Mapping[str, float]] | None = None,
+        sets: Mapping[str, Mapping[str, float]] | None = None,
     ) -> None:
         """Reports an evaluation."""
         done = self.progress
@@ -290,6 +291,7 @@ class Reporter:
                 samples=samples,
                 split=split,
                 scores=scores or {},
+                sets=sets or {},
             )
         )
 

@@ -174,7 +174,8 @@ class JsonLinesSink(Sink):
     def evaluation(self, evaluation: Evaluation) -> None:
         values = {"consumed_samples": evaluation.consumed_samples, "samples": evaluation.samples}
         scores = {"scores": evaluation.scores} if evaluation.scores else {}
-        self.event(evaluation.split, evaluation.iteration, {**values, **_keys(evaluation.losses), **scores})
+        sets = {"sets": {name: _keys(losses) for name, losses in evaluation.sets.items()}} if evaluation.sets else {}
+        self.event(evaluation.split, evaluation.iteration, {**values, **_keys(evaluation.losses), **sets, **scores})
 
     def close(self) -> None:
         self._file.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ from megatron.topology.starting import QuorumError
 from megatron.topology.topology import Topology
 from megatron.training.assembly import Engines
 from megatron.training.divergence import DivergenceCheck
-from megatron.training.evaluation import Evaluated, evaluate
+from megatron.training.evaluation import EvaluationSet, evaluate, mean_losses, test_sets, validation_sets
 from megatron.training.persistence import RunCheckpoints
 from megatron.training.program import DivergedError, NothingLearnedError
 from megatron.training.progress_state import Progress
@@ -81,7 +81,8 @@ class Trainer:
         self.topology: Topology = engines.topology
         self.sizes = sizes
         self.schedule = schedule
-        self.train_set, self.valid_set, self.test_set = datasets
+        self.train_set = datasets[0]
+        self.valid_sets, self.test_sets = validation_sets(config, datasets[1]), test_sets(config, datasets[2])
         self.train_iters = train_iters
         self.progress = progress
         self.checkpoints = checkpoints
@@ -150,6 +151,8 @@ class Trainer:
             if self.schedule.lr == 0.0 < self.schedule.values.max_lr and progress.iteration == 0:
                 self.reporter.line("note: the warm-up begins at a learning rate of 0: iteration 1 changes no weight")
             self._catch_up()
+            if self.config.validation.eval_at_start and progress.iteration == 0:
+                self._validate()
             while progress.iteration < self.train_iters and reason is ExitReason.NONE:
                 if self._skips_next:
                     reason = self._skip_iteration()
@@ -307,9 +310,8 @@ class Trainer:
             votes: sum of the votes to stop.
         """
         config, progress, timers = self.config, self.progress, self.timers
-        if self.valid_set is not None and progress.iteration % config.validation.eval_interval == 0:
-            with self.reporter.paused("evaluate"), timers("evaluate"):
-                self._validate()
+        if progress.iteration % config.validation.eval_interval == 0:
+            self._validate()
         reason = self._reason(votes)
         interval = config.checkpoint.save_interval
         if interval and progress.iteration % interval == 0:
@@ -356,33 +358,44 @@ class Trainer:
             islands=count,
         )
 
-    def _evaluate(self, dataset: Dataset, skip_rounds: int) -> Evaluated:
-        """Evaluates ``--eval-iters`` global batches."""
-        rounds = self.config.validation.eval_iters
-        size = self.config.training.global_batch_size
-        count = size // (self.config.training.micro_batch_size * self.topology.dp.size)
-        first = skip_rounds * rounds * size
-        with self._loader(dataset, first) as batches:
-            return evaluate(self.engines, batches, rounds, count, first)
+    def _evaluate(self, sets: Sequence[EvaluationSet], first_round: int, split: str, *, final: bool = False) -> None:
+        """Evaluates some sets from a global batch of each on, and reports their losses and the mean of these.
+
+        Args:
+            sets: the sets.
+            first_round: number of the first global batch.
+            split: "validation" or "test".
+            final: after training, so that the report counts the samples.
+        """
+        losses, scores = {}, None
+        for one in sets:
+            count = one.batch // (self.config.training.micro_batch_size * self.topology.dp.size)
+            first = first_round * one.batch
+            with self._loader(one.dataset, first) as batches:
+                found = evaluate(self.engines, batches, one.rounds, count, first)
+            losses[one.name] = found.losses
+            if self.judge is not None and found.outputs_nc is not None:
+                scores = self.judge(found.outputs_nc)
+                self._judged_at = self.progress.iteration
+        self.reporter.validation(
+            mean_losses(list(losses.values())),
+            samples=sum(one.samples for one in sets) if final else None,
+            split=split,
+            scores=scores,
+            sets=losses if len(sets) > 1 else None,
+        )
 
     def _validate(self) -> None:
-        """Evaluates between training steps, each time on the next samples of the validation set."""
-        assert self.valid_set is not None
-        if self.config.validation.eval_iters == 0:
+        """Evaluates between training steps: on the next samples of the validation set each time, or on the same."""
+        validation = self.config.validation
+        if not self.valid_sets:
             return
-        done = self.progress.iteration // self.config.validation.eval_interval - 1
-        self._report(self._evaluate(self.valid_set, 0 if self.judge is not None else done))
-
-    def _report(self, found: Evaluated, samples: int | None = None, split: str = "validation") -> None:
-        scores = None
-        if self.judge is not None and found.outputs_nc is not None:
-            scores = self.judge(found.outputs_nc)
-            self._judged_at = self.progress.iteration
-        self.reporter.validation(found.losses, samples=samples, split=split, scores=scores)
+        same = self.judge is not None or validation.full_validation or validation.fixed_validation
+        earlier = 0 if same else max(self.progress.iteration // validation.eval_interval - 1, 0)
+        with self.reporter.paused("evaluate"), self.timers("evaluate"):
+            self._evaluate(self.valid_sets, earlier * validation.eval_iters, "validation")
 
     def _final_evaluations(self) -> None:
-        rounds = self.config.validation.eval_iters
-        samples = rounds * self.config.training.global_batch_size
-        for split, dataset in (("validation", self.valid_set), ("test", self.test_set)):
-            if dataset is not None and rounds and self._judged_at != self.progress.iteration:
-                self._report(self._evaluate(dataset, 0), samples, split)
+        for split, sets in (("validation", self.valid_sets), ("test", self.test_sets)):
+            if sets and self._judged_at != self.progress.iteration:
+                self._evaluate(sets, 0, split, final=True)

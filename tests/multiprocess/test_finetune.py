@@ -89,6 +89,7 @@ def _refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ({"micro_batch_size": 0, "global_batch_size": None}, "--micro-batch-size"),
         ({"global_batch_size": 0}, "--global-batch-size"),
         ({"tensor_model_parallel_size": 0}, "--tensor-model-parallel-size"),
+        ({"full_validation": True}, "--full-validation: a task reads all of --valid-data in each evaluation"),
         ({"lr_warmup_samples": 4}, "--lr-warmup-samples: a task is counted in iterations; give --lr-warmup-iters"),
         ({"lr_decay_samples": 4}, "--lr-decay-samples: a task is counted in iterations; give --lr-decay-iters"),
     ],
@@ -180,7 +181,11 @@ def test_flags_of_the_training_run_may_stay_in_an_evaluation(vocabulary: Path, t
     saved = tmp_path / "saved"
     assert main(task_flags(vocabulary, "RTE", *files, save=saved, lr_warmup_iters=3)) == 0
     assert main(task_flags(vocabulary, "RTE", *files, epochs=0, load=saved, lr_warmup_iters=3)) == 0
-    assert main(task_flags(vocabulary, "RTE", *files, epochs=0, load=saved, lr=None, min_lr=1e-3)) == 0
+    log = tmp_path / "log.jsonl"
+    evaluating: dict[str, Any] = {"epochs": 0, "load": saved, "lr": None, "min_lr": 1e-3, "log_json_file": log}
+    assert main(task_flags(vocabulary, "RTE", *files, **evaluating)) == 0
+    (found,) = [event for event in map(json.loads, log.read_text().splitlines()) if event["kind"] == "validation"]
+    assert found["samples"] == 6  # two more fill the second batch of four
 
 
 def test_a_bert_without_its_binary_head_has_no_token_types(vocabulary: Path) -> None:

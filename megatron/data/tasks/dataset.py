@@ -130,6 +130,11 @@ class TaskDataset:
         return self._num_epochs * self.epoch_samples
 
     @property
+    def real_samples(self) -> int:
+        """See ``FilledSource``."""
+        return self._num_epochs * self.epochs.real_samples
+
+    @property
     def epoch_samples(self) -> int:
         """See ``SampleSource``."""
         return self.epochs.draws * self._each

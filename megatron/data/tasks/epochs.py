@@ -48,6 +48,11 @@ class Epochs:
         self.draws = self.batches * batch
 
     @property
+    def real_samples(self) -> int:
+        """Samples of an epoch without those that only fill its last batch."""
+        return min(self.draws, self._samples)
+
+    @property
     def lanes(self) -> int | None:
         """Number of lanes, where samples recur in them."""
         return None if self._lanes is None else self._lanes.lanes

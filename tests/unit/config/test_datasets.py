@@ -78,6 +78,17 @@ def test_a_blend_of_another_form_is_refused_by_its_flag(line: str, message: str)
         assert str(caught.value) == f"{flag}: {message}"
 
 
+def test_validation_sets_that_are_reported_apart_take_no_weights() -> None:
+    apart = DataConfig(train_data_path=["1", "a", "2", "b"], multiple_validation_sets=True)
+    check_data(replace(apart, valid_data_path=["a", "b"]), skip_train=False)
+    with pytest.raises(
+        UserError, match=r"^--multiple-validation-sets reads each dataset of --valid-data-path by itself"
+    ):
+        check_data(replace(apart, valid_data_path=["1", "a", "2", "b"]), skip_train=False)
+    with pytest.raises(UserError, match=r"give --train-data-path and --valid-data-path, the latter without weights$"):
+        check_data(replace(apart, train_data_path=[], data_path=["1", "a", "2", "b"]), skip_train=False)
+
+
 def test_flags_of_datasets_that_do_not_go_together() -> None:
     whole, parts = DataConfig(data_path=["a"]), DataConfig(valid_data_path=["b"])
     check_data(whole, skip_train=False)

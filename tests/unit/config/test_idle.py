@@ -254,6 +254,9 @@ PARTNERS: dict[str, tuple[str, int]] = {
     "without --log-gradients": ("--log-gradients --log-json-file j", 1),
     "without --profile-trace": ("--profile-trace p", 1),
     "nothing is evaluated during training": ("", 1),
+    "--eval-iters 0 turns evaluation off": ("", 1),
+    "there is no first step": ("", 1),
+    "--full-validation reads all samples each time": ("", 1),
     "without a compressor of what goes forward": (f"{PP2} --compress pp-forward=fixpoint", 2),
 }
 BESIDE: dict[str, str] = {
@@ -275,6 +278,9 @@ BESIDE: dict[str, str] = {
     "beside --curriculum-type fixed_discrete and custom, which have lengths of their own": DISCRETE,
     "beside --curriculum-type fixed_discrete, which has steps of its own": DISCRETE,
     "nothing is evaluated during training": "--skip-train",
+    "--eval-iters 0 turns evaluation off": "--eval-iters 0",
+    "there is no first step": "--skip-train",
+    "--full-validation reads all samples each time": "--full-validation",
     "--load goes on from the checkpoints of --save": "--save s --load s",
 }
 """What takes the ground from fields that act alone."""

@@ -10,9 +10,10 @@ import torch
 from scipy.stats import pearsonr, spearmanr
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
+from megatron.base.words import short_names
 from megatron.config.tasks import TASKS
 from megatron.data.tasks.examples import Example, ExampleFile
-from megatron.evaluation.task_metrics import scores, short_names
+from megatron.evaluation.task_metrics import scores
 
 
 def _files(labels: list[list[Any]]) -> list[ExampleFile]:

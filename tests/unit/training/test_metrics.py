@@ -154,6 +154,17 @@ def test_the_final_evaluations_say_what_they_drew() -> None:
     assert line.startswith(" validation loss at iteration 20 on 80-sample draw from test set | lm loss value: ")
 
 
+def test_several_sets_stand_behind_their_mean() -> None:
+    sets = {"news": {"lm loss": 2.0}, "code": {"lm loss": 3.0}}
+    rule, mean, news, code, closing = format_evaluation_lines(dataclasses.replace(evaluation(10, 2.5), sets=sets))
+    assert mean == format_evaluation_lines(evaluation(10, 2.5))[1]
+    assert (
+        news == " validation loss on news at iteration 10 | lm loss value: 2.000000E+00 | lm loss PPL: 7.389056E+00 | "
+    )
+    assert code.startswith(" validation loss on code at iteration 10 | lm loss value: 3.000000E+00 | ")
+    assert rule == closing == "-" * (len(news) + 1)
+
+
 def test_perplexity_is_capped() -> None:
     assert perplexity(1.0) == pytest.approx(math.e)
     assert perplexity(1000.0) == math.exp(20)

@@ -145,6 +145,7 @@ def test_a_training_event_holds_the_honest_figures(tmp_path: Path) -> None:
         "timers_ms": {"forward-backward": 12.0},
     }
     assert (validation["kind"], validation["lm_loss"], validation["samples"]) == ("validation", 3.25, None)
+    assert "sets" not in validation
     assert (checkpoint["kind"], checkpoint["path"]) == ("checkpoint", "iter_0000020")
 
 
@@ -235,6 +236,21 @@ def test_loads_of_experts_are_logged(tmp_path: Path) -> None:
     assert curves["expert load max over mean/layer 2"] == [(20, 3.0)]
     assert curves["expert load max over mean/layer 4"] == [(20, 1.25)]
     assert "expert" not in format_train_line(WINDOW)
+
+
+def test_several_validation_sets_are_in_the_json_lines_and_the_curves(tmp_path: Path) -> None:
+    sinks = opened(log_json_file=str(tmp_path / "log.jsonl"), tensorboard_dir=str(tmp_path))
+    sets = {"news": {"lm loss": 2.0}, "code": {"lm loss": 4.5}}
+    sinks.evaluation(dataclasses.replace(evaluation_at(20), sets=sets))
+    sinks.evaluation(evaluation_at(30))
+    sinks.close()
+    several, one = (json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines())
+    assert (several["kind"], several["lm_loss"]) == ("validation", 3.25)
+    assert several["sets"] == {"news": {"lm_loss": 2.0}, "code": {"lm_loss": 4.5}}
+    assert "sets" not in one
+    curves = read_curves(tmp_path)
+    assert curves["lm loss validation"] == [(20, 3.25), (30, 3.25)]
+    assert (curves["lm loss validation/news"], curves["lm loss validation/code"]) == ([(20, 2.0)], [(20, 4.5)])
 
 
 def test_tensorboard_tags(tmp_path: Path) -> None:

@@ -1,0 +1,141 @@
+"""The command line that joins indexed data sets into one."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tqdm import tqdm
+
+from megatron.base.errors import UserError
+from megatron.data.idx_format import IndexTable, read_index
+from megatron.data.indexed import IndexedWriter, dataset_files
+from megatron.data.interrupt import stopped_in_order
+from megatron.data.preprocess.command import PreprocessParser
+
+_ABOUT = """\
+Join .bin/.idx files into one pair, documents and all, in the order of their names or of --prefixes.
+
+  python tools/merge_datasets.py --input parts --output-prefix data/all
+  python tools/merge_datasets.py --prefixes a_text_document b_text_document --output-prefix data/all
+
+All must hold tokens of one type in one format, which the result has, too. It appears under its name when it is
+complete; tokens are copied file by file, so they need no memory.
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Builds the parser of the command line."""
+    parser = PreprocessParser(
+        prog="merge_datasets.py",
+        description=_ABOUT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--input", metavar="FOLDER", help="folder whose .bin/.idx pairs are joined, sorted by name")
+    source.add_argument("--prefixes", nargs="+", metavar="PREFIX", help="pairs to join, without .bin/.idx, in order")
+    parser.add_argument(
+        "--output-prefix", required=True, metavar="PREFIX", help="name of the result, without .bin/.idx"
+    )
+    parser.add_argument("--multimodal", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def find_prefixes(folder: str, output_prefix: str) -> list[str]:
+    """Finds the pairs of a folder, sorted by name; the output of an earlier run is none of them.
+
+    Raises:
+        UserError: when there are none, or one of a pair is missing.
+    """
+    try:
+        names = sorted(path.name for path in Path(folder).iterdir() if path.suffix in (".bin", ".idx"))
+    except OSError as error:
+        raise UserError(f"--input {folder}: {error.strerror}; name a folder of .bin/.idx pairs") from None
+    stems = {name.rpartition(".")[0] for name in names}
+    for stem in sorted(stems):
+        missing = [name for name in (f"{stem}.bin", f"{stem}.idx") if name not in names]
+        if missing:
+            raise UserError(f"--input {folder}: {stem} has no {missing[0]}; copy it there, or remove the other file")
+    output = Path(output_prefix).resolve()
+    prefixes = [str(Path(folder) / stem) for stem in sorted(stems) if (Path(folder) / stem).resolve() != output]
+    if not prefixes:
+        raise UserError(f"--input {folder}: holds no .bin/.idx pair to join")
+    return prefixes
+
+
+def check_alike(prefixes: Sequence[str]) -> IndexTable:
+    """Checks that data sets can be joined; returns the first one's index.
+
+    Raises:
+        UserError: when an index cannot be read, or types or formats differ.
+    """
+    first = None
+    for prefix in prefixes:
+        path = dataset_files(prefix)[1]
+        table = read_index(path)
+        first = first or table
+        if table.dtype != first.dtype:
+            raise UserError(
+                f"{path}: holds {table.dtype.name} tokens and cannot join the {first.dtype.name} ones of "
+                f"{prefixes[0]}; preprocess one of them again with the other's tokenizer"
+            )
+        if table.legacy != first.legacy:
+            kinds = {True: "the legacy lazy/cached", False: "the mmap"}
+            raise UserError(
+                f"{path}: is in {kinds[table.legacy]} format and cannot join {prefixes[0]} in {kinds[first.legacy]} "
+                "format; preprocess one of them again with the other's --dataset-impl"
+            )
+    assert first is not None
+    return first
+
+
+def merge(prefixes: Sequence[str], output_prefix: str) -> IndexedWriter:
+    """Joins data sets; returns the finished writer.
+
+    Raises:
+        UserError: when they cannot be joined, or the result would overwrite one of them.
+    """
+    output = Path(output_prefix).resolve()
+    for prefix in prefixes:
+        if Path(prefix).resolve() == output:
+            raise UserError(f"--output-prefix {output_prefix}: is one of the data sets to join; name another")
+    first = check_alike(prefixes)
+    with IndexedWriter.like(first, output_prefix) as writer:
+        for prefix in tqdm(prefixes, unit="data set", disable=not sys.stderr.isatty()):
+            writer.merge(prefix)
+    return writer
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; returns 0 when the files are written, 2 with a one-line reason when not."""
+    words = sys.argv[1:] if argv is None else argv
+    try:
+        with stopped_in_order():
+            args = build_parser().parse_args([_hyphened(word) for word in words])
+            if args.multimodal:
+                raise UserError("--multimodal: data sets with modes of sequences are not read here; leave the flag out")
+            prefixes = args.prefixes or find_prefixes(args.input, args.output_prefix)
+            writer = merge(prefixes, args.output_prefix)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: {error.filename or 'output'}: {error.strerror}. Nothing was written", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted: nothing was written", file=sys.stderr)
+        return 230
+    print(
+        f"{args.output_prefix}: {len(prefixes)} data sets, {writer.num_documents:,} documents, "
+        f"{writer.num_sequences:,} sequences",
+        file=sys.stderr,
+    )
+    return 0
+
+
+def _hyphened(word: str) -> str:
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value if name.startswith("--") else word

@@ -1,0 +1,79 @@
+"""A data set read once from its first to its last sample, in whole batches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megatron.data.batch import Batch
+from megatron.data.source import SampleSource, row
+
+NO_ORDER = -100
+"""Label of the order of sentences that counts in no loss: torch's own for its cross-entropy."""
+
+
+@runtime_checkable
+class FilledSource(Protocol):
+    """A source whose last batch is filled up with draws that do not count."""
+
+    @property
+    def real_samples(self) -> int:
+        """Number of samples without those that only fill a batch."""
+
+
+class WholeBatches:
+    """All draws of a data set, and behind them as many as fill the last batch, in which nothing counts.
+
+    Args:
+        dataset: data set, which holds at least one sample.
+        batch: samples of a global batch.
+    """
+
+    def __init__(self, dataset: SampleSource, batch: int) -> None:
+        self._dataset = dataset
+        self._length = -(-len(dataset) // batch) * batch
+        self.row_length = dataset.row_length
+        self.resets_positions = dataset.resets_positions
+        self.epoch_samples = dataset.epoch_samples
+        self.lanes: int | None = None
+
+    @property
+    def real_samples(self) -> int:
+        """See ``FilledSource``."""
+        return len(self._dataset)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def sample_id(self, index: int) -> int:
+        """See ``SampleSource``."""
+        return self._dataset.sample_id(self._place(index))
+
+    def __getitem__(self, index: int) -> NDArray[np.int64]:
+        """The row of draw ``index``."""
+        return row(self, index)
+
+    def read(self, index: int, out_t: NDArray[Any]) -> None:
+        """See ``SampleSource``."""
+        self._dataset.read(self._place(index), out_t)
+
+    def collate(
+        self, rows_bt: NDArray[np.int64], sample_ids_b: NDArray[np.int64], draw_ids_b: NDArray[np.int64]
+    ) -> Batch:
+        """See ``SampleSource``."""
+        batch = self._dataset.collate(rows_bt, sample_ids_b, draw_ids_b)
+        fills_b = torch.from_numpy(draw_ids_b >= len(self._dataset))
+        if batch.loss_mask_bs is None or not bool(fills_b.any()):
+            return batch
+        mask_bs = batch.loss_mask_bs.masked_fill(fills_b[:, None], 0.0)
+        order_b = None if batch.order_b is None else batch.order_b.masked_fill(fills_b, NO_ORDER)
+        return replace(batch, loss_mask_bs=mask_bs, order_b=order_b)
+
+    def _place(self, index: int) -> int:
+        if not 0 <= index < self._length:
+            raise IndexError(f"sample {index} of {self._length}")
+        return index % len(self._dataset)

@@ -1,0 +1,117 @@
+"""Joined data sets hold the documents of all, byte for byte; what cannot be joined is refused in one line."""
+
+from __future__ import annotations
+
+import os
+import tracemalloc
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron.data.idx_format import DTYPES, IndexTable, read_index
+from megatron.data.indexed import IndexedDataset, IndexedWriter
+from megatron.data.merge_command import main
+
+
+def write(prefix: Path, dtype: Any, seed: int, impl: str = "mmap", documents: int = 5) -> list[list[list[int]]]:
+    """A data set of documents of several sequences, one of them empty; returns its tokens."""
+    random = np.random.RandomState(seed)
+    made = []
+    with IndexedWriter.like(_table(np.dtype(dtype), impl), prefix) as writer:
+        for number in range(documents):
+            lengths = random.randint(1, 6, size=number % 3).tolist()
+            tokens = random.randint(0, 100, size=sum(lengths)).astype(dtype)
+            writer.add_documents(tokens, lengths, [len(lengths)])
+            made.append([part.tolist() for part in np.split(tokens, np.cumsum(lengths)[:-1])] if lengths else [])
+    return made
+
+
+def _table(dtype: np.dtype[Any], impl: str) -> IndexTable:
+    nothing = np.zeros(0, dtype=np.int64)
+    return IndexTable(impl != "mmap", dtype, nothing.astype(np.int32), nothing, nothing)
+
+
+def read(prefix: Path) -> list[list[list[int]]]:
+    indexed = IndexedDataset(prefix)
+    bounds = indexed.doc_idx.tolist()
+    return [
+        [indexed.get(n, 0, int(indexed.lengths[n])).tolist() for n in range(begin, end)]
+        for begin, end in pairwise(bounds)
+    ]
+
+
+@pytest.mark.parametrize("impl", ["mmap", "lazy"])
+@pytest.mark.parametrize("dtype", DTYPES.values())
+def test_documents_of_all_in_the_order_of_their_names(tmp_path: Path, dtype: Any, impl: str) -> None:
+    parts = tmp_path / "parts"
+    documents = [write(parts / f"part{number}", dtype, number, impl) for number in range(3)]
+    assert main(["--input", str(parts), "--output-prefix", str(parts / "all")]) == 0
+    assert read(parts / "all") == [document for part in documents for document in part]
+    table, first = read_index(parts / "all.idx"), read_index(parts / "part0.idx")
+    assert (table.dtype, table.legacy) == (first.dtype, first.legacy)
+    joined = b"".join((parts / f"part{number}.bin").read_bytes() for number in range(3))
+    assert (parts / "all.bin").read_bytes() == joined
+    before = (parts / "all.bin").read_bytes(), (parts / "all.idx").read_bytes()
+    assert main(["--input", str(parts), "--output_prefix", str(parts / "all")]) == 0  # its own output is not read
+    assert before == ((parts / "all.bin").read_bytes(), (parts / "all.idx").read_bytes())
+
+
+def test_a_list_of_prefixes_keeps_its_order(tmp_path: Path) -> None:
+    first, second = write(tmp_path / "b", "uint16", 1), write(tmp_path / "a", "uint16", 2)
+    flags = ["--prefixes", str(tmp_path / "b"), str(tmp_path / "a"), "--output-prefix", str(tmp_path / "deep" / "all")]
+    assert main(flags) == 0
+    assert read(tmp_path / "deep" / "all") == [*first, *second]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--input {0}/mixed", "two.idx: holds int32 tokens and cannot join the uint16 ones of"),
+        ("--input {0}/formats", "two.idx: is in the legacy lazy/cached format and cannot join"),
+        ("--input {0}/half", "half: one has no one.bin; copy it there, or remove the other file"),
+        ("--input {0}/nowhere", "nowhere: No such file or directory; name a folder"),
+        ("--input {0}/empty", "empty: holds no .bin/.idx pair to join"),
+        ("--prefixes {0}/mixed/one {0}/nothing", "nothing.idx: no such index"),
+        ("--prefixes {0}/damaged", "damaged.idx: "),
+        ("--prefixes {0}/out {0}/mixed/one", "--output-prefix {0}/out: is one of the data sets to join"),
+        ("--input {0}/mixed --prefixes a", "argument --prefixes: not allowed with argument --input"),
+        ("", "one of the arguments --input --prefixes is required"),
+        ("--prefixes {0}/mixed/one --multimodal", "--multimodal: "),
+        ("--prefixes {0}/mixed/one --unknown", "unrecognized arguments: --unknown"),
+    ],
+)
+def test_what_cannot_be_joined(tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, says: str) -> None:
+    write(tmp_path / "mixed" / "one", "uint16", 1)
+    write(tmp_path / "mixed" / "two", "int32", 2)
+    write(tmp_path / "formats" / "one", "int32", 1)
+    write(tmp_path / "formats" / "two", "int32", 2, "lazy")
+    write(tmp_path / "half" / "one", "int32", 1)
+    (tmp_path / "half" / "one.bin").unlink()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "damaged.idx").write_bytes(b"MMIDIDX\x00\x00 and no more")
+    (tmp_path / "damaged.bin").write_bytes(b"")
+    before = sorted(os.listdir(tmp_path))
+    assert main([*words.format(tmp_path).split(), "--output-prefix", str(tmp_path / "out")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert says.format(tmp_path) in line
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_tokens_are_not_held_in_memory(tmp_path: Path) -> None:
+    tokens = np.zeros(4_000_000, dtype=np.int32)
+    with IndexedWriter(tmp_path / "large") as writer:
+        for _ in range(4):
+            writer.add_document(tokens)
+    del tokens
+    tracemalloc.start()
+    try:
+        flags = ["--prefixes", str(tmp_path / "large"), str(tmp_path / "large")]
+        assert main([*flags, "--output-prefix", str(tmp_path / "all")]) == 0
+        assert tracemalloc.get_traced_memory()[1] < 40 << 20
+    finally:
+        tracemalloc.stop()
+    assert (tmp_path / "all.bin").stat().st_size == 2 * (tmp_path / "large.bin").stat().st_size == 128_000_000

@@ -1,0 +1,7 @@
+#!/usr/bin/env python3
+"""Joins `.bin/.idx` files into one pair; ``--help`` says how."""
+
+from _clone import start_program
+
+if __name__ == "__main__":
+    start_program("megatron.data.merge_command")
