@@ -44,6 +44,9 @@ class DataConfig:
     test_data_path: list[str] = option(  # noqa: RUF009
         [], "Datasets for the final test only.", metavar=_BLEND, contents="blend"
     )
+    mock_data: bool = option(
+        False, "Train on tokens drawn from --seed in place of files, divided by --split; for a first try of a cluster."
+    )
     multiple_validation_sets: bool = option(
         False, "Report the losses on each dataset of --valid-data-path (or --data-path) apart; they take no weights."
     )
@@ -90,7 +93,9 @@ class DataConfig:
 
     @property
     def blend(self) -> DatasetBlend | None:
-        """Datasets of --data-path, if it is given. Raises UserError as `parse_blend`."""
+        """Datasets of --data-path or --mock-data, if one is given. Raises UserError as `parse_blend`."""
+        if self.mock_data:
+            return DatasetBlend(("mock data",))
         return parse_blend(self.data_path, "--data-path")
 
     @property
@@ -171,6 +176,9 @@ def check_data(data: DataConfig, *, skip_train: bool) -> None:
         (data.test_data_path, "--test-data-path"),
     )
     given = [flag for words, flag in parts if words]
+    named = ["--data-path"] if data.data_path else given
+    if data.mock_data and named:
+        raise UserError(f"--mock-data and {named[0]} exclude each other; leave one of them out")
     for blend, flag in ((data.blend, "--data-path"), (data.separate_blends[1], "--valid-data-path")):
         if data.multiple_validation_sets and blend is not None and blend.weights is not None:
             raise UserError(
@@ -186,8 +194,8 @@ def check_data(data: DataConfig, *, skip_train: bool) -> None:
 
 def check_data_given(data: DataConfig) -> None:
     """Checks that a dataset is given (else UserError). `resolve` does not: not every program reads one."""
-    if not (data.data_path or data.train_data_path or data.valid_data_path or data.test_data_path):
+    if not (data.mock_data or data.data_path or data.train_data_path or data.valid_data_path or data.test_data_path):
         raise UserError(
             "no dataset: give its prefix (without .bin or .idx) with --data-path, or with --train-data-path, "
-            "--valid-data-path and --test-data-path"
+            "--valid-data-path and --test-data-path; --mock-data needs none"
         )

@@ -271,8 +271,8 @@ RULES: Sequence[Idle] = (
     ),
     Idle(
         ("data.split",),
-        lambda config, _: not config.data.data_path,
-        "without --data-path",
+        lambda config, _: not (config.data.data_path or config.data.mock_data),
+        "without --data-path or --mock-data",
     ),
     Idle(
         fields_of("tokenizer", "vocab_file"),

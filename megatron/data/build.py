@@ -17,6 +17,7 @@ from megatron.data.fixed_order import FixedOrder
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.gpt_index import Documents, LazyOrder, MegatronOrder, SampleOrder
 from megatron.data.indexed import IndexedDataset
+from megatron.data.mock import MockDataset
 from megatron.data.permute import mix
 from megatron.data.source import BlendedDataset, FileSamples, SampleSource
 
@@ -94,7 +95,7 @@ def build_datasets(
         raise UserError(f"--seq-length {seq_length} must be at least 1")
     options = CollateOptions(eod_token, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
     kind = _GPTKind(data, seq_length, seed, options)
-    return build_splits(data, kind, seed, train_valid_test_num_samples, vocab_size if check_tokens else None)
+    return build_splits(data, kind, seed, train_valid_test_num_samples, vocab_size, check_tokens)
 
 
 def build_splits(
@@ -103,11 +104,12 @@ def build_splits(
     seed: int,
     train_valid_test_num_samples: Sequence[int | None],
     vocab_size: int | None,
+    check_tokens: bool,
 ) -> Datasets:
     """Opens, checks and splits the files that the flags name, for any kind of datasets; see ``build_datasets``."""
     if data.sample_order not in ("lazy", "fixed", "megatron"):
         raise UserError(f"--sample-order {data.sample_order} is not known: choose lazy, fixed or megatron")
-    builder = _Builder(data, kind, seed, vocab_size)
+    builder = _Builder(data, kind, seed, vocab_size, check_tokens)
     check_data_given(data)
     check_data(data, skip_train=True)
     if data.blend is not None:
@@ -149,6 +151,7 @@ class _Builder:
     kind: DatasetKind
     seed: int
     vocab_size: int | None
+    check_tokens: bool
     opened: dict[str, IndexedDataset] = field(default_factory=dict)
 
     def part(self, blend: DatasetBlend | None, number: int, bounds: tuple[float, float] | None) -> _SplitSources | None:
@@ -229,10 +232,17 @@ class _Builder:
     def _open(self, path: str) -> IndexedDataset:
         found = self.opened.get(path)
         if found is None:
-            found = self.opened[path] = IndexedDataset(path, self.data.data_impl or "infer")
-            if self.vocab_size is not None:
+            found = self.opened[path] = self._dataset_of(path)
+            if self.vocab_size is not None and self.check_tokens:
                 found.check_token_range(self.vocab_size, self.data.data_cache_path)
         return found
+
+    def _dataset_of(self, path: str) -> IndexedDataset:
+        if not self.data.mock_data:
+            return IndexedDataset(path, self.data.data_impl or "infer")
+        if self.vocab_size is None:
+            raise UserError("--mock-data draws tokens of a vocabulary: give --vocab-size, or --tokenizer-type")
+        return MockDataset(self.seed, self.vocab_size)
 
 
 @dataclass(frozen=True)
@@ -299,5 +309,7 @@ class _GPTPart:
 
 def file_identity(indexed: IndexedDataset) -> dict[str, object]:
     """Name and state of a dataset's file, for caches."""
+    if isinstance(indexed, MockDataset):
+        return indexed.identity
     info = Path(indexed.idx_path).stat()
     return {"file": str(indexed.idx_path.resolve()), "size": info.st_size, "mtime_ns": info.st_mtime_ns}

@@ -62,7 +62,7 @@ def build_bert_datasets(
     masking = WordMasking(mask_prob, BERT_MASKING_NGRAM, geometric=False)
     make = partial(BertDataset, seq_length=seq_length, binary_head=binary_head)
     kind = _MaskedKind(data, seed, cut, ids, WordMasker(masking, ids.continues_v, (ids.cls, ids.sep)), make)
-    return build_splits(data, kind, seed, train_valid_test_num_samples, tokenizer.vocab_size if check_tokens else None)
+    return build_splits(data, kind, seed, train_valid_test_num_samples, tokenizer.vocab_size, check_tokens)
 
 
 def build_t5_datasets(
@@ -94,7 +94,7 @@ def build_t5_datasets(
     masking = WordMasking(mask_prob, T5_MASKING_NGRAM, geometric=True)
     make = partial(T5Dataset, encoder_length=encoder_seq_length, decoder_length=decoder_seq_length)
     kind = _MaskedKind(data, seed, cut, ids, WordMasker(masking, ids.continues_v, (ids.cls, ids.sep)), make)
-    return build_splits(data, kind, seed, train_valid_test_num_samples, tokenizer.vocab_size if check_tokens else None)
+    return build_splits(data, kind, seed, train_valid_test_num_samples, tokenizer.vocab_size, check_tokens)
 
 
 def _check_length(length: int, special: int, flag: str) -> None:

@@ -30,7 +30,7 @@ def data_of(config: RunConfig, given: DataConfig, explicit: Collection[str]) -> 
     changes = {name: getattr(given, name) for name in vars(given) if f"data.{name}" in explicit}
     saved = config.data
     if _PATHS & set(changes):
-        saved = replace(saved, data_path=[], train_data_path=[], valid_data_path=[], test_data_path=[])
+        saved = replace(saved, data_path=[], train_data_path=[], valid_data_path=[], test_data_path=[], mock_data=False)
     return replace(saved, **changes)
 
 

@@ -75,7 +75,7 @@ def _epochs(dataset: Dataset) -> Iterator[tuple[float, str]]:
 
 def _why_no_validation(config: RunConfig) -> str:
     data = config.data
-    if data.data_path:
+    if data.data_path or data.mock_data:
         return (
             f"--split {data.split} leaves no text for validation, so nothing is evaluated; raise its second share, "
             "give --valid-data-path, or turn evaluation off with --eval-iters 0"

@@ -114,3 +114,16 @@ def test_a_run_that_goes_on_is_evaluated_as_if_it_had_not_stopped(folder: Path, 
     run(folder, tmp_path / "parts.jsonl", eval_at_start=True, save=saved, exit_interval=3, **flags)
     parts = losses(run(folder, tmp_path / "parts.jsonl", eval_at_start=True, load=saved, **flags))
     assert parts == whole
+
+
+def test_mock_data_need_no_files_and_are_alike_on_any_layout(tmp_path: Path) -> None:
+    flags: dict[str, Any] = {"data_path": None, "mock_data": True, "fp64": True, "train_iters": 3, "vocab_size": 60}
+    logs = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
+    train(1, tiny_flags(tmp_path, **flags, log_json_file=logs[0]))
+    train(2, tiny_flags(tmp_path, **flags, log_json_file=logs[1], tensor_model_parallel_size=2))
+    one, two = (
+        [event["lm_loss"] for event in map(json.loads, log.read_text().split("\n")[:-1]) if "lm_loss" in event]
+        for log in logs
+    )
+    assert len(one) == 5  # three iterations, validation and test
+    assert one == pytest.approx(two, abs=1e-10)

@@ -235,7 +235,7 @@ PARTNERS: dict[str, tuple[str, int]] = {
     "beside --start-weight-decay and --end-weight-decay": ("", 1),
     "no schedule is loaded (--load without --finetune and --no-load-lr-state does that)": (RESUMED, 1),
     "nothing of it is loaded anyway (--load without --finetune does that)": (RESUMED, 1),
-    "without --data-path": ("--data-path d", 1),
+    "without --data-path or --mock-data": ("--data-path d", 1),
     "only --tokenizer-type GPT2BPETokenizer and BertWordPiece... read it": (
         "--tokenizer-type BertWordPieceCase",
         1,
