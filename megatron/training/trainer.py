@@ -106,7 +106,8 @@ class Trainer:
         reason = ExitReason.NONE
         begun, skipped = self.progress.iteration, self.progress.skipped
         if not self.config.validation.skip_train:
-            if begun < self.train_iters or self._behind():
+            round_due = self.rounds is not None and (self._joins or self.rounds.behind(begun))
+            if begun < self.train_iters or round_due:
                 reason = self._train()
             else:
                 more = "--epochs" if self.judge is not None else "--train-iters, --train-samples or --train-tokens"
@@ -207,11 +208,6 @@ class Trainer:
         progress.consumed_tokens = progress.tokens(self.config.model.seq_length) + size * length
         progress.iteration += 1
         progress.consumed_samples += size
-
-    def _behind(self) -> bool:
-        """Whether a round is due at the run's end that has not been."""
-        rounds = self.rounds
-        return rounds is not None and (self._joins or rounds.behind(self.progress.iteration))
 
     def _catch_up(self) -> None:
         """Does what is due before the first step: joins other islands, or ends a round that a checkpoint was before."""
