@@ -46,7 +46,8 @@ class PlayedRun:
         full = config.model.seq_length
         growing = LengthSchedule.growing(lambda step: 1 + (full - 1) * step // 120, 120, full)
         self.lengths = growing if grows else LengthSchedule.constant(full)
-        self.forecast = Forecast(config, StepSizes(self.batches, self.lengths), self.layout, self.last, (2, 0))
+        rounds = (config.validation.eval_iters, 0)
+        self.forecast = Forecast(config, StepSizes(self.batches, self.lengths), self.layout, self.last, rounds)
         self.expected: dict[int, float] = {}
 
     def _pause(self, what: str, every: int | None) -> None:
