@@ -85,7 +85,8 @@ class Run:
 
     def _reporter(self, engines: Engines) -> Reporter:
         sizes = StepSizes(BatchSizeSchedule(4, micro_batch_size=1, dp_size=1), LengthSchedule.constant(16))
-        return Reporter(engines.config, engines, self.progress, 30, self.timers, sizes, (True, True))
+        rounds = engines.config.validation.eval_iters
+        return Reporter(engines.config, engines, self.progress, 30, self.timers, sizes, (rounds, rounds))
 
     def begin(self) -> None:
         self.reporter.open()
