@@ -21,6 +21,7 @@ class Experiment:
     Args:
         name, title: name and title of the experiment.
         iterations, local_iterations: iterations of each run; the second on this machine.
+        local_rounds: runs of each scheme on this machine, where the schemes take turns; None: one run.
         schemes: names in ``cases/schemes.yaml``.
         report: kind of the report.
         flags: further flags.
@@ -33,6 +34,7 @@ class Experiment:
     schemes: tuple[str, ...]
     report: str
     local_iterations: int | None = None
+    local_rounds: int | None = None
     flags: tuple[str, ...] = ()
     layouts: dict[str, dict[str, int]] = field(default_factory=dict)
 

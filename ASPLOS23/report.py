@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,25 +32,20 @@ def write_report(kind: str, title: str, runs: Mapping[str, Path], folder: Path) 
     Args:
         kind: losses, breakdown, perplexity, orthogonality or memory.
         title: title of the experiment.
-        runs: folder of each scheme.
+        runs: folder of each scheme; a scheme that took turns with others has a log for each round.
         folder: where the report goes.
 
     Raises:
         UserError: when no scheme has a log yet, or one cannot be read.
         OSError: when the report cannot be written.
     """
-    found: dict[str, Events] = {}
-    for scheme, out in runs.items():
-        log = out / "log.jsonl"
-        try:
-            if log.exists():
-                found[scheme] = read_records(log)
-        except OSError as error:
-            raise UserError(f"{log}: {error.strerror}; make it readable") from error
-    found = {scheme: events for scheme, events in found.items() if _of(events, "train")}
+    found = {scheme: rounds for scheme, out in runs.items() if (rounds := _read_rounds(out))}
     if not found:
         raise UserError(f"no logs in {folder} yet: run the experiment first")
-    table, draw = _REPORTS[kind](found)
+    if kind == "breakdown":
+        table, draw = _breakdown(found, local=any(map(round_logs, runs.values())))
+    else:
+        table, draw = _REPORTS[kind]({scheme: rounds[-1] for scheme, rounds in found.items()})
     missing = [scheme for scheme in runs if scheme not in found]
     note = f"\n\nNo log yet of {', '.join(missing)}." if missing else ""
     text = f"## {title}\n\n{table}{note}"
@@ -60,6 +56,27 @@ def write_report(kind: str, title: str, runs: Mapping[str, Path], folder: Path) 
         save_figure(figure, folder / "figure.png")
         text += f"\n\n{folder / 'figure.png'}"
     return text
+
+
+def round_logs(out: Path) -> list[Path]:
+    """The logs of the rounds of a scheme that took turns with others; none of one that ran once."""
+    return sorted(out.glob("round*/log.jsonl"))
+
+
+def _read_rounds(out: Path) -> list[Events]:
+    """Events of each round of a scheme, or of its only run, where there was training.
+
+    Raises:
+        UserError: when a log cannot be read.
+    """
+    rounds = []
+    for log in round_logs(out) or [out / "log.jsonl"]:
+        try:
+            if log.exists():
+                rounds.append(read_records(log))
+        except OSError as error:
+            raise UserError(f"{log}: {error.strerror}; make it readable") from error
+    return [events for events in rounds if _of(events, "train")]
 
 
 Drawing = Callable[[Any], None]
@@ -127,7 +144,7 @@ def _waited(event: Record, point: str) -> float:
 def breakdown(events: Events) -> dict[str, float]:
     """Seconds of an iteration: all, coding, exposed by point, and the rest, which is computing."""
     train = _of(events, "train")
-    parts = {"all": _mean(train, lambda e: e.number("seconds_per_iteration", math.nan))}
+    parts = {"all": statistics.median(finite_figures(_seconds(train)))}
     parts["coding"] = _mean(train, lambda e: _point(e, "coded_s"))
     for point in dict.fromkeys(name for event in train for name in _points(event)):
         parts[f"exposed: {point}"] = _mean(train, lambda e, p=point: _waited(e, p))  # type: ignore[misc]
@@ -135,16 +152,81 @@ def breakdown(events: Events) -> dict[str, float]:
     return parts
 
 
-def _breakdown(found: Mapping[str, Events]) -> Report:
-    parts = {scheme: breakdown(events) for scheme, events in found.items()}
+@dataclass(frozen=True)
+class _Times:
+    """Seconds of an iteration of a scheme.
+
+    Args:
+        parts: median of each part over the rounds.
+        least, most: range of the whole iteration over the rounds, or over the iterations of a run without rounds.
+        comparable: whether the range shows how much runs of one scheme differ.
+    """
+
+    parts: dict[str, float]
+    least: float
+    most: float
+    comparable: bool
+
+    @staticmethod
+    def of(rounds: Sequence[Events], local: bool) -> _Times:
+        """Times of the rounds of a scheme on this machine, or of its run elsewhere.
+
+        A round that ended during its warm-up counts only where all did.
+        """
+        rounds = [events for events in rounds if len(_of(events, "train")) > _WARM] or rounds
+        broken = [breakdown(events) for events in rounds]
+        names = dict.fromkeys(name for parts in broken for name in parts)
+        parts = {name: statistics.median(finite_figures(one.get(name, 0.0) for one in broken)) for name in names}
+        seconds = finite_figures([one["all"] for one in broken] if local else _seconds(_of(rounds[0], "train")))
+        return _Times(parts, min(seconds), max(seconds), comparable=len(rounds) > 1 or not local)
+
+    def speed(self, first: _Times) -> str:
+        """Speed as a multiple of the first scheme's, where their ranges are apart."""
+        if self is not first and not (self.comparable and first.comparable):
+            return ""
+        if self is not first and self.least <= first.most and first.least <= self.most:
+            return "overlap"
+        return _cell(_over(first.parts["all"], self.parts["all"]), ".2f")
+
+
+def _seconds(train: Events) -> list[float]:
+    """Seconds of the iterations after the warm-up."""
+    return [event.number("seconds_per_iteration", math.nan) for event in (train[_WARM:] or train)]
+
+
+def _range(least: float, most: float) -> str:
+    return "" if math.isnan(least) else f"{least:.4f} to {most:.4f}"
+
+
+_SINGLE_NOTE = " With one run of each scheme, the range is that of its iterations; runs may differ by more."
+_LOCAL_NOTE = """
+
+Links inside one machine are not shaped, so differences are the cost of coding, not of the network. `tools/netlab.py`
+trains over links of the rates that you ask for."""
+
+
+def _time_note(first: str, rounds: int, local: bool) -> str:
+    """A description of the times and of what they cannot show."""
+    measured = f"rounds (up to {rounds}), in which the schemes took turns" if local else "iterations"
+    return (
+        f"\n\nTimes are medians of {measured}, and their range. Where a scheme's range and that of {first} overlap, "
+        f"neither is called faster.{'' if local else _SINGLE_NOTE} Each part is the slowest rank's, so that parts may "
+        f"overlap; computing is what they leave of the time.{_LOCAL_NOTE if local else ''}"
+    )
+
+
+def _breakdown(found: Mapping[str, Sequence[Events]], local: bool) -> Report:
+    times = {scheme: _Times.of(rounds, local) for scheme, rounds in found.items()}
+    parts = {scheme: own.parts for scheme, own in times.items()}
     columns = ["compute", "coding", *dict.fromkeys(n for p in parts.values() for n in p if n.startswith("exposed"))]
-    base = next(iter(parts.values()))["all"]
+    name, first = next(iter(times.items()))
     rows = []
-    for scheme, own in parts.items():
-        cells = [_cell(own.get(column, 0.0), ".4f") for column in columns]
-        rows.append([scheme, _cell(own["all"], ".4f"), *cells, _cell(_over(base, own["all"]), ".2f")])
-    head = ["scheme", "s / iteration", *columns, f"times {next(iter(parts))}"]
-    note = "\n\nEach part is the slowest rank's, so that parts may overlap; computing is what they leave of the time."
+    for scheme, own in times.items():
+        cells = [_cell(own.parts.get(column, 0.0), ".4f") for column in columns]
+        seconds = [_cell(own.parts["all"], ".4f"), _range(own.least, own.most)]
+        rows.append([scheme, *seconds, *cells, own.speed(first)])
+    head = ["scheme", "s / iteration", "least to most", *columns, f"times as fast as {name}"]
+    note = _time_note(name, max(map(len, found.values())), local)
 
     def draw(axes: Any) -> None:
         left = [0.0] * len(parts)
@@ -154,6 +236,8 @@ def _breakdown(found: Mapping[str, Events]) -> Report:
             look = {"color": COLORS[number % len(COLORS)], "hatch": "//" if number >= len(COLORS) else ""}
             axes.barh(list(parts), widths, left=left, label=column, edgecolor="white", linewidth=0.5, **look)
             left = [a + b for a, b in zip(left, widths, strict=True)]
+        for number, own in enumerate(times.values()):
+            axes.plot([own.least, own.most], [number, number], color="black", linewidth=1, marker="|")
         axes.invert_yaxis()
         axes.set_xlabel("seconds an iteration")
         axes.figure.legend(loc="outside upper center", ncols=4, fontsize=7, frameon=False)
@@ -262,7 +346,6 @@ def _memory(found: Mapping[str, Events]) -> Report:
 
 _REPORTS: dict[str, Callable[[Mapping[str, Events]], Report]] = {
     "losses": _losses,
-    "breakdown": _breakdown,
     "perplexity": _perplexity,
     "orthogonality": _orthogonality,
     "memory": _memory,

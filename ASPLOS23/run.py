@@ -20,7 +20,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -40,7 +40,7 @@ from ASPLOS23.experiments import (
     specs_of,
 )
 from ASPLOS23.progress import run_shown
-from ASPLOS23.report import write_report
+from ASPLOS23.report import round_logs, write_report
 from megatron.base.documents import read_yaml
 from megatron.base.errors import UserError
 from megatron.data.indexed import IndexedWriter
@@ -128,8 +128,13 @@ class ExperimentRun:
         return {"RUN_DIR": str(self.out), "RANKS_PER_NODE": ranks, "FLAGS": shlex.join(self.flags())}
 
 
-def start(run: ExperimentRun, how: str) -> None:
+def start(run: ExperimentRun, how: str, turn: str = "") -> None:
     """Prints, runs or submits one run.
+
+    Args:
+        run: the run.
+        how: print, local, slurm or lsf.
+        turn: its round, for what is shown.
 
     Raises:
         UserError: when it fails.
@@ -148,7 +153,7 @@ def start(run: ExperimentRun, how: str) -> None:
         words = run.slurm() if how == "slurm" else run.lsf()
         env = {**os.environ, **run.environment()}
         given = None if how == "slurm" else (REPO / "examples" / "lsf" / "pretrain_gpt.lsf").read_text()
-    name, log = f"{run.experiment.name} {run.model.name} {run.scheme}", run.out / "output.txt"
+    name, log = f"{run.experiment.name} {run.model.name} {run.scheme}{turn}", run.out / "output.txt"
     try:
         if how == "local":
             status = run_shown(words, env, REPO, log, name)
@@ -162,6 +167,18 @@ def start(run: ExperimentRun, how: str) -> None:
     if status:
         shown = f"; everything it said is in {log}\n{log.read_text()[-4000:]}" if how == "local" else ""
         raise UserError(f"{run.scheme}: {Path(words[0]).name} ended with exit status {status}{shown}")
+
+
+def take_turns(runs: Sequence[ExperimentRun], rounds: int) -> None:
+    """Runs the schemes on this machine, one after the other in each round, so that all see the same state of it.
+
+    Raises:
+        UserError: when a run fails.
+        OSError: when a folder cannot be made.
+    """
+    for number in range(1, rounds + 1):
+        for run in runs:
+            start(replace(run, out=run.out / f"round{number}"), "local", f", round {number} of {rounds}")
 
 
 def missing_flags(model: ModelCase, given: Mapping[str, str | None], extra: Sequence[str]) -> list[str]:
@@ -221,12 +238,13 @@ def parser() -> argparse.ArgumentParser:
     how = made.add_mutually_exclusive_group()
     for name, text in (
         ("print", "print the commands (what happens unless another is asked for)"),
-        ("local", "run on this machine, one scheme after the other, and report"),
+        ("local", "run on this machine, one scheme after the other (fig10: in turns), and report"),
         ("slurm", "submit a job for each scheme with sbatch"),
         ("lsf", "submit a job for each scheme with bsub"),
     ):
         how.add_argument(f"--{name}", dest="how", action="store_const", const=name, default="print", help=text)
     how.add_argument("--report", action="store_true", help="read the logs and write the table and the figure")
+    made.add_argument("--rounds", type=int, help="runs of each scheme in fig10 --local, where schemes take turns (5)")
     made.add_argument("--out", default="asplos23_out", help="folder of logs and reports (asplos23_out)")
     made.add_argument("--data-path", help="prefix of the data")
     made.add_argument("--vocab-file", help="of the tokenizer")
@@ -241,7 +259,7 @@ def measure_kernels(options: argparse.Namespace, extra: Sequence[str]) -> int:
         UserError: when a flag of training runs is given.
         OSError: when its folder cannot be made.
     """
-    names = ("report", "model", "replicas", "scheme", "data_path", "vocab_file", "merge_file")
+    names = ("report", "model", "replicas", "scheme", "rounds", "data_path", "vocab_file", "merge_file")
     given = [*(name for name in names if getattr(options, name)), options.how]
     if given[0] not in ("print", "local"):
         flag = f"--{given[0].replace('_', '-')}"
@@ -265,6 +283,13 @@ def run_experiment(options: argparse.Namespace, extra: Sequence[str]) -> None:
     experiment = read_experiment(options.experiment)
     if options.model is None and options.how != "local":
         raise UserError(f"--model is needed: {', '.join(names_in('models'))}")
+    if options.rounds is not None:
+        if options.how != "local" or experiment.local_rounds is None:
+            raise UserError("--rounds is for fig10 --local, whose schemes take turns: leave it out")
+        if options.rounds < 2:
+            raise UserError(
+                f"--rounds {options.rounds}: give at least 2, so that the runs of a scheme show their range"
+            )
     layout = dict(experiment.layouts.get(options.model or "toy", {}))
     if options.replicas is not None:
         if options.replicas < 1:
@@ -274,8 +299,14 @@ def run_experiment(options: argparse.Namespace, extra: Sequence[str]) -> None:
     runs = runs_of(options, experiment, model, extra)
     if options.how != "print" and not options.data_path and model.name == "toy":
         make_toy_data(toy_prefix(Path(options.out).resolve(), model), int(model.config["tokenizer"]["vocab_size"]))
-    for run in () if options.report else runs:
-        start(run, options.how)
+    started = () if options.report else runs
+    for log in (log for run in started if options.how != "print" for log in round_logs(run.out)):
+        log.unlink()  # of an earlier comparison
+    if options.how == "local" and experiment.local_rounds:
+        take_turns(runs, options.rounds or experiment.local_rounds)
+    else:
+        for run in started:
+            start(run, options.how)
     if options.report or options.how == "local":
         folder = runs[0].out.parent
         print(write_report(experiment.report, experiment.title, {run.scheme: run.out for run in runs}, folder))

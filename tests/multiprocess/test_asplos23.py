@@ -35,10 +35,10 @@ def _run_forked(words: Sequence[str], env: Mapping[str, str], cwd: Path, log: Pa
     ("experiment", "schemes", "says"),
     [
         ("functionality", "CB-FE-SC", "| CB-FE-SC | 10 |"),
-        ("fig10", "Baseline,CB", "exposed: pp-backward"),
+        ("fig10", "CB", "exposed: pp-backward"),
         ("tbl2", "CB-NON-LEP", "| CB-NON-LEP | 20 |"),
         ("fig11", "CB-ALL", "| CB-ALL | "),
-        ("fig12", "CB", "| CB | "),
+        ("fig12", "Baseline", "| Baseline | "),
     ],
 )
 def test_locally(
@@ -51,7 +51,8 @@ def test_locally(
 ) -> None:
     if experiment != "functionality":  # which shows that the launcher is called as it should be
         monkeypatch.setattr("ASPLOS23.run.run_shown", _run_forked)
-    status = main([experiment, "--local", "--scheme", schemes, "--out", str(tmp_path)])
+    rounds = ["--rounds", "2"] if experiment == "fig10" else []
+    status = main([experiment, "--local", "--scheme", schemes, "--out", str(tmp_path), *rounds])
     printed = capsys.readouterr()
     assert status == 0, printed.err
     assert says in printed.out
@@ -59,7 +60,7 @@ def test_locally(
     assert (folder / "report.md").read_text().startswith("## ")
     assert (folder / "figure.png").exists() == (experiment != "functionality")
     for scheme in schemes.split(","):
-        events = read_records(folder / scheme / "log.jsonl")
+        events = read_records(folder / scheme / ("round2" if rounds else "") / "log.jsonl")
         train = [event for event in events if event["kind"] == "train"]
         assert train[-1]["lm_loss"] < train[0]["lm_loss"] - 0.2
         parts = breakdown(events)

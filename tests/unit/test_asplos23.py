@@ -65,8 +65,8 @@ def test_a_run_that_diverged_is_reported(
     [
         ("tbl2", {"lm_loss": None}, "| CB | 3 | nan | nan | 3.47e-05 |"),
         ("tbl2", {"lm_loss": "none", "seconds_per_iteration": None}, "| CB | 3 |  |  |  |"),
-        ("fig10", {"comm": "none"}, "| CB | 1.0000 |  |  | 1.00 |"),
-        ("fig10", {"seconds_per_iteration": None}, "| CB |  |  | 0.1000 | 0.2000 |  |"),
+        ("fig10", {"comm": "none"}, "| CB | 1.0000 | 1.0000 to 1.0000 |  |  | 1.00 |"),
+        ("fig10", {"seconds_per_iteration": None}, "| CB |  |  |  | 0.1000 | 0.2000 |  |"),
         ("fig11", {"cosine_sim": [None, 0.3]}, "| CB-ALL | +0.3000 | 0.3000 |"),
         ("fig11", {"cosine_sim": [None, None]}, "| CB-ALL | +nan | nan | 1.00e-01 |"),
         ("fig12", {"memory_bytes": None}, "| CB |  |  |  |"),
