@@ -264,6 +264,36 @@ def read_cluster(path: str | Path) -> Cluster:
     return dataclasses.replace(cluster, corrections={str(k): float(v) for k, v in corrections.items()})
 
 
+def assumed_rates(path: str | Path, cluster: Cluster) -> str:
+    """A line that names the rates that a cluster's file does not give, with the values that are assumed; "" for none.
+
+    Raises:
+        UserError: when the file describes no device at all.
+    """
+    values = read_yaml(path)
+    if "device" not in values:
+        raise UserError(
+            f"{path}: no device; add device: {{name: ..., peak_tflops: ..., efficiency: ..., memory_gib: ..., "
+            "memory_gbyte_per_s: ..., op_us: ...}, or measure one with --measure"
+        )
+    sections = {
+        "device": True,
+        "inside": cluster.gpus_per_node > 1,
+        "across": cluster.gpus > cluster.gpus_per_node,
+        "between_sites": cluster.sites > 1,
+    }
+    assumed = []
+    for section in (name for name, is_used in sections.items() if is_used):
+        rates = getattr(cluster, section)
+        content = values.get(section, {})
+        assumed += [
+            f"{section} {entry.name} {getattr(rates, entry.name):g}"
+            for entry in dataclasses.fields(rates)
+            if entry.name != "name" and entry.name not in content
+        ]
+    return f"note: {path} does not say, and is taken to be: {', '.join(assumed)}\n" if assumed else ""
+
+
 def check_sites(cluster: Cluster) -> None:
     """Checks that sites are of whole nodes, as many each.
 

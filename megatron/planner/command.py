@@ -37,8 +37,8 @@ from megatron.config.flags import ParsedRun, parse_args
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.planner.choice import Choice, choice_of, of_first_island
-from megatron.planner.cluster import MOST_GPUS, Cluster, Device, check_sites, read_cluster, write_cluster
-from megatron.planner.compare import MOST_LOSS, search_all, without_outer
+from megatron.planner.cluster import MOST_GPUS, Cluster, Device, assumed_rates, check_sites, read_cluster, write_cluster
+from megatron.planner.compare import MOST_LOSS, compare_with_one_node, search_all, without_outer
 from megatron.planner.growth import growth
 from megatron.planner.measure import described, measure_all
 from megatron.planner.predict import Prediction, Predictor
@@ -317,6 +317,7 @@ def show(
     print(f"{table(found.best, memory)}\n{line}\nthe fastest:\n{breakdown(found.best[0], predictor.cluster, config)}")
     if len(found.best) > 1:
         print(f"the runner-up is {reason(found.best[0], found.best[1])}")
+    print(compare_with_one_node(predictor, found.best[0]), end="")
     if options.write:
         write_whole(options.write, found.best[0].choice.configure(config).to_yaml().encode(), "--write")
         print(f"the fastest run's configuration is written to {options.write}")
@@ -357,6 +358,8 @@ def run(options: argparse.Namespace) -> None:
             return
         print(f"measured; written to {path}\n")
         planned = dataclasses.replace(measured, gpus=gpus, sites=planned.sites)
+    else:
+        print(assumed_rates(path, planned), end="")
     if refusal is not None:
         print(f"the run as it is cannot be planned on {gpus} devices: {refusal}")
     predictor = Predictor(base, planned, vocab_size, imbalance)

@@ -10,8 +10,8 @@ from megatron.compression.points import Point
 from megatron.compression.schedule import RunLength
 from megatron.config.run import RunConfig
 from megatron.planner.choice import Choice
-from megatron.planner.predict import Predictor
-from megatron.planner.report import verdict
+from megatron.planner.predict import Prediction, Predictor
+from megatron.planner.report import table, verdict
 from megatron.planner.search import Found, divisors, has_outer, search
 
 MOST_LOSS = 2.0
@@ -97,3 +97,27 @@ def search_all(predictor: Predictor, sets: Sequence[tuple[str, ...]], top: int, 
     both = sorted([*alone.best, *islands.best], key=lambda one: one.seconds)
     sums = [getattr(alone, name) + getattr(islands, name) for name in ("considered", "predicted", "too_large")]
     return Found(both[:top], *sums), said
+
+
+def compare_with_one_node(predictor: Predictor, best: Prediction) -> str:
+    """Lines on the fastest run on one node alone, beside the fastest on all; "" where there is only one node.
+
+    Args:
+        predictor: predictor of the run.
+        best: the fastest run on the whole cluster.
+    """
+    cluster = predictor.cluster
+    if cluster.gpus <= cluster.gpus_per_node:
+        return ""
+    node = dataclasses.replace(cluster, gpus=cluster.gpus_per_node, sites=1)
+    try:
+        single = search(
+            Predictor(predictor.config, node, predictor.vocab_size, predictor.book.imbalance), [()], 1
+        ).best[0]
+    except UserError as error:
+        return f"one node alone: {error}\n"
+    ratio = single.seconds / best.seconds
+    said = f"all {cluster.gpus} devices are {ratio:.2f} x as fast"
+    if ratio < 1:
+        said = f"{1 / ratio:.2f} x as fast as all {cluster.gpus} devices: leave the other nodes out"
+    return f"\none node alone, with the same global batch: {said}\n{table([single], cluster.device.memory_gib)}\n"

@@ -11,6 +11,11 @@ from megatron.planner.cluster import Cluster
 from megatron.planner.island_loss import MEASURED_ON
 from megatron.planner.predict import Prediction
 
+_LOSS = (
+    "these compressors change the loss, by how much is not predicted: docs/compression.md says what was measured, and "
+    "`make bench-convergence` measures it"
+)
+
 
 def described(choice: Choice) -> str:
     """Describes a choice in a few words."""
@@ -177,6 +182,8 @@ def breakdown(one: Prediction, cluster: Cluster, config: RunConfig | None = None
         lines.append(f"  bytes   {point}: {nbytes / 1e6:,.1f} MB a device and iteration, {where}")
     if one.outer is not None:
         lines += island_lines(one, cluster)
+    if any(not spec.startswith("embedding=fused") for spec in one.choice.specs):
+        lines.append(f"  loss    {_LOSS}")
     lines.append(f"  flags   {flags(one.choice)}")
     left_out = [] if config is None else unset(one.choice, config)
     if left_out:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron.checkpoint.convert.model import tensors_of
 from megatron.config.run import RunConfig
 from megatron.model.stages import padded_vocab_size
 from megatron.planner.choice import choice_of
-from megatron.planner.cluster import read_cluster, write_cluster
+from megatron.planner.cluster import Cluster, LinkSpec, assumed_rates, read_cluster, write_cluster
 from megatron.planner.command import main
 from megatron.planner.dry_run import Tally
 from tests.support.disk import largest_file
@@ -45,6 +47,64 @@ def test_a_run_is_predicted_and_faster_ones_are_found(tmp_path: Path, capsys: py
     assert len(written) == 3
     assert written[1]["seconds"] <= written[2]["seconds"]
     assert {"seconds", "parts", "memory", "sent", "mfu", "choice"} <= written[0].keys()
+
+
+def _plan_on(folder: Path, cluster: Cluster) -> list[str]:
+    (folder / "run.yaml").write_text(small_run().to_yaml())
+    (folder / "cluster.yaml").write_text(write_cluster(cluster))
+    return ["--config", str(folder / "run.yaml"), "--cluster", str(folder / "cluster.yaml"), "--specs", ""]
+
+
+def _tokens_per_s(row: str) -> float:
+    return float(row.split()[1].replace(",", ""))
+
+
+def test_one_node_alone_is_shown_beside_all_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    slow = replace(CLUSTER, across=LinkSpec(0.01, 1000.0))
+    assert main(_plan_on(tmp_path, slow)) == 0
+    shown = capsys.readouterr().out
+    header = re.search(r"one node alone, with the same global batch: ([\d.]+) x as fast as all 8 devices: leave", shown)
+    assert header is not None
+    rows = shown[header.end() :].splitlines()
+    assert re.search(r"tp \d, pp \d, dp \d", rows[2]) is not None
+    assert np.prod([int(n) for n in re.findall(r"(?:tp|pp|dp) (\d)", rows[2])]) == 4
+    fastest = shown[shown.index("the fastest of each") :].splitlines()[2]
+    assert float(header[1]) == pytest.approx(_tokens_per_s(rows[2]) / _tokens_per_s(fastest), rel=0.01)
+
+    assert main(_plan_on(tmp_path, replace(CLUSTER, across=LinkSpec(4000.0, 0.1)))) == 0
+    assert re.search(r"one node alone, .*: all 8 devices are 1\.\d\d x as fast", capsys.readouterr().out) is not None
+
+    assert main(_plan_on(tmp_path, replace(CLUSTER, gpus=4))) == 0
+    assert "one node alone" not in capsys.readouterr().out
+
+
+def test_compressors_are_said_to_change_the_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*_files(tmp_path, ("dp-grad=fixpoint,bits=4",)), "--no-search"]
+    assert main(words) == 0
+    assert "  loss    these compressors change the loss" in capsys.readouterr().out
+    assert main([*_files(tmp_path), "--no-search"]) == 0
+    assert "  loss  " not in capsys.readouterr().out
+
+
+def test_rates_that_a_file_leaves_out_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*_files(tmp_path), "--no-search"]
+    file = tmp_path / "cluster.yaml"
+    file.write_text("gpus: 8\ngpus_per_node: 4\n")
+    assert main(words) == 2
+    assert f"{file}: no device; add device: {{name: ..., peak_tflops: ..." in capsys.readouterr().err
+    file.write_text("gpus: 8\ngpus_per_node: 4\ndevice: {peak_tflops: 100, op_us: 2}\ninside: {gbit_per_s: 5}\n")
+    assert main(words) == 0
+    assert capsys.readouterr().out.splitlines()[0] == (
+        f"note: {file} does not say, and is taken to be: device efficiency 0.6, device memory_gib 40, "
+        "device memory_gbyte_per_s 1400, inside latency_us 10, across gbit_per_s 200, across latency_us 8"
+    )
+    assert main(words) == 0
+    assert "does not say" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", sorted(Path("examples/clusters").glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_clusters_leave_nothing_out(path: Path) -> None:
+    assert assumed_rates(path, read_cluster(path)) == ""
 
 
 def test_the_run_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
