@@ -98,7 +98,7 @@ def test_rates_that_a_file_leaves_out_are_named(tmp_path: Path, capsys: pytest.C
         f"note: {file} does not say, and is taken to be: device efficiency 0.6, device memory_gib 40, "
         "device memory_gbyte_per_s 1400, inside latency_us 10, across gbit_per_s 200, across latency_us 8"
     )
-    assert main(words) == 0
+    assert main([*_files(tmp_path), "--no-search"]) == 0
     assert "does not say" not in capsys.readouterr().out
 
 
