@@ -60,7 +60,7 @@ def test_every_flag_is_compared_unless_it_says_why_not() -> None:
 
 def test_what_may_differ_is_of_a_machine_or_of_one_rank() -> None:
     logs = {"tensorboard-dir", "log-txt-file", "log-json-file", "profile-trace", "progress-bar", "peak-tflops"}
-    logs |= {"wandb-project", "wandb-exp-name", "wandb-save-dir"}
+    logs |= {"wandb-project", "wandb-exp-name", "wandb-save-dir", "mlflow-experiment", "print-config"}
     assert logs | {"local-rank", "kill-switch-file", "data-cache-path", "num-workers"} == FREE
     paths = {field.flag for field in FIELDS if field.element is str and not field.choices}
     assert paths >= BY_CONTENTS
