@@ -71,16 +71,17 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     GPT2LMHeadModel(config).save_pretrained(folder / "hf")
     assert convert(["--load", str(folder / "hf"), "--save", str(folder / "saved"), "--to", "megatron-cc"]) == 0
     rows = [
-        {"text": text(9), "long": text(90), "a": " " + text(1), "b": " " + text(3), "label": int(random.integers(2))}
+        {"text": text(9), "long": text(90), "a": " " + text(1), "choices": [" " + text(1), " " + text(3)],
+         "label": int(random.integers(2))}
         for _ in range(12)
-    ]
+    ]  # fmt: skip
     (folder / "rows.json").write_text("\n".join(map(json.dumps, rows)))
     tasks = folder / "tasks"
     tasks.mkdir()
     kinds = {
         "choice": (
             "multiple_choice",
-            'doc_to_text: "{{text}}"\ndoc_to_choice: ["{{a}}", "{{b}}"]\ndoc_to_target: label\n'
+            'doc_to_text: "{{text}}"\ndoc_to_choice: "{{choices}}"\ndoc_to_target: label\n'
             "metric_list: [{metric: acc}, {metric: acc_norm}]",
         ),
         "rolling": (
