@@ -1,6 +1,8 @@
 """Seconds of an iteration of the whole program, by its log, beside a plain training script around Hugging Face's GPT-2.
 
-Both read the same tokens from a file, log the loss of every iteration, and run in a process of their own. As a command
+The script runs the model as it is (eager), or compiled by torch.compile.
+
+All read the same tokens from a file, log the loss of every iteration, and run in a process of their own. As a command
 this module is that script.
 """
 
@@ -28,7 +30,7 @@ from benchmarks.turns import in_turns
 from megatron.data.indexed import IndexedWriter
 
 WARM_UP = 2
-"""Iterations that are not counted."""
+"""Iterations that are not counted; torch compiles in the first one."""
 
 _ELAPSED = re.compile(r"elapsed time per iteration \(s\):\s*([\d.]+)")
 
@@ -54,10 +56,10 @@ def our_command(prefix: Path, shape: Shape) -> list[str]:
     return [*words, "--data-path", str(prefix), "--train-iters"]
 
 
-def their_command(prefix: Path, shape: Shape) -> list[str]:
-    """The command of the script, likewise."""
+def their_command(prefix: Path, shape: Shape, form: str) -> list[str]:
+    """The command of the script around a model that is eager or compiled, likewise."""
     sizes = [str(number) for number in (shape.layers, shape.hidden, shape.seq, shape.batch, shape.vocab)]
-    return ["-m", "benchmarks.program", str(prefix.with_suffix(".npy")), *sizes]
+    return ["-m", "benchmarks.program", form, str(prefix.with_suffix(".npy")), *sizes]
 
 
 def seconds(command: list[str], iterations: int, threads: int) -> float:
@@ -75,19 +77,23 @@ def seconds(command: list[str], iterations: int, threads: int) -> float:
     return statistics.median(found[WARM_UP:])
 
 
-def compare_programs(shape: Shape, threads: int, iterations: int, runs: int) -> dict[str, Any]:
-    """Measures the whole program against the script in fp32, some runs of each in turns."""
+def compare_programs(shape: Shape, threads: int, iterations: int, runs: int, compiled: bool) -> dict[str, Any]:
+    """Measures the whole program against the eager script, and perhaps the compiled one, in fp32, in turns."""
+    forms = ["eager", "compiled"] if compiled else ["eager"]
     with tempfile.TemporaryDirectory() as folder:
         prefix, tokens = Path(folder) / "text", shape.samples * shape.seq
         write_text(prefix, shape.vocab - 1, (iterations + 2 * WARM_UP) * tokens + 2)
-        commands = our_command(prefix, shape), their_command(prefix, shape)
+        commands = [our_command(prefix, shape), *(their_command(prefix, shape, form) for form in forms)]
         turns = in_turns(*(partial(seconds, command, iterations, threads) for command in commands), turns=runs)
-    return {
+    row = {
         "shape": shape.name,
         "tokens_per_second": tokens / turns.median(),
         "hugging_face_tokens_per_second": tokens / turns.median(1),
         "ratio": turns.ratio(),
     }
+    if compiled:
+        row |= {"compiled_tokens_per_second": tokens / turns.median(2), "compiled_ratio": turns.ratio(2)}
+    return row
 
 
 def _batches(path: Path, shape: Shape) -> Iterator[Tensor]:
@@ -98,12 +104,13 @@ def _batches(path: Path, shape: Shape) -> Iterator[Tensor]:
 
 
 def main() -> None:
-    """Runs the script: path of the tokens, five sizes, iterations."""
-    layers, hidden, seq, batch, vocab, iterations = (int(word) for word in sys.argv[2:])
+    """Runs the script: eager or compiled, path of the tokens, five sizes, iterations."""
+    form, path = sys.argv[1:3]
+    layers, hidden, seq, batch, vocab, iterations = (int(word) for word in sys.argv[3:])
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     shape = Shape(layers, hidden, seq, batch, vocab)
-    train = peer_training("hugging-face", shape, "fp32", "cpu", False)
-    batches = _batches(Path(sys.argv[1]), shape)
+    train = peer_training("hugging-face", shape, "fp32", "cpu", compiled=form == "compiled")
+    batches = _batches(Path(path), shape)
     for number in range(iterations):
         start = time.perf_counter()
         tokens_bs = next(batches)

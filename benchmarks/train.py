@@ -1,12 +1,15 @@
 """Training speed of one process beside Hugging Face's GPT-2, and the overhead of each kind of parallelism.
 
-    make bench-train                    the whole table (about 15 minutes on two cores)
-    make bench-train ARGS="--quick"     a smoke run on tiny shapes
+    make bench-train                         the whole table
+    make bench-train ARGS="--no-compiled"    without the peers that torch compiles
+    make bench-train ARGS="--quick"          a smoke run on tiny shapes
 
 Each side runs in its own process, which steps when it is told to: the sides take turns, so both see the same state
 of the machine, and the ratio is taken pair by pair. Equal work on both sides: shapes, vocabulary, dropout 0, AdamW
-(torch's fused one), clipping, number of threads. Rates are medians over the steps after a warm-up. The whole program,
-pretrain_gpt.py by its log, is measured beside a plain script around Hugging Face's model in the same way, run by run.
+(torch's fused one), clipping, number of threads, precision: fp32, or bf16, in which the peers run under autocast. GPT-2
+has two peers, Hugging Face's model as it is (eager) and compiled by torch.compile. Rates are medians over the steps
+after a warm-up, during which torch compiles. The whole program, pretrain_gpt.py by its log, is measured beside a plain
+script around each of these two peers in the same way, run by run.
 Models with experts are measured beside Hugging Face's Mixtral in the same precision.
 Where this library has fp32 products of its own, those of each layer are measured beside torch's.
 Steps of sequences that a curriculum has cut to half their length are measured beside whole ones, and steps of BERT and
@@ -52,6 +55,7 @@ MIXTURES = [
     Shape(4, 512, 512, 2, vocab=32000, llama=True, ffn=1792, groups=4, experts=8),
 ]
 PRECISIONS = ("fp32", "bf16")
+COMPILED = "hugging-face compiled"
 QUICK = [Shape(2, 128, 32, 2, vocab=128)]
 
 
@@ -70,26 +74,30 @@ def peak_rate(precision: str, quick: bool, device: str) -> float:
 
 
 def compare(
-    shape: Shape, precision: str, threads: int, steps: int, peak: float, device: str, theirs_in: str = "fp32"
+    shape: Shape, precision: str, threads: int, steps: int, peak: float, device: str, compiled: bool
 ) -> dict[str, Any]:
-    """Measures this project against Hugging Face in fp32, or under autocast in bf16, in turns."""
-    ours, theirs = (
-        Side(kind, partial(process_step, kind, shape, own, threads, device), device)
-        for kind, own in (("ours", precision), ("hugging-face", theirs_in))
-    )
-    turns = in_turns(ours.step, theirs.step, turns=steps, warm=2)
+    """Measures this project against Hugging Face's model in the same precision, eager and perhaps compiled."""
+    step = partial(process_step, shape=shape, precision=precision, threads=threads, device=device)
+    sides = [Side(kind, partial(step, kind), device) for kind in ("ours", "hugging-face")]
+    if compiled:
+        sides.append(Side(COMPILED, partial(step, "hugging-face", compiled=True), device))
+    turns = in_turns(*(side.step for side in sides), turns=steps, warm=2)
+    memory = [side.close() for side in sides]
     tokens = shape.samples * shape.seq
-    return {
+    row = {
         "shape": shape.name,
         "precision": precision,
         "tokens_per_second": tokens / turns.median(),
-        "hugging_face_precision": theirs_in,
         "hugging_face_tokens_per_second": tokens / turns.median(1),
         "ratio": turns.ratio(),
         "rate_over_peak": shape.flops() / turns.median() / peak,
-        "memory_bytes": ours.close(),
-        "hugging_face_memory_bytes": theirs.close(),
+        "memory_bytes": memory[0],
+        "hugging_face_memory_bytes": memory[1],
     }
+    if compiled:
+        row |= {"compiled_tokens_per_second": tokens / turns.median(2), "compiled_ratio": turns.ratio(2)}
+        row["compiled_memory_bytes"] = memory[2]
+    return row
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -149,27 +157,31 @@ def beside_gpt(kind: ModelType, shape: Shape, threads: int, steps: int, device: 
     return {"kind": kind, "shape": sized[kind].name, **seconds, **ratios}
 
 
-def _gib(name: str) -> Callable[[Cells], str]:
+def _gib(name: str) -> Callable[[Cells], str | None]:
     """A function that writes bytes as GiB."""
-    return lambda row: f"{row[name] / 2**30:.2f} GiB"
+    return lambda row: f"{row[name] / 2**30:.2f} GiB" if name in row else None
 
 
 SINGLE = Table(
     Column("shape", "shape"),
     Column("precision", "precision"),
     Column("tokens/s", "tokens_per_second", ",.0f"),
-    Column("Hugging Face in", "hugging_face_precision"),
-    Column("its tokens/s", "hugging_face_tokens_per_second", ",.0f"),
+    Column("Hugging Face tokens/s", "hugging_face_tokens_per_second", ",.0f"),
     Column("ratio", "ratio", ".2f"),
+    Column("compiled tokens/s", "compiled_tokens_per_second", ",.0f"),
+    Column("ratio to compiled", "compiled_ratio", ".2f"),
     Column("of measured peak", "rate_over_peak", ".0%"),
     Column("memory", _gib("memory_bytes")),
     Column("theirs", _gib("hugging_face_memory_bytes")),
+    Column("compiled", _gib("compiled_memory_bytes")),
 )
 WHOLE = Table(
     Column("whole program, fp32", "shape"),
     Column("tokens/s", "tokens_per_second", ",.0f"),
     Column("Hugging Face tokens/s", "hugging_face_tokens_per_second", ",.0f"),
     Column("ratio", "ratio", ".2f"),
+    Column("compiled tokens/s", "compiled_tokens_per_second", ",.0f"),
+    Column("ratio to compiled", "compiled_ratio", ".2f"),
 )
 PRODUCTS = Table(
     Column("fp32 products of", "layer"),
@@ -207,7 +219,9 @@ def _of_kinds(shapes: Sequence[Shape], parts: set[str]) -> list[Shape]:
     return [shape for shape in shapes if "kinds" in parts and shape.seq <= 512]
 
 
-def measure(parts: set[str], quick: bool, steps: int, threads: int, precisions: Sequence[str]) -> dict[str, Any]:
+def measure(
+    parts: set[str], quick: bool, steps: int, threads: int, precisions: Sequence[str], compiled: bool
+) -> dict[str, Any]:
     """Measures some parts; returns their rows and the rates that they are compared with."""
     shapes, programs, steps = (QUICK, QUICK, 2) if quick else (SHAPES, PROGRAMS, steps)
     torch.set_num_threads(threads)
@@ -220,14 +234,14 @@ def measure(parts: set[str], quick: bool, steps: int, threads: int, precisions: 
     rows, whole, routed = [], [], []
     for shape in shapes if "steps" in parts else ():
         for precision in peaks:
-            rows.append(compare(shape, precision, threads, steps, peaks[precision], device))
+            rows.append(compare(shape, precision, threads, steps, peaks[precision], device, compiled))
             print(f"{shape.name} {precision}: ratio {rows[-1]['ratio']:.2f}", file=sys.stderr, flush=True)
     for shape in mixtures if "experts" in parts else ():
         for precision in peaks:
-            routed.append(compare(shape, precision, threads, steps, peaks[precision], device, precision))
+            routed.append(compare(shape, precision, threads, steps, peaks[precision], device, compiled=False))
             print(f"{shape.name} {precision}: ratio {routed[-1]['ratio']:.2f}", file=sys.stderr, flush=True)
     for shape in programs if "programs" in parts else ():
-        whole.append(compare_programs(shape, threads, steps, 1 if quick else 3))
+        whole.append(compare_programs(shape, threads, steps, 1 if quick else 3, compiled))
         print(f"{shape.name} whole program: ratio {whole[-1]['ratio']:.2f}", file=sys.stderr, flush=True)
     multiplied = [shapes[-1], mixtures[-1]] if "products" in parts and own_products.problem() is None else []
     layers = [row for shape in multiplied for row in products.beside_torch(shape, threads, steps)]
@@ -259,13 +273,17 @@ def main() -> int:
         choices=PRECISIONS,
         help="steps in this precision alone: on a processor without bf16 instructions those in bf16 take very long",
     )
+    parser.add_argument("--no-compiled", action="store_true", help="leave out the peers that torch compiles")
     parser.add_argument("--out", type=Path, default=Path("bench_out/train.json"), help="where the figures go as JSON")
     flags = parser.parse_args()
     try:
         precisions = (flags.precision,) if flags.precision else PRECISIONS
-        found = measure({flags.only} if flags.only else set(parts), flags.quick, flags.steps, flags.threads, precisions)
+        chosen = {flags.only} if flags.only else set(parts)
+        compiled = not flags.no_compiled
+        found = measure(chosen, flags.quick, flags.steps, flags.threads, precisions, compiled=compiled)
     except SideError as error:
-        print(f"error: {error}", file=sys.stderr)
+        fix = "; --no-compiled leaves compiled peers out" if error.kind == COMPILED else ""
+        print(f"error: {error}{fix}", file=sys.stderr)
         return 1
     peaks = ", ".join(f"{name} {rate / 1e9:,.0f} GFLOP/s" for name, rate in found["peaks"].items())
     tables = {
@@ -277,7 +295,7 @@ def main() -> int:
         "kinds": OTHER_KINDS,
         "parallel": PARALLEL,
     }
-    measured = [table.text(found[name]) for name, table in tables.items() if found[name]]
+    measured = [table.filled(found[name]).text(found[name]) for name, table in tables.items() if found[name]]
     print("\n\n".join([f"Measured peak of a matrix product: {peaks}.", *measured]))
     write_record(flags.out, header(device_name("cuda" if torch.cuda.is_available() else "cpu")), **found)
     return 0

@@ -14,7 +14,9 @@ from tests.support.cli import run_cli
 @pytest.mark.multiprocess
 def test_quick_run(tmp_path: Path) -> None:
     out = tmp_path / "train.json"
-    result = run_cli(1, ["-m", "benchmarks.train", "--quick", "--threads", "1", "--out", str(out)]).check()
+    words = ["-m", "benchmarks.train", "--quick", "--no-compiled", "--threads", "1", "--out", str(out)]
+    result = run_cli(1, words).check()
+    assert "compiled" not in result.stdout
     figures = json.loads(out.read_text())
     assert {row["precision"] for row in figures["single"]} == {"fp32", "bf16"}
     assert [(row["shape"], row["precision"]) for row in figures["experts"]] == [
