@@ -21,6 +21,7 @@ def check_model(model: ModelConfig) -> None:
                 f"{flag} {length} is longer than --max-position-embeddings {model.max_position_embeddings}; raise the "
                 "latter to at least the former"
             )
+    _check_windows(model)
     _check_rotary(model)
     _check_kind(model)
     check_task_head(model)
@@ -40,6 +41,21 @@ def check_model(model: ModelConfig) -> None:
     ]
     if len(chosen) > 1:
         raise UserError(f"{' and '.join(chosen)} exclude each other; keep one activation")
+
+
+def _check_windows(model: ModelConfig) -> None:
+    pattern, layers = model.window_attn_skip_freq, model.num_layers
+    if not pattern:
+        return
+    shown = " ".join(map(str, pattern))
+    if model.sliding_window is None:
+        raise UserError(f"--window-attn-skip-freq {shown} says which layers have a window; add --sliding-window")
+    if len(pattern) != layers or set(pattern) - {0, 1}:
+        raise UserError(
+            f"--window-attn-skip-freq {shown}: give one number of at least 2, or 0 or 1 for each of the {layers} layers"
+        )
+    if 1 not in pattern:
+        raise UserError(f"--window-attn-skip-freq {shown} leaves no layer a window; leave out --sliding-window, too")
 
 
 def _check_kind(model: ModelConfig) -> None:

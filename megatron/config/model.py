@@ -158,6 +158,14 @@ class ModelConfig(ExpertsConfig):
         minimum=1,
         checkpoint="shape",
     )
+    window_attn_skip_freq: list[int] = option(  # noqa: RUF009
+        [],
+        "Layers without the window of --sliding-window: every N-th one, or a 1 (window) or 0 for each layer. Without "
+        "this flag all layers have it.",
+        minimum=0,
+        maximum=MOST_LAYERS,
+        checkpoint="shape",
+    )
     normalization: Literal["LayerNorm", "RMSNorm"] = option("LayerNorm", "Normalization layer.", checkpoint="shape")
     norm_epsilon: float = option(
         1e-5,
@@ -328,6 +336,11 @@ class ModelConfig(ExpertsConfig):
     def expert_layers(self) -> dict[int, int]:
         """Number of experts of each layer that has them, by layer."""
         return self.expert_layers_of(self.num_layers)
+
+    def window_of(self, layer: int) -> int | None:
+        """Positions that a token attends to in a layer, its own included; None for all earlier ones."""
+        pattern = self.window_attn_skip_freq
+        return self.sliding_window if not pattern or pattern[layer] else None
 
     @property
     def total_layers(self) -> int:

@@ -25,7 +25,7 @@ def resolve_model(model: ModelConfig) -> ModelConfig:
         if width == 0:
             raise UserError(f"--swiglu: --hidden-size {hidden} is too small for a default; give --ffn-hidden-size")
         model = replace(model, ffn_hidden_size=width)
-    model = fill_rotary_scaling(model)
+    model = fill_rotary_scaling(_fill_windows(model))
     if is_unset(model.moe_ffn_hidden_size) and model.has_experts:
         model = replace(model, moe_ffn_hidden_size=model.ffn_hidden_size)
     if is_unset(model.moe_eval_capacity_factor):
@@ -41,6 +41,15 @@ def resolve_model(model: ModelConfig) -> ModelConfig:
     if is_unset(model.num_tokentypes):
         model = replace(model, num_tokentypes=2 if model.model_type == "bert" and model.bert_binary_head else 0)
     return model
+
+
+def _fill_windows(model: ModelConfig) -> ModelConfig:
+    """Writes --window-attn-skip-freq out for each layer; empty where all layers are alike."""
+    pattern = model.window_attn_skip_freq
+    if len(pattern) == 1 and pattern[0] > 1:
+        pattern = [int((layer + 1) % pattern[0] != 0) for layer in range(model.num_layers)]
+    alike = model.sliding_window is not None and set(pattern) == {1}
+    return replace(model, window_attn_skip_freq=[] if alike else pattern)
 
 
 def fill_rotary_scaling(model: ModelConfig) -> ModelConfig:

@@ -115,8 +115,8 @@ class LoadedModel:
 
         def cache(capacity: int) -> KVCache:
             shape = (rows, model.num_query_groups // self.topology.layout.tp, capacity, model.kv_channels)
-            window, block = model.sliding_window, self.workspaces.block
-            return KVCache(self.stage.part.layers, shape, self.stage.dtype, self.device, window, block)
+            windows = {layer: model.window_of(layer) for layer in self.stage.part.layers}
+            return KVCache(windows, shape, self.stage.dtype, self.device, self.workspaces.block)
 
         return self.workspaces.take(rows, positions, cache)
 

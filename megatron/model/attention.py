@@ -81,7 +81,7 @@ class Attention(ShardedModule, ABC):
             torch.cuda.manual_seed(dropout.fused)
         mask = self._allowed(query, context)
         if context.cache is not None and mask is None:
-            mask = context.cache.mask
+            mask = context.cache.mask(self.layer)
         causal = self.causal and mask is None
         if (
             query.shape[2] == 1
@@ -138,7 +138,7 @@ class SelfAttention(Attention):
         recompute_core: bool,
     ) -> None:
         super().__init__(config, layer, comm, causal, recompute_core)
-        self.window = config.sliding_window
+        self.window = config.window_of(layer)
         rows = config.num_query_groups * (self.queries_per_group + 2) * self.head_dim
         width = config.num_attention_heads * self.head_dim
         biased = config.add_bias_linear or config.add_qkv_bias

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,38 +18,35 @@ class KVCache:
     ``shape`` launch the same work on the same memory, so they can be recorded once and replayed.
 
     Args:
-        layers: global numbers of the stage's layers.
+        windows: by the global number of each of the stage's layers, the positions that it looks at; None for all.
         shape: shape of each layer's keys, and of its values: (rows, key-value heads on this rank, positions, channels).
         dtype, device: those of keys and values.
-        window: positions that attention looks at; None for all.
         block: a step looks at a multiple of this many positions, so that the shape changes as seldom.
     """
 
     def __init__(
         self,
-        layers: Iterable[int],
+        windows: Mapping[int, int | None],
         shape: tuple[int, int, int, int],
         dtype: torch.dtype,
         device: torch.device,
-        window: int | None = None,
         block: int = 1,
     ) -> None:
         def space() -> Tensor:
             # Zeros: a masked position has weight 0, and 0 times what lies in fresh memory may be no number.
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self._held = {layer: (space(), space()) for layer in layers}
+        self._held = {layer: (space(), space()) for layer in windows}
         self._rows_b = torch.arange(shape[0], device=device)
         self.capacity = shape[2]
-        self._window = window
+        self._windows = windows
         self._block = block
         self.lengths: list[int] = []
         self._seen = 0
         self._lengths_b = torch.zeros(shape[0], dtype=torch.int64, device=device)
         self._growing_b = torch.ones(shape[0], dtype=torch.int64, device=device)
         self._growing = set(range(shape[0]))
-        self.mask: Tensor | None = None
-        """Mask of the positions that each row's newest one may attend to, (b, 1, 1, positions); None for all."""
+        self._masks: dict[int | None, Tensor | None] = {}
 
     @property
     def rows(self) -> int:
@@ -73,20 +70,23 @@ class KVCache:
 
     def begin_step(self) -> None:
         """Begins a step of one position for each row; part of what is recorded."""
-        self._seen = extent = self._extent
-        if self._block == 1 and min(self.lengths) + 1 == extent and not self._slides:
-            self.mask = None
-            return
-        newest_b1 = self._lengths_b.unsqueeze(1)
-        positions = torch.arange(extent, device=newest_b1.device)
-        seen = positions <= newest_b1
-        if self._window is not None:
-            seen &= positions > newest_b1 - self._window
-        self.mask = seen[:, None, None]
+        self._seen = self._extent
+        self._masks = {window: self._masked(window) for window in set(self._windows.values())}
 
-    @property
-    def _slides(self) -> bool:
-        return self._window is not None and max(self.lengths) >= self._window
+    def mask(self, layer: int) -> Tensor | None:
+        """Mask of the positions that each row's newest one may attend to, (b, 1, 1, positions); None for all."""
+        return self._masks.get(self._windows[layer])
+
+    def _masked(self, window: int | None) -> Tensor | None:
+        slides = window is not None and max(self.lengths) >= window
+        if self._block == 1 and min(self.lengths) + 1 == self._seen and not slides:
+            return None
+        newest_b1 = self._lengths_b.unsqueeze(1)
+        positions = torch.arange(self._seen, device=newest_b1.device)
+        seen = positions <= newest_b1
+        if window is not None:
+            seen &= positions > newest_b1 - window
+        return seen[:, None, None]
 
     def extend(self, layer: int, key_bgsd: Tensor, value_bgsd: Tensor) -> tuple[Tensor, Tensor]:
         """Adds positions to a layer's keys and values, and returns all that may be attended to.
@@ -131,5 +131,5 @@ class KVCache:
         for keys, values in self._held.values():
             keys.zero_()
             values.zero_()
-        self.lengths, self.mask = [], None
+        self.lengths, self._masks = [], {}
         self.grow_only(range(self.rows))

@@ -12,7 +12,8 @@ EXPERTS = "experts"
 def piece_of(model: ModelConfig, layer: int) -> str:
     """The name of a layer's piece."""
     count = model.expert_layers.get(layer)
-    return LAYER if count is None else f"{EXPERTS} {count}"
+    name = LAYER if count is None else f"{EXPERTS} {count}"
+    return f"{name} window" if model.window_attn_skip_freq and model.window_of(layer) is not None else name
 
 
 def pieces_of(model: ModelConfig) -> tuple[str, ...]:

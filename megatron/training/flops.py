@@ -16,6 +16,7 @@ class ModelShape:
     """Sizes of a transformer that decide its FLOPs.
 
     Args:
+        window_layers: how many of the layers have the sliding window; None for all.
         causal: a token attends to earlier ones alone.
         head_transform: a product of width h comes before the logits, as in BERT.
         expert_layers: how many of the layers have experts in place of the feed-forward network.
@@ -36,6 +37,7 @@ class ModelShape:
     padded_vocab_size: int
     swiglu: bool = False
     sliding_window: int | None = None
+    window_layers: int | None = None
     causal: bool = True
     head_transform: bool = False
     expert_layers: int = 0
@@ -83,9 +85,12 @@ def model_flops_per_sample(shape: ModelShape, *, causal: bool = True) -> int:
     kv_width = shape.num_query_groups * shape.kv_channels
     projections = h * (q_width + 2 * kv_width) + q_width * h
     feed_forward = (3 if shape.swiglu else 2) * h * shape.ffn_hidden_size
-    window = min(shape.sliding_window or s, s)
-    pairs = window * (window + 1) // 2 + (s - window) * window if causal and shape.causal else s * s
-    layers = shape.num_layers * (s * projections + 2 * pairs * q_width)
+    windowed = shape.num_layers if shape.window_layers is None else shape.window_layers
+    each = {shape.sliding_window: windowed, None: shape.num_layers - windowed}
+    if not (causal and shape.causal and shape.sliding_window):
+        each = {None: shape.num_layers}
+    pairs = sum(count * _pairs(s, window, causal and shape.causal) for window, count in each.items())
+    layers = shape.num_layers * s * projections + 2 * pairs * q_width
     layers += s * ((shape.num_layers - shape.expert_layers) * feed_forward + shape.expert_products)
     layers += shape.num_layers * 2 * s * min(2 * shape.relative_span, 2 * s - 1) * q_width
     layers += s * h * h * shape.conv_kernel_size
@@ -98,6 +103,12 @@ def model_flops_per_sample(shape: ModelShape, *, causal: bool = True) -> int:
     labels = shape.decoder_seq_length if shape.decoder_layers else s
     head = labels * h * (shape.padded_vocab_size + (h if shape.head_transform else 0))
     return 3 * 2 * (layers + head)
+
+
+def _pairs(s: int, window: int | None, causal: bool) -> int:
+    """Pairs of tokens that the mask of a layer lets through."""
+    seen = min(window or s, s)
+    return seen * (seen + 1) // 2 + (s - seen) * seen if causal else s * s
 
 
 def model_tflops(

@@ -49,6 +49,7 @@ def model_shape(config: RunConfig, padded_vocab_size: int) -> ModelShape:
         padded_vocab_size=padded_vocab_size if model.predicts_words else 0,
         swiglu=model.swiglu,
         sliding_window=model.sliding_window,
+        window_layers=sum(model.window_of(layer) is not None for layer in range(model.num_layers)),
         causal=model.causal,
         head_transform=model.model_type == "bert" and model.predicts_words,
         expert_layers=len(model.expert_layers),

@@ -189,6 +189,7 @@ RICH: Changes = {
         "rotary_scaling_original_length": 8,
         "add_qkv_bias": True,
         "sliding_window": 5,
+        "window_attn_skip_freq": [2],
         "parallel_residual": True,
     },
     **DOUBLE,

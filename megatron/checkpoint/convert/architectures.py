@@ -58,6 +58,7 @@ def _requirements(model: ModelConfig) -> dict[str, dict[str, bool]]:
     rope = {"--position-embedding-type rope": model.position_embedding_type == "rope"}
     one_after_the_other = {"no --parallel-residual": not model.parallel_residual}
     looks_at_all = {"no --sliding-window": model.sliding_window is None}
+    alike = {"no --window-attn-skip-freq": not model.window_attn_skip_freq}
     no_biases = {"--disable-bias-linear": not model.add_bias_linear}
     language = {"no --task-head": model.predicts_words}
     dense = {"no --num-experts": not model.has_experts}
@@ -92,15 +93,15 @@ def _requirements(model: ModelConfig) -> dict[str, dict[str, bool]]:
     normalized = {**gated, **no_biases, **no_qkv_bias, "--qk-layernorm": model.qk_layernorm}
     experts = expert_requirements(model)
     return {
-        MIXTRAL: {**swiglu, **no_biases, **no_qkv_bias, **experts[MIXTRAL]},
+        MIXTRAL: {**swiglu, **alike, **no_biases, **no_qkv_bias, **experts[MIXTRAL]},
         QWEN2_MOE: {**swiglu, **no_biases, **experts[QWEN2_MOE]},
         "gpt2": {**no_choice, **dense, **learned, **gelu, **one_after_the_other, **looks_at_all},
         "gpt_neox": {**language, **dense, **rope, **gelu, **looks_at_all},
         "llama": {**swiglu, **dense, **looks_at_all, **no_qkv_bias},
-        "mistral": {**swiglu, **dense, **no_biases, **no_qkv_bias},
+        "mistral": {**swiglu, **alike, **dense, **no_biases, **no_qkv_bias},
         "qwen2": {**swiglu, **dense, **no_biases, "--add-qkv-bias": model.add_qkv_bias},
         "qwen3": {**normalized, **dense},
-        QWEN3_MOE: {**normalized, **experts[QWEN3_MOE]},
+        QWEN3_MOE: {**normalized, **alike, **experts[QWEN3_MOE]},
     }
 
 

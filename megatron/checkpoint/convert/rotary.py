@@ -19,7 +19,7 @@ from megatron.checkpoint.convert.mixture import (
     qwen3_moe_config,
     qwen3_moe_experts,
 )
-from megatron.config.model import ModelConfig
+from megatron.config.model import MOST_LAYERS, ModelConfig
 
 # From ours
 
@@ -59,13 +59,17 @@ def rotary_config(model: ModelConfig, kind: str) -> dict[str, Any]:
         return common | {"sliding_window": model.sliding_window} | experts
     slides = model.sliding_window is not None
     common |= {"use_sliding_window": slides, "sliding_window": model.sliding_window}
+    kinds = [
+        "full_attention" if model.window_of(layer) is None else "sliding_attention" for layer in range(model.num_layers)
+    ]
+    if model.window_attn_skip_freq:
+        common |= {"layer_types": kinds}
     if kind in ("qwen3", QWEN3_MOE):
         common |= {"attention_bias": False}
     if kind == QWEN3_MOE:
         return common | qwen3_moe_config(model)
     if kind == QWEN2_MOE:
         # Its max_window_layers cannot say that all layers have a window.
-        kinds = ["sliding_attention" if slides else "full_attention"] * model.num_layers
         return common | {"layer_types": kinds, **qwen2_moe_config(model)}
     return common | {"max_window_layers": 0}
 
@@ -208,7 +212,7 @@ def llama_model(config: Values) -> dict[str, object]:
 def mistral_model(config: Values) -> dict[str, object]:
     """Reads the model of Mistral, or raises UserError where it has what ours do not."""
     if config.has("layer_types"):
-        raise UserError("layer_types cannot be converted: all our layers look at as many positions")
+        raise UserError("layer_types cannot be converted: the layers of a Mistral are alike")
     return {**_swiglu_model(config, 8), **_window_of(config, 4096)}
 
 
@@ -266,26 +270,23 @@ def qwen2_moe_model(config: Values) -> dict[str, object]:
 
 
 def _window_where(config: Values, sliding: range) -> dict[str, object]:
-    """The sliding window of a Qwen2, in all layers or none; those of ``sliding`` have it where they are not named."""
-    layers, name, count = config.integer("num_hidden_layers"), "max_window_layers", len(sliding)
+    """The sliding window of a Qwen2; the layers of ``sliding`` have it where they are not named."""
+    layers = config.integer("num_hidden_layers", most=MOST_LAYERS)
+    pattern = [int(layer in sliding) for layer in range(layers)]
     if config.has("layer_types"):
-        name, count = "layer_types", _named_sliding(config, layers)
-    if not config.flag("use_sliding_window", False) or not count:
+        pattern = _named_windows(config, layers)
+    if not config.flag("use_sliding_window", False) or 1 not in pattern:
         return {}
-    if count < layers:
-        raise UserError(
-            f"{name} gives {count} of {layers} layers a window, which cannot be converted: "
-            "all our layers look at as many positions"
-        )
-    return _window_of(config, 4096)
+    window = _window_of(config, 4096)
+    return window | {"window_attn_skip_freq": pattern} if window else {}
 
 
-def _named_sliding(config: Values, layers: int) -> int:
-    """Number of the layers that ``layer_types`` gives a window."""
+def _named_windows(config: Values, layers: int) -> list[int]:
+    """For each layer, 1 where ``layer_types`` gives it a window, else 0."""
     kinds = config.texts("layer_types")
     if len(kinds) != layers or set(kinds) - {"full_attention", "sliding_attention"}:
         raise UserError(f"layer_types must name full_attention or sliding_attention for each of the {layers} layers")
-    return kinds.count("sliding_attention")
+    return [int(kind == "sliding_attention") for kind in kinds]
 
 
 def _window_of(config: Values, default: int) -> dict[str, object]:

@@ -205,6 +205,12 @@ BY_ITERATIONS = [
         8,
         ["param-gather=fixpoint", "stages 0, 1, 3 hold the same embedding", "write stages=all"],
     ),
+    ("--window-attn-skip-freq 2", 1, ["says which layers have a window", "add --sliding-window"]),
+    (
+        "--sliding-window 4 --window-attn-skip-freq 1 0 1 1 0",
+        1,
+        ["--window-attn-skip-freq 1 0 1 1 0", "at least 2, or 0 or 1 for each of the"],
+    ),
     ("--sliding-window 0", 1, ["--sliding-window is 0", "at least 1"]),
     ("--add-qkv-bias", 1, ["--add-qkv-bias", "--disable-bias-linear"]),
     ("--rotary-percent 1.5", 1, ["--rotary-percent", "at most 1"]),

@@ -38,15 +38,15 @@ def test_a_variant_is_another_model(name: str) -> None:
     assert first.losses[0] != pytest.approx(second.losses[0], rel=1e-9)
 
 
-def _seen(stage: Stage, context: ForwardContext | None = None) -> torch.Tensor:
+def _seen(stage: Stage, context: ForwardContext | None = None, layer: int = 0) -> torch.Tensor:
     """Which positions of a text (rows) a later one (columns) depends on, in the attention of one layer."""
     tokens = torch.randint(0, VOCAB, (1, 16), generator=torch.Generator().manual_seed(1))
     embedded = stage.embedding(tokens, ForwardContext()).detach().requires_grad_()
-    layer = stage.layers["0"]
-    assert isinstance(layer, TransformerLayer)
+    attending = stage.layers[str(layer)]
+    assert isinstance(attending, TransformerLayer)
     context = context or ForwardContext()
-    keys = layer.dropout_keys(context)
-    out_sbh, _ = layer.self_attention(embedded, context, None, keys and keys.attention)
+    keys = attending.dropout_keys(context)
+    out_sbh, _ = attending.self_attention(embedded, context, None, keys and keys.attention)
     rows = []
     for position in range(16):
         (gradient,) = torch.autograd.grad(out_sbh[position].sum(), embedded, retain_graph=True)
@@ -62,6 +62,18 @@ def test_a_position_sees_its_window(window: int, dropout: float) -> None:
     seen = _seen(engines.stages[0], ForwardContext(dropout=keys))
     distance = torch.arange(16).unsqueeze(1) - torch.arange(16)
     assert torch.equal(seen, (distance >= 0) & (distance < window))
+
+
+def test_layers_differ_in_their_windows() -> None:
+    """As Megatron counts: of every N layers the last one attends to all."""
+    model = {"num_layers": 6, "sliding_window": 5, "window_attn_skip_freq": [3]}
+    config = tiny_engines({"model": model}).config.model
+    assert [config.window_of(layer) for layer in range(6)] == [5, 5, None, 5, 5, None]
+    assert config.window_attn_skip_freq == [1, 1, 0, 1, 1, 0]
+    stage = tiny_engines({"model": {"num_layers": 2, "sliding_window": 5, "window_attn_skip_freq": [0, 1]}}).stages[0]
+    distance = torch.arange(16).unsqueeze(1) - torch.arange(16)
+    assert torch.equal(_seen(stage), distance >= 0)
+    assert torch.equal(_seen(stage, layer=1), (distance >= 0) & (distance < 5))
 
 
 def test_a_window_ends_at_the_document() -> None:

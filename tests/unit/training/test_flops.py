@@ -119,6 +119,14 @@ def test_causal_attention_counts_the_pairs_of_the_mask(window: int | None) -> No
     assert difference == 3 * 3 * 4 * masked_pairs * 4 * 10
 
 
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_layers_without_the_window_count_in_full(count: int) -> None:
+    with_all = model_flops_per_sample(ModelShape(3, 24, 40, 4, 2, 10, 16, 96, sliding_window=5))
+    with_none = model_flops_per_sample(ModelShape(3, 24, 40, 4, 2, 10, 16, 96))
+    found = model_flops_per_sample(ModelShape(3, 24, 40, 4, 2, 10, 16, 96, sliding_window=5, window_layers=count))
+    assert 3 * found == count * with_all + (3 - count) * with_none
+
+
 def test_utilization() -> None:
     assert model_flops_utilization(103.4, 312.0) == pytest.approx(0.3314, abs=1e-4)
     with pytest.raises(ValueError, match="positive"):

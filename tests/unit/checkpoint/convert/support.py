@@ -81,6 +81,8 @@ NOT_CLASSIC: dict[str, dict[str, Any]] = {
         "kv_channels": 16,
         "sliding_window": 3,
     },
+    "qwen2, windows in some layers": {**LLAMA, "add_qkv_bias": True, "sliding_window": 3, "window_attn_skip_freq": [2]},
+    "qwen3, windows in some layers": {**LLAMA, "qk_layernorm": True, "sliding_window": 4, "window_attn_skip_freq": [3]},
     "qwen3, tied": {**LLAMA, "qk_layernorm": True},
     "neox, side by side": {
         "position_embedding_type": "rope",

@@ -128,6 +128,19 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["full_attention", "full_attention"],
         },
     ),
+    "qwen2, sliding behind the first layer": (
+        "qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1, "num_hidden_layers": 3},
+    ),
+    "qwen3, whose layers are named one by one": (
+        "qwen3",
+        {
+            "head_dim": 8, "use_sliding_window": True, "sliding_window": 4,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "qwen2-moe, every other of the first layers sliding": (
+        "qwen2_moe", {**QWEN2_MOE, "use_sliding_window": True, "sliding_window": 4, "num_hidden_layers": 3},
+    ),
     "mixtral": ("mixtral", {"num_local_experts": 4}),
     "mixtral with a window and wide heads": (
         "mixtral",
