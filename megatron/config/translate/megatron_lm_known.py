@@ -62,6 +62,11 @@ _REFUSED = [
         "no-tokenizer-sentencepiece-ignore-extra-whitespaces "
         "disable-tokenizer-sentencepiece-ignore-extra-whitespaces",
     ),
+    _refused("all parameters have the same learning rate; leave it out", values="decoupled-lr decoupled-min-lr"),
+    _refused("use --rampup-batch-size START STEP SAMPLES", values="step-batch-size-schedule"),
+    _refused("use --load FOLDER --finetune", values="pretrained-checkpoint"),
+    _refused("use --sliding-window N, the positions behind that a token attends to", values="window-size"),
+    _refused("validation sets are named by their paths; leave it out", lists="validation-set-names"),
     _refused("NullTokenizer's end of document is its last entry; leave it out", values="null-tokenizer-eod-id"),
     _refused("SIGTERM is awaited, and SIGUSR1; see --exit-signal-handler", values="exit-signal=15"),
 ]
@@ -211,6 +216,10 @@ _HARMLESS = [
         "see --exit-signal-handler", switches="exit-signal-handler-for-dataloader exit-signal-handler-for-training"
     ),
     _harmless("it is for tests of Megatron-LM", switches="test-mode inprocess-empty-cuda-cache"),
+    _harmless(
+        "the range is rounded unless --no-yarn-correction-range-round-to-int is given",
+        switches="yarn-correction-range-round-to-int",
+    ),
     _harmless("embeddings are scattered at once", switches="disable-clone-scatter-output-in-embedding"),
     _harmless(
         "only text generation reads it, and that is tools/generate_samples_gpt.py and the server",

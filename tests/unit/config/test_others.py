@@ -28,7 +28,7 @@ COUNTS = {
     "megatron-deepspeed": 316,
     "deepspeed": 2,
     "jupiter": 54,
-    "megatron-lm": 867,
+    "megatron-lm": 874,
     "optimus-cc": 186,
     "radius": 213,
     "edgc": 181,
