@@ -52,7 +52,7 @@ class LoggingConfig:
     mlflow_experiment: str | None = derived(
         "no MLflow",
         "Write the curves of --tensorboard-dir to this experiment of MLflow, whose package must be installed "
-        "(mlflow-skinny suffices); MLFLOW_TRACKING_URI says where it is.",
+        "(mlflow-skinny suffices for a tracking server); MLFLOW_TRACKING_URI names the server.",
         metavar="NAME",
         may_differ=_OF_ONE,
     )

@@ -176,6 +176,8 @@ class _Builder:
         # megatron-core blends a single weighted path of --data-path as well, with its margin.
         if split.number == 1 and self.data.multiple_validation_sets and len(split.parts) > 1:
             return self._read_apart(split, num_samples)
+        if num_samples is None:
+            return self._read_once(split)
         single_blend = split.weights is not None and bool(self.data.data_path) and self.data.sample_order == "megatron"
         if len(split.parts) == 1 and not single_blend:
             return self._single(split, 0, num_samples)
@@ -193,17 +195,20 @@ class _Builder:
         draws = [len(dataset) for dataset in datasets]
         return BlendedDataset(datasets, LazyBlend([max(count, 1) for count in draws], sum(draws)), draws)
 
-    def _lazy_blend(self, split: _SplitSources, num_samples: int | None) -> BlendedDataset:
-        if num_samples is None:
-            return self._one_of_each([self._single(split, place, None) for place in range(len(split.parts))])
+    def _read_once(self, split: _SplitSources) -> Dataset:
+        """One epoch of each path of a split, whatever its weight; paths too short for a sample are left out."""
+        datasets = [self._single(split, place, None) for place in range(len(split.parts))]
+        if len(datasets) == 1:
+            return datasets[0]
+        return self._one_of_each([dataset for dataset in datasets if len(dataset)] or datasets)
+
+    def _lazy_blend(self, split: _SplitSources, num_samples: int) -> BlendedDataset:
         weights = split.weights or [max(float(part.epoch_samples()), 1.0) for part in split.parts]
         blend = LazyBlend(weights, num_samples)
         draws = blend.counts()
         return BlendedDataset([self._single(split, place, wanted) for place, wanted in enumerate(draws)], blend, draws)
 
-    def _megatron_blend(self, split: _SplitSources, num_samples: int | None) -> BlendedDataset:
-        if num_samples is None:
-            raise UserError("--sample-order megatron cannot blend without a number of samples: use --sample-order lazy")
+    def _megatron_blend(self, split: _SplitSources, num_samples: int) -> BlendedDataset:
         places = range(len(split.parts))
         if split.weights is None:
             datasets = [self._single(split, place, None) for place in places]

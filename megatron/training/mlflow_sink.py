@@ -44,9 +44,7 @@ class MlflowSink(CurveSink):
             import mlflow
             from mlflow.entities import Metric, Param
             from mlflow.exceptions import MlflowException
-
-            self._client = mlflow.MlflowClient()
-        except (ImportError, AttributeError) as error:
+        except ImportError as error:
             raise UserError(
                 "--mlflow-experiment needs the mlflow package: pip install mlflow-skinny, or drop the flag"
             ) from error
@@ -54,8 +52,10 @@ class MlflowSink(CurveSink):
         self._errors = (MlflowException, OSError, ValueError)
         self._describes = True
         try:
+            # What its constructor raises depends on the store that MLFLOW_TRACKING_URI names: any exception may come.
+            self._client = mlflow.MlflowClient()
             self.run_id = self._resume(run_id) or self._start(experiment)
-        except self._errors as error:
+        except Exception as error:
             raise UserError(
                 f"--mlflow-experiment {experiment}: {first_line(error)}; set MLFLOW_TRACKING_URI to a server"
             ) from error

@@ -65,7 +65,7 @@ def test_draws_that_fill_have_no_order_of_sentences(tmp_path: Path) -> None:
     assert set(batch.order_b[len(valid) :].tolist()) == {NO_ORDER}
 
 
-@pytest.mark.parametrize("order", ["lazy", "fixed"])
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("weighted", [True, False])
 def test_one_epoch_of_a_blend_is_each_sample_once(tmp_path: Path, order: str, weighted: bool) -> None:
     paths = [write(tmp_path / "a", [37 * 8 + 1], 0), write(tmp_path / "b", [5 * 8 + 1], 10_000)]
@@ -73,6 +73,16 @@ def test_one_epoch_of_a_blend_is_each_sample_once(tmp_path: Path, order: str, we
     valid = valid_set(words, None, sample_order=order)
     firsts = [int(valid[index][0]) for index in range(len(valid))]
     assert sorted(firsts) == [*(sample * 8 for sample in range(37)), *(10_000 + sample * 8 for sample in range(5))]
+
+
+@pytest.mark.parametrize("order", ["lazy", "megatron"])
+@pytest.mark.parametrize("short_first", [True, False])
+def test_one_epoch_of_a_blend_leaves_out_files_shorter_than_a_sample(
+    tmp_path: Path, order: str, short_first: bool
+) -> None:
+    paths = [write(tmp_path / "a", [37 * 8 + 1], 0), write(tmp_path / "short", [5], 10_000)]
+    valid = valid_set(paths[::-1] if short_first else paths, None, sample_order=order)
+    assert sorted(int(valid[index][0]) for index in range(len(valid))) == [sample * 8 for sample in range(37)]
 
 
 @pytest.mark.parametrize("order", ORDERS)

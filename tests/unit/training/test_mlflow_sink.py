@@ -122,6 +122,19 @@ def test_mlflow_that_does_not_start_is_refused(client: FakeClient, monkeypatch: 
         opened(mlflow_experiment="mine")
 
 
+@pytest.mark.parametrize("error", [MlflowException("no registry at 'ftp://a'\nmore"), ValueError("no store"), KeyError("x")])
+def test_a_client_that_cannot_be_built_is_refused(
+    client: FakeClient, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def refuse() -> None:
+        raise error
+
+    vars(sys.modules["mlflow"]).update(MlflowClient=refuse)
+    with pytest.raises(UserError, match=r"^--mlflow-experiment mine: .*; set MLFLOW_TRACKING_URI to a server$") as caught:
+        opened(mlflow_experiment="mine")
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.slow
 def test_the_package_itself_keeps_a_run_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = pytest.importorskip("mlflow", reason="the package mlflow is not installed")
