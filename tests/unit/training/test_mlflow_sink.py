@@ -122,7 +122,9 @@ def test_mlflow_that_does_not_start_is_refused(client: FakeClient, monkeypatch: 
         opened(mlflow_experiment="mine")
 
 
-@pytest.mark.parametrize("error", [MlflowException("no registry at 'ftp://a'\nmore"), ValueError("no store"), KeyError("x")])
+@pytest.mark.parametrize(
+    "error", [MlflowException("no registry at 'ftp://a'\nmore"), ValueError("no store"), KeyError("x")]
+)
 def test_a_client_that_cannot_be_built_is_refused(
     client: FakeClient, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
@@ -130,7 +132,9 @@ def test_a_client_that_cannot_be_built_is_refused(
         raise error
 
     vars(sys.modules["mlflow"]).update(MlflowClient=refuse)
-    with pytest.raises(UserError, match=r"^--mlflow-experiment mine: .*; set MLFLOW_TRACKING_URI to a server$") as caught:
+    with pytest.raises(
+        UserError, match=r"^--mlflow-experiment mine: .*; set MLFLOW_TRACKING_URI to a server$"
+    ) as caught:
         opened(mlflow_experiment="mine")
     assert "\n" not in str(caught.value)
 
