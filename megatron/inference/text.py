@@ -10,7 +10,7 @@ _BROKEN = "\ufffd"
 """The character that a tokenizer shows for a part of a character."""
 
 _LONGEST_BEGINNING = 3
-"""Tokens that a character may lack its end after: one for each byte but the last of UTF-8's four."""
+"""Tokens, or marks of broken ones, that may become a character: one for each byte but the last of UTF-8's four."""
 
 _CONTEXT = 8
 """Tokens that may decide how the next one is written: some tokenizers drop the space that a text begins with."""
@@ -28,39 +28,65 @@ class TokenDecoder:
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
         self.tokenizer = tokenizer
-        self._tokens: list[int] = []
-        self._start = self._seen = 0
+        self._tokens: list[int] = []  # the newest tokens, at most about two contexts of them
+        self._sent = 0  # characters of their text that are returned already
+        self._pending = 0  # newest tokens that may end within a character
         for token in context[-_CONTEXT:]:
             self.add(token)
-        # What does not become a character within four bytes is none.
-        self._seen = max(self._seen, len(self._tokens) - _LONGEST_BEGINNING)
 
     def add(self, token: int) -> str:
         """Adds a token; returns its text."""
         self._tokens.append(token)
-        return self._take(final=False)
+        self._pending += 1
+        text = self._unsent_text()
+        certain = _certain_text(text, self._pending)
+        if certain == text:
+            self._advance(text)
+            return text
+        return self._shorten(text, certain) if self._pending > _LONGEST_BEGINNING else ""
 
     def finish(self) -> str:
-        """Returns what is left of a character that did not become whole."""
-        return self._take(final=True)
+        """Returns the remaining text of a character that did not become whole."""
+        text = self._unsent_text()
+        self._advance(text)
+        return text
 
     def preview(self, token: int) -> str:
         """The text that a token would have here."""
-        text = self._text([token])
-        return "" if text.endswith(_BROKEN) else text
+        return _certain_text(self._unsent_text([token]), self._pending + 1)
 
-    def _text(self, more: Sequence[int] = ()) -> str:
-        known = self.tokenizer.detokenize(self._tokens[self._start : self._seen])
-        return self.tokenizer.detokenize([*self._tokens[self._start :], *more])[len(known) :]
+    def _unsent_text(self, more: Sequence[int] = ()) -> str:
+        return self.tokenizer.detokenize([*self._tokens, *more])[self._sent :]
 
-    def _take(self, final: bool) -> str:
-        text = self._text()
-        if text.endswith(_BROKEN) and not final:
-            return ""
+    def _advance(self, text: str) -> None:
+        """Leaves the tokens whose text was the newest as the context of the next one."""
         if text:  # tokens without a text decide nothing about the next one's
-            self._start = self._seen
-        self._seen = len(self._tokens)
-        return text
+            del self._tokens[: len(self._tokens) - self._pending]
+        elif len(self._tokens) > 2 * _CONTEXT:
+            del self._tokens[len(self._tokens) - self._pending :]
+        self._sent = len(self.tokenizer.detokenize(self._tokens))
+        self._pending = 0
+
+    def _shorten(self, text: str, certain: str) -> str:
+        """Forgets the oldest tokens of a long run that ends within a character; returns the text that is certain."""
+        del self._tokens[:-_CONTEXT]
+        remaining, uncertain = self.tokenizer.detokenize(self._tokens), text[len(certain) :]
+        if not remaining.endswith(uncertain):
+            self._sent, self._pending = len(remaining), 0
+            return text
+        self._sent, self._pending = len(remaining) - len(uncertain), _LONGEST_BEGINNING
+        return certain
+
+
+def _certain_text(text: str, tokens: int) -> str:
+    """The text of this many tokens that no token behind them changes.
+
+    They are waited for while they may be one character; of more tokens only the end may become one.
+    """
+    broken = len(text) - len(text.rstrip(_BROKEN))
+    if broken and tokens <= _LONGEST_BEGINNING:
+        return ""
+    return text[: len(text) - min(broken, _LONGEST_BEGINNING)]
 
 
 def token_texts(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:

@@ -18,6 +18,9 @@ from megatron.tokenizer.special_tokens import read_special_tokens
 _SECONDS = 10.0
 """Longest time that a template may take."""
 
+_DEFAULTS: Mapping[str, Any] = {"tools": None, "documents": None, "add_generation_prompt": False}
+"""Variables that templates expect to be defined, as transformers defines them."""
+
 
 class ChatTemplate:
     """A chat template of a folder of tokenizer files.
@@ -46,7 +49,7 @@ class ChatTemplate:
         Raises:
             UserError: when the template refuses the messages, or fails.
         """
-        variables = {**self.names, **options, "messages": list(messages)}
+        variables = {**_DEFAULTS, **self.names, **options, "messages": list(messages)}
         try:
             with self._lock:
                 done = subprocess.run(

@@ -218,19 +218,25 @@ class Server:
         body, tokenizer = await self._body(request), self.worker.model.tokenizer
         job = await run_in_threadpool(megatron_job, body, tokenizer, self.limits)
         results = await Running(self.worker, job).results(request)
-        return JSONResponse(megatron_answer(job, results, tokenizer))
+        return await run_in_threadpool(lambda: JSONResponse(megatron_answer(job, results, tokenizer)))
 
     async def completions(self, request: Request) -> Response:
         """Handles ``POST /v1/completions``."""
         body, tokenizer = await self._body(request), self.worker.model.tokenizer
-        asked = await run_in_threadpool(completion_job, body, tokenizer, self.limits)
-        return await self._answer(request, CompletionAnswer(asked, self.name, tokenizer))
+
+        def parse() -> CompletionAnswer:
+            return CompletionAnswer(completion_job(body, tokenizer, self.limits), self.name, tokenizer)
+
+        return await self._answer(request, await run_in_threadpool(parse))
 
     async def chat(self, request: Request) -> Response:
         """Handles ``POST /v1/chat/completions``."""
         body, tokenizer = await self._body(request), self.worker.model.tokenizer
-        asked = await run_in_threadpool(chat_job, body, self.template, tokenizer, self.limits)
-        return await self._answer(request, ChatAnswer(asked, self.name, tokenizer))
+
+        def parse() -> ChatAnswer:
+            return ChatAnswer(chat_job(body, self.template, tokenizer, self.limits), self.name, tokenizer)
+
+        return await self._answer(request, await run_in_threadpool(parse))
 
     async def _answer(self, request: Request, answer: CompletionAnswer) -> Response:
         running = Running(self.worker, answer.job)
@@ -238,14 +244,15 @@ class Server:
             return StreamingResponse(
                 _events(running, answer), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
             )
-        return JSONResponse(answer.whole(await running.results(request)))
+        results = await running.results(request)
+        return await run_in_threadpool(lambda: JSONResponse(answer.whole(results)))
 
 
 async def _events(running: Running, answer: CompletionAnswer) -> AsyncIterator[str]:
     """Streams server-sent events of a completion."""
     try:
-        for begin in answer.begin():
-            yield _event(begin)
+        for begin in await run_in_threadpool(lambda: [_event(event) for event in answer.begin()]):
+            yield begin
         while True:
             event = await running.next(_ALIVE_SECONDS)
             if event is None:

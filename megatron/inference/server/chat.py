@@ -51,14 +51,24 @@ def chat_job(body: object, template: ChatTemplate | None, tokenizer: Tokenizer, 
         fields["chat_template_kwargs"] if fields.has("chat_template_kwargs") else {}, "chat_template_kwargs"
     )
     variables = {**options, "add_generation_prompt": fields.flag("add_generation_prompt", True)}
+    top = _top_logprobs(fields)
     prompt = tokenizer.tokenize(template.render(_messages(fields), variables))
     if not prompt:
         raise RequestError("messages: the chat template makes an empty prompt of them")
-    top = fields.integer("top_logprobs", 0, least=0, most=MAX_TOP) if fields.flag("logprobs", False) else None
     name = "max_completion_tokens" if fields.has("max_completion_tokens") else "max_tokens"
     share = limits.tokens // fields.integer("n", 1) - len(prompt)
     new = fields.integer(name, room(share, [prompt], limits), most=limits.window)
     return openai_completion(fields, tokenizer, limits, [prompt], new, top=top, echo=False)
+
+
+def _top_logprobs(fields: Fields) -> int | None:
+    """Number of alternatives to report with each token; None where no probabilities are asked for."""
+    top = fields.integer("top_logprobs", 0, least=0, most=MAX_TOP)
+    if fields.flag("logprobs", False):
+        return top
+    if top:
+        raise RequestError("top_logprobs needs logprobs: true; add it, or leave top_logprobs out")
+    return None
 
 
 def _messages(fields: Fields) -> list[dict[str, Any]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -113,3 +115,61 @@ def test_a_continuation_is_written_as_behind_its_prompt() -> None:
     assert tokenizer.detokenize([1, 2, 3]) == "1 2 3"
     assert continuation(tokenizer, [1, 2, 3], 1) == " 2 3"
     assert continuation(tokenizer, [1, 2, 3], 0) == "1 2 3"
+
+
+class CountingTokenizer(NullTokenizer):
+    """A byte-level tokenizer without merges, and a token without a text; counts the tokens that it decodes."""
+
+    TEXTLESS = 256
+
+    def __init__(self, parts: list[bytes] | None = None) -> None:
+        super().__init__(300)
+        self.parts = [bytes([value]) for value in range(256)] if parts is None else parts
+        self.decoded = 0
+
+    def detokenize(self, tokens: Sequence[int]) -> str:
+        self.decoded += len(tokens)
+        parts = [self.parts[token] for token in tokens if token != self.TEXTLESS]
+        return b"".join(parts).decode(errors="replace")
+
+
+@pytest.mark.parametrize("unit", [[0x80], [0xF0, 0x9F, 0x98], [CountingTokenizer.TEXTLESS], [0xE2, 256, 256]])
+def test_decoding_takes_work_in_proportion_to_the_tokens(unit: list[int]) -> None:
+    work = []
+    for count in (1000, 3000):
+        tokenizer = CountingTokenizer()
+        tokens = [0x61, *unit * (count // len(unit))]
+        texts = token_texts(tokenizer, tokens)
+        assert "".join(texts) == CountingTokenizer().detokenize(tokens)
+        work.append(tokenizer.decoded)
+    assert work[1] < 3.1 * work[0]
+    assert work[1] < 50 * 3000
+
+
+@given(tokens=st.lists(st.sampled_from([0x61, 0x80, 0x82, 0xAC, 0xE2, 0xF0, 0x9F, 0x98, 256]), max_size=40))
+def test_texts_of_broken_characters_make_the_text_of_all(tokens: list[int]) -> None:
+    tokenizer = CountingTokenizer()
+    decoder, texts = TokenDecoder(tokenizer), []
+    for token in tokens:
+        text = decoder.preview(token)
+        texts.append(decoder.add(token))
+        assert texts[-1] == text
+    assert "".join(texts) + decoder.finish() == tokenizer.detokenize(tokens)
+
+
+def test_characters_behind_many_broken_ones_are_whole() -> None:
+    tokens = [0x80] * 20 + list("😀€".encode())
+    texts = token_texts(CountingTokenizer(), tokens)
+    assert texts[20:] == ["\ufffd", "", "", "\ufffd" * 2 + "😀", "", "", "€"]
+
+
+def test_tokens_that_all_end_within_a_character_lose_none() -> None:
+    """Byte-level merges across characters, as Thai has them: each token ends one character and begins another."""
+    text = "กขคงจฉชซฌญฎฏฐฑฒณ"
+    data = text.encode()
+    parts = [data[:2], *(data[at : at + 3] for at in range(2, len(data), 3))]
+    tokenizer = CountingTokenizer(parts)
+    stream = TextStream(tokenizer)
+    pieces = [stream.add(token) for token in range(len(parts))]
+    assert "".join(pieces) + stream.finish() == text
+    assert pieces[6] == text[5]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from megatron.base.errors import UserError
 from megatron.tokenizer.chat import ChatTemplate, read_chat_template
@@ -45,6 +46,16 @@ def test_prompts_are_those_of_transformers(name: str, tmp_path: Path) -> None:
         expected = peer.apply_chat_template(MESSAGES, tokenize=False, **options)
         variables = {**peer.special_tokens_map, **options, "messages": MESSAGES}
         assert render(template.source, variables) == expected
+
+
+def test_variables_without_a_value_are_those_of_transformers() -> None:
+    source = (
+        "{% if tools is not none %}tools: {{ tools }}{% endif %}{% if documents is not none %}documents{% endif %}"
+        "{{ add_generation_prompt is defined }}{{ messages[0].content }}"
+    )
+    peer: Any = render_jinja_template([MESSAGES], chat_template=source)  # prompts, and marks of training
+    assert [ChatTemplate(source, {}).render(MESSAGES, {})] == peer[0]
+    assert ChatTemplate(source, {}).render(MESSAGES, {"tools": ["a"]}).startswith("tools: ")
 
 
 def test_the_template_stands_in_either_file_or_nowhere(tmp_path: Path) -> None:
