@@ -35,6 +35,10 @@ class SkippedIterations:
     def __contains__(self, iteration: int) -> bool:
         return any(first <= iteration <= last for first, last in self.ranges)
 
+    def count(self, begun: int, done: int) -> int:
+        """Number of skipped iterations between having done ``begun`` and having done ``done``."""
+        return sum(max(min(last, done) - max(first - 1, begun), 0) for first, last in self.ranges)
+
     def until(self, done: int) -> int | None:
         """The number of iterations after which, having done ``done``, the next one is first skipped where that one is
         not, or first taken where it is; None where that never changes."""

@@ -92,8 +92,8 @@ class TrainingConfig:
     )
     max_skipped_steps: int = option(
         10,
-        "End the run, which has diverged, after so many skipped steps in a row; 0: never. Under a dynamic loss scale "
-        "only those at the least scale count.",
+        "End the run, which has diverged, after so many steps in a row that were skipped since a gradient or loss was "
+        "not finite; 0: never. Under a dynamic loss scale only those at the least scale count.",
         unit="steps",
         minimum=0,
     )

@@ -35,7 +35,9 @@ class DivergenceCheck:
             progress.last_update, progress.consecutive_skips = progress.iteration, 0
         else:
             progress.skipped += 1
-            progress.consecutive_skips += not step.searches_loss_scale
+            # A step in which no token counts is skipped as well, with numbers that are all finite.
+            finite = step.finite_gradients and _has_finite_losses(step)
+            progress.consecutive_skips += not finite and not step.searches_loss_scale
         self.problem = self._non_finite(step) if self._config.check_for_nan_in_loss_and_grad else None
         if self.problem is None and limit and progress.consecutive_skips >= limit:
             self.problem = f"{progress.consecutive_skips} steps in a row were skipped (--max-skipped-steps)"
@@ -44,7 +46,7 @@ class DivergenceCheck:
     def _non_finite(self, step: StepMetrics) -> str | None:
         """Names the number of a step that is not finite and ends a run that checks for it."""
         number = None
-        if not all(map(math.isfinite, step.losses.values())):
+        if not _has_finite_losses(step):
             number = "the loss"
         elif not step.finite_gradients and not step.searches_loss_scale:
             number = "a gradient"
@@ -78,3 +80,7 @@ class DivergenceCheck:
         """A warning for a run that ends while steps are being skipped."""
         skips = self._progress.consecutive_skips
         return f"warning: the last {skips} steps were skipped: the run may have diverged" if skips > 1 else None
+
+
+def _has_finite_losses(step: StepMetrics) -> bool:
+    return all(map(math.isfinite, step.losses.values()))

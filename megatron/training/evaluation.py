@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron.base.errors import UserError
 from megatron.base.words import short_names
 from megatron.compression.points import Point
 from megatron.config.run import RunConfig
@@ -43,7 +44,11 @@ class EvaluationSet:
 
 
 def validation_sets(config: RunConfig, dataset: Dataset | None) -> list[EvaluationSet]:
-    """The sets that a validation set is evaluated as: its members under --multiple-validation-sets, else itself."""
+    """The sets that a validation set is evaluated as: its members under --multiple-validation-sets, else itself.
+
+    Raises:
+        UserError: when --full-validation reads a set that has no sample.
+    """
     validation, batch = config.validation, config.training.global_batch_size
     if dataset is None or not validation.eval_iters:
         return []
@@ -53,8 +58,20 @@ def validation_sets(config: RunConfig, dataset: Dataset | None) -> list[Evaluati
         members = dict(zip(names, dataset.datasets, strict=True))
     if not validation.full_validation:
         return [EvaluationSet(name, member, validation.eval_iters, batch) for name, member in members.items()]
+    for name, member in members.items():
+        if not len(member):
+            raise UserError(
+                f"--full-validation: the validation set {name or _files_of(member)} has no sample of --seq-length "
+                f"{config.model.seq_length}: give it more text, leave it out, or evaluate nothing: --eval-iters 0"
+            )
     whole = {name: WholeBatches(member, batch) for name, member in members.items()}
     return [EvaluationSet(name, member, len(member) // batch, batch) for name, member in whole.items()]
+
+
+def _files_of(dataset: Dataset) -> str:
+    """The files of a data set, for messages."""
+    members = dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]
+    return ", ".join(str(getattr(member, "name", "")) for member in members)
 
 
 def test_sets(config: RunConfig, dataset: Dataset | None) -> list[EvaluationSet]:

@@ -22,7 +22,8 @@ class Progress:
         consumed_samples: training samples used.
         skipped: iterations without an update.
         consumed_tokens: tokens of these samples that were trained on; None in checkpoints that did not count them.
-        consecutive_skips: steps skipped since the last update, without those that search for a loss scale.
+        consecutive_skips: steps skipped since the last update, without those that search for a loss scale and those
+            in which no token counts.
         last_update: iteration whose update was the last to be taken; zero before the first.
 
     ``tracked_runs`` names the run at the services that keep its curves, by service. It is a part of its own in

@@ -131,15 +131,17 @@ class Trainer:
         """Checks that a step was taken.
 
         Raises:
-            NothingLearnedError: when every step of this process, or of the whole run, was skipped.
+            NothingLearnedError: when every step of this process, or of the whole run, was skipped. Iterations that
+                --iterations-to-skip names are no steps.
         """
         done, skipped = self.progress.iteration, self.progress.skipped
-        for steps, left_out in ((done - begun, skipped - skipped_before), (done, skipped)):
-            if steps and left_out == steps:
+        for start, before in ((begun, skipped_before), (0, 0)):
+            requested = self.sizes.skipped.count(start, done)
+            steps = done - start - requested
+            if steps and skipped - before - requested == steps:
                 raise NothingLearnedError(
-                    f"nothing was learned: all {steps} steps were skipped, since gradients were not finite, no token "
-                    "counted, or --iterations-to-skip names them; lower --lr or --initial-loss-scale, train longer, or "
-                    "use --bf16"
+                    f"nothing was learned: all {steps} steps were skipped, since gradients were not finite or no token "
+                    "counted; lower --lr or --initial-loss-scale, train longer, or use --bf16"
                 )
 
     def _train(self) -> ExitReason:

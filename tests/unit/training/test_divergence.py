@@ -37,8 +37,20 @@ def _problems(check: DivergenceCheck, progress: Progress, *steps: StepMetrics) -
 
 def test_only_skips_in_a_row_count() -> None:
     check, progress = _check(max_skipped_steps=2)
-    assert _problems(check, progress, SKIPPED, STEP, SKIPPED, NOTHING_COUNTED) == [False, False, False, True]
+    assert _problems(check, progress, SKIPPED, STEP, SKIPPED, SKIPPED) == [False, False, False, True]
     assert (progress.last_update, progress.skipped) == (2, 3)
+
+
+@pytest.mark.parametrize(("losses", "counts"), [({"lm loss": 0.0}, False), ({"lm loss": math.nan}, True)])
+def test_steps_in_which_no_token_counts_neither_count_nor_end_a_row(losses: dict[str, float], counts: bool) -> None:
+    check, progress = _check(max_skipped_steps=2)
+    idle = replace(NOTHING_COUNTED, losses=losses)
+    assert _problems(check, progress, SKIPPED, idle) == [False, counts]
+    assert _problems(check, progress, SKIPPED) == [True]
+    assert progress.skipped == 3
+    quiet, progress = _check(max_skipped_steps=2)
+    _problems(quiet, progress, *[NOTHING_COUNTED] * 3)
+    assert quiet.note_at_end() is None
 
 
 def test_a_search_for_a_loss_scale_neither_counts_nor_ends_a_row() -> None:
