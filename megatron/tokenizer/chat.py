@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ _DEFAULTS: Mapping[str, Any] = {"tools": None, "documents": None, "add_generatio
 class ChatTemplate:
     """A chat template of a folder of tokenizer files.
 
-    It is rendered in a process of its own, one at a time, whose time and memory are bounded.
+    It is rendered in a process of its own, whose time and memory are bounded.
 
     Args:
         source: the template, in Jinja's language.
@@ -37,7 +36,6 @@ class ChatTemplate:
         self.source = source
         self.names = dict(names)
         self._seconds = seconds
-        self._lock = threading.Lock()
 
     def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
         """The prompt of messages.
@@ -51,13 +49,12 @@ class ChatTemplate:
         """
         variables = {**_DEFAULTS, **self.names, **options, "messages": list(messages)}
         try:
-            with self._lock:
-                done = subprocess.run(
-                    [sys.executable, "-I", chat_render.__file__],
-                    input=json.dumps({"source": self.source, "variables": variables}).encode(),
-                    capture_output=True,
-                    timeout=self._seconds,
-                )
+            done = subprocess.run(
+                [sys.executable, "-I", chat_render.__file__],
+                input=json.dumps({"source": self.source, "variables": variables}).encode(),
+                capture_output=True,
+                timeout=self._seconds,
+            )
             answer = json.loads(done.stdout)
         except subprocess.TimeoutExpired:
             answer = {"error": f"it takes longer than {self._seconds:g} s"}

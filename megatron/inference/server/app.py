@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from importlib.resources import files
 from typing import Any
@@ -127,6 +127,8 @@ class Server:
         self.hosts = hosts
         self.template = template
         self.started = time.time()
+        self._rendering = asyncio.Lock()
+        self._waiting_chats = 0
 
     def app(self) -> Starlette:
         """Builds the application."""
@@ -236,7 +238,25 @@ class Server:
         def parse() -> ChatAnswer:
             return ChatAnswer(chat_job(body, self.template, tokenizer, self.limits), self.name, tokenizer)
 
-        return await self._answer(request, await run_in_threadpool(parse))
+        return await self._answer(request, await self._rendered(parse))
+
+    async def _rendered(self, parse: Callable[[], ChatAnswer]) -> ChatAnswer:
+        """Parses chats one at a time: each starts a process, and those that wait shall take no threads from others.
+
+        Raises:
+            UserError: when the request is invalid, or too many wait.
+        """
+        if self._waiting_chats >= self.worker.most_waiting:
+            raise RequestError(f"{self._waiting_chats} chats are waiting; try again later", 503)
+        self._waiting_chats += 1
+        try:
+            await self._rendering.acquire()
+        finally:
+            self._waiting_chats -= 1
+        try:
+            return await run_in_threadpool(parse)
+        finally:
+            self._rendering.release()
 
     async def _answer(self, request: Request, answer: CompletionAnswer) -> Response:
         running = Running(self.worker, answer.job)

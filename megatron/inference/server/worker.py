@@ -135,6 +135,11 @@ class Worker:
         """Number of jobs in the queue."""
         return self._queue.qsize()
 
+    @property
+    def most_waiting(self) -> int:
+        """Largest number of jobs that may wait."""
+        return self._queue.maxsize
+
     def check_room(self) -> None:
         """Checks that a job would be accepted now.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections.abc import Coroutine, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -88,3 +89,62 @@ def test_answers_are_decoded_beside_the_event_loop(path: str, body: dict[str, An
     assert "1 2" in content
     assert tokenizer.threads
     assert threading.current_thread() not in tokenizer.threads
+
+
+class SlowTemplate(ChatTemplate):
+    """A template that is rendered when it may; counts how often at once."""
+
+    def __init__(self) -> None:
+        super().__init__("", {})
+        self.released = threading.Event()
+        self.rendering = self.most = 0
+        self._lock = threading.Lock()
+
+    def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+        """Returns a token, once released."""
+        with self._lock:
+            self.rendering += 1
+            self.most = max(self.most, self.rendering)
+        assert self.released.wait(20)
+        with self._lock:
+            self.rendering -= 1
+        return "1"
+
+
+def test_chats_wait_for_their_template_without_threads_and_not_too_many_of_them() -> None:
+    template = SlowTemplate()
+    server, _ = _server(template, waiting=50)
+
+    async def ask() -> tuple[list[tuple[int, str]], tuple[int, str], tuple[int, str]]:
+        def chat() -> Coroutine[Any, Any, tuple[int, str]]:
+            return _post(server, "/v1/chat/completions", {"messages": [{"role": "user", "content": "1"}]})
+
+        try:
+            chats = [asyncio.create_task(chat()) for _ in range(51)]  # more than the pool has threads
+            await asyncio.sleep(0.2)
+            refused = await asyncio.wait_for(chat(), 10)
+            beside = await asyncio.wait_for(_post(server, "/v1/completions", {"prompt": "1"}), 10)
+        finally:
+            template.released.set()
+        return await asyncio.gather(*chats), refused, beside
+
+    chats, refused, beside = asyncio.run(ask())
+    assert refused[0] == 503
+    error = json.loads(refused[1])["error"]
+    assert (error["type"], error["message"]) == ("server_error", "50 chats are waiting; try again later")
+    assert beside[0] == 200
+    assert {status for status, _ in chats} == {200}
+    assert template.most == 1
+    assert server.worker.waiting == 0
+
+
+def test_a_refused_chat_lets_the_next_one_be_rendered() -> None:
+    template = SlowTemplate()
+    template.released.set()
+    server, _ = _server(template, waiting=1)
+
+    async def ask() -> list[int]:
+        path, messages = "/v1/chat/completions", list[Any]([[], [{"role": "user", "content": "1"}]])
+        return [(await asyncio.wait_for(_post(server, path, {"messages": some}), 10))[0] for some in messages]
+
+    assert asyncio.run(ask()) == [400, 200]
