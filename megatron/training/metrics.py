@@ -150,6 +150,11 @@ class MetricsWindow:
         self._paused_seconds = 0.0
         self._start = self._clock()
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no step has been added yet."""
+        return self._last is None
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Leaves the time spent in this block uncounted."""

@@ -204,10 +204,14 @@ class Reporter:
         self.sinks.step(step)
         begun = step.consumed_samples - step.global_batch_size
         self.forecast.step(begun, step.seconds_per_iteration, step.seq_length)
-        if step.iteration % self.config.logging.log_interval == 0:
-            self._report_window()
+        self.report_if_due(step.iteration)
         if self.forecast.done == FIRST_ESTIMATE:
             self._report_estimate()
+
+    def report_if_due(self, iteration: int) -> None:
+        """Reports the window when a line is due at an iteration, which may be one without a step."""
+        if iteration % self.config.logging.log_interval == 0 and not self.window.is_empty:
+            self._report_window()
 
     def _report_estimate(self) -> None:
         """Prints the first estimate of how long the run will take."""

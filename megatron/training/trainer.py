@@ -131,8 +131,7 @@ class Trainer:
         """Checks that a step was taken.
 
         Raises:
-            NothingLearnedError: when every step of this process, or of the whole run, was skipped. Iterations that
-                --iterations-to-skip names are no steps.
+            NothingLearnedError: when every step of this process, or of the run, was skipped, requested skips aside.
         """
         done, skipped = self.progress.iteration, self.progress.skipped
         for start, before in ((begun, skipped_before), (0, 0)):
@@ -199,6 +198,7 @@ class Trainer:
         if done not in self.sizes.skipped or done == 0:
             last = self.sizes.skipped.until(done)
             self.reporter.line(f"no step is taken in iterations {done + 1} to {last} (--iterations-to-skip)")
+        self.reporter.report_if_due(done + 1)
         if self.rounds is not None:
             self._joins = not self._round(lambda rounds: rounds.after_step(done + 1, math.nan))
         return ExitReason.NONE if self._joins else self._after_step(0.0)
