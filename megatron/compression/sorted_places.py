@@ -85,7 +85,7 @@ class SortedPlaces:
             places_rc += unpack_bits(low, min(self.low_bits, 8), total).view_as(places_rc)
         if high.numel():
             places_rc += unpack_bits(high, self.low_bits - 8, total).view_as(places_rc).to(torch.int32) << 8
-        return places_rc
+        return places_rc.clamp_(0, self.most)  # a broken message leads to no place elsewhere
 
 
 def _ones(packed: Tensor, total: int) -> Tensor:
@@ -95,9 +95,11 @@ def _ones(packed: Tensor, total: int) -> Tensor:
     # Of the ones in each byte, and then of its zeros.
     places_v8 = bits_v8.argsort(dim=1, descending=True, stable=True).to(torch.int32)
     values_b = packed.to(torch.int32)
-    counts_b = bits_v8.sum(dim=1, dtype=torch.int32).index_select(0, values_b)
+    ends_b = bits_v8.sum(dim=1, dtype=torch.int32).index_select(0, values_b).cumsum(0, dtype=torch.int32)
+    ends_b.clamp_(max=total)[-1] = total  # in a broken message, too, where there are more or fewer
+    counts_b = ends_b.diff(prepend=ends_b.new_zeros(1))
     bytes_n = torch.repeat_interleave(counts_b, output_size=total)
     # The one with number i in all is its byte's i - (those before the byte).
-    first_b = values_b * 8 - (counts_b.cumsum(0, dtype=torch.int32) - counts_b)
-    within_n = first_b.index_select(0, bytes_n).add_(torch.arange(total, **kind))
+    first_b = values_b * 8 - (ends_b - counts_b)
+    within_n = first_b.index_select(0, bytes_n).add_(torch.arange(total, **kind)).clamp_(0, places_v8.numel() - 1)
     return bytes_n.mul_(8).add_(places_v8.view(-1).index_select(0, within_n))

@@ -117,7 +117,9 @@ class FlagParser:
                 continue
             name, equals, value = word.partition("=")
             is_known = spell(name) in _GENERAL or self.table.by_flag(name) is not None
-            if is_known:
+            if is_known and value == "--":
+                errors.messages.append(f"{name} --: give a value")
+            elif is_known:
                 words.append(f"--{spell(name)}{equals}{value}")
             else:
                 errors.messages.append(f"unknown flag {name}{self.table.nearest_flag(name)}; --help lists all flags")

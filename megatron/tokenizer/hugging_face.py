@@ -103,6 +103,11 @@ def _load_encoder(folder: Path, special: SpecialTokens) -> Any:
     encoder.encode_special_tokens = special.config.get("split_special_tokens") is True
     prefix = special.config.get("add_prefix_space")
     if isinstance(prefix, bool) and str(special.config.get("tokenizer_class", "")).startswith("GPT2Tokenizer"):
+        if not hasattr(encoder.pre_tokenizer, "add_prefix_space"):
+            raise UserError(
+                f"--tokenizer-model {folder}: add_prefix_space is given, but the pre_tokenizer of its tokenizer.json "
+                "is not that of GPT-2; put the files right"
+            )
         encoder.pre_tokenizer.add_prefix_space = prefix
     return encoder
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,10 @@ from megatron.base.errors import UserError
 
 CONFIG, MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 _KINDS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_MOST_DIGITS = 9
+"""Of a token's id."""
+_SURROGATE = re.compile("[\ud800-\udfff]")
+"""Half of a character, which no UTF-8 text has."""
 _LISTS = ("extra_special_tokens", "additional_special_tokens")
 
 
@@ -67,7 +72,7 @@ def _checked_tokens(pairs: Any, path: Path) -> Iterator[tuple[int, dict[str, Any
     flags = ("special", "normalized", "lstrip", "rstrip", "single_word")
     for number, token in pairs:
         text = _text_of(token)
-        if not text or not (isinstance(number, int) or str(number).isdecimal()):
+        if not text or not (isinstance(number, int) or (str(number).isdecimal() and len(number) <= _MOST_DIGITS)):
             raise UserError(f"{path}: its added token {number!r} needs an id and a text; put it right")
         yield int(number), {"content": text, **{name: bool(token[name]) for name in flags if name in token}}
 
@@ -75,7 +80,7 @@ def _checked_tokens(pairs: Any, path: Path) -> Iterator[tuple[int, dict[str, Any
 def _text_of(value: Any) -> str | None:
     """The text of a token, which may be an object with ``content``."""
     text = value.get("content") if isinstance(value, dict) else value
-    return text if isinstance(text, str) else None
+    return text if isinstance(text, str) and not _SURROGATE.search(text) else None
 
 
 def _texts_of(value: Any) -> list[str]:

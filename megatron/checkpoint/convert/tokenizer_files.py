@@ -59,7 +59,8 @@ def _is_plain_gpt2(folder: Path) -> bool:
     special = read_special_tokens(folder)
     content = _read_table(folder / "tokenizer.json")
     listed = content.get("added_tokens")
-    added = {token.get("content") for token in listed if isinstance(token, dict)} if isinstance(listed, list) else set()
+    tokens = [token for token in listed if isinstance(token, dict)] if isinstance(listed, list) else []
+    added = {str(token.get("content")) for token in tokens}
     if {*special.names, *added} - {END_OF_TEXT} or special.config.get("add_prefix_space") is True:
         return False
     named = special.config.get("tokenizer_class")

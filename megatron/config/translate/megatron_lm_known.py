@@ -40,9 +40,21 @@ _REFUSED = [
         switches="moe-layer-recompute",
         lists="recompute-modules=core_attn",
     ),
+    _refused("use --iterations-to-skip", values="result-rejected-tracker-filename"),
+    _refused(
+        "what experts exchange is compressed by --compress ep-dispatch=... and ep-combine=...; use that",
+        values="moe-dispatch-fwd-dtype=bf16 moe-combine-bwd-dtype=bf16",
+    ),
+    _refused("use --fp8 rowwise, which computes weight gradients in bf16", switches="disable-fp8-wgrad"),
+    _refused(
+        "torch decides in which precision products are summed; leave it out",
+        switches="disable-bf16-reduced-precision-matmul",
+    ),
+    _refused("tokens that pad a sample never count; leave it out", switches="allow-ambiguous-pad-tokens"),
+    _refused("copies of experts are whole; leave it out", values="moe-upcycling-granularity=1"),
     _refused(
         "use --fp8 tensorwise or rowwise",
-        values="fp8-quantizer-factory te-precision-config-file",
+        values="fp8-quantizer-factory te-precision-config-file fp8-recipe=delayed",
         switches="fp8-output-proj first-last-layers-bf16 fp8-param-gather",
     ),
     _refused(
@@ -65,7 +77,7 @@ _REFUSED = [
     _refused("all parameters have the same learning rate; leave it out", values="decoupled-lr decoupled-min-lr"),
     _refused("use --rampup-batch-size START STEP SAMPLES", values="step-batch-size-schedule"),
     _refused("use --load FOLDER --finetune", values="pretrained-checkpoint"),
-    _refused("use --sliding-window N, the positions behind that a token attends to", values="window-size"),
+    _refused("use --sliding-window N, which counts the token itself", values="window-size"),
     _refused("validation sets are named by their paths; leave it out", lists="validation-set-names"),
     _refused("NullTokenizer's end of document is its last entry; leave it out", values="null-tokenizer-eod-id"),
     _refused("SIGTERM is awaited, and SIGUSR1; see --exit-signal-handler", values="exit-signal=15"),
@@ -86,7 +98,7 @@ _HARMLESS = [
     _harmless(
         "--deterministic-mode makes runs repeatable to the last digit, and --check-replicas N compares replicas",
         switches="check-for-large-grads log-straggler disable-straggler-on-startup",
-        values="rerun-mode result-rejected-tracker-filename check-weight-hash-across-dp-replicas-interval "
+        values="rerun-mode check-weight-hash-across-dp-replicas-interval "
         "gpu-sniff-test-interval straggler-ctrlr-port straggler-minmax-count",
     ),
     _harmless(
@@ -94,7 +106,7 @@ _HARMLESS = [
         switches="no-tp-comm-bulk-wgrad disable-tp-comm-bulk-wgrad no-tp-comm-bulk-dgrad disable-tp-comm-bulk-dgrad "
         "no-tp-comm-overlap-ag disable-tp-comm-overlap-ag no-tp-comm-overlap-rs disable-tp-comm-overlap-rs "
         "tp-comm-overlap-rs-dgrad no-tp-comm-split-ag disable-tp-comm-split-ag no-tp-comm-split-rs "
-        "disable-tp-comm-split-rs disable-bf16-reduced-precision-matmul use-fused-weighted-squared-relu "
+        "disable-tp-comm-split-rs use-fused-weighted-squared-relu "
         "fused-residual-rmsnorm use-transformer-engine-op-fuser use-te-activation-func disable-jit-fuser "
         "moe-router-fusion no-gradient-reduce-div-fusion muon-use-syrk te-rng-tracker inference-rng-tracker "
         "optimizer-cuda-graph batch-invariant-mode enable-experimental",
@@ -123,10 +135,6 @@ _HARMLESS = [
         values="moe-shared-expert-glu-interleave-size moe-mlp-glu-interleave-size moe-flex-dispatcher-backend "
         "moe-flex-dispatcher-num-sms moe-deepep-num-sms moe-hybridep-num-sms moe-hybridep-num-blocks-permute "
         "moe-hybridep-num-blocks-unpermute moe-hybridep-num-sms-preprocessing",
-    ),
-    _harmless(
-        "what experts exchange is compressed by --compress ep-dispatch=... and ep-combine=...",
-        values="moe-dispatch-fwd-dtype moe-combine-bwd-dtype",
     ),
     _harmless(
         "gradient and parameter buffers are contiguous, and are reduced as soon as they are ready",
@@ -181,7 +189,7 @@ _HARMLESS = [
     _harmless("files are local", switches="enable-msc disable-msc"),
     _harmless(
         "rows that pad the vocabulary take no part in anything",
-        switches="no-pad-vocab-size disable-pad-vocab-size allow-ambiguous-pad-tokens use-gigatoken",
+        switches="no-pad-vocab-size disable-pad-vocab-size use-gigatoken",
         values="tiktoken-num-special-tokens null-tokenizer-pad-id",
     ),
     _harmless(
@@ -189,9 +197,8 @@ _HARMLESS = [
         switches="init-model-with-meta-device",
     ),
     _harmless(
-        "--fp8 rowwise computes weight gradients in bf16; scales are taken at once",
-        switches="disable-fp8-wgrad",
-        values="fp8-recipe num-layers-at-start-in-bf16 num-layers-at-end-in-bf16",
+        "read only with --first-last-layers-bf16, which is refused",
+        values="num-layers-at-start-in-bf16 num-layers-at-end-in-bf16",
     ),
     _harmless(
         "see --profile-trace and --timing-log-level for where time goes",

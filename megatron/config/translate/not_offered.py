@@ -181,7 +181,7 @@ _FEATURES = [
         "embedding-init-method-std moe-router-force-biased moe-router-quantile-balancing-ema=0 "
         "no-weight-decay-cond-type",
         options="qk-clip-alpha qk-clip-threshold relative-attention-num-buckets relative-attention-max-distance "
-        "kitchen-attention-backend moe-upcycling-granularity",
+        "kitchen-attention-backend",
         lists="mrope-section",
     ),
     _not_offered(

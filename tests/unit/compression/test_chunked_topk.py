@@ -131,6 +131,20 @@ def test_places_come_back_in_the_bits_of_the_formula(rows: int, count: int, most
         assert count * code.low_bits + code.unary_bits <= count * low + count + (most >> low)
 
 
+@pytest.mark.parametrize(("rows", "count", "most"), [(5, 64, 4096), (3, 7, 100), (2, 1, 9)])
+def test_a_broken_message_of_places_leads_to_no_place_elsewhere(rows: int, count: int, most: int) -> None:
+    code = SortedPlaces(rows, count, most)
+    generator = torch.Generator().manual_seed(5)
+    messages = [torch.full((size,), fill, dtype=torch.uint8) for fill in (0, 255) for size in code.sizes]
+    for parts in (messages[:3], messages[3:]):
+        assert code.decode(parts).shape == (rows, count)
+    for _ in range(50):
+        parts = [torch.randint(0, 256, (size,), generator=generator, dtype=torch.uint8) for size in code.sizes]
+        places = code.decode(parts)
+        assert 0 <= places.min()
+        assert places.max() <= most
+
+
 def _received(data: bytes, rows: int, count: int, most: int) -> tuple[list[int], bytes]:
     """Places of rows, read bit by bit, and the bytes behind them."""
     low = max(range(17), key=lambda bits: (-(count * bits + _buckets(count, most, bits)), bits))

@@ -248,6 +248,12 @@ def test_one_message_names_every_key_of_a_file_that_cannot_be_used(tmp_path: Pat
         assert name in message
 
 
+@pytest.mark.parametrize("flag", ["--lr", "--num-layers", "--fp8-format", "--config"])
+def test_two_dashes_are_no_value(flag: str) -> None:
+    with pytest.raises(UserError, match=f"{flag} --: give a value"):
+        parse_args([f"{flag}=--"])
+
+
 @pytest.mark.parametrize(
     ("name", "hint"),
     [

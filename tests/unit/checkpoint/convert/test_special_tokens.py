@@ -164,6 +164,19 @@ def test_files_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
     _write(tmp_path / "tokenizer_config.json", {"added_tokens_decoder": {"one": {"content": "<|im_start|>"}}})
     with pytest.raises(UserError, match="its added token 'one' needs an id and a text"):
         build_tokenizer(flags)
+    for number, text in (("9" * 5000, "<|im_start|>"), (str(base), "\ud800")):
+        _write(tmp_path / "tokenizer_config.json", {"added_tokens_decoder": {number: {"content": text}}})
+        with pytest.raises(UserError, match="needs an id and a text"):
+            build_tokenizer(flags)
+
+
+def test_a_tokenizer_without_a_splitter_cannot_add_a_space(tmp_path: Path) -> None:
+    _byte_level_files(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    _write(tmp_path / "tokenizer.json", {**content, "pre_tokenizer": None})
+    _write(tmp_path / "tokenizer_config.json", {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True})
+    with pytest.raises(UserError, match="add_prefix_space is given, but the pre_tokenizer"):
+        build_tokenizer(TokenizerConfig(tokenizer_type="HFTokenizer", tokenizer_model=str(tmp_path)))
 
 
 def test_a_template_that_is_none_is_not_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
