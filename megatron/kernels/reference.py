@@ -131,9 +131,8 @@ def _outer(groups_gn: Tensor, most_g: Tensor, grid: Grid) -> Tensor:
         signs_g, half = _peak_signs(groups_gn), 1 << (grid.bits - 1)
         opposite_g = torch.minimum(groups_gn.amax(dim=1), -groups_gn.amin(dim=1)).clamp(min=0.0)
         outer_g = torch.maximum(most_g, opposite_g * (half / (half - 1))) if half > 1 else most_g
-    return (
-        torch.where(most_g.isfinite(), outer_g.clamp(max=torch.finfo(torch.float32).max), most_g) * signs_g + 0.0
-    )  # no -0
+    finite_g = outer_g.clamp(max=torch.finfo(torch.float32).max)
+    return torch.where(most_g.isfinite(), finite_g, most_g) * signs_g + 0.0
 
 
 def _limits(groups_gn: Tensor, count: int) -> Tensor:
