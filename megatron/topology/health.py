@@ -44,6 +44,7 @@ EXIT_PEER_LOST = 3
 """Exit status of a rank that ends because another one is gone."""
 _BLAME = re.compile(r"ranks? ([0-9, ]+)(?: and [0-9]+ more)?(?: on [^ ,]+(?:, | stopped answering)| failed: )")
 
+_SILENT = "no sign of life"
 _DONE = "done"
 _NEWS = "news "
 
@@ -222,7 +223,7 @@ class Watch:
             hosts[peer.host].append(peer.rank)
         who = ", ".join(f"{ranks_text(sorted(ranks))} on {host}" for host, ranks in hosts.items())
         seconds = max(self._beat - self._heard[peer.rank] for peer in silent) * BEAT_SECONDS
-        return f"{who} stopped answering: no sign of life for {seconds:.0f} s (hung, or the machine or network is gone)"
+        return f"{who} stopped answering: {_SILENT} for {seconds:.0f} s (hung, or the machine or network is gone)"
 
     def _print(self, text: str) -> None:
         def write() -> None:
@@ -237,5 +238,7 @@ class Watch:
 
 
 def ranks_blamed(text: str) -> list[int]:
-    """The ranks of which a message of ``Watch`` says that they are gone or have failed."""
+    """The ranks of which a message of ``Watch`` says that they are gone or have failed; a rank that hangs has not."""
+    if _SILENT in text:
+        return []
     return [int(number) for blamed in _BLAME.finditer(text) for number in blamed[1].split(",")]

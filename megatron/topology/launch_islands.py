@@ -55,10 +55,11 @@ def wrong_islands(arguments: argparse.Namespace) -> str | None:
     for name in ("serve_islands", "islands_address"):
         address = getattr(arguments, name)
         try:
-            if address is not None:
-                read_address(address)
+            host = read_address(address)[0] if address is not None else ""
         except ValueError:
             return f"--{name.replace('_', '-')} {address[:200]}: {EXAMPLE}"
+        if host in ("0.0.0.0", "::"):
+            return f"--{name.replace('_', '-')} {address}: give the address at which other machines reach this one"
     if arguments.island is not None and count is not None and not 0 <= arguments.island < count:
         return f"--island {arguments.island} with --islands {count}: islands count from 0 to {count - 1}"
     if count is None or arguments.island is not None:
@@ -199,7 +200,7 @@ def _forward_signals(islands: Sequence[subprocess.Popen[bytes]]) -> None:
 def end_with_parent() -> None:
     """Ends this launcher soon after the one of all islands, where it has one."""
     parent = os.environ.pop(ISLANDS_LAUNCHER, None)
-    if parent is None or not parent.isdecimal():
+    if parent is None or not parent.isdecimal() or sys.platform == "linux":  # where the system sends a signal
         return
 
     def watch() -> None:

@@ -82,9 +82,11 @@ def rendezvous_address(arguments: argparse.Namespace) -> RendezvousAddress:
             host, port = parse_rendezvous_endpoint(arguments.rdzv_endpoint, port)
         except ValueError as error:
             raise ValueError(f"--rdzv-endpoint {arguments.rdzv_endpoint}: give HOST:PORT") from error
+    if not 0 < port <= 65535:
+        raise ValueError(f"{host}:{port}: give a port from 1 to 65535; on one machine leave it out for a free one")
     if nodes > 1:
         return RendezvousAddress(host, port, nodes, arguments.node_rank if backend == STATIC else None)
-    named = not arguments.standalone and (arguments.master_port is not None or arguments.rdzv_endpoint)
+    named = not arguments.standalone and (arguments.master_port or arguments.rdzv_endpoint)
     return RendezvousAddress(LOOPBACK, port if named else 0)
 
 

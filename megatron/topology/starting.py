@@ -280,9 +280,9 @@ class IslandStart:
         Raises:
             CommunicationError: when its islands go in step, and do not end.
         """
-        if self.place.get("start") is None:
-            return "no", ""
         others = [k for k in range(self.limits.count) if k != self.island]
+        if self.place.get("start") is None and not self._start_failed(others):
+            return "no", ""
         pulses, before = Pulses(self.place, others), self.place.pulse(others)
         deadline = time.monotonic() + self.limits.seconds
         said = False
@@ -304,6 +304,15 @@ class IslandStart:
             self.place.end_generation(self.place.generation)
         return "ended", problem
 
+    def _start_failed(self, others: Sequence[int]) -> bool:
+        """Whether islands agreed on a start that never came: it was refused, or all of them ended before it."""
+        decision = self.place.get("iteration", Start.read)
+        if decision is None or decision.problem:
+            return decision is not None
+        before = self.place.pulse(others)
+        time.sleep(_BEATS_OF_ANOTHER * BEAT_SECONDS)
+        return self.place.pulse(others) == before
+
     def _lateness(self, others: Sequence[int], newest: int) -> str:
         """The reason why this island cannot catch up with those that have come to the end; empty where it need not."""
         if self.place.get(finish_of(self.island)) is not None:
@@ -316,7 +325,8 @@ class IslandStart:
         where = f"its last checkpoint is in {folder}" if folder else "it has no --save"
         return (
             f"island {ahead} has come to the end, iteration {iteration}, and island {self.island} is late, at {newest};"
-            f" {where}: copy it to this island's folder (--islands-linger-seconds is for late islands to join)"
+            f" {where}: copy it to this island's folder and "
+            "start all of them again (--islands-linger-seconds is for late islands to join)"
         )
 
     def _agree(self, key: str, own: Any, judge: Callable[[Mapping[int, Any]], Start]) -> Start:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -50,6 +51,8 @@ def _listen(host: str, port: int) -> socket.socket:
         try:
             return socket.create_server(address[:2], family=family, backlog=socket.SOMAXCONN)
         except OSError as error:
+            if error.errno == errno.EADDRINUSE:  # at another address of this name, others would meet another run
+                raise
             problem = error
     raise problem
 

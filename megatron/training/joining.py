@@ -158,7 +158,9 @@ def _naming_the_sender() -> Iterator[None]:
     """Raises what is wrong with a state as CommunicationError."""
     try:
         yield
-    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+    except CommunicationError:
+        raise
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as error:
         raise CommunicationError(f"the state that an island has sent cannot be used: {first_line(error)}") from error
 
 

@@ -177,7 +177,11 @@ class Rounds:
         """Ends the run, whose last checkpoint is saved: islands that are late are told where it is, and may join."""
         if self.islands is None or self.joining is None or not self.sync.outer.begun:
             return
-        late = self.islands.finish(iteration, self.end.folder)
+        try:
+            late = self.islands.finish(iteration, self.end.folder)
+        except CommunicationError as error:  # the run has ended and is saved; only late islands miss something
+            self.tell(f"late islands are not told of the end: {error}", {})
+            return
         if not late:
             return
         where = f"its state is in {self.end.folder}" if self.end.folder else "nothing is saved, for want of --save"

@@ -163,10 +163,12 @@ class Trainer:
                         reason = self._take_steps(batches, signals)
                 if self._joins:
                     self._join()
-        if reason is ExitReason.DIVERGED:
-            return reason
-        with self.reporter.paused("save"):
-            self._save()
+            if reason is ExitReason.DIVERGED:
+                return reason
+            # Signals are held until the last checkpoint is written.
+            with self.reporter.paused("save"):
+                self._save()
+                self.checkpoints.close()
         warning = self.divergence.note_at_end()
         if warning is not None:
             self.reporter.line(warning)

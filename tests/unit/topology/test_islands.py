@@ -460,6 +460,28 @@ def test_an_island_that_does_not_come_to_the_start_ends_or_spares_the_others(por
     spared.leave()
 
 
+def test_islands_whose_start_failed_may_begin_another_one(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those that a launcher starts again, at a meeting place that has outlived them."""
+    monkeypatch.setattr(starting, "SILENT_SECONDS", 2.0)
+
+    def start(number: int, seconds: float) -> starting.IslandStart:
+        place = MeetingPlace("127.0.0.1", port, 10.0)
+        return starting.IslandStart(place, number, StartLimits(2, 2, seconds), lambda call: call(), _ignore)
+
+    alone = start(0, 0.3)
+    with pytest.raises(UserError, match="island 1 did not come"):
+        alone.choose_iteration([100], 0)
+    alone.place.stop_beating()
+    both = [start(number, 30.0) for number in range(2)]
+    assert _together(*(lambda each=each: each.choose_iteration([100], 0) for each in both)) == [100, 100]
+    for each in both:  # and die before they have begun
+        each.place.stop_beating()
+    both = [start(number, 30.0) for number in range(2)]
+    assert _together(*(lambda each=each: each.choose_iteration([90], 0) for each in both)) == [90, 90]
+    for each in both:
+        each.place.stop_beating()
+
+
 def test_who_is_silent_or_waits_to_join_is_not_waited_for(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though the time limit is far away; an island of other flags is not let in, and only the first member lets in."""
     monkeypatch.setattr(Pulses.silent, "__defaults__", (2.0,))

@@ -89,6 +89,10 @@ def test_ranks_that_fail(
             "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint x:99999",
             "--rdzv-endpoint x:99999: give HOST:PORT",
         ),
+        (
+            "--master-port 99999",
+            "127.0.0.1:99999: give a port from 1 to 65535; on one machine leave it out for a free one",
+        ),
         ("--nnodes 2 --node-rank 2", "--node-rank 2 with --nnodes 2: nodes count from 0 to 1"),
         ("--node-rank -1", "--node-rank -1 with --nnodes 1: nodes count from 0 to 0"),
     ],
@@ -184,6 +188,7 @@ def test_a_stopped_rank_that_was_asked_to_end_is_found() -> None:
     [
         ({0: (3, "rank 0: rank 1 on a stopped answering: killed", 10), 1: (-9, None, 11)}, 137),
         ({0: (3, "rank 0: rank 1 on a stopped answering: killed", 10), 1: (-15, None, 11)}, 143),
+        ({0: (3, "rank 0: rank 1 on a stopped answering: no sign of life for 20 s", 10), 1: (-9, None, 41)}, 3),
         ({0: (3, "rank 0: rank 1 on a stopped answering (gone)", 10), 1: (-11, None, 10), 2: (3, None, 9)}, 139),
         ({0: (3, "rank 0: ranks 1, 4 on a, rank 7 on b stopped answering", 9), 4: (-9, None, 11)}, 137),
         ({0: (3, "rank 0: rank 1 failed: ValueError: x", 10), 1: (1, "rank 1 failed: ValueError: x", 10)}, 1),

@@ -29,6 +29,7 @@ from megatron.topology.meeting_place import serve
         ("--islands 2 --island 0 --islands-address x:y", "--islands-address x:y: write HOST:PORT"),
         ("--islands 2 --island 0 --serve-islands 10.0.0.1:99999", "10.0.0.1:99999: write HOST:PORT, such as"),
         ("--islands 2 --island 0 --serve-islands ::1:29711", "or [fd00::1]:29600, with a port from 1 to 65535"),
+        ("--islands 2 --island 0 --serve-islands 0.0.0.0:29711", "give the address at which other machines reach this"),
         ("--islands 2 --island 1 --islands-address [::1]:29711", None),
         ("--islands 2 --nproc-per-node 4", None),
         ("--islands 2 --island 1 --islands-address x:1 --nnodes 2", None),
