@@ -165,12 +165,10 @@ class Trainer:
                     self._join()
             if reason is ExitReason.DIVERGED:
                 return reason
-            # Signals are held until the last checkpoint is written.
-            with self.reporter.paused("save"):
+            with self.reporter.paused("save"):  # signals are held until it is written
                 self._save()
                 self.checkpoints.close()
-        warning = self.divergence.note_at_end()
-        if warning is not None:
+        if (warning := self.divergence.note_at_end()) is not None:
             self.reporter.line(warning)
         return reason
 
