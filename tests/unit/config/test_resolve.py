@@ -175,7 +175,9 @@ def test_both_ways_to_interleave(by_iterations: list[str], flags: str) -> None:
 def test_idle_tensorboard_switches_are_noted(by_iterations: list[str]) -> None:
     parsed = parse_args([*by_iterations, "--log-timers-to-tensorboard"])
     parsed.resolve(1)
-    assert parsed.notes == ["--log-timers-to-tensorboard: no effect without --tensorboard-dir or --wandb-project"]
+    assert parsed.notes == [
+        "--log-timers-to-tensorboard: no effect without --tensorboard-dir, --wandb-project or --mlflow-experiment"
+    ]
 
 
 @pytest.mark.parametrize(

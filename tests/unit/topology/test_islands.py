@@ -178,7 +178,7 @@ def test_a_reader_that_never_reads_is_cut_off_before_it_fills_the_memory() -> No
                     assert place.get("key") == "x" * (1 << 20)
                     time.sleep(0.05)
             assert 32 << 20 < most < 1 << 30, "what is asked for is not piled up, and the test says nothing"
-            assert _resident(server.pid) - before < most
+            assert _resident(server.pid) - before <= most  # the allocator may keep what is freed
         finally:
             server.kill()
 
