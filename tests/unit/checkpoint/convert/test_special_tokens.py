@@ -136,7 +136,7 @@ def _chat(folder: Path) -> list[int]:
 def test_reported_folders_come_back(name: str, tmp_path: Path) -> None:
     source = shared_path(f"data/reports/{name}")
     if source is None:
-        pytest.skip("needs ../shared/data/reports")
+        pytest.skip("needs the folders of test data")
     texts = [CHAT, "<|im_start|>user", "<s> the  cat</s>s <unk>", " a b"]
     _check_both_ways(source, tmp_path, texts)
     assert _chat(source) == _chat(tmp_path / "back")
