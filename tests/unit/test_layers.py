@@ -28,8 +28,9 @@ state = torch.get_rng_state()
 threads = torch.get_num_threads()
 dtype = torch.get_default_dtype()
 names = [m.name for m in pkgutil.walk_packages(megatron.__path__, "megatron.")]
-operators, subclass_of_library = "megatron.kernels._native", "megatron.evaluation.lm_eval_adapter"
-names = [name for name in names if name not in (operators, subclass_of_library)]
+operators = "megatron.kernels._native"
+subclasses_of_lm_eval = ("megatron.evaluation.lm_eval_adapter", "megatron.evaluation.lm_eval_rules")
+names = [name for name in names if name not in (operators, *subclasses_of_lm_eval)]
 for name in names:
     importlib.import_module(name)
 print(json.dumps({

@@ -68,5 +68,6 @@ def test_an_earlier_versions_values_get_todays_names() -> None:
     old = {"optimizer_steps": 4, "rank_controller": {"rank": 8.0}}
     controllers = {"dp-grad": {"compressor": "edgc", "state": {"rank": 8.0}}}
     today = {"optimizer_steps": 4, "variance_frozen_at": 0, "controllers": controllers, "expert_loads": {}, "outer": {}}
+    today["tracked_runs"] = {}
     assert under_todays_names(old) == today
     assert under_todays_names(today) == today
