@@ -175,6 +175,8 @@ class TensorBoardSink(CurveSink):
 class WandbSink(CurveSink):
     """Writes curves to a run of Weights & Biases (``--wandb-project``), which its own variables configure.
 
+    Where a run has gone back to an earlier checkpoint, both its old and its new points stay.
+
     Args:
         project: the project.
         config, dp_size, world_size: the arguments of ``CurveSink``.
@@ -203,6 +205,10 @@ class WandbSink(CurveSink):
             which = {"id": run_id, "resume": "allow"} if resumed else {}
             self._run = start(project=project, name=config.wandb_exp_name, dir=folder, **which)
             self.run_id = str(self._run.id)
+            # The service drops what is logged at a step before the last one, and a run may go back to a checkpoint:
+            # its steps are left to count the calls, and the iteration is a value.
+            for metric, axis in (("iteration", {}), ("*", {"step_metric": "iteration"})):
+                self._run.define_metric(metric, **axis)
         except self._errors as error:
             reason = first_line(error)
             raise UserError(
@@ -214,7 +220,7 @@ class WandbSink(CurveSink):
             self._try(lambda: self._run.config.update(dict(values), allow_val_change=True))
 
     def _curves(self, iteration: int, values: Mapping[str, float], **positions: int) -> None:
-        self._try(lambda: self._run.log({**values, **positions}, step=iteration))
+        self._try(lambda: self._run.log({**values, **positions, "iteration": iteration}))
 
     def close(self) -> None:
         self._try(self._run.finish)

@@ -24,7 +24,7 @@ class MlflowSink(CurveSink):
     Args:
         experiment: name of the experiment, which is made where it is missing.
         config, dp_size, world_size: the arguments of ``CurveSink``.
-        run_id: the run to go on with, if it is still there.
+        run_id: the run to go on with, if it is still in the experiment.
     """
 
     tracker = "mlflow"
@@ -54,27 +54,30 @@ class MlflowSink(CurveSink):
         try:
             # What its constructor raises depends on the store that MLFLOW_TRACKING_URI names: any exception may come.
             self._client = mlflow.MlflowClient()
-            self.run_id = self._resume(run_id) or self._start(experiment)
+            place = self._experiment_id(experiment)
+            self.run_id = self._resume(run_id, place) or str(self._client.create_run(place).info.run_id)
         except Exception as error:
             raise UserError(
                 f"--mlflow-experiment {experiment}: {first_line(error)}; set MLFLOW_TRACKING_URI to a server"
             ) from error
 
-    def _resume(self, run_id: str | None) -> str | None:
-        """Goes on with a run; None where it is not there."""
+    def _experiment_id(self, experiment: str) -> str:
+        """The experiment's id; makes it where it is missing."""
+        known = self._client.get_experiment_by_name(experiment)
+        return str(self._client.create_experiment(experiment) if known is None else known.experiment_id)
+
+    def _resume(self, run_id: str | None, experiment_id: str) -> str | None:
+        """Goes on with a run; None where it is not there, or belongs to another experiment."""
         if run_id is None:
             return None
         try:
+            if self._client.get_run(run_id).info.experiment_id != experiment_id:
+                return None
             self._client.update_run(run_id, status="RUNNING")
         except self._errors:
             return None
         self._describes = False  # parameters never change
         return run_id
-
-    def _start(self, experiment: str) -> str:
-        found = self._client.get_experiment_by_name(experiment)
-        place = self._client.create_experiment(experiment) if found is None else found.experiment_id
-        return str(self._client.create_run(place).info.run_id)
 
     def event(self, kind: str, iteration: int, values: Mapping[str, Any]) -> None:
         if kind == "config" and self._describes:

@@ -554,7 +554,7 @@ class _Wandb(types.ModuleType):
     def __init__(self, record: Path) -> None:
         super().__init__("wandb")
         self.record, self.config, self.id = record, self, "first"
-        self.update = self.log = self.finish = lambda *args, **kwargs: None
+        self.update = self.define_metric = self.log = self.finish = lambda *args, **kwargs: None
 
     def init(self, **given: Any) -> _Wandb:
         with self.record.open("a") as file:

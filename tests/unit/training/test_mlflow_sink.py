@@ -40,6 +40,12 @@ class FakeClient:
         self.runs[run_id] = {"experiment": experiment_id, "metrics": {}, "params": {}, "status": "RUNNING"}
         return types.SimpleNamespace(info=types.SimpleNamespace(run_id=run_id))
 
+    def get_run(self, run_id: str) -> Any:
+        if run_id not in self.runs:
+            raise MlflowException("no such run")
+        info = types.SimpleNamespace(run_id=run_id, experiment_id=self.runs[run_id]["experiment"])
+        return types.SimpleNamespace(info=info)
+
     def update_run(self, run_id: str, status: str) -> None:
         if run_id not in self.runs:
             raise MlflowException("no such run")
@@ -101,6 +107,15 @@ def test_mlflow_gets_the_curves_of_tensorboard_and_goes_on_with_a_run(client: Fa
     assert client.runs["run1"]["experiment"] == run["experiment"]
 
 
+def test_a_run_of_another_experiment_is_not_gone_on_with(client: FakeClient) -> None:
+    runs = _play(opened(mlflow_experiment="mine"), 20)
+    others = _play(opened(mlflow_experiment="theirs", tracked_runs=runs), 40)
+    assert others == {"mlflow": "run1"}
+    assert client.runs["run1"]["experiment"] == client.experiments["theirs"] != client.experiments["mine"]
+    assert client.runs["run0"]["metrics"]["lm loss"] == [(20, 1.0)]
+    assert _play(opened(mlflow_experiment="mine", tracked_runs=runs), 40) == runs
+
+
 def test_trouble_of_mlflow_costs_the_curves_alone(client: FakeClient, capsys: pytest.CaptureFixture[str]) -> None:
     lines = list[str]()
     sinks = opened(lines=lines, mlflow_experiment="mine")
@@ -146,6 +161,7 @@ def test_the_package_itself_keeps_a_run_in_files(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("MLFLOW_TRACKING_URI", tmp_path.as_uri())
     runs = _play(opened(mlflow_experiment="mine"), 20)
     assert _play(opened(mlflow_experiment="mine", tracked_runs=runs), 40) == runs
+    assert _play(opened(mlflow_experiment="theirs", tracked_runs=runs), 60) != runs
     client = mlflow.MlflowClient()
     run = client.get_run(runs["mlflow"])
     assert run.info.status == "FINISHED"

@@ -409,7 +409,9 @@ class FakeWandb(types.ModuleType):
         self.trouble = trouble
         self.given: dict[str, Any] = {}
         self.settings: dict[str, Any] = {}
-        self.points: dict[int, dict[str, float]] = {}
+        self.rows: list[dict[str, float]] = []
+        self.axes: dict[str, str | None] = {}
+        self.last_step = -1
         self.finished = False
         self.config = self  # of the run
         self.id = ""
@@ -424,10 +426,23 @@ class FakeWandb(types.ModuleType):
     def update(self, values: dict[str, Any], allow_val_change: bool) -> None:
         self.settings |= values
 
-    def log(self, values: dict[str, float], step: int) -> None:
+    def define_metric(self, name: str, step_metric: str | None = None) -> None:
+        self.axes[name] = step_metric
+
+    def log(self, values: dict[str, float], step: int | None = None) -> None:
+        """As the package does, drops the points of a step before the last one, which a run that goes on has, too."""
         if self.trouble:
             raise FakeWandb.Error(self.trouble)
-        self.points.setdefault(step, {}).update(values)
+        step = self.last_step + 1 if step is None else step
+        if step >= self.last_step:
+            self.last_step = step
+            self.rows.append(values)
+
+    def curve(self, name: str) -> list[tuple[float, float]]:
+        """The points of a curve over the axis that is defined for all."""
+        axis = self.axes["*"]
+        assert axis is not None
+        return [(row[axis], row[name]) for row in self.rows if name in row]
 
     def finish(self) -> None:
         self.finished = True
@@ -449,8 +464,8 @@ def test_weights_and_biases_get_the_curves_of_tensorboard(tmp_path: Path, monkey
     sinks.evaluation(evaluation_at(20))
     sinks.close()
     assert fake.settings == {"config": {"model": {"num_layers": 4}}, "size": {}}
-    at = fake.points[20]
-    assert list(fake.points) == [20]
+    at = {name: value for row in fake.rows for name, value in row.items()}
+    assert {row["iteration"] for row in fake.rows} == {20}
     assert (at["lm loss"], at["grad-norm"], at["learning-rate"], at["samples"]) == (1.0, 2.0, 1e-3, 160)
     assert at["tokens per second"] == WINDOW.tokens_per_second
     assert at["bytes per iteration/dp-grad"] == 4096.0
@@ -470,6 +485,20 @@ def test_weights_and_biases_go_on_with_the_run_of_a_checkpoint(monkeypatch: pyte
     monkeypatch.setenv("WANDB_RUN_ID", "theirs")
     opened(wandb_project="mine", tracked_runs=runs)
     assert "id" not in fake.given
+
+
+def test_weights_and_biases_keep_the_points_of_a_run_that_goes_back_to_an_earlier_checkpoint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    for first, last, value in ((1, 6, 1.0), (4, 7, 2.0)):
+        sinks = opened(wandb_project="mine", tracked_runs={"wandb": "old7"})
+        for iteration in range(first, last + 1):
+            sinks.step(step_at(iteration, value))
+        sinks.close()
+    before, after = [(i, 1.0) for i in range(1, 7)], [(i, 2.0) for i in range(4, 8)]
+    assert fake.curve("lm loss") == before + after
 
 
 def test_trouble_of_weights_and_biases_costs_the_curves_alone(
@@ -521,11 +550,14 @@ def test_the_package_of_weights_and_biases_writes_a_run_offline(
     monkeypatch.setenv("WANDB_SILENT", "true")
     sinks = opened(wandb_project="mine", wandb_exp_name="first", wandb_save_dir=str(tmp_path))
     sinks.event("config", 0, config={"model": {"num_layers": 4}}, size={})
-    sinks.step(step_at(1))
-    sinks.step(step_at(2))
+    losses = {1: 5.03125, 3: 4.03125, 2: 6.03125}
+    for iteration, loss in losses.items():
+        sinks.step(step_at(iteration, loss))
     sinks.close()
     (run,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
-    assert b"lm loss" in run.read_bytes()
+    content = run.read_bytes()
+    assert b"lm loss" in content
+    assert [str(loss).encode() in content for loss in losses.values()] == [True] * 3, "iteration 2 comes after 3"
 
 
 def test_growing_sequences_are_in_every_place(tmp_path: Path) -> None:
