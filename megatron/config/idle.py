@@ -239,7 +239,7 @@ RULES: Sequence[Idle] = (
         lambda config, _: not config.optimizer.warms_up,
         "there is no warm-up (--lr-warmup-iters and the like)",
     ),
-    Idle(("optimizer.min_lr",), _constant, "with --lr-decay-style constant"),
+    Idle(("optimizer.min_lr", "optimizer.decoupled_min_lr"), _constant, "with --lr-decay-style constant"),
     Idle(
         fields_of("optimizer", "lr_decay_iters lr_decay_samples lr_decay_tokens"),
         lambda config, _: not _decays(config) and config.optimizer.lr_warmup_fraction is None,

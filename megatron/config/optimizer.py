@@ -23,6 +23,15 @@ class OptimizerConfig:
     )
     lr: float = required("Highest learning rate.", minimum=0, maximum=1e4)
     min_lr: float = option(0.0, "Lowest learning rate of the decay.", minimum=0)
+    decoupled_lr: float | None = derived(
+        "--lr",
+        "Highest learning rate of the input embeddings and the output layer; its warm-up and decay are those of --lr.",
+        minimum=0,
+        maximum=1e4,
+    )
+    decoupled_min_lr: float | None = derived(
+        "--min-lr", "Lowest learning rate of the decay of --decoupled-lr.", minimum=0
+    )
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = option(
         "linear",
         "Shape of the decay after the warm-up; WSD (warm-up, stable, decay) is constant until the last "
@@ -119,8 +128,12 @@ class OptimizerConfig:
         "On resuming, take the schedules from the checkpoint whatever the flags say.",
         aliases=("use-checkpoint-lr-scheduler",),
     )
-    use_new_lr: bool = option(False, "On resuming, take --lr from the flags whatever the checkpoint says.")
-    use_new_min_lr: bool = option(False, "On resuming, take --min-lr from the flags whatever the checkpoint says.")
+    use_new_lr: bool = option(
+        False, "On resuming, take --lr and --decoupled-lr from the flags whatever the checkpoint says."
+    )
+    use_new_min_lr: bool = option(
+        False, "On resuming, take --min-lr and --decoupled-min-lr from the flags whatever the checkpoint says."
+    )
 
     @property
     def warms_up(self) -> bool:
@@ -221,10 +234,28 @@ def _iters(samples_flag: str) -> str:
     return samples_flag.replace("samples", "iters")
 
 
+def _check_rates(optimizer: OptimizerConfig) -> None:
+    """Checks that learning rates begin and end below their highest (else UserError)."""
+    if optimizer.decoupled_min_lr is not None and optimizer.decoupled_lr is None:
+        raise UserError("--decoupled-min-lr needs --decoupled-lr; add it or leave the flag out")
+    for high, low, remedy in (
+        ("lr", "min_lr", "lower it"),
+        ("lr", "lr_warmup_init", "lower it"),
+        ("decoupled_lr", "decoupled_min_lr", "lower it"),
+        ("decoupled_lr", "lr_warmup_init", "lower it"),
+        ("decoupled_lr", "min_lr", "add --decoupled-min-lr"),
+    ):
+        highest, lowest = getattr(optimizer, high), getattr(optimizer, low)
+        if (high, low) == ("decoupled_lr", "min_lr") and optimizer.decoupled_min_lr is not None:
+            continue
+        if highest is not None and lowest is not None and lowest > highest:
+            flags = [f"--{name.replace('_', '-')}" for name in (low, high)]
+            raise UserError(f"{flags[0]} {lowest:g} is above {flags[1]} {highest:g}; {remedy}")
+
+
 def check_schedules(optimizer: OptimizerConfig) -> None:
     """Checks the learning-rate and weight-decay schedules for contradictions (else UserError)."""
-    if optimizer.min_lr > optimizer.lr:
-        raise UserError(f"--min-lr {optimizer.min_lr:g} is above --lr {optimizer.lr:g}; lower it")
+    _check_rates(optimizer)
     if optimizer.lr_warmup_fraction is not None:
         for value, flag in (
             (optimizer.lr_warmup_iters, "--lr-warmup-iters"),
@@ -243,8 +274,6 @@ def check_schedules(optimizer: OptimizerConfig) -> None:
                 f"--lr-warmup-{unit} {warmup} is not less than --lr-decay-{unit} {decay} (which defaults to "
                 "the run's length); warm up for less or decay for longer"
             )
-    if optimizer.lr_warmup_init > optimizer.lr:
-        raise UserError(f"--lr-warmup-init {optimizer.lr_warmup_init:g} is above --lr {optimizer.lr:g}; lower it")
     lengths = (optimizer.lr_wsd_decay_iters, optimizer.lr_wsd_decay_samples)
     if optimizer.lr_decay_style == "WSD" and lengths == (None, None):
         raise UserError(

@@ -30,12 +30,11 @@ def make_inner(
     Raises:
         UserError: when the name is unknown, or apex is not installed.
     """
-    groups: list[dict[str, Any]] = [
-        {"params": [p.main for p in shards if _orthogonalizes(config, p)], "decays": True, "matrices": True},
-        {"params": [p.main for p in shards if p.decays and not _orthogonalizes(config, p)], "decays": True},
-        {"params": [p.main for p in shards if not p.decays], "decays": False, "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
+    by_kind: dict[tuple[bool, bool, bool], list[torch.Tensor]] = {}
+    for shard in shards:
+        kind = _orthogonalizes(config, shard), shard.decays, shard.slot.spec.of_vocabulary
+        by_kind.setdefault(kind, []).append(shard.main)
+    groups = [_group(mains, *kind) for kind, mains in sorted(by_kind.items(), key=lambda item: item[0], reverse=True)]
     betas = (config.adam_beta1, config.adam_beta2)
     if config.optimizer == "adam" and config.use_apex:
         inner = _apex_adam(groups, config.lr, betas, config.adam_eps)
@@ -52,6 +51,12 @@ def make_inner(
     for shard in shards:
         inner.state[shard.main].update(_initial_state(shard, config))
     return inner
+
+
+def _group(mains: list[torch.Tensor], matrices: bool, decays: bool, of_vocabulary: bool) -> dict[str, Any]:
+    """A parameter group: the matrices of Muon, or parameters that share their rate and whether they decay."""
+    group: dict[str, Any] = {"params": mains, "decays": decays, "of_vocabulary": of_vocabulary}
+    return {**group, **({"matrices": True} if matrices else {}), **({} if decays else {"weight_decay": 0.0})}
 
 
 def _orthogonalizes(config: OptimizerConfig, shard: ParamShard) -> bool:
@@ -88,10 +93,12 @@ def _apex_adam(
     return inner
 
 
-def set_hyperparameters(inner: torch.optim.Optimizer, lr: float, weight_decay: float) -> None:
-    """Sets this step's learning rate and weight decay."""
+def set_hyperparameters(
+    inner: torch.optim.Optimizer, lr: float, weight_decay: float, decoupled_lr: float | None = None
+) -> None:
+    """Sets this step's learning rate, that of the vocabulary's rows where they have another, and weight decay."""
     for group in inner.param_groups:
-        group["lr"] = lr
+        group["lr"] = decoupled_lr if group["of_vocabulary"] and decoupled_lr is not None else lr
         if group["decays"]:
             group["weight_decay"] = weight_decay
 

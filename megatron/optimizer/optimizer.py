@@ -136,6 +136,7 @@ class Optimizer:
         freeze_variance: bool = False,
         clipped: bool = False,
         all_finite: bool = True,
+        decoupled_lr: float | None = None,
     ) -> StepTotals:
         """Takes one step on final gradients.
 
@@ -150,6 +151,7 @@ class Optimizer:
             all_finite: False when all ranks know already that the gradients are not finite, or nothing at all.
             publish_update: leave the update's direction, weight decay included, in the gradients: what is subtracted
                 from the parameters over the learning rate, at any learning rate.
+            decoupled_lr: learning rate of input embeddings and the output layer; None: ``lr``.
         """
         totals = self._world_totals(losses, vote)
         scale = totals.loss_scale
@@ -161,7 +163,7 @@ class Optimizer:
         norm, divisor = math.sqrt(totals.grad_sq) / scale, scale
         if self.config.clip_grad > 0 and norm > 0 and not clipped:
             divisor /= min(1.0, self.config.clip_grad / (norm + 1e-6))
-        set_hyperparameters(self.inner, lr, weight_decay)
+        set_hyperparameters(self.inner, lr, weight_decay, decoupled_lr)
         published = begin_directions(self.inner, self.shards, divisor) if publish_update else []
         self._update(divisor, freeze_variance)
         if publish_update:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from megatron.base.errors import UserError
 from megatron.config.optimizer import OptimizerConfig
@@ -27,6 +27,8 @@ class ScheduleValues:
     """The parameters of the two schedules. Lengths are in samples (fractions of one are allowed).
 
     The last ``annealing_samples`` of the decay's length are the decay of ``WSD``, which is constant before them.
+    ``decoupled_lr`` and ``decoupled_min_lr`` are to input embeddings and the output layer what ``max_lr`` and
+    ``min_lr`` are to the other parameters; None: the same.
     """
 
     max_lr: float
@@ -41,12 +43,13 @@ class ScheduleValues:
     warmup_init: float = 0.0
     annealing_style: str = "exponential"
     annealing_samples: float = 0.0
+    decoupled_lr: float | None = None
+    decoupled_min_lr: float | None = None
 
     def __post_init__(self) -> None:
         _one_of("--lr-decay-style", self.decay_style, DECAY_STYLES)
         _one_of("--weight-decay-incr-style", self.weight_decay_style, WEIGHT_DECAY_STYLES)
-        if not 0 <= self.min_lr <= self.max_lr:
-            raise UserError(f"--min-lr {self.min_lr:g} must lie between 0 and --lr {self.max_lr:g}")
+        self._check_rates()
         if self.decay_samples <= 0:
             raise UserError(f"the decay length is {self.decay_samples:g} samples: give a positive --lr-decay-*")
         if not 0 <= self.warmup_samples < self.decay_samples:
@@ -54,8 +57,6 @@ class ScheduleValues:
                 f"the warm-up ({self.warmup_samples:g} samples) must be shorter than the decay length "
                 f"({self.decay_samples:g} samples): lower --lr-warmup-* or raise --lr-decay-*"
             )
-        if not 0 <= self.warmup_init <= self.max_lr:
-            raise UserError(f"--lr-warmup-init {self.warmup_init:g} must lie between 0 and --lr {self.max_lr:g}")
         self._check_annealing()
         if not 0 <= self.start_weight_decay <= self.end_weight_decay:
             raise UserError(
@@ -64,6 +65,18 @@ class ScheduleValues:
             )
         if self.weight_decay_style == "constant" and self.start_weight_decay != self.end_weight_decay:
             raise UserError("--start-weight-decay and --end-weight-decay differ: add --weight-decay-incr-style linear")
+
+    def _check_rates(self) -> None:
+        rates = [("--lr", self.max_lr, "--min-lr", self.min_lr)]
+        if self.decoupled_lr is not None:
+            low = "--min-lr" if self.decoupled_min_lr is None else "--decoupled-min-lr"
+            rates.append(("--decoupled-lr", self.decoupled_rates[0], low, self.decoupled_rates[1]))
+        elif self.decoupled_min_lr is not None:
+            raise UserError(f"--decoupled-min-lr {self.decoupled_min_lr:g} needs --decoupled-lr; add it")
+        for high, highest, low, lowest in rates:
+            for flag, value in ((low, lowest), ("--lr-warmup-init", self.warmup_init)):
+                if not 0 <= value <= highest:
+                    raise UserError(f"{flag} {value:g} must lie between 0 and {high} {highest:g}")
 
     def _check_annealing(self) -> None:
         _one_of("--lr-wsd-decay-style", self.annealing_style, ANNEALING_STYLES)
@@ -76,20 +89,33 @@ class ScheduleValues:
 
     def lr_at(self, samples: float) -> float:
         """Learning rate after ``samples`` consumed samples: linear warm-up, then the decay style."""
+        return self._rate(samples, self.max_lr, self.min_lr)
+
+    def decoupled_lr_at(self, samples: float) -> float:
+        """Learning rate of input embeddings and the output layer after ``samples`` consumed samples."""
+        return self._rate(samples, *self.decoupled_rates)
+
+    @property
+    def decoupled_rates(self) -> tuple[float, float]:
+        """Highest and lowest learning rate of input embeddings and the output layer."""
+        highest = self.max_lr if self.decoupled_lr is None else self.decoupled_lr
+        return highest, self.min_lr if self.decoupled_min_lr is None else self.decoupled_min_lr
+
+    def _rate(self, samples: float, highest: float, lowest: float) -> float:
         if self.warmup_samples > 0 and samples <= self.warmup_samples:
-            return self.warmup_init + (self.max_lr - self.warmup_init) * samples / self.warmup_samples
+            return self.warmup_init + (highest - self.warmup_init) * samples / self.warmup_samples
         if self.decay_style == "constant":
-            return self.max_lr
+            return highest
         if samples > self.decay_samples:
-            return self.min_lr
+            return lowest
         if self.decay_style == "inverse-square-root":
-            return max(self.min_lr, self.max_lr * math.sqrt(max(self.warmup_samples, 1) / max(samples, 1)))
+            return max(lowest, highest * math.sqrt(max(self.warmup_samples, 1) / max(samples, 1)))
         if self.decay_style == "WSD":
             ratio = 1.0 - (self.decay_samples - samples) / self.annealing_samples
             share = _annealed(self.annealing_style, ratio) if ratio > 0 else 1.0
-            return self.min_lr + share * (self.max_lr - self.min_lr)
+            return lowest + share * (highest - lowest)
         ratio = (samples - self.warmup_samples) / (self.decay_samples - self.warmup_samples)
-        return self.min_lr + (1.0 - _ramp(self.decay_style, ratio)) * (self.max_lr - self.min_lr)
+        return lowest + (1.0 - _ramp(self.decay_style, ratio)) * (highest - lowest)
 
     def weight_decay_at(self, samples: int) -> float:
         """Weight decay after ``samples`` consumed samples: from the start value to the end value."""
@@ -175,6 +201,8 @@ def schedule_values(
         warmup_init=options.lr_warmup_init,
         annealing_style=options.lr_wsd_decay_style,
         annealing_samples=float(annealing),
+        decoupled_lr=options.decoupled_lr,
+        decoupled_min_lr=options.decoupled_min_lr,
     )
 
 
@@ -191,14 +219,27 @@ _FLAG_OF_FIELD = {
     "warmup_init": "--lr-warmup-init",
     "annealing_style": "--lr-wsd-decay-style",
     "annealing_samples": "--lr-wsd-decay-*",
+    "decoupled_lr": "--decoupled-lr",
+    "decoupled_min_lr": "--decoupled-min-lr",
 }
-_DEFAULTS = {"warmup_init": 0.0, "annealing_style": "exponential", "annealing_samples": 0.0}
+_OPTIONAL = {"decoupled_lr": None, "decoupled_min_lr": None}
+"""Values that may be None."""
+_DEFAULTS = {"warmup_init": 0.0, "annealing_style": "exponential", "annealing_samples": 0.0, **_OPTIONAL}
 """Values of checkpoints that lack them."""
 _FIELD_TYPES: dict[str, type] = {name: str if name.endswith("_style") else float for name in _FLAG_OF_FIELD}
 _REMEDY = (
     "add --override-opt_param-scheduler to take the command line's, "
     "or --use-checkpoint-opt_param-scheduler to take the checkpoint's"
 )
+
+
+class StepRates(NamedTuple):
+    """Rates of a step: learning rate, weight decay, and the learning rate of input embeddings and the output layer
+    where that is another."""
+
+    lr: float
+    weight_decay: float
+    decoupled_lr: float | None
 
 
 class LRSchedule:
@@ -252,17 +293,29 @@ class LRSchedule:
             train_samples=train_samples,
             train_tokens=train_tokens,
         )
-        ours = {"max_lr": options.use_new_lr, "min_lr": options.use_new_min_lr}
+        new, new_min = options.use_new_lr, options.use_new_min_lr
+        ours = {"max_lr": new, "decoupled_lr": new, "min_lr": new_min, "decoupled_min_lr": new_min}
         by_tokens = options.lr_decay_tokens is not None
         return cls(
             values, on_mismatch, [name for name, wanted in ours.items() if wanted], seq_length * by_tokens or None
         )
 
     @property
-    def lr(self) -> float:
+    def _lr_position(self) -> float:
+        """Samples, maybe counted by their tokens, that learning rates depend on."""
         if self.tokens_per_sample is not None:
-            return self.values.lr_at(self.consumed_tokens / self.tokens_per_sample)
-        return self.values.lr_at(self.consumed_samples)
+            return self.consumed_tokens / self.tokens_per_sample
+        return self.consumed_samples
+
+    @property
+    def lr(self) -> float:
+        return self.values.lr_at(self._lr_position)
+
+    @property
+    def rates(self) -> StepRates:
+        """The rates of the next step."""
+        decoupled = None if self.values.decoupled_lr is None else self.values.decoupled_lr_at(self._lr_position)
+        return StepRates(self.lr, self.weight_decay, decoupled)
 
     @property
     def weight_decay(self) -> float:
@@ -293,7 +346,9 @@ class LRSchedule:
             if position < 0 or tokens < 0:
                 raise ValueError(f"consumed_samples is {position}, consumed_tokens {tokens}")
             found = {**_DEFAULTS, **state}
-            saved = ScheduleValues(**{name: kind(found[name]) for name, kind in _FIELD_TYPES.items()})
+            present = _FIELD_TYPES.keys() - {name for name in _OPTIONAL if found[name] is None}
+            read: dict[str, Any] = {name: _FIELD_TYPES[name](found[name]) for name in present}
+            saved = ScheduleValues(**read)
             if not all(math.isfinite(value) for value in vars(saved).values() if isinstance(value, float)):
                 raise ValueError("a value is not finite")
         except (KeyError, TypeError, ValueError, OverflowError) as error:
@@ -317,7 +372,7 @@ class LRSchedule:
         """Fields that matter: a constant schedule has no length, so such a run can be prolonged freely."""
         idle: set[str] = set()
         if self.values.decay_style == "constant":
-            idle |= {"decay_samples", "min_lr"}
+            idle |= {"decay_samples", "min_lr", "decoupled_min_lr"}
         if self.values.decay_style != "WSD":
             idle |= {"annealing_style", "annealing_samples"}
         if self.values.warmup_samples == 0:

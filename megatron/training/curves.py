@@ -41,8 +41,10 @@ class CurveSink(Sink, ABC):
         config = self._config
         if metrics.iteration % config.tensorboard_log_interval:
             return
+        rates = config.log_learning_rate_to_tensorboard
         optional = {
-            "learning-rate": metrics.learning_rate if config.log_learning_rate_to_tensorboard else None,
+            "learning-rate": metrics.learning_rate if rates else None,
+            "decoupled-learning-rate": metrics.decoupled_learning_rate if rates else None,
             "weight-decay": metrics.weight_decay,
             "batch-size": metrics.global_batch_size if config.log_batch_size_to_tensorboard else None,
             "loss-scale": metrics.loss_scale if config.log_loss_scale_to_tensorboard else None,

@@ -80,6 +80,7 @@ class StepMetrics:
     curriculum_seqlen: int | None = None  # seq_length, where sequences grow
     learning_rate: float = 0.0  # learning rate that the step used; of a window, its last step; so weight_decay
     weight_decay: float | None = None
+    decoupled_learning_rate: float | None = None  # of input embeddings and the output layer, where it is another
 
     # (samples, tokens of each) of a window's steps, and how many steps had them; empty for one step.
     sizes: Mapping[tuple[int, int], int] = field(default_factory=dict)
@@ -265,6 +266,8 @@ def format_train_line(metrics: StepMetrics) -> str:
         fields.append(f"expert load max/mean: {metrics.expert_imbalance:.3f}")
     if metrics.epoch is not None:
         fields.append(f"epoch: {metrics.epoch:.3f}")
+    if metrics.decoupled_learning_rate is not None:
+        fields.append(f"decoupled learning rate: {metrics.decoupled_learning_rate:.3E}")
     return " " + " ".join(f"{field} |" for field in fields)
 
 

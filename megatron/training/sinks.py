@@ -146,6 +146,7 @@ class JsonLinesSink(Sink):
     def window(self, metrics: StepMetrics) -> None:
         optional = {name: getattr(metrics, name) for name in ("grad_norm", "num_zeros", "params_norm")}
         optional |= {name: getattr(metrics, name) for name in ("remaining_seconds", "curriculum_seqlen", "epoch")}
+        optional["decoupled_learning_rate"] = metrics.decoupled_learning_rate
         timers_ms = slowest(metrics)
         values = {
             "consumed_samples": metrics.consumed_samples,

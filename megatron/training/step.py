@@ -158,6 +158,7 @@ def train_step(
     iteration: int,
     lr: float,
     weight_decay: float,
+    decoupled_lr: float | None = None,
     vote: float = 0.0,
     timers: Timers | None = None,
     seq_length: int | None = None,
@@ -168,7 +169,7 @@ def train_step(
     Args:
         engines: engines of this rank.
         batches: micro-batches of this rank.
-        iteration, lr, weight_decay: 0-based number of this step, its learning rate and weight decay.
+        iteration, lr, weight_decay, decoupled_lr: 0-based number of this step, and its rates (see ``Optimizer.step``).
         vote: a number to be all-reduced over the ranks, together with others.
         timers, seq_length: where the parts of the step are timed; tokens of each sample, None for the full length.
     """
@@ -184,6 +185,7 @@ def train_step(
             iteration=iteration,
             lr=lr,
             weight_decay=weight_decay,
+            decoupled_lr=decoupled_lr,
             vote=vote,
             publish_update=engines.sync.wants_update,
             freeze_variance=engines.sync.freezes_variance,

@@ -267,9 +267,9 @@ class Trainer:
             taken = take_batches(batches, count, self.topology.device, length)
         if self.rounds is not None:
             self.rounds.before_step(progress.iteration)
-        lr, weight_decay = self.schedule.lr, self.schedule.weight_decay
+        rates = self.schedule.rates
         metrics = train_step(
-            self.engines, taken, progress.iteration, lr, weight_decay, vote=vote, timers=timers, seq_length=length
+            self.engines, taken, progress.iteration, *rates, vote=vote, timers=timers, seq_length=length
         )
         self._count_iteration()
         if not metrics.skipped:
@@ -293,8 +293,9 @@ class Trainer:
                 consumed_tokens=progress.tokens(config.model.seq_length),
                 epoch=self._epoch(),
                 curriculum_seqlen=length if config.curriculum.curriculum_learning else None,
-                learning_rate=lr,
-                weight_decay=weight_decay,
+                learning_rate=rates.lr,
+                weight_decay=rates.weight_decay,
+                decoupled_learning_rate=rates.decoupled_lr,
             )
         )
         if warning is not None:

@@ -74,7 +74,6 @@ _REFUSED = [
         "no-tokenizer-sentencepiece-ignore-extra-whitespaces "
         "disable-tokenizer-sentencepiece-ignore-extra-whitespaces",
     ),
-    _refused("all parameters have the same learning rate; leave it out", values="decoupled-lr decoupled-min-lr"),
     _refused("use --rampup-batch-size START STEP SAMPLES", values="step-batch-size-schedule"),
     _refused("use --load FOLDER --finetune", values="pretrained-checkpoint"),
     _refused("use --sliding-window N, which counts the token itself", values="window-size"),

@@ -106,7 +106,8 @@ class VocabShard:
     def spec(self, hidden: int, *, tied: bool, tied_copy: bool) -> ParamSpec:
         """The slice's place in the logical (vocab_size, hidden) parameter."""
         tie = Tie.WORDS if tied else None
-        return ParamSpec((self.vocab_size, hidden), 0, self.start, tied=tie, tied_copy=tied_copy)
+        shape = (self.vocab_size, hidden)
+        return ParamSpec(shape, 0, self.start, tied=tie, tied_copy=tied_copy, of_vocabulary=True)
 
 
 class VocabParallelEmbedding(ShardedModule):

@@ -21,6 +21,7 @@ class ParamSpec:
             shares must be all-reduced (replicated parameters under sequence parallelism).
         tied_copy: a further holder of a logical parameter whose first holder is another stage.
         tied: which tied embedding it is, on any stage; None for other parameters.
+        of_vocabulary: its rows are tokens' (an input embedding, or the output layer's weight).
         unshared: this tensor-parallel rank alone holds the parameter, whole; the others hold other ones.
         of_expert: it belongs to an expert: only the replicas that hold that expert reduce its gradient.
         blocks: of a hidden linear layer's weight, how its rows (all dimensions but the last, flattened) make matrices:
@@ -36,6 +37,7 @@ class ParamSpec:
     tied: Tie | None = None
     of_expert: bool = False
     blocks: tuple[int, ...] = ()
+    of_vocabulary: bool = False
     unshared: bool = False
 
     def counted_by(self, tp_rank: int) -> bool:

@@ -54,6 +54,7 @@ VALUES = {
     "zero_stage": "1",
     "task_name": "wikitext",
     "min_lr": "0.0001",
+    "decoupled_min_lr": "0.0001",
     "profile_step_start": "11",
     "weight_decay": "0.1",
     "lr_warmup_iters": "3",
@@ -231,7 +232,7 @@ PARTNERS: dict[str, tuple[str, int]] = {
     "without --optimizer muon": ("--optimizer muon", 1),
     "without --optimizer lamb": ("--optimizer lamb", 1),
     "without --optimizer sgd": ("--optimizer sgd", 1),
-    "with --lr-decay-style constant": ("", 1),
+    "with --lr-decay-style constant": ("--decoupled-lr 0.1", 1),
     "beside --start-weight-decay and --end-weight-decay": ("", 1),
     "no schedule is loaded (--load without --finetune and --no-load-lr-state does that)": (RESUMED, 1),
     "nothing of it is loaded anyway (--load without --finetune does that)": (RESUMED, 1),
@@ -271,7 +272,7 @@ BESIDE: dict[str, str] = {
     "beside --DDP-impl torch, which has its own": "--DDP-impl torch",
     "beside a constant --loss-scale": "--fp16 --loss-scale 128",
     "without --optimizer adam": "--optimizer sgd",
-    "with --lr-decay-style constant": "--lr-decay-style constant",
+    "with --lr-decay-style constant": "--lr-decay-style constant --decoupled-lr 0.1",
     "beside --start-weight-decay and --end-weight-decay": (
         "--weight-decay-incr-style linear --start-weight-decay 0.1 --end-weight-decay 0.2"
     ),

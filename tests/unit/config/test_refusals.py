@@ -255,6 +255,18 @@ BY_ITERATIONS = [
     ("--lr-warmup-iters 100", 1, ["--lr-warmup-iters 100", "--lr-decay-iters 100"]),
     ("--lr-warmup-fraction 1", 1, ["--lr-warmup-fraction", "below 1"]),
     ("--min-lr 1", 1, ["--min-lr 1", "--lr 0.001"]),
+    ("--decoupled-min-lr 1e-5", 1, ["--decoupled-min-lr", "needs --decoupled-lr"]),
+    (
+        "--decoupled-lr 1e-4 --decoupled-min-lr 1e-3",
+        1,
+        ["--decoupled-min-lr 0.001", "--decoupled-lr 0.0001", "lower it"],
+    ),
+    ("--decoupled-lr 1e-5 --min-lr 1e-4", 1, ["--min-lr 0.0001", "--decoupled-lr 1e-05", "add --decoupled-min-lr"]),
+    (
+        "--decoupled-lr 1e-5 --lr-warmup-init 1e-4 --lr-warmup-iters 3",
+        1,
+        ["--lr-warmup-init 0.0001", "--decoupled-lr 1e-05"],
+    ),
     ("--start-weight-decay 0.1", 1, ["--start-weight-decay", "--weight-decay-incr-style"]),
     ("--end-weight-decay 0.1", 1, ["--end-weight-decay", "--weight-decay-incr-style"]),
     (

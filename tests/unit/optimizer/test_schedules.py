@@ -174,6 +174,10 @@ def test_lengths_in_tokens_are_exact() -> None:
         ({"warmup_init": 2e-3}, "--lr-warmup-init"),
         ({"annealing_style": "square"}, "--lr-wsd-decay-style"),
         ({"decay_style": "WSD"}, "--lr-wsd-decay-"),
+        ({"decoupled_lr": 1e-5}, "--min-lr 0.0001 must lie between 0 and --decoupled-lr"),
+        ({"decoupled_lr": 1e-2, "decoupled_min_lr": 2e-2}, "--decoupled-min-lr"),
+        ({"decoupled_min_lr": 1e-5}, "--decoupled-min-lr 1e-05 needs --decoupled-lr"),
+        ({"decoupled_lr": 1e-2, "warmup_init": 5e-3}, "--lr-warmup-init"),
         ({"decay_style": "WSD", "annealing_samples": 90.0, "warmup_samples": 20.0}, "--lr-wsd-decay-"),
     ],
 )
@@ -241,6 +245,7 @@ def test_a_differing_value_is_refused_unless_a_flag_settles_it() -> None:
 def test_every_field_that_matters_is_compared() -> None:
     growing = {"start_weight_decay": 0.05, "weight_decay_style": "linear", "warmup_samples": 10.0}
     growing |= {"decay_style": "WSD", "annealing_samples": 20.0, "warmup_init": 1e-5}
+    growing |= {"decoupled_lr": 1e-2, "decoupled_min_lr": 1e-3}
     saved = LRSchedule(make_values(**growing)).state_dict()
     different: dict[str, Any] = {
         "decay_style": "linear",
@@ -275,8 +280,38 @@ def test_the_new_lr_wins_over_the_checkpoint() -> None:
     resumed = LRSchedule(ours, "refuse", ["max_lr", "min_lr"])
     resumed.load_state_dict(saved.state_dict())
     assert resumed.values == ours
-    options = make_options(use_new_lr=True)
-    assert LRSchedule.from_options(options, global_batch_size=8, seq_length=16, train_iters=10).ours == ("max_lr",)
+    for flag, names in (
+        ("use_new_lr", ("max_lr", "decoupled_lr")),
+        ("use_new_min_lr", ("min_lr", "decoupled_min_lr")),
+    ):
+        options = make_options(**{flag: True})
+        assert LRSchedule.from_options(options, global_batch_size=8, seq_length=16, train_iters=10).ours == names
+
+
+@pytest.mark.parametrize("style", DECAY_STYLES)
+def test_a_decoupled_rate_is_that_of_a_schedule_with_its_own_ends(style: str) -> None:
+    """Without a lowest rate of its own it has the common one."""
+    common: dict[str, Any] = {"decay_style": style, "warmup_samples": 10.0, "annealing_samples": 30.0}
+    values = make_values(**common, decoupled_lr=5e-3, decoupled_min_lr=1e-5)
+    alone = make_values(**common, max_lr=5e-3, min_lr=1e-5)
+    assert [values.decoupled_lr_at(n) for n in range(120)] == [alone.lr_at(n) for n in range(120)]
+    assert [values.lr_at(n) for n in range(120)] == [make_values(**common).lr_at(n) for n in range(120)]
+    values, alone = make_values(**common, decoupled_lr=5e-3), make_values(**common, max_lr=5e-3)
+    assert [values.decoupled_lr_at(n) for n in range(120)] == [alone.lr_at(n) for n in range(120)]
+
+
+def test_a_decoupled_rate_is_saved_and_its_absence_too() -> None:
+    for decoupled in (None, 5e-3):
+        schedule = LRSchedule(make_values(decoupled_lr=decoupled))
+        schedule.step(50)
+        state = json.loads(json.dumps(schedule.state_dict()))
+        taken = LRSchedule(make_values(), "checkpoint")
+        taken.load_state_dict(state)
+        assert taken.rates == schedule.rates
+        assert (taken.rates.decoupled_lr is None) == (decoupled is None)
+        other = None if decoupled else 5e-3
+        with pytest.raises(UserError, match=f"^--decoupled-lr: decoupled_lr is {other} on the command line"):
+            LRSchedule(make_values(decoupled_lr=other)).load_state_dict(state)
 
 
 def test_contradicting_flags_and_damaged_states_are_refused() -> None:

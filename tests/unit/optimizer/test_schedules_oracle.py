@@ -56,11 +56,12 @@ spec.loader.exec_module(scheduler)
 answers = []
 for case in cases:
     iterations, batch = case.pop("iterations"), case.pop("batch")
-    optimizer = types.SimpleNamespace(param_groups=[{"lr": 0.0, "weight_decay": 0.0}])
+    groups = [{"lr": 0.0, "weight_decay": 0.0}, {"lr": 0.0, "weight_decay": 0.0, **case.pop("group")}]
+    optimizer = types.SimpleNamespace(param_groups=groups)
     made = scheduler.OptimizerParamScheduler(optimizer, **case)
     rows = []
     for _ in range(iterations):
-        rows.append([optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"]])
+        rows.append([groups[0]["lr"], groups[0]["weight_decay"], groups[1]["lr"]])
         made.step(batch)
     answers.append(rows)
 print(json.dumps(answers))
@@ -84,6 +85,7 @@ def _asked(options: OptimizerConfig) -> dict[str, Any]:
         "use_checkpoint_opt_param_scheduler": False,
         "wsd_decay_steps": None if annealing is None else annealing * BATCH,
         "lr_wsd_decay_style": options.lr_wsd_decay_style,
+        "group": {"max_lr": options.decoupled_lr, "min_lr": options.decoupled_min_lr},
         "iterations": ITERATIONS,
         "batch": BATCH,
     }
@@ -91,13 +93,14 @@ def _asked(options: OptimizerConfig) -> dict[str, Any]:
 
 def test_rates_of_each_step_are_megatron_cores() -> None:
     growing = {"start_weight_decay": 0.01, "end_weight_decay": 0.2, "weight_decay_incr_style": "cosine"}
-    options = [OptimizerConfig(lr=1e-3, min_lr=1e-4, **{**LENGTHS, **growing, **case}) for case in CASES]
+    rates = {"lr": 1e-3, "min_lr": 1e-4, "decoupled_lr": 7e-3, "decoupled_min_lr": 3e-5}
+    options = [OptimizerConfig(**{**rates, **LENGTHS, **growing, **case}) for case in CASES]
     asked = json.dumps([_asked(one) for one in options])
     command = [sys.executable, "-c", SCRIPT, str(ORACLE), asked]
     done = subprocess.run(command, cwd=Path("/"), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     for one, rows in zip(options, json.loads(done.stdout), strict=True):
         schedule = LRSchedule.from_options(one, global_batch_size=BATCH, seq_length=16, train_iters=ITERATIONS)
-        for rate, decay in rows:
-            assert [schedule.lr, schedule.weight_decay] == pytest.approx([rate, decay], rel=1e-12)
+        for row in rows:
+            assert list(schedule.rates) == pytest.approx(row, rel=1e-12)
             schedule.step(BATCH)
