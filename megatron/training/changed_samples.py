@@ -18,6 +18,8 @@ _ORDER = (
 _LENGTHS = ("model.seq_length", "model.decoder_seq_length")
 _SAME_SAMPLES = ("data.eod_mask_loss", "data.reset_position_ids", "data.reset_attention_mask")
 """Fields that change what is computed of the same samples."""
+_SINCE_CYCLIC_PASSES = "max_skipped_steps"
+"""A training flag that checkpoints have since cyclic passes are shuffled one by one."""
 SECTIONS = ("model", "training", "data")
 """Sections of a configuration that hold all of these."""
 
@@ -39,8 +41,22 @@ def sample_warnings(config: RunConfig, saved: Mapping[str, Mapping[str, Any]], c
         if ours != theirs:
             here, there = flag_as_written(described, ours), flag_as_written(described, theirs)
             meaning = _meaning(described.path, consumed_samples, theirs)
-            lines.append(f"warning: this run has {here}; its checkpoint was saved with {there}: {meaning}")
+            lines.append(_line(here, there, meaning))
+    if _shuffles_passes_anew(own, saved):
+        meaning = _meaning("data.dataloader_type", consumed_samples, None)
+        here = "--dataloader-type cyclic, which shuffles each pass by itself"
+        lines.append(_line(here, "an earlier version's, which shuffled all passes together", meaning))
     return lines
+
+
+def _line(here: str, there: str, meaning: str) -> str:
+    return f"warning: this run has {here}; its checkpoint was saved with {there}: {meaning}"
+
+
+def _shuffles_passes_anew(own: Mapping[str, Mapping[str, Any]], saved: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Whether cyclic passes go on that an earlier version has begun in another order."""
+    cyclic = all(values.get("data", {}).get("dataloader_type") == "cyclic" for values in (own, saved))
+    return cyclic and _SINCE_CYCLIC_PASSES not in saved.get("training", {})
 
 
 def _compared() -> list[FieldOption]:

@@ -44,3 +44,18 @@ def test_each_flag_that_changes_the_samples_has_a_line(section: str, changes: di
 
 def test_what_an_older_checkpoint_lacks_is_not_compared() -> None:
     assert sample_warnings(tiny_config({"training": {"seed": 8}}, 1), {"data": {}, "model": {}}, 1200) == []
+
+
+def test_a_checkpoint_of_the_earlier_cyclic_order_is_warned_of() -> None:
+    """Its passes were shuffled together; its configuration lacks flags that have come soon after."""
+    cyclic = tiny_config({"data": {"dataloader_type": "cyclic"}}, 1)
+    today = cyclic.to_dict()
+    earlier = {**today, "training": {name: x for name, x in today["training"].items() if name != "max_skipped_steps"}}
+    assert sample_warnings(cyclic, today, 1200) == []
+    (line,) = sample_warnings(cyclic, earlier, 1200)
+    assert line.startswith("warning: this run has --dataloader-type cyclic, which shuffles each pass by itself; ")
+    assert f"its checkpoint was saved with an earlier version's, which shuffled all passes together: {ORDER}" in line
+    single = tiny_config({}, 1)
+    assert sample_warnings(single, {**earlier, "data": single.to_dict()["data"]}, 1200) == []
+    (line,) = sample_warnings(single, earlier, 1200)
+    assert "--dataloader-type single; its checkpoint was saved with --dataloader-type cyclic" in line
