@@ -12,7 +12,7 @@ from tqdm import tqdm
 from megatron.base.errors import UserError
 from megatron.data.idx_format import IndexTable, read_index
 from megatron.data.indexed import IndexedWriter, dataset_files
-from megatron.data.interrupt import stopped_in_order
+from megatron.data.interrupt import run_command
 from megatron.data.preprocess.command import PreprocessParser
 
 _ABOUT = """\
@@ -112,28 +112,19 @@ def merge(prefixes: Sequence[str], output_prefix: str) -> IndexedWriter:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns 0 when the files are written, 2 with a one-line reason when not."""
     words = sys.argv[1:] if argv is None else argv
-    try:
-        with stopped_in_order():
-            args = build_parser().parse_args([_hyphened(word) for word in words])
-            if args.multimodal:
-                raise UserError("--multimodal: data sets with modes of sequences are not read here; leave the flag out")
-            prefixes = args.prefixes or find_prefixes(args.input, args.output_prefix)
-            writer = merge(prefixes, args.output_prefix)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: {error.filename or 'output'}: {error.strerror}. Nothing was written", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted: nothing was written", file=sys.stderr)
-        return 230
+    return run_command(lambda: _run(build_parser().parse_args([_hyphened(word) for word in words])))
+
+
+def _run(args: argparse.Namespace) -> None:
+    if args.multimodal:
+        raise UserError("--multimodal: data sets with modes of sequences are not read here; leave the flag out")
+    prefixes = args.prefixes or find_prefixes(args.input, args.output_prefix)
+    writer = merge(prefixes, args.output_prefix)
     print(
         f"{args.output_prefix}: {len(prefixes)} data sets, {writer.num_documents:,} documents, "
         f"{writer.num_sequences:,} sequences",
         file=sys.stderr,
     )
-    return 0
 
 
 def _hyphened(word: str) -> str:

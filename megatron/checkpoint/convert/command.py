@@ -38,7 +38,7 @@ from megatron.checkpoint.files import TRACKER
 from megatron.checkpoint.find import complete_iterations
 from megatron.config.flags import parse_args
 from megatron.config.tokenizer import TokenizerConfig
-from megatron.data.interrupt import stopped_in_order
+from megatron.data.interrupt import run_command
 from megatron.tokenizer.vocabulary import fitted
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -215,15 +215,11 @@ def convert(options: argparse.Namespace) -> Weights:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    try:
-        with stopped_in_order():
-            options = parse(arguments)
-            weights = convert(options)
-    except UserError as error:
-        print(f"ckpt_convert: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("ckpt_convert: interrupted", file=sys.stderr)
-        return 130
-    print(f"{options.save}: {len(weights.entries)} tensors, {weights.nbytes / 1e6:,.1f} MB")
-    return 0
+    """Runs the command; returns 0 when the files are written, 2 with a one-line reason when not."""
+
+    def body() -> None:
+        options = parse(arguments)
+        weights = convert(options)
+        print(f"{options.save}: {len(weights.entries)} tensors, {weights.nbytes / 1e6:,.1f} MB")
+
+    return run_command(body, "ckpt_convert")

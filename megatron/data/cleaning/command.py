@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from tqdm import tqdm
 
 from megatron.base.errors import UserError
-from megatron.data.interrupt import stopped_in_order
+from megatron.data.interrupt import run_command
 from megatron.data.lines import check_output, writing
 
 T = TypeVar("T")
@@ -133,22 +133,16 @@ class Tool:
     def __call__(self, words: Sequence[str] | None = None) -> int:
         options = self.parse(words)
         name = self.name.removesuffix(".py")
+        return run_command(lambda: self._report(options, name), name, self.interrupted)
+
+    def _report(self, options: argparse.Namespace, name: str) -> None:
         try:
-            with stopped_in_order():
-                _check_common(options)
-                self.check(options)
-                report = self.run(options)
-                if getattr(options, "report", None) is not None:
-                    with writing(options.report) as write:
-                        write(json.dumps(report, indent=1).encode())
-        except UserError as error:
-            print(f"{name}: error: {error}", file=sys.stderr)
-            return 2
+            _check_common(options)
+            self.check(options)
+            report = self.run(options)
         except ModuleNotFoundError as error:
-            print(f"{name}: error: {error.name} is missing: pip install -e '.[cleaning]'", file=sys.stderr)
-            return 2
-        except KeyboardInterrupt:
-            print(f"{name}: interrupted; {self.interrupted}", file=sys.stderr)
-            return 130
+            raise UserError(f"{error.name} is missing: pip install -e '.[cleaning]'") from error
+        if getattr(options, "report", None) is not None:
+            with writing(options.report) as write:
+                write(json.dumps(report, indent=1).encode())
         print(f"{name}: {report}")
-        return 0

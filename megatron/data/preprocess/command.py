@@ -9,7 +9,7 @@ import sys
 from typing import NoReturn
 
 from megatron.base.errors import UserError
-from megatron.data.interrupt import stopped_in_order
+from megatron.data.interrupt import run_command
 from megatron.data.preprocess.encoding import EncodeOptions
 from megatron.data.preprocess.pipeline import EncodingJob, Totals, output_prefixes, run, run_partitions
 from megatron.data.preprocess.progress import EncodingProgress
@@ -223,16 +223,5 @@ def preprocess(args: argparse.Namespace) -> Totals:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns 0 when the files are written, 2 with a one-line reason when not."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    try:
-        with stopped_in_order():
-            preprocess(parse_flags(sys.argv[1:] if argv is None else argv))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: {error.filename or 'output'}: {error.strerror}. Nothing was written", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted: nothing was written", file=sys.stderr)
-        return 230
-    return 0
+    words = sys.argv[1:] if argv is None else argv
+    return run_command(lambda: preprocess(parse_flags(words)))

@@ -21,7 +21,7 @@ from typing import Any
 
 from megatron.base.atomic import atomic_write, check_writable
 from megatron.base.errors import UserError
-from megatron.data.interrupt import stopped_in_order
+from megatron.data.interrupt import run_command
 from megatron.data.preprocess.command import PreprocessParser
 from megatron.data.preprocess.encoding import parse_line
 from megatron.data.preprocess.pipeline import Totals
@@ -219,17 +219,5 @@ def run(options: argparse.Namespace) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns 0 when the files are written, 1 with a one-line reason when not."""
-    try:
-        with stopped_in_order():
-            print(run(parser().parse_args(arguments)))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: {error.filename or 'output'}: {error.strerror}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted: nothing was written", file=sys.stderr)
-        return 130
-    return 0
+    """Runs the command; returns 0 when the files are written, 2 with a one-line reason when not."""
+    return run_command(lambda: print(run(parser().parse_args(arguments))))

@@ -136,7 +136,7 @@ def test_an_interrupted_conversion_leaves_nothing(
         patched.setattr(_Bar, "number", number)
         patched.setattr(command, "tqdm", _Bar)
         assert main(words) == 130
-    assert capsys.readouterr().err == "ckpt_convert: interrupted\n"
+    assert capsys.readouterr().err == "ckpt_convert: interrupted; nothing was written\n"
     assert not list(tmp_path.iterdir())
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     assert main(words) == 0
