@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ipaddress
+
 from megatron.base.numerals import read_whole
 
 EXAMPLE = "write HOST:PORT, such as 10.0.0.1:29600 or [fd00::1]:29600, with a port from 1 to 65535"
@@ -27,3 +29,11 @@ def read_address(text: str) -> tuple[str, int]:
 def write_address(host: str, port: int) -> str:
     """The text of an address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or an address always means this machine."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.topology.errors import CommunicationError, reason
 from megatron.topology.group import Group
 from megatron.topology.staged import StagedGroup
-from megatron.topology.work import in_thread
+from megatron.topology.work import Caller
 
 CPU = torch.device("cpu")
 
@@ -49,8 +49,7 @@ def group_apart(
     made: Any = dist.ProcessGroup(store, rank, len(ranks))
     try:
         # The store may hang as well as the members, and has no time limit for that.
-        making = in_thread(lambda: _gloo(store, rank, len(ranks), timeout, address), "islands")
-        backend = making.result(2 * seconds)
+        backend = Caller("islands").call(lambda: _gloo(store, rank, len(ranks), timeout, address), 2 * seconds)
     except (RuntimeError, TimeoutError) as error:
         why = reason(error) or f"not within {2 * seconds:g} s"
         raise CommunicationError(f"{name} ({', '.join(map(str, ranks))}) do not meet: {why}") from error

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron.base.errors import UserError, first_line
 from megatron.topology.errors import CommunicationError
-from megatron.topology.store import connect_store, loopback_interface, serve_store
+from megatron.topology.store import check_reachable, connect_store, loopback_interface, serve_store
 
 _NUMBER = re.compile(r"\s*-?[0-9]{1,18}\s*", re.ASCII)
 _MOST_LOCAL = 1 << 16
@@ -78,6 +78,8 @@ class LaunchEnvironment:
         if world_size is not None:
             _check_port()
         local_world_size = _number("LOCAL_WORLD_SIZE")
+        if local_world_size is None and "RANK" not in os.environ and _number("SLURM_STEP_NUM_NODES") == 1:
+            local_world_size = world_size
         node = _node(rank or 0, local_world_size)
         return LaunchEnvironment(rank or 0, 1 if world_size is None else world_size, local or 0, local_world_size, node)
 
@@ -151,12 +153,19 @@ def meet(env: LaunchEnvironment, timeout_minutes: float) -> dist.Store:
     """The rendezvous store of the ranks, at MASTER_ADDR and MASTER_PORT. Rank 0 serves it unless the launcher does.
 
     Raises:
+        UserError: when ranks of other machines cannot reach it there.
         CommunicationError: when nothing serves it there.
     """
     master = os.environ.setdefault("MASTER_ADDR", _first_host(os.environ.get("SLURM_STEP_NODELIST", "localhost")))
     port = os.environ.setdefault("MASTER_PORT", "6000")
-    keeps = env.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    open_store = serve_store if keeps else connect_store
+    launcher_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if not launcher_serves and not env.one_machine:
+        check_reachable(
+            master,
+            "set MASTER_ADDR to the address that others use, or LOCAL_WORLD_SIZE to the number of ranks where all are "
+            "on this machine",
+        )
+    open_store = serve_store if env.rank == 0 and not launcher_serves else connect_store
     try:
         store = open_store(master, int(port), 60 * timeout_minutes)
     except (OSError, RuntimeError, ValueError) as error:

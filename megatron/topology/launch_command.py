@@ -28,7 +28,7 @@ from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from megatron.base.errors import first_line
+from megatron.base.errors import UserError, first_line
 from megatron.topology.errors import CommunicationError
 from megatron.topology.health import EXIT_PEER_LOST, ranks_blamed
 from megatron.topology.launch_islands import (
@@ -60,9 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return launch_islands(words, arguments, _print_error)
     try:
         kept = prepare_island(arguments)
-    except CommunicationError as error:
+    except (UserError, CommunicationError) as error:
         _print_error(str(error))
-        return 1
+        return 2 if isinstance(error, UserError) else 1
     signals = StopSignals()
     signals.take_over(arguments)
     use_rendezvous(arguments, signals.begin)
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
     except Exception as error:  # a rendezvous that fails, flags that contradict each other
         _print_error(f"the ranks cannot be started: {first_line(error)}")
-        return 1
+        return 2 if isinstance(error, UserError) else 1
     finally:
         del kept  # which serves the islands
     return 0

@@ -22,6 +22,7 @@ from megatron.base.start import ISLANDS_LAUNCHER
 from megatron.topology.errors import CommunicationError
 from megatron.topology.launch_signals import STOP_SIGNALS
 from megatron.topology.meeting_place import serve
+from megatron.topology.store import check_reachable
 
 ISLAND, ADDRESS = "MEGATRON_ISLAND", "MEGATRON_ISLANDS_ADDRESS"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -85,6 +86,7 @@ def prepare_island(arguments: argparse.Namespace) -> object:
         What must live as long as this process.
 
     Raises:
+        UserError: when other machines cannot reach the meeting place at its address.
         CommunicationError: when the address cannot be used.
     """
     end_with_parent()
@@ -97,7 +99,9 @@ def prepare_island(arguments: argparse.Namespace) -> object:
         arguments.training_script_args += ["--islands", str(arguments.islands)]
     if arguments.serve_islands is None:
         return None
-    return serve(*read_address(arguments.serve_islands))
+    host, port = read_address(arguments.serve_islands)
+    check_reachable(host, "give the address that others use (--serve-islands)")
+    return serve(host, port)
 
 
 def launch_islands(argv: Sequence[str], arguments: argparse.Namespace, say: Say) -> int:

@@ -9,9 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
-from concurrent.futures import wait
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -20,19 +18,17 @@ from megatron.base.addresses import write_address
 from megatron.base.errors import first_line
 from megatron.topology.errors import CommunicationError
 from megatron.topology.readers import watch_readers
-from megatron.topology.store import loopback_interface, serve_store
+from megatron.topology.store import connect_store, loopback_interface, serve_store
 from megatron.topology.work import Caller
 
 POLL_SECONDS = 0.02
 BEAT_SECONDS = 0.5
-QUIET_SECONDS = 2.0
-"""Time after which a line says for whom something waits."""
 SILENT_SECONDS = 10.0
 """Time without a heartbeat after which an island is not waited for."""
 _ANSWER_SECONDS = 60.0
 """Longest time that a meeting place takes for an answer."""
-_SPARE_SECONDS = 2.0
-"""Added to a limit, since torch's own time-out says more and should come first."""
+_THREAD_SECONDS = 2.0
+"""Time for the thread of heartbeats, which may wait for a place that does not answer."""
 _GENERATION, _ALIVE = "generation", "alive"
 _PREFIX = "megatron-islands"
 
@@ -75,16 +71,11 @@ class MeetingPlace:
         self._seconds = min(seconds, _ANSWER_SECONDS)
         self._caller = Caller("meeting place")
 
-        def connect() -> dist.TCPStore:
-            timeout = timedelta(seconds=seconds)
-            return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-
-        # torch waits for ever for the first answer of a listener that accepts.
-        connecting = self._caller.start(connect)
-        if not wait([connecting], min(seconds, QUIET_SECONDS)).done:
+        def say_where() -> None:
             tell(f"waiting for the islands' meeting place at {self.where}, {seconds:g} s at most")
+
         try:
-            self._tcp = connecting.result(seconds + _SPARE_SECONDS)
+            self._tcp = connect_store(host, port, seconds, say_where)
         except TimeoutError as error:
             raise CommunicationError(
                 f"what listens at {self.where} (--islands-address) has not answered as a meeting place of islands does "
@@ -220,7 +211,7 @@ class MeetingPlace:
         """Shows no more that this island is alive."""
         if self._beats is not None:
             self._stop.set()
-            self._beats.join(_SPARE_SECONDS)  # it may wait for a place that does not answer
+            self._beats.join(_THREAD_SECONDS)
             self._beats = None
 
     def pulse(self, islands: Iterable[int]) -> dict[int, int]:

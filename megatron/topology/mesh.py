@@ -7,7 +7,6 @@ What one rank tells its neighbors, and they tell theirs, reaches every rank in a
 from __future__ import annotations
 
 import errno
-import ipaddress
 import json
 import secrets
 import selectors
@@ -18,6 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
+
+from megatron.base.addresses import is_loopback
 
 CONNECT_SECONDS = 10.0
 LONGEST_LINE = 2000
@@ -103,7 +104,7 @@ class Mesh:
         self._strangers: dict[socket.socket, Peer] = {}
         family, address = _own_address("localhost" if local else master)
         # A machine may know itself by a loopback address where others know it by the same name and another one.
-        ambiguous = _is_loopback(address) and not (local or master == "localhost" or _is_loopback(master))
+        ambiguous = is_loopback(address) and not (local or is_loopback(master))
         self._address = master if ambiguous else address
         self._listener = socket.socket(family, socket.SOCK_STREAM)
         self._listener.bind(("" if ambiguous else address, 0))
@@ -228,13 +229,6 @@ class Mesh:
         for link in [*self._strangers, self._listener, self._waker, self._woken]:
             link.close()
         self._selector.close()
-
-
-def _is_loopback(address: str) -> bool:
-    """Whether it is a loopback address."""
-    with suppress(ValueError):
-        return ipaddress.ip_address(address).is_loopback
-    return False
 
 
 def _own_address(master: str) -> tuple[socket.AddressFamily, str]:

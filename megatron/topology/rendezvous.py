@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import argparse
 import errno
-import ipaddress
 import json
 import socket
 import uuid
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -30,7 +28,8 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from megatron.base.errors import first_line
 from megatron.topology.errors import CommunicationError
-from megatron.topology.store import connect_store, serve_store
+from megatron.topology.store import check_reachable, connect_store, serve_store
+from megatron.topology.work import Caller
 
 LOOPBACK = "127.0.0.1"
 STATIC, BY_ARRIVAL = "static", "c10d"
@@ -119,7 +118,7 @@ class Rendezvous(RendezvousHandler):
         if self._store is None:
             self._store, serves = self._open()
             if serves and self._address.nodes > 1:
-                self._check_address(self._store.host)
+                check_reachable(self._address.host, "give the address that others use (--master-addr, --rdzv-endpoint)")
             self._node = self._number(dist.PrefixStore(self._run_id, self._store), serves)
         self._begin()
         where = RendezvousStoreInfo(self._address.host, self._store.port)
@@ -146,13 +145,6 @@ class Rendezvous(RendezvousHandler):
                 f"the first machine does not answer at {address.host}:{address.port}: {first_line(error)}"
             ) from error
 
-    def _check_address(self, address: str) -> None:
-        if is_loopback(address) and not is_loopback(self._address.host):
-            raise CommunicationError(
-                f"{self._address.host} is a loopback address on this machine, where no other machine reaches it; give "
-                "the address that others use (--master-addr, --rdzv-endpoint)"
-            )
-
     def _number(self, store: dist.Store, serves: bool) -> int:
         """The number of this machine, once all have come."""
         address = self._address
@@ -166,7 +158,8 @@ class Rendezvous(RendezvousHandler):
             raise CommunicationError(f"another launcher was started with --node-rank {number}")
         keys = [f"machine/{each}" for each in range(address.nodes)]
         try:
-            store.wait(keys, timedelta(seconds=address.seconds))
+            # In a thread, as a signal does not interrupt torch's wait.
+            Caller("rendezvous").start(lambda: store.wait(keys, timedelta(seconds=address.seconds))).result()
         except RuntimeError as error:
             missing = ", ".join(str(n) for n, key in enumerate(keys) if not store.check([key]))
             raise CommunicationError(
@@ -190,13 +183,6 @@ class Rendezvous(RendezvousHandler):
 
     def shutdown(self) -> bool:
         return True
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a name or an address says that it is a loopback one."""
-    with suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
 
 
 def use_rendezvous(arguments: argparse.Namespace, begin: Callable[[], None]) -> None:

@@ -17,11 +17,11 @@ from megatron.topology.errors import CommunicationError
 from megatron.topology.meeting_place import (
     BEAT_SECONDS,
     POLL_SECONDS,
-    QUIET_SECONDS,
     SILENT_SECONDS,
     MeetingPlace,
     Pulses,
 )
+from megatron.topology.store import QUIET_SECONDS
 
 _SHOWN = 3
 _BEATS_OF_ANOTHER = 3

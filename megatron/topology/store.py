@@ -5,15 +5,19 @@ from __future__ import annotations
 import errno
 import socket
 from collections.abc import Callable
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import wait
+from contextlib import suppress
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
-from megatron.topology.work import in_thread
+from megatron.base.addresses import is_loopback
+from megatron.base.errors import UserError
+from megatron.topology.work import Caller
 
-T = TypeVar("T")
+QUIET_SECONDS = 2.0
+"""Time after which a line says what something waits for."""
 _SPARE_SECONDS = 2.0
 """Added to the limit, since torch's own time-out says more and should come first."""
 
@@ -57,8 +61,13 @@ def _listen(host: str, port: int) -> socket.socket:
     raise problem
 
 
-def connect_store(host: str, port: int, seconds: float) -> dist.TCPStore:
+def connect_store(host: str, port: int, seconds: float, on_delay: Callable[[], None] = lambda: None) -> dist.TCPStore:
     """Connects to a store, once it is served.
+
+    Args:
+        host, port: its address.
+        seconds: longest time until it answers, and time-out of the store's calls.
+        on_delay: called once where connecting takes more than a moment.
 
     Raises:
         RuntimeError, ValueError: when nothing listens there within the time.
@@ -70,24 +79,39 @@ def connect_store(host: str, port: int, seconds: float) -> dist.TCPStore:
         return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
     # torch waits for ever for the first answer of a listener that accepts.
-    return _within(seconds + _SPARE_SECONDS, connect)
+    connecting = Caller("store").start(connect)
+    if not wait([connecting], min(seconds, QUIET_SECONDS)).done:
+        on_delay()
+    try:
+        return connecting.result(seconds + _SPARE_SECONDS)
+    except TimeoutError:
+        raise TimeoutError(
+            f"what listens there has not answered as a rendezvous does in {seconds + _SPARE_SECONDS:.0f} s: another "
+            "service, or a process that hangs?"
+        ) from None
+
+
+def check_reachable(host: str, remedy: str) -> None:
+    """Checks that a store for several machines, which this one serves at a name, is not at a loopback address.
+
+    Debian's /etc/hosts gives a machine's own name the address 127.0.1.1. A host that is written as a loopback address
+    or as localhost is taken as it is: machines may be simulated on one.
+
+    Args:
+        host: the name.
+        remedy: the setting to change.
+
+    Raises:
+        UserError: when other machines cannot reach it.
+    """
+    addresses: list[Any] = []
+    with suppress(OSError):  # whoever serves the store says that there is no such name
+        addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    if addresses and is_loopback(addresses[0][-1][0]) and not is_loopback(host):
+        raise UserError(f"{host} is a loopback address on this machine, where no other machine reaches it; {remedy}")
 
 
 def loopback_interface() -> str | None:
     """The name of this machine's loopback interface, where it has a usual one."""
     names = {name for _, name in socket.if_nameindex()}
     return next((name for name in ("lo", "lo0") if name in names), None)
-
-
-def _within(seconds: float, call: Callable[[], T]) -> T:
-    """Returns or raises what a call does; TimeoutError when it takes longer, in a thread that is left behind."""
-    done = in_thread(call, "rendezvous")
-    try:
-        return done.result(seconds)
-    except FutureTimeoutError:
-        if done.done():
-            raise
-        raise TimeoutError(
-            f"what listens there has not answered as a rendezvous does in {seconds:.0f} s: another service, or a "
-            "process that hangs?"
-        ) from None

@@ -158,7 +158,7 @@ class Ranks:
         try:
             meeting = Meeting(self.env, LEAVE_SECONDS / 60)
             return meeting.refuse(reason, bad_input=status == EXIT_BAD_INPUT)
-        except CommunicationError:
+        except (UserError, CommunicationError):
             return False
 
 

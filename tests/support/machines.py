@@ -1,9 +1,10 @@
-"""Two machines in network namespaces, joined by a wire. Linux, root."""
+"""Machines as others may be: two in network namespaces, joined by a wire (Linux, root), and one with Debian's names."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import uuid
@@ -12,6 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -93,3 +95,13 @@ def two_machines() -> Iterator[tuple[Machine, Machine]]:
 
 def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+def debian(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives the name "debian" the address that Debian gives a machine's own name."""
+    lookup = socket.getaddrinfo
+
+    def getaddrinfo(host: str, *words: Any, **options: Any) -> Any:
+        return lookup("127.0.1.1" if host == "debian" else host, *words, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from megatron.base.addresses import is_loopback
 from megatron.base.errors import UserError
 from megatron.inference.server.answers import error_response
 
@@ -30,14 +31,6 @@ def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return ipaddress.ip_address(name)
     except ValueError:
         return None
-
-
-def is_loopback(name: str) -> bool:
-    """Whether a name or address is always this machine."""
-    address = _address(name)
-    if address is not None:
-        return address.is_loopback
-    return name == "localhost" or name.endswith(".localhost")
 
 
 def _plain_name(given: str) -> str:

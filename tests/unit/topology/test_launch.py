@@ -11,14 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from megatron.base.errors import UserError
 from megatron.topology.errors import CommunicationError
-from megatron.topology.launch import LaunchEnvironment, init_process_group, leave_reason, open_queues, pick_device
+from megatron.topology.launch import LaunchEnvironment, init_process_group, leave_reason, meet, open_queues, pick_device
 from megatron.training.program import run_program
+from tests.support.machines import debian
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 
@@ -120,6 +122,51 @@ def test_a_listener_that_stays_silent_is_given_the_time_out_and_no_more(
         with pytest.raises(CommunicationError, match=re.escape(where)):
             init_process_group(LaunchEnvironment(1, 2, 1), "gloo", 1.3 / 60)
         assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_do_not_wait_where_other_machines_do_not_reach_the_first(
+    rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    debian(monkeypatch)
+    for name, value in {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "debian", "MASTER_PORT": "29999"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("megatron.training.program._RANK_0_SPEAKS_SECONDS", 0.0)
+    began = time.monotonic()
+    assert run_program(lambda ranks: ranks.join("gloo", 0.2, {})) == 2
+    assert time.monotonic() - began < 5
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: debian is a loopback address on this machine, where no other machine reaches it; ")
+    assert "set MASTER_ADDR to the address that others use, or LOCAL_WORLD_SIZE" in line
+
+
+def test_ranks_of_one_machine_meet_at_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever address it has there; and so do those of a launcher, which serves the store at others, too."""
+    debian(monkeypatch)
+    monkeypatch.setenv("MASTER_ADDR", "debian")
+    with socket.create_server(("127.0.1.1", 0)) as free:
+        monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
+    meet(LaunchEnvironment(0, 2, 0, local_world_size=2), 0.1)
+    reached: list[str] = []
+
+    def connect(host: str, port: int, seconds: float) -> dist.Store:
+        reached.append(host)
+        return dist.HashStore()
+
+    monkeypatch.setattr("megatron.topology.launch.connect_store", connect)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    meet(LaunchEnvironment(0, 2, 0, local_world_size=1), 0.1)
+    assert reached == ["debian"]
+
+
+@pytest.mark.parametrize(("nodes", "local"), [("1", 4), ("2", None)])
+def test_ranks_of_srun_know_whether_all_are_on_one_machine(
+    nodes: str, local: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    for name, value in {**SRUN, "SLURM_STEP_NUM_NODES": nodes}.items():
+        monkeypatch.setenv(name, value)
+    assert LaunchEnvironment.read().local_world_size == local
 
 
 def test_the_reason_is_left_where_torchrun_looks_for_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

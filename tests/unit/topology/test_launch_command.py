@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,6 +20,7 @@ from megatron.topology import launch_command as launch
 from megatron.topology.launch import leave_reason
 from megatron.topology.launch_signals import stopped_and_asked_to_end
 from tests.support.cli import REPO
+from tests.support.machines import debian
 
 
 def _failure(folder: Path, exitcode: int, said: str | None, printed: bool) -> ProcessFailure:
@@ -166,6 +170,47 @@ def test_launchers_that_fail(
     monkeypatch.setenv("LOGLEVEL", "WARNING")
     assert launch.main(["x.py"]) == status
     assert capsys.readouterr().err.splitlines() == [line]
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        ("--nnodes 2 --master-addr debian --master-port {}", "(--master-addr, --rdzv-endpoint)"),
+        ("--islands 2 --island 0 --serve-islands debian:{}", "(--serve-islands)"),
+    ],
+)
+def test_a_name_by_which_no_other_machine_reaches_this_one_is_refused(
+    words: str, remedy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    debian(monkeypatch)
+    monkeypatch.setenv("LOGLEVEL", "WARNING")
+    with socket.create_server(("127.0.1.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    assert launch.main([*words.format(port).split(), "x.py"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "debian is a loopback address on this machine, where no other machine reaches it; give the addr" in line
+    assert line.endswith(remedy)
+
+
+@pytest.mark.parametrize("node", [0, 1], ids=["for the second machine", "for the first one"])
+def test_ctrl_c_ends_a_launcher_that_waits_for_other_machines(
+    node: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOGLEVEL", "WARNING")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    words = ["--nnodes", "2", "--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", port, "x.py"]
+    pressed: list[float] = []
+
+    def press() -> None:
+        pressed.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    timer = threading.Timer(0.5, press)
+    timer.start()
+    assert launch.main(words) == 130
+    assert time.monotonic() - pressed[0] < 1
+    assert capsys.readouterr().err.splitlines() == ["error: interrupted"]
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's /proc")
