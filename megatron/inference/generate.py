@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron.base.errors import UserError
 from megatron.inference.decode import Decoder
 from megatron.inference.model import LoadedModel
-from megatron.inference.sampling import Sampling, TokenCounts
+from megatron.inference.sampling import Sampling, TokenCounts, widen
 from megatron.model.context import ForwardContext
 from megatron.parallel.tensor.random import keyed_seed
 from megatron.tokenizer.api import start_token
@@ -171,7 +171,7 @@ def _grow(results: Sequence[Generated], active: Sequence[int], chosen: Tensor, e
 
 def _details(logits_nv: Tensor, tokens_n: Tensor, top: int, known: int) -> list[Token]:
     """The tokens with their probabilities among all entries of the model; the likeliest ones are the tokenizer's."""
-    logprobs_nv = logits_nv.float().log_softmax(dim=-1)
+    logprobs_nv = widen(logits_nv).log_softmax(dim=-1)
     own = logprobs_nv.gather(1, tokens_n.to(logprobs_nv.device).unsqueeze(1)).squeeze(1).tolist()
     likeliest: list[tuple[tuple[int, float], ...]] = [()] * len(own)
     if top:

@@ -11,6 +11,11 @@ from torch import Tensor
 from megatron.base.errors import UserError
 
 
+def widen(logits: Tensor) -> Tensor:
+    """Converts logits to the type that probabilities are computed in: fp64 of a model in fp64, else fp32."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
 @dataclass(frozen=True)
 class Sampling:
     """Options of choosing the next token.
@@ -70,21 +75,22 @@ class Sampling:
         return bool(penalties or self.logit_bias)
 
     def adjust(self, logits_bv: Tensor, prompts_bv: Tensor, counts_bv: Tensor) -> Tensor:
-        """The logits with their biases and penalties, fp32 (b, vocabulary).
+        """The logits with their biases and penalties, (b, vocabulary), in the type of ``widen``.
 
         Args:
             logits_bv: logits, (b, vocabulary).
             prompts_bv: bool, the tokens of the prompts.
             counts_bv: fp32, how often the continuations have each token.
         """
-        logits = logits_bv.float().clone()
+        logits = widen(logits_bv).clone()
+        counts_bv = counts_bv.to(logits.dtype)
         for token, bias in self.logit_bias:
             logits[:, token] += bias
         present_bv = counts_bv > 0
         if self.repetition_penalty != 1:
             scaled = torch.where(logits > 0, logits / self.repetition_penalty, logits * self.repetition_penalty)
             logits = torch.where(prompts_bv | present_bv, scaled, logits)
-        return logits - self.frequency_penalty * counts_bv - self.presence_penalty * present_bv
+        return logits - self.frequency_penalty * counts_bv - self.presence_penalty * present_bv.to(logits.dtype)
 
     def after(self, tokens: int) -> Sampling:
         """The options after so many tokens."""
@@ -107,9 +113,9 @@ class Sampling:
         return torch.searchsorted(sums_bv, wanted_b1, right=True).squeeze(1).clamp(max=logits_bv.shape[-1] - 1)
 
     def probabilities(self, logits_bv: Tensor) -> Tensor:
-        """The distribution that tokens are drawn from, fp32 (b, vocabulary)."""
+        """The distribution that tokens are drawn from, (b, vocabulary), in the type of ``widen``."""
         # Differences to the largest do not overflow, however low the temperature.
-        wide = logits_bv.float()
+        wide = widen(logits_bv)
         logits = (wide - wide.amax(dim=-1, keepdim=True)) / max(self.temperature, 1e-6)
         if self.top_k:
             kept = logits.topk(min(self.top_k, logits.shape[-1]), dim=-1)
@@ -119,7 +125,7 @@ class Sampling:
             p = ordered.values.softmax(dim=-1)
             # A token is left out when those before it reach top_p already; the first always stays.
             beyond = p.cumsum(dim=-1) - p >= self.top_p
-            beyond[..., 0] = False  # even where top_p is 0 in fp32
+            beyond[..., 0] = False  # even where top_p is 0 in their type
             values = ordered.values.masked_fill(beyond, -torch.inf)
             logits = torch.full_like(logits, -torch.inf).scatter_(-1, ordered.indices, values)
         if self.min_p:

@@ -45,6 +45,11 @@ class TokenDecoder:
             return text
         return self._shorten(text, certain) if self._pending > _LONGEST_BEGINNING else ""
 
+    @property
+    def is_within_character(self) -> bool:
+        """Whether the newest tokens may end within a character."""
+        return self._pending > 0
+
     def finish(self) -> str:
         """Returns the remaining text of a character that did not become whole."""
         text = self._unsent_text()

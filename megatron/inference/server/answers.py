@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.responses import JSONResponse
@@ -92,6 +92,7 @@ class CompletionAnswer:
         self.created = int(time.time())
         self._offsets = [0] * len(asked.job.prompts)
         self._decoders = [TokenDecoder(tokenizer, prompt) for prompt in asked.job.prompts]
+        self._held: list[list[tuple[Token | int, TokenEntry]]] = [[] for _ in asked.job.prompts]
 
     def _frame(self, choices: list[dict[str, Any]], *, event: bool = False) -> dict[str, Any]:
         return {
@@ -102,36 +103,43 @@ class CompletionAnswer:
             "choices": choices,
         }
 
-    def _entries(self, row: int, tokens: Sequence[Token | int], *, final: bool) -> list[TokenEntry]:
-        """Entries of a row's next tokens; the first of a text, a bare id, has no probability."""
-        decoder, entries = self._decoders[row], list[TokenEntry]()
-        for place, token in enumerate(tokens):
+    def _entries(self, row: int, tokens: Sequence[Token | int], *, final: bool) -> list[tuple[Token | int, TokenEntry]]:
+        """A row's next tokens with their entries; the first of a text, a bare id, has no probability.
+
+        Tokens that end within a character wait until it is whole, or the row ends: a piece of it that never becomes
+        whole is text, too, and belongs to the last of them.
+        """
+        decoder, held = self._decoders[row], self._held[row]
+        for token in tokens:
             number, logprob = (token, None) if isinstance(token, int) else (token.id, token.logprob)
             top = () if isinstance(token, int) else token.top
             alternatives = [(other, decoder.preview(other), value) for other, value in top]
             text = decoder.add(number)
-            if final and place == len(tokens) - 1:
-                text += decoder.finish()
-            entries.append(TokenEntry(text, self._offsets[row], logprob, alternatives))
+            held.append((token, TokenEntry(text, self._offsets[row], logprob, alternatives)))
             self._offsets[row] += len(text)
-        return entries
+        if decoder.is_within_character and not final:
+            return []
+        if final and held:
+            token, entry = held[-1]
+            held[-1] = token, replace(entry, text=entry.text + decoder.finish())
+        self._held[row] = []
+        return held
 
-    def _logprobs(self, tokens: Sequence[Token | int], entries: Sequence[TokenEntry]) -> dict[str, Any]:
+    def _logprobs(self, entries: Sequence[tuple[Token | int, TokenEntry]]) -> dict[str, Any]:
         return {
-            "tokens": [entry.text for entry in entries],
-            "token_logprobs": [entry.logprob for entry in entries],
+            "tokens": [entry.text for _, entry in entries],
+            "token_logprobs": [entry.logprob for _, entry in entries],
             "top_logprobs": [
-                None if isinstance(token, int) else _top_logprobs(token, entry)
-                for token, entry in zip(tokens, entries, strict=True)
+                None if isinstance(token, int) else _top_logprobs(token, entry) for token, entry in entries
             ],
-            "text_offset": [entry.offset for entry in entries],
+            "text_offset": [entry.offset for _, entry in entries],
         }
 
     def _choice(self, row: int, text: str, tokens: Sequence[Token | int], reason: str | None, *, event: bool) -> Any:
         """The choice of a row: as a whole, or an event of it."""
         logprobs = None
         if self.job.top is not None:
-            logprobs = self._logprobs(tokens, self._entries(row, tokens, final=reason is not None))
+            logprobs = self._logprobs(self._entries(row, tokens, final=reason is not None))
         return {"index": row, **self._content(text, event), "logprobs": logprobs, "finish_reason": reason}
 
     def _content(self, text: str, event: bool) -> dict[str, Any]:
@@ -198,9 +206,9 @@ class ChatAnswer(CompletionAnswer):
             return {"delta": {"content": text} if text else {}}
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
-    def _logprobs(self, tokens: Sequence[Token | int], entries: Sequence[TokenEntry]) -> dict[str, Any]:
+    def _logprobs(self, entries: Sequence[tuple[Token | int, TokenEntry]]) -> dict[str, Any]:
         content = []
-        for entry in entries:
+        for _, entry in entries:
             alternatives = [_chat_token(text, logprob) for _, text, logprob in entry.alternatives]
             content.append({**_chat_token(entry.text, entry.logprob), "top_logprobs": alternatives})
         return {"content": content, "refusal": None}

@@ -8,9 +8,9 @@ from megatron.tokenizer.null import NullTokenizer
 from tests.support.tiny import VOCAB, tiny_engines, tiny_train
 
 
-def trained_model() -> LoadedModel:
-    """On this process."""
-    engines = tiny_engines({})
+def trained_model(**precision: bool) -> LoadedModel:
+    """On this process; the arguments are flags of the precision."""
+    engines = tiny_engines({"precision": precision})
     tiny_train(engines, 10)
     stage = engines.stages[0]
     assert isinstance(stage, GPTStage)

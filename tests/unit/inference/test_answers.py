@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from megatron.inference.generate import Token
 from megatron.inference.jobs import InferenceJob
 from megatron.inference.sampling import Sampling
-from megatron.inference.server.answers import CompletionAnswer, megatron_answer
+from megatron.inference.server.answers import ChatAnswer, CompletionAnswer, megatron_answer
 from megatron.inference.server.requests import Completion
 from megatron.inference.server.worker import Result, StreamedToken
 from megatron.inference.text import TextStream
@@ -83,14 +84,34 @@ def test_a_prompt_that_ends_within_a_character_loses_none(tokenizer: SentencePie
     assert "".join(whole["segments"][0]) == TEXT
 
 
-def test_events_of_a_stream_have_the_entries_of_the_whole(tokenizer: SentencePieceTokenizer) -> None:
-    answer, result = _answer(tokenizer, 3, echo=False, end=True)
-    events = [answer.streamed(StreamedToken(0, token, "")) for token in result.tokens]
+@pytest.mark.parametrize("kind", [CompletionAnswer, ChatAnswer])
+@pytest.mark.parametrize("end", [True, False])
+@pytest.mark.parametrize("left_out", [0, 4, 5, 6])
+def test_events_of_a_stream_have_the_entries_of_the_whole(
+    tokenizer: SentencePieceTokenizer, left_out: int, end: bool, kind: type[CompletionAnswer]
+) -> None:
+    """Also where tokens end within a character: none is without an entry, and their texts are the text."""
+    _, result = _answer(tokenizer, 3, echo=False, end=end)
+    result = dataclasses.replace(result, tokens=result.tokens[: len(result.tokens) - left_out])
+    ids = tokenizer.tokenize(TEXT)
+    job = InferenceJob([ids[:3]], 99, Sampling(), [1], top=3)
+    stream = TextStream(tokenizer, context=ids[:3])
+    texts = [stream.add(token.id) for token in result.tokens]
+    rest = stream.finish()
+    result = dataclasses.replace(result, text="".join(texts) + rest, rest=rest)
+    assert ("\ufffd" in result.text) == (left_out in (4, 5)), "the cases end within and behind the character"
+    answer, whole = (kind(Completion(job, 1, False, False, False), "name", tokenizer) for _ in range(2))
+    events = [answer.streamed(StreamedToken(0, *pair)) for pair in zip(result.tokens, texts, strict=True)]
     events += list(answer.end([result]))
-    answer, result = _answer(tokenizer, 3, echo=False, end=True)
-    expected = answer.whole([result])["choices"][0]["logprobs"]
+    expected = whole.whole([result])["choices"][0]["logprobs"]
     found = [event["choices"][0]["logprobs"] for event in events]
-    assert {name: [value for entry in found for value in entry[name]] for name in expected} == expected
+    lists = [name for name, values in expected.items() if values is not None]
+    assert {name: [value for entry in found for value in entry[name]] for name in lists} == {
+        name: expected[name] for name in lists
+    }
+    assert {len(expected[name]) for name in lists} == {len(result.sampled)}
+    pieces = expected["tokens"] if kind is CompletionAnswer else [entry["token"] for entry in expected["content"]]
+    assert "".join(pieces) == result.text
 
 
 def test_the_end_of_document_counts_as_a_token(tokenizer: SentencePieceTokenizer) -> None:

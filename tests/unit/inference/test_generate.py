@@ -172,6 +172,22 @@ def test_probabilities_of_new_and_of_given_tokens_agree() -> None:
             assert new.top[0][0] == given.top[0][0]
 
 
+def test_probabilities_of_a_model_in_float64_have_its_precision() -> None:
+    model = trained_model(fp64=True)
+    samples = generate(model, PROMPTS, 5, Sampling(min_p=0.01, frequency_penalty=0.1), [1, 2, 3], top=4)
+    scored = score(model, [sample.tokens for sample in samples], top=4)
+    for sample, tokens in zip(samples, scored, strict=True):
+        with torch.no_grad():
+            x_sbh = model.stage(torch.tensor([sample.tokens[:-1]]), ForwardContext())
+        expected = model.stage.logits(x_sbh)[:, 0].log_softmax(-1)
+        assert expected.dtype == torch.float64
+        for token, row in zip(tokens, expected, strict=True):
+            values = [token.logprob, *(logprob for _, logprob in token.top)]
+            assert values == pytest.approx([float(row[token.id]), *row.topk(4).values.tolist()], abs=1e-13)
+        for new, given in zip(sample.details, tokens[sample.prompt_length - 1 :], strict=True):
+            assert new.logprob == pytest.approx(given.logprob, abs=1e-12)
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama, 2 groups, untied"])
 def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM

@@ -139,3 +139,21 @@ def test_penalties_count_the_continuation_and_not_the_prompt() -> None:
         counts.add([0], torch.tensor([token]))
     adjusted = counts.adjust(sampling, torch.ones(1, 6), [0])
     assert adjusted.tolist() == [[1, 1, 1, 1 - 0.5 - 0.75, 1 - 0.5 - 0.25, 1]]
+
+
+def test_logits_in_float64_stay_so() -> None:
+    """Two tokens that only float64 tells apart, and fractions of it in penalties."""
+    logits = torch.tensor([[2.0, 2.0 + 1e-12, -1.0]], dtype=torch.float64)
+    expected = (logits / 0.5).softmax(-1)
+    found = Sampling(temperature=0.5).probabilities(logits)
+    assert found.dtype == torch.float64
+    assert torch.equal(found, expected)
+    assert Sampling(top_k=1).probabilities(logits).tolist() == [[0.0, 1.0, 0.0]]
+    counts = TokenCounts([[2]], 3, logits.device)
+    for _ in range(3):
+        counts.add([0], torch.tensor([1]))
+    sampling = Sampling(presence_penalty=0.1, frequency_penalty=0.1, repetition_penalty=1.1, logit_bias=[(0, 0.1)])
+    adjusted = counts.adjust(sampling, logits, [0])
+    assert adjusted.dtype == torch.float64
+    wanted = [2.1, (2.0 + 1e-12) / 1.1 - 3 * 0.1 - 0.1, -1.0 * 1.1]
+    assert adjusted[0].tolist() == pytest.approx(wanted, abs=1e-14)
