@@ -18,6 +18,8 @@ from typing import NoReturn
 ISLANDS_LAUNCHER = "MEGATRON_ISLANDS_LAUNCHER"
 """Variable with the process id of the launcher of all islands, with which the launcher of each ends."""
 _PARENT_LOST = 3
+_MOST_TOOLS = 6
+"""Tools that sys.monitoring has numbers for."""
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
@@ -75,7 +77,7 @@ def end_program(status: int) -> NoReturn:
     Threads of torch's process groups outlive these. One that lets go of a tensor while the interpreter is taken down
     aborts the process. Without torch, and under a profiler or debugger, which prints at the end, Python goes its way.
     """
-    if "torch" not in sys.modules or sys.gettrace() is not None or sys.getprofile() is not None:
+    if "torch" not in sys.modules or _observed():
         sys.exit(status)
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
     atexit._run_exitfuncs()
@@ -85,6 +87,17 @@ def end_program(status: int) -> NoReturn:
     except (OSError, ValueError):
         sys.exit(status)  # Python says that it cannot write
     os._exit(status)
+
+
+def _observed() -> bool:
+    """Whether a profiler, a debugger or a tool that measures coverage looks on.
+
+    From Python 3.12 on, cProfile and others come by way of sys.monitoring instead.
+    """
+    monitoring = getattr(sys, "monitoring", None)
+    tools = range(_MOST_TOOLS) if monitoring is not None else ()
+    seen = any(monitoring.get_tool(number) is not None for number in tools)
+    return seen or sys.gettrace() is not None or sys.getprofile() is not None
 
 
 def launch() -> NoReturn:

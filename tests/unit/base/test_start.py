@@ -33,9 +33,11 @@ start_program("program")
 """
 
 
-def _run(folder: Path, *words: str, out: int | None = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
+def _run(
+    folder: Path, *words: str, out: int | None = subprocess.PIPE, program: str = _MAIN
+) -> subprocess.CompletedProcess[str]:
     script = folder / "program.py"
-    script.write_text(_MAIN)
+    script.write_text(program)
     command = [sys.executable, *words[:-1], str(script), words[-1]]
     env = {"PYTHONPATH": str(REPO)}
     return subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, env=env, timeout=60)
@@ -53,6 +55,14 @@ def test_python_ends_in_its_own_way_where_nothing_is_in_it(tmp_path: Path, words
     assert "thread\nhandler\n" in done.stdout
     assert done.stdout.endswith("torn down")
     assert ("function calls" in done.stdout) == ("cProfile" in words)
+
+
+@pytest.mark.parametrize("tool", ["cProfile", None])
+def test_a_profiler_that_comes_by_way_of_sys_monitoring_is_seen(tmp_path: Path, tool: str | None) -> None:
+    """As cProfile does from Python 3.12 on; its numbers are for the interpreter's end."""
+    program = f"import sys, types; sys.monitoring = types.SimpleNamespace(get_tool={{2: {tool!r}}}.get)\n{_MAIN}"
+    done = _run(tmp_path, "torch", program=program)
+    assert done.stdout == "main thread\nhandler\n" + "torn down" * (tool is not None)
 
 
 def test_a_full_disk_is_reported_as_python_does(tmp_path: Path) -> None:
