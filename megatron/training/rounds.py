@@ -178,10 +178,17 @@ class Rounds:
         if self.islands is None or self.joining is None or not self.sync.outer.begun:
             return
         try:
-            late = self.islands.finish(iteration, self.end.folder)
+            self._see_late_islands_in(self.islands, self.joining, iteration)
         except CommunicationError as error:  # the run has ended and is saved; only late islands miss something
-            self.tell(f"late islands are not told of the end: {error}", {})
-            return
+            self.tell(f"nothing more is done for late islands: {error}", {})
+
+    def _see_late_islands_in(self, islands: Islands, joining: Joining, iteration: int) -> None:
+        """Notes the end for late islands, and stays for them as long as it is meant to.
+
+        Raises:
+            CommunicationError: when the meeting place is gone.
+        """
+        late = islands.finish(iteration, self.end.folder)
         if not late:
             return
         where = f"its state is in {self.end.folder}" if self.end.folder else "nothing is saved, for want of --save"
@@ -189,8 +196,8 @@ class Rounds:
         deadline = time.monotonic() + self.end.seconds
         if self.end.seconds:
             self.tell(f"waiting for {named(late)} to join, {self.end.seconds:g} s at most", {})
-        while self.islands.still_late() and not any_rank(self.islands.control, time.monotonic() > deadline):
-            self.joining.let_in()
+        while islands.still_late() and not any_rank(islands.control, time.monotonic() > deadline):
+            joining.let_in()
             time.sleep(POLL_SECONDS)
 
     def _send(self, fragment: int, done: int, later: bool) -> None:

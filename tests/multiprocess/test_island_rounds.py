@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -582,6 +583,26 @@ def test_an_island_that_comes_after_the_end_is_sent_the_last_state() -> None:
     assert sum("island 1 is gone, going on alone" in line for line in lines) == 1
     end = "island 1 did not come to the end, iteration 12, with this one: its state is in /saved/island_0"
     assert lines[lines.index(end) :] == [end, "waiting for island 1 to join, 60 s at most", "island 1 has joined"]
+
+
+def test_an_island_that_stays_for_late_ones_ends_when_the_meeting_place_does() -> None:
+    """Its run is saved: one line, and no error."""
+    store, changes = serve("127.0.0.1", 0), _outer("identity,every=4")
+    islands = [meet(store.port, number, 2, quorum=1, seconds=1.0) for number in (0, 1)]
+    in_threads([partial(each.begin, 0, False, {}) for each in islands])
+    islands[1].leave()
+    island = train_island(build_island(changes, islands[0], 0, 2), 4)
+    assert island.rounds is not None
+    island.rounds.end = RunEnd("/saved/island_0", 60.0)
+    served = [store]
+    del store
+    threading.Timer(1.0, served.clear).start()
+    began = time.monotonic()
+    island.rounds.finish(4)
+    assert time.monotonic() - began < 20
+    islands[0].leave()
+    assert island.told[-2][0] == "waiting for island 1 to join, 60 s at most"
+    assert island.told[-1][0].startswith("nothing more is done for late islands: the islands' meeting place at 127.0.0")
 
 
 def test_a_state_that_is_not_finite_is_not_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
