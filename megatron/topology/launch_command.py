@@ -38,7 +38,7 @@ from megatron.topology.launch_islands import (
     starts_islands,
     wrong_islands,
 )
-from megatron.topology.launch_signals import StopSignals
+from megatron.topology.launch_signals import StopSignals, same_process
 from megatron.topology.rendezvous import STATIC, rendezvous_address, use_rendezvous
 
 NO_FILE = "<N/A>"
@@ -53,6 +53,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if wrong is not None:
         _print_error(wrong)
         return 2
+    with same_process():
+        return _launch(words, arguments)
+
+
+def _launch(words: list[str], arguments: argparse.Namespace) -> int:
+    """Starts the ranks, or a launcher for each island, and waits for them; returns the exit status."""
     if "LOGLEVEL" not in os.environ:
         logging.disable(logging.ERROR)  # of this process alone
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no stack of C++ for each connection that a peer ended
@@ -63,11 +69,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UserError, CommunicationError) as error:
         _print_error(str(error))
         return 2 if isinstance(error, UserError) else 1
-    signals = StopSignals()
-    signals.take_over(arguments)
-    use_rendezvous(arguments, signals.begin)
     try:
-        run.run(arguments)
+        with StopSignals() as signals:
+            signals.take_over(arguments)
+            use_rendezvous(arguments, signals.begin)
+            run.run(arguments)
     except ChildFailedError as error:
         return _report(error, signals.received)
     except SignalException as error:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import signal
 import threading
-import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -32,6 +33,14 @@ class StopSignals:
         self.received: signal.Signals | None = None
         self._told: set[int] = set()
         self._attending = False
+        self._ended = threading.Event()
+
+    def __enter__(self) -> StopSignals:
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        """Ends the thread; ``same_process`` takes the handlers back."""
+        self._ended.set()
 
     def take_over(self, arguments: argparse.Namespace) -> None:
         """Takes these signals out of those that torch's launcher handles, whose flags are given."""
@@ -71,13 +80,32 @@ class StopSignals:
     def _attend(self) -> None:
         """Tells children that were born after the signal, and continues those that are stopped, for which torch would
         wait. Linux only."""
-        while True:
-            time.sleep(_POLL_SECONDS)
+        while not self._ended.wait(_POLL_SECONDS):
             if self.received is not None:
                 self._tell()
             for pid in stopped_and_asked_to_end(os.getpid()):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)
+
+
+@contextmanager
+def same_process() -> Iterator[None]:
+    """Leaves signal handlers, variables of the environment and the level of logging as they were.
+
+    torch's launcher sets handlers and variables, too, and takes none back.
+    """
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    variables, level = dict(os.environ), logging.root.manager.disable
+    try:
+        yield
+    finally:
+        logging.disable(level)
+        for name in os.environ.keys() - variables.keys():
+            del os.environ[name]
+        os.environ.update(variables)
+        for number, handler in handlers.items():
+            if signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
 
 
 def children(parent: int) -> list[int]:

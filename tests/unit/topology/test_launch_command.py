@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -211,6 +212,32 @@ def test_ctrl_c_ends_a_launcher_that_waits_for_other_machines(
     assert launch.main(words) == 130
     assert time.monotonic() - pressed[0] < 1
     assert capsys.readouterr().err.splitlines() == ["error: interrupted"]
+
+
+@pytest.mark.parametrize(
+    "words", ["--nproc-per-node 1", pytest.param("--islands 2 --nproc-per-node 2", marks=pytest.mark.slow)]
+)
+def test_a_call_of_main_leaves_the_process_as_it_was(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Signals are handled as before, and the environment, the level of logging and the threads are the same."""
+    monkeypatch.delenv("LOGLEVEL", raising=False)
+    monkeypatch.setattr(sys, "argv", ["tools/launch.py"])
+    monkeypatch.chdir(REPO)
+    script = tmp_path / "end.py"
+    script.write_text("")
+
+    def state() -> tuple[object, ...]:
+        names = {thread.name for thread in threading.enumerate()}
+        handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+        return handlers, dict(os.environ), logging.root.manager.disable, names
+
+    before = state()
+    assert launch.main([*words.split(), str(script)]) == 0
+    deadline = time.monotonic() + 5
+    while state() != before and time.monotonic() < deadline:  # the threads end soon
+        time.sleep(0.05)
+    assert state() == before
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's /proc")
