@@ -13,7 +13,7 @@ import sys
 import threading
 from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 ISLANDS_LAUNCHER = "MEGATRON_ISLANDS_LAUNCHER"
 """Variable with the process id of the launcher of all islands, with which the launcher of each ends."""
@@ -94,9 +94,8 @@ def _observed() -> bool:
 
     From Python 3.12 on, cProfile and others come by way of sys.monitoring instead.
     """
-    monitoring = getattr(sys, "monitoring", None)
-    tools = range(_MOST_TOOLS) if monitoring is not None else ()
-    seen = any(monitoring.get_tool(number) is not None for number in tools)
+    monitoring: Any = getattr(sys, "monitoring", None)
+    seen = monitoring is not None and any(monitoring.get_tool(number) is not None for number in range(_MOST_TOOLS))
     return seen or sys.gettrace() is not None or sys.getprofile() is not None
 
 
