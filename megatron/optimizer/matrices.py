@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron.comm.ledger import Ledger
 from megatron.compression.points import Point
 from megatron.optimizer.shards import ParamShard
-from megatron.parallel.data.buffer import FlatBuffer, ParamSlot
+from megatron.parallel.data.buffer import Bucket, FlatBuffer, ParamSlot
 from megatron.parallel.data.gradients import overlap_slots, share_of
 from megatron.parallel.tensor.shards import ParamSpec
 from megatron.topology.group import Group
@@ -85,7 +85,8 @@ class WholeMatrices:
         for group in {id(buffer.group): buffer.group for buffer in buffers}.values():
             replicas = group if sharded and group.size > 1 else None
             of_group = [buffer for buffer in buffers if buffer.group is group]
-            self._waves += _waves(list(_matrices(of_group, replicas)), replicas, tp.size)
+            buckets = [bucket for buffer in of_group for bucket in buffer.buckets]
+            self._waves += _waves(held_ranges(buckets, replicas.size if replicas else 0), replicas, tp.size)
 
     def change(self, parts: Sequence[Tensor | None], dtype: torch.dtype, change: Change) -> None:
         """Changes matrices in place. A collective call of all that hold parts of them.
@@ -176,36 +177,50 @@ def _length(span: tuple[int, int]) -> int:
     return span[1] - span[0]
 
 
-def _matrices(buffers: Sequence[FlatBuffer], replicas: Group | None) -> Iterator[tuple[ParamSlot, Ranges]]:
-    """The matrices of buffers, and what each of their replicas holds of this rank's slice."""
-    for buffer in buffers:
-        for bucket in buffer.buckets:
-            shares = [share_of(bucket, replicas.size, rank) for rank in range(replicas.size)] if replicas else []
-            held = [{index: (start, stop) for index, start, stop in overlap_slots(bucket, share)} for share in shares]
-            for index, slot in enumerate(bucket.slots):
-                if slot.spec.blocks:
-                    yield slot, tuple(ranges.get(index, (0, 0)) for ranges in held)
+def held_ranges(buckets: Sequence[Bucket], replicas: int) -> list[tuple[ParamSlot, Ranges]]:
+    """The matrices in buckets, and the range of each that every replica holds; no ranges for 0 replicas."""
+    held = []
+    for bucket in buckets:
+        shares = [overlap_slots(bucket, share_of(bucket, replicas, rank)) for rank in range(replicas)]
+        ranges_of = [{index: (start, stop) for index, start, stop in share} for share in shares]
+        held += [
+            (slot, tuple(ranges.get(index, (0, 0)) for ranges in ranges_of))
+            for index, slot in enumerate(bucket.slots)
+            if slot.spec.blocks
+        ]
+    return held
 
 
-def _waves(matrices: Sequence[tuple[ParamSlot, Ranges]], replicas: Group | None, tensors: int) -> Iterator[_Wave]:
-    """Matrices by owner, as many at a time as there are owners.
+def assign_owners(
+    matrices: Sequence[tuple[ParamSlot, Ranges]], replicas: int, tensors: int
+) -> Iterator[tuple[int, int, int]]:
+    """Assigns each matrix to an owner, the costly ones first.
 
     The replica that holds most of a matrix owns it, unless it has its share of the work already: then the next one
     does, or the one with the least.
+
+    Returns:
+        Index of the matrix, and its owner's places among the replicas and the tensor-parallel ranks.
     """
-    count = replicas.size if replicas else 1
     costs = [iteration_flops(slot.spec) for slot, _ in matrices]
-    loads = [[0] * tensors for _ in range(count)]
-    queues: dict[tuple[int, int], list[_Job]] = {(r, t): [] for r in range(count) for t in range(tensors)}
-    fair = sum(costs) * (1.0 + _SLACK) / count
+    loads = [[0] * tensors for _ in range(replicas)]
+    fair = sum(costs) * (1.0 + _SLACK) / replicas
     for index in sorted(range(len(matrices)), key=lambda index: -costs[index]):
-        slot, ranges = matrices[index]
+        ranges = matrices[index][1]
         near = sorted(range(len(ranges)), key=lambda replica: -_length(ranges[replica])) or [0]
         fits = (replica for replica in near if sum(loads[replica]) + costs[index] <= fair)
         replica = next(fits, min(near, key=lambda replica: sum(loads[replica])))
         tensor = min(range(tensors), key=lambda tensor: loads[replica][tensor])
         loads[replica][tensor] += costs[index]
-        queues[replica, tensor].append(_Job(slot, ranges, replica, tensor))
+        yield index, replica, tensor
+
+
+def _waves(matrices: Sequence[tuple[ParamSlot, Ranges]], replicas: Group | None, tensors: int) -> Iterator[_Wave]:
+    """Matrices by owner, as many at a time as there are owners."""
+    count = replicas.size if replicas else 1
+    queues: dict[tuple[int, int], list[_Job]] = {(r, t): [] for r in range(count) for t in range(tensors)}
+    for index, replica, tensor in assign_owners(matrices, count, tensors):
+        queues[replica, tensor].append(_Job(*matrices[index], replica, tensor))
     for number in range(max(map(len, queues.values()))):
         yield _Wave(replicas, tuple(jobs[number] for jobs in queues.values() if number < len(jobs)))
 

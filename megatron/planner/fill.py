@@ -62,7 +62,7 @@ def memory(stages: Stages, choice: Choice) -> dict[str, float]:
         held = most_held(choice.schedule, choice.pp, rank, choice.chunks, choice.micro_batches)
         elements = stages.elements(choice, rank)
         owned = stages.owned(choice, rank)
-        matrices = sum(part.owned for part in stages.matrices(choice, rank))
+        matrices = sum(part.updated for part in stages.matrices(choice, rank))
         contents = stages.contents(choice, rank)
         summed = choice.dp > 1 and Point.DP_GRAD in book.specs(choice)
         reductions = [
@@ -145,8 +145,7 @@ def traffic(stages: Stages, choice: Choice, wires: Wires) -> dict[str, float]:
         )
     for rank in range(choice.pp):
         exchanged = sum(
-            part.by_replicas * (part.replicas - 1) / part.replicas + part.by_tensors * (choice.tp - 1) / choice.tp
-            for part in stages.matrices(choice, rank)
+            part.to_replicas + part.to_tensors for part in stages.matrices(choice, rank)
         )
         found[Point.OPTIMIZER.value] = found.get(Point.OPTIMIZER.value, 0.0) + exchanged / choice.pp
     return {point: nbytes for point, nbytes in found.items() if nbytes}

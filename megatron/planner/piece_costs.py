@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron.parallel.data.buffer import NamedParam
 from megatron.planner.dry_run import Collective, Tally
 
 
@@ -23,21 +25,6 @@ class ReductionCost:
 
 
 @dataclass(frozen=True)
-class MatrixCost:
-    """The matrices of a piece on one tensor-parallel rank.
-
-    Args:
-        elements: number of their parameters.
-        cut: those of them that tensor-parallel ranks hold parts of.
-        flops: operations of one of Muon's iterations, of which each tensor-parallel rank does its part of what is cut.
-    """
-
-    elements: int = 0
-    cut: int = 0
-    flops: float = 0.0
-
-
-@dataclass(frozen=True)
 class PieceCost:
     """The costs of a piece of the model on one tensor-parallel rank.
 
@@ -51,8 +38,7 @@ class PieceCost:
         partial: elements of these whose gradients are all-reduced over tensor-parallel ranks once a step
             (sequence parallelism).
         tied_shape: shape of the tied embedding's part, where the piece holds one.
-        matrices: what Muon orthogonalizes of the parameters that all replicas hold.
-        own_matrices: the same of the others.
+        params: the parameters, on the meta device where nothing is measured, in the order of the forward pass.
     """
 
     forward: Tally
@@ -63,8 +49,7 @@ class PieceCost:
     own_parameters: int = 0
     partial: int = 0
     tied_shape: tuple[int, ...] = ()
-    matrices: MatrixCost = MatrixCost()
-    own_matrices: MatrixCost = MatrixCost()
+    params: Sequence[NamedParam] = ()
 
 
 @dataclass(frozen=True)

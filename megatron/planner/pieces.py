@@ -22,14 +22,13 @@ from megatron.model.context import ExpertContext, ForwardContext
 from megatron.model.losses import Targets
 from megatron.model.stage import Stage, StagePart
 from megatron.model.stages import make_stage, padded_vocab_size
-from megatron.optimizer.matrices import iteration_flops
 from megatron.parallel.data.buffer import BucketKind, FlatBuffer, named_params
 from megatron.parallel.data.gradients import main_grad_dtype, reduced_bucket
 from megatron.parallel.tensor.embedding import VocabShard
 from megatron.parallel.tensor.shards import collect_specs
 from megatron.planner.dry_run import SavedTensors, Spread, Tally
 from megatron.planner.names import EMBEDDING, HEAD, piece_of
-from megatron.planner.piece_costs import MatrixCost, MessageCost, PieceCost, ReductionCost
+from megatron.planner.piece_costs import MessageCost, PieceCost, ReductionCost
 from megatron.planner.stand import Meter, Stand
 from megatron.topology.group import num_bytes
 
@@ -145,7 +144,7 @@ class Pieces:
             _own_parameters(built),
             sum(b.stop - b.start for b in built.buffer.buckets if b.kind is BucketKind.PARTIAL),
             tuple(tied[0].param.shape) if tied else (),
-            *(_matrices(built, own) for own in (False, True)),
+            named_params(collect_specs(built.stage), built.stage),
         )
 
     def reduction(
@@ -232,19 +231,6 @@ class Pieces:
             sync.state.counters.pop("unchecked", None)
         tally = Tally.median(tallies)
         return ReductionCost((tuple(tally.collectives),), tally.coding_s + tally.seconds, state_bytes(sync.state))
-
-
-def _matrices(built: _Built, own: bool) -> MatrixCost:
-    """What Muon orthogonalizes of a piece's parameters that not all replicas hold, or of the others."""
-    shares = built.config.parallel.expert_model_parallel_size > 1
-    slots = [slot for bucket in built.buffer.buckets for slot in bucket.slots if slot.spec.blocks]
-    slots = [slot for slot in slots if (shares and slot.spec.of_expert) is own]
-    tp = built.config.parallel.tensor_model_parallel_size
-    return MatrixCost(
-        sum(slot.param.numel() for slot in slots),
-        sum(slot.param.numel() for slot in slots if tp > 1 and slot.spec.dim is not None),
-        sum(iteration_flops(slot.spec) / (1 if slot.spec.dim is None else tp) for slot in slots),
-    )
 
 
 def _own_parameters(built: _Built) -> int:

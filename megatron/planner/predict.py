@@ -239,8 +239,9 @@ class Predictor(Stages):
         steps, found = self.config.optimizer.muon_num_ns_steps, 0.0
         for part, wire in zip(self.matrices(choice, rank), (wires.dp, wires.expert_dp), strict=False):
             found += steps * part.flops / self.cluster.device.flops
-            found += wire.collective("all-to-all", part.by_replicas, part.replicas)
-            found += wires.tp.collective("all-to-all", part.by_tensors, choice.tp)
+            for sent, group, size in ((part.to_replicas, wire, part.replicas), (part.to_tensors, wires.tp, choice.tp)):
+                if size > 1:
+                    found += group.collective("all-to-all", sent * size / (size - 1), size)
         return found
 
     def _gather_s(self, choice: Choice, wires: Wires, rank: int) -> float:

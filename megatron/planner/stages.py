@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from megatron.compression.api import Level
 from megatron.compression.points import Point
 from megatron.config.run import RunConfig
-from megatron.parallel.data.gradients import main_grad_dtype
+from megatron.parallel.data.gradients import bucket_elements, main_grad_dtype
 from megatron.planner.choice import Choice
 from megatron.planner.cluster import Cluster, Wire
 from megatron.planner.costs import INNER_POINTS, STEADY, CostBook, Levels, Wires
 from megatron.planner.dry_run import Collective
+from megatron.planner.matrix_work import MatrixWork, matrix_work
 from megatron.planner.names import EMBEDDING, HEAD, kind_of, piece_of, pieces_of
 from megatron.planner.simulate import Hop, Pipeline
 
@@ -61,25 +62,6 @@ class Passes:
     experts_s: float
 
 
-@dataclass(frozen=True)
-class Matrices:
-    """What Muon orthogonalizes on a device, of the parameters that equally many replicas hold.
-
-    Args:
-        owned: parameters that the device updates.
-        flops: operations of one iteration on the matrices that it orthogonalizes itself.
-        replicas: number of replicas that hold these parameters.
-        by_replicas, by_tensors: bytes of their parts, two ways, that it exchanges with its replicas, its own included,
-            and with its tensor-parallel ranks.
-    """
-
-    owned: float
-    flops: float
-    replicas: int
-    by_replicas: float
-    by_tensors: float
-
-
 class Stages:
     """The stages of choices, put together from pieces.
 
@@ -96,19 +78,22 @@ class Stages:
         self.vocab_size = vocab_size
         self.names = pieces_of(config.model)
         self.book = CostBook(config, cluster, vocab_size, imbalance)
+        self._matrices: dict[Hashable, list[MatrixWork]] = {}
         dtype = config.precision.params_dtype
         self.param_bytes = dtype.itemsize
         self.grad_bytes = main_grad_dtype(dtype, config.parallel.accumulate_allreduce_grads_in_fp32).itemsize
 
     def pieces_of(self, choice: Choice, virtual: int) -> dict[str, int]:
         """Pieces of a virtual stage, and their numbers."""
-        last = choice.pp * choice.chunks - 1
-        model = self.config.model
-        layers = model.num_layers // (choice.pp * choice.chunks)
-        counts = dict.fromkeys(self.names, 0)
-        for layer in range(virtual * layers, (virtual + 1) * layers):
-            counts[piece_of(model, layer)] += 1
-        return {**counts, EMBEDDING: int(virtual == 0), HEAD: int(virtual == last)}
+        order = self.order(choice, virtual)
+        return {name: order.count(name) for name in self.names}
+
+    def order(self, choice: Choice, virtual: int) -> tuple[str, ...]:
+        """Pieces of a virtual stage, in the order of the forward pass."""
+        stages, model = choice.pp * choice.chunks, self.config.model
+        layers = model.num_layers // stages
+        names = [piece_of(model, layer) for layer in range(virtual * layers, (virtual + 1) * layers)]
+        return (*[EMBEDDING] * (virtual == 0), *names, *[HEAD] * (virtual == stages - 1))
 
     def passes(self, choice: Choice, wires: Wires) -> dict[str, Passes]:
         """The times of each piece's passes."""
@@ -210,24 +195,32 @@ class Stages:
         """Parameters that a device updates: all on it, or its share of them."""
         return sum(elements / (replicas if choice.sharded else 1) for elements, replicas in self.parts(choice, rank))
 
-    def matrices(self, choice: Choice, rank: int) -> list[Matrices]:
-        """What Muon orthogonalizes of the parameters on a device: those that all replicas hold, and those of experts
-        that fewer do, as in ``parts``; nothing for other optimizers."""
+    def matrices(self, choice: Choice, rank: int) -> list[MatrixWork]:
+        """Muon's work on the parameters of a device: those that all replicas hold, and those of experts that fewer do,
+        as in ``parts``; nothing for other optimizers."""
         if self.config.optimizer.optimizer != "muon":
             return []
-        chosen = self.config.optimizer.muon_fp32_matmul_prec
-        width = 2 if chosen == "medium" or (chosen is None and self.param_bytes == 2) else max(self.param_bytes, 4)
-        pieces = [(n, self.book.piece(choice, name)) for name, n in self.contents(choice, rank).items()]
-        found = []
-        for own, replicas in ((False, choice.dp), (True, choice.expert_dp)):
-            parts = [(n, piece.own_matrices if own else piece.matrices) for n, piece in pieces]
-            share = 1 / replicas if choice.sharded else 1.0
-            elements, cut, flops = (
-                share * sum(n * getattr(part, name) for n, part in parts) for name in ("elements", "cut", "flops")
-            )
-            across = (2.0 * width * elements * choice.sharded, 2.0 * width * cut)
-            found.append(Matrices(elements, flops, replicas, *across))
-        return found
+        precision = self.config.optimizer.muon_fp32_matmul_prec
+        in_bf16 = precision == "medium" or (precision is None and self.param_bytes == 2)
+        chunks = [self.order(choice, virtual) for virtual in range(rank, choice.pp * choice.chunks, choice.pp)]
+        key = (tuple(chunks), choice.tp, choice.dp, choice.ep, choice.expert_dp, choice.sharded, choice.overlap)
+        if key not in self._matrices:
+            pieces = [[self.book.piece(choice, name).params for name in names] for names in chunks]
+            self._matrices[key] = [
+                matrix_work(
+                    [
+                        [param for params in chunk for param in params if (choice.ep > 1 and param[2].of_expert) is own]
+                        for chunk in pieces
+                    ],
+                    replicas,
+                    choice.tp,
+                    sharded=choice.sharded,
+                    bucket_elements=bucket_elements(self.config.parallel.ddp_bucket_size, choice.overlap, choice.dp),
+                    itemsize=2 if in_bf16 else max(self.param_bytes, 4),
+                )
+                for own, replicas in ((False, choice.dp), (True, choice.expert_dp))
+            ]
+        return self._matrices[key]
 
     def partial_reduction(self, choice: Choice, rank: int) -> Collective:
         """The all-reduce over tensor-parallel ranks, once a step, of gradients that are partial along the sequence."""

@@ -24,17 +24,14 @@ from megatron.topology.work import Steps, Together, Work
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
-
 NOTHING = "nothing"
 """Name of the operation in a group of one rank."""
 
 
 _STEPWISE_BYTES = 1 << 16
-"""Bytes sent by one rank from which on an exchange or an all-gather over gloo goes one partner at a time.
-
-Four hosts on links of 10 and 100 Mb/s: 1.5 times the rate of gloo's own exchange from 20 KB on."""
+"""Bytes from which on an exchange over gloo goes one partner at a time: 1.5 times gloo's rate on links of 100 Mb/s."""
 _PAIR_SUM_BYTES = 1 << 20
-"""Bytes sent by one rank up to which two ranks sum over gloo by one exchange, which has fewer round trips than a ring."""
+"""Bytes up to which two ranks sum over gloo by one exchange, with fewer round trips than a ring."""
 _PARTNERS_TAG = 1 << 20
 """Tag of what two ranks exchange, apart from those of messages."""
 

@@ -22,6 +22,7 @@ from tests.support.train import train
 
 pytestmark = pytest.mark.multiprocess
 
+IN_BUCKETS = {"overlap_grad_reduce": True, "ddp_bucket_size": 3000}
 EVEN = {"num_experts": 4, "moe_router_topk": 4, "moe_ffn_hidden_size": 32, "train_iters": 4}
 """Experts that all tokens go to: nobody knows what a router will choose."""
 
@@ -110,6 +111,10 @@ EVEN = {"num_experts": 4, "moe_router_topk": 4, "moe_ffn_hidden_size": 32, "trai
             "optimizer": "muon",
             "compress": ["ep-dispatch-forward=fixpoint,bits=8,group=16"],
         },
+        {"optimizer": "muon", "use_distributed_optimizer": True},
+        {"tensor_model_parallel_size": 2, "optimizer": "muon", "use_distributed_optimizer": True},
+        {**EVEN, "expert_model_parallel_size": 2, "optimizer": "muon", "use_distributed_optimizer": True},
+        {"pipeline_model_parallel_size": 2, "optimizer": "muon", "use_distributed_optimizer": True, **IN_BUCKETS},
     ],
     ids=[
         "tp2 dp2",
@@ -123,6 +128,10 @@ EVEN = {"num_experts": 4, "moe_router_topk": 4, "moe_ffn_hidden_size": 32, "trai
         "ep2 tp2",
         "ep4 in two stages",
         "ep4 tp2 of whole experts in two stages",
+        "muon sharded",
+        "muon sharded tp2",
+        "muon sharded ep2",
+        "muon sharded pp2 in buckets",
     ],
 )
 def test_bytes_are_what_training_counts(settings: dict[str, object], tmp_path: Path) -> None:

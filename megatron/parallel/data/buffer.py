@@ -23,6 +23,10 @@ _AT_ONCE = 1 << 18
 """Elements that are converted in one piece: few enough to stay in a processor's cache until they are added."""
 
 
+NamedParam = tuple[str, str, ParamSpec, nn.Parameter]
+"""A parameter: its local name, its logical name, its spec, and itself."""
+
+
 def replaces_grads(device: torch.device) -> bool:
     """Whether the first gradients of a step take the last step's place, which is not cleared then."""
     return device.type == "cpu"
@@ -83,7 +87,7 @@ class FlatBuffer:
 
     def __init__(
         self,
-        params: Sequence[tuple[str, str, ParamSpec, nn.Parameter]],
+        params: Sequence[NamedParam],
         grad_dtype: torch.dtype,
         group: Group,
         bucket_elements: int | None,
@@ -94,7 +98,7 @@ class FlatBuffer:
     ) -> None:
         self.group, self.chunk = group, chunk
         shares = group.size if sharded else 1
-        self.buckets = _plan_buckets(params, shares, bucket_elements, tensor_parallel)
+        self.buckets = plan_buckets(params, shares, bucket_elements, tensor_parallel)
         first = params[0][3]
         size = self.buckets[-1].stop
         self.params_flat = torch.zeros(size, dtype=first.dtype, device=first.device)
@@ -213,8 +217,8 @@ def _kind(spec: ParamSpec, tensor_parallel: bool) -> BucketKind:
     return BucketKind.REPLICATED if tensor_parallel and spec.dim is None and not spec.unshared else BucketKind.PLAIN
 
 
-def _plan_buckets(
-    params: Sequence[tuple[str, str, ParamSpec, nn.Parameter]],
+def plan_buckets(
+    params: Sequence[NamedParam],
     shares: int,
     bucket_elements: int | None,
     tensor_parallel: bool,
@@ -234,13 +238,9 @@ def _plan_buckets(
     return buckets
 
 
-_Param = tuple[str, str, ParamSpec, nn.Parameter]
-_Params = Sequence[_Param]
-
-
-def _fill(members: _Params, bucket_elements: int | None) -> list[_Params]:
+def _fill(members: Sequence[NamedParam], bucket_elements: int | None) -> list[Sequence[NamedParam]]:
     """Splits a list of parameters into parts of at least so many elements."""
-    parts: list[_Params] = []
+    parts: list[Sequence[NamedParam]] = []
     begin = size = 0
     for end, member in enumerate(members, 1):
         size += member[3].numel()
@@ -250,7 +250,7 @@ def _fill(members: _Params, bucket_elements: int | None) -> list[_Params]:
     return parts
 
 
-def _equal_shapes_adjoin(members: _Params) -> list[_Param]:
+def _equal_shapes_adjoin(members: Sequence[NamedParam]) -> list[NamedParam]:
     """Orders matrices before vectors and equal shapes adjacently, so that compressors get stacks without a copy.
 
     Those of experts are in the model's order, not in that of backward, so that grouped products get theirs, too. Odd
@@ -258,7 +258,7 @@ def _equal_shapes_adjoin(members: _Params) -> list[_Param]:
     """
     shapes = list(dict.fromkeys(member[3].shape for member in members))
 
-    def place(numbered: tuple[int, _Param]) -> tuple[bool, bool, int, bool, list[str], int]:
+    def place(numbered: tuple[int, NamedParam]) -> tuple[bool, bool, int, bool, list[str], int]:
         number, (name, _, spec, param) = numbered
         own = spec.of_expert, name.split(".")[-2:] if spec.of_expert else [], -number if spec.of_expert else number
         return bool(param.numel() % _ALIGNED), param.dim() < 2, shapes.index(param.shape), *own
@@ -268,6 +268,6 @@ def _equal_shapes_adjoin(members: _Params) -> list[_Param]:
 
 def named_params(
     specs: Mapping[str, tuple[str, ParamSpec]], model: nn.Module
-) -> list[tuple[str, str, ParamSpec, nn.Parameter]]:
+) -> list[NamedParam]:
     """The model's parameters in the form that ``FlatBuffer`` takes."""
     return [(name, *specs[name], param) for name, param in model.named_parameters()]

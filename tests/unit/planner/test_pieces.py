@@ -159,12 +159,16 @@ def test_muon_has_one_moment_of_matrices_and_exchanges_their_parts(sharded: bool
     # Of h x h, 3 h x h (as three), 4 h x h and h x 4 h: 2 m^2 (2 n + m) for a short side m.
     flops = layers * 2 * 64**3 * (4 * 3 + 2 * 9)
     of_all, of_experts = predictor.matrices(choice, 0)
-    assert (of_all.owned, of_all.flops, of_experts.owned) == (matrices / shares, flops / shares, 0.0)
+    assert (of_all.updated, of_experts.updated) == (matrices / shares, 0.0)
+    # The busiest of those that share the work out has a matrix of 4 h x h more than its share, at most.
+    assert flops / shares <= of_all.flops <= flops / shares + (sharded and 18 * 64**3)
     assert (
         found.parts["optimizer"] > adam.parts["optimizer"] + 5 * flops / shares / predictor.cluster.device.flops * 0.999
     )
-    sent = 2 * 4 * matrices / shares * (choice.dp - 1) / choice.dp if sharded else 0.0
-    assert found.sent.get("optimizer", 0.0) == pytest.approx(sent)
+    # What an owner holds of its matrices is not sent: tests of training have the bytes.
+    most = 2 * 4 * matrices / shares * (choice.dp - 1) / choice.dp if sharded else 0.0
+    assert bool(found.sent.get("optimizer", 0.0)) is sharded
+    assert found.sent.get("optimizer", 0.0) <= most
 
 
 @pytest.mark.parametrize(("specs", "each"), [((), 8), (("param-gather=none",), 8), (("param-gather=float8",), 12)])

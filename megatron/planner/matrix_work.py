@@ -1,0 +1,73 @@
+"""Muon's work on the matrices of a device, assigned to owners as in training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.optimizer.matrices import assign_owners, held_ranges, iteration_flops
+from megatron.parallel.data.buffer import NamedParam, plan_buckets
+
+
+@dataclass(frozen=True)
+class MatrixWork:
+    """Orthogonalization of the matrices on a device that equally many replicas hold.
+
+    Args:
+        updated: number of parameters of these matrices that the device updates.
+        flops: operations of one iteration on the device with the most of them.
+        replicas: number of replicas that hold these parameters.
+        to_replicas, to_tensors: bytes that a device sends to its replicas and to its tensor-parallel ranks, mean.
+    """
+
+    updated: float = 0.0
+    flops: float = 0.0
+    replicas: int = 1
+    to_replicas: float = 0.0
+    to_tensors: float = 0.0
+
+
+def matrix_work(
+    chunks: Sequence[Sequence[NamedParam]],
+    replicas: int,
+    tensors: int,
+    *,
+    sharded: bool,
+    bucket_elements: int | None,
+    itemsize: int,
+) -> MatrixWork:
+    """Plans the buckets of a device's chunks and assigns their matrices to owners.
+
+    Args:
+        chunks: parameters of each chunk that the same replicas hold, in the order of the forward pass.
+        replicas: number of replicas that hold them.
+        tensors: number of tensor-parallel ranks.
+        sharded: the replicas share the parameters out.
+        bucket_elements: size at which buckets are closed; None for no limit.
+        itemsize: bytes of a number that is sent.
+    """
+    owners = replicas if sharded else 1
+    buckets = [bucket for params in chunks for bucket in plan_buckets(params, owners, bucket_elements, tensors > 1)]
+    matrices = held_ranges(buckets, owners if owners > 1 else 0)
+    flops = [[0] * tensors for _ in range(owners)]
+    elements = away = cut = 0
+    for index, replica, tensor in assign_owners(matrices, owners, tensors):
+        slot, ranges = matrices[index]
+        numel = slot.param.numel()
+        elements += numel
+        if ranges:
+            start, stop = ranges[replica]
+            away += numel - (stop - start)
+        is_cut = tensors > 1 and slot.spec.dim is not None
+        cut += numel if is_cut else 0
+        # The tensor-parallel ranks of the owner each hold an uncut matrix, and each compute with it.
+        for rank in [tensor] if is_cut else range(tensors):
+            flops[replica][rank] += iteration_flops(slot.spec)
+    both_ways = 2.0 * itemsize / owners
+    return MatrixWork(
+        elements / owners,
+        max(map(max, flops)),
+        replicas,
+        both_ways * away,
+        both_ways * cut * (tensors - 1) / tensors,
+    )
