@@ -1,11 +1,18 @@
-"""The global batch size over a run: constant, or growing with the samples consumed."""
+"""The global batch size over a run: constant, or changing with the samples consumed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
 
 from megatron.base.errors import UserError
+
+_SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_NUMBER = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?(?:E[0-9]{1,2})?)([KMBT]?)")
 
 
 @dataclass(frozen=True)
@@ -20,16 +27,18 @@ class BatchSizeSchedule:
     """Global batch size and number of micro-batches, as pure functions of the samples consumed.
 
     Args:
-        global_batch_size: samples of one optimizer step; the final one when there is a ramp-up. None: one micro-batch
-            per data-parallel rank.
+        global_batch_size: samples of one optimizer step; the final one when it changes. None: one micro-batch per
+            data-parallel rank.
         micro_batch_size: samples of one forward pass of one data-parallel rank.
         dp_size: number of data-parallel ranks.
         rampup: ``(start, increment, samples)``: from ``start``, up by ``increment`` at a time, evenly over ``samples``
             samples.
+        steps: ``(samples, size)``: the sizes, and the samples consumed from which on each holds; see ``read_steps``.
+
+    ``sizes`` are the global batch sizes in order.
 
     Raises:
-        UserError: when a batch size on the way does not divide by micro-batch size times dp_size; the message names the
-            flag.
+        UserError: when a batch size does not divide by micro-batch size times dp_size; the message names the flag.
     """
 
     def __init__(
@@ -39,6 +48,7 @@ class BatchSizeSchedule:
         micro_batch_size: int,
         dp_size: int,
         rampup: Sequence[int] | None = None,
+        steps: Sequence[tuple[int, int]] | None = None,
     ) -> None:
         if micro_batch_size < 1:
             raise UserError(f"--micro-batch-size {micro_batch_size} must be at least 1")
@@ -46,43 +56,60 @@ class BatchSizeSchedule:
         if global_batch_size is None:
             global_batch_size = self.samples_per_micro_batch
         self.global_batch_size = global_batch_size
-        self.start = global_batch_size
-        self.increment = self.ramp_samples = self.increments = 0
+        self.sizes: Sequence[int] = [global_batch_size]
+        self._begin: Callable[[int], int] = lambda stage: 0
+        flag = ""
         if rampup is not None:
             self._set_rampup(rampup)
-        for k in range(min(self.increments, 1) + 1):  # where these divide, all the later ones do
-            self._check_divides(self.start + k * self.increment, micro_batch_size, dp_size)
+            flag = "--rampup-batch-size"
+        elif steps is not None:
+            begins, self.sizes = zip(*steps, strict=True)
+            self._begin = begins.__getitem__
+            flag = "--step-batch-size-schedule"
+        for size in self.deciding_sizes:
+            self._check_divides(size, flag, micro_batch_size, dp_size)
 
     def _set_rampup(self, rampup: Sequence[int]) -> None:
         if len(rampup) != 3:
             raise UserError(f"--rampup-batch-size needs three values (start, increment, samples), got {len(rampup)}")
-        self.start, self.increment, self.ramp_samples = rampup
-        given = f"--rampup-batch-size {self.start} {self.increment} {self.ramp_samples}"
-        if self.start < 1 or self.increment < 1 or self.ramp_samples < 0:
-            raise UserError(f"{given}: start and increment must be at least 1, samples at least 0")
-        if self.start > self.global_batch_size:
-            raise UserError(f"{given}: the start is above --global-batch-size {self.global_batch_size}")
-        self.increments, rest = divmod(self.global_batch_size - self.start, self.increment)
+        start, increment, samples = rampup
+        given = f"--rampup-batch-size {start} {increment} {samples}"
+        if start < 1 or increment < 1 or samples < 0:
+            raise UserError(f"{given}: start and increment must be at least 1, samples at least 0; correct them")
+        if start > self.global_batch_size:
+            raise UserError(f"{given}: the start is above --global-batch-size {self.global_batch_size}; lower it")
+        increments, rest = divmod(self.global_batch_size - start, increment)
         if rest:
             raise UserError(
-                f"{given}: the increment does not divide the way from {self.start} to "
-                f"--global-batch-size {self.global_batch_size}"
+                f"{given}: the increment does not divide the way from {start} to --global-batch-size "
+                f"{self.global_batch_size}; choose one that does"
             )
+        self.sizes = range(start, self.global_batch_size + 1, increment)
+        # In integers: dividing by a rounded samples-per-increment would be a step late at some boundaries.
+        self._begin = lambda stage: -(-stage * samples // max(increments, 1))
 
-    def _check_divides(self, size: int, micro_batch_size: int, dp_size: int) -> None:
+    @property
+    def deciding_sizes(self) -> Sequence[int]:
+        """Sizes that divide by a number if and only if all do: of a ramp-up, the first two."""
+        return self.sizes[:2] if isinstance(self.sizes, range) else self.sizes
+
+    def _check_divides(self, size: int, flag: str, micro_batch_size: int, dp_size: int) -> None:
         if size < 1 or size % self.samples_per_micro_batch:
-            where = "" if size == self.global_batch_size else " (reached by --rampup-batch-size)"
+            where = "" if not flag or size == self.global_batch_size else f" (reached by {flag})"
             raise UserError(
                 f"--global-batch-size {size}{where} does not divide by --micro-batch-size {micro_batch_size} "
                 f"x {dp_size} data-parallel ranks: take a multiple of {self.samples_per_micro_batch}"
             )
 
+    def _stage(self, consumed_samples: int) -> tuple[int, int | None]:
+        """Size of the step that begins after so many samples, and those from which on another size holds."""
+        stages = range(len(self.sizes))
+        following = bisect_right(stages, consumed_samples, key=self._begin)
+        return self.sizes[following - 1], self._begin(following) if following < len(stages) else None
+
     def at(self, consumed_samples: int) -> int:
         """Global batch size of the step that begins when ``consumed_samples`` samples have been consumed."""
-        if consumed_samples >= self.ramp_samples or self.increments == 0:
-            return self.global_batch_size
-        # In integers: dividing by a rounded samples-per-increment would be a step late at some boundaries.
-        return self.start + consumed_samples * self.increments // self.ramp_samples * self.increment
+        return self._stage(consumed_samples)[0]
 
     def num_micro_batches(self, consumed_samples: int) -> int:
         """Micro-batches that each data-parallel rank runs in the step that begins there."""
@@ -91,14 +118,10 @@ class BatchSizeSchedule:
     def ahead(self, consumed_samples: int, iterations: int) -> Ahead:
         """Size of the next ``iterations`` steps after ``consumed_samples`` samples."""
         begin = consumed_samples
-        while iterations and self.increments and consumed_samples < self.ramp_samples:
-            size = self.at(consumed_samples)
-            # The first number of samples at which the next size begins.
-            level = (size - self.start) // self.increment + 1
-            end = -(-level * self.ramp_samples // self.increments)
-            steps = min(iterations, max(1, -(-(end - consumed_samples) // size)))
+        while iterations:
+            size, until = self._stage(consumed_samples)
+            steps = iterations if until is None else min(iterations, -(-(until - consumed_samples) // size))
             consumed_samples, iterations = consumed_samples + steps * size, iterations - steps
-        consumed_samples += iterations * self.global_batch_size
         samples = consumed_samples - begin
         return Ahead(samples, samples // self.samples_per_micro_batch)
 
@@ -106,14 +129,51 @@ class BatchSizeSchedule:
         """Number of whole steps from ``consumed`` samples until ``train_samples`` samples; a last partial batch is not
         run."""
         iterations = 0
-        ramp = self.ramp_samples if self.increments else 0
-        while consumed < ramp:
-            size = self.at(consumed)
-            grown = consumed * self.increments // ramp + 1
-            until = min(-(-grown * ramp // self.increments), train_samples - size + 1)  # steps of this size begin below
+        while True:
+            size, changes = self._stage(consumed)
+            last = train_samples - size + 1  # steps of this size begin below it
+            until = last if changes is None else min(changes, last)
             if until <= consumed:
                 return iterations
             steps = -(-(until - consumed) // size)
-            iterations += steps
-            consumed += steps * size
-        return iterations + max(train_samples - consumed, 0) // self.global_batch_size
+            iterations, consumed = iterations + steps, consumed + steps * size
+
+
+def read_steps(text: str, seq_length: int) -> list[tuple[int, int]]:
+    """Reads ``--step-batch-size-schedule``: words "THRESHOLD:SIZE", apart by spaces or commas.
+
+    Args:
+        text: the words, in any order. Numbers may end with K, M, B or T, for thousands to trillions.
+        seq_length: tokens of a sample. Thresholds are in tokens; what is left of a sample is not counted.
+
+    Returns:
+        The thresholds in samples and the sizes from there on, in order.
+
+    Raises:
+        UserError: when a word is something else, when none begins at 0, or two begin at the same sample.
+    """
+    flag = f"--step-batch-size-schedule {text}"
+    steps = []
+    for word in text.replace(",", " ").split():
+        numbers = [_whole(part) for part in word.split(":")]
+        if len(numbers) != 2 or None in numbers or numbers[1] == 0:
+            raise UserError(f"{flag}: {word} is not THRESHOLD:SIZE, such as 250B:1536; correct it")
+        threshold, size = (number or 0 for number in numbers)
+        steps.append((threshold // seq_length, size))
+    steps.sort()
+    begins = [begin for begin, _ in steps]
+    if begins[:1] != [0]:
+        raise UserError(f"{flag}: no size begins at 0; add one, such as 0:{steps[0][1] if steps else 256}")
+    for before, begin in pairwise(begins):
+        if before == begin:
+            raise UserError(
+                f"{flag}: two sizes begin at sample {begin} of {seq_length} tokens each; move them apart by a sample"
+            )
+    return steps
+
+
+def _whole(word: str) -> int | None:
+    """A number that may end with a suffix; None where it is none, or is not whole."""
+    match = _NUMBER.fullmatch(word.upper())
+    number = Fraction(match[1]) * _SUFFIXES[match[2]] if match else None
+    return None if number is None or number.denominator != 1 else int(number)

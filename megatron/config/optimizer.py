@@ -149,6 +149,7 @@ def check_length(training: TrainingConfig, optimizer: OptimizerConfig) -> None:
     if training.train_iters is not None:
         foreign = (
             (training.rampup_batch_size is not None, "--rampup-batch-size"),
+            (training.step_batch_size_schedule is not None, "--step-batch-size-schedule"),
             (optimizer.lr_decay_samples is not None, "--lr-decay-samples"),
             (optimizer.lr_warmup_samples != 0, "--lr-warmup-samples"),
             (optimizer.lr_wsd_decay_samples is not None, "--lr-wsd-decay-samples"),

@@ -113,6 +113,7 @@ _OTHER_TASKS = (
 
 _COUNTED = (
     *("training.train_iters", "training.train_samples", "training.train_tokens", "training.rampup_batch_size"),
+    "training.step_batch_size_schedule",
     *("curriculum.curriculum_learning", "data.dataloader_type"),
 )
 _EVALUATED = ("data.multiple_validation_sets", "validation.full_validation", "validation.fixed_validation")

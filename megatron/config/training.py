@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron.base.errors import UserError
 from megatron.base.option import derived, is_unset, option, required
 from megatron.base.words import Note
-from megatron.config.batch_size import BatchSizeSchedule
+from megatron.config.batch_size import BatchSizeSchedule, read_steps
 from megatron.config.lengths import LengthSchedule
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
@@ -50,6 +49,12 @@ class TrainingConfig:
         metavar="START INCREMENT SAMPLES",
         minimum=0,
         maximum=MOST_SAMPLES,
+    )
+    step_batch_size_schedule: str | None = derived(
+        "one size",
+        'Global batch sizes, each from a number of tokens on, in one word: "0:768 250B:1536 1T:3072"; numbers may end '
+        "with K, M, B or T. In place of --global-batch-size; needs --train-samples or --train-tokens.",
+        metavar="TOKENS:SIZE...",
     )
     train_iters: int | None = derived(
         "--train-samples decides", "Length of the run.", unit="iterations", minimum=1, maximum=MOST_ITERATIONS
@@ -137,11 +142,12 @@ class TrainingConfig:
 
     @property
     def planned_iters(self) -> int | None:
-        """Iterations of the run; of one counted in samples those of the full batch size, of which a ramp-up takes
+        """Iterations of the run; of one counted in samples those of the largest batch size, of which smaller ones take
         more. None where neither is known yet."""
         if self.train_iters is not None or self.train_samples is None or not self.global_batch_size:
             return self.train_iters
-        return max(self.train_samples // self.global_batch_size, 1)
+        steps = read_steps(self.step_batch_size_schedule, 1) if self.step_batch_size_schedule is not None else []
+        return max(self.train_samples // max([self.global_batch_size, *(size for _, size in steps)]), 1)
 
 
 def resolve_training(
@@ -153,6 +159,8 @@ def resolve_training(
     note: Note,
 ) -> TrainingConfig:
     """Fills the length and the batch size. Raises UserError where that is impossible."""
+    if training.step_batch_size_schedule is not None:
+        training = _with_steps(training, lengths, note)
     if is_unset(training.global_batch_size):
         if training.rampup_batch_size is not None:
             raise UserError("--rampup-batch-size needs the final batch size; add --global-batch-size")
@@ -173,60 +181,72 @@ def resolve_training(
     return training
 
 
+def _with_steps(training: TrainingConfig, lengths: LengthSchedule, note: Note) -> TrainingConfig:
+    """Takes the global batch size from ``--step-batch-size-schedule`` (else UserError)."""
+    assert training.step_batch_size_schedule is not None
+    flag = "--step-batch-size-schedule"
+    if training.rampup_batch_size is not None:
+        raise UserError(f"--rampup-batch-size and {flag} exclude each other; leave one of them out")
+    if lengths.grows:
+        raise UserError(
+            f"{flag} counts samples of --seq-length {lengths.full} tokens, and --curriculum-learning has shorter ones; "
+            "use --rampup-batch-size START INCREMENT SAMPLES"
+        )
+    steps = read_steps(training.step_batch_size_schedule, lengths.full)
+    largest, last = max(size for _, size in steps), steps[-1][1]
+    if largest > MOST_BATCH:
+        raise UserError(f"{flag}: a batch of {largest} is above {MOST_BATCH}; lower it")
+    if not is_unset(training.global_batch_size) and training.global_batch_size != last:
+        raise UserError(
+            f"--global-batch-size {training.global_batch_size} contradicts {flag}, which ends with {last}; leave it out"
+        )
+    note(f"{flag}: " + ", ".join(f"batches of {size} from sample {begin} on" for begin, size in steps))
+    return replace(training, global_batch_size=last)
+
+
+def batch_schedule(
+    training: TrainingConfig, seq_length: int, micro_batch_size: int = 1, dp_size: int = 1
+) -> BatchSizeSchedule:
+    """The global batch sizes over the run. Raises UserError for those that contradict each other."""
+    text = training.step_batch_size_schedule
+    return BatchSizeSchedule(
+        training.global_batch_size,
+        micro_batch_size=micro_batch_size,
+        dp_size=dp_size,
+        rampup=training.rampup_batch_size,
+        steps=None if text is None else read_steps(text, seq_length),
+    )
+
+
 def _samples_of(training: TrainingConfig, lengths: LengthSchedule) -> int:
     """Samples that the run's tokens make: of whole steps, where sequences grow."""
     tokens = training.train_tokens
     assert tokens is not None
     if not lengths.grows:
         return tokens // lengths.full
-    batches = BatchSizeSchedule(
-        training.global_batch_size, micro_batch_size=1, dp_size=1, rampup=training.rampup_batch_size
-    )
-    return StepSizes(batches, lengths).within(tokens)[1]
+    return StepSizes(batch_schedule(training, lengths.full), lengths).within(tokens)[1]
 
 
 def _unit(lengths: LengthSchedule) -> str:
     return "global batch of the shortest sequences" if lengths.grows else f"sequence of --seq-length {lengths.full}"
 
 
-def batch_sizes(training: TrainingConfig) -> Sequence[int]:
-    """Global batch sizes of the run in order, in samples: one, or the steps of the ramp-up.
-
-    Raises UserError for a ramp-up whose steps do not reach the final size.
-    """
-    final = training.global_batch_size
-    if training.rampup_batch_size is None:
-        return [final]
-    start, increment, _ = training.rampup_batch_size
-    if start < 1 or increment < 1:
-        raise UserError(f"--rampup-batch-size {_ramp(training)}: start and increment must be at least 1; correct them")
-    if start > final or (final - start) % increment != 0:
-        raise UserError(
-            f"--rampup-batch-size {_ramp(training)}: from {start} in steps of {increment} it never becomes "
-            f"--global-batch-size {final}; choose a start below it and an increment that divides the "
-            "difference"
-        )
-    return range(start, final + 1, increment)
-
-
-def _ramp(training: TrainingConfig) -> str:
-    return " ".join(map(str, training.rampup_batch_size or []))
-
-
-def check_batches(training: TrainingConfig, parallel: ParallelConfig, world_size: int) -> None:
+def check_batches(training: TrainingConfig, parallel: ParallelConfig, world_size: int, seq_length: int) -> None:
     """Checks that global batches divide into micro-batches as the layout needs (else UserError)."""
     replicas = parallel.data_parallel_size(world_size)
     together = training.micro_batch_size * replicas
-    ramped = training.rampup_batch_size is not None
-    sizes = batch_sizes(training)
-    for size in sizes[:2]:  # where a batch and the next one divide, so does every one after them
-        where = (
-            f"--rampup-batch-size {_ramp(training)}: its batch of {size}" if ramped else f"--global-batch-size {size}"
-        )
+    schedule, flag, remedy = batch_schedule(training, seq_length), "", "choose a multiple"
+    if training.rampup_batch_size is not None:
+        flag = f"--rampup-batch-size {' '.join(map(str, training.rampup_batch_size))}: its batch of"
+    elif training.step_batch_size_schedule is not None:
+        flag = f"--step-batch-size-schedule {training.step_batch_size_schedule}: its batch of"
+        remedy = "choose a multiple, or leave out what the run has passed (the next entry then begins at 0)"
+    for size in schedule.deciding_sizes:
+        where = f"{flag or '--global-batch-size'} {size}"
         if size % together != 0:
             raise UserError(
                 f"{where} is not a multiple of --micro-batch-size {training.micro_batch_size} x {replicas} "
-                f"data-parallel replicas = {together}; choose a multiple"
+                f"data-parallel replicas = {together}; {remedy}"
             )
         if parallel.virtual_pipeline_model_parallel_size is not None:
             stages, micro_batches = parallel.pipeline_model_parallel_size, size // together
@@ -236,19 +256,20 @@ def check_batches(training: TrainingConfig, parallel: ParallelConfig, world_size
                     "(--num-layers-per-virtual-pipeline-stage) needs to be a multiple of "
                     f"--pipeline-model-parallel-size {stages}; choose a multiple of {stages * together}"
                 )
-    if sizes[-1] // together > _MOST_MICRO_BATCHES:
+    largest = max(schedule.sizes)
+    if largest // together > _MOST_MICRO_BATCHES:
         raise UserError(
-            f"--global-batch-size {sizes[-1]} makes {sizes[-1] // together} micro-batches of each replica's step, more "
+            f"--global-batch-size {largest} makes {largest // together} micro-batches of each replica's step, more "
             f"than {_MOST_MICRO_BATCHES}; raise --micro-batch-size, start more processes, or lower it"
         )
 
 
-def check_samples(training: TrainingConfig, validation: ValidationConfig) -> None:
+def check_samples(training: TrainingConfig, validation: ValidationConfig, seq_length: int) -> None:
     """Checks that the run draws at least one batch, and no more samples than can be counted (else UserError)."""
-    size = training.global_batch_size
-    iterations = training.train_iters or (training.train_samples or 0) // batch_sizes(training)[0]
+    size, sizes = training.global_batch_size, batch_schedule(training, seq_length).sizes
+    iterations = training.train_iters or (training.train_samples or 0) // min(sizes)
     for samples, flags in (
-        (iterations * size, f"--train-iters {iterations} x --global-batch-size {size}"),
+        (iterations * max(sizes), f"--train-iters {iterations} x --global-batch-size {size}"),
         (
             (iterations // validation.eval_interval + 1) * validation.eval_iters * size,
             f"--eval-iters {validation.eval_iters} every --eval-interval {validation.eval_interval} iterations",
@@ -257,8 +278,7 @@ def check_samples(training: TrainingConfig, validation: ValidationConfig) -> Non
         if samples > MOST_DRAWN:
             raise UserError(f"{flags}: the run draws {samples:_} samples, and at most {MOST_DRAWN:_} can be; lower one")
     _ = SkippedIterations.parse(training.iterations_to_skip)  # what cannot be read is refused here
-    first = batch_sizes(training)[0]
-    if training.train_samples is not None and training.train_samples < first:
+    if training.train_samples is not None and training.train_samples < (first := sizes[0]):
         raise UserError(
             f"--train-samples {training.train_samples} is less than one global batch of {first}; train "
             "longer or lower --global-batch-size"

@@ -19,7 +19,6 @@ from megatron.checkpoint.folder_lock import FolderLock
 from megatron.checkpoint.load import saved_config
 from megatron.checkpoint.ownership import owned_save_folder
 from megatron.checkpoint.vocabulary import saved_entries
-from megatron.config.batch_size import BatchSizeSchedule
 from megatron.config.curriculum import lengths_of
 from megatron.config.experts import with_experts_of
 from megatron.config.flags import ParsedRun, parse_program
@@ -30,6 +29,7 @@ from megatron.config.run import RunConfig, run_sections
 from megatron.config.skipped import SkippedIterations
 from megatron.config.steps import StepSizes
 from megatron.config.tokenizer import TokenizerConfig
+from megatron.config.training import batch_schedule
 from megatron.data.build import Datasets, build_datasets
 from megatron.data.build_masked import build_bert_datasets, build_t5_datasets
 from megatron.optimizer.schedules import LRSchedule
@@ -253,17 +253,9 @@ def _topology(config: RunConfig, layout: Layout, device: torch.device, env: Laun
 def _step_sizes(config: RunConfig, topology: Topology, dp_size: int) -> StepSizes:
     """The sizes of the run's steps; see ``_lengths`` for errors."""
     skipped = SkippedIterations.parse(config.training.iterations_to_skip)
-    return StepSizes(_batch_sizes(config, dp_size), _lengths(config, topology), skipped)
-
-
-def _batch_sizes(config: RunConfig, dp_size: int) -> BatchSizeSchedule:
-    training = config.training
-    return BatchSizeSchedule(
-        training.global_batch_size,
-        micro_batch_size=training.micro_batch_size,
-        dp_size=dp_size,
-        rampup=training.rampup_batch_size,
-    )
+    training, model = config.training, config.model
+    batches = batch_schedule(training, model.seq_length, training.micro_batch_size, dp_size)
+    return StepSizes(batches, _lengths(config, topology), skipped)
 
 
 def _lengths(config: RunConfig, topology: Topology) -> LengthSchedule:

@@ -44,6 +44,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "sharded replicas": {"use_distributed_optimizer": True},
     "replicas": {},
     "stages": {"pipeline_model_parallel_size": 2},
+    "a process, batches by a schedule": {
+        "train_iters": None,
+        "train_samples": 32,
+        "global_batch_size": None,
+        "step_batch_size_schedule": "0:2,64:6,224:8",  # 2, 2, 6, 6, 8, 8
+    },
     "a process, batches and sequences that grow": {
         "train_iters": None,
         "train_samples": 20,

@@ -576,6 +576,24 @@ def test_curves_go_on_in_the_run_of_the_checkpoint(prefix: Path, tmp_path: Path)
     assert record.read_text().splitlines() == ["None None", "first allow", "None None"]
 
 
+def test_a_schedule_of_batch_sizes_goes_on_to_the_last_digit(prefix: Path, tmp_path: Path) -> None:
+    """Thresholds at samples 4 and 25; the run, its decay and its warm-up are counted in tokens, too."""
+    flags: dict[str, Any] = {
+        "global_batch_size": None,
+        "step_batch_size_schedule": "0:2,400:4,64:6",
+        "train_iters": None,
+        "train_tokens": 40 * 16,
+        "lr_decay_style": "cosine",
+        "lr_decay_tokens": 600,
+        "lr_warmup_tokens": 100,
+    }
+    losses = _stop_and_go_on(prefix, tmp_path, (2, 2), flags, flags, iterations=0)
+    assert losses[0] == losses[1]
+    events = [json.loads(line) for line in (tmp_path / "parts.jsonl").read_text().splitlines()]
+    sizes = [event["global_batch_size"] for event in events if event["kind"] == "train"]
+    assert sizes == [2, 2, 6, 6, 6, 6, 4, 4, 4]
+
+
 def test_iterations_to_skip_consume_their_samples_and_take_no_step(prefix: Path, tmp_path: Path) -> None:
     """Oracle: a checkpoint whose position is moved over the samples that are left out. Also what is due there is done,
     and a run that is stopped among them goes on."""

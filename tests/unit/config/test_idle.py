@@ -35,6 +35,7 @@ VALUES = {
     "micro_batch_size": "4",
     "global_batch_size": "8",
     "rampup_batch_size": "2 2 100",
+    "step_batch_size_schedule": "0:2,320:4",
     "split": "8,1,1",
     "compress": "dp-grad=powersgd",
     "num_attention_heads": "8",

@@ -241,6 +241,11 @@ BY_ITERATIONS = [
         1,
         ["--rampup-batch-size", "--train-iters", "--train-samples"],
     ),
+    (
+        "--step-batch-size-schedule 0:2,320:4",
+        1,
+        ["--step-batch-size-schedule", "--train-iters", "--train-samples"],
+    ),
     # Schedules
     ("--lr-decay-samples 10", 1, ["--lr-decay-samples", "--train-iters", "--lr-decay-iters"]),
     ("--lr-warmup-samples 10", 1, ["--lr-warmup-samples", "--train-iters", "--lr-warmup-iters"]),
@@ -435,6 +440,26 @@ BY_SAMPLES = [
     ("--lr-decay-samples 100 --lr-decay-tokens 100", 1, ["--lr-decay-samples", "--lr-decay-tokens"]),
     ("--lr-warmup-samples 5 --lr-warmup-tokens 100", 1, ["--lr-warmup-samples", "--lr-warmup-tokens"]),
     ("--train-samples 5 --global-batch-size 6", 1, ["--train-samples 5", "--global-batch-size"]),
+    ("--step-batch-size-schedule 0:2,320 --train-samples 64", 1, ["--step-batch-size-schedule 0:2,320", "320 is not"]),
+    ("--step-batch-size-schedule 0:2,320:5", 1, ["batch of 5 is not a multiple", "leave out what the run has passed"]),
+    ("--step-batch-size-schedule 0:2,320:2M", 1, ["--step-batch-size-schedule", "a batch of 2000000 is above 1048576"]),
+    ("--step-batch-size-schedule 0:8 --train-samples 7", 1, ["--train-samples 7", "one global batch of 8"]),
+    (
+        "--step-batch-size-schedule 0:2,320:4 --global-batch-size 2",
+        1,
+        ["--global-batch-size 2 contradicts --step-batch-size-schedule, which ends with 4", "leave it out"],
+    ),
+    (
+        "--step-batch-size-schedule 0:2,320:4 --rampup-batch-size 2 2 8 --global-batch-size 4",
+        1,
+        ["--rampup-batch-size and --step-batch-size-schedule exclude each other"],
+    ),
+    (
+        "--step-batch-size-schedule 0:2,320:4 --curriculum-learning --curriculum-seqlen-min 8 "
+        "--curriculum-seqlen-steps 5",
+        1,
+        ["--step-batch-size-schedule", "--curriculum-learning has shorter ones", "use --rampup-batch-size"],
+    ),
     ("--train-tokens 31", 1, ["--train-tokens 31", "--seq-length 32"]),
     ("--rampup-batch-size 2 2 100", 1, ["--rampup-batch-size", "--global-batch-size"]),
     (

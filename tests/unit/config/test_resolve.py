@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.config import ModelConfig, ParallelConfig, PrecisionConfig, RunConfig, UserError, parse_args
-from megatron.config.training import batch_sizes
+from megatron.config.training import batch_schedule
 
 JUPITER = """
 --seq-length 2048 --max-position-embeddings 2048 --micro-batch-size 1 --train-samples 300_000_000
@@ -69,7 +69,7 @@ def test_gpt3_with_ramp_up_and_blend_resolves() -> None:
     --checkpoint-activations
     """
     config = _resolve(line.split(), 1024)
-    assert list(batch_sizes(config.training)) == list(range(16, 1537, 16))
+    assert list(batch_schedule(config.training, 2048).sizes) == list(range(16, 1537, 16))
     assert config.recompute.recompute_method == "uniform"
 
 

@@ -1,15 +1,15 @@
-"""Batch-size ramp-up."""
+"""Batch sizes that change during a run."""
 
 from __future__ import annotations
 
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron.base.errors import UserError
-from megatron.config.batch_size import Ahead, BatchSizeSchedule
+from megatron.config.batch_size import Ahead, BatchSizeSchedule, read_steps
 
 
 def test_constant_batch_size() -> None:
@@ -103,3 +103,67 @@ def test_what_is_ahead_of_a_long_run_is_found_at_once() -> None:
     iterations = schedule.iterations_for(146_484_375)
     assert 146_484_375 - 1536 < schedule.ahead(0, iterations).samples <= 146_484_375
     assert schedule.ahead(0, 10**15).samples > 10**18
+
+
+step_lists = st.dictionaries(st.integers(1, 60), st.integers(1, 12), max_size=6).map(
+    lambda later: [(0, 3), *sorted(later.items())]
+)
+
+
+@example([(0, 3), (9, 5), (24, 2)], 0, 12, 33)
+@given(step_lists, st.integers(0, 70), st.integers(0, 60), st.integers(0, 200))
+def test_steps_are_those_of_the_loop(
+    steps: list[tuple[int, int]], begin: int, iterations: int, train_samples: int
+) -> None:
+    """Sizes may fall, too. The size of a step is that of the last threshold which its first sample has reached."""
+    schedule = BatchSizeSchedule(steps[-1][1], micro_batch_size=1, dp_size=1, steps=steps)
+
+    def size_at(consumed: int) -> int:
+        size = 0
+        for threshold, following in steps:
+            if consumed >= threshold:
+                size = following
+        return size
+
+    consumed = begin
+    for _ in range(iterations):
+        assert schedule.at(consumed) == size_at(consumed)
+        consumed += size_at(consumed)
+    assert schedule.ahead(begin, iterations).samples == consumed - begin
+    consumed = count = 0
+    while consumed + size_at(consumed) <= train_samples:
+        consumed, count = consumed + size_at(consumed), count + 1
+    assert schedule.iterations_for(train_samples) == count
+
+
+def test_thresholds_are_tokens_and_are_read_in_any_order() -> None:
+    text = "0:768 250B:1536 500B:3072 750B:6144"
+    thresholds = [0, 250 * 10**9, 500 * 10**9, 750 * 10**9]
+    wanted = [(tokens // 4096, size) for tokens, size in zip(thresholds, (768, 1536, 3072, 6144), strict=True)]
+    assert read_steps(text, 4096) == wanted
+    assert read_steps(",".join(reversed(text.split())), 4096) == wanted
+    assert read_steps("0:1k 1.5m:2K 2e3:8", 1) == [(0, 1000), (2000, 8), (1_500_000, 2000)]
+    assert read_steps("0:2 33:4", 16) == [(0, 2), (2, 4)]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0:2 x:4", "x:4 is not THRESHOLD:SIZE"),
+        ("0:2 4", "4 is not THRESHOLD:SIZE"),
+        ("0:2 1:2:3", "1:2:3 is not"),
+        ("0:2 -5:4", "-5:4 is not"),
+        ("0:2 5:0", "5:0 is not"),
+        ("0:2 1.2345K:4", "is not THRESHOLD:SIZE"),
+        ("0:2 nan:4", "nan:4 is not"),
+        ("0:2 1e999:4", "1e999:4 is not"),
+        ("100:2", "no size begins at 0; add one, such as 0:2"),
+        ("", "no size begins at 0"),
+        ("0:2 40:4 47:6", "two sizes begin at sample 2 of 16 tokens"),
+    ],
+)
+def test_steps_that_cannot_be_read_are_refused(text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        read_steps(text, 16)
+    assert str(caught.value).startswith("--step-batch-size-schedule ")
+    assert "\n" not in str(caught.value)
