@@ -28,6 +28,11 @@ class CheckpointConfig:
         "replaced. Without it such a folder is refused, unless --load resumes from it.",
     )
     finetune: bool = option(False, "Load the weights only: counters, optimizer, random state and schedules start anew.")
+    pretrained_checkpoint: str | None = derived(
+        "random weights",
+        "Folder of a checkpoint that a run begins with, as with --finetune, where --load holds none yet.",
+        metavar="FOLDER",
+    )
     moe_use_upcycling: bool = option(
         False,
         "Begin with the weights of a dense model in --load: each expert is a copy of its layer's MLP. Everything else "
@@ -72,6 +77,12 @@ class CheckpointConfig:
         if self.load is None or self.save is None:
             return False
         return os.path.realpath(self.load) == os.path.realpath(self.save)
+
+    @property
+    def source(self) -> str:
+        """The flag that names the checkpoint which the run begins with, and its folder."""
+        flag = "--load" if self.load != self.pretrained_checkpoint else "--pretrained-checkpoint"
+        return f"{flag} {self.load}"
 
     @property
     def loads_weights_only(self) -> bool:

@@ -76,9 +76,6 @@ class TaskConfig:
         [], "Files (RACE: folders) that are evaluated after each epoch, each by itself.", metavar="FILE",
         contents="file",
     )  # fmt: skip
-    pretrained_checkpoint: str | None = derived(
-        "random weights", "Folder with the pretrained model, of any layout.", metavar="FOLDER"
-    )
     keep_last_batch: bool = option(
         False,
         "Train on what is left at the end of an epoch, too, as a smaller batch. Otherwise it waits for another epoch.",
@@ -89,6 +86,12 @@ class TaskConfig:
 @dataclass(frozen=True, kw_only=True)
 class TaskCheckpointConfig(CheckpointConfig):
     """Checkpoints of fine-tuning, where --keep-last is about batches."""
+
+    pretrained_checkpoint: str | None = derived(
+        "random weights",
+        "Folder with the pretrained model, of any layout; used where --load holds no checkpoint yet.",
+        metavar="FOLDER",
+    )
 
     keep_last: int | None = derived(
         "all", "Keep only this many of the newest checkpoints.", flag="keep-checkpoints", unit="checkpoints", minimum=1
@@ -194,7 +197,8 @@ def _check_given(task: TaskConfig, run: ParsedRun, explicit: Collection[str]) ->
     missing += ["--train-data"] if task.epochs and not task.train_data else []
     if missing:
         raise UserError(f"not given but required for --task {task.task}: {', '.join(missing)}; add it")
-    if task.epochs == 0 and run.config.checkpoint.load is None and task.pretrained_checkpoint is None:
+    checkpoint = run.config.checkpoint
+    if task.epochs == 0 and checkpoint.load is None and checkpoint.pretrained_checkpoint is None:
         raise UserError("--epochs 0 evaluates a checkpoint: give --load FOLDER")
     if run.config.data.sample_order == "megatron":
         raise UserError("--sample-order megatron: is an order of pretraining; give lazy or fixed")

@@ -111,7 +111,7 @@ def read_data(given: TaskConfig, task: Task) -> TaskData:
     return TaskData(given, task, training, read(given.valid_data, "--valid-data"))
 
 
-def begin_with(parsed: ParsedRun, given: TaskConfig, task: Task) -> tuple[str, Iteration] | None:
+def begin_with(parsed: ParsedRun, task: Task) -> tuple[str, Iteration] | None:
     """Gives the run the shape of the checkpoint that it begins with: that of --load, else the pretrained one.
 
     Returns:
@@ -127,7 +127,7 @@ def begin_with(parsed: ParsedRun, given: TaskConfig, task: Task) -> tuple[str, I
         check_kind(f"--load {load}", saved.model.kind, wanted.kind, _other_type(saved.model, wanted))
         _take_shape(parsed, saved, load, iteration, task)
         return None
-    folder = given.pretrained_checkpoint
+    folder = checkpoint.pretrained_checkpoint
     if folder is None:
         return None
     if read_tracker(folder) is None:
@@ -206,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_packages()
         parsed, given, task = parse_task(list(sys.argv[1:] if argv is None else argv))
         ranks.env = env = LaunchEnvironment.read(parsed.config.parallel.local_rank)
-        pretrained = begin_with(parsed, given, task)
+        pretrained = begin_with(parsed, task)
         data = read_data(given, task)
         parsed.config = sized(parsed, given, env.world_size, data.sizes(parsed.config))
         check_batches(parsed.config, given)

@@ -219,8 +219,8 @@ class RunCheckpoints:
         if differing:
             own, theirs = (", ".join(words) for words in zip(*differing.values(), strict=True))
             self.log(
-                f"warning: this run's model has {own}; that of --load {root} has {theirs}. Its weights are taken all "
-                "the same; --use-checkpoint-args takes its flags, too"
+                f"warning: this run's model has {own}; that of {self.config.source} has {theirs}. Its weights are "
+                "taken all the same; --use-checkpoint-args takes its flags, too"
             )
         if not self.config.finetune:
             self._warn_of_samples(root, iteration)

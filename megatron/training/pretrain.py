@@ -60,7 +60,7 @@ from megatron.training.persistence import RunCheckpoints
 from megatron.training.program import Ranks, run_program
 from megatron.training.progress_state import Progress
 from megatron.training.report import Reporter
-from megatron.training.saved_run import SavedRun, check_saved_kind, find_saved
+from megatron.training.saved_run import SavedRun, check_saved_kind, find_saved, with_pretrained
 from megatron.training.timers import Timers
 from megatron.training.trainer import Judge, Trainer
 
@@ -134,13 +134,13 @@ def resolve(parsed: ParsedRun, env: LaunchEnvironment) -> RunConfig:
     Raises:
         UserError: when settings cannot work; no process group exists yet.
     """
-    parsed.config = of_island(parsed.config)
+    parsed.config = of_island(with_pretrained(parsed.config, parsed.notes.append))
     wanted = parsed.config.checkpoint
     if wanted.use_checkpoint_args:
         if wanted.load is None:
             raise UserError("--use-checkpoint-args takes the model's shape from --load, which is missing")
         saved, iteration = saved_config(wanted.load, wanted.ckpt_step)
-        check_kind(f"--load {wanted.load}", saved.model.kind, parsed.config.model.kind)
+        check_kind(wanted.source, saved.model.kind, parsed.config.model.kind)
         if wanted.moe_use_upcycling:  # its experts are the flags' own
             saved = replace(saved, model=with_experts_of(parsed.config.model, saved.model))
         parsed.config = given = merge_checkpoint_config(parsed.config, parsed.explicit, saved)

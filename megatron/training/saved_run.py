@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from megatron.base.errors import UserError
+from megatron.base.words import Note
 from megatron.checkpoint.files import Iteration, checkpoint_folder, iteration_of
 from megatron.checkpoint.find import read_tracker
 from megatron.checkpoint.load import load_common, saved_kind, saved_section, saved_shapes
@@ -17,6 +18,7 @@ from megatron.checkpoint.model_state import MODEL, has_experts
 from megatron.checkpoint.save import COMMON
 from megatron.checkpoint.stateful import under_todays_names
 from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.islands import IslandsConfig, folder_of
 from megatron.config.kinds import check_kind
 from megatron.config.run import RunConfig
 from megatron.topology.agree import gather_texts, together
@@ -41,6 +43,30 @@ class SavedRun:
     progress: Progress
 
 
+def with_pretrained(config: RunConfig, note: Note) -> RunConfig:
+    """The configuration that loads ``--pretrained-checkpoint``, as with ``--finetune``, where the folder of ``--load``
+    holds nothing yet: neither a checkpoint, nor those of islands.
+
+    Raises:
+        UserError: when the pretrained checkpoint is not there.
+    """
+    checkpoint, folder = config.checkpoint, config.checkpoint.pretrained_checkpoint
+    if folder is None or checkpoint.ckpt_step is not None or _holds_any(checkpoint.load, config.islands):
+        return config
+    if not _holds_any(folder, config.islands):
+        raise UserError(
+            f"--pretrained-checkpoint {folder} holds no checkpoint; name the folder that --save, or "
+            "tools/ckpt_convert.py --to megatron-cc, wrote to"
+        )
+    note(f"no checkpoint in --load yet: beginning with the weights of --pretrained-checkpoint {folder}")
+    return replace(config, checkpoint=replace(checkpoint, load=folder, finetune=True))
+
+
+def _holds_any(root: str | None, islands: IslandsConfig) -> bool:
+    folders = [] if root is None else [root, *(folder_of(root, n) for n in range(islands.islands) if islands.several)]
+    return any(read_tracker(folder) is not None for folder in folders)
+
+
 def find_saved(config: CheckpointConfig, topology: Topology, log: Callable[[str], None]) -> SavedRun | None:
     """Finds the checkpoint of ``--load``; None when there is none and the run starts afresh. A collective call.
 
@@ -62,7 +88,7 @@ def find_saved(config: CheckpointConfig, topology: Topology, log: Callable[[str]
         iteration = iteration_of(gather_texts(group, "" if found is None else str(found))[0])
     if iteration is None:
         if config.exit_on_missing_checkpoint or config.finetune:
-            raise UserError(f"--load {root} holds no checkpoint; name the folder that --save wrote to")
+            raise UserError(f"{config.source} holds no checkpoint; name the folder that --save wrote to")
         return None
     flag = None if config.ckpt_step is None else "--ckpt-step"
     common = together(group, lambda: under_todays_names(load_common(root, iteration, flag)))
@@ -84,7 +110,7 @@ def check_saved_kind(config: CheckpointConfig, saved: SavedRun, kind: str, topol
     root = config.load
     assert root is not None
     found = together(topology.control.pg, lambda: saved_kind(root, saved.iteration))
-    check_kind(f"--load {root}", found, kind)
+    check_kind(config.source, found, kind)
 
 
 def check_optimizer(root: str, iteration: Iteration, config: RunConfig, group: dist.ProcessGroup | None) -> None:

@@ -74,7 +74,6 @@ _REFUSED = [
         "no-tokenizer-sentencepiece-ignore-extra-whitespaces "
         "disable-tokenizer-sentencepiece-ignore-extra-whitespaces",
     ),
-    _refused("use --load FOLDER --finetune", values="pretrained-checkpoint"),
     _refused("use --sliding-window N, which counts the token itself", values="window-size"),
     _refused("validation sets are named by their paths; leave it out", lists="validation-set-names"),
     _refused("NullTokenizer's end of document is its last entry; leave it out", values="null-tokenizer-eod-id"),

@@ -1,0 +1,90 @@
+"""Runs that begin with the weights of another one: --pretrained-checkpoint."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.islands import IslandsConfig
+from megatron.config.run import RunConfig
+from megatron.training.pretrain import main
+from megatron.training.saved_run import with_pretrained
+from tests.support.corpus import tiny_flags, write_documents
+
+pytestmark = pytest.mark.multiprocess
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_documents(tmp_path_factory.mktemp("data") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def pretrained(prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pretrained")
+    assert main(tiny_flags(prefix, train_iters=3, save=folder, bf16=True)) == 0
+    return folder
+
+
+def _steps(log: Path) -> list[tuple[int, float, float, int]]:
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    names = ("iteration", "lm_loss", "learning_rate", "consumed_samples")
+    return [tuple(event[name] for name in names) for event in events if event["kind"] == "train"]
+
+
+def test_a_run_begins_with_the_weights_and_goes_on_by_the_same_command(
+    prefix: Path, pretrained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: --finetune. Everything but the weights is new; what the run has saved itself goes first."""
+    common: dict[str, Any] = {"train_iters": 4, "lr_decay_style": "linear", "lr_warmup_iters": 1, "bf16": True}
+    logs = {name: tmp_path / f"{name}.jsonl" for name in ("oracle", "parts", "unsaved", "random")}
+    saved = tmp_path / "saved"
+    oracle = {"load": pretrained, "finetune": True, "log_json_file": logs["oracle"]}
+    assert main(tiny_flags(prefix, **common, **oracle)) == 0
+    own = {"load": saved, "save": saved, "pretrained_checkpoint": pretrained, "log_json_file": logs["parts"]}
+    capsys.readouterr()
+    for stop in (2, None):
+        assert main(tiny_flags(prefix, **common, **own, use_checkpoint_args=True, exit_interval=stop)) == 0
+    assert capsys.readouterr().out.count(f"beginning with the weights of --pretrained-checkpoint {pretrained}") == 1
+    assert main(tiny_flags(prefix, **common, pretrained_checkpoint=pretrained, log_json_file=logs["unsaved"])) == 0
+    assert main(tiny_flags(prefix, **common, log_json_file=logs["random"])) == 0
+    steps = {name: _steps(log) for name, log in logs.items()}
+    assert steps["parts"] == steps["unsaved"] == steps["oracle"]
+    assert [iteration for iteration, *_ in steps["parts"]] == [1, 2, 3, 4]
+    assert abs(steps["parts"][0][1] - steps["random"][0][1]) > 1e-3
+
+
+def test_what_cannot_be_begun_with_is_named(
+    prefix: Path, pretrained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for changes, message in (
+        ({"pretrained_checkpoint": tmp_path}, f"error: --pretrained-checkpoint {tmp_path} holds no checkpoint; name"),
+        ({"pretrained_checkpoint": pretrained, "ckpt_step": 3}, "--ckpt-step needs --load FOLDER"),
+        ({"pretrained_checkpoint": pretrained, "load": tmp_path / "none", "ckpt_step": 3}, "none"),
+    ):
+        capsys.readouterr()
+        assert main(tiny_flags(prefix, **changes)) == 2
+        (said,) = capsys.readouterr().err.splitlines()
+        assert message in said
+    other = {"train_iters": 1, "pretrained_checkpoint": pretrained, "layernorm_epsilon": 1e-3}
+    assert main(tiny_flags(prefix, **other)) == 0
+    assert f"that of --pretrained-checkpoint {pretrained} has --norm-epsilon 1e-05" in capsys.readouterr().out
+
+
+def test_islands_begin_with_it_unless_one_of_them_has_saved(pretrained: Path, tmp_path: Path) -> None:
+    """A late island whose own folder is empty goes on with the others."""
+    notes: list[str] = []
+    checkpoint = CheckpointConfig(load=str(tmp_path), pretrained_checkpoint=str(pretrained))
+    config = replace(RunConfig(), checkpoint=checkpoint, islands=IslandsConfig(islands=2, island=1))
+    begun = with_pretrained(config, notes.append).checkpoint
+    assert (begun.load, begun.finetune, len(notes)) == (str(pretrained), True, 1)
+    own = tmp_path / "island_0"
+    (own / "iter_0000002").mkdir(parents=True)
+    (own / "latest_checkpointed_iteration.txt").write_text("2")
+    assert with_pretrained(config, notes.append) == config
+    assert len(notes) == 1
