@@ -49,8 +49,8 @@ class StepSizes:
             iteration, consumed_samples = until, consumed_samples + ahead.samples
 
     def tokens_ahead(self, iteration: int, consumed_samples: int, iterations: int) -> int:
-        """Tokens of the next ``iterations`` steps from a position."""
-        return sum(one.samples * one.length for one in self.ahead(iteration, consumed_samples, iterations))
+        """Tokens that the next ``iterations`` steps from a position train on."""
+        return sum(one.samples * one.length for one in self.ahead(iteration, consumed_samples, iterations) if one.taken)
 
     def within(self, tokens: int, iteration: int = 0, consumed_samples: int = 0) -> tuple[int, int]:
         """The whole steps from a position that train on no more than so many tokens.

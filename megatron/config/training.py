@@ -112,8 +112,8 @@ class TrainingConfig:
     )
     iterations_to_skip: list[str] = option(  # noqa: RUF009
         [],
-        "Iterations, counted from 1, or ranges of them (100-120) whose samples count as consumed without being read: "
-        "no step is taken, and the schedule of learning rates waits.",
+        "Iterations, counted from 1, or ranges of them (100-120) whose samples count as consumed without being read, "
+        "for the length of the run, too: no step is taken, and the schedule of learning rates waits.",
         metavar="ITERATION",
     )
     use_flash_attn: bool = option(

@@ -187,14 +187,8 @@ class Optimizer:
         grad_sq = sum_of_squares([shard.grad for shard in counted])
         params_sq = sum_of_squares([shard.main for shard in counted]) if self.log_params_norm else 0.0
         zeros = _zeros([shard.grad for shard in counted]) if self.log_num_zeros else 0.0
-        device = self.topology.device
         values = [*(number for pair in losses.values() for number in pair), vote, grad_sq, params_sq, zeros]
-        vector = torch.tensor(values, dtype=torch.float64, device=device)
-        pending = self.topology.world.all_reduce(vector)
-        self.ledger.sent(Point.CONTROL, pending.sent_bytes)
-        self.ledger.wait(Point.CONTROL, pending)
-        self.joint.add([vector[:-3]])
-        *pairs, votes, grad_sq, params_sq, zeros = vector.tolist()
+        *pairs, votes, grad_sq, params_sq, zeros = self.sum_over_world(values, own=3)
         sums, counts = pairs[::2], pairs[1::2]
         return StepTotals(
             {name: total / count if count else 0.0 for name, total, count in zip(losses, sums, counts, strict=True)},
@@ -205,6 +199,16 @@ class Optimizer:
             votes,
             self.loss_scale.scale,
         )
+
+    def sum_over_world(self, values: Sequence[float], own: int = 0) -> list[float]:
+        """Sums numbers over the world, and all but the last ``own`` of them over the islands that go in step, too."""
+        vector = torch.tensor(values, dtype=torch.float64, device=self.topology.device)
+        pending = self.topology.world.all_reduce(vector)
+        self.ledger.sent(Point.CONTROL, pending.sent_bytes)
+        self.ledger.wait(Point.CONTROL, pending)
+        self.joint.add([vector[: len(values) - own]])
+        result: list[float] = vector.tolist()
+        return result
 
     def _counted(self) -> list[ParamShard]:
         """The shards that this rank counts in norms."""

@@ -213,6 +213,11 @@ class Reporter:
         if iteration % self.config.logging.log_interval == 0 and not self.window.is_empty:
             self._report_window()
 
+    def report_rest(self) -> None:
+        """Reports the steps since the last line, at the end of training."""
+        if not self.window.is_empty:
+            self._report_window()
+
     def _report_estimate(self) -> None:
         """Prints the first estimate of how long the run will take."""
         progress, left = self.progress, self.train_iters - self.progress.iteration

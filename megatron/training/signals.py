@@ -6,6 +6,7 @@ the maximum of ``ExitReason`` over all ranks and acts on that.
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +24,12 @@ class ExitReason(IntEnum):
     SIGNAL = 3
     KILL_SWITCH = 4
     DIVERGED = 5
+
+
+_SIGNAL_VOTE = 2.0**20
+"""A vote that exceeds all ranks' votes for the time limit together."""
+_SWITCH_VOTE = 2.0**40
+"""A vote that exceeds all ranks' votes for a signal together."""
 
 
 class ExitSignals:
@@ -91,6 +98,23 @@ class ExitPolicy:
         if self.exit_interval and iteration % self.exit_interval == 0:
             return ExitReason.INTERVAL
         return ExitReason.NONE
+
+    def vote(self, iteration: int, signalled: bool) -> float:
+        """This rank's vote to stop after ``iteration`` iterations; the votes of all ranks are summed."""
+        if self.kill_switch_file is not None and os.path.exists(self.kill_switch_file):
+            return _SWITCH_VOTE
+        if signalled:
+            return _SIGNAL_VOTE
+        return 1.0 if self.decide(iteration) is ExitReason.DURATION else 0.0
+
+    @staticmethod
+    def wish(votes: float) -> ExitReason:
+        """The reason that some rank has to stop, from the sum of all votes."""
+        if votes >= _SWITCH_VOTE:
+            return ExitReason.KILL_SWITCH
+        if votes >= _SIGNAL_VOTE:
+            return ExitReason.SIGNAL
+        return ExitReason.DURATION if votes > 0 else ExitReason.NONE
 
     def explain(self, reason: ExitReason, iteration: int, saved_to: str | None = None) -> str:
         """A line for the log that explains a reason, and says where the run is saved."""

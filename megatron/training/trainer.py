@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -33,10 +32,6 @@ from megatron.training.timers import Timers
 
 Judge = Callable[[Tensor], Mapping[str, Mapping[str, float]]]
 """Scores outputs of a task head, one row for each draw of an evaluation: file -> metric -> value."""
-_SIGNAL_VOTE = 2.0**20
-"""A vote that exceeds all ranks' votes for the time limit together."""
-_SWITCH_VOTE = 2.0**40
-"""A vote that exceeds all ranks' votes for a signal together."""
 
 
 class Trainer:
@@ -157,12 +152,13 @@ class Trainer:
                 self._validate()
             while progress.iteration < self.train_iters and reason is ExitReason.NONE:
                 if self._skips_next:
-                    reason = self._skip_iteration()
+                    reason = self._skip_iterations(signals)
                 else:
                     with self._loader(self.train_set, progress.consumed_samples) as batches:
                         reason = self._take_steps(batches, signals)
                 if self._joins:
                     self._join()
+            self.reporter.report_rest()
             if reason is ExitReason.DIVERGED:
                 return reason
             with self.reporter.paused("save"):  # signals are held until it is written
@@ -183,31 +179,42 @@ class Trainer:
         while self.progress.iteration < self.train_iters and reason is ExitReason.NONE:
             if self._joins or self._skips_next:
                 break
-            signalled = signals is not None and signals.received is not None
-            reason = self._iteration(batches, self._vote(signalled))
+            reason = self._iteration(batches, self._vote(signals))
         return reason
 
-    def _skip_iteration(self) -> ExitReason:
+    def _skip_iterations(self, signals: ExitSignals | None) -> ExitReason:
+        """Skips iterations until one is to be taken, the run ends, or other islands are to be joined."""
+        first = self.progress.iteration + 1
+        last = min(self.sizes.skipped.until(self.progress.iteration) or first, self.train_iters)
+        which = f"iteration {first}" if first == last else f"iterations {first} to {last}"
+        self.reporter.line(f"--iterations-to-skip: {which} without a step; their samples count as consumed")
+        reason = ExitReason.NONE
+        while self.progress.iteration < last and reason is ExitReason.NONE and not self._joins:
+            reason = self._skip_iteration(self._vote(signals))
+        return reason
+
+    def _skip_iteration(self, vote: float) -> ExitReason:
         """Counts the samples of an iteration as consumed, without a step, and does everything else that is due."""
-        done = self.progress.iteration
+        done, engines = self.progress.iteration, self.engines
         if self.rounds is not None:
             self.rounds.before_step(done)
-        self._count_iteration()
+        engines.joint.begin(done)
+        with engines.ledger.uncounted():
+            (votes,) = engines.optimizer.sum_over_world([vote])
+        self._count_iteration(taken=False)
         self.progress.skipped += 1
-        self.engines.plan.skipped += 1
-        if done not in self.sizes.skipped or done == 0:
-            last = self.sizes.skipped.until(done)
-            self.reporter.line(f"no step is taken in iterations {done + 1} to {last} (--iterations-to-skip)")
+        engines.plan.skipped += 1
         self.reporter.report_if_due(done + 1)
         if self.rounds is not None:
+            self.rounds.asked = max(self.rounds.asked, self.policy.wish(votes))
             self._joins = not self._round(lambda rounds: rounds.after_step(done + 1, math.nan))
-        return ExitReason.NONE if self._joins else self._after_step(0.0)
+        return ExitReason.NONE if self._joins else self._after_step(votes)
 
-    def _count_iteration(self) -> None:
-        """Counts the next iteration and its samples."""
+    def _count_iteration(self, taken: bool = True) -> None:
+        """Counts the next iteration, its samples, and where its step was taken the tokens that it trained on."""
         progress = self.progress
         size, length = self.sizes.batches.at(progress.consumed_samples), self.sizes.lengths.at(progress.iteration)
-        progress.consumed_tokens = progress.tokens(self.config.model.seq_length) + size * length
+        progress.consumed_tokens = progress.tokens(self.config.model.seq_length) + size * length * taken
         progress.iteration += 1
         progress.consumed_samples += size
 
@@ -248,14 +255,9 @@ class Trainer:
             self._round(Rounds.hold)
         self.checkpoints.save()
 
-    def _vote(self, signalled: bool) -> float:
-        """This rank's vote to stop; votes are all-reduced together with the step's other numbers."""
-        switch = self.config.training.kill_switch_file
-        if switch is not None and os.path.exists(switch):
-            return _SWITCH_VOTE
-        if signalled:
-            return _SIGNAL_VOTE
-        return 1.0 if self.policy.decide(self.progress.iteration + 1) is ExitReason.DURATION else 0.0
+    def _vote(self, signals: ExitSignals | None) -> float:
+        """This rank's vote to stop after the next iteration."""
+        return self.policy.vote(self.progress.iteration + 1, signals is not None and signals.received is not None)
 
     def _iteration(self, batches: MicroBatches, vote: float) -> ExitReason:
         """Runs one optimizer step and everything that is due after it."""
@@ -277,7 +279,7 @@ class Trainer:
         warning = self.divergence.after_step(metrics)
         diverged = self.divergence.problem is not None
         if self.rounds is not None and not diverged:
-            self.rounds.asked = max(self.rounds.asked, self._wish(metrics.votes))
+            self.rounds.asked = max(self.rounds.asked, self.policy.wish(metrics.votes))
             self._joins = not self._round(lambda rounds: rounds.after_step(progress.iteration, metrics.loss))
             if self._joins:
                 return ExitReason.NONE
@@ -324,18 +326,10 @@ class Trainer:
         samples = self.train_set.epoch_samples
         return self.progress.consumed_samples / samples if samples else None
 
-    def _wish(self, votes: float) -> ExitReason:
-        """The reason that some rank has to stop; the same on every rank, since the votes were all-reduced."""
-        if votes >= _SWITCH_VOTE:
-            return ExitReason.KILL_SWITCH
-        if votes >= _SIGNAL_VOTE:
-            return ExitReason.SIGNAL
-        return ExitReason.DURATION if votes > 0 else ExitReason.NONE
-
     def _reason(self, votes: float) -> ExitReason:
         """The reason to stop now. Islands that take steps of their own stop together, at the end of a round."""
         rounds = self.rounds
-        wish = ExitReason(rounds.stop) if rounds is not None and rounds.apart else self._wish(votes)
+        wish = ExitReason(rounds.stop) if rounds is not None and rounds.apart else self.policy.wish(votes)
         if wish is not ExitReason.NONE:
             return wish
         interval = self.config.training.exit_interval

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+import threading
+import time
 import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron.checkpoint.find import read_tracker
 from megatron.training.pretrain import main
 from tests.support.cli import launch_ranks_cli, run_cli
 from tests.support.corpus import tiny_flags, write_documents
@@ -238,6 +243,7 @@ SAME: dict[str, tuple[int, dict[str, Any]]] = {
             "compress": ["pp-forward=delta,bits=4", "pp-backward=lowrank,rank=2,error-feedback=lazy"],
         },
     ),
+    "sequences and batches grow, and iterations are left out": (1, {**GROWING, "iterations_to_skip": "3 6-7"}),
     "tp2 pp2 with virtual stages": (
         4,
         {
@@ -597,9 +603,10 @@ def test_a_schedule_of_batch_sizes_goes_on_to_the_last_digit(prefix: Path, tmp_p
 def test_iterations_to_skip_consume_their_samples_and_take_no_step(prefix: Path, tmp_path: Path) -> None:
     """Oracle: a checkpoint whose position is moved over the samples that are left out. Also what is due there is done,
     and a run that is stopped among them goes on."""
-    log, saved = tmp_path / "log.jsonl", tmp_path / "saved"
+    log, saved, text = tmp_path / "log.jsonl", tmp_path / "saved", tmp_path / "log.txt"
     common: dict[str, Any] = {"train_iters": 7, "lr_decay_style": "linear", "save": saved, "load": saved}
-    skipping = {**common, "iterations_to_skip": "3 4-5", "save_interval": 2, "log_json_file": log}
+    skipping = {**common, "iterations_to_skip": "3 4-5 9", "save_interval": 2, "log_json_file": log}
+    skipping["log_txt_file"] = text
     for interval in (4, None):
         train(2, tiny_flags(prefix, **skipping, exit_interval=interval))
     assert sorted(path.name for path in saved.glob("iter_*")) == [f"iter_000000{n}" for n in (2, 4, 6, 7)]
@@ -607,13 +614,58 @@ def test_iterations_to_skip_consume_their_samples_and_take_no_step(prefix: Path,
     steps = {event["iteration"]: event for event in events if event["kind"] == "train"}
     assert list(steps) == [1, 2, 6, 7]
     assert [steps[number]["consumed_samples"] for number in steps] == [4, 8, 24, 28]
+    assert [steps[number]["consumed_tokens"] for number in steps] == [64, 128, 192, 256]
+    sizes = [event["size"]["tokens"] for event in events if event["kind"] == "config"]
+    assert sizes == [4 * 4 * 16] * 2
+    lines = [line for line in text.read_text().splitlines() if "--iterations-to-skip:" in line]
+    rest = "without a step; their samples count as consumed"
+    assert lines == [f"--iterations-to-skip: {which} {rest}" for which in ("iterations 3 to 5", "iteration 5")]
 
     path = saved / "iter_0000002" / "common.json"
     moved = json.loads(path.read_text())
-    moved["progress"] |= {"iteration": 5, "consumed_samples": 20, "consumed_tokens": 320}
+    moved["progress"] |= {"iteration": 5, "consumed_samples": 20}
     reseal(path.parent, {path.name: json.dumps(moved).encode()})
     oracle = tmp_path / "oracle.jsonl"
     train(2, tiny_flags(prefix, **{**common, "save": None}, ckpt_step=2, log_json_file=oracle))
     wanted = _losses(oracle)
     assert list(wanted) == [6, 7]
     assert {number: _losses(log)[number] for number in wanted} == wanted
+
+
+def _train_with_a_signal(flags: list[str], log: Path, rank_of_signal: int | None) -> int:
+    """One rank gets a signal as soon as the log says that iterations are skipped."""
+
+    def send() -> None:
+        while not log.exists() or "--iterations-to-skip:" not in log.read_text():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    if rank_of_signal == int(os.environ["RANK"]):
+        threading.Thread(target=send, daemon=True).start()
+    return main(flags)
+
+
+@pytest.mark.parametrize("reason", ["signal", "duration"])
+def test_a_run_is_stopped_among_iterations_to_skip(prefix: Path, tmp_path: Path, reason: str) -> None:
+    """On all ranks after the same iteration, though one of them has the signal."""
+    most, saved, log = 100_000, tmp_path / "saved", tmp_path / "log.txt"
+    stop: dict[str, Any] = {"exit_duration_in_mins": 1e-6} if reason == "duration" else {"exit_signal_handler": True}
+    skipping = {"train_iters": most, "iterations_to_skip": f"1-{most}", "save": saved, "log_txt_file": log}
+    flags, rank = tiny_flags(prefix, **{**skipping, **stop}), 1 if reason == "signal" else None
+    assert run_ranks(2, _train_with_a_signal, flags, log, rank, init=False) == [0, 0]
+    iteration = read_tracker(saved)
+    assert isinstance(iteration, int)
+    assert iteration == 1 if reason == "duration" else 1 < iteration < most
+
+
+def test_the_last_steps_are_logged_where_no_line_is_due(prefix: Path, tmp_path: Path) -> None:
+    """At the end of a run, and where it is stopped."""
+    each, windows = tmp_path / "each.jsonl", tmp_path / "windows.jsonl"
+    common: dict[str, Any] = {"train_iters": 10, "save": tmp_path / "saved", "load": tmp_path / "saved"}
+    train(1, tiny_flags(prefix, train_iters=10, log_json_file=each))
+    for stop in (5, None):
+        train(1, tiny_flags(prefix, **common, log_interval=4, exit_interval=stop, log_json_file=windows))
+    losses = [loss for loss, _ in _losses(each).values()]
+    wanted = {4: losses[:4], 5: losses[4:5], 8: losses[5:8], 10: losses[8:]}
+    logged = {iteration: loss for iteration, (loss, _) in _losses(windows).items()}
+    assert logged == {iteration: pytest.approx(sum(steps) / len(steps)) for iteration, steps in wanted.items()}

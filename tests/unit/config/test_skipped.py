@@ -26,3 +26,8 @@ def test_steps_to_come_are_those_of_a_plain_loop(skipped: set[int], begun: int, 
     samples = sum(one.samples for one in sizes.ahead(begun, consumed, iterations))
     assert taken == sum(number not in skipped for number in range(begun + 1, begun + iterations + 1))
     assert samples == batches.ahead(consumed, iterations).samples
+    position, tokens = consumed, 0
+    for number in range(begun + 1, begun + iterations + 1):
+        tokens += 0 if number in skipped else batches.at(position) * 8
+        position += batches.at(position)
+    assert sizes.tokens_ahead(begun, consumed, iterations) == tokens

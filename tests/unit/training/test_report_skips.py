@@ -37,10 +37,10 @@ def test_a_line_that_is_due_at_an_iteration_without_a_step_is_not_lost(
         _joins=False,
         _after_step=lambda votes: ExitReason.NONE,
     )
-    trainer._count_iteration = lambda: Trainer._count_iteration(trainer)
+    trainer._count_iteration = lambda taken: Trainer._count_iteration(trainer, taken)
     for iteration in range(1, 13):
         if iteration in skipped:
-            Trainer._skip_iteration(trainer)
+            Trainer._skip_iteration(trainer, 0.0)
         else:
             run.step(4.0 - iteration, 1.0, 1e-3)
     run.reporter.close()
