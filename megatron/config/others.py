@@ -141,8 +141,8 @@ def _of_known(target: KnownFlag, words: Sequence[str], parser: FlagParser) -> Fa
         return Fate("works in another program", f"{target.program}: {target.reason}")
     if not target.refused:
         return Fate("no effect", target.reason)
-    neutral = f"; `{target.neutral}` asks for nothing and is accepted" if target.neutral else ""
-    return Fate("refused", target.reason + neutral)
+    spellings = " or ".join(f"`{one}`" for one in target.neutral)
+    return Fate("refused", target.reason + (f"; {spellings} asks for nothing and is accepted" if spellings else ""))
 
 
 def _expect(holds: bool, words: Sequence[str]) -> None:

@@ -92,7 +92,7 @@ def _known_table(known: Sequence[KnownFlag], *, refused: bool) -> str:
 
 def _known_flag(flag: KnownFlag) -> str:
     value = "" if flag.arity == SWITCH else " VALUE"
-    neutral = f" ({flag.neutral})" if flag.neutral else ""
+    neutral = f" ({', '.join(flag.neutral)})" if flag.neutral else ""
     return f"`--{flag.name}{value}`{neutral}"
 
 

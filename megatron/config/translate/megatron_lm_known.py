@@ -77,7 +77,14 @@ _REFUSED = [
     _refused("use --sliding-window N, which counts the token itself", values="window-size"),
     _refused("validation sets are named by their paths; leave it out", lists="validation-set-names"),
     _refused("NullTokenizer's end of document is its last entry; leave it out", values="null-tokenizer-eod-id"),
-    _refused("SIGTERM is awaited, and SIGUSR1; see --exit-signal-handler", values="exit-signal=15"),
+    _refused(
+        "SIGTERM is awaited, and SIGUSR1; see --exit-signal-handler, and leave it out",
+        values="exit-signal=SIGTERM|TERM|15",
+    ),
+    _refused(
+        "a run goes on after the samples that it has consumed; use --finetune to begin other data with its weights",
+        values="override-dataloader-consumed-samples",
+    ),
 ]
 
 _HARMLESS = [

@@ -118,7 +118,7 @@ class KnownFlag(OldFlag):
     """A flag that is recognized but sets nothing.
 
     refused: whether giving it is an error.
-    neutral: for a refused flag, the value that asks for nothing and is accepted; "" when there is none.
+    neutral: for a refused flag, the spellings of the value that asks for nothing and is accepted, if there is one.
     reason: why it has no effect, or what to do instead.
     program: the program that it is for, where that is another one.
     feature: for a refused flag, the feature that is not offered; "" where something stands for it.
@@ -126,7 +126,7 @@ class KnownFlag(OldFlag):
 
     refused: bool
     reason: str
-    neutral: str = ""
+    neutral: tuple[str, ...] = ()
     program: str = ""
     feature: str = ""
 
@@ -141,7 +141,7 @@ class KnownFlag(OldFlag):
     def _asks_for_nothing(self, words: Sequence[str]) -> bool:
         if self.arity == SWITCH:
             return _is_false(words)
-        return bool(self.neutral) and all(_same(word, self.neutral) for word in words)
+        return bool(self.neutral) and all(any(_same(word, one) for one in self.neutral) for word in words)
 
 
 def known_flags(
@@ -154,10 +154,17 @@ def known_flags(
     program: str = "",
     feature: str = "",
 ) -> list[KnownFlag]:
-    """Flags that share a reason, from their names; ``name=VALUE`` gives the neutral value of a flag."""
+    """Flags that share a reason, from their names; ``name=VALUE`` gives the neutral value of a flag, and
+    ``name=VALUE|VALUE`` several spellings of it."""
     return [
         KnownFlag(
-            name=name, arity=arity, refused=refused, reason=reason, neutral=neutral, program=program, feature=feature
+            name=name,
+            arity=arity,
+            refused=refused,
+            reason=reason,
+            neutral=tuple(filter(None, neutral.split("|"))),
+            program=program,
+            feature=feature,
         )
         for arity, words in ((SWITCH, switches), (VALUE, values), (VALUES, lists))
         for name, _, neutral in (word.partition("=") for word in words.split())

@@ -210,9 +210,16 @@ def test_each_refused_flag_is_refused_by_name_unless_neutral() -> None:
             PARSER.parse(_words(flag, "7"), check=False)
         assert f"--{flag.name}" in str(caught.value)
         assert flag.reason in str(caught.value)
-        if flag.neutral:
-            parsed = PARSER.parse(_words(flag, flag.neutral), check=False)
+        for neutral in flag.neutral:
+            parsed = PARSER.parse(_words(flag, neutral), check=False)
             assert parsed.explicit == set(), flag.name
+
+
+@pytest.mark.parametrize("word", ["SIGTERM", "TERM", "sigterm", "15"])
+def test_the_signal_that_is_awaited_may_be_spelled_in_any_way(word: str) -> None:
+    assert PARSER.parse(["--exit-signal", word], check=False).explicit == set()
+    with pytest.raises(UserError, match="--exit-signal SIGINT: SIGTERM is awaited"):
+        PARSER.parse(["--exit-signal", "SIGINT"], check=False)
 
 
 def test_one_message_names_every_flag_that_cannot_be_used() -> None:
