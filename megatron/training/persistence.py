@@ -135,7 +135,8 @@ class RunCheckpoints:
     def flags_to_go_back(self) -> str | None:
         """The flags that load the newest checkpoint of this run after which an update was taken; None where there is
         none."""
-        for folder in filter(None, (self.config.save, self.config.load)):
+        resumed = None if self.config.finetune else self.config.load
+        for folder in filter(None, (self.config.save, resumed)):
             iteration = newest_before(saved_iterations(Path(folder)), self.progress.last_update)
             if iteration is not None:
                 step = f"--ckpt-step {iteration}"

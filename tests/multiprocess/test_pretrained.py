@@ -76,6 +76,19 @@ def test_what_cannot_be_begun_with_is_named(
     assert f"that of --pretrained-checkpoint {pretrained} has --norm-epsilon 1e-05" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("flag", ["--pretrained-checkpoint", "--finetune --load"])
+def test_a_run_that_diverges_is_not_sent_back_to_the_run_that_it_began_with(
+    prefix: Path, pretrained: Path, capsys: pytest.CaptureFixture[str], flag: str
+) -> None:
+    """That one's iterations are not its own."""
+    diverging = {"optimizer": "sgd", "lr": 1e3, "lr_warmup_iters": 20, "clip_grad": 0, "train_iters": 24}
+    capsys.readouterr()
+    assert main([*tiny_flags(prefix, **diverging, max_skipped_steps=2), *flag.split(), str(pretrained)]) == 5
+    said = capsys.readouterr().err
+    assert "the run has diverged" in said
+    assert str(pretrained) not in said
+
+
 def test_islands_begin_with_it_unless_one_of_them_has_saved(pretrained: Path, tmp_path: Path) -> None:
     """A late island whose own folder is empty goes on with the others."""
     notes: list[str] = []

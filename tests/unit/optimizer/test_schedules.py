@@ -82,7 +82,7 @@ def test_wsd_is_constant_until_its_decay(style: str, halfway: float) -> None:
 
 def test_a_checkpoint_from_before_these_values_loads() -> None:
     state = LRSchedule(make_values(warmup_samples=10.0)).state_dict()
-    for name in ("warmup_init", "annealing_style", "annealing_samples"):
+    for name in ("warmup_init", "annealing_style", "annealing_samples", "decoupled_lr", "decoupled_min_lr"):
         del state[name]
     LRSchedule(make_values(warmup_samples=10.0)).load_state_dict(state)
 
