@@ -179,7 +179,7 @@ def _length(span: tuple[int, int]) -> int:
 
 def held_ranges(buckets: Sequence[Bucket], replicas: int) -> list[tuple[ParamSlot, Ranges]]:
     """The matrices in buckets, and the range of each that every replica holds; no ranges for 0 replicas."""
-    held = []
+    held: list[tuple[ParamSlot, Ranges]] = []
     for bucket in buckets:
         shares = [overlap_slots(bucket, share_of(bucket, replicas, rank)) for rank in range(replicas)]
         ranges_of = [{index: (start, stop) for index, start, stop in share} for share in shares]

@@ -144,9 +144,7 @@ def traffic(stages: Stages, choice: Choice, wires: Wires) -> dict[str, float]:
             for elements, size in stages.parts(choice, rank)
         )
     for rank in range(choice.pp):
-        exchanged = sum(
-            part.to_replicas + part.to_tensors for part in stages.matrices(choice, rank)
-        )
+        exchanged = sum(part.to_replicas + part.to_tensors for part in stages.matrices(choice, rank))
         found[Point.OPTIMIZER.value] = found.get(Point.OPTIMIZER.value, 0.0) + exchanged / choice.pp
     return {point: nbytes for point, nbytes in found.items() if nbytes}
 

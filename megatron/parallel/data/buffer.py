@@ -266,8 +266,6 @@ def _equal_shapes_adjoin(members: Sequence[NamedParam]) -> list[NamedParam]:
     return [member for _, member in sorted(enumerate(members), key=place)]
 
 
-def named_params(
-    specs: Mapping[str, tuple[str, ParamSpec]], model: nn.Module
-) -> list[NamedParam]:
+def named_params(specs: Mapping[str, tuple[str, ParamSpec]], model: nn.Module) -> list[NamedParam]:
     """The model's parameters in the form that ``FlatBuffer`` takes."""
     return [(name, *specs[name], param) for name, param in model.named_parameters()]
