@@ -7,10 +7,14 @@ U+0085, "\x0b" to "\x1e", a "\r" alone) are part of the text, as vocabularies ha
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron.base.errors import UserError
+
+_MOST_DIGITS = 18
+"""Characters of an integer that is read as one; Python takes the square of the time for more, and then refuses."""
 
 
 def read_utf8(path: str | Path, flag: str) -> str:
@@ -40,16 +44,36 @@ def read_lines(path: str | Path, flag: str) -> list[str]:
     return lines if lines[-1] else lines[:-1]
 
 
-def parse_json(text: str) -> Any:
-    """Parses JSON; whole numbers of more digits than Python converts become floats.
+@dataclass(frozen=True)
+class Numeral:
+    """A number of JSON that Python would write in another way, or not at all.
+
+    Args:
+        text: the number as it is written.
+    """
+
+    text: str
+
+    def __float__(self) -> float:
+        return float(self.text)
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parses JSON; numbers that Python would write in another way are ``Numeral``.
+
+    So a value goes through a program unchanged, and long integers cost no more than other text of their length.
 
     Raises:
         ValueError: when it is no JSON.
         RecursionError: when it is nested too deeply.
     """
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        raise
-    except ValueError:
-        return json.loads(text, parse_int=float)
+    return json.loads(text, parse_int=_integer, parse_float=_fraction)
+
+
+def _integer(text: str) -> int | Numeral:
+    return int(text) if len(text) <= _MOST_DIGITS and text != "-0" else Numeral(text)
+
+
+def _fraction(text: str) -> float | Numeral:
+    value = float(text)
+    return value if repr(value) == text else Numeral(text)

@@ -49,6 +49,7 @@ if __name__ == "__main__":
 
 from megatron.base.atomic import holding, remove_leftovers
 from megatron.base.errors import UserError
+from megatron.base.text_file import parse_json
 from megatron.data.cleaning.command import Report, Tool, add_common, check_apart
 from megatron.data.cleaning.filtering import Judged, encode, judge_all
 from megatron.data.lines import lines, writing
@@ -151,7 +152,7 @@ def shuffle_and_number(source: Path, output: Path, prefix: str, seed: int) -> Re
     report, number = Report(written=0), Numbering(prefix)
     with writing(output) as write:
         for line in shuffled(source, seed):
-            found = json.loads(line)
+            found = parse_json(line)
             del found[KEY]
             for kept in number(found, line, "").kept:
                 write(kept)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron.base.errors import UserError
+from megatron.base.text_file import Numeral, parse_json
 from megatron.data.cleaning.command import Report, progress
 from megatron.data.lines import numbered_lines
 from megatron.data.processes import in_processes
@@ -36,30 +39,59 @@ def document(line: bytes, where: str, *keys: str, skippable: bool = True) -> dic
     """
     advice = "remove the line" + (", or give --skip-bad-lines" if skippable else "")
     try:
-        found = json.loads(line)
+        found = parse_json(line)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: is no JSON ({error}); {advice}") from error
     if not isinstance(found, dict):
         raise UserError(f"{where}: is no JSON object; {advice}")
     for key in keys:
-        if isinstance(found.get(key), (int, float)):
+        if isinstance(found.get(key), (int, float, Numeral)):
             raise UserError(f"{where}: {key!r} is a number and no text (add_id.py makes names that are); {advice}")
         if not isinstance(found.get(key), str):
             raise UserError(f"{where}: has no text {key!r}; {advice}")
     return found
 
 
+class _StandIns:
+    """Strings that stand in JSON for what is put there afterwards, or that it has no form for.
+
+    Args:
+        default: function of a value that JSON has no form for.
+    """
+
+    def __init__(self, default: Callable[[Any], Any] | None) -> None:
+        self._default = default
+        self._mark = secrets.token_hex(16)  # in no text
+        self._numerals: list[str] = []
+
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, Numeral):
+            self._numerals.append(value.text)
+            return f"{self._mark}{len(self._numerals) - 1}"
+        if self._default is None:
+            raise TypeError(f"values of type {type(value).__name__}")
+        return self._default(value)
+
+    def replace(self, text: str) -> str:
+        """The text with the numbers in their places."""
+        if not self._numerals:
+            return text
+        return re.sub(f'"{self._mark}([0-9]+)"', lambda found: self._numerals[int(found[1])], text)
+
+
 def encode(found: dict[str, Any], default: Callable[[Any], Any] | None = None) -> bytes:
     """A line of JSON in UTF-8; halves of characters, which have no UTF-8, stay escaped.
 
     Args:
-        found: the line's object.
+        found: the line's object; a ``Numeral`` in it is written as it was read.
         default: what stands for a value that JSON has no form for.
     """
+    stand_ins = _StandIns(default)
+    text = stand_ins.replace(json.dumps(found, ensure_ascii=False, default=stand_ins))
     try:
-        return json.dumps(found, ensure_ascii=False, default=default).encode()
+        return text.encode()
     except UnicodeEncodeError:
-        return json.dumps(found, default=default).encode()
+        return stand_ins.replace(json.dumps(found, default=stand_ins)).encode()
 
 
 def _size(item: object) -> int:

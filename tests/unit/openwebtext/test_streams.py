@@ -30,6 +30,7 @@ from tools.openwebtext import (
     cleanup_dataset,
     cleanup_fix_dataset,
     download_openwebtext,
+    filter_ngrams,
     merge_jsons,
     pipeline,
 )  # fmt: skip
@@ -241,6 +242,51 @@ def test_nothing_is_written_twice_or_over_what_is_read(tmp_path: Path, monkeypat
             check_apart(["a", "b"], ["c", name])
         with pytest.raises(UserError, match="written twice"):
             check_apart([], ["a", None, name])
+
+
+NUMERALS = ["9" * 5000, "-" + "8" * 1_000_000, "1e400", "1.50", "-0", "0.1000000000000000000001", "7", "0.5"]
+
+
+@pytest.mark.parametrize(
+    ("module", "flags"),
+    [
+        (add_id, ["--input-file", "a.jsonl", "--output-file", "out", "--id-prefix", "x"]),
+        (cleanup_dataset, ["a.jsonl", "out", "--min-tokens", "1", "--workers", "1"]),
+        (
+            filter_ngrams,
+            ["--task-files", "t.jsonl", "text", "--dedup-dataset", "a.jsonl", "text", "--output", "out", "--workers=1"],
+        ),
+    ],
+)
+def test_numbers_in_other_fields_stay_as_they_are_written(
+    module: Any, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of these tools writes the line anew: with a number, a repaired text, a text without a piece."""
+    monkeypatch.chdir(tmp_path)
+    leak = "one two three four five six seven eight nine ten eleven twelve thirteen."
+    write(tmp_path / "t.jsonl", [{"text": leak}])
+    numerals = ", ".join(NUMERALS)
+    text = json.dumps(f"The house\u2019s door \u00e2\u20ac\u2122 was open. {TEXT * 2} {leak} {TEXT * 2}")
+    Path("a.jsonl").write_text(f'{{"n": [{numerals}], "of": {{"n": {NUMERALS[0]}}}, "text": {text}}}\n')
+    assert module.main(flags) == 0
+    written = Path("out").read_text().splitlines()
+    assert written
+    for line in written:
+        assert line != Path("a.jsonl").read_text().rstrip("\n")
+        assert line.startswith(f'{{"n": [{numerals}], "of": {{"n": {NUMERALS[0]}}}, "text": "')
+
+
+def test_the_last_step_of_the_pipeline_keeps_numbers_as_they_are_written(tmp_path: Path) -> None:
+    numerals, source = ", ".join(NUMERALS), tmp_path / "a.jsonl"
+    source.write_text(f'{{"n": [{numerals}], "{pipeline.KEY}": "1"}}\n')
+    pipeline.shuffle_and_number(source, tmp_path / "out", "x", 1)
+    assert (tmp_path / "out").read_text() == f'{{"n": [{numerals}], "adlr_id": "x-0000000001"}}\n'
+
+
+def test_a_long_number_where_a_text_belongs_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.jsonl").write_text(f'{{"text": {"9" * 5000}}}\n')
+    assert cleanup_dataset.main([str(tmp_path / "a.jsonl"), str(tmp_path / "out"), "--workers", "1"]) == 2
+    assert "a.jsonl, line 1: 'text' is a number and no text" in capsys.readouterr().err
 
 
 # Tools
