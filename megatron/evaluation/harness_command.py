@@ -71,6 +71,8 @@ def run(model: Any, flags: EvaluationFlags) -> dict[str, Any]:
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
+    from megatron.evaluation.lm_eval_rules import ContinuationRules
+
     manager = TaskManager(include_path=flags.include_path)
     unknown = sorted(set(flags.tasks) - set(manager.all_tasks))
     if unknown:
@@ -90,7 +92,7 @@ def run(model: Any, flags: EvaluationFlags) -> dict[str, Any]:
         bootstrap_iters=flags.bootstrap_iters,
     )
     assert found is not None
-    return dict(found)
+    return {**found, "contexts": vars(model.contexts)} if isinstance(model, ContinuationRules) else dict(found)
 
 
 def _loaded(load: Callable[[list[str]], Any], tasks: list[str]) -> Any:
@@ -119,8 +121,17 @@ def report(found: dict[str, Any] | UserError, flags: EvaluationFlags) -> None:
     if isinstance(found, UserError):
         raise found
     print(make_table(found), flush=True)
+    contexts = found["contexts"]
+    if contexts["cut"]:
+        print(
+            f"note: the contexts of {contexts['cut']:,} of {contexts['requests']:,} requests are longer than the model "
+            f"reads ({contexts['window']:,} tokens): they lost their first tokens, {contexts['tokens_cut']:,} in all, "
+            f"at most {contexts['most_tokens_cut']:,} of one",
+            flush=True,
+        )
     if flags.output:
-        figures = {name: found[name] for name in ("results", "versions", "n-shot", "n-samples") if name in found}
+        names = ("results", "versions", "n-shot", "n-samples", "contexts")
+        figures = {name: found[name] for name in names if name in found}
         write_whole(flags.output, json.dumps(figures, indent=1, default=str).encode(), "--output")
 
 

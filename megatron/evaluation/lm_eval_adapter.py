@@ -8,15 +8,13 @@ from typing import Any
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from megatron.evaluation.lm_eval_rules import ContinuationRules, EncodedPair
+from megatron.evaluation.lm_eval_rules import ContinuationRules, EncodedPair, answer_length
 from megatron.inference.jobs import InferenceJob, Leader
 from megatron.inference.sampling import Sampling
 from megatron.inference.text import TextStream
 from megatron.tokenizer.api import start_token
 
 GREEDY = Sampling(greedy=True)
-MAX_NEW_TOKENS = 256
-"""The maximum for tasks that do not name one, as everywhere in the harness."""
 
 
 class CheckpointLM(ContinuationRules):
@@ -88,10 +86,12 @@ class CheckpointLM(ContinuationRules):
         for number, request in enumerate(tqdm(requests, desc="texts", disable=disable_tqdm)):
             text, options = request.args
             until = options.get("until") or []
-            new = int(options.get("max_gen_toks", MAX_NEW_TOKENS))
+            new = answer_length(options)
             # Where the answer alone may fill the window, it moves along as the answer grows.
             room = self.window - new if new < self.window else self.window
-            prompt = self.own.tokenize(text)[-room:] or [self.prefix_token_id]
+            tokens = self.own.tokenize(text)
+            self.contexts.add(len(tokens), room)
+            prompt = tokens[-room:] or [self.prefix_token_id]
             answers.append(
                 self._text(prompt, new, _sampling(options), [until] if isinstance(until, str) else until, number)
             )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,9 +16,45 @@ from megatron.base.errors import UserError
 EncodedPair = tuple[Any, list[int], list[int]]
 """A context and its continuation: their texts (None for a window of a rolling text), and their tokens."""
 
+MAX_NEW_TOKENS = 256
+"""The maximum for tasks that do not name one, as everywhere in the harness."""
+_NEW_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+
+
+@dataclass
+class ContextCounts:
+    """The contexts of requests, and those that lose their beginning because the model reads no more.
+
+    Args:
+        window: number of tokens that the model reads.
+        requests: number of contexts.
+        cut: number of contexts that are cut.
+        tokens_cut: number of tokens that these lose together.
+        most_tokens_cut: number of tokens that one of them loses at most.
+    """
+
+    window: int
+    requests: int = 0
+    cut: int = 0
+    tokens_cut: int = 0
+    most_tokens_cut: int = 0
+
+    def add(self, length: int, room: int) -> None:
+        """Counts a context of ``length`` tokens where there is room for ``room``."""
+        excess = max(length - room, 0)
+        self.requests += 1
+        self.cut += excess > 0
+        self.tokens_cut += excess
+        self.most_tokens_cut = max(self.most_tokens_cut, excess)
+
+
+def answer_length(options: Mapping[str, Any]) -> int:
+    """The most new tokens that a task asks for, by any name that the harness takes for it."""
+    return next((int(options[name]) for name in _NEW_TOKENS if options.get(name) is not None), MAX_NEW_TOKENS)
+
 
 class ContinuationRules(TemplateLM):
-    """Rules of continuations: none is without tokens, and none is cut.
+    """Rules of continuations: none is without tokens, and none is cut. Contexts that are cut are counted.
 
     The harness tokenizes a context and its continuation together, and cuts behind the context's number of tokens.
     Where that leaves a continuation without tokens, because its text joined the context's last token, it is tokenized
@@ -27,6 +65,11 @@ class ContinuationRules(TemplateLM):
     def longest_continuation(self) -> int:
         """Number of tokens that the model can score in one pass."""
         raise NotImplementedError
+
+    @cached_property
+    def contexts(self) -> ContextCounts:
+        """The contexts of the requests so far."""
+        return ContextCounts(self.longest_continuation)
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         for request in requests:
@@ -43,19 +86,22 @@ class ContinuationRules(TemplateLM):
         return context_ids, continuation_ids
 
     def check_pairs(self, pairs: Sequence[EncodedPair]) -> None:
-        """Checks that continuations can be scored.
+        """Checks that continuations can be scored, and counts their contexts.
 
         Raises:
             UserError: when one has no tokens, or more than the model can score in one pass.
         """
         most = self.longest_continuation
-        for texts, _, continuation_ids in pairs:
+        for texts, context_ids, continuation_ids in pairs:
             if not 0 < len(continuation_ids) <= most:
                 begin = "" if texts is None else repr(texts[1][:40])
                 raise UserError(
                     f"--tasks: a continuation of {len(continuation_ids)} tokens ({begin}) cannot be scored, as the "
                     f"model reads {most}; leave its task out"
                 )
+            if texts is not None:
+                # The last token is predicted and not read.
+                self.contexts.add(len(context_ids), most + 1 - len(continuation_ids))
 
 
 class ExportedLM(ContinuationRules, HFLM):
@@ -81,6 +127,19 @@ class ExportedLM(ContinuationRules, HFLM):
         self.check_pairs(requests)
         found: list[tuple[float, bool]] = super()._loglikelihood_tokens(requests, **options)
         return found
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        for request in requests:
+            text, options = request.args
+            new = answer_length(options)
+            if new >= self.longest_continuation:
+                raise UserError(
+                    f"--tasks {request.task_name}: asks for answers of {new} tokens, and --via hf reads "
+                    f"{self.longest_continuation} with their context; leave --via out, or the task"
+                )
+            self.contexts.add(len(self.tok_encode(text)), self.longest_continuation - new)
+        answers: list[str] = super().generate_until(requests, disable_tqdm=disable_tqdm)
+        return answers
 
     def tok_decode(self, tokens: Any, skip_special_tokens: bool = True) -> str:
         if not isinstance(tokens, list):

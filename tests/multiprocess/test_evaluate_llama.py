@@ -56,6 +56,15 @@ TASKS = {
         'generation_kwargs: {until: ["zz"], max_gen_toks: 8}\nmetric_list: [{metric: bleu}, {metric: exact_match}]'
     ),
     "too_long": CHOICE % ("text", "too_long"),
+    "long_context": CHOICE % ("long", "words"),
+    "long_writing": (
+        'output_type: generate_until\ndoc_to_text: "{{long}}"\ndoc_to_target: "{{a}}"\n'
+        'generation_kwargs: {until: ["zz"], max_new_tokens: 5}\nmetric_list: [{metric: bleu}, {metric: exact_match}]'
+    ),
+    "endless": (
+        'output_type: generate_until\ndoc_to_text: "{{text}}"\ndoc_to_target: "{{a}}"\n'
+        'generation_kwargs: {until: ["zz"], max_gen_toks: 64}\nmetric_list: [{metric: exact_match}]'
+    ),
 }
 
 
@@ -113,9 +122,13 @@ def _flags(place: Path, *tasks: str) -> EvaluationFlags:
     return EvaluationFlags(tasks=list(tasks), include_path=str(place / "tasks"), bootstrap_iters=0, micro_batch_size=3)
 
 
-def _by_checkpoint(place: Path, *tasks: str) -> dict[str, float]:
+def _results(place: Path, *tasks: str) -> dict[str, Any]:
     with Leader(load_model(place / "saved"), 60.0) as leader:
-        return _figures(run(CheckpointLM(leader, 3), _flags(place, *tasks)))
+        return run(CheckpointLM(leader, 3), _flags(place, *tasks))
+
+
+def _by_checkpoint(place: Path, *tasks: str) -> dict[str, float]:
+    return _figures(_results(place, *tasks))
 
 
 def test_the_checkpoint_its_export_and_the_server_give_the_same_figures(place: Path) -> None:
@@ -141,6 +154,30 @@ def test_a_continuation_that_is_longer_than_the_window_is_refused(place: Path) -
         with pytest.raises(UserError, match="cannot be scored") as refusal:
             evaluate()
         assert "\n" not in str(refusal.value)
+
+
+def test_contexts_that_lose_their_beginning_are_counted(place: Path) -> None:
+    """By the checkpoint and by its export, whose figures agree."""
+    tasks = _flags(place, "long_context", "long_writing", "words")
+    with Leader(load_model(place / "saved"), 60.0) as leader:
+        tokens = leader.model.tokenizer.tokenize
+        ours = run(CheckpointLM(leader, 3), tasks)
+    rows = [json.loads(line) for line in (place / "rows.json").read_text().splitlines()]
+    lost = [len(tokens(row["long"] + word)) - WINDOW - 1 for row in rows for word in row["words"]]
+    lost += [len(tokens(row["long"])) - (WINDOW - 5) for row in rows]
+    assert all(count > 0 for count in lost)
+    expected = {"requests": len(lost) + 16, "cut": len(lost), "tokens_cut": sum(lost), "most_tokens_cut": max(lost)}
+    assert ours["contexts"] == {**expected, "window": WINDOW}
+    exported = via_hf(str(place / "saved"), None, tasks)
+    assert exported["contexts"] == ours["contexts"]
+    assert _figures(exported) == pytest.approx(_figures(ours), rel=1e-4)
+    assert _results(place, "words")["contexts"]["cut"] == 0
+
+
+def test_an_answer_as_long_as_the_window_is_refused_by_the_export_alone(place: Path) -> None:
+    _by_checkpoint(place, "endless")
+    with pytest.raises(UserError, match=r"^--tasks endless: asks for answers of 64 tokens, and --via hf reads 64 with"):
+        via_hf(str(place / "saved"), None, _flags(place, "endless"))
 
 
 def test_a_continuation_that_joins_its_context_is_tokenized_alone(place: Path) -> None:

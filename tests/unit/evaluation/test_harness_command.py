@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -43,3 +44,16 @@ def test_an_interrupted_export_is_no_refusal(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(harness_command, "convert", interrupted)
     with pytest.raises(KeyboardInterrupt):
         via_hf(str(tmp_path), None, FLAGS)
+
+
+@pytest.mark.parametrize("cut", [0, 3])
+def test_cut_contexts_are_a_line_and_in_the_json(cut: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    contexts = {"requests": 48, "cut": cut, "tokens_cut": 19 * cut, "most_tokens_cut": 30, "window": 64}
+    flags = EvaluationFlags(tasks=["a"], output=str(tmp_path / "out"))
+    harness_command.report({"results": {}, "versions": {}, "n-shot": {}, "contexts": contexts}, flags)
+    assert json.loads((tmp_path / "out").read_text())["contexts"] == contexts
+    line = (
+        "note: the contexts of 3 of 48 requests are longer than the model reads (64 tokens): they lost their first "
+        "tokens, 57 in all, at most 30 of one\n"
+    )
+    assert capsys.readouterr().out.endswith(line) == bool(cut)
