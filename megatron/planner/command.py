@@ -339,6 +339,10 @@ def run(options: argparse.Namespace) -> None:
     parsed = parse_args(["--config", options.config])
     check_kind(parsed, f"--config {options.config}")
     config = parsed.config
+    if options.vocab_size and config.tokenizer.tokenizer_type is None:
+        config = dataclasses.replace(
+            config, tokenizer=dataclasses.replace(config.tokenizer, vocab_size=options.vocab_size)
+        )
     cluster = read_cluster(path) if path.exists() or not options.measure else _this_machine()
     gpus = options.gpus or cluster.gpus
     planned = dataclasses.replace(cluster, gpus=gpus, sites=options.sites or cluster.sites)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from megatron.checkpoint.convert.model import tensors_of
 from megatron.config.run import RunConfig
@@ -47,6 +48,28 @@ def test_a_run_is_predicted_and_faster_ones_are_found(tmp_path: Path, capsys: py
     assert len(written) == 3
     assert written[1]["seconds"] <= written[2]["seconds"]
     assert {"seconds", "parts", "memory", "sent", "mfu", "choice"} <= written[0].keys()
+
+
+def test_the_vocabulary_s_size_takes_the_place_of_a_tokenizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*_files(tmp_path), "--no-search", "--json", str(tmp_path / "plan.json")]
+
+    def planned_bytes(*more: str) -> object:
+        assert main([*words, *more]) == 0
+        (plan,) = json.loads((tmp_path / "plan.json").read_text())
+        return plan["sent"], plan["memory"]
+
+    expected = planned_bytes("--vocab-size", "3000")
+    assert expected != planned_bytes("--vocab-size", str(VOCAB))
+    content = yaml.safe_load((tmp_path / "run.yaml").read_text())
+    del content["tokenizer"]
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
+    assert main(words) == 2
+    assert (
+        capsys.readouterr().err == "plan: error: not given but required: --tokenizer-type (or --vocab-size); add it\n"
+    )
+    assert planned_bytes("--vocab-size", "3000") == expected
 
 
 def _plan_on(folder: Path, cluster: Cluster) -> list[str]:
