@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 from tqdm import tqdm
 
 from megatron.base.errors import UserError
@@ -34,12 +36,14 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--input", metavar="FOLDER", help="folder whose .bin/.idx pairs are joined, sorted by name")
-    source.add_argument("--prefixes", nargs="+", metavar="PREFIX", help="pairs to join, without .bin/.idx, in order")
-    parser.add_argument(
-        "--output-prefix", required=True, metavar="PREFIX", help="name of the result, without .bin/.idx"
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument(
+        "--input",
+        metavar="FOLDER",
+        help="folder whose .bin/.idx pairs are joined, sorted by name, without an earlier output",
     )
+    source.add_argument("--prefixes", nargs="+", metavar="PREFIX", help="pairs to join, without .bin/.idx, in order")
+    parser.add_argument("--output-prefix", metavar="PREFIX", help="name of the result, without .bin/.idx (required)")
     parser.add_argument("--multimodal", action="store_true", help=argparse.SUPPRESS)
     return parser
 
@@ -48,7 +52,7 @@ def find_prefixes(folder: str, output_prefix: str) -> list[str]:
     """Finds the pairs of a folder, sorted by name; the output of an earlier run is none of them.
 
     Raises:
-        UserError: when there are none, or one of a pair is missing.
+        UserError: when there are none, one of a pair is missing, or the output would replace one.
     """
     try:
         names = sorted(path.name for path in Path(folder).iterdir() if path.suffix in (".bin", ".idx"))
@@ -63,7 +67,18 @@ def find_prefixes(folder: str, output_prefix: str) -> list[str]:
     prefixes = [str(Path(folder) / stem) for stem in sorted(stems) if (Path(folder) / stem).resolve() != output]
     if not prefixes:
         raise UserError(f"--input {folder}: holds no .bin/.idx pair to join")
+    if len(prefixes) < len(stems) and not _are_parts(prefixes, output_prefix):
+        raise UserError(
+            f"--output-prefix {output_prefix}: is a data set in --input {folder} and not the others joined; name "
+            "another, or remove it"
+        )
     return prefixes
+
+
+def _are_parts(prefixes: Sequence[str], whole: str) -> bool:
+    """Whether a data set has the sequences of others, by their lengths."""
+    lengths = [read_index(dataset_files(prefix)[1]).lengths for prefix in (*prefixes, whole)]
+    return np.array_equal(np.concatenate(lengths[:-1]), lengths[-1])
 
 
 def check_alike(prefixes: Sequence[str]) -> IndexTable:
@@ -118,6 +133,12 @@ def main(argv: list[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> None:
     if args.multimodal:
         raise UserError("--multimodal: data sets with modes of sequences are not read here; leave the flag out")
+    missing = [] if args.input or args.prefixes else ["--input or --prefixes"]
+    missing += [] if args.output_prefix is not None else ["--output-prefix"]
+    if missing:
+        raise UserError(f"not given but required: {', '.join(missing)}; see --help")
+    if os.path.basename(args.output_prefix) in ("", ".", ".."):
+        raise UserError(f"--output-prefix {args.output_prefix}: names no file; give a name such as data/all")
     prefixes = args.prefixes or find_prefixes(args.input, args.output_prefix)
     writer = merge(prefixes, args.output_prefix)
     print(

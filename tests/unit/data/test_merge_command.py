@@ -78,7 +78,7 @@ def test_a_list_of_prefixes_keeps_its_order(tmp_path: Path) -> None:
         ("--prefixes {0}/damaged", "damaged.idx: "),
         ("--prefixes {0}/out {0}/mixed/one", "--output-prefix {0}/out: is one of the data sets to join"),
         ("--input {0}/mixed --prefixes a", "argument --prefixes: not allowed with argument --input"),
-        ("", "one of the arguments --input --prefixes is required"),
+        ("", "not given but required: --input or --prefixes"),
         ("--prefixes {0}/mixed/one --multimodal", "--multimodal: "),
         ("--prefixes {0}/mixed/one --unknown", "unrecognized arguments: --unknown"),
     ],
@@ -99,6 +99,43 @@ def test_what_cannot_be_joined(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert line.startswith("error: ")
     assert says.format(tmp_path) in line
     assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_a_data_set_in_the_folder_is_not_taken_for_an_earlier_output(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the other data sets together do not make up is one of the data sets, which would be lost."""
+    documents = [write(tmp_path / f"part{number}", "int32", number) for number in range(2)]
+    flags = ["--input", str(tmp_path), "--output-prefix"]
+    assert main([*flags, str(tmp_path / "part1")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: --output-prefix {tmp_path}/part1: is a data set in --input {tmp_path} and not")
+    assert read(tmp_path / "part1") == documents[1]
+    assert main([*flags, str(tmp_path / "all")]) == 0
+    assert main([*flags, str(tmp_path / "all")]) == 0
+    assert read(tmp_path / "all") == documents[0] + documents[1]
+    write(tmp_path / "part2", "int32", 5)
+    assert main([*flags, str(tmp_path / "all")]) == 2, "it has become another data set's prefix"
+
+
+@pytest.mark.parametrize("prefix", ["", "folder/", ".", "folder/.."])
+def test_an_output_without_a_name_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], prefix: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(Path("part0"), "int32", 1)
+    before = sorted(tmp_path.iterdir())
+    assert main(["--prefixes", "part0", "--output-prefix", prefix]) == 2
+    assert capsys.readouterr().err == f"error: --output-prefix {prefix}: names no file; give a name such as data/all\n"
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_all_that_is_missing_is_named_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--input" in line
+    assert "--prefixes" in line
+    assert "--output-prefix" in line
 
 
 def test_tokens_are_not_held_in_memory(tmp_path: Path) -> None:
