@@ -86,9 +86,7 @@ def parser() -> argparse.ArgumentParser:
         help="compressors that serve together, as in --compress; once for each set to be searched, in place of the "
         'usual ones; "" is no compression',
     )
-    made.add_argument(
-        "--vocab-size", type=int, metavar="N", help="entries of the vocabulary, instead of the tokenizer's"
-    )
+    made.add_argument("--vocab-size", type=int, metavar="N", help="entries of the vocabulary, not the tokenizer's")
     made.add_argument(
         "--expert-imbalance",
         default="1",
@@ -340,9 +338,8 @@ def run(options: argparse.Namespace) -> None:
     check_kind(parsed, f"--config {options.config}")
     config = parsed.config
     if options.vocab_size and config.tokenizer.tokenizer_type is None:
-        config = dataclasses.replace(
-            config, tokenizer=dataclasses.replace(config.tokenizer, vocab_size=options.vocab_size)
-        )
+        tokenizer = dataclasses.replace(config.tokenizer, vocab_size=options.vocab_size)
+        config = dataclasses.replace(config, tokenizer=tokenizer)
     cluster = read_cluster(path) if path.exists() or not options.measure else _this_machine()
     gpus = options.gpus or cluster.gpus
     planned = dataclasses.replace(cluster, gpus=gpus, sites=options.sites or cluster.sites)
