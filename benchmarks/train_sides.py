@@ -69,7 +69,7 @@ class Shape:
             self.hidden // self.heads,
             self.seq,
             self.vocab,
-            swiglu=self.llama,
+            gated=self.llama,
             expert_layers=self.layers if self.experts else 0,
             expert_products=self.layers * self.hidden * (3 * 2 * self.ffn + self.experts) if self.experts else 0,
         )

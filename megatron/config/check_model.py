@@ -34,6 +34,7 @@ def check_model(model: ModelConfig) -> None:
         flag
         for flag, on in (
             ("--swiglu", model.swiglu),
+            ("--geglu", model.geglu),
             ("--openai-gelu", model.openai_gelu),
             ("--squared-relu", model.squared_relu),
         )
@@ -59,8 +60,17 @@ def _check_windows(model: ModelConfig) -> None:
 
 
 def _check_kind(model: ModelConfig) -> None:
-    if model.qk_layernorm and model.model_type != "gpt":
-        raise UserError(f"--qk-layernorm: only GPT normalizes queries and keys; leave it out for {model.kind}")
+    of_gpt = {
+        "--qk-layernorm": (model.qk_layernorm, "normalizes queries and keys"),
+        "--sandwich-norm": (model.sandwich_norm, "normalizes what attention and the MLP return"),
+        "--attn-logit-softcapping": (model.attn_logit_softcapping is not None, "bounds attention's scores"),
+        "--final-logit-softcapping": (model.final_logit_softcapping is not None, "bounds its logits"),
+        "--query-pre-attn-scalar": (model.query_pre_attn_scalar is not None, "divides attention's scores by it"),
+        "--apply-embedding-scaling": (model.apply_embedding_scaling, "scales its embeddings"),
+    }
+    for flag, (is_set, feature) in of_gpt.items():
+        if is_set and model.model_type != "gpt":
+            raise UserError(f"{flag}: only GPT {feature}; leave it out for {model.kind}")
     if not model.causal and model.sliding_window is not None:
         kind = model.model_type.upper()
         raise UserError(
@@ -98,7 +108,7 @@ def _check_deberta(model: ModelConfig) -> None:
         f"--position-embedding-type {model.position_embedding_type}": model.position_embedding_type == "rope",
         f"--normalization {model.normalization}": model.normalization != "LayerNorm",
         "--parallel-residual": model.parallel_residual,
-        "--swiglu": model.swiglu,
+        f"--{model.activation}": model.gated,
         "--squared-relu": model.squared_relu,
         "--disable-bias-linear": not model.add_bias_linear,
         f"--num-query-groups {model.num_query_groups}": model.num_query_groups != model.num_attention_heads,
@@ -132,10 +142,16 @@ def check_task_head(model: ModelConfig) -> None:
 
 
 def _check_rotary(model: ModelConfig) -> None:
-    if model.position_embedding_type != "rope":
-        given = "--rotary-percent" if model.rotary_percent != 1.0 else "--rotary-scaling"
-        if model.rotary_percent != 1.0 or model.rotary_scaling != "none":
-            raise UserError(f"{given} needs rotary positions; add --position-embedding-type rope")
+    of_rotary = {
+        "--rotary-percent": model.rotary_percent != 1.0,
+        "--rotary-scaling": model.rotary_scaling != "none",
+        "--rope-local-base-freq": model.rope_local_base_freq is not None,
+    }
+    for flag in [flag for flag, is_set in of_rotary.items() if is_set]:
+        if model.position_embedding_type != "rope":
+            raise UserError(f"{flag} needs rotary positions; add --position-embedding-type rope")
+    if model.rope_local_base_freq is not None and model.sliding_window is None:
+        raise UserError("--rope-local-base-freq is for layers with a window; add --sliding-window")
     _check_rotary_scaling(model)
     if model.position_embedding_type != "rope":
         return

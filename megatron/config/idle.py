@@ -34,7 +34,7 @@ def _one_replica(config: RunConfig, world_size: int) -> bool:
 
 def _fixed_gelu(config: RunConfig, world_size: int) -> bool:
     model = config.model
-    return model.swiglu or model.squared_relu or model.openai_gelu or not model.add_bias_linear
+    return model.gated or model.squared_relu or model.openai_gelu or not model.add_bias_linear
 
 
 def _no_curriculum_by(*kinds: str) -> Callable[[RunConfig, int], bool]:
@@ -62,6 +62,11 @@ RULES: Sequence[Idle] = (
         ("model.rotary_base",),
         lambda config, _: config.model.position_embedding_type != "rope",
         "without --position-embedding-type rope",
+    ),
+    Idle(
+        ("model.final_logit_softcapping",),
+        lambda config, _: not config.model.predicts_words,
+        "beside a task, whose outputs are no words",
     ),
     *EXPERT_RULES,
     Idle(("model.bias_gelu_fusion",), _fixed_gelu, "beside another activation or --disable-bias-linear"),

@@ -52,7 +52,7 @@ def least_needs(config: RunConfig, world_size: int, vocab_size: int | None = Non
     tensor = parallel.tensor_model_parallel_size
     heads = (model.num_attention_heads + 2 * model.num_query_groups) * model.kv_channels
     attention = (heads + model.num_attention_heads * model.kv_channels) * model.hidden_size
-    matrices = attention + (3 if model.swiglu else 2) * model.ffn_hidden_size * model.hidden_size
+    matrices = attention + (3 if model.gated else 2) * model.ffn_hidden_size * model.hidden_size
     stages = parallel.pipeline_model_parallel_size
     split = parallel.pipeline_model_parallel_split_rank if model.decoder_layers else None
     numbers = model.num_layers // (split or stages) * matrices
@@ -97,7 +97,7 @@ def _of_experts(config: RunConfig, layers: range) -> int:
     shares = parallel.expert_model_parallel_size / (
         parallel.tensor_model_parallel_size if parallel.folds_experts else 1
     )
-    matrices = (3 if model.swiglu else 2) * model.hidden_size
+    matrices = (3 if model.gated else 2) * model.hidden_size
     found = [count for layer, count in model.expert_layers.items() if layer in layers]
     widths = (int(count / shares) * (model.moe_ffn_hidden_size or 0) - model.ffn_hidden_size for count in found)
     return matrices * sum(widths)

@@ -9,6 +9,7 @@ from megatron.base.numerals import MOST
 from megatron.base.option import derived, option, required
 from megatron.config.experts import ExpertsConfig
 from megatron.config.kinds import ModelType, TaskHead, kind_text
+from megatron.config.layer_form import LayerFormConfig
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +20,7 @@ CLASSIFICATION_LOSS, REGRESSION_LOSS = "classification loss", "regression loss"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(ExpertsConfig):
+class ModelConfig(LayerFormConfig, ExpertsConfig):
     """Network size and form. Sizes are global: they do not depend on the layout."""
 
     model_type: ModelType = option(  # noqa: RUF009
@@ -45,7 +46,7 @@ class ModelConfig(ExpertsConfig):
     )
     hidden_size: int = required("Width of the residual stream.", minimum=1, maximum=MOST, checkpoint="shape")
     ffn_hidden_size: int = derived(
-        "4 * hidden size; with --swiglu, 8/3 * hidden size rounded down to a multiple of 64",
+        "4 * hidden size; with --swiglu or --geglu, 8/3 * hidden size rounded down to a multiple of 64",
         "Inner width of the MLP.",
         minimum=1,
         maximum=4 * MOST,
@@ -97,6 +98,13 @@ class ModelConfig(ExpertsConfig):
         "Base of the rotary frequencies.",
         above=0,
         aliases=("rotary-position-embeddings-theta",),
+        checkpoint="shape",
+    )
+    rope_local_base_freq: float | None = derived(
+        "--rotary-base",
+        "Base of the rotary frequencies of the layers with a window (--sliding-window), which --rotary-scaling then "
+        "leaves as they are (Gemma 3).",
+        above=0,
         checkpoint="shape",
     )
     rotary_percent: float = option(
@@ -166,49 +174,20 @@ class ModelConfig(ExpertsConfig):
         maximum=MOST_LAYERS,
         checkpoint="shape",
     )
-    normalization: Literal["LayerNorm", "RMSNorm"] = option("LayerNorm", "Normalization layer.", checkpoint="shape")
-    norm_epsilon: float = option(
-        1e-5,
-        "Epsilon of the normalization layers, added to the variance.",
-        above=0,
-        aliases=("layernorm-epsilon",),
-        checkpoint="shape",
-    )
-    swiglu: bool = option(False, "Gated MLP: SiLU(gate) * up instead of GELU.", checkpoint="shape")
-    openai_gelu: bool = option(False, "GELU in its tanh form.", checkpoint="shape")
-    squared_relu: bool = option(False, "Squared ReLU instead of GELU.", checkpoint="shape")
-    bias_gelu_fusion: bool = option(
-        True,
-        "GELU in its exact (erf) form. Without this flag GELU has its tanh form, as in Megatron, wherever "
-        "the MLP has a bias.",
-        flag="no-bias-gelu-fusion",
-        off_switch=True,
-        checkpoint="shape",
-    )
     untie_embeddings_and_output_weights: bool = option(
         False, "Give the output layer weights of its own.", checkpoint="shape"
     )
-    add_bias_linear: bool = option(
-        True,
-        "No biases in the linear layers.",
-        flag="disable-bias-linear",
-        off_switch=True,
+    apply_embedding_scaling: bool = option(
+        False,
+        "Multiply the embeddings of tokens by the square root of --hidden-size, which is rounded to the type of the "
+        "parameters (Gemma).",
         checkpoint="shape",
     )
-    add_qkv_bias: bool = option(
-        False,
-        "Biases in the projection to queries, keys and values, where --disable-bias-linear leaves the others out.",
-        checkpoint="shape",
-    )
-    qk_layernorm: bool = option(
-        False,
-        "Normalize the queries and keys of each head (--normalization), before their positions are rotated (Qwen3): "
-        "the logits of attention stay bounded.",
-        checkpoint="shape",
-    )
-    parallel_residual: bool = option(
-        False,
-        "The MLP of a layer reads the layer's input, beside the attention, instead of what follows the attention.",
+    final_logit_softcapping: float | None = derived(
+        "no bound",
+        "Bound C of the output's logits x, softly: C tanh(x / C) (Gemma 2).",
+        above=0,
+        aliases=("output-logit-softcapping",),
         checkpoint="shape",
     )
     bert_binary_head: bool = option(
@@ -342,6 +321,10 @@ class ModelConfig(ExpertsConfig):
         pattern = self.window_attn_skip_freq
         return self.sliding_window if not pattern or pattern[layer] else None
 
+    def has_local_positions(self, layer: int) -> bool:
+        """Whether a layer's rotary positions have the base of layers with a window."""
+        return self.rope_local_base_freq is not None and self.window_of(layer) is not None
+
     @property
     def total_layers(self) -> int:
         """Number of all layers."""
@@ -361,17 +344,3 @@ class ModelConfig(ExpertsConfig):
         if not self.predicts_words:
             return (REGRESSION_LOSS if self.task_head == "regression" else CLASSIFICATION_LOSS,)
         return (LM_LOSS, SOP_LOSS) if self.model_type == "bert" and self.bert_binary_head else (LM_LOSS,)
-
-    @property
-    def activation(self) -> str:
-        """The MLP's activation: "swiglu", "squared_relu", "gelu_tanh" or "gelu" (exact).
-
-        The tanh form is what Megatron's fused bias and GELU computes; without biases there is no such fusion.
-        """
-        if self.swiglu:
-            return "swiglu"
-        if self.squared_relu:
-            return "squared_relu"
-        if self.openai_gelu or (self.bias_gelu_fusion and self.add_bias_linear):
-            return "gelu_tanh"
-        return "gelu"

@@ -21,9 +21,11 @@ def resolve_model(model: ModelConfig) -> ModelConfig:
             )
         model = replace(model, kv_channels=hidden // heads)
     if is_unset(model.ffn_hidden_size):
-        width = 8 * hidden // 3 // 64 * 64 if model.swiglu else 4 * hidden
+        width = 8 * hidden // 3 // 64 * 64 if model.gated else 4 * hidden
         if width == 0:
-            raise UserError(f"--swiglu: --hidden-size {hidden} is too small for a default; give --ffn-hidden-size")
+            raise UserError(
+                f"--{model.activation}: --hidden-size {hidden} is too small for a default; give --ffn-hidden-size"
+            )
         model = replace(model, ffn_hidden_size=width)
     model = fill_rotary_scaling(_fill_windows(model))
     if is_unset(model.moe_ffn_hidden_size) and model.has_experts:

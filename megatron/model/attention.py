@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.comm.tensor import TensorComm
 from megatron.config.model import ModelConfig
+from megatron.kernels.soft_cap import soft_capped
 from megatron.model.context import AttentionDropout, ForwardContext
 from megatron.model.norm import Norm
 from megatron.model.rotary import apply_rotary
@@ -41,6 +42,8 @@ class Attention(ShardedModule, ABC):
         self.groups = config.num_query_groups // comm.size
         self.queries_per_group = config.num_attention_heads // config.num_query_groups
         self.causal = causal
+        self.divisor = math.sqrt(config.query_pre_attn_scalar or self.head_dim)
+        self.cap = config.attn_logit_softcapping
         self.dropout = config.attention_dropout
         self.recompute_core = recompute_core
 
@@ -52,7 +55,7 @@ class Attention(ShardedModule, ABC):
         """
         if self.dropout == 0.0:
             return AttentionDropout(None, 0)
-        if self.dense.weight.is_cuda:
+        if self.dense.weight.is_cuda and self.cap is None:
             sites = () if self.site == "attention" else (self.site,)
             seed = keyed_seed(repr((keys.seed, keys.draws, self.layer, self.comm.rank, *sites)))
             return AttentionDropout(None, seed)
@@ -75,10 +78,6 @@ class Attention(ShardedModule, ABC):
         self, query: Tensor, key: Tensor, value: Tensor, context: ForwardContext, dropout: AttentionDropout | None
     ) -> Tensor:
         dropping = self.dropout > 0.0 and dropout is not None
-        if dropout is not None and dropout.heads is not None:
-            return self._core_with_keyed_dropout(query, key, value, context, dropout.heads)
-        if dropping and dropout is not None:  # for the fused CUDA kernel
-            torch.cuda.manual_seed(dropout.fused)
         mask = self._allowed(query, context)
         if context.cache is not None and mask is None:
             mask = context.cache.mask(self.layer)
@@ -87,6 +86,11 @@ class Attention(ShardedModule, ABC):
             query.shape[2] == 1
         ):  # one position alone comes after all that are kept; a branch, as torch wants a plain bool
             causal = False
+        keys = None if dropout is None else dropout.heads
+        if keys is not None or self.cap is not None:
+            return self._written_out(query, key, value, mask, causal, keys)
+        if dropping and dropout is not None:  # for the fused CUDA kernel
+            torch.cuda.manual_seed(dropout.fused)
         return context.attention(
             query,
             key,
@@ -94,6 +98,7 @@ class Attention(ShardedModule, ABC):
             attn_mask=mask,
             dropout_p=self.dropout if dropping else 0.0,
             is_causal=causal,
+            scale=1.0 / self.divisor,
             enable_gqa=self.queries_per_group > 1,
         )
 
@@ -102,22 +107,26 @@ class Attention(ShardedModule, ABC):
         """Mask of allowed positions for a whole text, (b or 1, 1, s or 1, s'); None where all are, or all earlier
         ones."""
 
-    def _core_with_keyed_dropout(
-        self, query: Tensor, key: Tensor, value: Tensor, context: ForwardContext, keys: SiteKeys
+    def _written_out(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, keys: SiteKeys | None
     ) -> Tensor:
-        """Attention written out, with a mask keyed by sample, layer and global head."""
-        key = key.repeat_interleave(self.queries_per_group, dim=1)
-        value = value.repeat_interleave(self.queries_per_group, dim=1)
+        """Attention that no kernel fuses: with soft bounds of its scores, and dropout masks keyed by sample, layer and
+        global head."""
         pairs = (query.shape[2], key.shape[2])
-        scores = query @ key.transpose(-1, -2)
-        allowed = self._allowed(query, context)
-        if allowed is None:
-            allowed = torch.ones(pairs, dtype=torch.bool, device=query.device)
-            allowed = allowed.tril() if self.causal else allowed
-        probs = scores.div(math.sqrt(self.head_dim)).masked_fill(~allowed, -torch.inf).softmax(dim=-1)
-        masks = [keys.keep_mask(head, pairs, self.dropout, probs) for head in range(query.shape[1])]
-        result: Tensor = (probs * torch.stack(masks, dim=1)) @ value
-        return result
+        # The queries of a group one after the other, as rows of one product with the group's keys.
+        rows = query.unflatten(1, (self.groups, self.queries_per_group)).flatten(2, 3)
+        scores = (rows @ key.transpose(-1, -2)).view(*query.shape[:2], *pairs).div(self.divisor)
+        if self.cap is not None:
+            scores = soft_capped(scores, self.cap)
+        if causal:
+            mask = torch.ones(pairs, dtype=torch.bool, device=query.device).tril()
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -torch.inf)
+        probs = scores.softmax(dim=-1)
+        if keys is not None:
+            masks = [keys.keep_mask(head, pairs, self.dropout, probs) for head in range(query.shape[1])]
+            probs = probs * torch.stack(masks, dim=1)
+        return (probs.view(*rows.shape[:3], pairs[1]) @ value).view_as(query)
 
 
 class SelfAttention(Attention):

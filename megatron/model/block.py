@@ -51,11 +51,18 @@ class Layer(nn.Module, ABC):
         """What the next layer is given; ``positions`` are those of ``Stage``."""
 
     def _add(
-        self, branch: tuple[Tensor, Tensor | None], residual_sbh: Tensor, dropout: LayerDropout | None, site: int
+        self,
+        branch: tuple[Tensor, Tensor | None],
+        residual_sbh: Tensor,
+        dropout: LayerDropout | None,
+        site: int,
+        norm: Norm | None = None,
     ) -> Tensor:
         out_sbh, bias = branch
         if bias is not None:
             out_sbh = out_sbh + bias
+        if norm is not None:
+            out_sbh = norm(out_sbh)
         keys = None if dropout is None else dropout.hidden
         return residual_sbh + hidden_dropout(out_sbh, self.dropout, keys, site, self.comm)
 
@@ -69,7 +76,10 @@ class Layer(nn.Module, ABC):
 
 
 class TransformerLayer(Layer):
-    """Pre-norm attention and MLP, each with dropout and a residual, one after the other or side by side."""
+    """Pre-norm attention and MLP, each with dropout and a residual, one after the other or side by side.
+
+    With sandwich norms, what attention and the MLP return is normalized, too, before dropout.
+    """
 
     def __init__(
         self,
@@ -93,6 +103,11 @@ class TransformerLayer(Layer):
             if layer in config.expert_layers
             else MLP(config, comm.at(f"{layer}.mlp"), device, dtype)
         )
+        self.post_self_attn_layernorm: Norm | None = None
+        self.post_mlp_layernorm: Norm | None = None
+        if config.sandwich_norm:
+            self.post_self_attn_layernorm = Norm(config, comm, device, dtype)
+            self.post_mlp_layernorm = Norm(config, comm, device, dtype)
 
     def _attended(
         self,
@@ -103,7 +118,8 @@ class TransformerLayer(Layer):
     ) -> Tensor:
         """The layer's input with self-attention added."""
         keys = None if dropout is None else dropout.attention
-        return self._add(self.self_attention(self.input_layernorm(x_sbh), context, positions, keys), x_sbh, dropout, 0)
+        branch = self.self_attention(self.input_layernorm(x_sbh), context, positions, keys)
+        return self._add(branch, x_sbh, dropout, 0, self.post_self_attn_layernorm)
 
     def forward(
         self,
@@ -114,7 +130,8 @@ class TransformerLayer(Layer):
     ) -> Tensor:
         then_sbh = self._attended(x_sbh, context, positions, dropout)
         mlp_input = x_sbh if self.parallel else then_sbh
-        return self._add(self.mlp(self.post_attention_layernorm(mlp_input), context), then_sbh, dropout, 1)
+        branch = self.mlp(self.post_attention_layernorm(mlp_input), context)
+        return self._add(branch, then_sbh, dropout, 1, self.post_mlp_layernorm)
 
 
 class DecoderLayer(TransformerLayer):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -136,10 +138,11 @@ class DebertaStage(ClassifierStage):
         recompute_core = self.recompute.recompute_granularity == "selective"
         return DebertaLayer(self.config, number, self.comm, device, self.dtype, recompute_core)
 
-    def _positions(self, x_sbh: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor] | None:
+    def _positions(self, x_sbh: Tensor, context: ForwardContext) -> Mapping[int, tuple[Tensor, Tensor]]:
         """The vectors of distances, and the row of each pair of tokens."""
         length = x_sbh.shape[0] * (self.comm.size if self.comm.sequence_parallel else 1)
-        return self.relative_positions(), relative_rows(length, self.config, x_sbh.device)
+        distances = self.relative_positions(), relative_rows(length, self.config, x_sbh.device)
+        return dict.fromkeys(self.part.layers, distances)
 
     def final_states(self, x_sbh: Tensor) -> Tensor:
         return x_sbh

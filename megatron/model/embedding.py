@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -41,6 +42,7 @@ class Embedding(ShardedModule):
         self.comm = comm
         self.dropout = config.hidden_dropout
         self.residual_dtype = config.residual_dtype(dtype)
+        self.scale = embedding_scale(config, dtype)
         tied = config.ties_embeddings
         self.word_embeddings = VocabParallelEmbedding(shard, config.hidden_size, tied, comm, device, dtype, copy)
         self.position_embeddings: PositionEmbedding | None = None
@@ -58,12 +60,22 @@ class Embedding(ShardedModule):
 
     def _summed(self, tokens_bs: Tensor, context: ForwardContext, site: str) -> Tensor:
         x_sbh: Tensor = self.word_embeddings(tokens_bs, site)
+        if self.scale is not None:
+            x_sbh = x_sbh * self.scale
         if self.position_embeddings is not None:
             x_sbh = x_sbh + self.position_embeddings(tokens_bs, context)
         if self.tokentype_embeddings is not None:
             assert context.types_bs is not None
             x_sbh = x_sbh + self.tokentype_embeddings(context.types_bs)
         return x_sbh.to(self.residual_dtype)
+
+
+def embedding_scale(config: ModelConfig, dtype: torch.dtype) -> float | None:
+    """Factor of the embeddings of tokens, rounded to their type; None where there is none."""
+    if not config.apply_embedding_scaling:
+        return None
+    exact = torch.tensor(math.sqrt(config.hidden_size), dtype=torch.float64, device="cpu")
+    return float(exact.to(dtype))
 
 
 class _Table(ShardedModule):

@@ -48,7 +48,7 @@ class Expert(nn.Module):
         super().__init__()
         comm = comm.alone() if unshared else comm
         width, hidden = config.moe_ffn_hidden_size, config.hidden_size
-        shape: tuple[int, ...] = (2, width, hidden) if config.swiglu else (width, hidden)
+        shape: tuple[int, ...] = (2, width, hidden) if config.gated else (width, hidden)
         self.comm = comm
         self.activation = ACTIVATIONS[config.activation]
         self.dense_h_to_4h = ColumnParallelLinear(shape, config.add_bias_linear, comm, device, dtype)

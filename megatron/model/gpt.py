@@ -25,7 +25,8 @@ class GPTStage(Stage):
         """Weighted sum of the tokens' losses (scalar), and the losses themselves (b, s); last stage only."""
         x_sbh = self.final_layernorm(x_sbh)
         given = (self.output_weight, labels_bs.t(), weights_bs.t(), self.comm, self.shard)
-        total, losses_sb = head_loss(x_sbh, *given, space=self.logits_space)
+        cap = self.config.final_logit_softcapping
+        total, losses_sb = head_loss(x_sbh, *given, space=self.logits_space, cap=cap)
         return total, losses_sb.t()
 
     def logits(self, x_sbh: Tensor) -> Tensor:

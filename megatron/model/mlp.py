@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,61 +17,76 @@ from megatron.model.context import ForwardContext
 from megatron.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.tensor.shards import ShardedModule
 
+_gelu_tanh = partial(F.gelu, approximate="tanh")
 
-class _SwiGLU(torch.autograd.Function):
-    """SwiGLU whose gradient is written in one piece: autograd would copy both halves of it together."""
+
+@dataclass(frozen=True)
+class _Gated:
+    """Function of (..., gate and value): the product of the opened gate and the value.
+
+    Args:
+        opened: function of the gate.
+        backward: its derivative, as an operation that writes (gradient, gate) to ``grad_input``.
+    """
+
+    opened: Callable[[Tensor], Tensor]
+    backward: Callable[..., Tensor]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling() or not x.requires_grad:
+            return self.of_parts(x)
+        result: Tensor = _InOnePiece.apply(x, self)
+        return result
+
+    def of_parts(self, x: Tensor) -> Tensor:
+        """The same, with autograd's gradient."""
+        gate, value = x.chunk(2, dim=-1)
+        return self.opened(gate) * value
+
+
+class _InOnePiece(torch.autograd.Function):
+    """A gated function whose gradient is written in one piece: autograd would copy both halves of it together."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, form: _Gated) -> Tensor:
         gate, value = x.chunk(2, dim=-1)
-        open_gate = F.silu(gate)
+        open_gate = form.opened(gate)
         ctx.save_for_backward(x, open_gate)
+        ctx.form = form
         return open_gate * value
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         x, open_gate = ctx.saved_tensors
         if torch.is_grad_enabled():  # the gradient is itself differentiated
-            return torch.autograd.grad(_swiglu_of_parts(x), x, grad, create_graph=True)[0]
+            return torch.autograd.grad(ctx.form.of_parts(x), x, grad, create_graph=True)[0], None
         (gate, value), grad_x = x.chunk(2, dim=-1), torch.empty_like(x)
         grad_gate, grad_value = grad_x.chunk(2, dim=-1)
         torch.mul(grad, open_gate, out=grad_value)
-        torch.ops.aten.silu_backward.grad_input(grad * value, gate, grad_input=grad_gate)
-        return grad_x
-
-
-def _swiglu_of_parts(x: Tensor) -> Tensor:
-    gate, value = x.chunk(2, dim=-1)
-    return F.silu(gate) * value
-
-
-def _swiglu(x: Tensor) -> Tensor:
-    """silu(gate) * value for x (..., gate and value)."""
-    if torch.compiler.is_compiling() or not x.requires_grad:
-        return _swiglu_of_parts(x)
-    result: Tensor = _SwiGLU.apply(x)
-    return result
+        ctx.form.backward(grad * value, gate, grad_input=grad_gate)
+        return grad_x, None
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_tanh": _gelu_tanh,
     "squared_relu": lambda x: F.relu(x).square(),
-    "swiglu": _swiglu,
+    "swiglu": _Gated(F.silu, torch.ops.aten.silu_backward.grad_input),
+    "geglu": _Gated(_gelu_tanh, partial(torch.ops.aten.gelu_backward.grad_input, approximate="tanh")),
 }
 
 
 class MLP(ShardedModule):
     """Feed-forward part: (s, b, h) -> (s, b, h), and the bias still to be added.
 
-    SwiGLU's gate and value are two stacked projections, each split over the ranks, so that its logical weight
+    A gated MLP's gate and value are two stacked projections, each split over the ranks, so that its logical weight
     (2, ffn, h) does not depend on their number.
     """
 
     def __init__(self, config: ModelConfig, comm: TensorComm, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
         shape: tuple[int, ...] = (config.ffn_hidden_size, config.hidden_size)
-        if config.swiglu:
+        if config.gated:
             shape = (2, *shape)
         self.activation = ACTIVATIONS[config.activation]
         self.dense_h_to_4h = ColumnParallelLinear(shape, config.add_bias_linear, comm, device, dtype)

@@ -9,15 +9,21 @@ from torch import Tensor
 
 from megatron.config.model import ModelConfig
 
+Tables = tuple[Tensor, Tensor]
+"""Cosines and sines, each (s, b, 1, rotated channels)."""
 
-def rotary_tables(positions: Tensor, model: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, each (s, b, 1, rotated channels), for int64 positions (s, b); b may be 1 for all samples."""
+
+def rotary_tables(positions: Tensor, model: ModelConfig, dtype: torch.dtype, local: bool = False) -> Tables:
+    """Tables of int64 positions (s, b), where b may be 1 for all samples; ``local``: of layers with a window."""
     precision = torch.float64 if dtype == torch.float64 else torch.float32
     rotary_dim = int(model.kv_channels * model.rotary_percent)
     exponents = torch.arange(0, rotary_dim, 2, device=positions.device, dtype=precision) / rotary_dim
-    angles = positions.to(precision).unsqueeze(-1) / _scale(model.rotary_base**exponents, model)
+    if local and model.rope_local_base_freq is not None:
+        radii, factor = model.rope_local_base_freq**exponents, 1.0
+    else:
+        radii, factor = _scale(model.rotary_base**exponents, model), model.rotary_scaling_attention_factor
+    angles = positions.to(precision).unsqueeze(-1) / radii
     angles = torch.cat((angles, angles), dim=-1).unsqueeze(2)
-    factor = model.rotary_scaling_attention_factor
     return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
 
@@ -51,7 +57,7 @@ def _channel_of(turns: float, rotary_dim: int, model: ModelConfig) -> float:
     return rotary_dim * math.log(radius) / (2 * math.log(model.rotary_base))
 
 
-def apply_rotary(x_sbnd: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+def apply_rotary(x_sbnd: Tensor, tables: Tables) -> Tensor:
     """Rotates the first channels of each head, as many as the tables have."""
     cos, sin = tables
     rotary_dim = cos.shape[-1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, cast
 
@@ -15,6 +15,7 @@ from megatron.comm.tensor import TensorComm
 from megatron.compression.points import Point
 from megatron.config.model import ModelConfig
 from megatron.config.recompute import RecomputeConfig
+from megatron.kernels.soft_cap import soft_cap_
 from megatron.model.block import DecoderLayer, Layer, TransformerLayer
 from megatron.model.context import ForwardContext
 from megatron.model.embedding import Embedding, OutputWeight
@@ -147,22 +148,24 @@ class Stage(nn.Module, ABC):
 
     @staticmethod
     def _run(
-        layers: Sequence[Layer], x_sbh: Tensor, context: ForwardContext, positions: tuple[Tensor, Tensor] | None
+        layers: Sequence[Layer], x_sbh: Tensor, context: ForwardContext, positions: Mapping[int, tuple[Tensor, Tensor]]
     ) -> Tensor:
         for layer in layers:
-            x_sbh = layer(x_sbh, context, positions, layer.dropout_keys(context))
+            x_sbh = layer(x_sbh, context, positions.get(layer.layer), layer.dropout_keys(context))
         return x_sbh
 
-    def _positions(self, x_sbh: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor] | None:
-        """What all layers are told of positions: the rotary tables, where there are any."""
+    def _positions(self, x_sbh: Tensor, context: ForwardContext) -> Mapping[int, tuple[Tensor, Tensor]]:
+        """What layers are told of positions, by their number: the rotary tables, where there are any."""
         if self.config.position_embedding_type != "rope":
-            return None
+            return {}
         if context.position_ids_bs is not None:
             positions_sb = context.position_ids_bs.t()
         else:
             length = x_sbh.shape[0] * (self.comm.size if self.comm.sequence_parallel else 1)
             positions_sb = torch.arange(length, device=x_sbh.device).unsqueeze(1)
-        return rotary_tables(positions_sb, self.config, self.dtype)
+        is_local = {n: self.config.has_local_positions(n) for n in self.part.layers}
+        tables = {kind: rotary_tables(positions_sb, self.config, self.dtype, kind) for kind in set(is_local.values())}
+        return {n: tables[is_local[n]] for n in self.part.layers}
 
     @abstractmethod
     def counts(self, targets: Targets) -> Tensor:
@@ -186,6 +189,7 @@ class Stage(nn.Module, ABC):
         local = x_sbh @ self.output_weight.t()
         if bias is not None:
             local = local + bias
+        soft_cap_(local, self.config.final_logit_softcapping)
         if self.comm.size > 1:
             local = torch.cat(list(self.comm.gather_exact(local)), dim=-1)
         return local[..., : self.shard.vocab_size]

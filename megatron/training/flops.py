@@ -17,6 +17,7 @@ class ModelShape:
 
     Args:
         window_layers: how many of the layers have the sliding window; None for all.
+        gated: the feed-forward network has a gate, as SwiGLU and GeGLU do.
         causal: a token attends to earlier ones alone.
         head_transform: a product of width h comes before the logits, as in BERT.
         expert_layers: how many of the layers have experts in place of the feed-forward network.
@@ -35,7 +36,7 @@ class ModelShape:
     kv_channels: int
     seq_length: int
     padded_vocab_size: int
-    swiglu: bool = False
+    gated: bool = False
     sliding_window: int | None = None
     window_layers: int | None = None
     causal: bool = True
@@ -53,12 +54,12 @@ def benchmark_tflops(
 ) -> float:
     """TFLOP/s per device as the JUPITER benchmark defines them.
 
-    C*F*B*s*L*h^2 * (1 + s/(6h) + V/(16Lh)) / (t * world * 1e12), with C = 32 for SwiGLU and 24 otherwise, F =
+    C*F*B*s*L*h^2 * (1 + s/(6h) + V/(16Lh)) / (t * world * 1e12), with C = 32 for a gated MLP and 24 otherwise, F =
     4 under any kind of recomputation and 3 otherwise, V the padded vocabulary and t the seconds of one
     iteration. Of an encoder-decoder it counts the encoder's s and L, as Megatron does.
     """
     s, layers, h, vocab = shape.seq_length, shape.num_layers, shape.hidden_size, shape.padded_vocab_size
-    per_layer = 32 if shape.swiglu else 24
+    per_layer = 32 if shape.gated else 24
     passes = 4 if recompute else 3
     flops = per_layer * passes * global_batch_size * s * layers * h * h * (1 + s / (6 * h) + vocab / (16 * layers * h))
     return flops / (seconds * world_size * 1e12)
@@ -70,7 +71,7 @@ def model_flops_per_sample(shape: ModelShape, *, causal: bool = True) -> int:
 
     A multiply-add counts as two. Counted are the matrix products: query, key and value (of the query groups
     only), attention scores and context, the attention's output, the feed-forward network at its real width
-    (three matrices for SwiGLU), and the logits over the padded vocabulary. The backward pass costs two
+    (three matrices with a gate), and the logits over the padded vocabulary. The backward pass costs two
     forward passes. Not counted: recomputation, embedding lookup, normalization, softmax, the optimizer.
 
     Attention counts the pairs that the mask lets through: s(s+1)/2, or fewer within a sliding window, and all of them
@@ -84,7 +85,7 @@ def model_flops_per_sample(shape: ModelShape, *, causal: bool = True) -> int:
     q_width = shape.num_attention_heads * shape.kv_channels
     kv_width = shape.num_query_groups * shape.kv_channels
     projections = h * (q_width + 2 * kv_width) + q_width * h
-    feed_forward = (3 if shape.swiglu else 2) * h * shape.ffn_hidden_size
+    feed_forward = (3 if shape.gated else 2) * h * shape.ffn_hidden_size
     windowed = shape.num_layers if shape.window_layers is None else shape.window_layers
     each = {shape.sliding_window: windowed, None: shape.num_layers - windowed}
     if not (causal and shape.causal and shape.sliding_window):

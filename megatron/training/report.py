@@ -47,7 +47,7 @@ def model_shape(config: RunConfig, padded_vocab_size: int) -> ModelShape:
         kv_channels=model.kv_channels,
         seq_length=model.seq_length,
         padded_vocab_size=padded_vocab_size if model.predicts_words else 0,
-        swiglu=model.swiglu,
+        gated=model.gated,
         sliding_window=model.sliding_window,
         window_layers=sum(model.window_of(layer) is not None for layer in range(model.num_layers)),
         causal=model.causal,
@@ -66,7 +66,7 @@ def expert_products(model: ModelConfig) -> int:
     shared = model.ffn_hidden_size if model.mlp_type == "residual" else model.moe_shared_expert_intermediate_size or 0
     width = model.moe_router_topk * (model.moe_ffn_hidden_size or 0) + shared
     mixing = 2 if model.mlp_type == "residual" else int(model.moe_shared_expert_gate)
-    of_experts = (3 if model.swiglu else 2) * width + mixing
+    of_experts = (3 if model.gated else 2) * width + mixing
     return sum(model.hidden_size * (of_experts + count) for count in model.expert_layers.values())
 
 

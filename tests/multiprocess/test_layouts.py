@@ -206,6 +206,33 @@ def test_llama_like_model_agrees(world_size: int) -> None:
         _assert_close(results[0][name], reference, 1e-10, name)
 
 
+GEMMA: Changes = {
+    "model": {
+        "position_embedding_type": "rope", "rotary_base": 60.0, "rope_local_base_freq": 15.0, "sliding_window": 5,
+        "window_attn_skip_freq": [2], "normalization": "RMSNorm", "apply_layernorm_1p": True, "sandwich_norm": True,
+        "qk_layernorm": True, "apply_embedding_scaling": True, "geglu": True, "ffn_hidden_size": 48,
+        "add_bias_linear": False, "num_query_groups": 2, "query_pre_attn_scalar": 3, "attn_logit_softcapping": 1.5,
+        "final_logit_softcapping": 2.0, "attention_dropout": 0.1, "hidden_dropout": 0.2,
+    },
+    **DOUBLE,
+}  # fmt: skip
+OF_GEMMA = {
+    1: ("uniform", "selective", "micro 2", "padded"),
+    2: ("tp2", "tp2 sp uniform micro 2", "tp2 padded micro 2", "pp2 virtual", "dp2 sharded overlap micro 2"),
+    4: ("tp2 pp2 virtual sp block", "tp2 pp2 split eager", "pp4"),
+}
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("world_size", OF_GEMMA)
+def test_gemma_like_model_agrees(world_size: int) -> None:
+    base, layouts = merge(GEMMA, ODD), {name: LAYOUTS[world_size][name] for name in OF_GEMMA[world_size]}
+    reference = _reference(base, 2)
+    traces = _run_all(layouts, base, 2, False) if world_size == 1 else _traces(world_size, base, 2, layouts=layouts)
+    for name, trace in traces.items():
+        _assert_close(trace, reference, 1e-10, name)
+
+
 DROPOUT: Changes = {"model": {"attention_dropout": 0.2, "hidden_dropout": 0.3}, **DOUBLE}
 
 

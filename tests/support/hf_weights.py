@@ -98,13 +98,21 @@ def bert_to_ours(name: str, parts: list[Tensor], heads: int) -> Tensor:
 
 
 def llama_pairs(theirs: Any, ours: GPTStage) -> Iterator[tuple[str, list[Tensor]]]:
-    """The same for LlamaForCausalLM."""
+    """The same for LlamaForCausalLM, Gemma2ForCausalLM and Gemma3ForCausalLM."""
     body = theirs.model
     yield "embedding.word_embeddings.weight", [body.embed_tokens.weight]
     for number, block in enumerate(body.layers):
         at, attention = f"layers.{number}.", block.self_attn
         yield f"{at}input_layernorm.weight", [block.input_layernorm.weight]
-        yield f"{at}post_attention_layernorm.weight", [block.post_attention_layernorm.weight]
+        if hasattr(block, "pre_feedforward_layernorm"):
+            yield f"{at}post_self_attn_layernorm.weight", [block.post_attention_layernorm.weight]
+            yield f"{at}post_attention_layernorm.weight", [block.pre_feedforward_layernorm.weight]
+            yield f"{at}post_mlp_layernorm.weight", [block.post_feedforward_layernorm.weight]
+        else:
+            yield f"{at}post_attention_layernorm.weight", [block.post_attention_layernorm.weight]
+        if hasattr(attention, "q_norm"):
+            yield f"{at}self_attention.q_layernorm.weight", [attention.q_norm.weight]
+            yield f"{at}self_attention.k_layernorm.weight", [attention.k_norm.weight]
         yield (
             f"{at}self_attention.query_key_value.weight",
             [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight],

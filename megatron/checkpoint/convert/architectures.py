@@ -12,9 +12,19 @@ from megatron.base.values import Values
 from megatron.checkpoint.convert.bert import MEGATRON_BERT, bert_config, bert_model
 from megatron.checkpoint.convert.config_words import DTYPE_NAMES, gelu_name, is_tanh
 from megatron.checkpoint.convert.deberta import DEBERTA, deberta_config, deberta_model
+from megatron.checkpoint.convert.gemma import (
+    GEMMA2,
+    GEMMA3,
+    gemma2_model,
+    gemma3_model,
+    gemma_config,
+    gemma_requirements,
+    usual_form,
+)
 from megatron.checkpoint.convert.mixture import MIXTRAL, QWEN2_MOE, QWEN3_MOE, expert_requirements
 from megatron.checkpoint.convert.model import model_of
 from megatron.checkpoint.convert.rotary import (
+    MINISTRAL,
     llama_model,
     mistral_model,
     mixtral_model,
@@ -64,8 +74,10 @@ def _requirements(model: ModelConfig) -> dict[str, dict[str, bool]]:
     dense = {"no --num-experts": not model.has_experts}
     no_choice = {"no --task-head choice": model.task_head != "choice"}
     plain = {"no --qk-layernorm": not model.qk_layernorm}
+    usual = usual_form(model)
     gelu = {
         **plain,
+        **usual,
         "--normalization LayerNorm": model.normalization == "LayerNorm",
         "no --swiglu": not model.swiglu,
         "no --squared-relu": not model.squared_relu,
@@ -78,10 +90,9 @@ def _requirements(model: ModelConfig) -> dict[str, dict[str, bool]]:
         **rope,
         "--rotary-percent 1": model.rotary_percent == 1.0,
         "--normalization RMSNorm": model.normalization == "RMSNorm",
-        "--swiglu": model.swiglu,
         **one_after_the_other,
     }
-    swiglu = {**gated, **plain}
+    swiglu = {**gated, "--swiglu": model.swiglu, **usual, **plain}
     learned = {"--position-embedding-type learned_absolute": model.position_embedding_type == "learned_absolute"}
     if model.model_type == "bert":
         tied = {"no --untie-embeddings-and-output-weights": not model.untie_embeddings_and_output_weights}
@@ -90,8 +101,9 @@ def _requirements(model: ModelConfig) -> dict[str, dict[str, bool]]:
     if model.model_type == "deberta":
         return {DEBERTA: {**gelu, **no_choice}}
     no_qkv_bias = {"no --add-qkv-bias": not model.add_qkv_bias}
-    normalized = {**gated, **no_biases, **no_qkv_bias, "--qk-layernorm": model.qk_layernorm}
-    experts = expert_requirements(model)
+    normalized = {**no_biases, **no_qkv_bias, "--qk-layernorm": model.qk_layernorm}
+    qwen3 = {**gated, "--swiglu": model.swiglu, **usual, **normalized}
+    experts, gemma = expert_requirements(model), gemma_requirements(model)
     return {
         MIXTRAL: {**swiglu, **alike, **no_biases, **no_qkv_bias, **experts[MIXTRAL]},
         QWEN2_MOE: {**swiglu, **no_biases, **experts[QWEN2_MOE]},
@@ -99,9 +111,12 @@ def _requirements(model: ModelConfig) -> dict[str, dict[str, bool]]:
         "gpt_neox": {**language, **dense, **rope, **gelu, **looks_at_all},
         "llama": {**swiglu, **dense, **looks_at_all, **no_qkv_bias},
         "mistral": {**swiglu, **alike, **dense, **no_biases, **no_qkv_bias},
+        MINISTRAL: {**swiglu, **dense, **no_biases, **no_qkv_bias},
         "qwen2": {**swiglu, **dense, **no_biases, "--add-qkv-bias": model.add_qkv_bias},
-        "qwen3": {**normalized, **dense},
-        QWEN3_MOE: {**normalized, **alike, **experts[QWEN3_MOE]},
+        "qwen3": {**qwen3, **dense},
+        QWEN3_MOE: {**qwen3, **alike, **experts[QWEN3_MOE]},
+        GEMMA2: {**gated, **gemma[GEMMA2], **dense, **no_biases, **no_qkv_bias, **plain},
+        GEMMA3: {**gated, **gemma[GEMMA3], **dense, **normalized},
     }
 
 
@@ -128,8 +143,15 @@ def hf_config(model: ModelConfig, vocab_size: int, dtype: torch.dtype, ids: Mapp
         "bos_token_id": end,
         "eos_token_id": end,
         **ids,
-        **(_gpt2_config(model, ids.get("eos_token_id", end)) if kind == "gpt2" else rotary_config(model, kind)),
+        **_fields_of(model, kind, ids.get("eos_token_id", end)),
     }
+
+
+def _fields_of(model: ModelConfig, kind: str, end: object) -> dict[str, Any]:
+    """Fields of config.json that depend on the architecture."""
+    if kind == "gpt2":
+        return _gpt2_config(model, end)
+    return gemma_config(model, kind) if kind in (GEMMA2, GEMMA3) else rotary_config(model, kind)
 
 
 def _gpt2_config(model: ModelConfig, end: object) -> dict[str, Any]:
@@ -191,11 +213,14 @@ _READERS: Mapping[str, Callable[[Values], dict[str, object]]] = {
     "gpt_neox": neox_model,
     "llama": llama_model,
     "mistral": mistral_model,
+    MINISTRAL: mistral_model,
     "qwen2": qwen2_model,
     MIXTRAL: mixtral_model,
     QWEN2_MOE: qwen2_moe_model,
     "qwen3": qwen3_model,
     QWEN3_MOE: qwen3_moe_model,
+    GEMMA2: gemma2_model,
+    GEMMA3: gemma3_model,
     MEGATRON_BERT: bert_model,
     DEBERTA: deberta_model,
 }
@@ -204,11 +229,14 @@ ARCHITECTURES = {
     "gpt_neox": "GPTNeoX",
     "llama": "Llama",
     "mistral": "Mistral",
+    MINISTRAL: "Ministral",
     "qwen2": "Qwen2",
     MIXTRAL: "Mixtral",
     QWEN2_MOE: "Qwen2Moe",
     "qwen3": "Qwen3",
     QWEN3_MOE: "Qwen3Moe",
+    GEMMA2: "Gemma2",
+    GEMMA3: "Gemma3",
     MEGATRON_BERT: "MegatronBert",
     DEBERTA: "DeBERTa-v2",
 }

@@ -313,7 +313,7 @@ _SIZES = (
 )  # fmt: skip
 _FLAGS = (
     "openai_gelu", "squared_relu", "bias_gelu_fusion", "swiglu", "untie_embeddings_and_output_weights",
-    "add_bias_linear",
+    "add_bias_linear", "apply_layernorm_1p",
 )  # fmt: skip
 _NUMBERS = {
     "layernorm_epsilon": "norm_epsilon",
@@ -322,7 +322,7 @@ _NUMBERS = {
     "rotary_base": "rotary_base",
 }
 _NONE_OF_OURS = (
-    "apply_layernorm_1p", "apply_residual_connection_post_layernorm", "multi_latent_attention", "qk_layernorm",
+    "apply_residual_connection_post_layernorm", "multi_latent_attention", "qk_layernorm",
     "rotary_interleaved",
 )  # fmt: skip
 """Arguments that change what a model computes, which ours cannot."""

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megatron.base.errors import UserError
 from megatron.checkpoint.convert.classic import FILE
+from megatron.checkpoint.convert.gemma import usual_form
 from megatron.checkpoint.convert.model import Weights, stacks_gate_and_up, tensors_of
 from megatron.checkpoint.convert.tokenizer_files import built, copy_tokenizer
 from megatron.checkpoint.files import TRACKER, Iteration, folder_name
@@ -142,12 +143,14 @@ def _check_has_a_form(model: ModelConfig) -> None:
     Raises:
         UserError: when the arguments cannot describe it; the message says what of it.
     """
+    forms = {what.removeprefix("no --"): usual for what, usual in usual_form(model).items()}
     other = {
         f"model of kind {model.kind}": model.kind != "gpt",
         "--parallel-residual": model.parallel_residual,
         "--sliding-window": model.sliding_window is not None,
         "--num-experts": model.has_experts,
         "--qk-layernorm": model.qk_layernorm,
+        **{f"--{form}": not usual for form, usual in forms.items() if form != "apply-layernorm-1p"},
         "--rotary-scaling yarn": model.rotary_scaling == "yarn",
         "--rotary-scaling-factor with a fraction": model.rotary_scaling == "linear"
         and not model.rotary_scaling_factor.is_integer(),
@@ -258,6 +261,7 @@ def _arguments(weights: Weights, tp: int, pp: int, padded: int) -> dict[str, Any
         "squared_relu": model.squared_relu,
         "bias_gelu_fusion": model.bias_gelu_fusion,
         "swiglu": model.swiglu,
+        "apply_layernorm_1p": model.apply_layernorm_1p,
         "normalization": model.normalization,
         "add_bias_linear": model.add_bias_linear,
         "untie_embeddings_and_output_weights": model.untie_embeddings_and_output_weights,

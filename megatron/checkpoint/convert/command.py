@@ -220,6 +220,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def body() -> None:
         options = parse(arguments)
         weights = convert(options)
+        if weights.left_out:
+            print(f"ckpt_convert: note: {weights.left_out} of {options.load} is left out", file=sys.stderr)
         print(f"{options.save}: {len(weights.entries)} tensors, {weights.nbytes / 1e6:,.1f} MB")
 
     return run_command(body, "ckpt_convert")

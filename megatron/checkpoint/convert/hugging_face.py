@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron.base.errors import UserError
 from megatron.base.values import Values
 from megatron.checkpoint.convert.architectures import hf_config, model_of_config
+from megatron.checkpoint.convert.gemma import text_part
 from megatron.checkpoint.convert.model import Entry, Weights
 from megatron.checkpoint.convert.names import Rule, rules
 from megatron.checkpoint.convert.safetensors_file import DTYPES, SafetensorsFile
@@ -27,16 +28,19 @@ CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.sa
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 SHARD_BYTES = 5 << 30
 _IN_A_LAYER = re.compile(r"\b(h|layers?)\.[0-9]+\.")
-_NO_WEIGHTS = re.compile(r"\.(attn|attention)\.(bias|masked_bias)$|\.rotary_emb\.inv_freq$")
-"""Masks and tables, which older files hold beside the weights of a layer."""
+_NO_WEIGHTS = re.compile(r"\.(attn|attention)\.(bias|masked_bias)$|\.rotary_emb\.inv_freq$|\bvision_tower\.")
+"""Masks and tables, which older files hold beside the weights of a layer, and the image encoder of Gemma 3."""
 HEADS = ("lm_head.weight", "cls.predictions.decoder.weight")
 _OTHER_NAMES = (
     ("transformer.", ""),
     ("deberta.", ""),
+    ("model.", "model.language_model."),
+    ("model.", "language_model.model."),
+    ("lm_head.", "language_model.lm_head."),
     ("embed_out.", "lm_head."),
     ("cls.predictions.bias", "cls.predictions.decoder.bias"),
 )
-"""Other beginnings of names in some files: GPT-2's own leave the first word out."""
+"""Other beginnings of names in some files: GPT-2's own leave the first word out, those with images add words."""
 
 
 def is_hf(folder: Path) -> bool:
@@ -53,8 +57,9 @@ def read_hf(folder: Path) -> Weights:
     Raises:
         UserError: when it is another model, or a file is missing or damaged.
     """
-    config = Values(_read_json(folder / CONFIG))
+    described = Values(_read_json(folder / CONFIG))
     try:
+        config = text_part(described)
         model = model_of_config(config)
         vocab_size = config.integer("vocab_size")
     except UserError as error:
@@ -69,7 +74,7 @@ def read_hf(folder: Path) -> Weights:
     stored.check_all_used(used)
     if model.ties_embeddings:
         stored.check_tied(entries[TIED_NAME])
-    return Weights(model, vocab_size, entries)
+    return Weights(model, vocab_size, entries, left_out="" if config is described else "the image encoder")
 
 
 def _joined(rule: Rule, parts: Sequence[Entry]) -> Callable[[], Tensor]:

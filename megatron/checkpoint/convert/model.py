@@ -71,6 +71,7 @@ class Weights:
         entries: its tensors, by logical name, whole and without padding.
         tokenizer: what its tokenizer was built from.
         iteration: iteration of the run that saved it.
+        left_out: parts of the source that are no part of the model; empty where there are none.
     """
 
     model: ModelConfig
@@ -78,6 +79,7 @@ class Weights:
     entries: Mapping[str, Entry]
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     iteration: int = 0
+    left_out: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -97,8 +99,8 @@ def tensors_of(model: ModelConfig, vocab_size: int) -> dict[str, ParamSpec]:
 
 
 def stacks_gate_and_up(model: ModelConfig, name: str) -> bool:
-    """Whether a tensor has a first dimension of 2, a SwiGLU's two projections, which other formats flatten."""
-    return model.swiglu and "dense_h_to_4h" in name
+    """Whether a tensor has a first dimension of 2, a gated MLP's two projections, which other formats flatten."""
+    return model.gated and "dense_h_to_4h" in name
 
 
 def check_complete(weights: Weights, where: str) -> None:

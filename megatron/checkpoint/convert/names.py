@@ -149,6 +149,15 @@ def gpt_neox_rules(model: ModelConfig, vocab_size: int) -> Iterator[Rule]:
         yield _same("output_layer.weight", "embed_out.weight", vocab_size, h)
 
 
+_BEFORE_THE_MLP = {"post_attention_layernorm": "post_attention_layernorm"}
+_SANDWICH = {
+    "post_self_attn_layernorm": "post_attention_layernorm",
+    "post_attention_layernorm": "pre_feedforward_layernorm",
+    "post_mlp_layernorm": "post_feedforward_layernorm",
+}
+"""Norms of a layer behind its attention, and their names there: of Llama and its like, and of Gemma 2 and 3."""
+
+
 def llama_rules(model: ModelConfig, vocab_size: int, experts: ExpertNames = QWEN_MOE_NAMES) -> Iterator[Rule]:
     """Rules of LlamaForCausalLM and its like: the same names, with other biases, and with experts or without."""
     h, wide = model.hidden_size, model.num_attention_heads * model.kv_channels
@@ -166,7 +175,8 @@ def llama_rules(model: ModelConfig, vocab_size: int, experts: ExpertNames = QWEN
         yield _same(f"{at}self_attention.dense.weight", f"{there}self_attn.o_proj.weight", h, wide)
         if model.add_bias_linear:
             yield _same(f"{at}self_attention.dense.bias", f"{there}self_attn.o_proj.bias", h)
-        yield _same(f"{at}post_attention_layernorm.weight", f"{there}post_attention_layernorm.weight", h)
+        for ours, theirs in (_SANDWICH if model.sandwich_norm else _BEFORE_THE_MLP).items():
+            yield _same(f"{at}{ours}.weight", f"{there}{theirs}.weight", h)
         if number in model.expert_layers:
             yield from _expert_rules(model, number, experts)
         else:

@@ -21,6 +21,9 @@ from megatron.checkpoint.convert.mixture import (
 )
 from megatron.config.model import MOST_LAYERS, ModelConfig
 
+MINISTRAL = "ministral"
+"""Mistral with windows in some layers."""
+
 # From ours
 
 
@@ -32,7 +35,7 @@ def rotary_config(model: ModelConfig, kind: str) -> dict[str, Any]:
         "intermediate_size": model.ffn_hidden_size,
         "num_attention_heads": model.num_attention_heads,
         "max_position_embeddings": model.max_position_embeddings,
-        "rope_scaling": _rope_scaling(model),
+        "rope_scaling": rope_scaling(model),
         "attention_dropout": model.attention_dropout,
     }
     if kind == "gpt_neox":
@@ -57,24 +60,30 @@ def rotary_config(model: ModelConfig, kind: str) -> dict[str, Any]:
     if kind in ("mistral", MIXTRAL):
         experts = mixtral_config(model) if kind == MIXTRAL else {}
         return common | {"sliding_window": model.sliding_window} | experts
+    if kind == MINISTRAL:
+        return common | {"sliding_window": model.sliding_window, "layer_types": layer_types_of(model)}
     slides = model.sliding_window is not None
     common |= {"use_sliding_window": slides, "sliding_window": model.sliding_window}
-    kinds = [
-        "full_attention" if model.window_of(layer) is None else "sliding_attention" for layer in range(model.num_layers)
-    ]
     if model.window_attn_skip_freq:
-        common |= {"layer_types": kinds}
+        common |= {"layer_types": layer_types_of(model)}
     if kind in ("qwen3", QWEN3_MOE):
         common |= {"attention_bias": False}
     if kind == QWEN3_MOE:
         return common | qwen3_moe_config(model)
     if kind == QWEN2_MOE:
         # Its max_window_layers cannot say that all layers have a window.
-        return common | {"layer_types": kinds, **qwen2_moe_config(model)}
+        return common | {"layer_types": layer_types_of(model), **qwen2_moe_config(model)}
     return common | {"max_window_layers": 0}
 
 
-def _rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
+def layer_types_of(model: ModelConfig) -> list[str]:
+    """The attention of each layer, in config.json's words."""
+    windows = (model.window_of(layer) for layer in range(model.num_layers))
+    return ["full_attention" if window is None else "sliding_attention" for window in windows]
+
+
+def rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
+    """The scaling of rotary positions, in config.json's words; None for none."""
     if model.rotary_scaling == "none":
         return None
     scaling: dict[str, Any] = {"rope_type": model.rotary_scaling, "factor": model.rotary_scaling_factor}
@@ -97,7 +106,7 @@ def _rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
 # From theirs
 
 
-def _rotary_model(config: Values, rope: Values, base: tuple[str, float], percent: float) -> dict[str, object]:
+def rotary_model(config: Values, rope: Values, base: tuple[str, float], percent: float) -> dict[str, object]:
     """The model of an architecture with rotary positions.
 
     Args:
@@ -123,7 +132,7 @@ def _rotary_model(config: Values, rope: Values, base: tuple[str, float], percent
     }
 
 
-def _rope_of(config: Values) -> Values:
+def rope_of(config: Values) -> Values:
     """Parameters of the rotary positions: under the older name where there are both, as in transformers."""
     return Values(config.table("rope_scaling", {}) or config.table("rope_parameters", {}))
 
@@ -162,14 +171,21 @@ def _yarn_of(rope: Values, factor: float) -> dict[str, object]:
     }
 
 
+def check_all_channels(config: Values, rope: Values) -> None:
+    """Refuses rotary positions of a part of each head (UserError)."""
+    percent = rope.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
+    if percent != 1.0:
+        raise UserError(f"partial_rotary_factor {percent:g} cannot be converted; only 1 can")
+
+
 def neox_model(config: Values) -> dict[str, object]:
     """Reads the model of GPTNeoX, or raises UserError where it has what ours do not."""
     if not config.flag("attention_bias", True):
         raise UserError("attention_bias=false cannot be converted: our models have biases in all linear layers or none")
-    rope = _rope_of(config)
+    rope = rope_of(config)
     percent = rope.number("partial_rotary_factor", config.number("rotary_pct", 0.25))
     return {
-        **_rotary_model(config, rope, ("rotary_emb_base", 10000.0), percent),
+        **rotary_model(config, rope, ("rotary_emb_base", 10000.0), percent),
         "norm_epsilon": config.number("layer_norm_eps", 1e-5),
         "bias_gelu_fusion": is_tanh(config, "hidden_act", "gelu"),
         "parallel_residual": config.flag("use_parallel_residual", True),
@@ -184,13 +200,11 @@ def _swiglu_model(
     activation = config.text("hidden_act", "silu")
     if activation != "silu":
         raise UserError(f"hidden_act {activation!r} cannot be converted; only silu can")
-    rope = _rope_of(config)
-    percent = rope.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
-    if percent != 1.0:
-        raise UserError(f"partial_rotary_factor {percent:g} cannot be converted; only 1 can")
+    rope = rope_of(config)
+    check_all_channels(config, rope)
     hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     return {
-        **_rotary_model(config, rope, ("rope_theta", base), 1.0),
+        **rotary_model(config, rope, ("rope_theta", base), 1.0),
         "num_query_groups": config.integer("num_key_value_heads", groups),
         "kv_channels": config.integer("head_dim", width or max(hidden // heads, 1)),
         "normalization": "RMSNorm",
@@ -210,10 +224,10 @@ def llama_model(config: Values) -> dict[str, object]:
 
 
 def mistral_model(config: Values) -> dict[str, object]:
-    """Reads the model of Mistral, or raises UserError where it has what ours do not."""
-    if config.has("layer_types"):
-        raise UserError("layer_types cannot be converted: the layers of a Mistral are alike")
-    return {**_swiglu_model(config, 8), **_window_of(config, 4096)}
+    """Reads the model of Mistral or Ministral, whose layers may be named, or raises UserError where it has what ours
+    do not."""
+    layers = config.integer("num_hidden_layers", most=MOST_LAYERS)
+    return {**_swiglu_model(config, 8), **_windows_of(config, [1] * layers)}
 
 
 def qwen2_model(config: Values) -> dict[str, object]:
@@ -272,16 +286,21 @@ def qwen2_moe_model(config: Values) -> dict[str, object]:
 def _window_where(config: Values, sliding: range) -> dict[str, object]:
     """The sliding window of a Qwen2; the layers of ``sliding`` have it where they are not named."""
     layers = config.integer("num_hidden_layers", most=MOST_LAYERS)
-    pattern = [int(layer in sliding) for layer in range(layers)]
+    windows = _windows_of(config, [int(layer in sliding) for layer in range(layers)])
+    return windows if config.flag("use_sliding_window", False) else {}
+
+
+def _windows_of(config: Values, pattern: list[int]) -> dict[str, object]:
+    """The sliding window of layers; where they are not named, those with a 1 in the pattern have it."""
     if config.has("layer_types"):
-        pattern = _named_windows(config, layers)
-    if not config.flag("use_sliding_window", False) or 1 not in pattern:
+        pattern = named_windows(config, len(pattern))
+    if 1 not in pattern:
         return {}
     window = _window_of(config, 4096)
     return window | {"window_attn_skip_freq": pattern} if window else {}
 
 
-def _named_windows(config: Values, layers: int) -> list[int]:
+def named_windows(config: Values, layers: int) -> list[int]:
     """For each layer, 1 where ``layer_types`` gives it a window, else 0."""
     kinds = config.texts("layer_types")
     if len(kinds) != layers or set(kinds) - {"full_attention", "sliding_attention"}:

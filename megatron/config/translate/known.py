@@ -210,7 +210,7 @@ _REFUSED = [
     ),
     _refused(
         "this form of the layer is not available; leave it out",
-        switches="apply-layernorm-1p apply-residual-connection-post-layernorm",
+        switches="apply-residual-connection-post-layernorm",
     ),
     _refused(
         "mixed formats inside the model are not available; use fp32 or bf16 throughout",

@@ -6,6 +6,8 @@ nor fp32 copies of them make the round trip through memory that separate operati
 are computed along with the loss and no logits are kept. On several ranks each keeps its own logits until the
 log-sum-exp over the whole vocabulary is known; one small all-gather exchanges it.
 
+Logits may have a soft bound (``kernels.soft_cap``), whose derivative then multiplies their gradients.
+
 All products are over the padded rows, whose number suits matrix kernels (rows of logits that begin at multiples of 16
 bytes). The padding's columns do not count: they have no part in the loss, and their gradients are zero.
 """
@@ -21,6 +23,7 @@ from megatron.comm.tensor import TensorComm
 from megatron.compression.points import Point
 from megatron.kernels.ops import cross_entropy
 from megatron.kernels.products import add_product_, product
+from megatron.kernels.soft_cap import slope_of_capped, soft_cap_
 from megatron.parallel.tensor.embedding import VocabShard
 from megatron.parallel.tensor.grad_space import take, take_ahead
 
@@ -79,6 +82,7 @@ class _HeadLoss(torch.autograd.Function):
         comm: TensorComm,
         shard: VocabShard,
         space: LogitsSpace,
+        cap: float | None,
         with_grad: bool,
     ) -> tuple[Tensor, Tensor]:
         full = comm.gather(x_sbh, Point.TP_FWD) if comm.sequence_parallel else x_sbh
@@ -86,14 +90,16 @@ class _HeadLoss(torch.autograd.Function):
         labels_t = labels_sb.reshape(-1)
         weights_t = weights_sb.reshape(-1)
         ctx.comm, ctx.shape, ctx.valid_rows, ctx.biased = comm, full.shape, shard.valid_rows, bias_v is not None
+        ctx.cap = cap
         if comm.size == 1:
             ctx.place = take_ahead(weight) if with_grad else None
             into = None if ctx.place is None else ctx.place.space.view(weight.shape)
-            losses_t, grads = _fused_forward(x_th, weight, bias_v, labels_t, weights_t, shard, space, with_grad, into)
+            inputs = (x_th, weight, bias_v, labels_t, weights_t, shard, space, cap)
+            losses_t, grads = _fused_forward(*inputs, with_grad, into)
             if with_grad:
                 ctx.save_for_backward(*grads)
         else:
-            losses_t, saved = _split_forward(x_th, weight, bias_v, labels_t, comm, shard)
+            losses_t, saved = _split_forward(x_th, weight, bias_v, labels_t, comm, shard, cap)
             if with_grad:
                 # The input is gathered again in backward under sequence parallelism, to keep only the own part.
                 ctx.save_for_backward(x_sbh, weight, weights_t, *saved)
@@ -110,17 +116,20 @@ class _HeadLoss(torch.autograd.Function):
             if ctx.place is not None:
                 grad_weight = ctx.place.hand_over().view(-1, ctx.shape[-1])
             _scale_((grad_x, grad_weight, grad_bias), grad * unit)
-            return grad_x.view(ctx.shape), grad_weight, grad_bias, *(None,) * 6
+            return grad_x.view(ctx.shape), grad_weight, grad_bias, *(None,) * 7
         x_sbh, weight, weights_t, logits, lse_t, labels_t = ctx.saved_tensors
         full = comm.gather(x_sbh, Point.TP_BWD) if comm.sequence_parallel else x_sbh
         x_th = full.reshape(-1, full.shape[-1])
         scale_t = weights_t.to(lse_t.dtype) * grad
+        slope = None if ctx.cap is None else slope_of_capped(logits, ctx.cap)
         cross_entropy(logits, labels_t, ctx.valid_rows, lse_t, weights_t=scale_t)
+        if slope is not None:
+            logits.mul_(slope)
         grad_x, grad_weight = product(logits, weight), product(logits.t(), x_th, take(weight))
         grad_bias = _sum_of_rows(logits).to(logits.dtype) if ctx.biased else None
         grad_x = grad_x.view(ctx.shape)
         pending = comm.start_reduce(grad_x, Point.TP_BWD, scatter=comm.sequence_parallel)
-        return pending.wait(), grad_weight, grad_bias, *(None,) * 6
+        return pending.wait(), grad_weight, grad_bias, *(None,) * 7
 
 
 def _scale_(grads: tuple[Tensor | None, ...], factor: Tensor) -> None:
@@ -163,6 +172,7 @@ def _fused_forward(
     weights_t: Tensor,
     shard: VocabShard,
     kept: LogitsSpace,
+    cap: float | None,
     with_grad: bool,
     place_vh: Tensor | None,
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
@@ -186,8 +196,12 @@ def _fused_forward(
         logits = product(x_th[group], weight_vh.t(), space[: group.stop - group.start])
         if bias_v is not None:
             logits.add_(bias_v)
+        soft_cap_(logits, cap)
+        slope = None if cap is None or not with_grad else slope_of_capped(logits, cap)
         scales = scale_t[group] if with_grad else None
         cross_entropy(logits, labels_t[group], shard.valid_rows, lse_t[group], target_t[group], scales)
+        if slope is not None:
+            logits.mul_(slope)
         if with_grad:
             product(logits, weight_vh, grad_x[group])
             add_product_(grad_w, logits, x_th[group], fresh=group.start == 0)
@@ -200,7 +214,13 @@ def _fused_forward(
 
 
 def _split_forward(
-    x_th: Tensor, weight_vh: Tensor, bias_v: Tensor | None, labels_t: Tensor, comm: TensorComm, shard: VocabShard
+    x_th: Tensor,
+    weight_vh: Tensor,
+    bias_v: Tensor | None,
+    labels_t: Tensor,
+    comm: TensorComm,
+    shard: VocabShard,
+    cap: float | None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
     """Losses of all tokens from this rank's logits, and what backward needs: logits, lse, local labels."""
     accumulate = _accumulation_dtype(x_th.dtype)
@@ -211,6 +231,7 @@ def _split_forward(
     logits = product(x_th, weight_vh.t())
     if bias_v is not None:
         logits.add_(bias_v)
+    soft_cap_(logits, cap)
     cross_entropy(logits, local_t, shard.valid_rows, stats[0], stats[1])
     everyones = comm.gather_exact(stats)
     lse_t = torch.logsumexp(everyones[:, 0], dim=0)
@@ -226,6 +247,7 @@ def head_loss(
     shard: VocabShard,
     bias_v: Tensor | None = None,
     space: LogitsSpace | None = None,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Weighted cross-entropy of tokens.
 
@@ -237,11 +259,12 @@ def head_loss(
         weights_sb: weight of each token in the sum, (s, b).
         bias_v: local part of the output projection's bias, if it has one; finite beyond the vocabulary, too.
         space: memory for logits, for as many calls as it is given to.
+        cap: soft bound of the logits; None for none.
 
     Returns:
         The weighted sum (scalar, fp32 or fp64, equal on all tensor-parallel ranks), and the losses of the tokens in
         nats, (s, b), detached.
     """
-    given = (labels_sb, weights_sb, comm, shard, space or LogitsSpace(), torch.is_grad_enabled())
+    given = (labels_sb, weights_sb, comm, shard, space or LogitsSpace(), cap, torch.is_grad_enabled())
     total, losses_sb = _HeadLoss.apply(x_sbh, weight, bias_v, *given)
     return total, losses_sb

@@ -188,11 +188,11 @@ def test_probabilities_of_a_model_in_float64_have_its_precision() -> None:
             assert new.logprob == pytest.approx(given.logprob, abs=1e-12)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama, 2 groups, untied"])
+@pytest.mark.parametrize("name", ["gpt2", "llama, 2 groups, untied", "gemma2", "gemma3"])
 def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    saved = saved_model(tmp_path / "ours", MODELS[name])
+    saved = saved_model(tmp_path / "ours", {**MODELS, **NOT_CLASSIC}[name])
     convert(saved, tmp_path / "hf", "hf")
     model = load_model(saved, device=torch.device("cpu"))
     theirs: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()

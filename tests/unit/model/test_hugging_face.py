@@ -1,4 +1,4 @@
-"""Loss, logits and every gradient against Hugging Face's GPT-2 and Llama on the same weights, in fp32."""
+"""Loss, logits and every gradient against Hugging Face's GPT-2, Llama and Gemma on the same weights, in fp32."""
 
 from __future__ import annotations
 
@@ -119,3 +119,56 @@ def test_llama(groups: int, tied: bool) -> None:
         "untie_embeddings_and_output_weights": not tied,
     }
     _compare(_llama(groups, tied), _ours(model), llama_pairs, llama_to_ours, groups)
+
+
+GEMMA: dict[str, Any] = {
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "apply_layernorm_1p": True,
+    "sandwich_norm": True,
+    "apply_embedding_scaling": True,
+    "geglu": True,
+    "ffn_hidden_size": 48,
+    "num_query_groups": 2,
+    "kv_channels": 12,
+    "query_pre_attn_scalar": 5,
+    "add_bias_linear": False,
+    "sliding_window": 5,
+    "window_attn_skip_freq": [2],
+}
+GEMMAS: dict[str, dict[str, Any]] = {
+    "gemma2": {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0},
+    "gemma3_text": {
+        "qk_layernorm": True,
+        "rotary_base": 60.0,
+        "rope_local_base_freq": 15.0,
+        "rotary_scaling": "linear",
+        "rotary_scaling_factor": 3.0,
+        "final_logit_softcapping": 2.0,
+    },
+}
+
+
+def _gemma(kind: str) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+    if kind == "gemma3_text":
+        rope = {
+            "full_attention": {"rope_type": "linear", "factor": 3.0, "rope_theta": 60.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 15.0},
+        }
+    caps = {name: GEMMAS[kind].get(name) for name in ("attn_logit_softcapping", "final_logit_softcapping")}
+    config = AutoConfig.for_model(
+        kind, vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS, num_key_value_heads=2, head_dim=12, max_position_embeddings=LENGTH,
+        rms_norm_eps=1e-5, query_pre_attn_scalar=5, sliding_window=5, rope_parameters=rope, initializer_range=0.1,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"], pad_token_id=None, **caps,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+
+
+@pytest.mark.parametrize("kind", GEMMAS)
+def test_gemma(kind: str) -> None:
+    torch.manual_seed(4)
+    _compare(_gemma(kind), _ours({**GEMMA, **GEMMAS[kind]}), llama_pairs, llama_to_ours, 2)

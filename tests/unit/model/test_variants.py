@@ -28,6 +28,14 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "yarn, not rounded": ({**ROPE, **YARN}, {"yarn_correction_range_round_to_int": False}),
     "parallel": ({}, {"parallel_residual": True}),
     "window": ({}, {"sliding_window": 4}),
+    "another base of layers with a window": ({**ROPE, "sliding_window": 4}, {"rope_local_base_freq": 50.0}),
+    "geglu": ({"swiglu": True}, {"swiglu": False, "geglu": True}),
+    "norms of weights beside 1": ({}, {"apply_layernorm_1p": True, "normalization": "RMSNorm"}),
+    "four norms": ({}, {"sandwich_norm": True}),
+    "scaled embeddings": ({}, {"apply_embedding_scaling": True}),
+    "scores divided by another number": ({}, {"query_pre_attn_scalar": 3}),
+    "bounded scores": ({}, {"attn_logit_softcapping": 0.1}),
+    "bounded logits": ({}, {"final_logit_softcapping": 0.5}),
 }
 
 
@@ -55,9 +63,10 @@ def _seen(stage: Stage, context: ForwardContext | None = None, layer: int = 0) -
 
 
 @pytest.mark.parametrize("window", [1, 5, 15, 16, 40])
-@pytest.mark.parametrize("dropout", [0.0, 1e-12], ids=["sdpa", "written out"])
-def test_a_position_sees_its_window(window: int, dropout: float) -> None:
-    engines = tiny_engines({"model": {"sliding_window": window, "attention_dropout": dropout}})
+@pytest.mark.parametrize(("dropout", "cap"), [(0.0, None), (1e-12, None), (0.0, 3.0)], ids=["sdpa", "dropout", "cap"])
+def test_a_position_sees_its_window(window: int, dropout: float, cap: float | None) -> None:
+    model = {"sliding_window": window, "attention_dropout": dropout, "attn_logit_softcapping": cap}
+    engines = tiny_engines({"model": model})
     keys = DropoutKeys(1, (0,)) if dropout else None
     seen = _seen(engines.stages[0], ForwardContext(dropout=keys))
     distance = torch.arange(16).unsqueeze(1) - torch.arange(16)
@@ -83,3 +92,32 @@ def test_a_window_ends_at_the_document() -> None:
     distance = torch.arange(16).unsqueeze(1) - torch.arange(16)
     same = segments[0].unsqueeze(1) == segments[0]
     assert torch.equal(seen, (distance >= 0) & (distance < 5) & same)
+
+
+def test_norms_of_weights_beside_1_begin_as_the_others_and_add_in_32_bits() -> None:
+    """In 16 bits 1 + 1/512 would be 1."""
+    trained: dict[str, Any] = {"model": {"normalization": "RMSNorm"}, "precision": {"bf16": True}}
+    plain, moved = (
+        tiny_engines({**trained, "model": {**trained["model"], "apply_layernorm_1p": on}}).stages[0].final_layernorm
+        for on in (False, True)
+    )
+    x_sbh = torch.randn(3, 2, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+    assert not moved.weight.any()
+    assert torch.equal(moved(x_sbh), plain(x_sbh))
+    with torch.no_grad():
+        moved.weight.fill_(1 / 512)
+    wanted = torch.nn.functional.rms_norm(x_sbh.float(), (32,), eps=1e-5) * (1 + 1 / 512)
+    assert torch.equal(moved(x_sbh), wanted.bfloat16())
+    assert not torch.equal(moved(x_sbh), plain(x_sbh))
+
+
+def test_the_scale_of_embeddings_has_their_precision() -> None:
+    """The square root of 32 is 5.65685..., in 16 bits 5.65625."""
+    cases: list[tuple[dict[str, Any], float]] = [({}, 32**0.5), ({"bf16": True}, 5.65625), ({"fp64": True}, 32**0.5)]
+    for precision, scale in cases:
+        model = {"apply_embedding_scaling": True, "position_embedding_type": "none"}
+        embedding = tiny_engines({"model": model, "precision": precision}).stages[0].embedding
+        tokens = torch.arange(4).unsqueeze(0)
+        rows = embedding.word_embeddings.weight[:4]
+        found, wanted = embedding(tokens, ForwardContext())[:, 0], (rows.double() * scale).to(rows.dtype)
+        assert torch.equal(found, wanted) if precision else torch.allclose(found, wanted, rtol=3e-7, atol=0)

@@ -38,6 +38,14 @@ MODELS: dict[str, dict[str, dict[str, Any]]] = {
         },
         "optimizer": {"optimizer": "muon"},
     },
+    "gemma-like": {
+        "model": {
+            "position_embedding_type": "rope", "rope_local_base_freq": 50.0, "sliding_window": 5,
+            "window_attn_skip_freq": [2], "normalization": "RMSNorm", "apply_layernorm_1p": True, "sandwich_norm": True,
+            "apply_embedding_scaling": True, "geglu": True, "query_pre_attn_scalar": 3, "attn_logit_softcapping": 1.5,
+            "final_logit_softcapping": 2.0,
+        },
+    },
     "experts": {"model": EXPERTS},
     "experts with biases": {
         "model": {

@@ -43,7 +43,7 @@ def test_published_figures_of_the_benchmark() -> None:
 
 
 def test_the_benchmark_counts_a_third_more_for_swiglu() -> None:
-    swiglu = dataclasses.replace(GPT_13B, swiglu=True)
+    swiglu = dataclasses.replace(GPT_13B, gated=True)
     plain, gated = (
         benchmark_tflops(shape, global_batch_size=8, seconds=1.0, world_size=4, recompute=False)
         for shape in (GPT_13B, swiglu)
@@ -73,7 +73,7 @@ class TinyModel(torch.nn.Module):
                     "q": torch.nn.Linear(h, heads * kv),
                     "kv": torch.nn.Linear(h, 2 * shape.num_query_groups * kv),
                     "out": torch.nn.Linear(heads * kv, h),
-                    "up": torch.nn.Linear(h, shape.ffn_hidden_size * (2 if shape.swiglu else 1)),
+                    "up": torch.nn.Linear(h, shape.ffn_hidden_size * (2 if shape.gated else 1)),
                     "down": torch.nn.Linear(shape.ffn_hidden_size, h),
                 }
             )
@@ -92,7 +92,7 @@ class TinyModel(torch.nn.Module):
             context = torch.bmm(torch.bmm(q, k.transpose(1, 2)).softmax(-1), v)
             x_sh = x_sh + layer["out"](context.transpose(0, 1).reshape(s, -1))
             up = layer["up"](x_sh)
-            if shape.swiglu:
+            if shape.gated:
                 gate, value = up.chunk(2, -1)
                 up = torch.nn.functional.silu(gate) * value
             x_sh = x_sh + layer["down"](up)
@@ -103,7 +103,7 @@ class TinyModel(torch.nn.Module):
 @pytest.mark.parametrize("swiglu", [False, True])
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_the_honest_count_is_torchs_count(swiglu: bool, groups: int) -> None:
-    shape = ModelShape(3, 24, 40, 4, groups, 10, 16, 96, swiglu=swiglu)
+    shape = ModelShape(3, 24, 40, 4, groups, 10, 16, 96, gated=swiglu)
     model = TinyModel(shape)
     with FlopCounterMode(display=False) as counter:
         model(torch.randint(96, (16,))).sum().backward()

@@ -43,6 +43,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "untie_embeddings_and_output_weights": True,
     },
 }
+GEMMA = {
+    **{name: value for name, value in LLAMA.items() if name != "swiglu"},
+    "geglu": True,
+    "apply_layernorm_1p": True,
+    "sandwich_norm": True,
+    "apply_embedding_scaling": True,
+    "sliding_window": 5,
+}
 YARN = {"rotary_scaling": "yarn", "rotary_base": 50.0, "rotary_scaling_original_length": 24}
 NOT_CLASSIC: dict[str, dict[str, Any]] = {
     "llama, yarn": {**LLAMA, **YARN, "rotary_scaling_high_turns": 3.0},
@@ -84,6 +92,45 @@ NOT_CLASSIC: dict[str, dict[str, Any]] = {
     "qwen2, windows in some layers": {**LLAMA, "add_qkv_bias": True, "sliding_window": 3, "window_attn_skip_freq": [2]},
     "qwen3, windows in some layers": {**LLAMA, "qk_layernorm": True, "sliding_window": 4, "window_attn_skip_freq": [3]},
     "qwen3, tied": {**LLAMA, "qk_layernorm": True},
+    "ministral": {**LLAMA, "num_query_groups": 2, "sliding_window": 5, "window_attn_skip_freq": [3]},
+    "gemma2": {
+        **GEMMA,
+        "query_pre_attn_scalar": 5,
+        "attn_logit_softcapping": 1.5,
+        "final_logit_softcapping": 2.0,
+        "window_attn_skip_freq": [2],
+    },
+    "gemma2 without bounds, all layers with a window, untied": {
+        **GEMMA,
+        "kv_channels": 12,
+        "rotary_scaling": "linear",
+        "rotary_scaling_factor": 2.5,
+        "untie_embeddings_and_output_weights": True,
+    },
+    "gemma3": {
+        **GEMMA,
+        "qk_layernorm": True,
+        "query_pre_attn_scalar": 20,
+        "rotary_base": 60.0,
+        "rope_local_base_freq": 15.0,
+        "rotary_scaling": "linear",
+        "rotary_scaling_factor": 3.0,
+        "window_attn_skip_freq": [2],
+    },
+    "gemma3, bounded logits, one base, last layer with a window": {
+        **GEMMA,
+        "qk_layernorm": True,
+        "kv_channels": 12,
+        "final_logit_softcapping": 1.5,
+        "window_attn_skip_freq": [0, 0, 1],
+        "num_query_groups": 2,
+    },
+    "gemma3 without windows, scaled": {
+        **GEMMA,
+        **YARN,
+        "qk_layernorm": True,
+        "sliding_window": None,
+    },
     "neox, side by side": {
         "position_embedding_type": "rope",
         "rotary_percent": 0.25,

@@ -47,11 +47,14 @@ def _load(path: Path) -> dict[str, Any]:
     return loaded
 
 
-@pytest.mark.parametrize("name", MODELS)
+CLASSIC = {**MODELS, "norms of weights beside 1": {"apply_layernorm_1p": True}}
+
+
+@pytest.mark.parametrize("name", CLASSIC)
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 3), (4, 1)])
 def test_there_and_back(name: str, tp: int, pp: int, tmp_path: Path) -> None:
-    groups = MODELS[name].get("num_query_groups", HEADS)
-    saved = saved_model(tmp_path / "ours", MODELS[name])
+    groups = CLASSIC[name].get("num_query_groups", HEADS)
+    saved = saved_model(tmp_path / "ours", CLASSIC[name])
     sizes = ["--target-tensor-model-parallel-size", str(tp), "--target-pipeline-model-parallel-size", str(pp)]
     if groups % tp:
         assert main(["--load", str(saved), "--save", str(tmp_path / "classic"), "--to", "classic", *sizes]) == 2

@@ -21,6 +21,7 @@ from megatron.model.context import ForwardContext
 from tests.support.tiny import VOCAB
 from tests.unit.checkpoint.convert.support import (
     EXPERTS,
+    GEMMA,
     HEADS,
     HIDDEN,
     LENGTH,
@@ -87,6 +88,7 @@ QWEN2_MOE: dict[str, Any] = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
 }  # fmt: skip
 QWEN3_MOE: dict[str, Any] = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+GEMMA_SIZES: dict[str, Any] = {"head_dim": 12, "query_pre_attn_scalar": 7, "sliding_window": 5, "pad_token_id": None}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN: dict[str, Any] = {
     "rope_theta": 60.0, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16,
@@ -119,6 +121,42 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "mistral": ("mistral", {"sliding_window": 6}),
     "mistral without a window": ("mistral", {"sliding_window": None}),
+    "mistral, whose layers are named one by one": (
+        "ministral",
+        {
+            "sliding_window": 6, "layer_types": ["full_attention", "sliding_attention"], "head_dim": 12,
+            "rope_parameters": {"rope_theta": 80.0, "rope_type": "default"},
+        },
+    ),
+    "gemma2": ("gemma2", {**GEMMA_SIZES, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0}),
+    "gemma2 without bounds, untied": (
+        "gemma2",
+        {
+            **GEMMA_SIZES, "final_logit_softcapping": None, "attn_logit_softcapping": None,
+            "tie_word_embeddings": False, "layer_types": ["full_attention", "sliding_attention"], "rope_parameters": {"rope_theta": 90.0},
+        },
+    ),
+    "gemma3": (
+        "gemma3_text",
+        {
+            **GEMMA_SIZES,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 2.5, "rope_theta": 70.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 12.0},
+            },
+            "layer_types": ["sliding_attention", "full_attention"], "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma3 of transformers 4": (
+        "gemma3_text",
+        {
+            **GEMMA_SIZES, "num_hidden_layers": 7, "rope_theta": 50.0, "rope_local_base_freq": 9.0,
+            "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+        },
+    ),
+    "gemma3, a window as long as the texts": (
+        "gemma3_text", {**GEMMA_SIZES, "sliding_window": LENGTH, "rope_theta": 50.0, "sliding_window_pattern": 2},
+    ),
     "qwen2": ("qwen2", {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}),
     "qwen2, sliding": ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}),
     "qwen2, whose layers are named one by one": (
@@ -222,6 +260,16 @@ def test_the_older_name_of_scaling_counts_as_in_transformers(tmp_path: Path) -> 
         expected = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()(input_ids=tokens).logits
     ours = _logits(tmp_path / "back", tokens)
     assert float((ours - expected).abs().max() / expected.abs().max()) < 1e-5
+
+
+def test_a_mistral_whose_layers_are_named_is_a_ministral_as_in_transformers(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    convert(saved_model(tmp_path / "ours", NOT_CLASSIC["ministral"]), tmp_path / "hf", "hf")
+    file = tmp_path / "hf" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": "mistral"}))
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "hf")).__name__ == "MinistralForCausalLM"
+    assert read_hf(tmp_path / "hf").model.window_attn_skip_freq == [1, 1, 0]
 
 
 def test_several_files_and_half_precision(tmp_path: Path) -> None:
@@ -406,6 +454,16 @@ def test_biases_of_experts_stay_in_our_own_format(tmp_path: Path, capsys: pytest
         ),
         ({**EXPERTS, "num_experts": [1, 4, 4]}, "closest to Mixtral, which has experts in all layers"),
         ({**SHARED, "num_experts": [2, 4, 4]}, "closest to Qwen2Moe, which has as many experts in each layer that"),
+        ({**GEMMA, "sandwich_norm": False}, "closest to Gemma2, which has --sandwich-norm"),
+        ({**GEMMA, "kv_channels": 8, "num_attention_heads": 5}, "closest to Gemma2, which has a --hidden-size"),
+        ({**GEMMA, "qk_layernorm": True, "attn_logit_softcapping": 3.0}, "closest to Gemma2, which has no --qk"),
+        ({**GEMMA, "qk_layernorm": True, "rotary_scaling": "linear"}, "closest to Gemma2, which has no --qk-"),
+        ({**LLAMA, "final_logit_softcapping": 3.0}, "closest to Llama, which has no --final-logit-softcapping"),
+        ({**LLAMA, "attn_logit_softcapping": 3.0}, "closest to Llama, which has no --attn-logit-softcapping"),
+        ({**LLAMA, "query_pre_attn_scalar": 3}, "closest to Llama, which has no --query-pre-attn-scalar"),
+        ({**LLAMA, "apply_layernorm_1p": True}, "closest to Llama, which has no --apply-layernorm-1p"),
+        ({**LLAMA, "apply_embedding_scaling": True}, "closest to Llama, which has no --apply-embedding-scaling"),
+        ({"apply_layernorm_1p": True}, "closest to GPT-2, which has no --apply-layernorm-1p"),
         ({**SHARED, "moe_shared_expert_gate": False}, "closest to Mixtral, which has no --moe-shared-expert"),
     ],
 )

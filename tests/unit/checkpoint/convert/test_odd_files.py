@@ -18,7 +18,7 @@ from megatron.checkpoint.convert.classic import find_classic
 from megatron.checkpoint.convert.command import main
 from megatron.checkpoint.convert.hugging_face import read_hf
 from megatron.checkpoint.convert.ours import read_ours
-from tests.unit.checkpoint.convert.support import EXPERTS, LLAMA, SHARED, convert, saved_model
+from tests.unit.checkpoint.convert.support import EXPERTS, GEMMA, LLAMA, SHARED, convert, saved_model
 
 FILE = "model_optim_rng.pt"
 
@@ -38,7 +38,8 @@ def _said(capsys: pytest.CaptureFixture[str], load: Path, to: str = "megatron-cc
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Checkpoints of ours by model type."""
     root = tmp_path_factory.mktemp("models")
-    kinds = {"gpt2": {}, "llama": LLAMA, "mixtral": EXPERTS, "qwen2_moe": SHARED}
+    gemma3 = {**GEMMA, "qk_layernorm": True, "rope_local_base_freq": 50.0}
+    kinds = {"gpt2": {}, "llama": LLAMA, "mixtral": EXPERTS, "qwen2_moe": SHARED, "gemma2": GEMMA, "gemma3": gemma3}
     return {kind: saved_model(root / kind, model) for kind, model in kinds.items()}
 
 
@@ -74,7 +75,26 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 cannot be converted"),
         ("llama", {"mlp_bias": True}, "attention_bias and mlp_bias differ"),
-        ("llama", {"model_type": "mistral", "layer_types": ["full_attention"] * 3}, "layer_types cannot be converted"),
+        ("llama", {"model_type": "mistral", "layer_types": ["full_attention"] * 2}, "layer_types must name"),
+        ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation 'gelu' cannot be converted"),
+        ("gemma2", {"attention_bias": True}, "attention_bias=true cannot be converted"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=true cannot be converted"),
+        ("gemma2", {"sliding_window": None}, "sliding_window is missing"),
+        ("gemma2", {"attn_logit_softcapping": 0.0}, "--attn-logit-softcapping is 0.0; it must be above 0"),
+        ("gemma2", {"query_pre_attn_scalar": 0.5}, "query_pre_attn_scalar: 0.5 is not an integer"),
+        ("gemma2", {"rope_scaling": {"type": "dynamic"}}, "rope scaling of type 'dynamic' cannot be converted"),
+        ("gemma2", {"model_type": "gemma3"}, "text_config is missing"),
+        ("gemma2", {"model_type": "gemma3", "text_config": [1]}, "text_config: expected names and values, not a list"),
+        ("gemma2", {"model_type": "gemma3n"}, "model_type 'gemma3n' cannot be converted"),
+        ("gemma3", {"attn_logit_softcapping": 20.0}, "attn_logit_softcapping cannot be converted: transformers does"),
+        ("gemma3", {"rope_parameters": {"rope_theta": 5.0}}, "rope_parameters must be those of full_attention and"),
+        ("gemma3", {"rope_parameters": {"full_attention": 5}}, "full_attention: expected names and values, not 5"),
+        (
+            "gemma3",
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "rope scaling of type 'linear' of sliding_attention cannot be converted",
+        ),
+        ("gemma3", {"layer_types": None, "sliding_window_pattern": 0}, "sliding_window_pattern is 0; it must be"),
         ("llama", {"model_type": "qwen2", "layer_types": ["full_attention"]}, "layer_types must name"),
         ("llama", {"model_type": "qwen2", "layer_types": "full_attention"}, "layer_types: expected a list, not '"),
         ("llama", {"model_type": "gpt_neox", "attention_bias": False}, "attention_bias=false cannot be converted"),

@@ -1,0 +1,104 @@
+"""The form of layers: their norms, activation, biases, and attention's scores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.base.numerals import MOST
+from megatron.base.option import derived, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerFormConfig:
+    """Fields of the model that are about the form of its layers; ``ModelConfig`` inherits them."""
+
+    normalization: Literal["LayerNorm", "RMSNorm"] = option("LayerNorm", "Normalization layer.", checkpoint="shape")
+    apply_layernorm_1p: bool = option(
+        False,
+        "Normalization layers multiply by 1 + weight, and their weights start at 0 (Gemma).",
+        checkpoint="shape",
+    )
+    sandwich_norm: bool = option(
+        False,
+        "Normalize also what attention and the MLP return, before it is added to their input: four norms a layer "
+        "(Gemma 2).",
+        checkpoint="shape",
+    )
+    norm_epsilon: float = option(
+        1e-5,
+        "Epsilon of the normalization layers, added to the variance.",
+        above=0,
+        aliases=("layernorm-epsilon",),
+        checkpoint="shape",
+    )
+    swiglu: bool = option(False, "Gated MLP: SiLU(gate) * up instead of GELU.", checkpoint="shape")
+    geglu: bool = option(False, "Gated MLP: GELU(gate) * up, the GELU in its tanh form (Gemma).", checkpoint="shape")
+    openai_gelu: bool = option(False, "GELU in its tanh form.", checkpoint="shape")
+    squared_relu: bool = option(False, "Squared ReLU instead of GELU.", checkpoint="shape")
+    bias_gelu_fusion: bool = option(
+        True,
+        "GELU in its exact (erf) form. Without this flag GELU has its tanh form, as in Megatron, wherever "
+        "the MLP has a bias.",
+        flag="no-bias-gelu-fusion",
+        off_switch=True,
+        checkpoint="shape",
+    )
+    add_bias_linear: bool = option(
+        True,
+        "No biases in the linear layers.",
+        flag="disable-bias-linear",
+        off_switch=True,
+        checkpoint="shape",
+    )
+    add_qkv_bias: bool = option(
+        False,
+        "Biases in the projection to queries, keys and values, where --disable-bias-linear leaves the others out.",
+        checkpoint="shape",
+    )
+    qk_layernorm: bool = option(
+        False,
+        "Normalize the queries and keys of each head (--normalization), before their positions are rotated (Qwen3): "
+        "the logits of attention stay bounded.",
+        checkpoint="shape",
+    )
+    query_pre_attn_scalar: int | None = derived(
+        "--kv-channels",
+        "Attention's scores are divided by the square root of this.",
+        minimum=1,
+        maximum=MOST,
+        checkpoint="shape",
+    )
+    attn_logit_softcapping: float | None = derived(
+        "no bound",
+        "Bound C of attention's scores x, softly: C tanh(x / C) (Gemma 2). Attention then is not fused: it holds the "
+        "scores of all pairs of tokens.",
+        above=0,
+        checkpoint="shape",
+    )
+    parallel_residual: bool = option(
+        False,
+        "The MLP of a layer reads the layer's input, beside the attention, instead of what follows the attention.",
+        checkpoint="shape",
+    )
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP multiplies its inner values by those of a gate."""
+        return self.swiglu or self.geglu
+
+    @property
+    def activation(self) -> str:
+        """The MLP's activation: "swiglu", "geglu", "squared_relu", "gelu_tanh" or "gelu" (exact).
+
+        The tanh form is what Megatron's fused bias and GELU computes; without biases there is no such fusion.
+        """
+        if self.swiglu:
+            return "swiglu"
+        if self.geglu:
+            return "geglu"
+        if self.squared_relu:
+            return "squared_relu"
+        if self.openai_gelu or (self.bias_gelu_fusion and self.add_bias_linear):
+            return "gelu_tanh"
+        return "gelu"
