@@ -133,7 +133,8 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma2",
         {
             **GEMMA_SIZES, "final_logit_softcapping": None, "attn_logit_softcapping": None,
-            "tie_word_embeddings": False, "layer_types": ["full_attention", "sliding_attention"], "rope_parameters": {"rope_theta": 90.0},
+            "tie_word_embeddings": False, "layer_types": ["full_attention", "sliding_attention"],
+            "rope_parameters": {"rope_theta": 90.0},
         },
     ),
     "gemma3": (
