@@ -100,11 +100,13 @@ def test_the_tokenizer_of_a_gemma_goes_along(tmp_path: Path) -> None:
 
     pieces = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["\u2581", "t", "h", "e", "th", "the", "\u2581the", "o", "l", "d", "ol", "old"]
-    merges = [("t", "h"), ("th", "e"), ("\u2581", "the"), ("o", "l"), ("ol", "d")]
+    merges: Any = [("t", "h"), ("th", "e"), ("\u2581", "the"), ("o", "l"), ("ol", "d")]
     theirs: Any = GemmaTokenizer(vocab={piece: number for number, piece in enumerate(pieces)}, merges=merges)
     theirs.save_pretrained(tmp_path / "hf")
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = Gemma2Config(**sizes, num_key_value_heads=2, head_dim=8, vocab_size=320, max_position_embeddings=LENGTH)
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    config = Gemma2Config(
+        **sizes, num_attention_heads=4, num_key_value_heads=2, vocab_size=320, max_position_embeddings=LENGTH
+    )
     Gemma2ForCausalLM(config).save_pretrained(tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "ours", "megatron-cc")
     loaded = load_model(tmp_path / "ours", device=torch.device("cpu"))
