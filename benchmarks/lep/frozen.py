@@ -165,9 +165,10 @@ class FrozenPipeline:
         for part in self.parts:
             x_sbh = x_sbh.detach().requires_grad_()
             inputs.append(x_sbh)
-            for _, layer in part:
-                rotary = self.stage._positions(x_sbh, context)
-                x_sbh = layer(x_sbh, context, rotary, cast(TransformerLayer, layer).dropout_keys(context))
+            for _, module in part:
+                layer = cast(TransformerLayer, module)
+                positions = self.stage._positions(x_sbh, context).get(layer.layer)
+                x_sbh = layer(x_sbh, context, positions, layer.dropout_keys(context))
             outputs.append(x_sbh)
         total, _ = self.stage.token_losses(
             outputs[-1], batch.labels_bs, batch.loss_mask_bs / batch.loss_mask_bs.numel()

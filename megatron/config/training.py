@@ -125,7 +125,10 @@ class TrainingConfig:
             "use-flash-attn-triton",
             "use-flash-attn-builder",
         ),
-        no_effect=("attention always goes through scaled_dot_product_attention, which uses flash kernels where it can"),
+        no_effect=(
+            "attention without --attn-logit-softcapping always goes through scaled_dot_product_attention, which uses "
+            "flash kernels where it can"
+        ),
     )
     compile: Literal["auto", "on", "off"] = option(
         "auto",
