@@ -200,6 +200,7 @@ PARTNERS: dict[str, tuple[str, int]] = {
     ),
     "only BERT has that head": ("--model-type bert", 1),
     "beside a task, which masks no words": ("--model-type bert", 1),
+    "beside a task, whose outputs are no words": ("--model-type gpt", 1),
     "only DeBERTa has distances and a convolution": ("--model-type deberta", 1),
     "only BERT and T5 mask words": ("--model-type bert", 1),
     "only T5 has a decoder beside an encoder": (f"{PP2} {T5}", 2),
@@ -262,6 +263,7 @@ PARTNERS: dict[str, tuple[str, int]] = {
     "without a compressor of what goes forward": (f"{PP2} --compress pp-forward=fixpoint", 2),
 }
 BESIDE: dict[str, str] = {
+    "beside a task, whose outputs are no words": "--task-head classification --task-classes 2",
     "beside a task, which masks no words": "--model-type bert --task-head classification --task-classes 2",
     "only T5 has a decoder beside an encoder": PP2,
     "T5's encoder and decoder share the one pipeline stage": T5,
