@@ -16,7 +16,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 _TICK_SECONDS = 0.05
-_LOOKS = 3
+_LEAST_PATIENCE = 0.5
+"""Seconds in which a client, however near it is, has to read something."""
+_ROUND_TRIPS = 4
+"""Round trips to a client that is farther away in which it has to."""
+_INFO_BYTES = 128
 _MOST_GROWTH = 64 << 20
 """Bytes by which this process may grow before the store's clients are looked at."""
 
@@ -51,13 +55,18 @@ def _resident_bytes() -> int:
 def _cut_off(port: int) -> None:
     """Ends the connections at a port whose clients read nothing while they are looked at."""
     with ExitStack() as stack:
-        stuck = [stack.enter_context(one) for one in _connections(port)]
-        for _ in range(_LOOKS):
-            stuck = [one for one in stuck if _unsent_bytes(one)]
+        acknowledged = {one: _acknowledged_bytes(one) for one in map(stack.enter_context, _connections(port))}
+        began = time.monotonic()
+        while acknowledged:
             time.sleep(_TICK_SECONDS)
-        for one in stuck:
-            with suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
+            elapsed = time.monotonic() - began
+            for one, before in list(acknowledged.items()):
+                if not _unsent_bytes(one) or _acknowledged_bytes(one) != before:
+                    del acknowledged[one]
+                elif elapsed > max(_LEAST_PATIENCE, _ROUND_TRIPS * _round_trip_seconds(one)):
+                    del acknowledged[one]
+                    with suppress(OSError):
+                        one.shutdown(socket.SHUT_RDWR)
 
 
 def _connections(port: int) -> list[socket.socket]:
@@ -84,3 +93,21 @@ def _unsent_bytes(one: socket.socket) -> int:
     with suppress(OSError):
         return int(struct.unpack("i", fcntl.ioctl(one, termios.TIOCOUTQ, bytes(4)))[0])
     return 0
+
+
+def _acknowledged_bytes(one: socket.socket) -> int:
+    """Bytes that a connection's other end has taken since its beginning."""
+    return int(struct.unpack_from("Q", _tcp_info(one), 120)[0])  # tcpi_bytes_acked of linux/tcp.h
+
+
+def _round_trip_seconds(one: socket.socket) -> float:
+    """The longest time that an answer of a connection's other end usually takes."""
+    mean, deviation = struct.unpack_from("2I", _tcp_info(one), 68)  # tcpi_rtt and tcpi_rttvar, in microseconds
+    return float(mean + 4 * deviation) / 1e6  # as for the time after which TCP sends again
+
+
+def _tcp_info(one: socket.socket) -> bytes:
+    """The kernel's view of a connection; zeros where it has none."""
+    with suppress(OSError):
+        return one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES).ljust(_INFO_BYTES, b"\0")
+    return bytes(_INFO_BYTES)
