@@ -182,6 +182,12 @@ class OuterSync:
         counted = [fragment.part(place) for place in fragment.places if place.shard.counts_in_norm(tp)]
         return math.sqrt(self._summed(sum_of_squares(counted)))
 
+    def anchor_norm(self, number: int) -> float:
+        """L2 norm of the anchor of a fragment, over the whole island."""
+        fragment, tp = self.fragments[number], self.topology.tp.rank
+        counted = [self.outer.anchor[place.index] for place in fragment.places if place.shard.counts_in_norm(tp)]
+        return math.sqrt(self._summed(sum_of_squares(counted)))
+
     def mean_norm(self, number: int, contributors: int, exchanged: bool) -> float:
         """L2 norm of the mean that ``exchange`` has come to, over the whole island; nothing has changed yet.
 

@@ -149,12 +149,13 @@ class Decision:
         )
 
 
-def judge(arrivals: Mapping[int, Arrival], last_norm: float = 0.0) -> Decision:
+def judge(arrivals: Mapping[int, Arrival], last_norm: float = 0.0, anchor_norm: float = 0.0) -> Decision:
     """Decides whose differences are summed: those that are finite and not absurdly large.
 
     Args:
         arrivals: what islands say of themselves, by number.
         last_norm: norm of the last mean, by which the differences of two islands are judged; 0 before there is one.
+        anchor_norm: norm of the values that islands had in common, by which they are judged then; 0 where unknown.
 
     Raises:
         ValueError: when no difference is finite.
@@ -164,8 +165,9 @@ def judge(arrivals: Mapping[int, Arrival], last_norm: float = 0.0) -> Decision:
     if not finite:
         raise ValueError("no island has a finite difference")
     usual, of_what = statistics.median_low(finite.values()), "the median"
-    if len(finite) == 2:  # nobody knows which one is odd, but for what was before
-        usual, of_what = (max(usual, last_norm) if last_norm else 0.0), "that of the last mean"
+    if len(finite) == 2:  # nobody knows which one is odd, but for what all know
+        known, of_what = (last_norm, "that of the last mean") if last_norm else (anchor_norm, "that of the parameters")
+        usual = max(usual, known) if known else 0.0
     for k, norm in finite.items():
         if norm > ABSURD * usual > 0:
             left_out[k] = f"the norm of its difference is {norm:.3g}, {norm / usual:.3g} times {of_what}"

@@ -107,7 +107,14 @@ class Islands:
 
     # A round.
 
-    def arrive(self, key: str, arrival: Arrival, last_norm: float = 0.0, without: int | None = None) -> Decision:
+    def arrive(
+        self,
+        key: str,
+        arrival: Arrival,
+        last_norm: float = 0.0,
+        without: int | None = None,
+        anchor_norm: float = 0.0,
+    ) -> Decision:
         """Comes to (an attempt of) a round, and waits for the others: for those of the last one, up to the time limit.
 
         Args:
@@ -115,12 +122,13 @@ class Islands:
             arrival: what this island says of itself; rank 0's counts.
             last_norm: norm of the last mean; 0 before there is one.
             without: an island that comes and takes no part, to see whether it spoils the mean.
+            anchor_norm: norm of the anchor; 0 where it is not asked for.
 
         Raises:
             QuorumError: when fewer than the quorum have come by the time limit.
             CommunicationError: when no difference is finite, or the meeting place is gone.
         """
-        decide = partial(judge, last_norm=last_norm)
+        decide = partial(judge, last_norm=last_norm, anchor_norm=anchor_norm)
         return Decision.decode(self._share(lambda: self._arrive(key, arrival, lambda a: decide(a).leave_out(without))))
 
     def _arrive(self, key: str, own: Arrival, decide: Callable[[Mapping[int, Arrival]], Decision]) -> dict[str, Any]:

@@ -216,7 +216,9 @@ class Rounds:
         decision = Decision((0,), {0: own})
         if self.islands is not None:
             expected = self.islands.expected
-            decision = self.islands.arrive(key, own, self.sync.norms[fragment], without)
+            last_norm = self.sync.norms[fragment]
+            anchor_norm = 0.0 if last_norm else self.sync.anchor_norm(fragment)
+            decision = self.islands.arrive(key, own, last_norm, without, anchor_norm)
             self._report_absence(expected, decision)
         for island, why in decision.left_out.items():
             self.tell(f"warning: island {island} is left out of the round at iteration {done}: {why}", {})

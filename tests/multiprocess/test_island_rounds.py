@@ -423,6 +423,24 @@ def test_a_difference_that_is_not_finite_or_absurd_is_left_out(factor: float, wh
     assert torch.equal(flats[0], flats[1])
 
 
+def test_of_two_islands_one_that_is_far_off_in_the_first_round_is_left_out() -> None:
+    """Both know the parameters that they began with; the other one's mean is its own."""
+    spoiled: list[int] = []
+
+    def spoil(island: Island, done: int) -> None:
+        if island.engines.config.islands.island == 1 and done == 4 and not spoiled:
+            spoiled.append(done)
+            island.engines.buffers[0].params_flat[3] = 1e30
+
+    islands = train_islands(2, _outer("identity,every=4"), before_round=spoil, quorum=1)
+    assert [record["members"] for record in islands[0].records] == [[0], [0, 1], [0, 1]]
+    for island in islands:
+        assert any("island 1 is left out" in line and "times that of the parameters" in line for line, _ in island.told)
+    flats = [island.engines.buffers[0].params_flat for island in islands]
+    assert float(flats[0].abs().max()) < 1e3
+    assert torch.equal(*flats)
+
+
 def _spoil_what_is_sent(island: Island, value: float, by: str, once: bool) -> None:
     """Makes an island send something else than what its norm was measured of."""
     sync = island.engines.outer

@@ -228,6 +228,13 @@ def test_of_two_differences_the_last_mean_tells_which_one_is_odd() -> None:
     assert "5e+29 times that of the last mean" in judge(came, 2.0).left_out[1]
     assert judge({0: Arrival(1e30, 1.0), 1: Arrival(1e30, 1.0)}, 2.0).members == (0, 1)
     assert judge({0: Arrival(1e30, 1.0)}, 2.0).members == (0,)
+    # In the first round the parameters do, which may be small, and change a lot.
+    assert judge(came, 0.0, 10.0).members == (0,)
+    assert judge(came, 0.0, 10.0).left_out == {
+        1: "the norm of its difference is 1e+30, 1e+29 times that of the parameters"
+    }
+    assert judge({0: Arrival(1.0, 1.0), 1: Arrival(900.0, 1.0)}, 0.0, 10.0).members == (0, 1)
+    assert judge({0: Arrival(0.1, 1.0), 1: Arrival(1100.0, 1.0)}, 20.0, 10.0).members == (0, 1)
 
 
 def test_a_mean_is_judged_by_what_all_members_mean_by_usual() -> None:
