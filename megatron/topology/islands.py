@@ -61,6 +61,9 @@ class Islands:
         control: the ranks of this island over gloo; None for a single one.
         device: where this rank's tensors are.
         tell: prints a line, on rank 0.
+
+    ``expected`` are the islands of the last round, at first those that have begun; ``behind`` are those that have come
+    to the start without the state of these, and ``in_step`` says that all of them go in step from there.
     """
 
     def __init__(
@@ -80,13 +83,15 @@ class Islands:
         self.control, self.rank = control, rank_of(control)
         self.device, self.tell = device, tell
         self.expected: tuple[int, ...] = ()
+        self.behind: tuple[int, ...] = ()
+        self.in_step = False
         self.last_round = ""
         self._group: Group | None = None
         self._identity: Mapping[str, str] = {}
         self.start = IslandStart(place, island, StartLimits(count, quorum, start_seconds), self._share, tell)
 
     def begin(self, iteration: int, in_step: bool, identity: Mapping[str, str], weights: str = "") -> bool:
-        """Begins a generation with the others, or finds that one is going on.
+        """Begins a generation with the others, or finds that they have a newer state, or that one is going on.
 
         Args:
             iteration: iterations that this island has done.
@@ -102,7 +107,8 @@ class Islands:
             CommunicationError: when they do not come.
         """
         self._identity = identity
-        self.expected = self.start.members([iteration, in_step, dict(identity), weights])
+        start = self.start.begin([iteration, in_step, dict(identity), weights])
+        self.expected, self.behind, self.in_step = start.members, start.behind, start.in_step
         return self.island in self.expected
 
     # A round.
@@ -161,8 +167,8 @@ class Islands:
         return found
 
     def _awaited(self) -> set[int]:
-        """The islands of the last round, and those that have joined after it."""
-        joined = set()
+        """The islands of the last round, and those that have joined after it; at first all that have come."""
+        joined = set() if self.last_round else set(self.behind)
         for k in range(self.count):
             ticket = self.place.get(f"joining/{k}", int)
             welcome = None if ticket is None else self.place.get(f"welcome/{ticket}", Welcome.read)
@@ -275,9 +281,14 @@ class Islands:
         self.place.put(f"joining/{self.island}", ticket)
         return ticket
 
+    @property
+    def lets_in(self) -> bool:
+        """Whether this island lets others in: the first one of the last round does."""
+        return bool(self.expected) and self.expected[0] == self.island
+
     def let_in(self) -> list[tuple[int, int]]:
         """After a round that counts: the islands that it lets in, and their tickets. The first member lets them in."""
-        if not self.expected or self.expected[0] != self.island:
+        if not self.lets_in:
             return []
         return [(k, ticket) for k, ticket in self._share(self._let_in)]
 
@@ -319,8 +330,7 @@ class Islands:
 
     def still_late(self) -> bool:
         """Whether an island is late, for which this one, the first member of the last round, may wait."""
-        first = bool(self.expected) and self.expected[0] == self.island
-        return first and bool(self._share(self._late))
+        return self.lets_in and bool(self._share(self._late))
 
     def _late(self) -> list[int]:
         return [k for k in range(self.count) if k not in self.expected and self.place.get(finish_of(k)) is None]

@@ -81,21 +81,28 @@ class Start:
         members: the islands that begin it.
         problem: why none may; empty where they may.
         iteration: iteration of the checkpoint that islands go on from; None where no island has any.
+        behind: the islands that have come without that state, which is sent to them before the first step.
+        in_step: islands go in step from there.
     """
 
     members: tuple[int, ...] = ()
     problem: str = ""
     iteration: int | None = None
+    behind: tuple[int, ...] = ()
+    in_step: bool = False
 
     @staticmethod
     def read(value: Mapping[str, Any]) -> Start:
         """A start as it was written, or ValueError."""
+        members, behind = (tuple(map(int, value[name])) for name in ("members", "behind"))
         iteration = value["iteration"]
-        return Start(tuple(map(int, value["members"])), str(value["problem"]), iteration and int(iteration))
+        return Start(members, str(value["problem"]), iteration and int(iteration), behind, bool(value["in_step"]))
 
 
 def judge_iteration(came: Mapping[int, Sequence[int]], limits: StartLimits, all_below: float) -> Start:
     """Chooses the newest checkpoint that enough islands have: all of them while islands go in step, else a quorum.
+
+    An island that has none at all loses nothing by being sent the newest one that all others have.
 
     Args:
         came: iterations of the checkpoints of those that have come.
@@ -115,10 +122,13 @@ def judge_iteration(came: Mapping[int, Sequence[int]], limits: StartLimits, all_
             return Start(iteration=iteration)
     if missing:
         return limits.absence(missing)
+    common: set[int] = set.intersection(*filter(None, held.values()))
+    if common and not all(held.values()):
+        return Start(iteration=max(common))
     at = ", ".join(f"island {k} {_newest(iterations)}" for k, iterations in sorted(held.items()))
     return Start(
-        problem=f"islands have no checkpoint in common: {at}; lower --islands-quorum and those without one join, or "
-        "move all checkpoints away to begin anew"
+        problem=f"islands have no checkpoint in common: {at}; lower --islands-quorum, or move the checkpoints of those "
+        "islands away that are to be sent the others' state"
     )
 
 
@@ -131,7 +141,7 @@ def _newest(iterations: set[int]) -> str:
 
 
 def judge_start(came: Mapping[int, Any], limits: StartLimits) -> Start:
-    """Decides which islands begin: those that are furthest, if they are enough and agree.
+    """Decides which islands begin: those that are furthest, which send their state to the others, if they agree.
 
     Args:
         came: iteration, whether islands go in step from there, identity and weights of those that have come.
@@ -139,7 +149,8 @@ def judge_start(came: Mapping[int, Any], limits: StartLimits) -> Start:
     """
     first, ahead = min(came), max(iteration for iteration, *_ in came.values())
     members = tuple(k for k, (iteration, *_) in sorted(came.items()) if iteration == ahead)
-    needed = limits.count if came[members[0]][1] else limits.quorum
+    in_step = bool(came[members[0]][1])
+    needed = limits.count if in_step else limits.quorum
     for k, (_, _, identity, _) in came.items():
         for name, value in came[first][2].items():
             if identity.get(name) != value:
@@ -149,19 +160,13 @@ def judge_start(came: Mapping[int, Any], limits: StartLimits) -> Start:
     missing = limits.missing(came)
     if missing and len(came) < needed:
         return limits.absence(missing)
-    if len(members) < needed:
-        at = ", ".join(f"island {k} at {iteration}" for k, (iteration, *_) in sorted(came.items()))
-        return Start(
-            problem=f"islands begin at different iterations: {at}; give all of them checkpoints of the same, or "
-            "lower --islands-quorum and those behind join"
-        )
     other = next((k for k in members if came[k][3] != came[members[0]][3]), None)
     if other is not None:
         return Start(
             problem=f"islands {members[0]} and {other} begin at iteration {ahead} with different weights; load "
             "checkpoints of one run, and for new moments (--no-load-optim, --finetune) those of the end of a round"
         )
-    return Start(members)
+    return Start(members, behind=tuple(k for k in sorted(came) if k not in members), in_step=in_step)
 
 
 def named(islands: Sequence[int]) -> str:
@@ -231,8 +236,8 @@ class IslandStart:
         judge = partial(judge_iteration, limits=self.limits, all_below=all_below)
         return self._agree("iteration", list(held), judge).iteration
 
-    def members(self, own: Sequence[Any]) -> tuple[int, ...]:
-        """Begins a generation with the others; returns the islands that do, and none where one is going on.
+    def begin(self, own: Sequence[Any]) -> Start:
+        """Begins a generation with the others; returns which islands do, none where one is going on.
 
         Args:
             own: what ``judge_start`` asks for.
@@ -242,8 +247,8 @@ class IslandStart:
             CommunicationError: when the meeting place is gone.
         """
         if not self._enter():
-            return ()
-        return self._agree("start", list(own), partial(judge_start, limits=self.limits)).members
+            return Start()
+        return self._agree("start", list(own), partial(judge_start, limits=self.limits))
 
     def _enter(self, newest: int | None = None) -> bool:
         """Comes to the newest generation, once; returns whether it has yet to begin.

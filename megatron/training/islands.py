@@ -152,21 +152,24 @@ class Met:
             self.islands.leave()
 
 
-def build_rounds(
-    engines: Engines, checkpoints: RunCheckpoints, reporter: Reporter, islands: Islands | None, train_iters: int
+def begin_rounds(
+    engines: Engines, checkpoints: RunCheckpoints, reporter: Reporter, met: Met, train_iters: int
 ) -> Rounds | None:
-    """Builds the rounds of this island; None where there are none.
+    """Builds the rounds of this island, and sends its state to islands that have come without it; None where there are
+    none.
 
     Args:
         engines, checkpoints, reporter: the run.
-        islands: the other islands.
+        met: this island among the others.
         train_iters: iterations of the whole run.
     """
-    outer = engines.outer
+    outer, islands = engines.outer, met.islands
     if outer is None or (islands is None and engines.config.islands.several):
         return None
     start = engines.plan.activation(Point.OUTER).warmup_iters
     joining = None if islands is None else Joining(engines, outer, islands, checkpoints.parts, reporter.line)
+    if joining is not None and met.begins:
+        joining.let_in_those_behind()
     section, save = engines.config.islands, engines.config.checkpoint.save
     end = RunEnd(str(Path(save).resolve()) if save else "", section.islands_linger_seconds)
     return Rounds(outer, RoundSchedule(outer.options, start, train_iters), islands, reporter.of_islands, joining, end)
@@ -219,10 +222,12 @@ def _with_checkpoint(config: RunConfig, islands: Islands, topology: Topology, lo
     # A run that begins anew with the weights of a checkpoint goes in step, or from an anchor that all have.
     chosen = islands.start.choose_iteration(held, math.inf if given.finetune else outer.activation.warmup_iters)
     newest = max((iteration for iteration in held if chosen is None or iteration <= chosen), default=None)
-    if chosen is None or newest is None or newest == held[0]:
+    if chosen is None or newest == (held[0] if held else None):
         return config
     log(f"the newest checkpoint that enough islands have is of iteration {chosen}; this one has {held[0]}, too")
-    return replace(config, checkpoint=replace(given, ckpt_step=newest))
+    # One that has only newer ones is sent the others' state, as one that has none.
+    begun = replace(given, load=None, ckpt_step=None) if newest is None else replace(given, ckpt_step=newest)
+    return replace(config, checkpoint=begun)
 
 
 def _held_iterations(checkpoint: CheckpointConfig) -> list[int]:
@@ -263,7 +268,7 @@ def meet_islands(engines: Engines, env: LaunchEnvironment, iteration: int, islan
     config = engines.config
     in_step = iteration < engines.joint.steps
     begins = islands.begin(iteration, in_step, _identity(config, env, engines.topology.device), _fingerprint(engines))
-    if in_step and begins:
+    if islands.in_step:
         engines.joint.group = islands.group_of(range(islands.count), "joint", longest_wait(config.parallel))
     return Met(islands, begins)
 

@@ -22,6 +22,7 @@ from megatron.topology.agree import any_rank, gather_texts
 from megatron.topology.errors import CommunicationError
 from megatron.topology.group import Group
 from megatron.topology.islands import Islands
+from megatron.topology.meeting_place import POLL_SECONDS
 from megatron.training.assembly import Engines
 
 MOST_JOINS = 4
@@ -32,8 +33,8 @@ _SCOPES = (Scope.OPTIMIZER, Scope.SCHEDULE, Scope.POSITION)
 
 
 class Joining:
-    """Sends an island's state to one that joins, and takes it over: the anchor with its momentum, the inner optimizer,
-    the compressors' states without residuals, and the position of the run. Every rank sends to the same rank there.
+    """Sends an island's state to one that joins, and takes it over: the anchor with its momentum (the weights, where
+    there is none yet), the inner optimizer, the compressors' states without residuals, and the position of the run. Every rank sends to the same rank there.
 
     Args:
         engines: engines of this rank.
@@ -48,16 +49,30 @@ class Joining:
     ) -> None:
         self.engines, self.sync, self.islands, self.parts, self.tell = engines, sync, islands, parts, tell
 
-    def let_in(self) -> None:
-        """After a round: sends this island's state to those that join, if this is the island that does."""
+    def let_in_those_behind(self) -> None:
+        """Before the first step: sends the state to the islands that have come to the start without it."""
+        islands = self.islands
+        awaited, deadline = set(islands.behind), time.monotonic() + islands.seconds
+        while awaited and islands.lets_in and not any_rank(islands.control, time.monotonic() > deadline):
+            awaited -= self.let_in()
+            time.sleep(POLL_SECONDS)
+
+    def let_in(self) -> set[int]:
+        """After a round: sends this island's state to those that join, if this is the island that does; returns those
+        that have joined, the same on all ranks."""
+        joined = set()
         for island, ticket in self.islands.let_in():
+            problem = ""
             try:
                 group = self.islands.pair(ticket, self.islands.island, island)
                 self._send(group, ticket)
             except CommunicationError as error:
+                problem = str(error)
                 self.tell(f"warning: island {island} could not join: {error}")
-            else:
+            if not any_rank(self.islands.control, bool(problem)):
+                joined.add(island)
                 self.tell(f"island {island} has joined")
+        return joined
 
     def join(self) -> bool:
         """Waits for a round that lets this island in, and takes the state of one of the others over.
@@ -88,6 +103,8 @@ class Joining:
         raise CommunicationError(f"joining the other islands has failed {MOST_JOINS} times; the last time: {problem}")
 
     def _tensors(self) -> Iterator[Tensor]:
+        if not self.sync.outer.begun:  # islands go in step, and there is no anchor yet
+            yield from self.sync.outer.mains
         for tensors in self.sync.outer.tensors().values():
             yield from tensors
         optimizer = self.engines.optimizer
@@ -109,8 +126,9 @@ class Joining:
     def _receive(self, group: Group, ticket: int) -> None:
         common = self._wait_for(f"stream/{ticket}/parts")
         forms, counters = self._wait_for(f"stream/{ticket}/forms/{self.islands.rank}")
-        self.sync.outer.begin()
         with _naming_the_sender():
+            if common["outer"]["begun"]:
+                self.sync.outer.begin()
             held = self._room(forms)
             self._broadcast(group, [*self._tensors(), *(x for one in held for x in one.values())])
             whole = all(bool(torch.isfinite(x).all()) for x in self._tensors() if x.is_floating_point())
@@ -120,7 +138,10 @@ class Joining:
                 state.tensors, state.counters = tensors, {str(name): int(count) for name, count in counts.items()}
             self.parts.load_state_dict(common, _SCOPES)
             self.engines.plan.skipped = int(common["progress"]["skipped"])
-        self.sync.take_anchor()
+        if self.sync.outer.begun:
+            self.sync.take_anchor()
+        else:
+            self.sync.publish()
 
     def _room(self, forms: Sequence[Mapping[str, Any]]) -> list[dict[str, Tensor]]:
         """Memory for the compressors' states; ValueError for more than any of them takes."""

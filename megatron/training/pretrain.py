@@ -47,7 +47,7 @@ from megatron.training.console import make_output_last
 from megatron.training.determinism import make_deterministic
 from megatron.training.evaluation import evaluation_rounds
 from megatron.training.islands import (
-    build_rounds,
+    begin_rounds,
     folders_of_others,
     meet_islands,
     of_island,
@@ -219,7 +219,7 @@ def run(
     _open_logs(reporter, topology)
     try:
         parts = (config, engines, sizes, schedule, datasets, train_iters, progress, checkpoints, reporter)
-        rounds = build_rounds(engines, checkpoints, reporter, met.islands, train_iters)
+        rounds = begin_rounds(engines, checkpoints, reporter, met, train_iters)
         Trainer(*parts, timers, started, job.judge, rounds, joins=not met.begins).run()
     finally:
         met.leave()

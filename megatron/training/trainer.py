@@ -222,7 +222,7 @@ class Trainer:
         """Does what is due before the first step: joins other islands, or ends a round that a checkpoint was before."""
         if self._joins:
             self._join()
-        elif self.rounds is not None:
+        if self.rounds is not None:
             self._joins = not self._round(lambda rounds: rounds.catch_up(self.progress.iteration))
 
     def _join(self) -> None:

@@ -178,6 +178,55 @@ def test_islands_go_on_by_the_same_command_after_one_was_killed_before_it_saved(
         _close(saved_tensors(root / f"island_{island}", 9), wanted[island], 0.0)
 
 
+LOST_AT_FIRST = {
+    "in step": (1, "outer=identity,every=3,warmup=1.0", {}),
+    "in rounds": (1, "outer=fixpoint,bits=4,every=3,warmup=0", {}),
+    "in rounds, two ranks": (2, "outer=identity,every=3,warmup=0", {"use_distributed_optimizer": True}),
+}
+
+
+@pytest.mark.parametrize("case", LOST_AT_FIRST)
+def test_islands_go_on_by_the_same_command_after_one_was_killed_before_its_first_save(
+    prefix: Path, tmp_path: Path, case: str
+) -> None:
+    """All are needed. The others' newest checkpoint is sent to it, which in step is all that it has lost."""
+    ranks, spec, changes = LOST_AT_FIRST[case]
+    root, log = tmp_path / "saved", tmp_path / "log"
+    flags = {**LOCAL, **changes, "save_interval": 4, "save": root, "load": root, "compress": [spec]}
+    run_islands(2, ranks, tiny_flags(prefix, **flags))
+    whole = saved_tensors(root / "island_0", 9)
+    shutil.rmtree(root / "island_0")
+    for lost in (8, 9):
+        shutil.rmtree(root / "island_1" / f"iter_{lost:07d}")
+    (root / "island_1" / "latest_checkpointed_iteration.txt").write_text("4\n")
+    results = run_islands(2, ranks, tiny_flags(prefix, **flags, log_json_file=log))
+    said = "".join(result.stdout for result in results[0])
+    assert "joined the other islands at iteration 4, with the state of island 1" in said
+    for island in (0, 1):
+        assert [event["iteration"] for event in events(tmp_path / f"log.island_{island}")] == [5, 6, 7, 8, 9]
+    ends = [saved_tensors(root / f"island_{island}", 9, "model.") for island in (0, 1)]
+    _close(ends[0], ends[1], 0.0)
+    if case == "in step":
+        _close(saved_tensors(root / "island_0", 9), whole, 0.0)
+
+
+def test_an_island_that_has_only_newer_checkpoints_than_a_quorum_is_sent_theirs(prefix: Path, tmp_path: Path) -> None:
+    root = tmp_path / "saved"
+    flags = {**LOCAL, "global_batch_size": 6, "save_interval": 4, "save": root, "load": root, "islands_quorum": 2}
+    words = tiny_flags(prefix, **flags, compress=["outer=identity,every=3,warmup=2"])
+    run_islands(3, 1, words)
+    for island, kept in ((0, 8), (1, 4), (2, 4)):
+        for lost in {4, 8, 9} - {kept}:
+            shutil.rmtree(root / f"island_{island}" / f"iter_{lost:07d}")
+        (root / f"island_{island}" / "latest_checkpointed_iteration.txt").write_text(f"{kept}\n")
+    results = run_islands(3, 1, words)
+    assert "that enough islands have is of iteration 4; this one has 8, too" in results[0][0].stdout
+    assert "joined the other islands at iteration 4, with the state of island 1" in results[0][0].stdout
+    ends = [saved_tensors(root / f"island_{island}", 9, "model.") for island in range(3)]
+    for end in ends[1:]:
+        _close(ends[0], end, 0.0)
+
+
 def _reached(path: Path, iteration: int, running: IslandProcesses, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not path.exists() or max((e["iteration"] for e in events(path)), default=0) < iteration:

@@ -270,7 +270,7 @@ def test_what_no_island_writes_is_one_line(port: int, text: str) -> None:
         ("start/1", "[1, 2]"),
         ("start/1", '{"a": 1}'),
         ("start", "[]"),
-        ("start", '{"members": ["x"], "problem": "", "iteration": null}'),
+        ("start", '{"members": ["x"], "problem": "", "iteration": null, "behind": [], "in_step": false}'),
         ("iteration/1", "7"),
     ],
 )
@@ -336,8 +336,7 @@ def test_fewer_than_the_quorum_end_with_a_reason(port: int) -> None:
 @pytest.mark.parametrize(
     ("positions", "in_step", "quorum", "reason"),
     [
-        ((3, 5), True, 1, "different iterations: island 0 at 3, island 1 at 5"),
-        ((3, 5), False, 2, "different iterations"),
+        ((3, 3), True, 1, "do not agree: --lr is 0 and 1"),
         ((3, 3), False, 2, "do not agree: --lr is 0 and 1"),
     ],
 )
@@ -345,8 +344,7 @@ def test_islands_that_cannot_go_together_all_say_so(
     port: int, positions: tuple[int, int], in_step: bool, quorum: int, reason: str
 ) -> None:
     pair = [_island(port, number, 2, quorum) for number in range(2)]
-    other = positions[0] == positions[1]
-    starts = [lambda i=i: i.begin(positions[i.island], in_step, {"--lr": str(i.island * other)}) for i in pair]
+    starts = [lambda i=i: i.begin(positions[i.island], in_step, {"--lr": str(i.island)}) for i in pair]
     for error in _together(*starts):
         assert isinstance(error, UserError)
         assert reason in str(error)
@@ -379,6 +377,11 @@ def test_islands_with_different_weights_or_a_problem_of_one_end_at_the_start(por
         ([[30, 20, 10], [20, 10], [30, 20]], 2, 31, 20),  # while they go in step all are needed
         ([[30, 20], [], [20]], 2, 0, 20),
         ([[], [], []], 3, 30, None),  # all begin anew
+        ([[30], [20, 10], [20, 10]], 2, 0, 20),  # island 0 has only newer ones
+        # Who has none is sent what the others have, though all are needed.
+        ([[40, 30], [], [30, 20]], 3, 0, 30),
+        ([[40, 30], [], [30, 20]], 3, 100, 30),
+        ([[], [40, 30], []], 3, 100, 40),
     ],
 )
 def test_islands_go_on_from_the_newest_checkpoint_that_enough_of_them_have(
@@ -392,12 +395,12 @@ def test_islands_go_on_from_the_newest_checkpoint_that_enough_of_them_have(
 
 
 def test_islands_without_a_checkpoint_in_common_say_what_each_has(port: int) -> None:
-    """Nothing is begun anew in silence. One that does not come is named first."""
+    """Each would lose something. One that does not come is named first."""
     pair = [_island(port, number, 2, 2) for number in range(2)]
-    held = [[50, 40, 30, 20], []]
+    held = [[50, 40, 30, 20], [45]]
     for error in _together(*(lambda i=i: i.start.choose_iteration(held[i.island], 0) for i in pair)):
         assert isinstance(error, UserError)
-        assert "no checkpoint in common: island 0 has 50, 40, 30, ..., island 1 has none; lower" in str(error)
+        assert "no checkpoint in common: island 0 has 50, 40, 30, ..., island 1 has 45; lower" in str(error)
     late = judge_iteration({0: [20]}, StartLimits(2, 1, 5.0), 30)
     assert late.problem.startswith("island 1 did not come within 5 s")
     assert judge_iteration({0: [20]}, StartLimits(2, 1, 5.0), 0).iteration == 20
@@ -428,6 +431,19 @@ def test_of_two_that_wait_to_join_as_the_same_island_the_first_ends(port: int) -
     waits.join(20)
     assert isinstance(found[0], UserError)
     assert "another process waits to join as island 1" in str(found[0])
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+def test_all_agree_on_who_is_behind_and_whether_they_go_in_step(port: int, in_step: bool) -> None:
+    """Those that are furthest say whether they do."""
+    islands = [_island(port, number, 3, 3) for number in range(3)]
+    calls = [lambda i=i: i.begin(5 if i.island else 0, in_step or not i.island, {}, str(i.island > 0)) for i in islands]
+    assert _together(*calls) == [False, True, True]
+    assert [(island.expected, island.behind, island.in_step) for island in islands] == [((1, 2), (0,), in_step)] * 3
+    assert [island.lets_in for island in islands] == [False, True, False]
+    assert islands[2]._awaited() == {0, 1, 2}
+    for island in islands:
+        island.leave()
 
 
 def test_an_island_that_is_behind_joins(port: int) -> None:
