@@ -14,9 +14,17 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megatron.base.addresses import is_loopback
 from megatron.base.errors import UserError, first_line
 from megatron.topology.errors import CommunicationError
-from megatron.topology.store import check_reachable, connect_store, loopback_interface, serve_store
+from megatron.topology.store import (
+    OWN_INTERFACE,
+    check_reachable,
+    connect_store,
+    interface_to,
+    loopback_interface,
+    serve_store,
+)
 
 _NUMBER = re.compile(r"\s*-?[0-9]{1,18}\s*", re.ASCII)
 _MOST_LOCAL = 1 << 16
@@ -193,6 +201,8 @@ def init_process_group(
     if env.one_machine:
         _stay_on_this_machine()
     store = meet(env, timeout_minutes) if store is None else store
+    if not env.one_machine:
+        _reach_other_machines(os.environ["MASTER_ADDR"])
     try:
         dist.init_process_group(backend, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
     except (RuntimeError, ValueError) as error:
@@ -205,6 +215,21 @@ def _stay_on_this_machine() -> None:
     if interface is not None:
         for library in ("GLOO", "NCCL"):
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface)
+
+
+def _reach_other_machines(master: str) -> None:
+    """Lets gloo listen where other machines reach this one, unless the user has chosen an interface.
+
+    Left to itself, gloo takes the address that this machine's name stands for, which Debian makes a loopback one.
+    """
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    try:
+        addresses = {str(address[0]) for *_, address in socket.getaddrinfo(socket.gethostname(), None)}
+    except OSError:
+        addresses = set()
+    if all(map(is_loopback, addresses)) and (interface := interface_to(master)) is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ[OWN_INTERFACE] = interface
 
 
 def _cannot_join(env: LaunchEnvironment, error: Exception) -> CommunicationError:

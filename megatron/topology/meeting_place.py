@@ -18,7 +18,7 @@ from megatron.base.addresses import write_address
 from megatron.base.errors import first_line
 from megatron.topology.errors import CommunicationError
 from megatron.topology.readers import watch_readers
-from megatron.topology.store import connect_store, loopback_interface, serve_store
+from megatron.topology.store import OWN_INTERFACE, connect_store, loopback_interface, serve_store
 from megatron.topology.work import Caller
 
 POLL_SECONDS = 0.02
@@ -97,7 +97,8 @@ class MeetingPlace:
         None where that says nothing: the place is served at every address; or the user has chosen an interface, other
         than the loopback one, at which the ranks of one machine listen for each other.
         """
-        if os.environ.get("GLOO_SOCKET_IFNAME") not in (None, "", loopback_interface()):
+        ours = (None, "", loopback_interface(), os.environ.get(OWN_INTERFACE))
+        if os.environ.get("GLOO_SOCKET_IFNAME") not in ours:
             return None
         family, *_, address = socket.getaddrinfo(*self._address, type=socket.SOCK_DGRAM)[0]
         if ipaddress.ip_address(address[0]).is_unspecified:

@@ -6,7 +6,6 @@ What one rank tells its neighbors, and they tell theirs, reaches every rank in a
 
 from __future__ import annotations
 
-import errno
 import json
 import secrets
 import selectors
@@ -19,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.base.addresses import is_loopback
+from megatron.topology.store import own_address
 
 CONNECT_SECONDS = 10.0
 LONGEST_LINE = 2000
@@ -102,7 +102,7 @@ class Mesh:
         self._hosts: dict[int, str] = {}
         self._token = secrets.token_hex(16)
         self._strangers: dict[socket.socket, Peer] = {}
-        family, address = _own_address("localhost" if local else master)
+        family, address = own_address("localhost" if local else master)
         # A machine may know itself by a loopback address where others know it by the same name and another one.
         ambiguous = is_loopback(address) and not (local or is_loopback(master))
         self._address = master if ambiguous else address
@@ -229,16 +229,3 @@ class Mesh:
         for link in [*self._strangers, self._listener, self._waker, self._woken]:
             link.close()
         self._selector.close()
-
-
-def _own_address(master: str) -> tuple[socket.AddressFamily, str]:
-    """The address from which this machine connects to another one."""
-    problem: OSError = OSError(errno.EHOSTUNREACH, f"no address for {master}")
-    for family, kind, _, _, target in socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM):
-        try:
-            with socket.socket(family, kind) as probe:
-                probe.connect(target)  # sends nothing
-                return family, str(probe.getsockname()[0])
-        except OSError as error:
-            problem = error
-    raise problem

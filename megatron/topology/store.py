@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import socket
+import struct
 from collections.abc import Callable
 from concurrent.futures import wait
 from contextlib import suppress
@@ -16,6 +18,9 @@ from megatron.base.addresses import is_loopback
 from megatron.base.errors import UserError
 from megatron.topology.work import Caller
 
+OWN_INTERFACE = "MEGATRON_INTERFACE"
+"""Variable with the value of GLOO_SOCKET_IFNAME, where this program has chosen it and not the user."""
+_SIOCGIFADDR = 0x8915  # from linux/sockios.h
 QUIET_SECONDS = 2.0
 """Time after which a line says what something waits for."""
 _SPARE_SECONDS = 2.0
@@ -109,6 +114,34 @@ def check_reachable(host: str, remedy: str) -> None:
         addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     if addresses and is_loopback(addresses[0][-1][0]) and not is_loopback(host):
         raise UserError(f"{host} is a loopback address on this machine, where no other machine reaches it; {remedy}")
+
+
+def own_address(host: str) -> tuple[socket.AddressFamily, str]:
+    """The address from which this machine connects to another one."""
+    problem: OSError = OSError(errno.EHOSTUNREACH, f"no address for {host}")
+    for family, kind, _, _, target in socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM):
+        try:
+            with socket.socket(family, kind) as probe:
+                probe.connect(target)  # sends nothing
+                return family, str(probe.getsockname()[0])
+        except OSError as error:
+            problem = error
+    raise problem
+
+
+def interface_to(host: str) -> str | None:
+    """The name of the interface by which this machine reaches another one; None where that is not known.
+
+    Only addresses of IPv4 are known, on Linux.
+    """
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        _, own = own_address(host)
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(answer[20:24]) == own:
+                    return name
+    return None
 
 
 def loopback_interface() -> str | None:

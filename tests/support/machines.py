@@ -26,7 +26,7 @@ _LISTENING = "0A"  # state of a socket in /proc/net/tcp
 
 @dataclass(frozen=True)
 class Machine:
-    """A network namespace with a loopback interface, and an address of its own that its name resolves to."""
+    """A network namespace with a loopback interface, and an address of its own."""
 
     name: str
     address: str
@@ -65,7 +65,10 @@ def _address(text: str) -> tuple[str, int]:
 
 @contextmanager
 def two_machines() -> Iterator[tuple[Machine, Machine]]:
-    """The machines; what runs there when they are left is killed."""
+    """The machines; what runs there when they are left is killed.
+
+    The first one's name resolves to its address, the second one's to a loopback address.
+    """
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("needs root and ip, to make network namespaces")
     run = uuid.uuid4().hex[:6]
@@ -76,7 +79,8 @@ def two_machines() -> Iterator[tuple[Machine, Machine]]:
             _ip("netns", "add", machine.name)
             folder.mkdir(parents=True)
             # ``ip netns exec`` puts it in the place of /etc/hosts.
-            (folder / "hosts").write_text(f"127.0.0.1 localhost\n{machine.address} {os.uname().nodename}\n")
+            address = "127.0.1.1" if machine is machines[1] else machine.address  # the second one's is as in Debian
+            (folder / "hosts").write_text(f"127.0.0.1 localhost\n{address} {os.uname().nodename}\n")
         first, second = machines
         wire = ("link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", second.name)
         _ip("-n", first.name, *wire)

@@ -218,7 +218,7 @@ def test_a_listener_is_for_those_that_can_mean_it(
     master: str, local: bool, everywhere: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A name that is a loopback address here, as of a machine's own in /etc/hosts, may be another one elsewhere."""
-    monkeypatch.setattr(mesh, "_own_address", lambda master: (socket.AF_INET, "127.0.0.1"))
+    monkeypatch.setattr(mesh, "own_address", lambda master: (socket.AF_INET, "127.0.0.1"))
     made = Mesh(0, 2, master, HOST, local)
     assert made._listener.getsockname()[0] == ("0.0.0.0" if everywhere else "127.0.0.1")
     assert made._address == ("named" if everywhere else "127.0.0.1")

@@ -27,6 +27,7 @@ from megatron.topology.errors import CommunicationError
 from megatron.topology.islands import Islands, Welcome
 from megatron.topology.meeting_place import _PREFIX, SILENT_SECONDS, MeetingPlace, Pulses, serve
 from megatron.topology.starting import QuorumError, StartLimits, judge_iteration, judge_start, refusal_of
+from megatron.topology.store import OWN_INTERFACE
 
 GOOD = Vote(failed=False, mean_norm=1.0, usual_norm=1.0)
 
@@ -116,6 +117,8 @@ def test_islands_talk_over_the_address_that_reaches_the_meeting_place(monkeypatc
     monkeypatch.undo()
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     assert place.own_address() is None
+    monkeypatch.setenv(OWN_INTERFACE, "eth7")  # which the user has not chosen
+    assert place.own_address() == "127.0.0.1"
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     everywhere = serve("0.0.0.0", 0)
     assert MeetingPlace("0.0.0.0", everywhere.port, 10.0).own_address() is None
