@@ -34,7 +34,8 @@ _SCOPES = (Scope.OPTIMIZER, Scope.SCHEDULE, Scope.POSITION)
 
 class Joining:
     """Sends an island's state to one that joins, and takes it over: the anchor with its momentum (the weights, where
-    there is none yet), the inner optimizer, the compressors' states without residuals, and the position of the run. Every rank sends to the same rank there.
+    there is none yet), the inner optimizer, the compressors' states without residuals, and the position of the run.
+    Every rank sends to the same rank there.
 
     Args:
         engines: engines of this rank.
