@@ -116,15 +116,15 @@ def judge_iteration(came: Mapping[int, Sequence[int]], limits: StartLimits, all_
     everyones = sorted(set().union(*held.values()), reverse=True)
     if not everyones:
         return Start()
-    for iteration in everyones:
-        having = sum(iteration in iterations for iterations in held.values())
-        if having >= (limits.count if iteration < all_below else limits.quorum):
-            return Start(iteration=iteration)
+    needed = {iteration: limits.count if iteration < all_below else limits.quorum for iteration in everyones}
+    usable = [i for i in everyones if sum(i in iterations for iterations in held.values()) >= needed[i]]
+    if not usable and not all(held.values()):
+        common: set[int] = set.intersection(*filter(None, held.values()))
+        usable = [i for i in everyones if i in common and len(came) >= needed[i]]
+    if usable:
+        return Start(iteration=usable[0])
     if missing:
         return limits.absence(missing)
-    common: set[int] = set.intersection(*filter(None, held.values()))
-    if common and not all(held.values()):
-        return Start(iteration=max(common))
     at = ", ".join(f"island {k} {_newest(iterations)}" for k, iterations in sorted(held.items()))
     return Start(
         problem=f"islands have no checkpoint in common: {at}; lower --islands-quorum, or move the checkpoints of those "

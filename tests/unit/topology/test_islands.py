@@ -407,6 +407,8 @@ def test_islands_without_a_checkpoint_in_common_say_what_each_has(port: int) -> 
     late = judge_iteration({0: [20]}, StartLimits(2, 1, 5.0), 30)
     assert late.problem.startswith("island 1 did not come within 5 s")
     assert judge_iteration({0: [20]}, StartLimits(2, 1, 5.0), 0).iteration == 20
+    assert judge_iteration({0: [20], 1: []}, StartLimits(3, 2, 5.0), 0).iteration == 20
+    assert judge_iteration({0: [20], 1: []}, StartLimits(3, 2, 5.0), 30).problem.startswith("island 2 did not come")
 
 
 @pytest.mark.parametrize("decides", [0, 1])
