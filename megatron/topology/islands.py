@@ -18,7 +18,8 @@ from megatron.topology.decision import Arrival, Decision, RoundOutcome, Vote, ju
 from megatron.topology.errors import CommunicationError
 from megatron.topology.group import Group
 from megatron.topology.meeting_place import POLL_SECONDS, MeetingPlace, Pulses
-from megatron.topology.starting import LOCAL, IslandStart, QuorumError, StartLimits, Waiting, finish_of, named, share
+from megatron.topology.starting import LOCAL, IslandStart, QuorumError, StartLimits, finish_of, share
+from megatron.topology.waiting import Waiting, named
 
 _WATCHING = 3
 """Time limits after which an island that watches an attempt takes it for failed."""

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import takewhile
 from types import FrameType
 
@@ -21,7 +22,7 @@ from megatron.base.addresses import EXAMPLE, read_address, write_address
 from megatron.base.start import ISLANDS_LAUNCHER
 from megatron.topology.errors import CommunicationError
 from megatron.topology.launch_signals import STOP_SIGNALS
-from megatron.topology.meeting_place import serve
+from megatron.topology.meeting_place import note_end, serve
 from megatron.topology.store import check_reachable
 
 ISLAND, ADDRESS = "MEGATRON_ISLAND", "MEGATRON_ISLANDS_ADDRESS"
@@ -136,7 +137,7 @@ def launch_islands(argv: Sequence[str], arguments: argparse.Namespace, say: Say)
         env |= gpus_of(number, processes, gpus)
         islands.append(subprocess.Popen([sys.executable, sys.argv[0], *words, f"--island={number}", *script], env=env))
     _forward_signals(islands)
-    return _wait(islands, say)
+    return _wait(islands, say, partial(note_end, store))
 
 
 def visible_gpus() -> list[str]:
@@ -162,7 +163,8 @@ def gpus_of(number: int, processes: int, gpus: Sequence[str]) -> dict[str, str]:
     return {_VISIBLE: ",".join(dict.fromkeys(own))}
 
 
-def _wait(islands: Sequence[subprocess.Popen[bytes]], say: Say) -> int:
+def _wait(islands: Sequence[subprocess.Popen[bytes]], say: Say, on_failure: Callable[[int], object]) -> int:
+    """Waits for the launchers of islands; calls ``on_failure`` with the number of each one that fails."""
     statuses: dict[int, int] = {}
     while len(statuses) < len(islands):
         for number, process in enumerate(islands):
@@ -171,6 +173,7 @@ def _wait(islands: Sequence[subprocess.Popen[bytes]], say: Say) -> int:
                 continue
             statuses[number] = status if status >= 0 else 128 - status
             if status:
+                on_failure(number)
                 say(f"island {number} ended with status {statuses[number]}")
         time.sleep(0.1)
     return 0 if 0 in statuses.values() else next(iter(statuses.values()))

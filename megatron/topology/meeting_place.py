@@ -51,6 +51,16 @@ def serve(host: str, port: int) -> dist.TCPStore:
     return store
 
 
+def note_end(store: dist.Store, island: int, ended: bool = True) -> None:
+    """See ``MeetingPlace.note_end``; for the process that serves the store."""
+    dist.PrefixStore(_PREFIX, store).set(_end_of(island), "1" if ended else "")
+
+
+def _end_of(island: int) -> str:
+    """Key that says whether an island's launcher has ended, in all generations."""
+    return f"ended/{island}"
+
+
 class MeetingPlace:
     """One process's view of the meeting place.
 
@@ -182,6 +192,15 @@ class MeetingPlace:
         text = self.reading(lambda: self.box.compare_set(key, "", json.dumps(value)))
         with self.decoding(key):
             return json.loads(text)
+
+    def note_end(self, island: int, ended: bool = True) -> None:
+        """Notes that an island's launcher has ended, so that it comes no more; or that the island is there again."""
+        self.reading(lambda: note_end(self._tcp, island, ended))
+
+    def ended(self, islands: Iterable[int]) -> bool:
+        """Whether all of some islands are known to have ended."""
+        keys = [_end_of(island) for island in islands]
+        return self.reading(lambda: all(self.root.check([key]) and self.root.get(key) == b"1" for key in keys))
 
     def count(self, key: str) -> int:
         """A number that nobody else was given under this key."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -21,9 +21,8 @@ from megatron.topology.meeting_place import (
     MeetingPlace,
     Pulses,
 )
-from megatron.topology.store import QUIET_SECONDS
+from megatron.topology.waiting import Waiting, named
 
-_SHOWN = 3
 _BEATS_OF_ANOTHER = 3
 LOCAL = "local"
 """Key that says that the islands no longer go in step."""
@@ -70,7 +69,10 @@ class StartLimits:
     def absence(self, missing: Sequence[int]) -> Start:
         """The start that fails because islands are missing."""
         limit = f"{self.seconds:g} s (--distributed-timeout-minutes)"
-        return Start(problem=f"{named(missing)} did not come within {limit}; start all of them, or lower the quorum")
+        return Start(
+            problem=f"{named(missing)} did not come within {limit}, or ended before; start all of them, or lower the "
+            "quorum"
+        )
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,8 @@ class Start:
 def judge_iteration(came: Mapping[int, Sequence[int]], limits: StartLimits, all_below: float) -> Start:
     """Chooses the newest checkpoint that enough islands have: all of them while islands go in step, else a quorum.
 
-    An island that has none at all loses nothing by being sent the newest one that all others have.
+    Where there is none, it is the newest of those that most have. Islands that lack it are sent it, and lose what they
+    have done since they had the same as the others.
 
     Args:
         came: iterations of the checkpoints of those that have come.
@@ -116,28 +119,10 @@ def judge_iteration(came: Mapping[int, Sequence[int]], limits: StartLimits, all_
     everyones = sorted(set().union(*held.values()), reverse=True)
     if not everyones:
         return Start()
-    needed = {iteration: limits.count if iteration < all_below else limits.quorum for iteration in everyones}
-    usable = [i for i in everyones if sum(i in iterations for iterations in held.values()) >= needed[i]]
-    if not usable and not all(held.values()):
-        common: set[int] = set.intersection(*filter(None, held.values()))
-        usable = [i for i in everyones if i in common and len(came) >= needed[i]]
-    if usable:
-        return Start(iteration=usable[0])
-    if missing:
-        return limits.absence(missing)
-    at = ", ".join(f"island {k} {_newest(iterations)}" for k, iterations in sorted(held.items()))
-    return Start(
-        problem=f"islands have no checkpoint in common: {at}; lower --islands-quorum, or move the checkpoints of those "
-        "islands away that are to be sent the others' state"
-    )
-
-
-def _newest(iterations: set[int]) -> str:
-    """The newest iterations, for people."""
-    if not iterations:
-        return "has none"
-    newest = sorted(iterations, reverse=True)
-    return "has " + ", ".join(map(str, newest[:_SHOWN])) + ", ..." * (len(newest) > _SHOWN)
+    needed = {i: limits.count if i < all_below else limits.quorum for i in everyones}
+    holders = {i: sum(i in iterations for iterations in held.values()) for i in everyones}
+    best = next((i for i in everyones if holders[i] >= needed[i]), max(everyones, key=lambda i: (holders[i], i)))
+    return Start(iteration=best) if len(came) >= needed[best] else limits.absence(missing)
 
 
 def judge_start(came: Mapping[int, Any], limits: StartLimits) -> Start:
@@ -167,31 +152,6 @@ def judge_start(came: Mapping[int, Any], limits: StartLimits) -> Start:
             "checkpoints of one run, and for new moments (--no-load-optim, --finetune) those of the end of a round"
         )
     return Start(members, behind=tuple(k for k in sorted(came) if k not in members), in_step=in_step)
-
-
-def named(islands: Sequence[int]) -> str:
-    """Islands, for people."""
-    return f"{'island' if len(islands) == 1 else 'islands'} {', '.join(map(str, islands))}"
-
-
-class Waiting:
-    """Says once for whom an island waits, soon after it has begun to.
-
-    Args:
-        what: what they are to do, for people.
-        seconds: how long it waits.
-        tell: prints a line.
-    """
-
-    def __init__(self, what: str, seconds: float, tell: Callable[[str], None]) -> None:
-        self._what, self._seconds, self._tell = what, seconds, tell
-        self._at: float | None = time.monotonic() + QUIET_SECONDS
-
-    def look(self, missing: Collection[int]) -> None:
-        """Says for whom it waits, where it has waited for a while."""
-        if missing and self._at is not None and time.monotonic() > self._at:
-            self._at = None
-            self._tell(f"waiting for {named(sorted(missing))} {self._what}, {self._seconds:g} s at most")
 
 
 class IslandStart:
@@ -224,11 +184,11 @@ class IslandStart:
             all_below: a checkpoint of an iteration below it is needed by all islands, as they go in step from there.
 
         Returns:
-            The newest iteration of which enough islands have a checkpoint; None where none of them has any, and where
-            a generation is going on, which this island joins.
+            See ``judge_iteration``; None where no island has any checkpoint, and where a generation is going on, which
+            this island joins.
 
         Raises:
-            UserError: on every rank of all islands, when they have none in common.
+            UserError: on every rank of all islands, when too few of them have come.
             CommunicationError: when the meeting place is gone.
         """
         if not self._enter(max(held, default=0)):
@@ -353,6 +313,7 @@ class IslandStart:
 
     def _wait_for_all(self, key: str, own: Any, judge: Callable[[Mapping[int, Any]], Start]) -> dict[str, Any]:
         self.place.put(refusal_of(self.island), "")
+        self.place.note_end(self.island, ended=False)
         self.place.beat(self.island)
         self.place.put(f"{key}/{self.island}", own)
         deadline = time.monotonic() + self.limits.seconds
@@ -366,7 +327,7 @@ class IslandStart:
             if refused:
                 problem = "; ".join(f"island {k}: {why}" for k, why in refused.items())
                 self.place.decide(key, asdict(Start(problem=problem)))
-            elif len(came) == self.limits.count or time.monotonic() > deadline:
+            elif self.place.ended(self.limits.missing(came)) or time.monotonic() > deadline:
                 with self.place.decoding(key):
                     start = judge(came)
                 self.place.decide(key, asdict(start))

@@ -186,11 +186,11 @@ def reach_islands(
         log: prints lines for the user, on rank 0.
 
     Returns:
-        The configuration with that checkpoint, or with this island's newest one below; and the islands, None for a run
-        that meets no others.
+        The configuration with that checkpoint, or without any where this island is sent the state of another; and the
+        islands, None for a run that meets no others.
 
     Raises:
-        UserError: on every rank of all islands, when they have none in common.
+        UserError: on every rank of all islands, when too few of them come.
         CommunicationError: when nothing answers there.
     """
     section = config.islands
@@ -221,12 +221,12 @@ def _with_checkpoint(config: RunConfig, islands: Islands, topology: Topology, lo
     outer = config.compression.specs(RunLength(config.training.planned_iters))[Point.OUTER]
     # A run that begins anew with the weights of a checkpoint goes in step, or from an anchor that all have.
     chosen = islands.start.choose_iteration(held, math.inf if given.finetune else outer.activation.warmup_iters)
-    newest = max((iteration for iteration in held if chosen is None or iteration <= chosen), default=None)
-    if chosen is None or newest == (held[0] if held else None):
+    if chosen is None or held[:1] == [chosen]:
         return config
-    log(f"the newest checkpoint that enough islands have is of iteration {chosen}; this one has {held[0]}, too")
-    # One that has only newer ones is sent the others' state, as one that has none.
-    begun = replace(given, load=None, ckpt_step=None) if newest is None else replace(given, ckpt_step=newest)
+    what = str(held[0]) if held else "none"
+    too = ", too" if chosen in held else ", and is sent the state of another"
+    log(f"the newest checkpoint that enough islands have is of iteration {chosen}; this one has {what}{too}")
+    begun = replace(given, ckpt_step=chosen) if chosen in held else replace(given, load=None, ckpt_step=None)
     return replace(config, checkpoint=begun)
 
 

@@ -18,7 +18,8 @@ from megatron.topology.errors import CommunicationError
 from megatron.topology.group import Group
 from megatron.topology.islands import Islands
 from megatron.topology.meeting_place import POLL_SECONDS
-from megatron.topology.starting import QuorumError, named
+from megatron.topology.starting import QuorumError
+from megatron.topology.waiting import named
 from megatron.training.joining import Joining
 from megatron.training.suspects import Suspects
 

@@ -385,6 +385,9 @@ def test_islands_with_different_weights_or_a_problem_of_one_end_at_the_start(por
         ([[40, 30], [], [30, 20]], 3, 0, 30),
         ([[40, 30], [], [30, 20]], 3, 100, 30),
         ([[], [40, 30], []], 3, 100, 40),
+        # Nor has anyone to refuse to go on, where a kill came between their saves.
+        ([[60, 50], [40], [40, 30]], 3, 0, 40),
+        ([[60, 50], [40], [30]], 3, 0, 60),
     ],
 )
 def test_islands_go_on_from_the_newest_checkpoint_that_enough_of_them_have(
@@ -397,13 +400,8 @@ def test_islands_go_on_from_the_newest_checkpoint_that_enough_of_them_have(
         island.leave()
 
 
-def test_islands_without_a_checkpoint_in_common_say_what_each_has(port: int) -> None:
-    """Each would lose something. One that does not come is named first."""
-    pair = [_island(port, number, 2, 2) for number in range(2)]
-    held = [[50, 40, 30, 20], [45]]
-    for error in _together(*(lambda i=i: i.start.choose_iteration(held[i.island], 0) for i in pair)):
-        assert isinstance(error, UserError)
-        assert "no checkpoint in common: island 0 has 50, 40, 30, ..., island 1 has 45; lower" in str(error)
+def test_too_few_islands_go_on_from_no_checkpoint() -> None:
+    """One that does not come is named."""
     late = judge_iteration({0: [20]}, StartLimits(2, 1, 5.0), 30)
     assert late.problem.startswith("island 1 did not come within 5 s")
     assert judge_iteration({0: [20]}, StartLimits(2, 1, 5.0), 0).iteration == 20
@@ -493,6 +491,32 @@ def test_an_island_that_does_not_come_to_the_start_ends_or_spares_the_others(por
     assert spared.begin(0, False, {}) is True
     assert spared.expected == (0,)
     spared.leave()
+
+
+def test_an_island_whose_launcher_has_ended_is_not_waited_for(port: int) -> None:
+    """Unless it comes all the same."""
+
+    def start(number: int) -> starting.IslandStart:
+        place = MeetingPlace("127.0.0.1", port, 10.0)
+        return starting.IslandStart(place, number, StartLimits(2, 2, 30.0), lambda call: call(), _ignore)
+
+    one, two = start(0), start(1)
+    one.place.note_end(1)
+    began = time.monotonic()
+    with pytest.raises(UserError, match=r"^island 1 did not come .*, or ended before; start all of them"):
+        one.choose_iteration([], 0)
+    assert time.monotonic() - began < 5
+    one.place.end_generation(1)
+    pair = [start(0), start(1)]
+    two.place.take_generation(2)
+
+    def come(each: starting.IslandStart) -> int | None:
+        time.sleep(0.0 if each.island else 0.5)
+        return each.choose_iteration([7], 0)
+
+    assert _together(*(lambda each=each: come(each) for each in pair)) == [7, 7]
+    for each in (one, *pair):
+        each.place.stop_beating()
 
 
 def test_islands_whose_start_failed_may_begin_another_one(port: int, monkeypatch: pytest.MonkeyPatch) -> None:

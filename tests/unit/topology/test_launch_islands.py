@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+
 import pytest
 
 from megatron.topology.errors import CommunicationError
 from megatron.topology.launch_islands import (
+    _wait,
     _without_own,
     gpus_of,
     launch_parser,
@@ -82,6 +85,21 @@ def test_all_gpus_of_a_machine_are_shared_out_where_none_are_named(monkeypatch: 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     assert visible_gpus() == ["0", "1", "2", "3"]
+
+
+def test_an_island_that_fails_is_noted_at_once_and_the_others_are_waited_for() -> None:
+    said: list[str] = []
+    failed: list[tuple[int, bool]] = []
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as other, subprocess.Popen(["false"]) as fails:
+
+        def note(number: int) -> None:
+            failed.append((number, other.poll() is None))
+            assert other.stdin is not None
+            other.stdin.close()
+
+        assert _wait([other, fails], said.append, note) == 0
+    assert failed == [(1, True)]
+    assert said == ["island 1 ended with status 1"]
 
 
 def test_a_port_that_is_in_use_is_named_in_one_line() -> None:

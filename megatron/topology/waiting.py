@@ -1,0 +1,33 @@
+"""Lines that say for which islands something waits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+
+from megatron.topology.store import QUIET_SECONDS
+
+
+def named(islands: Sequence[int]) -> str:
+    """Islands, for people."""
+    return f"{'island' if len(islands) == 1 else 'islands'} {', '.join(map(str, islands))}"
+
+
+class Waiting:
+    """Says once for whom an island waits, soon after it has begun to.
+
+    Args:
+        what: what they are to do, for people.
+        seconds: how long it waits.
+        tell: prints a line.
+    """
+
+    def __init__(self, what: str, seconds: float, tell: Callable[[str], None]) -> None:
+        self._what, self._seconds, self._tell = what, seconds, tell
+        self._at: float | None = time.monotonic() + QUIET_SECONDS
+
+    def look(self, missing: Collection[int]) -> None:
+        """Says for whom it waits, where it has waited for a while."""
+        if missing and self._at is not None and time.monotonic() > self._at:
+            self._at = None
+            self._tell(f"waiting for {named(sorted(missing))} {self._what}, {self._seconds:g} s at most")
