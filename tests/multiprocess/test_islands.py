@@ -220,7 +220,7 @@ def test_an_island_that_has_only_newer_checkpoints_than_a_quorum_is_sent_theirs(
             shutil.rmtree(root / f"island_{island}" / f"iter_{lost:07d}")
         (root / f"island_{island}" / "latest_checkpointed_iteration.txt").write_text(f"{kept}\n")
     results = run_islands(3, 1, words)
-    assert "that enough islands have is of iteration 4; this one has 8, too" in results[0][0].stdout
+    assert "that enough islands have is of iteration 4; this one has 8, and is sent" in results[0][0].stdout
     assert "joined the other islands at iteration 4, with the state of island 1" in results[0][0].stdout
     ends = [saved_tensors(root / f"island_{island}", 9, "model.") for island in range(3)]
     for end in ends[1:]:
