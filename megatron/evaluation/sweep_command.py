@@ -205,6 +205,18 @@ def number_of_samples(flags: SweepFlags, config: RunConfig, replicas: int) -> in
     return flags.eval_samples
 
 
+def notes_on_samples(config: RunConfig, data: DataConfig, samples: int) -> list[str]:
+    """Lines that say where a sweep measures other samples than the run's own evaluations."""
+    notes = []
+    if config.validation.full_validation:
+        notes.append(f"note: the run had --full-validation; here {samples:,} samples are measured, and not all")
+    if data.multiple_validation_sets:
+        notes.append(
+            "note: the run had --multiple-validation-sets; here the sets are measured as one, not each by itself"
+        )
+    return notes
+
+
 def sweep_all(flags: SweepFlags, model_flags: ModelFlags, parsed: ParsedSections, layout: Layout, ranks: Ranks) -> None:
     """Evaluates checkpoint after checkpoint.
 
@@ -224,6 +236,8 @@ def sweep_all(flags: SweepFlags, model_flags: ModelFlags, parsed: ParsedSections
     config, samples = model.config, number_of_samples(flags, model.config, layout.dp)
     data = data_of(config, parsed.sections["data"], parsed.explicit)
     dataset = together(group, lambda: open_samples(config, data, samples, model))
+    for note in notes_on_samples(config, data, samples) if topology.rank == 0 else ():
+        print(note, flush=True)
     settings = {"run": str(Path(root).resolve()), "samples": samples, "seed": config.training.seed,
                 "seq_length": config.model.seq_length, "data": vars(data), "tokenizer": vars(tokenizer)}  # fmt: skip
     losses = Losses(output_of(root, flags), json.loads(json.dumps(settings)), root)

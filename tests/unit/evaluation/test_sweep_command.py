@@ -17,6 +17,7 @@ from megatron.evaluation.sweep_command import (
     SweepFlags,
     check_together,
     chosen,
+    notes_on_samples,
     number_of_samples,
     output_of,
 )
@@ -70,3 +71,15 @@ def test_steps_count_from_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep_command, "complete_iterations", lambda root: [300, 250, 200, 150, 100, 50])
     assert chosen("c", _parsed("--load c --first 50 --step 100")[0]) == [50, 150, 250]
     assert chosen("c", _parsed("--load c --step 100 --last 200")[0]) == [100, 200]
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("several", [False, True])
+def test_other_samples_than_those_of_the_run_s_own_evaluations_are_told_of(full: bool, several: bool) -> None:
+    config = RunConfig(validation=ValidationConfig(full_validation=full))
+    notes = notes_on_samples(config, DataConfig(multiple_validation_sets=several), 8)
+    expected = [
+        "note: the run had --full-validation; here 8 samples are measured, and not all",
+        "note: the run had --multiple-validation-sets; here the sets are measured as one, not each by itself",
+    ]
+    assert notes == [line for line, told in zip(expected, (full, several), strict=True) if told]
