@@ -41,6 +41,23 @@ def test_operations_are_what_the_formula_counts(model: dict[str, Any], tp: int) 
     assert total * tp == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_attention_of_bounded_scores_is_not_fused(tp: int) -> None:
+    """Its backward multiplies what the forward pass kept, and adds no product to the formula's."""
+    gemma = {"geglu": True, "add_bias_linear": False, "sandwich_norm": True, "num_query_groups": 2}
+    bounded = {**gemma, "normalization": "RMSNorm", "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    config = small_run(model=bounded, parallel={"tensor_model_parallel_size": tp})
+    predictor, choice = predictor_of(config)
+    counts = {"embedding": 1, "layer": config.model.num_layers, "head": 1}
+    pieces = {name: predictor.book.piece(choice, name) for name in counts}
+    total = sum(count * (pieces[name].forward.flops + pieces[name].backward.flops) for name, count in counts.items())
+    assert total * tp == pytest.approx(model_flops_per_sample(model_shape(config, 1024), causal=False), rel=1e-3)
+    plain, _ = predictor_of(
+        small_run(model={**bounded, "sandwich_norm": False}, parallel={"tensor_model_parallel_size": tp})
+    )
+    assert predictor.elements(choice, 0) - plain.elements(choice, 0) == 2 * config.model.num_layers * 64
+
+
 @pytest.mark.parametrize("layout", [(1, 1), (1, 2), (2, 2), (4, 1)])
 def test_parameters_are_those_of_the_model(layout: tuple[int, int]) -> None:
     tp, pp = layout
