@@ -32,9 +32,9 @@ from megatron.topology.work import Work
 META = torch.device("meta")
 
 _FREE = frozenset(
-    {"detach", "alias", "_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "lift_fresh"}
+    {"detach", "alias", "_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "lift_fresh", "sources"}
 )
-"""Operations that neither read nor write; views are detected by their storage."""
+"""Operations that neither read nor write (``sources`` checks our kernels once); views are detected by their storage."""
 
 
 def _grouped_flops(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:

@@ -10,8 +10,9 @@ import torch
 
 from megatron.base.errors import UserError
 from megatron.compression.points import Point
+from megatron.kernels.native import problem
 from megatron.planner.cluster import Device
-from megatron.planner.dry_run import DryStand
+from megatron.planner.dry_run import DryStand, Recorder, Tally
 from megatron.planner.measure import LiveStand
 from megatron.planner.pieces import Pieces
 from megatron.training.flops import model_flops_per_sample
@@ -20,6 +21,14 @@ from tests.unit.planner.support import VOCAB, predictor_of, small_run
 
 LLAMA = {"swiglu": True, "add_bias_linear": False, "normalization": "RMSNorm"}
 BERT = {"model_type": "bert"}  # of which each tensor-parallel rank computes the head's dense layers whole
+
+
+@pytest.mark.skipif(problem() is not None, reason="the compiled kernels are not in use")
+def test_loading_the_kernels_is_no_operation_of_a_step() -> None:
+    """Else the first prediction of a process is slower than the same one later."""
+    with Recorder(Device()) as recorder:
+        torch.ops.megatron_cc.sources()
+    assert recorder.take() == Tally()
 
 
 @pytest.mark.parametrize(
