@@ -104,7 +104,7 @@ def same_process() -> Iterator[None]:
             del os.environ[name]
         os.environ.update(variables)
         for number, handler in handlers.items():
-            if signal.getsignal(number) is not handler:
+            if handler is not None and signal.getsignal(number) is not handler:
                 signal.signal(number, handler)
 
 
