@@ -71,6 +71,10 @@ TASKS = {
 class ServedLM(ContinuationRules, LocalCompletionsAPI):
     """The harness's client of a server, which joins tokens as the checkpoint does."""
 
+    @property
+    def longest_continuation(self) -> int:
+        return WINDOW
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
