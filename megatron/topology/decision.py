@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from enum import Enum
 from typing import Any
 
 ABSURD = 100.0
@@ -42,7 +42,7 @@ class Arrival:
         return Arrival(float(norm), float(loss), int(stop))
 
 
-class RoundOutcome(StrEnum):
+class RoundOutcome(str, Enum):
     """What an attempt of a round has come to, the same on all islands."""
 
     COUNTS = "counts"
