@@ -16,11 +16,13 @@ class ReductionCost:
     Args:
         rounds: collectives of each round; the bytes do not depend on the number of replicas.
         coding_s: time of encoding and decoding.
+        first_coding_s: the part of it before the first round.
         state_bytes: bytes of the compressors' state.
     """
 
     rounds: tuple[tuple[Collective, ...], ...] = ()
     coding_s: float = 0.0
+    first_coding_s: float = 0.0
     state_bytes: float = 0.0
 
 

@@ -198,6 +198,7 @@ class Pieces:
         return ReductionCost(
             tuple(collectives for collectives in (tuple(first.collectives), tuple(later.collectives)) if collectives),
             sum(tally.coding_s + tally.seconds for tally in (first, later)),
+            first.coding_s + first.seconds,
             sum(state_bytes(state) for state in states),
         )
 
@@ -230,7 +231,8 @@ class Pieces:
             sync.state.commit()
             sync.state.counters.pop("unchecked", None)
         tally = Tally.median(tallies)
-        return ReductionCost((tuple(tally.collectives),), tally.coding_s + tally.seconds, state_bytes(sync.state))
+        coding = tally.coding_s + tally.seconds
+        return ReductionCost((tuple(tally.collectives),), coding, state_bytes=state_bytes(sync.state))
 
 
 def _own_parameters(built: _Built) -> int:

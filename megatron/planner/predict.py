@@ -189,16 +189,16 @@ class Predictor(Stages):
         everyone = max(time.end for time in times) + self._world_s(wires, choice)
         ready = []
         for rank, (time, stage) in enumerate(zip(times, stages, strict=True)):
-            end = (
-                time.end
-                + stage.coding_s
-                + collective_seconds([self.partial_reduction(choice, rank)], wires.tp, choice.tp)
-            )
+            buckets = self._buckets(choice, stage)
+            end = time.end + stage.first_coding_s
+            end += collective_seconds([self.partial_reduction(choice, rank)], wires.tp, choice.tp)
             if stage.rounds:
-                end = max(end, self._first_round(choice, pipeline, rank, time, stage))
+                end = max(end, self._first_round(pipeline, rank, time, stage, buckets))
             if asks:
                 end = max(end, everyone)
-            ready.append(end + sum(stage.rounds[1:]))
+            # Of several buckets one is coded while others are on their way.
+            coding, sent = stage.coding_s - stage.first_coding_s, sum(stage.rounds[1:])
+            ready.append(end + max(coding, sent) + min(coding, sent) / buckets)
         tied = self.book.piece(choice, "embedding").tied_shape
         if not tied or choice.pp == 1:
             return ready, 0.0
@@ -211,16 +211,20 @@ class Predictor(Stages):
         ready[0] = ready[-1] = max(ready[0], ready[-1]) + took
         return ready, coding
 
-    def _first_round(self, choice: Choice, pipeline: Pipeline, rank: int, time: RankTimes, stage: StageCost) -> float:
-        """Time at which the round that starts in backward has completed, with buckets that fill one after the other."""
+    def _buckets(self, choice: Choice, stage: StageCost) -> int:
+        """Number of buckets of a stage's gradients."""
         limit = bucket_elements(self.config.parallel.ddp_bucket_size, choice.overlap, choice.dp)
         elements = sum(count for count, _ in stage.parts)
-        buckets = 1 if limit is None or not choice.overlap else max(1, -(-elements // limit))
+        return 1 if limit is None or not choice.overlap else max(1, -(-elements // limit))
+
+    def _first_round(self, pipeline: Pipeline, rank: int, time: RankTimes, stage: StageCost, buckets: int) -> float:
+        """Time at which the round that starts in backward has completed, with buckets that fill one after the other,
+        and are coded then."""
         backward = sum(pipeline.backward_s[rank :: pipeline.stages])
         end = 0.0
         for number in range(1, buckets + 1):
-            full = time.end - backward * (1 - number / buckets)
-            end = max(end, full) + stage.rounds[0] / buckets
+            coded = time.end - backward * (1 - number / buckets) + stage.first_coding_s * number / buckets
+            end = max(end, coded) + stage.rounds[0] / buckets
         return end
 
     def _world_s(self, wires: Wires, choice: Choice) -> float:

@@ -32,6 +32,7 @@ class StageCost:
         sent: bytes that a device sends for that.
         across: those of them that sums in two levels send between nodes; None where sums have one level.
         coding_s: seconds of coding for that.
+        first_coding_s: those of them before the first round.
         kept: bytes of the compressors' state.
     """
 
@@ -40,6 +41,7 @@ class StageCost:
     rounds: Sequence[float]
     sent: float
     coding_s: float
+    first_coding_s: float
     kept: float
     across: float | None = None
 
@@ -236,7 +238,7 @@ class Stages:
     def stage(self, choice: Choice, rank: int, wires: Wires) -> StageCost:
         """The costs of a pipeline rank's parameters and of the reduction of their gradients."""
         counts = self.contents(choice, rank)
-        total = StageCost(counts, self.parts(choice, rank), [], 0.0, 0.0, 0.0)
+        total = StageCost(counts, self.parts(choice, rank), [], 0.0, 0.0, 0.0, 0.0)
         for own, wire, size in ((False, wires.dp, choice.dp), (True, wires.expert_dp, choice.expert_dp)):
             total = self._with_reduction(choice, rank, total, own, wire, size)
         levels = self.book.levels(choice, Point.DP_GRAD)
@@ -267,13 +269,14 @@ class Stages:
             rounds[number] += collective_seconds(merged, wire, size, levels)
             sent += sent_bytes(merged, size, levels)
             across += sent_bytes([each for each in merged if each.level is Level.ACROSS], size, levels)
-        coding = sum(n * part.coding_s for n, part in parts) * self.book.coding(choice, Point.DP_GRAD)
+        correction = self.book.coding(choice, Point.DP_GRAD)
         return dataclasses.replace(
             before,
             rounds=rounds,
             sent=sent,
             across=across,
-            coding_s=before.coding_s + coding,
+            coding_s=before.coding_s + correction * sum(n * part.coding_s for n, part in parts),
+            first_coding_s=before.first_coding_s + correction * sum(n * part.first_coding_s for n, part in parts),
             kept=before.kept + sum(n * part.state_bytes for n, part in parts),
         )
 
