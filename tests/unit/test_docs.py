@@ -11,7 +11,11 @@ from pathlib import Path
 import pytest
 
 from megatron.base.option import field_options
+from megatron.compression.builtin import BUILTIN
 from megatron.compression.outer import PRESETS, OuterOptions
+from megatron.compression.registry import Registry
+from megatron.compression.schedule import RunLength
+from megatron.compression.spec import read_specs, specs_by_point
 from megatron.config.flags import parse_args, parse_program
 from megatron.config.kinds import PROGRAMS, ModelType
 from megatron.config.optimizer import OptimizerConfig
@@ -25,7 +29,7 @@ from megatron.inference.generate_command import DESCRIPTION, GenerationTaskFlags
 from megatron.inference.serve_command import ServerFlags
 
 REPO = Path(__file__).resolve().parents[2]
-PAGES = ("architecture", "bert", "t5", "tasks", "moe", "muon", "islands")
+PAGES = ("architecture", "bert", "t5", "tasks", "moe", "muon", "islands", "guides/training")
 DOCUMENTS = [REPO / "README.md", *(REPO / "docs" / f"{name}.md" for name in PAGES)]
 
 TASK_EXAMPLES = {"finetune_mnli_distributed.sh": ("MNLI", 64), "finetune_race_distributed.sh": ("RACE", 128)}
@@ -95,8 +99,9 @@ def _commands(text: str) -> list[list[str]]:
     return [shlex.split(line) for line in lines if line.startswith(("python ", "make "))]
 
 
-def test_commands_of_the_readme_parse() -> None:
-    commands = _commands((REPO / "README.md").read_text())
+@pytest.mark.parametrize("page", ["README.md", "docs/guides/training.md"])
+def test_commands_for_beginners_parse(page: str) -> None:
+    commands = _commands((REPO / page).read_text())
     assert len(commands) >= 5
     targets = re.findall(r"^([a-z-]+):", (REPO / "Makefile").read_text(), re.MULTILINE)
     for words in commands:
@@ -108,6 +113,14 @@ def test_commands_of_the_readme_parse() -> None:
             parse_args(words[2:]).resolve(1)
         elif words[1] == "tools/generate_samples_gpt.py":
             parse_flags(words[2:], {"task": GenerationTaskFlags, "sampling": SamplingFlags}, words[1], DESCRIPTION)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/guides/training.md", "docs/islands.md", "docs/moe.md"])
+def test_specs_for_beginners_are_accepted(page: str) -> None:
+    specs = re.findall(r"--compress ([a-z-]+=[a-z][^\s`]*)", (REPO / page).read_text())
+    assert specs
+    for spec in specs:
+        assert read_specs(specs_by_point(spec), Registry(BUILTIN), RunLength(1000)), spec
 
 
 def _flags_of_sections() -> str:
