@@ -1,4 +1,4 @@
-"""The global batch size over a run: constant, or changing with the samples consumed."""
+"""Global batch size over a run: constant, or a function of the samples consumed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NUMBER = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?(?:E[0-9]{1,2})?)([KMBT]?)"
 
 @dataclass(frozen=True)
 class Ahead:
-    """Size of coming steps: samples of all replicas, and micro-batches of each."""
+    """Size of the next steps: samples over all replicas, and micro-batches per replica."""
 
     samples: int
     micro_batches: int
@@ -27,18 +27,18 @@ class BatchSizeSchedule:
     """Global batch size and number of micro-batches, as pure functions of the samples consumed.
 
     Args:
-        global_batch_size: samples of one optimizer step; the final one when it changes. None: one micro-batch per
+        global_batch_size: samples per optimizer step; the final value if it changes. None: one micro-batch per
             data-parallel rank.
-        micro_batch_size: samples of one forward pass of one data-parallel rank.
+        micro_batch_size: samples per forward pass of a data-parallel rank.
         dp_size: number of data-parallel ranks.
-        rampup: ``(start, increment, samples)``: from ``start``, up by ``increment`` at a time, evenly over ``samples``
+        rampup: ``(start, increment, samples)``: from ``start``, in steps of ``increment``, evenly over ``samples``
             samples.
-        steps: ``(samples, size)``: the sizes, and the samples consumed from which on each holds; see ``read_steps``.
+        steps: ``(samples, size)``: each size and the number of consumed samples at which it begins; see ``read_steps``.
 
     ``sizes`` are the global batch sizes in order.
 
     Raises:
-        UserError: when a batch size does not divide by micro-batch size times dp_size; the message names the flag.
+        UserError: when a batch size is not divisible by micro-batch size times dp_size; the message names the flag.
     """
 
     def __init__(
@@ -85,12 +85,12 @@ class BatchSizeSchedule:
                 f"{self.global_batch_size}; choose one that does"
             )
         self.sizes = range(start, self.global_batch_size + 1, increment)
-        # In integers: dividing by a rounded samples-per-increment would be a step late at some boundaries.
+        # Integer arithmetic: dividing by a rounded samples-per-increment would be a step late at some boundaries.
         self._begin = lambda stage: -(-stage * samples // max(increments, 1))
 
     @property
     def deciding_sizes(self) -> Sequence[int]:
-        """Sizes that divide by a number if and only if all do: of a ramp-up, the first two."""
+        """Sizes that determine divisibility: a number that divides these divides all. Of a ramp-up, the first two."""
         return self.sizes[:2] if isinstance(self.sizes, range) else self.sizes
 
     def _check_divides(self, size: int, flag: str, micro_batch_size: int, dp_size: int) -> None:
@@ -102,17 +102,17 @@ class BatchSizeSchedule:
             )
 
     def _stage(self, consumed_samples: int) -> tuple[int, int | None]:
-        """Size of the step that begins after so many samples, and those from which on another size holds."""
+        """Size of the step at ``consumed_samples``, and the samples at which the next size begins (None: never)."""
         stages = range(len(self.sizes))
         following = bisect_right(stages, consumed_samples, key=self._begin)
         return self.sizes[following - 1], self._begin(following) if following < len(stages) else None
 
     def at(self, consumed_samples: int) -> int:
-        """Global batch size of the step that begins when ``consumed_samples`` samples have been consumed."""
+        """Global batch size of the step that begins after ``consumed_samples`` samples."""
         return self._stage(consumed_samples)[0]
 
     def num_micro_batches(self, consumed_samples: int) -> int:
-        """Micro-batches that each data-parallel rank runs in the step that begins there."""
+        """Micro-batches per data-parallel rank in the step that begins after ``consumed_samples`` samples."""
         return self.at(consumed_samples) // self.samples_per_micro_batch
 
     def ahead(self, consumed_samples: int, iterations: int) -> Ahead:
@@ -126,12 +126,11 @@ class BatchSizeSchedule:
         return Ahead(samples, samples // self.samples_per_micro_batch)
 
     def iterations_for(self, train_samples: int, consumed: int = 0) -> int:
-        """Number of whole steps from ``consumed`` samples until ``train_samples`` samples; a last partial batch is not
-        run."""
+        """Number of full steps from ``consumed`` to ``train_samples`` samples; a partial last batch is dropped."""
         iterations = 0
         while True:
             size, changes = self._stage(consumed)
-            last = train_samples - size + 1  # steps of this size begin below it
+            last = train_samples - size + 1  # upper bound (exclusive) for the start of a step of this size
             until = last if changes is None else min(changes, last)
             if until <= consumed:
                 return iterations
@@ -140,17 +139,17 @@ class BatchSizeSchedule:
 
 
 def read_steps(text: str, seq_length: int) -> list[tuple[int, int]]:
-    """Reads ``--step-batch-size-schedule``: words "THRESHOLD:SIZE", apart by spaces or commas.
+    """Parse ``--step-batch-size-schedule``: "THRESHOLD:SIZE" entries, separated by spaces or commas.
 
     Args:
-        text: the words, in any order. Numbers may end with K, M, B or T, for thousands to trillions.
-        seq_length: tokens of a sample. Thresholds are in tokens; what is left of a sample is not counted.
+        text: the entries, in any order. Numbers may end with K, M, B or T (thousands to trillions).
+        seq_length: tokens per sample. Thresholds are in tokens and are rounded down to whole samples.
 
     Returns:
-        The thresholds in samples and the sizes from there on, in order.
+        Pairs of threshold (in samples) and batch size, sorted.
 
     Raises:
-        UserError: when a word is something else, when none begins at 0, or two begin at the same sample.
+        UserError: when an entry cannot be parsed, no entry begins at 0, or two begin at the same sample.
     """
     flag = f"--step-batch-size-schedule {text}"
     steps = []
@@ -173,7 +172,7 @@ def read_steps(text: str, seq_length: int) -> list[tuple[int, int]]:
 
 
 def _whole(word: str) -> int | None:
-    """A number that may end with a suffix; None where it is none, or is not whole."""
+    """Integer value of a word with an optional suffix; None if it is not an integer."""
     match = _NUMBER.fullmatch(word.upper())
     number = Fraction(match[1]) * _SUFFIXES[match[2]] if match else None
     return None if number is None or number.denominator != 1 else int(number)

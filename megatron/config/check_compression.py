@@ -1,4 +1,4 @@
-"""Checks of compressors against the layout, the model and the number format."""
+"""Compatibility checks of compressors with the layout, the model and the number format."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from megatron.config.compression import Run
 
 
 def check_compression(config: Run, world_size: int, note: Callable[[str], None]) -> Mapping[Point, Spec]:
-    """Checks that every compressor can work in this run (else UserError); notes those that have nothing to do.
+    """Check that every compressor can work in this run, and note those without traffic.
 
-    Returns the specs.
+    Returns the spec of each point. Raises UserError for a spec that cannot work.
     """
     specs = config.compression.specs(RunLength(config.training.planned_iters))
     flags = {name: value for section in config.to_dict().values() for name, value in section.items()}
@@ -59,7 +59,7 @@ def _check_probe(config: Run, specs: Mapping[Point, Spec]) -> None:
 
 
 def _nothing_to_do(config: Run, world_size: int, point: Point) -> str:
-    """The reason why a point has no traffic in this run; empty when it has."""
+    """Reason why a point has no traffic in this run; empty if it has."""
     parallel = config.parallel
     if point in (Point.PP_FWD, Point.PP_BWD) and parallel.pipeline_model_parallel_size == 1:
         return "there is one pipeline stage"
@@ -95,7 +95,7 @@ def _check_stages(config: Run, spec: Spec, where: str, note: Callable[[str], Non
 
 
 def _check_rank(config: Run, spec: Spec, where: str) -> None:
-    """Checks the rank of factors: every matrix that is reduced or sent has the hidden size on one of its sides."""
+    """Check the rank of low-rank factors: it cannot exceed the hidden size, a dimension of every compressed matrix."""
     rank = max((getattr(options, "rank", 0) for options in spec.variants()), default=0)
     hidden = config.model.hidden_size
     if rank > hidden:
@@ -134,7 +134,7 @@ def _check_tensor(config: Run, spec: Spec, where: str) -> None:
 
 
 def _check_gather(config: Run, spec: Spec, where: str) -> None:
-    """Checks that all stages of the tied embedding get the same values of it."""
+    """Check that all stages holding the tied embedding receive the same values."""
     stages, parallel = config.parallel.pipeline_model_parallel_size, config.parallel
     everywhere = config.model.shares_distances
     tied = stages > 1 and (config.model.ties_embeddings or everywhere)

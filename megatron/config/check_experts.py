@@ -1,4 +1,4 @@
-"""Checks of layers with experts."""
+"""Checks of mixture-of-experts layers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron.config.model import ModelConfig
 
 
 def check_experts(model: ModelConfig) -> None:
-    """Checks that the experts can be built (else UserError). Expects derived values to be filled."""
+    """Check that the experts can be built; raise UserError otherwise. Derived values must be filled."""
     if not model.has_experts:
         return
     given = f"--num-experts {' '.join(map(str, model.num_experts))}"
@@ -56,7 +56,7 @@ def _check_routing(model: ModelConfig, fewest: int) -> None:
 
 
 def _check_groups(model: ModelConfig, counts: list[int]) -> None:
-    """Checks the groups of experts, for the numbers of experts of the layers that have any."""
+    """Check the expert groups; ``counts`` are the numbers of experts of the mixture-of-experts layers."""
     groups, chosen, k = model.moe_router_num_groups, model.moe_router_group_topk, model.moe_router_topk
     if groups is None and chosen is None:
         return
@@ -95,7 +95,7 @@ def _check_balance(model: ModelConfig) -> None:
 
 
 def check_upcycling(model: ModelConfig) -> None:
-    """Checks that experts that are copies of a dense model's MLPs compute the same as these (else UserError)."""
+    """Check that upcycled experts compute the same as the dense MLP they copy; raise UserError otherwise."""
     flag, width = "--moe-use-upcycling", model.ffn_hidden_size
     if not model.has_experts:
         raise UserError(f"{flag}: no layer has experts; add --num-experts, or leave it out")

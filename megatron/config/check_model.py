@@ -1,4 +1,4 @@
-"""Checks of the model: what its parts are must go together."""
+"""Consistency checks of the model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.config.model import ModelConfig
 
 
 def check_model(model: ModelConfig) -> None:
-    """Checks that the model can be built on some layout (else UserError)."""
+    """Check that the model can be built on some layout; raise UserError otherwise."""
     if model.num_attention_heads % model.num_query_groups != 0:
         raise UserError(
             f"--num-query-groups {model.num_query_groups} does not divide --num-attention-heads "
@@ -130,7 +130,7 @@ def _check_deberta(model: ModelConfig) -> None:
 
 
 def check_task_head(model: ModelConfig) -> None:
-    """Checks that the model can have the head of its task (else UserError)."""
+    """Check that the model can have the head of its task; raise UserError otherwise."""
     least = 2 if model.task_head in ("classification", "choice") else 0
     if (least == 0 and model.task_classes) or model.task_classes < least:
         raise UserError(
@@ -172,7 +172,7 @@ _SCALING: dict[str, tuple[object, str]] = {
     "rotary_scaling_attention_factor": (1.0, "yarn"),
     "yarn_correction_range_round_to_int": (True, "yarn"),
 }
-"""What scaled rotary positions consist of: its value where nothing is scaled, and the kinds that have it."""
+"""Setting of scaled rotary positions -> default, and the scaling types that use it."""
 
 
 def _check_rotary_scaling(model: ModelConfig) -> None:

@@ -73,25 +73,25 @@ class CheckpointConfig:
 
     @property
     def saves_where_it_loads(self) -> bool:
-        """Whether --save is the folder of --load, however each is spelled."""
+        """Whether --save and --load are the same folder, in any spelling."""
         if self.load is None or self.save is None:
             return False
         return os.path.realpath(self.load) == os.path.realpath(self.save)
 
     @property
     def source(self) -> str:
-        """The flag that names the checkpoint which the run begins with, and its folder."""
+        """Flag and folder of the checkpoint that the run starts from."""
         flag = "--load" if self.load != self.pretrained_checkpoint else "--pretrained-checkpoint"
         return f"{flag} {self.load}"
 
     @property
     def loads_weights_only(self) -> bool:
-        """Whether the optimizer and the compressors start anew."""
+        """Whether the optimizer and the compressors start from scratch."""
         return self.finetune or self.no_load_optim
 
 
 def resolve_checkpoint(checkpoint: CheckpointConfig, note: Note) -> CheckpointConfig:
-    """Fills what follows from other settings."""
+    """Fill the settings that follow from others."""
     if not checkpoint.moe_use_upcycling or checkpoint.finetune:
         return checkpoint
     note("--moe-use-upcycling means --finetune: counters, optimizer and schedules start anew")
@@ -99,7 +99,7 @@ def resolve_checkpoint(checkpoint: CheckpointConfig, note: Note) -> CheckpointCo
 
 
 def check_checkpoint(checkpoint: CheckpointConfig) -> None:
-    """Checks that settings have the flags that they need (else UserError)."""
+    """Check that every setting has the flags it depends on; raise UserError otherwise."""
     (keep_last,) = (one.flag for one in field_options("checkpoint", type(checkpoint)) if one.name == "keep_last")
     needs = (
         (checkpoint.save_interval is not None, "--save-interval", checkpoint.save, "--save"),

@@ -1,4 +1,4 @@
-"""Values of fields, collected from flags and YAML files."""
+"""Field values collected from flags and YAML files."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Target = FieldOption | OldFlag
 
 
 class FlagTable:
-    """The accepted spellings of flags and fields, and the meaning of each.
+    """Table of accepted flag and field spellings with their targets.
 
-    own: section name -> dataclass made of `option` fields; `sections` are these and the translator's. Two spellings
-    that clash are a programming error and raise ValueError.
+    own: section name -> dataclass of `option` fields; `sections` also holds the sections of the translator. Clashing
+    spellings are a programming error and raise ValueError.
     """
 
     def __init__(self, own: dict[str, type], translator: Translator) -> None:
@@ -40,18 +40,18 @@ class FlagTable:
                 raise ValueError(f"two meanings for --{flag}")
 
     def spellings(self) -> Iterator[tuple[str, Target]]:
-        """Every flag and alias as it was declared, without dashes, and its meaning."""
+        """All declared flags and aliases, without dashes, with their targets."""
         for described in self.fields.values():
             yield from ((flag, described) for flag in described.flags)
         for old in self.translator.flags:
             yield old.name, old
 
     def by_flag(self, flag: str) -> Target | None:
-        """The meaning of a flag, in any spelling."""
+        """Target of a flag, in any spelling."""
         return self._by_flag.get(spell(flag))
 
     def by_field_name(self, name: str) -> FieldOption | None:
-        """The field of this name, in any spelling."""
+        """Field with this name, in any spelling."""
         return self._by_field_name.get(spell(name))
 
     def all_flags(self) -> list[str]:
@@ -59,17 +59,17 @@ class FlagTable:
         return sorted(self._by_flag)
 
     def nearest_flag(self, flag: str) -> str:
-        """The part of a message that names the flag nearest to an unknown one, preferably one that has an effect."""
+        """Hint for an unknown flag: the nearest known flag, preferably with an effect."""
         working = [name for name, target in self._by_flag.items() if not _hidden(target)]
         return nearest(flag, [*working, "config", "help"], "--") or nearest(flag, list(self._by_flag), "--")
 
     def nearest_key(self, key: str) -> str:
-        """The part of a message that names the field nearest to an unknown YAML key."""
+        """Hint for an unknown YAML key: the nearest known field."""
         return nearest(key, [described.name for described in self.fields.values()]) or self.nearest_flag(key)
 
 
 def _check_declared(cls: type, described: FieldOption) -> None:
-    """Checks that a flag can be made of a field (else TypeError)."""
+    """Check that a field can be offered as a flag; raise TypeError otherwise."""
     where = f"{cls.__name__}.{described.name}"
     if not described.option.help:
         raise TypeError(f"{where} has no option(): every field of a section needs one")
@@ -78,15 +78,15 @@ def _check_declared(cls: type, described: FieldOption) -> None:
 
 
 def _hidden(target: Target) -> bool:
-    """Whether --help hides a flag, which then does nothing."""
+    """Whether --help hides a flag. Hidden flags have no effect."""
     return isinstance(target, OldFlag) and not target.help
 
 
 @dataclass
 class Source:
-    """The values of one source: the command line, or one YAML file.
+    """Values of a single source: the command line or a YAML file.
 
-    rules: what its old flags mean together with others.
+    rules: translations of its old flags that depend on other values.
     """
 
     table: FlagTable
@@ -97,7 +97,7 @@ class Source:
     switched_on: set[str] = field(default_factory=set)
 
     def flag(self, target: Target, spelling: str, texts: Sequence[str]) -> None:
-        """Adds a flag with the words that follow it. Messages name it by `spelling`."""
+        """Add a flag with its arguments. Messages name it by `spelling`."""
         self._refuse_opposite(spelling, texts)
         if isinstance(target, FieldOption):
             self._set(target, from_text(target, texts, spelling), spelling)
@@ -111,12 +111,12 @@ class Source:
         self._note(meaning.note)
 
     def plain(self, target: FieldOption, value: Any, spelling: str) -> None:
-        """Adds a value that a YAML file gives under a field's own name. None leaves the default."""
+        """Add a YAML value given under the name of its field. None keeps the default."""
         if value is not None:
             self._set(target, from_plain(target, value, spelling), spelling)
 
     def _refuse_opposite(self, spelling: str, texts: Sequence[str]) -> None:
-        """Checks that --x and --no-x are not both given (else UserError); a switch given as false does not count."""
+        """Raise UserError if both --x and --no-x are given; a switch set to false does not count."""
         name = spell(spelling)
         if list(map(str.lower, texts)) in (["false"], ["no"], ["off"], ["0"]):
             self.switched_on.discard(name)
@@ -148,9 +148,9 @@ class Source:
 
 
 def collect_yaml(table: FlagTable, content: dict[str, Any], path: str, errors: ErrorList) -> Source:
-    """Collects a YAML mapping: section -> names, or names directly; field names and flags alike.
+    """Collect a YAML mapping of sections, or directly of field names or flags.
 
-    Keys that cannot be used are added to `errors`, which name the file and the key.
+    Unusable keys are added to `errors` with the file and the key.
     """
     given = Source(table)
     for key, value in content.items():
@@ -191,7 +191,7 @@ def _take_key(given: Source, name: str, value: Any, path: str, shown: str, secti
 
 
 def _word(item: Any, where: str) -> str:
-    """A plain value as a word of a command line."""
+    """Command-line word for a plain value."""
     if isinstance(item, bool):
         return str(item).lower()
     if isinstance(item, int) and item.bit_length() > 200:

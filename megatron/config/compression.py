@@ -1,4 +1,4 @@
-"""Compression of what crosses the network."""
+"""Compression of network traffic."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.training import TrainingConfig
 
-if TYPE_CHECKING:  # the compressors import torch, which reading flags does without
+if TYPE_CHECKING:  # the compressors import torch; parsing flags must not
     from megatron.compression.points import Point
     from megatron.compression.schedule import RunLength
     from megatron.compression.spec import Spec
@@ -43,10 +43,10 @@ class CompressionConfig:
     )
 
     def specs(self, length: RunLength) -> dict[Point, Spec]:
-        """The compressor of each point.
+        """Compressor spec of each communication point.
 
         Raises:
-            UserError: for a spec that cannot be read or cannot work.
+            UserError: for an unreadable or unusable spec.
         """
         from megatron.compression.plugins import build_registry
         from megatron.compression.spec import read_specs
@@ -58,7 +58,7 @@ class CompressionConfig:
 
 
 class Run(Protocol):
-    """The part of RunConfig that checks of compressors read; this file is too far below to import RunConfig."""
+    """Part of RunConfig that the compressor checks read; importing RunConfig here would be circular."""
 
     @property
     def model(self) -> ModelConfig: ...
@@ -79,4 +79,4 @@ class Run(Protocol):
         """Number of data-parallel replicas among `world_size` processes."""
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """All sections as dictionaries of plain types."""
+        """Sections as dictionaries of plain types."""

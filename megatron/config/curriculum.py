@@ -1,6 +1,6 @@
-"""Curriculum learning: sequences that grow over the first part of the run (Li et al. 2022), as DeepSpeed schedules it.
+"""Curriculum learning over the sequence length (Li et al. 2022), with the schedules of DeepSpeed.
 
-The length of a step depends on its number alone. Samples are those of the full length, cut off behind it.
+The length of a step depends only on its number. Full-length samples are truncated to it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 
 MOST_CUSTOM = 10**6
-"""Most steps that a custom schedule is asked for, all of them at the start."""
+"""Maximum number of steps of a custom schedule, which is evaluated for all steps at startup."""
 _MOST_STEPS = 10**9
 _MOST_LENGTHS = 1 << 16
 
@@ -80,7 +80,7 @@ class CurriculumConfig:
 
 
 Naming = Callable[[str], str]
-"""What messages call a field: its flag, or its place in a file."""
+"""Maps a field to its name in messages: its flag, or its location in a file."""
 
 
 def _flag(name: str) -> str:
@@ -88,15 +88,15 @@ def _flag(name: str) -> str:
 
 
 def lengths_of(curriculum: CurriculumConfig, seq_length: int, naming: Naming = _flag) -> LengthSchedule:
-    """The sequence lengths of a run.
+    """Sequence-length schedule of a run.
 
     Args:
-        curriculum: a section, its fields within their bounds.
-        seq_length: the full length.
-        naming: what messages call the section's fields, and ``seq_length``.
+        curriculum: the section, with fields within their bounds.
+        seq_length: full sequence length.
+        naming: maps a field of the section, or ``seq_length``, to its name in messages.
 
     Raises:
-        UserError: when it is none that grows to the full length.
+        UserError: when the lengths do not grow to the full length.
     """
     if not curriculum.curriculum_learning:
         return LengthSchedule.constant(seq_length)
@@ -115,7 +115,7 @@ def lengths_of(curriculum: CurriculumConfig, seq_length: int, naming: Naming = _
 
 
 def _by_formula(curriculum: CurriculumConfig, full: int, naming: Naming) -> LengthSchedule:
-    """From the shortest to the full length, linearly in a root of the steps, rounded down to multiples of the step."""
+    """Root schedule: linear in a root of the step number, rounded down to multiples of the length increment."""
     least, multiple, steps = (
         curriculum.curriculum_seqlen_min,
         curriculum.curriculum_seqlen_step,
@@ -166,7 +166,7 @@ def _discrete(curriculum: CurriculumConfig, full: int, naming: Naming) -> Length
 
 
 def _custom(curriculum: CurriculumConfig, full: int, naming: Naming) -> LengthSchedule:
-    """A function's lengths, all of which are asked for now, so that none surprises the run."""
+    """Lengths from a user function, called for all steps now, so that a bad length fails at startup."""
     steps, text = curriculum.curriculum_seqlen_steps, curriculum.curriculum_function
     assert steps is not None
     assert text is not None
@@ -195,7 +195,7 @@ def _custom(curriculum: CurriculumConfig, full: int, naming: Naming) -> LengthSc
 
 
 def _function(path: Path, where: str) -> Callable[[int], object]:
-    """The function of a file."""
+    """Load ``seqlen`` from a Python file."""
     if not path.is_file():
         raise UserError(f"{where}: there is no such file")
     spec = importlib.util.spec_from_file_location("megatron_curriculum", path)
@@ -215,7 +215,7 @@ def _function(path: Path, where: str) -> Callable[[int], object]:
 
 
 def check_curriculum(curriculum: CurriculumConfig, model: ModelConfig, parallel: ParallelConfig) -> None:
-    """Checks that a curriculum's lengths can be split as the layout needs (else UserError)."""
+    """Check that the layout can split every length of the curriculum; raise UserError otherwise."""
     if curriculum.curriculum_learning and model.decoder_layers:
         raise UserError(
             "--curriculum-learning cuts samples off, and of T5's it would cut what the decoder is to find; leave it out"
@@ -230,7 +230,7 @@ def check_curriculum(curriculum: CurriculumConfig, model: ModelConfig, parallel:
 
 
 def _lengths_flag(curriculum: CurriculumConfig) -> str:
-    """The flag that decides the lengths."""
+    """Flags that determine the lengths."""
     if curriculum.curriculum_type == "fixed_discrete":
         return f"--curriculum-discrete-seqlens {' '.join(map(str, curriculum.curriculum_discrete_seqlens or []))}"
     if curriculum.curriculum_type == "custom":

@@ -1,4 +1,4 @@
-"""Datasets and the order of samples."""
+"""Datasets and sample order."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from megatron.base.option import derived, option
 
 _BLEND = "PATH ..., or WEIGHT PATH WEIGHT PATH ..."
 LEAST_WEIGHT, MOST_WEIGHT = 1e-12, 1e12
-"""Bounds of a dataset's weight in a blend, and of a share of --split; their sums and quotients are exact enough."""
+"""Bounds of dataset weights in a blend and of shares in --split; sums and quotients stay accurate within them."""
 
 
 @dataclass(frozen=True)
 class DatasetBlend:
-    """Prefixes of datasets and their weights.
+    """Dataset prefixes with blending weights.
 
     Args:
-        paths: one or several prefixes.
-        weights: as many, of any sum; None where none were given.
+        paths: dataset prefixes.
+        weights: a weight for each path, not normalized; None if not given.
     """
 
     paths: tuple[str, ...]
@@ -88,12 +88,12 @@ class DataConfig:
 
     @property
     def shares(self) -> tuple[float, float, float]:
-        """Shares of training, validation and test under --data-path, of any sum. Raises UserError as `parse_split`."""
+        """Shares of training, validation and test for --data-path, unnormalized. Raises UserError as `parse_split`."""
         return parse_split(self.split)
 
     @property
     def blend(self) -> DatasetBlend | None:
-        """Datasets of --data-path or --mock-data, if one is given. Raises UserError as `parse_blend`."""
+        """Datasets of --data-path or --mock-data, if given. Raises UserError as `parse_blend`."""
         if self.mock_data:
             return DatasetBlend(("mock data",))
         return parse_blend(self.data_path, "--data-path")
@@ -109,9 +109,9 @@ class DataConfig:
 
 
 def parse_split(split: str) -> tuple[float, float, float]:
-    """Parses the shares of training, validation and test, such as "969,30,1".
+    """Parse the shares of training, validation and test, such as "969,30,1".
 
-    Fewer than three numbers leave the rest at 0. Raises UserError for anything else.
+    Missing numbers are 0. Raises UserError for anything else.
     """
     try:
         shares = [_ascii_number(word) for word in re.split(r"[,/]", split.strip())]
@@ -133,9 +133,9 @@ def _ascii_number(word: str) -> float:
 
 
 def parse_blend(words: Sequence[str], flag: str) -> DatasetBlend | None:
-    """Parses "PATH", "PATH PATH ..." or "WEIGHT PATH WEIGHT PATH ..."; None for no words.
+    """Parse "PATH", "PATH PATH ..." or "WEIGHT PATH WEIGHT PATH ..."; None if there are no words.
 
-    Raises UserError naming the flag for other forms and for weights that are none.
+    Raises UserError naming the flag for other forms and invalid weights.
     """
     if len(words) < 2 or not any(_is_number(word) for word in words[::2]):
         return DatasetBlend(tuple(words)) if words else None
@@ -168,8 +168,8 @@ def _weight(word: str, path: str, flag: str) -> float:
 
 
 def check_data(data: DataConfig, *, skip_train: bool) -> None:
-    """Checks the split, the blends and the dataset flags (else UserError)."""
-    _ = data.shares, data.blend, data.separate_blends  # what cannot be read is refused here
+    """Check the split, the blends and the dataset flags; raise UserError for contradictions."""
+    _ = data.shares, data.blend, data.separate_blends  # raises for unreadable values
     parts = (
         (data.train_data_path, "--train-data-path"),
         (data.valid_data_path, "--valid-data-path"),
@@ -193,7 +193,7 @@ def check_data(data: DataConfig, *, skip_train: bool) -> None:
 
 
 def check_data_given(data: DataConfig) -> None:
-    """Checks that a dataset is given (else UserError). `resolve` does not: not every program reads one."""
+    """Check that a dataset is given; raise UserError otherwise. Not part of `resolve`: some programs read no data."""
     if not (data.mock_data or data.data_path or data.train_data_path or data.valid_data_path or data.test_data_path):
         raise UserError(
             "no dataset: give its prefix (without .bin or .idx) with --data-path, or with --train-data-path, "

@@ -1,4 +1,4 @@
-"""Mixture of experts: which layers have experts, and how tokens are routed to them."""
+"""Mixture of experts: placement in layers, and routing of tokens."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from megatron.base.numerals import MOST
 from megatron.base.option import derived, option
 
 GLOBAL_LOSS, Z_LOSS = "global_aux_loss", "z"
-"""Names of losses of a layer with experts: the one that balances a global batch, and the one of large logits."""
+"""Names of expert losses: the load-balancing loss over a global batch, and the z-loss against large logits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
-    """Fields of the model that are about experts; ``ModelConfig`` inherits them."""
+    """Expert fields of the model; ``ModelConfig`` inherits them."""
 
     num_experts: list[int] = option(  # noqa: RUF009
         [],
@@ -134,7 +134,7 @@ class ExpertsConfig:
         return any(count > 1 for count in self.num_experts)
 
     def expert_layers_of(self, layers: int) -> dict[int, int]:
-        """Number of experts by layer, for those of a model's layers that have them."""
+        """Layer number -> number of experts, for the layers with experts."""
         if not self.has_experts:
             return {}
         interval, first = self.expert_interval, self.expert_interval - 1
@@ -146,8 +146,8 @@ class ExpertsConfig:
 
     @property
     def expert_losses(self) -> dict[str, float]:
-        """Losses of a layer with experts, by name, and their weights in the objective: those that balance experts, and
-        the last one, which keeps logits small."""
+        """Auxiliary losses of a layer with experts -> weight in the objective: the load-balancing losses, then the
+        z-loss, which keeps logits small."""
         kinds: list[str] = [kind for kind in self.moe_router_load_balancing_type if kind != "none"]
         weights = self.moe_aux_loss_coeff
         balance = dict(zip(kinds, weights * len(kinds) if len(weights) == 1 else weights, strict=False))
@@ -155,7 +155,7 @@ class ExpertsConfig:
 
     @property
     def balance_weight(self) -> float:
-        """Sum of the weights of the losses that balance experts."""
+        """Sum of the weights of the load-balancing losses."""
         return sum((weight for kind, weight in self.expert_losses.items() if kind != Z_LOSS), start=0.0)
 
 
@@ -163,5 +163,5 @@ _Model = TypeVar("_Model", bound=ExpertsConfig)
 
 
 def with_experts_of(given: ExpertsConfig, model: _Model) -> _Model:
-    """A model with the fields of another one that are about experts."""
+    """Copy of a model with the expert fields of another."""
     return replace(model, **{field.name: getattr(given, field.name) for field in fields(ExpertsConfig)})

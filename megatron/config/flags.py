@@ -1,4 +1,4 @@
-"""The command line: an argparse parser generated from sections, and the parser of training runs."""
+"""Command line: an argparse parser generated from sections, and the parser of training runs."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _EPILOG = (
 
 @dataclass(kw_only=True)
 class ParsedSections:
-    """The sections that a command line gives.
+    """Sections parsed from a command line.
 
     sections: section name -> dataclass instance.
     notes: lines to show the user once (flags without effect, old names).
-    explicit: dotted names (`section.field`) of the fields that flags or the YAML file gave.
+    explicit: dotted names (`section.field`) of the fields set by flags or the YAML file.
     """
 
     sections: dict[str, Any]
@@ -46,14 +46,14 @@ class ParsedSections:
 
 @dataclass(kw_only=True)
 class ParsedRun:
-    """A training run's command line: its unresolved configuration and notes."""
+    """Parsed command line of a training run: its unresolved configuration and notes."""
 
     config: RunConfig
     notes: list[str]
     explicit: set[str]
 
     def resolve(self, world_size: int, *, cuda_available: bool = False) -> RunConfig:
-        """The resolved configuration; what was decided for the user and what has no effect is added to `notes`."""
+        """Resolve the configuration; automatic choices and settings without effect are added to `notes`."""
         resolved = self.config.resolve(world_size, cuda_available=cuda_available, notes=self.notes)
         self.notes += idle_notes(self.config, resolved, self.explicit, world_size)
         return resolved
@@ -62,21 +62,21 @@ class ParsedRun:
 _BACKSLASH = "a word that is only a backslash is left out; nothing may follow the one that ends a line"
 
 _GENERAL = tuple(map(spell, ("config", "help", "list-compressors")))
-"""Flags that are no part of a configuration."""
+"""Flags outside of the configuration."""
 
 
 class FlagParser:
-    """Parses flags and `--config` files into instances of the given sections."""
+    """Parser of flags and `--config` files into section instances."""
 
     def __init__(self, table: FlagTable, prog: str, description: str) -> None:
         self.table = table
         self._argparse = _build_argparse(table, prog, description)
 
     def parse(self, argv: Sequence[str], *, check: bool = True) -> ParsedSections:
-        """Parses a command line, without the program's name.
+        """Parse a command line, without the program name.
 
-        With `check`, required fields must be there and each field must be within its bounds. Raises one
-        UserError that names everything that is not understood or refused; prints and exits for --help.
+        With `check`, required fields must be given and each field must be within its bounds. Raises a single
+        UserError that names everything unknown or refused; prints and exits for --help.
         """
         errors = ErrorList()
         words = [word for word in argv if word != "\\"]
@@ -103,12 +103,12 @@ class FlagParser:
         return parsed
 
     def format_help(self) -> str:
-        """The text of --help."""
+        """Text of --help."""
         return self._argparse.format_help()
 
     def _normalize(self, argv: Sequence[str], errors: ErrorList) -> list[str]:
-        """Rewrites every flag to the spelling that argparse knows. Unknown flags, with the words that follow them, are
-        left out and added to `errors`."""
+        """Rewrite every flag to its canonical spelling for argparse. Unknown flags and their arguments are dropped and
+        added to `errors`."""
         words: list[str] = []
         is_known = True
         for word in argv:
@@ -145,33 +145,33 @@ def _in(path: str, section: str) -> bool:
 
 
 def build_parser(sections: dict[str, type], prog: str, description: str, *, old: Sequence[OldFlag] = ()) -> FlagParser:
-    """Builds the parser of a program: a group of flags for each section (name -> dataclass of `option` fields)."""
+    """Build the parser of a program: a group of flags for each section (name -> dataclass of `option` fields)."""
     return FlagParser(FlagTable(sections, Translator(flags=tuple(old))), prog, description)
 
 
 def run_table() -> FlagTable:
-    """The flags of training runs."""
+    """Flag table of training runs."""
     return FlagTable(run_sections(), TRANSLATOR)
 
 
 @cache
 def build_run_parser(prog: str = PROGRAMS["gpt"], model_type: ModelType = "gpt") -> FlagParser:
-    """The parser of training runs, which parsing does not change."""
+    """Parser of training runs. Parsing does not modify it."""
     about = f"Pretrain a {model_type.upper()} with tensor, pipeline and data parallelism."
     return FlagParser(run_table(), prog, about)
 
 
 def parse_args(argv: Sequence[str], *, prog: str = PROGRAMS["gpt"]) -> ParsedRun:
-    """Parses a training run's command line, without the program's name; `RunConfig.resolve` does the rest.
+    """Parse the command line of a training run, without the program name; `RunConfig.resolve` completes it.
 
-    Raises UserError in one line; prints and exits for --help. Values of the run are not checked yet, so that
-    those of a checkpoint can be merged first.
+    Raises a one-line UserError; prints and exits for --help. Values are not checked yet, so that those of a checkpoint
+    can be merged first.
     """
     return read_run(build_run_parser(prog), argv)
 
 
 def parse_program(argv: Sequence[str], model_type: ModelType) -> ParsedRun:
-    """`parse_args` for the program that trains models of one kind. Raises UserError when flags ask for another kind."""
+    """`parse_args` for a program that trains one kind of model. Raises UserError if the flags ask for another kind."""
     prog = PROGRAMS[model_type]
     parsed = read_run(build_run_parser(prog, model_type), argv)
     given = parsed.config.model
@@ -269,7 +269,7 @@ def _add(
 
 
 class _Record(argparse.Action):
-    """Appends (target, spelling, words) to the namespace's list of events."""
+    """Action that appends (target, spelling, words) to the event list of the namespace."""
 
     def __init__(self, *args: Any, target: Target, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -287,7 +287,7 @@ class _Record(argparse.Action):
 
 
 class _ListCompressors(argparse.Action):
-    """Prints the values of --compress, those of earlier --compress-module files included, and exits."""
+    """Action that prints the values of --compress, including earlier --compress-module files, and exits."""
 
     def __call__(
         self,
@@ -306,7 +306,7 @@ class _ListCompressors(argparse.Action):
 
 
 class _OneLineErrors(argparse.ArgumentParser):
-    """An argument parser that raises UserError instead of printing its usage and exiting."""
+    """Argument parser that raises UserError instead of printing its usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
         match = re.fullmatch(r"argument (--[^/:\s]+)[^:]*: (.*)", message, flags=re.DOTALL)
@@ -314,18 +314,18 @@ class _OneLineErrors(argparse.ArgumentParser):
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Shows the canonical spelling of a flag only, and no value for switches."""
+    """Help formatter that shows only the canonical spelling of a flag, and no value for switches."""
 
     def __init__(self, prog: str) -> None:
         width = max(60, min(shutil.get_terminal_size().columns, 110))
         super().__init__(prog, max_help_position=34, width=width)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        # A text of several lines is laid out already.
+        # Multi-line text is already formatted.
         return text if "\n" in text else super()._fill_text(text, width, indent)
 
     def _split_lines(self, text: str, width: int) -> list[str]:
-        # Flags are not to be broken at their hyphens.
+        # Do not break flags at hyphens.
         return textwrap.wrap(text, width, break_on_hyphens=False)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
@@ -337,7 +337,7 @@ class _HelpFormatter(argparse.HelpFormatter):
 
 
 def metavar_of(described: FieldOption) -> str:
-    """Name of a flag's value in the help text; empty for a switch."""
+    """Placeholder for the value of a flag in the help text; empty for a switch."""
     if described.is_switch:
         return ""
     if described.option.metavar:
@@ -348,7 +348,7 @@ def metavar_of(described: FieldOption) -> str:
 
 
 def help_details(described: FieldOption) -> str:
-    """The bracket behind a flag's help: choices, unit, default, other spellings."""
+    """Bracketed details after the help of a flag: choices, unit, default, aliases."""
     details = []
     option = described.option
     if described.choices and len("|".join(described.choices)) > 45:
@@ -364,7 +364,7 @@ def help_details(described: FieldOption) -> str:
 
 
 def default_text(described: FieldOption) -> str:
-    """Default value in the help text; empty for a switch that is off."""
+    """Default value in the help text; empty for a switch that is off by default."""
     if described.is_switch:
         return described.option.when_unset
     if described.option.required:
@@ -377,7 +377,7 @@ def default_text(described: FieldOption) -> str:
 
 
 def number_text(value: Any) -> str:
-    """Short text of a default value: 2**32, 1e-05, 0.1, text as it is."""
+    """Short text of a default value: 2**32, 1e-05, 0.1; strings unchanged."""
     if isinstance(value, float) and value >= 2**16 and value.is_integer():
         whole = int(value)
         if whole & (whole - 1) == 0:

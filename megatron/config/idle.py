@@ -1,7 +1,8 @@
-"""Notes on settings that were given but have no effect, so that no flag is ignored silently.
+"""Notes on explicit settings without effect, so that no flag is silently ignored.
 
-What would silently change the training is refused elsewhere; these change nothing, which may not be what was meant.
-Every field of a run is here, or always acts, or says `no_effect` itself: tests/unit/config/test_idle.py walks them all.
+Settings that would silently change the training are refused elsewhere; these change nothing, which may surprise the
+user. Every field of a run is listed here, always has an effect, or declares `no_effect`; tests/unit/config/test_idle.py
+checks all fields.
 """
 
 from __future__ import annotations
@@ -345,12 +346,12 @@ RULES: Sequence[Idle] = (
 
 
 def idle_notes(given: RunConfig, resolved: RunConfig, explicit: Collection[str], world_size: int) -> list[str]:
-    """Notes on given flags that have no effect, one for each reason.
+    """Notes on explicit flags without effect, grouped by reason.
 
     Args:
-        given: the configuration as it was given.
-        resolved: the same, resolved.
-        explicit: dotted names of what flags and files gave; what only repeats a default asks for nothing.
+        given: the unresolved configuration.
+        resolved: the resolved configuration.
+        explicit: dotted names of the fields set by flags and files; a field set to its default is not reported.
         world_size: number of processes.
     """
     options = {field.path: field for section, cls in run_sections().items() for field in field_options(section, cls)}

@@ -1,4 +1,4 @@
-"""Settings of experts that have no effect."""
+"""Rules for expert settings without effect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of logs that have no effect."""
+"""Rules for logging settings without effect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The form of a rule about settings that have no effect."""
+"""Rule for settings without effect."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from megatron.config.run import RunConfig
 
 @dataclass(frozen=True)
 class Idle:
-    """Fields that have no effect under one condition.
+    """Fields that have no effect under a condition.
 
     fields: dotted names.
-    holds: whether they have nothing to act on, in a resolved run of so many processes.
-    why: the words behind "no effect".
+    holds: the condition, on the resolved configuration and the world size.
+    why: text after "no effect" in the note.
     """
 
     fields: tuple[str, ...]

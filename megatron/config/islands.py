@@ -1,4 +1,4 @@
-"""Islands: worlds of their own that train one model, and exchange at the point ``outer`` what they have learned."""
+"""Islands: separate worlds that train the same model and exchange pseudo-gradients at the point ``outer``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.training import TrainingConfig
 
-if TYPE_CHECKING:  # the compressors import torch, which reading flags does without
+if TYPE_CHECKING:  # the compressors import torch; parsing flags must not
     from megatron.compression.points import Point
     from megatron.compression.spec import Spec
 
@@ -24,7 +24,7 @@ MOST_ISLANDS = 1 << 12
 _SHARE_OF_TIMEOUT = 0.9
 ISLAND_VARIABLE = "MEGATRON_ISLAND"
 ADDRESS_VARIABLE = "MEGATRON_ISLANDS_ADDRESS"
-"""Variables in which tools/launch.py tells the ranks of an island its number, and where islands meet."""
+"""Environment variables set by tools/launch.py: number of the island, and address of the rendezvous of islands."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,17 +75,17 @@ class IslandsConfig:
 
     @property
     def several(self) -> bool:
-        """Whether there are others."""
+        """Whether there is more than one island."""
         return self.islands > 1
 
     @property
     def quorum(self) -> int:
-        """Fewest islands of a round."""
+        """Minimum number of islands in a round."""
         return self.islands if self.islands_quorum is None else self.islands_quorum
 
 
 def with_variables(islands: IslandsConfig, environment: Mapping[str, str] = os.environ) -> IslandsConfig:
-    """Fills what the launcher has left in the environment.
+    """Fill settings from environment variables of the launcher.
 
     Raises UserError for a variable that is not a number.
     """
@@ -103,12 +103,12 @@ def with_variables(islands: IslandsConfig, environment: Mapping[str, str] = os.e
 
 
 def folder_of(path: str, island: int) -> str:
-    """The folder of an island within one that all share."""
+    """Folder of an island within a shared folder."""
     return str(Path(path) / f"island_{island}")
 
 
 def file_of(path: str, island: int) -> str:
-    """An island's file, beside those of the others."""
+    """Path of the file of an island, next to those of the other islands."""
     whole = Path(path)
     return str(whole.with_name(f"{whole.stem}.island_{island}{whole.suffix}"))
 
@@ -119,7 +119,7 @@ def longest_wait(parallel: ParallelConfig) -> float:
 
 
 def host_and_port(address: str, flag: str) -> tuple[str, int]:
-    """The parts of HOST:PORT.
+    """Split HOST:PORT into host and port.
 
     Raises UserError for anything else; the message names the flag.
     """
@@ -136,7 +136,7 @@ def check_islands(
     model: ModelConfig,
     specs: Mapping[Point, Spec],
 ) -> None:
-    """Checks islands and what they exchange (else UserError), by the specs of the points."""
+    """Check the islands and their exchange against the compressor specs; raise UserError for contradictions."""
     from megatron.compression.points import Point
 
     for value, flag in (

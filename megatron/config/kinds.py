@@ -1,4 +1,4 @@
-"""Kinds of models, and the programs that train them."""
+"""Kinds of models and their training programs."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from megatron.base.errors import UserError
 ModelType = Literal["gpt", "bert", "t5", "deberta"]
 """Kinds of models."""
 TaskHead = Literal["none", "classification", "regression", "choice"]
-"""What a model says of a whole sample, instead of its words."""
+"""Task heads: outputs for whole samples instead of tokens."""
 PROGRAMS: Mapping[ModelType, str] = {
     "gpt": "pretrain_gpt.py",
     "bert": "pretrain_bert.py",
     "t5": "pretrain_t5.py",
     "deberta": "tasks/main.py",
 }
-"""The program that trains each kind of model."""
+"""Kind of model -> its training program."""
 
 
 def kind_text(model_type: str, task_head: str = "none", task_classes: int = 0) -> str:
-    """The kind of a model, with what it says of a sample: "bert", or "bert for classification of 3"."""
+    """Kind of a model with its task: "bert", or "bert for classification of 3"."""
     of = f" of {task_classes}" if task_classes else ""
     return model_type if task_head == "none" else f"{model_type} for {task_head}{of}"
 
 
 def check_kind(where: str, found: str, wanted: str, instead: str = "") -> None:
-    """Checks that a checkpoint's model is of the wanted kind (else UserError, which begins with ``where``).
+    """Check that the model of a checkpoint is of the wanted kind; raise UserError starting with ``where`` otherwise.
 
-    ``instead`` is what can be done, where the caller knows better.
+    ``instead`` replaces the default advice of the message.
     """
     if found != wanted:
         raise UserError(f"{where} holds a model of kind {found}, not {wanted}; {instead or _instead(found, wanted)}")

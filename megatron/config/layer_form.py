@@ -1,4 +1,4 @@
-"""The form of layers: their norms, activation, biases, and attention's scores."""
+"""Layer architecture: norms, activation, biases and attention scores."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.base.option import derived, option
 
 @dataclass(frozen=True, kw_only=True)
 class LayerFormConfig:
-    """Fields of the model that are about the form of its layers; ``ModelConfig`` inherits them."""
+    """Layer-architecture fields of the model; ``ModelConfig`` inherits them."""
 
     normalization: Literal["LayerNorm", "RMSNorm"] = option("LayerNorm", "Normalization layer.", checkpoint="shape")
     apply_layernorm_1p: bool = option(
@@ -84,14 +84,14 @@ class LayerFormConfig:
 
     @property
     def gated(self) -> bool:
-        """Whether the MLP multiplies its inner values by those of a gate."""
+        """Whether the MLP is gated."""
         return self.swiglu or self.geglu
 
     @property
     def activation(self) -> str:
-        """The MLP's activation: "swiglu", "geglu", "squared_relu", "gelu_tanh" or "gelu" (exact).
+        """Activation of the MLP: "swiglu", "geglu", "squared_relu", "gelu_tanh" or "gelu" (exact).
 
-        The tanh form is what Megatron's fused bias and GELU computes; without biases there is no such fusion.
+        Megatron's fused bias-GELU kernel computes the tanh form; it is not used without biases.
         """
         if self.swiglu:
             return "swiglu"

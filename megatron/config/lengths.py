@@ -1,4 +1,4 @@
-"""The sequence length of each step: constant, or growing (a curriculum)."""
+"""Sequence length of each step: constant, or growing (a curriculum)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class LengthSchedule:
     """Sequence length of each step, as a pure function of its iteration (0-based).
 
     Args:
-        lengths: the lengths in their order, ascending; the last one stays.
-        first: iteration at which each begins, ascending from 0.
+        lengths: ascending lengths; the last holds until the end.
+        first: first iteration of each length, ascending from 0.
     """
 
     lengths: tuple[int, ...]
@@ -21,23 +21,23 @@ class LengthSchedule:
 
     @staticmethod
     def constant(length: int) -> LengthSchedule:
-        """The same length at every step."""
+        """Schedule with the same length at every step."""
         return LengthSchedule((length,), (0,))
 
     @staticmethod
     def growing(length_of: Callable[[int], int], steps: int, full: int) -> LengthSchedule:
-        """Tabulates a function of the number of a step.
+        """Tabulate a function of the step number.
 
         Args:
-            length_of: length of step 1, 2, ..., ``steps``; it never shrinks, and is at most ``full``.
-            steps: number of steps that it is asked for.
+            length_of: length of step 1, 2, ..., ``steps``; non-decreasing and at most ``full``.
+            steps: number of steps to tabulate.
             full: length of all later steps.
         """
         lengths, first, step = [], [], 1
         while step <= steps:
             lengths.append(length_of(step))
             first.append(step - 1)
-            # Lengths are few and steps are many: look for the next change.
+            # There are many more steps than lengths: search for the next change.
             step += bisect_right(range(step, steps + 1), lengths[-1], key=length_of)
         if not lengths or lengths[-1] < full:
             lengths.append(full)
@@ -49,7 +49,7 @@ class LengthSchedule:
         return self.lengths[self._place(iteration)]
 
     def until(self, iteration: int) -> int | None:
-        """The first later iteration with another length; None where there is none."""
+        """Next iteration with another length; None if there is none."""
         following = self._place(iteration) + 1
         return self.first[following] if following < len(self.first) else None
 
@@ -58,7 +58,7 @@ class LengthSchedule:
 
     @property
     def full(self) -> int:
-        """The last and longest length."""
+        """Last and longest length."""
         return self.lengths[-1]
 
     @property

@@ -1,4 +1,4 @@
-"""Logs: what is printed and recorded."""
+"""Logging: log lines, timers and records."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class LoggingConfig:
 
 
 def check_logs(logging: LoggingConfig, parallel: ParallelConfig) -> None:
-    """Checks the range of the trace and the records of gradients (else UserError)."""
+    """Check the trace range and the gradient records; raise UserError for contradictions."""
     start, end = logging.profile_step_start, logging.profile_step_end
     if end <= start:
         raise UserError(

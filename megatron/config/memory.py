@@ -1,4 +1,4 @@
-"""Lower bound of the memory that a rank needs, by arithmetic alone, so that what cannot fit is refused at startup."""
+"""Lower bound on the memory of a rank, computed without allocation, so that oversized runs are refused at startup."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB", "EB")
 
 @dataclass(frozen=True)
 class Need:
-    """One part of the memory: its bytes, its purpose, and the flags that decide it."""
+    """Memory item: its bytes, its purpose, and the flags that determine it."""
 
     nbytes: int
     what: str
@@ -30,7 +30,7 @@ class Need:
 
 
 def in_words(nbytes: int) -> str:
-    """Text of a number of bytes, such as 1.5 GB."""
+    """Human-readable number of bytes, such as 1.5 GB."""
     size, unit = float(nbytes), 0
     while size >= 1000 and unit < len(_UNITS) - 1:
         size, unit = size / 1000, unit + 1
@@ -38,15 +38,15 @@ def in_words(nbytes: int) -> str:
 
 
 def least_needs(config: RunConfig, world_size: int, vocab_size: int | None = None) -> list[Need]:
-    """The least memory of a rank of the first pipeline stage, by part.
+    """Minimum memory of a rank of the first pipeline stage, by item.
 
-    Counted are parameters, gradients, optimizer, what rounds of islands keep, the widest activations of a micro-batch,
-    and the tokens of a step; what else there is depends on the machine, the compressors and the schedule.
+    Counts parameters, gradients, optimizer state, island state, the widest activations of a micro-batch, and the tokens
+    of a step; other memory depends on the machine, the compressors and the schedule.
 
     Args:
         config: the resolved configuration.
-        world_size: processes.
-        vocab_size: entries of the tokenizer; None takes ``--vocab-size``, if it is given.
+        world_size: number of processes.
+        vocab_size: entries of the tokenizer; None: ``--vocab-size``, if given.
     """
     model, parallel, training = config.model, config.parallel, config.training
     tensor = parallel.tensor_model_parallel_size
@@ -91,9 +91,9 @@ def least_needs(config: RunConfig, world_size: int, vocab_size: int | None = Non
 
 
 def _of_experts(config: RunConfig, layers: range) -> int:
-    """Numbers of the experts of some layers, beyond those of the dense MLPs in their place."""
+    """Expert parameters of some layers, minus those of the dense MLPs that they replace."""
     model, parallel = config.model, config.parallel
-    # The caller divides by the tensor-parallel size, which these do not where experts are whole.
+    # The caller divides by the tensor-parallel size; cancel that for experts that are not tensor-parallel.
     shares = parallel.expert_model_parallel_size / (
         parallel.tensor_model_parallel_size if parallel.folds_experts else 1
     )
@@ -118,13 +118,13 @@ def _width(config: RunConfig) -> int:
 
 @dataclass(frozen=True)
 class ParameterBytes:
-    """Bytes that a rank holds for one parameter.
+    """Bytes per parameter on a rank.
 
     Args:
         weight: the parameter itself.
-        gradient: its gradient, accumulated.
-        optimizer: moments, and the copy of a parameter that has 16 bits or is gathered compressed; the distributed
-            optimizer divides these.
+        gradient: its accumulated gradient.
+        optimizer: moments, and the master copy of a 16-bit or compressed-gather parameter; sharded by the distributed
+            optimizer.
     """
 
     weight: int
@@ -133,8 +133,8 @@ class ParameterBytes:
 
 
 def parameter_bytes(config: RunConfig, gathers_compressed: bool, matrix: bool = False) -> ParameterBytes:
-    """Bytes of one parameter in training, whose updated values are gathered through a compressor or not; ``matrix``:
-    of a matrix of the layers, of which Muon has one moment alone."""
+    """Bytes per parameter in training. ``gathers_compressed``: updated parameters are gathered through a compressor.
+    ``matrix``: the parameter belongs to a matrix of a layer, for which Muon keeps a single moment."""
     width = _width(config)
     gradient = max(width, 4) if config.parallel.accumulate_allreduce_grads_in_fp32 else width
     optimizer = config.optimizer
@@ -146,8 +146,8 @@ def parameter_bytes(config: RunConfig, gathers_compressed: bool, matrix: bool = 
 
 
 def _gathers_compressed(config: RunConfig) -> bool:
-    """Whether a compressor serves the gathers of parameters."""
-    from megatron.compression.points import Point  # imports torch, which reading flags does without
+    """Whether parameter gathers are compressed."""
+    from megatron.compression.points import Point  # imports torch; parsing flags must not
 
     spec = _specs(config).get(Point.PARAM_GATHER)
     return spec is not None and not spec.identity
@@ -160,7 +160,7 @@ def _specs(config: RunConfig) -> Mapping[Point, Spec]:
 
 
 def _bytes_of_a_parameter(config: RunConfig, world_size: int, matrix: bool) -> int:
-    """Bytes of a parameter on one rank, of the optimizer's share if it is sharded."""
+    """Bytes per parameter on a rank; sharded optimizer state is divided by the number of replicas."""
     sharded = config.parallel.use_distributed_optimizer
     each = parameter_bytes(config, sharded and _gathers_compressed(config), matrix)
     if config.validation.skip_train:
@@ -170,7 +170,7 @@ def _bytes_of_a_parameter(config: RunConfig, world_size: int, matrix: bool) -> i
 
 
 def _bytes_of_rounds(config: RunConfig, replicas: int) -> int:
-    """Bytes of a parameter's anchor, momentum and difference where there are rounds of islands, but for residuals."""
+    """Bytes per parameter for the anchor, momentum and pseudo-gradient of islands, without residuals."""
     from megatron.compression.points import Point
 
     spec, iterations = _specs(config).get(Point.OUTER), config.training.planned_iters
@@ -182,12 +182,12 @@ def _bytes_of_rounds(config: RunConfig, replicas: int) -> int:
 
 
 def check_memory(config: RunConfig, world_size: int, there_is: int, where: str, vocab_size: int | None = None) -> None:
-    """Checks that a run fits into memory (else UserError, with the bytes).
+    """Check that a run fits into memory; raise UserError with the bytes otherwise.
 
     Args:
         config, world_size, vocab_size: see ``least_needs``.
-        there_is: bytes for one rank.
-        where: of what, for the message.
+        there_is: available bytes per rank.
+        where: location of this memory, for the message.
     """
     needs = least_needs(config, world_size, vocab_size)
     total = sum(need.nbytes for need in needs)
@@ -203,7 +203,7 @@ def check_memory(config: RunConfig, world_size: int, there_is: int, where: str, 
 
 
 def memory_of_this_machine() -> int:
-    """Bytes of memory and swap space, or what this process's group may have of them."""
+    """Bytes of memory and swap space, limited by the control group of this process."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/meminfo").read_text().splitlines():

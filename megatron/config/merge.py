@@ -1,4 +1,4 @@
-"""The model of a checkpoint and that of a run: which flags differ, and --use-checkpoint-args, which takes its shape."""
+"""Comparison of the model of a run with that of a checkpoint, and --use-checkpoint-args, which adopts its shape."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig, run_sections
 
 _PLACES = ("num_experts", "expert_interval", "moe_layer_freq")
-"""Fields that say together how many experts each layer has; the same may be said in several ways."""
+"""Fields that together determine the number of experts per layer; different values may be equivalent."""
 
 
 def merge_checkpoint_config(
@@ -23,12 +23,11 @@ def merge_checkpoint_config(
     saved: RunConfig,
     instead: str = ", or leave out --use-checkpoint-args",
 ) -> RunConfig:
-    """`cli_config` (unresolved) with the model's shape and the tokenizer of `saved` (resolved).
+    """`cli_config` (unresolved) with the model shape and the tokenizer of `saved` (resolved).
 
-    explicit_flags: dotted names of the fields that the user gave, as in `ParsedRun.explicit`. An explicit
-    field that fixes the model's shape must agree with the checkpoint (UserError naming the flag otherwise);
-    an explicit sequence length, tokenizer or vocabulary padding wins over it. instead: what else can be done about a
-    flag that does not agree.
+    explicit_flags: dotted names of the fields set by the user, as in `ParsedRun.explicit`. An explicit shape field
+    must match the checkpoint (UserError naming the flag otherwise); an explicit sequence length, tokenizer or
+    vocabulary padding overrides the checkpoint. instead: advice appended to the message about a mismatch.
     """
     merged: dict[str, Any] = {}
     for section, cls in run_sections().items():
@@ -51,12 +50,12 @@ def merge_checkpoint_config(
 
 
 def differing_flags(model: ModelConfig, saved: Mapping[str, Any], upcycled: bool = False) -> dict[str, tuple[str, str]]:
-    """The flags of a model's shape whose values are others than a checkpoint's, as they are written here and there.
+    """Shape flags that differ from a checkpoint -> text of the flag in the run and in the checkpoint.
 
     Args:
-        model: the run's, resolved.
-        saved: the ``model`` section of the checkpoint's configuration; what an older one lacks is not compared.
-        upcycled: the run's experts begin as the checkpoint's MLPs, so that what is about experts differs.
+        model: resolved model of the run.
+        saved: ``model`` section of the checkpoint configuration; fields missing in older checkpoints are not compared.
+        upcycled: the experts are initialized from the MLPs of the checkpoint, so expert fields are not compared.
     """
     own, found = section_to_plain(model), {}
     experts = {field.name for field in dataclasses.fields(ExpertsConfig)}
@@ -77,7 +76,7 @@ def differing_flags(model: ModelConfig, saved: Mapping[str, Any], upcycled: bool
 
 
 def flag_as_written(described: FieldOption, value: Any) -> str:
-    """A value as its flag on a command line."""
+    """Command-line text of a flag with its value."""
     flag = f"--{described.flag}"
     if described.is_switch:
         return flag if value is not described.option.off_switch else f"no {flag}"

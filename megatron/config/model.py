@@ -1,4 +1,4 @@
-"""The shape of the model and its initialization."""
+"""Shape and initialization of the model."""
 
 from __future__ import annotations
 
@@ -260,87 +260,87 @@ class ModelConfig(LayerFormConfig, ExpertsConfig):
     )
 
     def residual_dtype(self, params_dtype: torch.dtype) -> torch.dtype:
-        """Dtype of the residual stream, which pipeline stages exchange; it may differ from that of the parameters."""
+        """Dtype of the residual stream, which pipeline stages exchange; may differ from the parameter dtype."""
         import torch
 
         return torch.promote_types(params_dtype, torch.float32) if self.fp32_residual_connection else params_dtype
 
     @property
     def causal(self) -> bool:
-        """Whether a token attends to earlier ones alone. Otherwise samples are padded, and each says where."""
+        """Whether attention is causal. Otherwise samples are padded and carry a padding mask."""
         return self.model_type == "gpt"
 
     @property
     def kind(self) -> str:
-        """Its kind, as ``kind_text`` has it."""
+        """Kind of the model, see ``kind_text``."""
         return kind_text(self.model_type, self.task_head, self.task_classes)
 
     @property
     def predicts_words(self) -> bool:
-        """Whether the model is a language model, not one of whole samples (as DeBERTa always is)."""
+        """Whether the model predicts tokens, not properties of whole samples (as DeBERTa always does)."""
         return self.task_head == "none" and self.model_type != "deberta"
 
     @property
     def ties_embeddings(self) -> bool:
-        """Whether the output projection is the embedding's weight."""
+        """Whether the output projection shares the weight of the embedding."""
         return self.predicts_words and not self.untie_embeddings_and_output_weights
 
     @property
     def shares_distances(self) -> bool:
-        """Whether all pipeline stages hold an embedding of the distances between tokens."""
+        """Whether all pipeline stages hold a copy of the relative-position embedding."""
         return self.model_type == "deberta"
 
     @property
     def relative_span(self) -> int:
-        """Distances in one direction that have a vector of their own."""
+        """Number of relative distances per direction with a separate embedding."""
         return self.position_buckets or self.max_relative_positions or 0
 
     @property
     def num_outputs(self) -> int:
-        """Numbers that a model of whole samples gives for each sequence."""
+        """Outputs per sequence of a model with a task head."""
         return self.task_classes if self.task_head == "classification" else 1
 
     @property
     def sequences_per_sample(self) -> int:
-        """Sequences that one label is for; they are next to each other in a micro-batch."""
+        """Sequences per label; they are adjacent in a micro-batch."""
         return self.task_classes if self.task_head == "choice" else 1
 
     @property
     def decoder_layers(self) -> range:
-        """Numbers of the layers of a decoder that reads an encoder; they follow the encoder's. Else empty."""
+        """Layer numbers of the decoder of an encoder-decoder model, after those of the encoder; empty otherwise."""
         decoder = (self.decoder_num_layers or 0) if self.model_type == "t5" else 0
         return range(self.num_layers, self.num_layers + decoder) if decoder else range(0)
 
     @property
     def expert_layers(self) -> dict[int, int]:
-        """Number of experts of each layer that has them, by layer."""
+        """Layer number -> number of experts, for the layers with experts."""
         return self.expert_layers_of(self.num_layers)
 
     def window_of(self, layer: int) -> int | None:
-        """Positions that a token attends to in a layer, its own included; None for all earlier ones."""
+        """Attention window of a layer, including the token itself; None: all earlier tokens."""
         pattern = self.window_attn_skip_freq
         return self.sliding_window if not pattern or pattern[layer] else None
 
     def has_local_positions(self, layer: int) -> bool:
-        """Whether a layer's rotary positions have the base of layers with a window."""
+        """Whether the rotary embedding of a layer uses the base of windowed layers."""
         return self.rope_local_base_freq is not None and self.window_of(layer) is not None
 
     @property
     def total_layers(self) -> int:
-        """Number of all layers."""
+        """Total number of layers."""
         return self.num_layers + len(self.decoder_layers)
 
     def begins_decoder(self, layers: range) -> bool:
-        """Whether the first layer of a decoder that reads an encoder is among these."""
+        """Whether the first decoder layer of an encoder-decoder model is among these."""
         return bool(self.decoder_layers) and self.decoder_layers.start in layers
 
     def labels_of(self, length: int) -> int:
-        """Labels of a sample whose tokens (the encoder's, if there is one) have this number."""
+        """Number of labels of a sample with this many (encoder) tokens."""
         return (self.decoder_seq_length or 0) if self.model_type == "t5" else length
 
     @property
     def loss_names(self) -> tuple[str, ...]:
-        """Names of the losses that training adds up."""
+        """Names of the losses that add up to the training objective."""
         if not self.predicts_words:
             return (REGRESSION_LOSS if self.task_head == "regression" else CLASSIFICATION_LOSS,)
         return (LM_LOSS, SOP_LOSS) if self.model_type == "bert" and self.bert_binary_head else (LM_LOSS,)

@@ -1,4 +1,4 @@
-"""The optimizer and its schedules."""
+"""Optimizer and schedules."""
 
 from __future__ import annotations
 
@@ -137,13 +137,13 @@ class OptimizerConfig:
 
     @property
     def warms_up(self) -> bool:
-        """Whether there is a warm-up of any length."""
+        """Whether the learning rate warms up."""
         lengths = (self.lr_warmup_fraction, self.lr_warmup_iters, self.lr_warmup_samples, self.lr_warmup_tokens)
         return any(lengths)
 
 
 def check_length(training: TrainingConfig, optimizer: OptimizerConfig) -> None:
-    """Checks that the run is counted in iterations or in samples, and has a step (else UserError)."""
+    """Check that all lengths are in the unit of the run, iterations or samples; raise UserError otherwise."""
     if training.train_iters is not None and training.train_samples is not None:
         raise UserError("--train-iters and --train-samples exclude each other; leave one of them out")
     if training.train_iters is not None:
@@ -174,7 +174,7 @@ def check_length(training: TrainingConfig, optimizer: OptimizerConfig) -> None:
 
 
 def check_clock(optimizer: OptimizerConfig, curriculum: bool) -> None:
-    """Checks that warm-up and decay are counted alike where samples differ in their tokens (else UserError)."""
+    """Check that warm-up and decay use the same unit if the sequence length varies; raise UserError otherwise."""
     by_tokens = optimizer.lr_warmup_tokens is not None, optimizer.lr_decay_tokens is not None
     if not curriculum or not any(by_tokens):
         return
@@ -197,7 +197,7 @@ def _in_iterations(flag: str) -> str:
 def resolve_optimizer(
     optimizer: OptimizerConfig, training: TrainingConfig, seq_length: int, note: Note
 ) -> OptimizerConfig:
-    """Fills the lengths of the schedules. Raises UserError where they contradict the run's."""
+    """Fill the lengths of the schedules. Raises UserError if they contradict the length of the run."""
     for tokens_name, samples_name, unset in (
         ("lr_decay_tokens", "lr_decay_samples", None),
         ("lr_warmup_tokens", "lr_warmup_samples", 0),
@@ -208,7 +208,7 @@ def resolve_optimizer(
         flag, other = f"--{tokens_name.replace('_', '-')}", f"--{samples_name.replace('_', '-')}"
         if training.train_samples is None:
             raise UserError(f"{flag} needs a run counted in samples; give --train-samples or {_iters(other)}")
-        # Checkpoints that floored tokens to whole sequences have those, too.
+        # Older checkpoints also contain the samples, rounded down to whole sequences.
         if getattr(optimizer, samples_name) not in (unset, tokens // seq_length):
             raise UserError(f"{flag} and {other} exclude each other; leave one of them out")
         note(f"{flag} {tokens} is taken as {tokens / seq_length:.10g} samples of {seq_length} tokens")
@@ -236,7 +236,7 @@ def _iters(samples_flag: str) -> str:
 
 
 def _check_rates(optimizer: OptimizerConfig) -> None:
-    """Checks that learning rates begin and end below their highest (else UserError)."""
+    """Check that initial and final learning rates do not exceed the maximum; raise UserError otherwise."""
     if optimizer.decoupled_min_lr is not None and optimizer.decoupled_lr is None:
         raise UserError("--decoupled-min-lr needs --decoupled-lr; add it or leave the flag out")
     for high, low, remedy in (
@@ -255,7 +255,7 @@ def _check_rates(optimizer: OptimizerConfig) -> None:
 
 
 def check_schedules(optimizer: OptimizerConfig) -> None:
-    """Checks the learning-rate and weight-decay schedules for contradictions (else UserError)."""
+    """Check the learning-rate and weight-decay schedules; raise UserError for contradictions."""
     _check_rates(optimizer)
     if optimizer.lr_warmup_fraction is not None:
         for value, flag in (

@@ -1,7 +1,7 @@
-"""docs/flags-of-others.md: what becomes of every flag of the systems that this one succeeds.
+"""Generator of docs/flags-of-others.md: the status of every flag of predecessor systems.
 
-The lists of `translate/others` hold names, and what follows them. What becomes of a flag is what the parser of
-training runs makes of it, or that of tasks: each one is really parsed.
+The lists in `translate/others` contain flag names, arities and defaults. Statuses are not guessed: each flag is parsed
+by the parser of training runs or of tasks.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ SYSTEMS = {
     "megatron-core-muon": ("M", "Megatron-Core (what it has for Muon)"),
     "megatron-deepspeed-tasks": ("T", "Megatron-DeepSpeed's tasks (what they add)"),
 }
-"""List -> letter in the table, and name."""
+"""List -> letter in the table, and name of the system."""
 
 OF_TASKS = "megatron-deepspeed-tasks"
-"""The list of flags of `tasks/main.py`, whose parser is another."""
+"""List of the flags of `tasks/main.py`, which has a separate parser."""
 
 Status = Literal["works", "works under another name", "works in another program", "no effect", "refused"]
 _MEANINGS: dict[Status, str] = {
@@ -65,7 +65,7 @@ class TheirFlag:
 
     name: without dashes.
     switch: whether no value follows it.
-    default: its default there as text; "" where there is none.
+    default: text of its default in that system; "" if there is none.
     """
 
     name: str
@@ -75,14 +75,14 @@ class TheirFlag:
 
 @dataclass(frozen=True)
 class Fate:
-    """What becomes of a flag, and how: another name, a reason, or what to do instead."""
+    """Status of a flag, with details: another name, a reason, or an alternative."""
 
     status: Status
     how: str = ""
 
 
 def read_list(system: str) -> list[TheirFlag]:
-    """The flags of a system."""
+    """Read the flags of a system."""
     flags = []
     for line in (LISTS / f"{system}.txt").read_text(encoding="utf-8").splitlines()[1:]:
         _, name, arity, *default = line.split(" ", 3)
@@ -95,11 +95,11 @@ _EXAMPLES = {
     "group-query-attention": ["--group-query-attention", "--num-query-groups", "1"],
     "deepspeed-config": ["--deepspeed-config", str(LISTS / "empty.json")],
 }
-"""Words for flags that need another one, or a file."""
+"""Command lines for flags that depend on another flag or a file."""
 
 
 def fate_of(theirs: TheirFlag, parser: FlagParser) -> Fate:
-    """What a parser makes of a flag.
+    """Determine the status of a flag by parsing it.
 
     Raises UserError for a flag that is neither accepted nor explained.
     """
@@ -129,7 +129,7 @@ def fate_of(theirs: TheirFlag, parser: FlagParser) -> Fate:
 
 
 def _of_known(target: KnownFlag, words: Sequence[str], parser: FlagParser) -> Fate:
-    """The fate of a flag that sets nothing, which its note or its refusal must confirm."""
+    """Status of a flag that sets nothing; the note or the error of the parser must confirm it."""
     try:
         said = " ".join(parser.parse(words, check=False).notes)
         _expect(not target.refused and "no effect" in said, words)
@@ -151,7 +151,7 @@ def _expect(holds: bool, words: Sequence[str]) -> None:
 
 
 def _values(theirs: TheirFlag, target: object, parser: FlagParser) -> list[str]:
-    """Words behind a flag: its default there, or any that the parser takes; for a refused one, another than that."""
+    """Arguments for a flag: its default, or any accepted value; for a refused flag, a value that is not neutral."""
     if theirs.switch:
         return []
     if isinstance(target, KnownFlag) and target.refused:
@@ -174,16 +174,16 @@ def _flag(parser: FlagParser, path: str) -> str:
 
 
 def parser_of(system: str) -> FlagParser:
-    """The parser that the flags of a list are for."""
+    """Parser for the flags of a list."""
     return task_parser() if system == OF_TASKS else build_run_parser()
 
 
 def fates() -> dict[str, tuple[Fate, list[str]]]:
-    """Every flag of the lists, spelled alike -> what becomes of it, and the systems that have it.
+    """Normalized flag -> status, and the systems that have the flag.
 
-    Those of tasks, which may mean something else, are apart: their names begin with the program.
+    Task flags may mean something else and have separate entries: their names start with the program.
 
-    Raises UserError naming the first that is neither accepted nor explained.
+    Raises UserError naming the first flag that is neither accepted nor explained.
     """
     training, tasks = build_run_parser(), parser_of(OF_TASKS)
     found: dict[str, tuple[Fate, list[str]]] = {}
@@ -221,13 +221,13 @@ def flags_of_others_markdown() -> str:
 
 
 def _missing_features() -> Iterable[tuple[str, str]]:
-    """Features of Megatron-LM that are not offered, and what to do instead."""
+    """Features of Megatron-LM that are not offered, with the alternatives."""
     reasons = {flag.feature: flag.reason for flag in NOT_OFFERED if flag.feature}
     return [(feature, reason.partition("; ")[2]) for feature, reason in reasons.items()]
 
 
 def _counts(found: Iterable[tuple[Fate, list[str]]]) -> Iterable[tuple[object, ...]]:
-    """A row for each system: its letter and name, how many flags it has, and how many of each status."""
+    """Table rows: letter and name of a system, its number of flags, and the number of flags per status."""
     counts = Counter((system, fate.status) for fate, systems in found for system in systems)
     for system, (letter, name) in SYSTEMS.items():
         numbers = [counts[system, status] for status in _MEANINGS]

@@ -1,4 +1,4 @@
-"""The parallel layout and the reduction of gradients."""
+"""Parallel layout and gradient reduction."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.config.split import check_not_interleaved, check_split, split_rank
 
 MOST_PROCESSES = 1 << 20
 MOST_MINUTES = 60 * 24 * 366
-"""Longest time-out, which every library's clock can count."""
+"""Maximum time-out, within the range of the clocks of all libraries."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,27 +140,27 @@ class ParallelConfig:
 
     @property
     def folds_experts(self) -> bool:
-        """Whether each tensor-parallel process holds whole experts, where it holds parts of the other layers."""
+        """Whether tensor-parallel ranks hold whole experts, while other layers are sharded over them."""
         return self.tensor_model_parallel_size > 1 and self.expert_tensor_parallel_size == 1
 
     @property
     def splits_messages(self) -> bool:
-        """Whether pipeline messages of whole activations are split over the tensor-parallel processes."""
+        """Whether pipeline messages are scattered over the tensor-parallel ranks and gathered by the next stage."""
         both = self.tensor_model_parallel_size > 1 and self.pipeline_model_parallel_size > 1
         return self.scatter_gather_tensors_in_pipeline and both and not self.sequence_parallel
 
     @property
     def message_parts(self) -> int:
-        """Number of parts of the sequence that tensor-parallel processes send to the next stage, one each."""
+        """Number of sequence chunks sent to the next stage, each by a tensor-parallel rank."""
         return self.tensor_model_parallel_size if self.sequence_parallel or self.splits_messages else 1
 
     @property
     def splitting_flag(self) -> str:
-        """The flag that splits sequences."""
+        """Flag that splits sequences."""
         return "--sequence-parallel" if self.sequence_parallel else "--scatter-gather-tensors-in-pipeline"
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Number of processes that hold the same shard and see different samples.
+        """Number of ranks that hold the same shard and see different samples.
 
         Raises UserError when the tensor- and pipeline-parallel sizes do not divide `world_size`.
         """
@@ -177,7 +177,7 @@ class ParallelConfig:
 def resolve_parallel(
     parallel: ParallelConfig, model: ModelConfig, precision: PrecisionConfig, cuda_available: bool, note: Note
 ) -> ParallelConfig:
-    """Fills every derived value. Raises UserError where that is impossible."""
+    """Fill every derived value. Raises UserError if that is impossible."""
     if precision.bf16 and not parallel.accumulate_allreduce_grads_in_fp32:
         if parallel.ddp_impl == "torch":
             raise UserError(
@@ -220,7 +220,7 @@ def resolve_parallel(
 
 
 def check_layout(parallel: ParallelConfig, model: ModelConfig, world_size: int) -> None:
-    """Checks that processes, layers, heads and the sequence divide as asked (else UserError)."""
+    """Check that ranks, layers, heads and the sequence are divisible by the layout; raise UserError otherwise."""
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     parallel.data_parallel_size(world_size)
     for size, flag in (
@@ -282,7 +282,7 @@ def _check_experts(parallel: ParallelConfig, model: ModelConfig, world_size: int
 
 
 def _check_folding(parallel: ParallelConfig) -> None:
-    """Checks that experts are split as the other layers are, or that each tensor-parallel process has its own."""
+    """Check that experts are split like the other layers, or distributed whole over the tensor-parallel ranks."""
     tensor, asked = parallel.tensor_model_parallel_size, parallel.expert_tensor_parallel_size
     if asked is None or asked == tensor:
         return
@@ -297,7 +297,7 @@ def _check_folding(parallel: ParallelConfig) -> None:
 
 
 def check_parallel(parallel: ParallelConfig, cuda_available: bool) -> None:
-    """Checks the backend and the schedule (else UserError). Expects derived values to be filled."""
+    """Check the backend and the schedule; raise UserError for contradictions. Derived values must be filled."""
     if parallel.distributed_backend == "nccl" and not cuda_available:
         raise UserError("--distributed-backend nccl needs CUDA, which is not there; use --distributed-backend gloo")
     _check_interleaving(parallel)
@@ -322,7 +322,7 @@ def _check_interleaving(parallel: ParallelConfig) -> None:
 
 
 def check_torch_ddp(parallel: ParallelConfig, precision: PrecisionConfig) -> None:
-    """Checks that --DDP-impl torch can do what is asked (else UserError)."""
+    """Check that --DDP-impl torch supports the other settings; raise UserError otherwise."""
     if parallel.ddp_impl != "torch":
         return
     contradictions = (

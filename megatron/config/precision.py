@@ -38,7 +38,7 @@ class PrecisionConfig:
 
     @property
     def params_dtype(self) -> torch.dtype:
-        """The dtype of the model's parameters and activations."""
+        """Dtype of parameters and activations."""
         import torch
 
         if self.fp16:
@@ -49,7 +49,7 @@ class PrecisionConfig:
 
 
 def check_precision(precision: PrecisionConfig, accumulates_in_fp32: bool) -> None:
-    """Checks number formats and loss scales for contradictions (else UserError)."""
+    """Check number formats and loss scales; raise UserError for contradictions."""
     formats = [
         flag for flag, on in (("--fp16", precision.fp16), ("--bf16", precision.bf16), ("--fp64", precision.fp64)) if on
     ]
@@ -69,6 +69,6 @@ def check_precision(precision: PrecisionConfig, accumulates_in_fp32: bool) -> No
 
 
 def check_fp8(precision: PrecisionConfig, on_cuda: bool) -> None:
-    """Raise UserError for 8-bit products where there is no CUDA."""
+    """Raise UserError for fp8 matrix products without CUDA."""
     if precision.fp8 is not None and not on_cuda:
         raise UserError(f"--fp8 {precision.fp8} needs GPUs, and this run is on CPUs; leave it out")

@@ -34,14 +34,14 @@ class RecomputeConfig:
 
 
 def resolve_recompute(recompute: RecomputeConfig) -> RecomputeConfig:
-    """Fills the method that --recompute-granularity full implies."""
+    """Fill the method implied by --recompute-granularity full."""
     if recompute.recompute_granularity == "full" and recompute.recompute_method is None:
         return replace(recompute, recompute_method="uniform")
     return recompute
 
 
 def check_recompute(recompute: RecomputeConfig, parallel: ParallelConfig, model: ModelConfig) -> None:
-    """Checks that settings have those that they need, and the number of layers (else UserError)."""
+    """Check the dependencies of the settings and the number of layers; raise UserError for contradictions."""
     if recompute.recompute_granularity != "full":
         if recompute.recompute_method is not None:
             raise UserError(

@@ -1,4 +1,4 @@
-"""docs/flags.md, generated from the sections and the tables of known flags."""
+"""Generator of docs/flags.md from the sections and the tables of known flags."""
 
 from __future__ import annotations
 

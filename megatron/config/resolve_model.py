@@ -1,4 +1,4 @@
-"""Fills the sizes of the model that follow from others."""
+"""Derived sizes of the model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.config.model import ModelConfig
 
 
 def resolve_model(model: ModelConfig) -> ModelConfig:
-    """Fills every derived size. Raises UserError where that is impossible."""
+    """Fill every derived size. Raises UserError if that is impossible."""
     hidden, heads = model.hidden_size, model.num_attention_heads
     if is_unset(model.kv_channels):
         if hidden % heads != 0:
@@ -46,7 +46,7 @@ def resolve_model(model: ModelConfig) -> ModelConfig:
 
 
 def _fill_windows(model: ModelConfig) -> ModelConfig:
-    """Writes --window-attn-skip-freq out for each layer; empty where all layers are alike."""
+    """Expand --window-attn-skip-freq to a value per layer; empty if all layers are alike."""
     pattern = model.window_attn_skip_freq
     if len(pattern) == 1 and pattern[0] > 1:
         pattern = [int((layer + 1) % pattern[0] != 0) for layer in range(model.num_layers)]
@@ -55,7 +55,7 @@ def _fill_windows(model: ModelConfig) -> ModelConfig:
 
 
 def fill_rotary_scaling(model: ModelConfig) -> ModelConfig:
-    """Fills the numbers of scaled positions, which configurations of before YaRN lack."""
+    """Fill the rotary scaling factors, which configurations from before YaRN lack."""
     yarn = model.rotary_scaling == "yarn"
     if is_unset(model.rotary_scaling_high_turns):
         model = replace(model, rotary_scaling_high_turns=32.0 if yarn else 4.0)

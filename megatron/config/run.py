@@ -1,4 +1,4 @@
-"""RunConfig: all sections of a training run, and the order in which they are filled and checked."""
+"""Configuration of a training run: all sections, resolved and checked in order."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from megatron.config.vocabulary import check_vocabulary
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """The configuration of a run. Immutable: use `dataclasses.replace` to change a section.
+    """Configuration of a run. Immutable: use `dataclasses.replace` to change a section.
 
-    A configuration is unresolved until `resolve` has filled what follows from other settings; only a
-    resolved one may be given to the engines.
+    A configuration is unresolved until `resolve` has filled its derived values. Engines require a resolved
+    configuration.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -57,11 +57,11 @@ class RunConfig:
     islands: IslandsConfig = field(default_factory=IslandsConfig)
 
     def resolve(self, world_size: int, *, cuda_available: bool = False, notes: list[str] | None = None) -> RunConfig:
-        """Fills every derived value and checks the result against `world_size` processes; returns a new configuration.
+        """Return a copy with every derived value filled, checked against `world_size` processes.
 
-        What was decided for the user is appended to `notes`, one line each. Resolving a resolved
-        configuration for the same world size changes nothing. Raises UserError, one line that names the
-        flags and the fix, for anything impossible or contradictory.
+        Automatic choices are appended to `notes`, a line each. Resolving a resolved configuration for the same
+        world size changes nothing. Raises a one-line UserError with the flags and the fix for anything impossible
+        or contradictory.
         """
         note = _noting(notes)
         if world_size < 1:
@@ -79,13 +79,12 @@ class RunConfig:
         return self.parallel.data_parallel_size(world_size)
 
     def replicas(self, world_size: int) -> int:
-        """Number of data-parallel replicas of all islands, each of `world_size` processes."""
+        """Number of data-parallel replicas over all islands, each with `world_size` processes."""
         return self.data_parallel_size(world_size) * self.islands.islands
 
     @property
     def masks_labels(self) -> bool:
-        """Whether the loss mask of a training batch may exclude labels: all but those of GPT without --eod-mask-loss
-        may."""
+        """Whether the loss mask of a training batch may exclude labels; false only for GPT without --eod-mask-loss."""
         return self.data.eod_mask_loss or self.model.model_type != "gpt" or not self.model.predicts_words
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
@@ -94,9 +93,9 @@ class RunConfig:
 
     @classmethod
     def from_dict(cls, values: object, where: str = "configuration") -> RunConfig:
-        """The inverse of `to_dict`. A missing section or field takes its default.
+        """Inverse of `to_dict`. Missing sections and fields take their defaults.
 
-        Raises UserError, starting with `where`, for an unknown name or a value of the wrong type.
+        Raises UserError starting with `where` for an unknown name or a value of the wrong type.
         """
         sections = run_sections()
         if not isinstance(values, dict):
@@ -111,29 +110,29 @@ class RunConfig:
         return cls(**built)
 
     def to_yaml(self) -> str:
-        """The configuration as YAML text, one block a section, which `--config` and `load_yaml` read."""
+        """YAML text with a block per section, as read by `--config` and `load_yaml`."""
         return dump_yaml(self.to_dict())
 
     @classmethod
     def from_yaml(cls, text: str, where: str = "configuration") -> RunConfig:
-        """The inverse of `to_yaml`. Raises UserError starting with `where` for what is not understood."""
+        """Inverse of `to_yaml`. Raises UserError starting with `where` for invalid text."""
         return cls.from_dict(parse_yaml(text, where), where)
 
     @classmethod
     def load_yaml(cls, path: str | Path) -> RunConfig:
-        """Reads a file of `to_yaml`. Raises UserError naming the file when it cannot be read."""
+        """Read a file written from `to_yaml`. Raises UserError naming the file if it cannot be read."""
         return cls.from_dict(read_yaml(path), where=str(path))
 
     def describe(self, *, defaults: bool = True) -> str:
-        """A readable table of the values by section, for the top of a log; without `defaults`, of those that differ."""
+        """Table of the values by section for the top of a log; without `defaults`, only non-default values."""
         sections = (describe_section(name, getattr(self, name), defaults=defaults) for name in run_sections())
         return "\n".join(filter(None, sections))
 
 
 def describe_section(name: str, section: Any, *, defaults: bool) -> str:
-    """A section's values by name, as lines of a log; without `defaults`, only those that differ, or nothing."""
+    """Log lines with the values of a section; without `defaults`, only non-default values, possibly none."""
     values, default = section_to_plain(section), section_to_plain(type(section)())
-    keys = sorted(values, key=lambda key: key not in type(section).__annotations__)  # inherited ones come last
+    keys = sorted(values, key=lambda key: key not in type(section).__annotations__)  # inherited fields last
     lines = [
         f"  {key} {'.' * (46 - len(key))} {_shown(values[key])}"
         for key in keys
@@ -180,14 +179,14 @@ def _check_all_required(config: RunConfig) -> None:
 
 
 def _fill(given: RunConfig, world_size: int, cuda_available: bool, note: Note) -> RunConfig:
-    """Fills derived values, each section from those before it, and checks what later ones divide by."""
+    """Fill derived values section by section, with the checks that later sections rely on."""
     precision, tokenizer = given.precision, given.tokenizer
     model = resolve_model(given.model)
     check_model(model)
     check_precision(precision, given.parallel.accumulate_allreduce_grads_in_fp32)
     check_layout(given.parallel, model, world_size)
     if tokenizer.vocab_size is not None and tokenizer.tokenizer_type in (None, "NullTokenizer"):
-        end = tokenizer.tokenizer_type is not None  # of documents, which that tokenizer adds
+        end = tokenizer.tokenizer_type is not None  # this tokenizer adds an end-of-document entry
         check_vocabulary(
             tokenizer.vocab_size + end, model.make_vocab_size_divisible_by, given.parallel.tensor_model_parallel_size
         )
@@ -208,8 +207,8 @@ def _fill(given: RunConfig, world_size: int, cuda_available: bool, note: Note) -
 
 
 def _check(run: RunConfig, world_size: int, cuda_available: bool, note: Note) -> None:
-    """Checks that the sections go together (else UserError)."""
-    from megatron.config.check_compression import check_compression  # imports torch, which reading flags does without
+    """Check that the sections are consistent; raise UserError otherwise."""
+    from megatron.config.check_compression import check_compression  # imports torch; parsing flags must not
 
     check_parallel(run.parallel, cuda_available)
     check_fp8(run.precision, run.parallel.distributed_backend == "nccl")
@@ -250,15 +249,15 @@ def run_sections() -> dict[str, type]:
 
 
 def run_around(model: ModelConfig, **sections: Any) -> RunConfig:
-    """An unresolved configuration of a model alone; whatever else `resolve` requires has its smallest value.
+    """Unresolved configuration around a model, with minimal values for the other fields that `resolve` requires.
 
     Args:
-        model: of the run.
-        sections: that are given all the same, by name.
+        model: the model section.
+        sections: other sections by name, instead of the minimal sections.
     """
     least: dict[str, Any] = {
         "training": TrainingConfig(micro_batch_size=1, global_batch_size=1, train_iters=1),
         "optimizer": OptimizerConfig(lr=1e-4),
-        "tokenizer": TokenizerConfig(vocab_size=MOST),  # whose vocabulary any layout can share
+        "tokenizer": TokenizerConfig(vocab_size=MOST),  # large enough for any tensor-parallel size
     }
     return RunConfig(model=model, **{**least, **sections})

@@ -1,4 +1,4 @@
-"""Iterations whose samples count as consumed without a step (``--iterations-to-skip``)."""
+"""Iterations that consume samples without a step (``--iterations-to-skip``)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _WORD = re.compile(r"([0-9]{1,10})(?:-([0-9]{1,10}))?")
 
 @dataclass(frozen=True)
 class SkippedIterations:
-    """Ranges of iterations, counted from 1 and with both ends, in order and apart from each other."""
+    """Sorted, disjoint ranges of iterations, 1-based and inclusive."""
 
     ranges: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> SkippedIterations:
-        """Reads numbers and ranges such as "7" and "100-120".
+        """Parse numbers and ranges such as "7" and "100-120".
 
         Raises:
             UserError: when a word is neither.
@@ -36,12 +36,11 @@ class SkippedIterations:
         return any(first <= iteration <= last for first, last in self.ranges)
 
     def count(self, begun: int, done: int) -> int:
-        """Number of skipped iterations between having done ``begun`` and having done ``done``."""
+        """Number of skipped iterations after iteration ``begun``, up to and including iteration ``done``."""
         return sum(max(min(last, done) - max(first - 1, begun), 0) for first, last in self.ranges)
 
     def until(self, done: int) -> int | None:
-        """The number of iterations after which, having done ``done``, the next one is first skipped where that one is
-        not, or first taken where it is; None where that never changes."""
+        """Next iteration count, above ``done``, at which a skipped range begins or ends; None if there is none."""
         ends = (end for first, last in self.ranges for end in (first - 1, last))
         return next((end for end in ends if end > done), None)
 

@@ -1,4 +1,4 @@
-"""Where a pipeline is split between an encoder and its decoder."""
+"""Pipeline split between encoder and decoder."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ _FLAG = "--pipeline-model-parallel-split-rank"
 
 
 def split_rank(given: int | None, pipeline: int, model: ModelConfig) -> int | None:
-    """The stage at which the decoder begins: as given, else in the middle; None where all stages are alike.
+    """First stage of the decoder, by default in the middle; None for a pipeline without a split.
 
     Args:
         given: --pipeline-model-parallel-split-rank.
         pipeline: number of stages.
-        model: its layers.
+        model: the model, for its decoder layers.
     """
     if pipeline == 1 or not model.decoder_layers:
         return None
@@ -22,7 +22,7 @@ def split_rank(given: int | None, pipeline: int, model: ModelConfig) -> int | No
 
 
 def check_split(split: int, pipeline: int, model: ModelConfig) -> None:
-    """Checks that an encoder and its decoder can be cut into the stages on their sides (else UserError)."""
+    """Check that encoder and decoder divide evenly into their stages; raise UserError otherwise."""
     if not 0 < split < pipeline:
         raise UserError(
             f"{_FLAG} {split} leaves the {'encoder' if split <= 0 else 'decoder'} none of the {pipeline} stages "
@@ -45,9 +45,9 @@ def _range(pipeline: int) -> str:
 
 
 def check_not_interleaved(chunks: int | None, per_chunk: int | None, model: ModelConfig) -> None:
-    """Checks that a model whose stages cannot be cut into virtual ones has none (else UserError).
+    """Check that there are no virtual stages if the model does not support them.
 
-    The message names the flag that asks for them.
+    Raises UserError naming the flag that asks for them.
     """
     why = ""
     if model.decoder_layers:

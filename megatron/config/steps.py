@@ -1,4 +1,4 @@
-"""The sizes of a run's steps: samples, micro-batches and tokens of each, and of those to come."""
+"""Sizes of training steps: samples, micro-batches and tokens."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from megatron.config.skipped import SkippedIterations
 
 @dataclass(frozen=True)
 class Stretch:
-    """Steps in a row whose sequences are equally long, and of which all or none are taken.
+    """Consecutive steps with the same sequence length, all taken or all skipped.
 
     Args:
         iterations: number of steps.
-        samples: samples of all replicas.
-        micro_batches: micro-batches of each replica.
-        length: tokens of a sample.
-        taken: whether the steps are taken; else their samples count as consumed all the same.
+        samples: samples over all replicas.
+        micro_batches: micro-batches per replica.
+        length: tokens per sample.
+        taken: false for skipped steps; their samples still count as consumed.
     """
 
     iterations: int
@@ -31,15 +31,14 @@ class Stretch:
 
 @dataclass(frozen=True)
 class StepSizes:
-    """Batch sizes and sequence lengths: pure functions of the iteration and the samples consumed before it; and the
-    iterations without a step."""
+    """Batch sizes, sequence lengths and skipped iterations: functions of the iteration and the consumed samples."""
 
     batches: BatchSizeSchedule
     lengths: LengthSchedule
     skipped: SkippedIterations = field(default_factory=SkippedIterations)
 
     def ahead(self, iteration: int, consumed_samples: int, iterations: int) -> Iterator[Stretch]:
-        """The next ``iterations`` steps from a position."""
+        """Next ``iterations`` steps from a position, grouped by size."""
         end = iteration + iterations
         while iteration < end:
             until = min(self.lengths.until(iteration) or end, self.skipped.until(iteration) or end, end)
@@ -49,14 +48,14 @@ class StepSizes:
             iteration, consumed_samples = until, consumed_samples + ahead.samples
 
     def tokens_ahead(self, iteration: int, consumed_samples: int, iterations: int) -> int:
-        """Tokens that the next ``iterations`` steps from a position train on."""
+        """Number of tokens trained in the next ``iterations`` steps from a position."""
         return sum(one.samples * one.length for one in self.ahead(iteration, consumed_samples, iterations) if one.taken)
 
     def within(self, tokens: int, iteration: int = 0, consumed_samples: int = 0) -> tuple[int, int]:
-        """The whole steps from a position that train on no more than so many tokens.
+        """Full steps from a position within a budget of tokens.
 
         Returns:
-            Their number, and that of their samples.
+            Number of steps, and number of their samples.
         """
         at, consumed = iteration, consumed_samples
         while True:

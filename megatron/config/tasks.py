@@ -1,4 +1,4 @@
-"""Fine-tuning tasks: their flags, what they ask of the model, and the run that they make."""
+"""Fine-tuning tasks: flags, task heads and run configuration."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ Metric = Literal["accuracy", "F1", "Matthews", "Pearson", "Spearman"]
 
 @dataclass(frozen=True)
 class Task:
-    """A task of labelled samples.
+    """Fine-tuning task with labeled samples.
 
     Args:
-        head: what the model says of a sample.
-        classes: classes, or sequences of a choice.
-        metrics: how it is judged.
-        folders: its data are folders, not files.
-        most_first: most tokens of a first text; None for any number.
+        head: task head of the model.
+        classes: number of classes, or of sequences per multiple-choice sample.
+        metrics: evaluation metrics.
+        folders: whether the data are folders, not files.
+        most_first: maximum number of tokens of the first text; None: unlimited.
     """
 
     head: TaskHead = "classification"
@@ -43,7 +43,7 @@ class Task:
     most_first: int | None = None
 
     def on(self, model: ModelConfig) -> ModelConfig:
-        """The model with the head of the task."""
+        """Copy of the model with the head of the task."""
         return replace(model, task_head=self.head, task_classes=self.classes)
 
 
@@ -58,7 +58,7 @@ TASKS: Mapping[str, Task] = {
     "MRPC": Task(metrics=("accuracy", "F1")),
     "RTE": Task(),
 }
-"""The tasks that a model is fine-tuned for."""
+"""Available fine-tuning tasks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +112,7 @@ _OTHER_TASKS = (
     *(KnownFlag(name=name, arity=VALUE, refused=True, reason=_RETRIEVAL) for name in ("qa-data-dev", "qa-data-test")),
     *(KnownFlag(name=name, refused=True, reason=_RETRIEVAL) for name in ("faiss-use-gpu", "train-with-neg")),
 )  # fmt: skip
-"""Flags of Megatron's tasks that no fine-tuning task here reads."""
+"""Flags of Megatron tasks that no task here uses."""
 
 _COUNTED = (
     *("training.train_iters", "training.train_samples", "training.train_tokens", "training.rampup_batch_size"),
@@ -125,7 +125,7 @@ _PATHS = ("data.data_path", "data.train_data_path", "data.valid_data_path", "dat
 
 
 def task_parser() -> FlagParser:
-    """The parser of fine-tuning: the flags of a training run, and those of tasks."""
+    """Parser of fine-tuning runs: the flags of training runs and of tasks."""
     sections = {**run_sections(), "checkpoint": TaskCheckpointConfig, "task": TaskConfig}
     names = {flag for name, cls in sections.items() for field in field_options(name, cls) for flag in field.flags}
     names |= {flag.name for flag in _OTHER_TASKS}
@@ -135,10 +135,10 @@ def task_parser() -> FlagParser:
 
 
 def parse_task(argv: Sequence[str]) -> tuple[ParsedRun, TaskConfig, Task]:
-    """Parses a command line of fine-tuning, without the program's name.
+    """Parse the command line of a fine-tuning run, without the program name.
 
     Raises:
-        UserError: when it is not understood; the message is one line.
+        UserError: when it is invalid; a single line.
     """
     parsed = task_parser().parse(argv, check=False)
     given: TaskConfig = parsed.sections.pop("task")
@@ -178,7 +178,7 @@ def parse_task(argv: Sequence[str]) -> tuple[ParsedRun, TaskConfig, Task]:
 
 
 def task_name(word: str) -> str:
-    """A task's name, however it is spelled; the word itself where it is none."""
+    """Canonical task name of a word in any spelling; the word itself if there is no such task."""
     alike = {_alike(name): name for name in TASKS}
     return alike.get(_alike(word), word)
 
@@ -205,17 +205,17 @@ def _check_given(task: TaskConfig, run: ParsedRun, explicit: Collection[str]) ->
 
 
 def sized(parsed: ParsedRun, given: TaskConfig, world_size: int, samples: tuple[int, int]) -> RunConfig:
-    """The run of a task, unresolved: its batches, iterations and evaluations.
+    """Unresolved run configuration of a task with its batches, iterations and evaluations.
 
-    Where a sample has several sequences, micro-batch and global batch are multiplied by them, as in Megatron.
+    Micro-batch and global batch are multiplied by the number of sequences per sample, as in Megatron.
 
     Args:
-        parsed, given: what ``parse_task`` returned; the model may be a checkpoint's.
-        world_size: processes.
-        samples: training samples of an epoch, and validation samples.
+        parsed, given: results of ``parse_task``; the model may come from a checkpoint.
+        world_size: number of processes.
+        samples: training samples per epoch, and validation samples.
 
     Raises:
-        UserError: when there are fewer samples than one batch takes, or a size is out of its bounds.
+        UserError: when there are fewer samples than a batch, or a size is out of bounds.
     """
     config, each = parsed.config, parsed.config.model.sequences_per_sample
     for section in ("parallel", "training"):
@@ -233,7 +233,7 @@ def sized(parsed: ParsedRun, given: TaskConfig, world_size: int, samples: tuple[
         )
     checkpoint, optimizer = config.checkpoint, config.optimizer
     if given.epochs == 0:
-        # Only the weights are needed; every run has a schedule, which the one iteration here must not contradict.
+        # Only the weights are needed, but the schedule must be valid for a run of a single iteration.
         loads = checkpoint.load is not None
         checkpoint = replace(checkpoint, no_load_optim=loads, no_load_lr_state=loads, exit_on_missing_checkpoint=loads)
         optimizer = replace(optimizer, lr=optimizer.lr or max(1e-5, optimizer.min_lr), lr_warmup_iters=0)

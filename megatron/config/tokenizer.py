@@ -1,4 +1,4 @@
-"""The tokenizer and its files."""
+"""Tokenizer and its files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.base.errors import UserError
 from megatron.base.numerals import MOST
 from megatron.base.option import derived, option
 
-# The files that each tokenizer cannot do without.
+# Required fields by tokenizer type.
 _NEEDS: dict[str, tuple[str, ...]] = {
     "GPT2BPETokenizer": ("vocab_file", "merge_file"),
     "SentencePieceTokenizer": ("tokenizer_model",),
@@ -82,14 +82,14 @@ class TokenizerConfig:
     )
 
     def with_type(self) -> TokenizerConfig:
-        """Fills the type that the files imply where none is given: GPT-2's for a vocabulary and merges."""
+        """Fill an unset type from the files: GPT-2 for a vocabulary with merges."""
         if self.tokenizer_type is None and self.vocab_file is not None and self.merge_file is not None:
             return replace(self, tokenizer_type="GPT2BPETokenizer")
         return self
 
 
 def check_tokenizer(tokenizer: TokenizerConfig) -> None:
-    """Checks that the tokenizer has the files it needs (else UserError)."""
+    """Check that the tokenizer has the files it needs; raise UserError otherwise."""
     kind = tokenizer.tokenizer_type
     if kind is None:
         return
@@ -99,7 +99,7 @@ def check_tokenizer(tokenizer: TokenizerConfig) -> None:
 
 
 def check_sentinels(tokenizer: TokenizerConfig) -> None:
-    """Checks that the vocabulary has what T5 needs beside words (else UserError)."""
+    """Check that the vocabulary has the extra ids that T5 needs; raise UserError otherwise."""
     if tokenizer.tokenizer_type not in ("BertWordPieceLowerCase", "BertWordPieceCase"):
         raise UserError("T5 cuts out words: give --tokenizer-type BertWordPieceLowerCase or BertWordPieceCase")
     if not tokenizer.vocab_extra_ids:

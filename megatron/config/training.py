@@ -1,4 +1,4 @@
-"""Batch sizes, the length of the run, and how it ends."""
+"""Batch sizes, length and end of the run."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from megatron.config.steps import StepSizes
 from megatron.config.validation import ValidationConfig
 
 MOST_DRAWN = 10**14
-"""Most samples of a dataset; with the tokens of each they fit into 64 bits."""
+"""Maximum number of samples of a dataset; their tokens can be counted in 64 bits."""
 _MOST_MICRO_BATCHES = 1 << 16
 
 MOST_ITERATIONS = 10**9
 MOST_BATCH = 1 << 20
-"""Most samples of a batch, global or micro."""
+"""Maximum size of a global batch or micro-batch."""
 MOST_SAMPLES = 10**12
 MOST_TOKENS = 10**16
 
@@ -145,8 +145,7 @@ class TrainingConfig:
 
     @property
     def planned_iters(self) -> int | None:
-        """Iterations of the run; of one counted in samples those of the largest batch size, of which smaller ones take
-        more. None where neither is known yet."""
+        """Iterations of the run; if counted in samples, a lower bound from the largest batch. None if unknown."""
         if self.train_iters is not None or self.train_samples is None or not self.global_batch_size:
             return self.train_iters
         steps = read_steps(self.step_batch_size_schedule, 1) if self.step_batch_size_schedule is not None else []
@@ -161,7 +160,7 @@ def resolve_training(
     world_size: int,
     note: Note,
 ) -> TrainingConfig:
-    """Fills the length and the batch size. Raises UserError where that is impossible."""
+    """Fill the length and the batch size. Raises UserError if that is impossible."""
     if training.step_batch_size_schedule is not None:
         training = _with_steps(training, lengths, note)
     if is_unset(training.global_batch_size):
@@ -185,7 +184,7 @@ def resolve_training(
 
 
 def _with_steps(training: TrainingConfig, lengths: LengthSchedule, note: Note) -> TrainingConfig:
-    """Takes the global batch size from ``--step-batch-size-schedule`` (else UserError)."""
+    """Set the global batch size from ``--step-batch-size-schedule``. Raises UserError for contradictions."""
     assert training.step_batch_size_schedule is not None
     flag = "--step-batch-size-schedule"
     if training.rampup_batch_size is not None:
@@ -210,7 +209,7 @@ def _with_steps(training: TrainingConfig, lengths: LengthSchedule, note: Note) -
 def batch_schedule(
     training: TrainingConfig, seq_length: int, micro_batch_size: int = 1, dp_size: int = 1
 ) -> BatchSizeSchedule:
-    """The global batch sizes over the run. Raises UserError for those that contradict each other."""
+    """Schedule of the global batch size. Raises UserError for contradictions."""
     text = training.step_batch_size_schedule
     return BatchSizeSchedule(
         training.global_batch_size,
@@ -222,7 +221,7 @@ def batch_schedule(
 
 
 def _samples_of(training: TrainingConfig, lengths: LengthSchedule) -> int:
-    """Samples that the run's tokens make: of whole steps, where sequences grow."""
+    """Number of samples within ``--train-tokens``; in full steps if sequences grow."""
     tokens = training.train_tokens
     assert tokens is not None
     if not lengths.grows:
@@ -235,7 +234,7 @@ def _unit(lengths: LengthSchedule) -> str:
 
 
 def check_batches(training: TrainingConfig, parallel: ParallelConfig, world_size: int, seq_length: int) -> None:
-    """Checks that global batches divide into micro-batches as the layout needs (else UserError)."""
+    """Check that global batches divide evenly into micro-batches in this layout; raise UserError otherwise."""
     replicas = parallel.data_parallel_size(world_size)
     together = training.micro_batch_size * replicas
     schedule, flag, remedy = batch_schedule(training, seq_length), "", "choose a multiple"
@@ -268,7 +267,7 @@ def check_batches(training: TrainingConfig, parallel: ParallelConfig, world_size
 
 
 def check_samples(training: TrainingConfig, validation: ValidationConfig, seq_length: int) -> None:
-    """Checks that the run draws at least one batch, and no more samples than can be counted (else UserError)."""
+    """Check that the run draws at least a batch and at most ``MOST_DRAWN`` samples; raise UserError otherwise."""
     size, sizes = training.global_batch_size, batch_schedule(training, seq_length).sizes
     iterations = training.train_iters or (training.train_samples or 0) // min(sizes)
     for samples, flags in (
@@ -280,7 +279,7 @@ def check_samples(training: TrainingConfig, validation: ValidationConfig, seq_le
     ):
         if samples > MOST_DRAWN:
             raise UserError(f"{flags}: the run draws {samples:_} samples, and at most {MOST_DRAWN:_} can be; lower one")
-    _ = SkippedIterations.parse(training.iterations_to_skip)  # what cannot be read is refused here
+    _ = SkippedIterations.parse(training.iterations_to_skip)  # raises for unreadable values
     if training.train_samples is not None and training.train_samples < (first := sizes[0]):
         raise UserError(
             f"--train-samples {training.train_samples} is less than one global batch of {first}; train "
@@ -289,7 +288,7 @@ def check_samples(training: TrainingConfig, validation: ValidationConfig, seq_le
 
 
 def why_not_compiled(training: TrainingConfig, parallel: ParallelConfig, model: ModelConfig) -> str | None:
-    """The reason why torch.compile cannot compile this run's layers, and the fix; None where it can."""
+    """Reason why torch.compile cannot compile the layers, with the fix; None if it can."""
     tensor = parallel.tensor_model_parallel_size
     if tensor > 1:
         return (
@@ -309,7 +308,7 @@ def why_not_compiled(training: TrainingConfig, parallel: ParallelConfig, model: 
 
 
 def check_compile(training: TrainingConfig, parallel: ParallelConfig, model: ModelConfig) -> None:
-    """Checks that layers can be compiled where --compile on asks for it (else UserError)."""
+    """Check that layers can be compiled with --compile on; raise UserError otherwise."""
     why = why_not_compiled(training, parallel, model)
     if training.compile == "on" and why is not None:
         raise UserError(f"--compile on: {why}")

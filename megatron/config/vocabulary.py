@@ -1,4 +1,4 @@
-"""The vocabulary, padded for the tensor-parallel ranks."""
+"""Vocabulary padding for the tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from megatron.base.errors import UserError
 
 
 def check_vocabulary(vocab_size: int, multiple: int, tensor: int) -> None:
-    """Checks that every tensor-parallel rank has entries of the vocabulary after padding (else UserError).
+    """Check that every tensor-parallel rank has vocabulary entries after padding; raise UserError otherwise.
 
     Args:
         vocab_size: entries without padding.
         multiple: --make-vocab-size-divisible-by.
-        tensor: tensor-parallel ranks.
+        tensor: tensor-parallel size.
     """
     if _all_hold_some(vocab_size, multiple, tensor):
         return

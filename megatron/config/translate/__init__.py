@@ -1,7 +1,7 @@
-"""Translation of flags of other systems, and of our old ones, into our flags.
+"""Translation of flags of other systems, and of our old flags, into our flags.
 
-Each flag by itself is translated before its words are read as values (`OldFlag`), and what flags mean together before
-sections are built (`Rule`, `Dialect`): nothing behind knows of other flags than ours.
+Independent flags are translated before their arguments are parsed (`OldFlag`), interdependent flags before sections are
+built (`Rule`, `Dialect`). Later code sees only our flags.
 """
 
 from megatron.config.translate.aqsgd import AQSGD
@@ -13,4 +13,4 @@ from megatron.config.translate.rules import Translator
 from megatron.config.translate.shortcuts import SHORTCUTS
 
 TRANSLATOR = Translator(flags=(*SHORTCUTS, *KNOWN_FLAGS), dialects=(DEEPSPEED, AQSGD, LEGACY, MEGATRON_LM))
-"""Flags of other systems that the command line of a training run accepts."""
+"""Translator of the flags of other systems for training runs."""

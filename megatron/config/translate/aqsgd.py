@@ -1,4 +1,4 @@
-"""Translation of the flags of AQ-SGD's runners that describe the run; legacy.py translates those of its compressors."""
+"""Translation of AQ-SGD runner flags that describe the run; legacy.py translates its compressor flags."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class AqsgdConfig:
 
 
 def _translate(given: Theirs, explicit: Explicit, note: Note) -> None:
-    """Translates the flags. Raises UserError for what is not available or contradicts another flag."""
+    """Translate the flags. Raises UserError for unavailable or contradictory settings."""
     if given.task_name is not None:
         if given.task_name not in _TASKS:
             raise UserError(f"--task-name {given.task_name}: only language models are trained; use {_TASKS[0]}")

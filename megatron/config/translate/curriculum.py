@@ -1,4 +1,4 @@
-"""Translation of ``curriculum_learning`` in DeepSpeed's file."""
+"""Translation of ``curriculum_learning`` in a DeepSpeed file."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _BY_TYPE: dict[str, dict[str, str]] = {
 }
 _BY_TYPE["fixed_root"] = {**_BY_TYPE["fixed_linear"], "curriculum_root_degree": "root_degree"}
 _OLD_STEPS = "total_step"
-"""An earlier name of ``total_curriculum_step``."""
+"""Former name of ``total_curriculum_step``."""
 
 
 def read_curriculum(content: dict[str, Any], where: str, idle: Note) -> dict[str, Any] | None:
-    """What a file's curriculum means, by our dotted fields; None where it is switched off.
+    """Translate the curriculum of a file to values of our dotted fields; None if it is disabled.
 
     Args:
-        content: what ``curriculum_learning`` holds.
-        where: its place, for messages.
-        idle: takes keys without effect.
+        content: value of ``curriculum_learning``.
+        where: its location, for messages.
+        idle: called with each key without effect.
 
     Raises:
-        UserError: when a key is missing, unknown, or makes no curriculum; the message names it.
+        UserError: when a key is missing, unknown or invalid; the message names it.
     """
     _known(content, _KEYS, where)
     values = Values(content, where)
@@ -54,7 +54,7 @@ def read_curriculum(content: dict[str, Any], where: str, idle: Note) -> dict[str
         found["curriculum_seqlen_min"] = least
     elif kind == "custom" or least != found["curriculum_discrete_seqlens"][0]:
         idle(f"{_NAME}.min_difficulty")
-    if kind != "custom":  # whose function is not in the file
+    if kind != "custom":  # a custom function is not in the file
         try:
             lengths_of(CurriculumConfig(**found), full, lambda name: key_of(name, kind))
         except UserError as error:
@@ -63,7 +63,7 @@ def read_curriculum(content: dict[str, Any], where: str, idle: Note) -> dict[str
 
 
 def _schedule(values: Values, kind: str, where: str) -> dict[str, Any]:
-    """What ``schedule_config`` says, by our fields."""
+    """Translate ``schedule_config`` to values of our fields."""
     content = dict(values.table(_CONFIG, {} if kind == "custom" else None))
     if _OLD_STEPS in content:
         content.setdefault("total_curriculum_step", content.pop(_OLD_STEPS))
@@ -90,7 +90,7 @@ def _known(content: dict[str, Any], keys: tuple[str, ...], where: str) -> None:
 
 
 def key_of(name: str, kind: str) -> str:
-    """A field's key in the file."""
+    """Key of a field in the file."""
     if name in _BY_TYPE[kind]:
         return f"{_CONFIG}.{_BY_TYPE[kind][name]}"
     others = {

@@ -1,4 +1,4 @@
-"""Translation of flags of Megatron-DeepSpeed: ZeRO stages, checkpoint tags, and DeepSpeed's file."""
+"""Translation of Megatron-DeepSpeed flags: ZeRO stages, checkpoint tags, and the DeepSpeed file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class DeepSpeedConfig:
 
 
 def _translate(given: Theirs, explicit: Explicit, note: Note) -> None:
-    """Translates the flags. Raises UserError for what is not available or contradicts another flag."""
+    """Translate the flags. Raises UserError for unavailable or contradictory settings."""
     if given.zero_stage is not None:
         _zero(given, "zero_stage", given.zero_stage, f"--zero-stage {given.zero_stage:g}", note)
     if given.load_tag is not None:
@@ -64,7 +64,7 @@ _IDLE = """
     zero_allow_untested_optimizer zero_force_ds_cpu_optimizer aio comms_logger flops_profiler tensorboard wandb
     csv_monitor activation_checkpointing checkpoint disable_allgather
 """
-"""Keys that change neither training nor saving."""
+"""Keys without effect on training and checkpoints."""
 
 _IDLE_ZERO = """
     stage allgather_partitions allgather_bucket_size overlap_comm reduce_scatter reduce_bucket_size
@@ -85,16 +85,16 @@ _PRECISION = ("loss_scale_window", "hysteresis", "min_loss_scale")
 
 _BY = "deepspeed_config"
 _AUTO = "auto"
-"""Keys of a file for which flags decide."""
+"""Value of keys that defer to the flags."""
 
 
 class _File:
-    """One of DeepSpeed's files, which flags may repeat but not contradict.
+    """DeepSpeed configuration file. Flags may repeat its values but not contradict them.
 
     Args:
-        given: names the file.
-        explicit: values of flags; what the file says is added.
-        note: takes a line on what was taken, and on what has no effect.
+        given: flag values, including the path of the file.
+        explicit: explicit values of our fields; values of the file are added.
+        note: called with a line on the keys that were used, and a line on keys without effect.
     """
 
     def __init__(self, given: Theirs, explicit: Explicit, note: Note) -> None:
@@ -107,7 +107,7 @@ class _File:
         self.idle: list[str] = []
 
     def take(self) -> None:
-        """Translates every key. Raises UserError for the first that is not available or contradicts a flag."""
+        """Translate every key. Raises UserError for the first that is unavailable or contradicts a flag."""
         for key, value in self.content.items():
             if value == _AUTO or value is None:
                 continue
@@ -167,7 +167,7 @@ class _File:
         self._set(key, "optimizer.clip_grad", self._read(_NUMBER, key, value))
 
     def _accumulation(self) -> None:
-        """Checks the number of accumulation steps, which follows from the batch sizes and the number of replicas."""
+        """Check the number of accumulation steps against the batch sizes."""
         steps = self.content.get("gradient_accumulation_steps")
         if steps in (None, _AUTO):
             return
@@ -202,7 +202,7 @@ class _File:
             self._format(key, values, "precision.bf16")
 
     def _format(self, key: str, values: dict[str, Any], path: str) -> bool:
-        """Whether the file switches a number format on."""
+        """Translate the switch of a number format; return whether it is on."""
         on: bool = self._read(_SWITCH, f"{key}.enabled", values.get("enabled", False))
         other = "precision.bf16" if path == "precision.fp16" else "precision.fp16"
         if on and self.explicit.get(other):

@@ -1,8 +1,7 @@
 """Flags of Megatron-LM, Megatron-DeepSpeed, Optimus-CC, Radius, EDGC and AQ-SGD that are not fields here.
 
-Two kinds. Ignoring some is harmless: they are accepted, and reported once with the reason. Ignoring others
-would change what is trained: they are refused by name with what to do, unless the value given is the one
-that asks for nothing. Names are written without dashes.
+Harmless flags are accepted, and reported once with the reason. Flags that would change the training are refused with
+advice, unless given with their neutral value. Names are written without dashes.
 """
 
 from __future__ import annotations
@@ -287,7 +286,7 @@ _EQUIVALENTS = {
     "activation-checkpointing gradient-checkpointing": "--recompute-granularity full --recompute-method uniform",
     "dtype": "--bf16 or --fp16",
 }
-"""Names of flags in other families of trainers -> the flag here."""
+"""Flag in other families of trainers -> equivalent flag here."""
 
 _RENAMED = [_refused(f"here it is {ours}", lists=names) for names, ours in _EQUIVALENTS.items()]
 

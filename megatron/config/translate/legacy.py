@@ -165,13 +165,13 @@ NEEDS = {
     "dp_bits": "--dp-mode sharded_ps_compressed",
     "log_gradients_output_dir": "--log-gradients",
 }
-"""The flag without which a flag has no effect; every other one is translated in any case."""
+"""Field -> setting without which it has no effect; all other fields are always translated."""
 
 
 def _translate(old: Theirs, explicit: Explicit, note: Note) -> None:
-    """Translates the flags.
+    """Translate the flags.
 
-    Raises UserError for a compressor that the old systems named but that does not exist here.
+    Raises UserError for a compressor of the old systems that does not exist here.
     """
     specs = [
         *_optimus_gradients(old, explicit.get("parallel.pipeline_model_parallel_size") or 1),
@@ -194,7 +194,7 @@ def _translate(old: Theirs, explicit: Explicit, note: Note) -> None:
 
 
 def _json_files(old: Theirs, explicit: Explicit, note: Note) -> None:
-    """The file that ``--save-json-log`` or ``--log-gradients-output-dir`` stands for, which the run appends to."""
+    """Translate ``--save-json-log`` and ``--log-gradients-output-dir`` to the file that the run appends to."""
     path, why = "", ""
     if explicit.get("logging.log_gradients") and old.log_gradients_output_dir is not None:
         path = str(Path(old.log_gradients_output_dir) / "gradients.jsonl")
@@ -214,7 +214,7 @@ def _json_files(old: Theirs, explicit: Explicit, note: Note) -> None:
 
 
 def _low_rank(old: Theirs, switch: str, feedback: str) -> str:
-    """The options that all of Optimus-CC's compressors share."""
+    """Spec options shared by all Optimus-CC compressors."""
     kind = getattr(old, f"{switch}_type")
     if kind.lower() != "powersgd":
         raise UserError(f"{flag(switch)}-type {kind} does not exist here; use PowerSGD (the default)")
@@ -222,7 +222,7 @@ def _low_rank(old: Theirs, switch: str, feedback: str) -> str:
     text = f"rank={rank},seed={old.comp_seed}"
     if feedback:
         text += f",error-feedback={feedback}"
-    # With a point it is a fraction of the run: 1.0 is all of it, and 1 would be one iteration.
+    # A float is a fraction of the run (1.0: the whole run), an integer a number of iterations.
     return text + (f",warmup={float(warmup)!r}" if warmup else "")
 
 
@@ -231,16 +231,16 @@ _STABLE = {
     "stabletopkreducerwithrangebucketsefcorrectionresisgrad": True,
     "stabletopkreducerwithrangebucketsefcorrectionresisgradperlayer": False,
 }
-"""Names of Radius, and whether they have a range."""
+"""Radius reducer name -> whether the reducer has a range."""
 
 _EMBEDDING_TOP_K = ("stable-topk", *(f"emb{name}" for name in _STABLE if name.startswith("stabletopk")))
-"""Its reducer of the tied embedding had no range."""
+"""Radius reducers of the tied embedding, without a range."""
 
 _CLASSIC = ("topk", "topkreducerefcorrectionresisgradwarmup")
 
 
 def _radius(old: Theirs) -> str:
-    """Radius' reducers; their residual needs no flag."""
+    """Spec of a Radius reducer. Error feedback needs no flag."""
     if old.grad_comp_type.lower() in _CLASSIC:
         slow = old.density and old.stable_topk_density_warmup_steps
         density = f"1~{old.density!r}@{slow}" if slow else f"{old.density!r}"
@@ -266,20 +266,20 @@ def _optimus_gradients(old: Theirs, stages: int) -> list[tuple[str, str]]:
         spec = _radius(old)
         flags += f" --grad-comp-type {old.grad_comp_type}"
     else:
-        # The published reducer keeps input - average, not input - own contribution.
+        # The published reducer keeps input - average, not input - local contribution.
         feedback = "aggregate" if old.use_error_feedback else "off"
         spec = "dp-grad=powersgd," + _low_rank(old, "grad_comp", feedback)
         if old.collect_log_path is not None:
             spec, flags = _edgc(old, feedback), f"{flags} --collect-log-path"
     if old.selective_grad_comp:
         way = old.selective_grad_comp_way
-        spec += f",stages=first:{min(way, stages) if stages > 1 else way}"  # the first three of two are both
+        spec += f",stages=first:{min(way, stages) if stages > 1 else way}"  # at most all stages
         flags += " --selective-grad-comp"
     return [(flags, spec)]
 
 
 def _edgc(old: Theirs, feedback: str) -> str:
-    """EDGC finds the rank by itself and never read --grad_comp_rank; where that is given, it is the greatest rank."""
+    """Spec of EDGC, which adapts the rank and never read --grad_comp_rank; if given, that is the maximum rank."""
     shared = _low_rank(old, "grad_comp", feedback)
     own = shared if "grad_comp_rank" in old.names else shared.partition(",")[2]
     return f"dp-grad=edgc,{own},warmup-ends=error"
@@ -323,7 +323,7 @@ _SCALES = {"01": "channel", "012": "tensor"}
 
 
 def _fixpoint(point: str, way: str, old: Theirs) -> list[tuple[str, str]]:
-    """AQ-SGD's quantizer: one scale for a channel (or tensor), and a grid that clips the positive peak."""
+    """Spec of the AQ-SGD quantizer: a scale per channel or tensor, and a grid that clips the positive peak."""
     if getattr(old, f"{way}_compress_method") == "none":
         return []
     dims = "".join(sorted(c for c in getattr(old, f"{way}_scale_dims") if c.isdigit()))
@@ -340,7 +340,7 @@ def _fixpoint(point: str, way: str, old: Theirs) -> list[tuple[str, str]]:
     if method != "fixpoint":
         spec += f",cache={old.max_activation_cache_size},first-bits=32,cache-dtype=fp16"
         spec += f",cache-bits={old.forward_bits_act}" if method == "delta-lowbits" else ""
-        warmup -= 1  # the epoch in which every sample comes for the first time goes as it is anyway
+        warmup -= 1  # the first epoch is uncompressed anyway
     if warmup > 0:
         spec += f",warmup={warmup}epochs"
     return [(f"--{way}-compress-method", spec)]

@@ -1,4 +1,4 @@
-"""Translation of flags of Megatron-LM that mean something together with others."""
+"""Translation of interdependent Megatron-LM flags."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Flags of today's Megatron-LM that set nothing here: what stands for them, or why they make no difference.
+"""Flags of current Megatron-LM that set nothing here, with the equivalent or the reason.
 
-Those of features that are not offered are in `not_offered`; those that older systems have too, in `known`.
+Flags of unavailable features are in `not_offered`; flags shared with older systems are in `known`.
 """
 
 from __future__ import annotations

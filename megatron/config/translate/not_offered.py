@@ -1,4 +1,4 @@
-"""Features of today's Megatron-LM that are not offered, with their flags and with what to use instead."""
+"""Features of current Megatron-LM that are not offered, with their flags and alternatives."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def _not_offered(feature: str, instead: str, *, options: str = "", **flags: str)
     Args:
         feature: its name.
         instead: an imperative clause: the equivalent here.
-        options: flags with a value that only this feature reads; they have no effect.
+        options: flags with a value that only this feature uses; they have no effect.
         flags: flags that ask for the feature, as for `known_flags`; they are refused.
     """
     return [

@@ -1,7 +1,7 @@
-"""Rules by which flags of other systems, and our old ones, are translated into our flags.
+"""Translation rules for flags of other systems and our old flags.
 
-One flag by itself: an `OldFlag` says, in words for fields of ours, what it means, or refuses. Those that mean something
-only together: a `Rule` looks at all values once every source was read; a `Dialect` is a section of such flags.
+An independent flag is an `OldFlag`, which sets words of our fields or refuses. Interdependent flags are translated by a
+`Rule` on all values once every source is read; a `Dialect` is a section of such flags.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from megatron.base.option import field_options
 from megatron.base.words import Note
 
 SWITCH, VALUE, VALUES = "switch", "value", "values"
-"""Number of words that follow a flag: none (or true or false), one, any number."""
+"""Number of words after a flag: none (or true or false), one, any number."""
 
 GIVEN = "{value}"
-"""In the tables, stands for the word that follows a flag."""
+"""Placeholder for the argument of a flag in the tables."""
 
 
 class Explicit(dict[str, Any]):
-    """Values that were given explicitly: dotted field -> value.
+    """Explicit values: dotted field -> value.
 
-    levels: dotted field -> number of the source that gave it; a higher one wins over a lower one.
+    levels: dotted field -> precedence of its source; higher levels win.
     """
 
     def __init__(self) -> None:
@@ -34,22 +34,22 @@ class Explicit(dict[str, Any]):
         self.levels: dict[str, int] = {}
 
     def add(self, values: Mapping[str, Any], level: int) -> None:
-        """Adds the values of a source; sources come in ascending order of precedence."""
+        """Add the values of a source, in ascending order of precedence."""
         self.update(values)
         self.levels.update(dict.fromkeys(values, level))
 
 
 Rule = Callable[[Explicit, Note], None]
-"""Translates given values that belong together, and notes what it did. Raises UserError for what is impossible."""
+"""Translates interdependent values, and notes the result. Raises UserError for impossible combinations."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Meaning:
-    """The meaning of a flag and its words.
+    """Meaning of a flag with its arguments.
 
-    sets: dotted field -> word, as if the field's own flag were given.
-    note: a line to report; empty for none.
-    rule: runs once everything was read.
+    sets: dotted field -> word, as if given with the flag of the field.
+    note: line to report; may be empty.
+    rule: runs once all sources are read.
     """
 
     sets: Mapping[str, str] = field(default_factory=dict)
@@ -59,11 +59,11 @@ class Meaning:
 
 @dataclass(frozen=True, kw_only=True)
 class OldFlag(ABC):
-    """A flag without a field of its own.
+    """Flag without a field.
 
     name: without dashes.
     arity: SWITCH, VALUE or VALUES.
-    help: --help hides a flag without it.
+    help: help text; --help hides the flag if empty.
     """
 
     name: str
@@ -72,15 +72,15 @@ class OldFlag(ABC):
 
     @abstractmethod
     def meaning(self, words: Sequence[str]) -> Meaning:
-        """Its meaning with the words that follow it. Raises UserError when that is refused."""
+        """Meaning of the flag with these arguments. Raises UserError if they are refused."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shortcut(OldFlag):
-    """A flag that stands for others: an old name, or a switch that sets a field to a certain value.
+    """Shorthand for other flags: an old name, or a switch that sets a field to a fixed value.
 
-    sets, note, rule: its meaning, where GIVEN is the word given to the flag.
-    choices: the words that may be given, and what GIVEN is for each in `sets`; empty where it is any word, itself.
+    sets, note, rule: its meaning; GIVEN stands for the argument of the flag.
+    choices: allowed argument -> replacement of GIVEN in `sets`; empty: any argument, unchanged.
     """
 
     sets: Mapping[str, str] = field(default_factory=dict)
@@ -90,11 +90,11 @@ class Shortcut(OldFlag):
 
     @property
     def takes_value(self) -> bool:
-        """Whether a word follows the flag."""
+        """Whether the flag takes an argument."""
         return self.arity == VALUE
 
     def meaning(self, words: Sequence[str]) -> Meaning:
-        """Meaning of the flags that it stands for; nothing for a switch that is given as false."""
+        """Meaning of the flags that it stands for; empty for a switch set to false."""
         if not self.takes_value and _is_false(words):
             return Meaning()
         if self.choices and words[0].lower() not in self.choices:
@@ -105,7 +105,7 @@ class Shortcut(OldFlag):
 
 
 def old_name(name: str, path: str, *, whose: str = "") -> Shortcut:
-    """Another name of the flag of the field `path`; one of our own past, which is told of, or of another system."""
+    """Alias for the flag of the field `path`: its name in system `whose`, or our old name, which is reported."""
     ours = flag(path.partition(".")[2])
     if whose:
         return Shortcut(name=name, arity=VALUE, help=f"{whose}'s name of {ours}.", sets={path: GIVEN})
@@ -115,13 +115,13 @@ def old_name(name: str, path: str, *, whose: str = "") -> Shortcut:
 
 @dataclass(frozen=True, kw_only=True)
 class KnownFlag(OldFlag):
-    """A flag that is recognized but sets nothing.
+    """Flag that is recognized but sets nothing.
 
     refused: whether giving it is an error.
-    neutral: for a refused flag, the spellings of the value that asks for nothing and is accepted, if there is one.
-    reason: why it has no effect, or what to do instead.
-    program: the program that it is for, where that is another one.
-    feature: for a refused flag, the feature that is not offered; "" where something stands for it.
+    neutral: for a refused flag, the spellings of its neutral value, which is accepted; may be empty.
+    reason: why it has no effect, or the alternative.
+    program: the program that accepts it, if not this program.
+    feature: for a refused flag, the feature that is not offered; "" if there is an equivalent.
     """
 
     refused: bool
@@ -131,7 +131,7 @@ class KnownFlag(OldFlag):
     feature: str = ""
 
     def meaning(self, words: Sequence[str]) -> Meaning:
-        """A note; nothing when the words are the neutral value of one that is refused."""
+        """Meaning with a note only; empty for the neutral value of a refused flag."""
         if not self.refused:
             return Meaning(note=f"--{self.name} is known but has no effect here: {self.reason}")
         if not self._asks_for_nothing(words):
@@ -154,7 +154,7 @@ def known_flags(
     program: str = "",
     feature: str = "",
 ) -> list[KnownFlag]:
-    """Flags that share a reason, from their names; ``name=VALUE`` gives the neutral value of a flag, and
+    """Build flags that share a reason from their names; ``name=VALUE`` gives the neutral value of a flag, and
     ``name=VALUE|VALUE`` several spellings of it."""
     return [
         KnownFlag(
@@ -184,12 +184,12 @@ def _same(word: str, neutral: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Dialect:
-    """Flags of another system that mean something only together: a section that is translated and then forgotten.
+    """Section of interdependent flags of another system, discarded after translation.
 
-    section: its name; it is no section of a run.
+    section: its name; not a section of a run.
     config: a dataclass of `option` fields.
-    translate: adds what the section's values mean to all values, as a `Rule` does.
-    needs: field -> what it has no effect without; every other one is looked at in any case.
+    translate: translates the section and adds the results to the explicit values, as a `Rule` does.
+    needs: field -> setting without which it has no effect; all other fields are always read.
     """
 
     section: str
@@ -198,7 +198,7 @@ class Dialect:
     needs: Mapping[str, str] = field(default_factory=dict)
 
     def apply(self, explicit: Explicit, note: Note) -> None:
-        """Applies the section's `Rule`: afterwards our flags' values are there in place of the section's."""
+        """Translate the section: replace its explicit values by values of our fields."""
         theirs = Theirs(self, explicit)
         self.translate(theirs, explicit, note)
         for name in theirs.unread():
@@ -208,10 +208,9 @@ class Dialect:
 
 
 class Theirs:
-    """The values of a dialect's section, which remembers what was looked at.
+    """Values of the section of a dialect, with tracking of reads.
 
-    A flag that was given and that nothing looked at has no effect: `unread` names it. That way the rule cannot
-    part from the translation.
+    A given flag that was never read has no effect and is named by `unread`, so notes always match the translation.
     """
 
     def __init__(self, dialect: Dialect, explicit: Explicit) -> None:
@@ -228,14 +227,13 @@ class Theirs:
         return getattr(self._values, name)
 
     def unread(self) -> list[str]:
-        """Names of what was given and not looked at, but for flags that never have an effect and say so."""
+        """Names of given fields that were never read, without fields that declare `no_effect`."""
         return [name for name in self.names if name not in self._read | self._idle]
 
     def settle(self, name: str, path: str, value: Any, where: str) -> None:
-        """Sets our field `path` to the meaning of their field `name`.
+        """Set our field `path` to `value`, the translation of their field `name`.
 
-        What a higher source says about either wins. Raises UserError, starting with `where`, when one source says
-        two things.
+        The source of higher precedence wins. Raises UserError starting with `where` if a source contradicts itself.
         """
         explicit = self._explicit
         level, before = explicit.levels.get(f"{self.section}.{name}", 0), explicit.levels.get(path)
@@ -249,29 +247,29 @@ class Theirs:
 
 
 def flag(name: str) -> str:
-    """A field's flag."""
+    """Flag of a field."""
     return "--" + name.replace("_", "-")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Translator:
-    """All flags of other systems, and old ones of ours, that a command line understands.
+    """Translator of all supported flags of other systems and of our old flags.
 
-    flags: those that mean something by themselves, in the order of --help.
-    dialects: the sections of those that mean something together, in the order in which they are translated.
+    flags: independent flags, in the order of --help.
+    dialects: sections of interdependent flags, in the order of translation.
     """
 
     flags: tuple[OldFlag, ...] = ()
     dialects: tuple[Dialect, ...] = ()
 
     def sections(self) -> dict[str, type]:
-        """The dialects: section name -> dataclass."""
+        """Section name -> dataclass of each dialect."""
         return {dialect.section: dialect.config for dialect in self.dialects}
 
     def translate(self, explicit: Explicit, rules: Sequence[Rule], note: Note) -> None:
-        """Translates all given values into values of our own fields.
+        """Translate all explicit values into values of our fields.
 
-        rules: those of the flags that were given.
+        rules: rules of the given flags.
         """
         for rule in (*rules, *(dialect.apply for dialect in self.dialects)):
             rule(explicit, note)

@@ -1,4 +1,4 @@
-"""Flags that stand for other flags: old names, and switches that set a field to a certain value."""
+"""Shorthand flags: old names, and switches that set a field to a fixed value."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.config.translate.rules import GIVEN, VALUE, Explicit, Shortcut, ol
 _POSITION = "model.position_embedding_type"
 _SCALING = "model.rotary_scaling"
 _RECIPES = {"hybrid": "tensorwise", "e4m3": "rowwise"}
-"""Formats of 8-bit numbers, as Megatron-LM names them, and the recipe that has them."""
+"""fp8 formats by their Megatron-LM names, and the scaling recipe that uses them."""
 
 
 def _without_position_embedding(explicit: Explicit, note: Note) -> None:
