@@ -73,15 +73,15 @@ class BatchSizeSchedule:
         if len(rampup) != 3:
             raise UserError(f"--rampup-batch-size needs three values (start, increment, samples), got {len(rampup)}")
         start, increment, samples = rampup
-        given = f"--rampup-batch-size {start} {increment} {samples}"
+        flag = f"--rampup-batch-size {start} {increment} {samples}"
         if start < 1 or increment < 1 or samples < 0:
-            raise UserError(f"{given}: start and increment must be at least 1, samples at least 0; correct them")
+            raise UserError(f"{flag}: start and increment must be at least 1, samples at least 0; correct them")
         if start > self.global_batch_size:
-            raise UserError(f"{given}: the start is above --global-batch-size {self.global_batch_size}; lower it")
-        increments, rest = divmod(self.global_batch_size - start, increment)
-        if rest:
+            raise UserError(f"{flag}: the start is above --global-batch-size {self.global_batch_size}; lower it")
+        increments, remainder = divmod(self.global_batch_size - start, increment)
+        if remainder:
             raise UserError(
-                f"{given}: the increment does not divide the way from {start} to --global-batch-size "
+                f"{flag}: the increment does not divide the way from {start} to --global-batch-size "
                 f"{self.global_batch_size}; choose one that does"
             )
         self.sizes = range(start, self.global_batch_size + 1, increment)
@@ -95,9 +95,9 @@ class BatchSizeSchedule:
 
     def _check_divides(self, size: int, flag: str, micro_batch_size: int, dp_size: int) -> None:
         if size < 1 or size % self.samples_per_micro_batch:
-            where = "" if not flag or size == self.global_batch_size else f" (reached by {flag})"
+            origin = "" if not flag or size == self.global_batch_size else f" (reached by {flag})"
             raise UserError(
-                f"--global-batch-size {size}{where} does not divide by --micro-batch-size {micro_batch_size} "
+                f"--global-batch-size {size}{origin} does not divide by --micro-batch-size {micro_batch_size} "
                 f"x {dp_size} data-parallel ranks: take a multiple of {self.samples_per_micro_batch}"
             )
 
@@ -154,7 +154,7 @@ def read_steps(text: str, seq_length: int) -> list[tuple[int, int]]:
     flag = f"--step-batch-size-schedule {text}"
     steps = []
     for word in text.replace(",", " ").split():
-        numbers = [_whole(part) for part in word.split(":")]
+        numbers = [_whole(number_text) for number_text in word.split(":")]
         if len(numbers) != 2 or None in numbers or numbers[1] == 0:
             raise UserError(f"{flag}: {word} is not THRESHOLD:SIZE, such as 250B:1536; correct it")
         threshold, size = (number or 0 for number in numbers)

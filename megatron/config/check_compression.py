@@ -23,25 +23,25 @@ def check_compression(config: Run, world_size: int, note: Callable[[str], None])
             note(f"--compress {text} stands for {' '.join(specs_by_point(text))}")
     _check_probe(config, specs)
     for point, spec in specs.items():
-        where = f"--compress {point.value}={spec.name}"
-        _check_stages(config, spec, where, note)
-        _check_rank(config, spec, where)
+        flag = f"--compress {point.value}={spec.name}"
+        _check_stages(config, spec, flag, note)
+        _check_rank(config, spec, flag)
         idle = _nothing_to_do(config, world_size, point)
         if idle and not spec.identity:
-            note(f"{where}: no effect, {idle}")
+            note(f"{flag}: no effect, {idle}")
         if point is Point.DP_GRAD:
-            _check_experts(config, spec, where)
+            _check_experts(config, spec, flag)
         if point is Point.DP_GRAD and config.parallel.ddp_impl == "torch" and not spec.identity:
-            raise UserError(f"{where}: --DDP-impl torch reduces gradients itself; use --DDP-impl local")
+            raise UserError(f"{flag}: --DDP-impl torch reduces gradients itself; use --DDP-impl local")
         problem = spec.compressor().check(point, flags)
         if problem:
-            raise UserError(f"{where}: {problem}")
+            raise UserError(f"{flag}: {problem}")
         if point is Point.EMBED_GRAD:
-            _check_embedding(config, spec, where)
+            _check_embedding(config, spec, flag)
         if point in (Point.TP_FWD, Point.TP_BWD):
-            _check_tensor(config, spec, where)
+            _check_tensor(config, spec, flag)
         if point is Point.PARAM_GATHER:
-            _check_gather(config, spec, where)
+            _check_gather(config, spec, flag)
     return specs
 
 
@@ -82,68 +82,68 @@ def _nothing_to_do(config: Run, world_size: int, point: Point) -> str:
     return ""
 
 
-def _check_stages(config: Run, spec: Spec, where: str, note: Callable[[str], None]) -> None:
+def _check_stages(config: Run, spec: Spec, flag: str, note: Callable[[str], None]) -> None:
     stages = config.parallel.pipeline_model_parallel_size
-    for count, which in ((spec.activation.first_stages, "first"), (spec.activation.last_stages, "last")):
+    for count, side in ((spec.activation.first_stages, "first"), (spec.activation.last_stages, "last")):
         if count is not None and stages == 1:
-            note(f"{where}: stages={which}:{count} has no effect, there is one pipeline stage")
+            note(f"{flag}: stages={side}:{count} has no effect, there is one pipeline stage")
         elif count is not None and count > stages:
             raise UserError(
-                f"{where}: stages={which}:{count}, but --pipeline-model-parallel-size is {stages}; name at most "
+                f"{flag}: stages={side}:{count}, but --pipeline-model-parallel-size is {stages}; name at most "
                 f"{stages}, or write stages=all"
             )
 
 
-def _check_rank(config: Run, spec: Spec, where: str) -> None:
+def _check_rank(config: Run, spec: Spec, flag: str) -> None:
     """Check the rank of low-rank factors: it cannot exceed the hidden size, a dimension of every compressed matrix."""
     rank = max((getattr(options, "rank", 0) for options in spec.variants()), default=0)
     hidden = config.model.hidden_size
     if rank > hidden:
         raise UserError(
-            f"{where}: rank={rank} is above the rank of any matrix of a model of --hidden-size {hidden}; "
+            f"{flag}: rank={rank} is above the rank of any matrix of a model of --hidden-size {hidden}; "
             f"write rank={max(hidden // 4, 1)} or less"
         )
 
 
-def _check_experts(config: Run, spec: Spec, where: str) -> None:
+def _check_experts(config: Run, spec: Spec, flag: str) -> None:
     size = config.parallel.expert_model_parallel_size
     if size > 1 and spec.rounds().traits.clips_first:
         raise UserError(
-            f"{where}: clips each replica's gradient before it is reduced, and with --expert-model-parallel-size "
+            f"{flag}: clips each replica's gradient before it is reduced, and with --expert-model-parallel-size "
             f"{size} a replica has those of other replicas' tokens; leave one of the two out"
         )
 
 
-def _check_embedding(config: Run, spec: Spec, where: str) -> None:
+def _check_embedding(config: Run, spec: Spec, flag: str) -> None:
     compressed = spec.fused or not spec.identity
     if compressed and config.parallel.use_distributed_optimizer:
         raise UserError(
-            f"{where}: with --use-distributed-optimizer the stages exchange only their shares of the embedding; "
+            f"{flag}: with --use-distributed-optimizer the stages exchange only their shares of the embedding; "
             "leave the spec or the distributed optimizer out"
         )
     if spec.fused and config.parallel.ddp_impl == "torch":
-        raise UserError(f"{where}: --DDP-impl torch reduces the embedding itself; use --DDP-impl local")
+        raise UserError(f"{flag}: --DDP-impl torch reduces the embedding itself; use --DDP-impl local")
 
 
-def _check_tensor(config: Run, spec: Spec, where: str) -> None:
+def _check_tensor(config: Run, spec: Spec, flag: str) -> None:
     if config.parallel.message_parts > 1 and spec.registration.codec is None:
         raise UserError(
-            f"{where}: {config.parallel.splitting_flag} gathers activations, which {spec.name} cannot carry; "
+            f"{flag}: {config.parallel.splitting_flag} gathers activations, which {spec.name} cannot carry; "
             "use fixpoint"
         )
 
 
-def _check_gather(config: Run, spec: Spec, where: str) -> None:
+def _check_gather(config: Run, spec: Spec, flag: str) -> None:
     """Check that all stages holding the tied embedding receive the same values."""
     stages, parallel = config.parallel.pipeline_model_parallel_size, config.parallel
-    everywhere = config.model.shares_distances
-    tied = stages > 1 and (config.model.ties_embeddings or everywhere)
+    on_all_stages = config.model.shares_distances
+    tied = stages > 1 and (config.model.ties_embeddings or on_all_stages)
     decoder = (parallel.pipeline_model_parallel_split_rank or 0) if config.model.decoder_layers else 0
-    holders = range(stages) if everywhere else sorted({0, decoder, stages - 1})
+    holders = range(stages) if on_all_stages else sorted({0, decoder, stages - 1})
     covered = {spec.activation.covers_stage(stage, stages) for stage in holders}
     if tied and parallel.use_distributed_optimizer and not spec.identity and len(covered) > 1:
-        untied = "" if decoder or everywhere else ", or --untie-embeddings-and-output-weights"
+        untie_advice = "" if decoder or on_all_stages else ", or --untie-embeddings-and-output-weights"
         raise UserError(
-            f"{where}: stages: stages {', '.join(map(str, holders))} hold the same embedding and must all gather it "
-            f"compressed, or none; write stages=all{untied}"
+            f"{flag}: stages: stages {', '.join(map(str, holders))} hold the same embedding and must all gather it "
+            f"compressed, or none; write stages=all{untie_advice}"
         )

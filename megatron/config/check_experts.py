@@ -11,29 +11,29 @@ def check_experts(model: ModelConfig) -> None:
     """Check that the experts can be built; raise UserError otherwise. Derived values must be filled."""
     if not model.has_experts:
         return
-    given = f"--num-experts {' '.join(map(str, model.num_experts))}"
+    flag = f"--num-experts {' '.join(map(str, model.num_experts))}"
     if model.model_type != "gpt" or not model.predicts_words:
-        raise UserError(f"{given}: only GPT has layers with experts; leave the flag out for {model.kind}")
+        raise UserError(f"{flag}: only GPT has layers with experts; leave the flag out for {model.kind}")
     if model.expert_interval > 1 and model.moe_layer_freq > 1:
         raise UserError(
             f"--expert-interval {model.expert_interval} and --moe-layer-freq {model.moe_layer_freq} both say which "
             "layers have experts; keep one"
         )
-    found = model.expert_layers
-    if not found:
+    expert_layers = model.expert_layers
+    if not expert_layers:
         raise UserError(
-            f"{given}: --expert-interval {model.expert_interval} leaves none of the {model.num_layers} layers with "
+            f"{flag}: --expert-interval {model.expert_interval} leaves none of the {model.num_layers} layers with "
             "experts; lower it"
         )
     interval = max(model.expert_interval, model.moe_layer_freq)
     layers = len(range(model.expert_interval - 1, model.num_layers, interval))
     if len(model.num_experts) not in (1, layers):
         raise UserError(
-            f"{given}: {len(model.num_experts)} numbers for the {layers} layers with experts; give one for all, or "
+            f"{flag}: {len(model.num_experts)} numbers for the {layers} layers with experts; give one for all, or "
             f"{layers}"
         )
-    _check_routing(model, min(found.values()))
-    _check_groups(model, sorted(set(found.values())))
+    _check_routing(model, min(expert_layers.values()))
+    _check_groups(model, sorted(set(expert_layers.values())))
     _check_balance(model)
     if model.mlp_type == "residual" and not is_unset(model.moe_shared_expert_intermediate_size):
         raise UserError(
@@ -61,10 +61,10 @@ def _check_groups(model: ModelConfig, counts: list[int]) -> None:
     if groups is None and chosen is None:
         return
     if groups is None or chosen is None:
-        given, missing = "--moe-router-num-groups", "--moe-router-group-topk"
+        present, missing = "--moe-router-num-groups", "--moe-router-group-topk"
         if groups is None:
-            given, missing = missing, given
-        raise UserError(f"{given} needs {missing}; give both, or none of them")
+            present, missing = missing, present
+        raise UserError(f"{present} needs {missing}; give both, or none of them")
     for count in counts:
         if count % groups:
             raise UserError(
@@ -109,15 +109,15 @@ def check_upcycling(model: ModelConfig) -> None:
             f"{flag}: a shared expert (--moe-shared-expert-intermediate-size) would add to what the dense model "
             "computes; leave it out"
         )
-    other = {
+    settings = {
         f"--moe-router-topk {model.moe_router_topk}": model.moe_router_topk == 1,
         "--moe-router-pre-softmax": model.moe_router_pre_softmax,
         f"--moe-router-topk-scaling-factor {model.moe_router_topk_scaling_factor:g}": (
             model.moe_router_topk_scaling_factor != 1.0
         ),
     }
-    for given in (text for text, there in other.items() if there):
+    for setting in (text for text, is_set in settings.items() if is_set):
         raise UserError(
-            f"{flag}: with {given} the weights of a token's experts do not sum to 1, as copies of one MLP must; "
+            f"{flag}: with {setting} the weights of a token's experts do not sum to 1, as copies of one MLP must; "
             f"{'give at least 2' if model.moe_router_topk == 1 else 'leave that out'}"
         )

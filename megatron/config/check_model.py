@@ -30,7 +30,7 @@ def check_model(model: ModelConfig) -> None:
         raise UserError(
             "--add-qkv-bias: all linear layers have biases already; leave it out, or add --disable-bias-linear"
         )
-    chosen = [
+    activations = [
         flag
         for flag, on in (
             ("--swiglu", model.swiglu),
@@ -40,27 +40,30 @@ def check_model(model: ModelConfig) -> None:
         )
         if on
     ]
-    if len(chosen) > 1:
-        raise UserError(f"{' and '.join(chosen)} exclude each other; keep one activation")
+    if len(activations) > 1:
+        raise UserError(f"{' and '.join(activations)} exclude each other; keep one activation")
 
 
 def _check_windows(model: ModelConfig) -> None:
     pattern, layers = model.window_attn_skip_freq, model.num_layers
     if not pattern:
         return
-    shown = " ".join(map(str, pattern))
+    pattern_text = " ".join(map(str, pattern))
     if model.sliding_window is None:
-        raise UserError(f"--window-attn-skip-freq {shown} says which layers have a window; add --sliding-window")
+        raise UserError(f"--window-attn-skip-freq {pattern_text} says which layers have a window; add --sliding-window")
     if len(pattern) != layers or set(pattern) - {0, 1}:
         raise UserError(
-            f"--window-attn-skip-freq {shown}: give one number of at least 2, or 0 or 1 for each of the {layers} layers"
+            f"--window-attn-skip-freq {pattern_text}: give one number of at least 2, or 0 or 1 for each of the "
+            f"{layers} layers"
         )
     if 1 not in pattern:
-        raise UserError(f"--window-attn-skip-freq {shown} leaves no layer a window; leave out --sliding-window, too")
+        raise UserError(
+            f"--window-attn-skip-freq {pattern_text} leaves no layer a window; leave out --sliding-window, too"
+        )
 
 
 def _check_kind(model: ModelConfig) -> None:
-    of_gpt = {
+    gpt_flags = {
         "--qk-layernorm": (model.qk_layernorm, "normalizes queries and keys"),
         "--sandwich-norm": (model.sandwich_norm, "normalizes what attention and the MLP return"),
         "--attn-logit-softcapping": (model.attn_logit_softcapping is not None, "bounds attention's scores"),
@@ -68,7 +71,7 @@ def _check_kind(model: ModelConfig) -> None:
         "--query-pre-attn-scalar": (model.query_pre_attn_scalar is not None, "divides attention's scores by it"),
         "--apply-embedding-scaling": (model.apply_embedding_scaling, "scales its embeddings"),
     }
-    for flag, (is_set, feature) in of_gpt.items():
+    for flag, (is_set, feature) in gpt_flags.items():
         if is_set and model.model_type != "gpt":
             raise UserError(f"{flag}: only GPT {feature}; leave it out for {model.kind}")
     if not model.causal and model.sliding_window is not None:
@@ -96,7 +99,7 @@ def _check_t5(model: ModelConfig) -> None:
         "--untie-embeddings-and-output-weights": model.untie_embeddings_and_output_weights,
         "--parallel-residual": model.parallel_residual,
     }
-    for flag in [flag for flag, given in other_form.items() if given]:
+    for flag in [flag for flag, is_set in other_form.items() if is_set]:
         raise UserError(
             f"{flag}: T5 has learned positions, one embedding for its inputs and its output, and layers whose parts "
             "follow each other; leave it out"
@@ -114,7 +117,7 @@ def _check_deberta(model: ModelConfig) -> None:
         f"--num-query-groups {model.num_query_groups}": model.num_query_groups != model.num_attention_heads,
         "--fp32-residual-connection": model.fp32_residual_connection,
     }
-    for flag in [flag for flag, given in other_form.items() if given]:
+    for flag in [flag for flag, is_set in other_form.items() if is_set]:
         raise UserError(
             f"{flag}: DeBERTa has distances or learned positions, and layers with GELU, biases and a LayerNorm behind "
             "each part; leave it out"
@@ -131,8 +134,8 @@ def _check_deberta(model: ModelConfig) -> None:
 
 def check_task_head(model: ModelConfig) -> None:
     """Check that the model can have the head of its task; raise UserError otherwise."""
-    least = 2 if model.task_head in ("classification", "choice") else 0
-    if (least == 0 and model.task_classes) or model.task_classes < least:
+    min_classes = 2 if model.task_head in ("classification", "choice") else 0
+    if (min_classes == 0 and model.task_classes) or model.task_classes < min_classes:
         raise UserError(
             f"--task-head {model.task_head} with --task-classes {model.task_classes}: classification and choice take "
             "at least 2, and others none; leave both out, and tasks/main.py --task sets them"
@@ -142,12 +145,12 @@ def check_task_head(model: ModelConfig) -> None:
 
 
 def _check_rotary(model: ModelConfig) -> None:
-    of_rotary = {
+    rotary_flags = {
         "--rotary-percent": model.rotary_percent != 1.0,
         "--rotary-scaling": model.rotary_scaling != "none",
         "--rope-local-base-freq": model.rope_local_base_freq is not None,
     }
-    for flag in [flag for flag, is_set in of_rotary.items() if is_set]:
+    for flag in [flag for flag, is_set in rotary_flags.items() if is_set]:
         if model.position_embedding_type != "rope":
             raise UserError(f"{flag} needs rotary positions; add --position-embedding-type rope")
     if model.rope_local_base_freq is not None and model.sliding_window is None:
@@ -155,11 +158,11 @@ def _check_rotary(model: ModelConfig) -> None:
     _check_rotary_scaling(model)
     if model.position_embedding_type != "rope":
         return
-    rotated = int(model.kv_channels * model.rotary_percent)
-    if rotated < 2 or rotated % 2 != 0:
+    rotary_channels = int(model.kv_channels * model.rotary_percent)
+    if rotary_channels < 2 or rotary_channels % 2 != 0:
         raise UserError(
             f"--rotary-percent {model.rotary_percent:g} of {model.kv_channels} channels a head "
-            f"(--kv-channels) rotates {rotated} channels; choose values that give an even number of at least "
+            f"(--kv-channels) rotates {rotary_channels} channels; choose values that give an even number of at least "
             "2"
         )
 

@@ -100,7 +100,11 @@ def resolve_checkpoint(checkpoint: CheckpointConfig, note: Note) -> CheckpointCo
 
 def check_checkpoint(checkpoint: CheckpointConfig) -> None:
     """Check that every setting has the flags it depends on; raise UserError otherwise."""
-    (keep_last,) = (one.flag for one in field_options("checkpoint", type(checkpoint)) if one.name == "keep_last")
+    (keep_last,) = (
+        field_option.flag
+        for field_option in field_options("checkpoint", type(checkpoint))
+        if field_option.name == "keep_last"
+    )
     needs = (
         (checkpoint.save_interval is not None, "--save-interval", checkpoint.save, "--save"),
         (checkpoint.async_save, "--async-save", checkpoint.save, "--save"),
@@ -114,6 +118,6 @@ def check_checkpoint(checkpoint: CheckpointConfig) -> None:
         (checkpoint.use_checkpoint_args, "--use-checkpoint-args", checkpoint.load, "--load"),
         (checkpoint.exit_on_missing_checkpoint, "--exit-on-missing-checkpoint", checkpoint.load, "--load"),
     )
-    for given, flag, folder, needed in needs:
-        if given and folder is None:
+    for is_set, flag, folder, needed in needs:
+        if is_set and folder is None:
             raise UserError(f"{flag} needs {needed} FOLDER; add it or leave {flag} out")

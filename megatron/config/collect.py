@@ -60,8 +60,8 @@ class FlagTable:
 
     def nearest_flag(self, flag: str) -> str:
         """Hint for an unknown flag: the nearest known flag, preferably with an effect."""
-        working = [name for name, target in self._by_flag.items() if not _hidden(target)]
-        return nearest(flag, [*working, "config", "help"], "--") or nearest(flag, list(self._by_flag), "--")
+        effective_flags = [name for name, target in self._by_flag.items() if not _hidden(target)]
+        return nearest(flag, [*effective_flags, "config", "help"], "--") or nearest(flag, list(self._by_flag), "--")
 
     def nearest_key(self, key: str) -> str:
         """Hint for an unknown YAML key: the nearest known field."""
@@ -70,11 +70,11 @@ class FlagTable:
 
 def _check_declared(cls: type, described: FieldOption) -> None:
     """Check that a field can be offered as a flag; raise TypeError otherwise."""
-    where = f"{cls.__name__}.{described.name}"
+    field_name = f"{cls.__name__}.{described.name}"
     if not described.option.help:
-        raise TypeError(f"{where} has no option(): every field of a section needs one")
+        raise TypeError(f"{field_name} has no option(): every field of a section needs one")
     if described.is_switch and described.default is True and not described.option.off_switch:
-        raise TypeError(f"{where} is on by default and needs a flag that turns it off")
+        raise TypeError(f"{field_name} is on by default and needs a flag that turns it off")
 
 
 def _hidden(target: Target) -> bool:
@@ -131,15 +131,15 @@ class Source:
         if target.option.repeatable and self.spelled.get(path) == spelling:
             self.values[path] = [*self.values[path], *value]
             return
-        before = self.spelled.get(path)
-        if before is not None and before != spelling and self.values[path] != value:
-            raise UserError(f"{before} and {spelling} contradict each other; give only one of them")
-        if before == spelling and self.values[path] != value:
+        previous_spelling = self.spelled.get(path)
+        if previous_spelling is not None and previous_spelling != spelling and self.values[path] != value:
+            raise UserError(f"{previous_spelling} and {spelling} contradict each other; give only one of them")
+        if previous_spelling == spelling and self.values[path] != value:
             self._note(f"{spelling} is given more than once; the last one counts")
         self.values[path] = value
         self.spelled[path] = spelling
-        given = value != target.default
-        if target.option.no_effect and given:
+        is_changed = value != target.default
+        if target.option.no_effect and is_changed:
             self._note(f"{spelling} is known but has no effect here: {target.option.no_effect}")
 
     def _note(self, line: str) -> None:
@@ -152,7 +152,7 @@ def collect_yaml(table: FlagTable, content: dict[str, Any], path: str, errors: E
 
     Unusable keys are added to `errors` with the file and the key.
     """
-    given = Source(table)
+    source = Source(table)
     for key, value in content.items():
         if isinstance(value, dict):
             section = next((name for name in table.sections if spell(name) == spell(str(key))), None)
@@ -162,21 +162,21 @@ def collect_yaml(table: FlagTable, content: dict[str, Any], path: str, errors: E
                 continue
             for name, inner in value.items():
                 with errors.collect():
-                    _take_key(given, str(name), inner, path, f"{section}.{name}", section)
+                    _take_key(source, str(name), inner, path, f"{section}.{name}", section)
         else:
             with errors.collect():
-                _take_key(given, str(key), value, path, str(key), None)
-    return given
+                _take_key(source, str(key), value, path, str(key), None)
+    return source
 
 
-def _take_key(given: Source, name: str, value: Any, path: str, shown: str, section: str | None) -> None:
-    described = given.table.by_field_name(name)
-    target = described or given.table.by_flag(name)
+def _take_key(source: Source, name: str, value: Any, path: str, key_path: str, section: str | None) -> None:
+    described = source.table.by_field_name(name)
+    target = described or source.table.by_flag(name)
     if target is None or (isinstance(target, FieldOption) and section not in (None, target.section)):
-        raise UserError(f"{path}: unknown key {shown}{given.table.nearest_key(name)}")
-    spelling = f"{path}: {shown}"
+        raise UserError(f"{path}: unknown key {key_path}{source.table.nearest_key(name)}")
+    spelling = f"{path}: {key_path}"
     if described is not None or (isinstance(target, FieldOption) and not target.option.off_switch):
-        given.plain(target, value, spelling)  # type: ignore[arg-type]
+        source.plain(target, value, spelling)  # type: ignore[arg-type]
         return
     if value is None or (value is False and isinstance(target, OldFlag) and target.arity == SWITCH):
         return
@@ -187,13 +187,13 @@ def _take_key(given: Source, name: str, value: Any, path: str, shown: str, secti
         raise UserError(f"{spelling}: expected a value or a list of values, not a nested one")
     if isinstance(target, OldFlag) and _hidden(target):
         spelling = f"--{target.name}"
-    given.flag(target, spelling, [_word(item, spelling) for item in items])
+    source.flag(target, spelling, [_word(item, spelling) for item in items])
 
 
-def _word(item: Any, where: str) -> str:
+def _word(item: Any, spelling: str) -> str:
     """Command-line word for a plain value."""
     if isinstance(item, bool):
         return str(item).lower()
     if isinstance(item, int) and item.bit_length() > 200:
-        raise UserError(f"{where}: a number of {item.bit_length()} bits is too large")
+        raise UserError(f"{spelling}: a number of {item.bit_length()} bits is too large")
     return str(item)

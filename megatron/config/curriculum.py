@@ -170,48 +170,48 @@ def _custom(curriculum: CurriculumConfig, full: int, naming: Naming) -> LengthSc
     steps, text = curriculum.curriculum_seqlen_steps, curriculum.curriculum_function
     assert steps is not None
     assert text is not None
-    where = f"{naming('curriculum_function')} {text}"
+    flag = f"{naming('curriculum_function')} {text}"
     if steps > MOST_CUSTOM:
         raise UserError(
             f"{naming('curriculum_seqlen_steps')} {steps}: a function is asked for at most {MOST_CUSTOM}; lower it"
         )
-    function = _function(Path(text), where)
+    function = _function(Path(text), flag)
     lengths: list[int] = []
     for step in range(1, steps + 1):
         try:
             length = function(step)
         except (Exception, SystemExit) as error:
-            first = (str(error).splitlines() or [""])[0]
-            raise UserError(f"{where} fails at step {step}: {type(error).__name__}: {first}") from error
+            reason = (str(error).splitlines() or [""])[0]
+            raise UserError(f"{flag} fails at step {step}: {type(error).__name__}: {reason}") from error
         if not isinstance(length, int) or isinstance(length, bool) or not 1 <= length <= full:
             raise UserError(
-                f"{where} returns {length!r:.60} for step {step}; it must be a whole number from 1 to "
+                f"{flag} returns {length!r:.60} for step {step}; it must be a whole number from 1 to "
                 f"{naming('seq_length')} {full}"
             )
         if lengths and length < lengths[-1]:
-            raise UserError(f"{where} goes backwards at step {step}, from {lengths[-1]} to {length}; let it grow")
+            raise UserError(f"{flag} goes backwards at step {step}, from {lengths[-1]} to {length}; let it grow")
         lengths.append(length)
     return LengthSchedule.growing(lambda step: lengths[step - 1], steps, full)
 
 
-def _function(path: Path, where: str) -> Callable[[int], object]:
+def _function(path: Path, flag: str) -> Callable[[int], object]:
     """Load ``seqlen`` from a Python file."""
     if not path.is_file():
-        raise UserError(f"{where}: there is no such file")
+        raise UserError(f"{flag}: there is no such file")
     spec = importlib.util.spec_from_file_location("megatron_curriculum", path)
     if spec is None or spec.loader is None:
-        raise UserError(f"{where}: not a Python file")
+        raise UserError(f"{flag}: not a Python file")
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        first = (str(error).splitlines() or [""])[0]
-        raise UserError(f"{where} cannot be used: {type(error).__name__}: {first}") from error
+        reason = (str(error).splitlines() or [""])[0]
+        raise UserError(f"{flag} cannot be used: {type(error).__name__}: {reason}") from error
     function = getattr(module, "seqlen", None)
     if not callable(function):
-        raise UserError(f"{where}: it has no function seqlen(step)")
-    made: Callable[[int], object] = function
-    return made
+        raise UserError(f"{flag}: it has no function seqlen(step)")
+    length_function: Callable[[int], object] = function
+    return length_function
 
 
 def check_curriculum(curriculum: CurriculumConfig, model: ModelConfig, parallel: ParallelConfig) -> None:
@@ -220,12 +220,13 @@ def check_curriculum(curriculum: CurriculumConfig, model: ModelConfig, parallel:
         raise UserError(
             "--curriculum-learning cuts samples off, and of T5's it would cut what the decoder is to find; leave it out"
         )
-    parts = parallel.message_parts
-    odd = [length for length in lengths_of(curriculum, model.seq_length).lengths if length % parts]
-    if odd:
+    divisor = parallel.message_parts
+    indivisible_lengths = [length for length in lengths_of(curriculum, model.seq_length).lengths if length % divisor]
+    if indivisible_lengths:
         raise UserError(
-            f"{parallel.splitting_flag}: {_lengths_flag(curriculum)} leads to sequences of {odd[0]} tokens, which "
-            f"--tensor-model-parallel-size {parts} does not divide; take lengths that are multiples of {parts}"
+            f"{parallel.splitting_flag}: {_lengths_flag(curriculum)} leads to sequences of "
+            f"{indivisible_lengths[0]} tokens, which --tensor-model-parallel-size {divisor} does not "
+            f"divide; take lengths that are multiples of {divisor}"
         )
 
 

@@ -117,8 +117,8 @@ def parse_split(split: str) -> tuple[float, float, float]:
         shares = [_ascii_number(word) for word in re.split(r"[,/]", split.strip())]
     except ValueError:
         shares = []
-    fit = all(share == 0 or LEAST_WEIGHT <= share <= MOST_WEIGHT for share in shares)
-    if not 1 <= len(shares) <= 3 or not fit:
+    in_bounds = all(share == 0 or LEAST_WEIGHT <= share <= MOST_WEIGHT for share in shares)
+    if not 1 <= len(shares) <= 3 or not in_bounds:
         raise UserError(f"--split {split}: expected up to three shares such as 969,30,1, none of them negative")
     if not any(shares):
         raise UserError(f"--split {split}: the shares sum to 0; give at least one that is positive")
@@ -139,12 +139,12 @@ def parse_blend(words: Sequence[str], flag: str) -> DatasetBlend | None:
     """
     if len(words) < 2 or not any(_is_number(word) for word in words[::2]):
         return DatasetBlend(tuple(words)) if words else None
-    how = "give one path, several, or a weight before each (0.3 A 0.7 B)"
+    advice = "give one path, several, or a weight before each (0.3 A 0.7 B)"
     if len(words) % 2 != 0:
-        raise UserError(f"{flag}: {len(words)} words are not pairs of a weight and a path; {how}")
-    strange = [word for word in words[::2] if not _is_number(word)]
-    if strange:
-        raise UserError(f"{flag}: {strange[0]!r} is not a weight; {how}")
+        raise UserError(f"{flag}: {len(words)} words are not pairs of a weight and a path; {advice}")
+    invalid_weights = [word for word in words[::2] if not _is_number(word)]
+    if invalid_weights:
+        raise UserError(f"{flag}: {invalid_weights[0]!r} is not a weight; {advice}")
     weights = tuple(_weight(word, path, flag) for word, path in zip(words[::2], words[1::2], strict=True))
     return DatasetBlend(tuple(words[1::2]), weights)
 
@@ -170,15 +170,15 @@ def _weight(word: str, path: str, flag: str) -> float:
 def check_data(data: DataConfig, *, skip_train: bool) -> None:
     """Check the split, the blends and the dataset flags; raise UserError for contradictions."""
     _ = data.shares, data.blend, data.separate_blends  # raises for unreadable values
-    parts = (
+    separate_paths = (
         (data.train_data_path, "--train-data-path"),
         (data.valid_data_path, "--valid-data-path"),
         (data.test_data_path, "--test-data-path"),
     )
-    given = [flag for words, flag in parts if words]
-    named = ["--data-path"] if data.data_path else given
-    if data.mock_data and named:
-        raise UserError(f"--mock-data and {named[0]} exclude each other; leave one of them out")
+    separate_flags = [flag for words, flag in separate_paths if words]
+    path_flags = ["--data-path"] if data.data_path else separate_flags
+    if data.mock_data and path_flags:
+        raise UserError(f"--mock-data and {path_flags[0]} exclude each other; leave one of them out")
     for blend, flag in ((data.blend, "--data-path"), (data.separate_blends[1], "--valid-data-path")):
         if data.multiple_validation_sets and blend is not None and blend.weights is not None:
             raise UserError(
@@ -186,10 +186,12 @@ def check_data(data: DataConfig, *, skip_train: bool) -> None:
                 f"{'--train-data-path and --valid-data-path, the latter' if flag == '--data-path' else 'them'} without "
                 "weights"
             )
-    if given and data.data_path:
-        raise UserError(f"--data-path and {given[0]} exclude each other; leave one of them out")
-    if given and not data.train_data_path and not skip_train:
-        raise UserError(f"{given[0]} without --train-data-path leaves nothing to train on; add --train-data-path")
+    if separate_flags and data.data_path:
+        raise UserError(f"--data-path and {separate_flags[0]} exclude each other; leave one of them out")
+    if separate_flags and not data.train_data_path and not skip_train:
+        raise UserError(
+            f"{separate_flags[0]} without --train-data-path leaves nothing to train on; add --train-data-path"
+        )
 
 
 def check_data_given(data: DataConfig) -> None:

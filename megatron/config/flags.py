@@ -157,8 +157,8 @@ def run_table() -> FlagTable:
 @cache
 def build_run_parser(prog: str = PROGRAMS["gpt"], model_type: ModelType = "gpt") -> FlagParser:
     """Parser of training runs. Parsing does not modify it."""
-    about = f"Pretrain a {model_type.upper()} with tensor, pipeline and data parallelism."
-    return FlagParser(run_table(), prog, about)
+    description = f"Pretrain a {model_type.upper()} with tensor, pipeline and data parallelism."
+    return FlagParser(run_table(), prog, description)
 
 
 def parse_args(argv: Sequence[str], *, prog: str = PROGRAMS["gpt"]) -> ParsedRun:
@@ -174,14 +174,14 @@ def parse_program(argv: Sequence[str], model_type: ModelType) -> ParsedRun:
     """`parse_args` for a program that trains one kind of model. Raises UserError if the flags ask for another kind."""
     prog = PROGRAMS[model_type]
     parsed = read_run(build_run_parser(prog, model_type), argv)
-    given = parsed.config.model
-    if "model.model_type" in parsed.explicit and given.model_type != model_type:
+    model = parsed.config.model
+    if "model.model_type" in parsed.explicit and model.model_type != model_type:
         raise UserError(
-            f"--model-type {given.model_type}: {prog} trains {model_type.upper()}; run {PROGRAMS[given.model_type]}"
+            f"--model-type {model.model_type}: {prog} trains {model_type.upper()}; run {PROGRAMS[model.model_type]}"
         )
-    if not given.predicts_words:
-        raise UserError(f"--task-head {given.task_head}: {prog} trains language models; run tasks/main.py")
-    parsed.config = replace(parsed.config, model=replace(given, model_type=model_type))
+    if not model.predicts_words:
+        raise UserError(f"--task-head {model.task_head}: {prog} trains language models; run tasks/main.py")
+    parsed.config = replace(parsed.config, model=replace(model, model_type=model_type))
     return parsed
 
 
@@ -226,10 +226,10 @@ def _build_argparse(table: FlagTable, prog: str, description: str) -> argparse.A
         for described in table.fields.values():
             if described.section == section:
                 _add_field(group, described)
-    shown = [old for old in table.translator.flags if old.help]
-    if shown:
+    documented_flags = [old for old in table.translator.flags if old.help]
+    if documented_flags:
         group = parser.add_argument_group("shorthand and old names")
-        for old in shown:
+        for old in documented_flags:
             _add(group, (old.name,), old, _NARGS[old.arity], "VALUE", old.help)
     for old in table.translator.flags:
         if not old.help:
@@ -379,9 +379,9 @@ def default_text(described: FieldOption) -> str:
 def number_text(value: Any) -> str:
     """Short text of a default value: 2**32, 1e-05, 0.1; strings unchanged."""
     if isinstance(value, float) and value >= 2**16 and value.is_integer():
-        whole = int(value)
-        if whole & (whole - 1) == 0:
-            return f"2**{whole.bit_length() - 1}"
+        integer = int(value)
+        if integer & (integer - 1) == 0:
+            return f"2**{integer.bit_length() - 1}"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

@@ -355,15 +355,15 @@ def idle_notes(given: RunConfig, resolved: RunConfig, explicit: Collection[str],
         world_size: number of processes.
     """
     options = {field.path: field for section, cls in run_sections().items() for field in field_options(section, cls)}
-    told: set[str] = set()
+    reported: set[str] = set()
     lines = []
     for rule in RULES:
         flags = []
         for path in rule.fields:
             section, _, name = path.partition(".")
-            asked = path in explicit and getattr(getattr(given, section), name) != options[path].default
-            if asked and path not in told and rule.holds(resolved, world_size):
-                told.add(path)
+            is_requested = path in explicit and getattr(getattr(given, section), name) != options[path].default
+            if is_requested and path not in reported and rule.holds(resolved, world_size):
+                reported.add(path)
                 flags.append(f"--{options[path].flag}")
         if flags:
             comma = "" if rule.why.startswith(("without", "with ", "beside")) else ","

@@ -109,8 +109,8 @@ def folder_of(path: str, island: int) -> str:
 
 def file_of(path: str, island: int) -> str:
     """Path of the file of an island, next to those of the other islands."""
-    whole = Path(path)
-    return str(whole.with_name(f"{whole.stem}.island_{island}{whole.suffix}"))
+    file_path = Path(path)
+    return str(file_path.with_name(f"{file_path.stem}.island_{island}{file_path.suffix}"))
 
 
 def longest_wait(parallel: ParallelConfig) -> float:
@@ -146,12 +146,12 @@ def check_islands(
     ):
         if value is not None and not islands.several:
             raise UserError(f"{flag} {value}: there is one island; add --islands, or leave it out")
-    outer, inside = specs.get(Point.OUTER), specs.get(Point.DP_GRAD)
+    outer, dp_grad = specs.get(Point.OUTER), specs.get(Point.DP_GRAD)
     if islands.several:
         _check_several(islands, parallel, outer)
-    if islands.several and inside is not None and inside.rounds().traits.clips_first:
+    if islands.several and dp_grad is not None and dp_grad.rounds().traits.clips_first:
         raise UserError(
-            f"--islands {islands.islands}: --compress dp-grad={inside.name} clips each replica's gradient by itself, "
+            f"--islands {islands.islands}: --compress dp-grad={dp_grad.name} clips each replica's gradient by itself, "
             "which islands that go in step do not; leave one of them out"
         )
     if outer is not None:
@@ -165,22 +165,20 @@ def check_islands(
 
 
 def _check_several(islands: IslandsConfig, parallel: ParallelConfig, outer: Spec | None) -> None:
-    given = f"--islands {islands.islands}"
+    flag = f"--islands {islands.islands}"
     if outer is None:
         raise UserError(
-            f"{given}: nothing says when they exchange what they have learned; add --compress "
+            f"{flag}: nothing says when they exchange what they have learned; add --compress "
             "outer=fixpoint,bits=4,every=30, or outer=identity,every=1,outer-lr=1,outer-momentum=0 for plain averaging"
         )
     if islands.island is None or islands.islands_address is None:
         missing = "--island" if islands.island is None else "--islands-address"
-        raise UserError(f"{given}: {missing} is missing; add it, or start all islands by tools/launch.py {given}")
+        raise UserError(f"{flag}: {missing} is missing; add it, or start all islands by tools/launch.py {flag}")
     if islands.island >= islands.islands:
-        raise UserError(
-            f"--island {islands.island}: the islands of {given} are 0 to {islands.islands - 1}; correct one"
-        )
+        raise UserError(f"--island {islands.island}: the islands of {flag} are 0 to {islands.islands - 1}; correct one")
     host_and_port(islands.islands_address, "--islands-address")
     if islands.quorum > islands.islands:
-        raise UserError(f"--islands-quorum {islands.quorum} is above {given}; lower it")
+        raise UserError(f"--islands-quorum {islands.quorum} is above {flag}; lower it")
     limit = longest_wait(parallel)
     if islands.islands_timeout_seconds > limit:
         raise UserError(
@@ -188,25 +186,25 @@ def _check_several(islands: IslandsConfig, parallel: ParallelConfig, outer: Spec
             f"--distributed-timeout-minutes {parallel.distributed_timeout_minutes:g}; raise that, or lower it"
         )
     if parallel.ddp_impl == "torch":
-        raise UserError(f"{given}: --DDP-impl torch reduces gradients itself; use --DDP-impl local")
+        raise UserError(f"{flag}: --DDP-impl torch reduces gradients itself; use --DDP-impl local")
     if parallel.no_allreduce:
-        raise UserError(f"{given}: --no-allreduce leaves the sums out that islands begin with; leave one of them out")
+        raise UserError(f"{flag}: --no-allreduce leaves the sums out that islands begin with; leave one of them out")
 
 
 def _check_outer(islands: IslandsConfig, training: TrainingConfig, outer: Spec) -> None:
-    where = f"--compress outer={outer.name}"
+    flag = f"--compress outer={outer.name}"
     if outer.preset and not islands.several:
         raise UserError(
-            f"{where}: outer-preset={outer.preset} is for several islands, and there is one; add --islands, or write "
+            f"{flag}: outer-preset={outer.preset} is for several islands, and there is one; add --islands, or write "
             "the options that you mean"
         )
     if outer.rounds().traits.levels and islands.several:
-        raise UserError(f"{where}: sums in two levels need nodes, which islands are not; use another compressor")
+        raise UserError(f"{flag}: sums in two levels need nodes, which islands are not; use another compressor")
     iterations, start = training.planned_iters, outer.activation.warmup_iters
     if iterations is None:
-        raise UserError(f"{where}: the last round is at the end of the run; give --train-iters or --train-samples")
+        raise UserError(f"{flag}: the last round is at the end of the run; give --train-iters or --train-samples")
     if start < iterations < start + outer.outer.every:
         raise UserError(
-            f"{where}: every={outer.outer.every} is above the {iterations - start} steps that warmup={start} leaves of "
+            f"{flag}: every={outer.outer.every} is above the {iterations - start} steps that warmup={start} leaves of "
             f"--train-iters {iterations}; lower one of them, or write warmup={iterations} for none"
         )

@@ -35,10 +35,10 @@ def check_kind(where: str, found: str, wanted: str, instead: str = "") -> None:
         raise UserError(f"{where} holds a model of kind {found}, not {wanted}; {instead or _instead(found, wanted)}")
 
 
-def _instead(found: str, wanted: str) -> str:
+def _instead(saved_kind: str, wanted_kind: str) -> str:
     programs = {str(kind): name for kind, name in PROGRAMS.items()}
-    if wanted not in programs and found in programs:
+    if wanted_kind not in programs and saved_kind in programs:
         return "begin with it by --pretrained-checkpoint"
-    if " for " in found:
+    if " for " in saved_kind:
         return "go on with it by its --task of tasks/main.py"
-    return f"go on with it by {programs.get(found, 'another version')}"
+    return f"go on with it by {programs.get(saved_kind, 'another version')}"

@@ -62,7 +62,9 @@ def least_needs(config: RunConfig, world_size: int, vocab_size: int | None = Non
     entries = (vocab_size if vocab_size is not None else config.tokenizer.vocab_size) or 0
     step = model.make_vocab_size_divisible_by * tensor
     positions = model.max_position_embeddings if model.position_embedding_type == "learned_absolute" else 0
-    each, of_matrices = (_bytes_of_a_parameter(config, world_size, matrix) for matrix in (False, True))
+    parameter_size, matrix_parameter_size = (
+        _bytes_of_a_parameter(config, world_size, matrix) for matrix in (False, True)
+    )
     width = _width(config)
     tokens = model.seq_length * training.micro_batch_size
     row = model.hidden_size // (tensor if parallel.sequence_parallel else 1) + (model.ffn_hidden_size + heads) // tensor
@@ -70,14 +72,14 @@ def least_needs(config: RunConfig, world_size: int, vocab_size: int | None = Non
     experts = ("num_experts", "moe_ffn_hidden_size") if model.has_experts else ()
     shape = ("num_layers", "hidden_size", "ffn_hidden_size", *experts, "num_attention_heads", "kv_channels")
     return [
-        Need(numbers // tensor * of_matrices, "the weights of its layers", _given(model, *shape)),
+        Need(numbers // tensor * matrix_parameter_size, "the weights of its layers", _given(model, *shape)),
         Need(
-            -(-entries // step) * step // tensor * model.hidden_size * each,
+            -(-entries // step) * step // tensor * model.hidden_size * parameter_size,
             "the embedding",
             (f"--vocab-size {entries}", *_given(model, "make_vocab_size_divisible_by", "hidden_size")),
         ),
         Need(
-            positions * model.hidden_size * each,
+            positions * model.hidden_size * parameter_size,
             "the positions",
             _given(model, "max_position_embeddings", "hidden_size"),
         ),
@@ -98,8 +100,8 @@ def _of_experts(config: RunConfig, layers: range) -> int:
         parallel.tensor_model_parallel_size if parallel.folds_experts else 1
     )
     matrices = (3 if model.gated else 2) * model.hidden_size
-    found = [count for layer, count in model.expert_layers.items() if layer in layers]
-    widths = (int(count / shares) * (model.moe_ffn_hidden_size or 0) - model.ffn_hidden_size for count in found)
+    expert_counts = [count for layer, count in model.expert_layers.items() if layer in layers]
+    widths = (int(count / shares) * (model.moe_ffn_hidden_size or 0) - model.ffn_hidden_size for count in expert_counts)
     return matrices * sum(widths)
 
 
@@ -162,11 +164,11 @@ def _specs(config: RunConfig) -> Mapping[Point, Spec]:
 def _bytes_of_a_parameter(config: RunConfig, world_size: int, matrix: bool) -> int:
     """Bytes per parameter on a rank; sharded optimizer state is divided by the number of replicas."""
     sharded = config.parallel.use_distributed_optimizer
-    each = parameter_bytes(config, sharded and _gathers_compressed(config), matrix)
+    size = parameter_bytes(config, sharded and _gathers_compressed(config), matrix)
     if config.validation.skip_train:
-        return each.weight
+        return size.weight
     replicas = config.data_parallel_size(world_size) if sharded else 1
-    return each.weight + each.gradient + each.optimizer // replicas + _bytes_of_rounds(config, replicas)
+    return size.weight + size.gradient + size.optimizer // replicas + _bytes_of_rounds(config, replicas)
 
 
 def _bytes_of_rounds(config: RunConfig, replicas: int) -> int:
@@ -177,8 +179,8 @@ def _bytes_of_rounds(config: RunConfig, replicas: int) -> int:
     if spec is None or iterations is None or spec.activation.warmup_iters >= iterations:
         return 0
     number, options = max(_width(config), 4), spec.outer
-    elsewhere = options.offload and config.parallel.distributed_backend == "nccl"
-    return (0 if elsewhere else number * options.copies) // replicas + number // options.fragments
+    offloaded = options.offload and config.parallel.distributed_backend == "nccl"
+    return (0 if offloaded else number * options.copies) // replicas + number // options.fragments
 
 
 def check_memory(config: RunConfig, world_size: int, there_is: int, where: str, vocab_size: int | None = None) -> None:
@@ -193,11 +195,11 @@ def check_memory(config: RunConfig, world_size: int, there_is: int, where: str, 
     total = sum(need.nbytes for need in needs)
     if total <= there_is:
         return
-    most = max(needs, key=lambda need: need.nbytes)
+    largest = max(needs, key=lambda need: need.nbytes)
     raise UserError(
         f"each rank needs at least {in_words(total)} of memory, and there are {in_words(there_is)} {where}; "
-        f"{in_words(most.nbytes)} of it are {most.what} ({', '.join(most.flags)}): lower these, or split the model "
-        "over more processes (--tensor-model-parallel-size, --pipeline-model-parallel-size, "
+        f"{in_words(largest.nbytes)} of it are {largest.what} ({', '.join(largest.flags)}): lower these, or split "
+        "the model over more processes (--tensor-model-parallel-size, --pipeline-model-parallel-size, "
         "--use-distributed-optimizer)"
     )
 

@@ -32,20 +32,21 @@ def merge_checkpoint_config(
     merged: dict[str, Any] = {}
     for section, cls in run_sections().items():
         ours, theirs = getattr(cli_config, section), getattr(saved, section)
-        taken: dict[str, Any] = {}
+        adopted_values: dict[str, Any] = {}
         for described in field_options(section, cls):
             if not described.option.checkpoint:
                 continue
             value = getattr(theirs, described.name)
             if described.path not in explicit_flags:
-                taken[described.name] = value
+                adopted_values[described.name] = value
                 continue
-            given = getattr(ours, described.name)
-            if described.option.checkpoint == "shape" and given != value:
+            explicit_value = getattr(ours, described.name)
+            if described.option.checkpoint == "shape" and explicit_value != value:
                 raise UserError(
-                    f"--{described.flag}: {given} was given but the checkpoint has {value}; leave the flag out{instead}"
+                    f"--{described.flag}: {explicit_value} was given but the checkpoint has {value}; leave the flag "
+                    f"out{instead}"
                 )
-        merged[section] = dataclasses.replace(ours, **taken)
+        merged[section] = dataclasses.replace(ours, **adopted_values)
     return RunConfig(**merged)
 
 
@@ -57,7 +58,7 @@ def differing_flags(model: ModelConfig, saved: Mapping[str, Any], upcycled: bool
         saved: ``model`` section of the checkpoint configuration; fields missing in older checkpoints are not compared.
         upcycled: the experts are initialized from the MLPs of the checkpoint, so expert fields are not compared.
     """
-    own, found = section_to_plain(model), {}
+    model_values, differences = section_to_plain(model), {}
     experts = {field.name for field in dataclasses.fields(ExpertsConfig)}
     theirs = ExpertsConfig(**{name: saved[name] for name in experts if name in saved})
     left_out: Collection[str] = ()
@@ -69,10 +70,10 @@ def differing_flags(model: ModelConfig, saved: Mapping[str, Any], upcycled: bool
         name = described.name
         if described.option.checkpoint != "shape" or name in left_out or name not in saved:
             continue
-        if saved[name] != own[name]:
-            here, there = (flag_as_written(described, values[name]) for values in (own, saved))
-            found[f"--{described.flag}"] = here, there
-    return found
+        if saved[name] != model_values[name]:
+            run_text, saved_text = (flag_as_written(described, values[name]) for values in (model_values, saved))
+            differences[f"--{described.flag}"] = run_text, saved_text
+    return differences
 
 
 def flag_as_written(described: FieldOption, value: Any) -> str:

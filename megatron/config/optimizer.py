@@ -147,26 +147,26 @@ def check_length(training: TrainingConfig, optimizer: OptimizerConfig) -> None:
     if training.train_iters is not None and training.train_samples is not None:
         raise UserError("--train-iters and --train-samples exclude each other; leave one of them out")
     if training.train_iters is not None:
-        foreign = (
+        sample_flags = (
             (training.rampup_batch_size is not None, "--rampup-batch-size"),
             (training.step_batch_size_schedule is not None, "--step-batch-size-schedule"),
             (optimizer.lr_decay_samples is not None, "--lr-decay-samples"),
             (optimizer.lr_warmup_samples != 0, "--lr-warmup-samples"),
             (optimizer.lr_wsd_decay_samples is not None, "--lr-wsd-decay-samples"),
         )
-        for given, flag in foreign:
-            if given:
+        for is_set, flag in sample_flags:
+            if is_set:
                 raise UserError(
                     f"{flag} needs a run counted in samples, but --train-iters is given; use "
                     f"--train-samples, or {_in_iterations(flag)}"
                 )
         return
-    for given, flag in (
+    for is_set, flag in (
         (optimizer.lr_decay_iters is not None, "--lr-decay-iters"),
         (optimizer.lr_warmup_iters != 0, "--lr-warmup-iters"),
         (optimizer.lr_wsd_decay_iters is not None, "--lr-wsd-decay-iters"),
     ):
-        if given:
+        if is_set:
             raise UserError(
                 f"{flag} needs a run counted in iterations, but --train-samples is given; use "
                 f"{flag.replace('iters', 'samples')}"

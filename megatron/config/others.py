@@ -131,17 +131,17 @@ def fate_of(theirs: TheirFlag, parser: FlagParser) -> Fate:
 def _of_known(target: KnownFlag, words: Sequence[str], parser: FlagParser) -> Fate:
     """Status of a flag that sets nothing; the note or the error of the parser must confirm it."""
     try:
-        said = " ".join(parser.parse(words, check=False).notes)
-        _expect(not target.refused and "no effect" in said, words)
+        output = " ".join(parser.parse(words, check=False).notes)
+        _expect(not target.refused and "no effect" in output, words)
     except UserError as error:
-        said = str(error)
+        output = str(error)
         _expect(target.refused, words)
-    _expect(target.reason in said, words)
+    _expect(target.reason in output, words)
     if target.program:
         return Fate("works in another program", f"{target.program}: {target.reason}")
     if not target.refused:
         return Fate("no effect", target.reason)
-    spellings = " or ".join(f"`{one}`" for one in target.neutral)
+    spellings = " or ".join(f"`{spelling}`" for spelling in target.neutral)
     return Fate("refused", target.reason + (f"; {spellings} asks for nothing and is accepted" if spellings else ""))
 
 
@@ -161,12 +161,12 @@ def _values(theirs: TheirFlag, target: object, parser: FlagParser) -> list[str]:
     if isinstance(target, Shortcut):
         if target.choices:
             return [next(iter(target.choices))]
-        taking = next(path for path, word in target.sets.items() if word == GIVEN)
-        return _values(theirs, parser.table.fields[taking], parser)
+        value_path = next(path for path, word in target.sets.items() if word == GIVEN)
+        return _values(theirs, parser.table.fields[value_path], parser)
     if not isinstance(target, FieldOption):
         return ["1"]
-    one = target.choices[0] if target.choices else "x" if target.element is str else "1"
-    return [one] * ((target.option.count or 1) if target.is_list else 1)
+    example = target.choices[0] if target.choices else "x" if target.element is str else "1"
+    return [example] * ((target.option.count or 1) if target.is_list else 1)
 
 
 def _flag(parser: FlagParser, path: str) -> str:
@@ -186,20 +186,20 @@ def fates() -> dict[str, tuple[Fate, list[str]]]:
     Raises UserError naming the first flag that is neither accepted nor explained.
     """
     training, tasks = build_run_parser(), parser_of(OF_TASKS)
-    found: dict[str, tuple[Fate, list[str]]] = {}
+    statuses: dict[str, tuple[Fate, list[str]]] = {}
     for system in SYSTEMS:
         for theirs in read_list(system):
             of_task = system == OF_TASKS
             name = f"{PROGRAM} --{spell(theirs.name)}" if of_task else spell(theirs.name)
-            if name not in found:
-                found[name] = fate_of(theirs, tasks if of_task else training), []
-            found[name][1].append(system)
-    return dict(sorted(found.items(), key=lambda item: (item[0].startswith(PROGRAM), item[0])))
+            if name not in statuses:
+                statuses[name] = fate_of(theirs, tasks if of_task else training), []
+            statuses[name][1].append(system)
+    return dict(sorted(statuses.items(), key=lambda item: (item[0].startswith(PROGRAM), item[0])))
 
 
 def flags_of_others_markdown() -> str:
     """Content of docs/flags-of-others.md."""
-    found = fates()
+    statuses = fates()
     rows = [
         (
             f"`{name}`" if name.startswith(PROGRAM) else f"`--{name}`",
@@ -207,12 +207,12 @@ def flags_of_others_markdown() -> str:
             fate.status,
             fate.how,
         )
-        for name, (fate, systems) in found.items()
+        for name, (fate, systems) in statuses.items()
     ]
     tables = (
         _INTRODUCTION,
         markdown_table(("", "means"), _MEANINGS.items()),
-        markdown_table(("", "system", "flags", *_MEANINGS), _counts(found.values())),
+        markdown_table(("", "system", "flags", *_MEANINGS), _counts(statuses.values())),
         markdown_table(("Flag", "of", "here", "how"), rows),
         "## Not offered",
         markdown_table(("feature", "what to do"), _missing_features()),
@@ -226,9 +226,9 @@ def _missing_features() -> Iterable[tuple[str, str]]:
     return [(feature, reason.partition("; ")[2]) for feature, reason in reasons.items()]
 
 
-def _counts(found: Iterable[tuple[Fate, list[str]]]) -> Iterable[tuple[object, ...]]:
+def _counts(statuses: Iterable[tuple[Fate, list[str]]]) -> Iterable[tuple[object, ...]]:
     """Table rows: letter and name of a system, its number of flags, and the number of flags per status."""
-    counts = Counter((system, fate.status) for fate, systems in found for system in systems)
+    counts = Counter((system, fate.status) for fate, systems in statuses for system in systems)
     for system, (letter, name) in SYSTEMS.items():
         numbers = [counts[system, status] for status in _MEANINGS]
         yield letter, name, sum(numbers), *numbers

@@ -146,8 +146,8 @@ class ParallelConfig:
     @property
     def splits_messages(self) -> bool:
         """Whether pipeline messages are scattered over the tensor-parallel ranks and gathered by the next stage."""
-        both = self.tensor_model_parallel_size > 1 and self.pipeline_model_parallel_size > 1
-        return self.scatter_gather_tensors_in_pipeline and both and not self.sequence_parallel
+        tensor_and_pipeline = self.tensor_model_parallel_size > 1 and self.pipeline_model_parallel_size > 1
+        return self.scatter_gather_tensors_in_pipeline and tensor_and_pipeline and not self.sequence_parallel
 
     @property
     def message_parts(self) -> int:
@@ -263,35 +263,37 @@ def _check_experts(parallel: ParallelConfig, model: ModelConfig, world_size: int
     ranks, holders = parallel.expert_model_parallel_size, parallel.data_parallel_size(world_size)
     if model.has_experts and parallel.ddp_impl == "torch":
         raise UserError("--DDP-impl torch: a layer with experts is not for it; use --DDP-impl local")
-    given, which = f"--expert-model-parallel-size {ranks}", "data-parallel processes"
+    flag, holder_kind = f"--expert-model-parallel-size {ranks}", "data-parallel processes"
     if model.has_experts:
         _check_folding(parallel)
     if ranks == 1:
         return
     if not model.has_experts:
-        raise UserError(f"{given}: no layer has experts; add --num-experts, or leave it out")
+        raise UserError(f"{flag}: no layer has experts; add --num-experts, or leave it out")
     if parallel.folds_experts:
-        holders, which = holders * parallel.tensor_model_parallel_size, "tensor- and data-parallel processes"
+        holders, holder_kind = holders * parallel.tensor_model_parallel_size, "tensor- and data-parallel processes"
     if holders % ranks != 0:
-        raise UserError(f"{given} does not divide the {holders} {which}, which share the experts; choose a divisor")
+        raise UserError(
+            f"{flag} does not divide the {holders} {holder_kind}, which share the experts; choose a divisor"
+        )
     for count in model.expert_layers.values():
         if count % ranks != 0:
             raise UserError(
-                f"{given} does not divide the {count} experts of a layer (--num-experts); change one of them"
+                f"{flag} does not divide the {count} experts of a layer (--num-experts); change one of them"
             )
 
 
 def _check_folding(parallel: ParallelConfig) -> None:
     """Check that experts are split like the other layers, or distributed whole over the tensor-parallel ranks."""
-    tensor, asked = parallel.tensor_model_parallel_size, parallel.expert_tensor_parallel_size
-    if asked is None or asked == tensor:
+    tensor, expert_tensor = parallel.tensor_model_parallel_size, parallel.expert_tensor_parallel_size
+    if expert_tensor is None or expert_tensor == tensor:
         return
-    given = f"--expert-tensor-parallel-size {asked}"
-    if asked != 1:
-        raise UserError(f"{given}: write 1, or leave it out for --tensor-model-parallel-size {tensor}")
+    flag = f"--expert-tensor-parallel-size {expert_tensor}"
+    if expert_tensor != 1:
+        raise UserError(f"{flag}: write 1, or leave it out for --tensor-model-parallel-size {tensor}")
     if parallel.expert_model_parallel_size % tensor != 0:
         raise UserError(
-            f"{given}: --expert-model-parallel-size {parallel.expert_model_parallel_size} is not a multiple of "
+            f"{flag}: --expert-model-parallel-size {parallel.expert_model_parallel_size} is not a multiple of "
             f"--tensor-model-parallel-size {tensor}, whose processes share the experts out; change one of them"
         )
 
@@ -332,6 +334,6 @@ def check_torch_ddp(parallel: ParallelConfig, precision: PrecisionConfig) -> Non
         (precision.fp16, "--fp16"),
         (precision.bf16, "--bf16"),
     )
-    for holds, what in contradictions:
-        if holds:
-            raise UserError(f"--DDP-impl torch does not go with {what}; use --DDP-impl local")
+    for is_set, flag in contradictions:
+        if is_set:
+            raise UserError(f"--DDP-impl torch does not go with {flag}; use --DDP-impl local")

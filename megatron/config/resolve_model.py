@@ -50,8 +50,8 @@ def _fill_windows(model: ModelConfig) -> ModelConfig:
     pattern = model.window_attn_skip_freq
     if len(pattern) == 1 and pattern[0] > 1:
         pattern = [int((layer + 1) % pattern[0] != 0) for layer in range(model.num_layers)]
-    alike = model.sliding_window is not None and set(pattern) == {1}
-    return replace(model, window_attn_skip_freq=[] if alike else pattern)
+    all_windowed = model.sliding_window is not None and set(pattern) == {1}
+    return replace(model, window_attn_skip_freq=[] if all_windowed else pattern)
 
 
 def fill_rotary_scaling(model: ModelConfig) -> ModelConfig:

@@ -66,11 +66,11 @@ class RunConfig:
         note = _noting(notes)
         if world_size < 1:
             raise UserError(f"the world size is {world_size}; start at least one process")
-        given = replace(self, tokenizer=_with_type(self.tokenizer, note))
-        _check_all_required(given)
+        config = replace(self, tokenizer=_with_type(self.tokenizer, note))
+        _check_all_required(config)
         for section in run_sections():
-            check_fields(section, getattr(given, section))
-        run = _fill(given, world_size, cuda_available, note)
+            check_fields(section, getattr(config, section))
+        run = _fill(config, world_size, cuda_available, note)
         _check(run, world_size, cuda_available, note)
         return run
 
@@ -142,20 +142,20 @@ def describe_section(name: str, section: Any, *, defaults: bool) -> str:
 
 
 def _noting(notes: list[str] | None) -> Note:
-    collected = [] if notes is None else notes
+    lines = [] if notes is None else notes
 
     def note(line: str) -> None:
-        if line not in collected:
-            collected.append(line)
+        if line not in lines:
+            lines.append(line)
 
     return note
 
 
 def _with_type(tokenizer: TokenizerConfig, note: Note) -> TokenizerConfig:
-    typed = tokenizer.with_type()
-    if typed != tokenizer:
-        note(f"--vocab-file with --merge-file means --tokenizer-type {typed.tokenizer_type}")
-    return typed
+    typed_tokenizer = tokenizer.with_type()
+    if typed_tokenizer != tokenizer:
+        note(f"--vocab-file with --merge-file means --tokenizer-type {typed_tokenizer.tokenizer_type}")
+    return typed_tokenizer
 
 
 def _check_all_required(config: RunConfig) -> None:
@@ -178,31 +178,31 @@ def _check_all_required(config: RunConfig) -> None:
         raise UserError(f"not given but required: {', '.join(missing)}; add {'it' if len(missing) == 1 else 'them'}")
 
 
-def _fill(given: RunConfig, world_size: int, cuda_available: bool, note: Note) -> RunConfig:
+def _fill(config: RunConfig, world_size: int, cuda_available: bool, note: Note) -> RunConfig:
     """Fill derived values section by section, with the checks that later sections rely on."""
-    precision, tokenizer = given.precision, given.tokenizer
-    model = resolve_model(given.model)
+    precision, tokenizer = config.precision, config.tokenizer
+    model = resolve_model(config.model)
     check_model(model)
-    check_precision(precision, given.parallel.accumulate_allreduce_grads_in_fp32)
-    check_layout(given.parallel, model, world_size)
+    check_precision(precision, config.parallel.accumulate_allreduce_grads_in_fp32)
+    check_layout(config.parallel, model, world_size)
     if tokenizer.vocab_size is not None and tokenizer.tokenizer_type in (None, "NullTokenizer"):
         end = tokenizer.tokenizer_type is not None  # this tokenizer adds an end-of-document entry
         check_vocabulary(
-            tokenizer.vocab_size + end, model.make_vocab_size_divisible_by, given.parallel.tensor_model_parallel_size
+            tokenizer.vocab_size + end, model.make_vocab_size_divisible_by, config.parallel.tensor_model_parallel_size
         )
-    parallel = resolve_parallel(given.parallel, model, precision, cuda_available, note)
-    lengths = lengths_of(given.curriculum, model.seq_length)
-    training = resolve_training(given.training, model, parallel, lengths, world_size * given.islands.islands, note)
-    check_length(training, given.optimizer)
-    check_clock(given.optimizer, given.curriculum.curriculum_learning)
+    parallel = resolve_parallel(config.parallel, model, precision, cuda_available, note)
+    lengths = lengths_of(config.curriculum, model.seq_length)
+    training = resolve_training(config.training, model, parallel, lengths, world_size * config.islands.islands, note)
+    check_length(training, config.optimizer)
+    check_clock(config.optimizer, config.curriculum.curriculum_learning)
     return replace(
-        given,
+        config,
         model=model,
         parallel=parallel,
-        recompute=resolve_recompute(given.recompute),
+        recompute=resolve_recompute(config.recompute),
         training=training,
-        optimizer=resolve_optimizer(given.optimizer, training, model.seq_length, note),
-        checkpoint=resolve_checkpoint(given.checkpoint, note),
+        optimizer=resolve_optimizer(config.optimizer, training, model.seq_length, note),
+        checkpoint=resolve_checkpoint(config.checkpoint, note),
     )
 
 

@@ -28,11 +28,11 @@ def check_split(split: int, pipeline: int, model: ModelConfig) -> None:
             f"{_FLAG} {split} leaves the {'encoder' if split <= 0 else 'decoder'} none of the {pipeline} stages "
             f"(--pipeline-model-parallel-size); give {_range(pipeline)}"
         )
-    sides = (
+    stacks = (
         ("--num-layers", model.num_layers, split, "before"),
         ("--decoder-num-layers", len(model.decoder_layers), pipeline - split, "after"),
     )
-    for flag, layers, stages, side in sides:
+    for flag, layers, stages, side in stacks:
         if layers % stages != 0:
             raise UserError(
                 f"{flag} {layers} is not a multiple of the {stages} pipeline stages {side} {_FLAG} {split}; "

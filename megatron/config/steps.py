@@ -43,13 +43,17 @@ class StepSizes:
         while iteration < end:
             until = min(self.lengths.until(iteration) or end, self.skipped.until(iteration) or end, end)
             ahead = self.batches.ahead(consumed_samples, until - iteration)
-            taken = iteration + 1 not in self.skipped
-            yield Stretch(until - iteration, ahead.samples, ahead.micro_batches, self.lengths.at(iteration), taken)
+            is_taken = iteration + 1 not in self.skipped
+            yield Stretch(until - iteration, ahead.samples, ahead.micro_batches, self.lengths.at(iteration), is_taken)
             iteration, consumed_samples = until, consumed_samples + ahead.samples
 
     def tokens_ahead(self, iteration: int, consumed_samples: int, iterations: int) -> int:
         """Number of tokens trained in the next ``iterations`` steps from a position."""
-        return sum(one.samples * one.length for one in self.ahead(iteration, consumed_samples, iterations) if one.taken)
+        return sum(
+            stretch.samples * stretch.length
+            for stretch in self.ahead(iteration, consumed_samples, iterations)
+            if stretch.taken
+        )
 
     def within(self, tokens: int, iteration: int = 0, consumed_samples: int = 0) -> tuple[int, int]:
         """Full steps from a position within a budget of tokens.

@@ -141,12 +141,12 @@ def parse_task(argv: Sequence[str]) -> tuple[ParsedRun, TaskConfig, Task]:
         UserError: when it is invalid; a single line.
     """
     parsed = task_parser().parse(argv, check=False)
-    given: TaskConfig = parsed.sections.pop("task")
+    task_config: TaskConfig = parsed.sections.pop("task")
     run = ParsedRun(config=RunConfig(**parsed.sections), notes=parsed.notes, explicit=parsed.explicit)
-    name = task_name(given.task) if given.task is not None else None
+    name = task_name(task_config.task) if task_config.task is not None else None
     if name not in TASKS:
-        raise UserError(f"--task {given.task}: choose from {', '.join(TASKS)}")
-    check_fields("task", given)
+        raise UserError(f"--task {task_config.task}: choose from {', '.join(TASKS)}")
+    check_fields("task", task_config)
     task, explicit = TASKS[name], run.explicit
     for path, instead in (("model.task_head", "--task says it"), ("model.task_classes", "--task says it")):
         if path in explicit:
@@ -172,15 +172,15 @@ def parse_task(argv: Sequence[str]) -> tuple[ParsedRun, TaskConfig, Task]:
         model = replace(model, model_type="bert")
     run.config = replace(run.config, model=task.on(model))
     check_task_head(run.config.model)
-    given = replace(given, task=name)
-    _check_given(given, run, explicit)
-    return run, given, task
+    task_config = replace(task_config, task=name)
+    _check_given(task_config, run, explicit)
+    return run, task_config, task
 
 
 def task_name(word: str) -> str:
     """Canonical task name of a word in any spelling; the word itself if there is no such task."""
-    alike = {_alike(name): name for name in TASKS}
-    return alike.get(_alike(word), word)
+    names_by_spelling = {_alike(name): name for name in TASKS}
+    return names_by_spelling.get(_alike(word), word)
 
 
 def _alike(word: str) -> str:

@@ -171,15 +171,15 @@ def resolve_training(
     if training.train_tokens is not None:
         if training.train_iters is not None:
             raise UserError("--train-iters and --train-tokens exclude each other; leave one of them out")
-        whole = _samples_of(training, lengths)
-        if whole == 0:
+        samples = _samples_of(training, lengths)
+        if samples == 0:
             raise UserError(
                 f"--train-tokens {training.train_tokens} is less than one {_unit(lengths)}; give more tokens"
             )
-        if training.train_samples is None or whole < training.train_samples:
+        if training.train_samples is None or samples < training.train_samples:
             tokens = "growing lengths" if lengths.grows else f"{model.seq_length} tokens"
-            note(f"--train-tokens {training.train_tokens} ends the run after {whole} samples of {tokens}")
-            training = replace(training, train_samples=whole)
+            note(f"--train-tokens {training.train_tokens} ends the run after {samples} samples of {tokens}")
+            training = replace(training, train_samples=samples)
     return training
 
 
@@ -236,7 +236,7 @@ def _unit(lengths: LengthSchedule) -> str:
 def check_batches(training: TrainingConfig, parallel: ParallelConfig, world_size: int, seq_length: int) -> None:
     """Check that global batches divide evenly into micro-batches in this layout; raise UserError otherwise."""
     replicas = parallel.data_parallel_size(world_size)
-    together = training.micro_batch_size * replicas
+    divisor = training.micro_batch_size * replicas
     schedule, flag, remedy = batch_schedule(training, seq_length), "", "choose a multiple"
     if training.rampup_batch_size is not None:
         flag = f"--rampup-batch-size {' '.join(map(str, training.rampup_batch_size))}: its batch of"
@@ -244,24 +244,24 @@ def check_batches(training: TrainingConfig, parallel: ParallelConfig, world_size
         flag = f"--step-batch-size-schedule {training.step_batch_size_schedule}: its batch of"
         remedy = "choose a multiple, or leave out what the run has passed (the next entry then begins at 0)"
     for size in schedule.deciding_sizes:
-        where = f"{flag or '--global-batch-size'} {size}"
-        if size % together != 0:
+        flag_text = f"{flag or '--global-batch-size'} {size}"
+        if size % divisor != 0:
             raise UserError(
-                f"{where} is not a multiple of --micro-batch-size {training.micro_batch_size} x {replicas} "
-                f"data-parallel replicas = {together}; {remedy}"
+                f"{flag_text} is not a multiple of --micro-batch-size {training.micro_batch_size} x {replicas} "
+                f"data-parallel replicas = {divisor}; {remedy}"
             )
         if parallel.virtual_pipeline_model_parallel_size is not None:
-            stages, micro_batches = parallel.pipeline_model_parallel_size, size // together
+            stages, micro_batches = parallel.pipeline_model_parallel_size, size // divisor
             if micro_batches % stages != 0:
                 raise UserError(
-                    f"{where} makes {micro_batches} micro-batches, which interleaving "
+                    f"{flag_text} makes {micro_batches} micro-batches, which interleaving "
                     "(--num-layers-per-virtual-pipeline-stage) needs to be a multiple of "
-                    f"--pipeline-model-parallel-size {stages}; choose a multiple of {stages * together}"
+                    f"--pipeline-model-parallel-size {stages}; choose a multiple of {stages * divisor}"
                 )
     largest = max(schedule.sizes)
-    if largest // together > _MOST_MICRO_BATCHES:
+    if largest // divisor > _MOST_MICRO_BATCHES:
         raise UserError(
-            f"--global-batch-size {largest} makes {largest // together} micro-batches of each replica's step, more "
+            f"--global-batch-size {largest} makes {largest // divisor} micro-batches of each replica's step, more "
             f"than {_MOST_MICRO_BATCHES}; raise --micro-batch-size, start more processes, or lower it"
         )
 

@@ -17,11 +17,11 @@ def check_vocabulary(vocab_size: int, multiple: int, tensor: int) -> None:
         return
     powers = [1 << power for power in range(multiple.bit_length())]
     fitting = [power for power in powers if power < multiple and _all_hold_some(vocab_size, power, tensor)]
-    less = f"--make-vocab-size-divisible-by {fitting[-1]}" if fitting else "--tensor-model-parallel-size"
+    remedy = f"--make-vocab-size-divisible-by {fitting[-1]}" if fitting else "--tensor-model-parallel-size"
     raise UserError(
         f"a vocabulary of {vocab_size} entries, padded to a multiple of --make-vocab-size-divisible-by {multiple} x "
         f"--tensor-model-parallel-size {tensor}, leaves tensor-parallel rank {tensor - 1} none of them; "
-        f"{'use' if fitting else 'lower'} {less}"
+        f"{'use' if fitting else 'lower'} {remedy}"
     )
 
 

@@ -40,50 +40,53 @@ class AqsgdConfig:
     gradient_accumulate_step: int = option(1, "Only 1 is accepted; more repeated the same batch in AQ-SGD.", minimum=1)
 
 
-def _translate(given: Theirs, explicit: Explicit, note: Note) -> None:
+def _translate(theirs: Theirs, explicit: Explicit, note: Note) -> None:
     """Translate the flags. Raises UserError for unavailable or contradictory settings."""
-    if given.task_name is not None:
-        if given.task_name not in _TASKS:
-            raise UserError(f"--task-name {given.task_name}: only language models are trained; use {_TASKS[0]}")
-        note(f"--task-name {given.task_name}: no effect, the text is that of --data-path")
-    if given.gradient_accumulate_step != 1:
+    if theirs.task_name is not None:
+        if theirs.task_name not in _TASKS:
+            raise UserError(f"--task-name {theirs.task_name}: only language models are trained; use {_TASKS[0]}")
+        note(f"--task-name {theirs.task_name}: no effect, the text is that of --data-path")
+    if theirs.gradient_accumulate_step != 1:
         raise UserError("--gradient-accumulate-step repeats the same batch; leave it out and raise --batch-size")
-    _sizes(given, explicit, note)
-    _model(given, explicit, note)
-    if given.do_evaluation is False:
-        given.settle("do_evaluation", "validation.eval_iters", 0, "--do-evaluation false")
+    _sizes(theirs, explicit, note)
+    _model(theirs, explicit, note)
+    if theirs.do_evaluation is False:
+        theirs.settle("do_evaluation", "validation.eval_iters", 0, "--do-evaluation false")
 
 
-def _sizes(given: Theirs, explicit: Explicit, note: Note) -> None:
-    stages, batch, replicas = given.pipeline_group_size, given.batch_size, given.data_group_size
+def _sizes(theirs: Theirs, explicit: Explicit, note: Note) -> None:
+    stages, batch, replicas = theirs.pipeline_group_size, theirs.batch_size, theirs.data_group_size
     if stages is None:
         if replicas is not None:
             note("--data-group-size: no effect without --pipeline-group-size; replicas are what the processes leave")
         if batch is not None:
-            given.settle("batch_size", "training.micro_batch_size", batch, f"--batch-size {batch}")
+            theirs.settle("batch_size", "training.micro_batch_size", batch, f"--batch-size {batch}")
             note(f"--batch-size is an old name: taken as --micro-batch-size {batch}")
         return
-    where = f"--pipeline-group-size {stages}"
+    flag = f"--pipeline-group-size {stages}"
     path = "parallel.pipeline_model_parallel_size"
-    given.settle("pipeline_group_size", path, stages, where)
+    theirs.settle("pipeline_group_size", path, stages, flag)
     layers = explicit.get("model.num_layers")
     if layers is not None:
         explicit["model.num_layers"] = layers * stages
-        note(f"{where}: --num-layers {layers} counts one stage, as in AQ-SGD; the model has {layers * stages} layers")
+        note(f"{flag}: --num-layers {layers} counts one stage, as in AQ-SGD; the model has {layers * stages} layers")
     if batch is not None:
-        whole = batch * (replicas or 1)
-        given.settle("batch_size", "training.global_batch_size", whole, f"--batch-size {batch}")
-        note(f"{where}: --batch-size {batch} counts one replica's step, as in AQ-SGD; --global-batch-size is {whole}")
+        global_batch = batch * (replicas or 1)
+        theirs.settle("batch_size", "training.global_batch_size", global_batch, f"--batch-size {batch}")
+        note(
+            f"{flag}: --batch-size {batch} counts one replica's step, as in AQ-SGD; --global-batch-size is "
+            f"{global_batch}"
+        )
     elif replicas is not None:
         note("--data-group-size: no effect without --batch-size; replicas are what the processes leave")
 
 
-def _model(given: Theirs, explicit: Explicit, note: Note) -> None:
-    name, tokenizer = given.model_name, given.tokenizer_name
+def _model(theirs: Theirs, explicit: Explicit, note: Note) -> None:
+    name, tokenizer = theirs.model_name, theirs.tokenizer_name
     if name is None:
-        if given.load_pretrained_model is not None:
+        if theirs.load_pretrained_model is not None:
             note("--load-pretrained-model: no effect without --model-name")
-    elif given.load_pretrained_model is False:
+    elif theirs.load_pretrained_model is False:
         note("--model-name: no effect with --load-pretrained-model false")
     elif "checkpoint.load" in explicit:
         note("--model-name: no effect beside --load")

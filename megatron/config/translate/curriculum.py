@@ -45,57 +45,57 @@ def read_curriculum(content: dict[str, Any], where: str, idle: Note) -> dict[str
         raise UserError(f"{where}: curriculum_type {content['curriculum_type']!r} is not available; use seqlen")
     kind = Kind(element=str, choices=_TYPES).from_json(values.text("schedule_type"), f"{where}: schedule_type")
     least, full = values.integer("min_difficulty"), values.integer("max_difficulty")
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "curriculum_learning": True,
         "curriculum_type": kind,
         **_schedule(values, kind, f"{where}: {_CONFIG}"),
     }
     if kind in ("fixed_linear", "fixed_root"):
-        found["curriculum_seqlen_min"] = least
-    elif kind == "custom" or least != found["curriculum_discrete_seqlens"][0]:
+        settings["curriculum_seqlen_min"] = least
+    elif kind == "custom" or least != settings["curriculum_discrete_seqlens"][0]:
         idle(f"{_NAME}.min_difficulty")
     if kind != "custom":  # a custom function is not in the file
         try:
-            lengths_of(CurriculumConfig(**found), full, lambda name: key_of(name, kind))
+            lengths_of(CurriculumConfig(**settings), full, lambda name: key_of(name, kind))
         except UserError as error:
             raise UserError(f"{where}: {error}") from error
-    return {**{f"{_SECTION}.{name}": value for name, value in found.items()}, "model.seq_length": full}
+    return {**{f"{_SECTION}.{name}": value for name, value in settings.items()}, "model.seq_length": full}
 
 
-def _schedule(values: Values, kind: str, where: str) -> dict[str, Any]:
+def _schedule(values: Values, kind: str, location: str) -> dict[str, Any]:
     """Translate ``schedule_config`` to values of our fields."""
     content = dict(values.table(_CONFIG, {} if kind == "custom" else None))
     if _OLD_STEPS in content:
         content.setdefault("total_curriculum_step", content.pop(_OLD_STEPS))
     keys = _BY_TYPE[kind]
-    _known(content, tuple(keys.values()), where)
-    given = Values(content, where)
+    _known(content, tuple(keys.values()), location)
+    schedule = Values(content, location)
     kinds = {field.name: (field.kind, field.is_list) for field in field_options(_SECTION, CurriculumConfig)}
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for name, key in keys.items():
         element, is_list = kinds[name]
         if is_list:
-            found[name] = [element.from_json(one, f"{where}: {key}") for one in given.listed(key)]
-        elif not given.has(key):
-            raise given.wrong(f"{key} is missing")
+            settings[name] = [element.from_json(item, f"{location}: {key}") for item in schedule.listed(key)]
+        elif not schedule.has(key):
+            raise schedule.wrong(f"{key} is missing")
         else:
-            found[name] = element.from_json(given[key], f"{where}: {key}")
-    return found
+            settings[name] = element.from_json(schedule[key], f"{location}: {key}")
+    return settings
 
 
-def _known(content: dict[str, Any], keys: tuple[str, ...], where: str) -> None:
+def _known(content: dict[str, Any], keys: tuple[str, ...], location: str) -> None:
     for name in content:
         if name not in keys:
-            raise UserError(f"{where}: {name} is not available; take it out of the file")
+            raise UserError(f"{location}: {name} is not available; take it out of the file")
 
 
 def key_of(name: str, kind: str) -> str:
     """Key of a field in the file."""
     if name in _BY_TYPE[kind]:
         return f"{_CONFIG}.{_BY_TYPE[kind][name]}"
-    others = {
+    other_keys = {
         "curriculum_type": "schedule_type",
         "curriculum_seqlen_min": "min_difficulty",
         "seq_length": "max_difficulty",
     }
-    return others.get(name, name)
+    return other_keys.get(name, name)

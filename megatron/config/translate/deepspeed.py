@@ -32,31 +32,31 @@ class DeepSpeedConfig:
     load_tag: str | None = derived("the newest", "Same as --ckpt-step N for the tag global_stepN.", metavar="TAG")
 
 
-def _translate(given: Theirs, explicit: Explicit, note: Note) -> None:
+def _translate(theirs: Theirs, explicit: Explicit, note: Note) -> None:
     """Translate the flags. Raises UserError for unavailable or contradictory settings."""
-    if given.zero_stage is not None:
-        _zero(given, "zero_stage", given.zero_stage, f"--zero-stage {given.zero_stage:g}", note)
-    if given.load_tag is not None:
+    if theirs.zero_stage is not None:
+        _zero(theirs, "zero_stage", theirs.zero_stage, f"--zero-stage {theirs.zero_stage:g}", note)
+    if theirs.load_tag is not None:
         if "checkpoint.load" not in explicit:
             raise UserError("--load-tag needs --load FOLDER; add it or leave --load-tag out")
-        number = re.fullmatch(r"(?:global_step|iter_)?([0-9]{1,18})", given.load_tag)
+        number = re.fullmatch(r"(?:global_step|iter_)?([0-9]{1,18})", theirs.load_tag)
         if number is None:
-            raise UserError(f"--load-tag {given.load_tag}: expected global_stepN; or use --ckpt-step N")
+            raise UserError(f"--load-tag {theirs.load_tag}: expected global_stepN; or use --ckpt-step N")
         step = int(number[1])
-        given.settle("load_tag", "checkpoint.ckpt_step", step, f"--load-tag {given.load_tag}")
-        note(f"--load-tag {given.load_tag} means --ckpt-step {step}")
-    if given.deepspeed_config is not None:
-        _File(given, explicit, note).take()
+        theirs.settle("load_tag", "checkpoint.ckpt_step", step, f"--load-tag {theirs.load_tag}")
+        note(f"--load-tag {theirs.load_tag} means --ckpt-step {step}")
+    if theirs.deepspeed_config is not None:
+        _File(theirs, explicit, note).take()
 
 
-def _zero(given: Theirs, by: str, stage: Any, where: str, note: Note) -> None:
+def _zero(theirs: Theirs, source_name: str, stage: Any, location: str, note: Note) -> None:
     if stage not in (0, 1) or isinstance(stage, bool):
         raise UserError(
-            f"{where}: gradients and parameters are not sharded; use stage 1 (--use-distributed-optimizer), or 0"
+            f"{location}: gradients and parameters are not sharded; use stage 1 (--use-distributed-optimizer), or 0"
         )
     if stage == 1:
-        note(f"{where} means --use-distributed-optimizer")
-    given.settle(by, "parallel.use_distributed_optimizer", stage == 1, where)
+        note(f"{location} means --use-distributed-optimizer")
+    theirs.settle(source_name, "parallel.use_distributed_optimizer", stage == 1, location)
 
 
 _IDLE = """
@@ -145,11 +145,11 @@ class _File:
     def _read(self, kind: Kind, key: str, value: Any) -> Any:
         return kind.from_json(value, f"{self.path}: {key}")
 
-    def _mapping(self, key: str, value: Any, known: Collection[str]) -> dict[str, Any]:
+    def _mapping(self, key: str, value: Any, known_names: Collection[str]) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise UserError(f"{self.path}: {key} must hold names and values, not a {type(value).__name__}")
         for name in value:
-            if name not in known:
+            if name not in known_names:
                 raise UserError(f"{self.path}: {key}.{name} is not available; take it out of the file")
         return value
 
@@ -171,16 +171,18 @@ class _File:
         steps = self.content.get("gradient_accumulation_steps")
         if steps in (None, _AUTO):
             return
-        whole, micro = (self.explicit.get(f"training.{name}_batch_size") for name in ("global", "micro"))
-        where = f"{self.path}: gradient_accumulation_steps {steps}"
-        if whole is None or micro is None:
-            raise UserError(f"{where} needs both batch sizes; add --global-batch-size and --micro-batch-size")
-        if whole % (micro * steps) != 0:
-            raise UserError(f"{where} x a micro batch of {micro} does not divide the global batch of {whole}")
+        global_batch, micro_batch = (self.explicit.get(f"training.{name}_batch_size") for name in ("global", "micro"))
+        location = f"{self.path}: gradient_accumulation_steps {steps}"
+        if global_batch is None or micro_batch is None:
+            raise UserError(f"{location} needs both batch sizes; add --global-batch-size and --micro-batch-size")
+        if global_batch % (micro_batch * steps) != 0:
+            raise UserError(
+                f"{location} x a micro batch of {micro_batch} does not divide the global batch of {global_batch}"
+            )
 
     def _fp16(self, key: str, value: Any) -> None:
         names = ("enabled", "loss_scale", "initial_scale_power", "auto_cast", *_PRECISION)
-        values = {name: one for name, one in self._mapping(key, value, names).items() if one not in (None, _AUTO)}
+        values = {name: entry for name, entry in self._mapping(key, value, names).items() if entry not in (None, _AUTO)}
         if not self._format(key, values, "precision.fp16"):
             return
         if values.get("auto_cast", False) is not False:
@@ -217,22 +219,22 @@ class _File:
         if isinstance(values, dict):
             stage = values.get("stage", 0)
             _zero(self.given, _BY, stage, f"{self.path}: {key}.stage {stage}", lambda line: None)
-            values = {name: one for name, one in values.items() if not name.startswith("stage3_")}
+            values = {name: entry for name, entry in values.items() if not name.startswith("stage3_")}
         self._mapping(key, values, _IDLE_ZERO.split())
         self.taken.append(f"{key}.stage")
         self.idle += [f"{key}.{name}" for name in values if name != "stage"]
 
     def _curriculum(self, key: str, value: Any) -> None:
-        where = f"{self.path}: {key}"
+        location = f"{self.path}: {key}"
         if not isinstance(value, dict):
-            raise UserError(f"{where} must hold names and values, not a {type(value).__name__}")
-        meant = read_curriculum(value, where, self.idle.append)
-        if meant is None:
+            raise UserError(f"{location} must hold names and values, not a {type(value).__name__}")
+        settings = read_curriculum(value, location, self.idle.append)
+        if settings is None:
             self.idle.append(key)
             return
-        for path, one in meant.items():
-            name = key_of(path.partition(".")[2], meant["curriculum.curriculum_type"])
-            self.given.settle(_BY, path, one, f"{where}.{name} {one}")
+        for path, setting in settings.items():
+            name = key_of(path.partition(".")[2], settings["curriculum.curriculum_type"])
+            self.given.settle(_BY, path, setting, f"{location}.{name} {setting}")
         self.taken.append(key)
 
     def _data_types(self, key: str, value: Any) -> None:

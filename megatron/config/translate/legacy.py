@@ -185,8 +185,8 @@ def _translate(old: Theirs, explicit: Explicit, note: Note) -> None:
     for flags, spec in specs:
         note(f"{flags} means --compress {spec}")
     if specs:
-        given = explicit.get("compression.compress", [])
-        explicit["compression.compress"] = [*given, *(spec for _, spec in specs)]
+        user_specs = explicit.get("compression.compress", [])
+        explicit["compression.compress"] = [*user_specs, *(spec for _, spec in specs)]
     if old.forward_compress_method.startswith("delta") and "data.sample_order" not in explicit:
         explicit["data.sample_order"] = "fixed"
         note("--forward-compress-method delta means --sample-order fixed: what is remembered must come again")
@@ -242,11 +242,11 @@ _CLASSIC = ("topk", "topkreducerefcorrectionresisgradwarmup")
 def _radius(old: Theirs) -> str:
     """Spec of a Radius reducer. Error feedback needs no flag."""
     if old.grad_comp_type.lower() in _CLASSIC:
-        slow = old.density and old.stable_topk_density_warmup_steps
-        density = f"1~{old.density!r}@{slow}" if slow else f"{old.density!r}"
+        warmup_steps = old.density and old.stable_topk_density_warmup_steps
+        density = f"1~{old.density!r}@{warmup_steps}" if warmup_steps else f"{old.density!r}"
         return f"dp-grad=topk,density={density}{_dense_until(old)}"
-    reach = old.stable_topk_range if _STABLE[old.grad_comp_type.lower()] else 0
-    return f"dp-grad={_stable(old, reach)}"
+    bucket_range = old.stable_topk_range if _STABLE[old.grad_comp_type.lower()] else 0
+    return f"dp-grad={_stable(old, bucket_range)}"
 
 
 def _stable(old: Theirs, reach: int) -> str:
@@ -272,8 +272,8 @@ def _optimus_gradients(old: Theirs, stages: int) -> list[tuple[str, str]]:
         if old.collect_log_path is not None:
             spec, flags = _edgc(old, feedback), f"{flags} --collect-log-path"
     if old.selective_grad_comp:
-        way = old.selective_grad_comp_way
-        spec += f",stages=first:{min(way, stages) if stages > 1 else way}"  # at most all stages
+        first_stages = old.selective_grad_comp_way
+        spec += f",stages=first:{min(first_stages, stages) if stages > 1 else first_stages}"  # at most all stages
         flags += " --selective-grad-comp"
     return [(flags, spec)]
 
@@ -281,8 +281,8 @@ def _optimus_gradients(old: Theirs, stages: int) -> list[tuple[str, str]]:
 def _edgc(old: Theirs, feedback: str) -> str:
     """Spec of EDGC, which adapts the rank and never read --grad_comp_rank; if given, that is the maximum rank."""
     shared = _low_rank(old, "grad_comp", feedback)
-    own = shared if "grad_comp_rank" in old.names else shared.partition(",")[2]
-    return f"dp-grad=edgc,{own},warmup-ends=error"
+    options = shared if "grad_comp_rank" in old.names else shared.partition(",")[2]
+    return f"dp-grad=edgc,{options},warmup-ends=error"
 
 
 def _optimus_pipeline(old: Theirs) -> list[tuple[str, str]]:

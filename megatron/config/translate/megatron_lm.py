@@ -33,15 +33,15 @@ def _translate(theirs: Theirs, explicit: Explicit, note: Note) -> None:
 
 
 def _set_virtual_stages(theirs: Theirs, chunks: int, explicit: Explicit, note: Note) -> None:
-    where = f"--num-virtual-stages-per-pipeline-rank {chunks}"
+    flag = f"--num-virtual-stages-per-pipeline-rank {chunks}"
     layers, stages = explicit.get("model.num_layers"), explicit.get("parallel.pipeline_model_parallel_size") or 1
     if stages == 1:
-        raise UserError(f"{where} needs --pipeline-model-parallel-size of at least 2; add it or leave the flag out")
+        raise UserError(f"{flag} needs --pipeline-model-parallel-size of at least 2; add it or leave the flag out")
     if not layers or layers % (stages * chunks):
-        raise UserError(f"{where} needs --num-layers that is a multiple of {stages * chunks}, stages x virtual stages")
+        raise UserError(f"{flag} needs --num-layers that is a multiple of {stages * chunks}, stages x virtual stages")
     path, per_stage = "parallel.num_layers_per_virtual_pipeline_stage", layers // (stages * chunks)
-    theirs.settle("num_virtual_stages_per_pipeline_rank", path, per_stage, where)
-    note(f"{where} means --num-layers-per-virtual-pipeline-stage {per_stage}")
+    theirs.settle("num_virtual_stages_per_pipeline_rank", path, per_stage, flag)
+    note(f"{flag} means --num-layers-per-virtual-pipeline-stage {per_stage}")
 
 
 MEGATRON_LM = Dialect(section="megatron_lm", config=MegatronLMConfig, translate=_translate)

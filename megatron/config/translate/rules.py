@@ -99,8 +99,8 @@ class Shortcut(OldFlag):
             return Meaning()
         if self.choices and words[0].lower() not in self.choices:
             raise UserError(f"--{self.name} {words[0]}: choose from {', '.join(self.choices)}")
-        given = self.choices.get(words[0].lower(), words[0]) if words else ""
-        sets = {path: given if word == GIVEN else word for path, word in self.sets.items()}
+        argument = self.choices.get(words[0].lower(), words[0]) if words else ""
+        sets = {path: argument if word == GIVEN else word for path, word in self.sets.items()}
         return Meaning(sets=sets, note=self.note.replace(GIVEN, " ".join(words)), rule=self.rule)
 
 
@@ -141,7 +141,7 @@ class KnownFlag(OldFlag):
     def _asks_for_nothing(self, words: Sequence[str]) -> bool:
         if self.arity == SWITCH:
             return _is_false(words)
-        return bool(self.neutral) and all(any(_same(word, one) for one in self.neutral) for word in words)
+        return bool(self.neutral) and all(any(_same(word, spelling) for spelling in self.neutral) for word in words)
 
 
 def known_flags(
@@ -219,7 +219,11 @@ class Theirs:
         self._explicit = explicit
         self._values: Any = dialect.config(**{name: explicit[f"{self.section}.{name}"] for name in self.names})
         check_fields(self.section, self._values)
-        self._idle = {one.name for one in field_options(self.section, dialect.config) if one.option.no_effect}
+        self._idle = {
+            field_option.name
+            for field_option in field_options(self.section, dialect.config)
+            if field_option.option.no_effect
+        }
         self._read: set[str] = set()
 
     def __getattr__(self, name: str) -> Any:
@@ -236,14 +240,14 @@ class Theirs:
         The source of higher precedence wins. Raises UserError starting with `where` if a source contradicts itself.
         """
         explicit = self._explicit
-        level, before = explicit.levels.get(f"{self.section}.{name}", 0), explicit.levels.get(path)
-        if before is None or before < level:
+        level, previous_level = explicit.levels.get(f"{self.section}.{name}", 0), explicit.levels.get(path)
+        if previous_level is None or previous_level < level:
             explicit[path] = value
             explicit.levels[path] = level
-        elif before == level and explicit[path] != value:
+        elif previous_level == level and explicit[path] != value:
             ours = flag(path.partition(".")[2])
-            shown = "" if isinstance(explicit[path], bool) else f" {explicit[path]}"
-            raise UserError(f"{where} and {ours}{shown} contradict each other; give only one of them")
+            value_text = "" if isinstance(explicit[path], bool) else f" {explicit[path]}"
+            raise UserError(f"{where} and {ours}{value_text} contradict each other; give only one of them")
 
 
 def flag(name: str) -> str:

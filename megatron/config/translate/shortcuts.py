@@ -13,8 +13,8 @@ _RECIPES = {"hybrid": "tensorwise", "e4m3": "rowwise"}
 
 
 def _without_position_embedding(explicit: Explicit, note: Note) -> None:
-    given = explicit.setdefault(_POSITION, "none")
-    if given == "learned_absolute":
+    embedding_type = explicit.setdefault(_POSITION, "none")
+    if embedding_type == "learned_absolute":
         raise UserError("--no-position-embedding contradicts --position-embedding-type learned_absolute; give only one")
 
 
