@@ -1,4 +1,4 @@
-"""What a run says of itself before it trains."""
+"""Messages of a run before it trains."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.training.data_notes import data_notes, epochs_of_run
 def log_config(
     config: RunConfig, notes: Sequence[str], sections: Mapping[str, Any], log: Callable[[str], None]
 ) -> None:
-    """Prints the notes on the flags, and the settings that differ from the defaults, or all (``--print-config``)."""
+    """Print the notes on the flags, and the settings that differ from the defaults, or all (``--print-config``)."""
     for note in notes:
         log(f"note: {note}")
     defaults = config.logging.print_config
@@ -28,7 +28,7 @@ def log_config(
 
 
 def log_engines(engines: Engines, datasets: Datasets, notes: Sequence[str], log: Callable[[str], None]) -> None:
-    """Prints what was built, and the notes on it."""
+    """Print a summary of the run's engines and data, and the notes on them."""
     about_nodes = [*node_notes(engines.plan, engines.topology), *stage_notes(engines)]
     about_data = data_notes(engines.config, datasets) if engines.config.model.predicts_words else []
     for note in (*about_nodes, *cache_notes(engines, datasets[0]), *notes, *about_data):
@@ -52,7 +52,7 @@ def summary(topology: Topology, vocab_size: int, padded: int, datasets: Datasets
 
 
 def rank_0_log(topology: Topology) -> Callable[[str], None]:
-    """Prints lines of the checkpoint code, on rank 0."""
+    """Print lines of the checkpoint code, on rank 0."""
 
     def log(text: str) -> None:
         if topology.rank == 0:

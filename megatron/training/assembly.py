@@ -1,4 +1,4 @@
-"""Builds one rank's engines from the configuration: model chunks, buckets, pipeline, optimizer."""
+"""Builds a rank's engines from the configuration: model chunks, buckets, pipeline, optimizer."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from megatron.training.observers import build_experiments, build_traces
 
 @dataclass(frozen=True)
 class Engines:
-    """The engines of one rank: all that computes and communicates.
+    """All objects of a rank that compute and communicate.
 
     Args:
         config: the resolved configuration.
@@ -52,14 +52,14 @@ class Engines:
         buffers: flat parameters and gradients of the chunks.
         sync: reduces gradients.
         pipeline: runs schedules.
-        optimizer: None when nothing is trained.
+        optimizer: None without training.
         channel: messages to the neighboring stages; None with a single stage.
         comm: the tensor-parallel points.
         plan: the compressors of all points.
-        experts: counts the tokens of experts, where layers have any.
+        experts: counts the tokens of each expert, in layers with experts.
         replicas: torch's DistributedDataParallel around the chunk, with ``--DDP-impl torch``.
-        joint: the steps that all islands take as one.
-        outer: this rank's part of rounds of islands; None without the point ``outer``.
+        joint: the steps that all islands take together.
+        outer: this rank's part in rounds of islands; None without the point ``outer``.
     """
 
     config: RunConfig
@@ -81,7 +81,7 @@ class Engines:
     outer: OuterSync | None
 
     def begin_step(self, iteration: int, seq_length: int | None = None) -> None:
-        """Begins a step at the communication points, with its loss scale.
+        """Begin a step at the communication points, with its loss scale.
 
         Args:
             iteration: 0-based; -1 for an evaluation.
@@ -106,8 +106,7 @@ class Engines:
             yield from self.channel.states()
 
     def end_step(self, taken: bool) -> None:
-        """Ends a step or an evaluation: commits the compressors' staged states, or rolls them back where no update was
-        taken."""
+        """End a step or an evaluation: commit the compressors' staged states, or roll them back without an update."""
         for state in self.compressor_states():
             if taken:
                 state.commit()
@@ -131,7 +130,7 @@ class Engines:
 
     @property
     def keys_hold_tokens(self) -> bool:
-        """Whether a codec of the pipeline's messages asks for their tokens."""
+        """Whether a codec of pipeline messages needs their tokens as keys."""
         if self.channel is None:
             return False
         points = (Point.PP_FWD, Point.PP_BWD)
@@ -139,7 +138,7 @@ class Engines:
 
 
 def layout_of(config: RunConfig, world_size: int) -> Layout:
-    """The mesh that a configuration describes."""
+    """Return the mesh for a configuration."""
     parallel = config.parallel
     return Layout(
         tp=parallel.tensor_model_parallel_size,
@@ -154,7 +153,7 @@ def layout_of(config: RunConfig, world_size: int) -> Layout:
 
 
 def groups_by_node(config: RunConfig) -> frozenset[str]:
-    """The groups that the run's compressors and its experts want cut by node, by their names in ``Topology``."""
+    """Names in ``Topology`` of the groups that compressors or experts split by node."""
     specs, parallel = config.compression.specs(RunLength(config.training.planned_iters)), config.parallel
     experts = parallel.expert_model_parallel_size > 1 and parallel.moe_two_stage != "off"
     return frozenset(["ep"] if experts else []).union(
@@ -170,13 +169,13 @@ def build_engines(
     vocab_size: int,
     length: RunLength | None = None,
 ) -> Engines:
-    """Builds the engines of this rank with freshly initialized weights.
+    """Build this rank's engines with freshly initialized weights.
 
     Args:
         config: the resolved configuration.
         topology: this rank's place.
         vocab_size: entries of the tokenizer.
-        length: length of the run, for warm-ups that are a part of it.
+        length: length of the run, for warm-ups that are a fraction of it.
     """
     layout, parallel = topology.layout, config.parallel
     ledger = Ledger(clock := clock_of(topology.device), build_traces(config.logging, topology, clock))
@@ -227,14 +226,14 @@ def build_engines(
 
 
 def _build_joint(config: RunConfig, plan: CompressionPlan, ledger: Ledger) -> JointSteps:
-    """The steps that all islands take as one."""
+    """Build the steps that all islands take together."""
     steps, outer = plan.activation(Point.OUTER).warmup_iters, plan.specs.get(Point.OUTER)
     compressed = outer is not None and outer.outer.in_step == "compressed"
     return JointSteps(config.islands.islands, steps, ledger, compressed)
 
 
 def _tensor_comm(config: RunConfig, topology: Topology, ledger: Ledger, plan: CompressionPlan) -> TensorComm:
-    """The tensor-parallel points, and those of experts."""
+    """Build the tensor-parallel points, and the points of experts."""
     return TensorComm(
         topology.tp,
         ledger,
@@ -246,7 +245,7 @@ def _tensor_comm(config: RunConfig, topology: Topology, ledger: Ledger, plan: Co
 
 
 def _build_stages(config: RunConfig, topology: Topology, vocab_size: int, comm: TensorComm) -> list[Stage]:
-    """This rank's model chunks, whose layers compute in 8 bits and are compiled where they are to be."""
+    """Build this rank's model chunks, with 8-bit linear layers and compiled layers if configured."""
     stages = build_stages(
         config.model,
         config.recompute,
@@ -275,7 +274,7 @@ def _build_optimizer(
     joint: JointSteps,
     sharded: bool,
 ) -> Optimizer:
-    """The optimizer over this rank's buffers."""
+    """Build the optimizer over this rank's buffers."""
     return Optimizer(
         buffers,
         topology,
@@ -298,7 +297,7 @@ def _build_outer(
     optimizer: Optimizer,
     plan: CompressionPlan,
 ) -> OuterSync | None:
-    """This rank's part of rounds of islands; one island has rounds, too, where they are asked for."""
+    """Build this rank's part in rounds of islands; a single island has rounds, too, if configured."""
     spec = plan.specs.get(Point.OUTER)
     if spec is None:
         return None
@@ -311,7 +310,7 @@ def _compiles(config: RunConfig, device: torch.device) -> bool:
     """Whether the layers are compiled.
 
     Raises:
-        UserError: when compiling was asked for, and the device's compiler is missing.
+        UserError: when compiling was requested, but the device's compiler is missing.
     """
     choice, cuda = config.training.compile, device.type == "cuda"
     able = (
@@ -328,8 +327,8 @@ def _compiles(config: RunConfig, device: torch.device) -> bool:
 
 
 def _build_buffers(config: RunConfig, topology: Topology, stages: Sequence[Stage], shares: bool) -> list[FlatBuffer]:
-    """The parameters and gradients of each stage, in buckets; experts that not all replicas hold in buckets of their
-    own. With ``shares`` replicas share buckets out."""
+    """Build buckets for the parameters and gradients of each stage; experts that only some replicas hold get separate
+    buckets. With ``shares``, replicas shard the buckets."""
     parallel, layout = config.parallel, topology.layout
     buffers = []
     for chunk, stage in enumerate(stages):
@@ -365,7 +364,7 @@ def _build_loss_scale(config: RunConfig) -> LossScale:
 
 
 def _message_shapes(config: RunConfig, layout: Layout, length: int | None = None) -> list[torch.Size]:
-    """Shapes of pipeline messages by boundary, which may be a rank's parts of the sequence."""
+    """Shapes of pipeline messages by boundary, for this rank's slice of the sequence if messages are split."""
     lengths = boundary_lengths(config.model, layout, length or config.model.seq_length)
     rest = (config.training.micro_batch_size, config.model.hidden_size)
     return [torch.Size((length // config.parallel.message_parts, *rest)) for length in lengths]
@@ -374,7 +373,7 @@ def _message_shapes(config: RunConfig, layout: Layout, length: int | None = None
 def _build_channel(
     config: RunConfig, topology: Topology, plan: CompressionPlan, ledger: Ledger, comm: TensorComm
 ) -> PipelineChannel:
-    """The channel of pipeline messages."""
+    """Build the channel of pipeline messages."""
     shapes = _message_shapes(config, topology.layout)
     dtype, links = (
         config.model.residual_dtype(config.precision.params_dtype),

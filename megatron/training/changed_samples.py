@@ -1,4 +1,4 @@
-"""Warns where a run goes on with other samples, or another loss of them, than its checkpoint was trained on."""
+"""Warnings about a run that continues with other samples or losses than its checkpoint was trained on."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ _ORDER = (
     *("data.split", "data.dataloader_type", "data.sample_order", "training.seed"),
     *("data.mask_prob", "data.short_seq_prob"),
 )
-"""Fields that decide which samples are drawn in which order."""
+"""Fields that decide which samples are drawn, and in which order."""
 _LENGTHS = ("model.seq_length", "model.decoder_seq_length")
 _SAME_SAMPLES = ("data.eod_mask_loss", "data.reset_position_ids", "data.reset_attention_mask")
-"""Fields that change what is computed of the same samples."""
+"""Fields that change the computation on the same samples."""
 _SINCE_CYCLIC_PASSES = "max_skipped_steps"
-"""A training flag that checkpoints have since cyclic passes are shuffled one by one."""
+"""A training flag that checkpoints have had since cyclic passes are shuffled separately."""
 SECTIONS = ("model", "training", "data")
-"""Sections of a configuration that hold all of these."""
+"""Configuration sections that hold these fields."""
 
 
 def sample_warnings(config: RunConfig, saved: Mapping[str, Mapping[str, Any]], consumed_samples: int) -> list[str]:
-    """A line for each flag whose value is another than the checkpoint's, and what that means for consumed samples.
+    """Return a line for each flag that differs from the checkpoint's, with the consequences for consumed samples.
 
     Args:
         config: the resolved configuration.
-        saved: sections of the checkpoint's configuration, by name; what an older one lacks is not compared.
+        saved: sections of the checkpoint's configuration, by name; values that it lacks are not compared.
         consumed_samples: position of the run.
     """
     own, lines = config.to_dict(), []
@@ -54,7 +54,7 @@ def _line(here: str, there: str, meaning: str) -> str:
 
 
 def _shuffles_passes_anew(own: Mapping[str, Mapping[str, Any]], saved: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Whether cyclic passes go on that an earlier version has begun in another order."""
+    """Whether cyclic passes continue that an earlier version began in another order."""
     cyclic = all(values.get("data", {}).get("dataloader_type") == "cyclic" for values in (own, saved))
     return cyclic and _SINCE_CYCLIC_PASSES not in saved.get("training", {})
 
@@ -71,7 +71,7 @@ def _with_default(name: str, value: Any) -> Any:
 
 
 def _meaning(path: str, consumed_samples: int, theirs: Any) -> str:
-    """The meaning of a difference for the samples that count as consumed."""
+    """Explain the consequences of a difference for samples that count as consumed."""
     position = f"the run goes on at sample {consumed_samples:,} of an order"
     again = "samples that it has seen may come again, and others never"
     if path in _PATHS:

@@ -20,11 +20,11 @@ from megatron.topology.topology import Topology
 from megatron.training.assembly import Engines
 
 LEAST_TURNS = 3
-"""How often a number should be sent in a run, on the average, where most of them wait in a residual."""
+"""Least average number of times that each element should be sent in a run, if most elements wait in a residual."""
 
 
 def run_length(train_iters: int, train: Dataset | None, batch_sizes: BatchSizeSchedule) -> RunLength:
-    """The length of a run and of its epochs in iterations, for warm-ups that are a fraction of them."""
+    """Return the length of a run and of its epochs in iterations, for warm-ups given as fractions."""
     epoch = train.epoch_samples if train is not None else 0
     return RunLength(train_iters, lambda epochs: batch_sizes.iterations_for(round(epochs * epoch)) if epoch else 0)
 
@@ -32,7 +32,7 @@ def run_length(train_iters: int, train: Dataset | None, batch_sizes: BatchSizeSc
 def compression_notes(
     config: RunConfig, train: Dataset | None, replicas: int, length: RunLength, train_iters: int
 ) -> list[str]:
-    """Notes on compressors that will do little or nothing in this run, and why."""
+    """Notes on compressors that have little or no effect in this run, with the reasons."""
     notes = []
     for point, spec in config.compression.specs(length).items():
         where = f"--compress {point.value}={spec.name}"
@@ -73,14 +73,14 @@ def compression_notes(
 
 
 def _why_never_in_step(config: RunConfig, warmup: int) -> str:
-    """Why no step sums gradients over islands; empty where some do."""
+    """The reason why gradients are never summed over islands; empty if some steps do."""
     if not config.islands.several:
         return "there is one island"
     return "" if warmup else "islands never go in step with warmup=0"
 
 
 def _sparse_notes(spec: Spec, where: str, warmup: int, train_iters: int) -> list[str]:
-    """A warning where a number is sent too few times in the whole run for a residual to pass through."""
+    """Warn if each element is sent too rarely in the whole run for a residual to be transmitted."""
     made = spec.compressor(spec.options_at(train_iters))
     density = made.traits.density if isinstance(made, RoundCompressor) else 1.0
     times, every = max(train_iters - warmup, 0), 1
@@ -99,7 +99,7 @@ def _sparse_notes(spec: Spec, where: str, warmup: int, train_iters: int) -> list
 
 
 def cache_notes(engines: Engines, train: Dataset | None) -> list[str]:
-    """What the memory of samples takes, which grows to this during the first epoch."""
+    """Memory of remembered samples, at its size after the first epoch."""
     channel, plan, notes = engines.channel, engines.plan, []
     for point, spec in plan.specs.items() if channel is not None and train is not None else ():
         if not spec.remembered_samples:
@@ -120,7 +120,7 @@ def cache_notes(engines: Engines, train: Dataset | None) -> list[str]:
 
 
 def node_notes(plan: CompressionPlan, topology: Topology) -> list[str]:
-    """Notes on what the run's nodes make of sums in two levels."""
+    """Notes on how two-level sums use the run's nodes."""
     notes = []
     for point, spec in plan.specs.items():
         embeddings = topology.fused_embedding if spec.fused else topology.embedding
@@ -132,7 +132,7 @@ def node_notes(plan: CompressionPlan, topology: Topology) -> list[str]:
 
 
 def stage_notes(engines: Engines) -> list[str]:
-    """A note on what the run's nodes make of rows in two stages."""
+    """A note on how two-stage dispatch of rows uses the run's nodes."""
     comm, asked = engines.comm.experts, engines.config.parallel.moe_two_stage
     split = comm.group.split
     if split is None:

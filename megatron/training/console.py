@@ -1,4 +1,4 @@
-"""Standard output and error that may fail: a full disk or a closed pipe behind them does not end training."""
+"""Standard output and error that may fail: a full disk or a closed pipe does not end training."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import TextIO
 
 
 class LastingStream(io.TextIOBase):
-    """A stream that writes until that fails, and discards afterwards.
+    """A stream that writes until an error occurs, and then discards its input.
 
     Characters that the stream's encoding does not have are written as escapes.
 
     Args:
-        stream: a file that the process has open.
-        warn: where a warning goes when it fails.
+        stream: an open file of the process.
+        warn: where to write a warning about the failure.
         name: name of the stream, for the warning.
     """
 
@@ -54,7 +54,7 @@ class LastingStream(io.TextIOBase):
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        """Replaces the stream by the null device, so that its buffer can be flushed."""
+        """Replace the stream by the null device, so that its buffer can be flushed."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)
@@ -63,7 +63,7 @@ class LastingStream(io.TextIOBase):
 
 
 def make_output_last() -> None:
-    """Makes failures of standard output and error harmless."""
+    """Make failures of standard output and error harmless."""
     if sys.stderr is sys.__stderr__ and sys.stderr is not None:
         sys.stderr = LastingStream(sys.stderr, io.StringIO(), "the standard error")
     if sys.stdout is sys.__stdout__ and sys.stdout is not None:

@@ -1,4 +1,4 @@
-"""The share of each point's traffic that the compressors of a run can compress, computed before the first step."""
+"""Share of each point's traffic that the run's compressors can compress, computed before the first step."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from megatron.parallel.pipeline.schedule import epilogue, training_schedule
 from megatron.training.assembly import Engines
 
 Shares = tuple[float, float, int]
-"""Elements of an iteration's traffic that go through a compressor, all of them, and the highest rank that pays."""
+"""Elements of an iteration's traffic that go through a compressor, all elements, and the highest rank that pays."""
 
 
 def coverage_notes(engines: Engines) -> list[str]:
-    """A line for each point that has traffic and a compressor: the share that is compressed once warm-ups are over.
+    """Return a line for each point with traffic and a compressor: its compressed share after warm-up.
 
-    A collective call. Tensors for which a compressor would save nothing, and what its options leave out (``stages``,
-    ``when``), are sent as they are; where that is all, the line says so and what would help.
+    A collective call. Tensors for which a compressor would save nothing, and tensors that its options exclude
+    (``stages``, ``when``), are sent uncompressed; if nothing is compressed, the line says so and suggests a remedy.
     """
     points = [point for point in engines.plan.specs if engines.plan.compressed(point)]
     if not points:
@@ -47,8 +47,8 @@ def coverage_notes(engines: Engines) -> list[str]:
 
 
 def highest_rank(spec: Spec, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
-    """The highest rank at which the spec's compressor pays for a matrix of this shape and dtype; 0 if none does, or it
-    has no rank."""
+    """Return the highest rank at which the spec's compressor pays for a matrix of this shape and dtype; 0 if none does,
+    or the compressor has no rank."""
     if not hasattr(spec.options, "rank"):
         return 0
 
@@ -78,7 +78,7 @@ def _line(spec: Spec, share: float, highest_rank: int, dtype: torch.dtype) -> st
 
 
 def _shares(engines: Engines, point: Point) -> Shares:
-    """The shares of this rank's part of one iteration."""
+    """The shares for this rank's part of an iteration."""
     if point in (Point.PP_FWD, Point.PP_BWD):
         return _pipeline(engines, point)
     if point in (Point.TP_FWD, Point.TP_BWD):
@@ -98,7 +98,7 @@ def _shares(engines: Engines, point: Point) -> Shares:
 
 
 def _experts(engines: Engines, point: Point) -> Shares:
-    """How many tokens go where is not known before: here those of a layer choose all its experts alike."""
+    """Routing is not known in advance; assume that a layer's tokens choose all its experts uniformly."""
     model, plan = engines.config.model, engines.plan
     row = (1, model.hidden_size)
     done = plan.covers(point, plan.stage) and plan.ever_compresses(point, row, engines.config.precision.params_dtype)
@@ -111,8 +111,8 @@ def _experts(engines: Engines, point: Point) -> Shares:
 
 
 def _rows_of_token(comm: ExpertComm, experts: int, k: int) -> tuple[float, float]:
-    """Mean rows of a token that go to other ranks, if it may choose any k experts of a layer alike: those of the stage
-    that codecs serve, and those inside nodes after it."""
+    """Mean rows of a token that go to other ranks, if it chooses any k experts of a layer uniformly: rows of the stage
+    that codecs serve, and rows inside nodes after it."""
     handed_on = k * (comm.ranks.size - 1) / comm.ranks.size
     if comm.nodes is None:
         return handed_on, 0.0
@@ -122,7 +122,7 @@ def _rows_of_token(comm: ExpertComm, experts: int, k: int) -> tuple[float, float
 
 
 def _sums(spec: Spec, reducers: Sequence[GradReducer]) -> Shares:
-    """The shares of gradients, or of differences of islands, whose buckets have memory in rounds only."""
+    """The shares of gradients, or of islands' differences, whose buckets are allocated during rounds only."""
     done, total = 0, 0
     shapes: set[tuple[int, ...]] = set()
     for reducer in reducers:
@@ -145,7 +145,7 @@ def _embedding(engines: Engines) -> Shares:
 
 
 def _tensor(engines: Engines, point: Point) -> Shares:
-    """The shares at a tensor-parallel point, whose tensors are activations of the layers' shapes."""
+    """The shares at a tensor-parallel point, whose tensors are activations with the layers' shapes."""
     model, comm = engines.config.model, engines.comm
     if comm.size == 1:
         return 0.0, 0.0, 0
@@ -172,8 +172,7 @@ def _pipeline(engines: Engines, point: Point) -> Shares:
 
 
 def _sent(engines: Engines, point: Point) -> Iterator[tuple[int, bool]]:
-    """The boundary of each message that this rank sends in a step, and whether the spec's ``when`` lets it be
-    compressed."""
+    """Boundary of each message that this rank sends in a step, and whether the spec's ``when`` allows compression."""
     layout, stage = engines.topology.layout, engines.plan.stage
     training, kind = engines.config.training, engines.config.parallel.pipeline_schedule
     micro_batches = training.global_batch_size // (

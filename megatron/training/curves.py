@@ -1,4 +1,4 @@
-"""Sinks of curves: TensorBoard and Weights & Biases, with Megatron's tags."""
+"""Curve sinks: TensorBoard and Weights & Biases, with Megatron's tags."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from megatron.training.sink import Sink, known, slowest
 
 
 class CurveSink(Sink, ABC):
-    """A sink that writes numbers over iterations.
+    """A sink that writes values over iterations.
 
     Args:
-        config: sections that decide what is written, and how often.
-        dp_size: data-parallel replicas, for the figures per replica.
+        config: logging section, which decides which values are written, and how often.
+        dp_size: data-parallel replicas, for values per replica.
         world_size: processes of the run.
     """
 
@@ -29,12 +29,12 @@ class CurveSink(Sink, ABC):
 
     @abstractmethod
     def _curves(self, iteration: int, values: Mapping[str, float], **positions: int) -> None:
-        """Writes points of curves.
+        """Write points of curves.
 
         Args:
-            iteration: where they are.
+            iteration: position of the points.
             values: numbers by tag.
-            positions: where they are on other axes (``samples``, ``tokens``), which these curves are wanted over, too.
+            positions: further axes (``samples``, ``tokens``) for these curves, with the points' positions.
         """
 
     def step(self, metrics: StepMetrics) -> None:
@@ -107,14 +107,14 @@ class CurveSink(Sink, ABC):
 class TensorBoardSink(CurveSink):
     """Writes curves for TensorBoard (``--tensorboard-dir``).
 
-    Curves over samples and tokens (``lm loss vs samples``) are runs of their own in subfolders ``samples`` and
-    ``tokens``. A resumed run has to discard the points of lost work, and TensorBoard discards by the step of a
-    whole run: with steps of several kinds in one run it would discard nearly all of the curves over samples.
+    Curves over samples and tokens (``lm loss vs samples``) are separate TensorBoard runs in the subfolders ``samples``
+    and ``tokens``. A resumed run has to discard the points of lost work, and TensorBoard discards by step across a
+    whole run: with several kinds of steps in a run it would discard nearly all of the curves over samples.
 
     Args:
         folder: folder of the event files.
         config, dp_size, world_size: the arguments of ``CurveSink``.
-        resume: position on each axis (``iterations``, ``samples``, ``tokens``) that the run goes on from.
+        resume: position on each axis (``iterations``, ``samples``, ``tokens``) at which the run resumes.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class TensorBoardSink(CurveSink):
         self._folder = Path(folder)
         self._resume = dict(resume or {})
         self._writers: dict[str, Any] = {}
-        # TensorBoard's threads print a trace of their own besides what the next call raises.
+        # TensorBoard's threads print a traceback in addition to the exception of the next call.
         self._hook_before = threading.excepthook
         threading.excepthook = self._on_thread_error
         self._writer("iterations")
@@ -159,7 +159,7 @@ class TensorBoardSink(CurveSink):
         return self._writers[axis]
 
     def _curves(self, iteration: int, values: Mapping[str, float], **positions: int) -> None:
-        """Writes points over iterations, and the same ones, marked ``vs AXIS``, over other axes."""
+        """Write points over iterations, and again over the other axes, marked ``vs AXIS``."""
         for axis, step in {"iterations": iteration, **positions}.items():
             writer, suffix = self._writer(axis), f" vs {axis}" if axis in positions else ""
             for tag, value in values.items():
@@ -168,21 +168,21 @@ class TensorBoardSink(CurveSink):
     def close(self) -> None:
         try:
             for writer in self._writers.values():
-                writer.flush()  # raises what the writer's thread met
+                writer.flush()  # raises errors of the writer's thread
                 writer.close()
         finally:
             threading.excepthook = self._hook_before
 
 
 class WandbSink(CurveSink):
-    """Writes curves to a run of Weights & Biases (``--wandb-project``), which its own variables configure.
+    """Writes curves to a run of Weights & Biases (``--wandb-project``), which is configured by its own variables.
 
-    Where a run has gone back to an earlier checkpoint, both its old and its new points stay.
+    If a run has gone back to an earlier checkpoint, the old and the new points both stay.
 
     Args:
         project: the project.
         config, dp_size, world_size: the arguments of ``CurveSink``.
-        run_id: the run to go on with, which is made where it is missing; WANDB_RUN_ID goes before it.
+        run_id: the run to resume, which is created if missing; WANDB_RUN_ID takes precedence.
     """
 
     tracker = "wandb"
@@ -195,7 +195,7 @@ class WandbSink(CurveSink):
         try:
             import wandb
 
-            start: Callable[..., Any] = wandb.init  # a folder of this name is a package, too, without anything in it
+            start: Callable[..., Any] = wandb.init  # an empty folder of this name imports, too
             self._errors = (wandb.Error, OSError, ValueError)
         except (ImportError, AttributeError) as error:
             raise UserError("--wandb-project needs the wandb package: pip install wandb, or drop the flag") from error
@@ -207,8 +207,8 @@ class WandbSink(CurveSink):
             which = {"id": run_id, "resume": "allow"} if resumed else {}
             self._run = start(project=project, name=config.wandb_exp_name, dir=folder, **which)
             self.run_id = str(self._run.id)
-            # The service drops what is logged at a step before the last one, and a run may go back to a checkpoint:
-            # its steps are left to count the calls, and the iteration is a value.
+            # The service drops values logged at a step before the last step, but a run may go back to a checkpoint: so
+            # steps count the calls, and the iteration is a value.
             for metric, axis in (("iteration", {}), ("*", {"step_metric": "iteration"})):
                 self._run.define_metric(metric, **axis)
         except self._errors as error:
@@ -228,7 +228,7 @@ class WandbSink(CurveSink):
         self._try(self._run.finish)
 
     def _try(self, call: Callable[[], Any]) -> None:
-        """Its errors become those that cost the run a sink and no more."""
+        """Turn the service's errors into OSError, which costs the run only this sink."""
         try:
             call()
         except self._errors as error:

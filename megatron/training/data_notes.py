@@ -1,4 +1,4 @@
-"""Notes on data sets that are small for the run, and how often it reads its own."""
+"""Notes on data sets that are small for the run, and on how often they are read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.training.evaluation import EvaluationSet, test_sets, validation_se
 
 
 def data_notes(config: RunConfig, datasets: Datasets) -> list[str]:
-    """A note on each data set that is missing, or smaller than what is drawn from it.
+    """Return a note on each data set that is missing, or smaller than the number of samples drawn from it.
 
     Args:
         config: the resolved configuration.
@@ -65,7 +65,7 @@ def _read_often(dataset: Dataset, eval_iters: int, batch: int, name: str) -> Ite
 
 
 def _epochs(dataset: Dataset) -> Iterator[tuple[float, str]]:
-    """The epochs of each file that the run reads, and the file's size."""
+    """Epochs over each file that the run reads, and the file's size."""
     if isinstance(dataset, BlendedDataset):
         for member, draws in zip(dataset.datasets, dataset.draws, strict=True):
             yield draws / max(member.epoch_samples, 1), f"{member.epoch_samples:,} samples of {member.name}"

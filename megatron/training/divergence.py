@@ -1,4 +1,4 @@
-"""Detects that a run has diverged: by steps skipped in a row, or by the first number that is not finite."""
+"""Detects that a run has diverged: by consecutive skipped steps, or by the first number that is not finite."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from megatron.training.progress_state import Progress
 
 SPIKE_FACTOR = 10.0
 SPIKE_SAMPLES = 100
-"""Steps of this process whose highest loss a spike is compared with, as in Megatron-LM."""
+"""Steps of this process whose highest loss is the reference for a spike, as in Megatron-LM."""
 
 
 class DivergenceCheck:
-    """Watches the steps of a run. Every rank has one and sees the same numbers.
+    """Watches the steps of a run. Every rank has a check and sees the same numbers.
 
     Args:
         config: the limits.
-        progress: counters of the run, whose skipped steps are counted here.
+        progress: counters of the run; skipped steps are counted here.
 
     ``problem`` says why the run has diverged; None while it has not.
     """
@@ -29,13 +29,13 @@ class DivergenceCheck:
         self.problem: str | None = None
 
     def after_step(self, step: StepMetrics) -> str | None:
-        """Counts a step, of which ``progress.iteration`` is the number; returns a warning, if there is one."""
+        """Count step number ``progress.iteration``; return a warning, if any."""
         progress, limit = self._progress, self._config.max_skipped_steps
         if not step.skipped:
             progress.last_update, progress.consecutive_skips = progress.iteration, 0
         else:
             progress.skipped += 1
-            # A step in which no token counts is skipped as well, with numbers that are all finite.
+            # A step without any counted token is skipped as well, although all its numbers are finite.
             finite = step.finite_gradients and _has_finite_losses(step)
             progress.consecutive_skips += not finite and not step.searches_loss_scale
         self.problem = self._non_finite(step) if self._config.check_for_nan_in_loss_and_grad else None
@@ -44,7 +44,7 @@ class DivergenceCheck:
         return self._spike(step.loss) if self._config.check_for_spiky_loss else None
 
     def _non_finite(self, step: StepMetrics) -> str | None:
-        """Names the number of a step that is not finite and ends a run that checks for it."""
+        """Report a number of a step that is not finite, in a run that ends for it."""
         number = None
         if not _has_finite_losses(step):
             number = "the loss"
@@ -53,7 +53,7 @@ class DivergenceCheck:
         return number and f"{number} of iteration {step.iteration} is not finite (--check-for-nan-in-loss-and-grad)"
 
     def _spike(self, loss: float) -> str | None:
-        """Compares a loss with the highest of the first steps of this process."""
+        """Compare a loss with the highest of this process's first steps."""
         if not math.isfinite(loss):
             return None
         if self._sampled < SPIKE_SAMPLES:
@@ -66,10 +66,10 @@ class DivergenceCheck:
         return None
 
     def explain(self, checkpoint: str | None) -> str:
-        """The line with which a diverged run ends.
+        """The last line of a diverged run.
 
         Args:
-            checkpoint: flags that load the newest checkpoint after which a step was taken; None where there is none.
+            checkpoint: flags that load the newest checkpoint before the last update; None if there is none.
         """
         updated = self._progress.last_update
         last = f"the last update was that of iteration {updated}" if updated else "no update was ever taken"
@@ -77,7 +77,7 @@ class DivergenceCheck:
         return f"the run has diverged: {self.problem}; {last}; {where} with a lower --lr or other data"
 
     def note_at_end(self) -> str | None:
-        """A warning for a run that ends while steps are being skipped."""
+        """A warning if steps are being skipped at the end of a run."""
         skips = self._progress.consecutive_skips
         return f"warning: the last {skips} steps were skipped: the run may have diverged" if skips > 1 else None
 

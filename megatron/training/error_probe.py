@@ -1,7 +1,7 @@
 """``--check-orth-error-acti``: are compression errors orthogonal to the change of activations (Optimus-CC, Fig. 11)?
 
 Lazy error propagation delays a micro-batch's error by one micro-batch. To first order that changes the weight gradient
-by error^T (next activation - own activation), which is small when the two are nearly orthogonal.
+by error^T (next activation - current activation), which is small when the two are nearly orthogonal.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _COLUMNS = ("boundaries", "micro_batches", "Cosine Sim", "Error AVG", "Acti Delt
 
 
 class ErrorProbe(Observer):
-    """An observer that pairs a step's activations with the errors of their gradients; holds them for the step.
+    """Pairs a step's activations with the errors of their gradients; holds them for the step.
 
-    Shapes are (sequence, batch, hidden) of this rank for both, whatever the parallelism.
+    Activations and errors have this rank's shape (sequence, batch, hidden), whatever the parallelism.
     """
 
     def __init__(self) -> None:
@@ -37,8 +37,8 @@ class ErrorProbe(Observer):
             self._errors[sent.position.boundary, sent.position.micro_batch] = sent.error().detach().clone()
 
     def findings(self, iteration: int) -> Iterator[Finding]:
-        """Cosines, for each boundary and micro-batch whose next one was seen, too, between the error of its gradient
-        and the change of the activation to the next one's, and the means of both."""
+        """For each boundary and micro-batch with a recorded successor, the cosine between the error of its gradient and
+        the change of the activation to the next micro-batch, and the means of both."""
         rows = []
         for (boundary, micro_batch), error in sorted(self._errors.items(), key=lambda item: item[0]):
             own = self._activations.get((boundary, micro_batch))

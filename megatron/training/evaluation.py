@@ -1,4 +1,4 @@
-"""Mean losses over an evaluation's samples, and what a task head says of each."""
+"""Mean losses over an evaluation's samples, and task-head outputs."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from megatron.training.step import evaluation_step, take_batches
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """A data set whose losses are reported by themselves.
+    """A data set with separately reported losses.
 
     Args:
-        name: name in the log; empty for the only one.
+        name: name in the log; empty for a single set.
         dataset: the samples.
         rounds: global batches of each evaluation.
         batch: samples of a global batch.
@@ -38,16 +38,16 @@ class EvaluationSet:
 
     @property
     def samples(self) -> int:
-        """Samples of each evaluation, without those that only fill its last batch."""
+        """Samples of each evaluation, without the padding of its last batch."""
         drawn = self.rounds * self.batch
         return min(drawn, self.dataset.real_samples) if isinstance(self.dataset, FilledSource) else drawn
 
 
 def validation_sets(config: RunConfig, dataset: Dataset | None) -> list[EvaluationSet]:
-    """The sets that a validation set is evaluated as: its members under --multiple-validation-sets, else itself.
+    """The sets to evaluate: the validation set's members under --multiple-validation-sets, else the set itself.
 
     Raises:
-        UserError: when --full-validation reads a set that has no sample.
+        UserError: when --full-validation reads a set without samples.
     """
     validation, batch = config.validation, config.training.global_batch_size
     if dataset is None or not validation.eval_iters:
@@ -88,17 +88,17 @@ def evaluation_rounds(config: RunConfig, datasets: Datasets) -> tuple[int, int]:
 
 
 def mean_losses(losses: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each loss over several sets, each of which weighs the same."""
+    """Mean of each loss over several sets, with equal weights."""
     return {name: sum(one[name] for one in losses) / len(losses) for name in losses[0]}
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The result of an evaluation, the same on every rank.
+    """Result of an evaluation, the same on every rank.
 
     Args:
         losses: mean losses by name, nats.
-        outputs_nc: fp64, what a task head says of each draw; None for a language model.
+        outputs_nc: fp64 task-head output of each draw; None for a language model.
     """
 
     losses: Mapping[str, float]
@@ -106,7 +106,7 @@ class Evaluated:
 
 
 def evaluate(engines: Engines, batches: MicroBatches, rounds: int, micro_batches: int, first_draw: int) -> Evaluated:
-    """Computes the mean of each loss over ``rounds`` global batches.
+    """Compute the mean of each loss over ``rounds`` global batches.
 
     Args:
         engines: engines of this rank.
@@ -128,7 +128,7 @@ def evaluate(engines: Engines, batches: MicroBatches, rounds: int, micro_batches
     }
     if config.model.predicts_words:
         return Evaluated(losses)
-    # Each draw is one rank's, so the sum with the others' zeros is exact.
+    # Each draw belongs to a single rank, so the sum with the other ranks' zeros is exact.
     outputs_nc = torch.zeros(
         (rounds * config.training.global_batch_size, config.model.num_outputs), dtype=torch.float64
     )

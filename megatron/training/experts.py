@@ -1,4 +1,4 @@
-"""The balance of experts: what a step's layers with experts saw, over all ranks, and the biases that follow from it."""
+"""Load balance of experts: token counts of a step over all ranks, and the bias updates that follow from them."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from megatron.topology.topology import Topology
 from megatron.training.metrics import ExpertLoads
 
 MOE_LOSS = "moe loss"
-"""Name of what the layers' own losses add to the objective."""
+"""Name of the auxiliary losses' contribution to the objective."""
 
 
 class ExpertTally:
-    """Counts the tokens that each expert is given in a step; ``seen`` is what its layers saw (``ExpertContext``).
+    """Counts the tokens of each expert in a step; ``seen`` holds the layers' counts (``ExpertContext``).
 
     Args:
         config: the model.
         stages: this rank's chunks.
-        topology, ledger: the ranks, and where one small all-reduce a step is counted.
+        topology, ledger: the ranks, and the traffic account of a small all-reduce per step.
     """
 
     def __init__(
@@ -55,22 +55,22 @@ class ExpertTally:
         return bool(self._layers)
 
     def begin(self) -> None:
-        """Begins a step."""
+        """Begin a step."""
         self.seen.clear()
 
     def context(self, micro_batch: int, loss_grad: Tensor) -> ExpertContext:
-        """What layers are given for a micro-batch; see ``ExpertContext``."""
+        """Inputs of the layers for a micro-batch; see ``ExpertContext``."""
         return ExpertContext(micro_batch, loss_grad, self._shares, self.seen)
 
     def finish(self, micro_batches: int, taken: bool) -> tuple[dict[str, float], ExpertLoads]:
-        """Ends a step; every rank calls it.
+        """End a step; every rank calls it.
 
         Args:
-            micro_batches: those of the step on each replica.
-            taken: the update was taken; otherwise biases stay as they are, and the step does not count as the last.
+            micro_batches: micro-batches of the step on each replica.
+            taken: the update was taken; otherwise biases do not change, and the step does not count as the last step.
 
         Returns:
-            The layers' loss by name, and the loads of the experts; equal on all ranks. Nothing without experts.
+            The auxiliary loss by name, and the loads of the experts; equal on all ranks. Empty without experts.
         """
         if not self.on:
             return {}, {}
@@ -78,7 +78,7 @@ class ExpertTally:
         seen = torch.zeros(len(self._layers), self._most + len(weights), dtype=torch.float64)
         if self._topology.tp.rank == 0 and self.seen:
             parts = [part.double() for pair in self.seen.values() for part in pair]
-            found = iter(torch.cat(parts).cpu().split([len(part) for part in parts]))  # the device is waited for once
+            found = iter(torch.cat(parts).cpu().split([len(part) for part in parts]))  # waits for the device only once
             for layer, _ in self.seen:
                 row, counts = seen[self._layers.index(layer)], next(found)
                 row[: len(counts)] += counts
@@ -102,11 +102,11 @@ class ExpertTally:
         return {MOE_LOSS: loss}, loads
 
     def state_dict(self) -> dict[str, list[float]]:
-        """The tokens that chose each expert in the last step, by layer, of which the next step's losses know."""
+        """Tokens that chose each expert in the last step, by layer; the next step's losses use them."""
         return {str(layer): list(counts) for layer, counts in self._last.items()}
 
     def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:
-        """Goes on after a checkpoint's last step. An older version's, which is empty, is as none."""
+        """Continue after a checkpoint's last step. The empty state of an older version means no last step."""
         self._keep({int(layer): tuple(map(float, counts)) for layer, counts in state.items()})
 
     def _keep(self, loads: ExpertLoads) -> None:
@@ -115,7 +115,7 @@ class ExpertTally:
         self._shares = {layer: (each / each.sum()).to(self._topology.device) for layer, each in every.items()}
 
     def _move_biases(self, counts_le: Tensor) -> None:
-        """Raises the biases of experts that got less than their share, and lowers the others' (Wang et al. 2024,
+        """Raise the biases of underloaded experts, and lower those of overloaded experts (Wang et al. 2024,
         auxiliary-loss-free load balancing, algorithm 1)."""
         for layer, module in self._experts.items():
             counts = counts_le[self._layers.index(layer), : module.count]

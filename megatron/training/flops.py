@@ -1,9 +1,9 @@
-"""Floating-point operations of training: the benchmark's formula, and an honest count.
+"""Floating-point operations of training: the benchmark's formula, and a count of the model's own operations.
 
-The benchmark's figure is kept because published tables use it. It counts a fourth forward pass for every kind
-of recomputation (too much for the selective one), three quarters of the logits when there is none, attention
-over the masked half, a key and value per head even with grouped queries, and a feed-forward width of 4h
-whatever the real one is. ``model_flops_per_sample`` counts what the model needs.
+The benchmark's figure is kept because published tables use it. It counts a fourth forward pass for any kind of
+recomputation (too much for selective recomputation), three quarters of the logits without recomputation, attention
+over the masked half, keys and values of all heads even with grouped queries, and a feed-forward width of 4h regardless
+of the actual width. ``model_flops_per_sample`` counts the model's operations.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ class ModelShape:
     """Sizes of a transformer that decide its FLOPs.
 
     Args:
-        window_layers: how many of the layers have the sliding window; None for all.
-        gated: the feed-forward network has a gate, as SwiGLU and GeGLU do.
-        causal: a token attends to earlier ones alone.
+        window_layers: number of layers with the sliding window; None for all.
+        gated: the feed-forward network has a gate, as in SwiGLU and GeGLU.
+        causal: a token attends to earlier tokens only.
         head_transform: a product of width h comes before the logits, as in BERT.
-        expert_layers: how many of the layers have experts in place of the feed-forward network.
-        expert_products: multiply-adds of a token in all of these: of its experts, of the router, and of what is beside.
-        decoder_layers, decoder_seq_length: layers and tokens of a decoder beside these, which reads them and computes
-            the logits in their place; 0 where there is none.
-        relative_span: distances in one direction that have a vector of their own, in disentangled attention; 0 without.
+        expert_layers: number of layers with experts in place of the feed-forward network.
+        expert_products: multiply-adds of a token in all expert layers: experts, router, and shared or residual network.
+        decoder_layers, decoder_seq_length: layers and tokens of an additional decoder, which reads the encoder's output
+            and computes the logits in its place; 0 without a decoder.
+        relative_span: distances in one direction with their own vectors, in disentangled attention; 0 without.
         conv_kernel_size: tokens of a convolution beside the first layer; 0 without.
     """
 
@@ -52,11 +52,11 @@ class ModelShape:
 def benchmark_tflops(
     shape: ModelShape, *, global_batch_size: int, seconds: float, world_size: int, recompute: bool
 ) -> float:
-    """TFLOP/s per device as the JUPITER benchmark defines them.
+    """TFLOP/s per device as defined by the JUPITER benchmark.
 
-    C*F*B*s*L*h^2 * (1 + s/(6h) + V/(16Lh)) / (t * world * 1e12), with C = 32 for a gated MLP and 24 otherwise, F =
-    4 under any kind of recomputation and 3 otherwise, V the padded vocabulary and t the seconds of one
-    iteration. Of an encoder-decoder it counts the encoder's s and L, as Megatron does.
+    C*F*B*s*L*h^2 * (1 + s/(6h) + V/(16Lh)) / (t * world * 1e12), with C = 32 for a gated MLP and 24 otherwise, F = 4
+    with any kind of recomputation and 3 otherwise, V the padded vocabulary and t the seconds of an iteration. For an
+    encoder-decoder it uses the encoder's s and L, as Megatron does.
     """
     s, layers, h, vocab = shape.seq_length, shape.num_layers, shape.hidden_size, shape.padded_vocab_size
     per_layer = 32 if shape.gated else 24
@@ -66,20 +66,18 @@ def benchmark_tflops(
 
 
 def model_flops_per_sample(shape: ModelShape, *, causal: bool = True) -> int:
-    """Operations of one training sample (forward and backward of ``seq_length`` tokens) that the model itself
-    needs.
+    """Operations that the model itself needs for a training sample (forward and backward of ``seq_length`` tokens).
 
-    A multiply-add counts as two. Counted are the matrix products: query, key and value (of the query groups
-    only), attention scores and context, the attention's output, the feed-forward network at its real width
-    (three matrices with a gate), and the logits over the padded vocabulary. The backward pass costs two
-    forward passes. Not counted: recomputation, embedding lookup, normalization, softmax, the optimizer.
+    A multiply-add counts as two operations. Counted are the matrix products: query, key and value (key and value per
+    query group), attention scores and context, the attention's output, the feed-forward network at its real width
+    (three matrices with a gate), and the logits over the padded vocabulary. The backward pass costs two forward passes.
+    Not counted: recomputation, embedding lookup, normalization, softmax, the optimizer.
 
-    Attention counts the pairs that the mask lets through: s(s+1)/2, or fewer within a sliding window, and all of them
-    where a token attends to later ones, too. ``causal=False`` counts all s*s pairs anyway, which is what many
-    published figures do. A decoder's layers attend to their own tokens, earlier ones alone, and to all of the
-    encoder's, of which each computes keys and values. Of a layer's experts those that a token goes to count.
-    Disentangled attention multiplies queries, and keys, by the vectors of the distances in a sample; to project these
-    is a matter of the step, not of the sample.
+    Attention counts the pairs that the mask allows: s(s+1)/2, or fewer within a sliding window, and all pairs if tokens
+    attend to later tokens, too. ``causal=False`` counts all s*s pairs anyway, as many published figures do. A decoder
+    layer attends to the decoder's earlier tokens and to all of the encoder's tokens, for which it computes keys and
+    values. Of a layer's experts, only those that a token is routed to count. Disentangled attention multiplies queries
+    and keys by the vectors of the distances in a sample; projecting those vectors is a cost per step, not per sample.
     """
     s, h = shape.seq_length, shape.hidden_size
     q_width = shape.num_attention_heads * shape.kv_channels
@@ -107,7 +105,7 @@ def model_flops_per_sample(shape: ModelShape, *, causal: bool = True) -> int:
 
 
 def _pairs(s: int, window: int | None, causal: bool) -> int:
-    """Pairs of tokens that the mask of a layer lets through."""
+    """Pairs of tokens that a layer's mask allows."""
     seen = min(window or s, s)
     return seen * (seen + 1) // 2 + (s - seen) * seen if causal else s * s
 
@@ -115,12 +113,12 @@ def _pairs(s: int, window: int | None, causal: bool) -> int:
 def model_tflops(
     shape: ModelShape, *, global_batch_size: int, seconds: float, world_size: int, causal: bool = True
 ) -> float:
-    """Honest TFLOP/s per device: the model's FLOPs over the time of one iteration."""
+    """Model TFLOP/s per device: the model's own FLOPs over the time of an iteration."""
     return model_flops_per_sample(shape, causal=causal) * global_batch_size / (seconds * world_size * 1e12)
 
 
 def model_flops_utilization(tflops: float, peak_tflops: float) -> float:
-    """MFU: honest TFLOP/s per device over the device's peak at the precision used, from 0 to 1."""
+    """MFU: model TFLOP/s per device over the device's peak at the precision used, from 0 to 1."""
     if peak_tflops <= 0:
         raise ValueError(f"the peak rate must be positive, got {peak_tflops}")
     return tflops / peak_tflops

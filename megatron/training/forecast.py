@@ -18,25 +18,25 @@ from megatron.topology.layout import Layout
 from megatron.training.assembly import Engines
 
 FIRST_ESTIMATE = 10
-"""Iterations after which the whole run is estimated."""
+"""Iterations before the first estimate of the whole run's time."""
 
 _STARTING = 2
-"""First iterations of a process, which are slower; they count only while there are no later ones."""
+"""Slower first iterations of a process; they count only until there are later iterations."""
 
 _RECENT = 100
-"""Number of the last iterations that the estimate averages."""
+"""Most recent iterations over which the estimate averages."""
 
 _FORWARD_SHARE = 1 / 3
-"""Time of an evaluation's micro-batch over a training one's, until one has been measured."""
+"""Time of an evaluation micro-batch relative to a training micro-batch, until an evaluation has been measured."""
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Numbers of parameters.
+    """Parameter counts.
 
     Args:
-        total: parameters of the whole model, without padding, each once.
-        largest: parameters on the rank that holds most, with its padding and its copies of others' parameters.
+        total: parameters of the whole model, without padding, each counted once.
+        largest: parameters on the fullest rank, with padding and copies of parameters from other ranks.
     """
 
     total: int
@@ -44,7 +44,7 @@ class ModelSize:
 
 
 def model_size(engines: Engines) -> ModelSize:
-    """Counts the parameters of the whole model. Every rank calls it."""
+    """Count the parameters of the whole model. Every rank calls it."""
     topology = engines.topology
     specs = [spec for stage in engines.stages for _, spec in collect_specs(stage).values()]
     replicas = {True: topology.expert_dp, False: topology.dp}
@@ -61,7 +61,7 @@ def model_size(engines: Engines) -> ModelSize:
 
 
 def format_size(size: ModelSize, tokens: int, seen: int) -> str:
-    """The size of a run as a section like those of its configuration."""
+    """Format the size of a run like a section of its configuration."""
     rows = {"parameters": size.total, "parameters_on_the_fullest_rank": size.largest, "tokens_to_see": tokens}
     if seen:
         rows["tokens_seen_before"] = seen
@@ -69,11 +69,11 @@ def format_size(size: ModelSize, tokens: int, seen: int) -> str:
 
 
 class Forecast:
-    """Estimates how long the rest of a run takes, from what its iterations, evaluations and saves took so far.
+    """Estimates the remaining time of a run from its past iterations, evaluations and saves.
 
-    An iteration's time goes with its micro-batches, the filling of the pipeline, and the operations of its sequences,
-    so that growing batches and sequences are foreseen. Only what this process has done counts, whatever the run did
-    before it was resumed.
+    The time of an iteration is proportional to its micro-batches plus the pipeline's fill, and to the operations of its
+    sequences, so that growing batches and sequences are accounted for. Only this process's measurements count; earlier
+    parts of a resumed run do not.
 
     Args:
         config: resolved configuration.
@@ -81,7 +81,7 @@ class Forecast:
         layout: mesh of the run.
         train_iters: iterations of the whole run.
         evaluation_rounds: global batches of an evaluation of the validation set, and of the test set.
-        work: operations of a sequence of some length, of which only the ratios count.
+        work: operations for a sequence length; only ratios matter.
     """
 
     def __init__(
@@ -104,10 +104,10 @@ class Forecast:
         self.done = 0
 
     def step(self, consumed_samples: int, seconds: float, length: int | None = None) -> None:
-        """Records an iteration that began when so many samples had been consumed.
+        """Record an iteration.
 
         Args:
-            consumed_samples: these.
+            consumed_samples: samples consumed before it.
             seconds: its time.
             length: tokens of its sequences; None for the full length.
         """
@@ -118,16 +118,16 @@ class Forecast:
         self._steps.append((slots * self._share(length or self._sizes.lengths.full), seconds))
 
     def _share(self, length: int) -> float:
-        """Time of a micro-batch over that of one of full length."""
+        """Time of a micro-batch relative to a micro-batch of full length."""
         return self._work(length) / self._work(self._sizes.lengths.full)
 
     def pause(self, what: str, seconds: float) -> None:
-        """Records the time of an evaluation, a save or a check."""
+        """Record the time of an evaluation, a save or a check."""
         times, total = self._pauses.get(what, (0, 0.0))
         self._pauses[what] = times + 1, total + seconds
 
     def remaining_s(self, iteration: int, consumed_samples: int) -> float | None:
-        """Seconds from an iteration's log line to the run's end; None before the first one of this process."""
+        """Seconds from an iteration's log line to the run's end; None before this process's first iteration."""
         slots = sum(slots for slots, _ in self._steps)
         if not slots:
             return None
@@ -144,11 +144,11 @@ class Forecast:
         return seconds
 
     def pauses_left(self, iteration: int) -> Mapping[str, int]:
-        """Evaluations, saves and checks from an iteration's log line, which those due with it follow, to the end."""
+        """Evaluations, saves and checks from an iteration's log line, which precedes those due with it, to the end."""
         config, last = self._config, self._train_iters
         validates, tests = (rounds > 0 for rounds in self._evaluation_rounds)
         every, saves = config.validation.eval_interval, config.checkpoint.save_interval
-        # The checkpoint at the end comes last, whether or not one was due with the last iteration.
+        # The final checkpoint comes last, even if a save was due with the last iteration.
         return {
             "evaluate": (_due(every, iteration - 1, last) if validates else 0) + validates + tests,
             "save": (_due(saves, iteration - 1, last) + 1) if config.checkpoint.save else 0,
@@ -156,7 +156,7 @@ class Forecast:
         }
 
     def _unmeasured_s(self, what: str, per_slot: float) -> float:
-        """Seconds of a pause that this process has not measured yet."""
+        """Estimate a pause that this process has not measured yet, in seconds."""
         if what != "evaluate":
             return 0.0
         batches = self._sizes.batches
@@ -169,10 +169,10 @@ def _due(every: int | None, iteration: int, last: int) -> int:
 
 
 def format_estimate(iterations: int, left: int, seconds: float, now: datetime) -> str:
-    """The log line of the estimate, which no script takes for a training line."""
+    """Format the estimate so that no script mistakes it for a training line."""
     took = f"{seconds / 3600:.2f} hours" if seconds >= 36 else f"{seconds:.0f} seconds"
     line = f" estimate after {iterations} iterations: {took} more for the other {left:,}"
     try:
         return f"{line}, until {now + timedelta(seconds=seconds):%Y-%m-%d %H:%M %Z}"
-    except OverflowError:  # no calendar goes so far
+    except OverflowError:  # beyond the calendar
         return line

@@ -1,4 +1,4 @@
-"""``--log-gradients``: where the largest gradients are, and whether they stay there, as lasting Top-K masks need."""
+"""``--log-gradients``: positions of the largest gradients over time; long-lived Top-K masks need stable positions."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from megatron.topology.agree import gather_texts
 from megatron.topology.topology import Topology
 
 Figures = dict[str, float | list[int]]
-"""Figures of a parameter."""
+"""Statistics of a parameter."""
 
 
 class GradientProbe(Observer):
-    """An observer that compares the places of the largest gradients between looks.
+    """Compares the positions of the largest gradients between samplings.
 
     Args:
         buffers: buffers of this rank's gradients.
-        topology: the mesh; the first replica and tensor-parallel rank of each stage look.
-        density: share of a matrix that is "the largest".
-        bins: equal parts of a matrix in which they are counted; 0 where that is not asked for.
-        interval: iterations between looks.
+        topology: the mesh; the first replica and tensor-parallel rank of each stage take part.
+        density: fraction of a matrix that counts as "the largest".
+        bins: equal parts of a matrix for counting; 0 if not requested.
+        interval: iterations between samplings.
     """
 
     def __init__(
@@ -50,9 +50,9 @@ class GradientProbe(Observer):
         yield Finding("gradients", {"density": self.density, "parameters": parameters})
 
     def look(self) -> dict[str, Figures]:
-        """Figures by parameter of which this is the first replica: ``energy``, the squared norm's share of the largest,
-        ``kept``, the share that was there at the last look (none at the first), and ``places``, how many of them are
-        in each part."""
+        """Statistics of each parameter for which this rank is the first replica: ``energy``, the largest gradients'
+        share of the squared norm; ``kept``, the share that was there at the last sampling (absent at the first); and
+        ``places``, the count in each part."""
         found: dict[str, Figures] = {}
         for buffer in self.buffers:
             for slot in (slot for bucket in buffer.buckets for slot in bucket.slots if buffer.group.rank == 0):

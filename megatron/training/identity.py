@@ -1,4 +1,4 @@
-"""The identity of a command, equal on all ranks: its code, its flags and the contents of the files it reads."""
+"""Identity of a command, equal on all ranks: its code, its flags and the contents of the files it reads."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from megatron.training.meeting import Identity
 
 
 def identity_of(sections: Mapping[str, Any]) -> Identity:
-    """The identity of the command that this rank is about to run.
+    """Return the identity of the command that this rank is about to run.
 
     Args:
-        sections: sections of the command's flags, by name; resolved, where they can be.
+        sections: sections of the command's flags, by name; resolved if possible.
 
     Raises:
         UserError: when a blend of datasets cannot be read.
@@ -42,7 +42,7 @@ def _code() -> dict[str, str]:
 
 @cache
 def _digest(folders: Sequence[str]) -> str:
-    """A digest of the modules below some folders, as they are when first asked for."""
+    """Digest of the modules below some folders, as they are at the first call."""
     digest = blake2b(digest_size=8)
     for folder in folders:
         for path in sorted(Path(folder).rglob("*.py")):
@@ -51,7 +51,7 @@ def _digest(folders: Sequence[str]) -> str:
 
 
 def _flags(sections: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
-    """Values of all flags, and contents of the files that the flags name."""
+    """Values of all flags, and contents of the files that they name."""
     files = []
     for section, values in sections.items():
         for field in field_options(section, type(values)):
@@ -84,5 +84,5 @@ def _shown(field: FieldOption, value: Any) -> str:
 
 
 def _without_folder(spec: str) -> str:
-    """The spec without folder=, since each machine may keep a codec's scratch file elsewhere."""
+    """Remove folder= from a spec, since each machine may keep a codec's scratch file elsewhere."""
     return ",".join(word for word in spec.split(",") if not word.strip().lower().startswith("folder="))

@@ -1,4 +1,4 @@
-"""One island of several: its folders, and how it meets the others."""
+"""Paths, checkpoints and start of a run that trains as one of several islands."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ _FILES = ("log_txt_file", "log_json_file")
 _ITS_OWN = ("--save", "--load", "--island", "--islands-address", "--ckpt-step", "--finetune", "--overwrite-checkpoints")
 _SECONDS_TO_REFUSE = 5.0
 _MOST_OFFERED = 64
-"""Checkpoints of which an island tells the others, the newest ones."""
+"""Most checkpoints that an island offers to the others, newest first."""
 
 
 def of_island(config: RunConfig) -> RunConfig:
-    """The configuration of this island: what it saves and logs is apart from the others'.
+    """Adapt a run's configuration to this island, so that its checkpoints and logs are separate from the others'.
 
-    It loads its own checkpoint. Where there is none, it loads that of another island, when the number of islands has
-    grown; and where there are no islands' but the folder itself is that of a run, all islands begin with this run's.
+    An island loads its own checkpoint. If it has none because the number of islands has grown, it loads another
+    island's. If no island has a checkpoint but the folder itself holds a run, all islands start from that run.
 
     Raises:
-        UserError: when the launcher's variables are no numbers.
+        UserError: when the launcher's variables are not numbers.
     """
     islands = with_variables(config.islands)
     number = islands.island
@@ -73,7 +73,7 @@ def of_island(config: RunConfig) -> RunConfig:
 
 
 def _loaded(root: Path, number: int) -> str:
-    """The folder that an island loads."""
+    """Return the folder that an island loads from."""
     own = folder_of(str(root), number)
     if _holds_checkpoints(own):
         return own
@@ -81,29 +81,29 @@ def _loaded(root: Path, number: int) -> str:
     while _holds_checkpoints(folder_of(str(root), others)):
         others += 1
     if others:
-        # One of the islands that saved these and has not saved itself has lost its steps, and joins the others.
+        # An island below that count without a checkpoint has lost its steps, and joins the others.
         saved, _ = saved_config(folder_of(str(root), 0), None)
         return own if number < saved.islands.islands else folder_of(str(root), number % others)
     return str(root) if (root / TRACKER).exists() else own
 
 
 def _holds_checkpoints(folder: str) -> bool:
-    """Whether a folder holds any; one that an island has only made to save to does not."""
+    """Whether a folder holds checkpoints; a folder created only for saving does not."""
     return any(Path(folder).glob("iter_*"))
 
 
 def folders_of_others(
     config: RunConfig, saved: SavedRun | None, topology: Topology, steps_in_step: int = 0
 ) -> list[str]:
-    """Folders of all islands that a checkpoint was saved by, where this run has others than that one; else none.
+    """Return the folders of all islands that saved a checkpoint, if this run's islands differ from them; else none.
 
     Args:
-        config, saved, topology: the run, the checkpoint that it begins with, and the ranks.
-        steps_in_step: steps that islands take as one at the beginning of the run.
+        config, saved, topology: the run, the checkpoint that it starts from, and the ranks.
+        steps_in_step: number of steps at the start of the run that islands take together.
 
     Raises:
-        UserError: on every rank, when islands were under way to a round then, so that something would be lost, or when
-            they would go in step again.
+        UserError: on every rank, when the checkpoint was saved in the middle of a round, which would be lost, or when
+            islands would go back to steps in common.
     """
     root, number = config.checkpoint.load, config.islands.island
     outer = {} if saved is None else saved.common["outer"]
@@ -118,7 +118,7 @@ def folders_of_others(
         )
     there, _ = together(topology.control.pg, lambda: saved_config(root, config.checkpoint.ckpt_step))
     before, now = there.islands.islands, config.islands.islands
-    # An island that was late may have copied the last checkpoint of another one to its own folder.
+    # A late island may have copied another island's last checkpoint to its own folder.
     takes_over = number is not None and Path(root).name == Path(folder_of("", number)).name
     if before == now and (not config.islands.several or there.islands.island == number or takes_over):
         return []
@@ -129,25 +129,25 @@ def folders_of_others(
             "delay=0 and mixing=0, or of as many islands"
         )
     parent, own = str(Path(root).parent), there.islands.island or 0
-    # The last one that is read is the one whose other state stays.
+    # State that is not averaged stays as in the folder that is read last.
     numbers = [*(other for other in range(before) if other != own), own]
     return [folder_of(parent, other) for other in numbers] if before > 1 else [root]
 
 
 @dataclass(frozen=True)
 class Met:
-    """This island among the others, after they have met.
+    """Membership of this island after the start.
 
     Args:
         islands: membership; None for a single island.
-        begins: whether it begins with the others; else it joins them.
+        begins: whether it starts with the others; otherwise it joins them later.
     """
 
     islands: Islands | None = None
     begins: bool = True
 
     def leave(self) -> None:
-        """Ends this island's part."""
+        """Leave the islands."""
         if self.islands is not None:
             self.islands.leave()
 
@@ -155,12 +155,11 @@ class Met:
 def begin_rounds(
     engines: Engines, checkpoints: RunCheckpoints, reporter: Reporter, met: Met, train_iters: int
 ) -> Rounds | None:
-    """Builds the rounds of this island, and sends its state to islands that have come without it; None where there are
-    none.
+    """Build the rounds of this island, and send its state to islands that lack it; None without rounds.
 
     Args:
         engines, checkpoints, reporter: the run.
-        met: this island among the others.
+        met: membership of this island.
         train_iters: iterations of the whole run.
     """
     outer, islands = engines.outer, met.islands
@@ -178,7 +177,7 @@ def begin_rounds(
 def reach_islands(
     config: RunConfig, topology: Topology, log: Callable[[str], None]
 ) -> tuple[RunConfig, Islands | None]:
-    """Reaches the place where islands meet, and agrees with them on the newest checkpoint that enough of them have.
+    """Connect to the islands' meeting place and agree on the newest checkpoint that enough islands have.
 
     Args:
         config: the resolved configuration.
@@ -186,12 +185,12 @@ def reach_islands(
         log: prints lines for the user, on rank 0.
 
     Returns:
-        The configuration with that checkpoint, or without any where this island is sent the state of another; and the
-        islands, None for a run that meets no others.
+        The configuration with that checkpoint, or with none if another island will send its state; and the islands,
+        None for a run with a single island.
 
     Raises:
-        UserError: on every rank of all islands, when too few of them come.
-        CommunicationError: when nothing answers there.
+        UserError: on every rank of all islands, when too few islands come.
+        CommunicationError: when the meeting place does not answer.
     """
     section = config.islands
     if not section.several or config.validation.skip_train:
@@ -213,13 +212,13 @@ def reach_islands(
 
 
 def _with_checkpoint(config: RunConfig, islands: Islands, topology: Topology, log: Callable[[str], None]) -> RunConfig:
-    """The configuration with the checkpoint on which islands agree; see ``reach_islands``."""
+    """Return the configuration with the checkpoint that islands agree on; see ``reach_islands``."""
     given = config.checkpoint
     group = topology.control.pg
     seen = together(group, lambda: _held_iterations(given) if topology.rank == 0 else [])
     held = json.loads(gather_texts(group, json.dumps(seen))[0])
     outer = config.compression.specs(RunLength(config.training.planned_iters))[Point.OUTER]
-    # A run that begins anew with the weights of a checkpoint goes in step, or from an anchor that all have.
+    # A new run from a checkpoint's weights starts with steps in common, or from an anchor that all islands have.
     chosen = islands.start.choose_iteration(held, math.inf if given.finetune else outer.activation.warmup_iters)
     if chosen is None or held[:1] == [chosen]:
         return config
@@ -231,13 +230,13 @@ def _with_checkpoint(config: RunConfig, islands: Islands, topology: Topology, lo
 
 
 def _held_iterations(checkpoint: CheckpointConfig) -> list[int]:
-    """Iterations of the checkpoints that an island can begin with, newest first.
+    """Iterations of the checkpoints that an island can start from, newest first.
 
-    The one that would be loaded is among them, complete or not: damage is told, and not avoided in silence. What a run
-    left that went further before is none of this run's.
+    The checkpoint that would be loaded is listed even if incomplete, so that damage is reported instead of avoided in
+    silence. Later checkpoints, left by an earlier run that went further, are not.
 
     Raises:
-        UserError: when there is none that can be used.
+        UserError: when no checkpoint can be used.
     """
     if checkpoint.load is None:
         return []
@@ -251,16 +250,16 @@ def _held_iterations(checkpoint: CheckpointConfig) -> list[int]:
 
 
 def meet_islands(engines: Engines, env: LaunchEnvironment, iteration: int, islands: Islands | None) -> Met:
-    """Meets the other islands, if any.
+    """Meet the other islands, if any.
 
     Args:
-        engines: engines of this rank, with what they begin with.
+        engines: engines of this rank, with the weights and state that they start from.
         env: environment of this process.
         iteration: iterations that this island has done.
         islands: the other islands.
 
     Raises:
-        UserError: on every rank of all islands, when they cannot go together.
+        UserError: on every rank of all islands, when they cannot train together.
         CommunicationError: when they do not come.
     """
     if islands is None:
@@ -274,14 +273,14 @@ def meet_islands(engines: Engines, env: LaunchEnvironment, iteration: int, islan
 
 
 def _where(config: RunConfig) -> tuple[str, int]:
-    """Host and port of the meeting place."""
+    """Return host and port of the meeting place."""
     assert config.islands.islands_address is not None
     return host_and_port(config.islands.islands_address, "--islands-address")
 
 
 @contextmanager
 def refusing(config: RunConfig, topology: Topology) -> Iterator[None]:
-    """Tells the other islands, which wait at the start, why this one does not come to it."""
+    """Tell the other islands, which wait at the start, why this island does not come."""
     try:
         yield
     except UserError as error:
@@ -294,7 +293,7 @@ def refusing(config: RunConfig, topology: Topology) -> Iterator[None]:
 
 
 def _fingerprint(engines: Engines) -> str:
-    """Sums over what islands must have in common when they begin: the anchor, or the weights where there is none."""
+    """Digest of the state that islands share at the start: the anchor, or the weights before there is an anchor."""
     outer = engines.outer
     assert outer is not None
     common = outer.outer.anchor or outer.outer.mains
@@ -305,8 +304,8 @@ def _fingerprint(engines: Engines) -> str:
 
 
 def _identity(config: RunConfig, env: LaunchEnvironment, device: torch.device) -> Mapping[str, str]:
-    """What must be the same on all islands. Each moves its own anchor, and kernels differ from pure torch in their last
-    digits."""
+    """Settings that must be the same on all islands. Each island moves its own copy of the anchor, and kernels differ
+    from pure torch in the last digits."""
     sections: dict[str, Any] = {name: getattr(config, name) for name in run_sections()}
     kernels = "none" if native.problem_on(device.type) else "compiled"
     everything = {"the number of processes": str(env.world_size), "kernels": kernels, **identity_of(sections)}

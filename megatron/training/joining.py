@@ -1,4 +1,4 @@
-"""An island that comes back: one of the others sends it everything that it needs to go on with them."""
+"""State transfer to an island that joins the others again."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from megatron.topology.meeting_place import POLL_SECONDS
 from megatron.training.assembly import Engines
 
 MOST_JOINS = 4
-"""Attempts to join, after which it is hopeless."""
+"""Attempts to join before the island gives up."""
 _MOST_COPIES, _MOST_BESIDE = 8, 1 << 20
-"""Numbers that compressors may hold: so many for each of the model's, and as many besides."""
+"""Limit on the elements of received compressor states: a multiple of the model's parameters, plus a constant."""
 _SCOPES = (Scope.OPTIMIZER, Scope.SCHEDULE, Scope.POSITION)
 
 
 class Joining:
-    """Sends an island's state to one that joins, and takes it over: the anchor with its momentum (the weights, where
-    there is none yet), the inner optimizer, the compressors' states without residuals, and the position of the run.
-    Every rank sends to the same rank there.
+    """Transfer of an island's state to an island that joins: the anchor with its momentum (the weights, before there is
+    an anchor), the inner optimizer, the compressors' states without residuals, and the position of the run. Every rank
+    sends to the same rank of the other island.
 
     Args:
         engines: engines of this rank.
-        sync: its part of rounds.
+        sync: its part in rounds.
         islands: the other islands.
-        parts: what a checkpoint holds besides tensors.
+        parts: checkpoint state besides tensors.
         tell: prints a line, on the rank that speaks.
     """
 
@@ -51,7 +51,7 @@ class Joining:
         self.engines, self.sync, self.islands, self.parts, self.tell = engines, sync, islands, parts, tell
 
     def let_in_those_behind(self) -> None:
-        """Before the first step: sends the state to the islands that have come to the start without it."""
+        """Before the first step, send the state to islands that have come to the start without it."""
         islands = self.islands
         awaited, deadline = set(islands.behind), time.monotonic() + islands.seconds
         while awaited and islands.lets_in and not any_rank(islands.control, time.monotonic() > deadline):
@@ -59,7 +59,7 @@ class Joining:
             time.sleep(POLL_SECONDS)
 
     def let_in(self) -> set[int]:
-        """After a round: sends this island's state to those that join, if this is the island that does; returns those
+        """After a round, send this island's state to islands that join, if this island is to do so. Returns the islands
         that have joined, the same on all ranks."""
         joined = set()
         for island, ticket in self.islands.let_in():
@@ -76,13 +76,13 @@ class Joining:
         return joined
 
     def join(self) -> bool:
-        """Waits for a round that lets this island in, and takes the state of one of the others over.
+        """Wait for a round that admits this island, and take over another island's state.
 
         Returns:
-            False when nobody is left.
+            False when no island is left.
 
         Raises:
-            CommunicationError: on every rank, when it fails again and again.
+            CommunicationError: on every rank, when it fails repeatedly.
         """
         for failures in range(1, MOST_JOINS + 1):
             answer = self.islands.ask_to_join()
@@ -104,7 +104,7 @@ class Joining:
         raise CommunicationError(f"joining the other islands has failed {MOST_JOINS} times; the last time: {problem}")
 
     def _tensors(self) -> Iterator[Tensor]:
-        if not self.sync.outer.begun:  # islands go in step, and there is no anchor yet
+        if not self.sync.outer.begun:  # islands take steps together, and there is no anchor yet
             yield from self.sync.outer.mains
         for tensors in self.sync.outer.tensors().values():
             yield from tensors
@@ -145,7 +145,7 @@ class Joining:
             self.sync.publish()
 
     def _room(self, forms: Sequence[Mapping[str, Any]]) -> list[dict[str, Tensor]]:
-        """Memory for the compressors' states; ValueError for more than any of them takes."""
+        """Allocate the compressors' states; raises ValueError if they are larger than any compressor needs."""
         device = self.engines.topology.device
         sizes = [math.prod(shape) for one in forms for shape, _ in one.values()]
         most = _MOST_COPIES * sum(main.numel() for main in self.sync.outer.mains) * self.engines.topology.layout.dp
@@ -177,7 +177,7 @@ class Joining:
 
 @contextmanager
 def _naming_the_sender() -> Iterator[None]:
-    """Raises what is wrong with a state as CommunicationError."""
+    """Raise errors about a received state as CommunicationError."""
     try:
         yield
     except CommunicationError:

@@ -1,4 +1,4 @@
-"""Checks that the compiled kernels run, and on all ranks alike."""
+"""Checks that the compiled kernels run, on all ranks or on none."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from megatron.topology.topology import Topology
 
 
 def check_kernels(topology: Topology) -> str | None:
-    """Checks the kernels; returns a note when the run goes without them. Every rank calls this.
+    """Check the kernels; return a note if the run goes without them. Every rank calls this.
 
-    Replicas must compute alike: an orthonormal basis of the compiled kernel and one of its pure-torch twin span the
+    Replicas must compute alike: the orthonormal bases of the compiled kernel and of its pure-torch version span the
     same space but differ in their last digits.
 
     Raises:
-        UserError: on every rank, when only some ranks have the kernels, or a variable asks for what there is not.
+        UserError: on every rank, when only some ranks have the kernels, or a variable requests missing kernels.
     """
     try:
         why = native.problem_on(topology.device.type) or ""

@@ -1,4 +1,4 @@
-"""Checks of a run against the machine, before the ranks meet and before anything large is allocated."""
+"""Checks of a run against the machine, before the ranks meet and before large allocations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.topology.launch import LaunchEnvironment
 
 
 def check_machine(config: RunConfig, env: LaunchEnvironment) -> None:
-    """Checks memory, the units that --fp8 needs, the kill switch and the folders that compressors write to.
+    """Check memory, GPU support for --fp8, the kill switch and the folders that compressors write to.
 
     Raises:
         UserError: when the machine cannot run it.
@@ -34,7 +34,7 @@ def check_machine(config: RunConfig, env: LaunchEnvironment) -> None:
 
 
 def check_room(config: RunConfig, env: LaunchEnvironment, vocab_size: int | None = None) -> None:
-    """Compares the least memory that the run needs with what there is.
+    """Compare the run's minimum memory with the available memory.
 
     Args:
         config: the resolved configuration.
@@ -58,7 +58,7 @@ def check_room(config: RunConfig, env: LaunchEnvironment, vocab_size: int | None
 
 
 def _check_units(config: RunConfig, env: LaunchEnvironment) -> None:
-    """Checks that this rank's GPU computes with 8-bit numbers where the run does."""
+    """Check that this rank's GPU computes with 8-bit numbers if the run does."""
     if config.precision.fp8 is None:
         return
     device = env.local_rank % torch.cuda.device_count()
@@ -71,7 +71,7 @@ def _check_units(config: RunConfig, env: LaunchEnvironment) -> None:
 
 
 def _check_folder(folder: str, where: str) -> None:
-    """Checks that files can be created in a folder, which is made if it is not there."""
+    """Check that files can be created in a folder, which is created if missing."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as stream:

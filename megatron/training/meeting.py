@@ -1,8 +1,8 @@
-"""Compares what all ranks are about to run, before any process group is built; they go on only if it is the same.
+"""Compares the run configurations of all ranks before any process group is built; they go on only if all agree.
 
-Ranks that compute different things do not fail by themselves: their collectives hang, or mix values that do not belong
-together. So every rank writes to the rendezvous store what it is about to run, or why it refuses to; rank 0 compares,
-and all ranks end with the same message when something differs.
+Ranks that compute different things do not fail by themselves: their collectives hang, or mix unrelated values. So every
+rank writes its identity, or its reason to refuse, to the rendezvous store. Rank 0 compares, and all ranks end with the
+same message if something differs.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from megatron.topology.launch import LaunchEnvironment, meet
 
 POLL_SECONDS = 0.02
 OTHERS_SECONDS = 3.0
-"""Time for which rank 0 waits for further ranks once a difference is known, to name them too."""
+"""Time for which rank 0 waits for further ranks after the first difference, to name them too."""
 LEAVE_SECONDS = 15.0
-"""Time for which a rank that refuses waits until the others know."""
+"""Time for which a rank that refuses waits until the other ranks know."""
 _PREFIX = "megatron-meeting"
 _MET, _REFUSED, _VERDICT, _HEARD = "met", "refused", "verdict", "heard"
 _SHOWN = 120
 
 Identity = Mapping[str, str]
-"""Values that must be the same on all ranks, by the name that a user knows, in the order of comparison."""
+"""Values that must be the same on all ranks, by their names for the user, in the order of comparison."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Rank 0's decision for all ranks: go on, or end with a problem."""
+    """Rank 0's decision for all ranks: continue, or end with a problem."""
 
     problem: str = ""
     bad_input: bool = True
@@ -48,22 +48,22 @@ class Verdict:
         return Verdict(*json.loads(data))
 
     def check(self) -> None:
-        """Raises when there is a problem.
+        """Raise if there is a problem.
 
         Raises:
             UserError: when the input is invalid.
-            CommunicationError: when a rank failed otherwise.
+            CommunicationError: when a rank failed for another reason.
         """
         if self.problem:
             raise UserError(self.problem) if self.bad_input else CommunicationError(self.problem)
 
 
 class Meeting:
-    """The meeting of a command's ranks in their rendezvous store.
+    """Meeting of a command's ranks in their rendezvous store.
 
     Args:
-        env: this process's place among several.
-        timeout_minutes: how long to wait for all ranks.
+        env: this process's place among the ranks.
+        timeout_minutes: time to wait for all ranks.
 
     Raises:
         CommunicationError: when nothing serves the store.
@@ -76,10 +76,10 @@ class Meeting:
         self._box = dist.PrefixStore(_PREFIX, self.store)
 
     def agree(self, identity: Identity) -> None:
-        """Waits until every rank has come, and checks that all run the same thing.
+        """Wait for every rank, and check that all run the same thing.
 
         Raises:
-            UserError: on every rank, naming what differs and where, or with what another rank refuses.
+            UserError: on every rank, naming the difference and the ranks, or with another rank's reason to refuse.
             CommunicationError: when a rank failed, or did not come.
         """
         try:
@@ -98,14 +98,14 @@ class Meeting:
         verdict.check()
 
     def refuse(self, problem: str, *, bad_input: bool) -> bool:
-        """Tells the others why this rank will not take part, and waits a little until they know.
+        """Tell the other ranks why this rank will not take part, and wait a little until they know.
 
         Returns:
-            Whether rank 0, which prints for all, has read it or has a reason of its own.
+            Whether rank 0, which prints for all, has read it or has its own reason.
         """
         told = False
         with suppress(RuntimeError):
-            # Rank 0 reports bad input for all ranks, but a failure of its own under its name.
+            # Rank 0 reports bad input for all ranks, but its own failures under its name.
             named = problem if self.env.rank == 0 and bad_input else f"rank {self.env.rank}: {problem}"
             own = Verdict((named.splitlines() or [""])[0], bad_input)
             if self.env.rank == 0:
@@ -118,7 +118,7 @@ class Meeting:
         return told
 
     def _compare(self) -> Verdict:
-        """Reads on rank 0 what the others are about to run, until all have come or one differs."""
+        """Read the other ranks' identities on rank 0, until all have come or there is a difference."""
         came: dict[int, Identity] = {}
         deadline = time.monotonic() + self.timeout.total_seconds()
         different = False
@@ -149,7 +149,7 @@ class Meeting:
         return Verdict.decode(self._box.get(_VERDICT))
 
     def _leave(self) -> None:
-        """Lets rank 0 leave last: its store ends with it, and the launcher then ends the others."""
+        """Let rank 0 leave last: its store ends with it, and the launcher then ends the other ranks."""
         deadline = time.monotonic() + LEAVE_SECONDS
         with suppress(RuntimeError):
             self._box.add(_HEARD, 1)
@@ -160,7 +160,7 @@ class Meeting:
 
 
 def first_difference(identities: Mapping[int, Identity]) -> str | None:
-    """The first difference between ranks, with the values and the ranks; None when nothing differs.
+    """Return the first difference between ranks, with the values and the ranks; None if all agree.
 
     Args:
         identities: the ranks' identities, by rank.
@@ -179,12 +179,12 @@ def first_difference(identities: Mapping[int, Identity]) -> str | None:
 
 
 def _alike(texts: Sequence[str]) -> int:
-    """The length of the common prefix of some texts."""
+    """Return the length of the common prefix of some texts."""
     return next((i for i, column in enumerate(zip(*texts, strict=False)) if len(set(column)) > 1), min(map(len, texts)))
 
 
 def _short(value: str, alike: int) -> str:
-    """Shortens a value; a long one to the part around the first character that differs."""
+    """Shorten a long value to the text around the first character that differs."""
     if len(value) <= _SHOWN:
         return value
     start = max(0, min(alike - _SHOWN // 2, len(value) - _SHOWN))

@@ -1,7 +1,7 @@
-"""Metrics of a training step, of the steps between two log lines, and of an evaluation; and their text.
+"""Metrics of a training step, of a log interval, and of an evaluation; and their text.
 
-``train_step`` makes a ``StepMetrics``, ``report.py`` collects those of a log interval in a ``MetricsWindow``, whose
-result has the same type, and hands both to the sinks (``sinks.py``, ``curves.py``), which write them.
+``train_step`` makes a ``StepMetrics``. ``report.py`` collects those of a log interval in a ``MetricsWindow``, whose
+result has the same type, and passes both to the sinks (``sinks.py``, ``curves.py``), which write them.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class PointTraffic:
         coded_s, waited_s: seconds of encoding and decoding, and of waiting: means over the ranks, which add up with
             computing to the iteration (of the device's time, on CUDA).
         residual: norm of the residuals over that of the gradients; None without error feedback.
-        staleness: mean age in steps of what the residuals hold.
-        inside_bytes: those of ``wire_bytes`` that sums in two levels, and rows of tokens in two stages, sent inside
-            nodes; None without any.
+        staleness: mean age of the residuals' contents in steps.
+        inside_bytes: the part of ``wire_bytes`` that two-level sums and two-stage dispatch of tokens sent inside
+            nodes; None if zero.
     """
 
     raw_bytes: float
@@ -49,27 +49,27 @@ class PointTraffic:
 
 
 ExpertLoads = Mapping[int, Sequence[float]]
-"""By layer, the number of tokens that chose each of its experts."""
+"""The number of tokens that chose each expert, by layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """Metrics of one step, or of a window of steps: mean losses, counts, and the rest as of the last step."""
+    """Metrics of a step, or of a window of steps: mean losses, counts, and other values as of the last step."""
 
     # Set by train_step.
     iteration: int  # number of the step, from 1
-    losses: Mapping[str, float]  # nats, by name; of a window, means over the steps that were not skipped
+    losses: Mapping[str, float]  # nats, by name; in a window, means over the steps that were not skipped
     global_batch_size: int
     seq_length: int
     loss_scale: float  # loss scale of the step
     grad_norm: float | None = None  # norm of the unscaled gradients before clipping; None where skipped
-    params_norm: float | None = None  # where asked for, as num_zeros
+    params_norm: float | None = None  # if requested, as num_zeros
     num_zeros: float | None = None
-    expert_loads: ExpertLoads = field(default_factory=dict)  # where layers have experts
+    expert_loads: ExpertLoads = field(default_factory=dict)  # for layers with experts
     votes: float = 0.0  # votes to stop, all-reduced
     iterations: int = 1
     skipped_iterations: int = 0  # steps without an update, since a gradient was not finite
-    nan_iterations: int = 0  # steps of a window whose loss is not finite
+    nan_iterations: int = 0  # steps in a window with a loss that is not finite
     finite_gradients: bool = True
     searches_loss_scale: bool = False  # gradients overflowed under a loss scale that can still fall
 
@@ -78,17 +78,17 @@ class StepMetrics:
     consumed_tokens: int = 0
     epoch: float | None = None  # epochs of the training set that were read
     curriculum_seqlen: int | None = None  # seq_length, where sequences grow
-    learning_rate: float = 0.0  # learning rate that the step used; of a window, its last step; so weight_decay
+    learning_rate: float = 0.0  # of the step, or of a window's last step; as weight_decay
     weight_decay: float | None = None
-    decoupled_learning_rate: float | None = None  # of input embeddings and the output layer, where it is another
+    decoupled_learning_rate: float | None = None  # of input embeddings and the output layer, if it differs
 
-    # (samples, tokens of each) of a window's steps, and how many steps had them; empty for one step.
+    # (samples, tokens of each) of a window's steps -> number of such steps; empty for a single step.
     sizes: Mapping[tuple[int, int], int] = field(default_factory=dict)
 
     # Measured by the reporter; all but the first for windows only.
     seconds_per_iteration: float = math.nan  # mean over a window, without pauses
     train_iters: int = 0  # iterations of the whole run
-    benchmark_tflops: float = 0.0  # TFLOP/s per device as the benchmark counts them
+    benchmark_tflops: float = 0.0  # TFLOP/s per device by the benchmark's formula
     model_tflops: float = 0.0  # TFLOP/s that the model needs, without recomputation
     mfu: float | None = None  # model_tflops over the device's peak
     remaining_seconds: float | None = None  # time to the end of the run
@@ -110,7 +110,7 @@ class StepMetrics:
 
     @property
     def expert_imbalances(self) -> dict[int, float]:
-        """Most tokens of an expert over the mean of its layer, by layer."""
+        """Tokens of the most loaded expert relative to its layer's mean, by layer."""
         return {n: max(counts) * len(counts) / (sum(counts) or 1.0) for n, counts in self.expert_loads.items()}
 
     @property
@@ -119,7 +119,7 @@ class StepMetrics:
         return self.skipped_iterations == self.iterations
 
     def mean_over_steps(self, of: Callable[[int, int], float]) -> float:
-        """The mean over the steps of a quantity of a step's samples and the tokens of each."""
+        """Mean over the steps of a function of a step's samples and tokens per sample."""
         sizes = self.sizes or {(self.global_batch_size, self.seq_length): 1}
         return sum(of(*size) * (count / sum(sizes.values())) for size, count in sizes.items())
 
@@ -133,10 +133,10 @@ class StepMetrics:
 
 
 class MetricsWindow:
-    """A window of steps, between two log lines, as one ``StepMetrics``.
+    """Combines the steps between two log lines into a ``StepMetrics``.
 
-    The clock runs from the last ``close`` (or the construction) and stands still inside ``paused``, which evaluation
-    and checkpoints use.
+    The clock runs from the last ``close`` (or the construction) and is stopped inside ``paused``, which evaluation and
+    checkpoints use.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -158,7 +158,7 @@ class MetricsWindow:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leaves the time spent in this block uncounted."""
+        """Exclude the time spent in this block."""
         start = self._clock()
         try:
             yield
@@ -166,7 +166,7 @@ class MetricsWindow:
             self._paused_seconds += self._clock() - start
 
     def add(self, step: StepMetrics) -> None:
-        """Adds a step."""
+        """Add a step."""
         self._last = step
         self._iterations += 1
         self._nan += any(not math.isfinite(value) for value in step.losses.values())
@@ -177,7 +177,7 @@ class MetricsWindow:
                 self._sums[name] = self._sums.get(name, 0.0) + value
 
     def close(self) -> StepMetrics:
-        """Summarizes the window and starts the next one. At least one step must have been added."""
+        """Summarize the window and start the next window. At least one step must have been added."""
         if self._last is None:
             raise RuntimeError("a log window was closed before any iteration was added")
         counted = max(self._iterations - self._skipped, 1)
@@ -201,10 +201,10 @@ class Evaluation:
     Args:
         iteration, consumed_samples: position of the training.
         losses: losses by name, nats.
-        samples: number of samples, for an evaluation after training; None for those in between.
+        samples: number of samples, for the evaluation after training; None during training.
         split: "validation" or "test".
-        scores: what a task is judged by, for each file: file -> metric -> value.
-        sets: losses on each of several sets, whose mean ``losses`` is: set -> loss -> nats; empty for one set.
+        scores: task scores of each file: file -> metric -> value.
+        sets: losses of several sets, whose mean is ``losses``: set -> loss -> nats; empty for a single set.
     """
 
     iteration: int
@@ -217,23 +217,23 @@ class Evaluation:
 
 
 def has_perplexity(name: str) -> bool:
-    """Whether a loss is one of tokens, whose exponential is a perplexity."""
+    """Whether a loss is a mean over tokens, so that its exponential is a perplexity."""
     return name not in (CLASSIFICATION_LOSS, REGRESSION_LOSS)
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), with the loss capped at 20 so that an untrained model prints a number; nan of what is not finite."""
+    """exp(loss), with the loss capped at 20 so that an untrained model prints a number; nan if it is not finite."""
     return math.exp(min(20.0, loss)) if math.isfinite(loss) else math.nan
 
 
 def format_train_line(metrics: StepMetrics) -> str:
-    """The training line: a leading space, and each field closed by `` |``.
+    """Format the training line: a leading space, and `` |`` after each field.
 
-    It is read by other people's scripts (``TFLOPs:``, ``elapsed time per iteration (s):``, ``iteration i/ n``), so its
-    fields, their order and their formats are fixed, what is new comes last, and no other line may look like it.
+    Other people's scripts read it (``TFLOPs:``, ``elapsed time per iteration (s):``, ``iteration i/ n``), so its
+    fields, their order and their formats are fixed, new fields come last, and no other line may look like it.
 
-    A loss that is not above zero (no iteration of the window counted, or it is a nan) and a norm that is None
-    are left out.
+    A loss that is not above zero (no iteration of the window counted, or it is a nan) and a norm that is None are left
+    out.
     """
     fields = [
         f"iteration {metrics.iteration:8d}/{metrics.train_iters:8d}",
@@ -272,7 +272,7 @@ def format_train_line(metrics: StepMetrics) -> str:
 
 
 def format_controller_lines(metrics: StepMetrics) -> list[str]:
-    """A line for each compressor that is tuned during the run: its controller's figures."""
+    """Format a line with the controller's figures for each compressor that is tuned during the run."""
     return [
         f" compressor of {point} at iteration {metrics.iteration:8d} | "
         + " ".join(f"{name.replace('_', ' ')}: {value:.5g} |" for name, value in figures.items())
@@ -282,10 +282,10 @@ def format_controller_lines(metrics: StepMetrics) -> list[str]:
 
 
 def format_evaluation_lines(evaluation: Evaluation) -> list[str]:
-    """The validation line (nats per token and perplexity of each loss), those of several sets, and the scores of files,
-    between dash rules.
+    """Format the validation line (nats per token and perplexity of each loss), lines of several sets, and the scores of
+    files, between dash rules.
 
-    A loss that is not finite has no perplexity, and nor has a task's.
+    A loss that is not finite has no perplexity, nor has a task's loss.
     """
     line = f" validation loss at iteration {evaluation.iteration}"
     if evaluation.samples is not None:
@@ -305,7 +305,7 @@ def format_evaluation_lines(evaluation: Evaluation) -> list[str]:
 
 
 def _values_of_losses(losses: Mapping[str, float]) -> str:
-    """Losses and perplexities of an evaluation, each closed by `` | ``."""
+    """Format losses and perplexities of an evaluation, with `` | `` after each."""
     text = ""
     for name, value in losses.items():
         text += f"{name} value: {value:.6E} | "

@@ -1,4 +1,4 @@
-"""The curves of a run in MLflow (``--mlflow-experiment``), which its own variables configure."""
+"""Curves of a run in MLflow (``--mlflow-experiment``), which is configured by its own variables."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from megatron.config.logs import LoggingConfig
 from megatron.training.curves import CurveSink
 
 _FORBIDDEN = re.compile(r"[^\w\-./ ]")
-"""Characters that MLflow has in no name."""
+"""Characters that MLflow does not allow in names."""
 _BATCH = 100
-"""Most parameters of one call."""
+"""Maximum number of parameters per call."""
 _LONGEST_VALUE = 250
 
 
@@ -22,9 +22,9 @@ class MlflowSink(CurveSink):
     """Writes curves to a run of an MLflow experiment, and the configuration to its parameters.
 
     Args:
-        experiment: name of the experiment, which is made where it is missing.
+        experiment: name of the experiment, which is created if missing.
         config, dp_size, world_size: the arguments of ``CurveSink``.
-        run_id: the run to go on with, if it is still in the experiment.
+        run_id: the run to resume, if the experiment still has it.
     """
 
     tracker = "mlflow"
@@ -52,7 +52,7 @@ class MlflowSink(CurveSink):
         self._errors = (MlflowException, OSError, ValueError)
         self._describes = True
         try:
-            # What its constructor raises depends on the store that MLFLOW_TRACKING_URI names: any exception may come.
+            # The constructor's exceptions depend on the store in MLFLOW_TRACKING_URI: they may be of any type.
             self._client = mlflow.MlflowClient()
             place = self._experiment_id(experiment)
             self.run_id = self._resume(run_id, place) or str(self._client.create_run(place).info.run_id)
@@ -62,12 +62,12 @@ class MlflowSink(CurveSink):
             ) from error
 
     def _experiment_id(self, experiment: str) -> str:
-        """The experiment's id; makes it where it is missing."""
+        """Return the experiment's id, creating the experiment if missing."""
         known = self._client.get_experiment_by_name(experiment)
         return str(self._client.create_experiment(experiment) if known is None else known.experiment_id)
 
     def _resume(self, run_id: str | None, experiment_id: str) -> str | None:
-        """Goes on with a run; None where it is not there, or belongs to another experiment."""
+        """Resume a run; None if it does not exist, or belongs to another experiment."""
         if run_id is None:
             return None
         try:
@@ -97,7 +97,7 @@ class MlflowSink(CurveSink):
         self._try(lambda: self._client.set_terminated(self.run_id))
 
     def _try(self, call: Callable[[], Any]) -> None:
-        """Its errors become those that cost the run a sink and no more."""
+        """Turn the service's errors into OSError, which costs the run only this sink."""
         try:
             call()
         except self._errors as error:
@@ -109,7 +109,7 @@ def _named(tag: str) -> str:
 
 
 def _flat(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The values of nested tables, by names with dots."""
+    """Flatten nested tables into values with dotted names."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from _flat(f"{prefix}{name}.", value)

@@ -1,4 +1,4 @@
-"""Builds the observers of a run: the trace and the experiments that its flags ask for."""
+"""Builds the observers of a run: traces and experiments requested by flags."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron.training.gradient_probe import GradientProbe
 
 
 def build_experiments(logs: LoggingConfig, topology: Topology, buffers: Sequence[FlatBuffer]) -> list[Observer]:
-    """The experiments' observers, in the order of their records."""
+    """Build the experiments' observers, in the order of their records."""
     experiments: list[Observer] = []
     if logs.check_orth_error_acti:
         experiments.append(ErrorProbe())
@@ -32,14 +32,14 @@ def build_experiments(logs: LoggingConfig, topology: Topology, buffers: Sequence
 
 
 def build_traces(logs: LoggingConfig, topology: Topology, clock: Clock) -> list[Observer]:
-    """The observers that trace this rank's steps by the clock of its device.
+    """Build the observers that trace this rank's steps with its device's clock.
 
     Raises:
-        UserError: when the folder cannot be made.
+        UserError: when the folder cannot be created.
     """
     if logs.profile_trace is None:
         return []
-    run = _run_id(topology)  # before what one rank alone may fail at
+    run = _run_id(topology)  # a collective call: before anything that may fail on a single rank
     folder, at = Path(logs.profile_trace), topology.coordinates
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -61,7 +61,7 @@ def build_traces(logs: LoggingConfig, topology: Topology, clock: Clock) -> list[
 
 
 def _run_id(topology: Topology) -> str:
-    """The time at which rank 0 came here: the same on every rank, and another one at each start of a run."""
+    """Return rank 0's current time as an id: the same on every rank, and different at each start of a run."""
     now = torch.tensor([time.time_ns()])
     topology.control.broadcast(now).wait()
     return f"{int(now):x}"

@@ -1,4 +1,4 @@
-"""Peak rates of devices by name, which MFU is relative to."""
+"""Peak rates of devices by name, for MFU."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 @dataclass(frozen=True)
 class Peaks:
-    """Peak TFLOP/s of dense matrix products (without structured sparsity) with fp32 sums, as the maker states them.
+    """Peak TFLOP/s of dense matrix products (without structured sparsity) with fp32 sums, as the vendor states them.
 
-    None where the device has no such unit.
+    None if the device has no such unit.
     """
 
     bf16: float | None
@@ -48,18 +48,18 @@ KNOWN: tuple[tuple[tuple[str, ...], Peaks], ...] = (
     (("RTX", "5090"), Peaks(209.5, 209.5, 104.8, 104.8)),
     (("RTX", "4090"), Peaks(165.2, 165.2, 82.6, 82.6)),
     (("RTX", "3090"), Peaks(71.0, 71.0, 35.6, 35.6)),
-    (("MI250X",), Peaks(191.5, 191.5, None, 47.9)),  # of one of its two dies, which is a device
+    (("MI250X",), Peaks(191.5, 191.5, None, 47.9)),  # of a single die, which is a device
     (("MI300X",), _CDNA3),
     (("MI325X",), _CDNA3),
 )
-"""Words of a device's name, and its rates; the first whose words are all there counts."""
+"""Words of a device's name, and its rates; the first entry whose words all occur is used."""
 
 _OTHERS = {"MIG", "LAPTOP", "MAX", "MOBILE", "TI", "D", "64GB"}
-"""Words of devices that share a name with one above and not its rates: parts of one, and variants."""
+"""Words that mark variants and partitions of the devices above, which have other rates."""
 
 
 def peaks_of(name: str) -> Peaks | None:
-    """The rates of a device by the name that torch gives it; None where they are not known."""
+    """The rates of a device by torch's name for it; None if unknown."""
     words = set(re.split(r"[^A-Z0-9]+", name.upper()))
     if words & _OTHERS:
         return None
@@ -67,7 +67,7 @@ def peaks_of(name: str) -> Peaks | None:
 
 
 def peak_tflops(name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:
-    """The rate of a device at the precision that is trained in; None where it is not known.
+    """The rate of a device at the training precision; None if unknown.
 
     Args:
         name: name of the device.

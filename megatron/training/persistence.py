@@ -95,14 +95,14 @@ class RunCheckpoints:
 
     @cached_property
     def config_yaml(self) -> str:
-        """The resolved configuration, as it is saved."""
+        """The resolved configuration, as saved."""
         return self.run_config.to_yaml()
 
     def save(self) -> None:
-        """Saves the state after ``progress.iteration`` steps, unless it is saved already.
+        """Save the state after ``progress.iteration`` steps, unless it is saved already.
 
         Raises:
-            UserError: on every rank, when it cannot be saved, or the folder is another run's by now.
+            UserError: on every rank, when it cannot be saved, or the folder belongs to another run by now.
         """
         iteration = self.progress.iteration
         if self.saver is None or self.saved_iteration == iteration:
@@ -118,23 +118,22 @@ class RunCheckpoints:
 
     @property
     def saved_to(self) -> str | None:
-        """The folder that holds the state after ``progress.iteration`` steps; None where it is not saved."""
+        """The folder that holds the state after ``progress.iteration`` steps; None if it is not saved."""
         saved = self.saver is not None and self.saved_iteration == self.progress.iteration
         return self.config.save if saved else None
 
     def poll(self) -> None:
-        """Raises the failure of a background save; called once per step."""
+        """Raise the error of a failed background save; called once per step."""
         if self.saver is not None:
             self.saver.poll()
 
     def close(self) -> None:
-        """Waits for a background save."""
+        """Wait for a background save."""
         if self.saver is not None:
             self.saver.wait()
 
     def flags_to_go_back(self) -> str | None:
-        """The flags that load the newest checkpoint of this run after which an update was taken; None where there is
-        none."""
+        """Flags that load this run's newest checkpoint before its last update; None if there is none."""
         resumed = None if self.config.finetune else self.config.load
         for folder in filter(None, (self.config.save, resumed)):
             iteration = newest_before(saved_iterations(Path(folder)), self.progress.last_update)
@@ -144,11 +143,11 @@ class RunCheckpoints:
         return None
 
     def load(self, saved: SavedRun, islands: Sequence[str] = ()) -> None:
-        """Restores a checkpoint of ``--load``.
+        """Restore a checkpoint of ``--load``.
 
         Args:
             saved: the checkpoint.
-            islands: folders of all islands that saved one with it, where this run has others; its own is the last one.
+            islands: folders of all islands that saved it, if this run has other islands; its own folder comes last.
 
         Raises:
             UserError: on every rank, before anything has changed, when the checkpoint cannot be used.
@@ -165,10 +164,10 @@ class RunCheckpoints:
         self.log(f"loaded the checkpoint of iteration {saved.iteration} from {root}")
 
     def load_pretrained(self, root: str, iteration: Iteration) -> None:
-        """Loads a language model's weights under a new task head. Every rank calls this.
+        """Load a language model's weights under a new task head. Every rank calls this.
 
-        BERT's pooler, which has learned to look at a whole sample, is loaded into the head, where there is one. The
-        weights are those in fp32 where the checkpoint has them.
+        BERT's pooler, which has learned to summarize a whole sample, is loaded into the head, if the head has one. fp32
+        weights are used if the checkpoint has them.
 
         Raises:
             UserError: on every rank, before anything has changed, when the checkpoint cannot be used.
@@ -192,7 +191,7 @@ class RunCheckpoints:
             self.parts.check(common)
             check_optimizer(root, iteration, self.run_config, self.group)
         saved_main = saved.counters.separate_main
-        if weights_only:  # a checkpoint of weights alone has no such values, whatever its run had
+        if weights_only:  # a checkpoint of weights alone lacks fp32 values, even if its run had them
             saved_main = bool(together(self.group, lambda: saved_shapes(root, iteration, MAIN)))
         tensors = self._weights(saved_main)
         if self.config.moe_use_upcycling:
@@ -227,19 +226,19 @@ class RunCheckpoints:
             self._warn_of_samples(root, iteration)
 
     def _warn_of_samples(self, root: str, iteration: Iteration) -> None:
-        """Warns where the samples are others than the checkpoint's. Every rank calls this."""
+        """Warn if training samples differ from the checkpoint's. Every rank calls this."""
         saved = together(self.group, lambda: {name: saved_section(root, iteration, name) for name in SECTIONS})
         for line in sample_warnings(self.run_config, saved, self.progress.consumed_samples):
             self.log(line)
 
     def _differing(self, root: str, iteration: Iteration) -> dict[str, tuple[str, str]]:
-        """The flags of the model that are others than the checkpoint's. Every rank calls this."""
+        """Return the model flags that differ from the checkpoint's. Every rank calls this."""
         saved = together(self.group, lambda: saved_section(root, iteration, "model"))
         return differing_flags(self.run_config.model, saved, self.config.moe_use_upcycling)
 
     def _load_compressors(self, folders: Sequence[str], iteration: Iteration) -> None:
-        """Restores the compressors' states; of several islands the mean of their residuals, so that their sum over the
-        number of islands stays what it was."""
+        """Restore the compressors' states. Residuals of several islands are averaged, so that their sum over the number
+        of islands does not change."""
         states = [] if self.engines.outer is None else list(self.engines.outer.states())
         means: list[Tensor | None] = [None] * len(states)
         for folder in folders:
@@ -254,7 +253,7 @@ class RunCheckpoints:
                 state.tensors[RESIDUAL] = mean
 
     def _outer(self, root: str, iteration: Iteration, common: Mapping[str, Any]) -> dict[str, LogicalShard]:
-        """The memory of what rounds of islands keep, where the checkpoint has it. Every rank calls this."""
+        """Shards of the islands' round state, allocated if the checkpoint has it. Every rank calls this."""
         outer = self.engines.outer
         there = together(self.group, lambda: saved_shapes(root, iteration, OUTER))
         if outer is None or not there:
@@ -274,19 +273,19 @@ class RunCheckpoints:
         return {name: shard for name, shard in outer_tensors(outer).items() if name in there}
 
     def _weights(self, precise: bool) -> dict[str, LogicalShard]:
-        """The memory of this rank's weights, by the names that a checkpoint has for them.
+        """This rank's weights as shards, by their names in the checkpoint.
 
         Args:
-            precise: the checkpoint holds the fp32 values of an optimizer beside a model of lower precision.
+            precise: the checkpoint holds fp32 optimizer values beside a model of lower precision.
         """
         model, optimizer = model_tensors(self.engines.stages), self.engines.optimizer
         if not precise:
             return model
-        # A model in fp32 takes these values in place of the rounded ones.
+        # An fp32 model takes these values instead of the rounded weights.
         return main_tensors(optimizer) | (model if optimizer.separate_main else buffer_tensors(self.engines.stages))
 
     def _spread(self, precise: bool) -> None:
-        """Brings the weights that were loaded into ``_weights`` to the other places that hold them."""
+        """Copy loaded weights from the tensors of ``_weights`` to all other copies."""
         optimizer = self.engines.optimizer
         if optimizer.separate_main and not precise:
             optimizer.reload_main()
@@ -294,7 +293,7 @@ class RunCheckpoints:
             optimizer.publisher.gather()
 
     def _scopes(self) -> list[Scope]:
-        """Scopes of the parts that this run loads from a checkpoint besides weights."""
+        """Scopes of the state besides weights that this run loads from a checkpoint."""
         asked = {
             Scope.OPTIMIZER: not self.config.loads_weights_only,
             Scope.SCHEDULE: not self.config.finetune and not self.config.no_load_lr_state,
@@ -305,21 +304,21 @@ class RunCheckpoints:
 
 
 def _kept_checkpoints(config: RunConfig) -> int | None:
-    """The number of checkpoints that are kept; None for all.
+    """Number of checkpoints to keep; None for all.
 
-    Islands save one after the other. One that is killed before it saves begins again with the checkpoint before that
-    one, which the others must still have.
+    Islands save one after another. If an island is killed before it saves, it restarts from the previous checkpoint, so
+    the other islands must still have that iteration.
     """
     keep = config.checkpoint.keep_last
     return keep if keep is None or not config.islands.several else max(keep, 2)
 
 
 def _of_no_body(name: str, weights: str) -> bool:
-    """Whether a tensor of a language model's checkpoint is of no use to a task: its heads, and all but the weights.
+    """Whether a task cannot use a tensor of a language model's checkpoint: heads, and everything except weights.
 
     Args:
         name: its name in the checkpoint.
-        weights: beginning of the names of the weights that are loaded.
+        weights: name prefix of the weights that are loaded.
     """
     heads = ("lm_head.", "binary_head.", "output_layer.")
     return not name.startswith(weights) or name.removeprefix(weights).startswith(heads)

@@ -1,4 +1,4 @@
-"""Pictures of a run, drawn from its JSON-lines file."""
+"""Plots of a run, drawn from its JSON-lines file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.base.errors import UserError
 from megatron.training.records import Record, read_records
 
 ENDINGS = ("png", "pdf", "svg", "svgz", "eps", "ps", "jpg", "jpeg", "tif", "tiff", "webp")
-"""Formats of pictures."""
+"""File formats of plots."""
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Colors that color-blind readers can tell apart (Okabe and Ito)."""
@@ -29,11 +29,11 @@ def plot_loss_curve(
     loss: str = "lm_loss",
     title: str = "Loss",
 ) -> Path:
-    """Draws training and validation loss over iterations; tokens are on a second axis for a single run.
+    """Plot training and validation loss over iterations; a single run also has a token axis.
 
     Args:
-        jsonl_paths: one file per run, as ``--log-json-file`` writes them.
-        out_png: the picture; it appears whole or not at all.
+        jsonl_paths: file of each run, as ``--log-json-file`` writes them.
+        out_png: the picture, which is written atomically.
         reference_lines: label -> loss in nats per token, drawn as dashed horizontals (such as the unigram entropy).
         loss: key of the loss in the events.
 
@@ -41,7 +41,8 @@ def plot_loss_curve(
         The picture's path.
 
     Raises:
-        UserError: when matplotlib is missing, the picture's ending is unknown, or a file has no training events.
+        UserError: when matplotlib is missing, the picture's file extension is unknown, or a file has no training
+            events.
     """
     picture_format(Path(out_png))
     figure = new_figure(8, 4.8)
@@ -49,7 +50,7 @@ def plot_loss_curve(
     runs = [_LossCurves(Path(path), loss) for path in jsonl_paths]
     for i, (run, label) in enumerate(zip(runs, _labels(runs), strict=True)):
         color = COLORS[i % len(COLORS)]
-        # Several runs are told apart by color; a single one can afford a second color for what is held out.
+        # Color distinguishes several runs; a single run can use a second color for held-out losses.
         run.draw(axes, label, color, color if len(runs) > 1 else COLORS[1])
     for (label, value), style in zip((reference_lines or {}).items(), ("--", ":", "-.") * 9, strict=False):
         axes.axhline(value, linestyle=style, linewidth=1.2, color="#555555", label=f"{label}: {value:.2f}")
@@ -66,7 +67,7 @@ def plot_loss_curve(
 
 
 def new_figure(width: float, height: float) -> Any:
-    """An empty matplotlib figure of a size in inches; without global state or a display.
+    """Return an empty matplotlib figure with a size in inches, without global state or a display.
 
     Raises:
         UserError: when matplotlib is missing.
@@ -82,14 +83,14 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def curve_style(number: int) -> dict[str, Any]:
-    """Color, dashes and marker of the curve of a number, by which 28 are told apart."""
-    # Seven and four have no common factor, so the pairs repeat after 28, and neighbors differ in both.
+    """Color, dashes and marker of a numbered curve; 28 curves can be distinguished."""
+    # Seven and four have no common factor, so the pairs repeat after 28, and neighbors differ in color and dashes.
     color, dashes, marker = COLORS[number % 7], _DASHES[number % 4], MARKERS[number % 7]
     return {"color": color, "linestyle": dashes, "marker": marker}
 
 
 def label_iterations(axes: Any) -> None:
-    """Makes the horizontal axis one of iterations, in whole numbers."""
+    """Label the horizontal axis as iterations, in whole numbers."""
     from matplotlib.ticker import MaxNLocator
 
     axes.set_xlabel("iteration")
@@ -97,15 +98,15 @@ def label_iterations(axes: Any) -> None:
 
 
 def time_unit(hours: float) -> tuple[str, float]:
-    """The unit in which so many hours are a number above 1, if there is one, and its length in hours."""
+    """The largest time unit in which a duration exceeds 1, if any, and the unit's length in hours."""
     return next(((name, length) for name, length in _TIMES if hours > 2 * length), _TIMES[-1])
 
 
 def picture_format(path: Path) -> str:
-    """The format that a picture's ending says (png unless it has one); ask before the work of drawing.
+    """Return the format for a picture's file extension (png without an extension); call it before drawing.
 
     Raises:
-        UserError: when no picture ends so.
+        UserError: when the extension is unknown.
     """
     ending = path.suffix.lstrip(".").lower() or "png"
     if ending not in ENDINGS:
@@ -114,10 +115,10 @@ def picture_format(path: Path) -> str:
 
 
 def save_figure(figure: Any, path: Path) -> Path:
-    """Writes a figure whole or not at all, in the format of the name's ending.
+    """Write a figure atomically, in the format of the file extension.
 
     Raises:
-        UserError: when no picture ends so, or it cannot be written.
+        UserError: when the extension is unknown, or the file cannot be written.
     """
     form = picture_format(path)
     try:
@@ -138,7 +139,7 @@ class _LossCurves:
             raise UserError(f"{path}: cannot be read ({error.strerror})") from error
         self.path = path
         self.train = _points(events, "train", loss)
-        # The one at the end is of other samples than those on the way, and so no point of their curve.
+        # The final evaluation draws other samples than earlier evaluations, so it is no point of their curve.
         self.validation = _points([e for e in events if not of_final_draw(e)], "validation", loss)
         self.final = _points([e for e in events if of_final_draw(e)], "validation", loss)
         self.test = _points(events, "test", loss)
@@ -146,7 +147,7 @@ class _LossCurves:
             raise UserError(f"{path}: holds no training events with {loss!r}: was it written by --log-json-file?")
         last = next(e for e in reversed(events) if e.get("kind") == "train")
         tokens = last.number("consumed_tokens", 0.0)
-        # Under a ramp-up of the batch size tokens are not proportional to iterations: no second axis then.
+        # With a batch size ramp-up, tokens are not proportional to iterations, so there is no second axis.
         constant = len({e.number("global_batch_size", 0.0) for e in events if e.get("kind") == "train"}) == 1
         self.tokens_per_iteration = tokens / max(last.iteration(), 1) if tokens > 0 and constant else 0.0
 
@@ -165,17 +166,17 @@ class _LossCurves:
 
 
 def of_final_draw(event: Record) -> bool:
-    """Whether an evaluation is one of the end of training, on the first samples of its set, not on the next ones."""
+    """Whether an evaluation took place at the end of training, on the first samples of its set instead of the next."""
     return event.get("samples") is not None
 
 
 def _points(events: Sequence[Record], kind: str, loss: str) -> list[tuple[int, float]]:
-    """Points of a loss; one that is not finite is nan, which leaves a gap in the curve."""
+    """Points of a loss; a value that is not finite becomes nan, which leaves a gap in the curve."""
     return [(e.iteration(), e.number(loss)) for e in events if e.get("kind") == kind and loss in e]
 
 
 def _labels(runs: Sequence[_LossCurves]) -> list[str]:
-    """A prefix that tells runs apart: file names, or folder names where those repeat; none for one run."""
+    """Prefixes that distinguish runs: file names, or folder names if file names repeat; empty for a single run."""
     if len(runs) == 1:
         return [""]
     names = [run.path.stem for run in runs]

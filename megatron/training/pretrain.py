@@ -67,11 +67,12 @@ from megatron.training.trainer import Judge, Trainer
 
 @dataclass(frozen=True)
 class Job:
-    """What a run reads and begins with, where that is not pretraining's.
+    """Data, starting point and scoring of a run that is not pretraining.
 
     Args:
-        datasets: builds the data sets from the resolved configuration and the tokenizer; None for those of the flags.
-        pretrained: folder and iteration of a language model that a new run begins with.
+        datasets: builds the data sets from the resolved configuration and the tokenizer; None to build them from the
+            flags.
+        pretrained: folder and iteration of a language model that a new run starts from.
         judge: see ``Trainer``.
         sections: more sections of the flags, by name, in which all ranks must agree.
     """
@@ -83,7 +84,7 @@ class Job:
 
 
 def main(argv: Sequence[str] | None = None, model_type: ModelType = "gpt") -> int:
-    """Trains a model of one kind on this rank: runs ``pretrain_gpt.py`` or its like; returns the exit status."""
+    """Train a model of some kind on this rank: the program behind ``pretrain_gpt.py``. Returns the exit status."""
     started = time.monotonic()
     make_output_last()
 
@@ -96,17 +97,17 @@ def main(argv: Sequence[str] | None = None, model_type: ModelType = "gpt") -> in
 
 
 def train(ranks: Ranks, config: RunConfig, notes: Sequence[str], started: float, job: Job = Job()) -> None:
-    """Joins the other ranks and trains.
+    """Join the other ranks and train.
 
     Args:
         ranks: the ranks of the command.
         config: the resolved configuration.
         notes: notes on the flags.
         started: ``time.monotonic()`` at the start of the program.
-        job: what is trained on.
+        job: data and starting point.
 
     Raises:
-        UserError: on every rank, for what cannot be used.
+        UserError: on every rank, for settings or input that cannot be used.
     """
     env, parallel = ranks.env, config.parallel
     if job.judge is not None and config.islands.several:
@@ -129,7 +130,7 @@ def train(ranks: Ranks, config: RunConfig, notes: Sequence[str], started: float,
 
 
 def resolve(parsed: ParsedRun, env: LaunchEnvironment) -> RunConfig:
-    """The checked configuration for this world.
+    """Return the checked configuration for this world size.
 
     Raises:
         UserError: when settings cannot work; no process group exists yet.
@@ -141,7 +142,7 @@ def resolve(parsed: ParsedRun, env: LaunchEnvironment) -> RunConfig:
             raise UserError("--use-checkpoint-args takes the model's shape from --load, which is missing")
         saved, iteration = saved_config(wanted.load, wanted.ckpt_step)
         check_kind(wanted.source, saved.model.kind, parsed.config.model.kind)
-        if wanted.moe_use_upcycling:  # its experts are the flags' own
+        if wanted.moe_use_upcycling:  # the experts come from the flags
             saved = replace(saved, model=with_experts_of(parsed.config.model, saved.model))
         parsed.config = given = merge_checkpoint_config(parsed.config, parsed.explicit, saved)
         tokenizer = fitted_tokenizer(given.tokenizer, saved_entries(wanted.load, iteration), parsed)
@@ -150,10 +151,10 @@ def resolve(parsed: ParsedRun, env: LaunchEnvironment) -> RunConfig:
 
 
 def fitted_tokenizer(tokenizer: TokenizerConfig, entries: int, parsed: ParsedRun) -> TokenizerConfig:
-    """The tokenizer for a checkpoint's model, which may have more entries than it.
+    """Fit the tokenizer to a checkpoint's model, which may have more vocabulary entries.
 
     Raises:
-        UserError: when --vocab-size is that of another model.
+        UserError: when --vocab-size does not match that model.
     """
     result = fitted(tokenizer, entries)
     if "tokenizer.vocab_size" in parsed.explicit and result != tokenizer:
@@ -172,7 +173,7 @@ def run(
     lock: FolderLock | None = None,
     job: Job = Job(),
 ) -> None:
-    """Builds everything and trains.
+    """Build everything and train.
 
     Args:
         config: the resolved configuration.
@@ -180,7 +181,7 @@ def run(
         env: environment of this process.
         started: ``time.monotonic()`` at the start of the program.
         lock: lock of the folder that rank 0 saves to.
-        job: what is trained on.
+        job: data and starting point.
 
     Raises:
         UserError: on every rank, for data, files or checkpoints that cannot be used.
@@ -227,7 +228,7 @@ def run(
 
 
 def _open_logs(reporter: Reporter, topology: Topology) -> None:
-    """Opens the run's logs. Raises UserError on every rank when one cannot be opened."""
+    """Open the run's logs. Raises UserError on every rank when a log cannot be opened."""
     together(topology.control.pg, reporter.open)
     reporter.share_tracked_runs()
 
@@ -235,7 +236,7 @@ def _open_logs(reporter: Reporter, topology: Topology) -> None:
 def _begin(
     checkpoints: RunCheckpoints, saved: SavedRun | None, islands: Sequence[str], job: Job, log: Callable[[str], None]
 ) -> None:
-    """Loads what the run begins with: a checkpoint of its own, else a pretrained model, else nothing."""
+    """Load the starting point of the run: its own checkpoint, else a pretrained model, else nothing."""
     if saved is not None:
         checkpoints.load(saved, islands)
     elif job.pretrained is not None:
@@ -259,10 +260,10 @@ def _step_sizes(config: RunConfig, topology: Topology, dp_size: int) -> StepSize
 
 
 def _lengths(config: RunConfig, topology: Topology) -> LengthSchedule:
-    """The sequence lengths, on which all ranks must agree: they decide the shapes of messages.
+    """Return the schedule of sequence lengths. All ranks must agree on it, since it decides the shapes of messages.
 
     Raises:
-        UserError: on every rank, when a function of the user's has given them different ones.
+        UserError: on every rank, when a function of the user's returns different lengths on different ranks.
     """
     group = topology.control.pg
     lengths = together(group, lambda: lengths_of(config.curriculum, config.model.seq_length))
@@ -287,7 +288,8 @@ def _lr_schedule(config: RunConfig) -> LRSchedule:
 
 
 def _iterations(config: RunConfig, sizes: StepSizes, begun: Progress) -> int:
-    """Iterations of the whole run: those asked for, or those done and as many as the remaining samples make."""
+    """Iterations of the whole run: as configured, or the iterations done plus those that use up the remaining
+    samples."""
     training = config.training
     if training.train_iters is not None:
         return training.train_iters
@@ -302,7 +304,7 @@ def _iterations(config: RunConfig, sizes: StepSizes, begun: Progress) -> int:
 def _open_masked_data(
     config: RunConfig, samples: tuple[int, int | None, int], tokenizer: Tokenizer | None, check_tokens: bool
 ) -> Datasets:
-    """Data sets of BERT or T5; the arguments are those of ``build_bert_datasets``.
+    """Build the data sets of BERT or T5 from the arguments of ``build_bert_datasets``.
 
     Raises:
         UserError: when they cannot be built.
@@ -330,7 +332,8 @@ def _open_masked_data(
 
 
 def _vocabulary(config: RunConfig, built: Tokenizer | None) -> tuple[int, int, int]:
-    """Entries of the model and of the tokenizer, and the id of the end of a document; -1 without a tokenizer."""
+    """Vocabulary sizes of the model and of the tokenizer, and the id of the end of a document (-1 without a
+    tokenizer)."""
     tokenizer, data = config.tokenizer, config.data
     if built is not None:
         return model_entries(tokenizer, built), built.vocab_size, built.eod
@@ -346,14 +349,14 @@ def _vocabulary(config: RunConfig, built: Tokenizer | None) -> tuple[int, int, i
 def _open_data(
     config: RunConfig, env: LaunchEnvironment, train_iters: int, begun: Progress, job: Job
 ) -> tuple[Datasets, int]:
-    """Data sets and the model's entries; one rank of each machine checks the tokens.
+    """Build the data sets, and return the model's vocabulary size; one rank of each machine checks the tokens.
 
     Args:
         config: the resolved configuration.
         env: environment of this process.
         train_iters: iterations of the whole run.
-        begun: position of the run, maybe reached with batches of another size.
-        job: what is trained on.
+        begun: position of the run, which may have used another batch size so far.
+        job: data and starting point.
     """
     tokenizer = None if config.tokenizer.tokenizer_type is None else build_tokenizer(config.tokenizer)
     entries, vocab_size, eod = _vocabulary(config, tokenizer)

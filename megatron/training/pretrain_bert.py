@@ -8,5 +8,5 @@ from megatron.training import pretrain
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs ``pretrain_bert.py`` on this rank; returns the exit status."""
+    """Run ``pretrain_bert.py`` on this rank; return the exit status."""
     return pretrain.main(argv, "bert")

@@ -1,4 +1,4 @@
-"""Runs a command on every rank, with one clear error on each of them when something is wrong."""
+"""Runs a command on every rank, with a clear error message on each rank when it fails."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ _NO_ROOM = (
     *("can't allocate memory", "not enough memory", "Storage size calculation overflowed"),
     *("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED"),
 )
-"""Texts by which torch's CPU allocator, CUDA and its libraries report that memory has run out."""
+"""Messages of torch's CPU allocator, CUDA and its libraries when memory has run out."""
 _NO_FIXED_ORDER = "does not have a deterministic implementation"
-"""Text by which torch refuses an operation under ``torch.use_deterministic_algorithms``."""
+"""Message with which torch refuses an operation under ``torch.use_deterministic_algorithms``."""
 _SIZE = r"([0-9.]+ (?:[KMGT]i)?B|[0-9]+ bytes)"
 _GPU_IS_FULL = re.compile(
     rf"Tried to allocate {_SIZE}.*? GPU ([0-9]+) has a total capacity of {_SIZE} of which {_SIZE} is free", re.DOTALL
 )
-"""Text by which torch reports a GPU whose memory has run out."""
+"""Message with which torch reports that a GPU's memory has run out."""
 
 
 class TrainingFailedError(RuntimeError):
-    """Raised on every rank when a run has ended in order, but did not train. The message is one line.
+    """Raised on every rank when a run ends in order, but training has failed. The message is a single line.
 
     ``status`` is the exit status of the program.
     """
@@ -51,24 +51,24 @@ class TrainingFailedError(RuntimeError):
 
 
 class NothingLearnedError(TrainingFailedError):
-    """Raised when a run ended without a single update of the weights."""
+    """Raised when a run ends without any update of the weights."""
 
     status = EXIT_NOTHING_LEARNED
 
 
 class DivergedError(TrainingFailedError):
-    """Raised when a run was ended, as it has diverged."""
+    """Raised when a run ends because it has diverged."""
 
     status = EXIT_DIVERGED
 
 
 class Ranks:
-    """The ranks of a command, as this one sees them.
+    """The ranks of a command, as seen from this rank.
 
     Attributes:
-        env: this process's place, as the launcher says.
+        env: this process's place, from the launcher.
         watch: the watch over the other ranks; None until they have met.
-        meeting: what all ranks have agreed in; None until this one has joined it.
+        meeting: the meeting in which all ranks agreed; None until this rank has joined it.
     """
 
     def __init__(self) -> None:
@@ -85,17 +85,17 @@ class Ranks:
         notes: Sequence[str] = (),
         peer_timeout_seconds: float = SILENT_SECONDS,
     ) -> None:
-        """Joins the other ranks, if any, in a process group; rank 0 prints the notes on the flags.
+        """Join the other ranks, if any, in a process group; rank 0 prints the notes on the flags.
 
         Args:
             backend, timeout_minutes: backend and time-out of the process group.
             sections: sections of the command's flags, by name, which must be the same on all ranks.
             notes: notes on the flags.
-            peer_timeout_seconds: longest time without a heartbeat of a rank before the others end.
+            peer_timeout_seconds: longest time without a heartbeat of a rank before the other ranks end.
 
         Raises:
-            UserError: on every rank, when flags, code or files differ, or another rank refuses its own.
-            CommunicationError: when they do not come.
+            UserError: on every rank, when flags, code or files differ, or another rank refuses.
+            CommunicationError: when ranks do not come.
         """
         env, launcher = self.env, launcher_pid()
         if env.world_size > 1:
@@ -124,16 +124,16 @@ class Ranks:
                 print(f"note: {note}", file=sys.stderr)
 
     def leave(self) -> None:
-        """Stops the watch and leaves the process group, at the end of a command that has succeeded."""
+        """Stop the watch and leave the process group, at the end of a command that has succeeded."""
         if self.watch is not None:
             self.watch.stop()
         shutdown()
 
     def fail(self, text: str, status: int, reason: str | None = None) -> int:
-        """Prints the reason, tells the others, and leaves.
+        """Print the reason, tell the other ranks, and leave.
 
-        Bad input is printed by rank 0, whichever rank met it; the others leave a little later, lest the launcher ends
-        rank 0 before it has spoken.
+        Rank 0 prints bad input of any rank. The other ranks leave a little later, so that the launcher does not end
+        rank 0 before it has printed.
         """
         printed = prints = status != EXIT_BAD_INPUT or self.env.rank == 0
         if prints:
@@ -154,7 +154,7 @@ class Ranks:
         return status
 
     def _stay_away(self, reason: str, status: int) -> bool:
-        """Tells the other ranks, which would wait, that this one will not join them; returns whether they were told."""
+        """Tell the waiting ranks that this rank will not join them; return whether they were told."""
         try:
             meeting = Meeting(self.env, LEAVE_SECONDS / 60)
             return meeting.refuse(reason, bad_input=status == EXIT_BAD_INPUT)
@@ -163,13 +163,13 @@ class Ranks:
 
 
 def run_program(body: Callable[[Ranks], None]) -> int:
-    """Runs a command on this rank.
+    """Run a command on this rank.
 
     Args:
-        body: the command; it joins the other ranks when its flags have been checked.
+        body: the command; it joins the other ranks after checking its flags.
 
     Returns:
-        The exit status. A rank that fails leaves at once, without waiting for others that may be stuck.
+        The exit status. A rank that fails leaves at once, without waiting for ranks that may be stuck.
     """
     try:
         ranks = Ranks()
@@ -209,7 +209,7 @@ def run_program(body: Callable[[Ranks], None]) -> int:
 
 
 def no_fixed_order(error: BaseException) -> str:
-    """Explains an operation that torch cannot do under --deterministic-mode, in one line."""
+    """Explain in a single line that torch cannot do an operation under --deterministic-mode."""
     operation = str(error).partition(_NO_FIXED_ORDER)[0].strip()
     return (
         f"--deterministic-mode: torch's {operation[:100]} {_NO_FIXED_ORDER} on this device; leave out what uses it, or "
@@ -225,7 +225,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def out_of_memory(error: BaseException) -> str:
-    """Explains a failed allocation, in one line."""
+    """Explain a failed allocation in a single line."""
     reason = (str(error).splitlines() or [""])[0] or type(error).__name__
     return (
         f"out of memory: {_of_gpu(str(error)) or reason[:300]}; lower --micro-batch-size or --seq-length, recompute "
@@ -235,7 +235,7 @@ def out_of_memory(error: BaseException) -> str:
 
 
 def _of_gpu(message: str) -> str | None:
-    """The GPU, the memory needed and the memory there is, from torch's message; None for other messages."""
+    """Extract the GPU, the memory needed and the memory available from torch's message; None for other messages."""
     found = _GPU_IS_FULL.search(message)
     if found is None:
         return None

@@ -1,4 +1,4 @@
-"""A progress bar for people at a terminal; nothing at all anywhere else."""
+"""A progress bar at a terminal; silent anywhere else."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class ProgressBar:
         return self._bar is not None
 
     def update(self, *, loss: float | None = None, tokens_per_second: float | None = None, steps: int = 1) -> None:
-        """Sets the number of iterations done. Figures that are None are left out of the bar."""
+        """Set the number of iterations done. Figures that are None are left out of the bar."""
         if self._bar is None:
             return
         figures = {}
@@ -70,7 +70,7 @@ class ProgressBar:
         self._bar.update(steps)
 
     def write(self, text: str) -> None:
-        """Prints whole lines to the output, above the bar when there is one."""
+        """Print whole lines to the output, above the bar when there is one."""
         if self._bar is None:
             print(text, file=self._output, flush=True)
         else:

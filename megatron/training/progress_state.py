@@ -1,4 +1,4 @@
-"""The position of a run: the counters that a checkpoint carries besides tensors."""
+"""Position of a run: the counters in a checkpoint besides tensors."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ class Progress:
         consumed_samples: training samples used.
         skipped: iterations without an update.
         consumed_tokens: tokens of these samples that were trained on; None in checkpoints that did not count them.
-        consecutive_skips: steps skipped since the last update, without those that search for a loss scale and those
-            in which no token counts.
-        last_update: iteration whose update was the last to be taken; zero before the first.
+        consecutive_skips: steps skipped since the last update, except steps that search for a loss scale or in which
+            no token counts.
+        last_update: iteration of the last update; zero before the first.
 
-    ``tracked_runs`` names the run at the services that keep its curves, by service. It is a part of its own in
-    checkpoints.
+    ``tracked_runs`` names the run at the services that keep its curves, by service. Checkpoints store it separately.
     """
 
     iteration: int = 0
@@ -47,7 +46,7 @@ class Progress:
         return self.consumed_samples * seq_length if self.consumed_tokens is None else self.consumed_tokens
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the counters.
+        """Restore the counters.
 
         Raises:
             UserError: when a value is not a whole number; nothing has changed then.
@@ -56,7 +55,7 @@ class Progress:
         counts: dict[str, int | None] = {
             name: values.integer(name, least=0, most=_MOST) for name in ("iteration", "consumed_samples", "skipped")
         }
-        # Older checkpoints lack these.
+        # Older checkpoints lack these values.
         defaults = {"consumed_tokens": None, "consecutive_skips": 0, "last_update": counts["iteration"]}
         for name, default in defaults.items():
             counts[name] = values.integer(name, least=0, most=_MOST) if values.has(name) else default
@@ -76,7 +75,7 @@ class SavedCounters:
 
     @staticmethod
     def read(common: Mapping[str, Any], where: Path, *, optimizer: bool, counters: bool) -> SavedCounters:
-        """Reads a checkpoint's common values.
+        """Read a checkpoint's common values.
 
         Args:
             common: the values.

@@ -1,4 +1,4 @@
-"""Reads the JSON lines of a run (``--log-json-file``)."""
+"""Reads the JSON-lines file of a run (``--log-json-file``)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.base.values import Values
 
 
 class Record(Values):
-    """An event of a JSON-lines file, whose values are checked when they are asked for.
+    """An event of a JSON-lines file, with values checked on access.
 
     Args:
         values: values of the event.
@@ -23,7 +23,7 @@ class Record(Values):
         super().__init__(values, place, "correct or delete the line")
 
     def iteration(self, default: int | None = None) -> int:
-        """The iteration of the event; the default where there is none.
+        """The iteration of the event; the default if it is missing.
 
         Raises:
             UserError: when it is not a whole number, or missing without a default.
@@ -33,7 +33,7 @@ class Record(Values):
     def number(
         self, name: str, default: float | None = None, *, least: float | None = None, most: float | None = None
     ) -> float:
-        """A figure: nan for null, which stands for what is not finite; the default where there is none."""
+        """A figure: nan for null, which stands for a value that is not finite; the default if it is missing."""
         if name in self and _is_lost(self[name]):
             return math.nan
         number = super().number(name, default, least=least, most=most)
@@ -62,7 +62,7 @@ def _is_lost(value: Any) -> bool:
 
 
 def read_records(path: str | Path) -> list[Record]:
-    """Reads the events of a JSON-lines file, without those that a ``resume`` event made void.
+    """Read the events of a JSON-lines file, without those voided by a ``resume`` event.
 
     A line that is not a JSON object (the run was killed while writing it) is skipped.
 
@@ -79,7 +79,7 @@ def read_records(path: str | Path) -> list[Record]:
 
 
 def finite_figures(figures: Iterable[float]) -> list[float]:
-    """The finite ones of some figures; one nan where there is none."""
+    """The finite values among some figures; a single nan if there are none."""
     return [figure for figure in figures if math.isfinite(figure)] or [math.nan]
 
 
@@ -89,7 +89,7 @@ def _json_objects(path: str | Path) -> Iterator[Record]:
         for number, line in enumerate(file, 1):
             try:
                 event = json.loads(line)
-            except (ValueError, RecursionError):  # numbers and nests that Python does not read, too
+            except (ValueError, RecursionError):  # also numbers and nesting that Python does not read
                 continue
             if isinstance(event, dict):
                 yield Record(event, f"{path}:{number}")

@@ -1,4 +1,4 @@
-"""``--check-replicas``: checks that ranks which must hold the same numbers do, bit by bit."""
+"""``--check-replicas``: checks bit by bit that ranks which must hold the same numbers do."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from megatron.training.assembly import Engines
 
 
 def check_replicas(engines: Engines, iteration: int) -> None:
-    """Compares parameters, buffers and the state of pipeline codecs by digests. Every rank calls this between steps.
+    """Compare digests of parameters, buffers and pipeline codec state. Every rank calls this between steps.
 
-    Equal must be: the same slice of a parameter wherever it is held (data-parallel replicas, tensor-parallel ranks
-    that hold it whole, all stages of a tied embedding), a buffer, what both ends of a pipeline boundary remember, and
-    how tensor-parallel ranks have routed the last step's tokens to experts.
+    These must be equal: the same slice of a parameter on every rank that holds it (data-parallel replicas,
+    tensor-parallel ranks that hold it whole, all stages of a tied embedding), buffers, the memory at both ends of a
+    pipeline boundary, and the routing of the last step's tokens to experts on tensor-parallel ranks.
 
     Raises:
-        UserError: on every rank, naming the first things that differ and the ranks that hold them.
+        UserError: on every rank, naming the first differences and the ranks that hold them.
     """
     problems = disagreements(engines)
     if problems:
@@ -53,7 +53,7 @@ def disagreements(engines: Engines) -> list[str]:
 
 
 def _digests(engines: Engines) -> Iterator[tuple[str, str]]:
-    """Name -> digest; the same name on several ranks (or ends, after an @) must have the same digest."""
+    """Digests by name; the same name on several ranks (or ends, after an @) must have the same digest."""
     for stage in engines.stages:
         specs = collect_specs(stage)
         for local, param in stage.named_parameters():

@@ -36,7 +36,7 @@ from megatron.training.traffic import TrafficMeter, format_comm_line, gather_row
 
 
 def model_shape(config: RunConfig, padded_vocab_size: int) -> ModelShape:
-    """The sizes that the FLOP formulas need."""
+    """Sizes for the FLOP formulas."""
     model = config.model
     return ModelShape(
         num_layers=model.num_layers,
@@ -62,7 +62,7 @@ def model_shape(config: RunConfig, padded_vocab_size: int) -> ModelShape:
 
 
 def expert_products(model: ModelConfig) -> int:
-    """Multiply-adds of a token in all layers with experts; see ``ModelShape``."""
+    """Multiply-adds of a token in all expert layers; see ``ModelShape``."""
     shared = model.ffn_hidden_size if model.mlp_type == "residual" else model.moe_shared_expert_intermediate_size or 0
     width = model.moe_router_topk * (model.moe_ffn_hidden_size or 0) + shared
     mixing = 2 if model.mlp_type == "residual" else int(model.moe_shared_expert_gate)
@@ -78,7 +78,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def known_peak(config: RunConfig, device: torch.device) -> float | None:
-    """The peak TFLOP/s that MFU is relative to: as given, else by the name of the GPU; None where it is unknown."""
+    """Peak TFLOP/s for MFU: from the flag, else by the GPU's name; None if unknown."""
     if config.logging.peak_tflops is not None or device.type != "cuda":
         return config.logging.peak_tflops
     tf32 = torch.get_float32_matmul_precision() != "highest"
@@ -86,7 +86,7 @@ def known_peak(config: RunConfig, device: torch.device) -> float | None:
 
 
 class Reporter:
-    """Collects the metrics of a run and reports them on the last rank; the others only take part in the gathering.
+    """Collects the metrics of a run and reports them on the last rank; other ranks only take part in gathering.
 
     Args:
         config: the resolved configuration.
@@ -125,10 +125,10 @@ class Reporter:
         self._speaks = engines.topology.is_last_rank
 
     def open(self) -> None:
-        """Opens files; called once the counters are restored, so that curves continue where they were.
+        """Open files; called after the counters are restored, so that curves continue where they were.
 
         Raises:
-            UserError: when one cannot be opened.
+            UserError: when a file cannot be opened.
         """
         done, seen = self.progress, self.progress.tokens(self.config.model.seq_length)
         if self._speaks:
@@ -155,32 +155,32 @@ class Reporter:
         self.sinks.event("config", done.iteration, config=self.config.to_dict(), size=size)
 
     def share_tracked_runs(self) -> None:
-        """Tells all ranks what the services call this run, as checkpoints hold it. A collective call."""
+        """Share the services' names of this run with all ranks, for checkpoints. A collective call."""
         texts = gather_texts(self.engines.topology.control.pg, json.dumps(self.sinks.tracked_runs))
         self.progress.tracked_runs |= json.loads(texts[-1])
 
     def line(self, text: str) -> None:
-        """Prints a line for people."""
+        """Print a line for people."""
         self.sinks.line(text)
 
     def of_islands(self, text: str, values: Mapping[str, Any]) -> None:
-        """Reports something of rounds of islands: a line, and an event where there are numbers."""
+        """Report an event of islands' rounds: a line, and a record if there are numbers."""
         self.sinks.line(text)
         if values:
             self.sinks.event("outer", **values)
 
     def start_training(self) -> None:
-        """Starts the clock of the first window."""
+        """Start the clock of the first window."""
         self.engines.ledger.clear()
         self.window = MetricsWindow()
         self._step_started = time.perf_counter()
 
     @contextmanager
     def paused(self, what: str) -> Iterator[None]:
-        """Leaves the time spent inside, and the bytes moved, out of the training figures.
+        """Exclude the time spent inside, and the bytes moved, from the training figures.
 
         Args:
-            what: happens: "evaluate", "save" or "check".
+            what: the activity: "evaluate", "save" or "check".
         """
         began = time.perf_counter()
         with self.window.paused(), self.engines.ledger.uncounted():
@@ -191,7 +191,7 @@ class Reporter:
                 self.forecast.pause(what, self._step_started - began)
 
     def after_step(self, step: StepMetrics) -> None:
-        """Records a step; reports the window when a line is due."""
+        """Record a step; report the window when a line is due."""
         for observer in self.engines.ledger.observers:
             for finding in observer.findings(step.iteration):
                 if finding.line is not None:
@@ -209,17 +209,17 @@ class Reporter:
             self._report_estimate()
 
     def report_if_due(self, iteration: int) -> None:
-        """Reports the window when a line is due at an iteration, which may be one without a step."""
+        """Report the window when a line is due at an iteration, even if the iteration was skipped."""
         if iteration % self.config.logging.log_interval == 0 and not self.window.is_empty:
             self._report_window()
 
     def report_rest(self) -> None:
-        """Reports the steps since the last line, at the end of training."""
+        """Report the steps since the last line, at the end of training."""
         if not self.window.is_empty:
             self._report_window()
 
     def _report_estimate(self) -> None:
-        """Prints the first estimate of how long the run will take."""
+        """Print the first estimate of the run's remaining time."""
         progress, left = self.progress, self.train_iters - self.progress.iteration
         seconds = self.forecast.remaining_s(progress.iteration, progress.consumed_samples)
         if left and seconds is not None:
@@ -255,7 +255,7 @@ class Reporter:
             self.sinks.line(self.timers.report(times))
 
     def _with_rates(self, window: StepMetrics) -> StepMetrics:
-        """Adds TFLOP/s per device, and MFU where the peak rate is known."""
+        """Add TFLOP/s per device, and MFU if the peak rate is known."""
         seconds = window.seconds_per_iteration
         world_size = self.engines.topology.layout.world_size * self.config.islands.islands
         recompute = self.config.recompute.recompute_granularity is not None
@@ -279,7 +279,7 @@ class Reporter:
         )
 
     def _work(self, length: int) -> float:
-        """Operations of a sample of some length."""
+        """Operations for a sample of some length."""
         return float(model_flops_per_sample(replace(self.shape, seq_length=length)))
 
     def validation(
@@ -291,7 +291,7 @@ class Reporter:
         scores: Mapping[str, Mapping[str, float]] | None = None,
         sets: Mapping[str, Mapping[str, float]] | None = None,
     ) -> None:
-        """Reports an evaluation."""
+        """Report an evaluation."""
         done = self.progress
         self.sinks.evaluation(
             Evaluation(
@@ -306,5 +306,5 @@ class Reporter:
         )
 
     def close(self) -> None:
-        """Closes the files and the bar."""
+        """Close the files and the bar."""
         self.sinks.close()

@@ -1,4 +1,4 @@
-"""Runs the rounds of islands: what is sent when, with whom, and what becomes of an attempt that fails."""
+"""Rounds of islands: when fragments are sent, and how failed attempts are retried."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from megatron.training.joining import Joining
 from megatron.training.suspects import Suspects
 
 MOST_ATTEMPTS = 4
-"""Attempts of a round by the same islands, after which it is hopeless."""
+"""Attempts of a round by the same islands before the run gives up."""
 
 Tell = Callable[[str, dict[str, Any]], None]
-"""Reports a line for people, and its numbers for files."""
+"""Reports a line to the user, and its numbers to files."""
 
 
 _WITHOUT = "warning: the other islands went on without this one; its steps since the last round are lost"
@@ -35,23 +35,23 @@ _WITHOUT = "warning: the other islands went on without this one; its steps since
 
 @dataclass
 class _Times:
-    """Seconds of a transfer: since it was sent, and those that training waited for it."""
+    """Durations of a transfer in seconds: since it was sent, and the time that training waited for it."""
 
     sent: float
     waited: float = 0.0
 
     def hidden(self) -> float:
-        """The share of the transfer behind which training went on."""
+        """The share of the transfer that was hidden behind training."""
         flight = time.monotonic() - self.sent
         return max(0.0, 1.0 - self.waited / flight) if flight > 0 else 0.0
 
 
 @dataclass(frozen=True)
 class RunEnd:
-    """What an island leaves for those that are late.
+    """Help for islands that are late when this island ends.
 
     Args:
-        folder: that of its last checkpoint; empty where there is none.
+        folder: folder of its last checkpoint; empty without a checkpoint.
         seconds: longest time that it stays to send them its state.
     """
 
@@ -60,21 +60,21 @@ class RunEnd:
 
 
 class Rounds:
-    """The rounds of one island. Every rank of it has one; all of them call its methods alike.
+    """The rounds of this island. Every rank of an island constructs them and calls the same methods.
 
-    An attempt counts when every rank of all members has done its part; then compressors' states and the anchor change.
-    Otherwise the members that are left try again, with the differences and residuals that they had.
+    An attempt counts when every rank of all members has done its part; compressors' states and the anchor change only
+    then. Otherwise the remaining members try again, with the same differences and residuals.
 
     Args:
-        sync: what this rank does in a round.
-        schedule: when rounds are.
-        islands: the other islands; None without.
-        tell: reports what happened, on the rank that speaks.
-        joining: lets others in, and joins them; None without islands.
-        end: what it leaves for islands that are late.
+        sync: this rank's part in a round.
+        schedule: iterations at which rounds are due.
+        islands: the other islands; None for a single island.
+        tell: reports an event, on the rank that speaks.
+        joining: admits late islands, and joins the others; None for a single island.
+        end: help for late islands at the end of the run.
 
-    ``left`` says that the others went on without this island, and ``landed`` that a round has just ended. ``asked`` is
-    a reason of this island to end the run, which it says in its next round, and ``stop`` that for which all end.
+    ``left``: the others went on without this island. ``landed``: a round has just ended. ``asked``: this island's
+    reason to end the run, which it reports in its next round. ``stop``: the reason for which all islands end.
     """
 
     def __init__(
@@ -95,28 +95,28 @@ class Rounds:
         self._times = _Times(0.0)
 
     def before_step(self, iteration: int) -> None:
-        """Takes the anchor before the first local step (0-based)."""
+        """Take the anchor before the first local step (0-based)."""
         if self.schedule.local(iteration) and not self.sync.outer.begun:
             self.sync.begin()
 
     @property
     def apart(self) -> bool:
-        """Whether islands take steps of their own, so that one knows nothing of the others before the next round."""
+        """Whether islands take local steps, so that they know nothing of each other before the next round."""
         return self.islands is not None and self.sync.outer.begun
 
     def after_step(self, done: int, loss: float) -> bool:
-        """Does what is due after ``done`` iterations of the run.
+        """Send and apply the fragments that are due after ``done`` iterations of the run.
 
         Args:
             done: number of iterations.
-            loss: training loss of the last one.
+            loss: training loss of the last iteration.
 
         Returns:
             False when the others went on without this island, which has to ``join`` them.
 
         Raises:
             QuorumError: when there are too few islands.
-            CommunicationError: when nothing can be exchanged.
+            CommunicationError: when communication fails altogether.
         """
         if not self.sync.outer.begun:
             return True
@@ -130,11 +130,11 @@ class Rounds:
         return self.catch_up(done)
 
     def behind(self, done: int) -> bool:
-        """Whether a round that is due after ``done`` iterations has not been done."""
+        """Whether a round that is due after ``done`` iterations is still missing."""
         return self.sync.outer.begun and self.sync.round < done and bool(self.schedule.sent(done))
 
     def catch_up(self, done: int) -> bool:
-        """Does the rounds that are due after ``done`` iterations and have not been done; see ``after_step``."""
+        """Run the missing rounds that are due after ``done`` iterations; see ``after_step``."""
         if self.sync.outer.begun and self.sync.round < done:
             for fragment in self.schedule.sent(done):
                 self._send(fragment, done, later=self.schedule.applied_at(done) > done)
@@ -149,24 +149,24 @@ class Rounds:
         return not self.left
 
     def hold(self) -> bool:
-        """Waits for a fragment on its way, before a checkpoint is saved: the mean is saved then, and applied later; see
-        ``after_step``."""
+        """Wait for the fragment in flight before a checkpoint is saved. The checkpoint holds its mean, which is applied
+        later; see ``after_step``."""
         flight = self.sync.flight
         if flight is not None and not flight.arrived:
             self._bring(flight)
         return not self.left
 
     def forget(self) -> None:
-        """Gives a fragment on its way up; what it holds is sent with the next round of it."""
+        """Drop the fragment in flight; its contents are sent in the fragment's next round."""
         if self.sync.flight is not None:
             self.sync.drop(self.sync.flight.fragment)
             self.sync.flight = None
 
     def join(self) -> bool:
-        """Joins the other islands, at the end of one of their rounds: this one takes everything over but its data.
+        """Join the other islands at the end of one of their rounds. This island takes over all state except its data.
 
         Returns:
-            Whether it did; False when nobody is left.
+            Whether it joined; False when no island is left.
         """
         assert self.joining is not None
         self.forget()
@@ -175,16 +175,16 @@ class Rounds:
         return self.joining.join()
 
     def finish(self, iteration: int) -> None:
-        """Ends the run, whose last checkpoint is saved: islands that are late are told where it is, and may join."""
+        """End the run, whose last checkpoint is saved: tell late islands where it is, and let them join."""
         if self.islands is None or self.joining is None or not self.sync.outer.begun:
             return
         try:
             self._see_late_islands_in(self.islands, self.joining, iteration)
-        except CommunicationError as error:  # the run has ended and is saved; only late islands miss something
+        except CommunicationError as error:  # the run has ended and is saved; only late islands are affected
             self.tell(f"nothing more is done for late islands: {error}", {})
 
     def _see_late_islands_in(self, islands: Islands, joining: Joining, iteration: int) -> None:
-        """Notes the end for late islands, and stays for them as long as it is meant to.
+        """Announce the end to late islands, and wait for them as long as configured.
 
         Raises:
             CommunicationError: when the meeting place is gone.
@@ -202,7 +202,7 @@ class Rounds:
             time.sleep(POLL_SECONDS)
 
     def _send(self, fragment: int, done: int, later: bool) -> None:
-        """Sends a fragment; applies it, unless that is for later."""
+        """Send a fragment, and apply it unless that is due later."""
         if self.left:
             return
         flight = self._begin(fragment, done, 0)
@@ -210,7 +210,7 @@ class Rounds:
             self._land(flight)
 
     def _begin(self, fragment: int, done: int, attempt: int, without: int | None = None) -> Flight | None:
-        """Begins an attempt; None when it goes on without this island."""
+        """Begin an attempt; None when the others go on without this island."""
         key = f"{done}/{fragment}/{attempt}"
         self.sync.collect(fragment)
         own = Arrival(self.sync.norm(fragment), fmean(self._losses) if self._losses else math.nan, self.asked)
@@ -236,7 +236,7 @@ class Rounds:
         return flight
 
     def _report_absence(self, expected: Sequence[int], decision: Decision) -> None:
-        """Reports the islands of the last round that have not come to this one."""
+        """Report the islands of the last round that are missing from this round."""
         gone = [k for k in expected if k not in decision.arrivals]
         if gone and gone != self._gone:
             rest = [k for k in decision.members if k != self.islands.island] if self.islands is not None else []
@@ -245,7 +245,7 @@ class Rounds:
         self._gone = gone
 
     def _leave(self) -> None:
-        """Notes that the others go on without this island."""
+        """Note that the others go on without this island."""
         self.tell(_WITHOUT, {})
         self.left, self.sync.flight = True, None
 
@@ -254,7 +254,7 @@ class Rounds:
         self.sync.send(flight.fragment, group, flight.sent - 1)
 
     def _try(self, call: Callable[[], object]) -> bool:
-        """Runs a call that communicates with other islands; False when one of them is gone."""
+        """Run a call that communicates with other islands; False when it fails."""
         began = time.monotonic()
         try:
             call()
@@ -267,7 +267,7 @@ class Rounds:
         return True
 
     def _bring(self, flight: Flight) -> Flight | None:
-        """Ends the transfer of a fragment, in as many attempts as it takes; None when it goes on without this one."""
+        """Finish the transfer of a fragment, retrying as needed; None when the others go on without this island."""
         failures, suspects = 0, Suspects()
         while True:
             outcome = self._outcome(flight)
@@ -289,7 +289,7 @@ class Rounds:
             flight = again
 
     def _check_hope(self, flight: Flight, failures: int) -> None:
-        """Checks that another attempt is worth it.
+        """Check that another attempt is worthwhile.
 
         Raises:
             QuorumError: when the same islands have failed often enough.
@@ -302,7 +302,7 @@ class Rounds:
             )
 
     def _outcome(self, flight: Flight) -> RoundOutcome:
-        """Ends the transfer of an attempt, or watches it, and decides with the others whether it counts."""
+        """End or watch the transfer of an attempt, and decide with the others whether it counts."""
         islands, fragment = self.islands, flight.fragment
         if islands is None:
             self.sync.exchange(fragment)
@@ -316,7 +316,7 @@ class Rounds:
         return islands.settle(flight.key, flight.members, Vote(failed, mean_norm, usual_norm))
 
     def _count(self, flight: Flight) -> Flight | None:
-        """Counts an attempt; None when it goes on without this island, which has spoiled others."""
+        """Accept an attempt; None when it goes on without this island, whose contribution spoiled the mean."""
         if flight.without is not None:
             self.tell(
                 f"warning: island {flight.without} is left out of the round at iteration {flight.sent}: the mean is "
@@ -332,7 +332,7 @@ class Rounds:
         return flight
 
     def _land(self, flight: Flight) -> None:
-        """Applies a fragment, whose transfer has to end now."""
+        """Apply a fragment, after waiting for its transfer."""
         landed = flight if flight.arrived else self._bring(flight)
         if landed is None:
             return

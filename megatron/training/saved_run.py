@@ -1,4 +1,4 @@
-"""Finds the checkpoint of ``--load``, and says whether it suits a run."""
+"""Finds the checkpoint of ``--load``, and checks that it suits a run."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from megatron.training.progress_state import Progress, SavedCounters
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A checkpoint that a run begins with, and its values besides tensors.
+    """A checkpoint that a run starts from, with its values besides tensors.
 
     Args:
         iteration: iteration of the checkpoint.
         common: values of the checkpoint besides tensors.
-        counters: the counters that say what else there is.
+        counters: counters that describe the checkpoint's other contents.
         progress: position of the run; zero with ``--finetune``.
     """
 
@@ -44,11 +44,11 @@ class SavedRun:
 
 
 def with_pretrained(config: RunConfig, note: Note) -> RunConfig:
-    """The configuration that loads ``--pretrained-checkpoint``, as with ``--finetune``, where the folder of ``--load``
-    holds nothing yet: neither a checkpoint, nor those of islands.
+    """Load ``--pretrained-checkpoint``, as with ``--finetune``, if the folder of ``--load`` holds no checkpoint yet,
+    neither of this run nor of islands. Returns the configuration.
 
     Raises:
-        UserError: when the pretrained checkpoint is not there.
+        UserError: when the pretrained checkpoint does not exist.
     """
     checkpoint, folder = config.checkpoint, config.checkpoint.pretrained_checkpoint
     if folder is None or checkpoint.ckpt_step is not None or _holds_any(checkpoint.load, config.islands):
@@ -68,7 +68,7 @@ def _holds_any(root: str | None, islands: IslandsConfig) -> bool:
 
 
 def find_saved(config: CheckpointConfig, topology: Topology, log: Callable[[str], None]) -> SavedRun | None:
-    """Finds the checkpoint of ``--load``; None when there is none and the run starts afresh. A collective call.
+    """Find the checkpoint of ``--load``; None if there is none and the run starts afresh. A collective call.
 
     Args:
         config: flags that name the checkpoint.
@@ -76,14 +76,14 @@ def find_saved(config: CheckpointConfig, topology: Topology, log: Callable[[str]
         log: prints lines for the user, on rank 0.
 
     Raises:
-        UserError: on every rank, when there is none that can be used.
+        UserError: on every rank, when no checkpoint can be used.
     """
     root, group = config.load, topology.control.pg
     if root is None:
         return None
     iteration: Iteration | None = config.ckpt_step
     if iteration is None:
-        # What rank 0 finds: file systems may show the ranks different things.
+        # Use rank 0's result, since file systems may show the ranks different things.
         found = together(group, lambda: read_tracker(root, log) if topology.rank == 0 else None)
         iteration = iteration_of(gather_texts(group, "" if found is None else str(found))[0])
     if iteration is None:
@@ -102,10 +102,10 @@ def find_saved(config: CheckpointConfig, topology: Topology, log: Callable[[str]
 
 
 def check_saved_kind(config: CheckpointConfig, saved: SavedRun, kind: str, topology: Topology) -> None:
-    """Checks that a checkpoint is of a model of the run's kind. A collective call.
+    """Check that a checkpoint's model is of the run's kind. A collective call.
 
     Raises:
-        UserError: on every rank, when it is of another.
+        UserError: on every rank, when it is of another kind.
     """
     root = config.load
     assert root is not None
@@ -114,12 +114,12 @@ def check_saved_kind(config: CheckpointConfig, saved: SavedRun, kind: str, topol
 
 
 def check_optimizer(root: str, iteration: Iteration, config: RunConfig, group: dist.ProcessGroup | None) -> None:
-    """Checks that a checkpoint is of the run's optimizer: Adam's moments have LAMB's names and shapes, too.
+    """Check that a checkpoint is of the run's optimizer: Adam's moments have LAMB's names and shapes, too.
 
     A collective call.
 
     Raises:
-        UserError: on every rank, when it is of another, or is damaged.
+        UserError: on every rank, when it is of another optimizer, or is damaged.
     """
     own = config.optimizer.optimizer
     saved = together(group, lambda: saved_section(root, iteration, "optimizer")).get("optimizer", own)
@@ -131,7 +131,7 @@ def check_optimizer(root: str, iteration: Iteration, config: RunConfig, group: d
 
 
 def check_dense(root: str, iteration: Iteration, group: dist.ProcessGroup | None) -> None:
-    """Checks that a checkpoint is of a dense model. A collective call.
+    """Check that a checkpoint is of a dense model. A collective call.
 
     Raises:
         UserError: on every rank, when it has experts, or is damaged.

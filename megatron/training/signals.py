@@ -1,7 +1,7 @@
 """Early exits: signals, an iteration interval, a wall-clock limit.
 
-Everything here is one rank's view. Ranks see signals and clocks at different moments, so the trainer takes
-the maximum of ``ExitReason`` over all ranks and acts on that.
+Everything here is a single rank's view. Ranks see signals and clocks at different moments, so the trainer takes the
+maximum of ``ExitReason`` over all ranks and acts on that.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 
 class ExitReason(IntEnum):
-    """The reason why a run ends before its last iteration. The greatest one wins when ranks differ."""
+    """The reason why a run ends before its last iteration. The greatest reason wins when ranks differ."""
 
     NONE = 0
     INTERVAL = 1
@@ -27,15 +27,15 @@ class ExitReason(IntEnum):
 
 
 _SIGNAL_VOTE = 2.0**20
-"""A vote that exceeds all ranks' votes for the time limit together."""
+"""A vote that exceeds the sum of all ranks' votes for the time limit."""
 _SWITCH_VOTE = 2.0**40
-"""A vote that exceeds all ranks' votes for a signal together."""
+"""A vote that exceeds the sum of all ranks' votes for a signal."""
 
 
 class ExitSignals:
-    """Turns signals into a flag while active, so that the iteration in progress can complete.
+    """Records signals while active, so that the iteration in progress can complete.
 
-    Previous handlers come back on exit. Use it in the main thread (Python allows handlers only there).
+    Previous handlers are restored on exit. Use it in the main thread (Python allows handlers only there).
     """
 
     def __init__(self, signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1)) -> None:
@@ -44,7 +44,7 @@ class ExitSignals:
         self.received: signal.Signals | None = None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        # Nothing else is safe here: the signal may have come in the middle of any bytecode, a print included.
+        # Nothing else is safe here: the signal may interrupt any bytecode, even a print.
         self.received = signal.Signals(number)
 
     def __enter__(self) -> ExitSignals:
@@ -57,7 +57,7 @@ class ExitSignals:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for number, handler in self._previous.items():
-            # None: the handler was not installed from Python, and cannot be put back.
+            # None: the handler was not installed from Python, and cannot be restored.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._previous.clear()
 
@@ -66,7 +66,7 @@ class ExitPolicy:
     """Decides after each iteration whether the run should save and exit.
 
     Args:
-        exit_interval: ``--exit-interval``: end at iterations that divide by it.
+        exit_interval: ``--exit-interval``: end at multiples of this iteration count.
         exit_duration_in_mins: ``--exit-duration-in-mins``: end after this many minutes since ``started``.
         kill_switch_file: ``--kill-switch-file``, for the log.
         started: reading of ``clock`` at the start of the program; now by default.
@@ -109,7 +109,7 @@ class ExitPolicy:
 
     @staticmethod
     def wish(votes: float) -> ExitReason:
-        """The reason that some rank has to stop, from the sum of all votes."""
+        """Decode the sum of all votes into the reason to stop of some rank."""
         if votes >= _SWITCH_VOTE:
             return ExitReason.KILL_SWITCH
         if votes >= _SIGNAL_VOTE:
@@ -117,7 +117,7 @@ class ExitPolicy:
         return ExitReason.DURATION if votes > 0 else ExitReason.NONE
 
     def explain(self, reason: ExitReason, iteration: int, saved_to: str | None = None) -> str:
-        """A line for the log that explains a reason, and says where the run is saved."""
+        """A log line that explains a reason, and says where the run is saved."""
         why = {
             ExitReason.NONE: "the run goes on",
             ExitReason.INTERVAL: f"--exit-interval {self.exit_interval}",

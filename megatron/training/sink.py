@@ -1,4 +1,4 @@
-"""What a sink of a run's metrics is, and what several of them need."""
+"""Base class of a run's metric sinks, and helpers for several sinks."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ class Sink:
     """The service's name of the run."""
 
     def line(self, text: str) -> None:
-        """Writes whole lines of text, for people."""
+        """Write whole lines of text, for people."""
 
     def event(self, kind: str, iteration: int, values: Mapping[str, Any]) -> None:
-        """Writes a record of any kind (``config``, ``gradients``, ...)."""
+        """Write a record of any kind (``config``, ``gradients``, ...)."""
 
     def step(self, metrics: StepMetrics) -> None:
-        """Writes a step's metrics."""
+        """Write a step's metrics."""
 
     def window(self, metrics: StepMetrics) -> None:
-        """Writes the metrics of a log interval."""
+        """Write the metrics of a log interval."""
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        """Writes an evaluation."""
+        """Write an evaluation."""
 
     def close(self) -> None:
-        """Flushes and closes."""
+        """Flush and close."""
 
 
 def slowest(metrics: StepMetrics) -> dict[str, float]:
-    """Milliseconds of each timer on the rank that took longest."""
+    """Milliseconds of each timer on the slowest rank."""
     return {name: max(times) for name, times in metrics.timers_ms.items()}
 
 

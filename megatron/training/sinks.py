@@ -1,4 +1,4 @@
-"""The sinks of a run's metrics: the console, a text file, a JSON-lines file, and those of curves (``curves.py``).
+"""The sinks of a run's metrics: console, text file, JSON-lines file, and curves (``curves.py``).
 
 A new sink is a class that ``open_sinks`` opens.
 """
@@ -25,9 +25,9 @@ from megatron.training.sink import Sink, known, slowest
 
 
 class Sinks:
-    """All sinks of a run, as one.
+    """All sinks of a run, combined.
 
-    One that fails while the run is under way (a full disk, a closed pipe) is closed and dropped with one line on the
+    A sink that fails during the run (a full disk, a closed pipe) is closed and dropped with one line on the
     standard error: training goes on.
     """
 
@@ -81,7 +81,7 @@ class LineSink(Sink):
 
 
 class ConsoleSink(LineSink):
-    """Prints lines to the standard output, or through ``write`` (a progress bar's, so that the bar stays whole)."""
+    """Prints lines to the standard output, or through ``write`` (of a progress bar, so that the bar stays intact)."""
 
     name = "the standard output"
 
@@ -126,11 +126,11 @@ class TextFileSink(LineSink):
 
 
 class JsonLinesSink(Sink):
-    """Appends one JSON object a line to a file (``--log-json-file``).
+    """Appends a JSON object per line to a file (``--log-json-file``).
 
-    A run that goes on in an existing file first writes a ``resume`` event with the iteration it starts from:
-    events of later iterations before it belong to work that was lost. ``read_records`` leaves them out. A number
-    that is not finite is written as null, so that every line is strict JSON.
+    A run that continues in an existing file first writes a ``resume`` event with its starting iteration: earlier events
+    of later iterations belong to lost work, and ``read_records`` leaves them out. A number that is not finite is
+    written as null, so that every line is strict JSON.
     """
 
     def __init__(self, path: str | Path, resume_iteration: int = 0) -> None:
@@ -191,14 +191,14 @@ def open_sinks(
     console: Callable[[str], None] | None = None,
     tracked_runs: Mapping[str, str] | None = None,
 ) -> list[Sink]:
-    """Opens the sinks that the configuration asks for; the console always.
+    """Open the sinks that the configuration asks for; the console always.
 
     Args:
         config: configuration that names the files and folders.
         dp_size, world_size: data-parallel replicas and processes of the run.
-        resume: position on each axis (``iterations``, ``samples``, ``tokens``) of the checkpoint that was loaded.
+        resume: position of the loaded checkpoint on each axis (``iterations``, ``samples``, ``tokens``).
         console: writes lines instead of the standard output, such as ``ProgressBar.write``.
-        tracked_runs: the runs that Weights & Biases and MLflow go on with.
+        tracked_runs: the runs of Weights & Biases and MLflow to resume.
 
     Raises:
         UserError: when a file cannot be opened or a package is missing; the message names the flag.
@@ -221,7 +221,7 @@ def open_sinks(
 
 
 def _loads(metrics: StepMetrics) -> dict[str, Any]:
-    """The tokens of each expert, by layer from 1, where layers have any."""
+    """Tokens of each expert, by layer from 1, for layers with experts."""
     loads = {str(layer + 1): list(counts) for layer, counts in metrics.expert_loads.items()}
     return {"expert_loads": loads, "expert_imbalance": metrics.expert_imbalance} if loads else {}
 
@@ -232,7 +232,7 @@ def _keys(losses: Mapping[str, float]) -> dict[str, float]:
 
 
 def _finite(value: Any) -> Any:
-    """The same value with None for every float that JSON cannot represent."""
+    """Replace every float that JSON cannot represent by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -243,7 +243,7 @@ def _finite(value: Any) -> Any:
 
 
 def _open_append(path: str | Path, flag: str) -> IO[str]:
-    """Opens for appending, line-buffered, making the folder; a torn last line is closed first."""
+    """Open a file for appending, line-buffered, creating its folder; a torn last line is terminated first."""
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

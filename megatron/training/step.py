@@ -1,4 +1,4 @@
-"""One training step, and one evaluation step, readable from top to bottom."""
+"""One training step and one evaluation step, readable from top to bottom."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class ChunkProgram:
         divisors: see ``Stage.loss``.
         loss_grad: gradient of each micro-batch's objective; None in evaluation.
 
-    On the chunk that holds the losses, ``sums`` adds them up over the micro-batches. In an evaluation ``outputs``
-    keeps what a task head says of each.
+    The chunk that holds the losses adds them up over the micro-batches in ``sums``. In an evaluation, ``outputs`` keeps
+    the task-head output of each micro-batch.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class ChunkProgram:
             topology, parallel = self.engines.topology, self.engines.config.parallel
             both = topology.layout.follows_encoder(boundary)
             sent = [x.t() for x in ([batch.decoder_tokens_bs] if both else []) + [batch.tokens_bs] if x is not None]
-            # Sequence parallelism splits each of the sequences, and messages in parts what they are joined to.
+            # Sequence parallelism splits each sequence, and split messages carry slices of the joined sequences.
             wholes = sent if parallel.sequence_parallel else [torch.cat(sent)]
             parts = parallel.message_parts
             key.tokens_sb = torch.cat([x.chunk(parts)[topology.tp.rank % parts] for x in wholes])
@@ -108,7 +108,7 @@ class ChunkProgram:
         return found.objective
 
     def sums(self) -> list[tuple[float, float]]:
-        """Sum of each of the model's losses, in nats, and how many count in it."""
+        """Sum in nats and count of each of the model's losses."""
         parts = zip(*self.losses, strict=True)
         return [(_total([part.total for part in one]), _total([part.count for part in one])) for one in parts]
 
@@ -126,13 +126,13 @@ def _targets(batch: Batch, keys: DropoutKeys | None = None) -> Targets:
 def take_batches(
     batches: Iterator[Batch], count: int, device: torch.device, seq_length: int | None = None
 ) -> list[Batch]:
-    """Takes the next ``count`` micro-batches, on the device.
+    """Take the next ``count`` micro-batches and move them to the device.
 
     Args:
         batches: micro-batches of this rank.
-        count: how many.
-        device: where their tokens go.
-        seq_length: tokens of each sample; the others are cut off. None for all.
+        count: number of micro-batches.
+        device: device for their tokens.
+        seq_length: tokens of each sample; further tokens are cut off. None for all.
 
     Raises:
         RuntimeError: when there are no more samples.
@@ -146,7 +146,7 @@ def take_batches(
 
 
 def _shapes(batches: Sequence[Batch]) -> Hashable:
-    """Shapes of all the tensors of micro-batches; None for those that a stage does without."""
+    """Shapes of all tensors of the micro-batches; None for tensors that a stage does not need."""
     return frozenset(
         tuple((name, None if x is None else tuple(x.shape)) for name, x in vars(batch).items()) for batch in batches
     )
@@ -163,15 +163,16 @@ def train_step(
     timers: Timers | None = None,
     seq_length: int | None = None,
 ) -> StepMetrics:
-    """Runs one training step: forward and backward of all micro-batches, reduction, update. Returns its metrics, the
-    same on every rank, without the run's position.
+    """Run one training step: forward and backward of all micro-batches, gradient reduction, update.
+
+    Returns the step's metrics, the same on every rank, without the run's position.
 
     Args:
         engines: engines of this rank.
         batches: micro-batches of this rank.
         iteration, lr, weight_decay, decoupled_lr: 0-based number of this step, and its rates (see ``Optimizer.step``).
         vote: a number to be all-reduced over the ranks, together with others.
-        timers, seq_length: where the parts of the step are timed; tokens of each sample, None for the full length.
+        timers, seq_length: timers of the step's phases; tokens of each sample, None for the full length.
     """
     ledger, config = engines.ledger, engines.config
     length = seq_length or config.model.seq_length
@@ -217,8 +218,8 @@ def train_step(
 def _reduce(
     engines: Engines, last_chunk: ChunkProgram, iteration: int, timers: Timers
 ) -> tuple[dict[str, tuple[float, float]], bool]:
-    """Reduces the gradients, also over islands that go in step; returns this rank's losses, and what
-    ``GradientSync.finish`` does."""
+    """Reduce the gradients, over islands too while they take steps together; return this rank's losses, and the result
+    of ``GradientSync.finish``."""
     reduction = "grads-reduce-scatter" if engines.optimizer.sharded else "grads-all-reduce"
     with engines.ledger.computing(), timers(reduction, level=1):
         losses = _reported(engines, last_chunk)
@@ -240,9 +241,9 @@ def _reported(engines: Engines, last_chunk: ChunkProgram) -> dict[str, tuple[flo
 
 
 def _divisors(engines: Engines, batches: Sequence[Batch]) -> Tensor | None:
-    """Divisors of the losses, which make their sum a sum of means over what counts in the global batch.
+    """Divisors of the losses, which turn the sum over micro-batches into a mean over the global batch's counted labels.
 
-    None where all labels count: in means over micro-batches of equal size.
+    None if all labels count: micro-batches of equal size are averaged.
     """
     if not engines.config.masks_labels or not engines.holds_loss:
         return None
@@ -252,14 +253,14 @@ def _divisors(engines: Engines, batches: Sequence[Batch]) -> Tensor | None:
     engines.ledger.sent(Point.CONTROL, pending.sent_bytes)
     engines.ledger.wait(Point.CONTROL, pending)
     engines.joint.add([counts])
-    # A loss that nothing counts in is zero, whatever it is divided by.
+    # A loss without any counted label is zero, whatever the divisor.
     return counts.clamp_(min=1.0) / (len(batches) * dp.size * engines.joint.islands)
 
 
 def _forward_backward(
     engines: Engines, batches: Sequence[Batch], iteration: int, length: int, timers: Timers
 ) -> ChunkProgram:
-    """Runs forward and backward of all micro-batches; returns the program of the last chunk, which holds the losses."""
+    """Run forward and backward of all micro-batches; return the program of the last chunk, which holds the losses."""
     config, count = engines.config, len(batches)
     with engines.ledger.computing():
         for buffer in engines.buffers:
@@ -270,8 +271,8 @@ def _forward_backward(
     table = engines.pipeline.timetable(config.parallel.pipeline_schedule, count)
     kind = [("training", count, length, _shapes(batches)), *engines.comm.kind(length), *engines.sync.kind()]
     kind += _kinds_of_experts(engines)
-    # Each micro-batch's objective is its share of a mean over the batch, times the number of micro-batches. The own
-    # losses of layers with experts, which are means over all of its tokens, have the same gradient.
+    # A micro-batch's objective is its share of the batch mean, times the number of micro-batches. Auxiliary losses of
+    # expert layers, means over all tokens of a micro-batch, have the same gradient.
     loss_grad = torch.tensor(
         engines.optimizer.loss_scale.scale / (count * engines.topology.layout.dp * engines.joint.islands),
         dtype=torch.float64 if config.precision.fp64 else torch.float32,
@@ -287,7 +288,7 @@ def _forward_backward(
 
 
 def _kinds_of_experts(engines: Engines) -> list[Hashable]:
-    """The part of a step's kind that layers with experts add: unknown, as their shapes are others each time."""
+    """Contribution of expert layers to the step's kind: None for unknown, since their shapes change every step."""
     return [None] if engines.experts.on else []
 
 
@@ -301,7 +302,7 @@ _COMPUTING = ("forward-compute", "backward-compute")
 
 
 def pipeline_span(timers: Timers, ledger: Ledger) -> Span:
-    """The spans of the pipeline's operations: timers, computing in the ledger, and spans for observers."""
+    """Return a context for each pipeline operation: its timer, the ledger's computing time, and observers' spans."""
 
     @contextmanager
     def span(name: str, op: PipelineOp) -> Iterator[None]:
@@ -318,16 +319,16 @@ def pipeline_span(timers: Timers, ledger: Ledger) -> Span:
 def evaluation_step(
     engines: Engines, batches: Sequence[Batch], outputs: list[tuple[Tensor, Tensor]] | None = None
 ) -> dict[str, tuple[float, float]]:
-    """Runs some micro-batches forward without dropout.
+    """Run some micro-batches forward without dropout.
 
     Args:
         engines: engines of this rank.
         batches: micro-batches of this rank.
-        outputs: is given, on the rank that reports, what a task head says of each micro-batch, and its draws.
+        outputs: receives, on the rank that reports, the task-head output of each micro-batch, and its draws.
 
     Returns:
-        Sum of each loss in nats and how many count in it, by name, over this rank's samples; zero on ranks that do not
-        report (other stages and tensor-parallel ranks).
+        Sum of each loss in nats and its count, by name, over this rank's samples; zero on ranks that do not report
+        (other stages and tensor-parallel ranks).
     """
     length = engines.config.model.seq_length
     engines.begin_step(-1, length)

@@ -1,4 +1,4 @@
-"""The search for the island whose contribution spoils a mean."""
+"""Search for the island whose contribution spoils a mean."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from megatron.topology.errors import CommunicationError
 
 
 class Suspects:
-    """The islands of a round that may have spoiled its mean; the same on all of them.
+    """Islands of a round that may have spoiled its mean; the same on all of them.
 
-    What a sender says of its contribution proves nothing, and a sum does not tell who it comes from. So the round is
-    tried again with all of them, lest something that happens once costs anyone, and then without each of them in turn:
-    the mean is sound without the one that spoils it.
+    A sender's claims about its contribution prove nothing, and a sum does not show where it comes from. So the round is
+    tried again with all islands, in case the error was transient, and then without each of them in turn: the mean is
+    sound without the island that spoils it.
 
     ``suspect`` is the island that the next attempt leaves out; None for none.
     """
@@ -23,13 +23,13 @@ class Suspects:
         self._turns: list[int | None] | None = None
 
     def see(self, members: Sequence[int]) -> None:
-        """Takes note of an attempt whose mean was not sound, and turns to the next suspect.
+        """Note an attempt whose mean was not sound, and turn to the next suspect.
 
         Args:
             members: islands that took part.
 
         Raises:
-            CommunicationError: when the mean is sound without none of them.
+            CommunicationError: when leaving out any single island does not make the mean sound.
         """
         if self._turns is None:
             self._members = tuple(members)
@@ -42,7 +42,7 @@ class Suspects:
         self.suspect = self._turns.pop(0)
 
     def describe(self, iteration: int) -> str:
-        """A line for people on the round after an iteration."""
+        """A line for the user on the round after an iteration."""
         again = "with all islands" if self.suspect is None else f"without island {self.suspect}"
         return (
             f"the mean that was received in the round at iteration {iteration} is not finite, or far larger than "

@@ -1,6 +1,6 @@
 """Named timers, and their report over all ranks.
 
-Timers know nothing of process groups: a report is given a function that gathers each rank's list of numbers.
+Timers do not depend on process groups: reporting takes a function that gathers each rank's list of numbers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megatron.topology.clock import Clock, HostClock, Mark
 TimingOption = Literal["max", "minmax", "all"]
 Gather = Callable[[list[float]], list[list[float]]]
 
-# The order of the report, the same on every rank: a stage has only some of these.
+# Order of the report, the same on every rank; each stage has only some of these timers.
 TIMER_NAMES = (
     "forward-backward",
     "forward-compute",
@@ -71,9 +71,9 @@ class Timer:
         self._total += seconds
 
     def elapsed(self, *, reset: bool = False) -> float:
-        """Seconds so far, those of a running interval included; ``reset`` starts the count again from here.
+        """Seconds so far, including a running interval; ``reset`` restarts the count from here.
 
-        On a device what is not known yet counts the next time.
+        On a device, intervals that are not finished yet count next time.
         """
         if self._started is not None:
             now = self._clock.mark()
@@ -96,7 +96,7 @@ class Timer:
 
 
 class _NoTimer(Timer):
-    """A timer above the level asked for. It costs nothing and shows nothing."""
+    """A timer above the configured level. It costs nothing and shows nothing."""
 
     def __init__(self) -> None:
         super().__init__("off", HostClock())
@@ -109,12 +109,12 @@ class _NoTimer(Timer):
 
 
 class Timers:
-    """Makes timers by name, and reports them.
+    """Creates timers by name, and reports them.
 
     Args:
-        level: ``--timing-log-level``. Timers of a higher level do nothing. 0: a few coarse ones, 1: parts of an
+        level: ``--timing-log-level``. Timers of a higher level do nothing. 0: a few coarse timers, 1: parts of an
             iteration, 2: every operation of the pipeline.
-        option: ``--timing-log-option``: what a report shows of the ranks.
+        option: ``--timing-log-option``: how a report summarizes the ranks.
         clock: clock of the device whose work is timed.
     """
 
@@ -132,7 +132,7 @@ class Timers:
         self._off = _NoTimer()
 
     def __call__(self, name: str, level: int = 0) -> Timer:
-        """The timer of this name, or one that does nothing when ``level`` is above the level asked for."""
+        """Return the timer of this name, or a timer that does nothing if ``level`` is above the configured level."""
         if level > self.level:
             return self._off
         if name not in self._timers:
@@ -144,9 +144,8 @@ class Timers:
     ) -> dict[str, list[float]]:
         """Milliseconds per iteration of each timer on each rank; the timers are reset.
 
-        A collective call: every rank passes the same names, and all take part. ``gather`` maps this rank's
-        numbers to those of all ranks in rank order. Timers that ran on no rank are left out; where one did
-        not run it shows 0.
+        A collective call: every rank passes the same names. ``gather`` maps this rank's numbers to those of all ranks,
+        in rank order. Timers that ran on no rank are left out; a rank on which a timer did not run shows 0.
         """
         names = list(names)
         mine = [self._timers[name].elapsed(reset=True) if name in self._timers else 0.0 for name in names]
@@ -155,14 +154,14 @@ class Timers:
         return {name: values for name, values in columns.items() if any(values)}
 
     def report(self, times: Mapping[str, Sequence[float]]) -> str:
-        """Text of ``collect``'s result by the option, several lines; empty when no timer ran."""
+        """Format the result of ``collect`` by the option, in several lines; empty if no timer ran."""
         return format_timers(times, self.option)
 
 
 def format_timers(times: Mapping[str, Sequence[float]], option: TimingOption) -> str:
-    """A heading and a line per timer, its name padded with dots to 48 columns (per rank for ``all``).
+    """Format a heading and a line per timer, its name padded with dots to 48 columns (per rank for ``all``).
 
-    Ranks on which a timer did not run do not count for the minimum.
+    Ranks on which a timer did not run are ignored for the minimum.
     """
     if not times:
         return ""

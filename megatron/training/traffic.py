@@ -25,7 +25,7 @@ _OLD_STEPS = 1000.0
 
 
 def gather_rows(group: Group, ledger: Ledger, values: list[float]) -> list[list[float]]:
-    """All-gathers every rank's numbers, in rank order."""
+    """All-gather every rank's numbers, in rank order."""
     mine = torch.tensor([values], dtype=torch.float64)
     rows = torch.empty((group.size, len(values)), dtype=torch.float64)
     pending = group.all_gather(rows, mine)
@@ -35,7 +35,7 @@ def gather_rows(group: Group, ledger: Ledger, values: list[float]) -> list[list[
 
 
 def format_comm_line(iteration: int, traffic: Mapping[str, PointTraffic], computed_s: float) -> str:
-    """The line of ``--log-comm``: seconds of computing, and one field for each point."""
+    """Format the line of ``--log-comm``: seconds of computing, and a field for each point."""
     fields = [f" communication at iteration {iteration:8d} | per iteration | computed {computed_s * 1e3:.1f} ms"]
     for name, point in traffic.items():
         words = [f"{name}: {_bytes(point.wire_bytes)} of {_bytes(point.raw_bytes)} ({point.ratio:.2f}x)"]
@@ -57,7 +57,7 @@ def _bytes(count: float) -> str:
 
 
 class TrafficMeter:
-    """Collects the ledger's accounts and the residuals over all ranks; every rank has one and calls ``collect`` alike.
+    """Collects the ledger's accounts and the residuals over all ranks; every rank has a meter and calls ``collect``.
 
     Args:
         engines: engines of this rank.
@@ -71,12 +71,12 @@ class TrafficMeter:
         self._sent = dict.fromkeys(Point, (0.0, 0.0))
 
     def collect(self, iterations: int) -> tuple[dict[str, PointTraffic], list[str], float]:
-        """Closes a window.
+        """Close a window.
 
         Returns:
-            The points that had traffic, by name; a warning for each residual that grows without bound and for each
-            compressor that sends more than it is given; seconds of computing per iteration, the mean over the ranks.
-            The same on every rank.
+            The points with traffic, by name; a warning for each residual that grows without bound and for each
+            compressor that expands its input; seconds of computing per iteration, averaged over the ranks. The same on
+            every rank.
         """
         topology = self.engines.topology
         taken = self.engines.ledger.take()
@@ -145,7 +145,7 @@ class TrafficMeter:
         return sums, warnings
 
     def _by_group(self) -> Iterator[tuple[Point, Group | None, Sequence[tuple[list[str], CompressorState]]]]:
-        """Residuals that were measured, by the group over which their figures add up."""
+        """Measured residuals, by the group over which their figures are summed."""
         sync, channel = self.engines.sync, self.engines.channel
         reduced = [part for reducer in sync.reducers for part in reducer.residuals() if part[1].health is not None]
         if reduced:

@@ -31,23 +31,23 @@ from megatron.training.step import take_batches, train_step
 from megatron.training.timers import Timers
 
 Judge = Callable[[Tensor], Mapping[str, Mapping[str, float]]]
-"""Scores outputs of a task head, one row for each draw of an evaluation: file -> metric -> value."""
+"""Scores task-head outputs, with a row for each draw of an evaluation: file -> metric -> value."""
 
 
 class Trainer:
-    """Runs the loop. Every rank constructs one and calls ``run``.
+    """The training loop. Every rank constructs a trainer and calls ``run``.
 
     Args:
         config: the resolved configuration.
         engines: this rank's model, pipeline and optimizer.
         sizes, schedule: sizes of the steps; schedules of learning rate and weight decay.
-        datasets: train, validation and test; None for what there is not.
+        datasets: train, validation and test; None for a missing split.
         train_iters: iterations of the whole run.
         progress, checkpoints, reporter: counters, where they are saved, and reports to the user.
         started: ``time.monotonic()`` at the start of the program.
-        judge: scores what a task head says of the validation samples, all of which each evaluation reads.
+        judge: scores task-head outputs for the validation samples; each evaluation then reads all of them.
         rounds: rounds of islands; None without the point ``outer``.
-        joins: other islands are under way, and this one joins them first.
+        joins: other islands are already training, and this island joins them first.
     """
 
     def __init__(
@@ -92,11 +92,11 @@ class Trainer:
         )
 
     def run(self) -> None:
-        """Trains (unless ``--skip-train``), evaluates at the end, and saves.
+        """Train (unless ``--skip-train``), evaluate at the end, and save.
 
         Raises:
-            NothingLearnedError: on every rank, when all of that is done and each of the steps was skipped.
-            DivergedError: on every rank, when the run has diverged, which ends it at once.
+            NothingLearnedError: on every rank, at the end, when every step was skipped.
+            DivergedError: on every rank, as soon as the run has diverged.
         """
         reason = ExitReason.NONE
         begun, skipped = self.progress.iteration, self.progress.skipped
@@ -123,7 +123,7 @@ class Trainer:
             self._check_learned(begun, skipped)
 
     def _check_learned(self, begun: int, skipped_before: int) -> None:
-        """Checks that a step was taken.
+        """Check that some step was not skipped.
 
         Raises:
             NothingLearnedError: when every step of this process, or of the run, was skipped, requested skips aside.
@@ -174,7 +174,7 @@ class Trainer:
         return self.progress.iteration + 1 in self.sizes.skipped
 
     def _take_steps(self, batches: MicroBatches, signals: ExitSignals | None) -> ExitReason:
-        """Takes steps until the run ends, samples are left out, or other islands are to be joined."""
+        """Take steps until the run ends, samples are to be skipped, or other islands are to be joined."""
         reason = ExitReason.NONE
         while self.progress.iteration < self.train_iters and reason is ExitReason.NONE:
             if self._joins or self._skips_next:
@@ -183,7 +183,7 @@ class Trainer:
         return reason
 
     def _skip_iterations(self, signals: ExitSignals | None) -> ExitReason:
-        """Skips iterations until one is to be taken, the run ends, or other islands are to be joined."""
+        """Skip iterations until a step is to be taken, the run ends, or other islands are to be joined."""
         first = self.progress.iteration + 1
         last = min(self.sizes.skipped.until(self.progress.iteration) or first, self.train_iters)
         which = f"iteration {first}" if first == last else f"iterations {first} to {last}"
@@ -194,7 +194,7 @@ class Trainer:
         return reason
 
     def _skip_iteration(self, vote: float) -> ExitReason:
-        """Counts the samples of an iteration as consumed, without a step, and does everything else that is due."""
+        """Count the samples of an iteration as consumed without a step, and do everything else that is due."""
         done, engines = self.progress.iteration, self.engines
         if self.rounds is not None:
             self.rounds.before_step(done)
@@ -211,7 +211,7 @@ class Trainer:
         return ExitReason.NONE if self._joins else self._after_step(votes)
 
     def _count_iteration(self, taken: bool = True) -> None:
-        """Counts the next iteration, its samples, and where its step was taken the tokens that it trained on."""
+        """Count the next iteration, its samples and, if a step was taken, the tokens that it trained on."""
         progress = self.progress
         size, length = self.sizes.batches.at(progress.consumed_samples), self.sizes.lengths.at(progress.iteration)
         progress.consumed_tokens = progress.tokens(self.config.model.seq_length) + size * length * taken
@@ -219,14 +219,14 @@ class Trainer:
         progress.consumed_samples += size
 
     def _catch_up(self) -> None:
-        """Does what is due before the first step: joins other islands, or ends a round that a checkpoint was before."""
+        """Join other islands before the first step, or run the round that was due after the checkpoint."""
         if self._joins:
             self._join()
         if self.rounds is not None:
             self._joins = not self._round(lambda rounds: rounds.catch_up(self.progress.iteration))
 
     def _join(self) -> None:
-        """Joins the other islands.
+        """Join the other islands.
 
         Raises:
             CommunicationError: when they have ended.
@@ -238,7 +238,7 @@ class Trainer:
         self._joins = False
 
     def _round(self, what: Callable[[Rounds], bool]) -> bool:
-        """Does a round of islands; with too few of them, saves what there is before the run ends."""
+        """Run a round of islands; if there are too few of them, save the state before the run ends."""
         assert self.rounds is not None
         try:
             return what(self.rounds)
@@ -250,7 +250,7 @@ class Trainer:
             raise
 
     def _save(self) -> None:
-        """Saves a checkpoint."""
+        """Save a checkpoint."""
         if self.rounds is not None and self.checkpoints.saver is not None:
             self._round(Rounds.hold)
         self.checkpoints.save()
@@ -260,7 +260,7 @@ class Trainer:
         return self.policy.vote(self.progress.iteration + 1, signals is not None and signals.received is not None)
 
     def _iteration(self, batches: MicroBatches, vote: float) -> ExitReason:
-        """Runs one optimizer step and everything that is due after it."""
+        """Run an optimizer step and everything that is due after it."""
         config, progress, timers = self.config, self.progress, self.timers
         size = self.sizes.batches.at(progress.consumed_samples)
         count = self.sizes.batches.num_micro_batches(progress.consumed_samples)
@@ -305,7 +305,7 @@ class Trainer:
         return ExitReason.DIVERGED if diverged else self._after_step(metrics.votes)
 
     def _after_step(self, votes: float) -> ExitReason:
-        """Does what is due after a step that has been reported; returns the reason to stop now.
+        """Do the work that is due after a reported step; return the reason to stop now.
 
         Args:
             votes: sum of the votes to stop.
@@ -321,13 +321,13 @@ class Trainer:
         return reason
 
     def _epoch(self) -> float | None:
-        """Epochs of the training set that were read; None for one too short for a sample."""
+        """Epochs of the training set read so far; None for a set without a whole sample."""
         assert self.train_set is not None
         samples = self.train_set.epoch_samples
         return self.progress.consumed_samples / samples if samples else None
 
     def _reason(self, votes: float) -> ExitReason:
-        """The reason to stop now. Islands that take steps of their own stop together, at the end of a round."""
+        """Return the reason to stop now. Islands that take local steps stop together, at the end of a round."""
         rounds = self.rounds
         wish = ExitReason(rounds.stop) if rounds is not None and rounds.apart else self.policy.wish(votes)
         if wish is not ExitReason.NONE:
@@ -337,7 +337,7 @@ class Trainer:
 
     def _loader(self, dataset: Dataset, consumed: int) -> MicroBatches:
         dp, islands = self.topology.dp, self.config.islands
-        # Islands share the training samples out; each evaluates what it has come to on everything.
+        # Islands divide the training samples among them; for evaluation each island reads all samples.
         island, count = (islands.island or 0, islands.islands) if dataset is self.train_set else (0, 1)
         return build_loader(
             dataset,
@@ -352,7 +352,7 @@ class Trainer:
         )
 
     def _evaluate(self, sets: Sequence[EvaluationSet], first_round: int, split: str, *, final: bool = False) -> None:
-        """Evaluates some sets from a global batch of each on, and reports their losses and the mean of these.
+        """Evaluate some sets, starting at a global batch of each, and report their losses and the mean over the sets.
 
         Args:
             sets: the sets.
@@ -379,7 +379,7 @@ class Trainer:
         )
 
     def _validate(self) -> None:
-        """Evaluates between training steps: on the next samples of the validation set each time, or on the same."""
+        """Evaluate between training steps: on the next validation samples each time, or always on the same ones."""
         validation = self.config.validation
         if not self.valid_sets:
             return
