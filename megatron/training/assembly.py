@@ -302,8 +302,8 @@ def _build_outer(
     if spec is None:
         return None
     layers = config.model.num_layers
-    others = {name: x for stage in stages for name, x in stage.named_buffers()}
-    return OuterSync(buffers, optimizer, topology, plan, optimizer.ledger, spec.outer, layers, others)
+    named_buffers = {name: x for stage in stages for name, x in stage.named_buffers()}
+    return OuterSync(buffers, optimizer, topology, plan, optimizer.ledger, spec.outer, layers, named_buffers)
 
 
 def _compiles(config: RunConfig, device: torch.device) -> bool:
@@ -333,9 +333,9 @@ def _build_buffers(config: RunConfig, topology: Topology, stages: Sequence[Stage
     buffers = []
     for chunk, stage in enumerate(stages):
         params = named_params(collect_specs(stage), stage)
-        own = [param for param in params if param[2].of_expert and layout.ep > 1]
+        expert_params = [param for param in params if param[2].of_expert and layout.ep > 1]
         shared = [param for param in params if not (param[2].of_expert and layout.ep > 1)]
-        for members, group in ((shared, topology.dp), (own, topology.expert_dp)):
+        for members, group in ((shared, topology.dp), (expert_params, topology.expert_dp)):
             if members:
                 buffers.append(
                     FlatBuffer(
@@ -366,8 +366,8 @@ def _build_loss_scale(config: RunConfig) -> LossScale:
 def _message_shapes(config: RunConfig, layout: Layout, length: int | None = None) -> list[torch.Size]:
     """Shapes of pipeline messages by boundary, for this rank's slice of the sequence if messages are split."""
     lengths = boundary_lengths(config.model, layout, length or config.model.seq_length)
-    rest = (config.training.micro_batch_size, config.model.hidden_size)
-    return [torch.Size((length // config.parallel.message_parts, *rest)) for length in lengths]
+    batch_and_width = (config.training.micro_batch_size, config.model.hidden_size)
+    return [torch.Size((length // config.parallel.message_parts, *batch_and_width)) for length in lengths]
 
 
 def _build_channel(
@@ -379,5 +379,5 @@ def _build_channel(
         config.model.residual_dtype(config.precision.params_dtype),
         (topology.forward_link, topology.backward_link),
     )
-    parts = comm if config.parallel.splits_messages else None
-    return PipelineChannel(*links, plan, ledger, shapes, dtype, topology.device, parts)
+    split_comm = comm if config.parallel.splits_messages else None
+    return PipelineChannel(*links, plan, ledger, shapes, dtype, topology.device, split_comm)

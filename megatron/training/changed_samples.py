@@ -32,30 +32,32 @@ def sample_warnings(config: RunConfig, saved: Mapping[str, Mapping[str, Any]], c
         saved: sections of the checkpoint's configuration, by name; values that it lacks are not compared.
         consumed_samples: position of the run.
     """
-    own, lines = config.to_dict(), []
+    config_values, lines = config.to_dict(), []
     for described in _compared():
         section, name = described.path.split(".")
         if name not in saved.get(section, {}):
             continue
-        ours, theirs = (_with_default(name, values[section][name]) for values in (own, saved))
+        ours, theirs = (_with_default(name, values[section][name]) for values in (config_values, saved))
         if ours != theirs:
-            here, there = flag_as_written(described, ours), flag_as_written(described, theirs)
+            our_flag, their_flag = flag_as_written(described, ours), flag_as_written(described, theirs)
             meaning = _meaning(described.path, consumed_samples, theirs)
-            lines.append(_line(here, there, meaning))
-    if _shuffles_passes_anew(own, saved):
+            lines.append(_line(our_flag, their_flag, meaning))
+    if _shuffles_passes_anew(config_values, saved):
         meaning = _meaning("data.dataloader_type", consumed_samples, None)
-        here = "--dataloader-type cyclic, which shuffles each pass by itself"
-        lines.append(_line(here, "an earlier version's, which shuffled all passes together", meaning))
+        our_flag = "--dataloader-type cyclic, which shuffles each pass by itself"
+        lines.append(_line(our_flag, "an earlier version's, which shuffled all passes together", meaning))
     return lines
 
 
-def _line(here: str, there: str, meaning: str) -> str:
-    return f"warning: this run has {here}; its checkpoint was saved with {there}: {meaning}"
+def _line(our_flag: str, their_flag: str, meaning: str) -> str:
+    return f"warning: this run has {our_flag}; its checkpoint was saved with {their_flag}: {meaning}"
 
 
-def _shuffles_passes_anew(own: Mapping[str, Mapping[str, Any]], saved: Mapping[str, Mapping[str, Any]]) -> bool:
+def _shuffles_passes_anew(
+    config_values: Mapping[str, Mapping[str, Any]], saved: Mapping[str, Mapping[str, Any]]
+) -> bool:
     """Whether cyclic passes continue that an earlier version began in another order."""
-    cyclic = all(values.get("data", {}).get("dataloader_type") == "cyclic" for values in (own, saved))
+    cyclic = all(values.get("data", {}).get("dataloader_type") == "cyclic" for values in (config_values, saved))
     return cyclic and _SINCE_CYCLIC_PASSES not in saved.get("training", {})
 
 

@@ -35,38 +35,38 @@ def compression_notes(
     """Notes on compressors that have little or no effect in this run, with the reasons."""
     notes = []
     for point, spec in config.compression.specs(length).items():
-        where = f"--compress {point.value}={spec.name}"
+        flag = f"--compress {point.value}={spec.name}"
         warmup = spec.activation.warmup_iters
         in_step = spec.point is Point.OUTER and spec.outer.in_step == "compressed"
         idle = _why_never_in_step(config, warmup) if in_step else ""
         if idle:
-            notes.append(f"{where}: in-step=compressed: no effect, {idle}")
+            notes.append(f"{flag}: in-step=compressed: no effect, {idle}")
         if warmup >= train_iters > 0 and (idle or not in_step):
-            notes.append(f"{where}: no effect, its warm-up of {warmup} iterations is the whole run of {train_iters}")
-        notes += _sparse_notes(spec, where, warmup, train_iters)
+            notes.append(f"{flag}: no effect, its warm-up of {warmup} iterations is the whole run of {train_iters}")
+        notes += _sparse_notes(spec, flag, warmup, train_iters)
         if train is None or not spec.remembered_samples:
             continue
         grows = lengths_of(config.curriculum, config.model.seq_length).first[-1]
         if grows:
             notes.append(
-                f"{where}: what is remembered is forgotten whenever sequences grow, the last time at iteration {grows}"
+                f"{flag}: what is remembered is forgotten whenever sequences grow, the last time at iteration {grows}"
             )
         visits = len(train) / max(train.epoch_samples, 1)
         if visits < 2:
             notes.append(
-                f"{where}: a sample comes {visits:.1f} times in this run, and the first visit sends it whole; "
+                f"{flag}: a sample comes {visits:.1f} times in this run, and the first visit sends it whole; "
                 "fixpoint would send less"
             )
         capacity = spec.remembered_samples
         if capacity < train.epoch_samples // replicas:
             notes.append(
-                f"{where}: cache={capacity} is less than the {train.epoch_samples // replicas} samples that a replica "
+                f"{flag}: cache={capacity} is less than the {train.epoch_samples // replicas} samples that a replica "
                 "meets in an epoch, so they are forgotten before they return"
             )
         stays = config.training.micro_batch_size * replicas
         if replicas > 1 and not _returns(train, stays):
             notes.append(
-                f"{where}: samples return to other replicas than before, which do not remember them; "
+                f"{flag}: samples return to other replicas than before, which do not remember them; "
                 "take a micro-batch size x replicas that divides 64, and one data set"
             )
     return notes
@@ -79,22 +79,22 @@ def _why_never_in_step(config: RunConfig, warmup: int) -> str:
     return "" if warmup else "islands never go in step with warmup=0"
 
 
-def _sparse_notes(spec: Spec, where: str, warmup: int, train_iters: int) -> list[str]:
+def _sparse_notes(spec: Spec, flag: str, warmup: int, train_iters: int) -> list[str]:
     """Warn if each element is sent too rarely in the whole run for a residual to be transmitted."""
-    made = spec.compressor(spec.options_at(train_iters))
-    density = made.traits.density if isinstance(made, RoundCompressor) else 1.0
+    compressor = spec.compressor(spec.options_at(train_iters))
+    density = compressor.traits.density if isinstance(compressor, RoundCompressor) else 1.0
     times, every = max(train_iters - warmup, 0), 1
     if spec.point is Point.OUTER:
         times, every = RoundSchedule(spec.outer, warmup, train_iters).rounds, spec.outer.every
     if density >= 1 or not 0 < times * density < LEAST_TURNS:
         return []
-    kind, what, more = "steps", "gradients", "train for"
+    kind, quantity, advice = "steps", "gradients", "train for"
     if spec.point is Point.OUTER:
-        kind, what, more = "rounds", "differences", "let islands take"
+        kind, quantity, advice = "rounds", "differences", "let islands take"
     return [
-        f"warning: {where}: sends {density:.2%} of the numbers in each of {times:,} {kind}, each number about "
-        f"{times * density:.1f} times in the whole run; below {LEAST_TURNS} times a large part of the {what} never "
-        f"leaves the residuals: send more of them, or {more} {round(LEAST_TURNS / density) * every:,} steps"
+        f"warning: {flag}: sends {density:.2%} of the numbers in each of {times:,} {kind}, each number about "
+        f"{times * density:.1f} times in the whole run; below {LEAST_TURNS} times a large part of the {quantity} never "
+        f"leaves the residuals: send more of them, or {advice} {round(LEAST_TURNS / density) * every:,} steps"
     ]
 
 
@@ -133,17 +133,17 @@ def node_notes(plan: CompressionPlan, topology: Topology) -> list[str]:
 
 def stage_notes(engines: Engines) -> list[str]:
     """A note on how two-stage dispatch of rows uses the run's nodes."""
-    comm, asked = engines.comm.experts, engines.config.parallel.moe_two_stage
+    comm, mode = engines.comm.experts, engines.config.parallel.moe_two_stage
     split = comm.group.split
     if split is None:
         return []
-    where = f"--moe-two-stage {asked}"
+    flag = f"--moe-two-stage {mode}"
     if comm.nodes is None:
-        return [f"{where}: no effect, {split.why}"] if asked == "on" else []
+        return [f"{flag}: no effect, {split.why}"] if mode == "on" else []
     if split.node.size == 1:
-        return [f"{where}: a token goes once to each rank that has experts for it ({split.why})"]
+        return [f"{flag}: a token goes once to each rank that has experts for it ({split.why})"]
     nodes = f"{len(split.nodes)} {'blocks' if split.why else 'nodes'} of {split.node.size} ranks"
-    return [f"{where}: a token goes once to each of {nodes} that has experts for it, and is handed on there"]
+    return [f"{flag}: a token goes once to each of {nodes} that has experts for it, and is handed on there"]
 
 
 def _returns(train: Dataset, stays: int) -> bool:

@@ -53,20 +53,20 @@ def highest_rank(spec: Spec, shape: tuple[int, ...], dtype: torch.dtype = torch.
         return 0
 
     def too_high(rank: int) -> bool:
-        made = spec.compressor(replace(spec.options, rank=rank))
-        if isinstance(made, RoundCompressor):
-            return not made.should_compress(shape)
-        return isinstance(made, Codec) and not made.should_compress(torch.Size(shape), dtype)
+        compressor = spec.compressor(replace(spec.options, rank=rank))
+        if isinstance(compressor, RoundCompressor):
+            return not compressor.should_compress(shape)
+        return isinstance(compressor, Codec) and not compressor.should_compress(torch.Size(shape), dtype)
 
     return bisect_left(range(1, min(matrix_shape(shape)) + 1), True, key=too_high)
 
 
 def _line(spec: Spec, share: float, highest_rank: int, dtype: torch.dtype) -> str:
-    where = f"--compress {spec.point.value}={spec.name}"
+    flag = f"--compress {spec.point.value}={spec.name}"
     if share:
-        return f"{where} compresses {share:.1%} of the numbers that {spec.point.value} sends"
+        return f"{flag} compresses {share:.1%} of the numbers that {spec.point.value} sends"
     if spec.name == "cast" and not spec.point.is_reduction and dtype.itemsize == 2:
-        return f"{where}: the numbers have 16 bits as they are"
+        return f"{flag}: the numbers have 16 bits as they are"
     rank = getattr(spec.options, "rank", None)
     if rank is None or rank <= highest_rank:
         advice = ""
@@ -74,7 +74,7 @@ def _line(spec: Spec, share: float, highest_rank: int, dtype: torch.dtype) -> st
         advice = f": there only ranks up to {highest_rank} send fewer bytes than the matrices; lower rank={rank}"
     else:
         advice = ": there no rank sends fewer bytes than the matrices; leave it out"
-    return f"warning: {where} compresses 0% of what {spec.point.value} sends{advice}"
+    return f"warning: {flag} compresses 0% of what {spec.point.value} sends{advice}"
 
 
 def _shares(engines: Engines, point: Point) -> Shares:
@@ -132,7 +132,7 @@ def _sums(spec: Spec, reducers: Sequence[GradReducer]) -> Shares:
             length = bucket.flat.numel() or bucket.places[-1].stop
             total += length
             done += sum(unit.places[-1].stop - unit.places[0].start if unit.places else length for unit in units)
-            shapes |= {place.shape for place in bucket.places if len(place.shape) > 1}
+            shapes |= {slot.shape for slot in bucket.places if len(slot.shape) > 1}
     return float(done), float(total), max((highest_rank(spec, shape) for shape in shapes), default=0)
 
 

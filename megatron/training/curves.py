@@ -204,8 +204,8 @@ class WandbSink(CurveSink):
             if folder is not None:
                 Path(folder).mkdir(parents=True, exist_ok=True)
             resumed = run_id is not None and "WANDB_RUN_ID" not in os.environ
-            which = {"id": run_id, "resume": "allow"} if resumed else {}
-            self._run = start(project=project, name=config.wandb_exp_name, dir=folder, **which)
+            run_options = {"id": run_id, "resume": "allow"} if resumed else {}
+            self._run = start(project=project, name=config.wandb_exp_name, dir=folder, **run_options)
             self.run_id = str(self._run.id)
             # The service drops values logged at a step before the last step, but a run may go back to a checkpoint: so
             # steps count the calls, and the iteration is a value.

@@ -22,17 +22,17 @@ def data_notes(config: RunConfig, datasets: Datasets) -> list[str]:
     notes: list[str] = []
     if train is not None and not validation.skip_train:
         notes += _short(train, size, "training set")
-        repeated = [f"{epochs:.1f} epochs of {what}" for epochs, what in _epochs(train) if epochs > 1]
+        repeated = [f"{epochs:.1f} epochs of {file_size}" for epochs, file_size in _epochs(train) if epochs > 1]
         if repeated:
             notes.append(f"training repeats its data: {', '.join(repeated)}")
     if not validation.eval_iters:
         return notes
     if valid is None:
         notes.append(_why_no_validation(config))
-    for one in [] if validation.full_validation else validation_sets(config, valid):
-        notes += _evaluation_notes(one, f"validation set{one.name and ' '}{one.name}")
-    for one in test_sets(config, test):
-        notes += _evaluation_notes(one, "test set")
+    for evaluation_set in [] if validation.full_validation else validation_sets(config, valid):
+        notes += _evaluation_notes(evaluation_set, f"validation set{evaluation_set.name and ' '}{evaluation_set.name}")
+    for evaluation_set in test_sets(config, test):
+        notes += _evaluation_notes(evaluation_set, "test set")
     return notes
 
 
@@ -42,8 +42,11 @@ def epochs_of_run(dataset: Dataset) -> str:
     return f"{len(dataset) / samples:.1f} epochs of {samples:,}" if samples else "no epoch"
 
 
-def _evaluation_notes(one: EvaluationSet, name: str) -> list[str]:
-    return [*_short(one.dataset, one.batch, name), *_read_often(one.dataset, one.rounds, one.batch, name)]
+def _evaluation_notes(evaluation_set: EvaluationSet, name: str) -> list[str]:
+    return [
+        *_short(evaluation_set.dataset, evaluation_set.batch, name),
+        *_read_often(evaluation_set.dataset, evaluation_set.rounds, evaluation_set.batch, name),
+    ]
 
 
 def _short(dataset: Dataset, batch: int, name: str) -> Iterator[str]:

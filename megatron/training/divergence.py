@@ -73,8 +73,8 @@ class DivergenceCheck:
         """
         updated = self._progress.last_update
         last = f"the last update was that of iteration {updated}" if updated else "no update was ever taken"
-        where = f"go on from before it ({checkpoint})" if checkpoint is not None else "begin anew"
-        return f"the run has diverged: {self.problem}; {last}; {where} with a lower --lr or other data"
+        advice = f"go on from before it ({checkpoint})" if checkpoint is not None else "begin anew"
+        return f"the run has diverged: {self.problem}; {last}; {advice} with a lower --lr or other data"
 
     def note_at_end(self) -> str | None:
         """A warning if steps are being skipped at the end of a run."""

@@ -41,11 +41,11 @@ class ErrorProbe(Observer):
         the change of the activation to the next micro-batch, and the means of both."""
         rows = []
         for (boundary, micro_batch), error in sorted(self._errors.items(), key=lambda item: item[0]):
-            own = self._activations.get((boundary, micro_batch))
+            activation = self._activations.get((boundary, micro_batch))
             following = self._activations.get((boundary, micro_batch + 1))
-            if own is None or following is None:
+            if activation is None or following is None:
                 continue
-            change = (following - own).double().flatten()
+            change = (following - activation).double().flatten()
             lost = error.double().flatten()
             norms = torch.linalg.vector_norm(change) * torch.linalg.vector_norm(lost)
             cosine = float(change @ lost / norms) if norms > 0 else 0.0
@@ -53,6 +53,6 @@ class ErrorProbe(Observer):
         self._activations.clear()
         self._errors.clear()
         columns = {name: [row[at] for row in rows] for at, name in enumerate(_COLUMNS)}
-        shown = [f"{name}: [{', '.join(f'{x:.3e}' for x in columns[name])}]" for name in _COLUMNS[2:]]
-        line = " | ".join([f" errors at iteration {iteration:8d}", f"Total Length: {len(rows)}", *shown])
+        column_texts = [f"{name}: [{', '.join(f'{x:.3e}' for x in columns[name])}]" for name in _COLUMNS[2:]]
+        line = " | ".join([f" errors at iteration {iteration:8d}", f"Total Length: {len(rows)}", *column_texts])
         yield Finding("orthogonality", {name.lower().replace(" ", "_"): x for name, x in columns.items()}, line)

@@ -64,8 +64,8 @@ def validation_sets(config: RunConfig, dataset: Dataset | None) -> list[Evaluati
                 f"--full-validation: the validation set {name or _files_of(member)} has no sample of --seq-length "
                 f"{config.model.seq_length}: give it more text, leave it out, or evaluate nothing: --eval-iters 0"
             )
-    whole = {name: WholeBatches(member, batch) for name, member in members.items()}
-    return [EvaluationSet(name, member, len(member) // batch, batch) for name, member in whole.items()]
+    whole_batches = {name: WholeBatches(member, batch) for name, member in members.items()}
+    return [EvaluationSet(name, member, len(member) // batch, batch) for name, member in whole_batches.items()]
 
 
 def _files_of(dataset: Dataset) -> str:
@@ -84,12 +84,12 @@ def evaluation_rounds(config: RunConfig, datasets: Datasets) -> tuple[int, int]:
     """Global batches of an evaluation of the validation set, and of the test set."""
     _, valid, test = datasets
     validation, testing = validation_sets(config, valid), test_sets(config, test)
-    return sum(one.rounds for one in validation), sum(one.rounds for one in testing)
+    return sum(s.rounds for s in validation), sum(s.rounds for s in testing)
 
 
 def mean_losses(losses: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Mean of each loss over several sets, with equal weights."""
-    return {name: sum(one[name] for one in losses) / len(losses) for name in losses[0]}
+    return {name: sum(set_losses[name] for set_losses in losses) / len(losses) for name in losses[0]}
 
 
 @dataclass(frozen=True)
@@ -115,12 +115,12 @@ def evaluate(engines: Engines, batches: MicroBatches, rounds: int, micro_batches
         micro_batches: this rank's micro-batches in each of them.
         first_draw: number of the first draw.
     """
-    config, found = engines.config, list[tuple[Tensor, Tensor]]()
+    config, outputs = engines.config, list[tuple[Tensor, Tensor]]()
     names = config.model.loss_names
     totals = torch.zeros((len(names), 2), dtype=torch.float64)
     for _ in range(rounds):
-        taken = take_batches(batches, micro_batches, engines.topology.device)
-        sums = evaluation_step(engines, taken, found)
+        step_batches = take_batches(batches, micro_batches, engines.topology.device)
+        sums = evaluation_step(engines, step_batches, outputs)
         totals += torch.tensor([sums[name] for name in names], dtype=torch.float64)
     _sum(engines, totals)
     losses = {
@@ -132,7 +132,7 @@ def evaluate(engines: Engines, batches: MicroBatches, rounds: int, micro_batches
     outputs_nc = torch.zeros(
         (rounds * config.training.global_batch_size, config.model.num_outputs), dtype=torch.float64
     )
-    for draws_b, values_bc in found:
+    for draws_b, values_bc in outputs:
         outputs_nc[draws_b - first_draw] = values_bc.double().cpu()
     _sum(engines, outputs_nc)
     return Evaluated(losses, outputs_nc)

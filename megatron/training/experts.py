@@ -75,20 +75,20 @@ class ExpertTally:
         if not self.on:
             return {}, {}
         weights = torch.tensor(list(self._config.expert_losses.values()), dtype=torch.float64)
-        seen = torch.zeros(len(self._layers), self._most + len(weights), dtype=torch.float64)
+        totals = torch.zeros(len(self._layers), self._most + len(weights), dtype=torch.float64)
         if self._topology.tp.rank == 0 and self.seen:
-            parts = [part.double() for pair in self.seen.values() for part in pair]
-            found = iter(torch.cat(parts).cpu().split([len(part) for part in parts]))  # waits for the device only once
+            tallies = [tally.double() for pair in self.seen.values() for tally in pair]
+            chunks = iter(torch.cat(tallies).cpu().split([len(tally) for tally in tallies]))  # a single device sync
             for layer, _ in self.seen:
-                row, counts = seen[self._layers.index(layer)], next(found)
+                row, counts = totals[self._layers.index(layer)], next(chunks)
                 row[: len(counts)] += counts
-                row[self._most :] += next(found)
-        seen = seen.to(self._topology.device)
-        pending = self._topology.world.all_reduce(seen)
+                row[self._most :] += next(chunks)
+        totals = totals.to(self._topology.device)
+        pending = self._topology.world.all_reduce(totals)
         self._ledger.sent(Point.CONTROL, pending.sent_bytes)
         self._ledger.wait(Point.CONTROL, pending)
-        self._joint.add([seen])
-        counts_le, losses_ln = seen[:, : self._most].cpu(), seen[:, self._most :].cpu()
+        self._joint.add([totals])
+        counts_le, losses_ln = totals[:, : self._most].cpu(), totals[:, self._most :].cpu()
         numbers = self._config.expert_layers
         loads = {
             layer: tuple(row[: numbers[layer]].tolist()) for layer, row in zip(self._layers, counts_le, strict=True)

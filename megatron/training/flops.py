@@ -95,9 +95,9 @@ def model_flops_per_sample(shape: ModelShape, *, causal: bool = True) -> int:
     layers += s * h * h * shape.conv_kernel_size
     if shape.decoder_layers:
         d = shape.decoder_seq_length
-        own = d * (d + 1) // 2 if causal else d * d
+        self_pairs = d * (d + 1) // 2 if causal else d * d
         reading = 2 * d * q_width * h + 2 * s * kv_width * h
-        layer = d * (projections + feed_forward) + reading + 2 * (own + d * s) * q_width
+        layer = d * (projections + feed_forward) + reading + 2 * (self_pairs + d * s) * q_width
         layers += shape.decoder_layers * layer
     labels = shape.decoder_seq_length if shape.decoder_layers else s
     head = labels * h * (shape.padded_vocab_size + (h if shape.head_transform else 0))
@@ -106,8 +106,8 @@ def model_flops_per_sample(shape: ModelShape, *, causal: bool = True) -> int:
 
 def _pairs(s: int, window: int | None, causal: bool) -> int:
     """Pairs of tokens that a layer's mask allows."""
-    seen = min(window or s, s)
-    return seen * (seen + 1) // 2 + (s - seen) * seen if causal else s * s
+    span = min(window or s, s)
+    return span * (span + 1) // 2 + (s - span) * span if causal else s * s
 
 
 def model_tflops(

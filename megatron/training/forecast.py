@@ -48,13 +48,13 @@ def model_size(engines: Engines) -> ModelSize:
     topology = engines.topology
     specs = [spec for stage in engines.stages for _, spec in collect_specs(stage).values()]
     replicas = {True: topology.expert_dp, False: topology.dp}
-    own = sum(
+    unique_count = sum(
         math.prod(spec.logical_shape)
         for spec in specs
         if (topology.tp.rank == 0 or spec.unshared) and replicas[spec.of_expert].rank == 0 and not spec.tied_copy
     )
-    held = sum(parameter.numel() for stage in engines.stages for parameter in stage.parameters())
-    total, largest = torch.tensor([own]), torch.tensor([held])
+    stored_count = sum(parameter.numel() for stage in engines.stages for parameter in stage.parameters())
+    total, largest = torch.tensor([unique_count]), torch.tensor([stored_count])
     topology.control.all_reduce(total).wait()
     topology.control.all_reduce(largest, dist.ReduceOp.MAX).wait()
     return ModelSize(int(total), int(largest))
@@ -132,15 +132,15 @@ class Forecast:
         if not slots:
             return None
         per_slot = sum(seconds for _, seconds in self._steps) / slots
-        left = self._train_iters - iteration
+        remaining_iterations = self._train_iters - iteration
         seconds = per_slot * sum(
             (ahead.micro_batches + ahead.iterations * self._filling) * self._share(ahead.length)
-            for ahead in self._sizes.ahead(iteration, consumed_samples, left)
+            for ahead in self._sizes.ahead(iteration, consumed_samples, remaining_iterations)
             if ahead.taken
         )
-        for what, times in self.pauses_left(iteration).items():
-            done, total = self._pauses.get(what, (0, 0.0))
-            seconds += times * (total / done if done else self._unmeasured_s(what, per_slot))
+        for activity, times in self.pauses_left(iteration).items():
+            done, total = self._pauses.get(activity, (0, 0.0))
+            seconds += times * (total / done if done else self._unmeasured_s(activity, per_slot))
         return seconds
 
     def pauses_left(self, iteration: int) -> Mapping[str, int]:
@@ -155,9 +155,9 @@ class Forecast:
             "check": _due(config.training.check_replicas, iteration, last),
         }
 
-    def _unmeasured_s(self, what: str, per_slot: float) -> float:
+    def _unmeasured_s(self, activity: str, per_slot: float) -> float:
         """Estimate a pause that this process has not measured yet, in seconds."""
-        if what != "evaluate":
+        if activity != "evaluate":
             return 0.0
         batches = self._sizes.batches
         count = batches.global_batch_size // batches.samples_per_micro_batch

@@ -43,9 +43,9 @@ class GradientProbe(Observer):
         if iteration % self.interval:
             return
         topology = self.topology
-        own = self.look() if topology.tp.rank == 0 else {}
+        statistics = self.look() if topology.tp.rank == 0 else {}
         parameters: dict[str, Figures] = {}
-        for text in gather_texts(topology.control.pg, json.dumps(own)):
+        for text in gather_texts(topology.control.pg, json.dumps(statistics)):
             parameters.update(json.loads(text))
         yield Finding("gradients", {"density": self.density, "parameters": parameters})
 
@@ -53,13 +53,13 @@ class GradientProbe(Observer):
         """Statistics of each parameter for which this rank is the first replica: ``energy``, the largest gradients'
         share of the squared norm; ``kept``, the share that was there at the last sampling (absent at the first); and
         ``places``, the count in each part."""
-        found: dict[str, Figures] = {}
+        statistics: dict[str, Figures] = {}
         for buffer in self.buffers:
             for slot in (slot for bucket in buffer.buckets for slot in bucket.slots if buffer.group.rank == 0):
                 if slot.param.dim() > 1:
                     grad = buffer.grads_flat[slot.start : slot.stop]
-                    found[slot.logical_name] = self._one(slot.logical_name, grad)
-        return found
+                    statistics[slot.logical_name] = self._one(slot.logical_name, grad)
+        return statistics
 
     def _one(self, name: str, grad: Tensor) -> Figures:
         grad = grad.float()

@@ -32,7 +32,7 @@ def identity_of(sections: Mapping[str, Any]) -> Identity:
 
 
 def _code() -> dict[str, str]:
-    plugins = [f"{found.name} {found.dist.version if found.dist else ''}".strip() for found in installed()]
+    plugins = [f"{plugin.name} {plugin.dist.version if plugin.dist else ''}".strip() for plugin in installed()]
     return {
         "the code of the package megatron (a digest of its files)": _digest(tuple(megatron.__path__)),
         "the version of torch": torch.__version__,
@@ -61,17 +61,17 @@ def _flags(sections: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
             elif not option.may_differ:
                 yield f"--{field.flag}", _shown(field, value)
     for kind, flag, words in files:
-        given = [word for word in words if word is not None]
-        yield f"the number of words of --{flag}", str(len(given))
+        present_words = [word for word in words if word is not None]
+        yield f"the number of words of --{flag}", str(len(present_words))
         if kind == "blend":
-            blend = parse_blend(given, f"--{flag}") or DatasetBlend(())
+            blend = parse_blend(present_words, f"--{flag}") or DatasetBlend(())
             for number, prefix in enumerate(blend.paths):
-                where = f"dataset {number + 1} of --{flag}"
-                yield f"the weight of {where}", f"{blend.weights[number]:g}" if blend.weights else "not given"
+                dataset_name = f"dataset {number + 1} of --{flag}"
+                yield f"the weight of {dataset_name}", f"{blend.weights[number]:g}" if blend.weights else "not given"
                 for path in dataset_files(prefix):
-                    yield f"the {path.suffix} file of {where}", contents(path)
+                    yield f"the {path.suffix} file of {dataset_name}", contents(path)
         else:
-            for number, path in enumerate(given):
+            for number, path in enumerate(present_words):
                 yield f"file {number + 1} of --{flag}", contents(path)
 
 

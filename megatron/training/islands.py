@@ -67,24 +67,24 @@ def of_island(config: RunConfig) -> RunConfig:
     if checkpoint.load is not None:
         checkpoint = replace(checkpoint, load=_loaded(Path(checkpoint.load), number))
     moved: dict[str, Any] = {}
-    for names, place in ((_FOLDERS, folder_of), (_FILES, file_of)):
-        moved |= {name: place(path, number) for name in names if (path := getattr(logging, name)) is not None}
+    for names, path_of in ((_FOLDERS, folder_of), (_FILES, file_of)):
+        moved |= {name: path_of(path, number) for name in names if (path := getattr(logging, name)) is not None}
     return replace(config, islands=islands, checkpoint=checkpoint, logging=replace(logging, **moved))
 
 
 def _loaded(root: Path, number: int) -> str:
     """Return the folder that an island loads from."""
-    own = folder_of(str(root), number)
-    if _holds_checkpoints(own):
-        return own
-    others = 0
-    while _holds_checkpoints(folder_of(str(root), others)):
-        others += 1
-    if others:
+    own_folder = folder_of(str(root), number)
+    if _holds_checkpoints(own_folder):
+        return own_folder
+    island_count = 0
+    while _holds_checkpoints(folder_of(str(root), island_count)):
+        island_count += 1
+    if island_count:
         # An island below that count without a checkpoint has lost its steps, and joins the others.
         saved, _ = saved_config(folder_of(str(root), 0), None)
-        return own if number < saved.islands.islands else folder_of(str(root), number % others)
-    return str(root) if (root / TRACKER).exists() else own
+        return own_folder if number < saved.islands.islands else folder_of(str(root), number % island_count)
+    return str(root) if (root / TRACKER).exists() else own_folder
 
 
 def _holds_checkpoints(folder: str) -> bool:
@@ -116,22 +116,24 @@ def folders_of_others(
             f"warmup={steps_in_step} (a third of the run, unless it is written) they would go in step again; write "
             f"warmup={iteration} or less at --compress outer=..., or begin with new moments (--no-load-optim)"
         )
-    there, _ = together(topology.control.pg, lambda: saved_config(root, config.checkpoint.ckpt_step))
-    before, now = there.islands.islands, config.islands.islands
+    checkpoint_config, _ = together(topology.control.pg, lambda: saved_config(root, config.checkpoint.ckpt_step))
+    saved_count, island_count = checkpoint_config.islands.islands, config.islands.islands
     # A late island may have copied another island's last checkpoint to its own folder.
     takes_over = number is not None and Path(root).name == Path(folder_of("", number)).name
-    if before == now and (not config.islands.several or there.islands.island == number or takes_over):
+    if saved_count == island_count and (
+        not config.islands.several or checkpoint_config.islands.island == number or takes_over
+    ):
         return []
     if outer["together"] != iteration:
         raise UserError(
-            f"--load {root}: {before} islands were under way to a round at iteration {iteration}, and "
-            f"now there are {now} or others; load a checkpoint of the end of a round (--ckpt-step), with fragments=1, "
-            "delay=0 and mixing=0, or of as many islands"
+            f"--load {root}: {saved_count} islands were under way to a round at iteration {iteration}, and "
+            f"now there are {island_count} or others; load a checkpoint of the end of a round (--ckpt-step), with "
+            "fragments=1, delay=0 and mixing=0, or of as many islands"
         )
-    parent, own = str(Path(root).parent), there.islands.island or 0
+    parent, own_number = str(Path(root).parent), checkpoint_config.islands.island or 0
     # State that is not averaged stays as in the folder that is read last.
-    numbers = [*(other for other in range(before) if other != own), own]
-    return [folder_of(parent, other) for other in numbers] if before > 1 else [root]
+    numbers = [*(other for other in range(saved_count) if other != own_number), own_number]
+    return [folder_of(parent, other) for other in numbers] if saved_count > 1 else [root]
 
 
 @dataclass(frozen=True)
@@ -213,20 +215,22 @@ def reach_islands(
 
 def _with_checkpoint(config: RunConfig, islands: Islands, topology: Topology, log: Callable[[str], None]) -> RunConfig:
     """Return the configuration with the checkpoint that islands agree on; see ``reach_islands``."""
-    given = config.checkpoint
+    section = config.checkpoint
     group = topology.control.pg
-    seen = together(group, lambda: _held_iterations(given) if topology.rank == 0 else [])
-    held = json.loads(gather_texts(group, json.dumps(seen))[0])
+    local_iterations = together(group, lambda: _held_iterations(section) if topology.rank == 0 else [])
+    iterations = json.loads(gather_texts(group, json.dumps(local_iterations))[0])
     outer = config.compression.specs(RunLength(config.training.planned_iters))[Point.OUTER]
     # A new run from a checkpoint's weights starts with steps in common, or from an anchor that all islands have.
-    chosen = islands.start.choose_iteration(held, math.inf if given.finetune else outer.activation.warmup_iters)
-    if chosen is None or held[:1] == [chosen]:
+    chosen = islands.start.choose_iteration(iterations, math.inf if section.finetune else outer.activation.warmup_iters)
+    if chosen is None or iterations[:1] == [chosen]:
         return config
-    what = str(held[0]) if held else "none"
-    too = ", too" if chosen in held else ", and is sent the state of another"
-    log(f"the newest checkpoint that enough islands have is of iteration {chosen}; this one has {what}{too}")
-    begun = replace(given, ckpt_step=chosen) if chosen in held else replace(given, load=None, ckpt_step=None)
-    return replace(config, checkpoint=begun)
+    newest = str(iterations[0]) if iterations else "none"
+    too = ", too" if chosen in iterations else ", and is sent the state of another"
+    log(f"the newest checkpoint that enough islands have is of iteration {chosen}; this one has {newest}{too}")
+    checkpoint = (
+        replace(section, ckpt_step=chosen) if chosen in iterations else replace(section, load=None, ckpt_step=None)
+    )
+    return replace(config, checkpoint=checkpoint)
 
 
 def _held_iterations(checkpoint: CheckpointConfig) -> list[int]:
@@ -286,9 +290,9 @@ def refusing(config: RunConfig, topology: Topology) -> Iterator[None]:
     except UserError as error:
         if config.islands.several and not config.validation.skip_train and topology.rank == 0:
             with suppress(CommunicationError):
-                place = MeetingPlace(*_where(config), _SECONDS_TO_REFUSE)
-                place.take_generation(place.newest_generation())
-                place.put(refusal_of(config.islands.island or 0), str(error))
+                meeting_place = MeetingPlace(*_where(config), _SECONDS_TO_REFUSE)
+                meeting_place.take_generation(meeting_place.newest_generation())
+                meeting_place.put(refusal_of(config.islands.island or 0), str(error))
         raise
 
 
@@ -297,8 +301,8 @@ def _fingerprint(engines: Engines) -> str:
     outer = engines.outer
     assert outer is not None
     common = outer.outer.anchor or outer.outer.mains
-    whole = {4: torch.int32, 8: torch.int64}
-    sums = [int(x.view(whole[x.itemsize]).sum(dtype=torch.int64)) for x in common]
+    integer_dtypes = {4: torch.int32, 8: torch.int64}
+    sums = [int(x.view(integer_dtypes[x.itemsize]).sum(dtype=torch.int64)) for x in common]
     everyones = gather_texts(engines.topology.control.pg, json.dumps(sums))
     return blake2b("\n".join(everyones).encode(), digest_size=8).hexdigest()
 

@@ -116,13 +116,15 @@ class Joining:
             yield from stage.buffers()
 
     def _send(self, group: Group, ticket: int) -> None:
-        place, rank = self.islands.place, self.islands.rank
+        meeting_place, rank = self.islands.place, self.islands.rank
         if rank == 0:
-            place.put(f"stream/{ticket}/parts", self.parts.state_dict())
-        held = [{name: x for name, x in state.portable().items() if name != RESIDUAL} for state in self.sync.states()]
-        forms = [{name: [list(x.shape), _name(x.dtype)] for name, x in one.items()} for one in held]
-        place.put(f"stream/{ticket}/forms/{rank}", [forms, [state.counters for state in self.sync.states()]])
-        self._broadcast(group, [*self._tensors(), *(x for one in held for x in one.values())])
+            meeting_place.put(f"stream/{ticket}/parts", self.parts.state_dict())
+        states = [{name: x for name, x in state.portable().items() if name != RESIDUAL} for state in self.sync.states()]
+        forms = [
+            {name: [list(x.shape), _name(x.dtype)] for name, x in state_tensors.items()} for state_tensors in states
+        ]
+        meeting_place.put(f"stream/{ticket}/forms/{rank}", [forms, [state.counters for state in self.sync.states()]])
+        self._broadcast(group, [*self._tensors(), *(x for state_tensors in states for x in state_tensors.values())])
 
     def _receive(self, group: Group, ticket: int) -> None:
         common = self._wait_for(f"stream/{ticket}/parts")
@@ -130,12 +132,12 @@ class Joining:
         with _naming_the_sender():
             if common["outer"]["begun"]:
                 self.sync.outer.begin()
-            held = self._room(forms)
-            self._broadcast(group, [*self._tensors(), *(x for one in held for x in one.values())])
-            whole = all(bool(torch.isfinite(x).all()) for x in self._tensors() if x.is_floating_point())
-            if not whole:
+            states = self._room(forms)
+            self._broadcast(group, [*self._tensors(), *(x for state_tensors in states for x in state_tensors.values())])
+            finite = all(bool(torch.isfinite(x).all()) for x in self._tensors() if x.is_floating_point())
+            if not finite:
                 raise ValueError("some of it is not finite")
-            for state, tensors, counts in zip(self.sync.states(), held, counters, strict=True):
+            for state, tensors, counts in zip(self.sync.states(), states, counters, strict=True):
                 state.tensors, state.counters = tensors, {str(name): int(count) for name, count in counts.items()}
             self.parts.load_state_dict(common, _SCOPES)
             self.engines.plan.skipped = int(common["progress"]["skipped"])
@@ -147,16 +149,16 @@ class Joining:
     def _room(self, forms: Sequence[Mapping[str, Any]]) -> list[dict[str, Tensor]]:
         """Allocate the compressors' states; raises ValueError if they are larger than any compressor needs."""
         device = self.engines.topology.device
-        sizes = [math.prod(shape) for one in forms for shape, _ in one.values()]
+        sizes = [math.prod(shape) for form in forms for shape, _ in form.values()]
         most = _MOST_COPIES * sum(main.numel() for main in self.sync.outer.mains) * self.engines.topology.layout.dp
         if any(size < 0 for size in sizes) or sum(sizes) > most + _MOST_BESIDE:
             raise ValueError(f"it has {sum(sizes):,} numbers of compressors")
         return [
             {
                 name: torch.empty(shape, dtype=dtype_from_name(dtype), device=device)
-                for name, (shape, dtype) in one.items()
+                for name, (shape, dtype) in form.items()
             }
-            for one in forms
+            for form in forms
         ]
 
     def _broadcast(self, group: Group, tensors: Sequence[Tensor]) -> None:

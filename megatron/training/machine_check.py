@@ -48,13 +48,13 @@ def check_room(config: RunConfig, env: LaunchEnvironment, vocab_size: int | None
         count = torch.cuda.device_count()
         gpu = torch.cuda.get_device_properties(env.local_rank % count)
         sharing = -(-env.ranks_here // count)
-        there_is, where = gpu.total_memory // sharing, f"on its GPU ({gpu.name})"
-        where += f" for each of the {sharing} ranks that share it" if sharing > 1 else ""
+        there_is, location = gpu.total_memory // sharing, f"on its GPU ({gpu.name})"
+        location += f" for each of the {sharing} ranks that share it" if sharing > 1 else ""
     else:
         ranks = env.ranks_here
         there_is = memory_of_this_machine() // ranks
-        where = "on this machine" if ranks == 1 else f"on this machine for each of its {ranks} ranks"
-    check_memory(config, env.world_size, there_is, where, vocab_size)
+        location = "on this machine" if ranks == 1 else f"on this machine for each of its {ranks} ranks"
+    check_memory(config, env.world_size, there_is, location, vocab_size)
 
 
 def _check_units(config: RunConfig, env: LaunchEnvironment) -> None:
@@ -70,7 +70,7 @@ def _check_units(config: RunConfig, env: LaunchEnvironment) -> None:
         )
 
 
-def _check_folder(folder: str, where: str) -> None:
+def _check_folder(folder: str, flag: str) -> None:
     """Check that files can be created in a folder, which is created if missing."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -78,5 +78,5 @@ def _check_folder(folder: str, where: str) -> None:
             stream.write(b"\0")
     except OSError as error:
         raise UserError(
-            f"{where}: folder={folder}: cannot be written ({error.strerror}); name a folder on a disk"
+            f"{flag}: folder={folder}: cannot be written ({error.strerror}); name a folder on a disk"
         ) from error

@@ -103,43 +103,43 @@ class Meeting:
         Returns:
             Whether rank 0, which prints for all, has read it or has its own reason.
         """
-        told = False
+        delivered = False
         with suppress(RuntimeError):
             # Rank 0 reports bad input for all ranks, but its own failures under its name.
             named = problem if self.env.rank == 0 and bad_input else f"rank {self.env.rank}: {problem}"
-            own = Verdict((named.splitlines() or [""])[0], bad_input)
+            verdict = Verdict((named.splitlines() or [""])[0], bad_input)
             if self.env.rank == 0:
-                self._publish(own)
+                self._publish(verdict)
             else:
-                self._box.compare_set(_REFUSED, "", own.encode())
+                self._box.compare_set(_REFUSED, "", verdict.encode())
             self._verdict(timedelta(seconds=LEAVE_SECONDS))
-            told = True
+            delivered = True
         self._leave()
-        return told
+        return delivered
 
     def _compare(self) -> Verdict:
         """Read the other ranks' identities on rank 0, until all have come or there is a difference."""
-        came: dict[int, Identity] = {}
+        identities: dict[int, Identity] = {}
         deadline = time.monotonic() + self.timeout.total_seconds()
         different = False
-        while len(came) < self.env.world_size and time.monotonic() < deadline:
-            key = f"{_MET}/{len(came) + 1}"
+        while len(identities) < self.env.world_size and time.monotonic() < deadline:
+            key = f"{_MET}/{len(identities) + 1}"
             if self._box.check([key]):
                 rank, identity = json.loads(self._box.get(key))
-                if rank in came:
+                if rank in identities:
                     return Verdict(f"two processes were started as rank {rank}; give each a RANK of its own")
-                came[rank] = identity
-                if not different and first_difference(came):
+                identities[rank] = identity
+                if not different and first_difference(identities):
                     different, deadline = True, min(deadline, time.monotonic() + OTHERS_SECONDS)
             elif self._box.check([_REFUSED]):
                 return Verdict.decode(self._box.get(_REFUSED))
             else:
                 time.sleep(POLL_SECONDS)
-        missing = [rank for rank in range(self.env.world_size) if rank not in came]
+        missing = [rank for rank in range(self.env.world_size) if rank not in identities]
         if missing and not different:
             limit = f"{self.timeout.total_seconds():g} s (--distributed-timeout-minutes)"
             return Verdict(f"{ranks_text(missing)} did not come within {limit}", bad_input=False)
-        return Verdict(first_difference(came) or "")
+        return Verdict(first_difference(identities) or "")
 
     def _publish(self, verdict: Verdict) -> None:
         self._box.compare_set(_VERDICT, "", verdict.encode())
@@ -172,9 +172,12 @@ def first_difference(identities: Mapping[int, Identity]) -> str | None:
             ranks_of.setdefault(identity.get(name, "unknown"), []).append(rank)
         if len(ranks_of) > 1:
             alike = _alike(list(ranks_of))
-            shown = [f"{_short(value, alike)} on {ranks_text(ranks)}" for value, ranks in ranks_of.items()]
-            rest = f" (and {len(shown) - 3} more)" if len(shown) > 3 else ""
-            return f"the ranks do not agree: {name} is {' and '.join(shown[:3])}{rest}; make it the same on all of them"
+            value_texts = [f"{_short(value, alike)} on {ranks_text(ranks)}" for value, ranks in ranks_of.items()]
+            more_text = f" (and {len(value_texts) - 3} more)" if len(value_texts) > 3 else ""
+            return (
+                f"the ranks do not agree: {name} is {' and '.join(value_texts[:3])}{more_text}; make it the same on "
+                "all of them"
+            )
     return None
 
 

@@ -54,8 +54,8 @@ class MlflowSink(CurveSink):
         try:
             # The constructor's exceptions depend on the store in MLFLOW_TRACKING_URI: they may be of any type.
             self._client = mlflow.MlflowClient()
-            place = self._experiment_id(experiment)
-            self.run_id = self._resume(run_id, place) or str(self._client.create_run(place).info.run_id)
+            experiment_id = self._experiment_id(experiment)
+            self.run_id = self._resume(run_id, experiment_id) or str(self._client.create_run(experiment_id).info.run_id)
         except Exception as error:
             raise UserError(
                 f"--mlflow-experiment {experiment}: {first_line(error)}; set MLFLOW_TRACKING_URI to a server"
@@ -63,8 +63,8 @@ class MlflowSink(CurveSink):
 
     def _experiment_id(self, experiment: str) -> str:
         """Return the experiment's id, creating the experiment if missing."""
-        known = self._client.get_experiment_by_name(experiment)
-        return str(self._client.create_experiment(experiment) if known is None else known.experiment_id)
+        existing = self._client.get_experiment_by_name(experiment)
+        return str(self._client.create_experiment(experiment) if existing is None else existing.experiment_id)
 
     def _resume(self, run_id: str | None, experiment_id: str) -> str | None:
         """Resume a run; None if it does not exist, or belongs to another experiment."""
@@ -86,9 +86,9 @@ class MlflowSink(CurveSink):
                 self._log(params=params[begin : begin + _BATCH])
 
     def _curves(self, iteration: int, values: Mapping[str, float], **positions: int) -> None:
-        now = int(time.time() * 1000)
+        timestamp_ms = int(time.time() * 1000)
         points = {**values, **positions}
-        self._log(metrics=[self._metric(_named(tag), value, now, iteration) for tag, value in points.items()])
+        self._log(metrics=[self._metric(_named(tag), value, timestamp_ms, iteration) for tag, value in points.items()])
 
     def _log(self, **batch: Any) -> None:
         self._try(lambda: self._client.log_batch(self.run_id, **batch))

@@ -62,6 +62,6 @@ def build_traces(logs: LoggingConfig, topology: Topology, clock: Clock) -> list[
 
 def _run_id(topology: Topology) -> str:
     """Return rank 0's current time as an id: the same on every rank, and different at each start of a run."""
-    now = torch.tensor([time.time_ns()])
-    topology.control.broadcast(now).wait()
-    return f"{int(now):x}"
+    start_time = torch.tensor([time.time_ns()])
+    topology.control.broadcast(start_time).wait()
+    return f"{int(start_time):x}"

@@ -159,8 +159,8 @@ class RunCheckpoints:
         except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
             if isinstance(error, UserError):
                 raise
-            where = checkpoint_folder(Path(root), saved.iteration) / COMMON
-            raise UserError(f"{where} does not fit this run: {error!r}") from error
+            common_file = checkpoint_folder(Path(root), saved.iteration) / COMMON
+            raise UserError(f"{common_file} does not fit this run: {error!r}") from error
         self.log(f"loaded the checkpoint of iteration {saved.iteration} from {root}")
 
     def load_pretrained(self, root: str, iteration: Iteration) -> None:
@@ -176,9 +176,9 @@ class RunCheckpoints:
         precise = any(name.startswith(MAIN) for name in saved)
         tensors = {}
         for name, shard in self._weights(precise).items():
-            there = name.replace(HEAD_POOLER, PRETRAINED_POOLER)
-            if not name.startswith((MODEL + TASK_HEAD, MAIN + TASK_HEAD)) or there in saved:
-                tensors[there] = shard
+            saved_name = name.replace(HEAD_POOLER, PRETRAINED_POOLER)
+            if not name.startswith((MODEL + TASK_HEAD, MAIN + TASK_HEAD)) or saved_name in saved:
+                tensors[saved_name] = shard
         unused = partial(_of_no_body, weights=MAIN if precise else MODEL)
         load_tensors(root, iteration, tensors, self.group, allow_unexpected=unused, log=self.log)
         self._spread(precise)
@@ -198,14 +198,14 @@ class RunCheckpoints:
             check_dense(root, iteration, self.group)
             tensors = tensors_of_dense(tensors)
         if not weights_only:
-            held = optimizer_tensors(optimizer)
-            tensors |= {name: shard for name, shard in held.items() if not name.startswith(MAIN)}
+            optimizer_shards = optimizer_tensors(optimizer)
+            tensors |= {name: shard for name, shard in optimizer_shards.items() if not name.startswith(MAIN)}
             tensors |= self._outer(root, iteration, common)
         weights = MAIN if saved_main else MODEL
-        others = (PREFIX, OUTER, *([OPTIMIZER] if weights_only else []), *([MODEL] if saved_main else []))
+        ignored_prefixes = (PREFIX, OUTER, *([OPTIMIZER] if weights_only else []), *([MODEL] if saved_main else []))
 
         def unused(name: str) -> bool:
-            return name.startswith(others) and not name.startswith(weights)
+            return name.startswith(ignored_prefixes) and not name.startswith(weights)
 
         differing = self._differing(root, iteration)
         load_tensors(
@@ -217,9 +217,9 @@ class RunCheckpoints:
         self.parts.load_state_dict(common, self._scopes())
         self.engines.plan.skipped = self.progress.skipped
         if differing:
-            own, theirs = (", ".join(words) for words in zip(*differing.values(), strict=True))
+            ours, theirs = (", ".join(words) for words in zip(*differing.values(), strict=True))
             self.log(
-                f"warning: this run's model has {own}; that of {self.config.source} has {theirs}. Its weights are "
+                f"warning: this run's model has {ours}; that of {self.config.source} has {theirs}. Its weights are "
                 "taken all the same; --use-checkpoint-args takes its flags, too"
             )
         if not self.config.finetune:
@@ -244,10 +244,10 @@ class RunCheckpoints:
         for folder in folders:
             self.compressors.load(folder, iteration, self.group, self.log)
             for number, state in enumerate(states if len(folders) > 1 else ()):
-                left = state.tensors.pop(RESIDUAL, None)
-                if left is not None:
+                residual = state.tensors.pop(RESIDUAL, None)
+                if residual is not None:
                     before = means[number]
-                    means[number] = left / len(folders) if before is None else before + left / len(folders)
+                    means[number] = residual / len(folders) if before is None else before + residual / len(folders)
         for state, mean in zip(states, means, strict=True):
             if mean is not None:
                 state.tensors[RESIDUAL] = mean
@@ -255,9 +255,9 @@ class RunCheckpoints:
     def _outer(self, root: str, iteration: Iteration, common: Mapping[str, Any]) -> dict[str, LogicalShard]:
         """Shards of the islands' round state, allocated if the checkpoint has it. Every rank calls this."""
         outer = self.engines.outer
-        there = together(self.group, lambda: saved_shapes(root, iteration, OUTER))
-        if outer is None or not there:
-            if there:
+        saved_names = together(self.group, lambda: saved_shapes(root, iteration, OUTER))
+        if outer is None or not saved_names:
+            if saved_names:
                 self.log("warning: the checkpoint's anchor of islands has no place in this run and is left out")
             return {}
         outer.outer.begin()
@@ -270,7 +270,7 @@ class RunCheckpoints:
                 )
             outer.load_state_dict(common["outer"])
             outer.allocate(flight["fragment"])
-        return {name: shard for name, shard in outer_tensors(outer).items() if name in there}
+        return {name: shard for name, shard in outer_tensors(outer).items() if name in saved_names}
 
     def _weights(self, precise: bool) -> dict[str, LogicalShard]:
         """This rank's weights as shards, by their names in the checkpoint.
@@ -294,13 +294,13 @@ class RunCheckpoints:
 
     def _scopes(self) -> list[Scope]:
         """Scopes of the state besides weights that this run loads from a checkpoint."""
-        asked = {
+        scope_flags = {
             Scope.OPTIMIZER: not self.config.loads_weights_only,
             Scope.SCHEDULE: not self.config.finetune and not self.config.no_load_lr_state,
             Scope.POSITION: not self.config.finetune,
             Scope.LOGS: not self.config.finetune,
         }
-        return [scope for scope, wanted in asked.items() if wanted]
+        return [scope for scope, enabled in scope_flags.items() if enabled]
 
 
 def _kept_checkpoints(config: RunConfig) -> int | None:
@@ -338,22 +338,22 @@ def _parts(engines: Engines, schedule: LRSchedule, progress: Progress, log: Call
         runs = saved.items() if isinstance(saved, dict) else ()
         progress.tracked_runs = {str(service): run for service, run in runs if isinstance(run, str)}
 
-    parts = StatefulParts()
-    parts.register("progress", progress, Scope.POSITION)
-    parts.register_value("tracked_runs", lambda: dict(progress.tracked_runs), set_runs, Scope.LOGS)
-    parts.register("schedule", schedule, Scope.SCHEDULE)
-    parts.register("loss_scale", optimizer.loss_scale, Scope.OPTIMIZER)
-    parts.register_value("optimizer_steps", lambda: optimizer.steps, set_steps, Scope.OPTIMIZER)
-    parts.register_value("variance_frozen_at", lambda: optimizer.frozen_at, set_frozen_at, Scope.OPTIMIZER)
-    parts.register_value(
+    stateful = StatefulParts()
+    stateful.register("progress", progress, Scope.POSITION)
+    stateful.register_value("tracked_runs", lambda: dict(progress.tracked_runs), set_runs, Scope.LOGS)
+    stateful.register("schedule", schedule, Scope.SCHEDULE)
+    stateful.register("loss_scale", optimizer.loss_scale, Scope.OPTIMIZER)
+    stateful.register_value("optimizer_steps", lambda: optimizer.steps, set_steps, Scope.OPTIMIZER)
+    stateful.register_value("variance_frozen_at", lambda: optimizer.frozen_at, set_frozen_at, Scope.OPTIMIZER)
+    stateful.register_value(
         "outer",
         lambda: {} if outer is None else outer.state_dict(),
         lambda saved: None if outer is None else outer.load_state_dict(saved),
         Scope.OPTIMIZER,
     )
-    parts.register_value("separate_main", lambda: optimizer.separate_main, None, Scope.DESCRIPTION)
-    parts.register("expert_loads", engines.experts, Scope.OPTIMIZER)
-    parts.register_value(
+    stateful.register_value("separate_main", lambda: optimizer.separate_main, None, Scope.DESCRIPTION)
+    stateful.register("expert_loads", engines.experts, Scope.OPTIMIZER)
+    stateful.register_value(
         "controllers", controllers.state_dict, lambda saved: controllers.load_state_dict(saved, log), Scope.OPTIMIZER
     )
-    return parts
+    return stateful

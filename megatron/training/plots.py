@@ -110,7 +110,7 @@ def picture_format(path: Path) -> str:
     """
     ending = path.suffix.lstrip(".").lower() or "png"
     if ending not in ENDINGS:
-        raise UserError(f"{path}: no picture ends so; use {', '.join(f'.{known}' for known in ENDINGS)}")
+        raise UserError(f"{path}: no picture ends so; use {', '.join(f'.{suffix}' for suffix in ENDINGS)}")
     return ending
 
 

@@ -136,17 +136,17 @@ def resolve(parsed: ParsedRun, env: LaunchEnvironment) -> RunConfig:
         UserError: when settings cannot work; no process group exists yet.
     """
     parsed.config = of_island(with_pretrained(parsed.config, parsed.notes.append))
-    wanted = parsed.config.checkpoint
-    if wanted.use_checkpoint_args:
-        if wanted.load is None:
+    checkpoint = parsed.config.checkpoint
+    if checkpoint.use_checkpoint_args:
+        if checkpoint.load is None:
             raise UserError("--use-checkpoint-args takes the model's shape from --load, which is missing")
-        saved, iteration = saved_config(wanted.load, wanted.ckpt_step)
-        check_kind(wanted.source, saved.model.kind, parsed.config.model.kind)
-        if wanted.moe_use_upcycling:  # the experts come from the flags
+        saved, iteration = saved_config(checkpoint.load, checkpoint.ckpt_step)
+        check_kind(checkpoint.source, saved.model.kind, parsed.config.model.kind)
+        if checkpoint.moe_use_upcycling:  # the experts come from the flags
             saved = replace(saved, model=with_experts_of(parsed.config.model, saved.model))
-        parsed.config = given = merge_checkpoint_config(parsed.config, parsed.explicit, saved)
-        tokenizer = fitted_tokenizer(given.tokenizer, saved_entries(wanted.load, iteration), parsed)
-        parsed.config = replace(given, tokenizer=tokenizer)
+        parsed.config = merged = merge_checkpoint_config(parsed.config, parsed.explicit, saved)
+        tokenizer = fitted_tokenizer(merged.tokenizer, saved_entries(checkpoint.load, iteration), parsed)
+        parsed.config = replace(merged, tokenizer=tokenizer)
     return parsed.resolve(env.world_size, cuda_available=torch.cuda.is_available())
 
 
@@ -201,9 +201,11 @@ def run(
         saved = find_saved(config.checkpoint, topology, rank_0_log(topology))
         if saved is not None:
             check_saved_kind(config.checkpoint, saved, config.model.kind, topology)
-        begun = saved.progress if saved is not None else Progress()
-        train_iters = _iterations(config, sizes, begun)
-        datasets, vocab_size = together(topology.control.pg, lambda: _open_data(config, env, train_iters, begun, job))
+        position = saved.progress if saved is not None else Progress()
+        train_iters = _iterations(config, sizes, position)
+        datasets, vocab_size = together(
+            topology.control.pg, lambda: _open_data(config, env, train_iters, position, job)
+        )
         rounds_of_evaluations = evaluation_rounds(config, datasets)
         together(topology.control.pg, lambda: check_room(config, env, vocab_size))
         length = run_length(train_iters, datasets[0], sizes.batches)
@@ -216,12 +218,12 @@ def run(
         reporter = Reporter(config, engines, progress, train_iters, timers, sizes, rounds_of_evaluations)
         checkpoints = RunCheckpoints(config, engines, schedule, progress, rank_0_log(topology), lock)
         _begin(checkpoints, saved, folders_of_others(config, saved, topology, engines.joint.steps), job, log)
-    met = meet_islands(engines, env, begun.iteration, islands)
+    met = meet_islands(engines, env, position.iteration, islands)
     _open_logs(reporter, topology)
     try:
-        parts = (config, engines, sizes, schedule, datasets, train_iters, progress, checkpoints, reporter)
+        trainer_args = (config, engines, sizes, schedule, datasets, train_iters, progress, checkpoints, reporter)
         rounds = begin_rounds(engines, checkpoints, reporter, met, train_iters)
-        Trainer(*parts, timers, started, job.judge, rounds, joins=not met.begins).run()
+        Trainer(*trainer_args, timers, started, job.judge, rounds, joins=not met.begins).run()
     finally:
         met.leave()
         reporter.close()
@@ -287,18 +289,20 @@ def _lr_schedule(config: RunConfig) -> LRSchedule:
     )
 
 
-def _iterations(config: RunConfig, sizes: StepSizes, begun: Progress) -> int:
+def _iterations(config: RunConfig, sizes: StepSizes, position: Progress) -> int:
     """Iterations of the whole run: as configured, or the iterations done plus those that use up the remaining
     samples."""
     training = config.training
     if training.train_iters is not None:
         return training.train_iters
     assert training.train_samples is not None
-    left = sizes.batches.iterations_for(training.train_samples, begun.consumed_samples)
+    remaining_iterations = sizes.batches.iterations_for(training.train_samples, position.consumed_samples)
     if sizes.lengths.grows and training.train_tokens is not None:
-        tokens = max(training.train_tokens - begun.tokens(config.model.seq_length), 0)
-        left = min(left, sizes.within(tokens, begun.iteration, begun.consumed_samples)[0])
-    return begun.iteration + left
+        tokens = max(training.train_tokens - position.tokens(config.model.seq_length), 0)
+        remaining_iterations = min(
+            remaining_iterations, sizes.within(tokens, position.iteration, position.consumed_samples)[0]
+        )
+    return position.iteration + remaining_iterations
 
 
 def _open_masked_data(
@@ -347,7 +351,7 @@ def _vocabulary(config: RunConfig, built: Tokenizer | None) -> tuple[int, int, i
 
 
 def _open_data(
-    config: RunConfig, env: LaunchEnvironment, train_iters: int, begun: Progress, job: Job
+    config: RunConfig, env: LaunchEnvironment, train_iters: int, position: Progress, job: Job
 ) -> tuple[Datasets, int]:
     """Build the data sets, and return the model's vocabulary size; one rank of each machine checks the tokens.
 
@@ -355,7 +359,7 @@ def _open_data(
         config: the resolved configuration.
         env: environment of this process.
         train_iters: iterations of the whole run.
-        begun: position of the run, which may have used another batch size so far.
+        position: position of the run, which may have used another batch size so far.
         job: data and starting point.
     """
     tokenizer = None if config.tokenizer.tokenizer_type is None else build_tokenizer(config.tokenizer)
@@ -363,8 +367,8 @@ def _open_data(
     if job.datasets is not None:
         return job.datasets(config, tokenizer), entries
     size, validation = config.training.global_batch_size, config.validation
-    left = max(train_iters - begun.iteration, 0)
-    train_samples = config.training.train_samples or begun.consumed_samples + left * size
+    remaining_iterations = max(train_iters - position.iteration, 0)
+    train_samples = config.training.train_samples or position.consumed_samples + remaining_iterations * size
     evaluations = 1 if validation.fixed_validation else train_iters // validation.eval_interval + 1
     evaluation_samples = validation.eval_iters * size
     valid_samples = None if validation.full_validation else evaluations * evaluation_samples

@@ -139,8 +139,8 @@ class Ranks:
         if prints:
             print(text, file=sys.stderr, flush=True)
         if self.meeting is None and status in (EXIT_BAD_INPUT, EXIT_BUG) and self.env.world_size > 1:
-            told = self._stay_away(reason or text, status)
-            if not told and not prints:
+            delivered = self._stay_away(reason or text, status)
+            if not delivered and not prints:
                 print(text, file=sys.stderr, flush=True)
                 printed = True
         if not prints:
@@ -236,10 +236,10 @@ def out_of_memory(error: BaseException) -> str:
 
 def _of_gpu(message: str) -> str | None:
     """Extract the GPU, the memory needed and the memory available from torch's message; None for other messages."""
-    found = _GPU_IS_FULL.search(message)
-    if found is None:
+    match = _GPU_IS_FULL.search(message)
+    if match is None:
         return None
-    needed, index, total, free = found.groups()
+    needed, index, total, free = match.groups()
     name = ""
     with suppress(RuntimeError, AssertionError):  # a GPU in this state may not answer
         name = f" ({torch.cuda.get_device_name(int(index))})"

@@ -28,9 +28,9 @@ def check_replicas(engines: Engines, iteration: int) -> None:
     """
     problems = disagreements(engines)
     if problems:
-        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+        more_text = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise UserError(
-            f"--check-replicas: replicas differ after iteration {iteration}: {'; '.join(problems[:3])}{more}. "
+            f"--check-replicas: replicas differ after iteration {iteration}: {'; '.join(problems[:3])}{more_text}. "
             "Go on from a checkpoint before it; if it happens again, look for a faulty machine or compressor"
         )
 
@@ -44,12 +44,12 @@ def disagreements(engines: Engines) -> list[str]:
     for rank, row in enumerate(rows):
         for name, digest in row.items():
             holders.setdefault(name.partition("@")[0], {}).setdefault(digest, []).append(rank)
-    found = []
+    differences = []
     for name, digests in sorted(holders.items()):
         if len(digests) > 1:
             groups = " and ".join(f"rank{'s' * (len(r) > 1)} {', '.join(map(str, r))}" for r in digests.values())
-            found.append(f"{name} on {groups}")
-    return found
+            differences.append(f"{name} on {groups}")
+    return differences
 
 
 def _digests(engines: Engines) -> Iterator[tuple[str, str]]:
@@ -63,14 +63,14 @@ def _digests(engines: Engines) -> Iterator[tuple[str, str]]:
             yield f"{name}@", _digest(buffer)
     channel, at = engines.channel, engines.topology.coordinates
     for (layer, micro_batch), (counts, losses) in engines.experts.seen.items():
-        place = f"layer {layer + 1}, micro-batch {micro_batch + 1} of replica {at.dp}"
-        yield f"the routing of {place}@", _digest(torch.cat([counts.double(), losses.double()]))
+        location = f"layer {layer + 1}, micro-batch {micro_batch + 1} of replica {at.dp}"
+        yield f"the routing of {location}@", _digest(torch.cat([counts.double(), losses.double()]))
     if channel is None:
         return
     for way in (channel.forward, channel.backward):
         for boundary, end, name, tensor in _memories(way, channel.plan.codec(way.point).traits.shared):
-            place = f"{way.point.value} boundary {boundary} of replica {at.dp}, tensor-parallel rank {at.tp}"
-            yield f"{name} of {place}@{end}", _digest(tensor)
+            location = f"{way.point.value} boundary {boundary} of replica {at.dp}, tensor-parallel rank {at.tp}"
+            yield f"{name} of {location}@{end}", _digest(tensor)
 
 
 def _memories(way: Direction, shared: Sequence[str]) -> Iterator[tuple[int, str, str, Tensor]]:

@@ -130,11 +130,11 @@ class Reporter:
         Raises:
             UserError: when a file cannot be opened.
         """
-        done, seen = self.progress, self.progress.tokens(self.config.model.seq_length)
+        done, seen_tokens = self.progress, self.progress.tokens(self.config.model.seq_length)
         if self._speaks:
             bar = ProgressBar(self.train_iters, done=done.iteration, mode=self.config.logging.progress_bar)
             samples = done.consumed_samples
-            resume = {"iterations": done.iteration, "samples": samples, "tokens": seen}
+            resume = {"iterations": done.iteration, "samples": samples, "tokens": seen_tokens}
             layout, islands = self.engines.topology.layout, self.config.islands.islands
             opened = open_sinks(
                 self.config.logging,
@@ -145,9 +145,9 @@ class Reporter:
                 tracked_runs=done.tracked_runs,
             )
             self.sinks = Sinks([*opened, ProgressBarSink(bar)])
-        left = max(0, self.train_iters - done.iteration)
-        tokens = seen + self.step_sizes.tokens_ahead(done.iteration, done.consumed_samples, left)
-        self.line(format_size(self.size, tokens, seen))
+        remaining_iterations = max(0, self.train_iters - done.iteration)
+        tokens = seen_tokens + self.step_sizes.tokens_ahead(done.iteration, done.consumed_samples, remaining_iterations)
+        self.line(format_size(self.size, tokens, seen_tokens))
         size = {"parameters": self.size.total, "largest_rank": self.size.largest, "tokens": tokens}
         if self.peak_tflops is None and self.engines.topology.device.type == "cuda":
             name = torch.cuda.get_device_name(self.engines.topology.device)
@@ -197,13 +197,13 @@ class Reporter:
                 if finding.line is not None:
                     self.sinks.line(finding.line)
                 self.sinks.event(finding.kind, step.iteration, **finding.values)
-        now = time.perf_counter()
-        step = replace(step, seconds_per_iteration=now - self._step_started)
-        self._step_started = now
+        step_ended = time.perf_counter()
+        step = replace(step, seconds_per_iteration=step_ended - self._step_started)
+        self._step_started = step_ended
         self.window.add(step)
         self.sinks.step(step)
-        begun = step.consumed_samples - step.global_batch_size
-        self.forecast.step(begun, step.seconds_per_iteration, step.seq_length)
+        samples_before = step.consumed_samples - step.global_batch_size
+        self.forecast.step(samples_before, step.seconds_per_iteration, step.seq_length)
         self.report_if_due(step.iteration)
         if self.forecast.done == FIRST_ESTIMATE:
             self._report_estimate()
@@ -220,10 +220,10 @@ class Reporter:
 
     def _report_estimate(self) -> None:
         """Print the first estimate of the run's remaining time."""
-        progress, left = self.progress, self.train_iters - self.progress.iteration
+        progress, remaining_iterations = self.progress, self.train_iters - self.progress.iteration
         seconds = self.forecast.remaining_s(progress.iteration, progress.consumed_samples)
-        if left and seconds is not None:
-            self.line(format_estimate(FIRST_ESTIMATE, left, seconds, datetime.now().astimezone()))
+        if remaining_iterations and seconds is not None:
+            self.line(format_estimate(FIRST_ESTIMATE, remaining_iterations, seconds, datetime.now().astimezone()))
 
     def _report_window(self) -> None:
         topology = self.engines.topology

@@ -192,8 +192,8 @@ class Rounds:
         late = islands.finish(iteration, self.end.folder)
         if not late:
             return
-        where = f"its state is in {self.end.folder}" if self.end.folder else "nothing is saved, for want of --save"
-        self.tell(f"{named(late)} did not come to the end, iteration {iteration}, with this one: {where}", {})
+        location = f"its state is in {self.end.folder}" if self.end.folder else "nothing is saved, for want of --save"
+        self.tell(f"{named(late)} did not come to the end, iteration {iteration}, with this one: {location}", {})
         deadline = time.monotonic() + self.end.seconds
         if self.end.seconds:
             self.tell(f"waiting for {named(late)} to join, {self.end.seconds:g} s at most", {})
@@ -213,13 +213,13 @@ class Rounds:
         """Begin an attempt; None when the others go on without this island."""
         key = f"{done}/{fragment}/{attempt}"
         self.sync.collect(fragment)
-        own = Arrival(self.sync.norm(fragment), fmean(self._losses) if self._losses else math.nan, self.asked)
-        decision = Decision((0,), {0: own})
+        arrival = Arrival(self.sync.norm(fragment), fmean(self._losses) if self._losses else math.nan, self.asked)
+        decision = Decision((0,), {0: arrival})
         if self.islands is not None:
             expected = self.islands.expected
             last_norm = self.sync.norms[fragment]
             anchor_norm = 0.0 if last_norm else self.sync.anchor_norm(fragment)
-            decision = self.islands.arrive(key, own, last_norm, without, anchor_norm)
+            decision = self.islands.arrive(key, arrival, last_norm, without, anchor_norm)
             self._report_absence(expected, decision)
         for island, why in decision.left_out.items():
             self.tell(f"warning: island {island} is left out of the round at iteration {done}: {why}", {})
@@ -228,7 +228,7 @@ class Rounds:
             self._leave()
             return None
         self.stop = max(self.stop, decision.stop)
-        losses, norm = (own.loss, decision.mean_loss), own.norm
+        losses, norm = (arrival.loss, decision.mean_loss), arrival.norm
         flight = Flight(fragment, done, attempt, decision.members, *losses, norm, without=decision.without)
         self.sync.flight, self._times = flight, _Times(time.monotonic())
         if not watches:
@@ -237,12 +237,12 @@ class Rounds:
 
     def _report_absence(self, expected: Sequence[int], decision: Decision) -> None:
         """Report the islands of the last round that are missing from this round."""
-        gone = [k for k in expected if k not in decision.arrivals]
-        if gone and gone != self._gone:
-            rest = [k for k in decision.members if k != self.islands.island] if self.islands is not None else []
-            with_whom = f"with {named(rest)}" if rest else "alone"
-            self.tell(f"warning: {named(gone)} {'is' if len(gone) == 1 else 'are'} gone, going on {with_whom}", {})
-        self._gone = gone
+        absent = [k for k in expected if k not in decision.arrivals]
+        if absent and absent != self._gone:
+            peers = [k for k in decision.members if k != self.islands.island] if self.islands is not None else []
+            with_whom = f"with {named(peers)}" if peers else "alone"
+            self.tell(f"warning: {named(absent)} {'is' if len(absent) == 1 else 'are'} gone, going on {with_whom}", {})
+        self._gone = absent
 
     def _leave(self) -> None:
         """Note that the others go on without this island."""

@@ -84,17 +84,17 @@ def find_saved(config: CheckpointConfig, topology: Topology, log: Callable[[str]
     iteration: Iteration | None = config.ckpt_step
     if iteration is None:
         # Use rank 0's result, since file systems may show the ranks different things.
-        found = together(group, lambda: read_tracker(root, log) if topology.rank == 0 else None)
-        iteration = iteration_of(gather_texts(group, "" if found is None else str(found))[0])
+        tracker_value = together(group, lambda: read_tracker(root, log) if topology.rank == 0 else None)
+        iteration = iteration_of(gather_texts(group, "" if tracker_value is None else str(tracker_value))[0])
     if iteration is None:
         if config.exit_on_missing_checkpoint or config.finetune:
             raise UserError(f"{config.source} holds no checkpoint; name the folder that --save wrote to")
         return None
     flag = None if config.ckpt_step is None else "--ckpt-step"
     common = together(group, lambda: under_todays_names(load_common(root, iteration, flag)))
-    where = checkpoint_folder(Path(root), iteration) / COMMON
-    asked = {"optimizer": not config.loads_weights_only, "counters": not config.finetune}
-    counters = together(group, lambda: SavedCounters.read(common, where, **asked))
+    common_file = checkpoint_folder(Path(root), iteration) / COMMON
+    needed_state = {"optimizer": not config.loads_weights_only, "counters": not config.finetune}
+    counters = together(group, lambda: SavedCounters.read(common, common_file, **needed_state))
     progress = Progress()
     if not config.finetune:
         progress.load_state_dict(common["progress"])
@@ -109,8 +109,8 @@ def check_saved_kind(config: CheckpointConfig, saved: SavedRun, kind: str, topol
     """
     root = config.load
     assert root is not None
-    found = together(topology.control.pg, lambda: saved_kind(root, saved.iteration))
-    check_kind(config.source, found, kind)
+    saved_model_kind = together(topology.control.pg, lambda: saved_kind(root, saved.iteration))
+    check_kind(config.source, saved_model_kind, kind)
 
 
 def check_optimizer(root: str, iteration: Iteration, config: RunConfig, group: dist.ProcessGroup | None) -> None:
@@ -121,11 +121,11 @@ def check_optimizer(root: str, iteration: Iteration, config: RunConfig, group: d
     Raises:
         UserError: on every rank, when it is of another optimizer, or is damaged.
     """
-    own = config.optimizer.optimizer
-    saved = together(group, lambda: saved_section(root, iteration, "optimizer")).get("optimizer", own)
-    if saved != own:
+    configured = config.optimizer.optimizer
+    saved = together(group, lambda: saved_section(root, iteration, "optimizer")).get("optimizer", configured)
+    if saved != configured:
         raise UserError(
-            f"--load {root} has the state of another optimizer; give --optimizer {saved} instead of {own}, or "
+            f"--load {root} has the state of another optimizer; give --optimizer {saved} instead of {configured}, or "
             "--no-load-optim to begin with new moments"
         )
 

@@ -63,12 +63,14 @@ class ChunkProgram:
         key = Content(batch.sample_ids_b.tolist())
         if self.keys_hold_tokens:
             topology, parallel = self.engines.topology, self.engines.config.parallel
-            both = topology.layout.follows_encoder(boundary)
-            sent = [x.t() for x in ([batch.decoder_tokens_bs] if both else []) + [batch.tokens_bs] if x is not None]
+            after_encoder = topology.layout.follows_encoder(boundary)
+            sent = [
+                x.t() for x in ([batch.decoder_tokens_bs] if after_encoder else []) + [batch.tokens_bs] if x is not None
+            ]
             # Sequence parallelism splits each sequence, and split messages carry slices of the joined sequences.
             wholes = sent if parallel.sequence_parallel else [torch.cat(sent)]
-            parts = parallel.message_parts
-            key.tokens_sb = torch.cat([x.chunk(parts)[topology.tp.rank % parts] for x in wholes])
+            part_count = parallel.message_parts
+            key.tokens_sb = torch.cat([x.chunk(part_count)[topology.tp.rank % part_count] for x in wholes])
             key.vocab_size = self.engines.vocab_size
         return key
 
@@ -101,16 +103,16 @@ class ChunkProgram:
         out_sbh: Tensor = run(x, self._context(batch, micro_batch))
         if not self.stage.part.last:
             return out_sbh
-        found = self.stage.loss(out_sbh, _targets(batch, self._keys(batch)), self.divisors)
-        self.losses.append(found.sums)
-        if found.outputs_bc is not None and not torch.is_grad_enabled():
-            self.outputs[micro_batch] = found.outputs_bc
-        return found.objective
+        result = self.stage.loss(out_sbh, _targets(batch, self._keys(batch)), self.divisors)
+        self.losses.append(result.sums)
+        if result.outputs_bc is not None and not torch.is_grad_enabled():
+            self.outputs[micro_batch] = result.outputs_bc
+        return result.objective
 
     def sums(self) -> list[tuple[float, float]]:
         """Sum in nats and count of each of the model's losses."""
-        parts = zip(*self.losses, strict=True)
-        return [(_total([part.total for part in one]), _total([part.count for part in one])) for one in parts]
+        losses = zip(*self.losses, strict=True)
+        return [(_total([term.total for term in terms]), _total([term.count for term in terms])) for terms in losses]
 
 
 def _total(scalars: Sequence[Tensor]) -> float:
@@ -137,12 +139,12 @@ def take_batches(
     Raises:
         RuntimeError: when there are no more samples.
     """
-    taken = [
+    step_batches = [
         (batch if seq_length is None else batch.truncated(seq_length)).to(device) for batch in islice(batches, count)
     ]
-    if len(taken) != count:
-        raise RuntimeError(f"the data set ended after {len(taken)} of {count} micro-batches of this step")
-    return taken
+    if len(step_batches) != count:
+        raise RuntimeError(f"the data set ended after {len(step_batches)} of {count} micro-batches of this step")
+    return step_batches
 
 
 def _shapes(batches: Sequence[Batch]) -> Hashable:
@@ -307,9 +309,9 @@ def pipeline_span(timers: Timers, ledger: Ledger) -> Span:
     @contextmanager
     def span(name: str, op: PipelineOp) -> Iterator[None]:
         computing = ledger.computing() if name in _COMPUTING else nullcontext()
-        where = {"micro_batch": op.micro_batch, "chunk": op.chunk}
-        shown = ledger.span(_SHOWN[name], **where) if name in _SHOWN else nullcontext()
-        with computing, timers(name, level=2), shown:
+        op_labels = {"micro_batch": op.micro_batch, "chunk": op.chunk}
+        observer_span = ledger.span(_SHOWN[name], **op_labels) if name in _SHOWN else nullcontext()
+        with computing, timers(name, level=2), observer_span:
             yield
 
     return span

@@ -76,9 +76,9 @@ class Timer:
         On a device, intervals that are not finished yet count next time.
         """
         if self._started is not None:
-            now = self._clock.mark()
-            self._clock.between(self._started, now, self._add)
-            self._started = now
+            mark = self._clock.mark()
+            self._clock.between(self._started, mark, self._add)
+            self._started = mark
         self._clock.read()
         total = self._total
         if reset:
@@ -176,6 +176,6 @@ def format_timers(times: Mapping[str, Sequence[float]], option: TimingOption) ->
     lines = ["(min, max) time across ranks (ms):" if option == "minmax" else "max time across ranks (ms):"]
     for name, values in times.items():
         ran = [value for value in values if value]
-        shown = f"({min(ran):.2f}, {max(ran):.2f})" if option == "minmax" else f"{max(ran):.2f}"
-        lines.append(f"    {f'{name} '.ljust(48, '.')}: {shown}")
+        summary = f"({min(ran):.2f}, {max(ran):.2f})" if option == "minmax" else f"{max(ran):.2f}"
+        lines.append(f"    {f'{name} '.ljust(48, '.')}: {summary}")
     return "\n".join(lines)

@@ -79,38 +79,38 @@ class TrafficMeter:
             every rank.
         """
         topology = self.engines.topology
-        taken = self.engines.ledger.take()
+        accounts = self.engines.ledger.take()
         sums, warnings = self._residuals()
-        mine = [float(taken.get(p.value, {}).get(row, 0.0)) for row in _ROWS for p in Point]
+        mine = [float(accounts.get(p.value, {}).get(row, 0.0)) for row in _ROWS for p in Point]
         mine += [sums[p][row] for row in range(3) for p in Point]
         mine.append(self.engines.ledger.take_computed())
         columns = list(zip(*gather_rows(topology.control, self.engines.ledger, mine), strict=True))
         *columns, computed = columns
         count = len(Point)
         table = [columns[start : start + count] for start in range(0, len(columns), count)]
-        found = {}
+        traffic = {}
         for at, point in enumerate(Point):
             raw, wire = (sum(table[row][at]) / iterations for row in (0, 1))
             coded, waited = (sum(table[row][at]) / len(table[row][at]) / iterations for row in (2, 3))
             inside = sum(table[4][at]) / iterations
             gradient, residual, aged = (sum(table[row][at]) for row in (5, 6, 7))
-            known = gradient > 0
+            measured = gradient > 0
             before = self._sent[point]
             self._sent[point] = (before[0] + raw * iterations, before[1] + wire * iterations)
             if wire:
-                found[point.value] = PointTraffic(
+                traffic[point.value] = PointTraffic(
                     raw,
                     wire,
                     coded,
                     waited,
-                    math.sqrt(residual / gradient) if known else None,
-                    (aged / residual if residual else 0.0) if known else None,
+                    math.sqrt(residual / gradient) if measured else None,
+                    (aged / residual if residual else 0.0) if measured else None,
                     inside or None,
                 )
         group = topology.control.pg if topology.layout.world_size > 1 else None
         texts = gather_texts(group, json.dumps([*warnings, *self._longer()]))
-        told = sorted({warning for text in texts for warning in json.loads(text)})
-        return found, told, sum(computed) / len(computed) / iterations
+        all_warnings = sorted({warning for text in texts for warning in json.loads(text)})
+        return traffic, all_warnings, sum(computed) / len(computed) / iterations
 
     def _longer(self) -> list[str]:
         """Warnings, each once, for compressors that have sent more than their tensors' bytes since the run began."""
@@ -132,22 +132,22 @@ class TrafficMeter:
         """This rank's sums of squared norms (gradient, residual, age x residual) by point, and its warnings."""
         sums = {point: [0.0, 0.0, 0.0] for point in Point}
         warnings: list[str] = []
-        for point, group, parts in self._by_group():
-            own = torch.cat([state.health.stacked() for _, state in parts if state.health is not None], dim=1)
-            names = [name for labels, _ in parts for name in labels]
-            for row, value in enumerate(own[[0, 2, 3]].nan_to_num(nan=math.inf).sum(dim=1).tolist()):
+        for point, group, residuals in self._by_group():
+            figures = torch.cat([state.health.stacked() for _, state in residuals if state.health is not None], dim=1)
+            names = [name for labels, _ in residuals for name in labels]
+            for row, value in enumerate(figures[[0, 2, 3]].nan_to_num(nan=math.inf).sum(dim=1).tolist()):
                 sums[point][row] += value
             if group is not None:
-                pending = group.all_reduce(own)
+                pending = group.all_reduce(figures)
                 self.engines.ledger.sent(Point.CONTROL, pending.sent_bytes)
                 pending.wait()
-            warnings += self._grown(point, names, own)
+            warnings += self._grown(point, names, figures)
         return sums, warnings
 
     def _by_group(self) -> Iterator[tuple[Point, Group | None, Sequence[tuple[list[str], CompressorState]]]]:
         """Measured residuals, by the group over which their figures are summed."""
         sync, channel = self.engines.sync, self.engines.channel
-        reduced = [part for reducer in sync.reducers for part in reducer.residuals() if part[1].health is not None]
+        reduced = [entry for reducer in sync.reducers for entry in reducer.residuals() if entry[1].health is not None]
         if reduced:
             yield Point.DP_GRAD, sync.group, reduced
         for tied in sync.ties:
@@ -165,11 +165,11 @@ class TrafficMeter:
     def _grown(self, point: Point, names: Sequence[str], totals: Tensor) -> list[str]:
         """Warnings, each once, for residuals that are not finite, are amplified, or are never sent."""
         warnings = []
-        for name, (gradient, given, residual, aged) in zip(names, totals.t().tolist(), strict=True):
+        for name, (gradient, compressor_input, residual, aged) in zip(names, totals.t().tolist(), strict=True):
             label = f"{point.value} {name}"
             age = aged / residual if residual else 0.0
             finite = math.isfinite(residual)
-            growing = residual > _AMPLIFIED**2 * given and residual > gradient
+            growing = residual > _AMPLIFIED**2 * compressor_input and residual > gradient
             streak = self._streaks[label] = self._streaks.get(label, 0) + 1 if growing or age > _OLD_STEPS else 0
             if label in self._warned or (finite and streak < _REPORTS_BEFORE_WARNING):
                 continue

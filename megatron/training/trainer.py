@@ -99,16 +99,16 @@ class Trainer:
             DivergedError: on every rank, as soon as the run has diverged.
         """
         reason = ExitReason.NONE
-        begun, skipped = self.progress.iteration, self.progress.skipped
+        start, skipped = self.progress.iteration, self.progress.skipped
         if not self.config.validation.skip_train:
-            round_due = self.rounds is not None and (self._joins or self.rounds.behind(begun))
-            if begun < self.train_iters or round_due:
+            round_due = self.rounds is not None and (self._joins or self.rounds.behind(start))
+            if start < self.train_iters or round_due:
                 reason = self._train()
             else:
-                more = "--epochs" if self.judge is not None else "--train-iters, --train-samples or --train-tokens"
+                flags = "--epochs" if self.judge is not None else "--train-iters, --train-samples or --train-tokens"
                 self.reporter.line(
-                    f"nothing is left to train or to save: the run is at iteration {begun} of {self.train_iters}; "
-                    f"raise {more} to go on"
+                    f"nothing is left to train or to save: the run is at iteration {start} of {self.train_iters}; "
+                    f"raise {flags} to go on"
                 )
         if reason is ExitReason.NONE:
             self._final_evaluations()
@@ -120,16 +120,16 @@ class Trainer:
         if reason is not ExitReason.NONE:
             self.reporter.line(self.policy.explain(reason, self.progress.iteration, self.checkpoints.saved_to))
         elif not self.config.validation.skip_train:
-            self._check_learned(begun, skipped)
+            self._check_learned(start, skipped)
 
-    def _check_learned(self, begun: int, skipped_before: int) -> None:
+    def _check_learned(self, start_iteration: int, skipped_before: int) -> None:
         """Check that some step was not skipped.
 
         Raises:
             NothingLearnedError: when every step of this process, or of the run, was skipped, requested skips aside.
         """
         done, skipped = self.progress.iteration, self.progress.skipped
-        for start, before in ((begun, skipped_before), (0, 0)):
+        for start, before in ((start_iteration, skipped_before), (0, 0)):
             requested = self.sizes.skipped.count(start, done)
             steps = done - start - requested
             if steps and skipped - before - requested == steps:
@@ -186,8 +186,8 @@ class Trainer:
         """Skip iterations until a step is to be taken, the run ends, or other islands are to be joined."""
         first = self.progress.iteration + 1
         last = min(self.sizes.skipped.until(self.progress.iteration) or first, self.train_iters)
-        which = f"iteration {first}" if first == last else f"iterations {first} to {last}"
-        self.reporter.line(f"--iterations-to-skip: {which} without a step; their samples count as consumed")
+        skipped_text = f"iteration {first}" if first == last else f"iterations {first} to {last}"
+        self.reporter.line(f"--iterations-to-skip: {skipped_text} without a step; their samples count as consumed")
         reason = ExitReason.NONE
         while self.progress.iteration < last and reason is ExitReason.NONE and not self._joins:
             reason = self._skip_iteration(self._vote(signals))
@@ -237,11 +237,11 @@ class Trainer:
                 raise CommunicationError("the other islands have ended; start all of them again from their checkpoints")
         self._joins = False
 
-    def _round(self, what: Callable[[Rounds], bool]) -> bool:
+    def _round(self, run_round: Callable[[Rounds], bool]) -> bool:
         """Run a round of islands; if there are too few of them, save the state before the run ends."""
         assert self.rounds is not None
         try:
-            return what(self.rounds)
+            return run_round(self.rounds)
         except QuorumError:
             self.rounds.forget()
             with self.reporter.paused("save"):
@@ -266,12 +266,12 @@ class Trainer:
         count = self.sizes.batches.num_micro_batches(progress.consumed_samples)
         length = self.sizes.lengths.at(progress.iteration)
         with timers("batch-generator", level=1):
-            taken = take_batches(batches, count, self.topology.device, length)
+            step_batches = take_batches(batches, count, self.topology.device, length)
         if self.rounds is not None:
             self.rounds.before_step(progress.iteration)
         rates = self.schedule.rates
         metrics = train_step(
-            self.engines, taken, progress.iteration, *rates, vote=vote, timers=timers, seq_length=length
+            self.engines, step_batches, progress.iteration, *rates, vote=vote, timers=timers, seq_length=length
         )
         self._count_iteration()
         if not metrics.skipped:
@@ -329,9 +329,9 @@ class Trainer:
     def _reason(self, votes: float) -> ExitReason:
         """Return the reason to stop now. Islands that take local steps stop together, at the end of a round."""
         rounds = self.rounds
-        wish = ExitReason(rounds.stop) if rounds is not None and rounds.apart else self.policy.wish(votes)
-        if wish is not ExitReason.NONE:
-            return wish
+        reason = ExitReason(rounds.stop) if rounds is not None and rounds.apart else self.policy.wish(votes)
+        if reason is not ExitReason.NONE:
+            return reason
         interval = self.config.training.exit_interval
         return ExitReason.INTERVAL if interval and self.progress.iteration % interval == 0 else ExitReason.NONE
 
@@ -361,18 +361,18 @@ class Trainer:
             final: after training, so that the report counts the samples.
         """
         losses, scores = {}, None
-        for one in sets:
-            count = one.batch // (self.config.training.micro_batch_size * self.topology.dp.size)
-            first = first_round * one.batch
-            with self._loader(one.dataset, first) as batches:
-                found = evaluate(self.engines, batches, one.rounds, count, first)
-            losses[one.name] = found.losses
-            if self.judge is not None and found.outputs_nc is not None:
-                scores = self.judge(found.outputs_nc)
+        for evaluation_set in sets:
+            count = evaluation_set.batch // (self.config.training.micro_batch_size * self.topology.dp.size)
+            first = first_round * evaluation_set.batch
+            with self._loader(evaluation_set.dataset, first) as batches:
+                evaluation = evaluate(self.engines, batches, evaluation_set.rounds, count, first)
+            losses[evaluation_set.name] = evaluation.losses
+            if self.judge is not None and evaluation.outputs_nc is not None:
+                scores = self.judge(evaluation.outputs_nc)
                 self._judged_at = self.progress.iteration
         self.reporter.validation(
             mean_losses(list(losses.values())),
-            samples=sum(one.samples for one in sets) if final else None,
+            samples=sum(evaluation_set.samples for evaluation_set in sets) if final else None,
             split=split,
             scores=scores,
             sets=losses if len(sets) > 1 else None,
