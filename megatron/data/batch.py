@@ -1,4 +1,4 @@
-"""Micro-batches, and how samples are collated into them."""
+"""Micro-batches and the collation of samples into them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _HOST_IDS = ("sample_ids_b", "draw_ids_b")
 
 @dataclass(frozen=True)
 class CollateOptions:
-    """Options of collation: how documents inside a sequence are treated.
+    """Collation options: the treatment of documents inside a sequence.
 
     Args:
         eod_token: id of the end-of-document token.
-        reset_position_ids: positions start again at 0 after each end of document.
-        reset_attention_mask: number the documents inside a sequence, so that attention stays inside each.
-        eod_mask_loss: no loss where the input token is the end of a document.
+        reset_position_ids: restart positions at 0 after each end-of-document token.
+        reset_attention_mask: assign segment ids to the documents of a sequence, so that attention does not cross them.
+        eod_mask_loss: mask the loss where the input token is the end-of-document token.
     """
 
     eod_token: int
@@ -32,25 +32,25 @@ class CollateOptions:
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch. The token tensors are None for a stage that asked for none; the ids are always there.
+    """A micro-batch. Token tensors are None on stages that do not need them; sample and draw ids are always set.
 
     Args:
-        tokens_bs: int64; for T5 the encoder's.
-        labels_bs: int64. GPT: the tokens one place on. BERT: where the loss counts, the token before it was masked.
-            T5: the decoder's tokens one place on, [b, decoder length]. Tasks: the label of each sample, [b, 1],
-            float64 where it is a number.
-        loss_mask_bs: float32, 1 where the loss counts, of the shape of the labels.
-        position_ids_bs: int64; for T5 the encoder's.
-        segment_ids_bs: int32; tokens attend within equal numbers. GPT: number of the document inside the sequence,
-            from 0, and a token attends to earlier ones alone; None without reset_attention_mask. BERT and T5: 0 for
-            text, 1 for padding.
+        tokens_bs: int64 token ids; for T5, of the encoder.
+        labels_bs: int64. GPT: the tokens shifted left by 1. BERT: the original token at masked positions. T5: the
+            decoder tokens shifted left by 1, [b, decoder length]. Tasks: the label of each sample, [b, 1], float64
+            for regression.
+        loss_mask_bs: float32, 1 where the loss counts; same shape as the labels.
+        position_ids_bs: int64 position ids; for T5, of the encoder.
+        segment_ids_bs: int32; tokens attend only within their segment. GPT: index of the document inside the sequence,
+            with causal attention inside each segment; None without reset_attention_mask. BERT and T5: 0 for text, 1
+            for padding.
         types_bs: int64 token types of BERT: 0 for the first sentence, 1 for the second. None for GPT and T5.
-        order_b: int64 labels of BERT's sentence order: 1 where the two sentences are swapped. None for GPT and T5.
-        decoder_tokens_bs: int64 tokens that T5's decoder reads, [b, decoder length]. None for GPT and BERT.
-        decoder_segment_ids_bs: int32 segment ids of the decoder's tokens.
-        lengths_b: int64 tokens of each sequence of a task, without padding. None for pretraining.
-        sample_ids_b: int64 identity of each sample's content in its dataset: the same content, the same id.
-        draw_ids_b: int64 position of each sample in the run's stream of samples.
+        order_b: int64 sentence-order labels of BERT: 1 where the two sentences are swapped. None for GPT and T5.
+        decoder_tokens_bs: int64 input tokens of the T5 decoder, [b, decoder length]. None for GPT and BERT.
+        decoder_segment_ids_bs: int32 segment ids of the decoder tokens.
+        lengths_b: int64 number of tokens of each task sequence, without padding. None for pretraining.
+        sample_ids_b: int64 content id of each sample: equal ids mean equal content.
+        draw_ids_b: int64 position of each sample in the run's sample stream.
     """
 
     sample_ids_b: torch.Tensor
@@ -67,20 +67,20 @@ class Batch:
     lengths_b: torch.Tensor | None = None
 
     def truncated(self, length: int) -> Batch:
-        """The first ``length`` tokens of every sample."""
+        """Truncates every sample to its first ``length`` tokens."""
         if self.tokens_bs is None or self.tokens_bs.shape[1] == length:
             return self
         return replace(self, **{name: x_bs[:, :length].contiguous() for name, x_bs in self._of_tokens()})
 
     def _of_tokens(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors with an entry for each token, by name."""
+        """Per-token tensors, by name."""
         for name in ("tokens_bs", "labels_bs", "loss_mask_bs", "position_ids_bs", "segment_ids_bs", "types_bs"):
             tensor = getattr(self, name)
             if tensor is not None:
                 yield name, tensor
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """Copies the token tensors to ``device``; the ids stay on the host, where they are read."""
+        """Copies the token tensors to ``device``; sample and draw ids stay on the host, which reads them."""
         moved = {
             name: tensor.to(device, non_blocking=non_blocking)
             for name in (item.name for item in fields(self))
@@ -107,7 +107,7 @@ def collate(
     loss_mask_bs = np.ones(tokens_bs.shape, dtype=np.float32)
     if options.eod_mask_loss:
         loss_mask_bs[is_end_bs] = 0.0
-    # True at the first token of each later document: the token after an end of document.
+    # True at the first token after each end-of-document token.
     is_start_bs = np.zeros_like(is_end_bs)
     is_start_bs[:, 1:] = is_end_bs[:, :-1]
     positions_bs = np.tile(np.arange(tokens_bs.shape[1], dtype=np.int64), (len(tokens_bs), 1))

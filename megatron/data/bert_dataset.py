@@ -1,4 +1,4 @@
-"""BERT's samples: two texts in order or swapped, with masked words."""
+"""BERT samples: masked words, and two texts in order or swapped."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ BERT_SPECIAL_TOKENS = 3
 
 
 class BertDataset(MaskedDataset):
-    """Masked words and sentence order; without ``binary_head``, masked words alone.
+    """Masked-language-model samples with sentence order; without ``binary_head``, masked words alone.
 
-    A sample is [CLS] A [SEP] B [SEP]: sentences of one document, cut in two at a random sentence, the halves swapped
-    in half of the samples. What is too much is cut off the longer half, at either end. Of the tokens that are to be
-    predicted, 80 % are replaced by [MASK], 10 % by any token, and 10 % stay.
+    A sample is [CLS] A [SEP] B [SEP]: sentences of a single document, split at a random sentence, with the halves
+    swapped in 50 % of the samples. Excess tokens are removed from either end of the longer half. Of the target tokens,
+    80 % are replaced by [MASK], 10 % by a random token, and 10 % are left unchanged.
 
     Args:
-        seq_length: tokens of a sample, padding included.
-        binary_head: whether the order of the two halves is to be predicted.
+        seq_length: tokens per sample, padding included.
+        binary_head: whether the model predicts the order of the two halves.
         indexed, order, ids, masker: see ``MaskedDataset``.
     """
 
@@ -46,7 +46,7 @@ class BertDataset(MaskedDataset):
         self.row_length = 4 * seq_length + 2
 
     def read(self, index: int, out_t: NDArray[np.int64]) -> None:
-        """See ``SampleSource``: tokens, types, labels and loss mask, then the tokens' number and the order."""
+        """See ``SampleSource``: tokens, types, labels and loss mask, then the number of tokens and the order."""
         sample_id = self.order.sample_id(index)
         begin, end, target = self.order.sentences(sample_id)
         random = self.order.random(sample_id)
@@ -106,7 +106,7 @@ class BertDataset(MaskedDataset):
 def _trimmed(
     first_t: NDArray[np.int64], second_t: NDArray[np.int64], target: int, random: np.random.RandomState
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Cuts tokens off either end of the longer text, one by one, until both together have ``target``."""
+    """Removes tokens singly from either end of the longer text until ``target`` tokens remain in total."""
     excess = max(0, len(first_t) + len(second_t) - target)
     sizes = [len(first_t), len(second_t)]
     begins = [0, 0]

@@ -1,7 +1,7 @@
-"""Weighted blends of datasets: which sample of which dataset serves draw number k.
+"""Weighted blends of datasets: map draw number k to a dataset and a sample in it.
 
-``MegatronBlend`` is megatron-core's greedy choice: the dataset that lags most behind its share, drawn into two
-arrays. ``LazyBlend`` keeps shares at least as well without any array.
+``MegatronBlend`` is megatron-core's greedy rule, which draws from the dataset furthest behind its share and stores
+the draws in two arrays. ``LazyBlend`` tracks the shares at least equally well without any array.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from numpy.typing import NDArray
 from megatron.base.errors import UserError
 from megatron.data.cache import Arrays, cached_arrays, check_room
 
-# Above this many draws the greedy choice runs over many stretches at once; both give the same arrays.
+# Above this many draws the greedy rule processes many chunks in parallel; the arrays are the same either way.
 _SEQUENTIAL_DRAWS = 100_000
 _STRETCHES = 2048
 _WARM_UP = 512
 
 
 class Blend(Protocol):
-    """A blend, as a blended dataset uses it."""
+    """Interface of a blend."""
 
     def __len__(self) -> int:
         """Number of draws."""
 
     def __getitem__(self, index: int) -> tuple[int, int]:
-        """The dataset of a draw, and its number among the draws of that dataset."""
+        """Dataset index of a draw, and the draw's index within that dataset."""
 
 
 class LazyBlend:
-    """A blend by a fixed rule of O(log D) integer steps for each draw.
+    """A blend computed on demand, in O(log D) integer operations per draw.
 
-    The datasets are the leaves of a balanced binary tree. Of the first m draws that reach a node, its left
-    side receives round(m * share) (halves up), the right side the rest. Both counts never fall as m grows, so
-    every draw goes to exactly one leaf, with the leaf's count as its number. Each level adds at most 1/2 to
-    the distance from the exact share and the levels below scale it down, so after any prefix of k draws every
-    dataset has been drawn w * k times give or take at most ceil(log2 D) / 2: less than Megatron's greedy rule
-    guarantees. Shares are exact fractions, so nothing drifts however long the run.
+    The datasets are the leaves of a balanced binary tree. Of the first m draws that reach a node, the left child
+    receives round(m * share) (halves up) and the right child the remainder. Neither count falls as m grows, so
+    every draw reaches exactly one leaf, and the leaf's count is the draw's index within that dataset. Each level adds
+    at most 1/2 to the deviation from the exact share, and lower levels scale it down. After any k draws a dataset has
+    therefore been drawn w * k times, plus or minus at most ceil(log2 D) / 2: a tighter bound than that of Megatron's
+    greedy rule. Shares are exact fractions, so long runs do not drift.
 
     Args:
-        weights: positive, of any sum.
+        weights: positive weights; they need not sum to 1.
         num_samples: number of draws.
     """
 
@@ -77,7 +77,7 @@ class LazyBlend:
         return low, index
 
     def counts(self) -> list[int]:
-        """Draws from each dataset in the whole blend, which is how many samples it must have."""
+        """Number of draws from each dataset over the whole blend; each dataset needs at least that many samples."""
         result = [0] * len(self._weights)
         pending = [(0, len(self._weights), self._num_samples)]
         while pending:
@@ -103,12 +103,12 @@ def _rounded(draws: int, share: Fraction) -> int:
 
 
 class MegatronBlend:
-    """megatron-core's blend: equal draw by draw.
+    """megatron-core's blend, identical draw by draw.
 
     Args:
-        weights: normalized to a sum of 1 here, as there.
+        weights: weights; normalized to sum to 1, as in megatron-core.
         num_samples: number of draws.
-        cache_path: folder that keeps the arrays, or None.
+        cache_path: cache folder for the arrays, or None.
     """
 
     def __init__(self, weights: Sequence[float], num_samples: int, cache_path: str | Path | None = None) -> None:
@@ -130,18 +130,18 @@ class MegatronBlend:
 
 
 def normalize(weights: Sequence[float]) -> list[float]:
-    """Normalizes weights, in the float64 arithmetic that megatron-core uses."""
+    """Normalizes weights in float64, as megatron-core does."""
     array = np.array(weights, dtype=np.float64)
     shares: list[float] = (array / np.sum(array)).tolist()
     return shares
 
 
 def greedy_blend(shares: list[float], num_samples: int, stretch_count: int = _STRETCHES) -> Arrays:
-    """megatron-core's greedy choice: draw k goes to the first dataset with the largest share * max(k, 1) - draws.
+    """megatron-core's greedy rule: draw k goes to the first dataset with the largest share * max(k, 1) - draws.
 
-    Long blends are cut into stretches that run side by side. Each starts from a guess some steps before its
-    place; the counts it reaches there are compared with those that the stretch before it really ends with,
-    and a stretch that started wrong is run again. So the result is exact whatever the guesses were.
+    Long blends are split into chunks that are processed in parallel. Each chunk warms up from estimated counts some
+    steps before its first draw. The counts after the warm-up are compared with the final counts of the previous
+    chunk, and a chunk with a wrong estimate is recomputed, so the result is exact.
 
     Returns:
         dataset_index: int16 [num_samples]; dataset_sample_index: int64 [num_samples].
@@ -160,7 +160,7 @@ def greedy_blend(shares: list[float], num_samples: int, stretch_count: int = _ST
 
 
 def _greedy_stretch(shares: list[float], counts: list[int], choice: NDArray[np.int16], start: int) -> None:
-    """Fills ``choice`` for the draws from ``start`` on; ``counts`` are the draws before it and are updated."""
+    """Fills ``choice`` from draw ``start`` on; updates ``counts``, the draws of each dataset before it."""
     datasets = range(len(shares))
     for draw in range(start, start + len(choice)):
         place = float(max(draw, 1))
@@ -181,7 +181,7 @@ def _greedy_side_by_side(shares: list[float], choice: NDArray[np.int16], stretch
     begin = np.maximum(starts - warm_up, 0)
     exact_sd = begin[:, None] * shares_d
     counts_sd = np.floor(exact_sd).astype(np.int64)
-    # The draws still missing go to the largest remainders, about what the greedy choice arrives at.
+    # Missing draws go to the largest remainders, which approximates the greedy rule.
     rank_sd = np.argsort(np.argsort(counts_sd - exact_sd, axis=1, kind="stable"), axis=1)
     missing_s = begin - counts_sd.sum(axis=1)
     counts_sd += rank_sd < missing_s[:, None]

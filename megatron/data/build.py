@@ -1,4 +1,4 @@
-"""Builds the three datasets of a run from the data flags."""
+"""Builds the train, validation and test datasets of a run from the data flags."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from megatron.data.permute import mix
 from megatron.data.source import BlendedDataset, FileSamples, SampleSource
 
 SPLIT_NAMES = ("train", "valid", "test")
-# Megatron draws this much more from each dataset of a blend than its share, as a margin for its greedy
-# choice.
+# Megatron draws this fraction more than its share from each dataset of a blend, as a margin for its greedy rule.
 _MEGATRON_MARGIN = 0.005
 
 Dataset = SampleSource
@@ -31,36 +30,36 @@ Datasets = tuple[Dataset | None, Dataset | None, Dataset | None]
 
 
 class DatasetPart(Protocol):
-    """What one split may draw from one file."""
+    """The documents of a file that belong to a split."""
 
     @property
     def name(self) -> str:
-        """The file and the split in messages."""
+        """File and split, for messages."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to draw."""
+        """Whether it has no tokens."""
 
     def epoch_samples(self) -> int:
-        """Samples of an epoch, more or less: the weight in a blend without weights."""
+        """Approximate number of samples per epoch, used as weight in blends without weights."""
 
     def dataset(self, num_samples: int | None, seed: int) -> FileSamples:
-        """The samples.
+        """Builds the dataset of this part.
 
         Args:
-            num_samples: draws; None is one epoch.
-            seed: seed of this part alone, for orders that are not Megatron's.
+            num_samples: number of draws; None is an epoch.
+            seed: seed specific to this part, for orders other than Megatron's.
         """
 
 
 class DatasetKind(Protocol):
-    """A kind of datasets: what --split divides, and how samples are made of it."""
+    """A kind of dataset: the units that --split divides, and how samples are built from them."""
 
     def count(self, indexed: IndexedDataset) -> int:
-        """How many of what --split divides are in the file."""
+        """Number of units (sequences or documents) in the file that --split divides."""
 
     def part(self, indexed: IndexedDataset, begin: int, end: int, name: str) -> DatasetPart:
-        """The part of a file between two of them."""
+        """The units [begin, end) of a file."""
 
 
 def build_datasets(
@@ -73,23 +72,23 @@ def build_datasets(
     vocab_size: int | None,
     check_tokens: bool = True,
 ) -> Datasets:
-    """Opens, checks and splits the files that the flags name, for GPT.
+    """Opens, checks and splits the data files of the flags, for GPT.
 
     Args:
         data: the data section.
         seq_length: tokens per sample.
         seed: seed of all shuffles.
-        train_valid_test_num_samples: samples to draw from each; None is one epoch.
+        train_valid_test_num_samples: samples to draw from each split; None is an epoch.
         eod_token: id of the end-of-document token.
-        vocab_size: upper bound of token ids; None skips the check.
-        check_tokens: whether to check token ids. One rank of each machine is enough to do it.
+        vocab_size: exclusive upper bound of token ids; None skips the check.
+        check_tokens: whether to check token ids; a single rank per machine is enough.
 
     Returns:
-        (train, valid, test); None where no path is given, or where --split leaves a part no document.
+        (train, valid, test); a split is None if it has no path, or if --split leaves it no documents.
 
     Raises:
-        UserError: when files are damaged or missing, token ids are beyond the vocabulary, flags contradict each
-            other, or there is no document to train on.
+        UserError: when files are damaged or missing, token ids exceed the vocabulary, flags contradict each other, or
+            there is no document to train on.
     """
     if seq_length < 1:
         raise UserError(f"--seq-length {seq_length} must be at least 1")
@@ -106,7 +105,7 @@ def build_splits(
     vocab_size: int | None,
     check_tokens: bool,
 ) -> Datasets:
-    """Opens, checks and splits the files that the flags name, for any kind of datasets; see ``build_datasets``."""
+    """Opens, checks and splits the data files of the flags, for any dataset kind; see ``build_datasets``."""
     if data.sample_order not in ("lazy", "fixed", "megatron"):
         raise UserError(f"--sample-order {data.sample_order} is not known: choose lazy, fixed or megatron")
     builder = _Builder(data, kind, seed, vocab_size, check_tokens)
@@ -124,9 +123,9 @@ def build_splits(
 
 
 def split_bounds(shares: Sequence[float]) -> list[tuple[float, float] | None]:
-    """The bounds (from, to) of each share in [0, 1]; None for a share of 0.
+    """Bounds (begin, end) of each share in [0, 1]; None for a share of 0.
 
-    Megatron's rule: bounds are running sums of the normalized shares.
+    As in Megatron, the bounds are cumulative sums of the normalized shares.
     """
     bounds: list[tuple[float, float] | None] = []
     start = 0.0
@@ -138,7 +137,7 @@ def split_bounds(shares: Sequence[float]) -> list[tuple[float, float] | None]:
 
 @dataclass
 class _SplitSources:
-    """One split: its part of each path, with the weights that the user gave."""
+    """Sources of a split: its part of each path, and the user's weights."""
 
     number: int
     weights: Sequence[float] | None
@@ -155,7 +154,7 @@ class _Builder:
     opened: dict[str, IndexedDataset] = field(default_factory=dict)
 
     def part(self, blend: DatasetBlend | None, number: int, bounds: tuple[float, float] | None) -> _SplitSources | None:
-        """What lies between ``bounds`` of every path; None when there is nothing."""
+        """Parts of all paths within ``bounds``; None if the split is empty."""
         if bounds is None or blend is None:
             return None
         parts = []
@@ -172,8 +171,8 @@ class _Builder:
         raise UserError(f"{empty[0]}: --split {self.data.split} leaves it no tokens. Give it more documents or share")
 
     def dataset(self, split: _SplitSources, num_samples: int | None) -> Dataset:
-        """The dataset of a split, blended when it has several paths."""
-        # megatron-core blends a single weighted path of --data-path as well, with its margin.
+        """Builds the dataset of a split; blends it when the split has several paths."""
+        # megatron-core also blends a single weighted path of --data-path, with its margin.
         if split.number == 1 and self.data.multiple_validation_sets and len(split.parts) > 1:
             return self._read_apart(split, num_samples)
         if num_samples is None:
@@ -186,17 +185,17 @@ class _Builder:
         return self._lazy_blend(split, num_samples)
 
     def _read_apart(self, split: _SplitSources, num_samples: int | None) -> BlendedDataset:
-        """The datasets of a split for evaluation one by one: each as if it were the only one, with as many draws."""
+        """Concatenates the datasets of a split for separate evaluation, each with ``num_samples`` draws."""
         alone = [_SplitSources(split.number, None, [part]) for part in split.parts]
         return self._one_of_each([self._single(one, 0, num_samples) for one in alone])
 
     def _one_of_each(self, datasets: Sequence[FileSamples]) -> BlendedDataset:
-        """All draws of some datasets, each once."""
+        """Blends datasets so that each of their draws is used exactly once."""
         draws = [len(dataset) for dataset in datasets]
         return BlendedDataset(datasets, LazyBlend([max(count, 1) for count in draws], sum(draws)), draws)
 
     def _read_once(self, split: _SplitSources) -> Dataset:
-        """One epoch of each path of a split, whatever its weight; paths too short for a sample are left out."""
+        """One epoch of each path of a split, ignoring weights; skips paths that are too short for a sample."""
         datasets = [self._single(split, place, None) for place in range(len(split.parts))]
         if len(datasets) == 1:
             return datasets[0]
@@ -231,7 +230,7 @@ class _Builder:
         return BlendedDataset(datasets, blend, draws)
 
     def _single(self, split: _SplitSources, place: int, num_samples: int | None) -> FileSamples:
-        # Two paths of a blend, or two splits of a file, must not share their shuffles.
+        # Paths of a blend and splits of a file must not share a shuffle.
         return split.parts[place].dataset(num_samples, mix(self.seed, split.number, place))
 
     def _open(self, path: str) -> IndexedDataset:
@@ -258,7 +257,7 @@ class _GPTKind:
     collate_options: CollateOptions
 
     def count(self, indexed: IndexedDataset) -> int:
-        """See ``DatasetKind``: as Megatron, sequences."""
+        """See ``DatasetKind``: counts sequences, as Megatron does."""
         return len(indexed)
 
     def part(self, indexed: IndexedDataset, begin: int, end: int, name: str) -> _GPTPart:
@@ -289,7 +288,7 @@ class _GPTPart:
     def dataset(self, num_samples: int | None, seed: int) -> GPTDataset:
         """See ``DatasetPart``."""
         kind, documents = self.kind, self.documents
-        # The recurring order draws passes over one epoch as it is.
+        # The fixed order already repeats a single epoch.
         cyclic = kind.data.dataloader_type == "cyclic" and kind.data.sample_order != "fixed"
         length = None if cyclic else num_samples
         order: SampleOrder
@@ -313,7 +312,7 @@ class _GPTPart:
 
 
 def file_identity(indexed: IndexedDataset) -> dict[str, object]:
-    """Name and state of a dataset's file, for caches."""
+    """Cache key of a dataset's file: its path, size and modification time."""
     if isinstance(indexed, MockDataset):
         return indexed.identity
     info = Path(indexed.idx_path).stat()

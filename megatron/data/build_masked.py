@@ -1,4 +1,4 @@
-"""Builds the three datasets of a run of BERT or T5."""
+"""Builds the train, validation and test datasets of BERT and T5 runs."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from megatron.data.t5_dataset import T5_SPECIAL_TOKENS, T5Dataset
 from megatron.tokenizer.api import Tokenizer
 from megatron.tokenizer.wordpiece import WordPieceIds, word_piece_ids
 
-# The least target of a sample, as megatron-core draws it.
+# Smallest target length of a sample, as in megatron-core.
 _LEAST_TARGET = 2
-# [BOS], a sentinel and one token.
+# [BOS], a sentinel and a token.
 _LEAST_DECODER = 3
 
 
@@ -38,15 +38,15 @@ def build_bert_datasets(
     binary_head: bool = True,
     check_tokens: bool = True,
 ) -> Datasets:
-    """Opens, checks and splits the files that the flags name, for BERT.
+    """Opens, checks and splits the data files of the flags, for BERT.
 
     Args:
         data, seed, train_valid_test_num_samples, check_tokens: see ``build_datasets``.
         seq_length: tokens per sample, [CLS] and [SEP] included.
-        tokenizer: the tokenizer that made the data.
-        mask_prob: share of tokens that are to be predicted.
-        short_seq_prob: share of samples that are shorter than they could be.
-        binary_head: whether the order of two sentences is to be predicted; it needs documents of several.
+        tokenizer: the tokenizer that the data was encoded with.
+        mask_prob: fraction of tokens to predict.
+        short_seq_prob: fraction of samples that are shorter than the maximum.
+        binary_head: whether to predict the order of two sentences, which needs documents with several sentences.
 
     Returns:
         See ``build_datasets``. --split divides documents.
@@ -77,8 +77,9 @@ def build_t5_datasets(
     short_seq_prob: float = 0.1,
     check_tokens: bool = True,
 ) -> Datasets:
-    """Opens, checks and splits the files that the flags name, for T5. The arguments are those of
-    ``build_bert_datasets``; the tokenizer needs sentinels.
+    """Opens, checks and splits the data files of the flags, for T5.
+
+    Takes the arguments of ``build_bert_datasets``; the tokenizer needs sentinels.
 
     Raises:
         UserError: see ``build_bert_datasets``; also when the tokenizer has no extra ids.
@@ -122,7 +123,7 @@ class _MaskedKind:
     make: Callable[[IndexedDataset, SentenceOrder, WordPieceIds, WordMasker], MaskedDataset]
 
     def count(self, indexed: IndexedDataset) -> int:
-        """See ``DatasetKind``: as megatron-core, documents."""
+        """See ``DatasetKind``: counts documents, as megatron-core does."""
         return indexed.num_documents
 
     def part(self, indexed: IndexedDataset, begin: int, end: int, name: str) -> _MaskedPart:
@@ -160,7 +161,7 @@ class _MaskedPart:
         check_split(documents, kind.cut.most_tokens)
         order: SentenceOrder
         if kind.data.sample_order == "megatron":
-            # The other orders draw passes over one epoch as they are.
+            # The other orders already repeat a single epoch.
             cyclic = kind.data.dataloader_type == "cyclic"
             length = None if cyclic else num_samples
             identity = file_identity(self.indexed)

@@ -1,4 +1,4 @@
-"""A cache of named arrays in a folder: whole or absent, and rebuilt when damaged."""
+"""On-disk cache of named arrays: entries are complete or absent, and damaged entries are rebuilt."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _SCAN_BYTES = 64 << 20
 def cached_arrays(
     cache_path: str | Path | None, kind: str, identity: dict[str, Any], build: Callable[[], Arrays]
 ) -> Arrays:
-    """The arrays of ``build()``, read from the folder when it holds them for the same ``identity`` and undamaged.
+    """Loads the arrays of ``build()`` from the cache, or builds and stores them.
 
     Args:
-        cache_path: folder; None builds without a cache.
-        kind: start of the file names.
-        identity: values, of JSON types, that the arrays depend on; their hash is in the file names.
+        cache_path: cache folder; None builds without a cache.
+        kind: prefix of the file names.
+        identity: JSON-serializable values that determine the arrays; the file names contain their hash.
         build: returns the arrays by name.
 
     Raises:
-        UserError: when they have to be written and cannot be; before they are built, where that shows before.
+        UserError: when the arrays cannot be written; raised before building them if that is already known.
     """
     if cache_path is None:
         return build()
@@ -54,7 +54,7 @@ def cached_arrays(
     for name, array in arrays.items():
         write_cached(folder / f"{kind}-{digest}-{name}.npy", partial(_save, array))
         kept[name] = [array.dtype.str, list(array.shape), _checksum(array)]
-    # Written last: a manifest vouches for its arrays.
+    # The manifest is written last, so that it only exists beside complete arrays.
     content = json.dumps({"identity": identity, "arrays": kept}, indent=1).encode()
     write_cached(manifest, lambda stream: stream.write(content))
     return arrays
@@ -65,10 +65,10 @@ def _save(array: NDArray[Any], stream: BinaryIO) -> None:
 
 
 def check_room(nbytes: int, name: str, samples: int) -> None:
-    """Checks that the index arrays of an order of samples fit into memory, by a lower bound.
+    """Checks that the index arrays of a sample order fit into memory, by a lower bound on their size.
 
     Raises:
-        UserError: when they cannot; the message says how many bytes they take.
+        UserError: when they do not fit; the message states their size.
     """
     there_is = memory_of_this_machine()
     if nbytes > there_is:
@@ -79,10 +79,10 @@ def check_room(nbytes: int, name: str, samples: int) -> None:
 
 
 def make_cache(folder: Path) -> None:
-    """Makes the folder, and checks that files can be written into it.
+    """Creates the cache folder and checks that it is writable.
 
     Raises:
-        UserError: when it cannot.
+        UserError: when the folder cannot be created or written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -92,10 +92,10 @@ def make_cache(folder: Path) -> None:
 
 
 def write_cached(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Writes a file of the folder, which is complete or not there.
+    """Writes a cache file atomically.
 
     Raises:
-        UserError: when it cannot be written, such as on a full disk.
+        UserError: when the file cannot be written, such as on a full disk.
     """
     try:
         with atomic_write(path) as stream:
@@ -119,7 +119,7 @@ def _checksum(array: NDArray[Any]) -> int:
 
 
 def _load(folder: Path, manifest: Path, digest: str, kind: str) -> Arrays | None:
-    """Loads the arrays of a manifest; None when anything is missing or differs from what was written."""
+    """Loads the arrays of a manifest; None if any file is missing or fails its checksum."""
     try:
         if not _is_file(manifest):
             return None
@@ -138,5 +138,5 @@ def _load(folder: Path, manifest: Path, digest: str, kind: str) -> Arrays | None
 
 
 def _is_file(path: Path) -> bool:
-    """Whether it is a regular file: reading from a pipe could block for ever."""
+    """Whether ``path`` is a regular file; reading from a pipe could block forever."""
     return stat.S_ISREG(os.stat(path).st_mode)

@@ -1,4 +1,4 @@
-"""Passes over the same samples, each shuffled by itself: ``--dataloader-type cyclic``."""
+"""Repeated passes over the same samples, reshuffled in each pass: ``--dataloader-type cyclic``."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from megatron.data.sentence_order import SentenceOrder, Sentences
 Epoch = TypeVar("Epoch", bound=Sized)
 
 _PASS = 4
-"""Tells these shuffles from others of the same seed."""
+"""Stream id that separates these shuffles from others with the same seed."""
 
 
 class _Passes(Generic[Epoch]):
-    """The samples of one epoch, in another order in each pass.
+    """Passes over the samples of an epoch, in a different order in each pass.
 
-    The order of a pass follows from the seed and the number of the pass, whatever the length of the run.
+    The order of a pass depends only on the seed and the pass number, not on the length of the run.
 
     Args:
-        epoch: an order of one epoch.
+        epoch: sample order of a single epoch.
         seed: seed of the shuffles.
-        num_samples: most samples that may be drawn; None is one pass.
+        num_samples: maximum number of draws; None is a single pass.
     """
 
     def __init__(self, epoch: Epoch, seed: int, num_samples: int | None) -> None:
@@ -35,14 +35,14 @@ class _Passes(Generic[Epoch]):
 
     @property
     def epoch_samples(self) -> int:
-        """Samples of a pass."""
+        """Number of samples per pass."""
         return len(self._epoch)
 
     def __len__(self) -> int:
         return self._num_samples if self.epoch_samples else 0
 
     def _place(self, index: int) -> int:
-        """The place of a draw in its pass.
+        """Index of a draw's sample within the epoch.
 
         Raises:
             IndexError: when the index is outside the order.
@@ -54,7 +54,7 @@ class _Passes(Generic[Epoch]):
 
 
 class CyclicOrder(_Passes[SampleOrder]):
-    """A ``SampleOrder`` of passes."""
+    """A ``SampleOrder`` of repeated passes."""
 
     def sample_id(self, index: int) -> int:
         """See ``SampleOrder``.
@@ -70,12 +70,12 @@ class CyclicOrder(_Passes[SampleOrder]):
 
 
 class CyclicSentences(_Passes[SentenceOrder]):
-    """A ``SentenceOrder`` of passes, each with other random numbers."""
+    """A ``SentenceOrder`` of repeated passes, with new random numbers in each pass."""
 
     lanes: int | None = None
 
     def sample_id(self, index: int) -> int:
-        """See ``SentenceOrder``: masks are drawn anew in each pass, so every draw is a sample of its own.
+        """See ``SentenceOrder``: masks are redrawn in each pass, so every draw is a distinct sample.
 
         Raises:
             IndexError: when the index is outside the order.

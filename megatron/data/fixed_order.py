@@ -1,4 +1,4 @@
-"""Recurring samples: the same blocks of tokens in every epoch, for codecs that remember samples."""
+"""Recurring samples: the same token blocks in every epoch, for codecs with per-sample state."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _LEAST_ROWS = 16
 
 
 class Lanes:
-    """Draws of the samples of one epoch, again and again in new orders.
+    """Repeated draws of the samples of an epoch, reshuffled in each epoch.
 
-    The samples lie in lanes: sample k in lane k modulo ``lanes``, and draw i is a sample of lane i modulo ``lanes``
-    in every epoch. So a data-parallel replica meets the samples again that it has met, on every layout whose
-    micro-batch size times replicas divides ``lanes``. What does not fill the lanes (less than 1/16 of the samples) is
-    never drawn.
+    Samples are divided into lanes: sample k belongs to lane k modulo ``lanes``, and in every epoch draw i comes from
+    lane i modulo ``lanes``. A data-parallel replica therefore sees the same samples in every epoch, on any layout where
+    micro-batch size times replicas divides ``lanes``. Samples that do not fill the lanes (less than 1/16) are never
+    drawn.
 
     Args:
         samples: number of samples in the epoch.
-        seed: seed of the orders.
+        seed: seed of the shuffles.
     """
 
     def __init__(self, samples: int, seed: int) -> None:
@@ -33,22 +33,22 @@ class Lanes:
 
     @property
     def epoch_samples(self) -> int:
-        """Number of samples that are drawn in an epoch."""
+        """Number of samples drawn per epoch."""
         return self._rows * self.lanes
 
     def sample(self, index: int) -> int:
-        """The sample of draw ``index``."""
+        """Sample index of draw ``index``."""
         epoch, inside = divmod(index, self.epoch_samples)
         row, lane = divmod(inside, self.lanes)
         return Permutation(self._rows, mix(self._seed, epoch, lane, 2))(row) * self.lanes + lane
 
 
 class FixedOrder:
-    """One epoch of ``LazyOrder``, cut once, drawn again and again as ``Lanes`` has it.
+    """The first epoch of ``LazyOrder``, drawn repeatedly in the order of ``Lanes``.
 
     Args:
         documents, seq_length, seed: the arguments of ``LazyOrder``.
-        num_samples: most samples that may be drawn; None is one epoch.
+        num_samples: maximum number of draws; None is an epoch.
     """
 
     def __init__(self, documents: Documents, seq_length: int, seed: int, num_samples: int | None) -> None:
@@ -59,7 +59,7 @@ class FixedOrder:
 
     @property
     def epoch_samples(self) -> int:
-        """Number of samples in an epoch."""
+        """Number of samples per epoch."""
         return self._lanes.epoch_samples
 
     def __len__(self) -> int:

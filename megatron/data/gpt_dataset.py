@@ -1,4 +1,4 @@
-"""GPT samples of one file, as numpy arrays."""
+"""GPT samples of an indexed file, as NumPy arrays."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from megatron.data.source import row
 
 
 class GPTDataset:
-    """Samples of one indexed file.
+    """GPT samples of an indexed file.
 
     Args:
         indexed: the tokens.
-        order: the order of samples.
-        seq_length: tokens of a sample, without the extra one.
-        collate_options: options of collating samples into a batch.
+        order: the sample order.
+        seq_length: tokens per sample, without the extra label token.
+        collate_options: collation options.
     """
 
     def __init__(
@@ -42,12 +42,12 @@ class GPTDataset:
         return len(self.order)
 
     def sample_id(self, index: int) -> int:
-        """Number before the shuffle of draw ``index``."""
+        """Index of draw ``index`` before the shuffle."""
         return self.order.sample_id(index)
 
     @property
     def epoch_samples(self) -> int:
-        """Draws after which all tokens have been read once."""
+        """Number of draws in a pass over all tokens."""
         return self.order.epoch_samples
 
     def __getitem__(self, index: int) -> NDArray[np.int64]:

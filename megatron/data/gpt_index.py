@@ -1,12 +1,11 @@
-"""Orders of samples: which tokens make sample number i.
+"""Sample orders of GPT datasets: map a draw to the tokens of its sample.
 
-Both see the documents of one split as an endless stream of tokens: an epoch holds every document once, in a
-shuffled order, and epochs follow each other. Sample k covers the seq_length + 1 tokens from position
-k * seq_length of that stream on, so neighbors share one token. A run draws the samples in a shuffled order;
-k, the number before that shuffle, is the sample's identity (``sample_id``).
+Both orders treat the documents of a split as an infinite token stream: each epoch contains every document once, in
+shuffled order. Sample k covers the seq_length + 1 tokens from position k * seq_length of that stream, so neighboring
+samples share a token. Samples are drawn in shuffled order; k, the index before that shuffle, is the ``sample_id``.
 
-``MegatronOrder`` builds Megatron's arrays: equal to megatron-core's, sample by sample, and as large.
-``LazyOrder`` computes what it is asked for. It starts at once whatever the number of samples.
+``MegatronOrder`` builds the index arrays of megatron-core: identical sample by sample, and equally large.
+``LazyOrder`` computes each sample on demand, so its startup time does not depend on the number of samples.
 """
 
 from __future__ import annotations
@@ -25,37 +24,37 @@ from megatron.base.errors import UserError
 from megatron.data.cache import Arrays, cached_arrays, check_room
 from megatron.data.permute import Permutation, mix
 
-# Entries of epochs' document orders that are kept, more or less.
+# Approximate number of cached document-order entries, over all epochs.
 _DOCUMENTS_KEPT = 1 << 22
 
-# One piece of a sample: (sequence number in the file, first token in it, tokens).
+# A contiguous piece of a sample: (sequence index in the file, first token, number of tokens).
 Span = tuple[int, int, int]
 
 
 class SampleOrder(Protocol):
-    """An order of samples, as a dataset uses it."""
+    """Interface of a GPT sample order."""
 
     @property
     def epoch_samples(self) -> int:
-        """Samples after which all tokens have been read once."""
+        """Number of samples in a pass over all tokens."""
 
     def __len__(self) -> int:
         """Number of samples that can be drawn."""
 
     def sample_id(self, index: int) -> int:
-        """Number before the shuffle of the sample drawn as number ``index``."""
+        """Index before the shuffle of the sample at draw ``index``."""
 
     def spans(self, sample_id: int) -> Iterator[Span]:
-        """The pieces of a sample, in order, seq_length + 1 tokens in all."""
+        """Spans of a sample, in order; seq_length + 1 tokens in total."""
 
 
 @dataclass(frozen=True)
 class Documents:
-    """The sequences [first, first + len(lengths)) of a file that one split may draw from.
+    """The sequences [first, first + len(lengths)) of a file, which belong to a split.
 
     Args:
         lengths: int32 [n], tokens of each sequence.
-        first: number of the first sequence in its file.
+        first: index of the first sequence in the file.
         name: name in messages.
     """
 
@@ -64,10 +63,10 @@ class Documents:
     name: str
 
     def tokens_per_epoch(self) -> int:
-        """Tokens of all documents.
+        """Total number of tokens of all documents.
 
         Raises:
-            UserError: when there are none.
+            UserError: when there are no tokens.
         """
         total = int(np.sum(self.lengths, dtype=np.int64))
         if total == 0:
@@ -76,23 +75,23 @@ class Documents:
 
 
 class LazyOrder:
-    """The default order, in constant time and memory for each sample whatever their number.
+    """The default order: computed on demand, in constant time and memory per sample.
 
-    Documents: epoch e takes them in a permutation drawn from (seed, e). The permutation and the running sum
-    of its lengths are made when a sample of that epoch is first asked for, 12 bytes for each document, and
-    the last few epochs are kept. Position to document is a binary search.
+    Documents: epoch e permutes the documents with a generator seeded by (seed, e). The permutation and the cumulative
+    lengths (12 bytes per document) are built on the first access to that epoch, and the last few epochs are cached. A
+    binary search maps positions to documents.
 
-    Samples: those that end in epoch e are shuffled among themselves, by a bijection that is computed, not
-    stored. So every document is read e times before any is read e + 1 times, however long the run. Megatron's
-    rule for the last epoch (shuffle it separately when less than 80 % of it is used) serves the same end:
-    here it holds for every epoch, without a threshold. The order does not depend on ``num_samples``: a longer
-    run begins with the samples of a shorter one.
+    Samples: the samples that end in epoch e are shuffled among themselves by a computed bijection that needs no
+    storage. Every document is therefore read e times before any is read e + 1 times, however long the run. Megatron's
+    rule for the last epoch (shuffle it separately when less than 80 % of it is used) has the same purpose; here it
+    applies to every epoch, without a threshold. The order does not depend on ``num_samples``: a shorter run is a prefix
+    of a longer run.
 
     Args:
         documents: documents to draw from.
-        seq_length: tokens of a sample, without the extra one.
+        seq_length: tokens per sample, without the extra label token.
         seed: seed of both shuffles.
-        num_samples: most samples that may be drawn; None is one epoch.
+        num_samples: maximum number of draws; None is an epoch.
     """
 
     def __init__(self, documents: Documents, seq_length: int, seed: int, num_samples: int | None) -> None:
@@ -100,7 +99,7 @@ class LazyOrder:
         self._seq_length = seq_length
         self._seed = seed
         self._epoch_tokens = documents.tokens_per_epoch()
-        # Reading in order needs two at a time; the rest is for small files, where they are cheap.
+        # Sequential reads need two epochs at a time; small files cache more, which is cheap.
         self._epochs_kept = min(64, max(2, _DOCUMENTS_KEPT // len(documents.lengths)))
         self._num_samples = self._epoch_start(1) if num_samples is None else num_samples
         self._epochs: OrderedDict[int, tuple[NDArray[Any], NDArray[np.int64]]] = OrderedDict()
@@ -154,11 +153,11 @@ class LazyOrder:
                 place += 1
 
     def _epoch_start(self, epoch: int) -> int:
-        """Number of samples that end, with their extra token, before epoch ``epoch``."""
+        """Number of samples that end before epoch ``epoch``, extra token included."""
         return max(0, (epoch * self._epoch_tokens - 1) // self._seq_length)
 
     def _epoch(self, epoch: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """The document at each place of the epoch, and the tokens up to the end of that place."""
+        """Documents in the order of an epoch, and their cumulative lengths in tokens."""
         with self._lock:
             found = self._epochs.get(epoch)
             if found is not None:
@@ -166,8 +165,7 @@ class LazyOrder:
                 return found
             lengths = self._documents.lengths
             order = np.arange(len(lengths), dtype=np.int32 if len(lengths) < 2**31 else np.int64)
-            # The legacy generator: numpy promises that its stream never changes, so a run can be resumed
-            # years later.
+            # NumPy guarantees that the stream of the legacy generator never changes, so old runs can be resumed.
             key = mix(self._seed, epoch, 0)
             np.random.RandomState([key & 0xFFFFFFFF, key >> 32]).shuffle(order)
             found = order, np.cumsum(lengths[order], dtype=np.int64)
@@ -178,19 +176,18 @@ class LazyOrder:
 
 
 class MegatronOrder:
-    """megatron-core's eager order: three arrays built at the start, or loaded from the cache folder.
+    """megatron-core's eager order: three index arrays, built at startup or loaded from the cache.
 
-    The document index holds every epoch's documents, shuffled together; the sample index says in which entry
-    of it, and at which token, each sample starts; the shuffle index is the order of the samples. When less
-    than 80 % of the last epoch is used, that epoch is kept apart in both shuffles. Built with numpy alone,
-    checked against megatron-core 0.16.1.
+    The document index contains the documents of all epochs, shuffled together. The sample index gives the entry of the
+    document index and the token at which each sample starts. The shuffle index is the order of the samples. If less
+    than 80 % of the last epoch is used, both shuffles treat that epoch separately. Built with NumPy only; checked
+    against megatron-core 0.16.1.
 
     Args:
-        documents, seq_length, seed: the arguments of ``LazyOrder``; the seed is used as it is.
-        num_samples: the least that can be drawn; None is one epoch. All samples of the last epoch can be
-            drawn.
-        cache_path: folder that keeps the arrays.
-        cache_identity: name and state of the documents' file, for the cache.
+        documents, seq_length, seed: the arguments of ``LazyOrder``; the seed is used unchanged.
+        num_samples: minimum number of samples; None is an epoch. All samples of the last epoch can be drawn.
+        cache_path: cache folder for the arrays.
+        cache_identity: path, size and modification time of the documents' file, for the cache.
     """
 
     def __init__(
@@ -257,8 +254,8 @@ def build_megatron_arrays(documents: Documents, seq_length: int, seed: int, num_
     """Builds Megatron's index arrays.
 
     Returns:
-        document_index: int32 [epochs * documents], sequence numbers in the file.
-        sample_index: int32 or int64 [samples + 1, 2], entry of the document index and token in it.
+        document_index: int32 [epochs * documents], sequence indices in the file.
+        sample_index: int32 or int64 [samples + 1, 2], entry of the document index and token offset in it.
         shuffle_index: uint32 or int64 [samples].
     """
     epoch_tokens = documents.tokens_per_epoch()
@@ -287,7 +284,7 @@ def build_megatron_arrays(documents: Documents, seq_length: int, seed: int, num_
 
 
 def _sample_index(documents: Documents, document_index: NDArray[np.int32], seq_length: int, total: int) -> NDArray[Any]:
-    """Starts of the samples 0..total, by a binary search of their positions in the running sum of lengths."""
+    """Starts of samples 0..total, by binary search of their positions in the cumulative lengths."""
     ends = np.cumsum(documents.lengths[document_index - documents.first], dtype=np.int64)
     largest = max(len(document_index), int(documents.lengths.max()))
     dtype = np.int32 if largest <= np.iinfo(np.int32).max else np.int64
@@ -295,7 +292,7 @@ def _sample_index(documents: Documents, document_index: NDArray[np.int32], seq_l
     positions = np.arange(1, total + 1, dtype=np.int64) * seq_length
     places = np.searchsorted(ends, positions, side="right")
     sample_index[1:, 0] = places
-    # The first token of an entry is the sum of the lengths before it.
+    # The position of an entry's first token is the sum of all earlier lengths.
     starts = np.concatenate([np.zeros(1, dtype=np.int64), ends])[places]
     sample_index[1:, 1] = positions - starts
     return sample_index

@@ -1,14 +1,14 @@
-"""The two index formats beside a ``.bin`` of raw tokens. Little endian, no padding.
+"""The two index formats of a ``.bin`` file of raw tokens. Little endian, no padding.
 
 mmap (magic ``MMIDIDX``): 9 bytes magic, u64 version 1, u8 dtype code, u64 N sequences, u64 D document entries,
 N x int32 lengths in tokens, N x int64 offsets in bytes, D x int64 document starts.
 
 legacy lazy/cached (magic ``TNTIDX``): 8 bytes magic, u64 version 1, u64 dtype code, u64 element size, u64 N
 items, u64 S sizes, u64 D document entries, then int64 dim_offsets[N+1], data_offsets[N+1] in elements,
-sizes[S], document starts[D]. Token files hold one size for each item, so S = N.
+sizes[S], document starts[D]. Token files have a single size per item, so S = N.
 
-The document starts are sequence numbers: they begin with 0, never fall and end with N. An empty document is
-a repeated entry.
+The document starts are sequence indices: they start at 0, never decrease and end with N. A repeated entry is an empty
+document.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 _MMAP_HEADER = struct.Struct("<9sQBQQ")
 _LEGACY_HEADER = struct.Struct("<8s6Q")
-# Rows that the checks look at together: bounds the memory of opening an index of any size.
+# Rows per block of the checks; bounds the memory needed to open an index.
 _CHECK_ROWS = 1 << 20
 
 
 @dataclass(frozen=True)
 class IndexTable:
-    """A checked index: the place of each sequence in the ``.bin``.
+    """A validated index: the position of each sequence in the ``.bin``.
 
     Args:
         legacy: whether it is in the lazy/cached format.
         dtype: dtype of the tokens.
         lengths: int32 [N], tokens of each sequence.
-        offsets: int64 [N], bytes of each sequence's start.
-        doc_idx: int64 [D], sequence numbers.
+        offsets: int64 [N], byte offset of each sequence.
+        doc_idx: int64 [D], index of the first sequence of each document.
     """
 
     legacy: bool
@@ -72,12 +72,12 @@ class IndexTable:
 
 
 def best_dtype(vocab_size: int | None) -> np.dtype[Any]:
-    """Megatron's rule of dtypes: uint16 for a vocabulary below 65,500 entries, else int32."""
+    """Token dtype for a vocabulary, as in Megatron: uint16 below 65,500 entries, else int32."""
     return DTYPES[8] if vocab_size is not None and vocab_size < 65500 else DTYPES[4]
 
 
 def byte_offsets(lengths: NDArray[np.int32], itemsize: int) -> NDArray[np.int64]:
-    """Start of each sequence in bytes: the exclusive running sum of the lengths."""
+    """Byte offset of each sequence: the exclusive cumulative sum of the lengths."""
     offsets = np.zeros(len(lengths), dtype="<i8")
     if len(lengths):
         np.cumsum(lengths[:-1], dtype=np.int64, out=offsets[1:])
@@ -86,7 +86,7 @@ def byte_offsets(lengths: NDArray[np.int32], itemsize: int) -> NDArray[np.int64]
 
 
 def encode_mmap_index(lengths: NDArray[np.int32], doc_idx: NDArray[np.int64], dtype: np.dtype[Any]) -> Iterator[bytes]:
-    """Encodes an mmap index, in pieces of bytes."""
+    """Encodes an mmap index in chunks of bytes."""
     yield _MMAP_HEADER.pack(MMAP_MAGIC, VERSION, CODES[dtype], len(lengths), len(doc_idx))
     yield lengths.astype("<i4").tobytes()
     yield byte_offsets(lengths, dtype.itemsize).tobytes()
@@ -96,7 +96,7 @@ def encode_mmap_index(lengths: NDArray[np.int32], doc_idx: NDArray[np.int64], dt
 def encode_legacy_index(
     lengths: NDArray[np.int32], doc_idx: NDArray[np.int64], dtype: np.dtype[Any]
 ) -> Iterator[bytes]:
-    """Encodes a lazy/cached index, in pieces of bytes."""
+    """Encodes a lazy/cached index in chunks of bytes."""
     count = len(lengths)
     yield _LEGACY_HEADER.pack(LEGACY_MAGIC, VERSION, CODES[dtype], dtype.itemsize, count, count, len(doc_idx))
     yield np.arange(count + 1, dtype="<i8").tobytes()
@@ -106,11 +106,11 @@ def encode_legacy_index(
 
 
 def read_index(path: Path) -> IndexTable:
-    """Maps and checks an index of either format.
+    """Memory-maps and validates an index of either format.
 
     Raises:
         UserError: when the magic number, version, dtype, size, lengths, offsets or document starts are wrong; the
-            message names the file and the first of these.
+            message names the file and the first problem.
     """
     try:
         size = path.stat().st_size
@@ -132,7 +132,7 @@ def read_index(path: Path) -> IndexTable:
 
 
 def damaged(path: Path, what: str) -> UserError:
-    """The error of a file that is not what its writer left."""
+    """Error for a damaged file."""
     return UserError(f"{path}: {what}. Restore the file or write it again with tools/preprocess_data.py")
 
 
@@ -196,7 +196,7 @@ def _check_size(path: Path, actual: int, expected: int, count: int, documents: i
 
 
 def _check_rows(path: Path, lengths: NDArray[np.int32], offsets: NDArray[np.int64], itemsize: int) -> None:
-    """Checks, block by block, that lengths are not negative and offsets are their running sum."""
+    """Checks, block by block, that lengths are not negative and that offsets are their cumulative sum."""
     expected = 0
     for start in range(0, len(lengths), _CHECK_ROWS):
         block = lengths[start : start + _CHECK_ROWS].astype(np.int64)

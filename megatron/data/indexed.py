@@ -1,6 +1,6 @@
-"""Reader and writer of token sequences in a ``.bin`` file with an ``.idx`` beside it.
+"""Reader and writer of token sequences in a ``.bin`` file with an ``.idx`` index.
 
-The mmap format is Megatron's, byte for byte; the legacy lazy/cached format is read and written as well.
+The mmap format is identical to Megatron's; the legacy lazy/cached format is supported as well.
 See ``idx_format`` for both layouts.
 """
 
@@ -40,7 +40,7 @@ _SCAN_BYTES = 64 << 20
 
 
 def dataset_files(prefix: str | Path) -> tuple[Path, Path]:
-    """The ``.bin`` and ``.idx`` of a prefix; a path that already ends in one of them is accepted."""
+    """Paths of the ``.bin`` and ``.idx`` of a prefix; also accepts a path that ends in either suffix."""
     text = os.fspath(prefix)
     if text.endswith((".bin", ".idx")):
         text = text[:-4]
@@ -48,15 +48,15 @@ def dataset_files(prefix: str | Path) -> tuple[Path, Path]:
 
 
 class IndexedDataset:
-    """Read-only view of a ``.bin/.idx`` pair, checked when it is opened. Safe to read from several threads.
+    """Read-only, thread-safe view of a ``.bin/.idx`` pair, checked when it is opened.
 
     Args:
         prefix: path without ``.bin``/``.idx``.
-        impl: "mmap" maps the tokens; "lazy" reads each sequence from the file; "cached" holds the whole file
-            in memory; "infer" is mmap for the mmap format and lazy for the legacy one.
+        impl: "mmap" maps the tokens; "lazy" reads each sequence from the file; "cached" loads the whole file into
+            memory; "infer" is mmap for the mmap format and lazy for the legacy format.
 
     Raises:
-        UserError: when a file is missing, is damaged, or is not of the format that ``impl`` names.
+        UserError: when a file is missing or damaged, or its format does not match ``impl``.
     """
 
     def __init__(self, prefix: str | Path, impl: str = "infer") -> None:
@@ -77,7 +77,7 @@ class IndexedDataset:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The dtype of the stored tokens."""
+        """Dtype of the stored tokens."""
         return self.table.dtype
 
     @property
@@ -87,7 +87,7 @@ class IndexedDataset:
 
     @property
     def doc_idx(self) -> NDArray[np.int64]:
-        """Sequence number at which each document starts, then N; int64 [D]."""
+        """Index of the first sequence of each document, followed by N; int64 [D]."""
         return self.table.doc_idx
 
     @property
@@ -99,11 +99,11 @@ class IndexedDataset:
         return len(self.table.lengths)
 
     def __getitem__(self, index: int) -> NDArray[Any]:
-        """The tokens of one sequence, in the stored dtype."""
+        """Tokens of a sequence, in the stored dtype."""
         return self.get(index)
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
-        """Reads ``length`` tokens of sequence ``index`` from token ``offset`` on (to its end when None).
+        """Reads ``length`` tokens of sequence ``index``, starting at token ``offset`` (to its end when None).
 
         Raises:
             IndexError: when the position is outside the dataset or the sequence.
@@ -118,10 +118,10 @@ class IndexedDataset:
         return self._read(int(self.table.offsets[index]) + offset * self.dtype.itemsize, length)
 
     def run(self, begin: int, end: int) -> NDArray[Any]:
-        """The tokens of the sequences [begin, end), one after the other.
+        """Concatenated tokens of the sequences [begin, end).
 
         Raises:
-            IndexError: when they are not all in the dataset.
+            IndexError: when the range exceeds the dataset.
         """
         if not 0 <= begin <= end <= len(self):
             raise IndexError(f"sequences [{begin}, {end}) of {len(self)} in {self.bin_path}")
@@ -131,7 +131,7 @@ class IndexedDataset:
         return self._read(int(self.table.offsets[begin]), length)
 
     def _read(self, start: int, length: int) -> NDArray[Any]:
-        """Tokens from byte ``start`` on."""
+        """Reads ``length`` tokens starting at byte ``start``."""
         if self._tokens is not None:
             first = start // self.dtype.itemsize
             return self._tokens[first : first + length]
@@ -143,7 +143,7 @@ class IndexedDataset:
         return np.frombuffer(data, dtype=self.dtype)
 
     def close(self) -> None:
-        """Closes the file. Reading afterwards is an error."""
+        """Closes the file; later reads raise an error."""
         if self._file is not None:
             os.close(self._file)
         self._file = None
@@ -156,11 +156,11 @@ class IndexedDataset:
     def check_token_range(self, vocab_size: int, cache_path: str | Path | None = None) -> None:
         """Checks that all token ids are in [0, vocab_size).
 
-        Reads the whole ``.bin`` once. With a ``cache_path``, a clean verdict is stored there under the file's
-        name, size, modification time and the vocabulary, and later calls are immediate.
+        Reads the whole ``.bin`` once. With a ``cache_path``, a successful check is cached under the file's path, size
+        and modification time and the vocabulary size, and later calls return immediately.
 
         Raises:
-            UserError: when a token id is too large (the message names the file, the first such id and its sequence),
+            UserError: when a token id is out of range (the message names the file, the first such id and its sequence),
                 or the cache cannot be written.
         """
         if self.dtype.kind == "f":
@@ -232,11 +232,10 @@ def _map_tokens(bin_path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 class IndexedWriter:
-    """Writes a ``.bin/.idx`` pair. Nothing has its final name before ``finalize``.
+    """Writer of a ``.bin/.idx`` pair. The files get their final names in ``finalize``.
 
-    Used as a context manager it finalizes at the end of the block, and removes its temporary files when the
-    block raises. After a kill, ``PREFIX.bin.partial`` may stay behind; the next writer of the prefix starts it
-    afresh.
+    As a context manager, it finalizes at the end of the block and removes its temporary files if the block raises. A
+    killed process may leave ``PREFIX.bin.partial`` behind, which the next writer of the prefix overwrites.
 
     Args:
         prefix: path without ``.bin``/``.idx``.
@@ -244,8 +243,8 @@ class IndexedWriter:
         impl: "mmap", or "lazy"/"cached" for the legacy format.
 
     Raises:
-        UserError: when ``impl`` is unknown, a token or a length does not fit, or another process writes the same
-            prefix.
+        UserError: when ``impl`` is unknown, a token or a length does not fit its dtype, or another process writes the
+            same prefix.
     """
 
     def __init__(self, prefix: str | Path, *, dtype: np.dtype[Any] = DTYPES[4], impl: str = "mmap") -> None:
@@ -263,19 +262,18 @@ class IndexedWriter:
 
     @classmethod
     def like(cls, table: IndexTable, prefix: str | Path) -> IndexedWriter:
-        """Opens a writer of the format and the dtype of an index, of whatever dtype a legacy one is."""
+        """Opens a writer with the format and dtype of an index, including the dtype of a legacy index."""
         writer = cls(prefix, dtype=table.dtype, impl="lazy" if table.legacy else "mmap")
         writer.dtype = table.dtype
         return writer
 
     def add_documents(self, tokens: ArrayLike, lengths: ArrayLike, sequences: ArrayLike) -> None:
-        """Appends whole documents at once.
+        """Appends documents.
 
         Args:
-            tokens: [T] token ids of all of them, one after the other.
-            lengths: tokens of each sequence; they add up to T.
-            sequences: sequences of each document; they add up to the number of lengths. 0 is an empty
-                document.
+            tokens: [T] concatenated token ids of all documents.
+            lengths: tokens of each sequence; the sum is T.
+            sequences: number of sequences of each document; the sum is the number of lengths. 0 is an empty document.
         """
         tokens_t = np.asarray(tokens)
         lengths_s = np.asarray(lengths, dtype=np.int64).reshape(-1)
@@ -289,7 +287,7 @@ class IndexedWriter:
         self.num_documents += counts_d.size
 
     def add_document(self, tokens: ArrayLike, lengths: Sequence[int] | None = None) -> None:
-        """Appends one document: one sequence unless ``lengths`` splits it, and none without tokens."""
+        """Appends a document: a single sequence unless ``lengths`` splits it, or no sequence if it has no tokens."""
         size = np.asarray(tokens).size
         parts = ([size] if size else []) if lengths is None else list(lengths)
         self.add_documents(tokens, parts, [len(parts)])
@@ -309,7 +307,7 @@ class IndexedWriter:
         self.num_documents += len(table.doc_idx) - 1
 
     def finalize(self) -> None:
-        """Syncs both files and gives them their names: first the ``.bin``, then the ``.idx`` that makes it readable."""
+        """Syncs both files and moves them to their final names: first the ``.bin``, then the ``.idx``."""
         lengths = np.concatenate([np.zeros(0, dtype=np.int64), *self._lengths])
         if lengths.size and int(lengths.max()) > np.iinfo(np.int32).max:
             raise UserError(f"{self.bin_path}: a sequence of {int(lengths.max())} tokens is too long: split the text")
@@ -317,7 +315,7 @@ class IndexedWriter:
         stream.flush()
         os.fsync(stream.fileno())
         encode = encode_legacy_index if self.legacy else encode_mmap_index
-        # An index left by an earlier run must never be beside the new tokens.
+        # The index of an earlier run must never coexist with the new tokens.
         self.idx_path.unlink(missing_ok=True)
         os.replace(self._partial, self.bin_path)
         fsync_directory(self.bin_path.parent)
@@ -366,7 +364,7 @@ class IndexedWriter:
 
 
 def _open_exclusive(path: Path) -> BinaryIO:
-    """Creates or empties ``path``, locked against a second writer where the file system has locks."""
+    """Creates or truncates ``path``, locked against other writers if the file system supports locks."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         stream = open(path, "ab")  # noqa: SIM115  (the writer object closes it)

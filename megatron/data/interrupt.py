@@ -1,4 +1,4 @@
-"""Ends of commands that write whole files or none: stopped by a signal, by bad input, by a full disk."""
+"""Clean exits for commands that write complete files or none: on signals, bad input or a full disk."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 from megatron.base.errors import UserError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals by which a user, a shell or a scheduler stops a program."""
+"""Signals with which a user, shell or scheduler stops a program."""
 
 
 @contextmanager
 def stopped_in_order(*, even_ignored: bool = False) -> Iterator[None]:
-    """Lets the signals that end a program unwind it like Ctrl-C, so that temporary files are removed.
+    """Turns termination signals into KeyboardInterrupt, so that temporary files are removed.
 
     Args:
-        even_ignored: also take signals that the shell had ignored (nohup; Ctrl-C in a script's background).
+        even_ignored: also handle signals that the shell ignores (nohup; Ctrl-C in a background job).
     """
 
     def stop(*_: object) -> None:
@@ -32,12 +32,12 @@ def stopped_in_order(*, even_ignored: bool = False) -> Iterator[None]:
 
 
 def run_command(body: Callable[[], object], name: str = "", stopped: str = "nothing was written") -> int:
-    """Runs a command that cleans up when it fails or is stopped; returns its exit status.
+    """Runs a command and returns its exit status; prints a single line if it fails or is interrupted.
 
     Args:
         body: the command.
-        name: name of the command before its line of error; none where there is one command only.
-        stopped: state of its output when it fails or is stopped.
+        name: prefix of the error line; empty for no prefix.
+        stopped: state of the output after a failure or an interrupt, for the message.
     """
     prefix = f"{name}: " if name else ""
     try:
@@ -57,13 +57,13 @@ def run_command(body: Callable[[], object], name: str = "", stopped: str = "noth
 
 
 def undisturbed() -> AbstractContextManager[None]:
-    """Ignores those signals."""
+    """Ignores termination signals."""
     return _handled(signal.SIG_IGN, SIGNALS)
 
 
 @contextmanager
 def _handled(handler: Callable[..., Any] | signal.Handlers, numbers: Iterable[int]) -> Iterator[None]:
-    """Sets signal handlers, in the main thread; other threads may not set any."""
+    """Sets signal handlers; does nothing outside the main thread, where Python does not allow it."""
     before = {}
     if threading.current_thread() is threading.main_thread():
         before = {number: signal.signal(number, handler) for number in numbers}

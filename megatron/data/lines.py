@@ -1,4 +1,4 @@
-"""Files of lines: read plain or unpacked as their names say, and written as a whole or not at all."""
+"""Line-based files: compression is chosen by file name suffix, and writes are atomic."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from megatron.base.atomic import beside, check_writable, fsync_directory, holdin
 from megatron.base.errors import UserError
 
 _LONGEST_WINDOW = 1 << 31
-"""Of zstd files; large dumps are packed with more than the library's usual limit."""
+"""Maximum window size of zstd files; large dumps exceed the library's default limit."""
 
 MARK = b"\xef\xbb\xbf"
-"""That other systems' programs put before a text in UTF-8; JSON must not begin with it."""
+"""UTF-8 byte order mark, which some programs write at the start of a file; JSON does not allow it."""
 
 READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError)
-"""What reading raises for files that are not there or damaged."""
+"""Errors raised when a missing or damaged file is read."""
 
 _OTHER_PACKERS = (".bz2", ".xz", ".lzma", ".lz4", ".br", ".zip", ".7z")
 
 
 class _Zstd(io.RawIOBase):
-    """The contents of a zstd file of one frame or several, whose end is checked (zstandard's own reader does not)."""
+    """Reader of zstd files with any number of frames that detects truncation (zstandard's reader does not)."""
 
     def __init__(self, path: Path) -> None:
         import zstandard
@@ -58,7 +58,7 @@ class _Zstd(io.RawIOBase):
                 raise EOFError(error) from error
         count = min(len(buffer), len(self._ready))
         buffer[:count] = self._ready[:count]
-        self._ready = self._ready[count:]  # a view: a copy of the rest for every part would take quadratic time
+        self._ready = self._ready[count:]  # a view: copying the remainder on every read would take quadratic time
         return count
 
     def close(self) -> None:
@@ -75,16 +75,16 @@ _OPENERS: dict[str, Callable[[Path], Any]] = {
 
 
 def is_packed(path: str | Path) -> bool:
-    """Whether a file's name says that it is compressed."""
+    """Whether a file is compressed, by its name."""
     return Path(path).suffix in _OPENERS
 
 
 def opened(path: str | Path) -> BinaryIO:
-    """A file's contents, unpacked as its name says.
+    """Opens a file for reading, decompressed according to its suffix.
 
     Raises:
-        OSError, EOFError, zlib.error, lzma.LZMAError: here or when it is read.
-        ModuleNotFoundError: when the library that unpacks it is missing.
+        OSError, EOFError, zlib.error, lzma.LZMAError: here or during reads.
+        ModuleNotFoundError: when the decompression library is missing.
     """
     path = Path(path)
     stream: BinaryIO = _OPENERS[path.suffix](path) if is_packed(path) else path.open("rb")
@@ -97,10 +97,10 @@ def _check_ending(path: Path) -> None:
 
 
 def numbered_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file that are not empty, without their ends, each with its number among all; compressed as named.
+    """Non-empty lines of a file, stripped, each with its line number (from 1); decompressed according to the suffix.
 
     Raises:
-        UserError: when it cannot be read, or is damaged.
+        UserError: when the file cannot be read, or is damaged.
     """
     path = Path(path)
     _check_ending(path)
@@ -116,19 +116,19 @@ def numbered_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
 
 
 def lines(path: str | Path) -> Iterator[bytes]:
-    """The lines of a file that are not empty, without their ends; compressed as its name says.
+    """Non-empty lines of a file, stripped; decompressed according to the suffix.
 
     Raises:
-        UserError: when it cannot be read, or is damaged.
+        UserError: when the file cannot be read, or is damaged.
     """
     return (line for _, line in numbered_lines(path))
 
 
 def check_output(path: str | Path) -> Path:
-    """Where a file will be written, links followed.
+    """Checks that an output file can be written; returns its path with links resolved.
 
     Raises:
-        UserError: when it cannot be.
+        UserError: when it cannot be written.
     """
     place = check_writable(path)
     _check_ending(place)
@@ -147,10 +147,10 @@ def _packed(raw: BinaryIO, ending: str) -> Any:
 
 @contextmanager
 def writing(path: str | Path) -> Iterator[Callable[[bytes], None]]:
-    """Writes lines to a file, compressed as its name says, which is there when all are written and not before.
+    """Atomically writes lines to a file, compressed according to its suffix.
 
     Raises:
-        UserError: when it cannot be written.
+        UserError: when the file cannot be written.
     """
     place = check_output(path)
     try:
@@ -184,5 +184,5 @@ def writing(path: str | Path) -> Iterator[Callable[[bytes], None]]:
         with suppress(OSError):
             partial.unlink()
         for stream in (packed, raw):
-            with suppress(OSError):  # what a full disk has not taken is tried again
+            with suppress(OSError):  # close flushes again, which fails on a full disk
                 stream.close()

@@ -1,11 +1,11 @@
-"""The stream of micro-batches of one data-parallel rank.
+"""Micro-batch loader of a data-parallel rank.
 
-Draw number t of a run is the same sample on every layout. Micro-batch m of rank d takes the draws
-consumed + m * b * D + [d * b, (d + 1) * b), with b samples in a micro-batch and D ranks: so a global batch is
-the same set of samples however it is split, and a resumed run goes on at ``consumed_samples``.
+Draw t of a run is the same sample on every layout. Micro-batch m of rank d takes the draws
+consumed + m * b * D + [d * b, (d + 1) * b), with micro-batch size b and D ranks. A global batch is therefore the same
+set of samples on every layout, and a resumed run continues at ``consumed_samples``.
 
-Of K islands, island k takes the draws consumed + K * i + k, and its ranks share
-these i out in the same way: so an island, too, has the same samples however it is split.
+With K islands, island k takes the draws consumed + K * i + k, and its ranks divide the indices i in the same way, so
+the samples of an island do not depend on its layout either.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from megatron.base.errors import UserError
 from megatron.data.batch import Batch
 from megatron.data.source import SampleSource
 
-# Micro-batches that each thread may be ahead.
+# Micro-batches prefetched per thread.
 _AHEAD = 2
 
 
 class MicroBatches(Iterator[Batch]):
-    """An iterator over the micro-batches of a rank; made by ``build_loader``.
+    """Iterator over the micro-batches of a rank; built by ``build_loader``.
 
-    Threads prepare the next ones. An error in a thread is raised by ``next`` in its turn. Call ``close``, or use
-    it as a context manager, to let the threads go; the end of the stream does so as well.
+    Threads prefetch micro-batches. ``next`` raises the error of a thread when it reaches that micro-batch. ``close``,
+    leaving the context manager, and the end of the stream stop the threads.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class MicroBatches(Iterator[Batch]):
         self._islands = islands
         self._stride = micro_batch_size * dp_size * islands
         self._needs_tokens = needs_tokens
-        # Whole rounds only: every rank stops after the same micro-batch.
+        # Complete rounds only: every rank stops after the same micro-batch.
         self._count = max(0, len(dataset) - consumed_samples) // self._stride
         self._next_number = 0
         self._pool = ThreadPoolExecutor(num_workers, "data") if num_workers and needs_tokens else None
@@ -84,7 +84,7 @@ class MicroBatches(Iterator[Batch]):
             raise
 
     def close(self) -> None:
-        """Stops the threads. Calling it again does nothing; ``next`` then ends the iteration."""
+        """Stops the threads and ends the iteration. May be called more than once."""
         self._closed = True
         for future in self._pending:
             future.cancel()
@@ -133,21 +133,21 @@ def build_loader(
     island: int = 0,
     islands: int = 1,
 ) -> MicroBatches:
-    """Builds the loader of data-parallel rank ``dp_rank``, from draw ``consumed_samples`` on.
+    """Builds the loader of data-parallel rank ``dp_rank``, starting at draw ``consumed_samples``.
 
-    It takes the dataset's draws in order, and ends when less than one micro-batch for each rank is left.
+    The loader takes the draws of the dataset in order, and stops when fewer than a micro-batch per rank remain.
 
     Args:
-        dataset: a dataset, as ``build_datasets`` gives it.
-        consumed_samples: draws that the run has used, over all ranks.
-        micro_batch_size: samples of a micro-batch.
+        dataset: a dataset of ``build_datasets``.
+        consumed_samples: draws that the run has consumed, over all ranks.
+        micro_batch_size: samples per micro-batch.
         dp_rank, dp_size: data-parallel rank and size.
-        num_workers: threads that prepare micro-batches; 0 makes each one when it is asked for.
-        needs_tokens: False leaves the token tensors out, for a pipeline stage that only needs the ids.
-        island, islands: number of the island whose ranks they are, and how many there are.
+        num_workers: prefetch threads; 0 builds each micro-batch on request.
+        needs_tokens: False omits the token tensors, for pipeline stages that only need the ids.
+        island, islands: index of this rank's island, and number of islands.
 
     Raises:
-        UserError: when nothing is left to read.
+        UserError: when no micro-batch remains.
     """
     if (
         micro_batch_size < 1

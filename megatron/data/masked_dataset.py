@@ -1,4 +1,4 @@
-"""What the datasets of BERT and T5 share: samples of sentences of one file."""
+"""Base class of the BERT and T5 datasets: samples of consecutive sentences of an indexed file."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from megatron.tokenizer.wordpiece import WordPieceIds
 
 
 class MaskedDataset(ABC):
-    """Samples of one indexed file of sentences; what becomes of the sentences is left to the subclass.
+    """Samples of an indexed file of sentences; subclasses mask the sentences.
 
     Args:
         indexed: the tokens.
-        order: the order of samples.
+        order: the sample order.
         ids: ids of the special tokens.
-        masker: chooses the words.
+        masker: selects the words to mask.
     """
 
     row_length: int
@@ -69,7 +69,7 @@ class MaskedDataset(ABC):
 
 
 def take(rows_bt: NDArray[np.int64], begin: int, length: int) -> torch.Tensor:
-    """Columns [begin, begin + length) of a batch of rows, as a tensor of their own."""
+    """Copies columns [begin, begin + length) of a batch of rows into a tensor."""
     return torch.from_numpy(np.ascontiguousarray(rows_bt[:, begin : begin + length]))
 
 

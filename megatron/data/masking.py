@@ -1,7 +1,7 @@
-"""Which words of a text are masked: n-grams of whole words, as in megatron-core.
+"""Whole-word n-gram masking, as in megatron-core.
 
-Given the same numbers of a ``numpy.random.RandomState``, the n-grams are megatron-core's, one by one, and the state has
-moved on by the same numbers.
+From the same ``numpy.random.RandomState``, it draws the same n-grams as megatron-core and leaves the generator in the
+same state.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-# Of a geometric distribution of the words in an n-gram, as in SpanBERT.
+# Parameter of the geometric distribution of n-gram lengths in words, as in SpanBERT.
 _GEOMETRIC_P = 0.2
 
 
 @dataclass(frozen=True)
 class WordMasking:
-    """How words are chosen.
+    """Masking parameters.
 
     Args:
-        probability: share of the tokens that is masked.
-        longest_ngram: most words that are masked together.
-        geometric: the number of words is drawn from a clipped geometric distribution; else n words are drawn with a
-            probability in proportion to 1 / n.
+        probability: fraction of tokens to mask.
+        longest_ngram: maximum n-gram length in words.
+        geometric: draw the n-gram length from a clipped geometric distribution; otherwise, length n has probability
+            proportional to 1 / n.
     """
 
     probability: float
@@ -38,12 +38,12 @@ T5_MASKING_NGRAM = 10
 
 
 class WordMasker:
-    """A chooser of n-grams of words.
+    """Selects n-grams of words to mask.
 
     Args:
-        masking: how they are chosen.
+        masking: masking parameters.
         continues_v: bool, for every token id: whether it continues a word (##...).
-        never: ids that are no part of a word, such as [CLS] and [SEP].
+        never: ids that are never masked, such as [CLS] and [SEP].
     """
 
     def __init__(self, masking: WordMasking, continues_v: NDArray[np.bool_], never: tuple[int, ...]) -> None:
@@ -59,15 +59,15 @@ class WordMasker:
     def ngrams(
         self, tokens_t: NDArray[np.int64], target: int, random: np.random.RandomState
     ) -> Iterator[NDArray[np.int64]]:
-        """Draws n-grams that do not overlap, in any order, until the share of masked tokens is reached.
+        """Draws non-overlapping n-grams, in random order, until the masking fraction is reached.
 
         Args:
             tokens_t: the text, special tokens included.
-            target: the most tokens that the text was to have.
-            random: the random numbers; the caller may draw from them between two n-grams.
+            target: target length of the text, in tokens.
+            random: random generator; the caller may draw from it between n-grams.
 
         Yields:
-            The places of an n-gram's tokens, ascending.
+            Token positions of an n-gram, ascending.
         """
         places, bounds = self._words(tokens_t)
         words = len(bounds) - 1
@@ -80,7 +80,7 @@ class WordMasker:
         for word in order.tolist():
             if count >= wanted:
                 break
-            # Fewer words where that many would be too many tokens.
+            # Shorten the n-gram if it would exceed the token budget.
             low, size = bounds[word], self._ngram_size(random)
             while size and count + bounds[min(word + size, words)] - low > wanted:
                 size -= 1
@@ -92,9 +92,9 @@ class WordMasker:
             yield places[low:high]
 
     def _words(self, tokens_t: NDArray[np.int64]) -> tuple[NDArray[np.int64], list[int]]:
-        """The places of all tokens of words, and where in them each word begins; the last entry is their number.
+        """Positions of all word tokens, and the index in them where each word starts; the last entry is their number.
 
-        A piece of a word whose beginning was cut off belongs to the word before it, as in megatron-core.
+        A piece of a truncated word belongs to the preceding word, as in megatron-core.
         """
         places = np.flatnonzero(~np.isin(tokens_t, self._never))
         begins = ~self._continues_v[tokens_t[places]]

@@ -49,10 +49,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def find_prefixes(folder: str, output_prefix: str) -> list[str]:
-    """Finds the pairs of a folder, sorted by name; the output of an earlier run is none of them.
+    """Finds the pairs of a folder, sorted by name, without the output of an earlier run.
 
     Raises:
-        UserError: when there are none, one of a pair is missing, or the output would replace one.
+        UserError: when there is no pair, a file of a pair is missing, or the output would replace an input.
     """
     try:
         names = sorted(path.name for path in Path(folder).iterdir() if path.suffix in (".bin", ".idx"))
@@ -76,16 +76,16 @@ def find_prefixes(folder: str, output_prefix: str) -> list[str]:
 
 
 def _are_parts(prefixes: Sequence[str], whole: str) -> bool:
-    """Whether a data set has the sequences of others, by their lengths."""
+    """Whether a data set is the concatenation of others, by sequence lengths."""
     lengths = [read_index(dataset_files(prefix)[1]).lengths for prefix in (*prefixes, whole)]
     return np.array_equal(np.concatenate(lengths[:-1]), lengths[-1])
 
 
 def check_alike(prefixes: Sequence[str]) -> IndexTable:
-    """Checks that data sets can be joined; returns the first one's index.
+    """Checks that data sets can be merged; returns the index of the first.
 
     Raises:
-        UserError: when an index cannot be read, or types or formats differ.
+        UserError: when an index cannot be read, or dtypes or formats differ.
     """
     first = None
     for prefix in prefixes:
@@ -108,10 +108,10 @@ def check_alike(prefixes: Sequence[str]) -> IndexTable:
 
 
 def merge(prefixes: Sequence[str], output_prefix: str) -> IndexedWriter:
-    """Joins data sets; returns the finished writer.
+    """Merges data sets; returns the finished writer.
 
     Raises:
-        UserError: when they cannot be joined, or the result would overwrite one of them.
+        UserError: when they cannot be merged, or the result would overwrite an input.
     """
     output = Path(output_prefix).resolve()
     for prefix in prefixes:
@@ -125,7 +125,7 @@ def merge(prefixes: Sequence[str], output_prefix: str) -> IndexedWriter:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns 0 when the files are written, 2 with a one-line reason when not."""
+    """Runs the command; returns 0 on success, or prints a single-line error and returns 2."""
     words = sys.argv[1:] if argv is None else argv
     return run_command(lambda: _run(build_parser().parse_args([_hyphened(word) for word in words])))
 

@@ -1,7 +1,7 @@
-"""The C++ standard library's generators of random numbers, and a shuffle drawn from one, as numpy arrays.
+"""The Mersenne Twister generators of the C++ standard library, and a shuffle, as NumPy arrays.
 
-megatron-core cuts sentences into samples in C++, with std::mt19937 and std::mt19937_64. To draw the same samples,
-the same numbers are needed.
+megatron-core cuts sentences into samples in C++, with std::mt19937 and std::mt19937_64. Reproducing its samples takes
+the same random numbers.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ _BLOCK = 1 << 16
 _WORDS, _MIDDLE = 312, 156
 _UPPER, _LOWER = np.uint64(0xFFFFFFFF80000000), np.uint64(0x7FFFFFFF)
 _MATRIX = np.uint64(0xB5026F5AA96619E9)
-# Below this many elements a shuffle is one swap after the other.
+# Below this many elements, swaps run sequentially.
 _FEW = 4096
 
 
 def mersenne_32(seed: int) -> Iterator[NDArray[np.uint32]]:
-    """The numbers of std::mt19937(seed), in blocks."""
+    """Outputs of std::mt19937(seed), in blocks."""
     random = np.random.RandomState(seed & 0xFFFFFFFF)
     while True:
         yield random.randint(0, 1 << 32, size=_BLOCK, dtype=np.uint32)
 
 
 def mersenne_64(seed: int) -> Iterator[NDArray[np.uint64]]:
-    """The numbers of std::mt19937_64(seed), in blocks."""
+    """Outputs of std::mt19937_64(seed), in blocks."""
     word = seed & 0xFFFFFFFFFFFFFFFF
     words = [word]
     for place in range(1, _WORDS):
@@ -45,7 +45,7 @@ def mersenne_64(seed: int) -> Iterator[NDArray[np.uint64]]:
 
 
 def _twist(state: NDArray[np.uint64]) -> None:
-    """The next words, in place: each half from the other one."""
+    """Advances the state in place, each half from the other half."""
     half = _MIDDLE
     state[:half] = _mixed(state[:half], state[1 : half + 1]) ^ state[half:]
     after = np.append(state[half + 1 :], state[0])
@@ -66,9 +66,9 @@ def _tempered(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def shuffled(count: int, random: Iterator[NDArray[np.uint64]]) -> NDArray[Any]:
-    """The numbers [0, count) after the swaps of i with a number modulo (i + 1), for i from count - 1 down to 1.
+    """Fisher-Yates shuffle of [0, count): swaps i with a random number modulo (i + 1), from count - 1 down to 1.
 
-    Swaps that touch no element twice are made together.
+    Swaps without common elements run as a batch.
     """
     order = np.arange(count, dtype=np.uint32 if count < 1 << 32 else np.int64)
     top = count - 1
@@ -95,9 +95,9 @@ def _swap(order: NDArray[Any], places: NDArray[np.int64], partners: NDArray[np.i
 
 
 def _independent(partners: NDArray[np.int64], top: int) -> int:
-    """How many of the next swaps, of ``top`` downwards with these partners, touch no element twice."""
+    """Number of leading swaps, from ``top`` downwards with these partners, without common elements."""
     size = len(partners)
-    # A partner that is itself swapped later on, when its turn comes.
+    # Partners that are themselves swapped later in this batch.
     turns = top - partners
     later = turns[(turns < size) & (turns > np.arange(size))]
     if len(later):

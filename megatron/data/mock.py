@@ -1,4 +1,4 @@
-"""Tokens drawn from a seed, for runs without files: ``--mock-data``."""
+"""Synthetic tokens for runs without data files: ``--mock-data``."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _STEPS = 3
 
 
 class MockDataset(IndexedDataset):
-    """Documents that no file holds: token p follows from the seed and p alone, so all ranks read the same.
+    """In-memory documents: token p depends only on the seed and p, so all ranks read the same data.
 
-    A sequence counts up from a random token in steps of one to five, so that a model has something to learn.
+    A sequence counts up from a random token in random steps of 1 to 5, so that a model has something to learn.
 
     Args:
         seed: seed of the run.

@@ -1,4 +1,4 @@
-"""Seeded permutations of [0, n) that take no memory."""
+"""Seeded permutations of [0, n) in constant memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ _ROUNDS = 6
 
 
 def mix(*values: int) -> int:
-    """A 64-bit hash of integers: SplitMix64's finalizer, chained (Steele et al., OOPSLA 2014)."""
+    """64-bit hash of integers: SplitMix64's finalizer, chained (Steele et al., OOPSLA 2014)."""
     state = 0x9E3779B97F4A7C15
     for value in values:
         state = (state + (value & _MASK64)) & _MASK64
@@ -18,10 +18,10 @@ def mix(*values: int) -> int:
 
 
 class Permutation:
-    """A bijection of [0, n), chosen by ``key``, computed for each index in constant time and memory.
+    """Keyed permutation of [0, n), computed per index in constant time and memory.
 
-    A balanced Feistel network over the smallest even number of bits that holds n, with cycle walking: an
-    output outside [0, n) is put in again, less than four times on average (Black and Rogaway, CT-RSA 2002).
+    A balanced Feistel network over the smallest even number of bits that represents n, with cycle walking: outputs
+    outside [0, n) are fed back, less than four times on average (Black and Rogaway, CT-RSA 2002).
     """
 
     def __init__(self, n: int, key: int) -> None:
@@ -31,10 +31,10 @@ class Permutation:
         self._keys = [mix(key, n, round_number) for round_number in range(_ROUNDS)]
 
     def __call__(self, index: int) -> int:
-        """The image of ``index``.
+        """Image of ``index``.
 
         Raises:
-            IndexError: when it is outside [0, n).
+            IndexError: when ``index`` is outside [0, n).
         """
         if not 0 <= index < self.n:
             raise IndexError(f"{index} is outside [0, {self.n})")

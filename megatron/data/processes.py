@@ -1,4 +1,4 @@
-"""A function in several processes: results in order, and no process that outlives the one that asked."""
+"""Ordered parallel map over processes that never outlive their parent."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ R = TypeVar("R")
 _CONTEXT = get_context("forkserver")
 
 _MOMENT = 0.1
-"""Seconds for which signals wait at most, and after which whoever waits for a result looks around."""
+"""Maximum delay of a signal, and polling interval while waiting for a result, in seconds."""
 
 
 class ProcessKilled(UserError):
-    """A process was killed, most often by a system that was out of memory."""
+    """Raised when a worker process was killed, usually by the out-of-memory killer."""
 
 
 def _attempt(function: Callable[..., Any], *arguments: Any) -> tuple[bool, Any]:
-    """Whether it could be done, and the result or the error."""
+    """Calls ``function``; returns whether it succeeded, and its result or error."""
     try:
         return True, function(*arguments)
     except (UserError, ModuleNotFoundError, OSError) as error:
@@ -44,11 +44,11 @@ def _attempt(function: Callable[..., Any], *arguments: Any) -> tuple[bool, Any]:
 
 
 _own: dict[str, Any] = {}
-"""State of a worker process, set once when it starts."""
+"""State of a worker process, set at startup."""
 
 
 def _begin(lifeline: Connection, function: Callable[..., Any], prepare: Callable[..., None] | None, given: Any) -> None:
-    """Prepares a worker process, which leaves signals for its group to the process that asks."""
+    """Initializes a worker process; signals to the process group are left to the parent."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -58,7 +58,7 @@ def _begin(lifeline: Connection, function: Callable[..., Any], prepare: Callable
 
 
 def _end_with(lifeline: Connection) -> None:
-    """Ends this process when the other end of a pipe has gone: closed by who holds it, or together with that one."""
+    """Ends this process when the other end of the pipe is closed, by the parent or by its death."""
     lifeline.poll(None)
     os._exit(1)
 
@@ -70,9 +70,9 @@ def _answer(item: Any) -> tuple[bool, Any]:
 
 @contextmanager
 def _signals_wait() -> Iterator[None]:
-    """Keeps signals from this thread, and from the threads and processes that are started meanwhile.
+    """Blocks signals in this thread, and in threads and processes started from it.
 
-    The exception that a signal raises would leave a lock taken for ever, if it came while the thread holds one.
+    An exception raised by a signal handler while the thread holds a lock would leave the lock held forever.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
@@ -82,10 +82,10 @@ def _signals_wait() -> Iterator[None]:
 
 
 class _Worker:
-    """A process that is asked one thing at a time, by a thread of its own.
+    """A worker process that handles a single item at a time for its thread.
 
-    An executor of one process tells at once which item its process was killed at. (One of several may miss that the
-    process it started last was killed.)
+    With a single-process executor, the item at which the process was killed is known immediately. (An executor with
+    several processes may miss the death of the process that it started last.)
     """
 
     def __init__(self, work: Sequence[Any]) -> None:
@@ -94,7 +94,7 @@ class _Worker:
         self._results: Any = self._executor._result_queue
 
     def ask(self, item: Any) -> tuple[bool, Any]:
-        """Whether it could be done, and the result or the error.
+        """Processes an item; returns whether it succeeded, and the result or error.
 
         Raises:
             BrokenProcessPool: when the process was killed.
@@ -103,23 +103,23 @@ class _Worker:
             future = self._executor.submit(_answer, item)
         except (EOFError, OSError) as error:
             raise UserError(f"a process could not be started ({error}); give fewer --workers") from error
-        # The process has its own end of this pipe by now. With this one open, the executor would wait for ever for the
-        # rest of a result in the middle of which the process was killed.
+        # The process has its copy of this pipe end by now. With this copy open, the executor would wait forever for the
+        # remainder of a result if the process was killed while sending it.
         self._results._writer.close()
         return future.result()
 
     def end(self) -> None:
-        """Ends the process, whatever it is at."""
+        """Ends the process, even in the middle of an item."""
         self._lifeline.close()
         self._executor.shutdown(wait=False)
 
 
 class _Crew:
-    """Threads with a process each.
+    """A thread pool with a process per thread.
 
     Args:
-        workers: their number.
-        work: the function of the processes, what prepares it, and its arguments.
+        workers: number of threads.
+        work: function of the processes, initializer, and arguments of the initializer.
         lost, idle: as in ``in_processes``.
     """
 
@@ -127,7 +127,7 @@ class _Crew:
         self, workers: int, work: Sequence[Any], lost: Callable[[Any], Any] | None, idle: Callable[[], None]
     ) -> None:
         self._work, self._lost, self._idle = work, lost, idle
-        resource_tracker.ensure_running()  # started with a process, it would let signals through there
+        resource_tracker.ensure_running()  # starting it later, with a process, would unblock signals
         self._threads = ThreadPoolExecutor(workers)
         self._given: deque[Future[Any]] = deque()
         self._workers: dict[int, _Worker] = {}
@@ -139,7 +139,7 @@ class _Crew:
             self._given.append(self._threads.submit(self._do, item))
 
     def take(self, most: int) -> Iterator[Any]:
-        """The results that are next in order, until at most so many items are on their way."""
+        """Yields the next results in order until at most ``most`` items are in flight."""
         while self._given:
             enough = len(self._given) <= most
             with _signals_wait():
@@ -156,7 +156,7 @@ class _Crew:
                 self._idle()
 
     def end(self) -> None:
-        """Ends all, whatever they are at."""
+        """Ends all processes, even in the middle of an item."""
         with _signals_wait():
             self._ending = True
             for worker in list(self._workers.values()):
@@ -164,11 +164,11 @@ class _Crew:
             self._threads.shutdown(cancel_futures=True)
 
     def _do(self, item: Any) -> Any:
-        """The result for an item; runs in one of the threads."""
+        """Result of an item; runs in a pool thread."""
         thread = get_ident()
         if thread not in self._workers:
             self._workers[thread] = _Worker(self._work)
-        if self._ending:  # after that, or else nobody would end it
+        if self._ending:  # a worker created after ``end`` must end itself
             self._workers[thread].end()
         try:
             done, result = self._workers[thread].ask(item)
@@ -192,19 +192,19 @@ def in_processes(
     lost: Callable[[T], R] | None = None,
     idle: Callable[[], None] = lambda: None,
 ) -> Iterator[R]:
-    """Results in the order of the items, of which a few at a time are on their way, however many there are.
+    """Maps a function over items in parallel; yields results in order, with a bounded number of items in flight.
 
     Args:
-        function: of a module.
-        items: its arguments.
-        workers: processes; with 1, all is done in this one.
-        prepare, arguments: called once in every process.
-        lost: the result for an item at which the process was killed.
-        idle: called now and then while a result is waited for.
+        function: picklable function of a module.
+        items: arguments of the calls.
+        workers: number of processes; 1 runs everything in this process.
+        prepare, arguments: initializer and its arguments, called once per process.
+        lost: returns the result for an item whose process was killed.
+        idle: called periodically while waiting for a result.
 
     Raises:
-        UserError, OSError: as the function does.
-        ProcessKilled: when a process was killed and there is no ``lost``.
+        UserError, OSError: from the function.
+        ProcessKilled: when a process was killed and ``lost`` is None.
     """
     if workers == 1:
         if prepare is not None:

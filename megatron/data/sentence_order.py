@@ -1,4 +1,4 @@
-"""Orders of samples of sentences: which sentences, and which random numbers, make sample number i."""
+"""Sample orders of BERT and T5: map a draw to its sentences and its random generator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron.data.sentences import Cut, SentenceDocuments, cut_at_once, cut_in_
 
 
 class Sentences(NamedTuple):
-    """Consecutive sentences of a file, from ``begin`` up to ``end``, and the tokens that may be used of them."""
+    """Consecutive sentences [begin, end) of a file, and their target length in tokens."""
 
     begin: int
     end: int
@@ -24,11 +24,11 @@ class Sentences(NamedTuple):
 
 
 class SentenceOrder(Protocol):
-    """An order of samples, as a dataset uses it."""
+    """Interface of a sentence order."""
 
     @property
     def epoch_samples(self) -> int:
-        """Samples after which all sentences have been read once."""
+        """Number of samples in a pass over all sentences."""
 
     @property
     def lanes(self) -> int | None:
@@ -38,13 +38,13 @@ class SentenceOrder(Protocol):
         """Number of samples that can be drawn."""
 
     def sample_id(self, index: int) -> int:
-        """Identity of the sample drawn as number ``index``: its sentences and its random numbers."""
+        """Id of the sample at draw ``index``; it determines the sentences and the random numbers."""
 
     def sentences(self, sample_id: int) -> Sentences:
-        """The sentences of a sample."""
+        """Sentences of a sample."""
 
     def random(self, sample_id: int) -> np.random.RandomState:
-        """The random numbers of a sample."""
+        """Random generator of a sample."""
 
 
 def _checked(index: int, count: int) -> int:
@@ -59,19 +59,19 @@ def _sentences(row: NDArray[Any]) -> Sentences:
 
 
 def _seeded(key: int) -> np.random.RandomState:
-    # The legacy generator: numpy promises that its stream never changes.
+    # NumPy guarantees that the stream of the legacy generator never changes.
     return np.random.RandomState([key & 0xFFFFFFFF, key >> 32])
 
 
 class LazySentences:
-    """The default order: one cut of the documents, drawn in another order and with other random numbers in each epoch.
+    """The default order: documents are cut once; every epoch reshuffles the samples and draws new random numbers.
 
-    A draw costs the same whatever its number, and does not depend on the length of the run.
+    Draws take constant time and do not depend on the length of the run.
 
     Args:
-        documents, cut: documents to draw from, and how they are cut.
-        seed: seed of the cut, of the shuffles and of each sample's random numbers.
-        num_samples: most samples that may be drawn; None is one epoch.
+        documents, cut: documents to draw from, and the parameters of the cut.
+        seed: seed of the cut, the shuffles and the random numbers of samples.
+        num_samples: maximum number of draws; None is an epoch.
     """
 
     lanes: int | None = None
@@ -90,7 +90,7 @@ class LazySentences:
         return self._num_samples
 
     def sample_id(self, index: int) -> int:
-        """See ``SentenceOrder``: masks are drawn anew in each epoch, so every draw is a sample of its own.
+        """See ``SentenceOrder``: masks are redrawn in each epoch, so every draw is a distinct sample.
 
         Raises:
             IndexError: when the index is outside the order.
@@ -108,7 +108,7 @@ class LazySentences:
 
 
 class FixedSentences:
-    """The same samples in every epoch, masks included, drawn as ``Lanes`` has it. Arguments as of ``LazySentences``."""
+    """The same samples in every epoch, masks included, in the order of ``Lanes``. Arguments as in ``LazySentences``."""
 
     def __init__(self, documents: SentenceDocuments, cut: Cut, seed: int, num_samples: int | None) -> None:
         self._rows = cut_at_once(documents, cut, mix(seed, 0))
@@ -143,13 +143,13 @@ class FixedSentences:
 
 
 class MegatronSentences:
-    """megatron-core's order: the samples of whole epochs, shuffled together, built at the start or read from the cache.
+    """megatron-core's order: samples of complete epochs, shuffled together; built at startup or read from the cache.
 
     Args:
-        documents, cut, seed: the arguments of ``LazySentences``; the seed is used as it is.
-        num_samples: the least that can be drawn; None is one epoch. All samples of the last epoch can be drawn.
-        cache_path: folder that keeps the arrays.
-        cache_identity: name and state of the documents' file, for the cache.
+        documents, cut, seed: the arguments of ``LazySentences``; the seed is used unchanged.
+        num_samples: minimum number of samples; None is an epoch. All samples of the last epoch can be drawn.
+        cache_path: cache folder for the arrays.
+        cache_identity: path, size and modification time of the documents' file, for the cache.
     """
 
     lanes: int | None = None
@@ -180,14 +180,14 @@ class MegatronSentences:
 
     @property
     def epoch_samples(self) -> int:
-        """See ``SentenceOrder``: those of the first epoch; the others differ by their short samples."""
+        """See ``SentenceOrder``: samples of the first epoch; other epochs differ in their short samples."""
         return self._epoch_samples
 
     def __len__(self) -> int:
         return len(self.shuffle_index)
 
     def sample_id(self, index: int) -> int:
-        """See ``SentenceOrder``: the random numbers follow from the index.
+        """See ``SentenceOrder``: the index determines the random numbers.
 
         Raises:
             IndexError: when the index is outside the order.
@@ -209,14 +209,14 @@ def build_megatron_sentences(
     """Builds the arrays of ``MegatronSentences``.
 
     Returns:
-        rows: uint32 or int64 [samples, 3], as ``cut_in_order`` gives them.
+        rows: uint32 or int64 [samples, 3], as returned by ``cut_in_order``.
         shuffle_index: uint32 or int64 [samples].
         epoch_samples: int64 [], samples of the first epoch.
     """
     rows = cut_in_order(documents, cut, seed, num_samples)
     if not len(rows):
         raise no_samples(documents, cut)
-    # An epoch begins where the sentences begin again.
+    # A new epoch starts where the sentence index drops.
     again = np.flatnonzero(rows[1:, 0] <= rows[:-1, 0])
     epoch_samples = int(again[0]) + 1 if len(again) else len(rows)
     shuffle_index = shuffled(len(rows), mersenne_64(seed + 1))

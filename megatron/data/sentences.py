@@ -1,12 +1,12 @@
-"""Documents of sentences, and how they are cut into samples of consecutive sentences.
+"""Documents of sentences, and their cut into samples of consecutive sentences.
 
-A sample takes sentences of one document until their tokens reach a target. The target is the most tokens that fit,
-or now and then a shorter one, so that a model sees short texts as well. The last sentence of a document never becomes
-a sample of its own, unless it is the whole document: the sample before it takes it. Documents with too few sentences
-are left out, and so are documents of several sentences of which one is very long: text that is no prose.
+A sample takes sentences of a single document until their tokens reach a target length: the maximum that fits, or
+occasionally a shorter target, so that the model also sees short texts. The last sentence of a document joins the
+preceding sample and is a separate sample only if it is the entire document. Documents with too few sentences are
+skipped, and so are documents of several sentences that contain a very long sentence (text that is not prose).
 
-``cut_in_order`` draws the targets as megatron-core does, one after the other; ``cut_at_once`` draws each from the place
-where its sample begins, and cuts many documents at a time.
+``cut_in_order`` draws the targets sequentially, as megatron-core does. ``cut_at_once`` derives each target from the
+first sentence of its sample, and cuts many documents in parallel.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron.base.errors import UserError
 from megatron.data.cache import check_room
 from megatron.data.mersenne import mersenne_32
 
-# Tokens of a sentence that is too long; megatron-core's number.
+# Maximum length of a sentence in tokens, as in megatron-core.
 _LONGEST_SENTENCE = 512
 _CHUNK_SENTENCES = 1 << 20
 _BYTES_OF_SAMPLE = 12
@@ -32,11 +32,11 @@ _BYTES_OF_SAMPLE = 12
 
 @dataclass(frozen=True)
 class SentenceDocuments:
-    """Documents of a file that one split may draw from.
+    """The documents of a file that belong to a split.
 
     Args:
         lengths_s: int32, tokens of every sentence of the file.
-        starts_d: int64 [documents + 1], the sentence with which each document begins, and the end of the last.
+        starts_d: int64 [documents + 1], index of the first sentence of each document, and the end of the last document.
         name: name in messages.
     """
 
@@ -47,12 +47,12 @@ class SentenceDocuments:
 
 @dataclass(frozen=True)
 class Cut:
-    """How documents are cut.
+    """Parameters of the cut of documents into samples.
 
     Args:
-        most_tokens: most tokens of a sample.
-        least_sentences: least sentences of a document, and of a sample: 2 where sentences are paired.
-        short_probability: share of samples with a target of less than ``most_tokens``.
+        most_tokens: maximum tokens per sample.
+        least_sentences: minimum sentences per document and per sample: 2 for sentence pairs.
+        short_probability: fraction of samples with a target below ``most_tokens``.
     """
 
     most_tokens: int
@@ -62,12 +62,12 @@ class Cut:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Documents that are cut, next to each other in the file.
+    """Adjacent documents of a file that are cut together.
 
     Args:
-        offset: number of the first sentence of the chunk in its file.
-        firsts_d, lasts_d: the first sentence of each document and the end of its last, counted from ``offset``.
-        ends_s: tokens before each sentence of the chunk, and all of them.
+        offset: index of the chunk's first sentence in the file.
+        firsts_d, lasts_d: first sentence and end of the last sentence of each document, relative to ``offset``.
+        ends_s: tokens before each sentence of the chunk, followed by the total.
     """
 
     offset: int
@@ -94,7 +94,7 @@ def _chunks(documents: SentenceDocuments, cut: Cut) -> list[_Chunk]:
 
 
 def _grouped(starts_d: NDArray[np.int64], numbers: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-    """Splits document numbers so that no group has many more sentences than a chunk should."""
+    """Splits document indices into groups of about ``_CHUNK_SENTENCES`` sentences."""
     chunk_d = (starts_d[numbers] - starts_d[0]) // _CHUNK_SENTENCES
     return [group for group in np.split(numbers, np.flatnonzero(np.diff(chunk_d)) + 1) if len(group)]
 
@@ -105,7 +105,7 @@ def _as_rows(columns: list[NDArray[np.int64]], documents: SentenceDocuments) -> 
 
 
 def no_samples(documents: SentenceDocuments, cut: Cut) -> UserError:
-    """The error of documents that make no sample."""
+    """Error for documents that yield no samples."""
     if cut.least_sentences > 1 and (not len(documents.starts_d) or int(np.diff(documents.starts_d).max(initial=0)) < 2):
         return UserError(
             f"{documents.name}: every document is one sentence, but sentence order needs two. Write it with "
@@ -121,8 +121,7 @@ def check_split(documents: SentenceDocuments, most_tokens: int) -> None:
     """Checks that the documents are split into sentences.
 
     Raises:
-        UserError: when each is a single sequence, and not all of them fit into a sample: what does not fit would never
-            be read.
+        UserError: when each is a single sequence and some do not fit into a sample: the excess would never be read.
     """
     starts_d = documents.starts_d
     lengths_s = documents.lengths_s[int(starts_d[0]) : int(starts_d[-1])]
@@ -135,19 +134,19 @@ def check_split(documents: SentenceDocuments, most_tokens: int) -> None:
 
 
 def cut_in_order(documents: SentenceDocuments, cut: Cut, seed: int, num_samples: int | None) -> NDArray[Any]:
-    """megatron-core's samples, before their shuffle: whole epochs, until there are enough samples.
+    """megatron-core's samples before the shuffle: complete epochs, until there are enough samples.
 
     Args:
         documents: the documents.
-        cut: how they are cut.
+        cut: parameters of the cut.
         seed: seed of the targets.
-        num_samples: the least number of samples; None is one epoch.
+        num_samples: minimum number of samples; None is an epoch.
 
     Returns:
-        uint32 or int64 [samples, 3]: the first sentence, the end of the last one, the target.
+        uint32 or int64 [samples, 3]: first sentence, end of the last sentence, target length.
 
     Raises:
-        UserError: when the documents make no sample, or there is no memory for so many.
+        UserError: when the documents yield no samples, or the samples do not fit into memory.
     """
     check_room(_BYTES_OF_SAMPLE * (num_samples or 0), documents.name, num_samples or 0)
     chunks = _chunks(documents, cut)
@@ -164,7 +163,7 @@ def cut_in_order(documents: SentenceDocuments, cut: Cut, seed: int, num_samples:
 
 
 def _targets_in_order(cut: Cut, seed: int) -> Iterator[list[int]]:
-    """Targets by std::mt19937: every number that a whole ratio divides is a short target."""
+    """Targets drawn with std::mt19937: a number divisible by an integer ratio is a short target."""
     ratio = int(np.floor(1.0 / cut.short_probability + 0.5)) if cut.short_probability > 0 else 0
     if not ratio:
         while True:
@@ -175,7 +174,7 @@ def _targets_in_order(cut: Cut, seed: int) -> Iterator[list[int]]:
 
 
 def _cut_chunk(chunk: _Chunk, least: int, draw: Callable[[], int]) -> list[NDArray[np.int64]]:
-    """Cuts a chunk one sample after the other; a document draws one target more than it has samples."""
+    """Cuts a chunk sequentially; each document draws an extra target after its last sample."""
     ends = chunk.ends_s.tolist()
     begins: list[int] = []
     finishes: list[int] = []
@@ -195,13 +194,13 @@ def _cut_chunk(chunk: _Chunk, least: int, draw: Callable[[], int]) -> list[NDArr
 
 
 def cut_at_once(documents: SentenceDocuments, cut: Cut, seed: int) -> NDArray[Any]:
-    """The samples of one epoch in the order of the file; a sample's target depends on its first sentence and the seed.
+    """Samples of an epoch in file order; the target of a sample depends on its first sentence and the seed.
 
     Returns:
         As ``cut_in_order``.
 
     Raises:
-        UserError: when the documents make no sample.
+        UserError: when the documents yield no samples.
     """
     parts = [_as_rows(_cut_lanes(chunk, cut, seed), documents) for chunk in _chunks(documents, cut)]
     if not parts:
@@ -210,7 +209,7 @@ def cut_at_once(documents: SentenceDocuments, cut: Cut, seed: int) -> NDArray[An
 
 
 def _cut_lanes(chunk: _Chunk, cut: Cut, seed: int) -> list[NDArray[np.int64]]:
-    """Cuts the next sample of all documents of a chunk, until all are cut."""
+    """Cuts the documents of a chunk in parallel, a sample of each document per step."""
     begin_d, last_d, ends_s = chunk.firsts_d, chunk.lasts_d, chunk.ends_s
     columns: list[list[NDArray[np.int64]]] = [[], [], []]
     while len(begin_d):
@@ -228,12 +227,12 @@ def _cut_lanes(chunk: _Chunk, cut: Cut, seed: int) -> list[NDArray[np.int64]]:
 
 
 def _hashed_targets(places: NDArray[np.int64], cut: Cut, seed: int) -> NDArray[np.int64]:
-    """Targets by SplitMix64's finalizer of the seed and the place."""
+    """Targets hashed from the seed and the position with SplitMix64's finalizer."""
     numbers = places.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed & 0xFFFFFFFFFFFFFFFF)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         numbers = (numbers ^ (numbers >> np.uint64(shift))) * np.uint64(factor)
     numbers ^= numbers >> np.uint64(31)
-    # The upper bits decide whether a target is short, the lower ones how short.
+    # The upper bits decide whether a target is short, the lower bits set its length.
     short = (numbers >> np.uint64(32)) < np.uint64(int(cut.short_probability * (1 << 32)))
     lengths = 2 + (numbers & np.uint64(0xFFFFFFFF)) % np.uint64(cut.most_tokens - 1)
     return np.where(short, lengths, np.uint64(cut.most_tokens)).astype(np.int64)

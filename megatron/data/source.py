@@ -1,4 +1,4 @@
-"""What a loader reads: rows of numbers by draw, from one file or from a blend of files."""
+"""Sample sources of a loader: rows of integers by draw, from a file or from a blend of files."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from megatron.data.blend import Blend
 
 
 class SampleSource(Protocol):
-    """A source of samples for a loader: draws by number, each a row of integers, and what a batch of rows is."""
+    """Interface of a sample source: a row of integers per draw, and the collation of rows into a batch."""
 
     @property
     def row_length(self) -> int:
-        """Integers of a row."""
+        """Number of integers per row."""
 
     @property
     def resets_positions(self) -> bool:
-        """Whether positions are other than the places in the sequence."""
+        """Whether position ids differ from the indices in the sequence."""
 
     @property
     def epoch_samples(self) -> int:
-        """Draws after which everything has been read once."""
+        """Number of draws in a pass over all samples."""
 
     @property
     def lanes(self) -> int | None:
-        """Where the same samples return in every epoch: the ``Lanes`` in which they do. Else None."""
+        """Number of ``Lanes`` if the same samples recur in every epoch; otherwise None."""
 
     def __len__(self) -> int:
         """Number of draws."""
 
     def sample_id(self, index: int) -> int:
-        """Identity of the sample drawn as number ``index``; reads no tokens."""
+        """Id of the sample at draw ``index``; reads no tokens."""
 
     def __getitem__(self, index: int) -> NDArray[np.int64]:
-        """The row of draw ``index``."""
+        """Row of draw ``index``."""
 
     def read(self, index: int, out_t: NDArray[np.int64]) -> None:
         """Writes the row of draw ``index`` into ``out_t``."""
@@ -47,24 +47,24 @@ class SampleSource(Protocol):
     def collate(
         self, rows_bt: NDArray[np.int64], sample_ids_b: NDArray[np.int64], draw_ids_b: NDArray[np.int64]
     ) -> Batch:
-        """Makes a batch of rows."""
+        """Collates rows into a batch."""
 
 
 class FileSamples(SampleSource, Protocol):
-    """Samples of one file."""
+    """Sample source of a single file."""
 
     @property
     def name(self) -> str:
-        """The file in messages."""
+        """File name in messages."""
 
 
 class BlendedDataset:
-    """Samples of several datasets, by a blend.
+    """Blend of the samples of several datasets.
 
     Args:
-        datasets: one dataset for each weight of the blend, with rows of the same kind.
+        datasets: a dataset per weight of the blend; all use the same row layout.
         blend: the blend.
-        draws: draws of the blend from each dataset.
+        draws: number of draws of the blend from each dataset.
 
     Raises:
         UserError: when the blend draws more from a dataset than it has.
@@ -90,11 +90,11 @@ class BlendedDataset:
 
     @property
     def epoch_samples(self) -> int:
-        """Samples of all datasets together; the blend's weights decide how often each dataset is read."""
+        """Total samples of all datasets; the weights of the blend decide how often each dataset is read."""
         return sum(dataset.epoch_samples for dataset in self.datasets)
 
     def sample_id(self, index: int) -> int:
-        """The dataset's own id times the number of datasets, plus the dataset's number: unique in the blend."""
+        """The dataset's sample id times the number of datasets, plus the dataset's index: unique in the blend."""
         dataset, number = self.blend[index]
         return self.datasets[dataset].sample_id(number) * len(self.datasets) + dataset
 
@@ -113,7 +113,7 @@ class BlendedDataset:
 
 
 def row(source: SampleSource, index: int) -> NDArray[np.int64]:
-    """The row of a draw, int64 [row_length]."""
+    """Reads the row of a draw, int64 [row_length]."""
     out_t = np.empty(source.row_length, dtype=np.int64)
     source.read(index, out_t)
     return out_t

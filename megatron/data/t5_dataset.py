@@ -1,4 +1,4 @@
-"""T5's samples: text with gaps, and what was in the gaps."""
+"""T5 samples: span corruption."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from megatron.data.masking import WordMasker
 from megatron.data.sentence_order import SentenceOrder
 from megatron.tokenizer.wordpiece import WordPieceIds
 
-# The encoder's text is cut as if it had begin and end tokens, as in megatron-core.
+# The encoder text is cut as if it had begin and end tokens, as in megatron-core.
 T5_SPECIAL_TOKENS = 2
 
 
 class T5Dataset(MaskedDataset):
-    """Span corruption: spans of words are cut out of a text.
+    """Span-corruption samples.
 
-    The encoder reads the text with a sentinel in place of each span. The decoder reads [BOS], then each sentinel and
-    its span, and is to predict the same one place on, then [EOS]. Spans for which there is no sentinel left, or no room
-    in the decoder, stay in the text.
+    The encoder reads the text with a sentinel in place of each span. The decoder reads [BOS], then each sentinel
+    followed by its span; its labels are the same tokens shifted left by 1, then [EOS]. Spans stay in the text when the
+    sentinels or the decoder's positions run out.
 
     Args:
-        encoder_length, decoder_length: tokens of both, padding included.
+        encoder_length, decoder_length: tokens per encoder and decoder sequence, padding included.
         indexed, order, ids, masker: see ``MaskedDataset``.
     """
 
@@ -45,7 +45,7 @@ class T5Dataset(MaskedDataset):
         self.row_length = encoder_length + 2 * decoder_length + 2
 
     def read(self, index: int, out_t: NDArray[np.int64]) -> None:
-        """See ``SampleSource``: the encoder's tokens, the decoder's, the labels, and the numbers of both's tokens."""
+        """See ``SampleSource``: encoder tokens, decoder tokens, labels, and the encoder and decoder lengths."""
         sample_id = self.order.sample_id(index)
         begin, end, target = self.order.sentences(sample_id)
         text_t = self.indexed.run(begin, end)[:target].astype(np.int64)
@@ -85,7 +85,7 @@ class T5Dataset(MaskedDataset):
         )
 
     def _spans(self, text_t: NDArray[np.int64], target: int, random: np.random.RandomState) -> list[NDArray[np.int64]]:
-        """The places of the spans, in the order of the text."""
+        """Token positions of the spans, in text order."""
         spans: list[NDArray[np.int64]] = []
         room = self.decoder_length - 1
         for span in self.masker.ngrams(text_t, target, random):

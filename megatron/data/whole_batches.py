@@ -1,4 +1,4 @@
-"""A data set read once from its first to its last sample, in whole batches."""
+"""Single pass over a dataset in full batches, with padding draws in the last batch."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from megatron.data.batch import Batch
 from megatron.data.source import SampleSource, row
 
 NO_ORDER = -100
-"""Label of the order of sentences that counts in no loss: torch's own for its cross-entropy."""
+"""Sentence-order label that the loss ignores: the default ``ignore_index`` of torch's cross-entropy."""
 
 
 @runtime_checkable
 class FilledSource(Protocol):
-    """A source whose last batch is filled up with draws that do not count."""
+    """A source with padding draws in its last batch, which do not count."""
 
     @property
     def real_samples(self) -> int:
-        """Number of samples without those that only fill a batch."""
+        """Number of samples without padding draws."""
 
 
 class WholeBatches:
-    """All draws of a data set, and behind them as many as fill the last batch, in which nothing counts.
+    """All draws of a dataset, followed by padding draws up to a full batch, which do not count.
 
     Args:
-        dataset: data set, which holds at least one sample.
-        batch: samples of a global batch.
+        dataset: dataset with at least 1 sample.
+        batch: global batch size.
     """
 
     def __init__(self, dataset: SampleSource, batch: int) -> None:
@@ -54,7 +54,7 @@ class WholeBatches:
         return self._dataset.sample_id(self._place(index))
 
     def __getitem__(self, index: int) -> NDArray[np.int64]:
-        """The row of draw ``index``."""
+        """Row of draw ``index``."""
         return row(self, index)
 
     def read(self, index: int, out_t: NDArray[Any]) -> None:

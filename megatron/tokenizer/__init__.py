@@ -1,1 +1,1 @@
-"""Text to token ids and back. Start with ``megatron.tokenizer.build.build_tokenizer``."""
+"""Tokenizers. Start with ``megatron.tokenizer.build.build_tokenizer``."""

@@ -1,4 +1,4 @@
-"""The interface of tokenizers, and the flags that they are built from."""
+"""Interfaces of tokenizers and of their flags."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from megatron.base.errors import UserError
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """A tokenizer: text to ids and back. No method adds or strips special tokens, truncates or pads."""
+    """Interface of a tokenizer. No method adds or strips special tokens, truncates or pads."""
 
     @property
     def name(self) -> str:
-        """The type, as --tokenizer-type spells it."""
+        """Value of --tokenizer-type."""
 
     @property
     def vocab_size(self) -> int:
-        """Upper bound of the ids. Padding for tensor parallelism is left to the model."""
+        """Exclusive upper bound of the ids. The model pads it for tensor parallelism."""
 
     @property
     def eod(self) -> int:
@@ -27,33 +27,33 @@ class Tokenizer(Protocol):
 
     @property
     def bos(self) -> int | None:
-        """Id of the begin-of-sequence token, where the vocabulary has one."""
+        """Id of the begin-of-sequence token, or None."""
 
     def tokenize(self, text: str) -> list[int]:
-        """The ids of a text."""
+        """Token ids of a text."""
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of several texts: the same as one by one, but faster."""
+        """Token ids of several texts; faster than a loop over ``tokenize``."""
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """The text of ids."""
+        """Text of token ids."""
 
 
 def start_token(tokenizer: Tokenizer) -> int:
-    """The token that a text without a prompt starts from: the begin-of-sequence token, or else the end of document."""
+    """Start token of generation without a prompt: begin-of-sequence if available, otherwise end-of-document."""
     return tokenizer.eod if tokenizer.bos is None else tokenizer.bos
 
 
 @runtime_checkable
 class PieceLookup(Protocol):
-    """A tokenizer that knows its pieces by name."""
+    """A tokenizer that can look up pieces by name."""
 
     def id_of(self, piece: str) -> int | None:
-        """The id of a piece, where there is one."""
+        """Id of a piece, or None."""
 
 
 class TokenizerFlags(Protocol):
-    """The fields of the tokenizer section."""
+    """Fields of the tokenizer section."""
 
     @property
     def tokenizer_type(self) -> str | None:
@@ -61,19 +61,19 @@ class TokenizerFlags(Protocol):
 
     @property
     def vocab_file(self) -> str | None:
-        """Path of vocab.json, or of a WordPiece vocab.txt."""
+        """Path of a vocab.json or a WordPiece vocab.txt."""
 
     @property
     def merge_file(self) -> str | None:
-        """Path of BPE's merges.txt."""
+        """Path of a BPE merges.txt."""
 
     @property
     def tokenizer_model(self) -> str | None:
-        """Path of a SentencePiece model, or of a Hugging Face folder."""
+        """Path of a SentencePiece model or a Hugging Face folder."""
 
     @property
     def vocab_size(self) -> int | None:
-        """Number of entries of the model; for the NullTokenizer, of ids in the text."""
+        """Number of vocabulary entries of the model; for the NullTokenizer, number of ids in the text."""
 
     @property
     def vocab_extra_ids(self) -> int:
@@ -84,7 +84,7 @@ def required_path(value: str | None, flag: str, tokenizer: str, *, folder: bool 
     """Checks the path of a flag.
 
     Raises:
-        UserError: when it is not given, or there is no such file (folder).
+        UserError: when the flag is missing, or the file or folder does not exist.
     """
     if not value:
         raise UserError(f"--tokenizer-type {tokenizer} needs --{flag}")

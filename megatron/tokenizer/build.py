@@ -56,10 +56,10 @@ TOKENIZER_TYPES = tuple(_BUILDERS)
 
 
 def build_tokenizer(flags: TokenizerFlags) -> Tokenizer:
-    """Builds the tokenizer that the flags name.
+    """Builds the tokenizer of the flags.
 
     Raises:
-        UserError: when the type is unknown, a flag or file is missing, or a file is of another kind.
+        UserError: when the type is unknown, a flag or file is missing, or a file has another format.
     """
     name = flags.tokenizer_type
     if not name:

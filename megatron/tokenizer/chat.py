@@ -1,4 +1,4 @@
-"""Chat templates of tokenizers: from messages to a prompt."""
+"""Chat templates, which render messages as a prompt."""
 
 from __future__ import annotations
 
@@ -15,21 +15,19 @@ from megatron.tokenizer.api import TokenizerFlags
 from megatron.tokenizer.special_tokens import read_special_tokens
 
 _SECONDS = 10.0
-"""Longest time that a template may take."""
+"""Default time limit for rendering a template."""
 
 _DEFAULTS: Mapping[str, Any] = {"tools": None, "documents": None, "add_generation_prompt": False}
-"""Variables that templates expect to be defined, as transformers defines them."""
+"""Default values of template variables, as in transformers."""
 
 
 class ChatTemplate:
-    """A chat template of a folder of tokenizer files.
-
-    It is rendered in a process of its own, whose time and memory are bounded.
+    """Chat template of a tokenizer folder, rendered in a separate process with bounded time and memory.
 
     Args:
-        source: the template, in Jinja's language.
-        names: special tokens by their kinds (bos_token, eos_token ...), which the template may use.
-        seconds: longest time that it may take.
+        source: Jinja source of the template.
+        names: special tokens available to the template, by kind (bos_token, eos_token ...).
+        seconds: time limit for rendering.
     """
 
     def __init__(self, source: str, names: Mapping[str, str], seconds: float = _SECONDS) -> None:
@@ -38,14 +36,14 @@ class ChatTemplate:
         self._seconds = seconds
 
     def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
-        """The prompt of messages.
+        """Renders messages as a prompt.
 
         Args:
-            messages: messages, with role and content.
-            options: more variables of the template.
+            messages: messages with role and content.
+            options: additional template variables.
 
         Raises:
-            UserError: when the template refuses the messages, or fails.
+            UserError: when the template rejects the messages, or fails.
         """
         variables = {**_DEFAULTS, **self.names, **options, "messages": list(messages)}
         try:
@@ -66,9 +64,9 @@ class ChatTemplate:
 
 
 def read_chat_template(folder: Path) -> ChatTemplate | None:
-    """The chat template of a folder of tokenizer files: chat_template.jinja, else the one in tokenizer_config.json.
+    """Reads the chat template of a tokenizer folder from chat_template.jinja, or else from tokenizer_config.json.
 
-    Of several templates in tokenizer_config.json it is the one named "default".
+    If tokenizer_config.json has several templates, it returns the template named "default".
     """
     special = read_special_tokens(folder)
     source = special.config.get("chat_template")
@@ -85,9 +83,10 @@ def read_chat_template(folder: Path) -> ChatTemplate | None:
 
 
 def open_chat_template(flags: TokenizerFlags) -> ChatTemplate | None:
-    """The chat template of a tokenizer; None where it has none.
+    """Reads the chat template of a tokenizer; None if it has no template.
 
-    A template writes special tokens as text, so it needs a tokenizer that reads them as such: a Hugging Face folder's.
+    Only Hugging Face folders are supported: templates write special tokens as text, and other tokenizers do not parse
+    special tokens in a text.
     """
     folder = Path(flags.tokenizer_model or "")
     return read_chat_template(folder) if flags.tokenizer_model and folder.is_dir() else None

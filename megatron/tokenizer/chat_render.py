@@ -1,7 +1,7 @@
-"""Renders a chat template, as a program that reads JSON and writes JSON.
+"""Program that renders a chat template, with JSON input and output.
 
-A template is written by whoever made the model. It runs in a sandbox, in a process that may use little memory, and that
-its parent ends after a time. Run by its path, so that it starts without this package.
+Templates are untrusted: they run in a sandbox, in a process with limits on memory and CPU time that its parent kills
+after a timeout. The program is run by path, so that it starts without importing this package.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LONGEST_TEXT = 1 << 22
 
 
 class GenerationBlocks(Extension):
-    """Blocks that mark the assistant's words for training; here they are what they hold."""
+    """Support for ``generation`` blocks, which mark assistant text for training; rendered as their content."""
 
     tags = {"generation"}  # noqa: RUF012 (as Jinja declares it)
 
@@ -48,7 +48,7 @@ def _to_json(
 
 
 def render(source: str, variables: dict[str, Any]) -> str:
-    """The text of a template, with the functions that ``transformers`` offers to one."""
+    """Renders a template, with the helper functions that ``transformers`` provides."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlocks, LoopControlExtension]
     )
@@ -63,7 +63,7 @@ def main() -> None:
     request = json.load(sys.stdin)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # of files; a pipe is none
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # limits regular files, not pipes
     try:
         text = render(request["source"], request["variables"])
         text.encode()

@@ -1,4 +1,4 @@
-"""GPT-2's byte-level BPE."""
+"""GPT-2 byte-level BPE."""
 
 from __future__ import annotations
 
@@ -12,29 +12,28 @@ from megatron.base.errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
 
-# GPT-2 cuts a text into words before merging bytes: contractions, letters, digits and other signs, each with
-# one space before it, and white space. These are its rules for ASCII, where the classes of Python's ``re`` and
-# of the ``tokenizers`` library cannot differ by their Unicode versions.
+# Before merging bytes, GPT-2 splits a text into words: contractions; letters, digits or other characters with an
+# optional leading space; and white space. These are its rules for ASCII, where the character classes of Python's ``re``
+# and of the ``tokenizers`` library do not depend on their Unicode versions.
 _SPACE = r" \t\n\r\x0b\x0c"
 _WORD = re.compile(
     rf"'(?:[stmd]|re|ve|ll)| ?[A-Za-z]+| ?[0-9]+| ?[^{_SPACE}A-Za-z0-9]+"
     rf"|[{_SPACE}]+(?![^{_SPACE}])|[{_SPACE}]+"
 )
 _NON_ASCII = re.compile(r"[^\x00-\x7f]+")
-# White space after an ASCII sign always starts a new word, so a text may be cut there.
+# White space after a printable ASCII character always starts a new word, so a text may be split there.
 _CUT = re.compile(rf"(?<=[!-~])(?=[{_SPACE}])")
 _SPACES = frozenset(" \t\n\r\x0b\x0c")
-# How GPT-2's vocabulary spells the ASCII bytes that do not print, space included; the others stand for
-# themselves.
+# GPT-2 vocabulary characters of the non-printable ASCII bytes, space included; other ASCII bytes are unchanged.
 _BYTE_SIGNS = {**{byte: chr(256 + byte) for byte in range(33)}, 127: chr(256 + 33)}
-# Above this share of stretches that are not ASCII the library alone is faster.
+# Above this ratio of non-ASCII runs to characters, the library alone is faster.
 _MANY_STRETCHES = 0.02
-# Words kept with their ids; English text has some 10^5 that repeat.
+# Maximum number of cached words; English text has about 10^5 recurring words.
 _CACHE_WORDS = 1 << 20
 
 
 class _WordIds(dict[str, tuple[int, ...]]):
-    """A cache of the ids of words; an unknown word is tokenized and kept."""
+    """Cache of word ids; missing words are tokenized on access."""
 
     def __init__(self, encoder: Any) -> None:
         super().__init__()
@@ -53,13 +52,13 @@ class _WordIds(dict[str, tuple[int, ...]]):
 
 
 class GPT2BPETokenizer:
-    """GPT-2's vocabulary files, through the ``tokenizers`` library.
+    """GPT-2 tokenizer on top of the ``tokenizers`` library.
 
-    The ids are those of Hugging Face's GPT2TokenizerFast, but for one deliberate difference, which is
-    Megatron's: "<|endoftext|>" inside a text is text, so a document cannot end itself.
+    The ids equal those of Hugging Face's GPT2TokenizerFast, with a deliberate exception, as in Megatron:
+    "<|endoftext|>" inside a text is plain text, so a document cannot end itself.
 
-    Words repeat, so the ids of each are kept: the library is asked once for every new word, and for the
-    stretches of a text that are not ASCII. Texts with many of those go to the library as they are.
+    Word ids are cached: the library only tokenizes new words and non-ASCII runs. Texts with many such runs go directly
+    to the library.
 
     Args:
         vocab_file: path of vocab.json.
@@ -92,15 +91,15 @@ class GPT2BPETokenizer:
         self._word_ids = _WordIds(self._encoder)
 
     def tokenize(self, text: str) -> list[int]:
-        """The ids of a text."""
+        """Token ids of a text."""
         return self.tokenize_batch([text])[0]
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of several texts."""
+        """Token ids of several texts."""
         return [self._ascii(text) if text.isascii() else self._mixed(text) for text in texts]
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """The text of ids; bytes that are no UTF-8 become replacement characters."""
+        """Text of token ids; invalid UTF-8 becomes replacement characters."""
         return str(self._encoder.decode(list(ids), skip_special_tokens=False))
 
     def _ascii(self, text: str) -> list[int]:
@@ -123,7 +122,7 @@ class GPT2BPETokenizer:
 
 
 def _last_cut(text: str, place: int, low: int) -> int:
-    """The last position in [low, place] where the text may be split; ``low`` when there is none."""
+    """Last position in [low, place] where the text may be split; ``low`` if there is none."""
     while place > low:
         if text[place] in _SPACES and "!" <= text[place - 1] <= "~":
             return place

@@ -1,4 +1,4 @@
-"""Any tokenizer of a local Hugging Face folder."""
+"""Tokenizers of local Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ _END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
 
 class HFTokenizer:
-    """The tokenizer.json of a folder through the ``tokenizers`` library, else the folder through
-    ``transformers``.
+    """Tokenizer of a Hugging Face folder: tokenizer.json with ``tokenizers``, other files with ``transformers``.
 
-    Nothing is downloaded and no code from the folder is run. The ids are those of ``transformers``: tokens that stand
-    in tokenizer_config.json or added_tokens.json alone belong to the vocabulary, and special tokens inside a text are
-    special. The end of a document is the folder's eos_token.
+    Nothing is downloaded, and no code from the folder is run. The ids equal those of ``transformers``: the vocabulary
+    includes tokens that only tokenizer_config.json or added_tokens.json list, and special tokens inside a text are
+    parsed. The end-of-document token is the folder's eos_token.
 
     Args:
-        folder: a folder, as ``save_pretrained`` writes it.
+        folder: a folder written by ``save_pretrained``.
 
     Raises:
         UserError: when the folder has no tokenizer, or its end token is unknown.
@@ -54,31 +53,31 @@ class HFTokenizer:
         self.bos: int | None = self._ids.get(by_kind.get("bos_token", ""))
 
     def id_of(self, piece: str) -> int | None:
-        """The id of a piece, where there is one."""
+        """Id of a piece, or None."""
         return self._ids.get(piece)
 
     def tokenize(self, text: str) -> list[int]:
-        """The ids of a text."""
+        """Token ids of a text."""
         return self.tokenize_batch([text])[0]
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of several texts."""
+        """Token ids of several texts."""
         if self._encoder is not None:
             encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
             return [list(encoding.ids) for encoding in encodings]
         return [list(self._slow.encode(text, add_special_tokens=False)) for text in texts]
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """The text of ids, special tokens included."""
+        """Text of token ids, special tokens included."""
         numbers = [int(number) for number in ids]
         return str((self._slow or self._encoder).decode(numbers, skip_special_tokens=False))
 
 
 def _load_encoder(folder: Path, special: SpecialTokens) -> Any:
-    """Loads tokenizer.json, and adds the tokens that other files of the folder name.
+    """Loads tokenizer.json, and adds the tokens of the folder's other files.
 
     Raises:
-        UserError: when it cannot be read, or leads to other ids than the folder says.
+        UserError: when tokenizer.json cannot be read, or assigns other ids than the other files.
     """
     from tokenizers import AddedToken, Tokenizer
 

@@ -1,4 +1,4 @@
-"""A tokenizer for text that already is numbers."""
+"""Tokenizer for texts of token ids."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from megatron.base.errors import UserError
 
 
 class NullTokenizer:
-    """Ids written as decimal numbers with spaces between them. The end of a document is one more id.
+    """Tokenizer for token ids written as decimal numbers, separated by spaces.
 
     Args:
-        vocab_size: upper bound of ids in the text; the vocabulary has one more, the end of a document.
+        vocab_size: number of ids in the text; the vocabulary has an additional end-of-document id.
     """
 
     name = "NullTokenizer"
@@ -22,7 +22,7 @@ class NullTokenizer:
         self.vocab_size = vocab_size + 1
 
     def tokenize(self, text: str) -> list[int]:
-        """The ids of a text.
+        """Token ids of a text.
 
         Raises:
             UserError: when a word is not an id.
@@ -37,9 +37,9 @@ class NullTokenizer:
         return ids
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of several texts."""
+        """Token ids of several texts."""
         return [self.tokenize(text) for text in texts]
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """The ids as numbers."""
+        """Token ids as decimal numbers, separated by spaces."""
         return " ".join(str(int(number)) for number in ids)

@@ -1,4 +1,4 @@
-"""SentencePiece models."""
+"""SentencePiece tokenizers."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ _END_NAMES = ("<EOD>", "<eod>", "<|endoftext|>")
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece model, without begin or end tokens around a text.
+    """SentencePiece tokenizer, without begin or end tokens around a text.
 
-    The end of a document is the piece <EOD> (or <eod>, <|endoftext|>) where the model has one, else its
-    end-of-sequence piece; a model with neither gets one more id at the end of the vocabulary, and then come
-    ``extra_ids`` more.
+    The end-of-document token is the piece <EOD>, <eod> or <|endoftext|> if the model has it, otherwise the
+    end-of-sequence piece. A model with neither gets an additional id at the end of the vocabulary. ``extra_ids``
+    sentinel ids follow.
 
     Args:
         model_file: path of the .model file.
-        extra_ids: number of sentinel ids at the end.
+        extra_ids: number of sentinel ids at the end of the vocabulary.
 
     Raises:
-        UserError: when the file is no SentencePiece model.
+        UserError: when the file is not a SentencePiece model.
     """
 
     name = "SentencePieceTokenizer"
@@ -49,18 +49,18 @@ class SentencePieceTokenizer:
         self.vocab_size: int = self._pieces + added + extra_ids
 
     def id_of(self, piece: str) -> int | None:
-        """The id of a piece, where there is one."""
+        """Id of a piece, or None."""
         number = int(self._model.piece_to_id(piece))
         return None if self._model.is_unknown(number) else number
 
     def tokenize(self, text: str) -> list[int]:
-        """The ids of a text."""
+        """Token ids of a text."""
         return list(self._model.encode(text, out_type=int))
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of several texts."""
+        """Token ids of several texts."""
         return [list(ids) for ids in self._model.encode(list(texts), out_type=int, num_threads=1)]
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """The text of ids; ids beyond the model's pieces have no text."""
+        """Text of token ids; ids beyond the model's pieces have no text."""
         return str(self._model.decode([int(number) for number in ids if number < self._pieces]))

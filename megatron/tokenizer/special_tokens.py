@@ -1,4 +1,4 @@
-"""Special and added tokens of a Hugging Face folder, which its JSON files name beside the vocabulary."""
+"""Special and added tokens in the JSON files of a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from megatron.base.errors import UserError
 CONFIG, MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 _KINDS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _MOST_DIGITS = 9
-"""Of a token's id."""
+"""Maximum digits of a token id."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
-"""Half of a character, which no UTF-8 text has."""
+"""Lone surrogates, which UTF-8 cannot encode."""
 _LISTS = ("extra_special_tokens", "additional_special_tokens")
 
 
@@ -25,10 +25,10 @@ class SpecialTokens:
     """The tokens of a folder, as ``transformers`` reads them.
 
     Args:
-        by_kind: bos_token, eos_token and so on, where they are named.
-        added: tokens beyond the vocabulary by id, each with the arguments of ``tokenizers.AddedToken``.
+        by_kind: special tokens by kind (bos_token, eos_token ...).
+        added: added tokens by id, each with the arguments of ``tokenizers.AddedToken``.
         others: special tokens without a kind.
-        config: the content of tokenizer_config.json.
+        config: content of tokenizer_config.json.
     """
 
     by_kind: Mapping[str, str] = field(default_factory=dict)
@@ -38,15 +38,15 @@ class SpecialTokens:
 
     @property
     def names(self) -> list[str]:
-        """All tokens, those with an id first and in the order of their ids."""
+        """All tokens; tokens with an id come first, in id order."""
         listed = [self.added[number]["content"] for number in sorted(self.added)]
         return list(dict.fromkeys([*listed, *self.by_kind.values(), *self.others]))
 
 
 def read_special_tokens(folder: Path) -> SpecialTokens:
-    """Reads the tokens that a folder's JSON files name.
+    """Reads the tokens in a folder's JSON files.
 
-    Where tokenizer_config.json lists added tokens, the two older files have no say.
+    If tokenizer_config.json lists added tokens, the two older files are ignored.
 
     Raises:
         UserError: when an added token has no text or no id.
@@ -78,7 +78,7 @@ def _checked_tokens(pairs: Any, path: Path) -> Iterator[tuple[int, dict[str, Any
 
 
 def _text_of(value: Any) -> str | None:
-    """The text of a token, which may be an object with ``content``."""
+    """Text of a token, which may be a string or an object with ``content``."""
     text = value.get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) and not _SURROGATE.search(text) else None
 
@@ -89,7 +89,7 @@ def _texts_of(value: Any) -> list[str]:
 
 
 def _read_table(path: Path) -> dict[str, Any]:
-    """The content of a JSON file; empty where there is none."""
+    """Reads the object of a JSON file; empty if the file is missing or invalid."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""The number of a model's entries for a tokenizer."""
+"""Vocabulary size of a model."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from megatron.tokenizer.api import Tokenizer, TokenizerFlags
 
 
 def model_entries(flags: TokenizerFlags, tokenizer: Tokenizer) -> int:
-    """Entries of the model's vocabulary before padding: the tokenizer's, or --vocab-size where that is given.
+    """Vocabulary entries of the model before padding: --vocab-size if set, otherwise those of the tokenizer.
 
-    Rows beyond the tokenizer's belong to no text, as in models that were padded where they were made.
+    Additional rows have no text, as in models that were published with padding.
 
     Raises:
-        UserError: when --vocab-size is less than the tokenizer's.
+        UserError: when --vocab-size is less than the tokenizer's vocabulary.
     """
-    if flags.vocab_size is None or tokenizer.name == "NullTokenizer":  # whose --vocab-size makes the tokenizer
+    if flags.vocab_size is None or tokenizer.name == "NullTokenizer":  # its --vocab-size excludes the end of document
         return tokenizer.vocab_size
     if flags.vocab_size < tokenizer.vocab_size:
         raise UserError(
@@ -28,6 +28,6 @@ def model_entries(flags: TokenizerFlags, tokenizer: Tokenizer) -> int:
 
 
 def fitted(flags: TokenizerConfig, entries: int) -> TokenizerConfig:
-    """The flags with the --vocab-size of a model of so many entries."""
+    """Returns the flags with --vocab-size set for a model with ``entries`` vocabulary entries."""
     null = flags.tokenizer_type == "NullTokenizer"
     return dataclasses.replace(flags, vocab_size=entries - 1 if null else entries)

@@ -1,4 +1,4 @@
-"""BERT's WordPiece, cased and lower-cased."""
+"""BERT WordPiece tokenizers, cased and lower-cased."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _LONGEST_WORD = 200
 
 @dataclass(frozen=True)
 class WordPieceIds:
-    """The ids that masking needs to know.
+    """Token ids needed for masking.
 
     Args:
         cls, sep, pad, mask, bos, eos: ids of [CLS], [SEP], [PAD], [MASK], [BOS] and [EOS].
-        sentinels: the extra ids at the end of the vocabulary, which stand for what T5 cuts out.
+        sentinels: extra ids at the end of the vocabulary, T5's placeholders for removed spans.
         continues_v: bool, for every id: whether it continues a word (##...).
     """
 
@@ -37,10 +37,10 @@ class WordPieceIds:
 
 
 def word_piece_ids(tokenizer: Tokenizer) -> WordPieceIds:
-    """The ids that masking needs.
+    """Token ids needed for masking.
 
     Raises:
-        UserError: when the tokenizer has no such ids.
+        UserError: when the tokenizer lacks these ids.
     """
     if not isinstance(tokenizer, BertWordPieceTokenizer):
         raise UserError(
@@ -51,17 +51,17 @@ def word_piece_ids(tokenizer: Tokenizer) -> WordPieceIds:
 
 
 class BertWordPieceTokenizer:
-    """BERT's vocab.txt, through the ``tokenizers`` library.
+    """BERT WordPiece tokenizer on top of the ``tokenizers`` library.
 
-    [BOS] and [EOS] take two more ids at the end of the vocabulary where it does not have them, as in
-    Megatron; then come ``extra_ids`` more. [EOS] is the end of a document. Special names inside a text are
-    text. A model with exactly as many entries as the file has no room for the two: [CLS] and [SEP] serve as both.
+    If [BOS] and [EOS] are missing from the vocabulary, they get ids at its end, as in Megatron; ``extra_ids`` sentinel
+    ids follow. [EOS] is the end-of-document token. Names of special tokens inside a text are plain text. If the model
+    has exactly as many entries as the file, [CLS] and [SEP] serve as [BOS] and [EOS].
 
     Args:
-        vocab_file: path of a file with one token in each line.
-        lower_case: whether to lower the text and drop its accents first.
-        extra_ids: number of sentinel ids at the end.
-        model_size: entries of the model, where they are known.
+        vocab_file: path of a vocab.txt with a token per line.
+        lower_case: whether to lower-case the text and strip accents first.
+        extra_ids: number of sentinel ids at the end of the vocabulary.
+        model_size: vocabulary entries of the model, if known.
 
     Raises:
         UserError: when the file cannot be read, or lacks a token that BERT needs.
@@ -100,15 +100,15 @@ class BertWordPieceTokenizer:
         self.ids = WordPieceIds(*special, sentinels, continues_v)
 
     def tokenize(self, text: str) -> list[int]:
-        """The ids of a text."""
+        """Token ids of a text."""
         return list(self._encoder.encode(text, add_special_tokens=False).ids)
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of several texts."""
+        """Token ids of several texts."""
         return [
             list(encoding.ids) for encoding in self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
         ]
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """The text of ids, with single spaces between words."""
+        """Text of token ids, with single spaces between words."""
         return str(self._encoder.decode([int(number) for number in ids], skip_special_tokens=False))

@@ -1,1 +1,1 @@
-"""What the cleaning of web text is made of; its commands are in tools/openwebtext."""
+"""Building blocks for cleaning web text; the commands are in tools/openwebtext."""

@@ -21,11 +21,11 @@ from megatron.data.lines import check_output, writing
 T = TypeVar("T")
 
 _WRITTEN = ("output", "output_file", "save_fingerprints", "save_dictionary", "report")
-"""Flags that name a file to be written, of whichever tool."""
+"""Flags of all tools that name an output file."""
 
 
 class Report(Counter[str]):
-    """What a step did: counts, in the order in which they were first seen."""
+    """Counts of a cleaning step, in order of first occurrence."""
 
     def add(self, what: str, count: int = 1) -> None:
         self[what] += count
@@ -35,12 +35,12 @@ class Report(Counter[str]):
 
 
 def progress(items: Iterable[T], what: str, unit: str = "document") -> Any:
-    """The items, with a bar on a terminal and a line now and then elsewhere."""
+    """Wraps items in a progress bar, which prints a line every 30 s if there is no terminal."""
     return tqdm(items, unit=unit, desc=what, mininterval=1.0 if sys.stderr.isatty() else 30.0)
 
 
 def add_common(parser: argparse.ArgumentParser, *, workers: bool = True, bad_lines: bool = True) -> None:
-    """Flags that most tools have."""
+    """Adds flags that most tools have."""
     if workers:
         default = len(os.sched_getaffinity(0))
         parser.add_argument(
@@ -54,14 +54,14 @@ def add_common(parser: argparse.ArgumentParser, *, workers: bool = True, bad_lin
 
 
 def check_at_least(options: argparse.Namespace, **least: int) -> None:
-    """Checks flags that are numbers.
+    """Checks minimum values of numeric flags.
 
     Args:
         options: the flags.
-        least: of each, by its name.
+        least: minimum value by flag name.
 
     Raises:
-        UserError: naming the first that is less.
+        UserError: naming the first flag below its minimum.
     """
     for name, most in least.items():
         if (value := getattr(options, name)) is not None and value < most:
@@ -69,10 +69,10 @@ def check_at_least(options: argparse.Namespace, **least: int) -> None:
 
 
 def check_apart(inputs: Iterable[str | Path | None], outputs: Iterable[str | Path | None]) -> None:
-    """Checks that nothing that is read is written, and nothing is written twice; None stands for a file not named.
+    """Checks that no output is also an input, and that outputs are distinct; None is a file that was not specified.
 
     Raises:
-        UserError: naming what is.
+        UserError: naming the first conflict.
     """
     read = {os.path.realpath(path) for path in inputs if path is not None}
     written: set[str] = set()
@@ -88,7 +88,7 @@ def check_apart(inputs: Iterable[str | Path | None], outputs: Iterable[str | Pat
 
 
 def _check_common(options: argparse.Namespace) -> None:
-    """Checks, before any work, what all tools have: numbers of processes, and the files that they write."""
+    """Checks the flags that all tools share: number of processes, and output files."""
     most = 4 * len(os.sched_getaffinity(0))
     for name in {"workers", "num_threads"} & vars(options).keys():
         check_at_least(options, **{name: 1})
@@ -96,7 +96,7 @@ def _check_common(options: argparse.Namespace) -> None:
             raise UserError(f"--{name.replace('_', '-')} {value}: give at most {most}, four for each core")
     written = [getattr(options, flag) for flag in _WRITTEN if getattr(options, flag, None) is not None]
     check_apart([], written)
-    made = getattr(options, "output_path", None)  # the cleaning makes its folder itself
+    made = getattr(options, "output_path", None)  # created by the cleaning run itself
     for path in written:
         if made is None or Path(made).exists() or Path(path).parent != Path(made):
             check_output(path)
@@ -104,15 +104,15 @@ def _check_common(options: argparse.Namespace) -> None:
 
 @dataclass
 class Tool:
-    """A command: called with its words, it ends with 0 and its counts, or with 2 and one line.
+    """A command-line tool: prints its counts and returns 0, or prints a single-line error and returns 2.
 
     Args:
-        name: of its file.
-        about: what ``--help`` says of it.
-        add_flags: adds its flags to a parser.
-        run: does the work that the flags ask for.
-        check: raises a UserError for flags that make no sense, before any work.
-        interrupted: what has become of its work when the user stops it.
+        name: file name of the tool.
+        about: description for ``--help``.
+        add_flags: adds the tool's flags to a parser.
+        run: does the work.
+        check: raises a UserError for invalid flags, before any work.
+        interrupted: state of the output after an interrupt, for the message.
     """
 
     name: str
@@ -123,7 +123,7 @@ class Tool:
     interrupted: str = "no unfinished file is left"
 
     def parse(self, words: Sequence[str] | None) -> argparse.Namespace:
-        """The flags that some words (default: those of this process) give."""
+        """Parses command-line arguments (default: ``sys.argv``)."""
         parser = argparse.ArgumentParser(
             prog=self.name, description=self.about, formatter_class=argparse.RawDescriptionHelpFormatter
         )

@@ -1,4 +1,4 @@
-"""Which of the documents that meet in a bucket are alike: by their texts, in several processes that share them."""
+"""Pairwise comparison of the documents in a bucket by their texts, in several processes that share the texts."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from megatron.data.cleaning.fingerprints import Hashes, Index, shingle_set, simi
 LEAST = 0.5
 
 _MOST_HASHES = 1 << 23
-"""Of latest texts, that a process keeps (64 MB)."""
+"""Shingle hashes of recent texts that each process caches (64 MB)."""
 
 _MOST_SIMILARITIES = 1 << 17
-"""Latest ones, that a process keeps for the next band in which a pair meets (about 32 MB)."""
+"""Recent similarities that each process caches for the next band with the same pair (about 32 MB)."""
 
 Pairs = list[tuple[int, list[tuple[int, float]]]]
-"""Documents, and those that are like them: how much."""
+"""Documents with their similar documents and similarities."""
 
 
 class Texts:
-    """Reads keys and texts from a file.
+    """Reader of document keys and texts from a file.
 
     Args:
-        path: of it.
-        places: where each document begins, and the lengths of its key and its text (-1: it has none).
+        path: path of the file.
+        places: offset of each document, and lengths of its key and its text (-1: no text).
     """
 
     def __init__(self, path: str, places: NDArray[np.int64]) -> None:
-        self.stream = open(path, "rb")  # noqa: SIM115  # for as long as the process works
+        self.stream = open(path, "rb")  # noqa: SIM115  # open for the lifetime of the process
         self.places = places
         self._kept: OrderedDict[int, Hashes] = OrderedDict()
         self._held = 0
@@ -57,7 +57,7 @@ class Texts:
         return bool(first == second >= 0) and self._text(a) == self._text(b)
 
     def shingles(self, number: int) -> Hashes | None:
-        """Of a text; the latest ones are kept."""
+        """Shingles of a document's text; recent results are cached."""
         found = self._kept.pop(number, None)
         if found is None:
             text = self._text(number)
@@ -73,15 +73,15 @@ class Texts:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Compares the documents of buckets; what each process opens for it stays open as long as it does.
+    """Compares the documents of buckets; files opened by a process stay open until it ends.
 
     Args:
         path, places: as in ``Texts``.
         prints: file of all fingerprints.
-        sizes: shingles of each document.
-        kind: of the similarity.
-        rounds: documents of a bucket that are compared with the others; -1: all that are left.
-        seed: of the fingerprints, and of what is compared first.
+        sizes: number of shingles of each document.
+        kind: similarity measure.
+        rounds: number of documents per bucket that are compared with the others; -1 for all remaining documents.
+        seed: seed of the fingerprints and of the comparison order.
     """
 
     path: str
@@ -98,19 +98,19 @@ class Comparison:
 
     @cached_property
     def index(self) -> Index:
-        # All processes share the file; as a plain array, since each row of a memmap costs microseconds more.
+        # All processes share the file. A plain array, since indexing a memmap costs microseconds more per row.
         return Index(np.asarray(np.load(self.prints, mmap_mode="r")), self.sizes, self.seed)
 
     @cached_property
     def compared(self) -> Callable[[int, int], float]:
-        """The similarity of two documents, the earlier one first; the latest ones are kept."""
+        """Cached similarity of two documents; the earlier document is the first argument."""
         return lru_cache(_MOST_SIMILARITIES)(self._compare)
 
     def __call__(self, buckets: Sequence[NDArray[np.int64]]) -> Pairs:
-        """In each bucket, documents and those that are like them.
+        """Finds similar documents in each bucket.
 
-        A document is compared with all others, and those that are like it leave the bucket; so many rounds, or until
-        nothing is left.
+        Each round compares a document with all others in the bucket and removes the similar documents, until the rounds
+        or the documents run out.
         """
         found: Pairs = []
         for bucket in buckets:
@@ -143,9 +143,9 @@ class Comparison:
 
 
 def merged(pairs: Iterable[Pairs]) -> dict[int, list[tuple[int, float]]]:
-    """What the buckets say: every pair once, under its earlier document, in the order of the documents.
+    """Merges the pairs of all buckets: each pair once, under its earlier document, in document order.
 
-    An earlier document then stands before those that are like it wherever groups are made of them.
+    Groups built from the result therefore list each document before its later duplicates.
     """
     seen: dict[tuple[int, int], float] = {}
     for some in pairs:

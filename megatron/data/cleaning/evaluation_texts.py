@@ -1,4 +1,4 @@
-"""Texts of evaluation tasks, which training data should not hold."""
+"""Texts of evaluation tasks, for the decontamination of training data."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ SOURCES = {
     "coqa": ("stanfordnlp/coqa", None, "validation", "story"),
     "piqa": ("ybisk/piqa", None, "test", "goal"),
 }
-"""Where a task's texts are on the Hugging Face hub: data set, configuration, split, and the field of a row."""
+"""Location of each task's texts on the Hugging Face hub: dataset, configuration, split, and field."""
 
 TASKS = ("lambada", *SOURCES)
 
 
 def texts_of_file(path: str, key: str) -> Iterator[str]:
-    """Texts of JSON lines.
+    """Reads the texts of a JSON-lines file.
 
     Raises:
-        UserError: naming the line that has none.
+        UserError: naming the first line without a text.
     """
     for number, line in numbered_lines(path):
         yield document(line, f"{path}, line {number}", key, skippable=False)[key]
 
 
 def texts_of_task(name: str) -> Iterator[str]:
-    """Texts of a task on the hub.
+    """Reads the texts of a task from the hub.
 
     Raises:
-        UserError: when they cannot be had.
+        UserError: when the texts cannot be downloaded.
     """
     from datasets import load_dataset
     from huggingface_hub import HfApi
 
     dataset, config, split, field = SOURCES[name]
     try:
-        HfApi().dataset_info(dataset, timeout=30)  # asks once; load_dataset five times, and says so
+        HfApi().dataset_info(dataset, timeout=30)  # a single request; load_dataset retries five times and logs it
         for row in load_dataset(dataset, config, split=split, streaming=True):
             yield row[field]
-    except Exception as error:  # of the network, of files, of names: each library below has its own
+    except Exception as error:  # network, file or name errors: each library raises other types
         reason = first_line(error)
         raise UserError(
             f"--tasks {name}: {dataset} cannot be had ({reason}); give its texts with --task-files FILE FIELD"

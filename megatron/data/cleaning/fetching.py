@@ -1,4 +1,4 @@
-"""Which page is asked for when: hosts in turn and with pauses, redirections and busy sites included."""
+"""Scheduling of page requests: round-robin over hosts with pauses, redirections and retries."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from urllib.parse import urlsplit
 from megatron.base.option import option
 
 WINDOW = 10_000
-"""URLs in memory, of which those whose hosts are ready go first."""
+"""URLs held in memory; URLs of ready hosts go first."""
 
 UNREACHED = ("could not be reached", "timed out", "of a host that does not answer")
-"""What a page fails with when its host, or the network, is down."""
+"""Failure reasons of pages whose host, or the network, is down."""
 
 OF_PAGES = ("max_bytes", "robots", "private")
-"""Fields of ``Limits`` that tell which pages are had."""
+"""Fields of ``Limits`` that affect which pages are downloaded."""
 
 _HOPELESS = 6
-"""Requests in a row without an answer, after which a host is not asked for the rest of its pages."""
+"""Consecutive requests without an answer after which a host's remaining pages are skipped."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What fetching may cost, and whom it may trouble; the fields are flags."""
+    """Limits of page fetching; each field is a flag."""
 
-    # Each connection is a thread and an open file or two, of 1024.
+    # Each connection takes a thread and one or two of typically 1,024 open files.
     connections: int = option(32, "connections at once", metavar="N", minimum=1, maximum=400)
     delay: float = option(1.0, "seconds between pages of a host", metavar="S", minimum=0, maximum=3600)
     timeout: float = option(
@@ -46,25 +46,25 @@ class Limits:
 
     @property
     def of_pages(self) -> list[int]:
-        """The values of those fields."""
+        """Values of the ``OF_PAGES`` fields."""
         return [getattr(self, name) for name in OF_PAGES]
 
     @property
     def patience(self) -> float:
-        """Seconds after which a request is given up, whatever it is waiting for (a name, say, or endless headers)."""
+        """Total timeout of a request in seconds, name resolution and slow headers included."""
         return 12 * self.timeout
 
 
 @dataclass(frozen=True)
 class Page:
-    """What came of a URL.
+    """Result of a request.
 
     Args:
-        url: of it.
-        body: the page's bytes; empty when it failed.
+        url: requested URL.
+        body: bytes of the page; empty after a failure.
         kind: media type of the body.
-        failed: why there is none, in few words that can be counted.
-        then: what may be asked for instead: where a redirection leads, or the same once more.
+        failed: short failure reason for the counts; empty on success.
+        then: next URL to request: the target of a redirection, or the same URL for a retry.
     """
 
     url: str
@@ -75,12 +75,12 @@ class Page:
 
     @property
     def answered(self) -> bool:
-        """Whether the host did, and not only to say that it is busy."""
+        """Whether the host answered with more than a busy status."""
         return self.then != self.url and self.failed not in UNREACHED
 
 
 def host_of(url: str) -> str:
-    """Name and port of a URL's host; nothing when it has none."""
+    """Name and port of a URL's host; empty if it has none."""
     try:
         return urlsplit(url).netloc.rsplit("@", 1)[-1].lower()
     except ValueError:
@@ -89,12 +89,12 @@ def host_of(url: str) -> str:
 
 @dataclass(eq=False)
 class Quest:
-    """A page that is wanted.
+    """A pending page.
 
     Args:
-        begun: its URL.
-        url: that is asked for next: the same, or where a redirection leads.
-        redirections, retries: that are left.
+        begun: original URL.
+        url: next URL to request: the original, or the target of a redirection.
+        redirections, retries: remaining redirections and retries.
     """
 
     begun: str
@@ -103,7 +103,7 @@ class Quest:
     retries: int = 2
 
     def goes_on(self, page: Page) -> bool:
-        """Whether another URL is asked for after an answer, or the same once more."""
+        """Updates the quest after an answer; returns whether to send another request."""
         if not page.then:
             return False
         if page.then == self.url:
@@ -115,12 +115,12 @@ class Quest:
 
 
 class Frontier:
-    """Which page is next: hosts in turn, one request at a time to each and a pause between two.
+    """Queue of pages: round-robin over hosts, at most a single request per host at a time, with pauses in between.
 
     Args:
-        urls: read a window ahead.
-        delay: seconds between the end of a request to a host and the next.
-        window: pages in memory.
+        urls: URLs, read a window ahead.
+        delay: seconds between the end of a request to a host and the next request.
+        window: number of pages in memory.
     """
 
     def __init__(self, urls: Iterable[str], delay: float, window: int = WINDOW) -> None:
@@ -133,7 +133,7 @@ class Frontier:
         self._count = self._turn = 0
 
     def add(self, quest: Quest, now: float) -> None:
-        """Puts a page behind those of its host, and a host behind those that wait."""
+        """Appends a page to its host's queue, and a new host to the queue of hosts."""
         host = host_of(quest.url)
         self._count += 1
         if host in self._waiting:
@@ -147,8 +147,8 @@ class Frontier:
         heapq.heappush(self._ready, (at, self._turn, host))
 
     def take(self, now: float) -> Quest | None:
-        """A page whose host may be asked now, if there is one."""
-        if self._count <= self._window // 2:  # in halves, so that the file is not touched for every URL
+        """Pops a page whose host is ready; None if no host is ready."""
+        if self._count <= self._window // 2:  # refill by half windows, to read the file less often
             for url in islice(self._urls, self._window - self._count):
                 self.add(Quest(url, url), now)
         if not self._ready or self._ready[0][0] > now:
@@ -158,7 +158,7 @@ class Frontier:
         return self._waiting[host].popleft()
 
     def release(self, url: str, now: float, answered: bool = True) -> None:
-        """A URL's request has ended."""
+        """Marks a request as finished and frees its host after the delay."""
         host = host_of(url)
         at = now if self.hopeless(url) else now + self._delay
         self._silent[host] = 0 if answered else self._silent.get(host, 0) + 1
@@ -168,34 +168,34 @@ class Frontier:
         for some in (self._waiting, self._silent, self._free_at):
             some.pop(host, None)
         self._free_at[host] = at
-        for name in list(islice(self._free_at, 2)):  # the oldest come first
+        for name in list(islice(self._free_at, 2)):  # oldest first
             if self._free_at[name] <= now:
                 del self._free_at[name]
 
     def hopeless(self, url: str) -> bool:
-        """Whether a URL's host has been silent for so long that nothing is to be expected."""
+        """Whether a URL's host failed to answer ``_HOPELESS`` requests in a row."""
         return self._silent.get(host_of(url), 0) >= _HOPELESS
 
     def wait(self, now: float) -> float | None:
-        """Seconds until a host may be asked; None when none waits."""
+        """Seconds until a host is ready; None if no host is queued."""
         return max(self._ready[0][0] - now, 0.0) if self._ready else None
 
 
 def fetch_all(
     urls: Iterable[str], fetch: Callable[[str], Page], connections: int, delay: float, patience: float = 120.0
 ) -> Generator[Page, None, None]:
-    """Pages in the order in which they come.
+    """Fetches pages in parallel; yields them in order of completion.
 
     Args:
-        urls: read as needed.
-        fetch: what asks for one; it is called by several threads, and says in the result what went wrong.
-        connections: at once.
-        delay: between two requests to a host.
-        patience: seconds after which a request is given up.
+        urls: URLs, read on demand.
+        fetch: thread-safe function that fetches a URL and reports failures in its result.
+        connections: maximum number of concurrent requests.
+        delay: seconds between two requests to a host.
+        patience: seconds after which a request is abandoned.
     """
     frontier = Frontier(urls, delay)
     answers: SimpleQueue[tuple[Quest, Page]] = SimpleQueue()
-    running: dict[Quest, float] = {}  # until when, the oldest first
+    running: dict[Quest, float] = {}  # deadlines, earliest first
 
     def ask(quest: Quest) -> None:
         answers.put((quest, fetch(quest.url)))
@@ -204,7 +204,7 @@ def fetch_all(
         quest = frontier.take(time.monotonic()) if len(running) < connections else None
         if quest is not None and not frontier.hopeless(quest.url):
             running[quest] = time.monotonic() + patience
-            # A thread for each, that nobody has to wait for: some will be given up, and all when the user stops this.
+            # A daemon thread per request: requests may be abandoned, and all are when the user interrupts.
             threading.Thread(target=ask, args=(quest,), daemon=True).start()
             continue
         if quest is not None:
@@ -224,7 +224,7 @@ def fetch_all(
                     continue
                 page = Page(quest.url, failed="timed out")
             if running.pop(quest, None) is None:
-                continue  # it was given up
+                continue  # abandoned earlier
         frontier.release(quest.url, time.monotonic(), page.answered)
         if quest.goes_on(page):
             frontier.add(quest, time.monotonic())

@@ -1,4 +1,4 @@
-"""Documents, which are lines of JSON, and steps that look at one at a time: every line is kept, changed or dropped."""
+"""Per-document filtering of JSON lines: every line is kept, changed or dropped."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from megatron.data.processes import in_processes
 T = TypeVar("T")
 
 BAD_LINE = "bad lines skipped"
-"""What a report calls lines that are no documents."""
+"""Report entry for lines that are not documents."""
 
 _CHUNK, _CHUNK_BYTES = 64, 1 << 20
-"""Lines that a process is given at a time; fewer where they are long."""
+"""Maximum lines and bytes per work item of a process."""
 
 
 def document(line: bytes, where: str, *keys: str, skippable: bool = True) -> dict[str, Any]:
-    """A line's JSON object.
+    """Parses the JSON object of a line.
 
     Args:
-        line: of a file.
-        where: it is.
-        keys: fields that must be text.
-        skippable: whether --skip-bad-lines would leave it out.
+        line: line of a file.
+        where: position of the line, for messages.
+        keys: fields that must be strings.
+        skippable: whether to suggest --skip-bad-lines in the message.
 
     Raises:
-        UserError: when it is none.
+        UserError: when the line is not a valid document.
     """
     advice = "remove the line" + (", or give --skip-bad-lines" if skippable else "")
     try:
@@ -53,15 +53,15 @@ def document(line: bytes, where: str, *keys: str, skippable: bool = True) -> dic
 
 
 class _StandIns:
-    """Strings that stand in JSON for what is put there afterwards, or that it has no form for.
+    """Placeholders in JSON for numbers that are inserted afterwards in their original form.
 
     Args:
-        default: function of a value that JSON has no form for.
+        default: converts other values that JSON cannot represent.
     """
 
     def __init__(self, default: Callable[[Any], Any] | None) -> None:
         self._default = default
-        self._mark = secrets.token_hex(16)  # in no text
+        self._mark = secrets.token_hex(16)  # random, so it occurs in no text
         self._numerals: list[str] = []
 
     def __call__(self, value: Any) -> Any:
@@ -73,18 +73,18 @@ class _StandIns:
         return self._default(value)
 
     def replace(self, text: str) -> str:
-        """The text with the numbers in their places."""
+        """Replaces the placeholders in a text by the numbers."""
         if not self._numerals:
             return text
         return re.sub(f'"{self._mark}([0-9]+)"', lambda found: self._numerals[int(found[1])], text)
 
 
 def encode(found: dict[str, Any], default: Callable[[Any], Any] | None = None) -> bytes:
-    """A line of JSON in UTF-8; halves of characters, which have no UTF-8, stay escaped.
+    """Encodes a JSON line in UTF-8; lone surrogates stay escaped.
 
     Args:
-        found: the line's object; a ``Numeral`` in it is written as it was read.
-        default: what stands for a value that JSON has no form for.
+        found: object of the line; a ``Numeral`` in it is written in its original form.
+        default: converts values that JSON cannot represent.
     """
     stand_ins = _StandIns(default)
     text = stand_ins.replace(json.dumps(found, ensure_ascii=False, default=stand_ins))
@@ -101,7 +101,7 @@ def _size(item: object) -> int:
 
 
 def in_chunks(items: Iterable[T], size: int = _CHUNK) -> Iterator[list[T]]:
-    """Lists of consecutive items; lines, numbered or not, are in lists of about a megabyte at most, or alone."""
+    """Groups consecutive items into lists of at most ``size`` items, which hold about a megabyte of lines at most."""
     chunk: list[T] = []
     held = 0
     for item in items:
@@ -116,12 +116,12 @@ def in_chunks(items: Iterable[T], size: int = _CHUNK) -> Iterator[list[T]]:
 
 @dataclass(frozen=True)
 class Judged:
-    """What became of a document.
+    """Verdict on a document.
 
     Args:
-        kept: lines to be written.
-        dropped: a line for the file of what was left out, where there is one.
-        reasons: what is counted.
+        kept: output lines.
+        dropped: line for the file of dropped documents, if any.
+        reasons: names of the counters to increment.
     """
 
     kept: tuple[bytes, ...] = ()
@@ -130,12 +130,12 @@ class Judged:
 
 
 Judge = Callable[[dict[str, Any], bytes, str], Judged]
-"""Of a document, its line, and where it is (for errors)."""
+"""Judges a document, given its object, its line, and its position for errors."""
 
 
 @dataclass(frozen=True)
 class FilePart:
-    """Some lines of a file, each with its number; ``keys`` are fields that must be text."""
+    """A chunk of numbered lines of a file; ``keys`` are fields that must be strings."""
 
     path: str
     keys: tuple[str, ...]
@@ -143,27 +143,27 @@ class FilePart:
 
 
 def parts_of(path: str | Path, *keys: str) -> Iterator[FilePart]:
-    """The lines of a file, some at a time.
+    """Splits the lines of a file into chunks.
 
     Raises:
-        UserError: when it cannot be read.
+        UserError: when the file cannot be read.
     """
     return (FilePart(str(path), keys, chunk) for chunk in in_chunks(numbered_lines(path)))
 
 
 def of_each(function: Callable[[dict[str, Any], bytes, str], T], part: FilePart, skip_bad: bool) -> tuple[list[T], int]:
-    """What a function of a document, its line and where it is says of some lines.
+    """Applies a function to the documents of a chunk of lines.
 
     Args:
-        function: may raise a UserError for what is no document.
+        function: function of a document, its line and its position; may raise a UserError for invalid documents.
         part: the lines.
-        skip_bad: whether lines that are no documents are left out.
+        skip_bad: whether to skip lines that are not documents.
 
     Returns:
-        The results, and the number of lines that are left out.
+        Results, and number of skipped lines.
 
     Raises:
-        UserError: naming a line that is no document.
+        UserError: naming the first line that is not a document.
     """
     results = []
     for number, line in part.lines:
@@ -178,7 +178,7 @@ def of_each(function: Callable[[dict[str, Any], bytes, str], T], part: FilePart,
 
 @dataclass(frozen=True)
 class _JudgePart:
-    """Judges some lines; this is what processes are sent."""
+    """Picklable function that judges a chunk of lines."""
 
     judge: Judge
     skip_bad: bool
@@ -199,20 +199,20 @@ def judge_all(
     what: str = "documents",
     report: Report | None = None,
 ) -> Report:
-    """Judges every line of some files and writes the results in order.
+    """Judges every line of files and writes the results in order.
 
     Args:
-        judge: with several workers, what can be sent to them.
-        paths: of JSON lines.
-        write, drop: take the lines that are kept, and those of what is left out.
-        keys: fields that must be text.
-        workers: processes.
-        skip_bad: count what is no document instead of ending there.
-        what: for the progress bar.
-        report: to which the counts are added (default: a new one).
+        judge: judge of documents; picklable with several workers.
+        paths: JSON-lines files.
+        write, drop: write kept and dropped lines.
+        keys: fields that must be strings.
+        workers: number of processes.
+        skip_bad: count lines that are not documents instead of raising an error.
+        what: label of the progress bar.
+        report: report to add the counts to (default: a new report).
 
     Raises:
-        UserError: naming the file and the line that is no document.
+        UserError: naming the file and the line that is not a document.
     """
     report = Report() if report is None else report
     report.update(documents=0, written=0)

@@ -1,7 +1,7 @@
-"""MinHash fingerprints of texts (Broder 1997), and the buckets of locality-sensitive hashing that they fall into.
+"""MinHash fingerprints of texts (Broder 1997), and their buckets for locality-sensitive hashing.
 
-A text is the set of its runs of five characters. The chance that two texts' minima under a random hash agree is the
-Jaccard similarity of their sets; the minima under many seeds are the fingerprint. rensa computes them.
+A text is represented by its set of 5-character shingles. The probability that the minimum hashes of two texts agree is
+the Jaccard similarity of their sets; the minima under many seeds are the fingerprint, which rensa computes.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ SHINGLE = 5
 Hashes = NDArray[np.uint64]
 
 _PIECE = 1 << 19
-"""Hashes that are made at a time (4 MB, and four times as much meanwhile)."""
+"""Hashes computed at a time (4 MB, and temporarily four times that)."""
 
 _UNREADABLE = (
     OSError, ValueError, TypeError, AttributeError, KeyError, EOFError, zipfile.BadZipFile, zlib.error,
 )  # fmt: skip
-"""What NumPy raises for files that are none of its archives, or damaged."""
+"""Errors that NumPy raises for files that are damaged or not NumPy archives."""
 
 _ODD = np.array(
     [0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93, 0xA0761D6478BD642F],
@@ -37,14 +37,14 @@ _ODD = np.array(
 
 
 def _mixed(x: Hashes) -> Hashes:
-    """A bijection of 64 bits that leaves no pattern (Steele et al. 2014, the finaliser of SplitMix64)."""
+    """64-bit mixing function: the finalizer of SplitMix64 (Steele et al. 2014)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 def shingle_hashes(text: str) -> Hashes:
-    """Hashes of a text's runs of five characters, with repetitions; of a shorter text, of the whole."""
+    """Hashes of a text's 5-character shingles, with repetitions; a shorter text is zero-padded."""
     codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32).astype(np.uint64)
     if len(codes) < SHINGLE:
         codes = np.pad(codes, (0, SHINGLE - len(codes)))
@@ -60,23 +60,23 @@ def _size(text: str) -> int:
 
 
 def _pieces(text: str) -> Iterator[Hashes]:
-    """The hashes of ``shingle_hashes``, so many at a time that a long text needs little memory besides them."""
+    """Yields the hashes of ``shingle_hashes`` in pieces, to bound the temporary memory for long texts."""
     for start in range(0, _size(text), _PIECE):
         yield shingle_hashes(text[start : start + _PIECE + SHINGLE - 1])
 
 
 def shingle_set(text: str) -> Hashes:
-    """Hashes of a text's runs of five characters, sorted, each once."""
+    """Sorted unique hashes of a text's 5-character shingles."""
     hashes, end = np.empty(_size(text), dtype=np.uint64), 0
     for piece in _pieces(text):
         hashes[end : end + len(piece)] = piece
         end += len(piece)
-    hashes.sort()  # np.unique's hash table takes four times as long
+    hashes.sort()  # np.unique's hash table is four times slower
     return hashes[np.append(True, hashes[1:] != hashes[:-1])]
 
 
 def similarity(a: Hashes, b: Hashes, kind: str) -> float:
-    """Of two sorted sets of shingles: what they share of their union, of the smaller (min) or of the larger (max)."""
+    """Overlap of two sorted shingle sets, relative to their union, to the smaller (min) or to the larger set (max)."""
     small, large = (a, b) if len(a) <= len(b) else (b, a)
     places = np.searchsorted(large, small)
     places[places == len(large)] = 0
@@ -86,7 +86,7 @@ def similarity(a: Hashes, b: Hashes, kind: str) -> float:
 
 
 def signatures(texts: Sequence[str], seeds: int, seed: int) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
-    """Fingerprints of some texts, (texts, seeds), and the numbers of their shingles."""
+    """Fingerprints of texts, [texts, seeds], and their numbers of shingles, [texts]."""
     rows = np.full((len(texts), seeds), np.iinfo(np.uint32).max, dtype=np.uint32)
     pieces: list[Hashes] = []
     owners: list[int] = []
@@ -105,7 +105,7 @@ def signatures(texts: Sequence[str], seeds: int, seed: int) -> tuple[NDArray[np.
 
 
 def _lower(rows: NDArray[np.uint32], owners: Sequence[int], pieces: Sequence[Hashes], seed: int) -> None:
-    """Puts the minima of some pieces into the fingerprints of the texts that they are of."""
+    """Updates fingerprints with the minimum hashes of pieces of their texts."""
     import rensa
 
     offsets = np.cumsum([0, *map(len, pieces)]).astype(np.uint64)
@@ -118,9 +118,9 @@ class Index:
     """Fingerprints of many documents.
 
     Args:
-        rows: (documents, seeds).
-        sizes: shingles of each, with repetitions (so that estimates of min and max are low for repetitive texts).
-        seed: of the hash functions.
+        rows: fingerprints, [documents, seeds].
+        sizes: shingles of each document, with repetitions (so min and max are underestimated for repetitive texts).
+        seed: seed of the hash functions.
     """
 
     def __init__(self, rows: NDArray[np.uint32], sizes: NDArray[np.int64], seed: int) -> None:
@@ -130,28 +130,28 @@ class Index:
 
     @property
     def bytes_per_document(self) -> int:
-        """Memory that each document takes."""
+        """Memory per document, in bytes."""
         return self.rows.shape[1] * 4 + 8
 
     def estimate(self, a: int, b: int, kind: str) -> float:
-        """Similarity of two documents whose texts are not at hand, from their fingerprints."""
+        """Estimates the similarity of two documents from their fingerprints, for missing texts."""
         union = float((self.rows[a] == self.rows[b]).mean())
         shared = union / (1 + union) * float(self.sizes[a] + self.sizes[b])
         small, large = sorted((float(self.sizes[a]), float(self.sizes[b])))
         return {"union": union, "min": min(shared / small, 1.0), "max": min(shared / large, 1.0)}[kind]
 
     def hopeless(self, a: int, b: int, least: float) -> bool:
-        """Whether two documents' fingerprints agree in too few places, by four standard deviations, to be alike."""
+        """Whether fingerprints agree in too few positions for similarity ``least``, by four standard deviations."""
         seeds = self.rows.shape[1]
         agreeing = int(np.count_nonzero(self.rows[a] == self.rows[b]))
         return agreeing < seeds * least - 4 * (seeds * least * (1 - least)) ** 0.5
 
     def buckets(self, bands: int, left_out: NDArray[np.bool_]) -> Iterator[NDArray[np.int64]]:
-        """Documents that agree in all rows of a band, two or more at a time; band after band.
+        """Yields groups of two or more documents that agree in all rows of a band, band after band.
 
         Args:
-            bands: into which the fingerprints are cut.
-            left_out: documents that do not count.
+            bands: number of bands per fingerprint.
+            left_out: mask of excluded documents.
         """
         height = self.rows.shape[1] // bands
         numbers = np.flatnonzero(~left_out)
@@ -165,10 +165,10 @@ class Index:
                 yield numbers[order[bounds[run] : bounds[run + 1]]]
 
     def save(self, path: Path, keys: Sequence[str]) -> None:
-        """Writes the fingerprints and the documents' keys; plain arrays.
+        """Writes the fingerprints and the document keys as plain arrays.
 
         Raises:
-            UserError: when they cannot be written.
+            UserError: when the file cannot be written.
         """
         about = json.dumps({"seed": self.seed, "algorithm": algorithm()})
         joined = "\n".join(json.dumps(key) for key in keys).encode()
@@ -186,10 +186,10 @@ class Index:
 
     @staticmethod
     def load(path: Path, seeds: int, seed: int) -> tuple[Index, list[str]]:
-        """Reads what ``save`` wrote.
+        """Reads a file written by ``save``.
 
         Raises:
-            UserError: when it is none, or of other hash functions.
+            UserError: when the file is invalid, or uses other hash functions.
         """
         try:
             with np.load(path, allow_pickle=False) as found:
@@ -211,14 +211,14 @@ class Index:
 
 
 def _as_saved(rows: NDArray[Any], sizes: NDArray[Any], keys: Sequence[Any]) -> bool:
-    """Whether these can be the fingerprints, the sizes and the keys of some documents."""
+    """Whether arrays and keys have the dtypes and shapes of saved fingerprints."""
     kinds = (rows.dtype, rows.ndim, sizes.dtype) == (np.dtype(np.uint32), 2, np.dtype(np.int64))
     shapes = sizes.shape == rows.shape[:1] == (len(keys),)
     return kinds and shapes and bool((sizes > 0).all()) and all(isinstance(key, str) for key in keys)
 
 
 def algorithm() -> str:
-    """What makes fingerprints comparable."""
+    """Version string of the fingerprint algorithm; only equal versions are comparable."""
     import rensa
 
     return f"rensa RMinHash {rensa.RMinHash.ALGORITHM_VERSION}, {SHINGLE} characters"

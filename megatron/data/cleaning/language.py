@@ -1,11 +1,11 @@
-"""Which language is it? (py3langid: a naive Bayes classifier over byte n-grams; Lui and Baldwin 2012)"""
+"""Language identification with py3langid, a naive Bayes classifier over byte n-grams (Lui and Baldwin 2012)."""
 
 from __future__ import annotations
 
 from megatron.base.errors import UserError
 
 _ENOUGH = 4000
-"""Characters that decide."""
+"""Number of characters passed to the classifier."""
 
 
 def is_language(text: str, language: str) -> bool:
@@ -16,10 +16,10 @@ def is_language(text: str, language: str) -> bool:
 
 
 def check_language(language: str) -> None:
-    """Checks a language's code.
+    """Checks a language code.
 
     Raises:
-        UserError: when no text would be found to be in it.
+        UserError: when the classifier does not know the language.
     """
     import py3langid
 

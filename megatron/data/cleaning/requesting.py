@@ -1,4 +1,4 @@
-"""A page from the network: its size and time bounded, nothing of private networks, robots.txt heeded."""
+"""Page downloads with bounded size and time, without private networks, and according to robots.txt."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from megatron.base.errors import UserError
 from megatron.data.cleaning.fetching import Limits, Page, host_of
 
 _ROBOTS_BYTES = 500_000
-"""Of a robots.txt; what comes behind does not count."""
+"""Maximum bytes of a robots.txt; the remainder is ignored."""
 _ROBOTS_KEPT, _ROBOTS_BYTES_KEPT = 10_000, 20_000_000
-"""Sites whose rules are remembered, and the sizes of all their files."""
+"""Maximum number of sites with cached rules, and total bytes of their files."""
 _REDIRECTIONS = 5
 _KINDS = ("text/html", "application/xhtml+xml", "text/plain")
 _BUSY = (429, 502, 503, 504)
 
 
 class _Refused(Exception):
-    """A page that shall not be fetched; the reason."""
+    """Raised with the reason for a page that must not be fetched."""
 
 
 class _Busy(Exception):
-    """A page that may be had later; the reason why not now."""
+    """Raised with the reason for a page that may be available later."""
 
 
 def _check_public(address: str) -> None:
@@ -45,10 +45,10 @@ def _check_public(address: str) -> None:
 
 
 class _Connection(HTTPConnection):
-    """To public hosts alone. Who is at the other end counts: a name may have another address each time it is asked."""
+    """Connection to public hosts only. Checks the peer address, since a name may resolve differently each time."""
 
     def _new_conn(self) -> socket.socket:
-        with suppress(ValueError):  # of names
+        with suppress(ValueError):  # not an address but a name
             _check_public(self._dns_host)
         try:
             made = super()._new_conn()
@@ -77,7 +77,7 @@ class _SecurePool(HTTPSConnectionPool):
 
 
 class _Adapter(HTTPAdapter):
-    """Connects as the limits say; proxies see to it themselves."""
+    """HTTP adapter that enforces the limits; proxies must block private hosts themselves."""
 
     def __init__(self, limits: Limits) -> None:
         super().__init__(pool_connections=limits.connections, pool_maxsize=1, max_retries=0)
@@ -86,15 +86,15 @@ class _Adapter(HTTPAdapter):
 
 
 def _as_nobody(request: requests.PreparedRequest) -> requests.PreparedRequest:
-    """Sends no names and passwords, which requests would look for in the user's files."""
+    """Disables the credentials that requests would read from the user's files."""
     return request
 
 
 class Fetcher:
-    """Asks for pages, each on its own: no cookies, no redirections followed. May be called by several threads.
+    """Thread-safe page fetcher, without cookies and without following redirections.
 
     Raises:
-        UserError: when the library for it is too old.
+        UserError: when urllib3 is too old.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -110,7 +110,7 @@ class Fetcher:
         self._lock = threading.Lock()
 
     def __call__(self, url: str) -> Page:
-        """Asks for a page; what goes wrong is said in the result."""
+        """Fetches a page; failures are reported in the result."""
         try:
             if self.limits.robots and not self._rules_of(url).can_fetch(url, self.limits.agent):
                 return Page(url, failed="refused by robots.txt")
@@ -134,26 +134,26 @@ class Fetcher:
             return Page(url, failed=str(reason), then=url)
         except (requests.Timeout, urllib3.exceptions.TimeoutError) as error:
             return Page(url, failed="timed out", then=url if isinstance(error, requests.ConnectTimeout) else "")
-        except Exception as error:  # of requests, urllib3, http.client, idna, ipaddress: a site may be anything
+        except Exception as error:  # sites may trigger any error of requests, urllib3, http.client, idna or ipaddress
             return Page(url, failed="could not be reached", then=url if _may_come_back(error) else "")
 
     def _get(self, url: str) -> requests.Response:
-        """An answer whose body is not read yet. Session.get would read those of redirections, however large."""
+        """Sends a request; the body is not read yet. Session.get would read the bodies of redirections of any size."""
         request = self._session.prepare_request(requests.Request("GET", url, auth=_as_nobody))
-        settings: dict[str, Any] = {}  # of the environment: proxies, certificates
+        settings: dict[str, Any] = {}  # from the environment: proxies, certificates
         settings.update(self._session.merge_environment_settings(str(request.url), {}, True, None, None))
         return self._session.get_adapter(str(request.url)).send(request, timeout=self.limits.timeout, **settings)
 
     def _target(self, url: str, response: requests.Response) -> str:
-        """Where a redirection leads; nothing when it is none."""
+        """Target URL of a redirection; empty for other responses."""
         target = self._session.get_redirect_target(response)
         return urljoin(url, requote_uri(target)) if target else ""
 
     def _body(self, response: requests.Response, most: int) -> bytes:
-        """The contents, unpacked, within bounded time, up to where they are longer than they may be."""
+        """Reads the decompressed body within bounded time; stops once it is longer than ``most`` bytes."""
         deadline = time.monotonic() + 3 * self.limits.timeout
         parts, size = [], 0
-        # What there is, however little: a site may send a byte now and then.
+        # read1 returns the available bytes, so that slow sites do not evade the deadline.
         while size <= most and (part := response.raw.read1(1 << 16, decode_content=True)):
             size += len(part)
             parts.append(part)
@@ -162,14 +162,14 @@ class Fetcher:
         return b"".join(parts)
 
     def _rules_of(self, url: str) -> Protego:
-        """Of the URL's site: all is allowed without the file, and nothing for now by a server that fails."""
+        """Robots rules of the URL's site: a missing file allows everything; a server error makes the site busy."""
         site = f"{urlsplit(url).scheme}://{host_of(url)}"
         found = self._robots.get(site)
         if found is None:
             text = self._ask_for_rules(site + "/robots.txt")
             found = Protego.parse(text), len(text)
             with self._lock:
-                if site not in self._robots:  # a request that was given up may have asked as well
+                if site not in self._robots:  # an abandoned request may have added it
                     self._robots[site] = found
                     self._robots_bytes += found[1]
                 while len(self._robots) > _ROBOTS_KEPT or self._robots_bytes > _ROBOTS_BYTES_KEPT:

@@ -1,1 +1,1 @@
-"""Preprocessing: reads lines of text, encodes them in parallel, and writes token files; and trains vocabularies."""
+"""Preprocessing: encodes lines of text in parallel into token files, and trains vocabularies."""

@@ -45,7 +45,7 @@ earlier ones as they were (and may leave a *.partial behind, which the next run 
 
 
 class PreprocessParser(argparse.ArgumentParser):
-    """A parser whose errors are ``UserError``: one line, status 2."""
+    """Argument parser that raises ``UserError`` instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}. See --help")
@@ -154,7 +154,8 @@ def parse_flags(argv: list[str]) -> argparse.Namespace:
     """Reads the command line; underscores in flag names are read as hyphens.
 
     Raises:
-        UserError: when a flag is unknown (the message names the nearest one), or values are missing or contradictory.
+        UserError: when a flag is unknown (the message suggests the closest match), or values are missing or
+            contradictory.
     """
     parser = build_parser()
     flags = []
@@ -181,7 +182,7 @@ def parse_flags(argv: list[str]) -> argparse.Namespace:
 
 
 def preprocess(args: argparse.Namespace) -> Totals:
-    """Preprocesses as parsed flags say.
+    """Preprocesses the input according to the parsed flags.
 
     Raises:
         UserError: when the input is invalid, or a file cannot be read or written.
@@ -221,7 +222,7 @@ def preprocess(args: argparse.Namespace) -> Totals:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns 0 when the files are written, 2 with a one-line reason when not."""
+    """Runs the command; returns 0 on success, or prints a single-line error and returns 2."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     words = sys.argv[1:] if argv is None else argv
     return run_command(lambda: preprocess(parse_flags(words)))

@@ -1,4 +1,4 @@
-"""Lines of JSON to token ids."""
+"""Encoding of JSON lines into token ids."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron.tokenizer.build import build_tokenizer
 
 @dataclass(frozen=True)
 class EncodeOptions:
-    """Options of encoding; the fields are those of the flags."""
+    """Encoding options; each field is the flag of the same name."""
 
     json_keys: tuple[str, ...]
     tokenizer_type: str
@@ -38,7 +38,7 @@ class EncodeOptions:
 
 @dataclass(frozen=True)
 class BadLine:
-    """A line that is not a document: its number, from 0, in its source, and the reason."""
+    """A line that is not a document: its index in the source, from 0, and the reason."""
 
     index: int
     why: str
@@ -46,7 +46,7 @@ class BadLine:
 
 @dataclass(frozen=True)
 class KeyTokens:
-    """The documents of one key: ids [T], tokens of each sequence, sequences of each document."""
+    """Encoded documents of a key: ids [T], tokens per sequence, and sequences per document."""
 
     tokens: NDArray[Any]
     lengths: NDArray[np.int32]
@@ -69,11 +69,11 @@ def parse_line(line: bytes, keys: Sequence[str], *, first: bool = False) -> list
 
     Args:
         line: a line of JSON.
-        keys: keys whose strings are wanted.
-        first: whether it is its file's first line, where a byte order mark may stand.
+        keys: keys of the texts.
+        first: whether it is the first line of its file, which may start with a byte order mark.
 
     Raises:
-        ValueError: when the line is bad; the message says what is wrong with it.
+        ValueError: when the line is bad; the message states the reason.
     """
     if first:
         line = line.removeprefix(MARK)
@@ -105,7 +105,7 @@ def parse_line(line: bytes, keys: Sequence[str], *, first: bool = False) -> list
 
 
 class Encoder:
-    """An encoder of blocks of lines. Built once in every worker."""
+    """Encoder of blocks of lines; built once per worker."""
 
     def __init__(self, options: EncodeOptions) -> None:
         self.options = options
@@ -114,7 +114,7 @@ class Encoder:
         self._split = sentence_splitter(options.lang, options.keep_newlines) if options.split_sentences else None
 
     def __call__(self, block: Block) -> Encoded:
-        """Encodes a block; lines that are not documents are listed as bad, blank ones are left out."""
+        """Encodes a block; lines that are not documents are listed as bad, and blank lines are skipped."""
         bad: list[BadLine] = []
         documents: list[tuple[int, list[str]]] = []
         for index, line in enumerate(block.lines, start=block.first):
@@ -156,7 +156,7 @@ class Encoder:
         sequences: list[list[int]] = []
         kept_counts = np.zeros(len(texts), dtype=np.int32)
         for number, count in enumerate(counts):
-            # A sentence without tokens is left out, and a document without tokens gets no end of document.
+            # Sentences without tokens are dropped, and documents without tokens get no end-of-document token.
             kept = [sentence for sentence in (next(ids) for _ in range(count)) if sentence]
             if kept and self.options.append_eod:
                 kept[-1].append(self.tokenizer.eod)

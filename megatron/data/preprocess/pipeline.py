@@ -1,4 +1,4 @@
-"""The encoding pipeline: blocks of lines through one or many workers into indexed files, in the order of the input."""
+"""The encoding pipeline: encodes blocks of lines in parallel and writes indexed files, in input order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron.data.processes import ProcessKilled, in_processes
 
 @dataclass(frozen=True)
 class EncodingJob:
-    """A run of encoding: options, output format, and what to do about bad lines."""
+    """Parameters of an encoding run: options, output format, handling of bad lines, and number of workers."""
 
     options: EncodeOptions
     dataset_impl: str
@@ -29,7 +29,7 @@ class EncodingJob:
 
 @dataclass
 class Totals:
-    """Totals of a run so far."""
+    """Running totals."""
 
     documents: int = 0
     size: int = 0
@@ -38,12 +38,12 @@ class Totals:
     tokens: int = 0
 
 
-# Called after every block with the totals so far and the messages about lines skipped in it.
+# Called after every block with the running totals and the messages about its skipped lines.
 Report = Callable[[Totals, list[str]], None]
 
 
 def output_prefixes(output_prefix: str, options: EncodeOptions) -> list[str]:
-    """The prefix of each key's files."""
+    """Output prefix of each key."""
     level = "sentence" if options.split_sentences else "document"
     return [f"{output_prefix}_{key}_{level}" for key in options.json_keys]
 
@@ -51,12 +51,11 @@ def output_prefixes(output_prefix: str, options: EncodeOptions) -> list[str]:
 def run(
     job: EncodingJob, sources: list[InputRange], prefixes: list[str], report: Report, *, may_be_empty: bool = False
 ) -> Totals:
-    """Encodes all sources into one pair of files for each key. The files appear when all is done, or not at
-    all.
+    """Encodes all sources into a pair of files per key. The files appear only after everything succeeded.
 
     Raises:
-        UserError: when a line is bad and bad lines are not skipped, input cannot be read, or there is no document, or
-            no token of some key.
+        UserError: when a line is bad and bad lines are not skipped, input cannot be read, there is no document, or a
+            key has no tokens.
     """
     totals = Totals()
     with ExitStack() as stack:
@@ -84,9 +83,9 @@ def run(
 
 
 def run_partitions(job: EncodingJob, parts: list[list[InputRange]], prefixes: list[str], report: Report) -> Totals:
-    """Runs like ``run``, with a process and an equal share of the workers for each part of the input.
+    """Like ``run``, with a process and an equal share of the workers per part of the input.
 
-    Each writes shards; they are joined in the order of the input and removed.
+    Each part writes shards, which are merged in input order and removed.
     """
     shards = [[f"{prefix}.part{number}" for prefix in prefixes] for number in range(len(parts))]
     share = EncodingJob(job.options, job.dataset_impl, job.skip_bad_lines, max(1, job.workers // len(parts)))
@@ -128,7 +127,7 @@ def run_partitions(job: EncodingJob, parts: list[list[InputRange]], prefixes: li
 
 
 def _encoded(job: EncodingJob, encoder: Encoder, blocks: Iterator[Block]) -> Iterator[Encoded]:
-    """Encodes blocks in order, in this process or in ``job.workers`` others."""
+    """Encodes blocks in order, in this process or in ``job.workers`` processes."""
     if job.workers == 1:
         yield from map(encoder, blocks)
         return
@@ -157,7 +156,7 @@ def _describe(source: InputRange, bad: BadLine) -> str:
     return f"{source.label}:{source.line_number(bad.index)}: {bad.why}"
 
 
-# State of a worker process, set once when it starts.
+# State of a worker process, set at startup.
 _worker: dict[str, Any] = {}
 
 
@@ -182,7 +181,7 @@ class _Partition:
 
 
 class _Stopped(UserError):
-    """Why a partition ended because another one had failed."""
+    """Raised in a partition after another partition failed."""
 
 
 def _start_partition(messages: Any, stop: Any) -> None:
@@ -191,7 +190,7 @@ def _start_partition(messages: Any, stop: Any) -> None:
 
 
 def _run_partition(part: _Partition) -> Totals | UserError | OSError:
-    """Encodes a part: the totals, or why it could not be done; then the others stop as well."""
+    """Encodes a part; returns the totals, or the error, after which the other parts stop as well."""
 
     def report(totals: Totals, skipped: list[str]) -> None:
         if _worker["stop"].is_set():

@@ -1,4 +1,4 @@
-"""Progress of a tool that reads documents: a bar on a terminal, else lines."""
+"""Progress reports of document readers: a bar on a terminal, otherwise lines."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 from megatron.data.preprocess.pipeline import Totals
 
-# Bad lines that are shown one by one before only their count goes on.
+# Bad lines that are reported individually; later lines are only counted.
 _SHOWN_BAD_LINES = 20
 
 
 class EncodingProgress:
-    """A report of documents, docs/s and MB/s: a bar on a terminal, else a line for every interval."""
+    """Reports documents, docs/s and MB/s: a bar on a terminal, otherwise a line per interval."""
 
     def __init__(self, interval: int) -> None:
         self._interval = interval
@@ -27,7 +27,7 @@ class EncodingProgress:
             self._bar = tqdm(unit="docs", unit_scale=True, dynamic_ncols=True)
 
     def __call__(self, totals: Totals, bad: list[str]) -> None:
-        """Shows the totals so far and the lines that were skipped since the last call."""
+        """Shows the running totals and the lines skipped since the last call."""
         for message in bad:
             self._shown += 1
             if self._shown <= _SHOWN_BAD_LINES:
@@ -43,12 +43,12 @@ class EncodingProgress:
             self._print(f"Processed {totals.documents} documents ({docs_per_s:.1f} docs/s, {mb_per_s:.2f} MB/s).")
 
     def rates(self, totals: Totals) -> tuple[float, float]:
-        """Documents and megabytes of input per second."""
+        """Documents per second and megabytes of input per second."""
         seconds = max(time.monotonic() - self._start, 1e-9)
         return totals.documents / seconds, totals.size / seconds / 1e6
 
     def close(self) -> None:
-        """Ends the bar."""
+        """Closes the bar."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None

@@ -1,4 +1,4 @@
-"""Reads the lines of input files, in blocks that know their source."""
+"""Reads the lines of input files in blocks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCK_LINES = 1000
 
 @dataclass(frozen=True)
 class InputRange:
-    """An input file, or the part of a plain file whose lines start in [start, end) bytes."""
+    """An input file, or the lines of a plain file that start at bytes [start, end)."""
 
     name: str
     start: int = 0
@@ -26,15 +26,15 @@ class InputRange:
 
     @property
     def label(self) -> str:
-        """The name in messages."""
+        """Name in messages."""
         return "<stdin>" if self.name == STDIN else self.name
 
     def line_number(self, index: int) -> int:
-        """Line number in the file, from 1, of this part's line ``index``, from 0."""
+        """Line number in the file, from 1, of line ``index`` of this range, from 0."""
         before = 0
         if self.start:
             with open(self.name, "rb") as stream:
-                # The line that reaches over the cut, or ends at it, is the last one of the part before.
+                # The line that crosses the cut, or ends at it, is the last line of the previous range.
                 left, before = self.start - 1, 1
                 while left and (data := stream.read(min(left, 1 << 24))):
                     before += data.count(b"\n")
@@ -44,7 +44,7 @@ class InputRange:
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive lines of a source; ``first`` is the number, from 0, of the first one in the source."""
+    """Consecutive lines of a source; ``first`` is the index of the first line in the source, from 0."""
 
     source: InputRange
     first: int
@@ -53,10 +53,10 @@ class Block:
 
 
 def expand_inputs(values: list[str]) -> list[str]:
-    """Expands paths and glob patterns to files: patterns sorted, the given order kept.
+    """Expands paths and glob patterns to files: matches of a pattern are sorted, and the input order is preserved.
 
     Raises:
-        UserError: when a path does not exist, a pattern matches nothing, or stdin is given twice.
+        UserError: when a path does not exist, a pattern matches nothing, or stdin occurs twice.
     """
     files: list[str] = []
     for value in values:
@@ -76,8 +76,8 @@ def expand_inputs(values: list[str]) -> list[str]:
 def divide(files: list[str], parts: int) -> list[list[InputRange]]:
     """Divides the input into at most ``parts`` consecutive pieces of similar size.
 
-    Plain files are cut at line starts; compressed files and standard input stay whole. Reading the pieces one
-    after the other gives the lines of the files in order.
+    Plain files are cut at line starts; compressed files and standard input are not cut. Reading the pieces in sequence
+    yields the lines of the files in order.
     """
     sizes = [0 if name == STDIN else os.path.getsize(name) for name in files]
     share = max(1, -(-sum(sizes) // parts))
@@ -105,7 +105,7 @@ def read_blocks(sources: list[InputRange]) -> Iterator[Block]:
     """Reads the lines of all sources in blocks of about a megabyte.
 
     Raises:
-        UserError: when a file cannot be read or decompressed; the message names the line that was reached.
+        UserError: when a file cannot be read or decompressed; the message names the line reached.
     """
     for source in sources:
         first, lines, size = 0, [], 0
@@ -132,7 +132,7 @@ def _lines(source: InputRange) -> Iterator[bytes]:
     with opened(source.name) as stream:
         place = 0
         if source.start:
-            # The line that reaches over the cut belongs to the part before it.
+            # The line that crosses the cut belongs to the previous range.
             stream.seek(source.start - 1)
             place = source.start - 1 + len(stream.readline())
         for line in stream:

@@ -1,4 +1,4 @@
-"""Texts to sentences: by nltk's Punkt models where they are on this machine, else by rules."""
+"""Sentence splitting with nltk's Punkt models if installed, otherwise by rules."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 Spans = list[tuple[int, int]]
 
-# Words that a full stop follows inside a sentence, without it and in lower case.
+# Abbreviations with a period that does not end a sentence; in lower case, without the period.
 _ABBREVIATIONS = """
 mr mrs ms mx dr prof sr jr st mt ft gen col maj capt cmdr lt sgt cpl adm rev hon pres gov sen rep supt
 no nos nr fig figs eq eqs sec secs ch chap vol vols pp pg art ed eds trans vs v cf ca approx al ibid viz
@@ -17,9 +17,9 @@ jan feb mar apr jun jul aug sep sept oct nov dec mon tue tues wed thu thur thurs
 inc ltd co corp dept univ assn bros ave blvd rd est bzw usw vgl hrsg bd mme mlle sra sig dott
 """
 _KNOWN = frozenset(_ABBREVIATIONS.split())
-_WIDE = "\u3002\uff01\uff1f"  # the signs of Chinese and Japanese, after which no space stands
+_WIDE = "\u3002\uff01\uff1f"  # Chinese and Japanese sentence ends, without a following space
 _CLOSING, _WIDE_CLOSING = r"\"'\u201d\u2019\u00bb)\]", r"\u300d\u300f\u201d\u2019\uff09"
-# What may end a sentence, with what closes after it; an empty line always ends one.
+# Possible sentence ends, with closing quotes and brackets; an empty line always ends a sentence.
 _END = re.compile(rf"(?<![.!?\u2026])[.!?\u2026]+[{_CLOSING}]*(?=\s)|[{_WIDE}]+[{_WIDE_CLOSING}]*|\n[^\S\n]*\n\s*")
 _LAST_WORD = re.compile(r"[^\s(\[\"'\u201c\u2018\u00ab]+$")
 _DOTTED = re.compile(r"(?:[^\W\d_]{1,2}\.)+[^\W\d_]{1,2}")
@@ -28,7 +28,7 @@ _LONGEST_NAME = 40
 
 
 def load_punkt(lang: str) -> Any:
-    """nltk's Punkt model of a language from this machine's folders (NLTK_DATA and nltk's own), or None.
+    """Loads nltk's Punkt model of a language from local folders (NLTK_DATA and nltk's defaults), or returns None.
 
     Nothing is downloaded.
     """
@@ -41,10 +41,10 @@ def load_punkt(lang: str) -> Any:
 
 
 def rule_spans(text: str) -> Spans:
-    """Splits a text by rules, for any language that ends sentences with . ! ? or their Chinese and Japanese forms.
+    """Splits a text by rules, for languages that end sentences with . ! ? or their Chinese and Japanese forms.
 
-    A sentence does not end before a lower-case word, nor after an abbreviation, an initial or letters with full
-    stops between them (e.g., U.S.). White space around sentences belongs to none.
+    A sentence does not end before a lower-case word, nor after an abbreviation, an initial or letters separated by
+    periods (e.g., U.S.). Spans exclude the white space around sentences.
     """
     spans: Spans = []
     begin = 0
@@ -57,7 +57,7 @@ def rule_spans(text: str) -> Spans:
 
 
 def _ends(text: str, begin: int, found: re.Match[str]) -> bool:
-    """Whether a sentence that began at ``begin`` ends with the signs that were found."""
+    """Whether a sentence that starts at ``begin`` ends with the matched punctuation."""
     sign = found[0]
     if sign.isspace() or sign[0] in _WIDE:
         return True
@@ -84,10 +84,10 @@ def _append(spans: Spans, text: str, begin: int, end: int) -> None:
 
 
 def sentence_splitter(lang: str, keep_newlines: bool) -> Callable[[str], list[str]]:
-    """A function that splits a text into sentences.
+    """Builds a function that splits a text into sentences.
 
     With ``keep_newlines`` the white space between two sentences stays at the end of the first, so that the
-    sentences put together are the text; otherwise it is dropped.
+    concatenated sentences are the text; otherwise it is dropped.
     """
     punkt = load_punkt(lang)
 

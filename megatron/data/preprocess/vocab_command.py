@@ -39,12 +39,12 @@ def texts(files: Sequence[str], keys: Sequence[str], watch: Watch = lambda *_: N
     """Reads the texts of JSON-lines files.
 
     Args:
-        files: the files, as ``expand_inputs`` gives them.
-        keys: keys whose strings are taken.
-        watch: called after each block with what was read so far.
+        files: files, as returned by ``expand_inputs``.
+        keys: keys of the texts.
+        watch: called after each block with the running totals.
 
     Raises:
-        UserError: when a line is no such record, or a file cannot be read.
+        UserError: when a line is not a valid record, or a file cannot be read.
     """
     totals = Totals()
     is_empty = True
@@ -77,21 +77,21 @@ def train(
     merging: Callable[[], None] = lambda: None,
     bars: bool = False,
 ) -> int:
-    """Trains on text and writes the two files; the same text gives the same bytes.
+    """Trains a vocabulary and writes its two files; the same text gives the same bytes.
 
     Args:
-        files: files of JSON lines, or patterns of their names.
-        folder: folder of the two files; made where there is none.
-        vocab_size: entries, ``<|endoftext|>`` included.
-        keys: keys whose strings are the text.
-        documents: only the first so many.
-        min_frequency: times that a pair must come to be merged.
-        watch: called with what was read so far.
-        merging: called when all is read.
-        bars: draw the library's own bars, of reading, counting and merging.
+        files: JSON-lines files or glob patterns.
+        folder: output folder; created if missing.
+        vocab_size: number of entries, ``<|endoftext|>`` included.
+        keys: keys of the texts.
+        documents: maximum number of documents; None for all.
+        min_frequency: minimum occurrences of a pair to be merged.
+        watch: called with the running totals.
+        merging: called after all text is read.
+        bars: show the progress bars of ``tokenizers`` for reading, counting and merging.
 
     Returns:
-        The number of entries: fewer than asked for if pairs run out.
+        Number of entries; fewer than ``vocab_size`` if pairs run out.
 
     Raises:
         UserError: when the text is broken, the vocabulary cannot hold all bytes, or a file cannot be written.
@@ -127,15 +127,15 @@ def train(
 
 
 def _write(model: Any, folder: Path) -> None:
-    """Writes the two files of a model of ``tokenizers``, each whole or not at all.
+    """Writes the two files of a ``tokenizers`` model, each atomically.
 
     Raises:
-        UserError: when there is no space for them.
+        UserError: when the disk is full.
     """
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         try:
             model.save(temporary)
-        except Exception as error:  # of no type of its own
+        except Exception as error:  # the library raises plain Exception
             raise UserError(f"--output-dir {folder}: {error}; free some space, or name another folder") from error
         for name in VOCABULARY_FILES:
             with atomic_write(folder / name) as stream:
@@ -175,10 +175,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(options: argparse.Namespace) -> str:
-    """Trains as the command line says.
+    """Trains according to the command line.
 
     Returns:
-        A line that says what was made.
+        A line that summarizes the result.
 
     Raises:
         UserError: when the input is invalid.
@@ -188,7 +188,7 @@ def run(options: argparse.Namespace) -> str:
         if value is not None and not 1 <= value < 2**63:
             raise UserError(f"--{name.replace('_', '-')} {value}: give at least 1, and less than 2**63")
     bars = sys.stderr.isatty()
-    progress = EncodingProgress(options.log_interval) if not bars else None  # tokenizers draws bars of its own
+    progress = EncodingProgress(options.log_interval) if not bars else None  # tokenizers draws its bars on a terminal
     read = Totals()
 
     def watch(totals: Totals, bad: list[str]) -> None:
@@ -219,5 +219,5 @@ def run(options: argparse.Namespace) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns 0 when the files are written, 2 with a one-line reason when not."""
+    """Runs the command; returns 0 on success, or prints a single-line error and returns 2."""
     return run_command(lambda: print(run(parser().parse_args(arguments))))

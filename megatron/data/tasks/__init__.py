@@ -1,1 +1,1 @@
-"""Labelled samples of fine-tuning tasks."""
+"""Labeled samples of fine-tuning tasks."""

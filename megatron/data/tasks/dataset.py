@@ -1,4 +1,4 @@
-"""Labelled samples as a source for loaders: texts to tokens, labels, and which of them count."""
+"""Sample source of fine-tuning tasks: tokenized texts, labels and loss mask."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from megatron.tokenizer.api import PieceLookup, Tokenizer
 from megatron.tokenizer.wordpiece import word_piece_ids
 
 _CACHED_TEXTS = 1024
-# The first token, a separator behind each text, and a token of each.
+# First token, a separator after each of two texts, and a token of each text.
 _LEAST_LENGTH = 5
-# Length, label, and whether it counts.
+# Length, label, and whether the label counts.
 _AFTER_TOKENS = 3
 _NAMES = ("[CLS]", "[SEP]", "[PAD]")
 
@@ -33,9 +33,9 @@ class Separators:
     """Ids of the tokens around texts.
 
     Args:
-        first: begins every sequence; None for nothing.
-        end: stands behind every text.
-        pad: fills up.
+        first: token at the start of every sequence; None for no token.
+        end: token after every text.
+        pad: padding token.
     """
 
     first: int | None
@@ -44,11 +44,12 @@ class Separators:
 
 
 def separators_of(tokenizer: Tokenizer, model: ModelConfig) -> Separators:
-    """The tokens around texts: BERT's and DeBERTa's own; for GPT the end of a document, whose state the classifier
-    reads at last.
+    """Separator tokens of a model: [CLS], [SEP] and [PAD] for BERT and DeBERTa, end of document for GPT.
+
+    The classifier of a GPT model reads the hidden state of the last end-of-document token.
 
     Raises:
-        UserError: when the tokenizer does not have them.
+        UserError: when the tokenizer does not have these tokens.
     """
     if model.causal:
         return Separators(None, tokenizer.eod, tokenizer.eod)
@@ -68,9 +69,9 @@ def separators_of(tokenizer: Tokenizer, model: ModelConfig) -> Separators:
 def paired(
     first: Sequence[int], second: Sequence[int] | None, length: int, around: Separators
 ) -> tuple[list[int], int]:
-    """The tokens of one or two texts, at most ``length``, and how many of them are of the first.
+    """Joins one or two tokenized texts into at most ``length`` tokens; returns them and the length of the first part.
 
-    What is too much is cut off the end, as in Megatron.
+    Excess tokens are removed from the end, as in Megatron.
     """
     tokens = [*([] if around.first is None else [around.first]), *first, around.end]
     of_first = len(tokens)
@@ -83,20 +84,20 @@ def paired(
 
 
 class TaskDataset:
-    """Samples of a task, some of whose draws may not count.
+    """Samples of a fine-tuning task, with padding draws that do not count.
 
-    A draw is a sequence: a sample with several takes as many draws in a row.
+    A draw is a single sequence; a sample with several sequences takes consecutive draws.
 
     Args:
         examples: the samples.
-        epochs: their order.
-        num_epochs: epochs that may be drawn.
+        epochs: order of the samples.
+        num_epochs: number of epochs that can be drawn.
         tokenizer: tokenizer of the model.
-        model: model that reads them.
-        most_first: most tokens of a first text; None for any number.
+        model: model configuration.
+        most_first: maximum tokens of a first text; None for no limit.
 
     Raises:
-        UserError: when the tokenizer or the length does not suit.
+        UserError: when the model needs another tokenizer, or the sequence length is too small.
     """
 
     resets_positions = False
@@ -164,7 +165,7 @@ class TaskDataset:
         return row(self, index)
 
     def read(self, index: int, out_t: NDArray[np.int64]) -> None:
-        """See ``SampleSource``: tokens, types, and their number; the label's bits, and whether it counts."""
+        """See ``SampleSource``: tokens, types, number of tokens, bits of the label, and whether the label counts."""
         sample, number = divmod(self.sample_id(index), self._each)
         example, length = self.examples[sample], self._length
         first, second = example.sequences[number]

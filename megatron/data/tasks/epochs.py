@@ -1,4 +1,4 @@
-"""The order of a task's samples: whole epochs of whole batches."""
+"""Sample order of fine-tuning tasks: complete epochs of full batches."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from megatron.data.fixed_order import Lanes
 from megatron.data.permute import Permutation, mix
 
 _TASK_ORDER = 3
-"""Tells these orders from others of the same seed."""
+"""Stream id that separates these shuffles from others with the same seed."""
 
 
 @dataclass(frozen=True)
 class EpochPlace:
-    """What a draw is.
+    """Sample of a draw.
 
     Args:
-        sample: number of the sample.
-        counts: whether its label counts: no draw that only fills a batch does.
+        sample: index of the sample.
+        counts: whether the label counts; False for padding draws.
     """
 
     sample: int
@@ -25,16 +25,15 @@ class EpochPlace:
 
 
 class Epochs:
-    """Draws of samples, each epoch of which is a whole number of batches.
+    """Draws of samples in epochs of full batches.
 
     Args:
         samples: number of samples.
-        batch: samples of a batch.
-        keep_last: what is left at the end of an epoch makes a last batch, filled up with samples that do not count;
-            otherwise it is left out of this epoch.
-        shuffle: each epoch has an order of its own; otherwise that of the files.
-        recurring: shuffle as ``Lanes``, for codecs that remember samples.
-        seed: seed of the orders.
+        batch: batch size.
+        keep_last: pad the last, incomplete batch of an epoch with samples that do not count; otherwise drop it.
+        shuffle: shuffle each epoch; otherwise keep the order of the files.
+        recurring: shuffle in ``Lanes``, for codecs with per-sample state.
+        seed: seed of the shuffles.
     """
 
     def __init__(
@@ -49,16 +48,16 @@ class Epochs:
 
     @property
     def real_samples(self) -> int:
-        """Samples of an epoch without those that only fill its last batch."""
+        """Number of samples per epoch, without padding."""
         return min(self.draws, self._samples)
 
     @property
     def lanes(self) -> int | None:
-        """Number of lanes, where samples recur in them."""
+        """Number of lanes if samples recur; otherwise None."""
         return None if self._lanes is None else self._lanes.lanes
 
     def at(self, draw: int) -> EpochPlace:
-        """What draw number ``draw`` of the run is."""
+        """Sample of draw ``draw`` of the run."""
         epoch, inside = divmod(draw, self.draws)
         place = inside % self._samples
         counts = inside < self._samples

@@ -1,4 +1,4 @@
-"""Labelled samples as texts: what the readers of task files return."""
+"""Labeled text samples, as returned by the readers of task files."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Example:
-    """A labelled sample.
+    """A labeled sample.
 
     Args:
-        sequences: what the model reads: a text, or a text and another one that belongs to it (else None). A choice has
-            several of them.
-        label: number of the class or of the right sequence; a float where a number is to be found.
+        sequences: input sequences, each a text and an optional second text (else None); multiple-choice samples have
+            several sequences.
+        label: index of the class or of the correct sequence; a float for regression.
     """
 
     sequences: tuple[tuple[str, str | None], ...]
@@ -26,9 +26,9 @@ class ExampleFile:
     """The samples of a file or folder.
 
     Args:
-        path: as it was given.
-        examples: its samples, in order.
-        note: what was left out; empty for nothing.
+        path: path as specified.
+        examples: samples, in file order.
+        note: description of skipped lines; empty if none.
     """
 
     path: str
@@ -37,7 +37,7 @@ class ExampleFile:
 
 
 def clean_text(text: str) -> str:
-    """A text with single spaces, and none before a period in its middle, as Megatron's tasks read it."""
+    """Normalizes white space, and removes spaces before inner periods, as Megatron's tasks do."""
     text = re.sub(r"\s+", " ", text)
     for _ in range(3):
         text = text.replace(" . ", ". ")

@@ -1,4 +1,4 @@
-"""GLUE's tasks: which columns of their TSV files hold texts and labels."""
+"""Reader of the TSV files of GLUE tasks."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from megatron.base.words import shown
 from megatron.data.tasks.examples import Example, ExampleFile, clean_text
 
 _MOST_TORN = 0.01
-"""Largest share of torn lines in a file that is known to have some."""
+"""Maximum fraction of malformed lines in a file that is known to contain some."""
 
 
 @dataclass(frozen=True)
 class GlueFormat:
-    """The files of one task.
+    """File format of a task.
 
     Args:
-        texts: names of the columns of one or two texts; numbers where files have no header.
-        label: name or number of the label's column.
-        classes: labels, in the order of their numbers; empty where a label is a number from ``bounds``.
-        columns: columns of every line where files have no header.
-        bounds: least and largest number.
-        torn: whether the published files have torn lines, which are left out.
+        texts: columns of one or two texts: names, or indices in files without a header.
+        label: name or index of the label column.
+        classes: class labels in index order; empty for numeric labels within ``bounds``.
+        columns: number of columns in files without a header.
+        bounds: minimum and maximum of numeric labels.
+        torn: whether the published files contain malformed lines, which are skipped.
     """
 
     texts: tuple[str | int, ...]
@@ -53,15 +53,15 @@ FORMATS: Mapping[str, GlueFormat] = {
 
 
 def read_glue(task: str, path: str, flag: str) -> ExampleFile:
-    """Reads a TSV file of a task, as GLUE publishes it.
+    """Reads a published GLUE TSV file.
 
     Args:
         task: a key of ``FORMATS``.
         path: path of the file.
-        flag: flag that names it, for messages.
+        flag: flag of the path, for messages.
 
     Raises:
-        UserError: when it cannot be read, or is not of this format; the message names file and line.
+        UserError: when the file cannot be read, or has another format; the message names file and line.
     """
     form, where = FORMATS[task], f"{flag} {path}"
     lines = read_lines(path, flag)
@@ -90,7 +90,7 @@ def read_glue(task: str, path: str, flag: str) -> ExampleFile:
 
 @dataclass(frozen=True)
 class _Columns:
-    """Places of a file's columns, and how many there are."""
+    """Column indices of a file, and its number of columns."""
 
     texts: tuple[int, ...]
     label: int
@@ -98,13 +98,13 @@ class _Columns:
 
 
 def _rows(lines: Sequence[str], first: int) -> Iterator[tuple[int, list[str]]]:
-    """Numbers of lines, from 1, and their fields."""
+    """Yields line numbers, from 1, and the fields of each line."""
     for number, line in enumerate(lines[first:], first + 1):
         yield number, line.split("\t")
 
 
 def _columns(task: str, form: GlueFormat, line: str, where: str) -> tuple[_Columns, int]:
-    """The columns of a file, and the number of lines before the first sample."""
+    """Column indices of a file, and number of lines before the first sample."""
     if form.columns is not None:
         texts = tuple(int(place) for place in form.texts)
         return _Columns(texts, int(form.label), form.columns), 0

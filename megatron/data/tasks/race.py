@@ -1,4 +1,4 @@
-"""RACE: passages with questions, each with four answers of which one is right."""
+"""Reader of RACE: passages with multiple-choice questions."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _LETTERS = "ABCD"
 
 
 def read_race(path: str, flag: str) -> ExampleFile:
-    """Reads a folder of ``.txt`` files, each with a passage and its questions in a line of JSON.
+    """Reads a folder of ``.txt`` files of JSON lines, each with a passage and its questions.
 
-    A question with a blank (``_``) is read with the answer in it; any other with the answer behind it.
+    The answer replaces the blank (``_``) of a question, or follows the question if it has no blank.
 
     Args:
         path: path of the folder, such as RACE/train/middle.
-        flag: flag that names it, for messages.
+        flag: flag of the path, for messages.
 
     Raises:
-        UserError: when it cannot be read, or a file is not of this format; the message names file and line.
+        UserError: when a file cannot be read, or has another format; the message names file and line.
     """
     try:
         files = sorted(entry for entry in Path(path).iterdir() if entry.suffix == ".txt")
@@ -45,10 +45,10 @@ def read_race(path: str, flag: str) -> ExampleFile:
 
 
 def _questions(line: str, where: str) -> Iterator[Example]:
-    """The samples of one passage."""
+    """Samples of a passage."""
     try:
         passage = parse_json(line)
-        json.dumps(passage, ensure_ascii=False).encode()  # an escape may be half of a character
+        json.dumps(passage, ensure_ascii=False).encode()  # an escape may be a lone surrogate
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: is no JSON of whole characters ({error})") from error
     if not isinstance(passage, dict):
