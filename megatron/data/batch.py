@@ -81,12 +81,12 @@ class Batch:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """Copies the token tensors to ``device``; sample and draw ids stay on the host, which reads them."""
-        moved = {
+        tensors = {
             name: tensor.to(device, non_blocking=non_blocking)
             for name in (item.name for item in fields(self))
             if name not in _HOST_IDS and (tensor := getattr(self, name)) is not None
         }
-        return replace(self, **moved)
+        return replace(self, **tensors)
 
 
 def collate(

@@ -52,8 +52,8 @@ class BertDataset(MaskedDataset):
         random = self.order.random(sample_id)
         first_t, second_t, swapped = self._halves(begin, end, random)
         first_t, second_t = _trimmed(first_t, second_t, target, random)
-        parts_ps = out_t[:-2].reshape(4, self.seq_length)
-        tokens_s, types_s, labels_s, mask_s = parts_ps
+        fields_fs = out_t[:-2].reshape(4, self.seq_length)
+        tokens_s, types_s, labels_s, mask_s = fields_fs
         sep = [self.ids.sep]
         text_t = np.concatenate([[self.ids.cls], first_t, sep, second_t, sep if len(second_t) else []]).astype(np.int64)
         tokens_s[:] = labels_s[:] = self.ids.pad
@@ -61,10 +61,10 @@ class BertDataset(MaskedDataset):
         types_s[:] = mask_s[:] = 0
         types_s[len(first_t) + 2 : len(text_t)] = 1
         for ngram in self.masker.ngrams(text_t, target, random):
-            for place in ngram.tolist():
-                labels_s[place] = text_t[place]
-                mask_s[place] = 1
-                tokens_s[place] = self._replaced(int(text_t[place]), random)
+            for position in ngram.tolist():
+                labels_s[position] = text_t[position]
+                mask_s[position] = 1
+                tokens_s[position] = self._replaced(int(text_t[position]), random)
         out_t[-2], out_t[-1] = len(text_t), swapped
 
     def collate(

@@ -69,24 +69,24 @@ class LazyBlend:
         while high - low > 1:
             middle = (low + high) // 2
             share = self._shares[low, high]
-            left = _rounded(index, share)
-            if _rounded(index + 1, share) > left:
-                high, index = middle, left
+            left_draws = _rounded(index, share)
+            if _rounded(index + 1, share) > left_draws:
+                high, index = middle, left_draws
             else:
-                low, index = middle, index - left
+                low, index = middle, index - left_draws
         return low, index
 
     def counts(self) -> list[int]:
         """Number of draws from each dataset over the whole blend; each dataset needs at least that many samples."""
         result = [0] * len(self._weights)
-        pending = [(0, len(self._weights), self._num_samples)]
-        while pending:
-            low, high, draws = pending.pop()
+        stack = [(0, len(self._weights), self._num_samples)]
+        while stack:
+            low, high, draws = stack.pop()
             if high - low == 1:
                 result[low] = draws
                 continue
-            left = _rounded(draws, self._shares[low, high])
-            pending += [(low, (low + high) // 2, left), ((low + high) // 2, high, draws - left)]
+            left_draws = _rounded(draws, self._shares[low, high])
+            stack += [(low, (low + high) // 2, left_draws), ((low + high) // 2, high, draws - left_draws)]
         return result
 
 
@@ -147,26 +147,26 @@ def greedy_blend(shares: list[float], num_samples: int, stretch_count: int = _ST
         dataset_index: int16 [num_samples]; dataset_sample_index: int64 [num_samples].
     """
     check_room(12 * num_samples, "a blend", num_samples)
-    choice = np.zeros(num_samples, dtype=np.int16)
+    dataset_index = np.zeros(num_samples, dtype=np.int16)
     if num_samples <= _SEQUENTIAL_DRAWS and stretch_count == _STRETCHES:
-        _greedy_stretch(shares, [0] * len(shares), choice, 0)
+        _greedy_stretch(shares, [0] * len(shares), dataset_index, 0)
     else:
-        _greedy_side_by_side(shares, choice, stretch_count)
-    number = np.zeros(num_samples, dtype=np.int64)
+        _greedy_side_by_side(shares, dataset_index, stretch_count)
+    sample_index = np.zeros(num_samples, dtype=np.int64)
     for dataset in range(len(shares)):
-        mine = choice == dataset
-        number[mine] = np.arange(int(np.count_nonzero(mine)))
-    return {"dataset_index": choice, "dataset_sample_index": number}
+        mask = dataset_index == dataset
+        sample_index[mask] = np.arange(int(np.count_nonzero(mask)))
+    return {"dataset_index": dataset_index, "dataset_sample_index": sample_index}
 
 
 def _greedy_stretch(shares: list[float], counts: list[int], choice: NDArray[np.int16], start: int) -> None:
     """Fills ``choice`` from draw ``start`` on; updates ``counts``, the draws of each dataset before it."""
     datasets = range(len(shares))
     for draw in range(start, start + len(choice)):
-        place = float(max(draw, 1))
-        best, best_error = 0, shares[0] * place - counts[0]
+        position = float(max(draw, 1))
+        best, best_error = 0, shares[0] * position - counts[0]
         for dataset in datasets:
-            error = shares[dataset] * place - counts[dataset]
+            error = shares[dataset] * position - counts[dataset]
             if error > best_error:
                 best, best_error = dataset, error
         choice[draw - start] = best
@@ -177,8 +177,8 @@ def _greedy_side_by_side(shares: list[float], choice: NDArray[np.int16], stretch
     shares_d = np.array(shares)
     length = max(1, -(-len(choice) // stretch_count))
     starts = np.arange(0, len(choice), length)
-    warm_up = min(_WARM_UP, length)
-    begin = np.maximum(starts - warm_up, 0)
+    warm_up_steps = min(_WARM_UP, length)
+    begin = np.maximum(starts - warm_up_steps, 0)
     exact_sd = begin[:, None] * shares_d
     counts_sd = np.floor(exact_sd).astype(np.int64)
     # Missing draws go to the largest remainders, which approximates the greedy rule.
@@ -188,7 +188,7 @@ def _greedy_side_by_side(shares: list[float], choice: NDArray[np.int16], stretch
     rows = np.arange(len(starts))
     padded_sl = np.zeros((len(starts), length), dtype=np.int16)
     guessed_sd = counts_sd.copy()
-    for step in range(-warm_up, length):
+    for step in range(-warm_up_steps, length):
         if step == 0:
             guessed_sd = counts_sd.copy()
         draws_s = starts + step
@@ -201,10 +201,10 @@ def _greedy_side_by_side(shares: list[float], choice: NDArray[np.int16], stretch
     choice[:] = padded_sl.reshape(-1)[: len(choice)]
     true_counts = [0] * len(shares)
     for row, start in enumerate(starts.tolist()):
-        part = choice[start : start + length]
+        chunk = choice[start : start + length]
         if true_counts == guessed_sd[row].tolist():
             true_counts = [
-                int(a + b) for a, b in zip(true_counts, np.bincount(part, minlength=len(shares)), strict=True)
+                int(a + b) for a, b in zip(true_counts, np.bincount(chunk, minlength=len(shares)), strict=True)
             ]
         else:
-            _greedy_stretch(shares, true_counts, part, start)
+            _greedy_stretch(shares, true_counts, chunk, start)

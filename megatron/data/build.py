@@ -112,12 +112,12 @@ def build_splits(
     check_data_given(data)
     check_data(data, skip_train=True)
     if data.blend is not None:
-        parts = [builder.part(data.blend, number, bounds) for number, bounds in enumerate(split_bounds(data.shares))]
+        splits = [builder.part(data.blend, number, bounds) for number, bounds in enumerate(split_bounds(data.shares))]
     else:
-        parts = [builder.part(blend, number, (0.0, 1.0)) for number, blend in enumerate(data.separate_blends)]
+        splits = [builder.part(blend, number, (0.0, 1.0)) for number, blend in enumerate(data.separate_blends)]
     samples = train_valid_test_num_samples
     train, valid, test = (
-        None if part is None else builder.dataset(part, samples[number]) for number, part in enumerate(parts)
+        None if split is None else builder.dataset(split, samples[number]) for number, split in enumerate(splits)
     )
     return train, valid, test
 
@@ -157,18 +157,20 @@ class _Builder:
         """Parts of all paths within ``bounds``; None if the split is empty."""
         if bounds is None or blend is None:
             return None
-        parts = []
+        dataset_parts = []
         for path in blend.paths:
             indexed = self._open(path)
             # Megatron rounds halves to even.
             begin, end = (round(bound * float(self.kind.count(indexed))) for bound in bounds)
-            parts.append(self.kind.part(indexed, begin, end, f"{indexed.prefix} ({SPLIT_NAMES[number]})"))
-        empty = [part.name for part in parts if part.is_empty]
-        if not empty:
-            return _SplitSources(number, blend.weights, parts)
-        if number != 0 and len(empty) == len(parts):
+            dataset_parts.append(self.kind.part(indexed, begin, end, f"{indexed.prefix} ({SPLIT_NAMES[number]})"))
+        empty_names = [dataset_part.name for dataset_part in dataset_parts if dataset_part.is_empty]
+        if not empty_names:
+            return _SplitSources(number, blend.weights, dataset_parts)
+        if number != 0 and len(empty_names) == len(dataset_parts):
             return None
-        raise UserError(f"{empty[0]}: --split {self.data.split} leaves it no tokens. Give it more documents or share")
+        raise UserError(
+            f"{empty_names[0]}: --split {self.data.split} leaves it no tokens. Give it more documents or share"
+        )
 
     def dataset(self, split: _SplitSources, num_samples: int | None) -> Dataset:
         """Builds the dataset of a split; blends it when the split has several paths."""
@@ -186,8 +188,8 @@ class _Builder:
 
     def _read_apart(self, split: _SplitSources, num_samples: int | None) -> BlendedDataset:
         """Concatenates the datasets of a split for separate evaluation, each with ``num_samples`` draws."""
-        alone = [_SplitSources(split.number, None, [part]) for part in split.parts]
-        return self._one_of_each([self._single(one, 0, num_samples) for one in alone])
+        single_splits = [_SplitSources(split.number, None, [dataset_part]) for dataset_part in split.parts]
+        return self._one_of_each([self._single(single_split, 0, num_samples) for single_split in single_splits])
 
     def _one_of_each(self, datasets: Sequence[FileSamples]) -> BlendedDataset:
         """Blends datasets so that each of their draws is used exactly once."""
@@ -196,21 +198,23 @@ class _Builder:
 
     def _read_once(self, split: _SplitSources) -> Dataset:
         """One epoch of each path of a split, ignoring weights; skips paths that are too short for a sample."""
-        datasets = [self._single(split, place, None) for place in range(len(split.parts))]
+        datasets = [self._single(split, path_index, None) for path_index in range(len(split.parts))]
         if len(datasets) == 1:
             return datasets[0]
         return self._one_of_each([dataset for dataset in datasets if len(dataset)] or datasets)
 
     def _lazy_blend(self, split: _SplitSources, num_samples: int) -> BlendedDataset:
-        weights = split.weights or [max(float(part.epoch_samples()), 1.0) for part in split.parts]
+        weights = split.weights or [max(float(dataset_part.epoch_samples()), 1.0) for dataset_part in split.parts]
         blend = LazyBlend(weights, num_samples)
         draws = blend.counts()
-        return BlendedDataset([self._single(split, place, wanted) for place, wanted in enumerate(draws)], blend, draws)
+        return BlendedDataset(
+            [self._single(split, path_index, num_draws) for path_index, num_draws in enumerate(draws)], blend, draws
+        )
 
     def _megatron_blend(self, split: _SplitSources, num_samples: int) -> BlendedDataset:
-        places = range(len(split.parts))
+        path_indices = range(len(split.parts))
         if split.weights is None:
-            datasets = [self._single(split, place, None) for place in places]
+            datasets = [self._single(split, path_index, None) for path_index in path_indices]
             weights = [float(len(dataset)) for dataset in datasets]
             if sum(weights) < num_samples:
                 raise UserError(
@@ -223,23 +227,24 @@ class _Builder:
             targets = [math.ceil(num_samples * weight) for weight in weights]
             size = sum(targets)
             datasets = [
-                self._single(split, place, math.ceil(targets[place] * (1 + _MEGATRON_MARGIN))) for place in places
+                self._single(split, path_index, math.ceil(targets[path_index] * (1 + _MEGATRON_MARGIN)))
+                for path_index in path_indices
             ]
         blend = MegatronBlend(weights, size, self.data.data_cache_path)
-        draws = [int((blend.dataset_index == place).sum()) for place in places]
+        draws = [int((blend.dataset_index == path_index).sum()) for path_index in path_indices]
         return BlendedDataset(datasets, blend, draws)
 
-    def _single(self, split: _SplitSources, place: int, num_samples: int | None) -> FileSamples:
+    def _single(self, split: _SplitSources, path_index: int, num_samples: int | None) -> FileSamples:
         # Paths of a blend and splits of a file must not share a shuffle.
-        return split.parts[place].dataset(num_samples, mix(self.seed, split.number, place))
+        return split.parts[path_index].dataset(num_samples, mix(self.seed, split.number, path_index))
 
     def _open(self, path: str) -> IndexedDataset:
-        found = self.opened.get(path)
-        if found is None:
-            found = self.opened[path] = self._dataset_of(path)
+        indexed = self.opened.get(path)
+        if indexed is None:
+            indexed = self.opened[path] = self._dataset_of(path)
             if self.vocab_size is not None and self.check_tokens:
-                found.check_token_range(self.vocab_size, self.data.data_cache_path)
-        return found
+                indexed.check_token_range(self.vocab_size, self.data.data_cache_path)
+        return indexed
 
     def _dataset_of(self, path: str) -> IndexedDataset:
         if not self.data.mock_data:

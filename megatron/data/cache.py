@@ -45,17 +45,17 @@ def cached_arrays(
     digest = hashlib.sha256(text.encode()).hexdigest()[:32]
     folder = Path(cache_path)
     manifest = folder / f"{kind}-{digest}.json"
-    found = _load(folder, manifest, digest, kind)
-    if found is not None:
-        return found
+    cached_entry = _load(folder, manifest, digest, kind)
+    if cached_entry is not None:
+        return cached_entry
     make_cache(folder)
     arrays = build()
-    kept = {}
+    array_entries = {}
     for name, array in arrays.items():
         write_cached(folder / f"{kind}-{digest}-{name}.npy", partial(_save, array))
-        kept[name] = [array.dtype.str, list(array.shape), _checksum(array)]
+        array_entries[name] = [array.dtype.str, list(array.shape), _checksum(array)]
     # The manifest is written last, so that it only exists beside complete arrays.
-    content = json.dumps({"identity": identity, "arrays": kept}, indent=1).encode()
+    content = json.dumps({"identity": identity, "arrays": array_entries}, indent=1).encode()
     write_cached(manifest, lambda stream: stream.write(content))
     return arrays
 
@@ -70,11 +70,11 @@ def check_room(nbytes: int, name: str, samples: int) -> None:
     Raises:
         UserError: when they do not fit; the message states their size.
     """
-    there_is = memory_of_this_machine()
-    if nbytes > there_is:
+    total_memory = memory_of_this_machine()
+    if nbytes > total_memory:
         raise UserError(
             f"{name}: --sample-order megatron holds the order of all {samples:_} samples in memory, at least "
-            f"{in_words(nbytes)} of the {in_words(there_is)} there are; use --sample-order lazy, or a shorter run"
+            f"{in_words(nbytes)} of the {in_words(total_memory)} there are; use --sample-order lazy, or a shorter run"
         )
 
 

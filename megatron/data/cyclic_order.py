@@ -49,8 +49,8 @@ class _Passes(Generic[Epoch]):
         """
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        number, inside = divmod(index, self.epoch_samples)
-        return Permutation(self.epoch_samples, mix(self._seed, number, _PASS))(inside)
+        number, offset = divmod(index, self.epoch_samples)
+        return Permutation(self.epoch_samples, mix(self._seed, number, _PASS))(offset)
 
 
 class CyclicOrder(_Passes[SampleOrder]):

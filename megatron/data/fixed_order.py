@@ -38,8 +38,8 @@ class Lanes:
 
     def sample(self, index: int) -> int:
         """Sample index of draw ``index``."""
-        epoch, inside = divmod(index, self.epoch_samples)
-        row, lane = divmod(inside, self.lanes)
+        epoch, offset = divmod(index, self.epoch_samples)
+        row, lane = divmod(offset, self.lanes)
         return Permutation(self._rows, mix(self._seed, epoch, lane, 2))(row) * self.lanes + lane
 
 

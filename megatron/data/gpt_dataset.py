@@ -60,10 +60,10 @@ class GPTDataset:
 
     def read(self, index: int, out_t: NDArray[np.int64]) -> None:
         """See ``SampleSource``."""
-        filled = 0
+        position = 0
         for document, offset, length in self.order.spans(self.order.sample_id(index)):
-            out_t[filled : filled + length] = self.indexed.get(document, offset, length)
-            filled += length
+            out_t[position : position + length] = self.indexed.get(document, offset, length)
+            position += length
 
     def collate(
         self, rows_bt: NDArray[np.int64], sample_ids_b: NDArray[np.int64], draw_ids_b: NDArray[np.int64]

@@ -135,22 +135,22 @@ class LazyOrder:
 
     def spans(self, sample_id: int) -> Iterator[Span]:
         """See ``SampleOrder``."""
-        position, wanted = sample_id * self._seq_length, self._seq_length + 1
-        while wanted:
-            epoch, inside = divmod(position, self._epoch_tokens)
+        position, remaining_tokens = sample_id * self._seq_length, self._seq_length + 1
+        while remaining_tokens:
+            epoch, offset = divmod(position, self._epoch_tokens)
             order, ends = self._epoch(epoch)
-            place = int(np.searchsorted(ends, inside, side="right"))
-            while wanted and place < len(order):
-                end = int(ends[place])
-                document = int(order[place])
+            order_index = int(np.searchsorted(ends, offset, side="right"))
+            while remaining_tokens and order_index < len(order):
+                end = int(ends[order_index])
+                document = int(order[order_index])
                 length = int(self._documents.lengths[document])
-                taken = min(wanted, end - inside)
-                if taken:
-                    yield self._documents.first + document, inside - (end - length), taken
-                inside += taken
-                position += taken
-                wanted -= taken
-                place += 1
+                span_tokens = min(remaining_tokens, end - offset)
+                if span_tokens:
+                    yield self._documents.first + document, offset - (end - length), span_tokens
+                offset += span_tokens
+                position += span_tokens
+                remaining_tokens -= span_tokens
+                order_index += 1
 
     def _epoch_start(self, epoch: int) -> int:
         """Number of samples that end before epoch ``epoch``, extra token included."""
@@ -159,20 +159,20 @@ class LazyOrder:
     def _epoch(self, epoch: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """Documents in the order of an epoch, and their cumulative lengths in tokens."""
         with self._lock:
-            found = self._epochs.get(epoch)
-            if found is not None:
+            cached_epoch = self._epochs.get(epoch)
+            if cached_epoch is not None:
                 self._epochs.move_to_end(epoch)
-                return found
+                return cached_epoch
             lengths = self._documents.lengths
             order = np.arange(len(lengths), dtype=np.int32 if len(lengths) < 2**31 else np.int64)
             # NumPy guarantees that the stream of the legacy generator never changes, so old runs can be resumed.
             key = mix(self._seed, epoch, 0)
             np.random.RandomState([key & 0xFFFFFFFF, key >> 32]).shuffle(order)
-            found = order, np.cumsum(lengths[order], dtype=np.int64)
-            self._epochs[epoch] = found
+            cached_epoch = order, np.cumsum(lengths[order], dtype=np.int64)
+            self._epochs[epoch] = cached_epoch
             if len(self._epochs) > self._epochs_kept:
                 self._epochs.popitem(last=False)
-            return found
+            return cached_epoch
 
 
 class MegatronOrder:
@@ -239,15 +239,15 @@ class MegatronOrder:
 
     def spans(self, sample_id: int) -> Iterator[Span]:
         """See ``SampleOrder``."""
-        place, offset = (int(value) for value in self.sample_index[sample_id])
-        wanted = self._seq_length + 1
-        while wanted:
-            document = int(self.document_index[place])
-            taken = min(wanted, int(self._documents.lengths[document - self._documents.first]) - offset)
-            if taken:
-                yield document, offset, taken
-            wanted -= taken
-            place, offset = place + 1, 0
+        entry, offset = (int(value) for value in self.sample_index[sample_id])
+        remaining_tokens = self._seq_length + 1
+        while remaining_tokens:
+            document = int(self.document_index[entry])
+            span_tokens = min(remaining_tokens, int(self._documents.lengths[document - self._documents.first]) - offset)
+            if span_tokens:
+                yield document, offset, span_tokens
+            remaining_tokens -= span_tokens
+            entry, offset = entry + 1, 0
 
 
 def build_megatron_arrays(documents: Documents, seq_length: int, seed: int, num_samples: int | None) -> Arrays:
@@ -262,24 +262,24 @@ def build_megatron_arrays(documents: Documents, seq_length: int, seed: int, num_
     wanted_tokens = 1 if num_samples is None else num_samples * seq_length + 1
     epochs = max(1, -(-wanted_tokens // epoch_tokens))
     total = (epochs * epoch_tokens - 1) // seq_length
-    before_last = total
+    shuffle_split = total
     if epochs > 1 and num_samples is not None:
-        before = ((epochs - 1) * epoch_tokens - 1) // seq_length
-        if num_samples - before < int(0.80 * ((epoch_tokens - 1) // seq_length)):
-            before_last = before
+        earlier_samples = ((epochs - 1) * epoch_tokens - 1) // seq_length
+        if num_samples - earlier_samples < int(0.80 * ((epoch_tokens - 1) // seq_length)):
+            shuffle_split = earlier_samples
     count = len(documents.lengths)
     check_room(12 * epochs * count + 24 * total, documents.name, total)
     random = np.random.RandomState(seed)
     document_index = np.tile(np.arange(documents.first, documents.first + count, dtype=np.int32), epochs)
-    split = (epochs - 1) * count if before_last != total else epochs * count
+    split = (epochs - 1) * count if shuffle_split != total else epochs * count
     random.shuffle(document_index[:split])
     if split != epochs * count:
         random.shuffle(document_index[split:])
     sample_index = _sample_index(documents, document_index, seq_length, total)
     shuffle_index = np.arange(total, dtype=np.uint32 if total < np.iinfo(np.uint32).max - 1 else np.int64)
-    random.shuffle(shuffle_index[:before_last])
-    if before_last != total:
-        random.shuffle(shuffle_index[before_last:])
+    random.shuffle(shuffle_index[:shuffle_split])
+    if shuffle_split != total:
+        random.shuffle(shuffle_index[shuffle_split:])
     return {"document_index": document_index, "sample_index": sample_index, "shuffle_index": shuffle_index}
 
 

@@ -192,10 +192,10 @@ class IndexedDataset:
             block = tokens[start : start + step]
             if int(block.max()) < vocab_size and (self.dtype.kind == "u" or int(block.min()) >= 0):
                 continue
-            place = start + int(np.argmax((block >= vocab_size) | (block < 0)))
-            sequence = int(np.searchsorted(self.table.offsets, place * self.dtype.itemsize, side="right")) - 1
+            position = start + int(np.argmax((block >= vocab_size) | (block < 0)))
+            sequence = int(np.searchsorted(self.table.offsets, position * self.dtype.itemsize, side="right")) - 1
             raise UserError(
-                f"{self.bin_path}: token id {int(tokens[place])} in sequence {sequence} is outside the "
+                f"{self.bin_path}: token id {int(tokens[position])} in sequence {sequence} is outside the "
                 f"vocabulary of {vocab_size}. Use the tokenizer that made the data, or preprocess it again"
             )
 
@@ -289,8 +289,8 @@ class IndexedWriter:
     def add_document(self, tokens: ArrayLike, lengths: Sequence[int] | None = None) -> None:
         """Appends a document: a single sequence unless ``lengths`` splits it, or no sequence if it has no tokens."""
         size = np.asarray(tokens).size
-        parts = ([size] if size else []) if lengths is None else list(lengths)
-        self.add_documents(tokens, parts, [len(parts)])
+        sequence_lengths = ([size] if size else []) if lengths is None else list(lengths)
+        self.add_documents(tokens, sequence_lengths, [len(sequence_lengths)])
 
     def merge(self, prefix: str | Path) -> None:
         """Appends all documents of a finished pair of the same dtype."""

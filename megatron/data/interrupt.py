@@ -26,8 +26,10 @@ def stopped_in_order(*, even_ignored: bool = False) -> Iterator[None]:
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
-    taken = SIGNALS if even_ignored else [one for one in SIGNALS if signal.getsignal(one) == signal.SIG_DFL]
-    with _handled(stop, taken):
+    handled_signals = (
+        SIGNALS if even_ignored else [number for number in SIGNALS if signal.getsignal(number) == signal.SIG_DFL]
+    )
+    with _handled(stop, handled_signals):
         yield
 
 
@@ -47,8 +49,8 @@ def run_command(body: Callable[[], object], name: str = "", stopped: str = "noth
         sys.stderr.write(f"{prefix}error: {error}\n")
         return 2
     except OSError as error:
-        place = f"{error.filename or 'output'}: {error.strerror or error}"
-        sys.stderr.write(f"{prefix}error: {place}. {stopped[0].upper()}{stopped[1:]}\n")
+        reason = f"{error.filename or 'output'}: {error.strerror or error}"
+        sys.stderr.write(f"{prefix}error: {reason}. {stopped[0].upper()}{stopped[1:]}\n")
         return 2
     except KeyboardInterrupt:
         sys.stderr.write(f"{prefix}interrupted; {stopped}\n")
@@ -64,11 +66,11 @@ def undisturbed() -> AbstractContextManager[None]:
 @contextmanager
 def _handled(handler: Callable[..., Any] | signal.Handlers, numbers: Iterable[int]) -> Iterator[None]:
     """Sets signal handlers; does nothing outside the main thread, where Python does not allow it."""
-    before = {}
+    old_handlers = {}
     if threading.current_thread() is threading.main_thread():
-        before = {number: signal.signal(number, handler) for number in numbers}
+        old_handlers = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        for number, former in before.items():
-            signal.signal(number, former)
+        for number, old_handler in old_handlers.items():
+            signal.signal(number, old_handler)

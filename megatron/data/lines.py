@@ -130,9 +130,9 @@ def check_output(path: str | Path) -> Path:
     Raises:
         UserError: when it cannot be written.
     """
-    place = check_writable(path)
-    _check_ending(place)
-    return place
+    output_path = check_writable(path)
+    _check_ending(output_path)
+    return output_path
 
 
 def _packed(raw: BinaryIO, ending: str) -> Any:
@@ -152,10 +152,10 @@ def writing(path: str | Path) -> Iterator[Callable[[bytes], None]]:
     Raises:
         UserError: when the file cannot be written.
     """
-    place = check_output(path)
+    output_path = check_output(path)
     try:
-        remove_leftovers(place, "partial", Path.unlink)
-        partial = beside(place, "partial")
+        remove_leftovers(output_path, "partial", Path.unlink)
+        partial = beside(output_path, "partial")
         raw = partial.open("xb")
     except FileExistsError as error:
         raise UserError(
@@ -166,7 +166,7 @@ def writing(path: str | Path) -> Iterator[Callable[[bytes], None]]:
     packed: Any = raw
     try:
         with holding(partial, where_there_are_locks=True):
-            packed = _packed(raw, place.suffix)
+            packed = _packed(raw, output_path.suffix)
 
             def write(line: bytes) -> None:
                 packed.write(line + b"\n")
@@ -176,8 +176,8 @@ def writing(path: str | Path) -> Iterator[Callable[[bytes], None]]:
                 packed.close()
             raw.flush()
             os.fsync(raw.fileno())
-            partial.replace(place)
-        fsync_directory(place.parent)
+            partial.replace(output_path)
+        fsync_directory(output_path.parent)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}") from error
     finally:

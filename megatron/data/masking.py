@@ -53,8 +53,8 @@ class WordMasker:
         shares = 1.0 / np.arange(1, masking.longest_ngram + 1)
         shares = shares / shares.sum(keepdims=True)
         shares = shares / shares.sum(keepdims=True)
-        running = shares.cumsum()
-        self._running: list[float] = (running / running[-1]).tolist()
+        cumulative_shares = shares.cumsum()
+        self._running: list[float] = (cumulative_shares / cumulative_shares[-1]).tolist()
 
     def ngrams(
         self, tokens_t: NDArray[np.int64], target: int, random: np.random.RandomState
@@ -69,37 +69,37 @@ class WordMasker:
         Yields:
             Token positions of an n-gram, ascending.
         """
-        places, bounds = self._words(tokens_t)
+        positions, bounds = self._words(tokens_t)
         words = len(bounds) - 1
         share = self._masking.probability
-        wanted = min(share * target, max(1, round(len(tokens_t) * share)))
+        token_budget = min(share * target, max(1, round(len(tokens_t) * share)))
         order = np.arange(words)
         random.shuffle(order)
-        taken = bytearray(len(places))
+        masked_flags = bytearray(len(positions))
         count = 0
         for word in order.tolist():
-            if count >= wanted:
+            if count >= token_budget:
                 break
             # Shorten the n-gram if it would exceed the token budget.
             low, size = bounds[word], self._ngram_size(random)
-            while size and count + bounds[min(word + size, words)] - low > wanted:
+            while size and count + bounds[min(word + size, words)] - low > token_budget:
                 size -= 1
             high = bounds[min(word + size, words)]
-            if not size or 1 in taken[low:high]:
+            if not size or 1 in masked_flags[low:high]:
                 continue
-            taken[low:high] = b"\1" * (high - low)
+            masked_flags[low:high] = b"\1" * (high - low)
             count += high - low
-            yield places[low:high]
+            yield positions[low:high]
 
     def _words(self, tokens_t: NDArray[np.int64]) -> tuple[NDArray[np.int64], list[int]]:
         """Positions of all word tokens, and the index in them where each word starts; the last entry is their number.
 
         A piece of a truncated word belongs to the preceding word, as in megatron-core.
         """
-        places = np.flatnonzero(~np.isin(tokens_t, self._never))
-        begins = ~self._continues_v[tokens_t[places]]
+        positions = np.flatnonzero(~np.isin(tokens_t, self._never))
+        begins = ~self._continues_v[tokens_t[positions]]
         begins[:1] = True
-        return places, [*np.flatnonzero(begins).tolist(), len(places)]
+        return positions, [*np.flatnonzero(begins).tolist(), len(positions)]
 
     def _ngram_size(self, random: np.random.RandomState) -> int:
         longest = self._masking.longest_ngram

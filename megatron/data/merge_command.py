@@ -60,9 +60,11 @@ def find_prefixes(folder: str, output_prefix: str) -> list[str]:
         raise UserError(f"--input {folder}: {error.strerror}; name a folder of .bin/.idx pairs") from None
     stems = {name.rpartition(".")[0] for name in names}
     for stem in sorted(stems):
-        missing = [name for name in (f"{stem}.bin", f"{stem}.idx") if name not in names]
-        if missing:
-            raise UserError(f"--input {folder}: {stem} has no {missing[0]}; copy it there, or remove the other file")
+        missing_names = [name for name in (f"{stem}.bin", f"{stem}.idx") if name not in names]
+        if missing_names:
+            raise UserError(
+                f"--input {folder}: {stem} has no {missing_names[0]}; copy it there, or remove the other file"
+            )
     output = Path(output_prefix).resolve()
     prefixes = [str(Path(folder) / stem) for stem in sorted(stems) if (Path(folder) / stem).resolve() != output]
     if not prefixes:
@@ -75,9 +77,9 @@ def find_prefixes(folder: str, output_prefix: str) -> list[str]:
     return prefixes
 
 
-def _are_parts(prefixes: Sequence[str], whole: str) -> bool:
+def _are_parts(prefixes: Sequence[str], joined_prefix: str) -> bool:
     """Whether a data set is the concatenation of others, by sequence lengths."""
-    lengths = [read_index(dataset_files(prefix)[1]).lengths for prefix in (*prefixes, whole)]
+    lengths = [read_index(dataset_files(prefix)[1]).lengths for prefix in (*prefixes, joined_prefix)]
     return np.array_equal(np.concatenate(lengths[:-1]), lengths[-1])
 
 
@@ -133,10 +135,10 @@ def main(argv: list[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> None:
     if args.multimodal:
         raise UserError("--multimodal: data sets with modes of sequences are not read here; leave the flag out")
-    missing = [] if args.input or args.prefixes else ["--input or --prefixes"]
-    missing += [] if args.output_prefix is not None else ["--output-prefix"]
-    if missing:
-        raise UserError(f"not given but required: {', '.join(missing)}; see --help")
+    missing_flags = [] if args.input or args.prefixes else ["--input or --prefixes"]
+    missing_flags += [] if args.output_prefix is not None else ["--output-prefix"]
+    if missing_flags:
+        raise UserError(f"not given but required: {', '.join(missing_flags)}; see --help")
     if os.path.basename(args.output_prefix) in ("", ".", ".."):
         raise UserError(f"--output-prefix {args.output_prefix}: names no file; give a name such as data/all")
     prefixes = args.prefixes or find_prefixes(args.input, args.output_prefix)

@@ -32,8 +32,8 @@ def mersenne_64(seed: int) -> Iterator[NDArray[np.uint64]]:
     """Outputs of std::mt19937_64(seed), in blocks."""
     word = seed & 0xFFFFFFFFFFFFFFFF
     words = [word]
-    for place in range(1, _WORDS):
-        word = (6364136223846793005 * (word ^ (word >> 62)) + place) & 0xFFFFFFFFFFFFFFFF
+    for index in range(1, _WORDS):
+        word = (6364136223846793005 * (word ^ (word >> 62)) + index) & 0xFFFFFFFFFFFFFFFF
         words.append(word)
     state = np.array(words, dtype=np.uint64)
     while True:
@@ -48,13 +48,13 @@ def _twist(state: NDArray[np.uint64]) -> None:
     """Advances the state in place, each half from the other half."""
     half = _MIDDLE
     state[:half] = _mixed(state[:half], state[1 : half + 1]) ^ state[half:]
-    after = np.append(state[half + 1 :], state[0])
-    state[half:] = _mixed(state[half:], after) ^ state[:half]
+    next_words = np.append(state[half + 1 :], state[0])
+    state[half:] = _mixed(state[half:], next_words) ^ state[:half]
 
 
-def _mixed(these: NDArray[np.uint64], after: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    joined = (these & _UPPER) | (after & _LOWER)
-    return (joined >> np.uint64(1)) ^ ((joined & np.uint64(1)) * _MATRIX)
+def _mixed(words: NDArray[np.uint64], next_words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    joined_words = (words & _UPPER) | (next_words & _LOWER)
+    return (joined_words >> np.uint64(1)) ^ ((joined_words & np.uint64(1)) * _MATRIX)
 
 
 def _tempered(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -82,16 +82,16 @@ def shuffled(count: int, random: Iterator[NDArray[np.uint64]]) -> NDArray[Any]:
 
 
 def _swap(order: NDArray[Any], places: NDArray[np.int64], partners: NDArray[np.int64]) -> None:
-    done = 0
-    while done < len(places):
-        top = int(places[done])
+    start = 0
+    while start < len(places):
+        top = int(places[start])
         if top < _FEW:
-            _swap_one_by_one(order, partners[done:].tolist(), top)
+            _swap_one_by_one(order, partners[start:].tolist(), top)
             return
-        size = _independent(partners[done : done + isqrt(top)], top)
-        left, right = places[done : done + size], partners[done : done + size]
-        order[left], order[right] = order[right], order[left]
-        done += size
+        size = _independent(partners[start : start + isqrt(top)], top)
+        swap_places, swap_partners = places[start : start + size], partners[start : start + size]
+        order[swap_places], order[swap_partners] = order[swap_partners], order[swap_places]
+        start += size
 
 
 def _independent(partners: NDArray[np.int64], top: int) -> int:
@@ -99,17 +99,17 @@ def _independent(partners: NDArray[np.int64], top: int) -> int:
     size = len(partners)
     # Partners that are themselves swapped later in this batch.
     turns = top - partners
-    later = turns[(turns < size) & (turns > np.arange(size))]
-    if len(later):
-        size = int(later.min())
+    later_turns = turns[(turns < size) & (turns > np.arange(size))]
+    if len(later_turns):
+        size = int(later_turns.min())
     ranks = np.argsort(partners, kind="stable")
     sorted_partners = partners[ranks]
-    again = ranks[1:][sorted_partners[1:] == sorted_partners[:-1]]
-    return min(size, int(again.min())) if len(again) else size
+    repeated_ranks = ranks[1:][sorted_partners[1:] == sorted_partners[:-1]]
+    return min(size, int(repeated_ranks.min())) if len(repeated_ranks) else size
 
 
 def _swap_one_by_one(order: NDArray[Any], partners: list[int], top: int) -> None:
     head = order[: top + 1].tolist()
-    for place, partner in zip(range(top, top - len(partners), -1), partners, strict=True):
-        head[place], head[partner] = head[partner], head[place]
+    for index, partner in zip(range(top, top - len(partners), -1), partners, strict=True):
+        head[index], head[partner] = head[partner], head[index]
     order[: top + 1] = head

@@ -39,10 +39,10 @@ class Permutation:
         if not 0 <= index < self.n:
             raise IndexError(f"{index} is outside [0, {self.n})")
         while True:
-            left, right = index >> self._half, index & self._mask
+            left_half, right_half = index >> self._half, index & self._mask
             for key in self._keys:
-                left, right = right, left ^ (_round(right, key) & self._mask)
-            index = (left << self._half) | right
+                left_half, right_half = right_half, left_half ^ (_round(right_half, key) & self._mask)
+            index = (left_half << self._half) | right_half
             if index < self.n:
                 return index
 

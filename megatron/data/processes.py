@@ -47,14 +47,16 @@ _own: dict[str, Any] = {}
 """State of a worker process, set at startup."""
 
 
-def _begin(lifeline: Connection, function: Callable[..., Any], prepare: Callable[..., None] | None, given: Any) -> None:
+def _begin(
+    lifeline: Connection, function: Callable[..., Any], prepare: Callable[..., None] | None, arguments: Any
+) -> None:
     """Initializes a worker process; signals to the process group are left to the parent."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     Thread(target=_end_with, args=(lifeline,), daemon=True).start()
     _own["function"] = function
-    _own["ready"] = (True, None) if prepare is None else _attempt(prepare, *given)
+    _own["ready"] = (True, None) if prepare is None else _attempt(prepare, *arguments)
 
 
 def _end_with(lifeline: Connection) -> None:
@@ -74,11 +76,11 @@ def _signals_wait() -> Iterator[None]:
 
     An exception raised by a signal handler while the thread holds a lock would leave the lock held forever.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
 
 
 class _Worker:
@@ -89,8 +91,8 @@ class _Worker:
     """
 
     def __init__(self, work: Sequence[Any]) -> None:
-        theirs, self._lifeline = _CONTEXT.Pipe(duplex=False)
-        self._executor = ProcessPoolExecutor(1, _CONTEXT, _begin, (theirs, *work))
+        child_end, self._lifeline = _CONTEXT.Pipe(duplex=False)
+        self._executor = ProcessPoolExecutor(1, _CONTEXT, _begin, (child_end, *work))
         self._results: Any = self._executor._result_queue
 
     def ask(self, item: Any) -> tuple[bool, Any]:
@@ -141,16 +143,16 @@ class _Crew:
     def take(self, most: int) -> Iterator[Any]:
         """Yields the next results in order until at most ``most`` items are in flight."""
         while self._given:
-            enough = len(self._given) <= most
+            has_room = len(self._given) <= most
             with _signals_wait():
-                done = bool(wait([self._given[0]], 0.0 if enough else _MOMENT).done)
+                is_done = bool(wait([self._given[0]], 0.0 if has_room else _MOMENT).done)
             if self._killed is not None:
                 raise self._killed
-            if done:
+            if is_done:
                 with _signals_wait():
                     result = self._given.popleft().result()
                 yield result
-            elif enough:
+            elif has_room:
                 return
             else:
                 self._idle()
@@ -171,14 +173,14 @@ class _Crew:
         if self._ending:  # a worker created after ``end`` must end itself
             self._workers[thread].end()
         try:
-            done, result = self._workers[thread].ask(item)
+            succeeded, result = self._workers[thread].ask(item)
         except BrokenProcessPool as error:
             self._workers.pop(thread).end()
             if self._lost is not None:
                 return self._lost(item)
             self._killed = ProcessKilled("a process was killed (out of memory?); give fewer --workers")
             raise self._killed from error
-        if not done:
+        if not succeeded:
             raise result
         return result
 

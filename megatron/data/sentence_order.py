@@ -99,8 +99,8 @@ class LazySentences:
 
     def sentences(self, sample_id: int) -> Sentences:
         """See ``SentenceOrder``."""
-        epoch, place = divmod(sample_id, len(self._rows))
-        return _sentences(self._rows[Permutation(len(self._rows), mix(self._seed, epoch, 1))(place)])
+        epoch, position = divmod(sample_id, len(self._rows))
+        return _sentences(self._rows[Permutation(len(self._rows), mix(self._seed, epoch, 1))(position)])
 
     def random(self, sample_id: int) -> np.random.RandomState:
         """See ``SentenceOrder``."""
@@ -217,7 +217,7 @@ def build_megatron_sentences(
     if not len(rows):
         raise no_samples(documents, cut)
     # A new epoch starts where the sentence index drops.
-    again = np.flatnonzero(rows[1:, 0] <= rows[:-1, 0])
-    epoch_samples = int(again[0]) + 1 if len(again) else len(rows)
+    epoch_ends = np.flatnonzero(rows[1:, 0] <= rows[:-1, 0])
+    epoch_samples = int(epoch_ends[0]) + 1 if len(epoch_ends) else len(rows)
     shuffle_index = shuffled(len(rows), mersenne_64(seed + 1))
     return {"rows": rows, "shuffle_index": shuffle_index, "epoch_samples": np.array(epoch_samples, dtype=np.int64)}

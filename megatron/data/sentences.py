@@ -151,15 +151,15 @@ def cut_in_order(documents: SentenceDocuments, cut: Cut, seed: int, num_samples:
     check_room(_BYTES_OF_SAMPLE * (num_samples or 0), documents.name, num_samples or 0)
     chunks = _chunks(documents, cut)
     draw = chain.from_iterable(_targets_in_order(cut, seed)).__next__
-    parts: list[NDArray[Any]] = []
+    row_blocks: list[NDArray[Any]] = []
     count = 0
-    while not parts or (num_samples is not None and count < num_samples):
+    while not row_blocks or (num_samples is not None and count < num_samples):
         epoch = [_as_rows(_cut_chunk(chunk, cut.least_sentences, draw), documents) for chunk in chunks]
         if not epoch:
             raise no_samples(documents, cut)
-        parts += epoch
+        row_blocks += epoch
         count += sum(map(len, epoch))
-    return np.concatenate(parts)
+    return np.concatenate(row_blocks)
 
 
 def _targets_in_order(cut: Cut, seed: int) -> Iterator[list[int]]:
@@ -184,8 +184,8 @@ def _cut_chunk(chunk: _Chunk, least: int, draw: Callable[[], int]) -> list[NDArr
         while begin < last:
             end, low, high = last, begin + least, last - 1
             if low < high:
-                found = bisect_left(ends, ends[begin] + target, low, high)
-                end = found if found < high else last
+                boundary = bisect_left(ends, ends[begin] + target, low, high)
+                end = boundary if boundary < high else last
             begins.append(begin)
             finishes.append(end)
             targets.append(target)
@@ -202,10 +202,10 @@ def cut_at_once(documents: SentenceDocuments, cut: Cut, seed: int) -> NDArray[An
     Raises:
         UserError: when the documents yield no samples.
     """
-    parts = [_as_rows(_cut_lanes(chunk, cut, seed), documents) for chunk in _chunks(documents, cut)]
-    if not parts:
+    row_blocks = [_as_rows(_cut_lanes(chunk, cut, seed), documents) for chunk in _chunks(documents, cut)]
+    if not row_blocks:
         raise no_samples(documents, cut)
-    return np.concatenate(parts)
+    return np.concatenate(row_blocks)
 
 
 def _cut_lanes(chunk: _Chunk, cut: Cut, seed: int) -> list[NDArray[np.int64]]:
@@ -221,9 +221,9 @@ def _cut_lanes(chunk: _Chunk, cut: Cut, seed: int) -> list[NDArray[np.int64]]:
             column.append(values)
         left_d = end_d < last_d
         begin_d, last_d = end_d[left_d], last_d[left_d]
-    joined = [np.concatenate(column) for column in columns]
-    order = np.argsort(joined[0], kind="stable")
-    return [column[order] for column in joined]
+    joined_columns = [np.concatenate(column) for column in columns]
+    order = np.argsort(joined_columns[0], kind="stable")
+    return [column[order] for column in joined_columns]
 
 
 def _hashed_targets(places: NDArray[np.int64], cut: Cut, seed: int) -> NDArray[np.int64]:

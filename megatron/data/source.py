@@ -71,10 +71,10 @@ class BlendedDataset:
     """
 
     def __init__(self, datasets: Sequence[FileSamples], blend: Blend, draws: Sequence[int]) -> None:
-        for dataset, wanted in zip(datasets, draws, strict=True):
-            if wanted > len(dataset):
+        for dataset, num_draws in zip(datasets, draws, strict=True):
+            if num_draws > len(dataset):
                 raise UserError(
-                    f"{dataset.name}: the blend draws {wanted} samples of {len(dataset)}. "
+                    f"{dataset.name}: the blend draws {num_draws} samples of {len(dataset)}. "
                     f"Give the blend weights, or use --sample-order lazy"
                 )
         self.datasets = list(datasets)

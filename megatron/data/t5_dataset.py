@@ -52,12 +52,12 @@ class T5Dataset(MaskedDataset):
         spans = self._spans(text_t, target, self.order.random(sample_id))
         encoder: list[int] = []
         decoder: list[int] = []
-        done = 0
+        position = 0
         for sentinel, span in zip(self.ids.sentinels, spans, strict=False):
-            encoder += [*text_t[done : span[0]].tolist(), sentinel]
+            encoder += [*text_t[position : span[0]].tolist(), sentinel]
             decoder += [sentinel, *text_t[span].tolist()]
-            done = int(span[-1]) + 1
-        encoder += text_t[done:].tolist()
+            position = int(span[-1]) + 1
+        encoder += text_t[position:].tolist()
         sizes = len(encoder), len(decoder) + 1
         out_t[:] = self.ids.pad
         out_t[: sizes[0]] = encoder

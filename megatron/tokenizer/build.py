@@ -66,7 +66,7 @@ def build_tokenizer(flags: TokenizerFlags) -> Tokenizer:
         raise UserError(f"--tokenizer-type is missing: choose one of {', '.join(TOKENIZER_TYPES)}")
     name = _ALIASES.get(name, name)
     if name not in _BUILDERS:
-        near = difflib.get_close_matches(name, [*TOKENIZER_TYPES, *_ALIASES], n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
+        close_matches = difflib.get_close_matches(name, [*TOKENIZER_TYPES, *_ALIASES], n=1)
+        hint = f"did you mean {close_matches[0]}? " if close_matches else ""
         raise UserError(f"--tokenizer-type {name} is not known: {hint}Choose one of {', '.join(TOKENIZER_TYPES)}")
     return _BUILDERS[name](flags, name)

@@ -47,13 +47,13 @@ class ChatTemplate:
         """
         variables = {**_DEFAULTS, **self.names, **options, "messages": list(messages)}
         try:
-            done = subprocess.run(
+            process = subprocess.run(
                 [sys.executable, "-I", chat_render.__file__],
                 input=json.dumps({"source": self.source, "variables": variables}).encode(),
                 capture_output=True,
                 timeout=self._seconds,
             )
-            answer = json.loads(done.stdout)
+            answer = json.loads(process.stdout)
         except subprocess.TimeoutExpired:
             answer = {"error": f"it takes longer than {self._seconds:g} s"}
         except ValueError:
@@ -71,8 +71,8 @@ def read_chat_template(folder: Path) -> ChatTemplate | None:
     special = read_special_tokens(folder)
     source = special.config.get("chat_template")
     if isinstance(source, list):
-        named = [entry for entry in source if isinstance(entry, dict)]
-        source = next((entry.get("template") for entry in named if entry.get("name") == "default"), None)
+        templates = [entry for entry in source if isinstance(entry, dict)]
+        source = next((entry.get("template") for entry in templates if entry.get("name") == "default"), None)
     try:
         source = (folder / "chat_template.jinja").read_text(encoding="utf-8")
     except FileNotFoundError:

@@ -106,30 +106,30 @@ class GPT2BPETokenizer:
         return list(chain.from_iterable(map(self._word_ids.__getitem__, _WORD.findall(text))))
 
     def _mixed(self, text: str) -> list[int]:
-        stretches = _NON_ASCII.findall(text)
-        if len(stretches) > _MANY_STRETCHES * len(text):
+        runs = _NON_ASCII.findall(text)
+        if len(runs) > _MANY_STRETCHES * len(text):
             return list(self._encoder.encode_batch_fast([text], add_special_tokens=False)[0].ids)
         ids: list[int] = []
-        done = 0
-        for found in _NON_ASCII.finditer(text):
-            if found.start() < done:
+        position = 0
+        for match in _NON_ASCII.finditer(text):
+            if match.start() < position:
                 continue
-            start, end = _last_cut(text, found.start(), done), _next_cut(text, found.end())
-            ids += self._ascii(text[done:start])
+            start, end = _last_cut(text, match.start(), position), _next_cut(text, match.end())
+            ids += self._ascii(text[position:start])
             ids += self._word_ids[text[start:end]]
-            done = end
-        return ids + self._ascii(text[done:])
+            position = end
+        return ids + self._ascii(text[position:])
 
 
-def _last_cut(text: str, place: int, low: int) -> int:
-    """Last position in [low, place] where the text may be split; ``low`` if there is none."""
-    while place > low:
-        if text[place] in _SPACES and "!" <= text[place - 1] <= "~":
-            return place
-        place -= 1
+def _last_cut(text: str, position: int, low: int) -> int:
+    """Last position in [low, position] where the text may be split; ``low`` if there is none."""
+    while position > low:
+        if text[position] in _SPACES and "!" <= text[position - 1] <= "~":
+            return position
+        position -= 1
     return low
 
 
-def _next_cut(text: str, place: int) -> int:
-    found = _CUT.search(text, place)
-    return len(text) if found is None else found.start()
+def _next_cut(text: str, position: int) -> int:
+    match = _CUT.search(text, position)
+    return len(text) if match is None else match.start()

@@ -37,16 +37,16 @@ class SentencePieceTokenizer:
             raise UserError(f"--tokenizer-model {model_file}: is no SentencePiece model") from None
         self._pieces: int = self._model.get_piece_size()
         self.bos: int | None = self._model.bos_id() if self._model.bos_id() >= 0 else None
-        named = [self._model.piece_to_id(piece) for piece in _END_NAMES]
-        known = [number for number in named if number != self._model.unk_id() and number >= 0]
-        added = 0
-        if known:
-            self.eod: int = known[0]
+        end_ids = [self._model.piece_to_id(piece) for piece in _END_NAMES]
+        known_ids = [number for number in end_ids if number != self._model.unk_id() and number >= 0]
+        num_added = 0
+        if known_ids:
+            self.eod: int = known_ids[0]
         elif self._model.eos_id() >= 0:
             self.eod = self._model.eos_id()
         else:
-            self.eod, added = self._pieces, 1
-        self.vocab_size: int = self._pieces + added + extra_ids
+            self.eod, num_added = self._pieces, 1
+        self.vocab_size: int = self._pieces + num_added + extra_ids
 
     def id_of(self, piece: str) -> int | None:
         """Id of a piece, or None."""

@@ -39,8 +39,8 @@ class SpecialTokens:
     @property
     def names(self) -> list[str]:
         """All tokens; tokens with an id come first, in id order."""
-        listed = [self.added[number]["content"] for number in sorted(self.added)]
-        return list(dict.fromkeys([*listed, *self.by_kind.values(), *self.others]))
+        added_names = [self.added[number]["content"] for number in sorted(self.added)]
+        return list(dict.fromkeys([*added_names, *self.by_kind.values(), *self.others]))
 
 
 def read_special_tokens(folder: Path) -> SpecialTokens:
@@ -52,20 +52,20 @@ def read_special_tokens(folder: Path) -> SpecialTokens:
         UserError: when an added token has no text or no id.
     """
     config = _read_table(folder / CONFIG)
-    listed = config.get("added_tokens_decoder")
-    words = dict(config) if isinstance(listed, dict) else {**config, **_read_table(folder / MAP)}
+    added_entries = config.get("added_tokens_decoder")
+    words = dict(config) if isinstance(added_entries, dict) else {**config, **_read_table(folder / MAP)}
     by_kind = {kind: text for kind in _KINDS if (text := _text_of(words.get(kind))) is not None}
-    others = tuple(text for name in _LISTS for text in _texts_of(words.get(name)))
-    if isinstance(listed, dict):
-        added = dict(_checked_tokens(listed.items(), folder / CONFIG))
+    other_tokens = tuple(text for name in _LISTS for text in _texts_of(words.get(name)))
+    if isinstance(added_entries, dict):
+        added_tokens = dict(_checked_tokens(added_entries.items(), folder / CONFIG))
     else:
-        special = {*by_kind.values(), *others}
+        special = {*by_kind.values(), *other_tokens}
         pairs = (
             (number, {"content": text, "special": text in special, "normalized": text not in special})
             for text, number in _read_table(folder / ADDED).items()
         )
-        added = dict(_checked_tokens(pairs, folder / ADDED))
-    return SpecialTokens(by_kind, added, others, config)
+        added_tokens = dict(_checked_tokens(pairs, folder / ADDED))
+    return SpecialTokens(by_kind, added_tokens, other_tokens, config)
 
 
 def _checked_tokens(pairs: Any, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

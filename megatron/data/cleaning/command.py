@@ -31,7 +31,7 @@ class Report(Counter[str]):
         self[what] += count
 
     def __str__(self) -> str:
-        return ", ".join(f"{count:,} {what}" for what, count in self.items())
+        return ", ".join(f"{count:,} {name}" for name, count in self.items())
 
 
 def progress(items: Iterable[T], what: str, unit: str = "document") -> Any:
@@ -63,9 +63,9 @@ def check_at_least(options: argparse.Namespace, **least: int) -> None:
     Raises:
         UserError: naming the first flag below its minimum.
     """
-    for name, most in least.items():
-        if (value := getattr(options, name)) is not None and value < most:
-            raise UserError(f"--{name.replace('_', '-')} {value}: give at least {most}")
+    for name, minimum in least.items():
+        if (value := getattr(options, name)) is not None and value < minimum:
+            raise UserError(f"--{name.replace('_', '-')} {value}: give at least {minimum}")
 
 
 def check_apart(inputs: Iterable[str | Path | None], outputs: Iterable[str | Path | None]) -> None:
@@ -74,31 +74,31 @@ def check_apart(inputs: Iterable[str | Path | None], outputs: Iterable[str | Pat
     Raises:
         UserError: naming the first conflict.
     """
-    read = {os.path.realpath(path) for path in inputs if path is not None}
-    written: set[str] = set()
+    input_paths = {os.path.realpath(path) for path in inputs if path is not None}
+    output_paths: set[str] = set()
     for path in outputs:
         if path is None:
             continue
-        place = os.path.realpath(path)
-        if place in read:
+        real_path = os.path.realpath(path)
+        if real_path in input_paths:
             raise UserError(f"{path} would be read and overwritten; name another folder, or another file")
-        if place in written:
+        if real_path in output_paths:
             raise UserError(f"{path} would be written twice; name another file")
-        written.add(place)
+        output_paths.add(real_path)
 
 
 def _check_common(options: argparse.Namespace) -> None:
     """Checks the flags that all tools share: number of processes, and output files."""
-    most = 4 * len(os.sched_getaffinity(0))
+    max_workers = 4 * len(os.sched_getaffinity(0))
     for name in {"workers", "num_threads"} & vars(options).keys():
         check_at_least(options, **{name: 1})
-        if (value := getattr(options, name)) > most:
-            raise UserError(f"--{name.replace('_', '-')} {value}: give at most {most}, four for each core")
-    written = [getattr(options, flag) for flag in _WRITTEN if getattr(options, flag, None) is not None]
-    check_apart([], written)
-    made = getattr(options, "output_path", None)  # created by the cleaning run itself
-    for path in written:
-        if made is None or Path(made).exists() or Path(path).parent != Path(made):
+        if (value := getattr(options, name)) > max_workers:
+            raise UserError(f"--{name.replace('_', '-')} {value}: give at most {max_workers}, four for each core")
+    output_paths = [getattr(options, flag) for flag in _WRITTEN if getattr(options, flag, None) is not None]
+    check_apart([], output_paths)
+    output_folder = getattr(options, "output_path", None)  # created by the cleaning run itself
+    for path in output_paths:
+        if output_folder is None or Path(output_folder).exists() or Path(path).parent != Path(output_folder):
             check_output(path)
 
 

@@ -58,17 +58,17 @@ class Texts:
 
     def shingles(self, number: int) -> Hashes | None:
         """Shingles of a document's text; recent results are cached."""
-        found = self._kept.pop(number, None)
-        if found is None:
+        hashes = self._kept.pop(number, None)
+        if hashes is None:
             text = self._text(number)
             if text is None:
                 return None
-            found = shingle_set(text.decode("utf-8", "surrogatepass"))
-            self._held += len(found)
-        self._kept[number] = found
+            hashes = shingle_set(text.decode("utf-8", "surrogatepass"))
+            self._held += len(hashes)
+        self._kept[number] = hashes
         while self._held > _MOST_HASHES and len(self._kept) > 1:
             self._held -= len(self._kept.popitem(last=False)[1])
-        return found
+        return hashes
 
 
 @dataclass(frozen=True)
@@ -112,21 +112,21 @@ class Comparison:
         Each round compares a document with all others in the bucket and removes the similar documents, until the rounds
         or the documents run out.
         """
-        found: Pairs = []
+        pairs: Pairs = []
         for bucket in buckets:
-            left = bucket.tolist()
-            generator = random.Random(f"{self.seed} {left[0]} {len(left)}")
+            remaining_documents = bucket.tolist()
+            generator = random.Random(f"{self.seed} {remaining_documents[0]} {len(remaining_documents)}")
             rounds = self.rounds
-            while len(left) > 1 and rounds:
-                main = left.pop(generator.randrange(len(left)) if rounds > 0 else 0)
-                similar = [(other, self._similarity(main, other)) for other in left]
-                alike = [(other, value) for other, value in similar if value > LEAST]
-                if alike:
-                    gone = {other for other, _ in alike}
-                    left = [other for other in left if other not in gone]
-                    found.append((main, alike))
+            while len(remaining_documents) > 1 and rounds:
+                document = remaining_documents.pop(generator.randrange(len(remaining_documents)) if rounds > 0 else 0)
+                similarities = [(other, self._similarity(document, other)) for other in remaining_documents]
+                matches = [(other, value) for other, value in similarities if value > LEAST]
+                if matches:
+                    similar_documents = {other for other, _ in matches}
+                    remaining_documents = [other for other in remaining_documents if other not in similar_documents]
+                    pairs.append((document, matches))
                 rounds -= 1
-        return found
+        return pairs
 
     def _similarity(self, a: int, b: int) -> float:
         if self.kind == "union" and self.index.hopeless(a, b, LEAST):
@@ -147,11 +147,11 @@ def merged(pairs: Iterable[Pairs]) -> dict[int, list[tuple[int, float]]]:
 
     Groups built from the result therefore list each document before its later duplicates.
     """
-    seen: dict[tuple[int, int], float] = {}
-    for some in pairs:
-        for main, alike in some:
-            seen.update(((min(main, other), max(main, other)), value) for other, value in alike)
-    found: dict[int, list[tuple[int, float]]] = {}
-    for (first, second), value in sorted(seen.items()):
-        found.setdefault(first, []).append((second, value))
-    return found
+    similarities: dict[tuple[int, int], float] = {}
+    for bucket_pairs in pairs:
+        for document, matches in bucket_pairs:
+            similarities.update(((min(document, other), max(document, other)), value) for other, value in matches)
+    pairs_by_document: dict[int, list[tuple[int, float]]] = {}
+    for (first, second), value in sorted(similarities.items()):
+        pairs_by_document.setdefault(first, []).append((second, value))
+    return pairs_by_document

@@ -165,8 +165,8 @@ class Frontier:
         if self._waiting.get(host):
             self._queue(host, at)
             return
-        for some in (self._waiting, self._silent, self._free_at):
-            some.pop(host, None)
+        for table in (self._waiting, self._silent, self._free_at):
+            table.pop(host, None)
         self._free_at[host] = at
         for name in list(islice(self._free_at, 2)):  # oldest first
             if self._free_at[name] <= now:
@@ -195,35 +195,38 @@ def fetch_all(
     """
     frontier = Frontier(urls, delay)
     answers: SimpleQueue[tuple[Quest, Page]] = SimpleQueue()
-    running: dict[Quest, float] = {}  # deadlines, earliest first
+    deadlines: dict[Quest, float] = {}  # earliest first
 
     def ask(quest: Quest) -> None:
         answers.put((quest, fetch(quest.url)))
 
     while True:
-        quest = frontier.take(time.monotonic()) if len(running) < connections else None
+        quest = frontier.take(time.monotonic()) if len(deadlines) < connections else None
         if quest is not None and not frontier.hopeless(quest.url):
-            running[quest] = time.monotonic() + patience
+            deadlines[quest] = time.monotonic() + patience
             # A daemon thread per request: requests may be abandoned, and all are when the user interrupts.
             threading.Thread(target=ask, args=(quest,), daemon=True).start()
             continue
         if quest is not None:
             page = Page(quest.url, failed="of a host that does not answer")
         else:
-            now = time.monotonic()
-            pauses = [next(iter(running.values())) - now] if running else []
-            pause = frontier.wait(now) if len(running) < connections else None
+            current_time = time.monotonic()
+            pauses = [next(iter(deadlines.values())) - current_time] if deadlines else []
+            pause = frontier.wait(current_time) if len(deadlines) < connections else None
             pauses += [pause] if pause is not None else []
             if not pauses:
                 return
             try:
                 quest, page = answers.get(timeout=max(min(pauses), 0.0))
             except Empty:
-                quest = next((some for some, end in running.items() if end <= time.monotonic()), None)
+                quest = next(
+                    (running_quest for running_quest, deadline in deadlines.items() if deadline <= time.monotonic()),
+                    None,
+                )
                 if quest is None:
                     continue
                 page = Page(quest.url, failed="timed out")
-            if running.pop(quest, None) is None:
+            if deadlines.pop(quest, None) is None:
                 continue  # abandoned earlier
         frontier.release(quest.url, time.monotonic(), page.answered)
         if quest.goes_on(page):

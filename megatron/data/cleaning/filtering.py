@@ -39,17 +39,17 @@ def document(line: bytes, where: str, *keys: str, skippable: bool = True) -> dic
     """
     advice = "remove the line" + (", or give --skip-bad-lines" if skippable else "")
     try:
-        found = parse_json(line)
+        record = parse_json(line)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: is no JSON ({error}); {advice}") from error
-    if not isinstance(found, dict):
+    if not isinstance(record, dict):
         raise UserError(f"{where}: is no JSON object; {advice}")
     for key in keys:
-        if isinstance(found.get(key), (int, float, Numeral)):
+        if isinstance(record.get(key), (int, float, Numeral)):
             raise UserError(f"{where}: {key!r} is a number and no text (add_id.py makes names that are); {advice}")
-        if not isinstance(found.get(key), str):
+        if not isinstance(record.get(key), str):
             raise UserError(f"{where}: has no text {key!r}; {advice}")
-    return found
+    return record
 
 
 class _StandIns:
@@ -76,7 +76,7 @@ class _StandIns:
         """Replaces the placeholders in a text by the numbers."""
         if not self._numerals:
             return text
-        return re.sub(f'"{self._mark}([0-9]+)"', lambda found: self._numerals[int(found[1])], text)
+        return re.sub(f'"{self._mark}([0-9]+)"', lambda match: self._numerals[int(match[1])], text)
 
 
 def encode(found: dict[str, Any], default: Callable[[Any], Any] | None = None) -> bytes:
@@ -103,13 +103,13 @@ def _size(item: object) -> int:
 def in_chunks(items: Iterable[T], size: int = _CHUNK) -> Iterator[list[T]]:
     """Groups consecutive items into lists of at most ``size`` items, which hold about a megabyte of lines at most."""
     chunk: list[T] = []
-    held = 0
+    chunk_bytes = 0
     for item in items:
         chunk.append(item)
-        held += _size(item)
-        if len(chunk) == size or held >= _CHUNK_BYTES:
+        chunk_bytes += _size(item)
+        if len(chunk) == size or chunk_bytes >= _CHUNK_BYTES:
             yield chunk
-            chunk, held = [], 0
+            chunk, chunk_bytes = [], 0
     if chunk:
         yield chunk
 
@@ -167,9 +167,9 @@ def of_each(function: Callable[[dict[str, Any], bytes, str], T], part: FilePart,
     """
     results = []
     for number, line in part.lines:
-        where = f"{part.path}, line {number}"
+        location = f"{part.path}, line {number}"
         try:
-            results.append(function(document(line, where, *part.keys), line, where))
+            results.append(function(document(line, location, *part.keys), line, location))
         except UserError:
             if not skip_bad:
                 raise
@@ -216,19 +216,19 @@ def judge_all(
     """
     report = Report() if report is None else report
     report.update(documents=0, written=0)
-    parts = (part for path in paths for part in parts_of(path, *keys))
+    file_parts = (file_part for path in paths for file_part in parts_of(path, *keys))
     with progress((), what) as bar:
-        for results, bad in in_processes(_JudgePart(judge, skip_bad), parts, workers):
-            report.add("documents", len(results) + bad)
-            if bad:
-                report.add(BAD_LINE, bad)
+        for results, num_bad in in_processes(_JudgePart(judge, skip_bad), file_parts, workers):
+            report.add("documents", len(results) + num_bad)
+            if num_bad:
+                report.add(BAD_LINE, num_bad)
             for result in results:
                 for reason in result.reasons:
                     report.add(reason)
-                for kept in result.kept:
+                for kept_line in result.kept:
                     report.add("written")
-                    write(kept)
+                    write(kept_line)
                 if drop is not None and result.dropped is not None:
                     drop(result.dropped)
-            bar.update(len(results) + bad)
+            bar.update(len(results) + num_bad)
     return report

@@ -50,8 +50,8 @@ def shingle_hashes(text: str) -> Hashes:
         codes = np.pad(codes, (0, SHINGLE - len(codes)))
     count = len(codes) - SHINGLE + 1
     total = codes[:count] * _ODD[0]
-    for place in range(1, SHINGLE):
-        total += codes[place : place + count] * _ODD[place]
+    for offset in range(1, SHINGLE):
+        total += codes[offset : offset + count] * _ODD[offset]
     return _mixed(total)
 
 
@@ -80,9 +80,9 @@ def similarity(a: Hashes, b: Hashes, kind: str) -> float:
     small, large = (a, b) if len(a) <= len(b) else (b, a)
     places = np.searchsorted(large, small)
     places[places == len(large)] = 0
-    shared = int((large[places] == small).sum())
-    whole = {"union": len(a) + len(b) - shared, "min": len(small), "max": len(large)}[kind]
-    return shared / whole
+    intersection = int((large[places] == small).sum())
+    denominator = {"union": len(a) + len(b) - intersection, "min": len(small), "max": len(large)}[kind]
+    return intersection / denominator
 
 
 def signatures(texts: Sequence[str], seeds: int, seed: int) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
@@ -90,15 +90,15 @@ def signatures(texts: Sequence[str], seeds: int, seed: int) -> tuple[NDArray[np.
     rows = np.full((len(texts), seeds), np.iinfo(np.uint32).max, dtype=np.uint32)
     pieces: list[Hashes] = []
     owners: list[int] = []
-    held = 0
+    num_pending = 0
     for number, text in enumerate(texts):
         for piece in _pieces(text):
             pieces.append(piece)
             owners.append(number)
-            held += len(piece)
-            if held >= _PIECE:
+            num_pending += len(piece)
+            if num_pending >= _PIECE:
                 _lower(rows, owners, pieces, seed)
-                pieces, owners, held = [], [], 0
+                pieces, owners, num_pending = [], [], 0
     if pieces:
         _lower(rows, owners, pieces, seed)
     return rows, np.array([_size(text) for text in texts], dtype=np.int64)
@@ -136,15 +136,15 @@ class Index:
     def estimate(self, a: int, b: int, kind: str) -> float:
         """Estimates the similarity of two documents from their fingerprints, for missing texts."""
         union = float((self.rows[a] == self.rows[b]).mean())
-        shared = union / (1 + union) * float(self.sizes[a] + self.sizes[b])
+        intersection = union / (1 + union) * float(self.sizes[a] + self.sizes[b])
         small, large = sorted((float(self.sizes[a]), float(self.sizes[b])))
-        return {"union": union, "min": min(shared / small, 1.0), "max": min(shared / large, 1.0)}[kind]
+        return {"union": union, "min": min(intersection / small, 1.0), "max": min(intersection / large, 1.0)}[kind]
 
     def hopeless(self, a: int, b: int, least: float) -> bool:
         """Whether fingerprints agree in too few positions for similarity ``least``, by four standard deviations."""
         seeds = self.rows.shape[1]
-        agreeing = int(np.count_nonzero(self.rows[a] == self.rows[b]))
-        return agreeing < seeds * least - 4 * (seeds * least * (1 - least)) ** 0.5
+        num_equal = int(np.count_nonzero(self.rows[a] == self.rows[b]))
+        return num_equal < seeds * least - 4 * (seeds * least * (1 - least)) ** 0.5
 
     def buckets(self, bands: int, left_out: NDArray[np.bool_]) -> Iterator[NDArray[np.int64]]:
         """Yields groups of two or more documents that agree in all rows of a band, band after band.
@@ -170,14 +170,14 @@ class Index:
         Raises:
             UserError: when the file cannot be written.
         """
-        about = json.dumps({"seed": self.seed, "algorithm": algorithm()})
-        joined = "\n".join(json.dumps(key) for key in keys).encode()
+        header = json.dumps({"seed": self.seed, "algorithm": algorithm()})
+        key_lines = "\n".join(json.dumps(key) for key in keys).encode()
         try:
             with atomic_write(check_writable(path, "--save-fingerprints")) as stream:
                 np.savez(
                     stream,
-                    about=np.frombuffer(about.encode(), np.uint8),
-                    keys=np.frombuffer(joined, np.uint8),
+                    about=np.frombuffer(header.encode(), np.uint8),
+                    keys=np.frombuffer(key_lines, np.uint8),
                     rows=self.rows,
                     sizes=self.sizes,
                 )
@@ -192,19 +192,19 @@ class Index:
             UserError: when the file is invalid, or uses other hash functions.
         """
         try:
-            with np.load(path, allow_pickle=False) as found:
-                about: dict[str, Any] = json.loads(found["about"].tobytes())
-                keys = [json.loads(line) for line in found["keys"].tobytes().decode().splitlines()]
-                rows, sizes = found["rows"], found["sizes"]
+            with np.load(path, allow_pickle=False) as archive:
+                header: dict[str, Any] = json.loads(archive["about"].tobytes())
+                keys = [json.loads(line) for line in archive["keys"].tobytes().decode().splitlines()]
+                rows, sizes = archive["rows"], archive["sizes"]
         except _UNREADABLE as error:
             reason = getattr(error, "strerror", None) or f"cannot be read ({error})"
             raise UserError(f"--load-fingerprints {path}: {reason}") from error
         if not _as_saved(rows, sizes, keys):
             raise UserError(f"--load-fingerprints {path}: is no output of --save-fingerprints; make it again")
-        known = {"seed": seed, "algorithm": algorithm()}
-        if about != known or rows.shape[1] != seeds:
+        expected_header = {"seed": seed, "algorithm": algorithm()}
+        if header != expected_header or rows.shape[1] != seeds:
             raise UserError(
-                f"--load-fingerprints {path}: has {rows.shape[1]} seeds of {about}, not {seeds} of {known}; "
+                f"--load-fingerprints {path}: has {rows.shape[1]} seeds of {header}, not {seeds} of {expected_header}; "
                 "give the same --num-seeds and --seed"
             )
         return Index(rows, sizes, seed), keys

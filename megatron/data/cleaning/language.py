@@ -23,6 +23,6 @@ def check_language(language: str) -> None:
     """
     import py3langid
 
-    known = sorted({code for code, _ in py3langid.rank("")})
-    if language not in known:
-        raise UserError(f"--language {language} is not known: give one of {', '.join(known)}")
+    known_languages = sorted({code for code, _ in py3langid.rank("")})
+    if language not in known_languages:
+        raise UserError(f"--language {language} is not known: give one of {', '.join(known_languages)}")

@@ -51,17 +51,17 @@ class _Connection(HTTPConnection):
         with suppress(ValueError):  # not an address but a name
             _check_public(self._dns_host)
         try:
-            made = super()._new_conn()
+            connection = super()._new_conn()
         except NameResolutionError as error:
             if isinstance(error.__cause__, socket.gaierror) and error.__cause__.errno != socket.EAI_AGAIN:
                 raise _Refused("could not be reached") from error
             raise
         try:
-            _check_public(made.getpeername()[0])
+            _check_public(connection.getpeername()[0])
         except BaseException:
-            made.close()
+            connection.close()
             raise
-        return made
+        return connection
 
 
 class _SecureConnection(_Connection, HTTPSConnection):
@@ -119,8 +119,8 @@ class Fetcher:
                 if target:
                     return Page(url, failed="redirected too often", then=target)
                 if response.status_code != 200:
-                    again = url if response.status_code in _BUSY else ""
-                    return Page(url, failed=f"answered with status {response.status_code}", then=again)
+                    retry_url = url if response.status_code in _BUSY else ""
+                    return Page(url, failed=f"answered with status {response.status_code}", then=retry_url)
                 kind = response.headers.get("Content-Type", "text/html").split(";")[0].strip().lower()
                 if kind not in _KINDS:
                     return Page(url, failed="no text but another kind of file")
@@ -152,41 +152,41 @@ class Fetcher:
     def _body(self, response: requests.Response, most: int) -> bytes:
         """Reads the decompressed body within bounded time; stops once it is longer than ``most`` bytes."""
         deadline = time.monotonic() + 3 * self.limits.timeout
-        parts, size = [], 0
+        chunks, size = [], 0
         # read1 returns the available bytes, so that slow sites do not evade the deadline.
-        while size <= most and (part := response.raw.read1(1 << 16, decode_content=True)):
-            size += len(part)
-            parts.append(part)
+        while size <= most and (chunk := response.raw.read1(1 << 16, decode_content=True)):
+            size += len(chunk)
+            chunks.append(chunk)
             if time.monotonic() > deadline:
                 raise _Refused("timed out")
-        return b"".join(parts)
+        return b"".join(chunks)
 
     def _rules_of(self, url: str) -> Protego:
         """Robots rules of the URL's site: a missing file allows everything; a server error makes the site busy."""
         site = f"{urlsplit(url).scheme}://{host_of(url)}"
-        found = self._robots.get(site)
-        if found is None:
+        rules_entry = self._robots.get(site)
+        if rules_entry is None:
             text = self._ask_for_rules(site + "/robots.txt")
-            found = Protego.parse(text), len(text)
+            rules_entry = Protego.parse(text), len(text)
             with self._lock:
                 if site not in self._robots:  # an abandoned request may have added it
-                    self._robots[site] = found
-                    self._robots_bytes += found[1]
+                    self._robots[site] = rules_entry
+                    self._robots_bytes += rules_entry[1]
                 while len(self._robots) > _ROBOTS_KEPT or self._robots_bytes > _ROBOTS_BYTES_KEPT:
                     self._robots_bytes -= self._robots.pop(next(iter(self._robots)))[1]
-        return found[0]
+        return rules_entry[0]
 
-    def _ask_for_rules(self, place: str) -> str:
+    def _ask_for_rules(self, url: str) -> str:
         for _ in range(1 + _REDIRECTIONS):
-            with self._get(place) as response:
+            with self._get(url) as response:
                 status = response.status_code
                 if status >= 500 or status in _BUSY:
                     raise _Busy(f"robots.txt: answered with status {status}")
                 if status == 200:
                     text = self._body(response, _ROBOTS_BYTES)[:_ROBOTS_BYTES].decode("utf-8", "replace")
                     return text.removeprefix("\ufeff")
-                place = self._target(place, response)
-            if not place:
+                url = self._target(url, response)
+            if not url:
                 break
         return ""
 

@@ -165,8 +165,8 @@ def parse_flags(argv: list[str]) -> argparse.Namespace:
     args, unknown = parser.parse_known_args(flags)
     if unknown:
         names = [name for action in parser._actions for name in action.option_strings]
-        near = difflib.get_close_matches(unknown[0], names, n=1)
-        hint = f"did you mean {near[0]}?" if near else "see --help"
+        close_matches = difflib.get_close_matches(unknown[0], names, n=1)
+        hint = f"did you mean {close_matches[0]}?" if close_matches else "see --help"
         raise UserError(f"{unknown[0]} is no flag of preprocess_data.py: {hint}")
     for name in ("workers", "partitions", "log_interval"):
         if getattr(args, name) < 1:
@@ -198,15 +198,15 @@ def preprocess(args: argparse.Namespace) -> Totals:
         )
     prefixes = output_prefixes(args.output_prefix, options)
     job = EncodingJob(options, args.dataset_impl, args.on_error == "skip", args.workers)
-    parts = divide(files, args.partitions)
+    partitions = divide(files, args.partitions)
     if STDIN in files and args.partitions > 1:
         print("note: standard input is read as one part", file=sys.stderr)
     progress = EncodingProgress(args.log_interval)
     try:
-        if len(parts) > 1:
-            totals = run_partitions(job, parts, prefixes, progress)
+        if len(partitions) > 1:
+            totals = run_partitions(job, partitions, prefixes, progress)
         else:
-            totals = run(job, parts[0], prefixes, progress)
+            totals = run(job, partitions[0], prefixes, progress)
     finally:
         progress.close()
     docs_per_s, mb_per_s = progress.rates(totals)

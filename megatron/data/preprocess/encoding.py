@@ -95,10 +95,10 @@ def parse_line(line: bytes, keys: Sequence[str], *, first: bool = False) -> list
     for key in keys:
         if key not in value:
             raise ValueError(f"no key {key!r} (there are: {', '.join(map(repr, list(value)[:8])) or 'none'})")
-        found = value[key]
-        if not isinstance(found, str):
-            raise ValueError(f"the key {key!r} holds a JSON {_kind(found)} where a string belongs")
-        texts.append(found)
+        key_text = value[key]
+        if not isinstance(key_text, str):
+            raise ValueError(f"the key {key!r} holds a JSON {_kind(key_text)} where a string belongs")
+        texts.append(key_text)
     if "\\ud" in text or "\\uD" in text:
         _refuse_lone_surrogates(texts)
     return texts
@@ -142,30 +142,33 @@ class Encoder:
         return True
 
     def _encode(self, documents: list[list[str]]) -> list[KeyTokens]:
-        return [self._encode_key([texts[place] for texts in documents]) for place in range(len(self.options.json_keys))]
+        return [
+            self._encode_key([texts[key_index] for texts in documents])
+            for key_index in range(len(self.options.json_keys))
+        ]
 
     def _encode_key(self, texts: list[str]) -> KeyTokens:
         sentences = texts if self._split is None else []
         counts = [1] * len(texts)
         if self._split is not None:
             for number, text in enumerate(texts):
-                parts = self._split(text)
-                counts[number] = len(parts)
-                sentences += parts
+                text_sentences = self._split(text)
+                counts[number] = len(text_sentences)
+                sentences += text_sentences
         ids = iter(self.tokenizer.tokenize_batch(sentences))
         sequences: list[list[int]] = []
-        kept_counts = np.zeros(len(texts), dtype=np.int32)
+        sentence_counts = np.zeros(len(texts), dtype=np.int32)
         for number, count in enumerate(counts):
             # Sentences without tokens are dropped, and documents without tokens get no end-of-document token.
-            kept = [sentence for sentence in (next(ids) for _ in range(count)) if sentence]
-            if kept and self.options.append_eod:
-                kept[-1].append(self.tokenizer.eod)
-            kept_counts[number] = len(kept)
-            sequences += kept
+            document_sentences = [sentence for sentence in (next(ids) for _ in range(count)) if sentence]
+            if document_sentences and self.options.append_eod:
+                document_sentences[-1].append(self.tokenizer.eod)
+            sentence_counts[number] = len(document_sentences)
+            sequences += document_sentences
         lengths = np.fromiter(map(len, sequences), dtype=np.int32, count=len(sequences))
         total = int(lengths.sum(dtype=np.int64))
         tokens = np.fromiter(chain.from_iterable(sequences), dtype=self.dtype, count=total)
-        return KeyTokens(tokens, lengths, kept_counts)
+        return KeyTokens(tokens, lengths, sentence_counts)
 
 
 def _kind(value: object) -> str:

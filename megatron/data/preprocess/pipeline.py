@@ -88,7 +88,7 @@ def run_partitions(job: EncodingJob, parts: list[list[InputRange]], prefixes: li
     Each part writes shards, which are merged in input order and removed.
     """
     shards = [[f"{prefix}.part{number}" for prefix in prefixes] for number in range(len(parts))]
-    share = EncodingJob(job.options, job.dataset_impl, job.skip_bad_lines, max(1, job.workers // len(parts)))
+    partition_job = EncodingJob(job.options, job.dataset_impl, job.skip_bad_lines, max(1, job.workers // len(parts)))
     context = multiprocessing.get_context("spawn")
     messages, stop = context.SimpleQueue(), context.Event()
     latest = [Totals() for _ in parts]
@@ -98,23 +98,25 @@ def run_partitions(job: EncodingJob, parts: list[list[InputRange]], prefixes: li
             number, latest[number], skipped = messages.get()
             report(_sum(latest), skipped)
 
-    asked = [_Partition(number, share, part, shards[number]) for number, part in enumerate(parts)]
+    partitions = [_Partition(number, partition_job, sources, shards[number]) for number, sources in enumerate(parts)]
     try:
-        done = list(in_processes(_run_partition, asked, len(parts), _start_partition, (messages, stop), idle=pass_on))
+        results = list(
+            in_processes(_run_partition, partitions, len(parts), _start_partition, (messages, stop), idle=pass_on)
+        )
         pass_on()
-        failed = [result for result in done if not isinstance(result, Totals)]
-        if failed:
-            raise next((error for error in failed if not isinstance(error, _Stopped)), failed[0])
-        totals = _sum([result for result in done if isinstance(result, Totals)])
+        errors = [result for result in results if not isinstance(result, Totals)]
+        if errors:
+            raise next((error for error in errors if not isinstance(error, _Stopped)), errors[0])
+        totals = _sum([result for result in results if isinstance(result, Totals)])
         _require_documents(totals)
         with ExitStack() as stack:
             dtype = Encoder(job.options).dtype
             writers = []
-            for place, prefix in enumerate(prefixes):
+            for key_index, prefix in enumerate(prefixes):
                 writer = stack.enter_context(IndexedWriter(prefix, dtype=dtype, impl=job.dataset_impl))
                 writers.append(writer)
                 for shard in shards:
-                    writer.merge(shard[place])
+                    writer.merge(shard[key_index])
             _require_tokens(job.options, writers)
         return totals
     except ProcessKilled:
@@ -189,24 +191,24 @@ def _start_partition(messages: Any, stop: Any) -> None:
     _worker["stop"] = stop
 
 
-def _run_partition(part: _Partition) -> Totals | UserError | OSError:
+def _run_partition(partition: _Partition) -> Totals | UserError | OSError:
     """Encodes a part; returns the totals, or the error, after which the other parts stop as well."""
 
     def report(totals: Totals, skipped: list[str]) -> None:
         if _worker["stop"].is_set():
             raise _Stopped("stopped because of another part of the input")
-        _worker["messages"].put((part.number, Totals(**vars(totals)), skipped))
+        _worker["messages"].put((partition.number, Totals(**vars(totals)), skipped))
 
     try:
-        return run(part.job, part.sources, part.prefixes, report, may_be_empty=True)
+        return run(partition.job, partition.sources, partition.prefixes, report, may_be_empty=True)
     except (UserError, OSError) as error:
         _worker["stop"].set()
         return error
 
 
-def _sum(parts: list[Totals]) -> Totals:
+def _sum(running_totals: list[Totals]) -> Totals:
     result = Totals()
-    for part in parts:
-        for name, value in vars(part).items():
+    for totals in running_totals:
+        for name, value in vars(totals).items():
             setattr(result, name, getattr(result, name) + value)
     return result

@@ -31,15 +31,15 @@ class InputRange:
 
     def line_number(self, index: int) -> int:
         """Line number in the file, from 1, of line ``index`` of this range, from 0."""
-        before = 0
+        preceding_lines = 0
         if self.start:
             with open(self.name, "rb") as stream:
                 # The line that crosses the cut, or ends at it, is the last line of the previous range.
-                left, before = self.start - 1, 1
-                while left and (data := stream.read(min(left, 1 << 24))):
-                    before += data.count(b"\n")
-                    left -= len(data)
-        return before + index + 1
+                remaining_bytes, preceding_lines = self.start - 1, 1
+                while remaining_bytes and (data := stream.read(min(remaining_bytes, 1 << 24))):
+                    preceding_lines += data.count(b"\n")
+                    remaining_bytes -= len(data)
+        return preceding_lines + index + 1
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,11 @@ def expand_inputs(values: list[str]) -> list[str]:
         if value == STDIN or os.path.isfile(value):
             files.append(value)
             continue
-        found = [name for name in sorted(glob.glob(value, recursive=True)) if os.path.isfile(name)]
-        if not found:
-            what = "matches no file" if glob.has_magic(value) else "is no file"
-            raise UserError(f"--input {value}: {what}. Check the path, or give - to read standard input")
-        files += found
+        matches = [name for name in sorted(glob.glob(value, recursive=True)) if os.path.isfile(name)]
+        if not matches:
+            reason = "matches no file" if glob.has_magic(value) else "is no file"
+            raise UserError(f"--input {value}: {reason}. Check the path, or give - to read standard input")
+        files += matches
     if files.count(STDIN) > 1:
         raise UserError("--input: standard input (-) can be read only once")
     return files
@@ -119,8 +119,8 @@ def read_blocks(sources: list[InputRange]) -> Iterator[Block]:
         except ModuleNotFoundError as error:
             raise UserError(f"{source.label}: {error.name} is missing: pip install {error.name}") from None
         except READ_ERRORS as error:
-            place = source.line_number(first + len(lines))
-            raise UserError(f"{source.label}:{place}: cannot be read on ({error}). Check the file") from None
+            line_number = source.line_number(first + len(lines))
+            raise UserError(f"{source.label}:{line_number}: cannot be read on ({error}). Check the file") from None
         if lines:
             yield Block(source, first, lines, size)
 
@@ -130,13 +130,13 @@ def _lines(source: InputRange) -> Iterator[bytes]:
         yield from sys.stdin.buffer
         return
     with opened(source.name) as stream:
-        place = 0
+        offset = 0
         if source.start:
             # The line that crosses the cut belongs to the previous range.
             stream.seek(source.start - 1)
-            place = source.start - 1 + len(stream.readline())
+            offset = source.start - 1 + len(stream.readline())
         for line in stream:
-            if source.end is not None and place >= source.end:
+            if source.end is not None and offset >= source.end:
                 return
-            place += len(line)
+            offset += len(line)
             yield line

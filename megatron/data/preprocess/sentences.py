@@ -48,26 +48,26 @@ def rule_spans(text: str) -> Spans:
     """
     spans: Spans = []
     begin = 0
-    for found in _END.finditer(text):
-        if _ends(text, begin, found):
-            _append(spans, text, begin, found.end())
-            begin = found.end()
+    for match in _END.finditer(text):
+        if _ends(text, begin, match):
+            _append(spans, text, begin, match.end())
+            begin = match.end()
     _append(spans, text, begin, len(text))
     return spans
 
 
-def _ends(text: str, begin: int, found: re.Match[str]) -> bool:
+def _ends(text: str, begin: int, match: re.Match[str]) -> bool:
     """Whether a sentence that starts at ``begin`` ends with the matched punctuation."""
-    sign = found[0]
+    sign = match[0]
     if sign.isspace() or sign[0] in _WIDE:
         return True
-    opening = _BEFORE_WORD.match(text, found.end())
-    after = found.end() if opening is None else opening.end()
-    if text[after : after + 1].islower():
+    opening = _BEFORE_WORD.match(text, match.end())
+    word_start = match.end() if opening is None else opening.end()
+    if text[word_start : word_start + 1].islower():
         return False
     if not sign.startswith(".") or sign.startswith(".."):
         return True
-    word = _LAST_WORD.search(text, max(begin, found.start() - _LONGEST_NAME), found.start())
+    word = _LAST_WORD.search(text, max(begin, match.start() - _LONGEST_NAME), match.start())
     if word is None:
         return True
     name = word[0]

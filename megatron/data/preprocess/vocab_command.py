@@ -51,14 +51,14 @@ def texts(files: Sequence[str], keys: Sequence[str], watch: Watch = lambda *_: N
     for block in read_blocks(divide(list(files), 1)[0]):
         for index, line in enumerate(block.lines, start=block.first):
             try:
-                found = parse_line(line, keys, first=not index)
+                line_texts = parse_line(line, keys, first=not index)
             except ValueError as error:
-                place = f"{block.source.label}:{block.source.line_number(index)}"
-                raise UserError(f"{place}: {error}. Correct or remove the line") from None
-            if found is not None:
+                location = f"{block.source.label}:{block.source.line_number(index)}"
+                raise UserError(f"{location}: {error}. Correct or remove the line") from None
+            if line_texts is not None:
                 totals.documents += 1
-                is_empty = is_empty and not any(found)
-                yield from found
+                is_empty = is_empty and not any(line_texts)
+                yield from line_texts
         totals.size += block.size
         watch(totals, [])
     if is_empty:
@@ -119,8 +119,8 @@ def train(
         initial_alphabet=sorted(alphabet),
         show_progress=bars,
     )
-    given = texts(names, keys, watch)
-    chosen = given if documents is None else islice(given, documents * len(keys))
+    all_texts = texts(names, keys, watch)
+    chosen = all_texts if documents is None else islice(all_texts, documents * len(keys))
     tokenizer.train_from_iterator(_then(chosen, merging), trainer)
     _write(tokenizer.model, folder)
     return int(tokenizer.get_vocab_size())
@@ -142,36 +142,42 @@ def _write(model: Any, folder: Path) -> None:
                 stream.write((Path(temporary) / name).read_bytes())
 
 
-def _then(given: Iterator[str], done: Callable[[], None]) -> Iterator[str]:
-    yield from given
+def _then(iterator: Iterator[str], done: Callable[[], None]) -> Iterator[str]:
+    yield from iterator
     done()
 
 
 def parser() -> argparse.ArgumentParser:
     """Builds the parser of the command line."""
-    made = PreprocessParser(
+    argument_parser = PreprocessParser(
         prog="train_vocab.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )  # fmt: skip
-    made.add_argument(
+    argument_parser.add_argument(
         "--input",
         nargs="+",
         required=True,
         metavar="FILE",
         help="JSON-lines files or glob patterns; .gz, .bz2, .xz and .zst are decompressed; - is standard input",
     )
-    made.add_argument("--output-dir", type=Path, required=True, metavar="DIR", help="for vocab.json and merges.txt")
-    made.add_argument("--vocab-size", type=int, default=50257, metavar="N", help="entries (default: GPT-2's 50257)")
-    made.add_argument("--json-keys", "--json-key", nargs="+", default=["text"], metavar="KEY", help="(default: text)")
-    made.add_argument("--documents", type=int, metavar="N", help="only the first so many (default: all)")
-    made.add_argument(
+    argument_parser.add_argument(
+        "--output-dir", type=Path, required=True, metavar="DIR", help="for vocab.json and merges.txt"
+    )
+    argument_parser.add_argument(
+        "--vocab-size", type=int, default=50257, metavar="N", help="entries (default: GPT-2's 50257)"
+    )
+    argument_parser.add_argument(
+        "--json-keys", "--json-key", nargs="+", default=["text"], metavar="KEY", help="(default: text)"
+    )
+    argument_parser.add_argument("--documents", type=int, metavar="N", help="only the first so many (default: all)")
+    argument_parser.add_argument(
         "--min-frequency", type=int, default=2, metavar="N", help="times a pair must come to be merged (default: 2)"
     )
-    made.add_argument(
+    argument_parser.add_argument(
         "--log-interval", type=int, default=10_000, metavar="N",
         help="documents between progress lines, where there is no terminal for a bar (default: 10000)",
     )  # fmt: skip
-    return made
+    return argument_parser
 
 
 def run(options: argparse.Namespace) -> str:
@@ -212,10 +218,10 @@ def run(options: argparse.Namespace) -> str:
         merging=merging,
         bars=bars,
     )
-    made = f"{options.output_dir}: {size:,} entries in {' and '.join(VOCABULARY_FILES)}"
+    summary = f"{options.output_dir}: {size:,} entries in {' and '.join(VOCABULARY_FILES)}"
     if size < options.vocab_size:
-        made += f", no pair comes {options.min_frequency} times any more: more text makes more entries"
-    return f"{made} (read {read.documents:,} documents, {read.size / 1e6:,.1f} MB)"
+        summary += f", no pair comes {options.min_frequency} times any more: more text makes more entries"
+    return f"{summary} (read {read.documents:,} documents, {read.size / 1e6:,.1f} MB)"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

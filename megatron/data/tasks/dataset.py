@@ -54,13 +54,13 @@ def separators_of(tokenizer: Tokenizer, model: ModelConfig) -> Separators:
     if model.causal:
         return Separators(None, tokenizer.eod, tokenizer.eod)
     if model.model_type == "deberta":
-        found = [tokenizer.id_of(name) for name in _NAMES] if isinstance(tokenizer, PieceLookup) else [None]
-        if None in found:
+        token_ids = [tokenizer.id_of(name) for name in _NAMES] if isinstance(tokenizer, PieceLookup) else [None]
+        if None in token_ids:
             raise UserError(
                 f"--tokenizer-type {tokenizer.name} has no {', '.join(_NAMES)}, which DeBERTa's texts stand between: "
                 "give --tokenizer-type SentencePieceTokenizer --tokenizer-model spm.model of its folder"
             )
-        cls, sep, pad = found
+        cls, sep, pad = token_ids
         return Separators(cls, sep or 0, pad or 0)
     ids = word_piece_ids(tokenizer)
     return Separators(ids.cls, ids.sep, ids.pad)
@@ -74,13 +74,13 @@ def paired(
     Excess tokens are removed from the end, as in Megatron.
     """
     tokens = [*([] if around.first is None else [around.first]), *first, around.end]
-    of_first = len(tokens)
+    first_length = len(tokens)
     tokens += second or ()
     if len(tokens) >= length:
         tokens = [*tokens[: length - 1], around.end]
     elif second is not None:
         tokens.append(around.end)
-    return tokens, min(of_first, length if second is None else length - 1)
+    return tokens, min(first_length, length if second is None else length - 1)
 
 
 class TaskDataset:
@@ -171,12 +171,12 @@ class TaskDataset:
         first, second = example.sequences[number]
         second_tokens = None if second is None else self._tokenize(second)
         first_tokens = self._tokenize(first)[: self._most_first]
-        tokens, of_first = paired(first_tokens, second_tokens, length, self._around)
+        tokens, first_length = paired(first_tokens, second_tokens, length, self._around)
         out_t[:length] = self._around.pad
         out_t[: len(tokens)] = tokens
         types_s = out_t[length : 2 * length]
         types_s[:] = 0
-        types_s[of_first : len(tokens)] = 1
+        types_s[first_length : len(tokens)] = 1
         out_t[-3] = len(tokens)
         out_t[-2] = np.float64(example.label).view(np.int64) if self._real else example.label
         out_t[-1] = number == 0 and self.epochs.at(index // self._each).counts

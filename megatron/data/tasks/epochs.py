@@ -58,11 +58,11 @@ class Epochs:
 
     def at(self, draw: int) -> EpochPlace:
         """Sample of draw ``draw`` of the run."""
-        epoch, inside = divmod(draw, self.draws)
-        place = inside % self._samples
-        counts = inside < self._samples
+        epoch, offset = divmod(draw, self.draws)
+        sample_index = offset % self._samples
+        counts = offset < self._samples
         if self._lanes is not None:
-            return EpochPlace(self._lanes.sample(epoch * self._samples + place), counts)
+            return EpochPlace(self._lanes.sample(epoch * self._samples + sample_index), counts)
         if self._shuffle:
-            place = Permutation(self._samples, mix(self._seed, epoch, _TASK_ORDER))(place)
-        return EpochPlace(place, counts)
+            sample_index = Permutation(self._samples, mix(self._seed, epoch, _TASK_ORDER))(sample_index)
+        return EpochPlace(sample_index, counts)

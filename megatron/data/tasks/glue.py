@@ -63,28 +63,28 @@ def read_glue(task: str, path: str, flag: str) -> ExampleFile:
     Raises:
         UserError: when the file cannot be read, or has another format; the message names file and line.
     """
-    form, where = FORMATS[task], f"{flag} {path}"
+    form, location = FORMATS[task], f"{flag} {path}"
     lines = read_lines(path, flag)
     if not lines:
-        raise UserError(f"{where}: is empty")
-    columns, first = _columns(task, form, lines[0], where)
+        raise UserError(f"{location}: is empty")
+    columns, first = _columns(task, form, lines[0], location)
     examples: list[Example] = []
     torn: list[int] = []
     for number, row in _rows(lines, first):
-        if len(row) == columns.count and all(row[place].strip() for place in columns.texts):
-            examples.append(_example(form, columns, row, f"{where}, line {number}"))
+        if len(row) == columns.count and all(row[column].strip() for column in columns.texts):
+            examples.append(_example(form, columns, row, f"{location}, line {number}"))
         elif form.torn:
             torn.append(number)
         else:
-            raise _not_fitting(row, columns, f"{where}, line {number}")
+            raise _not_fitting(row, columns, f"{location}, line {number}")
     if torn and len(torn) > _MOST_TORN * len(lines):
         raise UserError(
-            f"{where}, line {torn[0]}: is no line of {columns.count} columns with texts, and nor are "
+            f"{location}, line {torn[0]}: is no line of {columns.count} columns with texts, and nor are "
             f"{len(torn) - 1} others; give {task}'s own file"
         )
     if not examples:
-        raise UserError(f"{where}: holds no sample after line {first}")
-    note = f"{where}: {len(torn)} torn lines are left out, the first at line {torn[0]}" if torn else ""
+        raise UserError(f"{location}: holds no sample after line {first}")
+    note = f"{location}: {len(torn)} torn lines are left out, the first at line {torn[0]}" if torn else ""
     return ExampleFile(path, examples, note)
 
 
@@ -103,47 +103,47 @@ def _rows(lines: Sequence[str], first: int) -> Iterator[tuple[int, list[str]]]:
         yield number, line.split("\t")
 
 
-def _columns(task: str, form: GlueFormat, line: str, where: str) -> tuple[_Columns, int]:
+def _columns(task: str, form: GlueFormat, line: str, location: str) -> tuple[_Columns, int]:
     """Column indices of a file, and number of lines before the first sample."""
     if form.columns is not None:
-        texts = tuple(int(place) for place in form.texts)
+        texts = tuple(int(column) for column in form.texts)
         return _Columns(texts, int(form.label), form.columns), 0
     names = [name.strip() for name in line.split("\t")]
     for name in (*form.texts, form.label):
         if name not in names:
             test = "; GLUE's test files have no labels" if name == form.label else ""
             raise UserError(
-                f"{where}, line 1: {task} needs the column {name}, and the header has {', '.join(names)[:200]}{test}"
+                f"{location}, line 1: {task} needs the column {name}, and the header has {', '.join(names)[:200]}{test}"
             )
         if names.count(str(name)) > 1:
-            raise UserError(f"{where}, line 1: has the column {name} twice; leave one out")
-    places = tuple(names.index(str(name)) for name in form.texts)
-    return _Columns(places, names.index(str(form.label)), len(names)), 1
+            raise UserError(f"{location}, line 1: has the column {name} twice; leave one out")
+    text_columns = tuple(names.index(str(name)) for name in form.texts)
+    return _Columns(text_columns, names.index(str(form.label)), len(names)), 1
 
 
-def _not_fitting(row: Sequence[str], columns: _Columns, where: str) -> UserError:
+def _not_fitting(row: Sequence[str], columns: _Columns, location: str) -> UserError:
     if len(row) != columns.count:
-        return UserError(f"{where}: has {len(row)} columns instead of {columns.count}, separated by tabs")
-    empty = next(place for place in columns.texts if not row[place].strip())
-    return UserError(f"{where}: column {empty + 1} holds no text")
+        return UserError(f"{location}: has {len(row)} columns instead of {columns.count}, separated by tabs")
+    empty_column = next(column for column in columns.texts if not row[column].strip())
+    return UserError(f"{location}: column {empty_column + 1} holds no text")
 
 
-def _example(form: GlueFormat, columns: _Columns, row: Sequence[str], where: str) -> Example:
-    first, *second = (clean_text(row[place].strip()) for place in columns.texts)
-    label = _label(form, row[columns.label].strip(), where)
+def _example(form: GlueFormat, columns: _Columns, row: Sequence[str], location: str) -> Example:
+    first, *second = (clean_text(row[column].strip()) for column in columns.texts)
+    label = _label(form, row[columns.label].strip(), location)
     return Example(((first, second[0] if second else None),), label)
 
 
-def _label(form: GlueFormat, word: str, where: str) -> int | float:
+def _label(form: GlueFormat, word: str, location: str) -> int | float:
     if form.classes:
         if word not in form.classes:
-            raise UserError(f"{where}: the label {shown(word)} is none of {', '.join(form.classes)}")
+            raise UserError(f"{location}: the label {shown(word)} is none of {', '.join(form.classes)}")
         return form.classes.index(word)
-    least, most = form.bounds
+    minimum, maximum = form.bounds
     try:
         number = read_number(word)
     except ValueError:
         number = math.nan
-    if not least <= number <= most:
-        raise UserError(f"{where}: the label {shown(word)} is no number from {least:g} to {most:g}")
+    if not minimum <= number <= maximum:
+        raise UserError(f"{location}: the label {shown(word)} is no number from {minimum:g} to {maximum:g}")
     return number

@@ -44,40 +44,40 @@ def read_race(path: str, flag: str) -> ExampleFile:
     return ExampleFile(path, examples)
 
 
-def _questions(line: str, where: str) -> Iterator[Example]:
+def _questions(line: str, location: str) -> Iterator[Example]:
     """Samples of a passage."""
     try:
         passage = parse_json(line)
         json.dumps(passage, ensure_ascii=False).encode()  # an escape may be a lone surrogate
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: is no JSON of whole characters ({error})") from error
+        raise UserError(f"{location}: is no JSON of whole characters ({error})") from error
     if not isinstance(passage, dict):
-        raise UserError(f"{where}: is no JSON object with article, questions, options and answers")
+        raise UserError(f"{location}: is no JSON object with article, questions, options and answers")
     article = passage.get("article")
     if not isinstance(article, str) or not article.strip():
-        raise UserError(f"{where}: article must be a text")
-    questions, options, answers = (_list(passage, name, where) for name in ("questions", "options", "answers"))
+        raise UserError(f"{location}: article must be a text")
+    questions, options, answers = (_list(passage, name, location) for name in ("questions", "options", "answers"))
     if not len(questions) == len(options) == len(answers):
         raise UserError(
-            f"{where}: has {len(questions)} questions, {len(options)} options and {len(answers)} answers; "
+            f"{location}: has {len(questions)} questions, {len(options)} options and {len(answers)} answers; "
             "there must be as many of each"
         )
     text = clean_text(article)
     for number, (question, texts, answer) in enumerate(zip(questions, options, answers, strict=True), 1):
-        of = f"{where}, question {number}"
+        question_location = f"{location}, question {number}"
         if not isinstance(question, str) or not isinstance(texts, list) or not all(isinstance(x, str) for x in texts):
-            raise UserError(f"{of}: the question must be a text and its options a list of texts")
+            raise UserError(f"{question_location}: the question must be a text and its options a list of texts")
         if len(texts) != CHOICES:
-            raise UserError(f"{of}: has {len(texts)} options instead of {CHOICES}")
+            raise UserError(f"{question_location}: has {len(texts)} options instead of {CHOICES}")
         if not isinstance(answer, str) or len(answer) != 1 or answer not in _LETTERS:
-            raise UserError(f"{of}: the answer {shown(answer)} is none of {', '.join(_LETTERS)}")
-        yield Example(tuple((_with(question, one), text) for one in texts), _LETTERS.index(answer))
+            raise UserError(f"{question_location}: the answer {shown(answer)} is none of {', '.join(_LETTERS)}")
+        yield Example(tuple((_with(question, option), text) for option in texts), _LETTERS.index(answer))
 
 
-def _list(passage: Mapping[str, Any], name: str, where: str) -> list[Any]:
+def _list(passage: Mapping[str, Any], name: str, location: str) -> list[Any]:
     value = passage.get(name)
     if not isinstance(value, list):
-        raise UserError(f"{where}: {name} must be a list")
+        raise UserError(f"{location}: {name} must be a list")
     return value
 
 
