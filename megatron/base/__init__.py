@@ -1,1 +1,1 @@
-"""What all packages stand on: errors for users, declared options and their one reader, documents, whole files."""
+"""Foundation of all packages: user errors, declared options and their reader, documents, atomic files."""

@@ -1,4 +1,4 @@
-"""Network addresses as text: HOST:PORT, and [ADDRESS]:PORT where the address has colons itself."""
+"""Network addresses as text: HOST:PORT, or [ADDRESS]:PORT if the address contains colons."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ EXAMPLE = "write HOST:PORT, such as 10.0.0.1:29600 or [fd00::1]:29600, with a po
 
 
 def read_address(text: str) -> tuple[str, int]:
-    """The host and the port.
+    """Parses a host and a port.
 
     Raises:
-        ValueError: for anything else.
+        ValueError: when the text is no such address.
     """
     host, _, port = text.rpartition(":")
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
@@ -27,12 +27,12 @@ def read_address(text: str) -> tuple[str, int]:
 
 
 def write_address(host: str, port: int) -> str:
-    """The text of an address."""
+    """Formats an address as text."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or an address always means this machine."""
+    """Whether a host name or address always refers to this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,4 +1,4 @@
-"""Files that are either complete or not there: written beside their final name, synced, then renamed."""
+"""Atomic file writes: files are written beside their final path, synced, then renamed."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from megatron.base.errors import UserError
 
 
 def fsync_directory(folder: Path) -> None:
-    """Makes renames inside ``folder`` survive a power cut, where the file system lets a folder be synced.
+    """Makes renames inside ``folder`` survive a power cut, if the file system can sync folders.
 
     Raises:
-        OSError: when the disk fails at it.
+        OSError: when syncing fails.
     """
     try:
         descriptor = os.open(folder, os.O_RDONLY)
-    except PermissionError:  # a folder may take files without showing them
+    except PermissionError:  # a folder may be writable but not readable
         return
     try:
         os.fsync(descriptor)
@@ -36,17 +36,17 @@ def fsync_directory(folder: Path) -> None:
 
 @contextmanager
 def holding(path: Path, *, where_there_are_locks: bool = False) -> Iterator[None]:
-    """Holds the lock of a file or folder, which the system releases when the process ends.
+    """Holds the lock of a file or folder; the system releases it when the process ends.
 
     Args:
         path: path of the file.
-        where_there_are_locks: continue without a lock on a file system that has none.
+        where_there_are_locks: continue without a lock on a file system without locks.
 
     Raises:
-        BlockingIOError: when another process holds it.
+        BlockingIOError: when another process holds the lock.
         OSError: when the file system has no locks.
     """
-    # NFS locks only files that are open for writing, and no folders.
+    # NFS locks only files that are open for writing, never folders.
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         try:
@@ -62,7 +62,7 @@ def holding(path: Path, *, where_there_are_locks: bool = False) -> Iterator[None
 
 
 def beside(path: Path, ending: str) -> Path:
-    """The path of a hidden temporary file of this process in the file's folder, of valid length."""
+    """Path, of valid length, of a hidden temporary file of this process in the file's folder."""
     name = path.name
     if len(os.fsencode(name)) > 200:  # of 255
         name = hashlib.blake2b(os.fsencode(name), digest_size=16).hexdigest()
@@ -70,7 +70,7 @@ def beside(path: Path, ending: str) -> Path:
 
 
 def remove_leftovers(path: Path, ending: str, remove: Callable[[Path], object]) -> None:
-    """Removes temporary files ``beside`` a file that killed processes have left, unless another process holds them."""
+    """Removes temporary files that killed processes left ``beside`` a file, unless another process holds them."""
     begin = beside(path, ending).name.removesuffix(f"{os.getpid()}.{ending}")
     for left in path.parent.iterdir() if path.parent.is_dir() else ():
         number = left.name.removeprefix(begin).removesuffix(f".{ending}")
@@ -87,10 +87,10 @@ def check_writable(path: str | Path, flag: str = "") -> Path:
         flag: flag that names the file, for the message.
 
     Returns:
-        The file's own path, links followed.
+        The real path of the file, links followed.
 
     Raises:
-        UserError: when it cannot be; the message names the flag and the file.
+        UserError: when it cannot be written; the message names the flag and the file.
     """
     target = Path(os.path.realpath(path))
     named = f"{flag} {path or target}".strip()
@@ -103,9 +103,9 @@ def check_writable(path: str | Path, flag: str = "") -> Path:
                 raise UserError(f"{named}: is a folder; name a file")
             if not stat.S_ISREG(kind):
                 raise UserError(f"{named}: is no plain file and would be replaced; name another")
-        # Only trying tells: permissions say nothing of file systems that take no files.
+        # Only an attempt tells: permissions say nothing about file systems that cannot be written to.
         beside(target, "tmp").touch()
-        beside(target, "tmp").unlink(missing_ok=True)  # processes of several machines may have the same number
+        beside(target, "tmp").unlink(missing_ok=True)  # processes on different machines may have the same id
     except OSError as error:
         raise UserError(f"{named}: cannot be written ({error.strerror}); name a file elsewhere") from error
     return target
@@ -113,10 +113,10 @@ def check_writable(path: str | Path, flag: str = "") -> Path:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """Opens a temporary file beside ``path`` (links followed); it takes that name when the block ends without an error.
+    """Opens a temporary file beside ``path`` (links followed), renamed to it when the block ends without an error.
 
-    The temporary name holds the process id, so ranks that write the same file at once do not disturb each
-    other: the last rename wins, and every version is complete.
+    The temporary name includes the process id, so ranks that write the same file at once do not interfere:
+    the last rename wins, and every version is complete.
     """
     path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -134,7 +134,7 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_whole(path: str | Path, data: bytes, flag: str = "") -> None:
-    """Writes a file that is either complete or not there, where ``check_writable`` looked.
+    """Writes a file atomically, after ``check_writable`` has checked its path.
 
     Args:
         path: path of the file; links are followed.

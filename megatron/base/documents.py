@@ -1,4 +1,4 @@
-"""Documents of settings, YAML and JSON: read as plain names and values, errors in one line; YAML is written, too."""
+"""Settings in YAML and JSON: read as plain names and values, with single-line errors; YAML is also written."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from megatron.base.errors import UserError, first_line
 from megatron.base.regular import read_regular
 
 _LARGEST = 1 << 20
-"""Bytes of a file. All flags together are a hundredth of that, and reading YAML takes seconds a megabyte."""
+"""Maximum bytes of a file. All flags together take a hundredth of that; YAML takes seconds per megabyte to read."""
 
 _LONGEST_NUMBER = 400
-"""Digits of a whole number: none that is meant has as many, and Python does not print those of thousands."""
+"""Maximum digits of an integer: no real setting has more, and Python does not print integers of thousands of digits."""
 
 
 def read_settings(path: str | Path, where: str, kind: str) -> str:
@@ -23,11 +23,11 @@ def read_settings(path: str | Path, where: str, kind: str) -> str:
 
     Args:
         path: path of the document.
-        where: starts the message of an error, and names the file.
+        where: start of error messages, which names the file.
         kind: kind of the document: "YAML" or "JSON".
 
     Raises:
-        UserError: when it cannot be read, is large, or is no text.
+        UserError: when it cannot be read, is too large, or is no text.
     """
     try:
         data = read_regular(path, _LARGEST + 1)
@@ -47,7 +47,7 @@ def read_json(path: str | Path, where: str) -> dict[str, Any]:
     """Reads a JSON file that holds a mapping.
 
     Raises:
-        UserError: when it cannot be read or holds none; the message starts with ``where``, which names the file.
+        UserError: when it cannot be read or holds no mapping; the message starts with ``where``, which names the file.
     """
     text = read_settings(path, where, "JSON")
     try:
@@ -71,7 +71,7 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """The safe loader, with an error for a key that is given twice in one mapping."""
+    """The safe loader, with an error for duplicate keys of a mapping."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -94,14 +94,14 @@ _PlainLoader.add_constructor("tag:yaml.org,2002:int", _PlainLoader.construct_yam
 
 
 class _BlockDumper(yaml.SafeDumper):
-    """The safe dumper without anchors: equal lists are written out, not referred to."""
+    """The safe dumper without anchors: shared lists are written out each time."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """Reads a YAML file that holds a mapping; empty for an empty file.
+    """Reads a YAML file that holds a mapping; an empty file gives an empty mapping.
 
     Raises:
         UserError: when it cannot be read or holds none; the message names the file.
@@ -110,10 +110,10 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def parse_yaml(text: str, where: str) -> dict[str, Any]:
-    """Parses a YAML text that holds a mapping; empty for an empty text.
+    """Parses YAML text that holds a mapping; empty text gives an empty mapping.
 
     Raises:
-        UserError: when it holds none; the message starts with ``where``.
+        UserError: when it holds no mapping; the message starts with ``where``.
     """
     try:
         content = yaml.load(text, Loader=_PlainLoader)
@@ -122,7 +122,7 @@ def parse_yaml(text: str, where: str) -> dict[str, Any]:
     except RecursionError:
         raise UserError(f"{where}: is nested too deeply; give sections of names and values") from None
     except (ValueError, TypeError, LookupError, AttributeError) as error:
-        # What the loader's own constructors let through: numbers of 5,000 digits, dates that are none, odd tags.
+        # Errors of the loader's own constructors: numbers of 5,000 digits, invalid dates, odd tags.
         reason = first_line(error)
         raise UserError(f"{where}: holds a value that cannot be read ({reason}); correct the file") from None
     if content is None:
@@ -133,7 +133,7 @@ def parse_yaml(text: str, where: str) -> dict[str, Any]:
 
 
 def dump_yaml(content: dict[str, Any]) -> str:
-    """The YAML text of plain values, one block a section, keys in the given order."""
+    """YAML text of plain values, a block per section, keys in the given order."""
     blocks = [
         yaml.dump({name: section}, Dumper=_BlockDumper, sort_keys=False, allow_unicode=True, width=2**31)
         for name, section in content.items()

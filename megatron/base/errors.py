@@ -1,4 +1,4 @@
-"""The error type whose message is meant for users, and what it quotes of others."""
+"""The error type for user-facing messages, and helpers to quote and collect errors."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ _LONGEST = 20_000
 class UserError(ValueError):
     """Bad input: a flag, a file, a checkpoint, a peer.
 
-    The message is one line that says what is wrong, where, and what to do. Entry points print it without a
+    The message is a single line that names the problem, its place and the remedy. Entry points print it without a
     traceback and exit non-zero on every rank.
     """
 
     def __init__(self, message: str = "") -> None:
-        text = " ".join(message.splitlines())  # what it quotes may have several
+        text = " ".join(message.splitlines())  # quoted text may have several lines
         super().__init__(text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}")
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text; its type where it has none."""
+    """First line of an error's text, or its type if the text is empty."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 class ErrorList:
-    """User errors of several settings, collected so that one message names them all."""
+    """Collects user errors of several settings into a single message."""
 
     def __init__(self) -> None:
         self.messages: list[str] = []
 
     @contextmanager
     def collect(self) -> Iterator[None]:
-        """Keep the message of a UserError that the block raises."""
+        """Collect the message of a UserError that the block raises."""
         try:
             yield
         except UserError as error:

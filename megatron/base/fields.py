@@ -1,4 +1,4 @@
-"""Reads and checks declared fields: one value at a time, or a whole dataclass from plain values or words."""
+"""Reads and checks declared fields: single values, or a whole dataclass from plain values or words."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from megatron.base.words import nearest
 T = TypeVar("T")
 
 _SINGLE = (2.0**-126, 2.0**126)
-"""Magnitudes that single precision, in which nearly every number here is used, holds in full."""
+"""Range of magnitudes that single precision, used for nearly every number, represents in full precision."""
 
 
 def from_text(field: FieldOption, texts: Sequence[str], where: str) -> Any:
     """Parses the value of ``field`` from words. A switch without a word is on.
 
-    ``where`` starts the message of the UserError that a bad word raises, such as "--num-layers".
-    The value returned is the field's own: a switch that turns a default off gives False.
+    ``where``, such as "--num-layers", starts the message of the UserError that a bad word raises.
+    Returns the value of the field: a switch that turns a default off gives False.
     """
     if field.is_switch:
         given = field.kind.from_text(texts[0] if texts else "true", where)
@@ -33,7 +33,7 @@ def from_text(field: FieldOption, texts: Sequence[str], where: str) -> Any:
 
 
 def from_plain(field: FieldOption, value: Any, where: str) -> Any:
-    """Reads the value of ``field`` from a YAML file or a dictionary."""
+    """Reads the value of ``field`` from YAML or a dictionary."""
     if value is None:
         return list(field.default) if isinstance(field.default, list) else field.default
     if field.is_list:
@@ -51,12 +51,12 @@ def _check_count(field: FieldOption, values: Sequence[Any], where: str) -> None:
 
 
 def check_fields(section: str, values: Any) -> None:
-    """Checks type, choices and bounds of every field of the dataclass instance ``values``, each on its own.
+    """Checks type, choices and bounds of each field of the dataclass instance ``values`` separately.
 
-    Missing required fields are found by ``check_required``.
+    ``check_required`` checks for missing required fields.
 
     Raises:
-        UserError: when a field does not hold; the message names the flag of the first.
+        UserError: when a field is invalid; the message names the flag of the first.
     """
     for field in field_options(section, type(values)):
         value, where = getattr(values, field.name), f"--{field.flag}"
@@ -72,10 +72,10 @@ def check_fields(section: str, values: Any) -> None:
 
 
 def check_required(section: str, values: Any) -> None:
-    """Checks that all required fields were given.
+    """Checks that all required fields have values.
 
     Raises:
-        UserError: when some were not; the message names their flags.
+        UserError: when fields are missing; the message names their flags.
     """
     missing = [
         f"--{field.flag}"
@@ -102,14 +102,14 @@ def section_from_plain(section: str, cls: type, values: dict[str, Any], where: s
 
 
 def section_to_plain(values: Any) -> dict[str, Any]:
-    """The fields of a section as plain types, which YAML can hold."""
+    """The fields of a section as plain types, for YAML."""
     return dataclasses.asdict(values)
 
 
 def options_from_words(cls: type[T], words: Mapping[str, str], owner: str) -> T:
-    """Builds the dataclass ``cls`` from one word for each option that is given, under the option's flag.
+    """Builds the dataclass ``cls`` from words by flag; options without a word keep their defaults.
 
-    The options must be known.
+    The flags must be known.
 
     Raises:
         UserError: when a word is not of its type or out of its bounds; the message names the owner and the option.

@@ -1,4 +1,4 @@
-"""Kinds of values, and the only reader of them: from words, from YAML that people write, from JSON."""
+"""Kinds of values and their only reader: from words, hand-written YAML, and JSON."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _PYTHON_TYPES: dict[type, tuple[type, ...]] = {int: (int,), float: (int, float),
 class Kind:
     """The kind of a value: its type, and its choices or bounds.
 
-    Every method raises UserError for what does not fit. Its message begins with ``where``, which names the place of the
+    Every method raises UserError for a value that does not fit. The message begins with ``where``, which locates the
     value: "--num-layers", "run.yaml: model.num_layers", "n_layer".
 
     element: int, float, bool or str.
-    choices: the only texts that are allowed, compared without regard to case, hyphens and underscores.
-    minimum, maximum: inclusive bounds of a number; above, below: exclusive ones.
+    choices: the allowed texts, compared without regard to case, hyphens and underscores.
+    minimum, maximum: inclusive bounds of a number; above, below: exclusive bounds.
     """
 
     element: type
@@ -37,17 +37,17 @@ class Kind:
 
     @property
     def name(self) -> str:
-        """The kind in words, with its article: "an integer", "one of cpu, cuda"."""
+        """Description of the kind, with its article: "an integer", "one of cpu, cuda"."""
         return f"one of {', '.join(self.choices)}" if self.choices else _NAMES[self.element]
 
     @property
     def bounds(self) -> str:
-        """The bounds in words, such as "at least 0 and below 1"; empty without bounds."""
+        """Description of the bounds, such as "at least 0 and below 1"; empty without bounds."""
         parts = (("at least", self.minimum), ("above", self.above), ("at most", self.maximum), ("below", self.below))
         return " and ".join(f"{words} {_bound(bound)}" for words, bound in parts if bound is not None)
 
     def from_text(self, text: str, where: str) -> Any:
-        """Parses a word of a command line or a spec. Bounds are left to ``check_bounds``."""
+        """Parses a word of a command line or a spec; ``check_bounds`` checks bounds."""
         if self.element is bool:
             return _boolean(text, where)
         if self.element in (int, float):
@@ -64,7 +64,7 @@ class Kind:
         return _printable(text, where)
 
     def from_plain(self, value: Any, where: str) -> Any:
-        """Reads a value of YAML, where people write texts, numbers and switches as they like."""
+        """Reads a value of hand-written YAML, which may mix up texts, numbers and switches."""
         if isinstance(value, (list, dict)):
             raise self._unfit(value, where)
         if isinstance(value, bool):
@@ -84,7 +84,7 @@ class Kind:
         return self.from_text(str(value), where)
 
     def from_json(self, value: Any, where: str) -> Any:
-        """Reads a value that a program wrote, which must be of this very type and within its bounds."""
+        """Reads a value written by a program, which must have exactly this type and be within the bounds."""
         right = isinstance(value, _PYTHON_TYPES[self.element]) and (self.element is bool or not isinstance(value, bool))
         if not right:
             raise self._unfit(value, where)
@@ -93,7 +93,7 @@ class Kind:
         return _choice(self.choices, value, where) if self.choices else number
 
     def check_bounds(self, value: Any, where: str) -> None:
-        """Checks that a number is within the bounds; texts and switches have none."""
+        """Checks that a number is within the bounds; texts and switches have no bounds."""
         inside = (
             (self.minimum is None or value >= self.minimum)
             and (self.maximum is None or value <= self.maximum)
@@ -104,12 +104,12 @@ class Kind:
             raise UserError(f"{where} is {_given(value)}; it must be {self.bounds}")
 
     def _number(self, value: float, where: str) -> float:
-        """Reads a number of a document as an int or a float that the machine can hold."""
+        """Converts a number of a document to a 64-bit int or a finite float."""
         try:
             if self.element is float:
                 return checked_number(value)
             if isinstance(value, int):
-                return checked_whole(value)  # before it is written out, which Python refuses for very long ones
+                return checked_whole(value)  # before it is printed, which Python refuses for very long integers
             if self.element is int:
                 if not value.is_integer():
                     raise ValueError("is not an integer")
@@ -135,7 +135,7 @@ def _boolean(text: str, where: str) -> bool:
 
 
 def _printable(text: str, where: str) -> str:
-    """Checks that a log and a file's name can hold a text."""
+    """Checks that a text can be used in logs and file names."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -9,26 +9,26 @@ from megatron.base.errors import UserError
 
 
 def markdown_row(cells: Iterable[object]) -> str:
-    """One line of a table."""
+    """A row of a table."""
     return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
 
 
 def markdown_head(titles: Sequence[str]) -> str:
-    """The first two lines of a table."""
+    """Header and separator rows of a table."""
     return f"{markdown_row(titles)}\n{markdown_row(['---'] * len(titles))}"
 
 
 def markdown_table(titles: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
-    """A whole table, without a line break at its end."""
+    """A table, without a trailing line break."""
     return "\n".join([markdown_head(titles), *map(markdown_row, rows)])
 
 
 def table_after(text: str, mark: str = "", head: str = "|") -> list[dict[str, str]]:
-    """The first table after a mark in a text, its rows by column.
+    """Rows of the first table after a mark in a text, as mappings from column titles to cells.
 
     Args:
         text: the text.
-        mark: what comes before the table.
+        mark: text before the table.
         head: beginning of the table's first line.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What the C library does with memory that was freed."""
+"""Settings of the C library's allocator for freed memory."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import ctypes
 import os
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""glibc's numbers of two settings."""
+"""Parameter numbers of glibc's ``mallopt``."""
 _MOST_KEPT = (1 << 31) - 1
 _LARGEST_OF_HEAP = 32 << 20
-"""Bytes of the largest block that glibc takes from its heap; larger ones always come from the system and go back."""
+"""Size in bytes of the largest block on glibc's heap; larger blocks are mapped from the system and returned to it."""
 _OWN_CHOICE = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
 
 
 def keep_freed_memory() -> bool:
-    """Lets the C library keep freed blocks of up to 32 MiB: no more than 2 GiB at the end of its heap go unreturned.
+    """Lets the C library keep freed blocks of up to 32 MiB, with at most 2 GiB unreturned at the end of its heap.
 
-    The next step needs them again, and what is given back to the system is cleared page by page before it comes back.
-    Returns whether the settings were made: not without glibc, nor where the environment has its own.
+    The next step needs them again, and memory returned to the system is zeroed page by page before it is reused.
+    Returns whether the settings were applied: not without glibc, nor if the environment has its own.
     """
     if any(name in os.environ for name in _OWN_CHOICE):
         return False

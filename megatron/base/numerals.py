@@ -1,4 +1,4 @@
-"""Parses numbers as users write them: plain ASCII, of a size that the machine's own numbers have."""
+"""Parses numbers written by users: plain ASCII, within the range of machine numbers."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import math
 import re
 
 LARGEST = (1 << 63) - 1
-"""The largest whole number that tensors and files can hold."""
+"""The largest integer that tensors and files can hold."""
 MOST = 1 << 24
-"""No size of a model is larger, nor of a vocabulary or a run; products of two of them fit into 64 bits."""
+"""Upper limit of sizes of models, vocabularies and runs; the product of any two fits into 64 bits."""
 _LONGEST = 64
 _WHOLE = re.compile(r"[+-]?[0-9]+(_[0-9]+)*", re.ASCII)
 _DIGITS = r"[0-9]+(?:_[0-9]+)*"
@@ -16,10 +16,10 @@ _NUMBER = re.compile(rf"[+-]?({_DIGITS}\.?(?:{_DIGITS})?|\.{_DIGITS})([eE][+-]?[
 
 
 def read_whole(text: str) -> int:
-    """Parses a whole number.
+    """Parses an integer.
 
     Raises:
-        ValueError: when it is none; the message follows the text: "is not an integer" or "is too large".
+        ValueError: when it is no integer; the message follows the text: "is not an integer" or "is too large".
     """
     text = text.strip()
     if not _WHOLE.fullmatch(text):
@@ -30,10 +30,10 @@ def read_whole(text: str) -> int:
 
 
 def checked_whole(number: int) -> int:
-    """Returns the number, if the machine can hold it.
+    """Returns the number if it fits into 64 bits.
 
     Raises:
-        ValueError: when the machine cannot hold it; the message is like that of ``read_whole``.
+        ValueError: when it does not fit; the message is like the message of ``read_whole``.
     """
     if not -LARGEST <= number <= LARGEST:
         raise ValueError("is too large an integer")
@@ -44,7 +44,7 @@ def read_number(text: str) -> float:
     """Parses a finite number.
 
     Raises:
-        ValueError: when it is none; the message follows the text: "is not a number".
+        ValueError: when it is no finite number; the message follows the text: "is not a number".
     """
     text = text.strip()
     if text.lower().lstrip("+-") in ("nan", "inf", "infinity"):
@@ -66,7 +66,7 @@ def checked_number(number: float) -> float:
     """Returns the number as a float, if it is finite.
 
     Raises:
-        ValueError: when it is not finite; the message is like that of ``read_number``.
+        ValueError: when it is not finite; the message is like the message of ``read_number``.
     """
     try:
         number = float(number)

@@ -1,8 +1,8 @@
-"""Options: how a dataclass field declares its flag, its unit, its bounds and its help text.
+"""Options: dataclass fields that declare their flag, unit, bounds and help text.
 
 A section of the configuration is a frozen dataclass whose fields are made by ``option``, ``required`` or
 ``derived``. Everything else (the argument parser, the YAML reader, ``--help``, ``docs/flags.md``, the range
-checks) is generated from what they record. The annotation of a field is the type it has in a *resolved*
+checks) is generated from these declarations. The annotation of a field is its type in a *resolved*
 configuration: a required or derived field is None until then.
 """
 
@@ -23,22 +23,22 @@ _METADATA_KEY = "option"
 class Option:
     """The declaration of a field. Names are written without the leading dashes.
 
-    flag: the canonical flag; None takes the field's name with hyphens. For a switch that is on by default it is the
-        flag that turns it off (``off_switch`` is True then).
+    flag: the canonical flag; None takes the field's name with hyphens. For a switch that is on by default, the flag
+        turns it off (``off_switch`` is True).
     aliases: other spellings with the same meaning.
     count: the exact number of values of a list, None for any number.
-    repeatable: the flag may be given several times, one value each.
-    unit: what a number counts.
-    minimum, maximum: inclusive bounds; above, below: exclusive ones.
+    repeatable: the flag may be repeated, with a single value each time.
+    unit: unit of a number.
+    minimum, maximum: inclusive bounds; above, below: exclusive bounds.
     scheduled: a compressor's number that may change over the run.
-    whole_ramp: a ramp of it goes through whole numbers only.
-    when_unset: for a derived field, what takes its place.
-    no_effect: why giving the flag changes nothing here; reported once when it is given.
-    contents: "file" for paths of files and "blend" for weights and prefixes of datasets, whose contents must be the
-        same on all ranks, wherever they lie; other values must themselves be the same.
-    may_differ: why ranks may be given different values all the same.
-    checkpoint: "shape" when a checkpoint decides the value under --use-checkpoint-args, "default" when it
-        only provides it if the flag is not given.
+    whole_ramp: a ramp of the number has integer values only.
+    when_unset: for a derived field, a description of the derived value.
+    no_effect: the reason why the flag has no effect; reported once when it is given.
+    contents: "file" for paths of files, "blend" for weights and prefixes of datasets: their contents must be equal on
+        all ranks, but not their paths; all other values must be equal themselves.
+    may_differ: the reason why values may differ between ranks.
+    checkpoint: "shape" if a checkpoint decides the value under --use-checkpoint-args, "default" if it only
+        provides the value when the flag is not given.
     """
 
     help: str
@@ -64,34 +64,34 @@ class Option:
 
 
 _UNDECLARED = Option(help="")
-"""A field that says nothing about itself: only options of compressors may be so."""
+"""Option of an undeclared field, which only compressor options may have."""
 
 
 def option(default: Any, help: str, **details: Any) -> Any:
     """A field with a default. ``details`` are the attributes of Option."""
     metadata = {_METADATA_KEY: Option(help=help, **details)}
     if isinstance(default, list):
-        # A list has no hash; a section without it still has one.
+        # A list is not hashable; leaving it out keeps the section hashable.
         return dataclasses.field(default_factory=default.copy, hash=False, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def required(help: str, **details: Any) -> Any:
-    """A field that must be given. It is None until then."""
+    """A field that must be given; None until then."""
     return option(None, help, required=True, **details)
 
 
 def derived(when_unset: str, help: str, **details: Any) -> Any:
-    """A field that resolving fills from others when it is not given. It is None until then."""
+    """A field that is derived from other fields on resolving, if not given; None until then."""
     return option(None, help, when_unset=when_unset, **details)
 
 
 @dataclasses.dataclass(frozen=True)
 class FieldOption:
-    """One field of one section, with its option and its resolved type.
+    """A field of a section, with its option and its resolved type.
 
-    element is the type of the value, or of one element when ``is_list``. choices are the allowed values of a
-    field annotated with a Literal; they are compared without regard to case, hyphens and underscores.
+    element is the type of the value, or of an element if ``is_list``. choices are the allowed values of a field
+    annotated with a Literal, compared without regard to case, hyphens and underscores.
     """
 
     section: str
@@ -104,7 +104,7 @@ class FieldOption:
 
     @cached_property
     def kind(self) -> Kind:
-        """The kind of the value, or of one element when ``is_list``."""
+        """The kind of the value, or of an element if ``is_list``."""
         option = self.option
         return Kind(
             element=self.element,
@@ -117,7 +117,7 @@ class FieldOption:
 
     @property
     def path(self) -> str:
-        """The dotted name ``section.field``, which is how fields are named everywhere inside this package."""
+        """The dotted name ``section.field``, used for fields throughout this package."""
         return f"{self.section}.{self.name}"
 
     @property
@@ -127,17 +127,17 @@ class FieldOption:
 
     @property
     def is_switch(self) -> bool:
-        """Whether it is a boolean, whose flag needs no value."""
+        """Whether the field is a boolean, whose flag needs no value."""
         return self.element is bool and not self.is_list
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """All spellings, the canonical one first, without dashes."""
+        """All spellings without dashes, the canonical flag first."""
         return (self.flag, *self.option.aliases)
 
 
 def is_unset(value: object) -> bool:
-    """Whether it is a required or derived field that was not given."""
+    """Whether a required or derived field was not given."""
     return value is None
 
 
@@ -148,7 +148,7 @@ def field_options(section: str, cls: type) -> tuple[FieldOption, ...]:
 
 @cache
 def _declared(section: str, cls: Any) -> tuple[FieldOption, ...]:
-    """``field_options``, of which every check and every line of help asks again."""
+    """Cached ``field_options``, since every check and help line calls it."""
     hints = typing.get_type_hints(cls)
     fields = []
     for field in dataclasses.fields(cls):
@@ -166,7 +166,7 @@ def _declared(section: str, cls: Any) -> tuple[FieldOption, ...]:
 
 
 def _element_type(hint: Any) -> tuple[type, bool]:
-    """The type of one element, and whether it is a list, from an annotation such as ``int | None`` or ``list[str]``."""
+    """Element type, and whether it is a list, of an annotation such as ``int | None`` or ``list[str]``."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         (hint,) = (member for member in typing.get_args(hint) if member is not type(None))
     if typing.get_origin(hint) is list:

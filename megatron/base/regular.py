@@ -1,4 +1,4 @@
-"""Opens plain files and nothing else that a path may name: opening a pipe without a writer would never return."""
+"""Opens regular files only: opening a pipe without a writer would never return."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def open_regular(path: str | Path) -> FileIO:
 
 
 def read_regular(path: str | Path, limit: int | None = None) -> bytes:
-    """Reads a file's bytes, or the first of them.
+    """Reads a file's bytes, at most the first ``limit``.
 
     Raises:
-        OSError: when ``open_regular`` raises it.
+        OSError: as ``open_regular``.
     """
     with open_regular(path) as stream:
         if limit is None:
@@ -47,9 +47,9 @@ def read_regular(path: str | Path, limit: int | None = None) -> bytes:
 
 
 def contents(path: str | Path) -> str:
-    """A short text of the content of a file or a folder of files, to compare it between machines.
+    """Short fingerprint of a file or a folder of files, to compare them between machines.
 
-    Of a file of more than 1 MiB its size and 16 evenly spaced parts are looked at, not all bytes: many ranks ask.
+    For a file of more than 1 MiB, only its size and 16 evenly spaced samples are read, since many ranks call this.
     """
     digest = blake2b(digest_size=8)
     total = 0

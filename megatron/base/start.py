@@ -1,6 +1,6 @@
-"""The first and the last line of a program: a rank does not outlive its launcher, and ends as soon as it is done.
+"""Start and end of a program: a rank does not outlive its launcher, and exits as soon as it is done.
 
-torch is not imported here: that takes seconds, in which the launcher may be killed.
+torch is not imported here: the import takes seconds, during which the launcher may be killed.
 """
 
 from __future__ import annotations
@@ -16,53 +16,53 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 ISLANDS_LAUNCHER = "MEGATRON_ISLANDS_LAUNCHER"
-"""Variable with the process id of the launcher of all islands, with which the launcher of each ends."""
+"""Variable with the process id of the launcher of all islands; each island's launcher ends with it."""
 _PARENT_LOST = 3
 _MOST_TOOLS = 6
-"""Tools that sys.monitoring has numbers for."""
+"""Number of tool ids of sys.monitoring."""
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
 def start_program(module: str) -> NoReturn:
-    """Ends the process with the status of ``main`` of a module, called with the command line's words."""
+    """Runs ``main`` of a module on the command line, and exits with its status."""
     end_with_launcher()
     end_program(import_module(module).main())
 
 
 def end_with_launcher() -> None:
-    """Asks Linux to end this process when the launcher that has started it, if any, is gone.
+    """Asks Linux to end this process when the launcher that started it, if any, is gone.
 
-    From when ranks watch each other, their watch does so, and says why: see ``outlive_launcher``.
+    Once ranks monitor each other, their monitor ends the process and reports the reason: see ``outlive_launcher``.
     """
     parent = os.environ.get(ISLANDS_LAUNCHER, "")
     launcher = int(parent) if parent.isdecimal() else launcher_pid()
     if launcher is not None:
         _ask_for_signal(signal.SIGTERM if parent else signal.SIGKILL)
-        if os.getppid() != launcher:  # it was gone before it was asked for
+        if os.getppid() != launcher:  # it was gone before the signal was requested
             os._exit(_PARENT_LOST)
 
 
 def outlive_launcher() -> None:
-    """Takes back what ``end_with_launcher`` has asked for, in the same thread: Linux keeps it for each."""
+    """Cancels the request of ``end_with_launcher``; call it in the same thread, since requests are per thread."""
     _ask_for_signal(0)
 
 
 def _ask_for_signal(number: int) -> None:
-    """Asks Linux for a signal at the end of the parent; elsewhere nothing is done."""
+    """Asks Linux for a signal when the parent ends; does nothing on other systems."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def launcher_pid() -> int | None:
-    """The process id of the launcher (torchrun) that this process must not outlive; None without one.
+    """Process id of the launcher (torchrun) that this process must not outlive; None without a launcher.
 
-    Ranks that a shell, srun or ssh started may outlive it on purpose (nohup, setsid), or are ended by it. The parent
-    of a worker of torchrun is torchrun; the result is 0, which no process has, when that is gone already.
+    Ranks started by a shell, srun or ssh may outlive it on purpose (nohup, setsid), or are ended by it. The parent of
+    a torchrun worker is torchrun; if it is already gone, the result is 0, which is no process id.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     parent = os.getppid()
-    if parent == 1:  # an orphan's, unless torchrun is what a container runs
+    if parent == 1:  # an orphan, unless torchrun is the main process of a container
         try:
             name = Path("/proc/1/comm").read_text()
         except OSError:
@@ -72,27 +72,27 @@ def launcher_pid() -> int | None:
 
 
 def end_program(status: int) -> NoReturn:
-    """Ends the process after its threads and exit handlers, as Python does, but leaves the interpreter standing.
+    """Exits after threads and exit handlers have finished, like Python, but without finalizing the interpreter.
 
-    Threads of torch's process groups outlive these. One that lets go of a tensor while the interpreter is taken down
-    aborts the process. Without torch, and under a profiler or debugger, which prints at the end, Python goes its way.
+    Threads of torch's process groups outlive both, and abort the process if they release a tensor while the interpreter
+    is finalized. Without torch, or under a profiler or debugger, which prints at exit, Python exits normally.
     """
     if "torch" not in sys.modules or _observed():
         sys.exit(status)
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for non-daemon threads
     atexit._run_exitfuncs()
     try:
         sys.stdout.flush()
         sys.stderr.flush()
     except (OSError, ValueError):
-        sys.exit(status)  # Python says that it cannot write
+        sys.exit(status)  # Python reports that it cannot write
     os._exit(status)
 
 
 def _observed() -> bool:
-    """Whether a profiler, a debugger or a tool that measures coverage looks on.
+    """Whether a profiler, debugger or coverage tool is active.
 
-    From Python 3.12 on, cProfile and others come by way of sys.monitoring instead.
+    Since Python 3.12, cProfile and others use sys.monitoring instead of trace functions.
     """
     monitoring: Any = getattr(sys, "monitoring", None)
     seen = monitoring is not None and any(monitoring.get_tool(number) is not None for number in range(_MOST_TOOLS))
@@ -100,7 +100,7 @@ def _observed() -> bool:
 
 
 def launch() -> NoReturn:
-    """The console script megatron-cc-launch; those that follow are of the same names."""
+    """Console script megatron-cc-launch; the following functions are the console scripts of their names."""
     start_program("megatron.topology.launch_command")
 
 

@@ -1,7 +1,7 @@
-r"""Text files, which must be UTF-8, and the JSON in their lines.
+r"""UTF-8 text files, and JSON in their lines.
 
-Lines end at "\n" alone, or at "\r\n" as Windows writes it. Other characters that some programs end lines at (U+2028,
-U+0085, "\x0b" to "\x1e", a "\r" alone) are part of the text, as vocabularies have entries of them.
+Lines end only at "\n", or "\r\n" as on Windows. Other characters that some programs treat as line ends (U+2028, U+0085,
+"\x0b" to "\x1e", a lone "\r") are part of the text, since vocabularies have entries with them.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any
 from megatron.base.errors import UserError
 
 _MOST_DIGITS = 18
-"""Characters of an integer that is read as one; Python takes the square of the time for more, and then refuses."""
+"""Maximum characters of an integer to parse as int; Python's conversion takes quadratic time, and has a limit."""
 
 
 def read_utf8(path: str | Path, flag: str) -> str:
-    """Reads a text file, without the byte order mark that some editors begin it with.
+    """Reads a text file, without the byte order mark that some editors add.
 
     Args:
         path: path of the file.
         flag: flag that names the file, for the message.
 
     Raises:
-        UserError: when it cannot be read; naming the line that is no UTF-8.
+        UserError: when it cannot be read; the message names the line that is not UTF-8.
     """
     try:
         contents = Path(path).read_bytes()
@@ -39,17 +39,17 @@ def read_utf8(path: str | Path, flag: str) -> str:
 
 
 def read_lines(path: str | Path, flag: str) -> list[str]:
-    """Reads the lines of a text file, without their ends. Arguments and errors as of ``read_utf8``."""
+    """Reads the lines of a text file, without line ends. Arguments and errors as for ``read_utf8``."""
     lines = read_utf8(path, flag).split("\n")
     return lines if lines[-1] else lines[:-1]
 
 
 @dataclass(frozen=True)
 class Numeral:
-    """A number of JSON that Python would write in another way, or not at all.
+    """A JSON number that Python would write differently, or cannot represent.
 
     Args:
-        text: the number as it is written.
+        text: the number as written.
     """
 
     text: str
@@ -59,12 +59,12 @@ class Numeral:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parses JSON; numbers that Python would write in another way are ``Numeral``.
+    """Parses JSON; numbers that Python would write differently become ``Numeral``.
 
-    So a value goes through a program unchanged, and long integers cost no more than other text of their length.
+    Values thus pass through a program unchanged, and long integers cost no more than other text of their length.
 
     Raises:
-        ValueError: when it is no JSON.
+        ValueError: when it is no valid JSON.
         RecursionError: when it is nested too deeply.
     """
     return json.loads(text, parse_int=_integer, parse_float=_fraction)

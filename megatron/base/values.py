@@ -1,4 +1,4 @@
-"""Values of documents that programs wrote, checked for their type when they are used."""
+"""Values of documents written by programs, type-checked on access."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from megatron.base.words import shown
 
 
 class Values(Mapping[str, Any]):
-    """Names and values, of which None counts as missing.
+    """Names and values; None counts as missing.
 
-    Every method that reads a kind raises UserError when the value is missing without a default, or something else.
+    Every typed accessor raises UserError when the value is missing without a default, or of another kind.
 
     Args:
         content: content of a document.
-        place: name of the document in messages; empty where the reader's caller adds it.
-        remedy: end of messages, which says what to do about a bad value.
+        place: name of the document in messages; empty if the caller adds it.
+        remedy: end of messages, with the remedy for a bad value.
     """
 
     def __init__(self, content: Mapping[str, Any], place: str = "", remedy: str = "") -> None:
@@ -37,15 +37,15 @@ class Values(Mapping[str, Any]):
         return len(self._content)
 
     def has(self, name: str) -> bool:
-        """Whether there is a value."""
+        """Whether the name has a value other than None."""
         return self._content.get(name) is not None
 
     def says(self, name: str) -> bool:
-        """Whether the name is there, whatever its value."""
+        """Whether the name is present, even with None."""
         return name in self._content
 
     def integer(self, name: str, default: int | None = None, *, least: int | None = 1, most: int | None = MOST) -> int:
-        """A whole number in a range."""
+        """An integer in a range."""
         return int(self._one(name, default, Kind(element=int, minimum=least, maximum=most)))
 
     def number(
@@ -63,24 +63,24 @@ class Values(Mapping[str, Any]):
         return str(self._one(name, default, Kind(element=str)))
 
     def texts(self, name: str) -> list[str]:
-        """Several texts."""
+        """A list of texts."""
         return [self._fit(Kind(element=str), one, name) for one in self.listed(name)]
 
     def integers(self, name: str) -> list[int]:
-        """Several whole numbers."""
+        """A list of integers."""
         return [self._fit(Kind(element=int), one, name) for one in self.listed(name)]
 
     def listed(self, name: str) -> list[Any]:
-        """A list of anything."""
+        """A list of unchecked values."""
         return list(self._of_type(name, None, list, "a list"))
 
     def table(self, name: str, default: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
-        """The mapping below a name."""
+        """A nested mapping."""
         found: Mapping[str, Any] = self._of_type(name, default, Mapping, "names and values")
         return found
 
     def wrong(self, what: str) -> UserError:
-        """The error of a bad value, between the place and the remedy."""
+        """The error of a bad value, with the place before and the remedy after."""
         return UserError(f"{self.place}: {what}{self._remedy}" if self.place else f"{what}{self._remedy}")
 
     def _one(self, name: str, default: Any, kind: Kind) -> Any:

@@ -1,4 +1,4 @@
-"""Words of and for users: how names are compared, the known name nearest to a misspelled one, long texts cut short."""
+"""Text from and for users: comparing names, suggestions for misspelled names, shortening of long text."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from pathlib import Path
 from typing import Any
 
 Note = Callable[[str], None]
-"""Takes a line that tells the user what was decided, or what has no effect."""
+"""Takes a line that tells the user of a decision, or of a setting without effect."""
 
 _SHORT = 3
-"""Letters of a name that is too short to be the beginning of another."""
+"""Names of at most this many letters are not considered prefixes of longer names."""
 
 
 def spell(name: str) -> str:
-    """The form in which flag and field names are compared: hyphens, lower case, without the two leading dashes."""
+    """Canonical form of flag and field names for comparison: hyphens, lower case, no leading dashes."""
     return name.removeprefix("--").replace("_", "-").lower()
 
 
 def nearest(name: str, known: Sequence[str], prefix: str = "") -> str:
-    """The words "; the nearest is ..." for a misspelled ``name``, or nothing when no known name is near."""
+    """The text "; the nearest is ..." for a misspelled ``name``; empty if no known name is close."""
     import difflib
 
     spelled = {spell(candidate): candidate for candidate in known}
@@ -35,7 +35,7 @@ def nearest(name: str, known: Sequence[str], prefix: str = "") -> str:
 
 
 def _differ_by_typos(name: str, other: str) -> bool:
-    """Whether two names differ by misspelled, missing or additional words only, not by another word in place of one."""
+    """Whether two names differ only by misspelled, missing or additional words, not by a replaced word."""
     import difflib
 
     words, others = (set(re.split(r"[-.]", text)) for text in (name, other))
@@ -46,12 +46,12 @@ def _differ_by_typos(name: str, other: str) -> bool:
 
 
 def shortened(text: str, most: int = 60) -> str:
-    """A text for a message: its beginning only when it is long."""
+    """A text for a message, truncated to ``most`` characters."""
     return text if len(text) <= most else f"{text[:most]}..."
 
 
 def shown(value: Any) -> str:
-    """A value of a document for a message, however long it is."""
+    """A value of a document for a message, shortened if long."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, (list, dict)):
@@ -62,7 +62,7 @@ def shown(value: Any) -> str:
 
 
 def short_names(paths: Sequence[str]) -> list[str]:
-    """Names of files in logs: the last parts of their paths, as many as tell them apart."""
+    """Short distinct names of files for logs: the fewest trailing path components that tell them apart."""
     parts = [Path(path).parts for path in paths]
     for count in range(1, max(map(len, parts), default=0) + 1):
         names = ["/".join(one[-count:]) for one in parts]

@@ -12,15 +12,15 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 def flat_range_to_boxes(
     shape: Sequence[int], start: int, stop: int
 ) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """Splits a range of a row-major flattened tensor into boxes, each of which is contiguous in the flat order.
+    """Splits a range of a row-major flattened tensor into boxes that are contiguous in the flat order.
 
-    There are at most ``2 * len(shape) - 1`` of them: the end of a first row, whole rows, the beginning of a
+    There are at most ``2 * len(shape) - 1`` boxes: the end of the first row, whole rows, the beginning of the
     last row, and the same again inside the two incomplete rows.
 
     Args:
         shape: the tensor's shape.
         start: the first flat position.
-        stop: one beyond the last.
+        stop: the flat position after the last.
 
     Returns:
         For each box, in flat order: its offsets, its shape, and the flat position at which it starts.
@@ -95,12 +95,12 @@ def subtract(box: Box, hole: Box) -> list[Box]:
 
 
 def disjoint_parts(boxes: Sequence[Box]) -> list[tuple[int, Box]]:
-    """Boxes that cover the same cells as ``boxes`` and overlap nowhere.
+    """Disjoint boxes that cover the same cells as ``boxes``.
 
     A sweep along the longest dimension keeps the comparisons few.
 
     Returns:
-        Pairs of a box and the index in ``boxes`` of one that contains it.
+        Pairs of a box and the index in ``boxes`` of a box that contains it.
     """
     if not boxes:
         return []

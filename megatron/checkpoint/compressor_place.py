@@ -1,4 +1,4 @@
-"""A named part of a compressor's state, and the logical tensors that it is saved as."""
+"""Named slices of a compressor's state, and the logical tensors they are saved as."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ OF_SAMPLES = (".ids", ".rows")
 
 @dataclass(frozen=True)
 class StatePlace:
-    """A named part of a compressor's state.
+    """A named slice of a compressor's state.
 
     Args:
         name: layout-independent name of its subject: a parameter, or a boundary between layers.
         state: the state that holds it.
         holders: sizes of the leading dimensions: holders whose residuals add up, and tensor-parallel ranks.
         holder: this rank's indices in them.
-        index: place in the stack of a unit's tensors; None where a tensor is not a stack.
-        span: range of a whole bucket's flat tensors; None where there is none.
+        index: index in a unit's stacked tensors; None for tensors that are not stacked.
+        span: range in the flat tensors of a whole bucket; None otherwise.
         whole: length of the stack, or of the bucket.
         slot: the parameter; None for messages.
         leads: whether the unit's counters are saved under its name.
         index_sets: names of tensors that are indices into the unit; replicas share them.
-        means: tables of means, and the counts of each.
-        cut: tensor-parallel ranks hold means of different things; else equal ones.
-        stage: of a parameter that several stages hold, this one's place among them, and their number.
+        means: names of tables of means, and of their counts.
+        cut: whether tensor-parallel ranks hold means of different values; otherwise their means are equal.
+        stage: for a parameter that several stages hold, this stage's index among them, and their number.
     """
 
     name: str
@@ -53,7 +53,7 @@ class StatePlace:
     stage: tuple[int, int] = (0, 1)
 
     def label(self, kind: str) -> str:
-        """Name of a tensor in checkpoints; a sample cache is named by its holder, since each has its own size."""
+        """Name of a tensor in checkpoints; sample caches include their holder, since their sizes differ."""
         holder = ""
         if kind.endswith(OF_SAMPLES):
             holder = "".join(f".{at}of{size}" for at, size in zip(self.holder, self.holders, strict=True))
@@ -61,14 +61,14 @@ class StatePlace:
 
     @property
     def apart(self) -> StatePlace:
-        """The same place under the name of its stage, where the stages' states are not alike."""
+        """The same place under a stage-specific name, for stages with different states."""
         at, stages = self.stage
         replicas = self.holders[0] // stages
         holders, holder = (replicas, self.holders[1]), (self.holder[0] - at * replicas, self.holder[1])
         return replace(self, name=f"{self.name}.{at}of{stages}", holders=holders, holder=holder, stage=(0, 1))
 
     def part(self, kind: str, tensor: Tensor) -> Tensor:
-        """This place's part of one of the state's tensors; of a set of indices, a mask (uint8) of the parameter."""
+        """This place's slice of a state tensor; for a set of indices, a uint8 mask of the parameter."""
         if kind in self.index_sets and self.slot is not None and self.index is not None:
             count = self.slot.param.numel()
             own = tensor[(tensor >= self.index * count) & (tensor < (self.index + 1) * count)] - self.index * count
@@ -82,7 +82,7 @@ class StatePlace:
         return tensor
 
     def shard(self, kind: str, part: Tensor, at: tuple[int, int] | None = None) -> LogicalShard:
-        """A part as the box that this rank holds (or reads: that of the holder ``at``) of a logical tensor."""
+        """The logical shard of a slice, at this rank's holder indices, or at ``at`` when reading another holder's."""
         at = self.holder if at is None else at
         if kind.endswith(OF_SAMPLES):
             return LogicalShard(tuple(part.shape), part.dtype, [TensorBox((0,) * part.dim(), part.detach())])

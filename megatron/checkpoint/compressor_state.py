@@ -1,9 +1,9 @@
-"""State of compressors as logical tensors: saved with the model, and re-sliced or summed on another layout.
+"""Compressor state as logical tensors: saved with the model, and re-sliced or summed on another layout.
 
-Every tensor has leading dimensions that count its holders. A residual belongs to each holder's own contribution to
-a sum: with another number of replicas the sum of the residuals is kept, shared out equally. Tables of means of what
-each holder has seen become the means over all holders, so that both ends of a message stay equal. Anything else
-(factors of a warm start) must find the same holders again, or is dropped with a warning that names it.
+The leading dimensions of every tensor index its holders. A residual corrects its holder's contribution to a sum: when
+the number of replicas changes, the sum of the residuals is preserved and divided equally. Tables of means are averaged
+over all holders, so that both ends of a message stay equal. Any other state (warm-start factors) needs the same
+holders, or is dropped with a warning that names it.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ Log = Callable[[str], None]
 
 
 class CompressorCheckpoint:
-    """The compressors' state of one rank, for saving and loading.
+    """Saves and loads the compressor state of a rank.
 
     Args:
-        sync: the compressors of gradients.
+        sync: gradient synchronization, with its compressors.
         channel: the channel of pipeline messages.
-        layout, coordinates: the mesh and this rank's place in it.
-        first_layers: first layer of each virtual stage, which name the boundaries before them.
-        cut: messages hold this tensor-parallel rank's share of the sequence.
-        outer: rounds of islands.
+        layout, coordinates: the mesh and this rank's coordinates in it.
+        first_layers: first layer of each virtual stage; names the boundary before the stage.
+        cut: whether messages hold this tensor-parallel rank's share of the sequence.
+        outer: the outer optimizer's rounds between islands.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class CompressorCheckpoint:
         self.cut = cut
 
     def tensors(self, group: dist.ProcessGroup | None = None) -> dict[str, LogicalShard]:
-        """All committed tensors, by name. Every rank of the group calls this."""
+        """Committed state tensors, by name. Every rank of the group calls this."""
         found: dict[str, LogicalShard] = {}
         tied: dict[str, tuple[StatePlace, str, Tensor]] = {}
         for place in self._places():
@@ -91,10 +91,10 @@ class CompressorCheckpoint:
         tied: Mapping[str, tuple[StatePlace, str, Tensor]],
         group: dist.ProcessGroup,
     ) -> None:
-        """Makes the stages that hold a parameter agree on what is saved of its state.
+        """Makes the stages that hold a parameter agree on the state to save for it.
 
-        They need not compress alike. A residual is one tensor: a stage without one saves zeros where another has one.
-        Anything else goes by the name of its stage unless all have it in the same form.
+        Their compressors may differ. The stages save a single residual tensor, to which a stage without a residual
+        contributes zeros. Other state is saved under stage-specific names unless its form is the same on all stages.
         """
         buckets = [(buffer.group, bucket) for buffer in self.sync.buffers for bucket in buffer.buckets]
         places = [self._without_state(slot, replicas) for replicas, bucket in buckets for slot in bucket.slots]
@@ -118,7 +118,7 @@ class CompressorCheckpoint:
                 found[own.apart.label(kind)] = own.apart.shard(kind, part)
 
     def load(self, root: str | Path, iteration: Iteration, group: dist.ProcessGroup | None, log: Log) -> None:
-        """Restores what a checkpoint has for this run's compressors. Every rank of the group calls this.
+        """Restores this run's compressor state from a checkpoint. Every rank of the group calls this.
 
         Raises:
             UserError: on every rank, when the checkpoint is damaged.
@@ -167,7 +167,7 @@ class CompressorCheckpoint:
             if self.channel is not None and self.channel.plan.compressed(way.point):
                 for end, states, boundary in self._ends(way):
                     state = states.setdefault(boundary, CompressorState())
-                    # What was learned of whole messages says nothing of their parts, and the other way around.
+                    # State of whole messages cannot be used for partial messages, nor the other way around.
                     part = "" if self.channel.parts is None else ".part"
                     name = f"{way.point.value}.layer{self.first_layers[boundary + 1]}.{end}{part}"
                     means = dict(self.channel.plan.codec(way.point).traits.means)
@@ -181,7 +181,7 @@ class CompressorCheckpoint:
         reducer: GradReducer,
         place_of: Callable[[ParamSlot, Group], StatePlace],
     ) -> Iterator[StatePlace]:
-        """The parameters of a unit: those of its stack, or all of its bucket (of some length)."""
+        """Places of a unit's stacked parameters, or of all parameters of its bucket of ``length`` elements."""
         starts = [place.start for place in unit.places] or sorted(slots)
         for index, start in enumerate(starts):
             slot = slots[start]
@@ -196,13 +196,13 @@ class CompressorCheckpoint:
             )
 
     def _of_island(self, slot: ParamSlot, islands: Group) -> StatePlace:
-        """The place of a parameter's state at ``OUTER``: one for the island, whose checkpoint it is in."""
+        """The place of a parameter's state at ``OUTER``: a single holder, since each island has its own checkpoint."""
         name, holder = f"{Point.OUTER.value}.{slot.logical_name}", (0, self.at.tp)
         return StatePlace(name, CompressorState(), holders=(1, self.layout.tp), holder=holder, slot=slot)
 
     def _without_state(self, slot: ParamSlot, replicas: Group) -> StatePlace:
-        """The place of a parameter's state at ``DP_GRAD``, where its gradient is reduced over some replicas."""
-        # All stages of a tied embedding contribute to one sum, each with a residual of its own.
+        """The place, still without state, of a parameter at ``DP_GRAD``, reduced over ``replicas``."""
+        # All stages of a tied embedding contribute to the same sum, each with its own residual.
         stages = (self.at.pp,) if slot.spec.tied is None else self.layout.holders(slot.spec.tied)
         stage = stages.index(self.at.pp)
         tp, rank = (1, 0) if slot.spec.unshared else (self.layout.tp, self.at.tp)
@@ -216,7 +216,7 @@ class CompressorCheckpoint:
         )
 
     def _ends(self, way: Direction) -> Iterator[tuple[str, dict[int, CompressorState], int]]:
-        """This rank's ends of the boundaries, in one direction."""
+        """This rank's boundary ends in a direction: "sender" or "receiver", the states, and the boundary."""
         last = self.layout.num_virtual_stages - 1
         for chunk in range(self.layout.chunks):
             stage = self.layout.virtual_stage(self.at.pp, chunk)
@@ -229,12 +229,12 @@ class CompressorCheckpoint:
 
 @dataclass(frozen=True)
 class _Wanted:
-    """A tensor of a checkpoint that this rank can restore, whole or in part.
+    """A checkpoint tensor that this rank can restore, in full or in part.
 
     Args:
-        place: its place in this rank's state.
-        kind: its name in the state.
-        shape, dtype: those in the checkpoint, holders included.
+        place: place of the tensor in this rank's state.
+        kind: name of the tensor in the state.
+        shape, dtype: shape (with the holder dimensions) and dtype in the checkpoint.
         device: device of the run's parameters.
     """
 
@@ -250,9 +250,9 @@ class _Wanted:
 
     @property
     def fits(self) -> bool:
-        """Whether this layout can hold it: any layout for a parameter's residual, else one with the same shards."""
+        """Whether this layout can hold it: a parameter's residual fits any layout, other state only the same shards."""
         if not all(self.shape) or (len(self.shape) < 2 and not self.kind.endswith(OF_SAMPLES)):
-            return False  # nothing that a run writes
+            return False  # no run writes such a tensor
         if self.kind.startswith(COUNTER) and math.prod(self.shape[2:]) != 1:
             return False
         if self.kind.endswith(OF_SAMPLES):
@@ -263,7 +263,7 @@ class _Wanted:
 
     @property
     def counts(self) -> str:
-        """The name of what a table of means counts; empty for anything else."""
+        """Name of the counts of a table of means; empty for other tensors."""
         return self.place.label(self.place.means[self.kind]) if self.kind in self.place.means else ""
 
     @property
@@ -276,13 +276,13 @@ class _Wanted:
 
     @property
     def sources(self) -> Sequence[tuple[int, int]]:
-        """The holders whose parts make up this rank's."""
+        """Holders whose slices are combined into this rank's slice."""
         (row, column), rows, columns = self.place.holder, self.shape[0], self.place.holders[1]
         if self.kind in self.place.index_sets or self.kind.endswith(OF_SAMPLES):
             return [(0, column)]
         same_rows = rows == self.place.holders[0]
         if self._of_means:
-            # Where all of them must be equal, those that were saved may be means of different things.
+            # The columns must be equal in this run, but the saved columns may be means of different values.
             alone = self.place.cut and self.shape[1] == columns
             which = (column,) if alone else range(self.shape[1])
             return [(at, other) for at in ((row,) if same_rows else range(rows)) for other in which]
@@ -291,8 +291,8 @@ class _Wanted:
         return [(at, column) for at in (range(rows) if self.kind == RESIDUAL else (0,))]
 
     def room(self) -> Tensor:
-        """Allocates memory for this rank's part: on the device, but for counters and for samples, of which there may be
-        more than it holds."""
+        """Allocates memory for this rank's slice: on the device, except for counters and for samples, which may exceed
+        the device's memory."""
         if self.kind.endswith(OF_SAMPLES):
             return torch.zeros(self.shape, dtype=self.dtype)
         if self.kind.startswith(COUNTER):
@@ -302,17 +302,17 @@ class _Wanted:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def shard(self, part: Tensor, at: tuple[int, int]) -> LogicalShard:
-        """The part as a holder's box of the saved tensor."""
+        """The slice as a shard of the saved tensor, at the holder's indices."""
         if self.kind.endswith(OF_SAMPLES):
             return self.place.shard(self.kind, part)
         columns = self.place.holders[1] if self._like_param else self.shape[1]
         return replace(self.place, holders=(self.shape[0], columns)).shard(self.kind, part, at)
 
     def put(self, part: Tensor) -> None:
-        """Writes the part to its place, allocating the rest of its stack or bucket."""
+        """Writes a slice to its place, allocating the whole stack or bucket first if needed."""
         place, state = self.place, self.place.state
         if self.kind.startswith(COUNTER):
-            # Whichever parameter led the stack or bucket; where it was several, the greatest of theirs.
+            # Another parameter may have led the stack or bucket; if there were several, keep the greatest count.
             kind = self.kind.removeprefix(COUNTER)
             state.counters[kind] = max(state.counters.get(kind, 0), int(part))
             return
@@ -333,7 +333,7 @@ class _Wanted:
 
 
 class _Loaded:
-    """What was read of a wanted tensor so far, put together."""
+    """Accumulates the slices that were read for a wanted tensor."""
 
     def __init__(self, item: _Wanted) -> None:
         self.item = item
@@ -341,9 +341,9 @@ class _Loaded:
         self._weights: Tensor | None = None
 
     def add(self, part: Tensor, counts: Tensor | None) -> None:
-        """Adds a holder's part; ``counts`` are those of a table of means.
+        """Adds a holder's slice; ``counts`` are the counts of a table of means.
 
-        Parts that are equal stay as they are, bit by bit. Counts become the greatest: equal ones are not counted twice.
+        Equal slices stay bitwise unchanged. Counts take the maximum, so that equal counts are not added twice.
         """
         if self._value is None:
             self._value, self._weights = part, counts
@@ -357,7 +357,7 @@ class _Loaded:
             self._value = torch.maximum(self._value, part)
 
     def put(self) -> None:
-        """Writes it to its place."""
+        """Writes the accumulated tensor to its place."""
         if self._value is not None:
             self.item.put(self._value)
 
@@ -365,7 +365,7 @@ class _Loaded:
 def _wanted(
     saved: Mapping[str, tuple[tuple[int, ...], torch.dtype]], place: StatePlace, device: torch.device
 ) -> Iterator[_Wanted]:
-    """Tensors of a checkpoint for a place, which this layout can restore."""
+    """Checkpoint tensors of a place that this layout can restore."""
     for name, (shape, dtype) in saved.items():
         for own in (place, place.apart) if place.stage[1] > 1 else (place,):
             item = _Wanted(own, name.rpartition("|")[2], shape, dtype, device)
@@ -378,7 +378,7 @@ def _largest(group: dist.ProcessGroup | None, value: int) -> int:
 
 
 def _warn(saved: set[str], used: set[str], group: dist.ProcessGroup | None, log: Log) -> None:
-    """Warns about tensors of the checkpoint that no rank of this run restored."""
+    """Warns about checkpoint tensors that no rank of this run restored."""
     everyones: set[str] = set()
     for text in gather_texts(group, json.dumps(sorted(used))):
         everyones.update(json.loads(text))

@@ -1,4 +1,4 @@
-"""What a folder of checkpoints holds: iterations, layouts, tensors, sizes, configurations, and whether it is intact."""
+"""Contents of a checkpoint folder: iterations, layouts, tensors, sizes, configurations, and their integrity."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from megatron.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from megatron.checkpoint.storage import check_file_sizes, check_items
 
 State = Literal["complete", "verified", "damaged"]
-"""Files have their sizes; all tensors and documents have their checksums; neither."""
+"""Complete: all files have their sizes. Verified: all checksums match, too. Damaged: neither."""
 
 
 @dataclass(frozen=True)
 class Tensors:
-    """Tensors of one kind: the model's weights, one of the optimizer's moments, a compressor's state.
+    """Summary of the tensors of a kind: model weights, an optimizer moment, compressor state.
 
     Args:
-        tensors: how many.
-        numbers: how many they hold.
-        bytes: bytes that they take.
-        dtypes: names of their types.
+        tensors: number of tensors.
+        numbers: number of elements.
+        bytes: size in bytes.
+        dtypes: names of their dtypes.
     """
 
     tensors: int
@@ -48,18 +48,18 @@ class Tensors:
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What one checkpoint holds; empty where it is damaged.
+    """Contents of a checkpoint; empty if it is damaged.
 
     Args:
         iteration: iteration, or "release".
-        folder: its folder.
+        folder: folder of the checkpoint.
         newest: whether the tracker names it.
-        state, problem: whether it is intact, and what is wrong.
-        saved: seconds since 1970 at which its table of contents was written.
+        state, problem: its integrity, and the damage found.
+        saved: Unix time in seconds at which its table of contents was written.
         ranks: number of ranks that wrote it.
-        layout: tensor-, pipeline- and data-parallel sizes, and the expert-parallel one above 1.
+        layout: tensor-, pipeline- and data-parallel sizes, and the expert-parallel size if above 1.
         files: bytes of each file.
-        kinds: what it holds, by kind.
+        kinds: summaries of its tensors, by kind.
         shapes: type and shape of each tensor.
         position: the counters of the run.
         config: the configuration of the run, by section.
@@ -86,13 +86,13 @@ class Contents:
 
 
 def find_all(folder: Path) -> tuple[Path, list[Iteration]]:
-    """The folder of all checkpoints, and those that are in question, oldest first.
+    """Finds the root folder of all checkpoints, and the checkpoints to look at, oldest first.
 
     Args:
-        folder: the folder that ``--save`` wrote to, or one checkpoint in it.
+        folder: the folder that ``--save`` wrote to, or a checkpoint in it.
 
     Raises:
-        UserError: when there is none.
+        UserError: when there is no checkpoint.
     """
     if not folder.is_dir():
         raise UserError(f"{folder} is no folder; name the one that --save wrote to")
@@ -119,11 +119,11 @@ def _classic(folder: Path) -> bool:
 
 
 def look(root: Path, iteration: Iteration, *, verify: bool) -> Contents:
-    """Looks at one checkpoint.
+    """Inspects a checkpoint.
 
     Args:
         root: the folder of all checkpoints.
-        iteration: of the checkpoint.
+        iteration: iteration of the checkpoint.
         verify: read all tensors and documents, and compare their checksums.
     """
     folder = checkpoint_folder(root, iteration)
@@ -165,7 +165,7 @@ def _damage(folder: Path, manifest: Manifest) -> str | None:
 
 
 def _layout(config: Mapping[str, Any], ranks: int) -> dict[str, int]:
-    """Sizes of the layout that saved it; nothing where the configuration is of another kind."""
+    """Parallel sizes of the run that saved a checkpoint; empty if the configuration has none."""
     parallel = _mapping(config.get("parallel"))
     tp, pp = (parallel.get(f"{name}_model_parallel_size", 1) for name in ("tensor", "pipeline"))
     if not parallel or not isinstance(tp, int) or not isinstance(pp, int) or tp * pp < 1:
@@ -184,7 +184,7 @@ def _dtype(manifest: Manifest, name: str) -> str:
 
 
 def _kinds(manifest: Manifest) -> dict[str, Tensors]:
-    """Tensors by the first words of their names: the optimizer's by the kind of its state, too."""
+    """Groups tensors by the first component of their names; optimizer state by its kind, too."""
     names: dict[str, list[str]] = {}
     for name in manifest.tensors:
         first, _, rest = name.partition(".")
@@ -204,7 +204,7 @@ def _of_kind(manifest: Manifest, names: list[str]) -> Tensors:
 
 
 def tracker_problem(root: Path) -> str | None:
-    """What is wrong with the file that names the newest checkpoint, as --load has it; None when all is right."""
+    """The error that --load meets in the tracker file, which names the newest checkpoint; None if it is intact."""
     if not (root / TRACKER).exists():
         return f"{root / TRACKER} is missing: --load takes the newest complete checkpoint"
     try:

@@ -1,7 +1,7 @@
-"""The folders and small files of a checkpoint root, changed so that a kill at any instant loses nothing.
+"""Folders and small files of a checkpoint root, changed so that a kill at any instant loses nothing.
 
-A checkpoint is written into ``.tmp_<name>`` and renamed. One that is being replaced steps aside as
-``.old_<name>`` and counts as the checkpoint for as long as its successor has not taken its place.
+A checkpoint is written into ``.tmp_<name>`` and renamed. A checkpoint that is being replaced is first renamed to
+``.old_<name>``, which counts as the checkpoint until its successor is in place.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def remove_leftovers(root: Path) -> None:
-    """Removes what an interrupted save left; a checkpoint that was being replaced is restored.
+    """Removes leftovers of an interrupted save, and restores a checkpoint that was being replaced.
 
-    What cannot be removed stays: only the next save's own places must be free, and it finds out whether they are.
+    Leftovers that cannot be removed stay: the next save checks that the paths it writes to are free.
     """
     for name in os.listdir(root):
         path = root / name
@@ -98,8 +98,8 @@ def remove_leftovers(root: Path) -> None:
 def publish(root: Path, iteration: Iteration) -> None:
     """Turns the complete temporary folder into the checkpoint that the tracker names.
 
-    The tracker's new text is on the disk before anything is renamed, so that a full disk stops this with
-    everything as it was.
+    The tracker's new text is on the disk before anything is renamed, so that a full disk leaves everything
+    unchanged.
     """
     final, replaced = root / folder_name(iteration), root / (REPLACED + folder_name(iteration))
     tracker = root / (TEMPORARY + TRACKER)
@@ -124,16 +124,16 @@ def publish(root: Path, iteration: Iteration) -> None:
 def prune(root: Path, newest: int, keep_last: int, last_update: int | None = None) -> tuple[list[int], list[OSError]]:
     """Removes all but the last ``keep_last`` checkpoints up to ``newest``, which the tracker names.
 
-    The newest one from before ``last_update`` stays, too: training went on from it, which may not be so of later ones.
-    Later iterations, left by a run that went further before, are not this run's to remove.
+    The newest checkpoint before ``last_update`` stays, too: training certainly continued from it, unlike from later
+    checkpoints. Iterations after ``newest`` belong to an earlier run that went further, and are not removed.
 
     Args:
         root: the folder of all checkpoints.
-        newest, keep_last: the newest checkpoint, and how many to keep.
-        last_update: iteration whose update was the last to be taken; None where that does not matter.
+        newest, keep_last: the newest checkpoint, and the number to keep.
+        last_update: iteration of the last applied update; None to ignore updates.
 
     Returns:
-        The iterations removed, and why others could not be.
+        The iterations removed, and the errors of failed removals.
     """
     removed, problems = [], []
     own = [iteration for iteration in saved_iterations(root) if iteration <= newest]
@@ -150,12 +150,12 @@ def prune(root: Path, newest: int, keep_last: int, last_update: int | None = Non
 
 
 def newest_before(iterations: Sequence[int], last_update: int | None) -> int | None:
-    """The first of some iterations, newest first, after which an update was taken; None where there is none."""
+    """The newest iteration before the last applied update, of iterations sorted newest first; None if there is none."""
     return next((iteration for iteration in iterations if last_update is not None and iteration < last_update), None)
 
 
 def discard(root: Path, iteration: Iteration) -> None:
-    """Removes what a failed save has written; never fails."""
+    """Removes the files of a failed save; never raises."""
     with contextlib.suppress(OSError):
         _remove(temporary_folder(root, iteration))
     with contextlib.suppress(OSError):
@@ -163,16 +163,16 @@ def discard(root: Path, iteration: Iteration) -> None:
 
 
 def _remove_folder(folder: Path) -> None:
-    """Removes a checkpoint; half removed it no longer looks like one."""
+    """Removes a checkpoint under another name, so that an interrupted removal leaves no partial checkpoint."""
     doomed = folder.with_name(REMOVED + folder.name)
-    with contextlib.suppress(FileNotFoundError):  # what an interrupted removal left
+    with contextlib.suppress(FileNotFoundError):  # leftovers of an interrupted removal
         _remove(doomed)
     os.rename(folder, doomed)
     _remove(doomed)
 
 
 def _remove(path: Path) -> None:
-    """Removes a folder with what it holds; of a link only the link, since what it names is somebody else's."""
+    """Removes a folder and its content; of a link only the link, not its target."""
     if path.is_symlink() or not path.is_dir():
         path.unlink()
     else:

@@ -1,4 +1,4 @@
-"""Finds checkpoints: the one to resume from, and alternatives to one that cannot be loaded."""
+"""Finds the checkpoint to resume from, and alternatives to a checkpoint that cannot be loaded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHOWN_ITERATIONS = 4
 
 
 def read_tracker(root: str | Path, log: Log = silent) -> Iteration | None:
-    """The checkpoint that a run resumes from: the one that the tracker names, or without one the newest complete.
+    """Finds the checkpoint to resume from: the tracker's, or the newest complete checkpoint if there is no tracker.
 
     Args:
         root: the folder of all checkpoints.
@@ -51,7 +51,7 @@ def read_tracker(root: str | Path, log: Log = silent) -> Iteration | None:
 
 
 def _newest_complete(tracker: Path, log: Log) -> Iteration | None:
-    """The newest complete checkpoint, where the tracker is missing (or a dead link); None where nothing was saved."""
+    """The newest complete checkpoint, if the tracker is missing (or a dead link); None if nothing was saved."""
     root = tracker.parent
     saved: list[Iteration] = [*saved_iterations(root)]
     if checkpoint_folder(root, "release").is_dir():
@@ -82,12 +82,12 @@ def _looks_complete(root: Path, iteration: Iteration) -> bool:
 
 
 def fallback(root: Path, broken: Iteration | None, flag: str | None = None) -> str:
-    """Names a checkpoint that could be loaded instead, as the end of a message; older ones come first.
+    """End of an error message that names a checkpoint to load instead, preferably older.
 
     Args:
         root: the folder of all checkpoints.
-        broken: iteration of the one that cannot be loaded.
-        flag: flag that named it, if one did; then the tracker is not asked, and may name a good one.
+        broken: iteration of the checkpoint that cannot be loaded.
+        flag: flag that named it, if any; then the tracker was not read, and may name an intact checkpoint.
     """
     if flag is not None or _asked_for(root, broken):
         return _others(root, broken, flag)
@@ -101,7 +101,7 @@ def fallback(root: Path, broken: Iteration | None, flag: str | None = None) -> s
 
 
 def _asked_for(root: Path, broken: Iteration | None) -> bool:
-    """Whether a checkpoint was named that is not the tracker's."""
+    """Whether the broken checkpoint was named explicitly, since it is not the tracker's."""
     try:
         tracked = iteration_of(tracked_text(root))
     except OSError:
@@ -110,7 +110,7 @@ def _asked_for(root: Path, broken: Iteration | None) -> bool:
 
 
 def _others(root: Path, broken: Iteration | None, flag: str | None) -> str:
-    """Names the complete checkpoints, newest first, to a user who named another."""
+    """End of an error message that lists the complete checkpoints, newest first."""
     complete = [iteration for iteration in complete_iterations(root) if iteration != broken]
     if not complete:
         return f"; {root} has no other complete checkpoint"

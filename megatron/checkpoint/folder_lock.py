@@ -1,8 +1,8 @@
-"""A lock by which only one run at a time writes to a folder of checkpoints.
+"""A lock that lets a single run write to a checkpoint folder.
 
-A lock of the file system tells processes of one machine apart, and of several where the file system shares locks (NFS
-does unless it is mounted without). It goes with its process, whatever ends that. Where locks are not shared, the
-owner's record in the file and its changing time stamp tell.
+A file-system lock excludes processes of the same machine, and of other machines if the file system shares locks (NFS
+does unless mounted without them). The system releases it when its process ends. If locks are not shared, the owner's
+record in the file and its changing time stamp show whether the owner is alive.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from megatron.base.regular import read_regular
 LOCK = ".lock"
 BEAT_SECONDS = 3.0
 SILENT_SECONDS = 15.0
-"""An owner on another machine whose time stamp stands still for this long is taken for dead."""
+"""An owner on another machine is considered dead if its time stamp does not change for this long."""
 PATIENCE_SECONDS = 2.0
-"""Time for which a process that is ending may still hold the lock."""
+"""Time that an ending process may still hold the lock."""
 
 
 @dataclass(frozen=True)
 class Owner:
-    """The owner of a folder.
+    """The process that owns a folder.
 
     Args:
-        host: name of its machine, for people.
-        place: a name of one boot of one machine or container, whose processes can see each other.
-        process: its process id there.
-        born: when that process started, by the machine's clock; numbers are used again.
-        started: its start as time of day, for people.
-        token: random name of this one lock.
+        host: host name, for messages.
+        place: identifies a boot of a machine or container, whose processes can see each other.
+        process: process id.
+        born: start time of the process in clock ticks since boot, since process ids are reused.
+        started: local time of the lock, for messages.
+        token: random name of this lock.
     """
 
     host: str
@@ -62,14 +62,14 @@ class Owner:
 
 
 def _place() -> str:
-    """Name of this boot of the machine and of its process namespace; the host's name where there is no Linux."""
+    """Identifies this boot of the machine and its process namespace; the host name if not on Linux."""
     with suppress(OSError):
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     return socket.gethostname()
 
 
 def _born(process: int) -> str:
-    """Start time of a process; empty when it is gone or cannot be seen."""
+    """Start time of a process; empty if it has ended or is not visible."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -78,7 +78,7 @@ def _born(process: int) -> str:
 
 
 def _lives_here(owner: Owner) -> bool:
-    """Whether an owner whose process is visible here still runs."""
+    """Whether an owner whose process is visible here is still running."""
     if Path("/proc/self/stat").exists():
         return bool(owner.born) and _born(owner.process) == owner.born
     try:
@@ -93,7 +93,7 @@ class FolderLock:
 
     Args:
         root: the folder, which exists.
-        log: prints a line before waiting to find out whether another machine's run still lives.
+        log: prints a line before waiting for a sign of life of another machine's run.
 
     Raises:
         UserError: when another run holds it.
@@ -134,7 +134,7 @@ class FolderLock:
         return UserError(f"--save {self.root} is in use by another run{who}; stop that one, or name another folder")
 
     def _read(self) -> Owner | None:
-        """Reads the owner on record; None when there is none, or the record cannot be read."""
+        """Reads the recorded owner; None if there is no readable record."""
         try:
             return Owner(**json.loads(read_regular(self.path, 10_000)))
         except (OSError, ValueError, TypeError, RecursionError):
@@ -148,7 +148,7 @@ class FolderLock:
             os.fsync(stream.fileno())
 
     def _lives(self, owner: Owner, log: Callable[[str], None]) -> bool:
-        """Whether the owner on record is alive, although its lock does not keep this process out."""
+        """Whether the recorded owner is alive, although its lock did not exclude this process."""
         if owner.place == self.owner.place:
             return _lives_here(owner)
         log(f"{self.root} was in use by {owner}: waiting up to {SILENT_SECONDS:g} s for a sign of life")
@@ -160,7 +160,7 @@ class FolderLock:
         return False
 
     def _stamp(self) -> int:
-        """The file's modification time; opening it makes a network file system ask its server."""
+        """The file's modification time; opening the file makes a network file system ask its server."""
         with self.path.open("rb") as stream:
             return os.fstat(stream.fileno()).st_mtime_ns
 
@@ -171,7 +171,7 @@ class FolderLock:
                     os.utime(self.path)
 
     def lost(self) -> str | None:
-        """The reason why this process may no longer write to the folder; None when it may."""
+        """The reason why this process may no longer write to the folder; None if it may."""
         owner = self._read()
         if owner == self.owner or (owner is None and not self._given_back()):
             return None
@@ -179,7 +179,7 @@ class FolderLock:
         return f"--save {self.root} was taken over by another run{who} while this one stood still"
 
     def _given_back(self) -> bool:
-        """Whether the record was emptied, as by another owner that has finished."""
+        """Whether the record is empty, as another owner leaves it when it finishes."""
         with suppress(OSError):
             return not read_regular(self.path, 1)
         return False

@@ -55,14 +55,14 @@ def _time(seconds: float) -> str:
 
 
 def _line(one: Contents) -> str:
-    """A checkpoint in one line."""
+    """Summary line of a checkpoint."""
     mark = " (newest)" if one.newest else ""
     problem = f": {one.problem}" if one.problem else ""
     return f"{one.folder.name:<16} {in_words(one.bytes):>10}  {one.state}{problem}{mark}"
 
 
 def _description(one: Contents) -> Iterator[str]:
-    """What a checkpoint holds, line by line."""
+    """Lines that describe the contents of a checkpoint."""
     layout = ", ".join(f"{name} {size}" for name, size in one.layout.items())
     if one.saved is not None:
         ranks = f"{one.ranks} rank{'s' if one.ranks > 1 else ''}"
@@ -98,7 +98,7 @@ def _plain(one: Contents) -> dict[str, Any]:
 
 
 def show(options: argparse.Namespace) -> bool:
-    """Prints what was asked for. Returns whether all of it is intact.
+    """Prints the requested checkpoints; returns whether all are intact.
 
     Raises:
         UserError: when there is no such checkpoint.
@@ -131,6 +131,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"ckpt: error: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # as of `| head`
+    except BrokenPipeError:  # as with `| head`
         sys.stdout = None
         return 0

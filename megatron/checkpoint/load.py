@@ -1,4 +1,4 @@
-"""Loads checkpoints. Nothing in memory changes before everything to be read has been checked."""
+"""Loads checkpoints. Memory changes only after everything to be read has been checked."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def open_checkpoint(root: Path, iteration: Iteration, flag: str | None = None) -
         flag: flag that named it; None for the tracker's.
 
     Raises:
-        UserError: when it is missing or damaged; the message names one that is complete.
+        UserError: when it is missing or damaged; the message names a complete checkpoint.
     """
     folder = checkpoint_folder(root, iteration)
     if not folder.is_dir():
@@ -84,7 +84,7 @@ def _read_checked(
 def _read_plain(
     root: Path, iteration: Iteration, pick: Callable[[Manifest], StoredItem], flag: str | None = None
 ) -> dict[str, Any]:
-    """Reads a document of names and values, and checks it."""
+    """Reads and checks a document of names and values."""
     data = _read_checked(root, iteration, pick, flag)
     try:
         value = decode_plain(data)
@@ -133,7 +133,7 @@ def load_config_yaml(root: str | Path, iteration: Iteration, flag: str | None = 
 
 
 def saved_kind(root: str | Path, iteration: Iteration, flag: str | None = None) -> str:
-    """The kind of a checkpoint's model (``ModelConfig.kind``); GPT where its configuration does not say.
+    """The kind of a checkpoint's model (``ModelConfig.kind``); GPT if its configuration does not say.
 
     Args:
         root: the folder of all checkpoints.
@@ -149,7 +149,7 @@ def saved_kind(root: str | Path, iteration: Iteration, flag: str | None = None) 
 
 
 def saved_section(root: str | Path, iteration: Iteration, section: str, flag: str | None = None) -> Mapping[str, Any]:
-    """A section of the configuration of a checkpoint, by field; nothing where it has none.
+    """A section of a checkpoint's configuration, by field; empty if missing.
 
     Args:
         root: the folder of all checkpoints.
@@ -189,7 +189,7 @@ def saved_config(
 
 
 def saved_shapes(root: str | Path, iteration: Iteration, prefix: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Global shapes and types of the tensors of a checkpoint whose names begin with ``prefix``.
+    """Global shapes and dtypes of the checkpoint tensors whose names begin with ``prefix``.
 
     Raises:
         UserError: when the checkpoint is missing or damaged.
@@ -211,22 +211,22 @@ def load_tensors(
 ) -> list[str]:
     """Loads tensors into the memory that ``tensors`` describes. Every rank of the group calls this.
 
-    Types may differ (fp32 into bf16); values are converted then, and a log line says so.
+    Dtypes may differ (fp32 into bf16): values are then converted, and a log line says so.
 
     Args:
         root: the folder of all checkpoints.
         iteration: iteration of the checkpoint.
         tensors: this rank's memory, by global name.
         group: a gloo group; None: this process alone.
-        strict: every name must be in the checkpoint, and every name there must be wanted by some rank.
-            Otherwise only what both have is loaded.
-        allow_unexpected: names of the checkpoint that may be left out all the same: all, or those for which
+        strict: every name must be in the checkpoint, and some rank must request every checkpoint tensor.
+            Otherwise only the names in common are loaded.
+        allow_unexpected: checkpoint tensors that may be left out even if ``strict``: all, or the names for which
             the function is true.
-        differing: flags of the model whose values are others than the checkpoint's, where they are known.
+        differing: model flags whose values differ from the checkpoint's, if known.
         log: prints progress lines, on rank 0.
 
     Returns:
-        Names that some rank asked for and the checkpoint does not have (empty when ``strict``).
+        Requested names that the checkpoint does not have (empty when ``strict``).
 
     Raises:
         UserError: on every rank, before any memory has changed, when a file is missing, truncated or
@@ -253,7 +253,7 @@ def load_tensors(
 
 
 def _open_together(root: Path, iteration: Iteration, group: dist.ProcessGroup | None) -> tuple[Path, Manifest]:
-    """Reads the manifest, the same on all ranks, and checks the sizes of all files, each on one of them."""
+    """Reads the manifest, checks that it is the same on all ranks, and divides the check of file sizes among them."""
     problem, opened = None, None
     try:
         opened = open_checkpoint(root, iteration)
@@ -262,7 +262,7 @@ def _open_together(root: Path, iteration: Iteration, group: dist.ProcessGroup | 
     raise_together(group, problem)
     assert opened is not None
     folder, manifest = opened
-    # Checksums of everything else are in it. Where each machine has a disk of its own, one may hold an older run's.
+    # It has the checksums of everything else. A machine with a local disk may hold another run's checkpoint.
     digests = gather_texts(group, blake2b(manifest.render()).hexdigest())
     different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if different:
@@ -284,7 +284,7 @@ def _raise_damage(root: Path, iteration: Iteration, group: dist.ProcessGroup | N
 def _wanted_by_all(
     tensors: Mapping[str, LogicalShard], group: dist.ProcessGroup | None
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of every tensor that some rank asks for."""
+    """Shape and dtype of every tensor requested by any rank."""
     own = {
         name: [list(shard.global_shape), str(shard.dtype).removeprefix("torch.")]
         for name, shard in tensors.items()
@@ -304,7 +304,7 @@ def _check_model(
     allow_unexpected: bool | Callable[[str], bool],
     differing: Collection[str],
 ) -> None:
-    """Compares names, shapes and kinds of dtypes; the same on every rank."""
+    """Checks names, shapes and kinds of dtypes; the outcome is the same on every rank."""
     differences = []
     for name, (shape, dtype) in sorted(wanted.items()):
         saved = manifest.tensors.get(name)
@@ -340,7 +340,7 @@ def _check_model(
 
 
 def _share(items: Sequence[StoredItem], rank: int, size: int) -> list[StoredItem]:
-    """This rank's share of the items: consecutive ones, of about the same number of bytes for each rank."""
+    """This rank's share of the items: a consecutive run, with about the same number of bytes on every rank."""
     total = max(1, sum(item.length for item in items))
     own, before = [], 0
     for item in items:
@@ -362,7 +362,7 @@ def _conversions(manifest: Manifest, wanted: Mapping[str, tuple[tuple[int, ...],
 
 
 def _read_into(folder: Path, manifest: Manifest, state: dict[str, Any]) -> str | None:
-    """Reads this rank's tensors; returns what went wrong."""
+    """Reads this rank's tensors; returns the error message, if any."""
     reader = ShardReader(folder, manifest)
     ignore_single_process_warning()
     with torch.no_grad():

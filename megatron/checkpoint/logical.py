@@ -1,9 +1,9 @@
-"""A rank's part of a global tensor: boxes of it, as views of live memory.
+"""A rank's part of a global tensor: boxes, as views of live memory.
 
 ``LogicalShard`` implements the duck-typed interface through which torch.distributed.checkpoint saves and
 loads objects that are not tensors (``__create_write_items__``, ``__create_chunk_list__``,
-``__get_tensor_shard__``). It writes whatever boxes it has and reads whatever boxes it has: that is all there
-is to resharding.
+``__get_tensor_shard__``). It writes the boxes it has and reads the boxes it has, which is all that resharding
+needs.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class TensorBox:
     """A box of a global tensor.
 
     Args:
-        offsets: where the box begins in the global tensor.
-        tensor: the box: a view of live memory, any strides, any device.
+        offsets: offsets of the box in the global tensor.
+        tensor: values of the box: a view of live memory, any strides, any device.
     """
 
     offsets: tuple[int, ...]
@@ -37,7 +37,7 @@ class TensorBox:
 
 @dataclass(eq=False)
 class LogicalShard:
-    """The boxes of one global tensor that this rank holds.
+    """The boxes of a global tensor that this rank holds.
 
     Args:
         global_shape: the whole tensor's shape, without padding.
@@ -68,7 +68,7 @@ class LogicalShard:
                 )
 
     def view(self, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """The memory of a box that lies inside one of this rank's, as a view.
+        """A view of the memory of a box that lies inside a box of this rank.
 
         Raises:
             KeyError: when none of this rank's boxes contains it.
@@ -86,7 +86,7 @@ class LogicalShard:
         raise KeyError(f"no piece holds the box of sizes {tuple(sizes)} at {tuple(offsets)}")
 
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
-        """One item for each box."""
+        """A write item for each box."""
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
@@ -105,7 +105,7 @@ class LogicalShard:
         return [ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=box.tensor.shape) for box in self.boxes]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """The box that a read item means: by its number, else by its offsets."""
+        """The box of a read item, found by its index, else by its offsets."""
         assert index.offset is not None
         offsets = tuple(index.offset)
         numbered = self.boxes[index.index : index.index + 1] if index.index is not None else []
@@ -120,7 +120,7 @@ def shard_of_local(local: Tensor, local_offsets: Sequence[int], global_shape: Se
 
     Args:
         local: the block; rows and columns beyond ``global_shape`` are padding and are left out.
-        local_offsets: where the block begins in the global tensor.
+        local_offsets: offsets of the block in the global tensor.
         global_shape: the whole tensor's shape, without padding.
     """
     extent = [g - o for g, o in zip(global_shape, local_offsets, strict=True)]
@@ -140,17 +140,17 @@ def shard_of_flat_range(
 ) -> list[TensorBox]:
     """Describes a slice of a rank's flattened block, as the distributed optimizer holds it.
 
-    A block that goes to several places of the global tensor (fused gate and up projections) takes one call
-    per place, each with the part of the slice that belongs there.
+    A block that maps to several places of the global tensor (fused gate and up projections) takes a call per
+    place, with the part of the slice that belongs there.
 
     Args:
         local_shape: shape of this rank's block of the global tensor, padding included.
-        local_offsets: where the block begins in the global tensor.
+        local_offsets: offsets of the block in the global tensor.
         global_shape: the whole tensor's shape, without padding.
         flat_tensor: 1-D, ``stop - start`` elements: the slice's memory.
         start: first position of the slice in the flattened block.
-        stop: one beyond its last.
-        valid: the block's extent without padding; None: what lies inside ``global_shape``.
+        stop: the position after its last.
+        valid: the block's extent without padding; None: the extent inside ``global_shape``.
 
     Returns:
         Boxes whose tensors are views of ``flat_tensor``; padding belongs to none.

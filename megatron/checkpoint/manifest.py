@@ -1,7 +1,7 @@
-"""``metadata.json``: the content of a checkpoint, the place of each box, and checksums.
+"""``metadata.json``: the contents of a checkpoint, the location of each box, and checksums.
 
-The file is JSON that protects itself: a checksum, then the content in one canonical spelling, so that any
-changed byte is noticed. It becomes torch.distributed.checkpoint's ``Metadata`` without unpickling anything.
+The file is JSON with a checksum of its content in canonical form, so that any changed byte is noticed. It is
+converted to torch.distributed.checkpoint's ``Metadata`` without unpickling anything.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _BEYOND = 1 << 62
 
 @dataclass(frozen=True)
 class StoredItem:
-    """Bytes in a file: ``length`` of them from ``offset``, with their CRC-32."""
+    """A byte range of a file: ``length`` bytes from ``offset``, with their CRC-32."""
 
     file: str
     offset: int
@@ -50,11 +50,11 @@ class Manifest:
 
     Args:
         iteration: training iteration; "release" for a checkpoint outside a run.
-        world_size: number of ranks that wrote it.
-        files: every other file's size in bytes.
-        documents: the small files that are read whole (common.json, config.yaml), as items.
-        tensors: a global tensor's shape, type and stored boxes, by name.
-        items: places of the stored boxes, by name and offsets.
+        world_size: number of ranks that wrote the checkpoint.
+        files: sizes in bytes of all other files.
+        documents: small files that are read in full (common.json, config.yaml), as items.
+        tensors: shapes, dtypes and stored boxes of the global tensors, by name.
+        items: byte ranges of the stored boxes, by name and offsets.
     """
 
     iteration: int | str
@@ -65,12 +65,12 @@ class Manifest:
     items: dict[tuple[str, tuple[int, ...]], StoredItem]
 
     def metadata(self) -> Metadata:
-        """The manifest as torch.distributed.checkpoint's object."""
+        """The manifest as ``Metadata`` of torch.distributed.checkpoint."""
         storage = {MetadataIndex(name, offsets): item for (name, offsets), item in self.items.items()}
         return Metadata(dict(self.tensors), storage_data=storage)
 
     def items_of(self, names: Iterable[str]) -> list[StoredItem]:
-        """The stored items of some tensors, in the order of the files."""
+        """The stored items of the named tensors, in file order."""
         wanted = set(names)
         found = [item for (name, _), item in self.items.items() if name in wanted]
         return sorted(found, key=lambda item: (item.file, item.offset))
@@ -94,7 +94,7 @@ class Manifest:
             "world_size": self.world_size,
             "files": self.files,
             "documents": {name: _row(item) for name, item in self.documents.items()},
-            "blobs": {},  # the format has a place for bytes that are no tensors; nothing writes them
+            "blobs": {},  # reserved by the format for bytes that are no tensors; never written
             "tensors": tensors,
         }
         return _seal(content)
@@ -137,7 +137,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         return _from_content(content)
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
-        # repr: an error of several lines, or of a missing key, says little as it is
+        # repr: the plain text of a multi-line error or a missing key says little
         raise UserError(f"{path} is not a checkpoint's table of contents: {error!r}") from error
 
 
@@ -176,7 +176,7 @@ def _from_content(content: dict[str, Any]) -> Manifest:
 
 
 def _count(value: object, what: str, least: int = 0) -> int:
-    """Checks a whole number from a file, which may hold anything."""
+    """Checks that a value read from a file is an integer in range."""
     if type(value) is not int or not least <= value < _BEYOND:
         raise ValueError(f"{what} is {str(value)[:40]}")
     return value
@@ -187,7 +187,7 @@ def _counts(values: Any, what: str) -> tuple[int, ...]:
 
 
 def _stored_type(name: str) -> torch.dtype:
-    """The dtype of a name, if its tensors are plain bytes."""
+    """The dtype of a name; raises unless its tensors can be viewed as bytes."""
     dtype = dtype_from_name(name)
     torch.empty(1, dtype=dtype).view(torch.uint8)
     return dtype

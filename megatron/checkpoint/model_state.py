@@ -1,4 +1,4 @@
-"""A rank's parameters and optimizer state as logical tensors, which do not depend on the layout."""
+"""A rank's parameters and optimizer state as layout-independent logical tensors."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from megatron.parallel.tensor.shards import collect_specs
 MODEL = "model."
 OPTIMIZER = "optimizer."
 MAIN = OPTIMIZER + "main."
-"""The optimizer's fp32 values, where the model's are of lower precision."""
+"""The optimizer's fp32 main parameters of a model in lower precision."""
 _OF_ROUTING = re.compile(r"layers\.\d+\.mlp\.(router|mixing)\.")
 _COPY_OF_MLP = re.compile(r"(layers\.\d+\.mlp\.)(experts\.\d+|shared)\.")
 
 
 def model_tensors(stages: Sequence[nn.Module]) -> dict[str, LogicalShard]:
-    """This rank's slices of the model's parameters, by logical name, and of what else belongs to it (buffers)."""
+    """This rank's slices of the model's parameters, and the model's buffers, by logical name."""
     tensors = {}
     for stage in stages:
         specs = collect_specs(stage)
@@ -34,7 +34,7 @@ def model_tensors(stages: Sequence[nn.Module]) -> dict[str, LogicalShard]:
 
 
 def buffer_tensors(stages: Sequence[nn.Module]) -> dict[str, LogicalShard]:
-    """The model's buffers, which every rank that has them holds whole, by logical name."""
+    """The model's buffers, by logical name; each rank that has a buffer holds all of it."""
     return {
         MODEL + name: shard_of_local(buffer, (0,) * buffer.dim(), tuple(buffer.shape))
         for stage in stages
@@ -43,8 +43,10 @@ def buffer_tensors(stages: Sequence[nn.Module]) -> dict[str, LogicalShard]:
 
 
 def tensors_of_dense(tensors: Mapping[str, LogicalShard]) -> dict[str, LogicalShard]:
-    """A model's tensors with experts as those of a dense model, from which it begins: its routers are left out, and a
-    layer's MLP is every expert of it, and the MLP beside them."""
+    """Maps a mixture-of-experts model's tensors to a dense checkpoint's names, for upcycling.
+
+    Routers are left out; all experts of a layer, and the shared MLP beside them, load the dense layer's MLP.
+    """
     found: dict[str, LogicalShard] = {}
     for name, shard in tensors.items():
         if _OF_ROUTING.search(name):
@@ -56,7 +58,7 @@ def tensors_of_dense(tensors: Mapping[str, LogicalShard]) -> dict[str, LogicalSh
 
 
 def has_experts(names: Iterable[str]) -> bool:
-    """Whether there are experts among a model's tensors."""
+    """Whether any of a model's tensors belongs to an expert."""
     return any(map(_COPY_OF_MLP.search, names))
 
 
@@ -71,11 +73,11 @@ def optimizer_tensors(optimizer: Optimizer) -> dict[str, LogicalShard]:
 
 
 OUTER = OPTIMIZER + "outer_"
-"""What rounds of islands keep: the anchor, its momentum, and a mean that waits to be applied."""
+"""State of the outer optimizer: the anchor, its momentum, and a mean that waits to be applied."""
 
 
 def outer_tensors(outer: OuterSync | None) -> dict[str, LogicalShard]:
-    """This rank's slices of what rounds of islands keep."""
+    """This rank's slices of the outer optimizer's state."""
     if outer is None:
         return {}
     shards = outer.optimizer.shards
@@ -91,7 +93,7 @@ def outer_tensors(outer: OuterSync | None) -> dict[str, LogicalShard]:
 
 
 def main_tensors(optimizer: Optimizer) -> dict[str, LogicalShard]:
-    """This rank's slices of the values that the optimizer updates."""
+    """This rank's slices of the main parameters that the optimizer updates."""
     return {MAIN + shard.slot.logical_name: _shard(shard, shard.main) for shard in optimizer.shards}
 
 

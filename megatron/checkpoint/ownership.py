@@ -1,4 +1,4 @@
-"""The folder that a run saves to: writable, locked, and without checkpoints of another run."""
+"""Ensures that the save folder of a run is writable, locked, and free of another run's checkpoints."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from megatron.config.checkpoint import CheckpointConfig
 
 @contextmanager
 def owned_save_folder(config: CheckpointConfig, log: Callable[[str], None]) -> Iterator[FolderLock | None]:
-    """Creates and locks the folder of ``--save`` for a run that is about to write to it.
+    """Creates and locks the folder of ``--save`` for the duration of a run.
 
     Args:
         config: flags of loading and saving.
         log: prints lines for the user.
 
     Raises:
-        UserError: when it cannot be written to, another run holds it, or it has checkpoints that this run does not go
-            on from.
+        UserError: when it cannot be written to, another run holds it, or it has checkpoints that this run does not
+            continue from.
     """
     if config.save is None:
         yield None
@@ -37,7 +37,7 @@ def owned_save_folder(config: CheckpointConfig, log: Callable[[str], None]) -> I
     finally:
         lock.release()
         with suppress(OSError):
-            if new and os.listdir(config.save) == [LOCK]:  # refused before it saved anything
+            if new and os.listdir(config.save) == [LOCK]:  # the run was refused before it saved anything
                 lock.path.unlink()
                 os.rmdir(config.save)
 
@@ -55,10 +55,10 @@ def _lock(save: str, log: Callable[[str], None]) -> FolderLock:
 
 
 def check_replaces_nothing(config: CheckpointConfig) -> None:
-    """Checks that what a run saves replaces nothing but its own earlier checkpoints.
+    """Checks that a run replaces only its own earlier checkpoints.
 
     Raises:
-        UserError: when it would; the message names the flag that continues from them and the one that replaces them.
+        UserError: when it would replace others; the message names the flags to continue from and to replace them.
     """
     assert config.save is not None
     found = _held(Path(config.save))
@@ -77,7 +77,7 @@ def check_replaces_nothing(config: CheckpointConfig) -> None:
 
 
 def _held(root: Path) -> str | None:
-    """Names the newest checkpoint in a folder, complete or not; None when there is none."""
+    """Name of the newest checkpoint in a folder, complete or not; None if there is none."""
     saved = saved_iterations(root)
     if saved:
         return f"iteration {saved[0]}"

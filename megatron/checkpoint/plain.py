@@ -1,7 +1,7 @@
-"""Plain Python values as JSON text and back, exactly.
+"""Lossless conversion of plain Python values to JSON text and back.
 
-JSON has no tuples, bytes, tensors, or keys other than text; those are written as an object with a single key
-that begins with "$". Nothing here can run code, whatever the text says.
+JSON has no tuples, bytes, tensors, or keys other than text; these are written as an object with a single key
+that begins with "$". Decoding never runs code, whatever the text says.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ def encode_plain(value: Any) -> bytes:
     """Encodes None, bool, int, float, str, bytes, tensors, and lists, tuples and dicts of those as JSON.
 
     Raises:
-        TypeError: when the value is anything else; the message says where it is.
+        TypeError: for any other value; the message names its path.
     """
     return (json.dumps(_to_json(value, "state"), indent=1) + "\n").encode()
 
 
 def decode_plain(data: bytes) -> Any:
-    """Decodes what ``encode_plain`` wrote.
+    """Decodes the output of ``encode_plain``.
 
     Raises:
-        ValueError: when the text is not what ``encode_plain`` writes.
+        ValueError: when the text is no output of ``encode_plain``.
     """
     try:
         return _from_json(json.loads(data.decode()))

@@ -1,8 +1,8 @@
-"""Planners for ``LogicalShard``: which rank writes which box, and where a box is read into.
+"""Save and load planners for ``LogicalShard``: assign boxes to writing ranks, and resolve the memory to read into.
 
-They derive from torch.distributed.checkpoint's default planners and replace what assumes tensors. Problems
-are kept in ``problem`` rather than raised, because a rank that raises between two collectives leaves the
-others waiting.
+They derive from torch.distributed.checkpoint's default planners and replace the methods that assume tensors. Errors
+are stored in ``problem`` rather than raised, because a rank that raises between two collectives leaves the others
+waiting.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron.checkpoint.logical import LogicalShard
 
 @dataclass
 class _Task:
-    """A box to be written by one of the ranks that hold it."""
+    """A box to be written by a single owner among the ranks that hold it."""
 
     item: WriteItem
     owners: list[int]
@@ -39,8 +39,8 @@ class _Task:
 class ShardSavePlanner(DefaultSavePlanner):
     """Plans a save of ``LogicalShard`` values.
 
-    Boxes held by several ranks are written by one; boxes that overlap in part are cut. Each rank gets about
-    the same number of bytes, as far as it holds them.
+    A box held by several ranks is written once; partially overlapping boxes are split. Bytes are balanced over the
+    ranks, as far as their boxes allow.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class ShardSavePlanner(DefaultSavePlanner):
         return self.global_plan, self.metadata
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """Resolves an item to its memory."""
+        """Returns the memory of an item."""
         shard: LogicalShard = self.state_dict[write_item.index.fqn]
         assert write_item.tensor_data is not None
         chunk = write_item.tensor_data.chunk
@@ -74,7 +74,7 @@ class ShardLoadPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Keeps the arguments; the base class would replace values that are no tensors."""
+        """Stores the arguments; the base class would replace values that are no tensors."""
         self.state_dict = self.original_state_dict = state_dict
         self.metadata = metadata
         self.is_coordinator = is_coordinator
@@ -86,10 +86,10 @@ class ShardLoadPlanner(DefaultLoadPlanner):
 
 
 def divide_plans(plans: list[SavePlan]) -> list[SavePlan]:
-    """Assigns each box to one rank.
+    """Assigns each box to a single rank.
 
     Args:
-        plans: boxes of each rank, by rank.
+        plans: plans of the boxes that each rank holds, by rank.
 
     Raises:
         ValueError: when ranks disagree on a tensor's shape or type, or together do not hold all of it.
@@ -132,9 +132,9 @@ def _tasks_of(name: str, by_box: dict[Box, list[tuple[int, WriteItem]]]) -> list
 
 
 def _assign(tasks: list[_Task], ranks: int) -> list[list[WriteItem]]:
-    """The items that each rank writes: each task's is the owner's that has the least bytes to write so far.
+    """Assigns each task to the owner with the fewest bytes so far; returns the items of each rank.
 
-    Boxes that only one rank holds come first, then the others from large to small.
+    Boxes with a single owner come first, then the others from large to small.
     """
     items: list[list[WriteItem]] = [[] for _ in range(ranks)]
     load = [0] * ranks

@@ -1,8 +1,7 @@
-"""Saves a checkpoint: complete or not at all.
+"""Saves checkpoints atomically.
 
-Every rank writes into a temporary folder, all agree that all is well, and rank 0 renames the folder and then
-lets the tracker name it. Whatever stops this, the checkpoint that the tracker named before can still be
-loaded.
+Every rank writes into a temporary folder, the ranks agree that all writes succeeded, and rank 0 renames the folder and
+then updates the tracker. If anything interrupts this, the checkpoint that the tracker named before can still be loaded.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ class SaveHandle:
     def __init__(self, run: Callable[[], None]) -> None:
         self._error: BaseException | None = None
         self._run = run
-        # A daemon: a process that has to end does not wait for peers. Ending in the middle costs nothing but
-        # the checkpoint being written.
+        # A daemon: a process that must exit does not wait for peers. Exiting midway loses only the checkpoint
+        # being written.
         self._thread = threading.Thread(target=self._main, name="checkpoint-save", daemon=True)
         self._thread.start()
 
@@ -73,7 +72,7 @@ class SaveHandle:
 
 @dataclass
 class _SaveRequest:
-    """The arguments of one save."""
+    """Arguments of a save."""
 
     root: Path
     iteration: int
@@ -101,7 +100,7 @@ class _SaveRequest:
             self._prune()
 
     def _all_or_nothing(self, problem: str | None) -> None:
-        """Raises on every rank when one has a problem, after removing what was written."""
+        """Raises on every rank if any rank has a problem, after removing the files written so far."""
         agreed = first_problem(self.group, problem)
         if agreed is not None:
             files.discard(self.root, self.iteration)
@@ -136,27 +135,27 @@ def save_checkpoint(
     last_update: int | None = None,
     log: Log = silent,
 ) -> SaveHandle | None:
-    """Saves ``root/iter_<iteration>`` and lets the tracker name it. Every rank of the group calls this.
+    """Saves ``root/iter_<iteration>`` and updates the tracker. Every rank of the group calls this.
 
     Args:
         root: the folder of all checkpoints of a run, on a file system that all ranks share.
         iteration: training iteration.
         tensors: tensors of this rank, by global name. Together the ranks hold every element of each tensor;
-            what several hold is written once.
-        common: values of plain types and small tensors, the same on every rank; rank 0's are kept.
-        config_yaml: the resolved configuration, kept beside the tensors.
+            replicated elements are written once.
+        common: values of plain types and small tensors, the same on every rank; rank 0's are saved.
+        config_yaml: the resolved configuration, saved beside the tensors.
         group: gloo ranks; None: this process alone. With ``async_`` nothing else may use it until the save
             is done.
         async_: copy the tensors, return, and write in the background.
-        keep_last: remove all but so many checkpoints afterwards; None: keep all.
-        last_update: iteration whose update was the last to be taken; the newest checkpoint before it is kept, too.
+        keep_last: number of checkpoints to keep, the others are removed afterwards; None: keep all.
+        last_update: iteration of the last applied update; the newest checkpoint before it is kept, too.
         log: prints progress lines, on rank 0.
 
     Returns:
         None, or with ``async_`` the pending save.
 
     Raises:
-        UserError: on every rank when one could not write; nothing of this checkpoint remains then.
+        UserError: on every rank if any rank could not write; nothing of this checkpoint remains.
         CommunicationError: when a peer is gone.
     """
     problem = None
@@ -164,7 +163,7 @@ def save_checkpoint(
     try:
         documents = {COMMON: encode_plain(dict(common)), CONFIG: config_yaml.encode()}
     except TypeError as error:
-        problem = str(error)  # raised with the others, who are about to communicate
+        problem = str(error)  # raised together with the other ranks, which are about to communicate
     held = {name: _staged(shard) if async_ else shard for name, shard in tensors.items()}
     job = _SaveRequest(Path(root), iteration, held, documents, problem, group, keep_last, last_update, log)
     if async_:
@@ -174,13 +173,13 @@ def save_checkpoint(
 
 
 def _staged(shard: LogicalShard) -> LogicalShard:
-    """Copies a tensor, so that training cannot change it."""
+    """Copies a tensor to the CPU, so that training cannot change it."""
     boxes = [TensorBox(box.offsets, box.tensor.detach().to("cpu", copy=True)) for box in shard.boxes]
     return LogicalShard(shard.global_shape, shard.dtype, boxes)
 
 
 def _prepare(job: _SaveRequest) -> str | None:
-    """Makes an empty temporary folder; returns what went wrong."""
+    """Makes an empty temporary folder; returns the error message, if any."""
     try:
         job.root.mkdir(parents=True, exist_ok=True)
         files.remove_leftovers(job.root)
@@ -191,7 +190,7 @@ def _prepare(job: _SaveRequest) -> str | None:
 
 
 def _write(job: _SaveRequest) -> str | None:
-    """Writes everything into the temporary folder; returns what went wrong on this rank."""
+    """Writes everything into the temporary folder; returns this rank's error message, if any."""
     planner = ShardSavePlanner()
     writer = ShardWriter(job.folder, job.iteration, size_of(job.group), job.documents)
     alone = job.group is None
@@ -208,7 +207,7 @@ def _write(job: _SaveRequest) -> str | None:
 
 
 def _publish(job: _SaveRequest) -> str | None:
-    """Publishes the complete folder; returns what went wrong."""
+    """Publishes the complete folder; returns the error message, if any."""
     try:
         files.publish(job.root, job.iteration)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The saves of a run: one at a time, in the background when asked."""
+"""Saves the checkpoints of a run, optionally in the background, with a single save pending at a time."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from megatron.checkpoint.save import Log, SaveHandle, save_checkpoint, silent
 from megatron.topology.agree import any_rank
 
 WRITE_TIMEOUT = timedelta(hours=1)
-"""Time for which ranks wait for one that is still writing."""
+"""Time that ranks wait for a rank that is still writing."""
 
 
 class CheckpointSaver:
     """Saves the checkpoints of a run.
 
-    Constructing one with ``async_`` and a group makes a process group, which every process of the world
-    takes part in. All methods are called by every rank of the group, in the same order.
+    With ``async_`` and a group, the constructor creates a process group, so every process of the world must call it.
+    All methods are called by every rank of the group, in the same order.
 
     Args:
         root: the folder of all checkpoints.
         group: a gloo group; None: this process alone.
         async_: whether to write in the background.
-        keep_last: checkpoints to keep; None: all.
+        keep_last: number of checkpoints to keep; None: all.
         log: prints progress lines, on rank 0.
     """
 
@@ -47,7 +47,7 @@ class CheckpointSaver:
         self._group = group
         self._write_group = group
         if async_ and group is not None:
-            # Its own: the training thread's collectives must not meet the background thread's.
+            # A separate group: collectives of the training thread must not match those of the background thread.
             ranks = dist.get_process_group_ranks(group)
             self._write_group = dist.new_group(ranks, timeout=WRITE_TIMEOUT, backend="gloo")
         self._pending: SaveHandle | None = None
@@ -60,7 +60,7 @@ class CheckpointSaver:
         config_yaml: str,
         last_update: int | None = None,
     ) -> None:
-        """Saves, or starts to once the previous save is done. See ``save_checkpoint``."""
+        """Waits for the previous save, then saves or starts a background save. See ``save_checkpoint``."""
         self.wait()
         self._pending = save_checkpoint(
             self.root,
@@ -76,10 +76,10 @@ class CheckpointSaver:
         )
 
     def poll(self) -> None:
-        """Raises a failure of the background save as soon as every rank's is over; called once per step.
+        """Raises the error of a background save once it has ended on every rank; called once per step.
 
-        Ranks agree on whether it is over, so that all raise at the same step. Costs nothing when no save is
-        under way.
+        Ranks agree on whether it has ended, so that all raise at the same step. Costs nothing when no save is
+        pending.
         """
         if self._pending is not None and not any_rank(self._group, not self._pending.done()):
             self.wait()
@@ -88,7 +88,7 @@ class CheckpointSaver:
         """Waits until no save is pending.
 
         Raises:
-            UserError: when the pending one could not be completed.
+            UserError: when the pending save failed.
             CommunicationError: when a peer is gone.
         """
         pending, self._pending = self._pending, None

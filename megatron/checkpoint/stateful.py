@@ -1,4 +1,4 @@
-"""The registry of state that must survive a restart besides tensors; saving and loading read the same one."""
+"""Registry of the state besides tensors that must survive a restart, shared by saving and loading."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.base.errors import UserError
 
 
 class Stateful(Protocol):
-    """An object with a state of plain values."""
+    """An object whose state is plain values."""
 
     def state_dict(self) -> Mapping[str, Any]:
         """The state as plain values, equal on all ranks."""
@@ -21,18 +21,18 @@ class Stateful(Protocol):
 
 
 class Scope(enum.Enum):
-    """The kind of a part: a run may restore some kinds of a checkpoint only."""
+    """Kind of a registered part; a run may restore only some kinds from a checkpoint."""
 
     OPTIMIZER = enum.auto()
-    """Left out with the optimizer's state."""
+    """Skipped together with the optimizer's state."""
     SCHEDULE = enum.auto()
-    """The learning rate's schedule."""
+    """The learning-rate schedule."""
     POSITION = enum.auto()
     """The position of the run."""
     LOGS = enum.auto()
     """Where the run is logged."""
     DESCRIPTION = enum.auto()
-    """A description of the checkpoint's tensors, which is read before them and never restored."""
+    """Describes the checkpoint's tensors; read before them and never restored."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class _StatefulPart:
 
 
 class StatefulParts:
-    """The parts of one run, by their names in checkpoints."""
+    """The registered parts of a run, by their names in checkpoints."""
 
     def __init__(self) -> None:
         self._parts: dict[str, _StatefulPart] = {}
@@ -63,12 +63,12 @@ class StatefulParts:
 
         Args:
             name: name of the value.
-            save: returns it, made of plain types, equal on all ranks.
-            load: restores it; None with ``Scope.DESCRIPTION``.
+            save: returns the value, made of plain types, equal on all ranks.
+            load: restores the value; None with ``Scope.DESCRIPTION``.
             scope: kind of the value.
 
         Raises:
-            ValueError: when the name is taken, or something could be saved that nothing restores.
+            ValueError: when the name is taken, or the value would be saved and never restored, or the reverse.
         """
         if name in self._parts:
             raise ValueError(f"a part named {name!r} is registered already; choose another name")
@@ -77,14 +77,14 @@ class StatefulParts:
         self._parts[name] = _StatefulPart(save, load, scope)
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of everything that is registered."""
+        """The states of all registered parts."""
         return {name: part.save() for name, part in self._parts.items()}
 
     def check(self, saved: Mapping[str, Any]) -> None:
-        """Compares what a checkpoint holds with what is registered, before any of it is restored.
+        """Checks the names in a checkpoint against the registered parts, before any part is restored.
 
         Raises:
-            UserError: when it holds something that nothing here would restore.
+            UserError: when the checkpoint holds a name that no part restores.
         """
         unknown = sorted(set(saved) - set(self._parts))
         if unknown:
@@ -94,10 +94,10 @@ class StatefulParts:
             )
 
     def load_state_dict(self, saved: Mapping[str, Any], scopes: Collection[Scope]) -> None:
-        """Restores the parts of some scopes.
+        """Restores the parts of the given scopes.
 
         Raises:
-            KeyError: when one is missing.
+            KeyError: when a part is missing.
         """
         for name, part in self._parts.items():
             if part.load is not None and part.scope in scopes:
@@ -105,7 +105,7 @@ class StatefulParts:
 
 
 def under_todays_names(common: Mapping[str, Any]) -> dict[str, Any]:
-    """Renames values of a checkpoint that an earlier version has saved to this version's names."""
+    """Renames values saved by an earlier version to this version's names."""
     values = {"variance_frozen_at": 0, "controllers": {}, "expert_loads": {}, "outer": {}, "tracked_runs": {}, **common}
     if "rank_controller" in values:
         values["controllers"] = {"dp-grad": {"compressor": "edgc", "state": values.pop("rank_controller")}}

@@ -1,7 +1,7 @@
-"""Storage for torch.distributed.checkpoint: raw bytes in one file per rank, and ``metadata.json``.
+"""Storage for torch.distributed.checkpoint: raw bytes in a file per rank, and ``metadata.json``.
 
-The writer and the reader keep a failure in ``problem`` instead of raising it: torch would pass the exception
-through its collectives as a pickled object, and the caller agrees on it over the ranks anyway.
+The writer and the reader store an error in ``problem`` instead of raising it: torch would pass the exception
+through its collectives as a pickled object, and the caller agrees on errors across the ranks anyway.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ READ_BYTES = 1 << 24
 
 
 def write_all(stream: io.FileIO, data: memoryview) -> None:
-    """Writes all of ``data``; one system call moves 2 GiB at most."""
+    """Writes all of ``data``; a system call writes at most 2 GiB."""
     while data:
         data = data[stream.write(data) :]
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """A tensor's bytes in row-major order, without a copy when it lies so in CPU memory."""
+    """A tensor's bytes in row-major order, without a copy if it is contiguous in CPU memory."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
 
 
 def describe(error: Exception, path: Path) -> str:
-    """Describes a failure with a file, in one line."""
+    """Single-line message for a file error."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"{path}: {error.strerror}: free some, or choose another --save"
     reason = error.strerror if isinstance(error, OSError) else None
@@ -73,7 +73,7 @@ def _done(value: Any) -> Future[Any]:
 
 
 class ShardWriter(StorageWriter):
-    """Writes each rank's items into ``shard_<rank>.bin`` and, on the coordinator, everything else.
+    """Writes each rank's items into ``shard_<rank>.bin``; the coordinator writes everything else.
 
     Args:
         folder: an existing folder for this checkpoint alone.
@@ -90,7 +90,7 @@ class ShardWriter(StorageWriter):
         self.problem: str | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Does nothing: a writer serves one save."""
+        """Does nothing: a writer serves a single save."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Does nothing."""
@@ -100,11 +100,11 @@ class ShardWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Tells each rank its file's name."""
+        """Adds the name of each rank's file to its plan."""
         return [dataclasses.replace(plan, storage_data=f"shard_{rank:05d}.bin") for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Writes the plan's items one after the other and waits until they are on the disk."""
+        """Writes the plan's items in order and waits until they are on the disk."""
         results: list[WriteResult] = []
         path = self.folder / plan.storage_data
         try:
@@ -134,7 +134,7 @@ class ShardWriter(StorageWriter):
         return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Writes the documents and the table of contents, on the coordinator; not when a rank has failed."""
+        """Writes the documents and the table of contents, on the coordinator, unless a rank has failed."""
         stored = {result.index: result.storage_data for rank in results for result in rank}
         if None in stored.values():
             return
@@ -172,11 +172,11 @@ class ShardWriter(StorageWriter):
 
 
 class ShardReader(StorageReader):
-    """Reads boxes out of stored boxes. Checks nothing: see ``check_file_sizes`` and ``check_items``.
+    """Reads boxes from stored boxes, without checks: see ``check_file_sizes`` and ``check_items``.
 
     Args:
-        folder: the checkpoint.
-        manifest: its manifest.
+        folder: folder of the checkpoint.
+        manifest: manifest of the checkpoint.
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
@@ -190,7 +190,7 @@ class ShardReader(StorageReader):
         self.problem: str | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Does nothing: a reader serves one checkpoint."""
+        """Does nothing: a reader serves a single checkpoint."""
 
     def read_metadata(self) -> Metadata:
         """The manifest as torch's metadata."""
@@ -208,7 +208,7 @@ class ShardReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copies every item of the plan into its place, file by file."""
+        """Copies every item of the plan into its target tensor, file by file."""
         by_file: dict[str, list[tuple[StoredItem, ReadItem]]] = {}
         for read in plan.items:
             item = self._item(read)
@@ -229,7 +229,7 @@ class ShardReader(StorageReader):
         return self.manifest.items[read.storage_index.fqn, tuple(read.storage_index.offset)]
 
     def _read_box(self, stream: io.FileIO, item: StoredItem, read: ReadItem) -> Tensor:
-        """Reads the rows of a stored box that ``read`` touches, then narrows them."""
+        """Reads the rows of a stored box that ``read`` needs, then narrows them."""
         entry = self.manifest.tensors[read.storage_index.fqn]
         shape = self.sizes[read.storage_index.fqn, tuple(read.storage_index.offset or ())]
         starts = list(read.storage_offsets)
@@ -261,7 +261,7 @@ def _read_exactly(stream: io.FileIO, target: memoryview) -> None:
 
 
 def check_file_sizes(folder: Path, files: Mapping[str, int]) -> str | None:
-    """Names the first of the files that is missing or has another size; None when all are right."""
+    """Error message for the first file that is missing or has another size; None if all are intact."""
     for name, size in files.items():
         path = folder / name
         try:
@@ -277,7 +277,7 @@ def check_file_sizes(folder: Path, files: Mapping[str, int]) -> str | None:
 
 
 def check_items(folder: Path, items: Iterable[StoredItem]) -> str | None:
-    """Names the first item whose bytes do not have their checksum; None when all are right."""
+    """Error message for the first item whose checksum does not match; None if all are intact."""
     by_file: dict[str, list[StoredItem]] = {}
     for item in items:
         by_file.setdefault(item.file, []).append(item)
@@ -307,7 +307,7 @@ def _checksum(stream: io.FileIO, item: StoredItem, buffer: memoryview) -> int:
 
 
 def read_into(folder: Path, item: StoredItem, memory: memoryview) -> bool:
-    """Reads an item into memory of its length; returns whether it could be read and has its checksum."""
+    """Reads an item into memory of its length; returns whether it was read and its checksum matches."""
     try:
         with open_regular(folder / item.file) as stream:
             stream.seek(item.offset)
@@ -318,6 +318,6 @@ def read_into(folder: Path, item: StoredItem, memory: memoryview) -> bool:
 
 
 def read_item(folder: Path, item: StoredItem) -> bytes | None:
-    """Reads the bytes of an item; None when they do not have their checksum or cannot be read."""
+    """Reads the bytes of an item; None if they cannot be read or their checksum does not match."""
     data = bytearray(item.length)
     return bytes(data) if read_into(folder, item, memoryview(data)) else None

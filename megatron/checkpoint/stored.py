@@ -1,4 +1,4 @@
-"""Reads single tensors of a checkpoint, whole, whatever layout wrote it."""
+"""Reads single whole tensors of a checkpoint of any layout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.checkpoint.storage import bytes_of, read_into
 
 
 class StoredTensors:
-    """The tensors of a checkpoint, each read on demand, with its checksum.
+    """The tensors of a checkpoint, read on demand and checked against their checksums.
 
     Args:
         root: the folder of all checkpoints.
@@ -29,10 +29,10 @@ class StoredTensors:
         self.folder, self.manifest = open_checkpoint(Path(root), iteration)
 
     def read(self, name: str) -> Tensor:
-        """Reads a whole tensor, into memory of its own; no more than one stored part is held beside it.
+        """Reads a whole tensor into new memory; at most a single stored box is held beside it.
 
         Raises:
-            UserError: when its bytes are missing or damaged.
+            UserError: when the tensor's bytes are missing or damaged.
             KeyError: when there is no tensor of this name.
         """
         stored = self.manifest.tensors[name]

@@ -1,9 +1,8 @@
-"""Headers and ``.metadata`` by which torch.distributed.checkpoint's own readers can read our shards.
+"""Headers and ``.metadata`` that let torch.distributed.checkpoint's own readers read our shards.
 
-Those readers ask ``torch.load`` for each stored part. Its older stream is a few pickled words and then the tensor's
-bytes as they are, so a part costs a header of some hundred bytes and no copy. Both are written for others: what reads
-our checkpoints here goes by ``metadata.json``, which has the place and the checksum of the bytes alone, and unpickles
-nothing.
+Those readers call ``torch.load`` for each stored chunk. Its legacy stream format is a few pickled objects followed by
+the tensor's raw bytes, so a chunk costs a header of some hundred bytes and no copy. Both are for other readers: our own
+loader uses ``metadata.json``, which has the location and the checksum of the raw bytes, and unpickles nothing.
 """
 
 from __future__ import annotations
@@ -38,15 +37,15 @@ _STORAGES: dict[torch.dtype, type] = {
     torch.uint8: torch.ByteStorage,
     torch.bool: torch.BoolStorage,
 }
-"""Tensors of other types have no header, and other readers do not see them."""
+"""Tensors of other dtypes have no header and are invisible to other readers."""
 
 
 class _Bytes:
-    """A stand-in for the memory of the tensor that follows."""
+    """Placeholder for the storage of the tensor that follows."""
 
 
 class _Following:
-    """A contiguous tensor whose bytes follow; unpickled, it is that tensor."""
+    """A contiguous tensor whose bytes follow; unpickles to that tensor."""
 
     def __init__(self, shape: Sequence[int]) -> None:
         self.shape = tuple(shape)
@@ -57,7 +56,7 @@ class _Following:
 
 
 class _Pickler(pickle.Pickler):
-    """A pickler that names the memory as ``torch.save`` does."""
+    """A pickler that names the storage as ``torch.save`` does."""
 
     def __init__(self, stream: io.BytesIO, storage: type, numel: int) -> None:
         super().__init__(stream, protocol=_PICKLE)
@@ -68,7 +67,7 @@ class _Pickler(pickle.Pickler):
 
 
 def header(dtype: torch.dtype, shape: Sequence[int]) -> bytes:
-    """The header of a tensor's bytes; the same for the same dtype and shape, and empty where there is none."""
+    """The header before a tensor's bytes, determined by dtype and shape; empty for dtypes without a header."""
     storage = _STORAGES.get(dtype)
     if storage is None:
         return b""
@@ -83,7 +82,7 @@ def header(dtype: torch.dtype, shape: Sequence[int]) -> bytes:
 
 
 def torch_metadata(manifest: Manifest) -> bytes:
-    """The ``.metadata`` of a checkpoint: its tensors, each part with its header."""
+    """The ``.metadata`` of a checkpoint: its tensors, whose chunks include their headers."""
     entries: dict[str, TensorStorageMetadata] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
     for name, tensor in manifest.tensors.items():

@@ -13,7 +13,7 @@ EMBEDDING = MODEL + "embedding.word_embeddings.weight"
 
 
 def saved_entries(root: str | Path, iteration: Iteration) -> int:
-    """The entries of the vocabulary of a checkpoint's model, without padding.
+    """Number of vocabulary entries of a checkpoint's model, without padding.
 
     Args:
         root: the folder of all checkpoints.

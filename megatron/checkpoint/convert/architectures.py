@@ -40,17 +40,17 @@ from megatron.config.model import ModelConfig
 
 _GPT2_CLASSIFIER = "GPT2ForSequenceClassification"
 GPT2_END = 50256
-"""GPT-2's end of text, which ends documents where no tokenizer says otherwise."""
+"""GPT-2's end of text; ends documents unless the tokenizer says otherwise."""
 
 
-# From ours
+# Megatron-CC to Hugging Face
 
 
 def architecture_of(model: ModelConfig) -> str:
-    """The architecture of a model: the first of those of its kind that computes the same.
+    """The first architecture that computes the same as a model.
 
     Raises:
-        UserError: when none does, with what keeps it from the closest.
+        UserError: when there is none; the message has the unmet requirements of the closest architecture.
     """
     missing = {name: [what for what, met in wanted.items() if not met] for name, wanted in _requirements(model).items()}
     for name, what in missing.items():
@@ -124,9 +124,9 @@ def hf_config(model: ModelConfig, vocab_size: int, dtype: torch.dtype, ids: Mapp
     """Builds the content of config.json.
 
     Args:
-        model, vocab_size: the model, and the entries of its vocabulary.
+        model, vocab_size: the model, and the number of its vocabulary entries.
         dtype: dtype of the weights.
-        ids: bos_token_id, eos_token_id and pad_token_id of its tokenizer, where they are known.
+        ids: bos_token_id, eos_token_id and pad_token_id of its tokenizer, if known.
     """
     kind = architecture_of(model)
     if kind == MEGATRON_BERT:
@@ -155,7 +155,7 @@ def _fields_of(model: ModelConfig, kind: str, end: object) -> dict[str, Any]:
 
 
 def _gpt2_config(model: ModelConfig, end: object) -> dict[str, Any]:
-    # A classifier reads the last token that is not padding, which is the end of a text: another one pads.
+    # A classifier reads the last token that is not padding, the end of text, so padding needs another id.
     head = {} if model.predicts_words else {**head_words(model), "pad_token_id": int(end == 0)}
     return {
         "architectures": ["GPT2LMHeadModel" if model.predicts_words else _GPT2_CLASSIFIER],
@@ -173,14 +173,14 @@ def _gpt2_config(model: ModelConfig, end: object) -> dict[str, Any]:
     }
 
 
-# From theirs
+# Hugging Face to Megatron-CC
 
 
 def model_of_config(config: Values) -> ModelConfig:
-    """Reads the model that a config.json describes.
+    """Builds the model configuration from config.json.
 
     Raises:
-        UserError: when it is another kind, or has what ours do not.
+        UserError: when it is of another kind, or has a feature that our models lack.
     """
     kind = config.text("model_type")
     if kind not in _READERS:
@@ -240,4 +240,4 @@ ARCHITECTURES = {
     MEGATRON_BERT: "MegatronBert",
     DEBERTA: "DeBERTa-v2",
 }
-"""Their names by model_type."""
+"""Architecture names by model_type."""

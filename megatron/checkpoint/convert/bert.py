@@ -49,7 +49,7 @@ def bert_config(model: ModelConfig, vocab_size: int, dtype: torch.dtype) -> dict
 
 
 def bert_model(config: Values) -> dict[str, object]:
-    """Reads a model, or raises UserError where it has what ours do not."""
+    """Model fields from config.json; raises UserError for a feature that our models lack."""
     if config.flag("is_decoder", False) or config.flag("add_cross_attention", False):
         raise UserError("is_decoder=true and add_cross_attention=true cannot be converted: BERT is an encoder")
     if not config.flag("tie_word_embeddings", True):

@@ -1,8 +1,8 @@
-"""The classic Megatron layout: ``mp_rank_TT[_PPP]/model_optim_rng.pt``, one file for each rank of the model.
+"""The classic Megatron layout: ``mp_rank_TT[_PPP]/model_optim_rng.pt``, a file for each model-parallel rank.
 
-Read are versions 0 to 3, of any tensor- and pipeline-parallel size, interleaved ones too; written is version 3. Files
-are unpickled with torch's weights-only loader: what else they hold (an argparse namespace, enums of the code that wrote
-them) becomes plain stand-ins, and no code of theirs runs.
+Reads versions 0 to 3, of any tensor- and pipeline-parallel size, including interleaved stages; version 3 is written.
+Files are unpickled with torch's weights-only loader: other objects (an argparse namespace, enums of the writer's code)
+become inert placeholders, and none of their code runs.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
 GPT2_ENTRIES = 50257
 VERSIONS = (0, 1, 2, 3)
 PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
-"""Tensors whose rows are those of the padded vocabulary."""
+"""Tensors with a row per entry of the padded vocabulary."""
 
 
 def find_classic(root: Path, iteration: int | None = None) -> Path | None:
-    """Finds the folder of a classic checkpoint's ranks: ``root`` itself, or the iteration that its tracker names.
+    """Finds the folder of a classic checkpoint's rank files: ``root`` itself, or the iteration that its tracker names.
 
     Raises:
-        UserError: when there is another iteration than the one asked for.
+        UserError: when the requested iteration is not there.
     """
     if _ranks(root):
         if iteration is not None:
@@ -57,7 +57,7 @@ def find_classic(root: Path, iteration: int | None = None) -> Path | None:
 
 
 def _ranks(folder: Path) -> dict[tuple[int, int], Path]:
-    """Files by (tensor-parallel, pipeline) rank."""
+    """Files by (tensor-parallel, pipeline-parallel) rank."""
     found = {}
     for path in folder.iterdir() if folder.is_dir() else ():
         match = _FOLDER.fullmatch(path.name)
@@ -70,7 +70,7 @@ def _ranks(folder: Path) -> dict[tuple[int, int], Path]:
 
 
 class _Opaque:
-    """A stand-in for objects of the code that wrote a file, whose values nothing here needs."""
+    """Placeholder for objects of the writer's code, whose values are not needed."""
 
     def __init__(self, *_: Any) -> None:
         pass
@@ -80,20 +80,20 @@ class _Opaque:
 
 
 def _safe_globals(path: Path) -> list[Any]:
-    """Names that a file may refer to: plain containers, numpy's random states, and stand-ins for the writer's code."""
+    """Globals that a file may refer to: plain containers, numpy's random states, placeholders for the writer's code."""
     allowed: list[Any] = [argparse.Namespace, np.ndarray, np.dtype]
     allowed += [type(np.dtype(kind)) for kind in (np.uint32, np.int64, np.float64)]
     rebuild = np.zeros(1).__reduce__()[0]
     allowed += [(rebuild, f"{module}.multiarray._reconstruct") for module in ("numpy.core", "numpy._core")]
     try:
         named = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    except Exception:  # no archive: a file of before torch 1.6, or none of torch's; the loader says which
+    except Exception:  # no archive: a file from before torch 1.6, or no torch file; the loader says which
         named = []
     return allowed + [(_Opaque, name) for name in named if name.split(".")[0] in ("megatron", "deepspeed", "apex")]
 
 
 def _load(path: Path) -> TorchFile:
-    """Loads a rank's file.
+    """Loads the file of a rank.
 
     Raises:
         UserError: when it cannot be read, or holds no model.
@@ -116,7 +116,7 @@ def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
 
 
 def _logical(name: str, first_layer: int) -> str | None:
-    """The logical name of a tensor of a file; None for what is not a parameter (masks, copies)."""
+    """Logical name of a tensor in a file; None if it is no parameter (masks, copies)."""
     name = name.removeprefix("language_model.")
     name = re.sub(r"^(transformer|encoder)\.", "", name).replace(".attention.", ".self_attention.")
     for later, earlier in (("input_norm", "input_layernorm"), ("post_attention_norm", "post_attention_layernorm")):
@@ -132,11 +132,11 @@ def _logical(name: str, first_layer: int) -> str | None:
 
 
 def read_classic(folder: Path, vocab_size: int | None = None) -> Weights:
-    """Reads a checkpoint of any tensor- and pipeline-parallel size.
+    """Reads a classic checkpoint of any tensor- and pipeline-parallel size.
 
     Args:
-        folder: folder of the ranks' files.
-        vocab_size: entries of the vocabulary without padding; None where the file or its tokenizer says.
+        folder: folder of the rank files.
+        vocab_size: vocabulary entries without padding; None to take them from the file or its tokenizer.
 
     Raises:
         UserError: when files are missing, damaged, or of another kind of model.
@@ -174,10 +174,10 @@ def read_classic(folder: Path, vocab_size: int | None = None) -> Weights:
 
 
 def _check_parts(name: str, parts: Sequence[Stored], spec: ParamSpec, model: ModelConfig, padded: int) -> None:
-    """Compares the ranks' parts of a tensor with what the arguments ask for.
+    """Checks the shapes and dtypes of a tensor's shards against the arguments in the file.
 
     Raises:
-        UserError: when a part differs; the message names its file.
+        UserError: when a shard differs; the message names its file.
     """
     shape = list(spec.logical_shape)
     if name in PADDED:
@@ -206,7 +206,7 @@ def _pipeline_of(
     model: ModelConfig,
     folder: Path,
 ) -> dict[str, Stored]:
-    """A tensor-parallel rank's tensors by logical name, with the layers of all stages and chunks in their order."""
+    """A tensor-parallel rank's tensors of all stages and chunks, by logical name."""
     chunks = [name for name in files[tp, 0].content if isinstance(name, str) and re.fullmatch(r"model[0-9]+", name)]
     found: dict[str, Stored] = {}
     done = 0
@@ -244,7 +244,7 @@ def _merged(
 
 
 def _by_head(part: Tensor, model: ModelConfig, tp: int, version: float) -> Tensor:
-    """A rank's fused projection with its rows ordered [head, query/key/value, channel], as since version 2."""
+    """Reorders a rank's fused projection to rows [head, query/key/value, channel], the order since version 2."""
     heads, width, rest = model.num_attention_heads // tp, model.kv_channels, part.shape[1:]
     if version >= 2 or model.num_query_groups != model.num_attention_heads:
         return part
@@ -254,10 +254,10 @@ def _by_head(part: Tensor, model: ModelConfig, tp: int, version: float) -> Tenso
 
 
 def _vocab_size(args: Values, given: int | None, padded: int, tp: int) -> int:
-    """The entries of the vocabulary without padding.
+    """Number of vocabulary entries without padding.
 
     Raises:
-        UserError: when the arguments would leave more extra rows than padding can be.
+        UserError: when the embedding has more extra rows than padding can explain.
     """
     if given is not None:
         if not 0 < given <= padded:
@@ -282,10 +282,10 @@ def _vocab_size(args: Values, given: int | None, padded: int, tp: int) -> int:
 
 
 def _arguments(file: Mapping[str, Any]) -> Values:
-    """The arguments in a file.
+    """The training arguments saved in a file.
 
     Raises:
-        UserError: when it has none, as those of version 0 may.
+        UserError: when it has none, as files of version 0 may.
     """
     args = file.get("args")
     if not isinstance(args, argparse.Namespace) or not hasattr(args, "num_layers"):
@@ -294,7 +294,7 @@ def _arguments(file: Mapping[str, Any]) -> Values:
 
 
 def _described(file: Mapping[str, Any], args: Values) -> tuple[ModelConfig, int, float, int]:
-    """Reads a file and its arguments: the model, the rows of its padded embedding, version, iteration.
+    """The model, rows of the padded embedding, version and iteration of a file.
 
     Raises:
         UserError: when these are missing or invalid.
@@ -325,11 +325,11 @@ _NONE_OF_OURS = (
     "apply_residual_connection_post_layernorm", "multi_latent_attention", "qk_layernorm",
     "rotary_interleaved",
 )  # fmt: skip
-"""Arguments that change what a model computes, which ours cannot."""
+"""Arguments for computations that our models do not support."""
 
 
 def _model_of(args: Values) -> ModelConfig:
-    """The model that a file's arguments describe."""
+    """Model configuration from a file's arguments."""
     for name in _NONE_OF_OURS:
         if args.flag(name, False):
             raise UserError(f"{name} cannot be converted: our models do not compute that")
@@ -351,7 +351,7 @@ def _model_of(args: Values) -> ModelConfig:
 
 
 def _positions_of(args: Values) -> dict[str, object]:
-    """The kind of position embedding."""
+    """Model fields of the position embedding."""
     kind = args.text("position_embedding_type", "learned_absolute")
     if kind == "rope" or args.flag("use_rotary_position_embeddings", False):
         return {"position_embedding_type": "rope", **_scaling_of(args)}
@@ -363,7 +363,7 @@ def _positions_of(args: Values) -> dict[str, object]:
 
 
 def _scaling_of(args: Values) -> dict[str, object]:
-    """Scaled rotary positions, as Megatron's arguments name them."""
+    """Model fields of scaled rotary positions, from Megatron's arguments."""
     factor = args.number("rotary_seq_len_interpolation_factor", 1.0)
     if args.flag("use_rope_scaling", False):
         if factor != 1.0:

@@ -1,7 +1,7 @@
 """Writes the classic Megatron layout, version 3, at any tensor- and pipeline-parallel size.
 
-torch lays the files out with room for the tensors' bytes, which are filled in tensor by tensor afterwards, so no file
-has to be in memory as a whole.
+torch writes the files with space reserved for the tensors' bytes, which are filled in tensor by tensor afterwards, so
+no file has to fit into memory.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from megatron.model.stages import padded_vocab_size
 from megatron.parallel.tensor.shards import ParamSpec
 
 _LOCAL_CRC, _CENTRAL_CRC = 14, 16
-"""Offsets of the checksum in a zip archive's local and central headers."""
+"""Offsets of the checksum in the local and central headers of a zip archive."""
 
 
 @dataclass
 class _RankFile:
-    """One rank's file while it is filled.
+    """A rank's file while it is being filled.
 
     Args:
         path: path of the file.
         places: offset of each tensor's bytes, by logical name.
         sizes: number of bytes of each tensor.
-        records: name of each tensor's record in the archive.
-        crcs: checksums of what was written, by the archive's name.
+        records: names of the archive's records, by offset.
+        crcs: checksums of the records written so far, by record name.
     """
 
     path: Path
@@ -54,10 +54,10 @@ class _RankFile:
     crcs: dict[str, int] = field(default_factory=dict)
 
     def fill(self, name: str, part: Tensor, zeros: int = 0) -> None:
-        """Writes a tensor's bytes to its place, and so many zeros after them.
+        """Writes a tensor's bytes at its offset, followed by ``zeros`` zero elements.
 
         Raises:
-            ValueError: when they do not fill the place exactly.
+            ValueError: when they do not fill the reserved space exactly.
         """
         data, rest = bytes_of(part), bytes(zeros * part.element_size())
         if len(data) + len(rest) != self.sizes[name]:
@@ -69,7 +69,7 @@ class _RankFile:
         self.crcs[self.records[self.places[name]]] = zlib.crc32(rest, zlib.crc32(data))
 
     def seal(self) -> None:
-        """Writes the checksums of the content into the archive."""
+        """Writes the checksums of the filled records into the archive."""
         with zipfile.ZipFile(self.path) as archive:
             start, infos = archive.start_dir, archive.infolist()
         with self.path.open("r+b") as stream:
@@ -90,13 +90,13 @@ class _RankFile:
 def write_classic(weights: Weights, root: Path, tp: int, pp: int, done: Callable[[int], None]) -> None:
     """Writes ``root/iter_NNNNNNN/mp_rank_TT[_PPP]/model_optim_rng.pt``, the tracker and the tokenizer's files.
 
-    A model that comes from no run is a ``release``: Megatron-LM refuses iteration 0.
+    A model without an iteration is saved as ``release``, since Megatron-LM refuses iteration 0.
 
     Args:
         weights: weights to write.
         root: an existing, empty folder.
         tp, pp: tensor- and pipeline-parallel size of the result.
-        done: called with the bytes of each tensor that was written.
+        done: called with the number of bytes of each tensor written.
 
     Raises:
         UserError: when the model does not divide by these sizes.
@@ -138,10 +138,10 @@ def write_classic(weights: Weights, root: Path, tp: int, pp: int, done: Callable
 
 
 def _check_has_a_form(model: ModelConfig) -> None:
-    """Refuses a model that the layout's arguments cannot describe, so that no reader takes it for another one.
+    """Refuses a model that the layout's arguments cannot describe, which readers would take for another model.
 
     Raises:
-        UserError: when the arguments cannot describe it; the message says what of it.
+        UserError: when the arguments cannot describe it; the message lists the unsupported features.
     """
     forms = {what.removeprefix("no --"): usual for what, usual in usual_form(model).items()}
     other = {
@@ -169,7 +169,7 @@ def _check_has_a_form(model: ModelConfig) -> None:
 
 
 def _part(name: str, whole: Tensor, spec: ParamSpec, model: ModelConfig, t: int, tp: int) -> Tensor:
-    """A tensor-parallel rank's slice."""
+    """A tensor-parallel rank's slice of a tensor."""
     part = whole if spec.dim is None else whole.chunk(tp, dim=spec.dim)[t]
     return part.flatten(0, 1) if stacks_gate_and_up(model, name) else part
 
@@ -177,13 +177,13 @@ def _part(name: str, whole: Tensor, spec: ParamSpec, model: ModelConfig, t: int,
 def _laid_out(
     weights: Weights, specs: dict[str, ParamSpec], folder: Path, t: int, p: int, tp: int, pp: int, padded: int
 ) -> _RankFile:
-    """Writes a rank's file with room for its tensors."""
+    """Writes a rank's file with space reserved for its tensors."""
     model = weights.model
     per_stage = model.num_layers // pp
     room: dict[str, Tensor] = {}
 
     def space(name: str, key: str | None = None) -> Tensor:
-        # Memory that is never touched takes up none.
+        # Memory that is never touched is never allocated.
         whole = torch.empty(specs[name].logical_shape, dtype=weights.entries[name].dtype, device="meta")
         part = _part(name, whole, specs[name], model, t, tp)
         room[key or name] = torch.empty(part.shape, dtype=part.dtype)
@@ -221,15 +221,15 @@ def _laid_out(
     try:
         with torch.serialization.skip_data():
             torch.save(content, path)
-    except RuntimeError as error:  # torch's archives fail so, and do not say why
+    except RuntimeError as error:  # torch's archive writer fails like this, without a reason
         raise OSError(errno.EIO, "the file cannot be written; is the disk full?") from error
     return _RankFile(path, *_places(path, room))
 
 
 def _places(path: Path, room: dict[str, Tensor]) -> tuple[dict[str, int], dict[str, int], dict[int, str]]:
-    """Places of the tensors in a file: offset, size, and the archive's record of each.
+    """Offset, size and archive record of each tensor in a file.
 
-    torch writes storages in the order in which it meets them, which is that of ``room``.
+    torch writes storages in the order in which it meets them, the order of ``room``.
     """
     reader: Any = torch._C.PyTorchFileReader(str(path))
     prefix = path.stem
@@ -242,7 +242,7 @@ def _places(path: Path, room: dict[str, Tensor]) -> tuple[dict[str, int], dict[s
 
 
 def _arguments(weights: Weights, tp: int, pp: int, padded: int) -> dict[str, Any]:
-    """The arguments that readers of the layout look for, as plain types."""
+    """Arguments that readers of the layout look for, as plain types."""
     dtype = weights.entries["embedding.word_embeddings.weight"].dtype
     model, tokenizer = weights.model, weights.tokenizer
     linear = model.rotary_scaling == "linear"

@@ -94,10 +94,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parses the command line; flags of training runs, which the forks' tools want, are ignored.
+    """Parses the command line; training flags, which the forks' tools require, are ignored.
 
     Raises:
-        UserError: when a flag is unknown to all of the tools, or the format cannot be told.
+        UserError: when a flag is unknown to all of the tools, or the target format cannot be determined.
     """
     made = parser()
     options, rest = made.parse_known_args(arguments)
@@ -152,12 +152,12 @@ def read(options: argparse.Namespace) -> Weights:
 
 
 def _tokenizer(options: argparse.Namespace, weights: Weights, folders: Sequence[Path]) -> TokenizerConfig:
-    """The tokenizer that flags name, else that of our own checkpoint, else the one beside the checkpoint.
+    """The tokenizer given by flags, else that of our own checkpoint, else of the files beside the checkpoint.
 
-    Paths inside other checkpoints do not count: they are whatever their writer wanted them to be.
+    Paths inside foreign checkpoints are not trusted.
 
     Raises:
-        UserError: when flags name no tokenizer, or that of another model.
+        UserError: when flags name no tokenizer, or the tokenizer of another model.
     """
     names = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model")
     given = {name: value for name in names if (value := getattr(options, name)) is not None}
@@ -195,7 +195,7 @@ def write(weights: Weights, options: argparse.Namespace, done: Callable[[int], N
 
 
 def convert(options: argparse.Namespace) -> Weights:
-    """Converts as the command line says.
+    """Runs the conversion that the command line describes.
 
     Raises:
         UserError: when it cannot be done.
@@ -204,7 +204,7 @@ def convert(options: argparse.Namespace) -> Weights:
         weights = read(options)
     except OSError as error:
         raise UserError(f"{error.filename or options.load}: {error.strerror or error}") from error
-    # What cannot be written is refused at once: no bar before that line.
+    # A model that cannot be written is refused at once; the delay keeps the bar from appearing before that message.
     with tqdm(total=weights.nbytes, unit="B", unit_scale=True, desc="converted", delay=1.0) as bar:
 
         def done(nbytes: int) -> None:
@@ -215,7 +215,7 @@ def convert(options: argparse.Namespace) -> Weights:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns 0 when the files are written, 2 with a one-line reason when not."""
+    """Runs the command; returns 0 on success, or 2 after printing the reason."""
 
     def body() -> None:
         options = parse(arguments)

@@ -1,4 +1,4 @@
-"""Words of config.json that several architectures share."""
+"""Fields of config.json that several architectures share."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 
 
 def gelu_name(model: ModelConfig) -> str:
-    """The name of a model's GELU."""
+    """Name of a model's GELU in config.json."""
     return "gelu_new" if model.activation == "gelu_tanh" else "gelu"
 
 
 def is_tanh(config: Values, name: str, default: str) -> bool:
-    """Whether a GELU has its tanh form."""
+    """Whether the named GELU is the tanh approximation."""
     activation = config.text(name, default)
     if activation not in (*_TANH_GELU, "gelu"):
         raise UserError(f"{name} {activation!r} is none of ours (gelu_new, gelu); it cannot be converted")

@@ -54,11 +54,11 @@ _OF_DEBERTA = {
     "share_att_key": (False, True), "relative_attention": (False, True), "norm_rel_ebd": ("none", "layer_norm"),
     "pooler_hidden_act": ("gelu", "gelu"), "conv_groups": (1, 1), "pooler_dropout": (0, 0),
 }  # fmt: skip
-"""What DeBERTa-v2 and -v3 have, by name: what a missing value stands for, and theirs."""
+"""Fixed settings of DeBERTa-v2 and -v3, by name: the default of a missing value, and the required value."""
 
 
 def deberta_model(config: Values) -> dict[str, object]:
-    """Reads a model, or raises UserError where it has what ours do not."""
+    """Model fields from config.json; raises UserError for a feature that our models lack."""
     hidden, positions = config.integer("hidden_size"), config.integer("max_position_embeddings", 512)
     kernel = config.integer("conv_kernel_size", 0, least=0)
     for name, (default, wanted) in _OF_DEBERTA.items():

@@ -1,4 +1,4 @@
-"""config.json of Gemma 2 and of Gemma 3's text, in both directions."""
+"""config.json of Gemma 2 and of Gemma 3's text model, in both directions."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ GEMMA3_IMAGES = "gemma3"
 """Gemma 3 with its image encoder."""
 
 
-# From ours
+# Megatron-CC to Hugging Face
 
 
 def usual_form(model: ModelConfig) -> dict[str, bool]:
-    """Requirements of all architectures but Gemma's, and whether the model meets them."""
+    """Requirements of all architectures except Gemma's, and whether the model meets them."""
     return {
         "no --geglu": not model.geglu,
         "no --apply-layernorm-1p": not model.apply_layernorm_1p,
@@ -40,7 +40,7 @@ def usual_form(model: ModelConfig) -> dict[str, bool]:
 
 
 def gemma_requirements(model: ModelConfig) -> dict[str, dict[str, bool]]:
-    """Requirements of Gemma 2 and 3 beyond those of all models with rotary positions and gates."""
+    """Requirements of Gemma 2 and 3 in addition to those of all gated models with rotary positions."""
     both = {
         "--geglu": model.geglu,
         "--apply-layernorm-1p": model.apply_layernorm_1p,
@@ -62,7 +62,7 @@ def gemma_requirements(model: ModelConfig) -> dict[str, dict[str, bool]]:
 
 
 def gemma_config(model: ModelConfig, kind: str) -> dict[str, Any]:
-    """Fields of config.json, for one of both by its model_type."""
+    """Fields of config.json for ``kind``, the model_type of Gemma 2 or 3."""
     common: dict[str, Any] = {
         "num_hidden_layers": model.num_layers,
         "hidden_size": model.hidden_size,
@@ -88,7 +88,7 @@ def gemma_config(model: ModelConfig, kind: str) -> dict[str, Any]:
     return common | {"rope_local_base_freq": model.rope_local_base_freq or model.rotary_base}
 
 
-# From theirs
+# Hugging Face to Megatron-CC
 
 
 _DEFAULTS: dict[str, Any] = {
@@ -114,7 +114,7 @@ _GEMMA3: dict[str, Any] = {**_DEFAULTS, "vocab_size": 262_208, "max_position_emb
 
 
 def text_part(config: Values) -> Values:
-    """The configuration of the text part of a Gemma 3 with its image encoder; any other one as it is."""
+    """Configuration of the text model of a Gemma 3 with image encoder; other configurations are unchanged."""
     if config.get("model_type") != GEMMA3_IMAGES:
         return config
     tied = {"tie_word_embeddings": config.flag("tie_word_embeddings", True)}
@@ -122,7 +122,7 @@ def text_part(config: Values) -> Values:
 
 
 def gemma2_model(config: Values) -> dict[str, object]:
-    """Reads the model of Gemma 2, or raises UserError where it has what ours do not."""
+    """Model fields of Gemma 2; raises UserError for a feature that our models lack."""
     config = Values({**_GEMMA2, **config})
     rope = rope_of(config)
     return {
@@ -133,7 +133,7 @@ def gemma2_model(config: Values) -> dict[str, object]:
 
 
 def gemma3_model(config: Values) -> dict[str, object]:
-    """Reads the model of Gemma 3's text, or raises UserError where it has what ours do not."""
+    """Model fields of Gemma 3's text model; raises UserError for a feature that our models lack."""
     config = Values({**_GEMMA3, **config})
     if config.has("attn_logit_softcapping"):
         raise UserError("attn_logit_softcapping cannot be converted: transformers does not apply it in Gemma 3")
@@ -159,7 +159,7 @@ def gemma3_model(config: Values) -> dict[str, object]:
 
 
 def _gemma_model(config: Values, rope: Values, base: float) -> dict[str, object]:
-    """The model of both; the base of the rotary positions is that of a file without one."""
+    """Model fields that Gemma 2 and 3 share; ``base`` is the default base of the rotary positions."""
     if not is_tanh(config, "hidden_activation", "gelu_pytorch_tanh"):
         raise UserError("hidden_activation 'gelu' cannot be converted; only gelu_pytorch_tanh can")
     for name in ("attention_bias", "use_bidirectional_attention"):
@@ -189,9 +189,9 @@ def _cap(config: Values, name: str) -> float | None:
 
 
 def _windows(config: Values, period: int) -> dict[str, object]:
-    """The sliding window; where layers are not named, all have it but the last one of each period.
+    """Sliding window, by default in all layers except the last layer of each period.
 
-    One that holds all positions stays: its layers may have rotary positions of their own.
+    A window that covers all positions is kept: its layers may have another base of rotary positions.
     """
     layers = config.integer("num_hidden_layers", most=MOST_LAYERS)
     pattern = [int((layer + 1) % period != 0) for layer in range(layers)]

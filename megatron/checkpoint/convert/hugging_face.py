@@ -29,7 +29,7 @@ PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 SHARD_BYTES = 5 << 30
 _IN_A_LAYER = re.compile(r"\b(h|layers?)\.[0-9]+\.")
 _NO_WEIGHTS = re.compile(r"\.(attn|attention)\.(bias|masked_bias)$|\.rotary_emb\.inv_freq$|\bvision_tower\.")
-"""Masks and tables, which older files hold beside the weights of a layer, and the image encoder of Gemma 3."""
+"""Masks and tables that older files hold beside a layer's weights, and the image encoder of Gemma 3."""
 HEADS = ("lm_head.weight", "cls.predictions.decoder.weight")
 _OTHER_NAMES = (
     ("transformer.", ""),
@@ -40,7 +40,7 @@ _OTHER_NAMES = (
     ("embed_out.", "lm_head."),
     ("cls.predictions.bias", "cls.predictions.decoder.bias"),
 )
-"""Other beginnings of names in some files: GPT-2's own leave the first word out, those with images add words."""
+"""Alternative name prefixes: the original GPT-2 files omit the prefix, models with an image encoder add to it."""
 
 
 def is_hf(folder: Path) -> bool:
@@ -48,14 +48,14 @@ def is_hf(folder: Path) -> bool:
     return (folder / CONFIG).is_file()
 
 
-# From Hugging Face
+# Hugging Face to Megatron-CC
 
 
 def read_hf(folder: Path) -> Weights:
-    """Reads a model of one of the architectures that are ours, too.
+    """Reads a model of a supported architecture.
 
     Raises:
-        UserError: when it is another model, or a file is missing or damaged.
+        UserError: when the architecture is not supported, or a file is missing or damaged.
     """
     described = Values(_read_json(folder / CONFIG))
     try:
@@ -97,7 +97,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 class _StoredFiles:
-    """The tensors of a folder: of safetensors files, or of files of ``torch.save`` (``pytorch_model*.bin``)."""
+    """The tensors of a folder, in safetensors or ``torch.save`` files (``pytorch_model*.bin``)."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -122,7 +122,7 @@ class _StoredFiles:
             raise UserError(f"{folder} holds neither {SINGLE} nor {INDEX} nor {PICKLED} nor {PICKLED_INDEX}")
 
     def name_of(self, name: str) -> str:
-        """The name of a tensor in the files."""
+        """Name of a tensor in the files, with the prefix that they use."""
         for usual, other in _OTHER_NAMES:
             found = other + name.removeprefix(usual)
             if name not in self.places and name.startswith(usual) and found in self.places:
@@ -130,7 +130,7 @@ class _StoredFiles:
         return name
 
     def check_all_used(self, used: Collection[str]) -> None:
-        """Refuses weights of layers that nobody asked for: the configuration is of a smaller or another model.
+        """Refuses unused layer weights, since the configuration is then of a smaller or another model.
 
         Raises:
             UserError: when there are any; the message names the first.
@@ -140,10 +140,10 @@ class _StoredFiles:
                 raise UserError(f"{self.places[name]}: {name} has no place in the model that {CONFIG} describes")
 
     def check_tied(self, embedding: Entry) -> None:
-        """Refuses a head of its own beside the embedding of a model whose embedding serves as the head.
+        """Checks that an output head stored beside a tied embedding equals it.
 
         Raises:
-            UserError: when there is one that differs.
+            UserError: when a head differs.
         """
         for name in filter(self.places.__contains__, map(self.name_of, HEADS)):
             head = self.entry(name, embedding.shape).read()
@@ -154,7 +154,7 @@ class _StoredFiles:
                 )
 
     def entry(self, name: str, shape: tuple[int, ...]) -> Entry:
-        """The entry of a tensor that must exist, in a given shape."""
+        """Entry of a required tensor, which must have the given shape."""
         stored = self.name_of(name)
         if stored not in self.places:
             raise UserError(f"{self.folder}: there is no tensor {name}; the files are incomplete, or of another model")
@@ -179,7 +179,7 @@ class _StoredFiles:
 
 
 def _places(path: Path) -> dict[str, Path]:
-    """The file of each tensor, by an index."""
+    """Path of each tensor's file, from an index file."""
     index, found = Values(_read_json(path)), {}
     try:
         for name, file in index.table("weight_map").items():
@@ -225,17 +225,17 @@ def _load_pickled(path: Path) -> dict[str, Stored]:
     }
 
 
-# To Hugging Face
+# Megatron-CC to Hugging Face
 
 
 def write_hf(weights: Weights, folder: Path, done: Callable[[int], None], shard_bytes: int = SHARD_BYTES) -> None:
     """Writes a folder that ``transformers`` loads.
 
     Args:
-        weights: weights of a model that one of their architectures computes.
+        weights: weights of a model that a Hugging Face architecture supports.
         folder: an existing, empty folder.
-        done: called with the bytes of each tensor that was written.
-        shard_bytes: size of the largest file, unless a single tensor is larger.
+        done: called with the number of bytes of each tensor written.
+        shard_bytes: maximum size of a file, unless a single tensor is larger.
 
     Raises:
         UserError: when there is no such architecture.

@@ -1,4 +1,4 @@
-"""What config.json says of experts, of Mixtral, Qwen2-MoE and Qwen3-MoE, in both directions."""
+"""Experts of Mixtral, Qwen2-MoE and Qwen3-MoE in config.json, in both directions."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megatron.config.model import MOST_LAYERS, ModelConfig
 MIXTRAL, QWEN2_MOE, QWEN3_MOE = "mixtral", "qwen2_moe", "qwen3_moe"
 
 
-# From ours
+# Megatron-CC to Hugging Face
 
 
 def expert_requirements(model: ModelConfig) -> dict[str, dict[str, bool]]:
-    """What each architecture wants of experts, and whether the model meets it."""
+    """Requirements of each architecture on experts, and whether the model meets them."""
     layers, shared = model.expert_layers, not is_unset(model.moe_shared_expert_intermediate_size)
     capacity, most, k = model.moe_eval_capacity_factor, max(layers.values(), default=0), model.moe_router_topk
     routed = {
@@ -94,16 +94,16 @@ def _experts_of_a_layer(model: ModelConfig) -> int:
 
 
 def _interval(found: Iterable[int], layers: int) -> int | None:
-    """The interval of which every layer is one of those found, and no other; None where there is none."""
+    """The step such that every step-th layer has experts, and no other layer; None if there is none."""
     numbers = sorted(found)
     return next((step for step in range(1, layers + 1) if numbers == list(range(step - 1, layers, step))), None)
 
 
-# From theirs
+# Hugging Face to Megatron-CC
 
 
 def mixtral_experts(config: Values) -> dict[str, object]:
-    """Reads Mixtral's experts, or raises UserError where they are none of ours."""
+    """Model fields of Mixtral's experts; raises UserError if our models lack a feature."""
     k = config.integer("num_experts_per_tok", 2)
     _check_weights(k, normalized=True)
     return {
@@ -114,7 +114,7 @@ def mixtral_experts(config: Values) -> dict[str, object]:
 
 
 def _qwen_experts(config: Values, k: int, experts: int, width: int) -> dict[str, object]:
-    """The experts of a Qwen; their number, a token's and their width are those where the file has none."""
+    """Model fields of Qwen experts; ``k`` experts per token, ``experts`` per layer and their ``width`` are defaults."""
     k, normalized = config.integer("num_experts_per_tok", k), config.flag("norm_topk_prob", False)
     _check_weights(k, normalized)
     return {
@@ -126,12 +126,12 @@ def _qwen_experts(config: Values, k: int, experts: int, width: int) -> dict[str,
 
 
 def qwen3_moe_experts(config: Values) -> dict[str, object]:
-    """Reads Qwen3-MoE's experts, or raises UserError where they are none of ours."""
+    """Model fields of Qwen3-MoE's experts; raises UserError if our models lack a feature."""
     return _qwen_experts(config, 8, 128, 768)
 
 
 def qwen2_moe_experts(config: Values) -> dict[str, object]:
-    """Reads Qwen2-MoE's experts, or raises UserError where they are none of ours."""
+    """Model fields of Qwen2-MoE's experts; raises UserError if our models lack a feature."""
     return {
         **_qwen_experts(config, 4, 60, 1408),
         "moe_shared_expert_intermediate_size": config.integer("shared_expert_intermediate_size", 5632),
@@ -153,7 +153,7 @@ def _routing_of(config: Values, k: int) -> dict[str, object]:
 
 
 def _places(config: Values, experts: int) -> dict[str, object]:
-    """Which layers have experts: those of an interval, or others, as a list with a number for each layer."""
+    """Model fields for the layers with experts: an interval, or a list of expert counts per layer."""
     layers, step = config.integer("num_hidden_layers", most=MOST_LAYERS), config.integer("decoder_sparse_step", 1)
     name = "num_experts" if config.has("num_experts") else "num_local_experts"  # as transformers 5 may write it
     count = config.integer(name, experts, least=2)

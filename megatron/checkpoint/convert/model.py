@@ -1,4 +1,4 @@
-"""The intermediate form of every conversion: a description, and tensors that are read when they are needed."""
+"""Intermediate form of every conversion: a model configuration, and tensors that are read on demand."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Entry:
     """A tensor that is read on demand.
 
     Args:
-        shape, dtype: those of the tensor that ``read`` returns.
-        read: reads the tensor, anew at each call, so that nobody has to keep it.
+        shape, dtype: shape and dtype of the tensor that ``read`` returns.
+        read: reads the tensor anew at each call, so that it need not stay in memory.
     """
 
     shape: tuple[int, ...]
@@ -40,7 +40,7 @@ class Entry:
     read: Callable[[], Tensor]
 
     def to(self, dtype: torch.dtype | None) -> Entry:
-        """The same tensor in another precision."""
+        """The same tensor, converted to another dtype."""
         if dtype is None or dtype == self.dtype:
             return self
         return Entry(self.shape, dtype, lambda: self.read().to(dtype))
@@ -66,12 +66,12 @@ class Weights:
     """A trained model.
 
     Args:
-        model: its resolved configuration.
-        vocab_size: entries of the vocabulary, without padding.
-        entries: its tensors, by logical name, whole and without padding.
-        tokenizer: what its tokenizer was built from.
-        iteration: iteration of the run that saved it.
-        left_out: parts of the source that are no part of the model; empty where there are none.
+        model: resolved model configuration.
+        vocab_size: number of vocabulary entries, without padding.
+        entries: unsharded tensors without padding, by logical name.
+        tokenizer: configuration of its tokenizer.
+        iteration: training iteration at which it was saved.
+        left_out: parts of the source that were not converted; empty if none.
     """
 
     model: ModelConfig
@@ -89,7 +89,7 @@ class Weights:
 
 @cache
 def tensors_of(model: ModelConfig, vocab_size: int) -> dict[str, ParamSpec]:
-    """Logical names of a model's parameters and buffers, whole shapes and split dimensions, in the model's order."""
+    """Logical names of a model's parameters and buffers, with their shapes and split dimensions, in model order."""
     comm = TensorComm(Group(None, (0,), 0, "this process", "none"), Ledger(), CompressionPlan({}, 0, 1))
     meta, part = torch.device("meta"), StagePart(range(model.num_layers))
     shard = VocabShard(vocab_size, vocab_size, comm)
@@ -99,15 +99,15 @@ def tensors_of(model: ModelConfig, vocab_size: int) -> dict[str, ParamSpec]:
 
 
 def stacks_gate_and_up(model: ModelConfig, name: str) -> bool:
-    """Whether a tensor has a first dimension of 2, a gated MLP's two projections, which other formats flatten."""
+    """Whether a tensor stacks a gated MLP's two projections in a first dimension of 2, which other formats flatten."""
     return model.gated and "dense_h_to_4h" in name
 
 
 def check_complete(weights: Weights, where: str) -> None:
-    """Compares names and shapes with what the configuration asks for, and types with those of weights.
+    """Checks names and shapes against the configuration, and dtypes against those of weights.
 
     Raises:
-        UserError: when one is missing, superfluous, of another shape, or of no weight's type; the message names it.
+        UserError: when a tensor is missing, superfluous, or of another shape or dtype; the message names it.
     """
     expected = tensors_of(weights.model, weights.vocab_size)
     for name, spec in expected.items():
@@ -124,6 +124,6 @@ def check_complete(weights: Weights, where: str) -> None:
 
 
 def model_of(**values: object) -> ModelConfig:
-    """A resolved model configuration, from the values that are not defaults."""
+    """Resolved model configuration from the values that differ from the defaults."""
     model = ModelConfig(**values)  # type: ignore[arg-type]
     return run_around(model).resolve(1).model

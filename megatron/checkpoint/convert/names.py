@@ -1,4 +1,4 @@
-"""The correspondence of Hugging Face's tensors with ours, and how to convert them."""
+"""Mapping between Hugging Face's tensors and ours, and their conversion."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Joined = Callable[[Sequence[Tensor]], Tensor]
 
 @dataclass(frozen=True)
 class Rule:
-    """One of our tensors, and its counterparts.
+    """Maps a tensor of ours to its Hugging Face counterparts.
 
     Args:
-        ours: its logical name.
-        shape: its logical shape.
-        theirs: names and shapes of the tensors that hold its elements there.
-        split: ours to theirs: views whose elements, in order, are those of their tensors.
-        join: theirs to ours, in its shape.
+        ours: logical name of our tensor.
+        shape: logical shape of our tensor.
+        theirs: names and shapes of the Hugging Face tensors that hold its elements.
+        split: ours to theirs: views with the elements of each of their tensors, in order.
+        join: theirs to ours, in our shape.
     """
 
     ours: str
@@ -43,17 +43,17 @@ def _same(ours: str, theirs: str, *shape: int) -> Rule:
 
 
 def _transposed(ours: str, theirs: str, rows: int, columns: int) -> Rule:
-    """The rule of a transposed weight: GPT-2 stores weights of matrix products transposed."""
+    """Rule of a transposed weight, as GPT-2 stores the weights of its matrix products."""
     return Rule(ours, (rows, columns), ((theirs, (columns, rows)),), lambda x: [x.t()], lambda parts: parts[0].t())
 
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """Their names of a layer's experts.
+    """Hugging Face names of a layer's experts.
 
     Args:
-        inside: where they are in the layer.
-        parts: of an expert's gate, value and output.
+        inside: module of the layer that holds the experts.
+        parts: names of an expert's gate, value and output projections.
     """
 
     inside: str
@@ -66,10 +66,10 @@ QWEN_MOE_NAMES = ExpertNames("mlp", _GATED)
 
 
 def rules(model: ModelConfig, vocab_size: int) -> Iterator[Rule]:
-    """All tensors of a model, in the order of the forward pass.
+    """Rules of all tensors of a model, in the order of the forward pass.
 
     Raises:
-        UserError: when no architecture has them.
+        UserError: when no architecture supports the model.
     """
     kind = architecture_of(model)
     if kind == MEGATRON_BERT:
@@ -126,7 +126,7 @@ def gpt2_rules(model: ModelConfig, vocab_size: int) -> Iterator[Rule]:
 
 
 def gpt_neox_rules(model: ModelConfig, vocab_size: int) -> Iterator[Rule]:
-    """Rules of GPTNeoXForCausalLM, whose order of query, key and value is ours."""
+    """Rules of GPTNeoXForCausalLM, which orders query, key and value as we do."""
     h, ffn = model.hidden_size, model.ffn_hidden_size
     shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
         "self_attention.query_key_value": ((3 * h, h), (3 * h,)),
@@ -155,11 +155,11 @@ _SANDWICH = {
     "post_attention_layernorm": "pre_feedforward_layernorm",
     "post_mlp_layernorm": "post_feedforward_layernorm",
 }
-"""Norms of a layer behind its attention, and their names there: of Llama and its like, and of Gemma 2 and 3."""
+"""Norms after a layer's attention, and their Hugging Face names, in Llama-like models and in Gemma 2 and 3."""
 
 
 def llama_rules(model: ModelConfig, vocab_size: int, experts: ExpertNames = QWEN_MOE_NAMES) -> Iterator[Rule]:
-    """Rules of LlamaForCausalLM and its like: the same names, with other biases, and with experts or without."""
+    """Rules of Llama-like architectures: the same names, with different biases, with or without experts."""
     h, wide = model.hidden_size, model.num_attention_heads * model.kv_channels
     yield _same("embedding.word_embeddings.weight", "model.embed_tokens.weight", vocab_size, h)
     for number in range(model.num_layers):
@@ -187,7 +187,7 @@ def llama_rules(model: ModelConfig, vocab_size: int, experts: ExpertNames = QWEN
 
 
 def _expert_rules(model: ModelConfig, layer: int, names: ExpertNames) -> Iterator[Rule]:
-    """Rules of a layer's router, its experts and the MLP beside them."""
+    """Rules of a layer's router, experts and shared expert."""
     h, count = model.hidden_size, model.expert_layers[layer]
     at, there = f"layers.{layer}.mlp.", f"model.layers.{layer}.{names.inside}."
     yield _same(f"{at}router.weight", f"{there}gate.weight", count, h)
@@ -272,7 +272,7 @@ def deberta_rules(model: ModelConfig, vocab_size: int) -> Iterator[Rule]:
 
 
 def _by_group(model: ModelConfig, at: str, theirs: Sequence[str], kind: str, rest: tuple[int, ...]) -> Rule:
-    """The rule of a fused projection: ours holds queries, key and value of each group together."""
+    """Rule of a fused projection, which holds the queries, key and value of each group together."""
     groups, width = model.num_query_groups, model.kv_channels
     sizes = (model.num_attention_heads // groups * width, width, width)
     return Rule(
@@ -285,13 +285,13 @@ def _by_group(model: ModelConfig, at: str, theirs: Sequence[str], kind: str, res
 
 
 def _gated_mlp(model: ModelConfig, ours: str, theirs: str, parts: Sequence[str], width: int) -> Iterator[Rule]:
-    """The rules of an MLP, whose gate and value are stacked here.
+    """Rules of a gated MLP, whose gate and value projections we stack.
 
     Args:
         model: the model.
-        ours, theirs: beginnings of its names.
-        parts: their names of the gate, the value and the output.
-        width: its inner width.
+        ours, theirs: prefixes of the MLP's names.
+        parts: Hugging Face names of the gate, value and output projections.
+        width: inner width of the MLP.
     """
     *gate_and_value, output = (f"{theirs}{part}" for part in parts)
     h = model.hidden_size

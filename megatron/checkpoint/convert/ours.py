@@ -31,10 +31,10 @@ def read_ours(root: Path, iteration: Iteration | None = None, precise: bool = Fa
     Args:
         root: the folder that ``--save`` wrote to.
         iteration: iteration of the checkpoint; None for the newest.
-        precise: read the optimizer's fp32 values of weights of lower precision, where the checkpoint has them.
+        precise: read the optimizer's fp32 values of lower-precision weights, if the checkpoint has them.
 
     Raises:
-        UserError: when there is none, it is damaged, or no other format has its kind of model.
+        UserError: when there is no checkpoint, it is damaged, or no other format supports its kind of model.
     """
     config, chosen = saved_config(root, iteration, "--iteration")
     if config.model.decoder_layers:
@@ -55,7 +55,7 @@ def read_ours(root: Path, iteration: Iteration | None = None, precise: bool = Fa
 
 
 class LazyShard(LogicalShard):
-    """A whole tensor that is read only when it is written."""
+    """A whole tensor that is read only at the moment it is written."""
 
     def __init__(self, entry: Entry, done: Callable[[int], None]) -> None:
         box = TensorBox((0,) * len(entry.shape), torch.empty(entry.shape, dtype=entry.dtype, device="meta"))
@@ -76,10 +76,10 @@ def write_ours(weights: Weights, root: Path, done: Callable[[int], None]) -> Non
     Args:
         weights: weights to write.
         root: folder of the checkpoint.
-        done: called with the bytes of each tensor that was written.
+        done: called with the number of bytes of each tensor written.
 
     Raises:
-        UserError: when it cannot be written; nothing is left behind then.
+        UserError: when it cannot be written; nothing is left behind.
     """
     dtype = weights.entries[TIED_NAME].dtype
     precision = PrecisionConfig(bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16)
@@ -88,5 +88,5 @@ def write_ours(weights: Weights, root: Path, done: Callable[[int], None]) -> Non
     text = config.resolve(1).to_yaml()
     try:
         save_checkpoint(root, weights.iteration, tensors, {"separate_main": False}, text)
-    except CheckpointException as error:  # torch wraps what stops it, Ctrl-C too
+    except CheckpointException as error:  # torch wraps any exception, even Ctrl-C
         raise next(iter(error.failures.values()))[0] from error

@@ -1,4 +1,4 @@
-"""The output folder of a conversion: complete or not there, whatever stops the tool."""
+"""Atomic output folder of a conversion: complete or absent, whatever stops the tool."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from megatron.base.errors import UserError
 
 @contextmanager
 def placed(folder: Path) -> Iterator[Path]:
-    """Makes a folder to write into, which replaces ``folder`` when the block succeeds and is removed otherwise.
+    """Makes a folder to write into, which replaces ``folder`` if the block succeeds and is removed otherwise.
 
     Args:
-        folder: path of an empty folder, or of none.
+        folder: an empty folder, or a path that does not exist.
 
     Raises:
-        UserError: when it is neither, or cannot be written.
+        UserError: when ``folder`` is neither, or cannot be written.
     """
     place = folder.resolve()
     partial = beside(place, "partial")
@@ -31,7 +31,7 @@ def placed(folder: Path) -> Iterator[Path]:
         try:
             with holding(partial, where_there_are_locks=True):
                 yield partial
-                partial.rename(place)  # an empty folder gives way
+                partial.rename(place)  # replaces an empty folder
             fsync_directory(place.parent)
         finally:
             shutil.rmtree(partial, ignore_errors=True)

@@ -24,11 +24,11 @@ from megatron.config.model import MOST_LAYERS, ModelConfig
 MINISTRAL = "ministral"
 """Mistral with windows in some layers."""
 
-# From ours
+# Megatron-CC to Hugging Face
 
 
 def rotary_config(model: ModelConfig, kind: str) -> dict[str, Any]:
-    """Fields of config.json, for an architecture by its model_type."""
+    """Fields of config.json for the architecture ``kind``, a model_type."""
     common: dict[str, Any] = {
         "num_hidden_layers": model.num_layers,
         "hidden_size": model.hidden_size,
@@ -77,13 +77,13 @@ def rotary_config(model: ModelConfig, kind: str) -> dict[str, Any]:
 
 
 def layer_types_of(model: ModelConfig) -> list[str]:
-    """The attention of each layer, in config.json's words."""
+    """``layer_types`` of config.json: the attention of each layer."""
     windows = (model.window_of(layer) for layer in range(model.num_layers))
     return ["full_attention" if window is None else "sliding_attention" for window in windows]
 
 
 def rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
-    """The scaling of rotary positions, in config.json's words; None for none."""
+    """``rope_scaling`` of config.json; None without scaling."""
     if model.rotary_scaling == "none":
         return None
     scaling: dict[str, Any] = {"rope_type": model.rotary_scaling, "factor": model.rotary_scaling_factor}
@@ -103,16 +103,16 @@ def rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
     }
 
 
-# From theirs
+# Hugging Face to Megatron-CC
 
 
 def rotary_model(config: Values, rope: Values, base: tuple[str, float], percent: float) -> dict[str, object]:
-    """The model of an architecture with rotary positions.
+    """Model fields of an architecture with rotary positions.
 
     Args:
-        config, rope: all fields, and the parameters of the positions.
-        base: name of the field that older files have for the base, and the base where there is none.
-        percent: the rotated share of a head.
+        config, rope: all fields, and the parameters of the rotary positions.
+        base: name of the base's field in older files, and its default.
+        percent: the rotated fraction of a head.
     """
     hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     positions = config.integer("max_position_embeddings")
@@ -133,12 +133,12 @@ def rotary_model(config: Values, rope: Values, base: tuple[str, float], percent:
 
 
 def rope_of(config: Values) -> Values:
-    """Parameters of the rotary positions: under the older name where there are both, as in transformers."""
+    """Parameters of the rotary positions; the older name takes precedence, as in transformers."""
     return Values(config.table("rope_scaling", {}) or config.table("rope_parameters", {}))
 
 
 def _scaling_of(rope: Values, positions: int, length: int) -> dict[str, object]:
-    """Scaled rotary positions, from ``positions`` to ``length`` where the file does not say."""
+    """Scaling of rotary positions, by default from ``positions`` to ``length``."""
     kind = rope.text("rope_type", rope.text("type", "default"))
     if kind == "default":
         return {}
@@ -159,7 +159,7 @@ def _scaling_of(rope: Values, positions: int, length: int) -> dict[str, object]:
 
 
 def _yarn_of(rope: Values, factor: float) -> dict[str, object]:
-    """YaRN's numbers; of its scales for attention only their quotient matters where both are there."""
+    """Parameters of YaRN; if both scales of attention are set, only their quotient matters."""
     scales = [rope.number(name, 0.0) for name in ("mscale", "mscale_all_dim")]
     over, under = (1 + 0.1 * scale * math.log(max(factor, 1.0)) for scale in (scales if all(scales) else (1.0, 0.0)))
     return {
@@ -172,14 +172,14 @@ def _yarn_of(rope: Values, factor: float) -> dict[str, object]:
 
 
 def check_all_channels(config: Values, rope: Values) -> None:
-    """Refuses rotary positions of a part of each head (UserError)."""
+    """Raises UserError if only part of each head is rotated."""
     percent = rope.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
     if percent != 1.0:
         raise UserError(f"partial_rotary_factor {percent:g} cannot be converted; only 1 can")
 
 
 def neox_model(config: Values) -> dict[str, object]:
-    """Reads the model of GPTNeoX, or raises UserError where it has what ours do not."""
+    """Model fields of GPTNeoX; raises UserError for a feature that our models lack."""
     if not config.flag("attention_bias", True):
         raise UserError("attention_bias=false cannot be converted: our models have biases in all linear layers or none")
     rope = rope_of(config)
@@ -196,7 +196,7 @@ def neox_model(config: Values) -> dict[str, object]:
 def _swiglu_model(
     config: Values, groups: int, base: float = 10000.0, epsilon: float = 1e-6, width: int | None = None
 ) -> dict[str, object]:
-    """The model of Llama and its like; groups, base, epsilon and a head's width are those where the file has none."""
+    """Model fields of Llama-like architectures; groups, base, epsilon and head width are the file's defaults."""
     activation = config.text("hidden_act", "silu")
     if activation != "silu":
         raise UserError(f"hidden_act {activation!r} cannot be converted; only silu can")
@@ -216,7 +216,7 @@ def _swiglu_model(
 
 
 def llama_model(config: Values) -> dict[str, object]:
-    """Reads the model of Llama, or raises UserError where it has what ours do not."""
+    """Model fields of Llama; raises UserError for a feature that our models lack."""
     biases = config.flag("attention_bias", False)
     if config.flag("mlp_bias", False) != biases:
         raise UserError("attention_bias and mlp_bias differ, which cannot be converted: give both or none")
@@ -224,28 +224,27 @@ def llama_model(config: Values) -> dict[str, object]:
 
 
 def mistral_model(config: Values) -> dict[str, object]:
-    """Reads the model of Mistral or Ministral, whose layers may be named, or raises UserError where it has what ours
-    do not."""
+    """Model fields of Mistral, or Ministral with layer_types; raises UserError for a feature that our models lack."""
     layers = config.integer("num_hidden_layers", most=MOST_LAYERS)
     return {**_swiglu_model(config, 8), **_windows_of(config, [1] * layers)}
 
 
 def qwen2_model(config: Values) -> dict[str, object]:
-    """Reads the model of Qwen2, or raises UserError where it has what ours do not."""
+    """Model fields of Qwen2; raises UserError for a feature that our models lack."""
     layers = config.integer("num_hidden_layers")
     sliding = range(config.integer("max_window_layers", 28, least=0), layers)
     return {**_swiglu_model(config, 32), "add_qkv_bias": True, **_window_where(config, sliding)}
 
 
 def qwen3_model(config: Values) -> dict[str, object]:
-    """Reads the model of Qwen3, or raises UserError where it has what ours do not."""
+    """Model fields of Qwen3; raises UserError for a feature that our models lack."""
     layers = config.integer("num_hidden_layers")
     sliding = range(config.integer("max_window_layers", 28, least=0), layers)
     return {**_swiglu_model(config, 32, width=128), **_normalized(config), **_window_where(config, sliding)}
 
 
 def qwen3_moe_model(config: Values) -> dict[str, object]:
-    """Reads the model of Qwen3-MoE, or raises UserError where it has what ours do not."""
+    """Model fields of Qwen3-MoE; raises UserError for a feature that our models lack."""
     slides = config.flag("use_sliding_window", False)
     return {
         **_swiglu_model(config, 4),
@@ -256,7 +255,7 @@ def qwen3_moe_model(config: Values) -> dict[str, object]:
 
 
 def _normalized(config: Values) -> dict[str, object]:
-    """Queries and keys that are normalized."""
+    """Model fields of normalized queries and keys."""
     if config.flag("attention_bias", False):
         raise UserError(
             "attention_bias=true cannot be converted: our models have biases in all linear layers, or in those to "
@@ -266,14 +265,14 @@ def _normalized(config: Values) -> dict[str, object]:
 
 
 def mixtral_model(config: Values) -> dict[str, object]:
-    """Reads the model of Mixtral, or raises UserError where it has what ours do not."""
+    """Model fields of Mixtral; raises UserError for a feature that our models lack."""
     window = _window_of(config, 4096) if config.has("sliding_window") else {}
     return {**_swiglu_model(config, 8, 1e6, 1e-5), **window, **mixtral_experts(config)}
 
 
 def qwen2_moe_model(config: Values) -> dict[str, object]:
-    """Reads the model of Qwen2-MoE, or raises UserError where it has what ours do not."""
-    # Unlike Qwen2: every other one of the first layers.
+    """Model fields of Qwen2-MoE; raises UserError for a feature that our models lack."""
+    # Unlike Qwen2: every other layer of the first layers.
     sliding = range(0, min(config.integer("num_hidden_layers"), config.integer("max_window_layers", 28, least=0)), 2)
     return {
         **_swiglu_model(config, 16),
@@ -284,14 +283,14 @@ def qwen2_moe_model(config: Values) -> dict[str, object]:
 
 
 def _window_where(config: Values, sliding: range) -> dict[str, object]:
-    """The sliding window of a Qwen2; the layers of ``sliding`` have it where they are not named."""
+    """Sliding window of Qwen2, by default in the layers of ``sliding``."""
     layers = config.integer("num_hidden_layers", most=MOST_LAYERS)
     windows = _windows_of(config, [int(layer in sliding) for layer in range(layers)])
     return windows if config.flag("use_sliding_window", False) else {}
 
 
 def _windows_of(config: Values, pattern: list[int]) -> dict[str, object]:
-    """The sliding window of layers; where they are not named, those with a 1 in the pattern have it."""
+    """Sliding window of layers, by default in the layers with a 1 in the pattern."""
     if config.has("layer_types"):
         pattern = named_windows(config, len(pattern))
     if 1 not in pattern:
@@ -301,7 +300,7 @@ def _windows_of(config: Values, pattern: list[int]) -> dict[str, object]:
 
 
 def named_windows(config: Values, layers: int) -> list[int]:
-    """For each layer, 1 where ``layer_types`` gives it a window, else 0."""
+    """1 for each layer that ``layer_types`` gives a window, else 0."""
     kinds = config.texts("layer_types")
     if len(kinds) != layers or set(kinds) - {"full_attention", "sliding_attention"}:
         raise UserError(f"layer_types must name full_attention or sliding_attention for each of the {layers} layers")
@@ -309,7 +308,7 @@ def named_windows(config: Values, layers: int) -> list[int]:
 
 
 def _window_of(config: Values, default: int) -> dict[str, object]:
-    """The sliding window; None where it holds all positions, or is null. A missing one is the default."""
+    """Sliding window, ``default`` if missing; empty if it is null or covers all positions."""
     if config.says("sliding_window") and not config.has("sliding_window"):
         return {}
     window = config.integer("sliding_window", default)

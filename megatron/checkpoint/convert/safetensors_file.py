@@ -1,7 +1,7 @@
-"""Writes safetensors files one tensor at a time; the library's own writer wants all of a file in memory.
+"""Writes safetensors files tensor by tensor; the library's own writer needs the whole file in memory.
 
-The format: the header's length (8 bytes, little-endian), a JSON header with each tensor's type, shape and place, then
-the tensors' bytes one after the other, row-major (https://github.com/huggingface/safetensors, "Format").
+The format: the header's length (8 bytes, little-endian), a JSON header with each tensor's dtype, shape and offsets,
+then the tensors' bytes in order, row-major (https://github.com/huggingface/safetensors, "Format").
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import torch
 from torch import Tensor
 
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-"""Names of the dtypes of weights in these files; other formats store the same dtypes."""
+"""Names of the dtypes of weights in safetensors files; other formats store the same dtypes."""
 _BLOCK_BYTES = 1 << 26
 
 
 class SafetensorsFile:
-    """A file whose tensors are written in the order in which they were announced.
+    """A file whose tensors are written in a declared order.
 
     Args:
         path: path of the file.
-        tensors: names, shapes and types, in order.
-        metadata: texts in the header.
+        tensors: names, shapes and dtypes, in order.
+        metadata: text metadata of the header.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class SafetensorsFile:
         self._stream.write(len(text).to_bytes(8, "little") + text)
 
     def add(self, name: str, view: Tensor) -> None:
-        """Writes the next tensor; ``view`` holds its elements in order, in any strides.
+        """Writes the next tensor; ``view`` holds its elements in order, with any strides.
 
         Raises:
-            ValueError: when another tensor was announced.
+            ValueError: when another tensor was declared next.
         """
         expected = self._expected.pop()
         if expected != (name, view.numel(), view.dtype):
@@ -59,10 +59,10 @@ class SafetensorsFile:
             self._stream.write(block.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
     def close(self) -> None:
-        """Waits until the file is on the disk.
+        """Closes the file after syncing it to the disk.
 
         Raises:
-            ValueError: when tensors that were announced are missing.
+            ValueError: when declared tensors are missing.
         """
         if self._expected:
             raise ValueError(f"{self._expected[-1][0]} was announced and is missing")

@@ -1,4 +1,4 @@
-"""Heads of models that were fine-tuned for whole samples, in config.json."""
+"""Task heads of fine-tuned models in config.json."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from megatron.config.model import ModelConfig
 
 
 def head_words(model: ModelConfig) -> dict[str, Any]:
-    """What config.json says of a model's head; nothing of a language model's."""
+    """Task-head fields of config.json; empty for a language model."""
     if model.task_head == "none":
         return {}
     if model.task_head == "choice":
-        return {"num_choices": model.task_classes}  # our own word: theirs is the shape of what the model reads
+        return {"num_choices": model.task_classes}  # our own field: theirs is implied by the input's shape
     labels = {str(n): f"LABEL_{n}" for n in range(model.num_outputs)}
     problem = "regression" if model.task_head == "regression" else "single_label_classification"
     return {"id2label": labels, "label2id": {v: int(k) for k, v in labels.items()}, "problem_type": problem}
 
 
 def named_head(config: Values, architectures: Mapping[TaskHead, str]) -> dict[str, object]:
-    """The head of a model that was fine-tuned for a task; empty for a pretrained one.
+    """Model fields of a task head; empty for a pretrained model.
 
     Args:
         config: content of config.json.
         architectures: architectures of the model's kind, by head.
 
     Raises:
-        UserError: when ours have none like it.
+        UserError: when our models have no such head.
     """
     named = config.texts("architectures") if config.has("architectures") else []
     if architectures.get("choice") in named:

@@ -1,4 +1,4 @@
-"""A tokenizer's files: finds and copies them."""
+"""Finds and copies the files of a tokenizer."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from megatron.tokenizer.special_tokens import ADDED, CONFIG, MAP, read_special_t
 from megatron.tokenizer.vocabulary import fitted
 
 _SENTENCE_PIECE = ("tokenizer.model", "spm.model")
-"""Names of SentencePiece models: most architectures', and DeBERTa's."""
+"""File names of SentencePiece models: of most architectures, and of DeBERTa."""
 _FILES = (
     "vocab.json", "merges.txt", "vocab.txt", "tokenizer.json", *_SENTENCE_PIECE, CONFIG, MAP, ADDED,
     "chat_template.jinja", "chat_template.json", "generation_config.json",
 )  # fmt: skip
-"""Files of a Hugging Face folder that belong to its tokenizer, and the ids that end generated text."""
+"""Files of a Hugging Face folder that belong to its tokenizer, and generation_config.json with its end ids."""
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def tokenizer_beside(*folders: Path) -> TokenizerConfig:
-    """The tokenizer whose files are in the first of some folders that has any."""
+    """Tokenizer configuration from the first folder that has tokenizer files."""
     for folder in folders:
         vocab, merges, word_pieces = folder / "vocab.json", folder / "merges.txt", folder / "vocab.txt"
         pair = vocab.is_file() and merges.is_file()
@@ -52,9 +52,9 @@ def tokenizer_beside(*folders: Path) -> TokenizerConfig:
 
 
 def _is_plain_gpt2(folder: Path) -> bool:
-    """Whether vocab.json and merges.txt say all: words cut as in GPT-2, whose end of text is the only special token.
+    """Whether vocab.json and merges.txt define the tokenizer: GPT-2's pre-tokenization, and its only special token.
 
-    Qwen2, for one, cuts words in another way.
+    Qwen2, for example, uses another pre-tokenization.
     """
     special = read_special_tokens(folder)
     content = _read_table(folder / "tokenizer.json")
@@ -70,7 +70,7 @@ def _is_plain_gpt2(folder: Path) -> bool:
 
 
 def _lowers_case(folder: Path) -> bool | None:
-    """Whether a BERT's vocab.txt is of lower-case words; None where it is not all that its tokenizer consists of."""
+    """Whether a BERT's vocab.txt is lower-case; None if it does not fully define the tokenizer."""
     special = read_special_tokens(folder)
     config = special.config
     named = config.get("tokenizer_class")
@@ -90,7 +90,7 @@ def _lowers_case(folder: Path) -> bool | None:
 
 
 def _read_table(path: Path) -> dict[str, Any]:
-    """The content of a JSON file; empty where there is none."""
+    """The object in a JSON file; empty if there is none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -99,12 +99,12 @@ def _read_table(path: Path) -> dict[str, Any]:
 
 
 def built(tokenizer: TokenizerConfig, entries: int) -> Tokenizer | None:
-    """Builds the tokenizer, whose files must fit a model of so many entries; None where there is none.
+    """Builds the tokenizer, which must fit a model of ``entries`` vocabulary entries; None without a tokenizer.
 
-    What cannot be read as a tokenizer is not copied: a checkpoint of somebody else may name any file.
+    Files that are no tokenizer must not be copied, since a foreign checkpoint may name any file.
 
     Raises:
-        UserError: when they cannot.
+        UserError: when the tokenizer cannot be built, or does not fit.
     """
     if tokenizer.tokenizer_type is None:
         return None
@@ -121,11 +121,11 @@ def built(tokenizer: TokenizerConfig, entries: int) -> Tokenizer | None:
 
 
 def special_ids(tokenizer: TokenizerConfig, entries: int) -> dict[str, Any]:
-    """The ids of special tokens for config.json: those of the folder with the tokenizer's files, else the tokenizer's.
+    """Special-token ids for config.json: from the config.json beside the tokenizer's files, else from the tokenizer.
 
     Args:
-        tokenizer: what the tokenizer is built from.
-        entries: entries of the model.
+        tokenizer: configuration of the tokenizer.
+        entries: vocabulary entries of the model.
     """
     found = built(tokenizer, entries)
     ids: dict[str, Any] = {}
@@ -149,7 +149,7 @@ def copy_tokenizer(tokenizer: TokenizerConfig, folder: Path) -> None:
     """Copies the files of a tokenizer, under the names that ``transformers`` looks for.
 
     Raises:
-        UserError: when one of them is not what its name says.
+        UserError: when a file's content does not match its name.
     """
     home = _home(tokenizer)
     if home is not None:
@@ -169,11 +169,11 @@ _WRITTEN_CONFIGS: dict[str, dict[str, Any]] = {
     "BertWordPieceLowerCase": {"tokenizer_class": "BertTokenizer", "do_lower_case": True},
     "BertWordPieceCase": {"tokenizer_class": "BertTokenizer", "do_lower_case": False},
 }
-"""What tokenizer_config.json says of a tokenizer that comes without one."""
+"""tokenizer_config.json of a tokenizer that comes without it."""
 
 
 def _home(tokenizer: TokenizerConfig) -> Path | None:
-    """The folder with a tokenizer's files under the names of ``transformers``; None where they lie elsewhere."""
+    """The folder with a tokenizer's files under the names of ``transformers``; None if they are elsewhere."""
     path = Path(tokenizer.tokenizer_model or tokenizer.vocab_file or "")
     folder = path if path.is_dir() else path.parent
     if tokenizer.tokenizer_type in ("HFTokenizer", "HuggingFaceTokenizer"):
@@ -181,7 +181,7 @@ def _home(tokenizer: TokenizerConfig) -> Path | None:
     files = {name: Path(file).resolve() for name, file in _named_files(tokenizer).items() if file}
     if not files or any((folder / name).resolve() != file for name, file in files.items()):
         return None
-    # What else lies there may make another tokenizer of GPT-2's or BERT's files, but not of a SentencePiece model.
+    # Other files there may turn GPT-2's or BERT's files into another tokenizer, but not a SentencePiece model.
     return folder if tokenizer.tokenizer_model or tokenizer_beside(folder).vocab_file else None
 
 
@@ -198,7 +198,7 @@ def _named_files(tokenizer: TokenizerConfig) -> dict[str, str | None]:
 
 
 def _check_form(name: str, path: Path) -> None:
-    """Checks that a file is what its name says (else UserError)."""
+    """Raises UserError unless a file's content matches its name."""
     try:
         text = path.read_text(encoding="utf-8") if name.endswith((".json", ".jinja")) else ""
         if name.endswith(".json"):

@@ -20,16 +20,16 @@ from megatron.checkpoint.storage import bytes_of
 
 
 class TorchFile:
-    """A file of ``torch.save``. Its content is read now; its tensors stay mapped into memory until they are used.
+    """A file of ``torch.save``. Its content is read at once; its tensors stay memory-mapped until they are used.
 
-    The tensors of a file of before torch 1.6, which is no archive, are in memory.
+    The tensors of a file from before torch 1.6, which is no archive, are in memory.
 
     Args:
         path: path of the file.
-        allowed: what it may name beyond tensors and plain containers, as ``torch.serialization.safe_globals`` takes it.
+        allowed: globals that it may name besides tensors and plain containers (``torch.serialization.safe_globals``).
 
     Raises:
-        UserError: when it is damaged, or holds what the weights-only loader refuses.
+        UserError: when it is damaged, or the weights-only loader refuses it.
     """
 
     def __init__(self, path: Path, allowed: Sequence[Any] = ()) -> None:
@@ -47,14 +47,14 @@ class TorchFile:
                 )
         except UserError:
             raise
-        except Exception as error:  # torch raises many kinds for files that are none of its own
+        except Exception as error:  # torch raises many types for files that are not its own
             raise _unreadable(path, error) from error
 
     def stored(self, name: str, like: Tensor) -> Stored:
-        """The entry of a tensor of this file.
+        """Entry of a tensor of this file.
 
         Raises:
-            UserError: when it is not a dense tensor with contents.
+            UserError: when it is not a dense tensor with data.
         """
         kinds = {
             "sparse": like.layout != torch.strided,
@@ -68,7 +68,7 @@ class TorchFile:
         return Stored(self, name, like.detach())
 
     def check(self, name: str, like: Tensor) -> None:
-        """Compares the storage of a tensor with the archive's checksums, once.
+        """Checks the storage of a tensor against the archive's checksums, once.
 
         Raises:
             UserError: when no record of the archive has its size and checksum.
@@ -89,7 +89,7 @@ class Stored:
     Args:
         file: the file.
         name: name of the tensor, for messages.
-        like: the tensor itself, whose memory is the file's.
+        like: the tensor, a view of the file's memory.
     """
 
     file: TorchFile
@@ -107,11 +107,11 @@ class Stored:
 
 
 def _checked_records(path: Path) -> frozenset[tuple[int, int]] | None:
-    """Sizes and checksums of an archive's storages; None where it was written without checksums.
+    """Sizes and checksums of an archive's storages; None if it was written without checksums.
 
     Raises:
-        UserError: when the archive is of another byte order.
-        zipfile.BadZipFile: when what is beside the storages is damaged.
+        UserError: when the archive has another byte order.
+        zipfile.BadZipFile: when a record other than the storages is damaged.
     """
     with zipfile.ZipFile(path) as archive:
         infos = archive.infolist()
@@ -131,7 +131,7 @@ def _checked_records(path: Path) -> frozenset[tuple[int, int]] | None:
 
 
 def _unreadable(path: Path, error: Exception) -> UserError:
-    """The error in our own words: torch's text advises to load the file without its safeguard."""
+    """The error with our own message, since torch's message advises to load the file unsafely."""
     if isinstance(error, OSError):
         return UserError(f"{path}: {error.strerror or error}")
     named = re.search(r"GLOBAL (\S+)", str(error))
