@@ -72,11 +72,11 @@ def beside(path: Path, ending: str) -> Path:
 def remove_leftovers(path: Path, ending: str, remove: Callable[[Path], object]) -> None:
     """Removes temporary files that killed processes left ``beside`` a file, unless another process holds them."""
     begin = beside(path, ending).name.removesuffix(f"{os.getpid()}.{ending}")
-    for left in path.parent.iterdir() if path.parent.is_dir() else ():
-        number = left.name.removeprefix(begin).removesuffix(f".{ending}")
-        if number.isdecimal() and left.name == f"{begin}{number}.{ending}":
-            with suppress(OSError), holding(left):
-                remove(left)
+    for leftover in path.parent.iterdir() if path.parent.is_dir() else ():
+        number = leftover.name.removeprefix(begin).removesuffix(f".{ending}")
+        if number.isdecimal() and leftover.name == f"{begin}{number}.{ending}":
+            with suppress(OSError), holding(leftover):
+                remove(leftover)
 
 
 def check_writable(path: str | Path, flag: str = "") -> Path:

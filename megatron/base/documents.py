@@ -74,12 +74,12 @@ class _PlainLoader(yaml.SafeLoader):
     """The safe loader, with an error for duplicate keys of a mapping."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
+        keys: set[str] = set()
         for key_node, _ in node.value:
             key = str(getattr(key_node, "value", ""))
-            if key in seen:
+            if key in keys:
                 raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
-            seen.add(key)
+            keys.add(key)
         return super().construct_mapping(node, deep)
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
@@ -144,6 +144,6 @@ def dump_yaml(content: dict[str, Any]) -> str:
 def _one_line(error: yaml.YAMLError) -> str:
     if isinstance(error, yaml.MarkedYAMLError):
         mark = error.problem_mark
-        place = f"line {mark.line + 1}: " if mark is not None else ""
-        return f"{place}{error.problem or error.context or 'syntax error'}"
+        location = f"line {mark.line + 1}: " if mark is not None else ""
+        return f"{location}{error.problem or error.context or 'syntax error'}"
     return " ".join(str(error).split())

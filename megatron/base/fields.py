@@ -23,8 +23,8 @@ def from_text(field: FieldOption, texts: Sequence[str], where: str) -> Any:
     Returns the value of the field: a switch that turns a default off gives False.
     """
     if field.is_switch:
-        given = field.kind.from_text(texts[0] if texts else "true", where)
-        return not given if field.option.off_switch else given
+        value = field.kind.from_text(texts[0] if texts else "true", where)
+        return not value if field.option.off_switch else value
     if field.is_list:
         values = [field.kind.from_text(text, where) for text in texts]
         _check_count(field, values, where)
@@ -59,16 +59,16 @@ def check_fields(section: str, values: Any) -> None:
         UserError: when a field is invalid; the message names the flag of the first.
     """
     for field in field_options(section, type(values)):
-        value, where = getattr(values, field.name), f"--{field.flag}"
+        value, label = getattr(values, field.name), f"--{field.flag}"
         if value is None:
             if field.default is not None:
-                raise UserError(f"{where} has no value; give {field.kind.name}")
+                raise UserError(f"{label} has no value; give {field.kind.name}")
             continue
-        checked = from_plain(field, value, where)
+        checked = from_plain(field, value, label)
         for number in checked if field.is_list else [checked]:
-            field.kind.check_bounds(number, where)
+            field.kind.check_bounds(number, label)
             if isinstance(number, float) and number and not _SINGLE[0] <= abs(number) <= _SINGLE[1]:
-                raise UserError(f"{where} is {number:g}, which is beyond single precision; give a number that is meant")
+                raise UserError(f"{label} is {number:g}, which is beyond single precision; give a number that is meant")
 
 
 def check_required(section: str, values: Any) -> None:
@@ -117,7 +117,7 @@ def options_from_words(cls: type[T], words: Mapping[str, str], owner: str) -> T:
     fields = {field.flag: field for field in field_options(owner, cls)}
     built = {}
     for flag, word in words.items():
-        field, where = fields[flag], f"{owner}: {flag}"
-        built[field.name] = value = from_text(field, [word], where)
-        field.kind.check_bounds(value, where)
+        field, label = fields[flag], f"{owner}: {flag}"
+        built[field.name] = value = from_text(field, [word], label)
+        field.kind.check_bounds(value, label)
     return cls(**built)

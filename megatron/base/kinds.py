@@ -43,8 +43,8 @@ class Kind:
     @property
     def bounds(self) -> str:
         """Description of the bounds, such as "at least 0 and below 1"; empty without bounds."""
-        parts = (("at least", self.minimum), ("above", self.above), ("at most", self.maximum), ("below", self.below))
-        return " and ".join(f"{words} {_bound(bound)}" for words, bound in parts if bound is not None)
+        limits = (("at least", self.minimum), ("above", self.above), ("at most", self.maximum), ("below", self.below))
+        return " and ".join(f"{words} {_bound(bound)}" for words, bound in limits if bound is not None)
 
     def from_text(self, text: str, where: str) -> Any:
         """Parses a word of a command line or a spec; ``check_bounds`` checks bounds."""

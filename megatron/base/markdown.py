@@ -34,8 +34,8 @@ def table_after(text: str, mark: str = "", head: str = "|") -> list[dict[str, st
     Raises:
         UserError: when there is no mark, or no such table after it.
     """
-    place = text.find(mark)
-    lines = text[place + len(mark) :].splitlines() if place >= 0 else []
+    position = text.find(mark)
+    lines = text[position + len(mark) :].splitlines() if position >= 0 else []
     start = next((number for number, line in enumerate(lines) if line.startswith(head)), None)
     if start is None:
         raise UserError(

@@ -41,8 +41,8 @@ def read_regular(path: str | Path, limit: int | None = None) -> bytes:
         if limit is None:
             return stream.readall()
         data = b""
-        while part := stream.read(limit - len(data)):
-            data += part
+        while chunk := stream.read(limit - len(data)):
+            data += chunk
         return data
 
 
@@ -76,4 +76,4 @@ def _looked_at(size: int) -> list[tuple[int, int]]:
     if size <= _SAMPLES * _SAMPLE_BYTES:
         return [(0, size)]
     last = size - _SAMPLE_BYTES
-    return [(last * part // (_SAMPLES - 1), _SAMPLE_BYTES) for part in range(_SAMPLES)]
+    return [(last * index // (_SAMPLES - 1), _SAMPLE_BYTES) for index in range(_SAMPLES)]

@@ -95,8 +95,10 @@ def _observed() -> bool:
     Since Python 3.12, cProfile and others use sys.monitoring instead of trace functions.
     """
     monitoring: Any = getattr(sys, "monitoring", None)
-    seen = monitoring is not None and any(monitoring.get_tool(number) is not None for number in range(_MOST_TOOLS))
-    return seen or sys.gettrace() is not None or sys.getprofile() is not None
+    is_monitored = monitoring is not None and any(
+        monitoring.get_tool(number) is not None for number in range(_MOST_TOOLS)
+    )
+    return is_monitored or sys.gettrace() is not None or sys.getprofile() is not None
 
 
 def launch() -> NoReturn:

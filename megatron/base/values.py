@@ -64,11 +64,11 @@ class Values(Mapping[str, Any]):
 
     def texts(self, name: str) -> list[str]:
         """A list of texts."""
-        return [self._fit(Kind(element=str), one, name) for one in self.listed(name)]
+        return [self._fit(Kind(element=str), item, name) for item in self.listed(name)]
 
     def integers(self, name: str) -> list[int]:
         """A list of integers."""
-        return [self._fit(Kind(element=int), one, name) for one in self.listed(name)]
+        return [self._fit(Kind(element=int), item, name) for item in self.listed(name)]
 
     def listed(self, name: str) -> list[Any]:
         """A list of unchecked values."""
@@ -76,8 +76,8 @@ class Values(Mapping[str, Any]):
 
     def table(self, name: str, default: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
         """A nested mapping."""
-        found: Mapping[str, Any] = self._of_type(name, default, Mapping, "names and values")
-        return found
+        mapping: Mapping[str, Any] = self._of_type(name, default, Mapping, "names and values")
+        return mapping
 
     def wrong(self, what: str) -> UserError:
         """The error of a bad value, with the place before and the remedy after."""
@@ -97,9 +97,9 @@ class Values(Mapping[str, Any]):
         except UserError as error:
             raise self.wrong(str(error)) from None
 
-    def _of_type(self, name: str, default: Any, wanted: type, what: str) -> Any:
+    def _of_type(self, name: str, default: Any, expected_type: type, description: str) -> Any:
         if not self.has(name):
             return self._instead(name, default)
-        if not isinstance(self._content[name], wanted):
-            raise self.wrong(f"{name}: expected {what}, not {shown(self._content[name])}")
+        if not isinstance(self._content[name], expected_type):
+            raise self.wrong(f"{name}: expected {description}, not {shown(self._content[name])}")
         return self._content[name]

@@ -38,8 +38,8 @@ def _differ_by_typos(name: str, other: str) -> bool:
     """Whether two names differ only by misspelled, missing or additional words, not by a replaced word."""
     import difflib
 
-    words, others = (set(re.split(r"[-.]", text)) for text in (name, other))
-    odd, other_odd = words - others, others - words
+    words, other_words = (set(re.split(r"[-.]", text)) for text in (name, other))
+    odd, other_odd = words - other_words, other_words - words
     return (
         not odd or not other_odd or all(difflib.get_close_matches(word, list(other_odd), cutoff=0.65) for word in odd)
     )
@@ -63,9 +63,9 @@ def shown(value: Any) -> str:
 
 def short_names(paths: Sequence[str]) -> list[str]:
     """Short distinct names of files for logs: the fewest trailing path components that tell them apart."""
-    parts = [Path(path).parts for path in paths]
-    for count in range(1, max(map(len, parts), default=0) + 1):
-        names = ["/".join(one[-count:]) for one in parts]
+    path_components = [Path(path).parts for path in paths]
+    for count in range(1, max(map(len, path_components), default=0) + 1):
+        names = ["/".join(components[-count:]) for components in path_components]
         if len(set(names)) == len(names):
             return names
     return [f"{path} ({number})" for number, path in enumerate(paths, 1)]

@@ -64,8 +64,8 @@ def _cut(
 def clip(box: Box, extent: Sequence[int]) -> Box | None:
     """Clips a box to ``[0, extent)``; None when nothing is left."""
     offsets, sizes = box
-    kept = tuple(min(o + s, e) - o for o, s, e in zip(offsets, sizes, extent, strict=True))
-    return None if any(size <= 0 for size in kept) else (offsets, kept)
+    clipped_sizes = tuple(min(o + s, e) - o for o, s, e in zip(offsets, sizes, extent, strict=True))
+    return None if any(size <= 0 for size in clipped_sizes) else (offsets, clipped_sizes)
 
 
 def overlap(a: Box, b: Box) -> Box | None:
@@ -81,17 +81,17 @@ def subtract(box: Box, hole: Box) -> list[Box]:
     shared = overlap(box, hole)
     if shared is None:
         return [box]
-    parts: list[Box] = []
+    pieces: list[Box] = []
     offsets, sizes = list(box[0]), list(box[1])
     for dim, (low, size) in enumerate(zip(*shared, strict=True)):
         before, after = low - offsets[dim], offsets[dim] + sizes[dim] - low - size
         if before:
-            parts.append((tuple(offsets), (*sizes[:dim], before, *sizes[dim + 1 :])))
+            pieces.append((tuple(offsets), (*sizes[:dim], before, *sizes[dim + 1 :])))
         if after:
             shifted = (*offsets[:dim], low + size, *offsets[dim + 1 :])
-            parts.append((shifted, (*sizes[:dim], after, *sizes[dim + 1 :])))
+            pieces.append((shifted, (*sizes[:dim], after, *sizes[dim + 1 :])))
         offsets[dim], sizes[dim] = low, size
-    return parts
+    return pieces
 
 
 def disjoint_parts(boxes: Sequence[Box]) -> list[tuple[int, Box]]:
@@ -114,9 +114,9 @@ def disjoint_parts(boxes: Sequence[Box]) -> list[tuple[int, Box]]:
     for index in order:
         start = boxes[index][0][sweep]
         active = [(o, s) for o, s in active if o[sweep] + s[sweep] > start]
-        parts = [boxes[index]]
-        for taken in active:
-            parts = [rest for part in parts for rest in subtract(part, taken)]
-        active += parts
-        result += [(index, part) for part in parts]
+        pieces = [boxes[index]]
+        for occupied in active:
+            pieces = [remainder for piece in pieces for remainder in subtract(piece, occupied)]
+        active += pieces
+        result += [(index, piece) for piece in pieces]
     return result

@@ -71,9 +71,11 @@ class StatePlace:
         """This place's slice of a state tensor; for a set of indices, a uint8 mask of the parameter."""
         if kind in self.index_sets and self.slot is not None and self.index is not None:
             count = self.slot.param.numel()
-            own = tensor[(tensor >= self.index * count) & (tensor < (self.index + 1) * count)] - self.index * count
+            local_indices = (
+                tensor[(tensor >= self.index * count) & (tensor < (self.index + 1) * count)] - self.index * count
+            )
             mask = torch.zeros(count, dtype=torch.uint8, device=tensor.device)
-            mask[own] = 1
+            mask[local_indices] = 1
             return mask.view(self.slot.param.shape)
         if self.index is not None:
             return tensor[self.index]

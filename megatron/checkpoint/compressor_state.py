@@ -70,24 +70,24 @@ class CompressorCheckpoint:
 
     def tensors(self, group: dist.ProcessGroup | None = None) -> dict[str, LogicalShard]:
         """Committed state tensors, by name. Every rank of the group calls this."""
-        found: dict[str, LogicalShard] = {}
+        shards: dict[str, LogicalShard] = {}
         tied: dict[str, tuple[StatePlace, str, Tensor]] = {}
-        for place in self._places():
-            parts = {kind: place.part(kind, tensor) for kind, tensor in place.state.portable().items()}
-            if place.leads:
-                counters = place.state.counters.items()
-                parts |= {COUNTER + kind: torch.tensor([count], dtype=torch.int64) for kind, count in counters}
-            for kind, part in parts.items():
-                found[place.label(kind)] = place.shard(kind, part)
-                if place.stage[1] > 1 and kind not in place.index_sets:
-                    tied[place.label(kind)] = place, kind, part
+        for state_place in self._places():
+            slices = {kind: state_place.part(kind, tensor) for kind, tensor in state_place.state.portable().items()}
+            if state_place.leads:
+                counters = state_place.state.counters.items()
+                slices |= {COUNTER + kind: torch.tensor([count], dtype=torch.int64) for kind, count in counters}
+            for kind, local in slices.items():
+                shards[state_place.label(kind)] = state_place.shard(kind, local)
+                if state_place.stage[1] > 1 and kind not in state_place.index_sets:
+                    tied[state_place.label(kind)] = state_place, kind, local
         if group is not None and self.layout.ties and self.sync.plan.compressed(Point.DP_GRAD):
-            self._settle(found, tied, group)
-        return found
+            self._settle(shards, tied, group)
+        return shards
 
     def _settle(
         self,
-        found: dict[str, LogicalShard],
+        shards: dict[str, LogicalShard],
         tied: Mapping[str, tuple[StatePlace, str, Tensor]],
         group: dist.ProcessGroup,
     ) -> None:
@@ -98,24 +98,24 @@ class CompressorCheckpoint:
         """
         buckets = [(buffer.group, bucket) for buffer in self.sync.buffers for bucket in buffer.buckets]
         places = [self._without_state(slot, replicas) for replicas, bucket in buckets for slot in bucket.slots]
-        holds = {place.name: place for place in places if place.stage[1] > 1}
-        types = {label: str(found[label].dtype).removeprefix("torch.") for label in tied}
-        forms = {label: [list(found[label].global_shape), kind] for label, kind in types.items()}
-        rows = [json.loads(text) for text in gather_texts(group, json.dumps([sorted(holds), forms]))]
+        held_places = {state_place.name: state_place for state_place in places if state_place.stage[1] > 1}
+        types = {label: str(shards[label].dtype).removeprefix("torch.") for label in tied}
+        forms = {label: [list(shards[label].global_shape), kind] for label, kind in types.items()}
+        rows = [json.loads(text) for text in gather_texts(group, json.dumps([sorted(held_places), forms]))]
         for label in sorted({label for _, row in rows for label in row}):
             name, _, kind = label.removeprefix(PREFIX).rpartition("|")
-            everyones = [row.get(label) for held, row in rows if name in held]
-            if name not in holds or all(form == everyones[0] for form in everyones):
+            stage_forms = [row.get(label) for held_names, row in rows if name in held_names]
+            if name not in held_places or all(form == stage_forms[0] for form in stage_forms):
                 continue
             if kind == RESIDUAL:
-                place, form = holds[name], next(form for form in everyones if form is not None)
-                if label not in found and place.slot is not None:
-                    zeros = torch.zeros(place.slot.param.shape, dtype=dtype_from_name(form[1]))
-                    found[label] = place.shard(RESIDUAL, zeros)
+                state_place, form = held_places[name], next(form for form in stage_forms if form is not None)
+                if label not in shards and state_place.slot is not None:
+                    zeros = torch.zeros(state_place.slot.param.shape, dtype=dtype_from_name(form[1]))
+                    shards[label] = state_place.shard(RESIDUAL, zeros)
             elif label in tied:
-                own, _, part = tied[label]
-                del found[label]
-                found[own.apart.label(kind)] = own.apart.shard(kind, part)
+                tied_place, _, local = tied[label]
+                del shards[label]
+                shards[tied_place.apart.label(kind)] = tied_place.apart.shard(kind, local)
 
     def load(self, root: str | Path, iteration: Iteration, group: dist.ProcessGroup | None, log: Log) -> None:
         """Restores this run's compressor state from a checkpoint. Every rank of the group calls this.
@@ -127,19 +127,21 @@ class CompressorCheckpoint:
         if not saved:
             return
         device = self.sync.buffers[0].params_flat.device
-        wanted = [_Loaded(item) for place in self._places() for item in _wanted(saved, place, device)]
-        for turn in range(_largest(group, max([len(one.item.sources) for one in wanted] + [1]))):
-            parts = {one.item.name: one.item.room() for one in wanted if turn < len(one.item.sources)}
-            now = [one for one in wanted if one.item.name in parts]
-            read = {one.item.name: one.item.shard(parts[one.item.name], one.item.sources[turn]) for one in now}
+        entries = [_Loaded(item) for state_place in self._places() for item in _wanted(saved, state_place, device)]
+        for turn in range(_largest(group, max([len(entry.item.sources) for entry in entries] + [1]))):
+            slices = {entry.item.name: entry.item.room() for entry in entries if turn < len(entry.item.sources)}
+            active = [entry for entry in entries if entry.item.name in slices]
+            read = {
+                entry.item.name: entry.item.shard(slices[entry.item.name], entry.item.sources[turn]) for entry in active
+            }
             load_tensors(root, iteration, read, group, strict=False, allow_unexpected=True)
-            for one in now:
-                one.add(parts[one.item.name], parts.get(one.item.counts))
-        for item in (one.item for one in wanted if one.item.kind.startswith(COUNTER)):
+            for entry in active:
+                entry.add(slices[entry.item.name], slices.get(entry.item.counts))
+        for item in (entry.item for entry in entries if entry.item.kind.startswith(COUNTER)):
             item.place.state.counters.pop(item.kind.removeprefix(COUNTER), None)
-        for one in wanted:
-            one.put()
-        _warn(set(saved), {one.item.name for one in wanted}, group, log)
+        for entry in entries:
+            entry.put()
+        _warn(set(saved), {entry.item.name for entry in entries}, group, log)
 
     def _places(self) -> Iterator[StatePlace]:
         dp, tp = (self.layout.dp, self.at.dp), (self.layout.tp, self.at.tp)
@@ -153,7 +155,7 @@ class CompressorCheckpoint:
             reducer = fragment.reducer
             for spoken, units in zip(fragment.spoken, reducer.units, strict=True):
                 starts = zip(spoken.reduced.places, spoken.slots, strict=True)
-                slots = {place.start: slot for place, slot in starts}
+                slots = {tensor_place.start: slot for tensor_place, slot in starts}
                 for unit in units:
                     yield from self._of_unit(unit, slots, spoken.length, reducer, self._of_island)
         for tied in self.sync.ties if self.sync.plan.compressed(Point.EMBED_GRAD) else ():
@@ -168,8 +170,8 @@ class CompressorCheckpoint:
                 for end, states, boundary in self._ends(way):
                     state = states.setdefault(boundary, CompressorState())
                     # State of whole messages cannot be used for partial messages, nor the other way around.
-                    part = "" if self.channel.parts is None else ".part"
-                    name = f"{way.point.value}.layer{self.first_layers[boundary + 1]}.{end}{part}"
+                    suffix = "" if self.channel.parts is None else ".part"
+                    name = f"{way.point.value}.layer{self.first_layers[boundary + 1]}.{end}{suffix}"
                     means = dict(self.channel.plan.codec(way.point).traits.means)
                     yield StatePlace(name, state, holders, holder, means=means, cut=self.cut)
 
@@ -182,7 +184,7 @@ class CompressorCheckpoint:
         place_of: Callable[[ParamSlot, Group], StatePlace],
     ) -> Iterator[StatePlace]:
         """Places of a unit's stacked parameters, or of all parameters of its bucket of ``length`` elements."""
-        starts = [place.start for place in unit.places] or sorted(slots)
+        starts = [tensor_place.start for tensor_place in unit.places] or sorted(slots)
         for index, start in enumerate(starts):
             slot = slots[start]
             yield replace(
@@ -284,8 +286,8 @@ class _Wanted:
         if self._of_means:
             # The columns must be equal in this run, but the saved columns may be means of different values.
             alone = self.place.cut and self.shape[1] == columns
-            which = (column,) if alone else range(self.shape[1])
-            return [(at, other) for at in ((row,) if same_rows else range(rows)) for other in which]
+            source_columns = (column,) if alone else range(self.shape[1])
+            return [(at, other) for at in ((row,) if same_rows else range(rows)) for other in source_columns]
         if same_rows:
             return [(row, column)]
         return [(at, column) for at in (range(rows) if self.kind == RESIDUAL else (0,))]
@@ -310,26 +312,28 @@ class _Wanted:
 
     def put(self, part: Tensor) -> None:
         """Writes a slice to its place, allocating the whole stack or bucket first if needed."""
-        place, state = self.place, self.place.state
+        target, state = self.place, self.place.state
         if self.kind.startswith(COUNTER):
             # Another parameter may have led the stack or bucket; if there were several, keep the greatest count.
             kind = self.kind.removeprefix(COUNTER)
             state.counters[kind] = max(state.counters.get(kind, 0), int(part))
             return
-        if self.kind == RESIDUAL and self.shape[0] != place.holders[0]:
-            part.div_(place.holders[0])
-        if self.kind in place.index_sets and place.index is not None:
-            own = part.view(-1).nonzero().view(-1) + place.index * part.numel()
-            others = state.tensors.get(self.kind)
-            state.tensors[self.kind] = own if others is None else torch.cat([others, own]).sort().values
+        if self.kind == RESIDUAL and self.shape[0] != target.holders[0]:
+            part.div_(target.holders[0])
+        if self.kind in target.index_sets and target.index is not None:
+            indices = part.view(-1).nonzero().view(-1) + target.index * part.numel()
+            previous = state.tensors.get(self.kind)
+            state.tensors[self.kind] = indices if previous is None else torch.cat([previous, indices]).sort().values
             return
-        if place.whole == 0:
+        if target.whole == 0:
             state.tensors[self.kind] = part
             return
         if self.kind not in state.tensors:
-            rest = part.shape if place.index is not None else ()
-            state.tensors[self.kind] = torch.zeros((place.whole, *rest), dtype=part.dtype, device=part.device)
-        place.part(self.kind, state.tensors[self.kind]).copy_(part)
+            trailing_shape = part.shape if target.index is not None else ()
+            state.tensors[self.kind] = torch.zeros(
+                (target.whole, *trailing_shape), dtype=part.dtype, device=part.device
+            )
+        target.part(self.kind, state.tensors[self.kind]).copy_(part)
 
 
 class _Loaded:
@@ -367,8 +371,8 @@ def _wanted(
 ) -> Iterator[_Wanted]:
     """Checkpoint tensors of a place that this layout can restore."""
     for name, (shape, dtype) in saved.items():
-        for own in (place, place.apart) if place.stage[1] > 1 else (place,):
-            item = _Wanted(own, name.rpartition("|")[2], shape, dtype, device)
+        for candidate in (place, place.apart) if place.stage[1] > 1 else (place,):
+            item = _Wanted(candidate, name.rpartition("|")[2], shape, dtype, device)
             if name == item.name and item.fits:
                 yield item
 
@@ -379,11 +383,11 @@ def _largest(group: dist.ProcessGroup | None, value: int) -> int:
 
 def _warn(saved: set[str], used: set[str], group: dist.ProcessGroup | None, log: Log) -> None:
     """Warns about checkpoint tensors that no rank of this run restored."""
-    everyones: set[str] = set()
+    used_anywhere: set[str] = set()
     for text in gather_texts(group, json.dumps(sorted(used))):
-        everyones.update(json.loads(text))
-    lost = [name for name in sorted(saved - everyones) if f"|{COUNTER}" not in name]
+        used_anywhere.update(json.loads(text))
+    lost = [name for name in sorted(saved - used_anywhere) if f"|{COUNTER}" not in name]
     if lost:
         names = ", ".join(name.removeprefix(PREFIX).replace("|", " ") for name in lost[:4])
-        more = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
-        log(f"warning: compressor state of the checkpoint has no place in this run and is left out: {names}{more}")
+        suffix = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
+        log(f"warning: compressor state of the checkpoint has no place in this run and is left out: {names}{suffix}")

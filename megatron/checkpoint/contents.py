@@ -96,15 +96,19 @@ def find_all(folder: Path) -> tuple[Path, list[Iteration]]:
     """
     if not folder.is_dir():
         raise UserError(f"{folder} is no folder; name the one that --save wrote to")
-    alone = iteration_of(folder.name.removeprefix("iter_"))
-    whole = (folder / MANIFEST).exists() or not saved_iterations(folder)
-    if alone is not None and checkpoint_folder(folder.parent, alone).name == folder.name and whole:
-        return folder.parent, [alone]
-    found: list[Iteration] = [*reversed(saved_iterations(folder))]
+    folder_iteration = iteration_of(folder.name.removeprefix("iter_"))
+    is_checkpoint = (folder / MANIFEST).exists() or not saved_iterations(folder)
+    if (
+        folder_iteration is not None
+        and checkpoint_folder(folder.parent, folder_iteration).name == folder.name
+        and is_checkpoint
+    ):
+        return folder.parent, [folder_iteration]
+    iterations: list[Iteration] = [*reversed(saved_iterations(folder))]
     if checkpoint_folder(folder, "release").is_dir():
-        found.append("release")
-    if found and not _classic(folder):
-        return folder, found
+        iterations.append("release")
+    if iterations and not _classic(folder):
+        return folder, iterations
     other = "a Hugging Face folder" if is_hf(folder) else "a classic checkpoint of Megatron" if _classic(folder) else ""
     if other:
         raise UserError(f"{folder} is {other}; tools/ckpt_convert.py --to megatron-cc makes a checkpoint of ours of it")
@@ -187,8 +191,8 @@ def _kinds(manifest: Manifest) -> dict[str, Tensors]:
     """Groups tensors by the first component of their names; optimizer state by its kind, too."""
     names: dict[str, list[str]] = {}
     for name in manifest.tensors:
-        first, _, rest = name.partition(".")
-        kind = f"{first}.{rest.partition('.')[0]}" if first == "optimizer" else first
+        first, _, remaining_name = name.partition(".")
+        kind = f"{first}.{remaining_name.partition('.')[0]}" if first == "optimizer" else first
         names.setdefault(kind, []).append(name)
     return {kind: _of_kind(manifest, members) for kind, members in names.items()}
 

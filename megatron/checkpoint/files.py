@@ -136,9 +136,9 @@ def prune(root: Path, newest: int, keep_last: int, last_update: int | None = Non
         The iterations removed, and the errors of failed removals.
     """
     removed, problems = [], []
-    own = [iteration for iteration in saved_iterations(root) if iteration <= newest]
-    useful = newest_before(own, last_update)
-    for iteration in own[max(1, keep_last) :]:
+    iterations = [iteration for iteration in saved_iterations(root) if iteration <= newest]
+    useful = newest_before(iterations, last_update)
+    for iteration in iterations[max(1, keep_last) :]:
         if iteration == useful:
             continue
         try:

@@ -61,9 +61,9 @@ def _newest_complete(tracker: Path, log: Log) -> Iteration | None:
             log(f"warning: {tracker} is missing; taking iteration {iteration}, the newest complete checkpoint there")
             return iteration
     if saved:
-        shown = ", ".join(folder_name(iteration) for iteration in saved[:SHOWN_ITERATIONS])
+        names = ", ".join(folder_name(iteration) for iteration in saved[:SHOWN_ITERATIONS])
         raise UserError(
-            f"{tracker} is missing and no checkpoint there is complete ({shown}); name a folder that holds one"
+            f"{tracker} is missing and no checkpoint there is complete ({names}); name a folder that holds one"
         )
     return None
 
@@ -114,6 +114,6 @@ def _others(root: Path, broken: Iteration | None, flag: str | None) -> str:
     complete = [iteration for iteration in complete_iterations(root) if iteration != broken]
     if not complete:
         return f"; {root} has no other complete checkpoint"
-    shown = ", ".join(map(str, complete[:SHOWN_ITERATIONS])) + ", ..." * (len(complete) > SHOWN_ITERATIONS)
+    names = ", ".join(map(str, complete[:SHOWN_ITERATIONS])) + ", ..." * (len(complete) > SHOWN_ITERATIONS)
     example = f" ({flag} {complete[0]})" if flag else ""
-    return f"; complete are, newest first: {shown}; name one of them{example}"
+    return f"; complete are, newest first: {names}; name one of them{example}"

@@ -130,8 +130,10 @@ class FolderLock:
                 time.sleep(0.05)
 
     def _in_use(self, owner: Owner | None) -> UserError:
-        who = f" ({owner})" if owner else ""
-        return UserError(f"--save {self.root} is in use by another run{who}; stop that one, or name another folder")
+        owner_text = f" ({owner})" if owner else ""
+        return UserError(
+            f"--save {self.root} is in use by another run{owner_text}; stop that one, or name another folder"
+        )
 
     def _read(self) -> Owner | None:
         """Reads the recorded owner; None if there is no readable record."""
@@ -175,8 +177,8 @@ class FolderLock:
         owner = self._read()
         if owner == self.owner or (owner is None and not self._given_back()):
             return None
-        who = f" ({owner})" if owner else ", which has ended,"
-        return f"--save {self.root} was taken over by another run{who} while this one stood still"
+        owner_text = f" ({owner})" if owner else ", which has ended,"
+        return f"--save {self.root} was taken over by another run{owner_text} while this one stood still"
 
     def _given_back(self) -> bool:
         """Whether the record is empty, as another owner leaves it when it finishes."""

@@ -38,8 +38,8 @@ _SHAPE = (
 
 def parser() -> argparse.ArgumentParser:
     """Builds the parser of the command line."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = made.add_subparsers(dest="command", required=True, metavar="ls")
+    arg_parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = arg_parser.add_subparsers(dest="command", required=True, metavar="ls")
     ls = commands.add_parser("ls", help="list checkpoints", description="Lists checkpoints.")
     ls.add_argument("folder", type=Path, metavar="FOLDER", help="what --save wrote to, or one iter_... folder in it")
     ls.add_argument("--iteration", type=int, metavar="N", help="this checkpoint only")
@@ -47,54 +47,54 @@ def parser() -> argparse.ArgumentParser:
     ls.add_argument("--config", action="store_true", help="also print the run's configuration")
     ls.add_argument("--tensors", action="store_true", help="also print each tensor's type and shape")
     ls.add_argument("--json", action="store_true", help="print all of it as JSON")
-    return made
+    return arg_parser
 
 
 def _time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-def _line(one: Contents) -> str:
+def _line(checkpoint: Contents) -> str:
     """Summary line of a checkpoint."""
-    mark = " (newest)" if one.newest else ""
-    problem = f": {one.problem}" if one.problem else ""
-    return f"{one.folder.name:<16} {in_words(one.bytes):>10}  {one.state}{problem}{mark}"
+    mark = " (newest)" if checkpoint.newest else ""
+    problem = f": {checkpoint.problem}" if checkpoint.problem else ""
+    return f"{checkpoint.folder.name:<16} {in_words(checkpoint.bytes):>10}  {checkpoint.state}{problem}{mark}"
 
 
-def _description(one: Contents) -> Iterator[str]:
+def _description(checkpoint: Contents) -> Iterator[str]:
     """Lines that describe the contents of a checkpoint."""
-    layout = ", ".join(f"{name} {size}" for name, size in one.layout.items())
-    if one.saved is not None:
-        ranks = f"{one.ranks} rank{'s' if one.ranks > 1 else ''}"
-        yield f"  saved {_time(one.saved)} by {ranks}{': ' + layout if layout else ''}"
-    model = one.config.get("model")
+    layout = ", ".join(f"{name} {size}" for name, size in checkpoint.layout.items())
+    if checkpoint.saved is not None:
+        ranks = f"{checkpoint.ranks} rank{'s' if checkpoint.ranks > 1 else ''}"
+        yield f"  saved {_time(checkpoint.saved)} by {ranks}{': ' + layout if layout else ''}"
+    model = checkpoint.config.get("model")
     if isinstance(model, Mapping):
         shape = ((model.get(name), word) for name, word in _SHAPE)
         yield "  model: " + ", ".join(f"{_plainly(value)} {word}" for value, word in shape if value not in (None, []))
-    if one.position:
-        yield "  position: " + ", ".join(f"{name.replace('_', ' ')} {n:,}" for name, n in one.position.items())
-    for kind, held in one.kinds.items():
-        dtypes = ", ".join(held.dtypes)
-        yield f"  {kind:<24} {held.tensors:>5} tensors {held.numbers:>15,} numbers {in_words(held.bytes):>10}  {dtypes}"
-    yield from (f"  {name:<24} {in_words(size):>10}" for name, size in sorted(one.files.items()))
+    if checkpoint.position:
+        yield "  position: " + ", ".join(f"{name.replace('_', ' ')} {n:,}" for name, n in checkpoint.position.items())
+    for kind, info in checkpoint.kinds.items():
+        dtypes = ", ".join(info.dtypes)
+        yield f"  {kind:<24} {info.tensors:>5} tensors {info.numbers:>15,} numbers {in_words(info.bytes):>10}  {dtypes}"
+    yield from (f"  {name:<24} {in_words(size):>10}" for name, size in sorted(checkpoint.files.items()))
 
 
 def _plainly(value: object) -> str:
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _details(one: Contents, options: argparse.Namespace) -> Iterator[str]:
+def _details(checkpoint: Contents, options: argparse.Namespace) -> Iterator[str]:
     if options.tensors:
-        yield from (f"  {name}  {dtype} {list(shape)}" for name, (dtype, shape) in one.shapes.items())
+        yield from (f"  {name}  {dtype} {list(shape)}" for name, (dtype, shape) in checkpoint.shapes.items())
     if options.config:
-        for section, values in one.config.items():
+        for section, values in checkpoint.config.items():
             yield f"  {section}:"
             if isinstance(values, Mapping):
                 yield from (f"    {name}: {value}" for name, value in values.items())
 
 
-def _plain(one: Contents) -> dict[str, Any]:
-    return {**asdict(one), "folder": str(one.folder), "bytes": one.bytes}
+def _plain(checkpoint: Contents) -> dict[str, Any]:
+    return {**asdict(checkpoint), "folder": str(checkpoint.folder), "bytes": checkpoint.bytes}
 
 
 def show(options: argparse.Namespace) -> bool:
@@ -103,24 +103,32 @@ def show(options: argparse.Namespace) -> bool:
     Raises:
         UserError: when there is no such checkpoint.
     """
-    root, there = find_all(options.folder)
-    if options.iteration is not None and options.iteration not in there:
-        have = ", ".join(map(str, there))
-        raise UserError(f"--iteration {options.iteration}: {options.folder} has no such checkpoint; there are {have}")
-    asked = there if options.iteration is None else [options.iteration]
-    found = [look(root, iteration, verify=options.verify) for iteration in asked]
+    root, available = find_all(options.folder)
+    if options.iteration is not None and options.iteration not in available:
+        existing = ", ".join(map(str, available))
+        raise UserError(
+            f"--iteration {options.iteration}: {options.folder} has no such checkpoint; there are {existing}"
+        )
+    selected = available if options.iteration is None else [options.iteration]
+    checkpoints = [look(root, iteration, verify=options.verify) for iteration in selected]
     wrong = tracker_problem(root) if root == options.folder else None
     if options.json:
-        print(json.dumps({"folder": str(root), "problem": wrong, "checkpoints": list(map(_plain, found))}, indent=1))
+        print(
+            json.dumps({"folder": str(root), "problem": wrong, "checkpoints": list(map(_plain, checkpoints))}, indent=1)
+        )
     else:
-        described = found[0] if len(found) == 1 else next((one for one in found if one.newest), found[-1])
-        for one in found:
-            print(_line(one))
-            if one is described:
-                print("\n".join([*_description(one), *_details(one, options)]))
+        described = (
+            checkpoints[0]
+            if len(checkpoints) == 1
+            else next((checkpoint for checkpoint in checkpoints if checkpoint.newest), checkpoints[-1])
+        )
+        for checkpoint in checkpoints:
+            print(_line(checkpoint))
+            if checkpoint is described:
+                print("\n".join([*_description(checkpoint), *_details(checkpoint, options)]))
         if wrong:
             print(f"warning: {wrong}")
-    return all(one.state != "damaged" for one in found)
+    return all(checkpoint.state != "damaged" for checkpoint in checkpoints)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -91,9 +91,9 @@ def _read_plain(
         if not isinstance(value, dict):
             raise ValueError(f"it holds a {type(value).__name__} instead of names and values")
     except ValueError as error:
-        where = checkpoint_folder(root, iteration) / pick(read_manifest(checkpoint_folder(root, iteration))).file
+        path = checkpoint_folder(root, iteration) / pick(read_manifest(checkpoint_folder(root, iteration))).file
         raise UserError(
-            f"{where} is not what a checkpoint holds: {first_line(error)}{fallback(root, iteration, flag)}"
+            f"{path} is not what a checkpoint holds: {first_line(error)}{fallback(root, iteration, flag)}"
         ) from error
     return value
 
@@ -161,8 +161,8 @@ def saved_section(root: str | Path, iteration: Iteration, section: str, flag: st
         UserError: when the checkpoint is missing or damaged.
     """
     content = parse_yaml(load_config_yaml(root, iteration, flag), f"{root}, iteration {iteration}")
-    found = content.get(section) if isinstance(content, dict) else None
-    return found if isinstance(found, dict) else {}
+    values = content.get(section) if isinstance(content, dict) else None
+    return values if isinstance(values, dict) else {}
 
 
 def saved_config(
@@ -235,21 +235,21 @@ def load_tensors(
     """
     root = Path(root)
     folder, manifest = _open_together(root, iteration, group)
-    wanted = _wanted_by_all(tensors, group)
+    requested = _wanted_by_all(tensors, group)
     if strict:
-        _check_model(folder, manifest, wanted, allow_unexpected, differing)
+        _check_model(folder, manifest, requested, allow_unexpected, differing)
     else:
-        shared = {name: kinds for name, kinds in wanted.items() if name in manifest.tensors}
+        shared = {name: kinds for name, kinds in requested.items() if name in manifest.tensors}
         _check_model(folder, manifest, shared, True, differing)
-    present = {name for name in wanted if name in manifest.tensors}
+    present = {name for name in requested if name in manifest.tensors}
     items = _share(manifest.items_of(present), rank_of(group), size_of(group))
     _raise_damage(root, iteration, group, check_items(folder, items))
     if rank_of(group) == 0:
-        for line in _conversions(manifest, wanted):
+        for line in _conversions(manifest, requested):
             log(line)
     state = {name: shard for name, shard in tensors.items() if name in present}
     _raise_damage(root, iteration, group, _read_into(folder, manifest, state))
-    return sorted(name for name in wanted if name not in present)
+    return sorted(name for name in requested if name not in present)
 
 
 def _open_together(root: Path, iteration: Iteration, group: dist.ProcessGroup | None) -> tuple[Path, Manifest]:
@@ -285,28 +285,28 @@ def _wanted_by_all(
     tensors: Mapping[str, LogicalShard], group: dist.ProcessGroup | None
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shape and dtype of every tensor requested by any rank."""
-    own = {
+    local_specs = {
         name: [list(shard.global_shape), str(shard.dtype).removeprefix("torch.")]
         for name, shard in tensors.items()
         if all(shard.global_shape)
     }
-    wanted = {}
-    for text in sorted(set(gather_texts(group, json.dumps(own)))):
+    requested = {}
+    for text in sorted(set(gather_texts(group, json.dumps(local_specs)))):
         for name, (shape, dtype) in json.loads(text).items():
-            wanted[name] = (tuple(shape), dtype_from_name(dtype))
-    return wanted
+            requested[name] = (tuple(shape), dtype_from_name(dtype))
+    return requested
 
 
 def _check_model(
     folder: Path,
     manifest: Manifest,
-    wanted: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    requested: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
     allow_unexpected: bool | Callable[[str], bool],
     differing: Collection[str],
 ) -> None:
     """Checks names, shapes and kinds of dtypes; the outcome is the same on every rank."""
     differences = []
-    for name, (shape, dtype) in sorted(wanted.items()):
+    for name, (shape, dtype) in sorted(requested.items()):
         saved = manifest.tensors.get(name)
         if saved is None:
             differences.append(f"{name} is not in it")
@@ -315,26 +315,26 @@ def _check_model(
         elif saved.properties.dtype.is_floating_point != dtype.is_floating_point:
             differences.append(f"{name} is {saved.properties.dtype} instead of {dtype}")
     if allow_unexpected is not True:
-        extra = sorted(set(manifest.tensors) - set(wanted))
+        extra = sorted(set(manifest.tensors) - set(requested))
         if callable(allow_unexpected):
             extra = [name for name in extra if not allow_unexpected(name)]
         differences += [f"{name} is in it, but not in this model" for name in extra]
     if not differences:
         return
-    shown, rest = ", ".join(differences[:SHOWN_DIFFERENCES]), len(differences) - SHOWN_DIFFERENCES
-    shown += f" and {rest} more" if rest > 0 else ""
+    diffs, num_hidden = ", ".join(differences[:SHOWN_DIFFERENCES]), len(differences) - SHOWN_DIFFERENCES
+    diffs += f" and {num_hidden} more" if num_hidden > 0 else ""
     if all(text.startswith("optimizer.") for text in differences):
         raise UserError(
-            f"{folder} has the state of another optimizer: {shown}; give --optimizer and its flags as its {CONFIG} has "
+            f"{folder} has the state of another optimizer: {diffs}; give --optimizer and its flags as its {CONFIG} has "
             "them, or --no-load-optim to begin with new moments"
         )
     entries = ["the vocabulary"] if not differing or any("word_embeddings" in text for text in differences) else []
-    *others, last = *(differing or _FLAGS_OF_SHAPES), *entries
-    flags = f"{', '.join(others)} and {last}" if others else last
-    dense = any(_EXPERTS in name for name in wanted) and not any(_EXPERTS in name for name in manifest.tensors)
+    *leading_flags, last_flag = *(differing or _FLAGS_OF_SHAPES), *entries
+    flags = f"{', '.join(leading_flags)} and {last_flag}" if leading_flags else last_flag
+    dense = any(_EXPERTS in name for name in requested) and not any(_EXPERTS in name for name in manifest.tensors)
     upcycling = ", or --moe-use-upcycling to begin with a dense model's weights" if dense else ""
     raise UserError(
-        f"{folder} is a checkpoint of another model: {shown}; compare {flags} with its {CONFIG}, or pass "
+        f"{folder} is a checkpoint of another model: {diffs}; compare {flags} with its {CONFIG}, or pass "
         f"--use-checkpoint-args{upcycling}"
     )
 
@@ -342,18 +342,18 @@ def _check_model(
 def _share(items: Sequence[StoredItem], rank: int, size: int) -> list[StoredItem]:
     """This rank's share of the items: a consecutive run, with about the same number of bytes on every rank."""
     total = max(1, sum(item.length for item in items))
-    own, before = [], 0
+    share, before = [], 0
     for item in items:
         middle = before + item.length // 2
         if min(size - 1, middle * size // total) == rank:
-            own.append(item)
+            share.append(item)
         before += item.length
-    return own
+    return share
 
 
-def _conversions(manifest: Manifest, wanted: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> list[str]:
+def _conversions(manifest: Manifest, requested: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> list[str]:
     counts: dict[tuple[torch.dtype, torch.dtype], int] = {}
-    for name, (_, dtype) in wanted.items():
+    for name, (_, dtype) in requested.items():
         saved = manifest.tensors.get(name)
         if saved is not None and saved.properties.dtype != dtype:
             pair = saved.properties.dtype, dtype

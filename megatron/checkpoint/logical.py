@@ -76,8 +76,8 @@ class LogicalShard:
         for box in self.boxes:
             starts = [o - p for o, p in zip(offsets, box.offsets, strict=True)]
             if all(
-                start >= 0 and start + size <= held
-                for start, size, held in zip(starts, sizes, box.tensor.shape, strict=True)
+                start >= 0 and start + size <= extent
+                for start, size, extent in zip(starts, sizes, box.tensor.shape, strict=True)
             ):
                 view = box.tensor.detach()
                 for dim, (start, size) in enumerate(zip(starts, sizes, strict=True)):
@@ -169,8 +169,8 @@ def shard_of_flat_range(
         if clipped is None:
             continue
         box = memory[flat_start - start : flat_start - start + math.prod(sizes)].view(sizes)
-        place = tuple(o + p for o, p in zip(local_offsets, offsets, strict=True))
-        boxes.append(TensorBox(place, _corner(box, clipped[1])))
+        box_offsets = tuple(o + p for o, p in zip(local_offsets, offsets, strict=True))
+        boxes.append(TensorBox(box_offsets, _corner(box, clipped[1])))
     return boxes
 
 

@@ -71,9 +71,9 @@ class Manifest:
 
     def items_of(self, names: Iterable[str]) -> list[StoredItem]:
         """The stored items of the named tensors, in file order."""
-        wanted = set(names)
-        found = [item for (name, _), item in self.items.items() if name in wanted]
-        return sorted(found, key=lambda item: (item.file, item.offset))
+        name_set = set(names)
+        items = [item for (name, _), item in self.items.items() if name in name_set]
+        return sorted(items, key=lambda item: (item.file, item.offset))
 
     def render(self) -> bytes:
         """The content of the file."""
@@ -160,8 +160,8 @@ def _from_content(content: dict[str, Any]) -> Manifest:
         chunks = []
         for offsets, sizes, *row in entry["chunks"]:
             item = _item(row, files)
-            where = f"a chunk of {name}"
-            box: Box = (_counts(offsets, where), _counts(sizes, where))
+            location = f"a chunk of {name}"
+            box: Box = (_counts(offsets, location), _counts(sizes, location))
             if clip(box, shape) != box or item.length != math.prod(sizes) * dtype.itemsize:
                 raise ValueError(f"{name} has a chunk that does not fit")
             manifest.items[name, box[0]] = item
@@ -175,15 +175,15 @@ def _from_content(content: dict[str, Any]) -> Manifest:
     return manifest
 
 
-def _count(value: object, what: str, least: int = 0) -> int:
+def _count(value: object, description: str, least: int = 0) -> int:
     """Checks that a value read from a file is an integer in range."""
     if type(value) is not int or not least <= value < _BEYOND:
-        raise ValueError(f"{what} is {str(value)[:40]}")
+        raise ValueError(f"{description} is {str(value)[:40]}")
     return value
 
 
-def _counts(values: Any, what: str) -> tuple[int, ...]:
-    return tuple(_count(value, what) for value in values)
+def _counts(values: Any, description: str) -> tuple[int, ...]:
+    return tuple(_count(value, description) for value in values)
 
 
 def _stored_type(name: str) -> torch.dtype:

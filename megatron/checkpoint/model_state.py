@@ -47,14 +47,14 @@ def tensors_of_dense(tensors: Mapping[str, LogicalShard]) -> dict[str, LogicalSh
 
     Routers are left out; all experts of a layer, and the shared MLP beside them, load the dense layer's MLP.
     """
-    found: dict[str, LogicalShard] = {}
+    dense_tensors: dict[str, LogicalShard] = {}
     for name, shard in tensors.items():
         if _OF_ROUTING.search(name):
             continue
-        there = _COPY_OF_MLP.sub(r"\1", name)
-        others = found[there].boxes if there in found else []
-        found[there] = LogicalShard(shard.global_shape, shard.dtype, [*others, *shard.boxes])
-    return found
+        dense_name = _COPY_OF_MLP.sub(r"\1", name)
+        earlier_boxes = dense_tensors[dense_name].boxes if dense_name in dense_tensors else []
+        dense_tensors[dense_name] = LogicalShard(shard.global_shape, shard.dtype, [*earlier_boxes, *shard.boxes])
+    return dense_tensors
 
 
 def has_experts(names: Iterable[str]) -> bool:
@@ -83,13 +83,17 @@ def outer_tensors(outer: OuterSync | None) -> dict[str, LogicalShard]:
     shards = outer.optimizer.shards
     tensors = {
         f"{OUTER}{kind}.{shard.slot.logical_name}": _shard(shard, x)
-        for kind, kept in outer.outer.tensors().items()
-        for shard, x in zip(shards, kept, strict=True)
+        for kind, state_tensors in outer.outer.tensors().items()
+        for shard, x in zip(shards, state_tensors, strict=True)
     }
-    waiting = {f"{OUTER}mean.{shards[n].slot.logical_name}": _shard(shards[n], x) for n, x in outer.means().items()}
-    others = outer.means_of_others().items()
-    waiting |= {f"{OUTER}mean.{name}": shard_of_local(x, (0,) * x.dim(), tuple(x.shape)) for name, x in others}
-    return tensors | waiting
+    pending_means = {
+        f"{OUTER}mean.{shards[n].slot.logical_name}": _shard(shards[n], x) for n, x in outer.means().items()
+    }
+    other_means = outer.means_of_others().items()
+    pending_means |= {
+        f"{OUTER}mean.{name}": shard_of_local(x, (0,) * x.dim(), tuple(x.shape)) for name, x in other_means
+    }
+    return tensors | pending_means
 
 
 def main_tensors(optimizer: Optimizer) -> dict[str, LogicalShard]:

@@ -61,8 +61,8 @@ def check_replaces_nothing(config: CheckpointConfig) -> None:
         UserError: when it would replace others; the message names the flags to continue from and to replace them.
     """
     assert config.save is not None
-    found = _held(Path(config.save))
-    if found is None or config.overwrite_checkpoints:
+    newest = _held(Path(config.save))
+    if newest is None or config.overwrite_checkpoints:
         return
     if config.saves_where_it_loads:
         if not config.finetune:
@@ -71,7 +71,7 @@ def check_replaces_nothing(config: CheckpointConfig) -> None:
     else:
         resume = f"--load {config.save} goes on from them"
     raise UserError(
-        f"--save {config.save} holds checkpoints of another run ({found}): {resume}, --overwrite-checkpoints replaces "
+        f"--save {config.save} holds checkpoints of another run ({newest}): {resume}, --overwrite-checkpoints replaces "
         "them, or name another folder"
     )
 

@@ -109,20 +109,20 @@ def divide_plans(plans: list[SavePlan]) -> list[SavePlan]:
 
 
 def _tasks_of(name: str, by_box: dict[Box, list[tuple[int, WriteItem]]]) -> list[_Task]:
-    data = [item.tensor_data for held in by_box.values() for _, item in held if item.tensor_data is not None]
+    data = [item.tensor_data for entries in by_box.values() for _, item in entries if item.tensor_data is not None]
     kinds = {(tuple(d.size), d.properties.dtype) for d in data}
     if len(kinds) > 1:
         raise ValueError(f"cannot save {name}: ranks describe it differently, as {sorted(map(str, kinds))}")
     ((shape, dtype),) = kinds
     boxes = list(by_box)
-    parts = disjoint_parts(boxes)
-    held_volume = sum(math.prod(sizes) for _, (_, sizes) in parts)
+    pieces = disjoint_parts(boxes)
+    held_volume = sum(math.prod(sizes) for _, (_, sizes) in pieces)
     if held_volume != math.prod(shape):
         raise ValueError(
             f"cannot save {name}: the ranks hold {held_volume} of its {math.prod(shape)} elements (shape {shape})"
         )
     tasks = []
-    for index, (offsets, sizes) in parts:
+    for index, (offsets, sizes) in pieces:
         holders = by_box[boxes[index]]
         tensor_data = dataclasses.replace(data[0], chunk=ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
         item = WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=tensor_data)

@@ -118,8 +118,8 @@ class _SaveRequest:
         for iteration in removed:
             self.log(f"removed checkpoint of iteration {iteration} from {self.root}")
         for problem in problems:
-            where = Path(problem.filename or self.root)
-            self.log(f"could not remove an old checkpoint: {describe(problem, where)}")
+            path = Path(problem.filename or self.root)
+            self.log(f"could not remove an old checkpoint: {describe(problem, path)}")
 
 
 def save_checkpoint(
@@ -164,8 +164,8 @@ def save_checkpoint(
         documents = {COMMON: encode_plain(dict(common)), CONFIG: config_yaml.encode()}
     except TypeError as error:
         problem = str(error)  # raised together with the other ranks, which are about to communicate
-    held = {name: _staged(shard) if async_ else shard for name, shard in tensors.items()}
-    job = _SaveRequest(Path(root), iteration, held, documents, problem, group, keep_last, last_update, log)
+    tensors_to_save = {name: _staged(shard) if async_ else shard for name, shard in tensors.items()}
+    job = _SaveRequest(Path(root), iteration, tensors_to_save, documents, problem, group, keep_last, last_update, log)
     if async_:
         return SaveHandle(job.run)
     job.run()

@@ -78,7 +78,7 @@ class StatefulParts:
 
     def state_dict(self) -> dict[str, Any]:
         """The states of all registered parts."""
-        return {name: part.save() for name, part in self._parts.items()}
+        return {name: entry.save() for name, entry in self._parts.items()}
 
     def check(self, saved: Mapping[str, Any]) -> None:
         """Checks the names in a checkpoint against the registered parts, before any part is restored.
@@ -99,9 +99,9 @@ class StatefulParts:
         Raises:
             KeyError: when a part is missing.
         """
-        for name, part in self._parts.items():
-            if part.load is not None and part.scope in scopes:
-                part.load(saved[name])
+        for name, entry in self._parts.items():
+            if entry.load is not None and entry.scope in scopes:
+                entry.load(saved[name])
 
 
 def under_todays_names(common: Mapping[str, Any]) -> dict[str, Any]:

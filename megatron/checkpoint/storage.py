@@ -288,8 +288,8 @@ def check_items(folder: Path, items: Iterable[StoredItem]) -> str | None:
             with open_regular(path) as stream:
                 for item in stored:
                     if _checksum(stream, item, buffer) != item.crc32:
-                        where = f"bytes {item.offset} to {item.offset + item.length}"
-                        return f"{path} is damaged: {where} do not have their checksum"
+                        byte_range = f"bytes {item.offset} to {item.offset + item.length}"
+                        return f"{path} is damaged: {byte_range} do not have their checksum"
         except (OSError, EOFError) as error:
             return describe(error, path)
     return None
@@ -297,12 +297,12 @@ def check_items(folder: Path, items: Iterable[StoredItem]) -> str | None:
 
 def _checksum(stream: io.FileIO, item: StoredItem, buffer: memoryview) -> int:
     stream.seek(item.offset)
-    crc32, left = 0, item.length
-    while left:
-        part = buffer[: min(left, len(buffer))]
-        _read_exactly(stream, part)
-        crc32 = zlib.crc32(part, crc32)
-        left -= len(part)
+    crc32, remaining = 0, item.length
+    while remaining:
+        chunk = buffer[: min(remaining, len(buffer))]
+        _read_exactly(stream, chunk)
+        crc32 = zlib.crc32(chunk, crc32)
+        remaining -= len(chunk)
     return crc32
 
 

@@ -36,18 +36,18 @@ class StoredTensors:
             KeyError: when there is no tensor of this name.
         """
         stored = self.manifest.tensors[name]
-        whole = torch.empty(tuple(stored.size), dtype=stored.properties.dtype)
+        tensor = torch.empty(tuple(stored.size), dtype=stored.properties.dtype)
         for chunk in stored.chunks:
             item = self.manifest.items[name, tuple(chunk.offsets)]
             sizes = tuple(chunk.sizes)
-            alone = math.prod(sizes) == whole.numel()
-            part = whole if alone else torch.empty(sizes, dtype=whole.dtype)
-            if part.numel() and not read_into(self.folder, item, bytes_of(part)):
+            alone = math.prod(sizes) == tensor.numel()
+            chunk_tensor = tensor if alone else torch.empty(sizes, dtype=tensor.dtype)
+            if chunk_tensor.numel() and not read_into(self.folder, item, bytes_of(chunk_tensor)):
                 raise UserError(
                     f"{self.folder / item.file} is missing, truncated or damaged: {item.length} bytes from "
                     f"{item.offset}, a part of {name}, do not have their checksum"
                 )
             if not alone:
                 box = tuple(slice(o, o + s) for o, s in zip(chunk.offsets, sizes, strict=True))
-                whole[box] = part
-        return whole
+                tensor[box] = chunk_tensor
+        return tensor

@@ -92,6 +92,6 @@ def torch_metadata(manifest: Manifest) -> bytes:
         for chunk in tensor.chunks:
             item = manifest.items[name, tuple(chunk.offsets)]
             before = len(header(tensor.properties.dtype, chunk.sizes))
-            place = _StorageInfo(item.file, item.offset - before, item.length + before)
-            storage[MetadataIndex(name, chunk.offsets)] = place
+            storage_info = _StorageInfo(item.file, item.offset - before, item.length + before)
+            storage[MetadataIndex(name, chunk.offsets)] = storage_info
     return pickle.dumps(Metadata(dict(entries), storage_data=storage))

@@ -52,9 +52,12 @@ def architecture_of(model: ModelConfig) -> str:
     Raises:
         UserError: when there is none; the message has the unmet requirements of the closest architecture.
     """
-    missing = {name: [what for what, met in wanted.items() if not met] for name, wanted in _requirements(model).items()}
-    for name, what in missing.items():
-        if not what:
+    missing = {
+        name: [requirement for requirement, met in requirements.items() if not met]
+        for name, requirements in _requirements(model).items()
+    }
+    for name, unmet in missing.items():
+        if not unmet:
             return name
     closest = min(missing, key=lambda name: len(missing[name]))
     raise UserError(

@@ -50,20 +50,20 @@ def find_classic(root: Path, iteration: int | None = None) -> Path | None:
     if named is not None and _ranks(root / folder_name(named)):
         return root / folder_name(named)
     folders = [*root.glob("iter_*"), root / "release"] if iteration is not None else []
-    others = sorted(path.name for path in folders if _ranks(path))
-    if others:
-        raise UserError(f"--iteration {iteration}: {root} has no such checkpoint; it has {', '.join(others)}")
+    other_names = sorted(path.name for path in folders if _ranks(path))
+    if other_names:
+        raise UserError(f"--iteration {iteration}: {root} has no such checkpoint; it has {', '.join(other_names)}")
     return None
 
 
 def _ranks(folder: Path) -> dict[tuple[int, int], Path]:
     """Files by (tensor-parallel, pipeline-parallel) rank."""
-    found = {}
+    files = {}
     for path in folder.iterdir() if folder.is_dir() else ():
         match = _FOLDER.fullmatch(path.name)
         if match and (path / FILE).is_file():
-            found[int(match[1]), int(match[2] or 0)] = path / FILE
-    return found
+            files[int(match[1]), int(match[2] or 0)] = path / FILE
+    return files
 
 
 # Reading
@@ -106,13 +106,13 @@ def _load(path: Path) -> TorchFile:
 
 def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
     """Flattens nested dictionaries to dotted names."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, value in nested.items():
         if isinstance(value, Tensor):
-            found[f"{prefix}{name}"] = value
+            tensors[f"{prefix}{name}"] = value
         elif isinstance(value, Mapping):
-            found |= _flat(value, f"{prefix}{name}.")
-    return found
+            tensors |= _flat(value, f"{prefix}{name}.")
+    return tensors
 
 
 def _logical(name: str, first_layer: int) -> str | None:
@@ -126,8 +126,12 @@ def _logical(name: str, first_layer: int) -> str | None:
         return None
     match = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
     if match:
-        own = match[2].removesuffix("_extra_state")
-        return f"layers.{first_layer + int(match[1])}.{own}" if own == match[2] and "rotary" not in own else None
+        layer_name = match[2].removesuffix("_extra_state")
+        return (
+            f"layers.{first_layer + int(match[1])}.{layer_name}"
+            if layer_name == match[2] and "rotary" not in layer_name
+            else None
+        )
     return name if name.startswith(("embedding.", "final_layernorm.", "output_layer.")) else None
 
 
@@ -149,7 +153,7 @@ def read_classic(folder: Path, vocab_size: int | None = None) -> Weights:
                 raise UserError(
                     f"{folder}: of the {tps[-1] + 1} x {pps[-1] + 1} ranks, mp_rank_{tp:02d}_{pp:03d} is missing"
                 )
-    files = {place: _load(path) for place, path in paths.items()}
+    files = {rank: _load(path) for rank, path in paths.items()}
     try:
         args = _arguments(files[0, 0].content)
         model, padded, version, iteration = _described(files[0, 0].content, args)
@@ -160,20 +164,22 @@ def read_classic(folder: Path, vocab_size: int | None = None) -> Weights:
         raise UserError(f"{paths[0, 0]}: {error}") from error
     shards = [_pipeline_of(files, tp, len(pps), model, folder) for tp in range(len(tps))]
     expected = tensors_of(model, entries_size)
-    for name, part in shards[0].items():
+    for name, stored in shards[0].items():
         if name not in expected:
-            raise UserError(f"{part.file.path}: {part.name} has no place in a model of its arguments")
+            raise UserError(f"{stored.file.path}: {stored.name} has no place in a model of its arguments")
     entries = {}
     for name, spec in expected.items():
-        parts = [shard[name] for shard in shards if name in shard]
-        if len(parts) != len(shards):
-            raise UserError(f"{folder}: {name} is in {len(parts)} of {len(shards)} tensor-parallel ranks")
-        _check_parts(name, parts, spec, model, padded)
-        entries[name] = Entry(spec.logical_shape, parts[0].like.dtype, _merged(name, parts, spec, model, version))
+        stored_shards = [shard[name] for shard in shards if name in shard]
+        if len(stored_shards) != len(shards):
+            raise UserError(f"{folder}: {name} is in {len(stored_shards)} of {len(shards)} tensor-parallel ranks")
+        _check_parts(name, stored_shards, spec, model, padded)
+        entries[name] = Entry(
+            spec.logical_shape, stored_shards[0].like.dtype, _merged(name, stored_shards, spec, model, version)
+        )
     return Weights(model, entries_size, entries, iteration=iteration)
 
 
-def _check_parts(name: str, parts: Sequence[Stored], spec: ParamSpec, model: ModelConfig, padded: int) -> None:
+def _check_parts(name: str, shards: Sequence[Stored], spec: ParamSpec, model: ModelConfig, padded: int) -> None:
     """Checks the shapes and dtypes of a tensor's shards against the arguments in the file.
 
     Raises:
@@ -183,20 +189,20 @@ def _check_parts(name: str, parts: Sequence[Stored], spec: ParamSpec, model: Mod
     if name in PADDED:
         shape[0] = padded
     if spec.dim is not None:
-        if shape[spec.dim] % len(parts):
+        if shape[spec.dim] % len(shards):
             raise UserError(
-                f"{parts[0].file.path}: {name} has {shape[spec.dim]} rows or columns by its arguments, "
-                f"which cannot be in {len(parts)} ranks"
+                f"{shards[0].file.path}: {name} has {shape[spec.dim]} rows or columns by its arguments, "
+                f"which cannot be in {len(shards)} ranks"
             )
-        shape[spec.dim] //= len(parts)
+        shape[spec.dim] //= len(shards)
     if stacks_gate_and_up(model, name):
         shape[:2] = [shape[0] * shape[1]]
-    for part in parts:
-        found, dtype = tuple(part.like.shape), part.like.dtype
-        if found != tuple(shape):
-            raise UserError(f"{part.file.path}: {name} has shape {found}, its arguments ask for {tuple(shape)}")
-        if dtype != parts[0].like.dtype:
-            raise UserError(f"{part.file.path}: {name} is {dtype}, another rank's part of it {parts[0].like.dtype}")
+    for shard in shards:
+        stored_shape, dtype = tuple(shard.like.shape), shard.like.dtype
+        if stored_shape != tuple(shape):
+            raise UserError(f"{shard.file.path}: {name} has shape {stored_shape}, its arguments ask for {tuple(shape)}")
+        if dtype != shards[0].like.dtype:
+            raise UserError(f"{shard.file.path}: {name} is {dtype}, another rank's part of it {shards[0].like.dtype}")
 
 
 def _pipeline_of(
@@ -208,71 +214,71 @@ def _pipeline_of(
 ) -> dict[str, Stored]:
     """A tensor-parallel rank's tensors of all stages and chunks, by logical name."""
     chunks = [name for name in files[tp, 0].content if isinstance(name, str) and re.fullmatch(r"model[0-9]+", name)]
-    found: dict[str, Stored] = {}
-    done = 0
+    tensors: dict[str, Stored] = {}
+    num_layers = 0
     for name in [f"model{number}" for number in range(len(chunks))] or ["model"]:
         for stage in range(stages):
             file = files[tp, stage]
-            held = file.content.get(name)
-            if not isinstance(held, Mapping):
+            content = file.content.get(name)
+            if not isinstance(content, Mapping):
                 raise UserError(f"{file.path}: {name} is not there, or holds no tensors by name")
-            flat = _flat(held)
+            flat = _flat(content)
             layers = {int(m[1]) for m in (re.search(r"layers\.(\d+)\.", key) for key in flat) if m}
             for key, tensor in flat.items():
-                logical = _logical(key, done)
+                logical = _logical(key, num_layers)
                 if logical is not None:
-                    found.setdefault(logical, file.stored(key, tensor))
-            done += len(layers)
-    if done != model.num_layers:
-        raise UserError(f"{folder}: the files hold {done} layers, their arguments say {model.num_layers}")
-    return found
+                    tensors.setdefault(logical, file.stored(key, tensor))
+            num_layers += len(layers)
+    if num_layers != model.num_layers:
+        raise UserError(f"{folder}: the files hold {num_layers} layers, their arguments say {model.num_layers}")
+    return tensors
 
 
 def _merged(
     name: str, stored: Sequence[Stored], spec: ParamSpec, model: ModelConfig, version: float
 ) -> Callable[[], Tensor]:
     def read() -> Tensor:
-        parts = [one.read() for one in (stored if spec.dim is not None else stored[:1])]
+        shards = [entry.read() for entry in (stored if spec.dim is not None else stored[:1])]
         if "query_key_value" in name:
-            parts = [_by_head(part, model, len(parts), version) for part in parts]
+            shards = [_by_head(shard, model, len(shards), version) for shard in shards]
         if stacks_gate_and_up(model, name):
-            parts = [part.view(2, -1, *part.shape[1:]) for part in parts]
-        whole = torch.cat(parts, dim=spec.dim or 0) if len(parts) > 1 else parts[0]
-        return whole[: spec.logical_shape[0]] if name in PADDED else whole
+            shards = [shard.view(2, -1, *shard.shape[1:]) for shard in shards]
+        merged = torch.cat(shards, dim=spec.dim or 0) if len(shards) > 1 else shards[0]
+        return merged[: spec.logical_shape[0]] if name in PADDED else merged
 
     return read
 
 
-def _by_head(part: Tensor, model: ModelConfig, tp: int, version: float) -> Tensor:
+def _by_head(projection: Tensor, model: ModelConfig, tp: int, version: float) -> Tensor:
     """Reorders a rank's fused projection to rows [head, query/key/value, channel], the order since version 2."""
-    heads, width, rest = model.num_attention_heads // tp, model.kv_channels, part.shape[1:]
+    heads, width, trailing_shape = model.num_attention_heads // tp, model.kv_channels, projection.shape[1:]
     if version >= 2 or model.num_query_groups != model.num_attention_heads:
-        return part
+        return projection
     if version == 0:
-        return part.view(3, heads, width, *rest).transpose(0, 1).reshape(part.shape)
-    return part.view(heads, width, 3, *rest).transpose(1, 2).reshape(part.shape)
+        return projection.view(3, heads, width, *trailing_shape).transpose(0, 1).reshape(projection.shape)
+    return projection.view(heads, width, 3, *trailing_shape).transpose(1, 2).reshape(projection.shape)
 
 
-def _vocab_size(args: Values, given: int | None, padded: int, tp: int) -> int:
+def _vocab_size(args: Values, requested: int | None, padded: int, tp: int) -> int:
     """Number of vocabulary entries without padding.
 
     Raises:
         UserError: when the embedding has more extra rows than padding can explain.
     """
-    if given is not None:
-        if not 0 < given <= padded:
-            raise UserError(f"--vocab-size {given}: the checkpoint's embedding has {padded} rows")
-        return given
-    own = args.integer("orig_vocab_size", 0, least=0) or args.integer("vocab_size", 0, least=0)
+    if requested is not None:
+        if not 0 < requested <= padded:
+            raise UserError(f"--vocab-size {requested}: the checkpoint's embedding has {padded} rows")
+        return requested
+    count = args.integer("orig_vocab_size", 0, least=0) or args.integer("vocab_size", 0, least=0)
     multiple = args.integer("make_vocab_size_divisible_by", 128)
     step = multiple * max(tp, args.integer("tensor_model_parallel_size", tp))  # merged files may keep their padding
-    if own and not 0 <= padded - own < step:
+    if count and not 0 <= padded - count < step:
         raise UserError(
-            f"the vocabulary has {own} entries and its embedding {padded} rows by the arguments, which is not their "
+            f"the vocabulary has {count} entries and its embedding {padded} rows by the arguments, which is not their "
             f"padding to a multiple of {step}; say how many are entries with --vocab-size"
         )
-    if own:
-        return own
+    if count:
+        return count
     if (
         args.text("tokenizer_type", "") == "GPT2BPETokenizer"
         and -(-GPT2_ENTRIES // (multiple * tp)) * multiple * tp == padded
@@ -336,18 +342,18 @@ def _model_of(args: Values) -> ModelConfig:
     experts = args.get("num_experts")
     if experts not in (None, 1, [1]):
         raise UserError(f"num_experts {shown(experts)} cannot be converted: only models without experts can")
-    known: dict[str, object] = {name: args.integer(name) for name in _SIZES if args.has(name)}
-    known |= {name: args.flag(name, False) for name in _FLAGS if args.has(name)}
-    known |= {ours: args.number(theirs) for theirs, ours in _NUMBERS.items() if args.has(theirs)}
+    values: dict[str, object] = {name: args.integer(name) for name in _SIZES if args.has(name)}
+    values |= {name: args.flag(name, False) for name in _FLAGS if args.has(name)}
+    values |= {ours: args.number(theirs) for theirs, ours in _NUMBERS.items() if args.has(theirs)}
     if args.has("normalization"):
-        known["normalization"] = args.text("normalization")
-    known |= _positions_of(args)
-    known["add_qkv_bias"] = args.flag("add_qkv_bias", False) and not known.get("add_bias_linear", True)
+        values["normalization"] = args.text("normalization")
+    values |= _positions_of(args)
+    values["add_qkv_bias"] = args.flag("add_qkv_bias", False) and not values.get("add_bias_linear", True)
     if args.flag("group_query_attention", False) and args.has("num_query_groups"):
-        known["num_query_groups"] = args.integer("num_query_groups")
-    if "seq_length" not in known:
-        known["seq_length"] = args.integer("max_position_embeddings")
-    return model_of(**known)
+        values["num_query_groups"] = args.integer("num_query_groups")
+    if "seq_length" not in values:
+        values["seq_length"] = args.integer("max_position_embeddings")
+    return model_of(**values)
 
 
 def _positions_of(args: Values) -> dict[str, object]:

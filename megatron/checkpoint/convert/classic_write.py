@@ -59,14 +59,14 @@ class _RankFile:
         Raises:
             ValueError: when they do not fill the reserved space exactly.
         """
-        data, rest = bytes_of(part), bytes(zeros * part.element_size())
-        if len(data) + len(rest) != self.sizes[name]:
-            raise ValueError(f"{name} has {len(data) + len(rest)} bytes, its room {self.sizes[name]}")
+        data, padding = bytes_of(part), bytes(zeros * part.element_size())
+        if len(data) + len(padding) != self.sizes[name]:
+            raise ValueError(f"{name} has {len(data) + len(padding)} bytes, its room {self.sizes[name]}")
         with self.path.open("r+b") as stream:
             stream.seek(self.places[name])
             stream.write(data)
-            stream.write(rest)
-        self.crcs[self.records[self.places[name]]] = zlib.crc32(rest, zlib.crc32(data))
+            stream.write(padding)
+        self.crcs[self.records[self.places[name]]] = zlib.crc32(padding, zlib.crc32(data))
 
     def seal(self) -> None:
         """Writes the checksums of the filled records into the archive."""
@@ -79,8 +79,8 @@ class _RankFile:
                 lengths = struct.unpack("<HHH", header[28:34])
                 if info.filename in self.crcs:
                     packed = struct.pack("<I", self.crcs[info.filename])
-                    for place in (start + _CENTRAL_CRC, info.header_offset + _LOCAL_CRC):
-                        stream.seek(place)
+                    for offset in (start + _CENTRAL_CRC, info.header_offset + _LOCAL_CRC):
+                        stream.seek(offset)
                         stream.write(packed)
                 start += 46 + sum(lengths)
             stream.flush()
@@ -104,33 +104,33 @@ def write_classic(weights: Weights, root: Path, tp: int, pp: int, done: Callable
     model = weights.model
     _check_has_a_form(model)
     built(weights.tokenizer, weights.vocab_size)
-    for flag, size, count, what in (
+    for flag, size, count, dimension in (
         ("--target-tensor-model-parallel-size", tp, model.num_attention_heads, "heads"),
         ("--target-tensor-model-parallel-size", tp, model.num_query_groups, "query groups"),
         ("--target-tensor-model-parallel-size", tp, model.ffn_hidden_size, "rows of the MLP"),
         ("--target-pipeline-model-parallel-size", pp, model.num_layers, "layers"),
     ):
         if count % size:
-            raise UserError(f"{flag} {size} does not divide the {count} {what}; choose a divisor")
+            raise UserError(f"{flag} {size} does not divide the {count} {dimension}; choose a divisor")
     saved: Iteration = weights.iteration or "release"
     folder = root / folder_name(saved)
     padded = padded_vocab_size(weights.vocab_size, model.make_vocab_size_divisible_by, tp)
     specs = tensors_of(model, padded)
     files = {(t, p): _laid_out(weights, specs, folder, t, p, tp, pp, padded) for p in range(pp) for t in range(tp)}
     for name, entry in weights.entries.items():
-        whole = entry.read()
-        missing = specs[name].logical_shape[0] - whole.shape[0]
+        tensor = entry.read()
+        missing = specs[name].logical_shape[0] - tensor.shape[0]
         for (t, _), file in files.items():
-            for place in (name, f"copy of {name}"):
-                if place not in file.places:
+            for key in (name, f"copy of {name}"):
+                if key not in file.places:
                     continue
                 if missing:
                     rows = padded // tp
-                    part = whole[t * rows : (t + 1) * rows]
-                    file.fill(place, part, (rows - part.shape[0]) * model.hidden_size)
+                    shard = tensor[t * rows : (t + 1) * rows]
+                    file.fill(key, shard, (rows - shard.shape[0]) * model.hidden_size)
                 else:
-                    file.fill(place, _part(name, whole, specs[name], model, t, tp))
-        done(whole.numel() * whole.element_size())
+                    file.fill(key, _part(name, tensor, specs[name], model, t, tp))
+        done(tensor.numel() * tensor.element_size())
     for file in files.values():
         file.seal()
     copy_tokenizer(weights.tokenizer, root)
@@ -143,7 +143,7 @@ def _check_has_a_form(model: ModelConfig) -> None:
     Raises:
         UserError: when the arguments cannot describe it; the message lists the unsupported features.
     """
-    forms = {what.removeprefix("no --"): usual for what, usual in usual_form(model).items()}
+    forms = {flag.removeprefix("no --"): usual for flag, usual in usual_form(model).items()}
     other = {
         f"model of kind {model.kind}": model.kind != "gpt",
         "--parallel-residual": model.parallel_residual,
@@ -158,20 +158,21 @@ def _check_has_a_form(model: ModelConfig) -> None:
     if model.rotary_scaling == "llama3":
         llama3 = {"original_length": 8192, "low_turns": 1.0, "high_turns": 4.0}
         other |= {
-            f"--rotary-scaling-{part.replace('_', '-')} of its own": getattr(model, f"rotary_scaling_{part}") != usual
-            for part, usual in llama3.items()
+            f"--rotary-scaling-{parameter.replace('_', '-')} of its own": getattr(model, f"rotary_scaling_{parameter}")
+            != usual
+            for parameter, usual in llama3.items()
         }
-    found = [what for what, there in other.items() if there]
-    if found:
+    unsupported = [feature for feature, is_set in other.items() if is_set]
+    if unsupported:
         raise UserError(
-            f"--to classic: that layout has no {' and no '.join(found)}; keep it in our own format, or --to hf"
+            f"--to classic: that layout has no {' and no '.join(unsupported)}; keep it in our own format, or --to hf"
         )
 
 
-def _part(name: str, whole: Tensor, spec: ParamSpec, model: ModelConfig, t: int, tp: int) -> Tensor:
+def _part(name: str, tensor: Tensor, spec: ParamSpec, model: ModelConfig, t: int, tp: int) -> Tensor:
     """A tensor-parallel rank's slice of a tensor."""
-    part = whole if spec.dim is None else whole.chunk(tp, dim=spec.dim)[t]
-    return part.flatten(0, 1) if stacks_gate_and_up(model, name) else part
+    shard = tensor if spec.dim is None else tensor.chunk(tp, dim=spec.dim)[t]
+    return shard.flatten(0, 1) if stacks_gate_and_up(model, name) else shard
 
 
 def _laid_out(
@@ -184,9 +185,9 @@ def _laid_out(
 
     def space(name: str, key: str | None = None) -> Tensor:
         # Memory that is never touched is never allocated.
-        whole = torch.empty(specs[name].logical_shape, dtype=weights.entries[name].dtype, device="meta")
-        part = _part(name, whole, specs[name], model, t, tp)
-        room[key or name] = torch.empty(part.shape, dtype=part.dtype)
+        tensor = torch.empty(specs[name].logical_shape, dtype=weights.entries[name].dtype, device="meta")
+        shard = _part(name, tensor, specs[name], model, t, tp)
+        room[key or name] = torch.empty(shard.shape, dtype=shard.dtype)
         return room[key or name]
 
     language: dict[str, Any] = {}
@@ -196,19 +197,19 @@ def _laid_out(
             positions = {"weight": space("embedding.position_embeddings.weight")}
             language["embedding"]["position_embeddings"] = positions
     encoder: dict[str, Tensor] = {}
-    for own in range(per_stage):
-        at = f"layers.{p * per_stage + own}."
+    for layer in range(per_stage):
+        at = f"layers.{p * per_stage + layer}."
         for name in (name for name in specs if name.startswith(at)):
-            encoder[f"layers.{own}.{name.removeprefix(at)}"] = space(name)
+            encoder[f"layers.{layer}.{name.removeprefix(at)}"] = space(name)
     if p == pp - 1:
         encoder |= {name: space(name) for name in specs if name.startswith("final_layernorm.")}
     language["encoder"] = encoder
-    held: dict[str, Any] = {"language_model": language}
+    saved_model: dict[str, Any] = {"language_model": language}
     if p == pp - 1 and "output_layer.weight" in specs:
         language["output_layer"] = {"weight": space("output_layer.weight")}
     elif p == pp - 1 and pp > 1:
         tied = "embedding.word_embeddings.weight"
-        held["word_embeddings_for_head"] = {"weight": space(tied, f"copy of {tied}")}
+        saved_model["word_embeddings_for_head"] = {"weight": space(tied, f"copy of {tied}")}
     name = f"mp_rank_{t:02d}" + (f"_{p:03d}" if pp > 1 else "")
     path = folder / name / FILE
     path.parent.mkdir(parents=True)
@@ -216,7 +217,7 @@ def _laid_out(
         "args": argparse.Namespace(**_arguments(weights, tp, pp, padded)),
         "checkpoint_version": 3.0,
         "iteration": weights.iteration,
-        "model": held,
+        "model": saved_model,
     }
     try:
         with torch.serialization.skip_data():
@@ -238,7 +239,7 @@ def _places(path: Path, room: dict[str, Tensor]) -> tuple[dict[str, int], dict[s
         offset = reader.get_record_offset(f"data/{number}")
         places[name] = offset
         records[offset] = f"{prefix}/data/{number}"
-    return places, {name: part.nbytes for name, part in room.items()}, records
+    return places, {name: tensor.nbytes for name, tensor in room.items()}, records
 
 
 def _arguments(weights: Weights, tp: int, pp: int, padded: int) -> dict[str, Any]:

@@ -46,21 +46,21 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def parser() -> argparse.ArgumentParser:
     """Builds the parser of the command line."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--load", "-i", "-in_file", required=True, metavar="DIR", help="what is converted")
-    made.add_argument(
+    arg_parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arg_parser.add_argument("--load", "-i", "-in_file", required=True, metavar="DIR", help="what is converted")
+    arg_parser.add_argument(
         "--save", "-o", "-saved_dir", required=True, metavar="DIR", help="a folder for the result, empty or not there"
     )
-    made.add_argument("--to", choices=("hf", "megatron-cc", "classic"), help="format of the result")
-    made.add_argument(
+    arg_parser.add_argument("--to", choices=("hf", "megatron-cc", "classic"), help="format of the result")
+    arg_parser.add_argument(
         "--iteration", type=int, metavar="N", help="of our own checkpoint, or of a classic one (the newest)"
     )
-    made.add_argument(
+    arg_parser.add_argument(
         "--dtype",
         choices=list(DTYPES),
         help="of the result's weights (as they are); fp32 are the optimizer's values of a run in lower precision",
     )
-    made.add_argument(
+    arg_parser.add_argument(
         "--target-tensor-model-parallel-size",
         "--target-tensor-parallel-size",
         "-i_g",
@@ -70,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="of classic (1)",
     )
-    made.add_argument(
+    arg_parser.add_argument(
         "--target-pipeline-model-parallel-size",
         "--target-pipeline-parallel-size",
         type=int,
@@ -78,19 +78,19 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="of classic (1)",
     )
-    made.add_argument(
+    arg_parser.add_argument(
         "--vocab-size", type=int, metavar="N", help="entries without padding, where a classic file has none"
     )
-    tokenizer = made.add_argument_group("tokenizer", "instead of the one whose files lie in --load")
+    tokenizer = arg_parser.add_argument_group("tokenizer", "instead of the one whose files lie in --load")
     tokenizer.add_argument("--tokenizer-type", metavar="TYPE", help="as in training (what the files make of it)")
     tokenizer.add_argument("--vocab-file", metavar="FILE", help="vocab.json, or a WordPiece vocab.txt")
     tokenizer.add_argument("--merge-file", metavar="FILE", help="merges.txt")
     tokenizer.add_argument("--tokenizer-model", metavar="PATH", help="SentencePiece model, or Hugging Face folder")
     tokenizer.add_argument("--no-tokenizer", action="store_true", help="leave the tokenizer's files out")
-    forks = made.add_argument_group("command lines of Optimus-CC and Megatron-DeepSpeed")
+    forks = arg_parser.add_argument_group("command lines of Optimus-CC and Megatron-DeepSpeed")
     forks.add_argument("--model-type", metavar="GPT", help="makes --to classic the default, which only GPT has")
     forks.add_argument("-p", "-processes", "-weight_data_type", dest="ignored", metavar="X", help="has no effect")
-    return made
+    return arg_parser
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -99,11 +99,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     Raises:
         UserError: when a flag is unknown to all of the tools, or the target format cannot be determined.
     """
-    made = parser()
-    options, rest = made.parse_known_args(arguments)
-    if rest:
-        parse_args(rest, prog=made.prog)
-        print(f"{made.prog}: not needed, the model is in the checkpoint: {' '.join(rest)}", file=sys.stderr)
+    arg_parser = parser()
+    options, training_arguments = arg_parser.parse_known_args(arguments)
+    if training_arguments:
+        parse_args(training_arguments, prog=arg_parser.prog)
+        print(
+            f"{arg_parser.prog}: not needed, the model is in the checkpoint: {' '.join(training_arguments)}",
+            file=sys.stderr,
+        )
     if options.model_type not in (None, "GPT"):
         raise UserError(
             f"--model-type {options.model_type}: the classic layout is GPT's alone; leave the flag out, and give --to"
@@ -160,20 +163,20 @@ def _tokenizer(options: argparse.Namespace, weights: Weights, folders: Sequence[
         UserError: when flags name no tokenizer, or the tokenizer of another model.
     """
     names = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model")
-    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    settings = {name: value for name in names if (value := getattr(options, name)) is not None}
     if options.no_tokenizer:
-        if given:
+        if settings:
             raise UserError(
-                f"--no-tokenizer contradicts --{next(iter(given)).replace('_', '-')}; leave one of them out"
+                f"--no-tokenizer contradicts --{next(iter(settings)).replace('_', '-')}; leave one of them out"
             )
         return TokenizerConfig()
-    if not given:
+    if not settings:
         return weights.tokenizer if weights.tokenizer.tokenizer_type else tokenizer_beside(*folders)
-    if "tokenizer_type" not in given:
-        model = Path(given.get("tokenizer_model", ""))
+    if "tokenizer_type" not in settings:
+        model = Path(settings.get("tokenizer_model", ""))
         by_model = "HFTokenizer" if model.is_dir() else "SentencePieceTokenizer"
-        given["tokenizer_type"] = by_model if "tokenizer_model" in given else "GPT2BPETokenizer"
-    tokenizer = fitted(TokenizerConfig(**given), weights.vocab_size)
+        settings["tokenizer_type"] = by_model if "tokenizer_model" in settings else "GPT2BPETokenizer"
+    tokenizer = fitted(TokenizerConfig(**settings), weights.vocab_size)
     built(tokenizer, weights.vocab_size)
     return tokenizer
 

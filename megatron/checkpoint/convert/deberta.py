@@ -61,16 +61,16 @@ def deberta_model(config: Values) -> dict[str, object]:
     """Model fields from config.json; raises UserError for a feature that our models lack."""
     hidden, positions = config.integer("hidden_size"), config.integer("max_position_embeddings", 512)
     kernel = config.integer("conv_kernel_size", 0, least=0)
-    for name, (default, wanted) in _OF_DEBERTA.items():
+    for name, (default, supported) in _OF_DEBERTA.items():
         value = config.get(name, default)
-        if value != wanted:
-            raise UserError(f"{name} {value!r} cannot be converted; only {wanted!r}, as of DeBERTa-v2 and -v3, can")
+        if value != supported:
+            raise UserError(f"{name} {value!r} cannot be converted; only {supported!r}, as of DeBERTa-v2 and -v3, can")
     if kernel and config.text("conv_act", "tanh") != "gelu":
         raise UserError(f"conv_act {config.text('conv_act', 'tanh')!r} cannot be converted; only gelu can")
-    given = config.get("pos_att_type")
-    terms = given.lower().split("|") if isinstance(given, str) else config.texts("pos_att_type") if given else []
+    field = config.get("pos_att_type")
+    terms = field.lower().split("|") if isinstance(field, str) else config.texts("pos_att_type") if field else []
     if sorted(term.strip() for term in terms) != ["c2p", "p2c"]:
-        raise UserError(f"pos_att_type {given!r} cannot be converted; only c2p and p2c together can")
+        raise UserError(f"pos_att_type {field!r} cannot be converted; only c2p and p2c together can")
     for name in ("embedding_size", "pooler_hidden_size"):
         if config.integer(name, hidden) != hidden:
             raise UserError(f"{name} {config.integer(name)} is not hidden_size {hidden}; it cannot be converted")

@@ -41,7 +41,7 @@ def usual_form(model: ModelConfig) -> dict[str, bool]:
 
 def gemma_requirements(model: ModelConfig) -> dict[str, dict[str, bool]]:
     """Requirements of Gemma 2 and 3 in addition to those of all gated models with rotary positions."""
-    both = {
+    shared = {
         "--geglu": model.geglu,
         "--apply-layernorm-1p": model.apply_layernorm_1p,
         "--sandwich-norm": model.sandwich_norm,
@@ -50,9 +50,9 @@ def gemma_requirements(model: ModelConfig) -> dict[str, dict[str, bool]]:
     }
     scales_all = model.rotary_scaling != "none" and model.rope_local_base_freq is None
     return {
-        GEMMA2: {**both, "no --rope-local-base-freq": model.rope_local_base_freq is None},
+        GEMMA2: {**shared, "no --rope-local-base-freq": model.rope_local_base_freq is None},
         GEMMA3: {
-            **both,
+            **shared,
             "no --attn-logit-softcapping": model.attn_logit_softcapping is None,
             "--rope-local-base-freq, as it has no --rotary-scaling of layers with a window": (
                 not scales_all or model.sliding_window is None

@@ -67,19 +67,19 @@ def read_hf(folder: Path) -> Weights:
     stored = _StoredFiles(folder)
     entries, used = {}, set()
     for rule in rules(model, vocab_size):
-        parts = [stored.entry(name, shape) for name, shape in rule.theirs]
+        sources = [stored.entry(name, shape) for name, shape in rule.theirs]
         used |= {stored.name_of(name) for name, _ in rule.theirs}
-        dtype = functools.reduce(torch.promote_types, (part.dtype for part in parts))
-        entries[rule.ours] = Entry(rule.shape, dtype, _joined(rule, [part.to(dtype) for part in parts]))
+        dtype = functools.reduce(torch.promote_types, (source.dtype for source in sources))
+        entries[rule.ours] = Entry(rule.shape, dtype, _joined(rule, [source.to(dtype) for source in sources]))
     stored.check_all_used(used)
     if model.ties_embeddings:
         stored.check_tied(entries[TIED_NAME])
     return Weights(model, vocab_size, entries, left_out="" if config is described else "the image encoder")
 
 
-def _joined(rule: Rule, parts: Sequence[Entry]) -> Callable[[], Tensor]:
+def _joined(rule: Rule, entries: Sequence[Entry]) -> Callable[[], Tensor]:
     def read() -> Tensor:
-        return rule.join([part.read() for part in parts]).contiguous()
+        return rule.join([entry.read() for entry in entries]).contiguous()
 
     return read
 
@@ -124,9 +124,9 @@ class _StoredFiles:
     def name_of(self, name: str) -> str:
         """Name of a tensor in the files, with the prefix that they use."""
         for usual, other in _OTHER_NAMES:
-            found = other + name.removeprefix(usual)
-            if name not in self.places and name.startswith(usual) and found in self.places:
-                return found
+            candidate = other + name.removeprefix(usual)
+            if name not in self.places and name.startswith(usual) and candidate in self.places:
+                return candidate
         return name
 
     def check_all_used(self, used: Collection[str]) -> None:
@@ -159,15 +159,15 @@ class _StoredFiles:
         if stored not in self.places:
             raise UserError(f"{self.folder}: there is no tensor {name}; the files are incomplete, or of another model")
         if self._pickled:
-            found, dtype = tuple(self._pickled[stored].like.shape), self._pickled[stored].like.dtype
+            sizes, dtype = tuple(self._pickled[stored].like.shape), self._pickled[stored].like.dtype
         else:
             with _opened(self.places[stored]) as file:
                 if stored not in file.keys():  # noqa: SIM118  # no mapping
                     raise UserError(f"{self.places[stored]} does not hold {stored}, which {INDEX} says it does")
-                part = file.get_slice(stored)
-                found, dtype = tuple(part.get_shape()), _dtype_of(part.get_dtype(), f"{self.places[stored]}: {stored}")
-        if found != shape:
-            raise UserError(f"{self.places[stored]}: {stored} has shape {found}, {CONFIG} asks for {shape}")
+                view = file.get_slice(stored)
+                sizes, dtype = tuple(view.get_shape()), _dtype_of(view.get_dtype(), f"{self.places[stored]}: {stored}")
+        if sizes != shape:
+            raise UserError(f"{self.places[stored]}: {stored} has shape {sizes}, {CONFIG} asks for {shape}")
         return Entry(shape, dtype, lambda: self._read(stored))
 
     def _read(self, stored: str) -> Tensor:
@@ -180,17 +180,17 @@ class _StoredFiles:
 
 def _places(path: Path) -> dict[str, Path]:
     """Path of each tensor's file, from an index file."""
-    index, found = Values(_read_json(path)), {}
+    index, files = Values(_read_json(path)), {}
     try:
         for name, file in index.table("weight_map").items():
             if not isinstance(file, str):
                 raise UserError(f"weight_map names {file!r} as the file of {name}")
             if Path(file).name != file:
                 raise UserError(f"{file!r} lies outside the folder")
-            found[name] = path.parent / file
+            files[name] = path.parent / file
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
-    return found
+    return files
 
 
 def _check_is_file(path: Path) -> None:
@@ -207,8 +207,8 @@ def _opened(path: Path) -> Any:
 
 
 def _dtype_of(name: str, where: str) -> torch.dtype:
-    for dtype, known in DTYPES.items():
-        if known == name:
+    for dtype, dtype_name in DTYPES.items():
+        if dtype_name == name:
             return dtype
     raise UserError(f"{where} is of type {name}, which cannot be converted")
 
@@ -250,11 +250,11 @@ def write_hf(weights: Weights, folder: Path, done: Callable[[int], None], shard_
         tensors = [(theirs, shape, dtypes[rule.ours]) for rule in shard for theirs, shape in rule.theirs]
         file = SafetensorsFile(folder / name, tensors, {"format": "pt"})
         for rule in shard:
-            whole = weights.entries[rule.ours].read()
-            for (theirs, _), view in zip(rule.theirs, rule.split(whole), strict=True):
+            tensor = weights.entries[rule.ours].read()
+            for (theirs, _), view in zip(rule.theirs, rule.split(tensor), strict=True):
                 file.add(theirs, view)
                 places[theirs] = name
-            done(whole.numel() * whole.element_size())
+            done(tensor.numel() * tensor.element_size())
         file.close()
     if len(shards) > 1:
         _write_json(folder / INDEX, {"metadata": {"total_size": weights.nbytes}, "weight_map": places})

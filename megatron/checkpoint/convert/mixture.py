@@ -93,9 +93,9 @@ def _experts_of_a_layer(model: ModelConfig) -> int:
     return count
 
 
-def _interval(found: Iterable[int], layers: int) -> int | None:
+def _interval(expert_layers: Iterable[int], layers: int) -> int | None:
     """The step such that every step-th layer has experts, and no other layer; None if there is none."""
-    numbers = sorted(found)
+    numbers = sorted(expert_layers)
     return next((step for step in range(1, layers + 1) if numbers == list(range(step - 1, layers, step))), None)
 
 
@@ -158,10 +158,10 @@ def _places(config: Values, experts: int) -> dict[str, object]:
     name = "num_experts" if config.has("num_experts") else "num_local_experts"  # as transformers 5 may write it
     count = config.integer(name, experts, least=2)
     dense = set(config.integers("mlp_only_layers")) if config.has("mlp_only_layers") else set()
-    found = [number for number in range(step - 1, layers, step) if number not in dense]
-    if not found:
+    expert_layers = [number for number in range(step - 1, layers, step) if number not in dense]
+    if not expert_layers:
         raise UserError("decoder_sparse_step and mlp_only_layers leave no layer with experts; it cannot be converted")
-    interval = _interval(found, layers)
+    interval = _interval(expert_layers, layers)
     if interval:
         return {"num_experts": [count], "expert_interval": interval}
-    return {"num_experts": [count if number in found else 1 for number in range(layers)]}
+    return {"num_experts": [count if number in expert_layers else 1 for number in range(layers)]}

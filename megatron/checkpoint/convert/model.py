@@ -91,9 +91,9 @@ class Weights:
 def tensors_of(model: ModelConfig, vocab_size: int) -> dict[str, ParamSpec]:
     """Logical names of a model's parameters and buffers, with their shapes and split dimensions, in model order."""
     comm = TensorComm(Group(None, (0,), 0, "this process", "none"), Ledger(), CompressionPlan({}, 0, 1))
-    meta, part = torch.device("meta"), StagePart(range(model.num_layers))
+    meta, stage_part = torch.device("meta"), StagePart(range(model.num_layers))
     shard = VocabShard(vocab_size, vocab_size, comm)
-    stage = make_stage(model, part, shard, comm, meta, torch.float32, RecomputeConfig())
+    stage = make_stage(model, stage_part, shard, comm, meta, torch.float32, RecomputeConfig())
     buffers = {name: ParamSpec(tuple(buffer.shape)) for name, buffer in stage.named_buffers()}
     return dict(collect_specs(stage).values()) | buffers
 
@@ -113,9 +113,9 @@ def check_complete(weights: Weights, where: str) -> None:
     for name, spec in expected.items():
         if name not in weights.entries:
             raise UserError(f"{where}: the model has no {name}; the configuration beside it is of another model")
-        found, dtype, shape = weights.entries[name].shape, weights.entries[name].dtype, spec.logical_shape
-        if found != shape:
-            raise UserError(f"{where}: {name} has shape {found}, the configuration asks for {shape}")
+        entry_shape, dtype, shape = weights.entries[name].shape, weights.entries[name].dtype, spec.logical_shape
+        if entry_shape != shape:
+            raise UserError(f"{where}: {name} has shape {entry_shape}, the configuration asks for {shape}")
         if dtype not in DTYPES:
             raise UserError(f"{where}: {name} holds {str(dtype).removeprefix('torch.')}, which is no type of weights")
     extra = sorted(set(weights.entries) - set(expected))

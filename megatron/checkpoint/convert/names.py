@@ -39,12 +39,12 @@ class Rule:
 
 
 def _same(ours: str, theirs: str, *shape: int) -> Rule:
-    return Rule(ours, shape, ((theirs, shape),), lambda x: [x], lambda parts: parts[0])
+    return Rule(ours, shape, ((theirs, shape),), lambda x: [x], lambda tensors: tensors[0])
 
 
 def _transposed(ours: str, theirs: str, rows: int, columns: int) -> Rule:
     """Rule of a transposed weight, as GPT-2 stores the weights of its matrix products."""
-    return Rule(ours, (rows, columns), ((theirs, (columns, rows)),), lambda x: [x.t()], lambda parts: parts[0].t())
+    return Rule(ours, (rows, columns), ((theirs, (columns, rows)),), lambda x: [x.t()], lambda tensors: tensors[0].t())
 
 
 @dataclass(frozen=True)
@@ -91,32 +91,32 @@ def gpt2_rules(model: ModelConfig, vocab_size: int) -> Iterator[Rule]:
     positions = "embedding.position_embeddings.weight"
     yield _same(positions, "transformer.wpe.weight", model.max_position_embeddings, h)
     for number in range(model.num_layers):
-        at, there = f"layers.{number}.", f"transformer.h.{number}."
+        our_prefix, their_prefix = f"layers.{number}.", f"transformer.h.{number}."
         for kind in ("weight", "bias"):
-            yield _same(f"{at}input_layernorm.{kind}", f"{there}ln_1.{kind}", h)
+            yield _same(f"{our_prefix}input_layernorm.{kind}", f"{their_prefix}ln_1.{kind}", h)
         # Theirs: all queries, all keys, all values. Ours: query, key and value of each head.
         yield Rule(
-            f"{at}self_attention.query_key_value.weight",
+            f"{our_prefix}self_attention.query_key_value.weight",
             (3 * h, h),
-            ((f"{there}attn.c_attn.weight", (h, 3 * h)),),
+            ((f"{their_prefix}attn.c_attn.weight", (h, 3 * h)),),
             lambda x: [x.view(heads, 3, width, h).permute(3, 1, 0, 2)],
-            lambda parts: parts[0].view(h, 3, heads, width).permute(2, 1, 3, 0).reshape(3 * h, h),
+            lambda tensors: tensors[0].view(h, 3, heads, width).permute(2, 1, 3, 0).reshape(3 * h, h),
         )
         yield Rule(
-            f"{at}self_attention.query_key_value.bias",
+            f"{our_prefix}self_attention.query_key_value.bias",
             (3 * h,),
-            ((f"{there}attn.c_attn.bias", (3 * h,)),),
+            ((f"{their_prefix}attn.c_attn.bias", (3 * h,)),),
             lambda x: [x.view(heads, 3, width).transpose(0, 1)],
-            lambda parts: parts[0].view(3, heads, width).transpose(0, 1).reshape(3 * h),
+            lambda tensors: tensors[0].view(3, heads, width).transpose(0, 1).reshape(3 * h),
         )
-        yield _transposed(f"{at}self_attention.dense.weight", f"{there}attn.c_proj.weight", h, h)
-        yield _same(f"{at}self_attention.dense.bias", f"{there}attn.c_proj.bias", h)
+        yield _transposed(f"{our_prefix}self_attention.dense.weight", f"{their_prefix}attn.c_proj.weight", h, h)
+        yield _same(f"{our_prefix}self_attention.dense.bias", f"{their_prefix}attn.c_proj.bias", h)
         for kind in ("weight", "bias"):
-            yield _same(f"{at}post_attention_layernorm.{kind}", f"{there}ln_2.{kind}", h)
-        yield _transposed(f"{at}mlp.dense_h_to_4h.weight", f"{there}mlp.c_fc.weight", ffn, h)
-        yield _same(f"{at}mlp.dense_h_to_4h.bias", f"{there}mlp.c_fc.bias", ffn)
-        yield _transposed(f"{at}mlp.dense_4h_to_h.weight", f"{there}mlp.c_proj.weight", h, ffn)
-        yield _same(f"{at}mlp.dense_4h_to_h.bias", f"{there}mlp.c_proj.bias", h)
+            yield _same(f"{our_prefix}post_attention_layernorm.{kind}", f"{their_prefix}ln_2.{kind}", h)
+        yield _transposed(f"{our_prefix}mlp.dense_h_to_4h.weight", f"{their_prefix}mlp.c_fc.weight", ffn, h)
+        yield _same(f"{our_prefix}mlp.dense_h_to_4h.bias", f"{their_prefix}mlp.c_fc.bias", ffn)
+        yield _transposed(f"{our_prefix}mlp.dense_4h_to_h.weight", f"{their_prefix}mlp.c_proj.weight", h, ffn)
+        yield _same(f"{our_prefix}mlp.dense_4h_to_h.bias", f"{their_prefix}mlp.c_proj.bias", h)
     for kind in ("weight", "bias"):
         yield _same(f"final_layernorm.{kind}", f"transformer.ln_f.{kind}", h)
     if not model.predicts_words:
@@ -138,11 +138,11 @@ def gpt_neox_rules(model: ModelConfig, vocab_size: int) -> Iterator[Rule]:
     }
     yield _same("embedding.word_embeddings.weight", "gpt_neox.embed_in.weight", vocab_size, h)
     for number in range(model.num_layers):
-        at = f"layers.{number}."
+        our_prefix = f"layers.{number}."
         for name, (weight, bias) in shapes.items():
-            theirs = f"gpt_neox.{at}{name.replace('self_attention', 'attention')}"
-            yield _same(f"{at}{name}.weight", f"{theirs}.weight", *weight)
-            yield _same(f"{at}{name}.bias", f"{theirs}.bias", *bias)
+            theirs = f"gpt_neox.{our_prefix}{name.replace('self_attention', 'attention')}"
+            yield _same(f"{our_prefix}{name}.weight", f"{theirs}.weight", *weight)
+            yield _same(f"{our_prefix}{name}.bias", f"{theirs}.bias", *bias)
     for kind in ("weight", "bias"):
         yield _same(f"final_layernorm.{kind}", f"gpt_neox.final_layer_norm.{kind}", h)
     if model.untie_embeddings_and_output_weights:
@@ -163,24 +163,24 @@ def llama_rules(model: ModelConfig, vocab_size: int, experts: ExpertNames = QWEN
     h, wide = model.hidden_size, model.num_attention_heads * model.kv_channels
     yield _same("embedding.word_embeddings.weight", "model.embed_tokens.weight", vocab_size, h)
     for number in range(model.num_layers):
-        at, there = f"layers.{number}.", f"model.layers.{number}."
-        yield _same(f"{at}input_layernorm.weight", f"{there}input_layernorm.weight", h)
-        parts = [f"{there}self_attn.{part}_proj" for part in "qkv"]
-        yield _by_group(model, at, parts, "weight", (h,))
+        our_prefix, their_prefix = f"layers.{number}.", f"model.layers.{number}."
+        yield _same(f"{our_prefix}input_layernorm.weight", f"{their_prefix}input_layernorm.weight", h)
+        projections = [f"{their_prefix}self_attn.{letter}_proj" for letter in "qkv"]
+        yield _by_group(model, our_prefix, projections, "weight", (h,))
         if model.add_bias_linear or model.add_qkv_bias:
-            yield _by_group(model, at, parts, "bias", ())
-        for part in "qk" if model.qk_layernorm else "":
-            ours, theirs = f"self_attention.{part}_layernorm.weight", f"self_attn.{part}_norm.weight"
-            yield _same(f"{at}{ours}", f"{there}{theirs}", model.kv_channels)
-        yield _same(f"{at}self_attention.dense.weight", f"{there}self_attn.o_proj.weight", h, wide)
+            yield _by_group(model, our_prefix, projections, "bias", ())
+        for letter in "qk" if model.qk_layernorm else "":
+            ours, theirs = f"self_attention.{letter}_layernorm.weight", f"self_attn.{letter}_norm.weight"
+            yield _same(f"{our_prefix}{ours}", f"{their_prefix}{theirs}", model.kv_channels)
+        yield _same(f"{our_prefix}self_attention.dense.weight", f"{their_prefix}self_attn.o_proj.weight", h, wide)
         if model.add_bias_linear:
-            yield _same(f"{at}self_attention.dense.bias", f"{there}self_attn.o_proj.bias", h)
+            yield _same(f"{our_prefix}self_attention.dense.bias", f"{their_prefix}self_attn.o_proj.bias", h)
         for ours, theirs in (_SANDWICH if model.sandwich_norm else _BEFORE_THE_MLP).items():
-            yield _same(f"{at}{ours}.weight", f"{there}{theirs}.weight", h)
+            yield _same(f"{our_prefix}{ours}.weight", f"{their_prefix}{theirs}.weight", h)
         if number in model.expert_layers:
             yield from _expert_rules(model, number, experts)
         else:
-            yield from _gated_mlp(model, f"{at}mlp.", f"{there}mlp.", _GATED, model.ffn_hidden_size)
+            yield from _gated_mlp(model, f"{our_prefix}mlp.", f"{their_prefix}mlp.", _GATED, model.ffn_hidden_size)
     yield _same("final_layernorm.weight", "model.norm.weight", h)
     if model.untie_embeddings_and_output_weights:
         yield _same("output_layer.weight", "lm_head.weight", vocab_size, h)
@@ -189,15 +189,17 @@ def llama_rules(model: ModelConfig, vocab_size: int, experts: ExpertNames = QWEN
 def _expert_rules(model: ModelConfig, layer: int, names: ExpertNames) -> Iterator[Rule]:
     """Rules of a layer's router, experts and shared expert."""
     h, count = model.hidden_size, model.expert_layers[layer]
-    at, there = f"layers.{layer}.mlp.", f"model.layers.{layer}.{names.inside}."
-    yield _same(f"{at}router.weight", f"{there}gate.weight", count, h)
+    our_prefix, their_prefix = f"layers.{layer}.mlp.", f"model.layers.{layer}.{names.inside}."
+    yield _same(f"{our_prefix}router.weight", f"{their_prefix}gate.weight", count, h)
     for number in range(count):
         expert = f"experts.{number}."
-        yield from _gated_mlp(model, f"{at}{expert}", f"{there}{expert}", names.parts, model.moe_ffn_hidden_size)
+        yield from _gated_mlp(
+            model, f"{our_prefix}{expert}", f"{their_prefix}{expert}", names.parts, model.moe_ffn_hidden_size
+        )
     shared = model.moe_shared_expert_intermediate_size
     if not is_unset(shared):
-        yield from _gated_mlp(model, f"{at}shared.", f"{there}shared_expert.", _GATED, shared)
-        yield _same(f"{at}mixing.weight", f"{there}shared_expert_gate.weight", 1, h)
+        yield from _gated_mlp(model, f"{our_prefix}shared.", f"{their_prefix}shared_expert.", _GATED, shared)
+        yield _same(f"{our_prefix}mixing.weight", f"{their_prefix}shared_expert_gate.weight", 1, h)
 
 
 def bert_rules(model: ModelConfig, vocab_size: int) -> Iterator[Rule]:
@@ -208,27 +210,31 @@ def bert_rules(model: ModelConfig, vocab_size: int) -> Iterator[Rule]:
     yield _same(positions, "bert.embeddings.position_embeddings.weight", model.max_position_embeddings, h)
     yield _same(types, "bert.embeddings.token_type_embeddings.weight", model.num_tokentypes, h)
     for number in range(model.num_layers):
-        at, there = f"layers.{number}.", f"bert.encoder.layer.{number}."
-        parts = [f"{there}attention.self.{part}" for part in ("query", "key", "value")]
-        for kind, rest in (("weight", (h,)), ("bias", ())):
-            yield _same(f"{at}input_layernorm.{kind}", f"{there}attention.ln.{kind}", h)
-            yield _by_group(model, at, parts, kind, rest)
-            yield _same(f"{at}self_attention.dense.{kind}", f"{there}attention.output.dense.{kind}", h, *rest)
-            yield _same(f"{at}post_attention_layernorm.{kind}", f"{there}ln.{kind}", h)
-            yield _same(f"{at}mlp.dense_h_to_4h.{kind}", f"{there}intermediate.dense.{kind}", ffn, *rest)
-            inner = (ffn,) if rest else ()
-            yield _same(f"{at}mlp.dense_4h_to_h.{kind}", f"{there}output.dense.{kind}", h, *inner)
-    for kind, rest in (("weight", (h,)), ("bias", ())):
+        our_prefix, their_prefix = f"layers.{number}.", f"bert.encoder.layer.{number}."
+        projections = [f"{their_prefix}attention.self.{projection}" for projection in ("query", "key", "value")]
+        for kind, columns in (("weight", (h,)), ("bias", ())):
+            yield _same(f"{our_prefix}input_layernorm.{kind}", f"{their_prefix}attention.ln.{kind}", h)
+            yield _by_group(model, our_prefix, projections, kind, columns)
+            yield _same(
+                f"{our_prefix}self_attention.dense.{kind}", f"{their_prefix}attention.output.dense.{kind}", h, *columns
+            )
+            yield _same(f"{our_prefix}post_attention_layernorm.{kind}", f"{their_prefix}ln.{kind}", h)
+            yield _same(
+                f"{our_prefix}mlp.dense_h_to_4h.{kind}", f"{their_prefix}intermediate.dense.{kind}", ffn, *columns
+            )
+            inner = (ffn,) if columns else ()
+            yield _same(f"{our_prefix}mlp.dense_4h_to_h.{kind}", f"{their_prefix}output.dense.{kind}", h, *inner)
+    for kind, columns in (("weight", (h,)), ("bias", ())):
         yield _same(f"final_layernorm.{kind}", f"bert.encoder.ln.{kind}", h)
         if not model.predicts_words:
-            yield _same(f"classification_head.pooler.{kind}", f"bert.pooler.dense.{kind}", h, *rest)
-            yield _same(f"classification_head.classifier.{kind}", f"classifier.{kind}", model.num_outputs, *rest)
+            yield _same(f"classification_head.pooler.{kind}", f"bert.pooler.dense.{kind}", h, *columns)
+            yield _same(f"classification_head.classifier.{kind}", f"classifier.{kind}", model.num_outputs, *columns)
             continue
-        yield _same(f"lm_head.dense.{kind}", f"cls.predictions.transform.dense.{kind}", h, *rest)
+        yield _same(f"lm_head.dense.{kind}", f"cls.predictions.transform.dense.{kind}", h, *columns)
         yield _same(f"lm_head.layernorm.{kind}", f"cls.predictions.transform.LayerNorm.{kind}", h)
         if model.bert_binary_head:
-            yield _same(f"binary_head.pooler.{kind}", f"bert.pooler.dense.{kind}", h, *rest)
-            yield _same(f"binary_head.order.{kind}", f"cls.seq_relationship.{kind}", 2, *rest)
+            yield _same(f"binary_head.pooler.{kind}", f"bert.pooler.dense.{kind}", h, *columns)
+            yield _same(f"binary_head.order.{kind}", f"cls.seq_relationship.{kind}", 2, *columns)
     if model.predicts_words:
         yield _same("lm_head.bias", "cls.predictions.bias", vocab_size)
 
@@ -247,62 +253,68 @@ def deberta_rules(model: ModelConfig, vocab_size: int) -> Iterator[Rule]:
     for kind in ("weight", "bias"):
         yield _same(f"embedding.layernorm.{kind}", f"{embedding}LayerNorm.{kind}", h)
     for number in range(model.num_layers):
-        at, there = f"layers.{number}.", f"{encoder}layer.{number}."
-        parts = [f"{there}attention.self.{part}_proj" for part in ("query", "key", "value")]
-        for kind, rest in (("weight", (h,)), ("bias", ())):
-            yield _by_group(model, at, parts, kind, rest)
-            yield _same(f"{at}self_attention.dense.{kind}", f"{there}attention.output.dense.{kind}", h, *rest)
-            yield _same(f"{at}post_attention_layernorm.{kind}", f"{there}attention.output.LayerNorm.{kind}", h)
-            yield _same(f"{at}mlp.dense_h_to_4h.{kind}", f"{there}intermediate.dense.{kind}", ffn, *rest)
-            inner = (ffn,) if rest else ()
-            yield _same(f"{at}mlp.dense_4h_to_h.{kind}", f"{there}output.dense.{kind}", h, *inner)
-            yield _same(f"{at}output_layernorm.{kind}", f"{there}output.LayerNorm.{kind}", h)
+        our_prefix, their_prefix = f"layers.{number}.", f"{encoder}layer.{number}."
+        projections = [f"{their_prefix}attention.self.{projection}_proj" for projection in ("query", "key", "value")]
+        for kind, columns in (("weight", (h,)), ("bias", ())):
+            yield _by_group(model, our_prefix, projections, kind, columns)
+            yield _same(
+                f"{our_prefix}self_attention.dense.{kind}", f"{their_prefix}attention.output.dense.{kind}", h, *columns
+            )
+            yield _same(
+                f"{our_prefix}post_attention_layernorm.{kind}", f"{their_prefix}attention.output.LayerNorm.{kind}", h
+            )
+            yield _same(
+                f"{our_prefix}mlp.dense_h_to_4h.{kind}", f"{their_prefix}intermediate.dense.{kind}", ffn, *columns
+            )
+            inner = (ffn,) if columns else ()
+            yield _same(f"{our_prefix}mlp.dense_4h_to_h.{kind}", f"{their_prefix}output.dense.{kind}", h, *inner)
+            yield _same(f"{our_prefix}output_layernorm.{kind}", f"{their_prefix}output.LayerNorm.{kind}", h)
     if model.conv_kernel_size:
-        at, there = "layers.0.convolution.", f"{encoder}conv."
-        yield _same(f"{at}weight", f"{there}conv.weight", h, h, model.conv_kernel_size)
-        yield _same(f"{at}bias", f"{there}conv.bias", h)
+        our_prefix, their_prefix = "layers.0.convolution.", f"{encoder}conv."
+        yield _same(f"{our_prefix}weight", f"{their_prefix}conv.weight", h, h, model.conv_kernel_size)
+        yield _same(f"{our_prefix}bias", f"{their_prefix}conv.bias", h)
         for kind in ("weight", "bias"):
-            yield _same(f"{at}layernorm.{kind}", f"{there}LayerNorm.{kind}", h)
+            yield _same(f"{our_prefix}layernorm.{kind}", f"{their_prefix}LayerNorm.{kind}", h)
     yield _same("relative_positions.weight", f"{encoder}rel_embeddings.weight", 2 * model.relative_span, h)
-    for kind, rest in (("weight", (h,)), ("bias", ())):
+    for kind, columns in (("weight", (h,)), ("bias", ())):
         yield _same(f"relative_positions.layernorm.{kind}", f"{encoder}LayerNorm.{kind}", h)
         if model.task_head != "none":
-            yield _same(f"classification_head.pooler.{kind}", f"pooler.dense.{kind}", h, *rest)
-            yield _same(f"classification_head.classifier.{kind}", f"classifier.{kind}", model.num_outputs, *rest)
+            yield _same(f"classification_head.pooler.{kind}", f"pooler.dense.{kind}", h, *columns)
+            yield _same(f"classification_head.classifier.{kind}", f"classifier.{kind}", model.num_outputs, *columns)
 
 
-def _by_group(model: ModelConfig, at: str, theirs: Sequence[str], kind: str, rest: tuple[int, ...]) -> Rule:
+def _by_group(model: ModelConfig, our_prefix: str, theirs: Sequence[str], kind: str, columns: tuple[int, ...]) -> Rule:
     """Rule of a fused projection, which holds the queries, key and value of each group together."""
     groups, width = model.num_query_groups, model.kv_channels
     sizes = (model.num_attention_heads // groups * width, width, width)
     return Rule(
-        f"{at}self_attention.query_key_value.{kind}",
-        (groups * sum(sizes), *rest),
-        tuple((f"{part}.{kind}", (groups * s, *rest)) for part, s in zip(theirs, sizes, strict=True)),
-        lambda x: x.view(groups, sum(sizes), *rest).split(sizes, dim=1),
-        lambda parts: torch.cat([part.view(groups, -1, *rest) for part in parts], dim=1).flatten(0, 1),
+        f"{our_prefix}self_attention.query_key_value.{kind}",
+        (groups * sum(sizes), *columns),
+        tuple((f"{projection}.{kind}", (groups * s, *columns)) for projection, s in zip(theirs, sizes, strict=True)),
+        lambda x: x.view(groups, sum(sizes), *columns).split(sizes, dim=1),
+        lambda tensors: torch.cat([tensor.view(groups, -1, *columns) for tensor in tensors], dim=1).flatten(0, 1),
     )
 
 
-def _gated_mlp(model: ModelConfig, ours: str, theirs: str, parts: Sequence[str], width: int) -> Iterator[Rule]:
+def _gated_mlp(model: ModelConfig, ours: str, theirs: str, projections: Sequence[str], width: int) -> Iterator[Rule]:
     """Rules of a gated MLP, whose gate and value projections we stack.
 
     Args:
         model: the model.
         ours, theirs: prefixes of the MLP's names.
-        parts: Hugging Face names of the gate, value and output projections.
+        projections: Hugging Face names of the gate, value and output projections.
         width: inner width of the MLP.
     """
-    *gate_and_value, output = (f"{theirs}{part}" for part in parts)
+    *gate_and_value, output = (f"{theirs}{projection}" for projection in projections)
     h = model.hidden_size
-    for kind, rest in (("weight", (h,)), ("bias", ())) if model.add_bias_linear else (("weight", (h,)),):
-        shape = (width, *rest)
+    for kind, columns in (("weight", (h,)), ("bias", ())) if model.add_bias_linear else (("weight", (h,)),):
+        shape = (width, *columns)
         yield Rule(
             f"{ours}dense_h_to_4h.{kind}",
             (2, *shape),
-            tuple((f"{part}.{kind}", shape) for part in gate_and_value),
+            tuple((f"{projection}.{kind}", shape) for projection in gate_and_value),
             lambda x: x.unbind(0),
             lambda pair: torch.stack(list(pair)),
         )
-        inner = (width,) if rest else ()
+        inner = (width,) if columns else ()
         yield _same(f"{ours}dense_4h_to_h.{kind}", f"{output}.{kind}", h, *inner)

@@ -65,9 +65,9 @@ class LazyShard(LogicalShard):
 
     def view(self, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """Reads the whole tensor."""
-        whole = self.entry.read()
-        self.done(whole.numel() * whole.element_size())
-        return whole
+        tensor = self.entry.read()
+        self.done(tensor.numel() * tensor.element_size())
+        return tensor
 
 
 def write_ours(weights: Weights, root: Path, done: Callable[[int], None]) -> None:

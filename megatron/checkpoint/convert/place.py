@@ -22,23 +22,23 @@ def placed(folder: Path) -> Iterator[Path]:
     Raises:
         UserError: when ``folder`` is neither, or cannot be written.
     """
-    place = folder.resolve()
-    partial = beside(place, "partial")
+    target = folder.resolve()
+    partial = beside(target, "partial")
     try:
         _check_free(folder)
-        remove_leftovers(place, "partial", shutil.rmtree)
+        remove_leftovers(target, "partial", shutil.rmtree)
         partial.mkdir(parents=True)
         try:
             with holding(partial, where_there_are_locks=True):
                 yield partial
-                partial.rename(place)  # replaces an empty folder
-            fsync_directory(place.parent)
+                partial.rename(target)  # replaces an empty folder
+            fsync_directory(target.parent)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
-        named = str(error.filename or place)
-        where = f"--save {folder}" if named.startswith((str(place), str(partial))) else named
-        raise UserError(f"{where}: {error.strerror or error}") from error
+        named = str(error.filename or target)
+        location = f"--save {folder}" if named.startswith((str(target), str(partial))) else named
+        raise UserError(f"{location}: {error.strerror or error}") from error
     except UserError as error:
         raise UserError(str(error).replace(str(partial), str(folder))) from error
 

@@ -109,15 +109,15 @@ def built(tokenizer: TokenizerConfig, entries: int) -> Tokenizer | None:
     if tokenizer.tokenizer_type is None:
         return None
     try:
-        found = build_tokenizer(fitted(tokenizer, entries))
+        built_tokenizer = build_tokenizer(fitted(tokenizer, entries))
     except UserError as error:
         raise UserError(f"{error}; or convert without the tokenizer (--no-tokenizer)") from error
-    if found.vocab_size > entries:
+    if built_tokenizer.vocab_size > entries:
         raise UserError(
-            f"the tokenizer has {found.vocab_size} entries, the model {entries}: it is another model's; "
+            f"the tokenizer has {built_tokenizer.vocab_size} entries, the model {entries}: it is another model's; "
             "name the right one, or convert without it (--no-tokenizer)"
         )
-    return found
+    return built_tokenizer
 
 
 def special_ids(tokenizer: TokenizerConfig, entries: int) -> dict[str, Any]:
@@ -127,10 +127,13 @@ def special_ids(tokenizer: TokenizerConfig, entries: int) -> dict[str, Any]:
         tokenizer: configuration of the tokenizer.
         entries: vocabulary entries of the model.
     """
-    found = built(tokenizer, entries)
+    built_tokenizer = built(tokenizer, entries)
     ids: dict[str, Any] = {}
-    if found is not None:
-        ids = {"bos_token_id": found.eod if found.bos is None else found.bos, "eos_token_id": found.eod}
+    if built_tokenizer is not None:
+        ids = {
+            "bos_token_id": built_tokenizer.eod if built_tokenizer.bos is None else built_tokenizer.bos,
+            "eos_token_id": built_tokenizer.eod,
+        }
     home = _home(tokenizer)
     config = {} if home is None else _read_table(home / "config.json")
     for name in _IDS:

@@ -62,8 +62,8 @@ class TorchFile:
             "quantized": like.is_quantized,
             "without contents": like.device.type != "cpu",
         }
-        for kind, found in kinds.items():
-            if found:
+        for kind, applies in kinds.items():
+            if applies:
                 raise UserError(f"{self.path}: {name} is a tensor that is {kind}; only dense ones can be converted")
         return Stored(self, name, like.detach())
 
