@@ -1,9 +1,8 @@
 """Messages between pipeline stages: activations forward, their gradients backward, through a codec.
 
 Receives can be posted ahead of their use and sends complete in the background, so both overlap with compute. On CUDA
-a posted receive occupies the device until its message arrives; when it may be posted is therefore a rule of its own
-(``megatron/parallel/pipeline/kinds.py``). A message is addressed by its boundary: the number of the earlier of the
-two virtual stages.
+a posted receive occupies the device until its message arrives; ``megatron/parallel/pipeline/kinds.py`` decides when a
+receive may be posted. A message is addressed by its boundary: the number of the earlier of the two virtual stages.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from megatron.topology.group import Group, Pending, num_bytes
 
 _IDENTITY = IdentityCodec()
 _GATHERED_AT = {Point.PP_FWD: Point.TP_FWD, Point.PP_BWD: Point.TP_BWD}
-"""The tensor-parallel point whose all-gather puts the parts of a message together."""
+"""The tensor-parallel point of the all-gather of a message's parts, by pipeline point."""
 
 
 @dataclass
 class Direction:
-    """One direction of pipeline traffic: the ranks sent to and received from, and the states at this rank's ends."""
+    """A direction of pipeline traffic: destination and source ranks, and the codec states of this rank."""
 
     point: Point
     group: Group
@@ -47,7 +46,7 @@ class Direction:
 
 @dataclass(frozen=True)
 class Message:
-    """The address of a pipeline message: its direction, its position, and the key of its content (see ``Codec``)."""
+    """Address of a pipeline message: direction, position, and the key of its content (see ``Codec``)."""
 
     way: Direction
     position: Position
@@ -60,12 +59,12 @@ class PipelineChannel:
     Args:
         forward_link, backward_link: the pipeline's ranks, one group per direction.
         plan: the compressors of ``PP_FWD`` and ``PP_BWD``.
-        ledger: where the bytes are counted.
-        shapes: shape of this rank's message of one micro-batch, (sequence, batch, hidden), by boundary. They may be set
-            anew between steps, to the same on all ranks.
-        dtype, device: those of activations and their gradients.
-        parts: the tensor-parallel ranks, each of which sends its equal part of the sequence of what all of them hold;
-            where the parts arrive, they are all-gathered. None where a message is all that this rank holds.
+        ledger: ledger that counts the bytes.
+        shapes: shape of this rank's message of a micro-batch, (sequence, batch, hidden), by boundary. They may be
+            changed between steps, identically on all ranks.
+        dtype, device: dtype and device of activations and their gradients.
+        parts: the tensor-parallel ranks, if each sends an equal part of the sequence of a replicated activation, to be
+            all-gathered by the receivers. None if a message is this rank's full tensor.
     """
 
     def __init__(
@@ -96,7 +95,7 @@ class PipelineChannel:
         self.backward = direction(Point.PP_BWD, backward_link, previous, following)
 
     def begin(self, scale: float) -> None:
-        """Begins a step, whose gradients carry the loss scale ``scale``; residuals that last one step are reset."""
+        """Begin a step with the loss scale ``scale`` in the gradients; reset the residuals that last a single step."""
         self._scale = scale
         for way in (self.forward, self.backward):
             codec = self.plan.codec(way.point)
@@ -104,37 +103,37 @@ class PipelineChannel:
                 codec.begin_step(state)
 
     def states(self) -> Iterator[CompressorState]:
-        """States of the codecs at this rank's ends of the boundaries."""
+        """Codec states of this rank's senders and receivers."""
         for way in (self.forward, self.backward):
             yield from (*way.sent.values(), *way.received.values())
 
     def residuals(self) -> Iterator[tuple[Point, str, CompressorState]]:
-        """Point, name and state of this rank's senders."""
+        """Point, name and codec state of each of this rank's senders."""
         for way in (self.forward, self.backward):
             for boundary, state in way.sent.items():
                 yield way.point, f"boundary {boundary}", state
 
     def _codec(self, way: Direction, position: Position) -> Codec:
-        """The codec of one message; sender and receiver derive the same one."""
+        """Codec of a message; sender and receiver derive the same codec."""
         sender = position.boundary + (way.point is Point.PP_BWD)
         covered = self.plan.covers(way.point, sender % self.plan.stages)
         on = covered and self.plan.activation(way.point).on(position.iteration, position.epilogue)
         codec = self.plan.codec(way.point) if on else _IDENTITY
-        # Decided here, before the codec's input is widened.
+        # Decided by the dtype before the codec's input is widened.
         return codec if codec.should_compress(self.shapes[position.boundary], self.dtype) else _IDENTITY
 
     def _unscaled(self, way: Direction, codec: Codec) -> tuple[torch.dtype, float]:
-        """The codec's input: in fp32 (or fp64) unless it takes any dtype, and gradients without the loss scale."""
+        """Dtype of a codec's input, fp32 (or fp64) unless the codec takes any dtype, and the loss scale to remove."""
         if codec.traits.exact or (way.point is Point.PP_FWD and not codec.traits.widened):
             return self.dtype, 1.0
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
         return wide, self._scale if way.point is Point.PP_BWD else 1.0
 
     def kind(self, sent: Sequence[Message], received: Sequence[Message]) -> list[Hashable]:
-        """Key of the kernels that a step's messages launch here: one part for each end of a boundary.
+        """Key of the kernels that a step's messages launch on this rank, with a part for each sender and receiver.
 
         Args:
-            sent, received: the step's messages, each end's in order.
+            sent, received: the step's messages, in order for each boundary.
         """
         ends: dict[tuple[Point, int, bool], list[Message]] = {}
         for sends, messages in ((True, sent), (False, received)):
@@ -163,7 +162,7 @@ class PipelineChannel:
         return end, tuple(shape), self._scale == 1.0, tuple(codecs), tuple(launches)
 
     def send(self, message: Message, x: Tensor) -> None:
-        """Starts sending ``x`` over a boundary; of what all tensor-parallel ranks hold, this rank's part of it."""
+        """Start sending ``x`` over a boundary, or this rank's part of it if tensor-parallel ranks split messages."""
         x = x if self.parts is None else self.parts.own_part(x)
         way, position, key = message.way, message.position, message.key
         codec = self._codec(way, position)
@@ -182,13 +181,13 @@ class PipelineChannel:
             self.ledger.wait(way.point, way.sending.popleft()[1])
 
     def expect(self, message: Message) -> None:
-        """Announces a message that will soon be sent."""
+        """Announce a message that will soon be sent."""
         way, position = message.way, message.position
         state = way.sent.setdefault(position.boundary, CompressorState())
         self._codec(way, position).expect(self.shapes[position.boundary], state, message.key)
 
     def post(self, messages: Sequence[Message]) -> None:
-        """Posts receives of messages, in this order. Nothing is launched between the first receive and the last."""
+        """Post receives of messages, in this order. Nothing is launched between the first receive and the last."""
         payloads = []
         for message in messages:
             way, position = message.way, message.position
@@ -203,7 +202,7 @@ class PipelineChannel:
             way.posted[position.boundary, position.micro_batch] = (payload, way.newest)
 
     def arrive(self) -> None:
-        """Waits on the host until all posted receives have completed."""
+        """Wait on the host until all posted receives have completed."""
         for way in (self.forward, self.backward):
             for _, pending in way.posted.values():
                 if not pending.waited:
@@ -211,13 +210,13 @@ class PipelineChannel:
         self.synchronize()
 
     def synchronize(self) -> None:
-        """Waits on the host until no receive that was waited for is left on the device."""
+        """Block the host until all receives that were waited for have completed on the device."""
         for way in (self.forward, self.backward):
             if way.newest is not None:
                 way.newest.synchronize()
 
     def recv(self, message: Message) -> Tensor:
-        """Waits for a message whose receive was posted, decodes it, and gathers its other parts where it has some."""
+        """Wait for a posted message, decode it, and all-gather its parts if it was split."""
         way, position, key = message.way, message.position, message.key
         payload, pending = way.posted.pop((position.boundary, position.micro_batch))
         if not pending.waited:
@@ -234,7 +233,7 @@ class PipelineChannel:
         return self.parts.at(f"boundary {position.boundary}").gather(x, _GATHERED_AT[way.point])
 
     def flush(self, keep: int = 0) -> None:
-        """Waits until at most ``keep`` sends of each direction are pending."""
+        """Wait until at most ``keep`` sends of each direction are pending."""
         for way in (self.forward, self.backward):
             while len(way.sending) > keep:
                 self.ledger.wait(way.point, way.sending.popleft()[1])

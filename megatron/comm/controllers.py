@@ -1,4 +1,4 @@
-"""Runs the controllers of compressors, which measure reduced gradients and tune options during the run."""
+"""Controllers of compressors: they measure reduced gradients and tune options during the run."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True)
 class ReducedPoint:
-    """The gradients that a controller of a point may look at.
+    """Reduced gradients of a point, as input to its controller.
 
     Args:
         flats: this rank's final gradients, flat.
         shapes: shapes of this rank's parameters of two or more dimensions.
-        tried: the reductions of copies of them by another plan.
+        tried: returns trial reductions of copies of the gradients with another plan.
     """
 
     flats: Sequence[Tensor]
@@ -35,13 +35,13 @@ class ReducedPoint:
 
 
 class Controllers:
-    """The controllers of one rank, by the point whose compressor they tune. All ranks have the same.
+    """The controllers of a rank, by point; identical on all ranks.
 
     Args:
-        plan: the plan whose options are tuned.
-        points: points whose gradients are reduced in this run.
+        plan: the plan to tune.
+        points: points with reductions in this run.
         world: the group of all ranks, with tensors on the CPU.
-        ledger: where bytes and time are counted.
+        ledger: ledger that counts bytes and time.
         layout: tensor-, pipeline-, data- and expert-parallel size of the run.
     """
 
@@ -68,7 +68,7 @@ class Controllers:
             self.plan.tune(point, controller.options(self.plan.stage))
 
     def before_reduction(self, iteration: int) -> None:
-        """Waits for the other ranks where a controller asks how long that takes. Every rank calls it.
+        """Wait for the other ranks if a controller needs the waiting time. Every rank must call it.
 
         Args:
             iteration: 0-based.
@@ -79,12 +79,12 @@ class Controllers:
     def after_reduction(
         self, iteration: int, scale: float, all_finite: bool, look: Callable[[Point], ReducedPoint]
     ) -> None:
-        """Lets the controllers measure a step. Every rank calls it.
+        """Let the controllers measure a step. Every rank must call it.
 
         Args:
             iteration: 0-based.
             scale: the loss scale in the gradients.
-            all_finite: the gradients are finite; controllers are shown no others.
+            all_finite: the gradients are finite; otherwise controllers do not see them.
             look: returns the gradients of a point.
         """
         for point, controller in self.by_point.items():
@@ -97,7 +97,7 @@ class Controllers:
         self._tune()
 
     def _run(self, point: Point, controller: Controller, reduced: Reduced, seen: ReducedPoint) -> None:
-        """Runs the collectives and trials that a controller requests."""
+        """Run the collectives and trials that a controller requests."""
         generator = controller.after_reduction(reduced)
         try:
             request = next(generator)
@@ -116,7 +116,7 @@ class Controllers:
         return result
 
     def figures(self) -> dict[str, dict[str, float]]:
-        """What the controllers say of themselves, by the names of their points; the same on every rank."""
+        """Logged metrics of the controllers, by point name; identical on every rank."""
         covered = {
             point: [stage for stage in range(self.plan.stages) if self.plan.covers(point, stage)]
             for point in self.by_point
@@ -124,7 +124,7 @@ class Controllers:
         return {point.value: dict(controller.figures(covered[point])) for point, controller in self.by_point.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """The controllers' states by the names of their points; the same on every rank."""
+        """The controllers' states by point name; identical on every rank."""
         return {
             point.value: {
                 "compressor": self.plan.specs[point].name,
@@ -135,7 +135,7 @@ class Controllers:
         }
 
     def load_state_dict(self, saved: Mapping[str, Any], log: Log) -> None:
-        """Restores the controllers. One that the checkpoint lacks starts anew; that, and what is left out, is logged.
+        """Restore the controllers; log controllers that start afresh and saved states that are dropped.
 
         Raises:
             TypeError, ValueError, LookupError, ArithmeticError: when no run saves such a state.
@@ -146,7 +146,7 @@ class Controllers:
             entry = left.pop((point.value, name), None)
             if entry is not None:
                 controller.load_state_dict(entry["state"])
-                if entry.get("layout") != list(self.layout):  # which earlier versions did not save
+                if entry.get("layout") != list(self.layout):  # earlier versions did not save the layout
                     controller.moved()
             else:
                 log(f"the checkpoint holds no state of the controller of {point.value}={name}: it starts anew")

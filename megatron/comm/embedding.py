@@ -1,4 +1,4 @@
-"""Keeps a tied embedding equal on the stages that hold it by all-reducing its gradient."""
+"""All-reduce of a tied embedding's gradient over the stages that hold it."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from megatron.topology.group import Group, num_bytes
 
 
 class EmbeddingSync:
-    """All-reduces a tied embedding's gradient over its holders.
+    """All-reduce of a tied embedding's gradient over its holders.
 
-    The holders are usually the stages, after the data-parallel reduction. The embedding has a bucket of its own on all
-    of them, so with the sharded optimizer they hold the same share of it and only that share is exchanged. Fused
-    (Optimus-CC, Song et al. 2023, section 5.3) they are the replicas of these stages, and this all-reduce replaces the
-    data-parallel one.
+    By default the holders are the stages, after the data-parallel reduction. The embedding has a separate bucket on all
+    stages, so with the sharded optimizer they hold the same share of it and exchange only that share. In fused mode
+    (Optimus-CC, Song et al. 2023, section 5.3) the holders are all replicas of these stages, and this all-reduce
+    replaces the data-parallel reduction.
 
     Args:
-        group: the holders that all-reduce, of this tensor-parallel rank.
+        group: the holders with this tensor-parallel rank.
         plan: the compressor of ``EMBED_GRAD``.
-        ledger: where the bytes are counted. A fused all-reduce is compared with the two that it replaces.
-        replicas: replicas in a fused all-reduce; 1 where the data-parallel reduction comes before.
+        ledger: ledger that counts the bytes; a fused all-reduce is compared with the two reductions that it replaces.
+        replicas: number of replicas in a fused all-reduce; 1 after a data-parallel reduction.
     """
 
     def __init__(self, group: Group, plan: CompressionPlan, ledger: Ledger, replicas: int = 1) -> None:
@@ -40,25 +40,25 @@ class EmbeddingSync:
         self._on = False
 
     def begin(self, iteration: int) -> None:
-        """Begins a step (0-based)."""
+        """Begin a step (0-based)."""
         self._on = self.plan.compressed(Point.EMBED_GRAD) and self.plan.on(Point.EMBED_GRAD, iteration)
 
     @property
     def wants_update(self) -> bool:
-        """Whether the compressor asks for the optimizer's update of this step."""
+        """Whether the compressor needs the optimizer's update of this step."""
         return self._on and self.plan.rounds(Point.EMBED_GRAD).traits.observes and bool(self.state.count("awaiting"))
 
     def observe(self, update: Tensor, shape: tuple[int, ...]) -> None:
-        """Hands the compressor the optimizer's update of the embedding, flat and with padding."""
+        """Pass the optimizer's update of the embedding, flat and padded, to the compressor."""
         self.plan.rounds(Point.EMBED_GRAD).observe(self._unit(shape).take(update, 1.0), self.state)
 
     def _unit(self, shape: tuple[int, ...]) -> Unit:
         return Unit((Place("embedding", 0, shape),), self.state)
 
     def all_reduce(self, grad: Tensor, shape: tuple[int, ...], scale: float) -> None:
-        """All-reduces ``grad`` (flat, contiguous; a parameter of ``shape`` and padding) over the group, in place.
+        """All-reduce ``grad`` (flat, contiguous; a parameter of ``shape`` and padding) over the group, in place.
 
-        ``scale`` is the loss scale in the gradient, without which it is compressed, in fp32 (or fp64).
+        ``scale`` is the loss scale of the gradient; compression works on the unscaled gradient in fp32 (or fp64).
         """
         count = math.prod(shape)
         whole = count <= grad.numel()
@@ -79,6 +79,6 @@ class EmbeddingSync:
         PackedReduction([reduction], self.group, self.ledger, Point.EMBED_GRAD, raw_bytes=raw).finish()
 
     def _raw_bytes(self, gradient: int) -> int:
-        """Bytes that this rank would send for an exact gradient, over its replicas and then the stages."""
+        """Bytes that this rank would send to reduce an exact gradient over the replicas and then over the stages."""
         ranks = (self.replicas, self.group.size // self.replicas)
         return sum(2 * (size - 1) * gradient // size for size in ranks)

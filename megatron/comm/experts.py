@@ -1,4 +1,4 @@
-"""The expert-parallel points: rows of tokens go to the ranks that hold their experts, and come back."""
+"""Expert-parallel communication points: dispatch of token rows to the ranks of their experts, and combine."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _EXACT_CODEC = IdentityCodec()
 
 @dataclass(frozen=True)
 class Leg:
-    """One way of rows between ranks, and the way of their gradients.
+    """A row exchange in the forward pass (dispatch or combine), with the reverse exchange of the gradients.
 
     Args:
-        forward, backward: the points of the rows and of their gradients.
-        sent, received: rows that this rank sends to each rank, and gets from each.
+        forward, backward: points of the rows and of their gradients.
+        sent, received: number of rows that this rank sends to each rank, and receives from each rank.
         layer: number of the layer.
     """
 
@@ -39,7 +39,7 @@ class Leg:
 
 
 class RowCoding:
-    """The codecs of the four points, which keep no state: recomputation runs the forward ones again."""
+    """Codecs of the four expert-parallel points; stateless, because recomputation repeats the forward messages."""
 
     def __init__(self, plan: CompressionPlan) -> None:
         self._plan = plan
@@ -47,32 +47,31 @@ class RowCoding:
         self.draws = StepDraws()
 
     def begin(self, iteration: int) -> None:
-        """Begins a step; -1 stands for an evaluation."""
+        """Begin a step; -1 stands for an evaluation."""
         self.draws.begin(iteration)
         for point in self._on:
             covered = self._plan.covers(point, self._plan.stage)
             self._on[point] = covered and self._plan.activation(point).on(iteration)
 
     def codec(self, point: Point) -> Codec:
-        """The codec of a point in this step."""
+        """Codec of a point in this step."""
         return self._plan.codec(point) if self._on.get(point) else _EXACT_CODEC
 
     def state(self, point: Point, *message: int) -> CompressorState:
-        """A state for one message, which is known by ``message`` among those of the point."""
+        """State for a message, identified by ``message`` within the point."""
         return self.draws.state(point.value, *message) if self._on.get(point) else CompressorState()
 
 
 class RowExchange:
-    """Exchanges of rows among the ranks of a group.
+    """All-to-all of rows among the ranks of a group.
 
-    A message holds the rows of one rank for another one, as the codec encodes them: rows are not compressed together
-    with those of other ranks, and this rank's own rows not at all.
+    Rows are encoded separately for each pair of ranks; the rows that stay on this rank are never compressed.
 
     Args:
         group: the ranks.
-        ledger: where the bytes are counted.
-        coding: the codecs; None where rows go as they are.
-        inside: whether the ranks are on one node, and this is known.
+        ledger: ledger that counts the bytes.
+        coding: the codecs; None for uncompressed rows.
+        inside: whether all ranks are known to be on the same node.
     """
 
     def __init__(self, group: Group, ledger: Ledger, coding: RowCoding | None, inside: bool = False) -> None:
@@ -86,10 +85,10 @@ class RowExchange:
         return self.group.size
 
     def exchange_counts(self, counts_rn: Tensor) -> Tensor:
-        """The counts that each rank has for this one, from those that this rank has for each.
+        """All-to-all of counts: send this rank's counts for each rank, return each rank's counts for this rank.
 
         Args:
-            counts_rn: (ranks, counts), int64; they go as int32.
+            counts_rn: (ranks, counts), int64; sent as int32.
         """
         own = counts_rn.to(torch.int32)
         result = torch.empty_like(own)
@@ -99,9 +98,9 @@ class RowExchange:
         return result.to(torch.int64)
 
     def move(self, rows: Tensor, leg: Leg) -> Tensor:
-        """Sends rows (those for the first rank first) and returns those that came, in the order of the ranks.
+        """All-to-all of rows, sent and received in the order of the ranks, with autograd.
 
-        Gradients go the other way.
+        Gradients take the reverse path.
         """
         result: Tensor = _Move.apply(rows, self, leg)
         return result
@@ -109,18 +108,18 @@ class RowExchange:
     def move_choices(
         self, weights_p: Tensor, numbers_p: Tensor, sent: Sequence[int], received: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """Sends a weight and a number below 2^24 for each choice, exactly; the weights' gradients go the other way."""
+        """Send a weight and an integer below 2^24 for each choice, exactly; weight gradients take the reverse path."""
         found: tuple[Tensor, Tensor] = _MoveChoices.apply(weights_p, numbers_p, self, sent, received)
         return found
 
     def exchange(
         self, rows: Tensor, point: Point, sent: Sequence[int], received: Sequence[int], layer: int = 0
     ) -> Tensor:
-        """Sends rows and returns those that came, without a gradient; see ``move``."""
+        """All-to-all of rows without autograd; see ``move``."""
         if self.size == 1:
             return rows
         rank, ranks = self.group.rank, self.group.ranks
-        # As codecs have activations: tokens, samples, hidden.
+        # The layout of activations in codecs: tokens, samples, hidden.
         parts = rows.unsqueeze(1).split(list(sent))
         out = rows.new_empty((sum(received), rows.shape[1]))
         places = out.unsqueeze(1).split(list(received))
@@ -173,22 +172,22 @@ class RowExchange:
 
 
 class ExpertComm:
-    """The expert-parallel points of one rank.
+    """The expert-parallel points of a rank.
 
-    In one stage a row goes to the rank of its expert. In two stages it goes to the node first, once for all the experts
-    that the token has there: to the rank at this one's place, which hands it on. The codecs serve the first stage; rows
-    inside a node go as they are.
+    A single-stage dispatch sends each row to the rank of its expert. A two-stage dispatch sends a token's row once to
+    each node with any of its experts, to the rank with the same local position, which forwards it within the node. The
+    codecs serve the first stage; rows inside a node are uncompressed.
 
     Args:
-        group: the ranks that share the experts of each layer; cut by node where the stages may be two.
-        ledger: where the bytes are counted.
-        plan: the codecs of the four points, and when they are on.
-        two_stage: whether the stages are two: where they are of several ranks each (``auto``), wherever ranks are on
-            several nodes (``on``), or never (``off``).
-        folded: tensor-parallel ranks hold experts of their own, and send their own tokens.
+        group: the ranks that share the experts of each layer; split by node if the dispatch may have two stages.
+        ledger: ledger that counts the bytes.
+        plan: the codecs of the four points, and their activation.
+        two_stage: when to dispatch in two stages: if both stages have several ranks (``auto``), whenever the ranks
+            span nodes (``on``), or never (``off``).
+        folded: tensor-parallel ranks hold separate experts, and send separate tokens.
 
-    ``ranks`` are those among which rows go to their experts: all, or those of this rank's node. ``nodes`` are those at
-    this rank's place of all nodes; None in one stage.
+    ``ranks`` exchanges rows among the ranks of the last stage: the whole group, or this rank's node. ``nodes``
+    exchanges rows among the ranks with this local position on all nodes; None in a single stage.
     """
 
     def __init__(
@@ -219,32 +218,33 @@ class ExpertComm:
 
     @property
     def draws(self) -> StepDraws:
-        """What random numbers depend on, those of the tensor-parallel points' messages, too."""
+        """Seeds of random numbers, shared with the messages of the tensor-parallel points."""
         return self._coding.draws
 
     def begin(self, iteration: int) -> None:
-        """Begins a step; -1 stands for an evaluation."""
+        """Begin a step; -1 stands for an evaluation."""
         self._coding.begin(iteration)
 
     def count(self, chosen: Tensor, experts: int, most: int | None = None, total: int | None = None) -> Tensor:
-        """Rows of each expert, int64, from the expert of each row; those of the number beyond the last have none.
+        """Count the rows of each expert, int64, from the expert of each row; the index ``experts`` means no expert.
 
         Args:
-            chosen: int64 experts of any shape.
-            experts: number of them.
-            most: rows that each takes at most, None for any; for those that cannot look at ``chosen``, as the next.
-            total: all rows that have come to the experts of a node; None where they have not been sent yet.
+            chosen: int64 expert indices of any shape.
+            experts: number of experts.
+            most: capacity of each expert, None for no limit; for implementations that cannot read ``chosen``.
+            total: number of rows received by the experts of a node, None before they are sent; for the same.
         """
         return _tally(chosen, experts)
 
     def count_by_node(self, once_tk: Tensor, node_tk: Tensor, experts: int, most: int | None) -> tuple[Tensor, Tensor]:
-        """Rows and choices of each node, int64, from the nodes of tokens' choices; the number beyond the last is none.
+        """Count rows and choices of each node, int64, from the nodes of tokens' choices; an index past the last node
+        means no node.
 
         Args:
-            once_tk: each node of a token once.
+            once_tk: each distinct node of a token once.
             node_tk: the node of each choice.
-            experts: number of experts of all nodes.
-            most: choices that each expert takes at most, None for any.
+            experts: number of experts on all nodes.
+            most: capacity of each expert in choices, None for no limit.
         """
         assert self.nodes is not None
         nodes = self.nodes.size
@@ -252,17 +252,17 @@ class ExpertComm:
 
 
 def _tally(numbers: Tensor, count: int) -> Tensor:
-    """How often each number below ``count`` is there, int64; ``count`` itself may be, too.
+    """Histogram of the numbers below ``count``, int64; occurrences of ``count`` itself are ignored.
 
-    torch's bincount would look for the largest one, for which the host waits.
+    torch.bincount would compute the maximum, which synchronizes with the host.
     """
     flat = numbers.flatten()
     return flat.new_zeros(count + 1).scatter_add_(0, flat, torch.ones_like(flat))[:count]
 
 
 def _ways(split: NodeSplit, group: Group) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """How to reach each rank of the group from this one: the rank of ``split.across`` on its node, and its own in that
-    one's ``split.node``."""
+    """Two-stage routes from this rank to each rank of the group: the position in ``split.across`` of the target's node,
+    and the target's position in that node's ``split.node``."""
     node_of, place_of = [0] * group.size, [0] * group.size
     own = next(part.index(group.rank) for part in split.nodes if group.rank in part)
     for part in split.nodes:
@@ -273,7 +273,7 @@ def _ways(split: NodeSplit, group: Group) -> tuple[tuple[int, ...], tuple[int, .
 
 
 class _Move(torch.autograd.Function):
-    """Rows to their experts' ranks or back; their gradients the other way."""
+    """Autograd function of ``RowExchange.move``."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, comm: RowExchange, leg: Leg) -> Tensor:
@@ -288,7 +288,7 @@ class _Move(torch.autograd.Function):
 
 
 class _MoveChoices(torch.autograd.Function):
-    """Weights and whole numbers to other ranks; the weights' gradients the other way."""
+    """Autograd function of ``RowExchange.move_choices``."""
 
     @staticmethod
     def forward(
@@ -313,7 +313,7 @@ class _MoveChoices(torch.autograd.Function):
 
 
 def _input_dtype(codec: Codec, dtype: torch.dtype) -> torch.dtype:
-    """Dtype of what a codec is given: fp32 (or fp64), or for an exact one that of the rows."""
+    """Input dtype of a codec: the rows' dtype for exact codecs, otherwise fp32 (or fp64)."""
     return dtype if codec.traits.exact else torch.promote_types(dtype, torch.float32)
 
 
@@ -322,5 +322,5 @@ def _nothing(like: Tensor) -> Tensor:
 
 
 def _flat(wire: Tensor) -> Tensor:
-    """The bytes of a message, which may have any type."""
+    """View a message of any dtype as bytes."""
     return wire.view(-1).view(torch.uint8) if wire.numel() else wire

@@ -1,4 +1,4 @@
-"""All-gather through a codec, for parameters and sequence-parallel activations."""
+"""Compressed all-gather of parameters and sequence-parallel activations."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class PendingGather:
         out: Tensor | None = None,
         raw_bytes: int | None = None,
     ) -> None:
-        """Starts the all-gather.
+        """Start the all-gather.
 
-        ``out``, shaped (n * x.shape[0], ...), receives the result where it is given. ``raw_bytes`` is the size of what
-        ``x`` stands for where that is not its own.
+        ``out``, shaped (n * x.shape[0], ...), receives the result if it is not None. ``raw_bytes`` is the uncompressed
+        size, if it differs from the size of ``x``.
         """
         self.codec = codec
         self.shape, self.dtype = x.shape, x.dtype
@@ -53,7 +53,7 @@ class PendingGather:
             ledger.sent(point, self.pending.sent_bytes, (group.size - 1) * raw)
 
     def wait(self) -> Tensor:
-        """Waits, and returns the gathered tensor."""
+        """Wait, and return the gathered tensor."""
         self.ledger.wait(self.point, self.pending)
         with self.ledger.decoding(self.point):
             result = self.codec.decode_gathered(

@@ -1,4 +1,4 @@
-"""Steps that all islands take as one: data parallelism over all of them, before their first round."""
+"""Synchronous steps: data parallelism over all islands, before their first outer round."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from megatron.topology.group import Group
 
 
 class JointSteps:
-    """Sums over all islands in their synchronous steps; nothing in the others.
+    """Sums over all islands in synchronous steps; no-ops in the other steps.
 
     Args:
         count: number of islands.
         steps: synchronous steps at the beginning of the run.
-        ledger: where the bytes are counted.
+        ledger: ledger that counts the bytes.
         compressed: gradients are summed by the compressor of ``OUTER`` (``OuterSync.sum_gradients``), not here.
 
-    ``group`` is this rank of all islands, once they have met; None where they do not go in step.
+    ``group`` joins this rank with its peers in all islands, after rendezvous; None without synchronous steps.
     """
 
     def __init__(self, count: int, steps: int, ledger: Ledger, compressed: bool = False) -> None:
@@ -31,16 +31,16 @@ class JointSteps:
         self.on = False
 
     def begin(self, iteration: int) -> None:
-        """Begins a step (0-based), or an evaluation (-1), which is each island's own."""
+        """Begin a step (0-based), or an evaluation (-1), which each island runs separately."""
         self.on = self.group is not None and 0 <= iteration < self.steps
 
     @property
     def islands(self) -> int:
-        """Islands that take this step as one."""
+        """Number of islands that share this step."""
         return self.count if self.on else 1
 
     def add(self, tensors: list[Tensor], point: Point = Point.CONTROL) -> None:
-        """Sums tensors over the islands that take this step as one, in place, bit by bit alike on all of them.
+        """Sum tensors over the islands in a synchronous step, in place, with bitwise identical results on all islands.
 
         Raises:
             CommunicationError: when an island is gone.
@@ -57,7 +57,7 @@ class JointSteps:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Says what it means when communication with other islands fails in such a step.
+        """Add an explanation to communication errors in a synchronous step.
 
         Raises:
             CommunicationError: when an island is gone.
@@ -72,5 +72,5 @@ class JointSteps:
 
 
 def alone() -> JointSteps:
-    """The steps of a run without islands."""
+    """``JointSteps`` of a run without islands."""
     return JointSteps(1, 0, Ledger())

@@ -1,4 +1,4 @@
-"""The kernels and copies that ran on a CUDA device, for a trace."""
+"""Kernels and copies on a CUDA device, recorded for a trace."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megatron.comm.trace import FIRST_STREAM
 
 _CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 _LONGEST_NAME = 200
-"""Names of templates can be pages."""
+"""Maximum length of kernel names; template names can fill pages."""
 
 
 class DeviceKernels:
-    """Records kernels by torch's profiler, without the host's activity."""
+    """Recorder of kernels with torch's profiler, without host activity."""
 
     def __init__(self) -> None:
         self._profile: profile | None = None
@@ -38,7 +38,7 @@ class DeviceKernels:
 
 
 def kernels_of(content: dict[str, Any]) -> list[dict[str, Any]]:
-    """The device's events of a trace that torch's profiler wrote, one track for each stream."""
+    """Extract the device events of a torch profiler trace, with a track for each stream."""
     base = content.get("baseTimeNanoseconds", 0) / 1e3
     return [
         {

@@ -1,4 +1,4 @@
-"""Counts what each communication point sends, and where the time of this rank's device goes."""
+"""Accounting of each communication point's traffic, and of this rank's device time."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _FLIGHTS = {"all-reduce": "reduce", "reduce-scatter": "reduce", "all-gather": "g
 
 @dataclass
 class Account:
-    """Totals of one point on this rank.
+    """Totals of a point on this rank.
 
     Args:
         messages: collectives and messages started.
         raw_bytes: bytes this rank would have sent uncompressed.
         wire_bytes: bytes this rank sent, headers included.
-        inside_bytes: those of them that sums in two levels, and rows in two stages, sent inside this rank's node.
+        inside_bytes: the part of ``wire_bytes`` that two-level sums and two-stage dispatches sent inside the node.
         waited_s: seconds that the rank (its stream, on CUDA) was blocked on the point: exposed communication.
         coded_s: seconds of encoding and decoding.
     """
@@ -38,8 +38,8 @@ class Account:
 
 
 class _Books:
-    """Accounts by point, of sending and waiting, and seconds of computing. An interval is booked where it began,
-    however late it is read."""
+    """Accounts by point, and seconds of computing. An interval is booked in the ``_Books`` that was current when it
+    began, even if it is read later."""
 
     def __init__(self) -> None:
         self.accounts = {point: Account() for point in Point}
@@ -57,12 +57,12 @@ class _Books:
 
 
 class _Timed:
-    """A timed block. A class: entering and leaving a generator's context takes longer than what some blocks time.
+    """A timed block. A class, because the overhead of a generator context exceeds the time of some blocks.
 
     Args:
-        ledger: whose time it is.
-        tell: takes its seconds.
-        span: what observers see of it, if they see it.
+        ledger: the ledger.
+        tell: callback that receives the seconds.
+        span: the observers' span of the block; None without observers.
     """
 
     __slots__ = ("_ledger", "_span", "_tell", "since")
@@ -91,21 +91,21 @@ class _Timed:
             self._span.__exit__(*error)
 
     def tell_until(self, stop: Mark) -> None:
-        """Tells the time since this block became the innermost one."""
+        """Report the time since this block became the innermost block."""
         self._ledger.clock.between(self.since, stop, self._tell)
 
 
 class Ledger:
-    """Accounts of all points, since the last ``take``; observers see what is timed as well.
+    """Accounts of all points since the last ``take``; timed blocks are also reported to observers.
 
-    Times exclude each other: a block's time is its own, without that of timed blocks inside. So computing, coding and
-    waiting add up. On CUDA an interval is known some time after its block, and is in the window that is taken then.
+    Times are exclusive: a block's time does not include nested timed blocks, so computing, coding and waiting add up.
+    On CUDA an interval becomes known some time after its block, and counts in the window that is taken then.
 
     Args:
         clock: clock of this rank's device; by default the host's.
-        observers: observers of all of this rank's communication points; more may join later.
+        observers: observers of this rank's communication points; more may join later.
 
-    ``open_blocks`` are the timed blocks that are open, the innermost one last.
+    ``open_blocks`` are the open timed blocks, innermost last.
     """
 
     def __init__(self, clock: Clock | None = None, observers: Sequence[Observer] = ()) -> None:
@@ -120,8 +120,8 @@ class Ledger:
         return self._books.accounts
 
     def sent(self, point: Point, wire_bytes: int, raw_bytes: int | None = None, inside_bytes: int = 0) -> None:
-        """Counts one message; ``raw_bytes`` is its size uncompressed (default: the same), and ``inside_bytes`` is what
-        is known to stay in this rank's node."""
+        """Count a message; ``raw_bytes`` is its uncompressed size (default: the same), and ``inside_bytes`` the part
+        that is known to stay in this rank's node."""
         account = self.accounts[point]
         self._books.took_part.add(point)
         account.messages += 1
@@ -130,7 +130,7 @@ class Ledger:
         account.raw_bytes += wire_bytes if raw_bytes is None else raw_bytes
 
     def wait(self, point: Point, pending: Pending) -> None:
-        """Waits for a communication, and times how long that blocks.
+        """Wait for a communication, and time how long it blocks.
 
         Raises:
             CommunicationError: when a peer is gone or too slow.
@@ -145,18 +145,18 @@ class Ledger:
             observer.on_complete(_FLIGHTS.get(pending.kind, pending.kind), point, pending)
 
     def encoding(self, point: Point) -> AbstractContextManager[None]:
-        """Times the work on a tensor before it is sent."""
+        """Time the encoding of a tensor before it is sent."""
         return self._timed(partial(self._books.code, point), "encode", point)
 
     def decoding(self, point: Point) -> AbstractContextManager[None]:
-        """Times the work on what was received."""
+        """Time the decoding of a received tensor."""
         return self._timed(partial(self._books.code, point), "decode", point)
 
     def _timed(self, tell: Tell, name: str, point: Point) -> _Timed:
         return _Timed(self, tell, self._observed(name, {"point": point.value}) if self.observers else None)
 
     def span(self, name: str, **args: Any) -> AbstractContextManager[None]:
-        """Shows observers a named block."""
+        """Report a named block to the observers."""
         return self._observed(name, args) if self.observers else nullcontext()
 
     @contextmanager
@@ -167,11 +167,11 @@ class Ledger:
             yield
 
     def computing(self) -> AbstractContextManager[None]:
-        """Times computing: neither encoding, decoding nor waiting."""
+        """Time computing, without the encoding, decoding and waiting inside."""
         return _Timed(self, self._books.compute)
 
     def take(self) -> dict[str, dict[str, float]]:
-        """Returns the accounts with traffic, by point name, and starts new ones. A receiving rank has times alone."""
+        """Return the accounts with traffic, by point name, and reset. A rank that only receives has only times."""
         self.clock.read()
         books = self._books
         seen = {point: own for point, own in books.accounts.items() if point in books.took_part or own.waited_s}
@@ -179,18 +179,18 @@ class Ledger:
         return {point.value: asdict(account) for point, account in seen.items()}
 
     def take_computed(self) -> float:
-        """Returns the seconds of computing since the last call."""
+        """Return the seconds of computing since the last call."""
         self.clock.read()
         seconds, self._books.computed_s = self._books.computed_s, 0.0
         return seconds
 
     def clear(self) -> None:
-        """Starts anew; intervals that began before are dropped when they are read."""
+        """Reset; intervals that began before are dropped when they are read."""
         self._books = _Books()
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Leaves what is sent and timed inside uncounted."""
+        """Exclude traffic and times inside the context from the accounts."""
         kept, self._books = self._books, _Books()
         try:
             yield

@@ -1,7 +1,7 @@
 """Observers of a run: traces and experiments.
 
-The hot paths know no observer by name: they call those in ``Ledger.observers``, a list that is empty by default. The
-observers are chosen where the engines are built (``megatron/training/observers.py``).
+The hot paths call the observers in ``Ledger.observers``, a list that is empty by default. Observers are selected where
+the engines are built (``megatron/training/observers.py``).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from megatron.topology.group import Pending
 
 @dataclass(frozen=True)
 class SentMessage:
-    """A tensor that was encoded, and what its receiver decodes it with.
+    """An encoded tensor with the receiver's arguments for decoding.
 
     Args:
-        point, position: the point, and which message of the step it is.
+        point, position: the point, and the message's position in the step.
         x: the codec's input, without the loss scale.
         codec, payload, state, key: the arguments of ``Codec.decode``.
     """
@@ -42,7 +42,7 @@ class SentMessage:
     key: Hashable
 
     def error(self) -> Tensor:
-        """The difference between the input and what the receiver decodes; the residual where there is one."""
+        """Difference between the input and the decoded tensor; the residual if the codec keeps it."""
         left = self.state.get(RESIDUAL)
         if left is not None and left.shape == self.x.shape:
             return left
@@ -53,7 +53,7 @@ class SentMessage:
 
 @dataclass(frozen=True)
 class Finding:
-    """An observer's report on a step: a record for the JSON lines, and maybe a line for people."""
+    """An observer's report on a step: a record for the JSON log, and optionally a line for the text log."""
 
     kind: str
     values: Mapping[str, Any]
@@ -61,27 +61,27 @@ class Finding:
 
 
 class Observer:
-    """The events of a run. Every method does nothing unless an observer overrides it."""
+    """Base class of observers: callbacks for the events of a run, all no-ops by default."""
 
     def begin_step(self, iteration: int) -> None:
-        """A step begins (0-based; -1: an evaluation)."""
+        """Called when a step begins (0-based; -1: an evaluation)."""
 
     def end_step(self) -> None:
-        """The step is done on this rank, or launched on its device."""
+        """Called when the step is done on this rank, or launched on its device."""
 
     def span(self, name: str, **args: Any) -> AbstractContextManager[None]:
-        """A timed block runs inside."""
+        """Context manager around a timed block."""
         return nullcontext()
 
     def on_complete(self, name: str, point: Point, pending: Pending) -> None:
-        """A communication has completed."""
+        """Called when a communication has completed."""
 
     def on_send(self, sent: SentMessage) -> None:
-        """A message between stages was encoded."""
+        """Called when a message between stages has been encoded."""
 
     def on_receive(self, point: Point, position: Position, x: Tensor) -> None:
-        """A message between stages was decoded."""
+        """Called when a message between stages has been decoded."""
 
     def findings(self, iteration: int) -> Iterable[Finding]:
-        """Reports of a step, counted from 1. Every rank calls it; the last rank's are written."""
+        """Reports of a step, counted from 1. Every rank must call it; the last rank's reports are written."""
         return ()

@@ -1,4 +1,4 @@
-"""Decides which compressor serves which traffic, by pure functions, so that both ends of a message agree."""
+"""Selection of the compressor for each message, by pure functions, so that sender and receiver agree."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _EXACT_CODEC = IdentityCodec()
 
 @dataclass(frozen=True)
 class Position:
-    """All that the compression of a pipeline message may depend on; both of its ends know it.
+    """The inputs to compression decisions for a pipeline message, known to sender and receiver.
 
     Args:
         iteration: training iteration, 0-based; -1 in evaluation.
-        boundary: number of the boundary between two virtual stages: that of the earlier one.
+        boundary: number of the boundary between two virtual stages: the number of the earlier stage.
         micro_batch: number of the micro-batch within the step.
         num_micro_batches: micro-batches of the step.
-        epilogue: sent after the sender's last forward of the step, when nothing is left to hide it.
+        epilogue: sent after the sender's last forward of the step, when no compute is left to hide it.
     """
 
     iteration: int
@@ -40,13 +40,13 @@ class Position:
 
 
 class CompressionPlan:
-    """The compressor of each point.
+    """Compressors of all points.
 
     Args:
-        specs: the specs by point; a point that is not named sends its traffic as it is.
-        stage, stages: this rank's pipeline stage, and their number.
+        specs: the specs by point; traffic of other points is not compressed.
+        stage, stages: this rank's pipeline stage, and the number of stages.
 
-    ``skipped`` is the number of the run's steps whose update was skipped.
+    ``skipped`` is the number of steps of the run with a skipped update.
     """
 
     def __init__(self, specs: Mapping[Point, Spec], stage: int = 0, stages: int = 1) -> None:
@@ -61,50 +61,50 @@ class CompressionPlan:
         self._codecs: dict[tuple[Point, Any], Codec] = {}
 
     def activation(self, point: Point) -> Activation:
-        """The iterations and stages in which the point's traffic is compressed."""
+        """Iterations and stages in which the point's traffic is compressed."""
         return self.specs[point].activation if point in self.specs else Activation()
 
     def on(self, point: Point, iteration: int) -> bool:
         """Whether an iteration's reductions at a point are compressed; -1 in evaluation.
 
-        The warm-up of a compressor that freezes the optimizer's second moments counts updates: skipped steps have
-        measured nothing.
+        The warm-up of a compressor that freezes the optimizer's second moments counts updates, since skipped steps do
+        not contribute to the moments.
         """
         counts_updates = iteration >= 0 and self.rounds(point).traits.freezes_variance
         return self.activation(point).on(iteration - self.skipped if counts_updates else iteration)
 
     def compressed(self, point: Point) -> bool:
-        """Whether anything but the identity serves a point."""
+        """Whether a point has a compressor other than the identity."""
         spec = self.specs.get(point)
         return spec is not None and not spec.identity
 
     def covers(self, point: Point, sender_stage: int) -> bool:
-        """Whether what a stage sends is ever compressed."""
+        """Whether messages from a stage are ever compressed."""
         return self.compressed(point) and self.activation(point).covers_stage(sender_stage, self.stages)
 
     @property
     def fused_embedding(self) -> bool:
-        """Whether one all-reduce of a tied embedding's gradient spans the replicas of all stages that hold it."""
+        """Whether a single all-reduce of a tied embedding's gradient spans all replicas of the stages that hold it."""
         spec = self.specs.get(Point.EMBED_GRAD)
         return spec is not None and spec.fused
 
     def begin(self, iteration: int) -> None:
-        """Begins a step, whose iteration selects options that change over the run; evaluations (-1) do not."""
+        """Begin a step; the iteration selects scheduled options, except in evaluations (-1)."""
         if iteration >= 0:
             self._iteration = iteration
 
     def tune(self, point: Point, values: Mapping[str, float] | None) -> None:
-        """Sets options of a point that a controller has chosen, or None for exact reductions on this stage; all ranks
-        that take part call this alike."""
+        """Set a point's options as chosen by a controller, or None for exact reductions on this stage. All ranks that
+        take part must make the same call."""
         self._tuned[point] = dict(values or {})
         self._exact = self._exact - {point} if values is not None else self._exact | {point}
 
     def exact(self, point: Point) -> bool:
-        """Whether a controller lets this stage reduce exactly, whatever the other stages do."""
+        """Whether a controller has set this stage to exact reductions, independent of other stages."""
         return point in self._exact
 
     def trial(self, point: Point, values: Mapping[str, float] | None) -> CompressionPlan:
-        """A plan that reduces at one point, compressed in every iteration with these options; None: exactly."""
+        """A plan for a single point that compresses in every iteration with these options; exact if None."""
         if values is None:
             return CompressionPlan({}, self.stage, self.stages)
         spec = self.specs[point]
@@ -114,14 +114,14 @@ class CompressionPlan:
         return CompressionPlan({point: fixed}, self.stage, self.stages)
 
     def options(self, point: Point) -> Any:
-        """The options of this iteration at a point; None where nothing is ever compressed."""
+        """This iteration's options of a point; None for a point without a compressor."""
         spec = self.specs.get(point)
         return None if spec is None else spec.options_at(self._iteration, self._tuned.get(point))
 
     def ever_compresses(self, point: Point, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> bool:
-        """Whether tensors of this shape are worth compressing with any options that the point's may become.
+        """Whether tensors of this shape are worth compressing with any options that the point may take during the run.
 
-        ``dtype`` is that of messages; reductions are compared in fp32.
+        ``dtype`` is the dtype of messages; reductions are compared in fp32.
         """
         spec = self.specs.get(point)
         if spec is None:
@@ -131,7 +131,7 @@ class CompressionPlan:
         return any(spec.codec(options).should_compress(torch.Size(shape), dtype) for options in spec.variants())
 
     def rounds(self, point: Point) -> RoundCompressor:
-        """The compressor of reductions at a point, with the options of this iteration; without state."""
+        """Stateless compressor of a point's reductions, with this iteration's options."""
         if point not in self.specs:
             return _EXACT_ROUNDS
         options = self.options(point)
@@ -140,13 +140,13 @@ class CompressionPlan:
         return self._rounds[point, options]
 
     def serving(self, point: Point, shape: tuple[int, ...] | None, state: CompressorState) -> RoundCompressor | None:
-        """The compressor of one tensor in an iteration in which the point is on; None for an exact reduction.
+        """Compressor of a tensor in an iteration in which the point is on; None for an exact reduction.
 
-        A residual that is left of earlier iterations goes along with the first exact reduction.
+        A residual left from earlier iterations is added to the first exact reduction.
 
         Args:
             point: the point.
-            shape: shape of the parameters; None for anything that the compressor was given as a whole.
+            shape: shape of the parameters; None for a whole bucket.
             state: the state of the tensor.
         """
         compressor = self.rounds(point)
@@ -157,7 +157,7 @@ class CompressionPlan:
         return LastResidual(compressor, cast(SumResidual, kind)) if left else None
 
     def codec(self, point: Point) -> Codec:
-        """The codec of messages at a point, with the options of this iteration; without state."""
+        """Stateless codec of a point's messages, with this iteration's options."""
         if point not in self.specs:
             return _EXACT_CODEC
         options = self.options(point)

@@ -1,4 +1,4 @@
-"""Reduces buckets: of gradients over replicas, overlapped with backward, and of differences over islands."""
+"""Bucketed reduction: of gradients over replicas, overlapped with backward, and of pseudo-gradients over islands."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from megatron.topology.group import Group, num_bytes
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a parameter's gradient in its bucket.
+    """Position of a parameter's gradient in its bucket.
 
     Args:
         name: logical name of the parameter.
-        start: index of its first element.
+        start: index of the first element.
         shape: shape of the parameter on this rank.
     """
 
@@ -39,7 +39,7 @@ class Place:
 
     @property
     def stop(self) -> int:
-        """Index past its last element."""
+        """Index past the last element."""
         return self.start + math.prod(self.shape)
 
 
@@ -49,8 +49,8 @@ class GradBucket:
 
     Args:
         flat: the gradients, contiguous.
-        places: the parameters in it, in their order; equal shapes adjoin.
-        skipped: something else reduces it (the fused embedding).
+        places: the parameters in the bucket, in order; equal shapes are adjacent.
+        skipped: the bucket is reduced elsewhere (fused embedding).
     """
 
     flat: Tensor
@@ -60,11 +60,11 @@ class GradBucket:
 
 @dataclass
 class Unit:
-    """Equally shaped parameters of one bucket that are compressed as one stack, or a whole bucket.
+    """Unit of compression: a stack of equally shaped parameters of a bucket, or a whole bucket.
 
     Args:
         places: the parameters, adjacent in the bucket; empty for a whole bucket.
-        state: the compressor's state for them.
+        state: the compressor's state for the unit.
 
     Raises:
         ValueError: when the parameters are not adjacent.
@@ -84,19 +84,19 @@ class Unit:
         return self.places[0].shape if self.places else None
 
     def view(self, flat: Tensor) -> Tensor:
-        """The unit's part of the bucket: (k, *shape), or the whole bucket."""
+        """View of the unit in the bucket: (k, *shape), or the whole bucket."""
         if not self.places:
             return flat
         return flat[self.places[0].start : self.places[-1].stop].view(len(self.places), *self.places[0].shape)
 
     def take(self, flat: Tensor, scale: float) -> Tensor:
-        """The unit's gradients without the loss scale, in fp32 or fp64: the bucket's memory where its dtype allows."""
+        """The unit's unscaled gradients in fp32 or fp64; they share the bucket's memory if the dtype allows."""
         own = self.view(flat)
         x = own if own.dtype == torch.float64 else own.float()
         return x if scale == 1.0 else x.mul_(1.0 / scale)
 
     def give(self, flat: Tensor, x: Tensor, scale: float) -> None:
-        """Writes the reduced gradients ``x``, in the memory that ``take`` returned, back to the bucket."""
+        """Write the reduced gradients ``x``, in the memory returned by ``take``, back to the bucket."""
         write(x if scale == 1.0 else x.mul_(scale), self.view(flat))
 
 
@@ -105,8 +105,8 @@ class _PendingBucket:
     """A bucket whose reduction is pending.
 
     Args:
-        reduction: the pending reduction; None where something else reduces the bucket.
-        units: its compressed units, in the order of the first reductions.
+        reduction: the pending reduction; None for a bucket that is reduced elsewhere.
+        units: the compressed units, in the order of the first reductions.
     """
 
     reduction: PackedReduction | None
@@ -114,19 +114,19 @@ class _PendingBucket:
 
 
 class GradReducer:
-    """All-reduces (or reduce-scatters) buckets over a group, each as soon as it and all before it are ready.
+    """All-reduce (or reduce-scatter) of buckets over a group, launched as they become ready.
 
-    Buckets are launched in the order of the list, whatever the order in which they become ready, so that every rank
-    issues its collectives in the same order by construction. Nothing is copied: compressors are given views of the
-    buckets, and the reduced gradients replace the local ones there.
+    Buckets are launched in list order, regardless of the order in which they become ready, so that every rank issues
+    its collectives in the same order by construction. Nothing is copied: compressors receive views of the buckets, and
+    the reduced gradients replace the local gradients in place.
 
     Args:
-        buckets: the buckets; with ``sharded`` each length divides by the group's size.
+        buckets: the buckets; with ``sharded``, each length is a multiple of the group size.
         group: the data-parallel ranks.
-        plan: the compressor of the point, shared by all buckets, and when it is on.
-        ledger: where the bytes are counted.
+        plan: the compressor of the point, shared by all buckets, and its activation.
+        ledger: ledger that counts the bytes.
         sharded: each rank needs only its own share of the result, as after a reduce-scatter.
-        point: what is reduced: gradients (``DP_GRAD``) or differences (``OUTER``).
+        point: point of the reduction: gradients (``DP_GRAD``) or pseudo-gradients (``OUTER``).
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class GradReducer:
         return self.plan.rounds(self.point)
 
     def _units(self, bucket: GradBucket) -> list[Unit]:
-        """The units of a bucket that are compressed; parameters in no unit are reduced exactly."""
+        """Compressed units of a bucket; parameters in no unit are reduced exactly."""
         if not self.plan.covers(self.point, self.plan.stage) or bucket.skipped:
             return []
         if not self.compressor.traits.batched:
@@ -171,13 +171,13 @@ class GradReducer:
         return [Unit(tuple(places)) for places in shapes.values()]
 
     def begin(self, iteration: int, scale: float, checks: bool = False, early: bool = False) -> None:
-        """Begins a step.
+        """Begin a step.
 
         Args:
             iteration: 0-based.
-            scale: the loss scale that its gradients carry.
-            checks: look whether the local gradients are finite (``finite``).
-            early: compress, whether or not the point's warm-up has ended.
+            scale: the loss scale of the gradients.
+            checks: check whether the local gradients are finite (``finite``).
+            early: compress even before the end of the point's warm-up.
         """
         self._on = early or self.plan.on(self.point, iteration)
         self._scale = scale
@@ -185,7 +185,7 @@ class GradReducer:
         self._finite = []
 
     def kind(self) -> Hashable:
-        """Key of the kernels that a ready bucket launches: a part of the step's kind."""
+        """Key of the kernels launched by a ready bucket: a part of the step's kind."""
         used = [(index, *pair) for index, units in enumerate(self.units) for pair in self._used(units)]
         launches = both(*(compressor.launches(unit.state) for _, unit, compressor in used))
         if launches is None:
@@ -195,12 +195,12 @@ class GradReducer:
         return self.point, options, self._scale == 1.0, self._checks, which, launches
 
     def _used(self, units: Sequence[Unit]) -> list[tuple[Unit, RoundCompressor]]:
-        """The units of a bucket that this step does not just sum, and what reduces each."""
+        """Units of a bucket that are compressed in this step, with the compressor of each."""
         serving = ((unit, self.plan.serving(self.point, unit.shape, unit.state)) for unit in units if self._on)
         return [(unit, compressor) for unit, compressor in serving if compressor is not None]
 
     def residuals(self) -> Iterator[tuple[list[str], CompressorState]]:
-        """Names of each unit's parameters (a stack's, or a whole bucket's), and its state."""
+        """Parameter names (of a stack or a whole bucket) and state of each unit."""
         for bucket, units in zip(self.buckets, self.units, strict=True):
             for unit in units:
                 names = [place.name for place in unit.places]
@@ -209,30 +209,30 @@ class GradReducer:
 
     @property
     def wants_update(self) -> bool:
-        """Whether the compressor asks for the optimizer's update of this step."""
+        """Whether the compressor needs the optimizer's update of this step."""
         states = (unit.state for units in self.units for unit in units)
         return self._on and self.compressor.traits.observes and any(state.count("awaiting") for state in states)
 
     @property
     def freezes_variance(self) -> bool:
-        """Whether this step's reduced gradients carry noise that the optimizer's second moments must not see."""
+        """Whether this step's reduced gradients are too noisy to update the optimizer's second moments."""
         return self._on and self.compressor.traits.freezes_variance
 
     @property
     def clips_first(self) -> bool:
-        """Whether this step's local gradients are clipped in place of the reduced ones."""
+        """Whether this step clips the local gradients instead of the reduced gradients."""
         return self._on and self.compressor.traits.clips_first
 
     def observe(self) -> None:
-        """Hands the compressor the optimizer's update, which lies in the buckets in place of the gradients."""
+        """Pass the optimizer's update, which has replaced the gradients in the buckets, to the compressor."""
         for bucket, units in zip(self.buckets, self.units, strict=True):
             for unit in units:
                 self.compressor.observe(unit.take(bucket.flat, 1.0), unit.state)
 
     def mark_ready(self, index: int) -> None:
-        """Marks bucket ``index`` as holding its final local gradient, and launches every bucket whose turn has come.
+        """Mark the local gradient of bucket ``index`` as final, and launch all buckets that are next in order.
 
-        By then the bucket before it has had the time for what it exchanges inside a node, and goes on between nodes.
+        By then the intra-node rounds of the previous bucket have had time to complete, and its inter-node round starts.
         """
         self._ready[index] = True
         while len(self._pending) < len(self.buckets) and self._ready[len(self._pending)]:
@@ -241,18 +241,18 @@ class GradReducer:
             self._pending.append(self._launch(self.buckets[len(self._pending)], self.units[len(self._pending)]))
 
     def launch(self) -> None:
-        """Launches the remaining buckets: all local gradients are final."""
+        """Launch the remaining buckets: all local gradients are final."""
         for index in range(len(self.buckets)):
             self.mark_ready(index)
 
     def check(self, flat: Tensor) -> None:
-        """Notes whether a local gradient is finite, where the step asks for that."""
+        """Record whether a local gradient is finite, if the step checks gradients."""
         if self._checks:
             with self.ledger.encoding(self.point):
                 self._finite.append(finite_norm(flat)[1])
 
     def finite(self) -> Tensor:
-        """1 where all the local gradients that were checked are finite, else 0."""
+        """1 if all checked local gradients are finite, else 0."""
         none = self.buckets[0].flat.new_ones((), dtype=torch.float64)
         return torch.stack([none, *self._finite]).amin()
 
@@ -268,17 +268,17 @@ class GradReducer:
             TensorReduction(IdentityRounds(), bucket.flat[span], CompressorState()) for span in _rest(bucket, used)
         ]
         raw = (1 if self.sharded else 2) * (self.group.size - 1) * num_bytes(bucket.flat) // self.group.size
-        # Stacks of parameters are no equal parts of the bucket, so all of their sums are needed.
+        # Stacks do not align with the ranks' shares of the bucket, so every rank needs all sums.
         shares = self.sharded and not any(unit.places for unit in used)
         packed = PackedReduction(reductions, self.group, self.ledger, self.point, shares, raw_bytes=raw)
         return _PendingBucket(packed, used)
 
     def finish(self, finite: bool = True) -> None:
-        """Waits for all buckets and leaves the reduced gradients in them; if not ``finite``, anything.
+        """Wait for all buckets and leave the reduced gradients in them; their contents are undefined if not ``finite``.
 
-        Buckets take turns, a round each: what is coded for one hides the messages of the others. Rounds inside nodes
-        take no turn of their own, so that a bucket ends while the others' messages are still between nodes; what is
-        left to do for it follows the next bucket's turn, whose message does not wait for that.
+        Buckets take turns, a round each, so that coding a bucket hides the messages of the others. Intra-node rounds
+        take no separate turn, so that a bucket completes while other messages are still in flight between nodes; its
+        final decoding follows the next bucket's turn, so that it does not delay that bucket's message.
         """
         self.launch()
         waiting = self._under_way()
@@ -296,7 +296,7 @@ class GradReducer:
         self._forget()
 
     def _under_way(self) -> list[tuple[GradBucket, _PendingBucket]]:
-        """The buckets that are being reduced."""
+        """Buckets with a pending reduction."""
         return [pair for pair in zip(self.buckets, self._pending, strict=True) if pair[1].reduction is not None]
 
     def _forget(self) -> None:
@@ -305,14 +305,14 @@ class GradReducer:
         self._turns.clear()
 
     def exchange(self, wait: bool = True) -> bool:
-        """Runs all rounds of all buckets, which take turns. Nothing that was computed counts before ``settle``.
+        """Run all rounds of all buckets, which take turns. Results take effect only in ``settle``.
 
         Args:
-            wait: False goes on only as far as that is possible without waiting. What the group's ranks start is in the
-                same order all the same.
+            wait: False advances only as far as possible without blocking; all ranks still start collectives in the
+                same order.
 
         Returns:
-            Whether nothing is left to do.
+            Whether all rounds have completed.
         """
         if len(self._pending) < len(self.buckets):
             self.launch()
@@ -328,11 +328,11 @@ class GradReducer:
         return True
 
     def squared_norm(self) -> float:
-        """The sum of the squares of what ``exchange`` has come to; nothing has changed yet."""
+        """Squared norm of the result of ``exchange``; buckets and states are unchanged."""
         return sum(pending.reduction.squared_norm() for pending in self._pending if pending.reduction is not None)
 
     def settle(self) -> None:
-        """Leaves what ``exchange`` has come to in the buckets, and changes the compressors' states."""
+        """Write the result of ``exchange`` to the buckets, and commit the compressors' states."""
         for bucket, pending in zip(self.buckets, self._pending, strict=True):
             self._end(bucket, pending)
         self._forget()
@@ -340,7 +340,7 @@ class GradReducer:
             state.commit()
 
     def drop(self) -> None:
-        """Forgets a reduction that has failed, maybe on another rank; states are as before, buckets hold anything."""
+        """Discard a reduction that failed on any rank: roll back the states; bucket contents are undefined."""
         for pending in self._pending:
             if pending.reduction is not None:
                 pending.reduction.close()
@@ -349,12 +349,12 @@ class GradReducer:
             state.rollback()
 
     def states(self) -> Iterator[CompressorState]:
-        """States of all units."""
+        """Compressor states of all units."""
         for units in self.units:
             yield from (unit.state for unit in units)
 
     def _advance(self, pending: _PendingBucket, finite: bool) -> bool:
-        """Runs a round of a bucket's reduction, and those inside nodes behind it; returns whether it goes on."""
+        """Run a round of a bucket's reduction and the following intra-node rounds; return whether rounds remain."""
         reduction = pending.reduction
         assert reduction is not None
         if not finite:
@@ -365,7 +365,7 @@ class GradReducer:
         return reduction.advance_inside_nodes()
 
     def _end(self, bucket: GradBucket, pending: _PendingBucket) -> None:
-        """Leaves the reduced gradients in a bucket; nothing where its reduction was abandoned."""
+        """Write the reduced gradients to a bucket, unless its reduction was abandoned."""
         if pending.reduction is None:
             return
         pending.reduction.finish()
@@ -375,7 +375,7 @@ class GradReducer:
 
 
 def _rest(bucket: GradBucket, units: Sequence[Unit]) -> list[slice]:
-    """Ranges that are reduced exactly beside compressed units: all of the bucket where there are none."""
+    """Ranges of a bucket outside the compressed units, which are reduced exactly."""
     if not units:
         return [slice(0, bucket.flat.numel())]
     if any(not unit.places for unit in units):

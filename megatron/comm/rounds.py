@@ -1,4 +1,4 @@
-"""Runs ``RoundCompressor`` generators over a group."""
+"""Driver of ``RoundCompressor`` generators over a group."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from megatron.kernels.ops import sum_of_squares
 from megatron.topology.group import Group, Pending, num_bytes
 
 _SHARED = (Op.REDUCE, Op.GATHER, Op.EXCHANGE)
-"""Operations whose requests share a collective."""
+"""Operations that pack several requests into a single collective."""
 
 
 @dataclass
 class TensorReduction:
-    """The reduction of one tensor.
+    """The reduction of a tensor.
 
     Args:
         compressor: the compressor.
-        x: this rank's contribution, contiguous; it belongs to the compressor, which leaves the reduced tensor there.
+        x: this rank's contribution, contiguous; the compressor owns it and writes the reduced tensor there.
         state: the compressor's state for this tensor.
     """
 
@@ -38,7 +38,7 @@ class TensorReduction:
 
 @dataclass(frozen=True)
 class _Started:
-    """A collective that was started, with the results that it has for some of the tensors, by their numbers."""
+    """A collective in flight, with its (tensor index, result) pairs."""
 
     communication: Pending
     results: list[tuple[int, Tensor]]
@@ -46,15 +46,15 @@ class _Started:
 
 
 class PackedReduction:
-    """A pending reduction of several tensors, whose requests of one round share a collective.
+    """A pending reduction of several tensors that packs the requests of each round into shared collectives.
 
-    The first round starts at construction, so it overlaps with what the caller does next; the others run in ``finish``,
-    which leaves the reduced tensors in the reductions.
+    The first round starts at construction, so it overlaps with the caller's next work; the remaining rounds run in
+    ``finish``, which leaves the reduced tensors in the reductions.
 
     Args:
         reductions: the tensors and their compressors, in the same order on every rank.
         group: the ranks.
-        ledger, point: where the bytes are counted, and as what.
+        ledger, point: ledger that counts the bytes, and the point to charge.
         sharded: this rank reads only its own share of the results.
         raw_bytes: bytes that exact collectives would have sent.
     """
@@ -83,19 +83,19 @@ class PackedReduction:
         self._resume(dict.fromkeys(range(len(reductions))))
 
     def _peers_of(self, compressor: RoundCompressor) -> Peers:
-        """The group as a compressor sees it: with its nodes where it asks for them."""
+        """The peers of a compressor, with the nodes if it reduces in levels."""
         split = self.group.split
         if split is None or not compressor.traits.levels:
             return self._peers
         return replace(self._peers, nodes=split.nodes)
 
     def _raw_bytes(self, x: Tensor) -> int:
-        """Bytes of an exact ring all-reduce, which compressed bytes are compared with."""
+        """Bytes of an exact ring all-reduce (or reduce-scatter), the baseline for compressed bytes."""
         steps = 1 if self.sharded else 2
         return steps * (self.group.size - 1) * num_bytes(x) // self.group.size
 
     def _resume(self, results: dict[int, Tensor | None]) -> None:
-        """Resumes each generator with its result (None: begins it) and starts the requests of the next round."""
+        """Resume each generator with its result (None starts it), and start the requests of the next round."""
         requests: dict[int, Request] = {}
         with self.ledger.encoding(self.point):
             for index, result in results.items():
@@ -107,7 +107,7 @@ class PackedReduction:
             self._serve(requests)
 
     def _serve(self, requests: dict[int, Request]) -> None:
-        """Starts the collectives of one round; those of one kind share one."""
+        """Start the collectives of a round; requests of the same kind share a collective."""
         kinds: dict[tuple[Op, Level, torch.dtype], list[tuple[int, Tensor]]] = {}
         for index, request in requests.items():
             if request.op in _SHARED and len(requests) > 1:
@@ -132,7 +132,7 @@ class PackedReduction:
         self._pending.append(_Started(pending, results, level))
 
     def advance(self) -> bool:
-        """Waits for the round that was started and starts the next one; returns False where there is none."""
+        """Wait for the current round and start the next; return False if there is none."""
         pending, self._pending = self._pending, []
         results: dict[int, Tensor | None] = {}
         for started in pending:
@@ -142,22 +142,22 @@ class PackedReduction:
         return bool(self._pending)
 
     def advance_inside_nodes(self) -> bool:
-        """Runs the rounds that come before the next one between nodes, which therefore leaves early.
+        """Run intra-node rounds until the next inter-node round has started.
 
         Returns:
-            False where there is none.
+            False if no round remains.
         """
         while self._pending and all(started.level is Level.NODE for started in self._pending):
             self.advance()
         return bool(self._pending)
 
     def wait(self) -> None:
-        """Runs the remaining rounds."""
+        """Run the remaining rounds."""
         while self._pending:
             self.advance()
 
     def finish(self) -> None:
-        """Waits; the reduced tensors are in the reductions then, and the compressors' states have changed."""
+        """Wait, write the reduced tensors to the reductions, and update the compressors' states."""
         self.wait()
         with self.ledger.decoding(self.point):
             for reduction, aggregate in zip(self.reductions, self._aggregates, strict=True):
@@ -167,7 +167,7 @@ class PackedReduction:
         self._aggregates = []
 
     def squared_norm(self) -> float:
-        """The sum of the squares of the sums, once all rounds have run; nothing has changed yet."""
+        """Squared norm of the reduced tensors, once all rounds have run; tensors and states are unchanged."""
         total = 0.0
         for reduction, aggregate in zip(self.reductions, self._aggregates, strict=True):
             assert aggregate is not None
@@ -180,31 +180,31 @@ class PackedReduction:
         return total
 
     def arrived(self) -> bool:
-        """Whether a round is under way, and waiting for it would not block."""
+        """Whether a round is in flight and waiting for it would not block."""
         return bool(self._pending) and all(started.communication.done() for started in self._pending)
 
     def abandon(self) -> None:
-        """Waits for the round that was started and runs no other; all ranks of the group do the same."""
+        """Wait for the current round and run no others; all ranks of the group must do the same."""
         for started in self._pending:
             started.communication.wait()
         self.close()
 
     def close(self) -> None:
-        """Runs no other round, and waits for none."""
+        """Drop all rounds without waiting."""
         for generator in self._generators:
             generator.close()
         self._pending = []
 
 
 def _pack(op: Op, tensors: Sequence[Tensor], size: int) -> Tensor:
-    """Tensors of one dtype as one, for a collective over ``size`` ranks."""
+    """Pack tensors of the same dtype into one tensor for a collective over ``size`` ranks."""
     if op is Op.EXCHANGE:
         return torch.cat([tensor.view(size, tensor.numel() // size) for tensor in tensors], dim=1)
     return torch.cat([tensor.view(-1) for tensor in tensors])
 
 
 def _unpack(op: Op, result: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The results of the tensors, as views of the packed collective's."""
+    """Split the packed result into a view for each tensor."""
     if op is Op.REDUCE:
         parts = result.split([tensor.numel() for tensor in tensors])
         return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
@@ -217,15 +217,15 @@ def _unpack(op: Op, result: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def start_request(request: Request, group: Group, sharded: bool = False) -> tuple[Pending, Tensor]:
-    """Starts the collective of one request; its result is in the tensor once it has completed.
+    """Start the collective of a request; the returned tensor holds the result once it has completed.
 
     Args:
         request: the request.
-        group: the ranks that reduce, of which the request may name some.
-        sharded: this rank reads only its own share of a reduction whose request allows that.
+        group: the reducing ranks; the request's level may select a subset.
+        sharded: this rank reads only its own share of the result, if the request allows that.
 
     Raises:
-        CompressorFault: when the request names ranks of nodes, and the group was not built with them.
+        CompressorFault: when the request is for a node level, and the group has no node groups.
     """
     x, group = request.tensor, group_at(group, request.level)
     if request.op is Op.REDUCE:
@@ -247,10 +247,10 @@ def start_request(request: Request, group: Group, sharded: bool = False) -> tupl
 
 
 def group_at(group: Group, level: Level) -> Group:
-    """The ranks of a group that take part in a request at a level.
+    """The subgroup that takes part in a request at a level.
 
     Raises:
-        CompressorFault: when the group was not built with its nodes.
+        CompressorFault: when the group has no node groups.
     """
     if level is Level.ALL:
         return group

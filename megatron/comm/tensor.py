@@ -39,7 +39,7 @@ class PendingReduce:
         self.reduction, self.x, self.group, self.scatter = reduction, x, group, scatter
 
     def wait(self) -> Tensor:
-        """Waits; returns the reduced tensor, or this rank's part of it along dimension 0."""
+        """Wait; return the reduced tensor, or this rank's part of it along dimension 0."""
         if self.reduction is not None:
             self.reduction.finish()
             write(self.reduction.reductions[0].x, self.x)
@@ -49,17 +49,17 @@ class PendingReduce:
 
 
 class TensorComm:
-    """The tensor-parallel points of one rank.
+    """The tensor-parallel points of a rank.
 
-    Their compressors keep no state: recomputation runs the forward ones again.
+    The compressors are stateless, because recomputation repeats the forward collectives.
 
     Args:
         group: the tensor-parallel ranks.
-        ledger: where the bytes are counted.
-        plan: the compressors of ``TP_FWD`` and ``TP_BWD``, and when they are on.
+        ledger: ledger that counts the bytes.
+        plan: the compressors of ``TP_FWD`` and ``TP_BWD``, and their activation.
         sequence_parallel: activations between parallel regions are split along the sequence.
         asynchronous: backward collectives overlap with the matrix products of the weight gradients.
-        experts: the expert-parallel points of the same layers; None where this rank holds all experts.
+        experts: the expert-parallel points of the same layers; None if this rank holds all experts.
     """
 
     def __init__(
@@ -82,17 +82,17 @@ class TensorComm:
         self._place: tuple[str, ...] = ()
 
     def begin(self, iteration: int) -> None:
-        """Begins a step; -1 stands for an evaluation."""
+        """Begin a step; -1 stands for an evaluation."""
         self.experts.begin(iteration)
         for point in self._on:
             covered = self.plan.covers(point, self.plan.stage)
             self._on[point] = covered and self.plan.activation(point).on(iteration)
 
     def kind(self, length: int) -> list[Hashable]:
-        """Key of the kernels that a step's collectives launch: a part of its kind for each point.
+        """Key of the kernels launched by a step's collectives: a part of the step's kind for each point.
 
         Args:
-            length: tokens of the step's sequences, which decide the shapes of what is reduced.
+            length: sequence length of the step, which determines the shapes of the reduced tensors.
         """
         return [self._kind(point, on, length) for point, on in self._on.items()]
 
@@ -104,17 +104,17 @@ class TensorComm:
         return None if launches is None else (point, self.plan.options(point), launches, length)
 
     def begin_micro_batch(self, micro_batch: int) -> None:
-        """Begins the forward or the backward of a micro-batch of the step."""
+        """Begin the forward or the backward of a micro-batch of the step."""
         self.experts.draws.micro_batch = micro_batch
 
     def at(self, place: str) -> TensorComm:
-        """The points of a place in the model, whose messages draw random numbers of their own."""
+        """The points for a location in the model, with separate random seeds for its messages."""
         found = copy(self)
         found._place = (*self._place, place)
         return found
 
     def alone(self) -> TensorComm:
-        """The points of layers that this rank holds whole, and no other one computes with."""
+        """The points for layers that are not tensor-parallel: this rank holds and computes them alone."""
         return TensorComm(Group(None, (0,), 0, self.group.name, "none"), self.ledger, self.plan)
 
     @property
@@ -126,7 +126,7 @@ class TensorComm:
         return self.group.rank
 
     def start_reduce(self, x: Tensor, point: Point, scatter: bool = False) -> PendingReduce:
-        """Starts an all-reduce of ``x`` over the group, or a reduce-scatter.
+        """Start an all-reduce of ``x`` over the group, or a reduce-scatter.
 
         Args:
             x: this rank's contribution, contiguous; the result replaces it.
@@ -145,7 +145,7 @@ class TensorComm:
         return pending
 
     def _reduction(self, x: Tensor, point: Point) -> TensorReduction:
-        """One reduction."""
+        """The reduction of ``x``, compressed if the point is on and the shape is worth compressing."""
         compressor = self.plan.rounds(point)
         if not self._on[point] or (compressor.traits.batched and not compressor.should_compress(tuple(x.shape))):
             return TensorReduction(_EXACT_ROUNDS, x, CompressorState())
@@ -154,25 +154,25 @@ class TensorComm:
         return TensorReduction(compressor, given, self._state(point))
 
     def _state(self, point: Point) -> CompressorState:
-        """A state that lasts for one collective."""
+        """Compressor state for a single collective."""
         if not self._on[point]:
             return CompressorState()
         return self.experts.draws.state(point.value, self.group.ranks[0], *self._place)
 
     def gather_codec(self, point: Point) -> Codec:
-        """The codec of this step's all-gathers."""
+        """Codec of this step's all-gathers."""
         return self.plan.codec(point) if self._on[point] else _EXACT_CODEC
 
     def start_gather(self, x: Tensor, point: Point) -> PendingGather:
-        """Starts an all-gather of ``x`` along dimension 0. One state decodes all ranks' parts, so these share it."""
+        """Start an all-gather of ``x`` along dimension 0. All ranks' parts are decoded with the same state."""
         return PendingGather(self.gather_codec(point), x, self._state(point), None, self.group, self.ledger, point)
 
     def gather(self, x: Tensor, point: Point) -> Tensor:
-        """All-gathers ``x`` along dimension 0."""
+        """All-gather ``x`` along dimension 0."""
         return x if self.group.size == 1 else self.start_gather(x.contiguous(), point).wait()
 
     def gather_exact(self, x: Tensor) -> Tensor:
-        """All-gathers small per-rank results along a new dimension 0; never compressed."""
+        """All-gather small per-rank results along a new dimension 0; never compressed."""
         out = torch.empty((self.group.size * x.shape[0], *x.shape[1:]), dtype=x.dtype, device=x.device)
         pending = self.group.all_gather(out, x.contiguous())
         self.ledger.sent(Point.CONTROL, pending.sent_bytes)
@@ -180,7 +180,7 @@ class TensorComm:
         return out.view(self.group.size, *x.shape)
 
     def maxima_(self, x: Tensor) -> Tensor:
-        """Takes the ranks' largest values, in place; a small exchange, never compressed."""
+        """All-reduce with MAX, in place, for small tensors; never compressed."""
         if self.group.size > 1:
             pending = self.group.all_reduce(x, dist.ReduceOp.MAX)
             self.ledger.sent(Point.CONTROL, pending.sent_bytes)
@@ -213,7 +213,7 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: TensorComm) -> Tensor:
         ctx.comm = comm
-        # The input is a fresh product that no other backward reads, so it may serve as the work space.
+        # The input is a fresh product that no backward reads, so it can be reduced in place.
         return comm.start_reduce(x.contiguous(), Point.TP_FWD, scatter=True).wait().clone()
 
     @staticmethod
@@ -244,7 +244,7 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         comm: TensorComm = ctx.comm
-        # Others may read this gradient, too, so the all-reduce gets memory of its own.
+        # Other functions may read this gradient, too, so the all-reduce works on a copy.
         own = grad.clone(memory_format=torch.contiguous_format)
         return comm.start_reduce(own, Point.TP_BWD, scatter=comm.sequence_parallel).wait().clone(), None
 
@@ -265,14 +265,14 @@ class _EnterExact(torch.autograd.Function):
 
 
 def enter_parallel_region(x_sbh: Tensor, comm: TensorComm, exact: bool = False) -> Tensor:
-    """Begins a tensor-parallel region whose parts do not do so themselves: the whole sequence, on every rank.
+    """Enter a tensor-parallel region whose layers do not fuse f; returns the whole sequence on every rank.
 
-    The ranks' gradients of the result add up to that of the input.
+    The input's gradient is the sum of the ranks' gradients of the result.
 
     Args:
-        x_sbh: activations; their own part of s under sequence parallelism.
+        x_sbh: activations; this rank's part of s under sequence parallelism.
         comm: the tensor-parallel ranks.
-        exact: the tensor is small, and must be the same on all ranks: it is never compressed.
+        exact: never compress, for small tensors that must be identical on all ranks.
     """
     if comm.size == 1:
         return x_sbh
@@ -281,13 +281,13 @@ def enter_parallel_region(x_sbh: Tensor, comm: TensorComm, exact: bool = False) 
 
 
 def sum_exact(x: Tensor, comm: TensorComm) -> Tensor:
-    """Sums small contributions of the tensor-parallel ranks, which all compute the same from the sum."""
+    """Sum small contributions of the tensor-parallel ranks, which all compute the same from the sum."""
     result: Tensor = _SumExact.apply(x, comm)
     return result
 
 
 def leave_parallel_region(x_sbh: Tensor, comm: TensorComm) -> Tensor:
-    """Reduces the partial sums at the end of a tensor-parallel region; split along the sequence where that is on."""
+    """Leave a tensor-parallel region: all-reduce partial sums, or reduce-scatter them with sequence parallelism."""
     if comm.size == 1:
         return x_sbh
     result: Tensor = (_ReduceScatter if comm.sequence_parallel else _Reduce).apply(x_sbh, comm)

@@ -1,8 +1,8 @@
-"""Records what one rank did when, as a Chrome trace for Perfetto and chrome://tracing.
+"""Timeline of a rank as a Chrome trace for Perfetto and chrome://tracing.
 
-Spans nest (forward holds the encode, wait and decode of tensor-parallel collectives). On CUDA they are spans of the
-device's time, and the device's kernels are there too. Communications have tracks of their own, from their start to
-their completion, with their bytes.
+Spans nest (forward contains encode, wait and decode of tensor-parallel collectives). On CUDA they measure device time,
+and the trace includes the device's kernels. Communications are on separate tracks, from start to completion, with
+their bytes.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from megatron.topology.clock import Clock, HostClock, Mark
 from megatron.topology.group import Pending
 
 FIRST_STREAM = 1
-"""Track of a device's stream 0; the spans have track 0."""
+"""Track of a device's stream 0; spans are on track 0."""
 
 
 class Kernels(Protocol):
     """A recorder of the device's kernels."""
 
     def start(self) -> None:
-        """Begins to record."""
+        """Start recording."""
 
     def stop(self) -> list[dict[str, Any]]:
-        """Stops; returns the events of a Chrome trace (name, cat, tid, ts, dur), their times since 1970."""
+        """Stop; return Chrome trace events (name, cat, tid, ts, dur), with times since 1970."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class _TraceSpan:
 
 @dataclass(frozen=True)
 class _Flight:
-    """A communication: when the host started it, and the mark of its completion."""
+    """A communication, from its start on the host to the mark of its completion."""
 
     name: str
     point: str
@@ -56,18 +56,18 @@ class _Flight:
 
 
 class Trace(Observer):
-    """Records the iterations ``first`` to ``last`` (exclusive) and writes them once the last of them has ended.
+    """Recorder of the iterations ``first`` to ``last`` (exclusive), written to a file after the last.
 
     Args:
         path: the file.
         rank: number of the process in the trace.
-        label: what the rank is, for the reader.
+        label: description of the rank for the reader.
         first, last: iterations, 0-based.
-        clock: clock of this rank's device. It is waited for where an iteration begins and ends, never in between.
-        kernels: recorder of this rank's device; None where there is none.
-        world_size: ranks that write a trace beside this one.
-        run: name of the run, the same on all of its ranks and on no others.
-        meet: a barrier, by which the ranks' clocks are aligned later.
+        clock: clock of this rank's device; synchronized only at the beginning and end of an iteration.
+        kernels: recorder of the device's kernels; None without a device.
+        world_size: number of ranks in the run that write traces.
+        run: unique name of the run, the same on all of its ranks.
+        meet: a barrier that is used to align the ranks' clocks.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Trace(Observer):
         self._events: list[dict[str, Any]] = []
         self._flights = 0
         self._aligned: float | None = None
-        # Wall-clock time, so that ranks of one machine agree, but monotonic.
+        # Wall-clock time, so that ranks of a machine agree, but monotonic.
         self._offset = time.time() - time.perf_counter()
 
     @property
@@ -106,7 +106,7 @@ class Trace(Observer):
         return self._iteration is not None
 
     def begin_step(self, iteration: int) -> None:
-        """Begins to record, if the step is one of those asked for."""
+        """Start recording, if the step is in the range."""
         if not self.first <= iteration < self.last:
             return
         if self._aligned is None:
@@ -119,7 +119,7 @@ class Trace(Observer):
         self._begun = self._clock.mark()
 
     def end_step(self) -> None:
-        """Ends the step; the file is written after the last one that is recorded."""
+        """End the step; write the file after the last recorded step."""
         if self._iteration is None:
             return
         iteration, self._iteration = self._iteration, None
@@ -133,7 +133,7 @@ class Trace(Observer):
             sys.stderr.write(f"warning: the trace {self.path} cannot be written: {error.strerror}\n")
 
     def span(self, name: str, **args: Any) -> AbstractContextManager[None]:
-        """Records a span."""
+        """Record a span."""
         return self._span(name, args) if self.on else nullcontext()
 
     @contextmanager
@@ -145,13 +145,13 @@ class Trace(Observer):
             self._spans.append(_TraceSpan(name, start, self._clock.mark(), args))
 
     def on_complete(self, name: str, point: Point, pending: Pending) -> None:
-        """Records the end of a communication."""
+        """Record the completion of a communication."""
         if self.on:
             flight = _Flight(name, point.value, pending.started, self._clock.mark(), pending.sent_bytes)
             self._landed.append(flight)
 
     def _collect(self, iteration: int) -> None:
-        """Turns the spans of an iteration into events."""
+        """Convert the spans of an iteration to events."""
         for span in self._spans:
             begin, end = self._micros(self._clock.place(span.start)), self._micros(self._clock.place(span.stop))
             duration = max(round(end - begin, 1), 0.0)
@@ -170,7 +170,7 @@ class Trace(Observer):
         self._spans, self._landed = [], []
 
     def write(self) -> None:
-        """Writes the trace, whole or not at all.
+        """Write the trace atomically.
 
         Raises:
             OSError: when the file cannot be written.
@@ -197,5 +197,5 @@ class Trace(Observer):
         self._events = []
 
     def _micros(self, seconds: float) -> float:
-        """Microseconds since 1970 of a moment of ``time.perf_counter``."""
+        """Convert a ``time.perf_counter`` reading to microseconds since 1970."""
         return round((seconds + self._offset) * 1e6, 1)

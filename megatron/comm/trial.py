@@ -1,4 +1,4 @@
-"""Reduces copies of a step's gradients, to see what that takes and what it loses."""
+"""Trial reductions of copies of a step's gradients, to measure their time and error."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from megatron.topology.group import Group
 
 @dataclass(frozen=True)
 class TriedReduction:
-    """A reduction to be tried.
+    """A trial reduction.
 
     Args:
         reduced: the step's reduced gradients, contiguous.
-        own: the part of them that this rank holds.
-        fill: completes a copy that has only this rank's part.
+        own: range of the gradients that this rank holds.
+        fill: fills in the other ranks' ranges of a copy.
         run: reduces a copy over the group, in place.
-        ranks: ranks of the group.
-        states: the states that it makes.
+        ranks: number of ranks of the group.
+        states: compressor states of the trial.
     """
 
     reduced: Tensor
@@ -43,7 +43,7 @@ class TriedReduction:
 def tried_bucket(
     bucket: GradBucket, group: Group, plan: CompressionPlan, ledger: Ledger, sharded: bool, scale: float
 ) -> TriedReduction:
-    """The data-parallel reduction of a bucket, whose gradients carry the loss scale ``scale``."""
+    """Trial of the data-parallel reduction of a bucket; its gradients carry the loss scale ``scale``."""
     flat, size = bucket.flat, group.size if sharded else 1
     share = flat.numel() // size
     own = slice(group.rank * share, (group.rank + 1) * share) if sharded else slice(0, flat.numel())
@@ -67,7 +67,7 @@ def tried_bucket(
 def tried_embedding(
     grad: Tensor, shape: tuple[int, ...], sync: EmbeddingSync, plan: CompressionPlan, scale: float
 ) -> TriedReduction:
-    """The all-reduce of a tied embedding's gradient, of which this rank exchanges ``grad``."""
+    """Trial of the all-reduce of a tied embedding's gradient; ``grad`` is this rank's part."""
     tried = EmbeddingSync(sync.group, plan, sync.ledger, sync.replicas)
     tried.begin(0)
     return TriedReduction(
@@ -81,10 +81,10 @@ def tried_embedding(
 
 
 def run_trial(trial: Trial, reductions: Iterable[TriedReduction], world: Group, ledger: Ledger) -> Tensor:
-    """Tries reductions one after the other, with memory for one copy; every rank of the world calls it.
+    """Run trial reductions one by one, with memory for a single copy; every rank of the world must call it.
 
     Returns:
-        The numbers that ``Trial`` promises.
+        The figures documented at ``Trial``.
     """
     meet(world, ledger)
     figures_3 = torch.zeros(3, dtype=torch.float64)
@@ -97,7 +97,7 @@ def _run(trial: Trial, tried: TriedReduction, ledger: Ledger) -> Tensor:
     copy, whole, seconds = torch.empty_like(tried.reduced), tried.reduced, []
     error, norm = torch.zeros((), dtype=torch.float64), finite_norm(whole[tried.own])[0].cpu()
     for repeat in range(trial.repeats):
-        # Each rank contributes an equal part of the sum, so that it is no larger than the step's.
+        # Each rank contributes an equal part, so that the sum has the magnitude of the step's gradients.
         copy[tried.own].copy_(whole[tried.own]).div_(tried.ranks)
         tried.fill(copy)
         seconds.append(_seconds(ledger, lambda: tried.run(copy)))
@@ -110,7 +110,7 @@ def _run(trial: Trial, tried: TriedReduction, ledger: Ledger) -> Tensor:
 
 
 def meet(world: Group, ledger: Ledger) -> float:
-    """Waits until all ranks and their devices are here; returns the seconds that this rank has waited."""
+    """Synchronize all ranks and their devices; return the seconds that this rank has waited."""
     return _seconds(ledger, lambda: _all_reduce_nothing(world, ledger))
 
 
@@ -121,7 +121,7 @@ def _all_reduce_nothing(world: Group, ledger: Ledger) -> None:
 
 
 def _seconds(ledger: Ledger, call: Callable[[], None]) -> float:
-    """Seconds of a call and of what it starts on this rank's device, by the ledger's clock."""
+    """Seconds of a call, including the work it launches on this rank's device, by the ledger's clock."""
     clock, found = ledger.clock, list[float]()
     clock.synchronize()
     start = clock.mark()

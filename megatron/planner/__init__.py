@@ -1,1 +1,1 @@
-"""Predicts what a layout and a compression cost on a cluster."""
+"""Cost model and search for layouts and compressors on a cluster."""

@@ -1,4 +1,4 @@
-"""Choices of the planner: layout, schedule, and compressors."""
+"""Choices of the planner: layout, schedule and compressors."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from megatron.topology.layout import Layout
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to run a model on a cluster.
+    """A way to run a model on a cluster.
 
     Args:
         tp, pp, dp: tensor-, pipeline- and data-parallel sizes.
-        ep: ranks that share the experts of a layer: of replicas, whose number it divides.
-        folded: experts are whole, and tensor-parallel ranks share them, too; ``ep`` divides ``tp * dp``.
+        ep: expert-parallel size; it divides the number of replicas.
+        folded: experts are not split over tensor-parallel ranks, which join the expert-parallel group; ``ep`` divides
+            ``tp * dp``.
         chunks: virtual stages on each pipeline rank.
         schedule: 1f1b, eager-1f1b or gpipe.
         micro_batch: sequences per micro-batch.
         micro_batches: micro-batches per replica and step.
         sequence_parallel: activations between tensor-parallel regions are split along the sequence.
-        recompute: activations that backward recomputes.
+        recompute: activation recomputation.
         sharded: the optimizer's state is split over the replicas.
-        overlap: gradients are reduced while backward goes on.
+        overlap: gradient reduction overlaps with backward.
         specs: specs of ``--compress``.
-        islands: number of islands, each of which has this layout.
+        islands: number of islands, each with this layout.
     """
 
     tp: int
@@ -50,22 +51,22 @@ class Choice:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks, of one island."""
+        """Number of ranks of an island."""
         return self.tp * self.pp * self.dp
 
     @property
     def layout(self) -> tuple[int, int, int]:
-        """The layout of the choice."""
+        """Tensor-, pipeline- and data-parallel sizes."""
         return self.tp, self.pp, self.dp
 
     @property
     def expert_ranks(self) -> int:
-        """Number of ranks of a stage that together hold each of its experts once."""
+        """Number of ranks of a stage that together hold each expert once."""
         return self.ep if self.folded else self.tp * self.ep
 
     @property
     def expert_dp(self) -> int:
-        """Number of ranks that hold equal experts, or equal parts of them."""
+        """Size of the expert data-parallel group: ranks that hold equal experts, or equal parts of them."""
         return self.tp * self.dp // self.expert_ranks
 
     @property
@@ -74,15 +75,15 @@ class Choice:
         return Layout(tp=self.tp, pp=self.pp, dp=self.dp, ep=self.ep, folded=self.folded)
 
     def message_parts(self, config: RunConfig) -> int:
-        """Number of parts of the sequence that tensor-parallel ranks send to the next stage, one each."""
+        """Number of sequence parts in a pipeline message, each sent by a tensor-parallel rank."""
         return self.configure(config).parallel.message_parts
 
     def gathers_messages(self, config: RunConfig) -> bool:
-        """Whether the parts of pipeline messages are all-gathered where they arrive."""
+        """Whether the receiving stage all-gathers the parts of pipeline messages."""
         return self.configure(config).parallel.splits_messages
 
     def configure(self, config: RunConfig) -> RunConfig:
-        """The configuration with this choice in it, unresolved."""
+        """Return the configuration with this choice applied, unresolved."""
         seconds = config.islands.islands_timeout_seconds
         islands = IslandsConfig(islands=self.islands, islands_timeout_seconds=seconds)
         return dataclasses.replace(
@@ -107,17 +108,17 @@ class Choice:
         )
 
     def resolve(self, config: RunConfig) -> RunConfig:
-        """The configuration with this choice in it, resolved, as that of the first island.
+        """Return the configuration of the first island with this choice applied, resolved.
 
         Raises:
-            UserError: when training would refuse it.
+            UserError: when training would reject it.
         """
-        # The devices are the cluster's, whatever this machine has.
+        # The target is the cluster, regardless of this machine's devices.
         return of_first_island(self.configure(config)).resolve(self.world_size, cuda_available=True)
 
 
 def of_first_island(config: RunConfig) -> RunConfig:
-    """The configuration as the launcher would give it to the first of several islands."""
+    """The configuration that the launcher passes to the first of several islands."""
     given = config.islands
     if not given.several:
         return config
@@ -126,7 +127,7 @@ def of_first_island(config: RunConfig) -> RunConfig:
 
 
 def choice_of(config: RunConfig, devices: int) -> Choice:
-    """The choice of a resolved configuration on so many devices, which islands share."""
+    """The choice of a resolved configuration on ``devices`` devices, which islands share."""
     parallel, training, islands = config.parallel, config.training, config.islands.islands
     world_size = devices // islands
     dp = config.data_parallel_size(world_size)

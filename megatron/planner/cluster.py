@@ -1,4 +1,4 @@
-"""A cluster: rates of its devices and links. Read from YAML, or filled in by ``measure``."""
+"""Description of a cluster: rates of devices and links, read from YAML or filled in by ``measure``."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from megatron.base.errors import UserError
 
 @dataclass(frozen=True)
 class Device:
-    """A device: one GPU, or one process on CPUs.
+    """A device: a GPU, or a process on CPUs.
 
     Args:
-        name: name of the device, for people.
-        peak_tflops: peak of matrix products, in the precision of the training.
+        name: display name of the device.
+        peak_tflops: peak rate of matrix products in the training precision.
         efficiency: share of the peak that large products reach.
-        memory_gib: memory that a run may fill.
-        memory_gbyte_per_s: bandwidth of operations other than matrix products.
-        op_us: least time of one operation (a kernel's launch), microseconds.
+        memory_gib: memory available to a run.
+        memory_gbyte_per_s: memory bandwidth of operations other than matrix products.
+        op_us: minimum time of an operation (a kernel launch), microseconds.
     """
 
     name: str = "device"
@@ -39,7 +39,7 @@ class Device:
         return self.peak_tflops * 1e12 * self.efficiency
 
     def seconds(self, flops: float, moved: float) -> float:
-        """The time of one operation: the longer of its products' and its memory traffic's."""
+        """Time of an operation by the roofline model: bound by FLOPs, memory traffic, or the launch."""
         return max(flops / self.flops, moved / (self.memory_gbyte_per_s * 1e9), self.op_us * 1e-6)
 
 
@@ -48,8 +48,8 @@ class LinkSpec:
     """Bandwidth and latency of a link.
 
     Args:
-        gbit_per_s: payload in each direction; inside a node of one device, across nodes of a whole node, between sites
-            of a whole site.
+        gbit_per_s: payload bandwidth in each direction: per device inside a node, per node between nodes, per site
+            between sites.
         latency_us: latency of a small message, microseconds.
     """
 
@@ -62,15 +62,15 @@ class Cluster:
     """A cluster of equal devices in equal nodes.
 
     Args:
-        name: name of the cluster, for people.
+        name: display name of the cluster.
         gpus: number of devices.
         gpus_per_node: GPUs per node; ranks fill a node before the next.
-        device: one of the devices.
+        device: the device type.
         inside, across: the links in a node and between nodes.
-        sites: number of equal parts of the nodes whose links to each other are slower still; 1 for none.
+        sites: number of equally sized sites with slower links between them; 1 for none.
         between_sites: the link of a whole site to the others.
-        corrections: measured seconds over what ``Device.seconds`` adds up to, by part of the step (see ``PARTS``) and
-            by compressor (``coding dp-grad=powersgd,rank=32``).
+        corrections: measured over predicted (``Device.seconds``) time, by part of the step (see ``PARTS``) and by
+            compressor (``coding dp-grad=powersgd,rank=32``).
     """
 
     name: str = "cluster"
@@ -85,20 +85,20 @@ class Cluster:
 
     @property
     def site_gpus(self) -> int:
-        """Number of devices of a site."""
+        """Number of devices per site."""
         return self.gpus // self.sites
 
     def part(self, islands: int) -> Cluster:
-        """The part of the cluster that one of so many equal islands has."""
+        """The part of the cluster that each of ``islands`` equal islands has."""
         return dataclasses.replace(self, gpus=self.gpus // islands, sites=max(self.sites // islands, 1))
 
     def correction(self, part: str) -> float:
-        """The factor by which a part's computed time is multiplied."""
+        """The factor that scales a part's predicted time."""
         return self.corrections.get(part, 1.0)
 
 
 MOST_GPUS = 1_000_000
-"""Most GPUs that are planned for."""
+"""Maximum number of GPUs in a plan."""
 
 PARTS = (
     "embedding forward",
@@ -112,21 +112,21 @@ PARTS = (
     "tensor parallel",
     "optimizer",
 )
-"""Parts of a step that have a correction of their own."""
+"""Parts of a step with a separate correction."""
 
 CODING = "coding "
-"""Beginning of the corrections of compressors."""
+"""Prefix of the correction names of compressors."""
 
 
 @dataclass(frozen=True)
 class Wire:
-    """The share of the links that one group of ranks gets.
+    """The share of the links available to a group of ranks.
 
     Args:
         bytes_per_s: bandwidth of a ring through the group, or of a message.
         latency_s: latency of a step of the ring.
-        per_node: number of the group's members in one node.
-        site: the same of its members' sites, where it spans several; ``per_node`` is of a site there.
+        per_node: number of the group's members in each node.
+        site: the wire between sites, where the group spans several; its ``per_node`` counts members per site.
     """
 
     bytes_per_s: float
@@ -135,22 +135,22 @@ class Wire:
     site: Wire | None = None
 
     def message(self, nbytes: float) -> float:
-        """The time of a message, in seconds."""
+        """Seconds of a message."""
         return self.latency_s + nbytes / self.bytes_per_s
 
     def collective(self, kind: str, nbytes: float, size: int) -> float:
-        """The time of a collective over ``size`` ranks, in seconds.
+        """Seconds of a collective over ``size`` ranks.
 
         Args:
             kind: all-reduce, reduce-scatter, all-gather, all-to-all, broadcast, gather or scatter.
-            nbytes: bytes of the whole tensor: what is reduced, what is gathered together or scattered, what one rank
+            nbytes: bytes of the full tensor: the reduced, gathered or scattered tensor, or the data that a rank
                 exchanges.
             size: number of ranks in the group.
         """
         if size == 1 or nbytes == 0:
             return 0.0
         if self.site is not None:
-            # Links of nodes and of sites work at once: the slower ones take the time.
+            # Node and site links transfer concurrently: the slower decides.
             within = dataclasses.replace(self, site=None)
             return max(within.collective(kind, nbytes, size), self.site.collective(kind, nbytes, size))
         whole = nbytes / self.bytes_per_s
@@ -160,7 +160,7 @@ class Wire:
         if kind == "all-reduce":
             return min(2 * (ring + share), 2 * (hops + whole))
         if kind == "all-to-all":
-            # What stays in a node is no load on its link, what leaves it leaves once for each member.
+            # Traffic inside a node does not load its link; each member's traffic to other nodes does.
             crossing = self.per_node * (size - self.per_node) / size
             return ring + max(crossing, (size - 1) / size) * whole
         if kind == "broadcast":
@@ -169,15 +169,15 @@ class Wire:
 
 
 def wire_between(cluster: Cluster, size: int, stride: int) -> Wire:
-    """The wire of a group whose members are every ``stride``-th rank, while all groups like it communicate.
+    """The wire of a group of every ``stride``-th rank, while all such groups communicate.
 
     Args:
         cluster: the cluster.
         size: number of ranks in the group.
-        stride: distance in ranks from one member to the next.
+        stride: distance in ranks between consecutive members.
     """
     node = cluster.gpus_per_node
-    # Groups follow each other in blocks of ranks; unless blocks fill nodes evenly, some group straddles two.
+    # Groups occupy consecutive blocks of ranks; unless blocks fill nodes evenly, some group spans two nodes.
     if cluster.gpus <= node or node % (size * stride) == 0:
         return inside_wire(cluster, size)
     per_node = _members(size, stride, node)
@@ -190,19 +190,19 @@ def wire_between(cluster: Cluster, size: int, stride: int) -> Wire:
 
 
 def _members(size: int, stride: int, block: int) -> int:
-    """The most members of a group, every ``stride``-th rank, in a block of ranks that does not hold all of them."""
+    """Maximum number of members of a group of every ``stride``-th rank in a block that does not hold all members."""
     found = min(size, max(1, block // stride)) if stride < block else 1
     return max(size - 1, 1) if found == size else found
 
 
 def site_wire(cluster: Cluster, per_site: int, flows: float) -> Wire:
-    """The wire of a group that spans sites, as ``across_wire`` has it of nodes."""
+    """The wire of a group that spans sites; see ``across_wire``."""
     link = cluster.between_sites
     return Wire(link.gbit_per_s * 1e9 / 8 / flows, link.latency_us * 1e-6, per_site)
 
 
 def inside_wire(cluster: Cluster, size: int) -> Wire:
-    """The wire of a group whose members are all in one node."""
+    """The wire of a group inside a node."""
     return Wire(cluster.inside.gbit_per_s * 1e9 / 8, cluster.inside.latency_us * 1e-6, size)
 
 
@@ -212,7 +212,7 @@ def across_wire(cluster: Cluster, per_node: int, flows: float) -> Wire:
     Args:
         cluster: the cluster.
         per_node: number of members in a node.
-        flows: number of groups like it that share a node's link.
+        flows: number of such groups that share a node's link.
     """
     share = cluster.across.gbit_per_s * 1e9 / 8 / flows
     inside = cluster.inside.gbit_per_s * 1e9 / 8
@@ -220,7 +220,7 @@ def across_wire(cluster: Cluster, per_node: int, flows: float) -> Wire:
 
 
 def hop_wire(cluster: Cluster, replica: int, stage: int, stages: int) -> Wire:
-    """The wire of messages from a pipeline stage to the next (after the last, the first), while all ranks send theirs.
+    """The wire of messages from a pipeline stage to the next (cyclic), while all ranks of the stage send.
 
     Args:
         cluster: the cluster.
@@ -229,7 +229,7 @@ def hop_wire(cluster: Cluster, replica: int, stage: int, stages: int) -> Wire:
     """
     node = cluster.gpus_per_node
     first, following = stage * replica, (stage + 1) % stages * replica
-    # Of a stage that is larger than a node every message leaves its node: one node's are looked at.
+    # Every message of a stage larger than a node leaves its node, so counting a single node suffices.
     crossing = sum((first + k) // node != (following + k) // node for k in range(min(replica, node)))
     if not crossing:
         return inside_wire(cluster, 2)
@@ -243,7 +243,7 @@ def hop_wire(cluster: Cluster, replica: int, stage: int, stages: int) -> Wire:
 
 
 def read_cluster(path: str | Path) -> Cluster:
-    """Reads a cluster from a YAML file.
+    """Read a cluster from a YAML file.
 
     Raises:
         UserError: when the file is invalid; the message names it and what is wrong.
@@ -265,7 +265,7 @@ def read_cluster(path: str | Path) -> Cluster:
 
 
 def assumed_rates(path: str | Path, cluster: Cluster) -> str:
-    """A line that names the rates that a cluster's file does not give, with the values that are assumed; "" for none.
+    """Format a note on the rates that are missing from a cluster file, with the assumed defaults; "" for none.
 
     Raises:
         UserError: when the file describes no device at all.
@@ -295,10 +295,10 @@ def assumed_rates(path: str | Path, cluster: Cluster) -> str:
 
 
 def check_sites(cluster: Cluster) -> None:
-    """Checks that sites are of whole nodes, as many each.
+    """Check that sites have equal numbers of whole nodes.
 
     Raises:
-        UserError: when they are not.
+        UserError: when they do not.
     """
     if cluster.sites > 1 and cluster.gpus % (cluster.sites * cluster.gpus_per_node):
         raise UserError(
@@ -308,12 +308,12 @@ def check_sites(cluster: Cluster) -> None:
 
 
 def write_cluster(cluster: Cluster) -> str:
-    """The cluster as YAML text that ``read_cluster`` reads."""
+    """Serialize a cluster as YAML for ``read_cluster``."""
     return dump_yaml(dataclasses.asdict(cluster))
 
 
 def _section(kind: type[Any], content: object, where: str) -> Any:
-    """Builds a dataclass from a section, whose numbers must be positive."""
+    """Build a dataclass from a section; its numbers must be positive."""
     if not isinstance(content, dict):
         raise UserError(f"{where}: expected names and values, not {content!r}")
     fields = {entry.name: entry for entry in dataclasses.fields(kind)}

@@ -56,13 +56,13 @@ _OF_NO_GPT = (
     *("model.decoder_num_layers", "model.decoder_seq_length", "parallel.pipeline_model_parallel_split_rank"),
     *("model.position_buckets", "model.max_relative_positions", "model.conv_kernel_size"),
 )
-"""Settings that a GPT has no use for."""
+"""Settings that do not apply to a GPT."""
 ODD = 10.0
-"""Measured over computed seconds that ask for an explanation."""
+"""Ratio of measured to predicted time above which a note is printed."""
 
 
 def parser() -> argparse.ArgumentParser:
-    """Builds the parser of the command line."""
+    """Build the command-line parser."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--config", required=True, metavar="FILE", help="YAML configuration of the run")
     made.add_argument("--cluster", required=True, metavar="FILE", help="YAML description of the cluster")
@@ -100,10 +100,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def entries_of(config: RunConfig) -> int:
-    """The entries of the run's vocabulary.
+    """Number of entries in the run's vocabulary.
 
     Raises:
-        UserError: when its tokenizer cannot be built here.
+        UserError: when the tokenizer cannot be built here.
     """
     if config.tokenizer.tokenizer_type is None:
         return config.tokenizer.vocab_size or GPT2_VOCAB
@@ -117,7 +117,7 @@ def entries_of(config: RunConfig) -> int:
 
 
 def _without_pipeline(config: RunConfig, world_size: int) -> RunConfig:
-    """The same model on the ranks that measure: tensor-parallel as planned where there are several, no pipeline."""
+    """Configure the same model for measuring: tensor-parallel as planned if there are several ranks, no pipeline."""
     tp = config.parallel.tensor_model_parallel_size if world_size > 1 else 1
     replicas = max(world_size // tp, 1)
     one = Choice(tp, 1, replicas, micro_batch=config.training.micro_batch_size, sequence_parallel=tp > 1)
@@ -129,7 +129,7 @@ def _without_pipeline(config: RunConfig, world_size: int) -> RunConfig:
 
 
 def _this_machine() -> Cluster:
-    """The cluster before anything is measured: number of ranks, and their memory."""
+    """Cluster of this machine before measuring: only the number of ranks and their memory are known."""
     env = LaunchEnvironment.read()
     here = env.ranks_here
     if not torch.cuda.is_available():
@@ -139,7 +139,7 @@ def _this_machine() -> Cluster:
 
 
 def measure(config: RunConfig, cluster: Cluster, vocab_size: int, specs: Sequence[str], path: Path) -> Cluster | None:
-    """Measures this machine; returns the cluster on the first rank, which writes it down, and None on the others."""
+    """Measure this machine; the first rank writes and returns the cluster, the other ranks return None."""
     env = LaunchEnvironment.read()
     if env.world_size == 1:
         found = measure_all(_without_pipeline(config, 1), vocab_size, specs, None, 1)
@@ -165,10 +165,10 @@ def spec_sets(options: argparse.Namespace, config: RunConfig) -> list[tuple[str,
 
     Args:
         options: parsed command line.
-        config: the configuration, as it was given.
+        config: the user's configuration.
 
     Raises:
-        UserError: when a set cannot be read, or training would refuse it.
+        UserError: when a set cannot be parsed, or training would reject it.
     """
     if options.specs is None:
         usual = with_experts(config.model, SPEC_SETS)
@@ -185,10 +185,10 @@ def spec_sets(options: argparse.Namespace, config: RunConfig) -> list[tuple[str,
 
 
 def imbalance_of(text: str, model: ModelConfig) -> float:
-    """The value of ``--expert-imbalance``: a number, or that of a log.
+    """Parse ``--expert-imbalance``: a number, or a log that contains it.
 
     Raises:
-        UserError: when it is neither, or cannot be.
+        UserError: when it is neither, or out of range.
     """
     flag = "--expert-imbalance"
     if not model.has_experts:
@@ -208,28 +208,28 @@ def imbalance_of(text: str, model: ModelConfig) -> float:
 
 
 def _logged_imbalance(path: Path, flag: str) -> float:
-    """The imbalance in the last line of a log that has any."""
+    """Read the most recent imbalance in a log."""
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     for line in reversed(lines):
         try:
             event = json.loads(line)
         except ValueError:
-            continue  # the run that writes it goes on
+            continue  # a line that the run is still writing
         if isinstance(event, dict) and isinstance(event.get("expert_imbalance"), int | float):
             return float(event["expert_imbalance"])
     raise UserError(f"{flag} {path}: no line says expert_imbalance; give the --log-json-file of a run with experts")
 
 
 def plannable(config: RunConfig, gpus: int) -> RunConfig:
-    """Resolves the configuration.
+    """Resolve the configuration for ``gpus`` devices.
 
     Raises:
-        UserError: when training or the planner would refuse it on so many devices.
+        UserError: when training or the planner would reject it on these devices.
     """
     islands = config.islands.islands
     if gpus % islands:
         raise UserError(f"--islands {islands} does not divide the {gpus} devices; take a multiple")
-    # The devices are the cluster's, whatever this machine has.
+    # The target is the cluster, regardless of this machine's devices.
     resolved = of_first_island(config).resolve(gpus // islands, cuda_available=True)
     recompute = resolved.recompute
     if recompute.recompute_granularity == "full" and (
@@ -243,15 +243,15 @@ def plannable(config: RunConfig, gpus: int) -> RunConfig:
 
 
 def check_kind(parsed: ParsedRun, where: str) -> None:
-    """Checks that the model is of a kind that is planned, and that its kind is known: a file for ``pretrain_bert.py``
-    need not say it.
+    """Check that the planner supports the model type, and that the type is known: a configuration for
+    ``pretrain_bert.py`` may omit it.
 
     Args:
-        parsed: the configuration, as it was given.
-        where: what begins a message.
+        parsed: the user's configuration.
+        where: prefix of error messages.
 
     Raises:
-        UserError: when it is not.
+        UserError: when the type is unsupported or ambiguous.
     """
     kind = parsed.config.model.model_type
     if kind in ("t5", "deberta"):
@@ -267,10 +267,10 @@ def check_kind(parsed: ParsedRun, where: str) -> None:
 
 
 def searchable(config: RunConfig, specs: Sequence[str] = ()) -> RunConfig:
-    """Resolves the model and the batch of a run with compressors, whatever its layout.
+    """Resolve the model and the batch of a run with compressors, ignoring the layout.
 
     Raises:
-        UserError: when the configuration is invalid, or training would refuse the compressors on every layout.
+        UserError: when the configuration is invalid, or training would reject the compressors on every layout.
     """
     return plannable(Choice(1, 1, 1, specs=tuple(specs)).configure(config), 1)
 
@@ -282,13 +282,13 @@ def show(
     config: RunConfig,
     options: argparse.Namespace,
 ) -> list[Prediction]:
-    """Prints predictions, of the run as it is if possible, and of the fastest; returns these, the fastest last.
+    """Print and return predictions: the configured run, if it is possible, followed by the fastest runs.
 
     Args:
         predictor: predictor of the model.
-        as_it_is: whether the run's own layout suits the cluster.
+        as_it_is: whether the configured layout fits the cluster.
         sets: sets of compressors to search.
-        config: the configuration, as it was given.
+        config: the user's configuration.
         options: parsed command line.
     """
     memory = predictor.cluster.device.memory_gib
@@ -323,7 +323,7 @@ def show(
 
 
 def run(options: argparse.Namespace) -> None:
-    """Runs the whole command.
+    """Run the command.
 
     Raises:
         UserError: when the command line or the configuration is invalid.
@@ -388,7 +388,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"plan: error: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:
-        # The reader has seen enough (| head); what is left in the buffer must not fail again at the exit.
+        # The reader has closed the pipe (| head); flushing the remaining buffer must not fail again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Islands beside one run over everything: what is tried of them, and whether they are worth it."""
+"""Comparison of islands with a single run over all devices."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from megatron.planner.report import table, verdict
 from megatron.planner.search import Found, divisors, has_outer, search
 
 MOST_LOSS = 2.0
-"""Most that islands may cost of the loss, in percent."""
+"""Maximum predicted loss increase of islands, in percent."""
 
 
 def without_outer(config: RunConfig, specs: Sequence[str]) -> tuple[str, ...]:
-    """A set of compressors without what is for islands alone.
+    """Remove the specs of ``outer``, which apply only to islands, from a set of compressors.
 
     Raises:
-        UserError: when that cannot be read.
+        UserError: when a removed spec cannot be parsed.
     """
     own = [spec for spec in specs if has_outer([spec])]
     dataclasses.replace(config.compression, compress=own).specs(RunLength(config.training.planned_iters))
@@ -32,15 +32,15 @@ def without_outer(config: RunConfig, specs: Sequence[str]) -> tuple[str, ...]:
 def outer_specs(
     predictor: Predictor, spec_sets: Sequence[tuple[str, ...]], most: float
 ) -> tuple[dict[int, list[str]], str]:
-    """The specs of ``outer`` that a search tries for each number of islands, and why there are none.
+    """The specs of ``outer`` to search for each number of islands, and the reason if there are none.
 
-    Those that a set of compressors names are tried whatever they cost, and the usual ones are only where there are
-    none.
+    Specs named in the sets of compressors are searched regardless of their cost; the default specs are searched only if
+    none is named.
 
     Args:
         predictor: predictor of the run.
         spec_sets: sets of compressors.
-        most: most that they may be predicted to cost of the loss, in percent.
+        most: maximum predicted loss increase, in percent.
     """
     config, sites = predictor.config, predictor.cluster.sites
     iterations = config.training.planned_iters
@@ -70,14 +70,15 @@ def outer_specs(
 
 
 def search_all(predictor: Predictor, sets: Sequence[tuple[str, ...]], top: int, most: float) -> tuple[Found, str]:
-    """Searches runs over everything, and islands where the cluster has sites; returns the fastest of both, and the
-    line that says whether islands are worth it.
+    """Search single runs, and islands where the cluster has sites.
+
+    Returns the fastest of all, and a line that says whether islands are worth it.
 
     Args:
         predictor: predictor of the run.
         sets: sets of compressors to search.
         top: number of layouts to return.
-        most: most that islands may be predicted to cost of the loss, in percent.
+        most: maximum predicted loss increase of islands, in percent.
 
     Raises:
         UserError: when nothing fits.
@@ -100,7 +101,7 @@ def search_all(predictor: Predictor, sets: Sequence[tuple[str, ...]], top: int, 
 
 
 def compare_with_one_node(predictor: Predictor, best: Prediction) -> str:
-    """Lines on the fastest run on one node alone, beside the fastest on all; "" where there is only one node.
+    """Compare the fastest run on a single node with the fastest on all; "" for a cluster of a single node.
 
     Args:
         predictor: predictor of the run.

@@ -1,4 +1,4 @@
-"""Costs of the pieces of a choice, which are run dry once and remembered."""
+"""Costs of the pieces of a choice, from cached dry runs."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from megatron.topology.nodes import positions_by_node
 _T = TypeVar("_T")
 
 STEADY = 1 << 40
-"""An iteration after all warm-ups."""
+"""An iteration past every warm-up."""
 
 Levels = Mapping[Level, tuple[Wire, int]]
-"""Wire and number of ranks of each level of a sum."""
+"""Wire and number of ranks at each level of a hierarchical sum."""
 
 TP_POINTS = (Point.TP_FWD, Point.TP_BWD)
 INNER_POINTS = (*TP_POINTS, *EXPERT_POINTS)
@@ -39,9 +39,9 @@ INNER_POINTS = (*TP_POINTS, *EXPERT_POINTS)
 
 @dataclass(frozen=True)
 class Wires:
-    """The wires of each kind of group; ``hops`` by the pipeline rank of the sender.
+    """Wires of each kind of group; ``hops`` is indexed by the pipeline rank of the sender.
 
-    ``ep`` is of ranks that share experts, ``expert_dp`` of those that hold equal ones.
+    ``ep`` connects ranks that share experts, ``expert_dp`` ranks that hold equal experts.
     """
 
     tp: Wire
@@ -55,16 +55,16 @@ class Wires:
 
 
 def wires_of(cluster: Cluster, choice: Choice) -> Wires:
-    """The wires inside a choice's islands. Ranks count tensor-parallel fastest, then data-parallel, then pipeline
-    stages."""
+    """Wires inside an island of a choice. The rank order is tensor-parallel fastest, then data-parallel, then
+    pipeline."""
     cluster = cluster.part(choice.islands)
     replica = choice.tp * choice.dp
     dp = wire_between(cluster, choice.dp, choice.tp)
-    # The first and the last stage; where they are in one node, all are.
+    # The first and the last stage; if both are in the same node, all stages are.
     ends = hop_wire(cluster, replica, choice.pp - 1, choice.pp)
     holders = ends
     if ends.per_node == 1:
-        # Those of one stage follow each other as its replicas do.
+        # The holders of a stage are placed like its replicas.
         together = min(dp.per_node, choice.dp)
         holders = across_wire(cluster, together, min(replica, cluster.gpus_per_node) / together)
         if ends.site is not None:
@@ -84,20 +84,20 @@ def wires_of(cluster: Cluster, choice: Choice) -> Wires:
 
 
 class CostBook:
-    """Costs by piece, which are computed when they are first asked for.
+    """Costs by piece, computed on first use and cached.
 
     Args:
         config: resolved configuration; choices replace its layout and compressors.
         cluster: the cluster.
         vocab_size: entries of the vocabulary.
-        imbalance: most tokens of an expert over the mean of its layer.
+        imbalance: maximum over mean number of tokens per expert of a layer.
     """
 
     def __init__(self, config: RunConfig, cluster: Cluster, vocab_size: int, imbalance: float = 1.0) -> None:
         self.config = config
         self.cluster = cluster
         self.vocab_size = vocab_size
-        # All warm-ups are over at the step that is planned, however long they are.
+        # The planned step is past all warm-ups, regardless of their length.
         self._length = RunLength(config.training.planned_iters or 1_000_000, lambda epochs: 1)
         self.imbalance = imbalance
         self._stand = DryStand(cluster.device)
@@ -109,7 +109,7 @@ class CostBook:
         self._levels: dict[object, Levels] = {}
 
     def specs(self, choice: Choice) -> dict[Point, Spec]:
-        """The compressors of a choice."""
+        """Compressors of a choice, by point."""
         if choice.specs not in self._sets:
             for text in choice.specs:
                 if text not in self._specs:
@@ -119,18 +119,18 @@ class CostBook:
         return self._sets[choice.specs]
 
     def _text(self, choice: Choice, *points: Point) -> tuple[str, ...]:
-        """The specs of some points."""
+        """Spec strings of a choice that serve any of the points."""
         self.specs(choice)
         return tuple(text for text in choice.specs if any(spec.point in points for spec in self._specs[text]))
 
     @staticmethod
     def _cut(choice: Choice, name: str) -> tuple[object, ...]:
-        """What a piece's parameters and activations on a rank depend on."""
+        """Cache key of a piece's parameters and activations on a rank."""
         of_experts = (choice.ep, choice.folded) if kind_of(name) == EXPERTS else ()
         return choice.tp, choice.sequence_parallel, *of_experts
 
     def coding(self, choice: Choice, *points: Point) -> float:
-        """The correction of the compressors of some points."""
+        """Largest correction of the compressors at the points."""
         found = [self.cluster.correction(CODING + text) for text in self._text(choice, *points)]
         return max(found, default=1.0)
 
@@ -141,8 +141,8 @@ class CostBook:
         return Pieces(config, self.vocab_size, self._stand, plan, STEADY, spread)
 
     def piece(self, choice: Choice, name: str, balanced: bool = False) -> PieceCost:
-        """The cost of a piece's forward and backward, on the rank of the fullest expert or (``balanced``) on a mean
-        one."""
+        """Cost of a piece's forward and backward, on the rank of the fullest expert or (``balanced``) on an average
+        rank."""
         of_experts = kind_of(name) == EXPERTS
         points = INNER_POINTS if of_experts else TP_POINTS
         texts = self._text(choice, *points)
@@ -159,15 +159,15 @@ class CostBook:
         return self._pieces[key]
 
     def reduction(self, choice: Choice, name: str, stage: int, own: bool = False) -> ReductionCost:
-        """The cost of reducing a piece's gradients on a stage: over the replicas, or (``own``) of the experts that not
-        all replicas hold, over those that do."""
+        """Cost of reducing a piece's gradients on a stage: over all replicas, or (``own``) gradients of experts that
+        not all replicas hold, over the replicas that do."""
         if (choice.ep == 1 or kind_of(name) != EXPERTS) and own:
             return ReductionCost()
         specs = self.specs(choice)
         spec = specs.get(Point.DP_GRAD)
         covered = spec is not None and spec.activation.covers_stage(stage, choice.pp)
         texts = self._text(choice, Point.DP_GRAD) if covered else ()
-        # Summed elsewhere, or in the only stage's embedding.
+        # Reduced by the fused embedding all-reduce, or with the embedding of a single stage.
         fused = self.fused(choice) or (self.tied and choice.pp == 1 and name == "head")
         size = choice.expert_dp if own else choice.dp
         if size == 1:
@@ -185,7 +185,7 @@ class CostBook:
         return self._reductions[key]
 
     def embedding_reduction(self, choice: Choice, shape: tuple[int, ...], elements: int) -> ReductionCost:
-        """The cost of all-reducing the tied embedding's gradient over its holders."""
+        """Cost of all-reducing the tied embedding's gradient over its holders."""
         texts = self._text(choice, Point.EMBED_GRAD)
         holders = 2 * choice.dp if self.fused(choice) else 2
         levels = self.levels(choice, Point.EMBED_GRAD)
@@ -199,12 +199,12 @@ class CostBook:
         return self._reductions[key]
 
     def difference(self, choice: Choice, name: str, stage: int, own: bool = False) -> ReductionCost:
-        """The cost of reducing a piece's differences over islands; ``own`` as in ``reduction``."""
+        """Cost of reducing a piece's pseudo-gradients over islands; ``own`` as in ``reduction``."""
         spec = self.specs(choice)[Point.OUTER]
         covered = spec.activation.covers_stage(stage, choice.pp)
-        # A tied embedding is that of the stage that has the words.
+        # A tied embedding belongs to the stage with the word embeddings.
         fused = self.tied and name == HEAD
-        # Rounds of any length send the same.
+        # The traffic of a round does not depend on its length.
         sent = (spec.name, repr(spec.options), repr(spec.schedules), spec.feedback) if covered else ()
         key = (Point.OUTER, name, *self._cut(choice, name), choice.islands, fused, sent, own)
         if key not in self._reductions:
@@ -219,8 +219,10 @@ class CostBook:
         return self._reductions[key]
 
     def levels(self, choice: Choice, point: Point, own: bool = False) -> Levels:
-        """The wires and numbers of ranks of a point's sums in two levels; empty where they have one. With ``own`` of
-        ranks that hold equal experts."""
+        """Wire and number of ranks at each level of a point's two-level sums; empty for single-level sums.
+
+        With ``own``, for ranks that hold equal experts.
+        """
         spec = self.specs(choice).get(point)
         if spec is None or not spec.rounds().traits.levels:
             return {}
@@ -234,7 +236,7 @@ class CostBook:
         return self._levels[key]
 
     def expert_levels(self, choice: Choice) -> Levels:
-        """The wires and numbers of ranks of the two stages of rows; empty where these go to their experts in one."""
+        """Wire and number of ranks of each stage of a two-stage dispatch; empty for a single-stage dispatch."""
         asked = self.config.parallel.moe_two_stage
         if choice.ep == 1 or asked == "off":
             return {}
@@ -247,7 +249,7 @@ class CostBook:
         return self._levels[key]
 
     def message(self, choice: Choice, point: Point, compressed: bool) -> MessageCost:
-        """The cost of a pipeline message."""
+        """Cost of a pipeline message."""
         texts = self._text(choice, point) if compressed else ()
         parts = choice.message_parts(self.config)
         model = self.config.model
@@ -265,7 +267,7 @@ class CostBook:
         return self._messages[key]
 
     def message_gather(self, choice: Choice, point: Point) -> MessageCost | None:
-        """The cost of a rank's part of a pipeline message in the all-gather that puts them together; None without."""
+        """Cost of a rank's part of a pipeline message in the all-gather of the parts; None without an all-gather."""
         if not choice.gathers_messages(self.config):
             return None
         tp_point = Point.TP_FWD if point is Point.PP_FWD else Point.TP_BWD
@@ -273,7 +275,7 @@ class CostBook:
         return self.message(choice, tp_point, spec is not None and spec.activation.on(STEADY))
 
     def gathered(self, choice: Choice, elements: int, stage: int) -> MessageCost:
-        """The cost of a replica's updated parameters on a stage, as a message to the others."""
+        """Cost of a replica's updated parameters on a stage, as a message to the other replicas."""
         spec = self.specs(choice).get(Point.PARAM_GATHER)
         covered = spec is not None and spec.activation.covers_stage(stage, choice.pp)
         texts = self._text(choice, Point.PARAM_GATHER) if covered else ()
@@ -289,20 +291,20 @@ class CostBook:
         return self._messages[key]
 
     def fused(self, choice: Choice) -> bool:
-        """Whether one fused all-reduce of the tied embedding's gradient spans all of its holders."""
+        """Whether a single fused all-reduce of the tied embedding's gradient spans all of its holders."""
         spec = self.specs(choice).get(Point.EMBED_GRAD)
         return spec is not None and spec.fused and choice.pp > 1 and self.tied
 
     @property
     def tied(self) -> bool:
-        """Whether the output projection is the embedding."""
+        """Whether the output projection shares the embedding's weights."""
         return self.config.model.ties_embeddings
 
 
 def _ranks(spec: Spec | None, size: int, levels: Levels) -> tuple[int, int]:
-    """Ranks and nodes of a dry run; 0 nodes for a group that is not cut.
+    """Number of ranks and nodes to simulate in a dry run; 0 nodes for a group that is not split.
 
-    Two tell what any number send, and two nodes what any number do, unless each sends what all must have.
+    Two ranks (or two nodes) are representative of any number, unless the compressor gathers every rank's data.
     """
     traits = None if spec is None else spec.rounds().traits
     if traits is not None and traits.levels and levels:
@@ -312,7 +314,7 @@ def _ranks(spec: Spec | None, size: int, levels: Levels) -> tuple[int, int]:
 
 
 def level_wires(cluster: Cluster, groups: Sequence[tuple[int, ...]], world_size: int) -> Levels:
-    """The wires and numbers of ranks of the levels of a kind of groups, all of which communicate at once."""
+    """Wire and number of ranks at each level of groups that all communicate at the same time."""
     positions, _ = positions_by_node(groups, [str(rank // cluster.gpus_per_node) for rank in range(world_size)])
     flows = min(cluster.gpus_per_node, world_size)
     across = across_wire(cluster, 1, flows)
@@ -326,10 +328,10 @@ def level_wires(cluster: Cluster, groups: Sequence[tuple[int, ...]], world_size:
 
 
 def planned(texts: tuple[str, ...], run: Callable[[], _T]) -> _T:
-    """Runs something dry.
+    """Run a dry run.
 
     Raises:
-        UserError: when a compressor decides by the contents of its input, of which there are none.
+        UserError: when a compressor depends on the values of its input, which a dry run does not have.
     """
     try:
         return run()

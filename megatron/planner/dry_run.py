@@ -1,7 +1,7 @@
-"""Runs the real code on tensors without contents, to count what a step computes, keeps and sends.
+"""Dry runs: the real code on meta tensors, to count the computation, memory and traffic of a step.
 
-Model, buckets, compressors and tensor-parallel collectives are the ones that train; only the groups of ranks are
-stand-ins, which record what they are asked to send. Nothing is described a second time, so nothing can go stale.
+Model, buckets, compressors and tensor-parallel collectives are the training code; only the process groups are
+stand-ins, which record the collectives they are asked for. There is no second cost model that could go stale.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ _FREE = frozenset(
 
 
 def _grouped_flops(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
-    """Of rows (r, in) by a matrix (in, out) for each group, or of (out, r) by (r, in): no row is in two groups."""
+    """FLOPs of (r, in) rows times an (in, out) matrix per group, or of (out, r) times (r, in); groups are disjoint."""
     return 2 * a.shape[0] * a.shape[1] * b.shape[-1]
 
 
 _GROUPED = {"_grouped_mm": _grouped_flops}
-"""Products whose FLOPs torch does not know."""
+"""FLOP formulas of matrix products that torch does not count."""
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of a group.
+    """A collective of a group.
 
     Args:
         kind: all-reduce, reduce-scatter, all-gather, all-to-all, broadcast, gather or scatter.
         nbytes: bytes of the whole tensor.
-        level: which ranks of the group take part.
-        of_experts: the group is of the ranks that share experts.
+        level: the ranks of the group that take part.
+        of_experts: the group is the expert-parallel group.
     """
 
     kind: str
@@ -65,11 +65,11 @@ class Collective:
 
 @dataclass(frozen=True)
 class Spread:
-    """How the tokens are spread over experts, and these over nodes.
+    """Distribution of tokens over experts, and of experts over nodes.
 
     Args:
-        imbalance: most tokens of an expert over the mean of its layer; the others share the rest.
-        nodes: nodes that rows go to first; 0 where they go to their experts in one stage.
+        imbalance: maximum over mean number of tokens per expert of a layer; the other experts share the remainder.
+        nodes: number of nodes of a two-stage dispatch; 0 for a single stage.
     """
 
     imbalance: float = 1.0
@@ -78,16 +78,16 @@ class Spread:
 
 @dataclass
 class Tally:
-    """The costs of a part of a step on one rank.
+    """Costs of a part of a step on a rank.
 
     Args:
         seconds: time of operations other than encoding and decoding, at the device's rates.
         coding_s: time of encoding and decoding.
         waited_s: time of waiting for collectives, where they are real.
-        flops: FLOPs of all its products.
-        collectives: the collectives, in their order.
-        sent: bytes that one rank sends, by point.
-        inside: those of these that are known to stay inside the node.
+        flops: FLOPs of all matrix products.
+        collectives: the collectives, in order.
+        sent: bytes that a rank sends, by point.
+        inside: the part of ``sent`` that is known to stay inside the node.
     """
 
     seconds: float = 0.0
@@ -100,9 +100,9 @@ class Tally:
 
     @staticmethod
     def median(tallies: Sequence[Tally]) -> Tally:
-        """The median of repeated tallies; the first, which warms up, does not count if there are others.
+        """Median of repeated tallies; the first is a warm-up and does not count unless it is the only tally.
 
-        A mean would be that of the one time at which the machine was busy with something else.
+        A mean would be distorted by a single repetition on a busy machine.
         """
         counted = tallies[1:] or tallies
         return replace(
@@ -115,16 +115,16 @@ class Tally:
 
 @cache
 def _out_of_place(packet: Any) -> Any:
-    """The operation whose FLOPs torch knows: addmm for addmm_."""
+    """The out-of-place variant, whose FLOPs torch knows: addmm for addmm_."""
     name = packet.__name__
     return getattr(torch.ops.aten, name.rstrip("_"), packet) if name.endswith("_") else packet
 
 
 class Recorder(TorchDispatchMode):
-    """Tallies the operations that run inside it; encoding and decoding apart.
+    """Tally of the operations that run inside the context, with encoding and decoding counted separately.
 
     Args:
-        device: device whose rates count.
+        device: device whose rates apply.
     """
 
     def __init__(self, device: Device) -> None:
@@ -150,13 +150,13 @@ class Recorder(TorchDispatchMode):
         return out
 
     def take(self) -> Tally:
-        """Returns the tally since the last call."""
+        """Return the tally since the last call."""
         taken, self.tally = self.tally, Tally()
         return taken
 
 
 class _ToldLedger(Ledger):
-    """A ledger that tells a recorder what is coding, and what is sent."""
+    """A ledger that reports coding and traffic to a recorder."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -179,15 +179,15 @@ class _ToldLedger(Ledger):
 
 
 class DryGroup(Group):
-    """A stand-in for a group, which records collectives.
+    """A stand-in for a group that records collectives.
 
     Args:
         size: number of ranks.
         recorder: recorder of the collectives.
-        nodes: number of nodes that it is cut into; 0 for none.
-        level: its place in a group that is cut.
-        of_experts: its ranks share experts.
-        stride: distance of its ranks, the first of which is 0.
+        nodes: number of nodes that the group is split into; 0 for no split.
+        level: level of this group in a split group.
+        of_experts: the ranks share experts.
+        stride: distance between consecutive ranks; the first is rank 0.
     """
 
     def __init__(
@@ -222,18 +222,18 @@ class DryGroup(Group):
     def exchange_parts(self, out: Sequence[Tensor], x: Sequence[Tensor]) -> Pending:
         sent, came = (sum(num_bytes(part) for r, part in enumerate(parts) if r != self.rank) for parts in (x, out))
         if self.size > 1:
-            # Both ways of a link work at once: the fuller one takes the time.
+            # Links are full duplex: the direction with more bytes decides.
             self._record("all-to-all", max(sent, came) * self.size / (self.size - 1))
         return Pending(None, sent, "all-to-all")
 
     def collect(self, out: Tensor, x: Tensor) -> Pending:
-        # The first rank, which this is, sends nothing: it receives.
+        # This is the first rank, which only receives.
         self._record("gather", float(num_bytes(out)))
         return Pending(None, 0, "gather")
 
 
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, **_: Any) -> Tensor:
-    """The fused attention that a real device has, which the meta device would take apart."""
+    """Fused attention as on a real device; the meta device would decompose it."""
     repeats = query.shape[1] // key.shape[1]
     if repeats > 1:
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
@@ -242,10 +242,10 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool =
 
 
 class DryStand:
-    """A stand for dry runs: the meta device, stand-ins for groups, and operations timed at a device's rates.
+    """A stand for dry runs: the meta device, stand-in groups, and operations timed at a device's rates.
 
     Args:
-        device: device whose rates count.
+        device: device whose rates apply.
     """
 
     torch_device = META
@@ -260,28 +260,28 @@ class DryStand:
         return Recorder(self.device)
 
     def group(self, size: int, recorder: Recorder, nodes: int = 0) -> Group:
-        """A group of ranks that do not exist, on some nodes."""
+        """A stand-in group, split over nodes."""
         return DryGroup(size, recorder, nodes)
 
     def experts(self, size: int, recorder: Recorder, plan: CompressionPlan, spread: Spread, folded: bool) -> ExpertComm:
-        """The points of ranks that do not exist, which share experts."""
+        """The expert-parallel points of a stand-in group."""
         group = DryGroup(size, recorder, spread.nodes, of_experts=True)
         return DryExpertComm(group, recorder.ledger, plan, spread.imbalance, folded)
 
     def fill(self, x: Tensor) -> Tensor:
-        """Does nothing: tensors have no contents."""
+        """Do nothing: meta tensors have no contents."""
         return x
 
 
 class DryExpertComm(ExpertComm):
-    """The expert-parallel points of the rank with the fullest expert, whose tokens choose nothing.
+    """The expert-parallel points of the rank with the fullest expert, without real routing decisions.
 
-    The choices are not looked at: how many go where follows from the imbalance, the other experts being alike.
+    Row counts follow from the imbalance alone; all other experts are equally loaded.
 
     Args:
-        group: see ``ExpertComm``; rows go in two stages where it is cut.
+        group: see ``ExpertComm``; the dispatch has two stages where it is split.
         ledger, plan: see ``ExpertComm``.
-        imbalance: most tokens of an expert over the mean; the others of its layer share the rest.
+        imbalance: maximum over mean number of tokens per expert; the other experts of the layer share the remainder.
         folded: see ``ExpertComm``.
     """
 
@@ -295,17 +295,17 @@ class DryExpertComm(ExpertComm):
         self.imbalance = imbalance
 
     def count(self, chosen: Tensor, experts: int, most: int | None = None, total: int | None = None) -> Tensor:
-        """The rows of each expert; the first is the fullest."""
+        """Number of rows of each expert; the first expert is the fullest."""
         rows = chosen.numel() if total is None else total
         share = self.imbalance / experts
         if total is not None and self.nodes is not None:
-            # Of all experts' choices those of a node's.
+            # The share among the choices of this node's experts.
             everywhere = experts * self.nodes.size
             share /= self.nodes.size
             share /= share + (experts - 1) * (1 - share) / (everywhere - 1)
         full = min(round(share * rows), rows)
         if total is not None and most is not None:
-            full = min(full, most)  # the others' choices have come, too
+            full = min(full, most)  # rows of the other experts have arrived, too
         each, more = divmod(rows - full, max(experts - 1, 1))
         counts = torch.full((experts,), each)
         counts[0] = full
@@ -313,10 +313,10 @@ class DryExpertComm(ExpertComm):
         return counts if most is None else counts.clamp_(max=most)
 
     def count_by_node(self, once_tk: Tensor, node_tk: Tensor, experts: int, most: int | None) -> tuple[Tensor, Tensor]:
-        """The rows and choices of each node; that of the fullest expert is the first.
+        """Number of rows and choices of each node; the first node holds the fullest expert.
 
-        A token chooses it with a probability, and the rest of its K among the others, which are alike: of L among M
-        others it misses all with probability C(M - L, K) / C(M, K).
+        A token chooses the fullest expert with a given probability, and its remaining choices uniformly among the
+        others: K choices among M experts miss all L experts of a node with probability C(M - L, K) / C(M, K).
         """
         assert self.nodes is not None
         (tokens, k), nodes = once_tk.shape, self.nodes.size
@@ -335,7 +335,7 @@ class DryExpertComm(ExpertComm):
 
 
 class _DryRows(RowExchange):
-    """Exchanges of rows with ranks that have as many for this one as it has for itself."""
+    """Row exchanges with ranks that each send this rank the rows it keeps for itself."""
 
     def exchange_counts(self, counts_rn: Tensor) -> Tensor:
         rows = list(counts_rn.to(torch.int32))
@@ -345,10 +345,10 @@ class _DryRows(RowExchange):
 
 
 class SavedTensors:
-    """Counts the bytes that autograd saves for backward, each storage once.
+    """Counter of the bytes that autograd saves for backward, each storage once.
 
     Args:
-        ignored: tensors whose storage is kept anyway.
+        ignored: tensors whose storage is alive anyway.
     """
 
     def __init__(self, *ignored: Tensor) -> None:
@@ -357,7 +357,7 @@ class SavedTensors:
         self.nbytes = 0
 
     def add(self, x: Tensor) -> Tensor:
-        """Counts a tensor; a hook for ``saved_tensors_hooks``."""
+        """Count a tensor; a pack hook for ``saved_tensors_hooks``."""
         storage = x.untyped_storage()
         if storage._cdata not in self._seen:
             self._seen.add(storage._cdata)

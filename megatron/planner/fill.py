@@ -18,12 +18,12 @@ from megatron.planner.names import EMBEDDING, HEAD
 from megatron.planner.stages import Stages, sent_bytes
 
 _IN_FLIGHT_GROUPS = 6
-"""Groups of micro-batches after which 1F1B holds no more activations than before."""
+"""Groups of micro-batches after which the peak number of activations in 1F1B stops growing."""
 
 
 @cache
 def _operations(kind: str, pp: int, rank: int, chunks: int, micro_batches: int) -> list[PipelineOp]:
-    """A rank's schedule; of a long 1F1B step, a shorter one that holds as many activations and ends alike."""
+    """A rank's schedule; a long 1F1B step is shortened, with the same peak of activations and the same epilogue."""
     if kind != "gpipe":
         rest = micro_batches % pp if chunks == 1 else 0
         micro_batches = min(micro_batches, _IN_FLIGHT_GROUPS * pp + rest)
@@ -32,7 +32,7 @@ def _operations(kind: str, pp: int, rank: int, chunks: int, micro_batches: int) 
 
 @cache
 def most_held(kind: str, pp: int, rank: int, chunks: int, micro_batches: int) -> int:
-    """The most activations of chunks that a rank holds at once."""
+    """Peak number of chunk activations that a rank holds."""
     held = most = 0
     for op in _operations(kind, pp, rank, chunks, micro_batches):
         held += 1 if op.forward else -1
@@ -42,12 +42,12 @@ def most_held(kind: str, pp: int, rank: int, chunks: int, micro_batches: int) ->
 
 @cache
 def _late(kind: str, pp: int, rank: int, chunks: int, micro_batches: int) -> Counter[int]:
-    """Number of backward messages of each of a rank's chunks that leave in its epilogue."""
+    """Number of backward messages sent in a rank's epilogue, by chunk."""
     return Counter(op.chunk for op in epilogue(_operations(kind, pp, rank, chunks, micro_batches)))
 
 
 def memory(stages: Stages, choice: Choice) -> dict[str, float]:
-    """Bytes on the fullest rank, by what fills them."""
+    """Bytes on the fullest rank, by category."""
     fullest: dict[str, float] = {}
     book = stages.book
     gathers = book.specs(choice).get(Point.PARAM_GATHER)
@@ -85,7 +85,7 @@ def memory(stages: Stages, choice: Choice) -> dict[str, float]:
 
 
 def _working_bytes(stages: Stages, choice: Choice, contents: Mapping[str, int]) -> float:
-    """Bytes that are needed at once, such as one group of layers while it is recomputed."""
+    """Bytes of temporary memory, such as a group of layers during recomputation."""
     book = stages.book
     found = max(book.piece(choice, name).working_bytes for name, n in contents.items() if n)
     if choice.recompute.recompute_granularity == "full":
@@ -97,7 +97,7 @@ def _working_bytes(stages: Stages, choice: Choice, contents: Mapping[str, int]) 
 
 
 def _channel_bytes(stages: Stages, choice: Choice, rank: int) -> float:
-    """Bytes of the states of a rank's pipeline codecs."""
+    """Bytes of the pipeline codecs' states on a rank."""
     if choice.pp == 1:
         return 0.0
     kept = 0.0
@@ -114,7 +114,7 @@ def _channel_bytes(stages: Stages, choice: Choice, rank: int) -> float:
 
 
 def traffic(stages: Stages, choice: Choice, wires: Wires) -> dict[str, float]:
-    """Bytes that a device sends in a step, by point: the mean over the pipeline's ranks."""
+    """Bytes that a device sends in a step, by point, averaged over the pipeline ranks."""
     found: dict[str, float] = {}
     book = stages.book
     for point in INNER_POINTS:
@@ -150,19 +150,19 @@ def traffic(stages: Stages, choice: Choice, wires: Wires) -> dict[str, float]:
 
 
 def _inner(stages: Stages, choice: Choice, of: Callable[[Tally], Mapping[Point, int]], point: Point) -> float:
-    """The sum over all ranks' layers, micro-batches, forward and backward of some bytes of a point."""
+    """Bytes of a point summed over all ranks' layers, micro-batches, forward and backward; ``of`` selects the tally."""
     total = 0.0
     for rank in range(choice.pp):
         for name, count in stages.contents(choice, rank).items():
             piece = stages.book.piece(choice, name, balanced=True)
-            # Backward sends forward's messages too where it recomputes.
+            # With recomputation, backward sends the forward messages again.
             sent = sum(of(tally).get(point, 0) for tally in (piece.forward, piece.backward))
             total += count * choice.micro_batches * sent
     return total
 
 
 def _messages(stages: Stages, choice: Choice, point: Point) -> float:
-    """Bytes of all ranks' pipeline messages in one direction."""
+    """Bytes of pipeline messages in one direction, summed over ranks."""
     total = 0.0
     for boundary in range(choice.pp * choice.chunks - 1 if choice.pp > 1 else 0):
         chunk, rank = divmod(boundary if point is Point.PP_FWD else boundary + 1, choice.pp)
@@ -176,8 +176,8 @@ def _messages(stages: Stages, choice: Choice, point: Point) -> float:
 
 
 def leaving(stages: Stages, choice: Choice, wires: Wires, sent: Mapping[str, float]) -> dict[str, float]:
-    """The share of the bytes sent that leaves the node: of a ring, what its last member in a node sends; of an
-    all-to-all what goes to the members in others."""
+    """Bytes that leave the node, by point: for a ring, those sent by its last member in a node; for an all-to-all,
+    those sent to members in other nodes."""
     groups = {
         Point.TP_FWD: (wires.tp, choice.tp),
         Point.TP_BWD: (wires.tp, choice.tp),

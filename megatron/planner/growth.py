@@ -1,4 +1,4 @@
-"""What sequences that grow make of a prediction, which is of whole ones: the time of other steps, and the mean."""
+"""Prediction of runs with a sequence-length curriculum: times at several lengths, and the mean over the run."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from megatron.planner.predict import Predictor
 
 @dataclass(frozen=True)
 class Growth:
-    """Seconds of a run's iterations whose sequences grow.
+    """Iteration times of a run with growing sequences.
 
     Args:
-        first, full: tokens of the first sequences, and of whole ones.
-        first_s, full_s: seconds of an iteration with these.
+        first, full: initial and full sequence length, in tokens.
+        first_s, full_s: seconds of an iteration at these lengths.
         iterations: iterations of the run, in batches of full size.
-        mean_s: mean seconds of them.
+        mean_s: mean seconds of an iteration.
     """
 
     first: int
@@ -30,7 +30,7 @@ class Growth:
 
     @property
     def line(self) -> str:
-        """The prediction in words."""
+        """The prediction as a sentence."""
         return (
             f"sequences grow from {self.first} tokens to the {self.full} that are counted here: an iteration "
             f"takes {self.first_s:.3g} s at first, {self.full_s:.3g} s in the end, and {self.mean_s:.3g} s in the mean "
@@ -39,16 +39,16 @@ class Growth:
 
 
 def _of_length(predictor: Predictor, length: int) -> Predictor:
-    """The predictor of the same model on shorter sequences."""
+    """Predictor of the same model on shorter sequences."""
     config = predictor.config
     model = dataclasses.replace(config.model, seq_length=length)
     return Predictor(dataclasses.replace(config, model=model), predictor.cluster, predictor.vocab_size)
 
 
 def growth(predictor: Predictor, choice: Choice) -> Growth | None:
-    """Predicts the steps of a choice while sequences grow; None where they do not.
+    """Predict the steps of a choice with growing sequences; None where they do not grow.
 
-    A step's time is taken to be of the second degree in the length, as its operations are.
+    The step time is assumed to be quadratic in the sequence length, like the number of operations.
     """
     config = predictor.config
     lengths = lengths_of(config.curriculum, config.model.seq_length)
@@ -61,7 +61,7 @@ def growth(predictor: Predictor, choice: Choice) -> Growth | None:
     seconds = {length: _of_length(predictor, length).predict(choice).seconds for length in {low, middle, full}}
 
     def at(length: int) -> float:
-        """Lagrange's polynomial through what was predicted."""
+        """Lagrange interpolation of the predicted times."""
         total = 0.0
         for one, value in seconds.items():
             for other in seconds:

@@ -1,4 +1,4 @@
-"""What islands cost of the loss: a fit to measured losses, and what it can be asked without extrapolating."""
+"""Predicted loss increase of islands: a fit to measured losses, with its range of validity."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import numpy as np
 from megatron.compression.spec import Spec
 
 USUAL_SHARE = 1 / 3
-"""Share of the run in step unless ``warmup`` says otherwise."""
+"""Default share of synchronous iterations in a run, unless ``warmup`` is set."""
 
 
 @dataclass(frozen=True)
 class MeasuredLoss:
-    """The loss of one measured case beside that of data parallelism with the same inner optimizer.
+    """A measured loss increase over data parallelism with the same inner optimizer.
 
     Args:
         method: the preset of the point ``outer``.
-        codec: its compressor, as ``codec_of`` names it.
+        codec: the compressor, as named by ``codec_of``.
         every: H, inner steps of a round.
         islands: number of islands.
-        percent: what it cost of the validation loss, in percent.
-        share: share of the run in step.
-        compressed: whether the gradients in step were compressed.
+        percent: increase of the validation loss, in percent.
+        share: share of synchronous iterations in the run.
+        compressed: whether gradients were compressed in synchronous iterations.
     """
 
     method: str
@@ -54,25 +54,25 @@ MEASURED: tuple[MeasuredLoss, ...] = (
     MeasuredLoss("muloco", "fixpoint 4", 20, 4, 2.86),
     MeasuredLoss("muloco", "fixpoint 4", 50, 4, 4.68),
 )
-"""The losses that the fit is of: means over three seeds (docs/islands.md)."""
+"""Measured losses used for the fit: means over three seeds (docs/islands.md)."""
 
 MEASURED_ON = "a GPT of 4 layers of width 64"
-"""The model of ``MEASURED``, whose penalties every other model's are taken to be."""
+"""The model of ``MEASURED``; its penalties are assumed for every other model."""
 
 
 Start = tuple[float, bool]
-"""Share of a run in step, and whether its gradients are compressed."""
+"""Share of synchronous iterations in a run, and whether their gradients are compressed."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """A published member of the family, as it was measured.
+    """A published method of the DiLoCo family, as measured.
 
     Args:
-        preset: its preset.
-        codecs: compressors that the planner tries with it.
-        muon: its inner optimizer is Muon; else any other.
-        turns: its fragments take turns, as many as ``fragments`` says.
+        preset: the preset of the point ``outer``.
+        codecs: compressors that the planner tries with the method.
+        muon: the inner optimizer is Muon; otherwise any other.
+        turns: fragments take turns; ``fragments`` gives their number.
     """
 
     preset: str
@@ -81,7 +81,7 @@ class Method:
     turns: bool = False
 
     def spec(self, codec: str, every: int, start: Start, layers: int) -> str:
-        """The spec of ``--compress`` for a model of so many layers."""
+        """The ``--compress`` spec for a model of ``layers`` layers."""
         share, compressed = start
         parts = f",fragments={fragments(every, layers)}" if self.turns else ""
         warmup = "" if share == USUAL_SHARE else f",warmup={share:g}"
@@ -95,22 +95,22 @@ METHODS = (
     Method("sparseloco", ("chunked-topk",)),
     Method("muloco", ("fixpoint,bits=4",), muon=True),
 )
-"""What the planner tries."""
+"""Methods that the planner tries."""
 
 EVERY = (5, 10, 20, 30, 50, 100)
 """Inner steps of a round that the planner tries."""
 
 _FRAGMENTS = {5: 1, 10: 2, 20: 4, 30: 3, 50: 5, 100: 10}
-"""Fragments of a round of so many steps, where they take turns: each has one of 5 steps or of 10."""
+"""Number of fragments that take turns in a round, by steps of the round: a fragment every 5 or 10 steps."""
 
 
 def fragments(every: int, layers: int) -> int:
-    """Fragments of a round that take turns at equal distances; each has a layer at least."""
+    """Number of fragments that take turns at equal intervals in a round; each has at least a layer."""
     return max(n for n in range(1, min(_FRAGMENTS[every], layers) + 1) if every % n == 0)
 
 
 def codec_of(spec: Spec) -> str:
-    """The name of a spec's compressor, with its bits where it has any."""
+    """Name of a spec's compressor, followed by its bits if it has that option."""
     bits = getattr(spec.options, "bits", None)
     return spec.name if bits is None else f"{spec.name} {bits:g}"
 
@@ -120,8 +120,8 @@ class Penalty:
     """The predicted cost of islands.
 
     Args:
-        percent: of the validation loss; never below zero.
-        beyond: what of it was not measured, in words; empty where all was.
+        percent: increase of the validation loss, in percent; never negative.
+        beyond: descriptions of the settings outside the measured range; empty if there are none.
     """
 
     percent: float
@@ -133,9 +133,9 @@ class LossCurve:
     """The fit to one method: percent = factor x H ** power x exp(relief x (1/3 - share in step)).
 
     Args:
-        factor, power, relief: the coefficients; ``relief`` is 0 where only one share was measured.
-        compressed_factor: the factor where gradients in step are compressed; at least the other one.
-        rows: what it is fitted to.
+        factor, power, relief: the coefficients; ``relief`` is 0 where a single share was measured.
+        compressed_factor: the factor for compressed gradients in synchronous iterations; at least ``factor``.
+        rows: the measurements of the fit.
     """
 
     factor: float
@@ -145,7 +145,7 @@ class LossCurve:
     rows: tuple[MeasuredLoss, ...]
 
     def percent(self, every: float, share: float, compressed: bool = False) -> float:
-        """The cost of rounds of ``every`` steps."""
+        """Loss increase of rounds of ``every`` steps, in percent."""
         factor = self.compressed_factor if compressed else self.factor
         return float(factor * every**self.power * np.exp(self.relief * (USUAL_SHARE - share)))
 
@@ -155,10 +155,11 @@ _RELIEFS = np.linspace(0.0, 12.0, 241)
 
 
 def fit(rows: Sequence[MeasuredLoss]) -> LossCurve:
-    """Fits a method's curve by least squares: the factors in closed form, of the best of a grid of the others.
+    """Fit a method's curve by least squares: factors in closed form, power and relief by grid search.
 
-    The power is above zero and the others are not below, so that more steps in a round, and fewer in step, never cost
-    less; neither do compressed gradients. Where all were better than data parallelism, the factors are zero.
+    The power is positive and the other coefficients are not negative, so that longer rounds, fewer synchronous
+    iterations, and compressed gradients never lower the cost. If every measurement beat data parallelism, the factors
+    are zero.
     """
     every = np.array([float(row.every) for row in rows])
     share = np.array([row.share for row in rows])
@@ -179,13 +180,13 @@ def fit(rows: Sequence[MeasuredLoss]) -> LossCurve:
 
 
 def _factors(shapes: np.ndarray, percent: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """The best factor of each shape for some of the rows, not below zero."""
+    """The least-squares factor of each shape for the selected rows, clamped to zero."""
     squares = (shapes[..., rows] ** 2).sum(-1)
     return np.maximum((shapes[..., rows] * percent[rows]).sum(-1) / np.maximum(squares, 1e-30), 0.0)
 
 
 class IslandLoss:
-    """Predicts what islands cost of the loss.
+    """Predictor of the loss increase of islands.
 
     Args:
         rows: measured losses.
@@ -196,22 +197,22 @@ class IslandLoss:
         self.curves = {method: fit([row for row in rows if row.method == method]) for method in methods}
 
     def starts(self, method: str) -> list[Start]:
-        """The ways to begin that a method was measured with."""
+        """The measured (share of synchronous iterations, compressed) pairs of a method."""
         rows = self.curves[method].rows if method in self.curves else ()
         return sorted({(row.share, row.compressed) for row in rows})
 
     def penalty(
         self, method: str, codec: str, every: int, islands: int, share: float, compressed: bool = False
     ) -> Penalty | None:
-        """The cost of a method; None where nothing of it was measured.
+        """Predict the cost of a method; None for a method without measurements.
 
         Args:
-            method: its preset.
-            codec: its compressor, as ``codec_of`` names it.
+            method: the preset.
+            codec: the compressor, as named by ``codec_of``.
             every: inner steps of a round.
             islands: number of islands.
-            share: share of the run in step.
-            compressed: whether its gradients are compressed.
+            share: share of synchronous iterations in the run.
+            compressed: whether gradients are compressed in synchronous iterations.
         """
         if method not in self.curves:
             return None
@@ -232,7 +233,7 @@ class IslandLoss:
         return Penalty(curve.percent(every, share, compressed), tuple(beyond))
 
     def of_spec(self, spec: Spec, islands: int, iterations: int) -> Penalty | None:
-        """The cost of a spec of ``outer`` in a run of so many iterations; None where nothing like it was measured."""
+        """Predict the cost of a spec of ``outer`` in a run; None where no similar run was measured."""
         share = min(spec.activation.warmup_iters / iterations, 1.0)
         compressed = spec.outer.in_step == "compressed"
         if share == 1.0 and not compressed:
@@ -240,7 +241,7 @@ class IslandLoss:
         return self.penalty(spec.preset, codec_of(spec), spec.outer.every, islands, share, compressed)
 
     def specs(self, muon: bool, layers: int) -> list[str]:
-        """The specs of ``outer`` that are tried with an inner optimizer, for a model of so many layers."""
+        """The specs of ``outer`` to try, given the inner optimizer and the model's number of layers."""
         return [
             method.spec(codec, every, start, layers)
             for method in METHODS

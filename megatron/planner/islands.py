@@ -1,4 +1,4 @@
-"""What islands exchange, and what it adds to a run: in its iterations in step, and in its rounds."""
+"""Communication between islands and the time it adds to a run: in synchronous iterations and in outer rounds."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from megatron.planner.names import EMBEDDING, HEAD, piece_of
 from megatron.planner.stages import Stages, sent_bytes
 
 FIRST, OF_EXPERTS, ALL = "first", "experts", "all"
-"""Replicas that speak for a stage of an island: the first, those that hold different experts, or all."""
+"""Replicas that communicate for a stage of an island: the first, one per distinct set of experts, or all."""
 
 _ASKED = 6
 _ASKED_OF_EACH = 4
-"""Times that a round asks the meeting place one thing, and one of each island."""
+"""Requests per round to the rendezvous server: a fixed number, and a number for each island."""
 
 _MOVED = 40
-"""Bytes of an updated fp32 number that a round reads and writes: difference, outer step, values."""
+"""Bytes read and written per updated fp32 parameter in a round: pseudo-gradient, outer step, parameters."""
 
 _SMALL = 64.0
-"""Bytes of a vector of totals."""
+"""Bytes of a small vector of totals."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """What speakers of a stage exchange in one collective over islands.
+    """Part of a stage in a collective over islands.
 
     Args:
-        speakers: which replicas do.
+        speakers: the replicas that take part.
         stage: the pipeline stage.
-        collective: what each of their tensor-parallel ranks exchanges.
+        collective: the collective of each of their tensor-parallel ranks.
     """
 
     speakers: str
@@ -47,11 +47,11 @@ class Share:
 
 @dataclass(frozen=True)
 class Transfer:
-    """The exchange of one fragment.
+    """Costs of the exchange of a fragment.
 
     Args:
-        rounds_s: seconds of its rounds of collectives, one after the other.
-        coding_s: seconds of coding.
+        rounds_s: seconds of each of its consecutive rounds of collectives.
+        coding_s: seconds of encoding and decoding.
         nbytes: bytes that leave an island.
         kept: bytes of the compressors' state on the fullest rank.
     """
@@ -62,8 +62,8 @@ class Transfer:
     kept: float
 
     def waited_s(self, delay: int, step_s: float) -> float:
-        """Seconds for which training waits: what ``delay`` steps do not hide. After each step a rank looks whether a
-        round of collectives has ended, and starts the next."""
+        """Seconds not hidden by ``delay`` steps; a rank starts the next round of collectives after the step in which a
+        round has completed."""
         at, step = 0.0, 0
         for seconds in self.rounds_s:
             at = max(at, step * step_s) + seconds
@@ -74,20 +74,20 @@ class Transfer:
 
 @dataclass(frozen=True)
 class OuterPlan:
-    """What islands add to a run.
+    """Time, traffic and memory that islands add to a run.
 
     Args:
         every: inner steps of a round.
-        in_step, local: iterations in step, and those in which each island goes alone.
-        in_step_s: seconds that sums over islands add to an iteration in step.
+        in_step, local: number of synchronous iterations, and of iterations in which islands train independently.
+        in_step_s: seconds that sums over islands add to a synchronous iteration.
         round_s: seconds for which training waits in a round of all fragments.
         transfer_s: seconds of the transfers of a round, hidden or not.
         run_s: seconds that rounds add to the run.
-        in_step_bytes, round_bytes: bytes that leave an island in an iteration in step, and in a round.
-        mean_bytes: bytes that leave it in a mean iteration.
-        memory_bytes: anchor, momentum, residual and differences on the fullest rank.
-        loss_percent: predicted cost of the loss, in percent; None where nothing like it was measured.
-        beyond: what of that was not measured.
+        in_step_bytes, round_bytes: bytes that leave an island in a synchronous iteration, and in a round.
+        mean_bytes: bytes that leave an island per iteration, on average.
+        memory_bytes: anchor, momentum, residual and pseudo-gradients on the fullest rank.
+        loss_percent: predicted increase of the loss, in percent; None where no similar run was measured.
+        beyond: settings outside the measured range.
     """
 
     every: int
@@ -111,23 +111,23 @@ class OuterPlan:
 
     @property
     def mean_in_step_s(self) -> float:
-        """Seconds that sums in step add to a mean iteration."""
+        """Mean seconds that synchronous sums add to an iteration."""
         return self.in_step * self.in_step_s / self.iterations
 
     @property
     def mean_rounds_s(self) -> float:
-        """Seconds that rounds add to a mean iteration."""
+        """Mean seconds that rounds add to an iteration."""
         return self.run_s / self.iterations
 
 
 @dataclass(frozen=True)
 class OuterTerms:
-    """What the plans of a layout and a spec of ``outer`` are made of.
+    """Terms of the outer plans of a layout and a spec of ``outer``, independent of the step time.
 
     Args:
         schedule: when fragments are sent.
         in_step_s, in_step_bytes: see ``OuterPlan``.
-        inside_s: seconds of a fragment's round that are no transfer.
+        inside_s: seconds of a fragment's round besides transfers.
         transfers: the exchange of each fragment.
         memory_bytes: see ``OuterPlan``.
     """
@@ -141,11 +141,11 @@ class OuterTerms:
 
     @property
     def local(self) -> int:
-        """Iterations in which each island goes alone."""
+        """Iterations in which islands train independently."""
         return self.schedule.end - self.schedule.start
 
     def sendings(self) -> list[int]:
-        """How often each fragment is sent before the end, where all of them are once more."""
+        """Number of times each fragment is sent before the end of the run, when all fragments are sent again."""
         count = len(self.transfers)
         turns = max(self.local - 1, 0) // self.schedule.options.turn
         return [turns // count + (fragment < turns % count) for fragment in range(count)]
@@ -156,17 +156,17 @@ class OuterTerms:
         return [self.inside_s + one.coding_s + one.waited_s(delay, step_s) for one in self.transfers]
 
     def rounds_s(self, step_s: float) -> float:
-        """Seconds that rounds add to the run; it waits for the last fragments whatever ``delay`` says."""
+        """Seconds that rounds add to the run; the last fragments are always waited for, regardless of ``delay``."""
         usual = sum(n * wait for n, wait in zip(self.sendings(), self.waited_s(step_s), strict=True))
         last = sum(self.inside_s + one.coding_s + sum(one.rounds_s) for one in self.transfers)
         return usual + (last if self.local else 0.0)
 
     def added_s(self, step_s: float) -> float:
-        """Seconds that islands add to a mean iteration whose steps take so many; never more in longer steps."""
+        """Mean seconds that islands add to an iteration, given seconds per step; not increasing in ``step_s``."""
         return (self.schedule.start * self.in_step_s + self.rounds_s(step_s)) / self.schedule.end
 
     def plan(self, step_s: float) -> OuterPlan:
-        """What islands add to a run; the loss is not filled in."""
+        """The outer plan of a run, without the predicted loss."""
         start, last = self.schedule.start, 1 if self.local else 0
         sent = sum((n + last) * one.nbytes for n, one in zip(self.sendings(), self.transfers, strict=True))
         return OuterPlan(
@@ -200,12 +200,12 @@ class OuterCosts:
 
     @property
     def width(self) -> int:
-        """Bytes of a number of a difference."""
+        """Bytes per element of a pseudo-gradient."""
         return max(self.stages.param_bytes, 4)
 
     def in_step(self, choice: Choice) -> tuple[float, float]:
-        """Seconds that exact sums over islands, of a share on each replica, add to an iteration in step, and bytes that
-        leave an island."""
+        """Seconds that exact sums over islands, of a share on each replica, add to a synchronous iteration, and bytes
+        that leave an island."""
         key = layout_of(choice)
         if key not in self._in_step:
             shares = []
@@ -219,7 +219,7 @@ class OuterCosts:
         return self._in_step[key]
 
     def _compressed_in_step(self, choice: Choice, transfers: Sequence[Transfer]) -> tuple[float, float]:
-        """The same where the point's compressor sums gradients."""
+        """``in_step`` where the compressor of ``outer`` sums the gradients."""
         wires = wires_of(self.stages.cluster, choice)
         told = max(self._told_on(choice, stage, 1, wires) for stage in range(choice.pp))
         told += sum(one.coding_s + sum(one.rounds_s) for one in transfers)
@@ -233,7 +233,7 @@ class OuterCosts:
         return self.stages.tied_elements(replace(choice, sharded=False)) if twice else 0
 
     def terms(self, choice: Choice, outer: str) -> OuterTerms:
-        """What the plans of a layout and a spec of ``outer`` are made of, whatever a step takes."""
+        """Cached terms of the outer plans of a layout and a spec of ``outer``."""
         key = layout_of(choice), outer
         if key not in self._terms:
             self._terms[key] = self._found(replace(key[0], specs=(outer,)))
@@ -253,14 +253,14 @@ class OuterCosts:
         return OuterTerms(schedule, *in_step, inside_s, tuple(transfers), memory)
 
     def _memory_bytes(self, choice: Choice, copies: int, transfers: Sequence[Transfer]) -> float:
-        """Bytes of anchor and momentum, of residuals, and of the difference of one fragment, on the fullest rank."""
+        """Bytes of anchor, momentum, residuals and one fragment's pseudo-gradient on the fullest rank."""
         ranks = range(choice.pp)
         kept = copies * self.width * max(self.stages.owned(choice, rank) for rank in ranks)
         difference = self.width * max(self.stages.elements(choice, rank) for rank in ranks) / len(transfers)
         return kept + difference + sum(one.kept for one in transfers)
 
     def transfer(self, choice: Choice, fragment: int) -> Transfer:
-        """The exchange of a fragment with the other islands."""
+        """Cached exchange of a fragment with the other islands."""
         spec = self.stages.book.specs(choice)[Point.OUTER]
         layout = (choice.mesh, choice.chunks, choice.sequence_parallel, choice.islands)
         activation = (spec.activation.first_stages, spec.activation.last_stages)
@@ -297,7 +297,7 @@ class OuterCosts:
         )
 
     def _contents(self, choice: Choice, stage: int, fragment: int, fragments: int) -> Counter[str]:
-        """Pieces of a fragment on a pipeline rank, and their numbers."""
+        """Number of each piece of a fragment on a pipeline rank."""
         model = self.stages.config.model
         layers, virtual = model.num_layers, choice.pp * choice.chunks
         each = layers // virtual
@@ -310,8 +310,8 @@ class OuterCosts:
         return found
 
     def _inside_s(self, choice: Choice, fragments: int) -> float:
-        """Seconds of a fragment's round that are no transfer: the difference, the meeting, the outer step, and what
-        replicas of an island tell each other."""
+        """Seconds of a fragment's round besides transfers: pseudo-gradient, rendezvous, outer step, and communication
+        among the replicas of an island."""
         wires = wires_of(self.stages.cluster, choice)
         took = max(self._told_on(choice, stage, fragments, wires) for stage in range(choice.pp))
         asked = _ASKED + _ASKED_OF_EACH * choice.islands
@@ -336,7 +336,7 @@ class OuterCosts:
         return sum(ranks[one.speakers] * sent_bytes([one.collective], choice.islands) for one in shares)
 
     def _seconds(self, choice: Choice, shares: Sequence[Share]) -> float:
-        """Seconds of collectives over islands; of each kind all at once, on the fullest link."""
+        """Seconds of collectives over islands; those of a kind run concurrently, and the busiest link decides."""
         total = 0.0
         for kind in dict.fromkeys(one.collective.kind for one in shares):
             same = [one for one in shares if one.collective.kind == kind]
@@ -350,7 +350,7 @@ class OuterCosts:
         return total
 
     def _crowd(self, choice: Choice) -> list[tuple[Wire, list[Counter[tuple[str, int]]]]]:
-        """The links between islands, and the speakers behind each: their numbers by kind and stage."""
+        """The links between islands, and the number of speakers behind each link by kind and stage."""
         key = choice.mesh, choice.islands
         if key not in self._crowds:
             speakers = _speakers(choice)
@@ -361,13 +361,13 @@ class OuterCosts:
 
 
 def layout_of(choice: Choice) -> Choice:
-    """The part of a choice that exchanges between islands depend on."""
+    """The fields of a choice that determine communication between islands; the others are reset."""
     plain = Choice(choice.tp, choice.pp, choice.dp, choice.ep, islands=choice.islands, folded=choice.folded)
     return replace(plain, chunks=choice.chunks, sequence_parallel=choice.sequence_parallel, sharded=choice.sharded)
 
 
 def _speakers(choice: Choice) -> list[tuple[int, str, int]]:
-    """Rank, kind and stage of all speakers of an island."""
+    """Rank, kind and stage of each speaker of an island."""
     return [
         ((stage * choice.dp + replica) * choice.tp + part, kind, stage)
         for kind, replicas in ((FIRST, 1), (OF_EXPERTS, choice.expert_ranks // choice.tp), (ALL, choice.dp))
@@ -378,7 +378,7 @@ def _speakers(choice: Choice) -> list[tuple[int, str, int]]:
 
 
 def _blocks(speakers: Sequence[tuple[int, str, int]], size: int) -> list[Counter[tuple[str, int]]]:
-    """The speakers of each block of so many ranks."""
+    """Number of speakers by kind and stage in each block of ``size`` consecutive ranks."""
     found: dict[int, Counter[tuple[str, int]]] = {}
     for rank, kind, stage in speakers:
         found.setdefault(rank // size, Counter())[kind, stage] += 1
@@ -386,7 +386,7 @@ def _blocks(speakers: Sequence[tuple[int, str, int]], size: int) -> list[Counter
 
 
 def _links(cluster: Cluster, world: int) -> list[tuple[int, Wire]]:
-    """The links that all islands of ``world`` ranks share, each with the number of ranks behind it."""
+    """The links shared by islands of ``world`` ranks, each with the number of ranks behind it."""
     islands = cluster.gpus // world
     if cluster.gpus <= cluster.gpus_per_node:
         return [(1, Wire(cluster.inside.gbit_per_s * 1e9 / 8, cluster.inside.latency_us * 1e-6, islands))]

@@ -11,13 +11,13 @@ from megatron.parallel.data.buffer import NamedParam, plan_buckets
 
 @dataclass(frozen=True)
 class MatrixWork:
-    """Orthogonalization of the matrices on a device that equally many replicas hold.
+    """Orthogonalization of the matrices on a device that are held by the same number of replicas.
 
     Args:
-        updated: number of parameters of these matrices that the device updates.
-        flops: operations of one iteration on the device with the most of them.
+        updated: number of matrix parameters that the device updates.
+        flops: FLOPs of an iteration on the device with the most work.
         replicas: number of replicas that hold these parameters.
-        to_replicas, to_tensors: bytes that a device sends to its replicas and to its tensor-parallel ranks, mean.
+        to_replicas, to_tensors: mean bytes that a device sends to its replicas and to its tensor-parallel ranks.
     """
 
     updated: float = 0.0
@@ -36,15 +36,15 @@ def matrix_work(
     bucket_elements: int | None,
     itemsize: int,
 ) -> MatrixWork:
-    """Plans the buckets of a device's chunks and assigns their matrices to owners.
+    """Plan the buckets of a device's chunks and assign their matrices to owners.
 
     Args:
-        chunks: parameters of each chunk that the same replicas hold, in the order of the forward pass.
+        chunks: parameters of each chunk that are held by the same replicas, in forward order.
         replicas: number of replicas that hold them.
         tensors: number of tensor-parallel ranks.
-        sharded: the replicas share the parameters out.
+        sharded: parameters are sharded over the replicas.
         bucket_elements: size at which buckets are closed; None for no limit.
-        itemsize: bytes of a number that is sent.
+        itemsize: bytes of a sent element.
     """
     owners = replicas if sharded else 1
     buckets = [bucket for params in chunks for bucket in plan_buckets(params, owners, bucket_elements, tensors > 1)]
@@ -60,7 +60,7 @@ def matrix_work(
             away += numel - (stop - start)
         is_cut = tensors > 1 and slot.spec.dim is not None
         cut += numel if is_cut else 0
-        # The tensor-parallel ranks of the owner each hold an uncut matrix, and each compute with it.
+        # Every tensor-parallel rank of the owner holds an unsplit matrix and orthogonalizes it.
         for rank in [tensor] if is_cut else range(tensors):
             flops[replica][rank] += iteration_flops(slot.spec)
     both_ways = 2.0 * itemsize / owners

@@ -1,6 +1,6 @@
-"""Measures the machine that it runs on: rates, links, and the ratios of real times to computed ones.
+"""Measurement of this machine: device rates, links, and ratios of measured to predicted times.
 
-Under torchrun all ranks measure at the same time, as they would train, and the means are taken; alone, a process cannot
+Under torchrun all ranks measure at the same time, as in training, and results are averaged; a single process cannot
 measure links.
 """
 
@@ -42,20 +42,20 @@ RATES = ("peak_tflops", "memory_gbyte_per_s", "op_us")
 """Measured rates of a device."""
 
 _SECONDS = 0.5
-"""Duration of measuring a rate."""
+"""Seconds spent on measuring a rate."""
 
 _MESSAGE_SECONDS, _MESSAGE_BYTES = 0.3, 1 << 26
-"""Messages that measure a link's rate take or hold at least so much."""
+"""Messages that measure a link's bandwidth take at least this time or have at least this size."""
 
 _UPDATE_ELEMENTS = 1 << 24
-"""Parameters of the optimizer's step that is timed, at most."""
+"""Maximum number of parameters in the timed optimizer step."""
 
 
 class ComputeMeter:
-    """A meter of real time: time that is neither coding nor waiting is computing.
+    """A meter of wall-clock time; time spent neither coding nor waiting counts as computing.
 
     Args:
-        device: device that computes.
+        device: the device to synchronize and time.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -76,7 +76,7 @@ class ComputeMeter:
         self._start = time.perf_counter()
 
     def take(self) -> Tally:
-        """Returns the seconds since the last call."""
+        """Return the times since the last call."""
         self.synchronize()
         spent = time.perf_counter() - self._start
         accounts = self.ledger.accounts.values()
@@ -86,12 +86,12 @@ class ComputeMeter:
 
 
 class LiveStand:
-    """A stand for real runs.
+    """A stand that runs pieces on a real device.
 
     Args:
         device: torch's device.
         tp: group of the tensor-parallel ranks; None for this process alone.
-        repeats: repetitions of each piece; the first does not count.
+        repeats: repetitions of each piece; the first is a warm-up and does not count.
     """
 
     attention = staticmethod(F.scaled_dot_product_attention)
@@ -106,22 +106,22 @@ class LiveStand:
         return ComputeMeter(self.torch_device)
 
     def group(self, size: int, recorder: Any, nodes: int = 0) -> Group:
-        """The group of the tensor-parallel ranks, or of this one alone; not cut by node."""
+        """The group of the tensor-parallel ranks, or of this process alone; not split by node."""
         if size > 1 and self.tp is not None:
             return self.tp
         return Group(None, (0,), 0, "this process", "none")
 
     def experts(self, size: int, recorder: Any, plan: CompressionPlan, spread: Spread, folded: bool) -> ExpertComm:
-        """Of this process alone: it holds all experts, or its part of them, and tokens choose by their contents."""
+        """Expert points of this process alone: it holds its experts, and the router chooses by token contents."""
         return ExpertComm(self.group(1, recorder), recorder.ledger, plan)
 
     def fill(self, x: Tensor) -> Tensor:
-        """Fills a tensor with small random numbers, but none so small that processors slow down."""
+        """Fill a tensor with small random numbers, large enough to avoid slow denormals."""
         return x.normal_(0.0, 0.02)
 
 
 def rate_of(run: Callable[[], object], synchronize: Callable[[], None]) -> float:
-    """Number of runs per second."""
+    """Measure runs per second."""
     run()
     synchronize()
     count, start = 0, time.perf_counter()
@@ -133,7 +133,7 @@ def rate_of(run: Callable[[], object], synchronize: Callable[[], None]) -> float
 
 
 def measure_device(dtype: torch.dtype, stand: LiveStand) -> Device:
-    """Measures the rates of this process's device.
+    """Measure the rates of this process's device.
 
     Args:
         dtype: dtype of the training.
@@ -165,14 +165,14 @@ def measure_device(dtype: torch.dtype, stand: LiveStand) -> Device:
 
 
 class Corrections:
-    """Ratios of real to computed times, for the parts of a step and for compressors.
+    """Ratios of measured to predicted times, for the parts of a step and for compressors.
 
     Args:
         config: resolved configuration.
         vocab_size: entries of the vocabulary.
         choice: the layout; its compressors are ignored.
-        cluster: the measured rates of the devices and links that the stand is on.
-        stand: stand on which real times are measured.
+        cluster: measured rates of the stand's devices and links.
+        stand: stand that measures real times.
     """
 
     def __init__(self, config: RunConfig, vocab_size: int, choice: Choice, cluster: Cluster, stand: LiveStand) -> None:
@@ -191,7 +191,7 @@ class Corrections:
         return Pieces(self.choice.configure(self.config), self.vocab_size, where, plan, STEADY)
 
     def of_parts(self) -> dict[str, float]:
-        """Factors of the parts of ``PARTS``, by name."""
+        """Measure the factor of each part of ``PARTS``, by name."""
         found: dict[str, float] = {}
         names = self.stages.names
         for name in names:
@@ -216,7 +216,7 @@ class Corrections:
         return not replaces_grads(self.stand.torch_device)
 
     def of_coding(self, text: str) -> float:
-        """The factor of a compressor's encoding and decoding."""
+        """Measure the factor of a compressor's encoding and decoding."""
         ((point, spec),) = self.book.specs(dataclasses.replace(self.choice, specs=(text,))).items()
         dry = planned((text,), lambda: self._coding_s(point, spec, DryStand(self.device)))
         real = self._coding_s(point, spec, self.stand)
@@ -235,7 +235,7 @@ class Corrections:
         model, keys = self.config.model, self.choice.micro_batch
         shape = (model.seq_length, keys, model.hidden_size)
         if point.of_experts:
-            # As many rows as a token has experts; how many go to one rank hardly matters to their speed.
+            # One row for each expert of a token; the number of rows per rank hardly affects the speed.
             shape = (model.moe_router_topk * model.seq_length * keys, 1, model.hidden_size)
         dtype = model.residual_dtype(self.config.precision.params_dtype)
         sent = message(pieces.plan.codec(point), torch.Size(shape), dtype, where, keys, self.vocab_size)
@@ -243,7 +243,7 @@ class Corrections:
 
 
 def _update_seconds(elements: int, stand: LiveStand, clears: bool) -> float:
-    """Clearing fp32 gradients where that is done, their norm, and Adam's update."""
+    """Seconds of clearing fp32 gradients (with ``clears``), their norm, and Adam's update."""
     parameter = stand.fill(torch.empty(elements, device=stand.torch_device)).requires_grad_()
     parameter.grad = stand.fill(torch.empty_like(parameter))
     inner = torch.optim.AdamW([parameter], lr=1e-3, fused=True)
@@ -259,14 +259,14 @@ def _update_seconds(elements: int, stand: LiveStand, clears: bool) -> float:
 
 
 def measure_links(topology: Topology, ranks_per_node: int) -> dict[str, float]:
-    """Measures latency and bandwidth of the links.
+    """Measure latency and bandwidth of the links.
 
     Args:
         topology: the mesh of all ranks.
         ranks_per_node: ranks that share a node.
 
     Returns:
-        inside_us, inside_gbit, across_us and across_gbit, those that there are; not numbers on a rank without a peer.
+        inside_us, inside_gbit, across_us and across_gbit for the links that exist; NaN on a rank without a peer.
     """
     found: dict[str, float] = {}
     for name, stride in (("inside", 1), ("across", ranks_per_node)):
@@ -277,7 +277,7 @@ def measure_links(topology: Topology, ranks_per_node: int) -> dict[str, float]:
         while seconds < _MESSAGE_SECONDS and nbytes < _MESSAGE_BYTES:
             nbytes *= 2
             seconds = _ping_pong(topology, stride, nbytes, 2)
-            # The slowest pair decides for all whether a message is long enough.
+            # All ranks must agree on when a message is long enough: the slowest pair decides.
             seconds = max(row[0] for row in gather_rows(topology.control, Ledger(), [seconds]) if row[0] == row[0])
         own = _ping_pong(topology, stride, nbytes, 3)
         together = stride if name == "across" else 1
@@ -287,7 +287,7 @@ def measure_links(topology: Topology, ranks_per_node: int) -> dict[str, float]:
 
 
 def _ping_pong(topology: Topology, stride: int, nbytes: int, count: int) -> float:
-    """The time of a message between this rank and its peer: even blocks of ``stride`` ranks begin, odd ones answer."""
+    """Seconds of a message between this rank and its peer: even blocks of ``stride`` ranks start, odd blocks answer."""
     world, rank = topology.world, topology.rank
     begins = rank // stride % 2 == 0
     peer = rank + stride if begins else rank - stride
@@ -306,12 +306,12 @@ def _ping_pong(topology: Topology, stride: int, nbytes: int, count: int) -> floa
 def measure_all(
     config: RunConfig, vocab_size: int, specs: Sequence[str], topology: Topology | None, ranks_per_node: int
 ) -> dict[str, float]:
-    """Measures everything in a cluster's description that can be measured.
+    """Measure every value of a cluster description that can be measured.
 
     Args:
         config: configuration, resolved for these ranks.
         vocab_size: entries of the vocabulary.
-        specs: compressors to be timed; they need not fit into one run.
+        specs: compressors to time; they need not be valid together in one run.
         topology: the mesh of all ranks; None for this process alone.
         ranks_per_node: ranks that share a node.
     """
@@ -326,7 +326,7 @@ def measure_all(
         choice, stand = choice_of(config, topology.layout.world_size), LiveStand(topology.device, topology.tp)
         found = measure_links(topology, ranks_per_node)
     device = measure_device(config.precision.params_dtype, stand)
-    # All ranks compute with the same rates, so that their corrections can be averaged.
+    # All ranks use the same rates, so that their corrections can be averaged.
     found |= _means({name: float(getattr(device, name)) for name in RATES}, topology)
     world = topology.layout.world_size if topology is not None else 1
     cluster = described(found, Cluster(gpus=world, gpus_per_node=ranks_per_node, device=device))
@@ -337,7 +337,7 @@ def measure_all(
 
 
 def _means(values: dict[str, float], topology: Topology | None) -> dict[str, float]:
-    """Means over the ranks that know a value."""
+    """Mean of each value over the ranks that measured it."""
     if topology is None:
         return values
     rows = torch.tensor(gather_rows(topology.control, Ledger(), list(values.values())), dtype=torch.float64)
@@ -345,11 +345,11 @@ def _means(values: dict[str, float], topology: Topology | None) -> dict[str, flo
 
 
 def described(found: Mapping[str, float], base: Cluster) -> Cluster:
-    """The cluster with the measured values in it.
+    """Return ``base`` with the measured values filled in.
 
     Args:
         found: the measured values.
-        base: what else is known: names, sizes, links and corrections that were not measured.
+        base: the source of values that were not measured: names, sizes, links and corrections.
     """
 
     def link(side: str, known: LinkSpec) -> LinkSpec:
@@ -367,7 +367,7 @@ def described(found: Mapping[str, float], base: Cluster) -> Cluster:
 
 
 def _with_rates(device: Device, found: Mapping[str, float]) -> Device:
-    """The device with measured rates; the rate that products reach counts as their peak."""
+    """The device with measured rates; the measured rate of matrix products is taken as the peak."""
     return dataclasses.replace(
         device,
         peak_tflops=found["peak_tflops"],

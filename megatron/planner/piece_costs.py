@@ -1,4 +1,4 @@
-"""Costs of the pieces of a step: of a piece's passes, of its gradients' reduction, and of a message."""
+"""Costs of a piece's forward and backward passes, of its gradient reduction, and of a message."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from megatron.planner.dry_run import Collective, Tally
 
 @dataclass(frozen=True)
 class ReductionCost:
-    """The cost of reducing a piece's gradients over two replicas.
+    """Cost of reducing a piece's gradients over two replicas.
 
     Args:
         rounds: collectives of each round; the bytes do not depend on the number of replicas.
         coding_s: time of encoding and decoding.
-        first_coding_s: the part of it before the first round.
+        first_coding_s: the part of ``coding_s`` before the first round.
         state_bytes: bytes of the compressors' state.
     """
 
@@ -28,19 +28,19 @@ class ReductionCost:
 
 @dataclass(frozen=True)
 class PieceCost:
-    """The costs of a piece of the model on one tensor-parallel rank.
+    """Costs of a piece of the model on a tensor-parallel rank.
 
     Args:
         forward, backward: costs of one micro-batch.
         saved_bytes: bytes kept from the forward to the backward of a micro-batch.
-        working_bytes: bytes needed at once while it is computed, whatever the number of micro-batches; without those of
-            recomputing.
+        working_bytes: temporary bytes during computation, independent of the number of micro-batches and without
+            recomputation.
         parameters: number of parameters.
-        own_parameters: those of these that not all replicas hold: of experts.
-        partial: elements of these whose gradients are all-reduced over tensor-parallel ranks once a step
+        own_parameters: number of expert parameters that not all replicas hold.
+        partial: number of parameters whose gradients are all-reduced over tensor-parallel ranks once a step
             (sequence parallelism).
-        tied_shape: shape of the tied embedding's part, where the piece holds one.
-        params: the parameters, on the meta device where nothing is measured, in the order of the forward pass.
+        tied_shape: shape of this rank's part of the tied embedding; empty if the piece holds none.
+        params: the parameters in forward order, on the meta device in a dry run.
     """
 
     forward: Tally
@@ -56,13 +56,13 @@ class PieceCost:
 
 @dataclass(frozen=True)
 class MessageCost:
-    """The cost of one message through a codec.
+    """Cost of a message through a codec.
 
     Args:
         nbytes: bytes on the wire.
-        encode_s, decode_s: time of encoding and decoding at its ends.
-        kept_bytes: bytes that its sender and its receiver together keep, whatever the samples.
-        sample_bytes: bytes that each end keeps for each sample that it remembers.
+        encode_s, decode_s: time of encoding and decoding.
+        kept_bytes: bytes of state at sender and receiver together, independent of the samples.
+        sample_bytes: bytes that each end keeps per remembered sample.
     """
 
     nbytes: float

@@ -1,4 +1,4 @@
-"""Costs of the pieces of the model on one rank: forward, backward, memory, and the reduction of gradients."""
+"""Costs of the pieces of the model on a rank: forward, backward, memory, and the reduction of gradients."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from megatron.topology.group import num_bytes
 
 
 def _part(model: ModelConfig, name: str) -> StagePart:
-    """The part of the model that is a piece: of its kind, the first layer."""
+    """The part of the model for a piece; for a layer, the first of its kind."""
     layers = [layer for layer in range(model.num_layers) if piece_of(model, layer) == name][:1]
     of_layer = range(layers[0], layers[0] + 1) if layers else range(0)
     return StagePart(of_layer, first=name == EMBEDDING, last=name == HEAD)
@@ -42,7 +42,7 @@ def _part(model: ModelConfig, name: str) -> StagePart:
 
 @dataclass
 class _Built:
-    """A piece with its meter."""
+    """A built piece with its meter."""
 
     stage: Stage
     buffer: FlatBuffer
@@ -52,15 +52,15 @@ class _Built:
 
 
 class Pieces:
-    """The pieces of one configuration, each of which is run once.
+    """Runner of the pieces of a configuration.
 
     Args:
-        config: resolved configuration; its layout and micro-batch size count, its model stays as it is.
+        config: resolved configuration.
         vocab_size: entries of the vocabulary.
-        stand: stand on which they run.
-        plan: the compressors, as one stage of the pipeline sees them.
-        iteration: iteration that is run: one after all warm-ups.
-        spread: how tokens are spread over experts, where they choose nothing.
+        stand: stand on which the pieces run.
+        plan: the compressors of a pipeline stage.
+        iteration: the iteration to run, past all warm-ups.
+        spread: distribution of tokens over experts in a dry run.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Pieces:
         iteration: int,
         spread: Spread | None = None,
     ) -> None:
-        # Dropout costs little where it is fused, and the meta device would take the way of a CPU.
+        # Fused dropout costs little, and the meta device would trace the CPU implementation.
         quiet = dataclasses.replace(config.model, attention_dropout=0.0, hidden_dropout=0.0)
         self.config = dataclasses.replace(config, model=quiet)
         self.vocab_size = vocab_size
@@ -89,8 +89,11 @@ class Pieces:
         own: bool | None = None,
         exact: bool = False,
     ) -> _Built | None:
-        """A piece, and the gradients of all its parameters, or of those that all replicas hold, or not all (``own``);
-        None where there are none. They are at least fp32 where ``exact``."""
+        """Build a piece with a gradient buffer; None without matching parameters.
+
+        The buffer holds all parameters, or with ``own`` only expert parameters that not all replicas hold (True) or
+        the others (False). Gradients are at least fp32 where ``exact``.
+        """
         config, meter = self.config, self.stand.recorder()
         tp = config.parallel.tensor_model_parallel_size
         ep = config.parallel.expert_model_parallel_size
@@ -125,7 +128,7 @@ class Pieces:
         return _Built(stage, buffer, meter, self.stand, config)
 
     def piece(self, name: str) -> PieceCost:
-        """Runs forward and backward of a piece."""
+        """Run forward and backward of a piece."""
         built = self._build(name, self.config.recompute)
         assert built is not None
         saved, forward, backward = _passes(built)
@@ -158,16 +161,16 @@ class Pieces:
         own: bool | None = None,
         point: Point = Point.DP_GRAD,
     ) -> ReductionCost:
-        """Runs the reduction of a piece's gradients over replicas, in a step between choices and after warm-ups.
+        """Run the reduction of a piece's gradients over replicas, in an ordinary step past all warm-ups.
 
         Args:
             name: name of the piece.
-            sharded: each replica needs its own share only.
+            sharded: each replica needs only its own share.
             fused: the tied embedding is reduced elsewhere.
             replicas: replicas in the reduction.
-            nodes: nodes that they are on, for sums in two levels.
-            own: of the parameters that not all replicas hold (True), or of the others (False); None for all.
-            point: what is reduced: gradients, or differences (``OUTER``), whose replicas are islands.
+            nodes: number of nodes of the replicas, for two-level sums.
+            own: reduce only expert parameters that not all replicas hold (True), or the others (False); None for all.
+            point: point of the reduction: gradients, or pseudo-gradients over islands (``OUTER``).
         """
         built = self._build(name, RecomputeConfig(), replicas if sharded else 1, own, exact=point is Point.OUTER)
         if built is None:
@@ -191,7 +194,7 @@ class Pieces:
             for units in reducer.units:
                 for unit in units:
                     unit.state.commit()
-                    # The check that all ranks chose alike looks at the choice, of which there is none here.
+                    # Skip the check that all ranks chose alike: it reads the choice, which does not exist here.
                     unit.state.counters.pop("unchecked", None)
         first, later = Tally.median(firsts), Tally.median(laters)
         states = [unit.state for units in reducer.units for unit in units]
@@ -205,13 +208,13 @@ class Pieces:
     def embedding_reduction(
         self, shape: tuple[int, ...], elements: int, replicas: int = 2, nodes: int = 0
     ) -> ReductionCost:
-        """Runs the all-reduce of the tied embedding's gradient over its holders.
+        """Run the all-reduce of the tied embedding's gradient over its holders.
 
         Args:
             shape: shape of the embedding's part on a rank.
-            elements: elements that are reduced: all, or a replica's share.
-            replicas: holders in the all-reduce.
-            nodes: nodes that they are on, for sums in two levels.
+            elements: number of reduced elements: all, or a replica's share.
+            replicas: number of holders in the all-reduce.
+            nodes: number of nodes of the holders, for two-level sums.
         """
         meter = self.stand.recorder()
         sync = EmbeddingSync(self.stand.group(replicas, meter, nodes), self.plan, meter.ledger)
@@ -236,7 +239,7 @@ class Pieces:
 
 
 def _own_parameters(built: _Built) -> int:
-    """Number of a piece's parameters that not all replicas hold."""
+    """Number of a piece's expert parameters that not all replicas hold."""
     if built.config.parallel.expert_model_parallel_size == 1:
         return 0
     params = named_params(collect_specs(built.stage), built.stage)
@@ -246,14 +249,14 @@ def _own_parameters(built: _Built) -> int:
 def message(
     codec: Codec, shape: torch.Size, dtype: torch.dtype, stand: Stand, keys: int = 1, vocab_size: int = 1
 ) -> MessageCost:
-    """Runs a message of a tensor through a codec, as it is when its content was sent before.
+    """Run a message through a codec, in the steady state in which its content has been sent before.
 
     Args:
         codec: codec of the message.
-        shape, dtype: those of the tensor.
-        stand: stand on which it is encoded and decoded.
-        keys: number of samples in it.
-        vocab_size: entries of the vocabulary that their tokens are of.
+        shape, dtype: shape and dtype of the tensor.
+        stand: stand that encodes and decodes.
+        keys: number of samples in the message.
+        vocab_size: entries of the vocabulary of the samples' tokens.
     """
     meter, device = stand.recorder(), stand.torch_device
     sender, receiver = CompressorState(), CompressorState()
@@ -284,12 +287,12 @@ def message(
 
 
 def state_bytes(state: CompressorState) -> float:
-    """Bytes of the tensors that a compressor keeps, without its sample caches."""
+    """Bytes of a compressor's state tensors, without sample caches."""
     return float(sum(num_bytes(tensor) for tensor in state.tensors.values()))
 
 
 def _passes(built: _Built) -> tuple[float, Tally, Tally]:
-    """Runs a piece; returns the bytes saved, and the costs of forward and backward of one micro-batch."""
+    """Run a piece; return the saved bytes, and the costs of a micro-batch's forward and backward."""
     config, stage, meter, device = built.config, built.stage, built.meter, built.stand.torch_device
     batch, length = config.training.micro_batch_size, config.model.seq_length
     parts = stage.comm.size if stage.comm.sequence_parallel else 1

@@ -1,4 +1,4 @@
-"""Predicts a step of one choice: its time and where that goes, memory, bytes, and utilization."""
+"""Prediction of a step of a choice: time and its breakdown, memory, traffic, and utilization."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class Prediction:
     """The prediction of a step.
 
     Args:
-        choice: the choice that is predicted.
-        seconds: time of an iteration.
-        parts: its breakdown on the pipeline rank that is ready last; the values add up to ``seconds``.
-        memory: bytes on the fullest rank, by what fills them.
-        sent: bytes that a device sends in an iteration, by point: mean over the pipeline's ranks.
-        across: bytes of these that leave the node.
+        choice: the predicted choice.
+        seconds: seconds of an iteration.
+        parts: breakdown of ``seconds`` on the last pipeline rank to finish; the values add up to ``seconds``.
+        memory: bytes on the fullest rank, by category.
+        sent: bytes that a device sends in an iteration, by point, averaged over the pipeline ranks.
+        across: the part of ``sent`` that leaves the node.
         tokens_per_s: tokens per second of the whole cluster.
         mfu: the model's FLOP/s over the devices' peak.
-        outer: what islands exchange; then ``seconds`` are of a mean iteration of the whole run, and so are all figures
-            of ``outer``. None without islands.
+        outer: costs of islands; then ``seconds`` is the mean over all iterations of the run, and so are all figures of
+            ``outer``. None without islands.
     """
 
     choice: Choice
@@ -56,13 +56,13 @@ class Prediction:
 
 
 class Predictor(Stages):
-    """Predicts choices for one model on one cluster.
+    """Predictor of choices for a model on a cluster.
 
     Args:
         config: resolved configuration.
         cluster: the devices and links.
         vocab_size: entries of the vocabulary.
-        imbalance: most tokens of an expert over the mean of its layer.
+        imbalance: maximum over mean number of tokens per expert of a layer.
     """
 
     def __init__(self, config: RunConfig, cluster: Cluster, vocab_size: int, imbalance: float = 1.0) -> None:
@@ -75,8 +75,8 @@ class Predictor(Stages):
         self.outer = OuterCosts(self)
 
     def lower_bound(self, choice: Choice) -> float:
-        """A lower bound of a choice's seconds, cheaper to compute than its prediction."""
-        # The optimizer and the sum of gradients come on top, whatever they are, and no order of operations is better.
+        """Lower bound on the seconds of a choice, cheaper to compute than its prediction."""
+        # Optimizer and gradient reduction only add to it, and no order of operations is better.
         alone = dataclasses.replace(_forth_and_back(choice), schedule="1f1b", micro_batches=1)
         key = alone, choice.micro_batches
         if key not in self._bounds:
@@ -86,20 +86,20 @@ class Predictor(Stages):
         return self._bounds[key]
 
     def times(self, choice: Choice, pipeline: Pipeline) -> Sequence[RankTimes]:
-        """Times of the choice's simulated pipeline, computed once for all choices that differ in reductions alone."""
+        """Simulated pipeline times, cached for all choices that differ only in their reductions."""
         alone = _forth_and_back(choice)
         if alone not in self._times:
             self._times[alone] = pipeline.run(choice.micro_batches)
         return self._times[alone]
 
     def memory_bytes(self, choice: Choice) -> float:
-        """Bytes on the fullest rank; a search asks often for those of one choice, without its compressors."""
+        """Bytes on the fullest rank; cached, because a search repeatedly needs the bytes without compressors."""
         if choice not in self._memory:
             self._memory[choice] = sum(memory(self, choice).values())
         return self._memory[choice]
 
     def predict(self, choice: Choice) -> Prediction:
-        """Predicts a step of a choice.
+        """Predict a step of a choice.
 
         Raises:
             UserError: when a compressor cannot be planned.
@@ -115,7 +115,7 @@ class Predictor(Stages):
         synced, embedding_s = self._synchronized(choice, wires, pipeline, times, stages)
         slowest = max(range(choice.pp), key=lambda rank: synced[rank])
         own, time = stages[slowest], times[slowest]
-        # All ranks begin their updates together; those of a stage that gathers uncompressed may have them last.
+        # All ranks start their updates together; the stage with the slowest all-gather finishes last.
         gather = max(self._gather_s(choice, wires, rank) for rank in range(choice.pp))
         seconds = synced[slowest] + self._world_s(wires, choice) + self._update_s(choice, slowest) + gather
         seconds += self._orthogonal_s(choice, slowest, wires)
@@ -147,7 +147,7 @@ class Predictor(Stages):
         )
 
     def _outer_plan(self, inner: Prediction, outer: str) -> OuterPlan:
-        """What islands of a layout add to its steps, by a spec of the point ``outer``."""
+        """Outer plan of a layout with a spec of the point ``outer``, with the predicted loss."""
         choice = dataclasses.replace(inner.choice, specs=(*inner.choice.specs, outer))
         plan = self.outer.terms(choice, outer).plan(inner.seconds)
         spec = self.book.specs(choice)[Point.OUTER]
@@ -157,10 +157,10 @@ class Predictor(Stages):
         return dataclasses.replace(plan, loss_percent=found.percent, beyond=found.beyond)
 
     def with_outer(self, inner: Prediction, outer: str) -> Prediction:
-        """The prediction of islands: of a mean iteration of the run.
+        """Predict the mean iteration of a run with islands.
 
         Args:
-            inner: a step of one of them.
+            inner: the prediction of a step of an island.
             outer: the spec of ``--compress outer=``.
         """
         plan = self._outer_plan(inner, outer)
@@ -183,7 +183,7 @@ class Predictor(Stages):
     def _synchronized(
         self, choice: Choice, wires: Wires, pipeline: Pipeline, times: Sequence[RankTimes], stages: Sequence[StageCost]
     ) -> tuple[list[float], float]:
-        """Times at which the gradients of each rank are reduced, and the seconds of coding the tied embedding's."""
+        """Times at which each rank's gradients are reduced, and seconds of coding the tied embedding's gradient."""
         specs = self.book.specs(choice)
         asks = any(point in specs and specs[point].rounds().finalizes for point in (Point.DP_GRAD, Point.EMBED_GRAD))
         everyone = max(time.end for time in times) + self._world_s(wires, choice)
@@ -196,7 +196,7 @@ class Predictor(Stages):
                 end = max(end, self._first_round(pipeline, rank, time, stage, buckets))
             if asks:
                 end = max(end, everyone)
-            # Of several buckets one is coded while others are on their way.
+            # Coding of a bucket overlaps with the messages of the other buckets.
             coding, sent = stage.coding_s - stage.first_coding_s, sum(stage.rounds[1:])
             ready.append(end + max(coding, sent) + min(coding, sent) / buckets)
         tied = self.book.piece(choice, "embedding").tied_shape
@@ -218,8 +218,7 @@ class Predictor(Stages):
         return 1 if limit is None or not choice.overlap else max(1, -(-elements // limit))
 
     def _first_round(self, pipeline: Pipeline, rank: int, time: RankTimes, stage: StageCost, buckets: int) -> float:
-        """Time at which the round that starts in backward has completed, with buckets that fill one after the other,
-        and are coded then."""
+        """Completion time of the round that starts during backward; buckets fill one by one and are then encoded."""
         backward = sum(pipeline.backward_s[rank :: pipeline.stages])
         end = 0.0
         for number in range(1, buckets + 1):
@@ -228,18 +227,18 @@ class Predictor(Stages):
         return end
 
     def _world_s(self, wires: Wires, choice: Choice) -> float:
-        """The time of one small all-reduce over all ranks."""
+        """Seconds of a small all-reduce over all ranks."""
         return wires.world.collective("all-reduce", 64.0, choice.world_size)
 
     def _update_s(self, choice: Choice, rank: int) -> float:
-        """The time of clearing gradients, their norm, and the update of parameters and moments: bound by memory."""
+        """Seconds of clearing gradients, their norm, and the optimizer update, all bound by memory bandwidth."""
         owned = self.owned(choice, rank)
         grad, param = self.grad_bytes, self.param_bytes
         moved = self.elements(choice, rank) * grad + owned * (2 * grad + 24 + (param if param < 4 else 0))
         return moved / (self.cluster.device.memory_gbyte_per_s * 1e9) * self.cluster.correction("optimizer")
 
     def _orthogonal_s(self, choice: Choice, rank: int, wires: Wires) -> float:
-        """The time in which Muon puts matrices together, orthogonalizes them, and takes them apart again."""
+        """Seconds in which Muon gathers matrices, orthogonalizes them, and scatters them again."""
         steps, found = self.config.optimizer.muon_num_ns_steps, 0.0
         for part, wire in zip(self.matrices(choice, rank), (wires.dp, wires.expert_dp), strict=False):
             found += steps * part.flops / self.cluster.device.flops
@@ -249,7 +248,7 @@ class Predictor(Stages):
         return found
 
     def _gather_s(self, choice: Choice, wires: Wires, rank: int) -> float:
-        """The time of all-gathering the parameters that the replicas of a pipeline rank updated."""
+        """Seconds of all-gathering the updated parameters of a pipeline rank over its replicas."""
         if not choice.sharded:
             return 0.0
         found = 0.0
@@ -272,11 +271,11 @@ class Predictor(Stages):
 
 
 def outer_spec(choice: Choice) -> str:
-    """The spec of ``--compress outer=`` of a choice that has one."""
+    """The ``--compress outer=`` spec of a choice, which must have it."""
     return next(spec for spec in choice.specs if spec.startswith(f"{Point.OUTER.value}="))
 
 
 def _forth_and_back(choice: Choice) -> Choice:
-    """The part of a choice that its forwards and backwards depend on."""
+    """The fields of a choice that determine its forward and backward passes; the others are reset."""
     specs = tuple(spec for spec in choice.specs if spec.startswith(("pp-", "tp-", "ep-")))
     return dataclasses.replace(choice, sharded=False, overlap=False, specs=specs)

@@ -1,4 +1,4 @@
-"""Predictions as tables, and the reasons why one is faster than another."""
+"""Tables of predictions, and explanations of the difference between two predictions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LOSS = (
 
 
 def described(choice: Choice) -> str:
-    """Describes a choice in a few words."""
+    """Describe a choice in a few words."""
     words = [f"{choice.islands} islands"] if choice.islands > 1 else []
     words += [f"tp {choice.tp}", f"pp {choice.pp}", f"dp {choice.dp}"]
     if choice.ep > 1:
@@ -36,7 +36,7 @@ def described(choice: Choice) -> str:
 
 
 def flags(choice: Choice) -> str:
-    """The flags of ``pretrain_gpt.py`` that make a choice."""
+    """The flags of ``pretrain_gpt.py`` that select a choice."""
     words = [
         f"--tensor-model-parallel-size {choice.tp}",
         f"--pipeline-model-parallel-size {choice.pp}",
@@ -63,7 +63,7 @@ def flags(choice: Choice) -> str:
 
 
 def table(predictions: Sequence[Prediction], memory_gib: float) -> str:
-    """A table with a line for each prediction, fastest first."""
+    """Format a table with a line for each prediction, fastest first."""
     islands = any(one.outer is not None for one in predictions)
     columns = ("s/iter", "tokens/s", "MFU", "GiB", *(("loss",) if islands else ()), "layout", "compressed")
     rows = [
@@ -95,7 +95,7 @@ def table(predictions: Sequence[Prediction], memory_gib: float) -> str:
 
 
 def cost(one: Prediction) -> str:
-    """The predicted cost of the loss, in percent; with a star where it goes beyond what was measured."""
+    """Format the predicted loss increase in percent; a star marks an extrapolation beyond the measurements."""
     if one.outer is None:
         return "-"
     if one.outer.loss_percent is None:
@@ -104,7 +104,7 @@ def cost(one: Prediction) -> str:
 
 
 def island_lines(one: Prediction, cluster: Cluster) -> list[str]:
-    """What a prediction of islands says besides, and the command that starts the first of them."""
+    """Additional lines for a prediction with islands, and the command that starts the first island."""
     plan, choice = one.outer, one.choice
     assert plan is not None
     inner = one.seconds - plan.mean_in_step_s - plan.mean_rounds_s
@@ -123,7 +123,7 @@ def island_lines(one: Prediction, cluster: Cluster) -> list[str]:
 
 
 def start(choice: Choice, cluster: Cluster) -> str:
-    """The command that starts the first island, up to the flags."""
+    """The command that starts the first island, without the training flags."""
     each = min(choice.world_size, cluster.gpus_per_node)
     nodes = choice.world_size // each
     several = f"--nnodes {nodes} --node-rank 0 --master-addr HOST " if nodes > 1 else ""
@@ -134,12 +134,12 @@ def start(choice: Choice, cluster: Cluster) -> str:
 
 
 def verdict(best: Prediction, islands: Prediction | None, why: str) -> str:
-    """One line that says whether islands are worth it.
+    """Summarize in a line whether islands are worth it.
 
     Args:
         best: the fastest single run.
-        islands: the fastest of islands; None where there are none.
-        why: the reason for that.
+        islands: the fastest run with islands; None without candidates.
+        why: the reason for the lack of candidates.
     """
     if islands is None:
         return f"islands: not worth it: {why}"
@@ -153,7 +153,7 @@ def verdict(best: Prediction, islands: Prediction | None, why: str) -> str:
 
 
 def unset(choice: Choice, config: RunConfig) -> list[str]:
-    """Settings of a configuration that a choice does not have and that no flag can take back."""
+    """Settings of a configuration that a choice switches off and that no flag can unset."""
     made, found = choice.configure(config), []
     for section in ("parallel", "recompute", "compression"):
         old, new = getattr(config, section), getattr(made, section)
@@ -163,12 +163,12 @@ def unset(choice: Choice, config: RunConfig) -> list[str]:
 
 
 def breakdown(one: Prediction, cluster: Cluster, config: RunConfig | None = None) -> str:
-    """The breakdown of a prediction: time, memory and bytes, and the flags that make it.
+    """Format the breakdown of a prediction: time, memory, traffic, and the flags that select it.
 
     Args:
         one: the prediction.
-        cluster: the cluster that it is of.
-        config: configuration that the flags are added to, as it was given; None where the choice is its own.
+        cluster: the cluster of the prediction.
+        config: the user's configuration to which the flags are added; None where it already selects this choice.
     """
     parts = _shares(one.parts, one.seconds, lambda seconds: f"{seconds:.3f} s")
     memory = _shares(one.memory, one.memory_bytes, lambda nbytes: f"{nbytes / 2**30:.2f} GiB")
@@ -197,7 +197,7 @@ def _shares(parts: Mapping[str, float], whole: float, shown: Callable[[float], s
 
 
 def reason(best: Prediction, other: Prediction) -> str:
-    """The reason why one is faster: the parts that differ most."""
+    """Explain why ``best`` is faster than ``other`` by the parts of a step that differ most."""
     names = dict.fromkeys([*best.parts, *other.parts])
     gained = {name: other.parts.get(name, 0.0) - best.parts.get(name, 0.0) for name in names}
     gap = other.seconds - best.seconds

@@ -1,4 +1,4 @@
-"""Searches layouts, schedules and compressors for the fastest that fit."""
+"""Search for the fastest layouts, schedules and compressors that fit into memory."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SPEC_SETS: tuple[tuple[str, ...], ...] = (
         "param-gather=fixpoint,bits=4,group=2048",
     ),
 )
-"""Compressors that are tried unless others are named."""
+"""Default sets of compressors to search."""
 
 _EIGHT = "fixpoint,bits=8,group=64"
 _FOUR = "fixpoint,bits=4,group=64,rotation=64"
@@ -55,26 +55,26 @@ EXPERT_SETS: tuple[tuple[str, ...], ...] = (
     (f"ep-dispatch-forward={_FOUR}", f"ep-combine-forward={_EIGHT}", f"ep-dispatch-backward={_EIGHT}",
      f"ep-combine-backward={_FOUR}"),
 )  # fmt: skip
-"""Compressors that are tried besides where layers have experts."""
+"""Additional sets of compressors for models with experts."""
 
 _BESIDE_EXPERTS: tuple[tuple[str, ...], ...] = (
     (),
     ("dp-grad=powersgd,rank=32",),
     ("dp-grad=fixpoint,levels=8/4,error-feedback=on",),
 )
-"""Compressors that each set of ``EXPERT_SETS`` is tried with."""
+"""Compressors combined with each set of ``EXPERT_SETS``."""
 
 MICRO_BATCHES = (1, 2, 4, 8)
 CHUNKS = (1, 2, 3, 4, 6, 8)
 
 _HIDES_ALL = 1e9
-"""Seconds of a step that hides any transfer that it may."""
+"""Seconds of a step long enough to hide every transfer that can be hidden."""
 
 Layout = tuple[int, int, int, int]
-"""Islands, and tensor-, pipeline- and data-parallel size."""
+"""Number of islands, and tensor-, pipeline- and data-parallel sizes."""
 
 _RECOMPUTE = (RecomputeConfig(), RecomputeConfig(recompute_granularity="full", recompute_method="uniform"))
-"""Selective recomputation is left out: fused attention keeps nothing worth it."""
+"""Selective recomputation is not searched: fused attention leaves it nothing to save."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ class Found:
     Args:
         best: the fastest choice of each of the fastest layouts, fastest first.
         considered: number of choices.
-        predicted: number of these that their lower bound did not rule out.
-        too_large: number of these that do not fit into memory.
+        predicted: number of choices that were not ruled out by their lower bound.
+        too_large: number of choices that do not fit into memory.
     """
 
     best: Sequence[Prediction]
@@ -97,11 +97,11 @@ class Found:
 def choices(
     config: RunConfig, cluster: Cluster, spec_sets: Sequence[tuple[str, ...]], islands: int = 1
 ) -> Iterator[Choice]:
-    """Enumerates all ways to run a model on a cluster that divide evenly.
+    """Enumerate all ways to run a model on a cluster that divide evenly.
 
     Args:
-        config: resolved configuration; its model and global batch size count.
-        cluster: the cluster, all of whose devices are used.
+        config: resolved configuration; only its model and global batch size matter.
+        cluster: the cluster; all devices are used.
         spec_sets: sets of compressors that may be used together.
         islands: number of islands, which share devices and batch.
     """
@@ -135,7 +135,7 @@ def choices(
 
 
 def _variants(model: ModelConfig, base: Choice, spec_sets: Sequence[tuple[str, ...]]) -> Iterator[Choice]:
-    """The ways to run a layout and schedule."""
+    """Enumerate expert parallelism, recomputation, sharding and compressors for a layout and schedule."""
     counts = model.expert_layers.values()
     ways = [(ep, False) for ep in divisors(base.dp)]
     ways += [(base.tp * ep, True) for ep in divisors(base.dp) if base.tp > 1]
@@ -159,9 +159,9 @@ def _schedules(layers: int, plain: Choice) -> Iterator[Choice]:
 
 
 def _useful(spec_sets: Sequence[tuple[str, ...]], choice: Choice) -> list[tuple[str, ...]]:
-    """The sets without compressors that have no traffic; each once."""
+    """Distinct sets of compressors, without those at points that send nothing in this choice."""
     silent = [
-        Point.OUTER.value,  # islands get one of those that are tried, whatever the others are
+        Point.OUTER.value,  # islands get an outer spec of the search, independent of the set
         *(("pp-forward", "pp-backward", "embedding") if choice.pp == 1 else ()),
         *(("dp-grad",) if choice.dp == 1 else ()),
         *(("param-gather",) if not choice.sharded else ("embedding",)),
@@ -174,26 +174,26 @@ def _useful(spec_sets: Sequence[tuple[str, ...]], choice: Choice) -> list[tuple[
 
 
 def _widths(model: ModelConfig) -> list[int]:
-    """Inner widths of the layers, which tensor parallelism splits."""
+    """Inner widths of the layers, split by tensor parallelism."""
     of_experts = (model.moe_ffn_hidden_size, model.moe_shared_expert_intermediate_size) if model.has_experts else ()
     return [width for width in (model.ffn_hidden_size, *of_experts) if width]
 
 
 def with_experts(model: ModelConfig, spec_sets: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Sets of compressors, and for a model with experts those of ``EXPERT_SETS``, alone and with some others."""
+    """Add ``EXPERT_SETS``, alone and combined with other compressors, for a model with experts."""
     more = [(*of_experts, *others) for of_experts in EXPERT_SETS for others in _BESIDE_EXPERTS]
     return [*spec_sets, *(more if model.has_experts else ())]
 
 
 def _given(config: RunConfig, cluster: Cluster) -> Iterator[Choice]:
-    """The run as it is, whether or not it is among the usual choices."""
+    """The configured run, whether or not the enumeration includes it."""
     given = choice_of(config, cluster.gpus)
     if given.world_size == cluster.gpus and not has_outer(given.specs) and _refusal(config, given) is None:
         yield given
 
 
 def has_outer(specs: Sequence[str]) -> bool:
-    """Whether one of the specs is of the point ``outer``."""
+    """Whether any of the specs is of the point ``outer``."""
     return any(spec.startswith(f"{Point.OUTER.value}=") for spec in specs)
 
 
@@ -208,14 +208,14 @@ def search(
     memory_gib: float | None = None,
     outers: Mapping[int, Sequence[str]] | None = None,
 ) -> Found:
-    """Finds the fastest layouts that fit, each at its fastest, by branch and bound, which is exact.
+    """Find the fastest layouts that fit, each with its fastest settings, by exact branch and bound.
 
     Args:
         predictor: predictor of the model on the cluster.
         spec_sets: sets of compressors that may be used together.
         top: number of layouts to return.
         memory_gib: memory that a rank may fill; default: the device's.
-        outers: numbers of islands, and the specs of ``outer`` that each may have; None for one run over everything.
+        outers: candidate specs of ``outer`` by number of islands; None for a single run over all devices.
 
     Raises:
         UserError: when nothing fits.
@@ -239,7 +239,7 @@ def search(
         own = best.get(layout)
         if own is not None and bound >= own.seconds:
             continue
-        # What compressors keep comes on top, and is not looked for in vain.
+        # Compressor state adds to this; it is computed only if the rest fits.
         needed = predictor.memory_bytes(replace(choice, specs=()))
         if needed <= limit and choice.specs:
             needed = predictor.memory_bytes(choice)
@@ -269,7 +269,7 @@ def _possible(
     spec_sets: Sequence[tuple[str, ...]],
     outers: Mapping[int, Sequence[str]] | None,
 ) -> Iterator[Choice]:
-    """The choices of a search."""
+    """Enumerate the choices of a search."""
     for count in [1] if outers is None else outers:
         yield from choices(config, cluster, spec_sets, count)
     if outers is None:
@@ -279,7 +279,7 @@ def _possible(
 def _nothing(
     config: RunConfig, cluster: Cluster, considered: int, refusal: str | None, smallest: float, limit: float
 ) -> str:
-    """The reason why a search has found nothing."""
+    """Explain why a search has found nothing."""
     if not considered:
         return (
             f"no layout of {cluster.gpus} devices divides {config.model.num_layers} layers, "
@@ -295,7 +295,7 @@ def _nothing(
 
 
 class Bounds:
-    """Lower bounds of choices: of islands with the least that exchanges between them add to a mean iteration.
+    """Lower bounds on choices; with islands, including the minimum that communication between them adds.
 
     Args:
         predictor: predictor of the choices.
@@ -307,7 +307,7 @@ class Bounds:
         self._least: dict[Choice, float] = {}
 
     def of(self, choice: Choice) -> float:
-        """The bound of a choice, in seconds."""
+        """Lower bound on a choice, in seconds."""
         bound = self._predictor.lower_bound(choice)
         if choice.islands == 1:
             return bound
@@ -321,7 +321,7 @@ class Bounds:
 def _predicted(
     predictor: Predictor, choice: Choice, outers: Mapping[int, Sequence[str]] | None, limit: float
 ) -> Prediction | None:
-    """The prediction of a choice that fits by itself; None where islands of it do not."""
+    """Predict a choice that fits without outer state; None where no run with islands fits."""
     found = predictor.predict(choice)
     return found if outers is None else fastest_outer(predictor, found, outers[choice.islands], limit)
 
@@ -329,12 +329,12 @@ def _predicted(
 def fastest_outer(
     predictor: Predictor, inner: Prediction, outers: Sequence[str], limit: float = math.inf
 ) -> Prediction | None:
-    """Islands of a layout with the spec of ``outer`` that is fastest of those that fit; None where none does.
+    """Predict islands of a layout with the fastest spec of ``outer`` that fits; None if none fits.
 
     Args:
         predictor: predictor of the layout.
-        inner: a step of one of them.
-        outers: specs to choose from.
+        inner: the prediction of a step of an island.
+        outers: candidate specs.
         limit: bytes that a rank may fill.
     """
     best: tuple[float, str] | None = None
@@ -347,12 +347,12 @@ def fastest_outer(
 
 
 def _slowest(best: Mapping[Layout, Prediction], top: int) -> float:
-    """The time that a layout must undercut to be among the fastest, in seconds."""
+    """Seconds that a layout must undercut to be among the fastest ``top``."""
     return sorted(one.seconds for one in best.values())[top - 1] if len(best) >= top else math.inf
 
 
 def _refusal(config: RunConfig, choice: Choice) -> str | None:
-    """The reason why training would refuse a choice; None when it would not."""
+    """The reason why training would reject a choice; None if it would not."""
     try:
         choice.resolve(config)
     except UserError as error:

@@ -1,4 +1,4 @@
-"""Simulates a pipeline's schedule in time: when each rank computes, and what it waits for."""
+"""Discrete-event simulation of a pipeline schedule: compute, coding and waiting times of each rank."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 from megatron.parallel.pipeline.schedule import PipelineOp, training_schedule
 
 _WHOLE = 1024
-"""Operations, forward, of steps that are played from the beginning to the end."""
+"""Maximum number of forward operations in a step that is simulated in full."""
 
 
 @dataclass(frozen=True)
 class Hop:
-    """One message between two virtual stages.
+    """A message between two virtual stages, in seconds.
 
     Args:
-        encode_s, decode_s: encoding and decoding at its ends; they keep the ranks busy.
-        transfer_s: time for which it fills the link.
-        latency_s: time from then until it has arrived.
+        encode_s, decode_s: encoding on the sender and decoding on the receiver, which keep those ranks busy.
+        transfer_s: time for which the message occupies the link.
+        latency_s: time between the end of the transfer and the arrival.
     """
 
     encode_s: float = 0.0
@@ -31,17 +31,17 @@ class Hop:
 
 
 Hops = Callable[[bool, int, bool], Hop]
-"""(forward, boundary, late) -> the message; late ones are sent in the sender's epilogue."""
+"""(forward, boundary, late) -> the message; late messages are sent in the sender's epilogue."""
 
 
 @dataclass(frozen=True)
 class RankTimes:
-    """The times of one pipeline rank's step.
+    """Times of a pipeline rank's step.
 
     Args:
-        end: time at which its last operation is done.
-        busy: computing time within that.
-        coding: time of encoding and decoding messages.
+        end: time at which the last operation has completed.
+        busy: seconds of computing.
+        coding: seconds of encoding and decoding messages.
     """
 
     end: float
@@ -50,7 +50,7 @@ class RankTimes:
 
     @property
     def waiting(self) -> float:
-        """The time of waiting for messages."""
+        """Seconds of waiting for messages."""
         return self.end - self.busy - self.coding
 
 
@@ -60,7 +60,7 @@ class Pipeline:
 
     Args:
         kind: schedule: 1f1b, eager-1f1b or gpipe.
-        forward_s, backward_s: time of one micro-batch, by virtual stage.
+        forward_s, backward_s: seconds of a micro-batch, by virtual stage.
         stages: number of pipeline ranks; virtual stage v is on rank v % stages.
         hops: messages between the virtual stages.
     """
@@ -77,10 +77,10 @@ class Pipeline:
         return len(self.forward_s) // self.stages
 
     def lower_bound(self, micro_batches: int) -> float:
-        """A lower bound of the time over all orders of operations, in seconds.
+        """Lower bound on the step time over all orders of operations, in seconds.
 
-        A rank computes for all micro-batches, after the first forward has come through the ranks before it and before
-        the last backward has gone back through them.
+        A rank computes all micro-batches after the first forward has passed the preceding ranks and before the last
+        backward passes them again.
         """
         bound = way = 0.0
         for rank in range(self.stages):
@@ -93,17 +93,17 @@ class Pipeline:
         return bound
 
     def run(self, micro_batches: int) -> list[RankTimes]:
-        """Simulates a step; returns the times of every rank."""
+        """Simulate a step; return the times of every rank."""
         if self.kind == "gpipe" or micro_batches * len(self.forward_s) <= _WHOLE:
             return self._play(micro_batches)
         return self._lengthened(micro_batches)
 
     def _lengthened(self, micro_batches: int) -> list[RankTimes]:
-        """Plays only the beginning of a long step, and extrapolates the rest.
+        """Simulate only the beginning of a long step, and extrapolate.
 
-        In the steady state of 1F1B every further group of micro-batches takes equally long, and all ranks go at the
-        pace of the slowest one. Ranks that are a little faster come to that pace late: nothing is faster than what any
-        rank computes and codes.
+        In the steady state of 1F1B every further group of micro-batches takes the same time, and all ranks run at the
+        pace of the slowest rank. Slightly faster ranks reach that pace late, so the pace is at least the computing and
+        coding time of any rank.
         """
         short, period = max(3 * self.stages + 12, _WHOLE // (2 * len(self.forward_s))), 2 * self.stages
         if self.chunks > 1:
@@ -125,7 +125,7 @@ class Pipeline:
         ]
 
     def schedules(self, micro_batches: int) -> list[list[PipelineOp]]:
-        """The operations of every rank."""
+        """Operations of every rank."""
         return [
             training_schedule(self.kind, self.stages, rank, self.chunks, micro_batches) for rank in range(self.stages)
         ]
@@ -139,13 +139,13 @@ class Pipeline:
 
 @dataclass
 class _Rank:
-    """A rank in a simulation.
+    """State of a rank in a simulation.
 
     Args:
-        ops: its operations.
-        late: number of the operations before its epilogue.
-        next: number of the operations that are done.
-        clock: time at which it is free.
+        ops: the rank's operations.
+        late: number of operations before the epilogue.
+        next: number of completed operations.
+        clock: time at which the rank is free.
         busy, coding: seconds of computing and coding so far.
     """
 
@@ -163,14 +163,14 @@ Message = tuple[bool, int, int]
 
 @dataclass
 class _Flow:
-    """The messages from one rank to a neighbor, in their order.
+    """Queue of messages from a rank to a neighbor.
 
     Args:
-        sender, receiver: ranks at its ends.
-        queue: messages that have not left, and their sizes.
-        left: what is left of the size of the first message.
-        rate: rate at which it moves, as a share of a free link's.
-        since: time at which that much was left.
+        sender, receiver: the ranks.
+        queue: messages that have not been transferred yet, in order.
+        left: remaining transfer seconds of the first message at full rate.
+        rate: current transfer rate, as a share of an idle link's.
+        since: time at which ``left`` was computed.
         version: number of changes of the rate.
     """
 
@@ -184,15 +184,15 @@ class _Flow:
 
 
 def _epilogue_begins(ops: Sequence[PipelineOp]) -> int:
-    """Number of operations up to the last forward, after which nothing overlaps messages of backwards."""
+    """Number of operations up to the last forward, after which nothing overlaps backward messages."""
     return max((place for place, op in enumerate(ops) if op.forward), default=-1) + 1
 
 
 class _Play:
-    """A simulation: events in the order of time.
+    """A discrete-event simulation.
 
-    Flows that leave a rank at the same time share its way out, and those that arrive share its way in: the first
-    message of two is not there earlier because it was sent earlier.
+    Concurrent flows out of a rank share its egress bandwidth, and concurrent flows into a rank share its ingress
+    bandwidth.
     """
 
     def __init__(self, pipeline: Pipeline, schedules: Sequence[Sequence[PipelineOp]]) -> None:
@@ -200,7 +200,7 @@ class _Play:
         self.ranks = [_Rank(ops, _epilogue_begins(ops)) for ops in schedules]
         self.last = len(pipeline.forward_s) - 1
         self.arrived: dict[Message, tuple[float, float]] = {}
-        """Arrived messages: their time, and how long each takes to decode."""
+        """Arrived messages: arrival time and seconds of decoding."""
         self.missed: dict[Message, int] = {}
         self.flows: dict[tuple[int, int], _Flow] = {}
         self.leaving: list[list[_Flow]] = [[] for _ in schedules]
@@ -209,7 +209,7 @@ class _Play:
         self._count = 0
 
     def run(self) -> None:
-        """Runs all operations.
+        """Run all operations.
 
         Raises:
             RuntimeError: when the schedule waits for a message that is never sent.
@@ -227,7 +227,7 @@ class _Play:
         heapq.heappush(self.events, (time, self._count, event, arguments))
 
     def _queue(self, number: int) -> None:
-        """Schedules a rank's next operation, or lets it wait for its message."""
+        """Schedule a rank's next operation, or register it as waiting for its message."""
         rank = self.ranks[number]
         if rank.next == len(rank.ops):
             return
@@ -239,7 +239,7 @@ class _Play:
             self.missed[needs] = number
 
     def _needs(self, number: int, op: PipelineOp) -> Message | None:
-        """The message that an operation waits for."""
+        """The message that an operation waits for; None where it needs none."""
         virtual = op.chunk * self.pipeline.stages + number
         boundary = virtual - 1 if op.forward else virtual
         return (op.forward, boundary, op.micro_batch) if 0 <= boundary < self.last else None
@@ -278,7 +278,7 @@ class _Play:
             self._share(number, to, time)
 
     def _share(self, sender: int, receiver: int, time: float) -> None:
-        """Shares the ends of a link anew, after a flow through it began or ended."""
+        """Recompute the rates of all flows at both ends of a link after a flow has started or ended."""
         leaving, arriving = self.leaving[sender], self.arriving[receiver]
         both = [*leaving, *(flow for flow in arriving if flow.sender != sender)]
         for flow in both:
@@ -293,7 +293,7 @@ class _Play:
         self._at(flow.since + max(flow.left, 0.0) / flow.rate, self._end, flow, version)
 
     def _end(self, time: float, flow: _Flow, version: int) -> None:
-        """Ends the first message of a flow, unless its rate has changed since."""
+        """Complete the first message of a flow, unless the rate has changed since the event was scheduled."""
         if version != flow.version:
             return
         message, hop = flow.queue.popleft()

@@ -1,4 +1,4 @@
-"""The pieces on the pipeline ranks of a choice, and the times of their work."""
+"""Pieces on each pipeline rank of a choice, and the times of their passes and reductions."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from megatron.planner.simulate import Hop, Pipeline
 
 @dataclass(frozen=True)
 class StageCost:
-    """The costs of one pipeline rank besides its passes.
+    """Costs of a pipeline rank besides its passes.
 
     Args:
-        pieces: names and numbers of the pieces on it.
-        parts: numbers of parameters, and of the replicas that hold these: all, or those with equal experts.
-        rounds: seconds of each round of its gradients' reduction.
-        sent: bytes that a device sends for that.
-        across: those of them that sums in two levels send between nodes; None where sums have one level.
-        coding_s: seconds of coding for that.
-        first_coding_s: those of them before the first round.
+        pieces: number of each piece on the rank, by name.
+        parts: (number of parameters, number of replicas that hold them): all replicas, or those with equal experts.
+        rounds: seconds of each round of the gradient reduction.
+        sent: bytes that a device sends in the reduction.
+        across: bytes sent between nodes by two-level sums; None for single-level sums.
+        coding_s: seconds of encoding and decoding in the reduction.
+        first_coding_s: the part of ``coding_s`` before the first round.
         kept: bytes of the compressors' state.
     """
 
@@ -51,10 +51,10 @@ class Passes:
     """The times of a piece's passes, in seconds.
 
     Args:
-        forward_s, backward_s: of one micro-batch.
-        tensor_s: of both, exposed tensor-parallel collectives.
-        coding_s: of both, coding.
-        experts_s: of both, expert-parallel all-to-alls.
+        forward_s, backward_s: the passes of one micro-batch.
+        tensor_s: exposed tensor-parallel collectives in both passes.
+        coding_s: encoding and decoding in both passes.
+        experts_s: expert-parallel all-to-alls in both passes.
     """
 
     forward_s: float
@@ -65,13 +65,13 @@ class Passes:
 
 
 class Stages:
-    """The stages of choices, put together from pieces.
+    """Pipeline stages of choices, composed of pieces.
 
     Args:
         config: resolved configuration.
         cluster: the cluster.
         vocab_size: entries of the vocabulary.
-        imbalance: most tokens of an expert over the mean of its layer.
+        imbalance: maximum over mean number of tokens per expert of a layer.
     """
 
     def __init__(self, config: RunConfig, cluster: Cluster, vocab_size: int, imbalance: float = 1.0) -> None:
@@ -86,19 +86,19 @@ class Stages:
         self.grad_bytes = main_grad_dtype(dtype, config.parallel.accumulate_allreduce_grads_in_fp32).itemsize
 
     def pieces_of(self, choice: Choice, virtual: int) -> dict[str, int]:
-        """Pieces of a virtual stage, and their numbers."""
+        """Number of each piece in a virtual stage, by name."""
         order = self.order(choice, virtual)
         return {name: order.count(name) for name in self.names}
 
     def order(self, choice: Choice, virtual: int) -> tuple[str, ...]:
-        """Pieces of a virtual stage, in the order of the forward pass."""
+        """Piece names of a virtual stage in forward order."""
         stages, model = choice.pp * choice.chunks, self.config.model
         layers = model.num_layers // stages
         names = [piece_of(model, layer) for layer in range(virtual * layers, (virtual + 1) * layers)]
         return (*[EMBEDDING] * (virtual == 0), *names, *[HEAD] * (virtual == stages - 1))
 
     def passes(self, choice: Choice, wires: Wires) -> dict[str, Passes]:
-        """The times of each piece's passes."""
+        """Times of the forward and backward passes of each piece, by name."""
         found = {}
         for name in self.names:
             piece = self.book.piece(choice, name)
@@ -113,7 +113,7 @@ class Stages:
                 ep_s = collective_seconds(of_ep, wires.ep, choice.ep, self.book.expert_levels(choice))
                 hidden = 0.0
                 if way and self.config.parallel.async_tensor_model_parallel_allreduce:
-                    # One of the two sums (or gathers) of a region goes on while its products are computed.
+                    # Half of the collectives of a region overlap with its matrix products.
                     hidden = min(tp_s / 2, computed / 2)
                 row[way] = computed + coding + tp_s - hidden + ep_s
                 row[2] += tp_s - hidden
@@ -123,7 +123,7 @@ class Stages:
         return found
 
     def compresses(self, choice: Choice, point: Point, sender: int, late: bool) -> bool:
-        """Whether what a pipeline rank sends is compressed; ``late`` in its epilogue."""
+        """Whether messages of a pipeline rank are compressed; ``late``: sent in its epilogue."""
         spec = self.book.specs(choice).get(point)
         if spec is None:
             return False
@@ -164,7 +164,7 @@ class Stages:
         )
 
     def gather_seconds(self, choice: Choice, point: Point, wires: Wires) -> float:
-        """Seconds of putting the parts of a pipeline message together."""
+        """Seconds of all-gathering the parts of a pipeline message."""
         part = self.book.message_gather(choice, point)
         if part is None:
             return 0.0
@@ -172,7 +172,7 @@ class Stages:
         return part.encode_s + part.decode_s + collective_seconds([collective], wires.tp, choice.tp)
 
     def contents(self, choice: Choice, rank: int) -> dict[str, int]:
-        """Pieces on a pipeline rank, and their numbers."""
+        """Number of each piece on a pipeline rank, by name."""
         counts = dict.fromkeys(self.names, 0)
         for virtual in range(rank, choice.pp * choice.chunks, choice.pp):
             for name, count in self.pieces_of(choice, virtual).items():
@@ -180,26 +180,26 @@ class Stages:
         return counts
 
     def elements(self, choice: Choice, rank: int) -> int:
-        """Parameters on a pipeline rank; alone, it holds a tied embedding once."""
+        """Number of parameters on a pipeline rank; a single stage holds a tied embedding only once."""
         found = sum(n * self.book.piece(choice, name).parameters for name, n in self.contents(choice, rank).items())
         tied = self.book.piece(choice, "embedding").tied_shape
         return found - (math.prod(tied) if tied and choice.pp == 1 else 0)
 
     def parts(self, choice: Choice, rank: int) -> list[tuple[int, int]]:
-        """Parameters on a pipeline rank, and the number of replicas that hold them: all, or those with equal
-        experts."""
+        """(Number of parameters, number of replicas that hold them) on a pipeline rank: dense parameters on all
+        replicas, expert parameters on those with equal experts."""
         contents = self.contents(choice, rank).items()
         own = sum(n * self.book.piece(choice, name).own_parameters for name, n in contents)
         shared = (self.elements(choice, rank) - own, choice.dp)
         return [shared, (own, choice.expert_dp)] if own else [shared]
 
     def owned(self, choice: Choice, rank: int) -> float:
-        """Parameters that a device updates: all on it, or its share of them."""
+        """Number of parameters that a device updates: all of them, or its share."""
         return sum(elements / (replicas if choice.sharded else 1) for elements, replicas in self.parts(choice, rank))
 
     def matrices(self, choice: Choice, rank: int) -> list[MatrixWork]:
-        """Muon's work on the parameters of a device: those that all replicas hold, and those of experts that fewer do,
-        as in ``parts``; nothing for other optimizers."""
+        """Muon's work on the parameters of a device, dense and expert parameters apart as in ``parts``; empty for other
+        optimizers."""
         if self.config.optimizer.optimizer != "muon":
             return []
         precision = self.config.optimizer.muon_fp32_matmul_prec
@@ -225,18 +225,18 @@ class Stages:
         return self._matrices[key]
 
     def partial_reduction(self, choice: Choice, rank: int) -> Collective:
-        """The all-reduce over tensor-parallel ranks, once a step, of gradients that are partial along the sequence."""
+        """The all-reduce, once a step, of sequence-parallel partial gradients over the tensor-parallel ranks."""
         contents = self.contents(choice, rank).items()
         elements = sum(n * self.book.piece(choice, name).partial for name, n in contents)
         return Collective("all-reduce", float(elements * self.grad_bytes))
 
     def tied_elements(self, choice: Choice) -> int:
-        """Elements of the tied embedding that one holder reduces with the others: all, or a replica's share."""
+        """Elements of the tied embedding that each holder reduces: all, or a replica's share."""
         elements = math.prod(self.book.piece(choice, "embedding").tied_shape)
         return -(-elements // choice.dp) if choice.sharded and not self.book.fused(choice) else elements
 
     def stage(self, choice: Choice, rank: int, wires: Wires) -> StageCost:
-        """The costs of a pipeline rank's parameters and of the reduction of their gradients."""
+        """Costs of a pipeline rank's parameters and their gradient reduction."""
         counts = self.contents(choice, rank)
         total = StageCost(counts, self.parts(choice, rank), [], 0.0, 0.0, 0.0, 0.0)
         for own, wire, size in ((False, wires.dp, choice.dp), (True, wires.expert_dp, choice.expert_dp)):
@@ -247,12 +247,12 @@ class Stages:
     def _with_reduction(
         self, choice: Choice, rank: int, before: StageCost, own: bool, wire: Wire, size: int
     ) -> StageCost:
-        """The costs with the reduction of some gradients added, which goes on after that of others.
+        """Return ``before`` with the costs of another reduction, of dense or expert gradients, appended.
 
         Args:
             choice, rank, before: the choice, the pipeline rank, and its costs so far.
-            own: of experts, over the replicas that hold them, where not all do.
-            wire, size: of these replicas.
+            own: reduce the gradients of experts that not all replicas hold, over the replicas that do.
+            wire, size: wire and number of the reducing replicas.
         """
         parts = [(n, self.book.reduction(choice, name, rank, own)) for name, n in before.pieces.items() if n]
         levels = self.book.levels(choice, Point.DP_GRAD, own) if size > 1 else {}
@@ -284,7 +284,7 @@ class Stages:
 def collective_seconds(
     collectives: Sequence[Collective], wire: Wire, size: int, levels: Levels = MappingProxyType({})
 ) -> float:
-    """The time of collectives one after the other, over a group or those of its ranks that levels name."""
+    """Seconds of consecutive collectives over a group, or over its ranks at each collective's level."""
     total = 0.0
     for collective in collectives:
         used, ranks = levels.get(collective.level, (wire, size))
@@ -293,7 +293,7 @@ def collective_seconds(
 
 
 def sent_bytes(collectives: Sequence[Collective], size: int, levels: Levels = MappingProxyType({})) -> float:
-    """Bytes that each rank sends for collectives; the mean of the ranks where one of them serves the others."""
+    """Bytes that each rank sends for collectives; the mean over ranks where a single rank serves the others."""
     total = 0.0
     for collective in collectives:
         ranks = levels[collective.level][1] if collective.level in levels else size

@@ -1,4 +1,4 @@
-"""Where pieces of a model run: dry, or on a real device."""
+"""Interfaces of the stands on which pieces of a model run: dry, or on a real device."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from megatron.topology.group import Group
 
 
 class Meter(Protocol):
-    """A meter of the costs of the code inside it."""
+    """A context manager that meters the costs of the code inside it."""
 
     ledger: Ledger
 
     def take(self) -> Tally:
-        """Returns the costs since the last call."""
+        """Return the costs since the last call."""
 
     def __enter__(self) -> Any: ...
 
@@ -38,10 +38,10 @@ class Stand(Protocol):
         """A new ``Meter``."""
 
     def group(self, size: int, recorder: Any, nodes: int = 0) -> Group:
-        """A group of ranks that reduce with this one, cut into so many nodes."""
+        """A group of ``size`` ranks that reduce with this rank, split into ``nodes`` nodes."""
 
     def experts(self, size: int, recorder: Any, plan: CompressionPlan, spread: Spread, folded: bool) -> ExpertComm:
-        """The points of ranks that share experts with this one; ``spread`` where tokens choose nothing.
+        """The expert-parallel points of this rank's group; ``spread`` replaces routing in dry runs.
 
         Args:
             folded: see ``ExpertComm``.
@@ -52,4 +52,4 @@ class Stand(Protocol):
         """The attention function, for ``ForwardContext``."""
 
     def fill(self, x: Tensor) -> Tensor:
-        """Fills a tensor in place, if it can have contents."""
+        """Fill a tensor in place, if it can have contents."""
