@@ -156,7 +156,7 @@ class PipelineChannel:
         for codec, message in zip(codecs, messages, strict=True):
             keys.setdefault(codec, []).append(message.key)
         shape = self.shapes[boundary]
-        launches = [codec.launches(shape, state, own) for codec, own in keys.items()]
+        launches = [codec.launches(shape, state, content_keys) for codec, content_keys in keys.items()]
         if None in launches:
             return None
         return end, tuple(shape), self._scale == 1.0, tuple(codecs), tuple(launches)

@@ -88,27 +88,27 @@ class Controllers:
             look: returns the gradients of a point.
         """
         for point, controller in self.by_point.items():
-            seen = look(point)
+            reduced_point = look(point)
             compressed = self.plan.on(point, iteration)
-            flats = seen.flats if all_finite else []
+            flats = reduced_point.flats if all_finite else []
             stage, ahead_s = self.plan.stage, self._ahead_s
-            reduced = Reduced(iteration, flats, seen.shapes, scale, compressed, stage, ahead_s)
-            self._run(point, controller, reduced, seen)
+            reduced = Reduced(iteration, flats, reduced_point.shapes, scale, compressed, stage, ahead_s)
+            self._run(point, controller, reduced, reduced_point)
         self._tune()
 
-    def _run(self, point: Point, controller: Controller, reduced: Reduced, seen: ReducedPoint) -> None:
+    def _run(self, point: Point, controller: Controller, reduced: Reduced, reduced_point: ReducedPoint) -> None:
         """Run the collectives and trials that a controller requests."""
         generator = controller.after_reduction(reduced)
         try:
             request = next(generator)
             while True:
-                request = generator.send(self._serve(point, request, seen))
+                request = generator.send(self._serve(point, request, reduced_point))
         except StopIteration:
             return
 
-    def _serve(self, point: Point, request: Request | Trial, seen: ReducedPoint) -> Tensor:
+    def _serve(self, point: Point, request: Request | Trial, reduced_point: ReducedPoint) -> Tensor:
         if isinstance(request, Trial):
-            tried = seen.tried(self.plan.trial(point, request.options))
+            tried = reduced_point.tried(self.plan.trial(point, request.options))
             return run_trial(request, tried, self.world, self.ledger)
         pending, result = start_request(request, self.world)
         self.ledger.sent(Point.CONTROL, pending.sent_bytes)
@@ -140,16 +140,16 @@ class Controllers:
         Raises:
             TypeError, ValueError, LookupError, ArithmeticError: when no run saves such a state.
         """
-        left = {(name, entry["compressor"]): entry for name, entry in saved.items()}
+        remaining_entries = {(name, entry["compressor"]): entry for name, entry in saved.items()}
         for point, controller in self.by_point.items():
             name = self.plan.specs[point].name
-            entry = left.pop((point.value, name), None)
+            entry = remaining_entries.pop((point.value, name), None)
             if entry is not None:
                 controller.load_state_dict(entry["state"])
                 if entry.get("layout") != list(self.layout):  # earlier versions did not save the layout
                     controller.moved()
             else:
                 log(f"the checkpoint holds no state of the controller of {point.value}={name}: it starts anew")
-        for place, name in left:
-            log(f"warning: the state of {place}={name}'s controller has no place in this run and is left out")
+        for point_name, name in remaining_entries:
+            log(f"warning: the state of {point_name}={name}'s controller has no place in this run and is left out")
         self._tune()

@@ -61,9 +61,9 @@ class EmbeddingSync:
         ``scale`` is the loss scale of the gradient; compression works on the unscaled gradient in fp32 (or fp64).
         """
         count = math.prod(shape)
-        whole = count <= grad.numel()
-        serves = self._on and whole
-        compressor = self.plan.serving(Point.EMBED_GRAD, shape, self.state) if serves else None
+        holds_all = count <= grad.numel()
+        compresses = self._on and holds_all
+        compressor = self.plan.serving(Point.EMBED_GRAD, shape, self.state) if compresses else None
         if compressor is None:
             self._all_reduce(TensorReduction(IdentityRounds(), grad, CompressorState()), num_bytes(grad))
             return

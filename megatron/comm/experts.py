@@ -90,9 +90,9 @@ class RowExchange:
         Args:
             counts_rn: (ranks, counts), int64; sent as int32.
         """
-        own = counts_rn.to(torch.int32)
-        result = torch.empty_like(own)
-        pending = self.group.exchange(result, own)
+        send_counts = counts_rn.to(torch.int32)
+        result = torch.empty_like(send_counts)
+        pending = self.group.exchange(result, send_counts)
         self.ledger.sent(Point.CONTROL, pending.sent_bytes, inside_bytes=self._inside(pending.sent_bytes))
         self.ledger.wait(Point.CONTROL, pending)
         return result.to(torch.int64)
@@ -109,8 +109,8 @@ class RowExchange:
         self, weights_p: Tensor, numbers_p: Tensor, sent: Sequence[int], received: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
         """Send a weight and an integer below 2^24 for each choice, exactly; weight gradients take the reverse path."""
-        found: tuple[Tensor, Tensor] = _MoveChoices.apply(weights_p, numbers_p, self, sent, received)
-        return found
+        result: tuple[Tensor, Tensor] = _MoveChoices.apply(weights_p, numbers_p, self, sent, received)
+        return result
 
     def exchange(
         self, rows: Tensor, point: Point, sent: Sequence[int], received: Sequence[int], layer: int = 0
@@ -120,27 +120,29 @@ class RowExchange:
             return rows
         rank, ranks = self.group.rank, self.group.ranks
         # The layout of activations in codecs: tokens, samples, hidden.
-        parts = rows.unsqueeze(1).split(list(sent))
+        row_blocks = rows.unsqueeze(1).split(list(sent))
         out = rows.new_empty((sum(received), rows.shape[1]))
-        places = out.unsqueeze(1).split(list(received))
+        out_blocks = out.unsqueeze(1).split(list(received))
         with self.ledger.encoding(point):
-            there = [self._state(point, layer, ranks[rank], r) for r in ranks]
-            here = [self._state(point, layer, r, ranks[rank]) for r in ranks]
+            send_states = [self._state(point, layer, ranks[rank], r) for r in ranks]
+            recv_states = [self._state(point, layer, r, ranks[rank]) for r in ranks]
             wires = [
-                self._encode(part, point, there[r]) if r != rank else _nothing(rows) for r, part in enumerate(parts)
+                self._encode(block, point, send_states[r]) if r != rank else _nothing(rows)
+                for r, block in enumerate(row_blocks)
             ]
-            places[rank].copy_(parts[rank])
+            out_blocks[rank].copy_(row_blocks[rank])
             buffers = [
-                self._buffer(place, point, here[r]) if r != rank else _nothing(rows) for r, place in enumerate(places)
+                self._buffer(out_block, point, recv_states[r]) if r != rank else _nothing(rows)
+                for r, out_block in enumerate(out_blocks)
             ]
         pending = self.group.exchange_parts([_flat(x) for x in buffers], [_flat(x) for x in wires])
-        raw = num_bytes(rows) - num_bytes(parts[rank])
+        raw = num_bytes(rows) - num_bytes(row_blocks[rank])
         self.ledger.sent(point, pending.sent_bytes, raw, self._inside(pending.sent_bytes))
         self.ledger.wait(point, pending)
         with self.ledger.decoding(point):
-            for r, (place, wire) in enumerate(zip(places, buffers, strict=True)):
-                if r != rank and place.numel():
-                    place.copy_(self._decode(wire, place, point, here[r]))
+            for r, (out_block, wire) in enumerate(zip(out_blocks, buffers, strict=True)):
+                if r != rank and out_block.numel():
+                    out_block.copy_(self._decode(wire, out_block, point, recv_states[r]))
         return out
 
     def _inside(self, sent_bytes: int) -> int:
@@ -264,11 +266,11 @@ def _ways(split: NodeSplit, group: Group) -> tuple[tuple[int, ...], tuple[int, .
     """Two-stage routes from this rank to each rank of the group: the position in ``split.across`` of the target's node,
     and the target's position in that node's ``split.node``."""
     node_of, place_of = [0] * group.size, [0] * group.size
-    own = next(part.index(group.rank) for part in split.nodes if group.rank in part)
-    for part in split.nodes:
-        for place, position in enumerate(part):
-            node_of[position] = split.across.ranks.index(group.ranks[part[own]])
-            place_of[position] = place
+    this_index = next(node.index(group.rank) for node in split.nodes if group.rank in node)
+    for node in split.nodes:
+        for index, position in enumerate(node):
+            node_of[position] = split.across.ranks.index(group.ranks[node[this_index]])
+            place_of[position] = index
     return tuple(node_of), tuple(place_of)
 
 
@@ -300,11 +302,11 @@ class _MoveChoices(torch.autograd.Function):
         received: Sequence[int],
     ) -> tuple[Tensor, Tensor]:
         ctx.comm, ctx.sent, ctx.received = comm, sent, received
-        both = torch.stack([numbers_p.to(weights_p.dtype), weights_p], dim=1)
-        numbers, weights = comm.exchange(both, Point.CONTROL, sent, received).unbind(1)
-        found = weights.contiguous(), numbers.to(torch.int64)
-        ctx.mark_non_differentiable(found[1])
-        return found
+        rows = torch.stack([numbers_p.to(weights_p.dtype), weights_p], dim=1)
+        numbers, weights = comm.exchange(rows, Point.CONTROL, sent, received).unbind(1)
+        choices = weights.contiguous(), numbers.to(torch.int64)
+        ctx.mark_non_differentiable(choices[1])
+        return choices
 
     @staticmethod
     def backward(ctx: Any, grad_p: Tensor, _: Tensor) -> tuple[Tensor, None, None, None, None]:

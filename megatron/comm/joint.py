@@ -51,9 +51,9 @@ class JointSteps:
         assert group is not None
         with self.together():
             pending = [group.all_reduce(x) for x in tensors]
-            for one in pending:
-                self.ledger.sent(point, one.sent_bytes)
-                self.ledger.wait(point, one)
+            for communication in pending:
+                self.ledger.sent(point, communication.sent_bytes)
+                self.ledger.wait(point, communication)
 
     @contextmanager
     def together(self) -> Iterator[None]:

@@ -174,9 +174,11 @@ class Ledger:
         """Return the accounts with traffic, by point name, and reset. A rank that only receives has only times."""
         self.clock.read()
         books = self._books
-        seen = {point: own for point, own in books.accounts.items() if point in books.took_part or own.waited_s}
+        active = {
+            point: totals for point, totals in books.accounts.items() if point in books.took_part or totals.waited_s
+        }
         books.accounts, books.took_part = {point: Account() for point in Point}, set()
-        return {point.value: asdict(account) for point, account in seen.items()}
+        return {point.value: asdict(account) for point, account in active.items()}
 
     def take_computed(self) -> float:
         """Return the seconds of computing since the last call."""
@@ -191,8 +193,8 @@ class Ledger:
     @contextmanager
     def uncounted(self) -> Iterator[None]:
         """Exclude traffic and times inside the context from the accounts."""
-        kept, self._books = self._books, _Books()
+        books, self._books = self._books, _Books()
         try:
             yield
         finally:
-            self._books = kept
+            self._books = books

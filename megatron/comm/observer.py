@@ -43,9 +43,9 @@ class SentMessage:
 
     def error(self) -> Tensor:
         """Difference between the input and the decoded tensor; the residual if the codec keeps it."""
-        left = self.state.get(RESIDUAL)
-        if left is not None and left.shape == self.x.shape:
-            return left
+        residual = self.state.get(RESIDUAL)
+        if residual is not None and residual.shape == self.x.shape:
+            return residual
         error = self.x.clone(memory_format=torch.contiguous_format)
         subtract(self.codec.reconstruct(self.payload, self.x, self.state, self.key), error)
         return error

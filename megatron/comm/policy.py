@@ -153,8 +153,8 @@ class CompressionPlan:
         if point not in self._exact and (shape is None or compressor.should_compress(shape)):
             return compressor
         kind = self.specs[point].feedback
-        left = kind != "off" and RESIDUAL in state.tensors
-        return LastResidual(compressor, cast(SumResidual, kind)) if left else None
+        has_residual = kind != "off" and RESIDUAL in state.tensors
+        return LastResidual(compressor, cast(SumResidual, kind)) if has_residual else None
 
     def codec(self, point: Point) -> Codec:
         """Stateless codec of a point's messages, with this iteration's options."""

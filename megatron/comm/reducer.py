@@ -91,8 +91,8 @@ class Unit:
 
     def take(self, flat: Tensor, scale: float) -> Tensor:
         """The unit's unscaled gradients in fp32 or fp64; they share the bucket's memory if the dtype allows."""
-        own = self.view(flat)
-        x = own if own.dtype == torch.float64 else own.float()
+        gradients = self.view(flat)
+        x = gradients if gradients.dtype == torch.float64 else gradients.float()
         return x if scale == 1.0 else x.mul_(1.0 / scale)
 
     def give(self, flat: Tensor, x: Tensor, scale: float) -> None:
@@ -165,9 +165,9 @@ class GradReducer:
         if not self.compressor.traits.batched:
             return [Unit()]
         shapes: dict[tuple[int, ...], list[Place]] = {}
-        for place in bucket.places:
-            if self.plan.ever_compresses(self.point, place.shape):
-                shapes.setdefault(place.shape, []).append(place)
+        for param in bucket.places:
+            if self.plan.ever_compresses(self.point, param.shape):
+                shapes.setdefault(param.shape, []).append(param)
         return [Unit(tuple(places)) for places in shapes.values()]
 
     def begin(self, iteration: int, scale: float, checks: bool = False, early: bool = False) -> None:
@@ -190,9 +190,9 @@ class GradReducer:
         launches = both(*(compressor.launches(unit.state) for _, unit, compressor in used))
         if launches is None:
             return None
-        which = tuple((index, unit.shape, type(compressor)) for index, unit, compressor in used)
+        compressed_units = tuple((index, unit.shape, type(compressor)) for index, unit, compressor in used)
         options = self.plan.options(self.point) if self._on else None
-        return self.point, options, self._scale == 1.0, self._checks, which, launches
+        return self.point, options, self._scale == 1.0, self._checks, compressed_units, launches
 
     def _used(self, units: Sequence[Unit]) -> list[tuple[Unit, RoundCompressor]]:
         """Units of a bucket that are compressed in this step, with the compressor of each."""
@@ -203,9 +203,13 @@ class GradReducer:
         """Parameter names (of a stack or a whole bucket) and state of each unit."""
         for bucket, units in zip(self.buckets, self.units, strict=True):
             for unit in units:
-                names = [place.name for place in unit.places]
-                whole = [place.name for place in bucket.places]
-                yield names or [whole[0] if len(whole) == 1 else f"{whole[0]} ... {whole[-1]}"], unit.state
+                names = [param.name for param in unit.places]
+                bucket_names = [param.name for param in bucket.places]
+                yield (
+                    names
+                    or [bucket_names[0] if len(bucket_names) == 1 else f"{bucket_names[0]} ... {bucket_names[-1]}"],
+                    unit.state,
+                )
 
     @property
     def wants_update(self) -> bool:
@@ -281,18 +285,18 @@ class GradReducer:
         final decoding follows the next bucket's turn, so that it does not delay that bucket's message.
         """
         self.launch()
-        waiting = self._under_way()
-        ended: list[tuple[GradBucket, _PendingBucket]] = []
-        while waiting:
-            going: list[tuple[GradBucket, _PendingBucket]] = []
-            for bucket, pending in waiting:
-                goes_on = self._advance(pending, finite)
-                while ended:
-                    self._end(*ended.pop())
-                (going if goes_on else ended).append((bucket, pending))
-            waiting = going
-        while ended:
-            self._end(*ended.pop())
+        active = self._under_way()
+        finished: list[tuple[GradBucket, _PendingBucket]] = []
+        while active:
+            remaining: list[tuple[GradBucket, _PendingBucket]] = []
+            for bucket, pending in active:
+                has_more = self._advance(pending, finite)
+                while finished:
+                    self._end(*finished.pop())
+                (remaining if has_more else finished).append((bucket, pending))
+            active = remaining
+        while finished:
+            self._end(*finished.pop())
         self._forget()
 
     def _under_way(self) -> list[tuple[GradBucket, _PendingBucket]]:
@@ -380,11 +384,11 @@ def _rest(bucket: GradBucket, units: Sequence[Unit]) -> list[slice]:
         return [slice(0, bucket.flat.numel())]
     if any(not unit.places for unit in units):
         return []
-    compressed = {place.start for unit in units for place in unit.places}
+    compressed = {param.start for unit in units for param in unit.places}
     spans: list[slice] = []
-    for place in bucket.places:
-        if place.start in compressed:
+    for param in bucket.places:
+        if param.start in compressed:
             continue
-        adjoins = bool(spans) and spans[-1].stop == place.start
-        spans.append(slice(spans.pop().start if adjoins else place.start, place.stop))
+        adjoins = bool(spans) and spans[-1].stop == param.start
+        spans.append(slice(spans.pop().start if adjoins else param.start, param.stop))
     return spans

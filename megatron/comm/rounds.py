@@ -122,7 +122,7 @@ class PackedReduction:
             packed = tensors[0] if len(tensors) == 1 else _pack(op, tensors, size)
             pending, result = start_request(Request(packed, op, level=level), self.group)
             results = [result] if len(tensors) == 1 else _unpack(op, result, tensors)
-            self._started(pending, [(index, part) for (index, _), part in zip(members, results, strict=True)], level)
+            self._started(pending, [(index, view) for (index, _), view in zip(members, results, strict=True)], level)
 
     def _started(self, pending: Pending, results: list[tuple[int, Tensor]], level: Level) -> None:
         if group_at(self.group, level).size > 1:
@@ -171,12 +171,12 @@ class PackedReduction:
         total = 0.0
         for reduction, aggregate in zip(self.reductions, self._aggregates, strict=True):
             assert aggregate is not None
-            found = aggregate.total
-            if isinstance(found, Approximation):
+            reduced = aggregate.total
+            if isinstance(reduced, Approximation):
                 dense = torch.empty_like(reduction.x)
-                found.write_to(dense)
-                found = dense
-            total += sum_of_squares([found.reshape(-1)])
+                reduced.write_to(dense)
+                reduced = dense
+            total += sum_of_squares([reduced.reshape(-1)])
         return total
 
     def arrived(self) -> bool:
@@ -206,14 +206,14 @@ def _pack(op: Op, tensors: Sequence[Tensor], size: int) -> Tensor:
 def _unpack(op: Op, result: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Split the packed result into a view for each tensor."""
     if op is Op.REDUCE:
-        parts = result.split([tensor.numel() for tensor in tensors])
-        return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+        chunks = result.split([tensor.numel() for tensor in tensors])
+        return [chunk.view(tensor.shape) for chunk, tensor in zip(chunks, tensors, strict=True)]
     size = result.shape[0]
     if op is Op.EXCHANGE:
-        parts = result.split([tensor.numel() // size for tensor in tensors], dim=1)
-        return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
-    parts = result.split([tensor.numel() for tensor in tensors], dim=1)
-    return [part.view(size, *tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+        chunks = result.split([tensor.numel() // size for tensor in tensors], dim=1)
+        return [chunk.view(tensor.shape) for chunk, tensor in zip(chunks, tensors, strict=True)]
+    chunks = result.split([tensor.numel() for tensor in tensors], dim=1)
+    return [chunk.view(size, *tensor.shape) for chunk, tensor in zip(chunks, tensors, strict=True)]
 
 
 def start_request(request: Request, group: Group, sharded: bool = False) -> tuple[Pending, Tensor]:

@@ -109,9 +109,9 @@ class TensorComm:
 
     def at(self, place: str) -> TensorComm:
         """The points for a location in the model, with separate random seeds for its messages."""
-        found = copy(self)
-        found._place = (*self._place, place)
-        return found
+        clone = copy(self)
+        clone._place = (*self._place, place)
+        return clone
 
     def alone(self) -> TensorComm:
         """The points for layers that are not tensor-parallel: this rank holds and computes them alone."""
@@ -150,8 +150,8 @@ class TensorComm:
         if not self._on[point] or (compressor.traits.batched and not compressor.should_compress(tuple(x.shape))):
             return TensorReduction(_EXACT_ROUNDS, x, CompressorState())
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        given = (x.unsqueeze(0) if compressor.traits.batched else x).to(wide)
-        return TensorReduction(compressor, given, self._state(point))
+        contribution = (x.unsqueeze(0) if compressor.traits.batched else x).to(wide)
+        return TensorReduction(compressor, contribution, self._state(point))
 
     def _state(self, point: Point) -> CompressorState:
         """Compressor state for a single collective."""
@@ -245,8 +245,8 @@ class _Enter(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         comm: TensorComm = ctx.comm
         # Other functions may read this gradient, too, so the all-reduce works on a copy.
-        own = grad.clone(memory_format=torch.contiguous_format)
-        return comm.start_reduce(own, Point.TP_BWD, scatter=comm.sequence_parallel).wait().clone(), None
+        grad_copy = grad.clone(memory_format=torch.contiguous_format)
+        return comm.start_reduce(grad_copy, Point.TP_BWD, scatter=comm.sequence_parallel).wait().clone(), None
 
 
 class _EnterExact(torch.autograd.Function):

@@ -46,13 +46,13 @@ def tried_bucket(
     """Trial of the data-parallel reduction of a bucket; its gradients carry the loss scale ``scale``."""
     flat, size = bucket.flat, group.size if sharded else 1
     share = flat.numel() // size
-    own = slice(group.rank * share, (group.rank + 1) * share) if sharded else slice(0, flat.numel())
+    local_range = slice(group.rank * share, (group.rank + 1) * share) if sharded else slice(0, flat.numel())
     copied = GradBucket(flat, bucket.places)
     reducer = GradReducer([copied], group, plan, ledger, sharded)
 
     def fill(copy: Tensor) -> None:
         if sharded:
-            pending = group.all_gather(copy, copy[own])
+            pending = group.all_gather(copy, copy[local_range])
             ledger.sent(Point.DP_GRAD, pending.sent_bytes, 0)
             ledger.wait(Point.DP_GRAD, pending)
 
@@ -61,7 +61,9 @@ def tried_bucket(
         reducer.begin(0, scale)
         reducer.finish()
 
-    return TriedReduction(flat, own, fill, run, group.size, [unit.state for units in reducer.units for unit in units])
+    return TriedReduction(
+        flat, local_range, fill, run, group.size, [unit.state for units in reducer.units for unit in units]
+    )
 
 
 def tried_embedding(
@@ -88,21 +90,21 @@ def run_trial(trial: Trial, reductions: Iterable[TriedReduction], world: Group, 
     """
     meet(world, ledger)
     figures_3 = torch.zeros(3, dtype=torch.float64)
-    for one in reductions:
-        figures_3 += _run(trial, one, ledger)
+    for reduction in reductions:
+        figures_3 += _run(trial, reduction, ledger)
     return figures_3
 
 
 def _run(trial: Trial, tried: TriedReduction, ledger: Ledger) -> Tensor:
-    copy, whole, seconds = torch.empty_like(tried.reduced), tried.reduced, []
-    error, norm = torch.zeros((), dtype=torch.float64), finite_norm(whole[tried.own])[0].cpu()
+    copy, reduced, seconds = torch.empty_like(tried.reduced), tried.reduced, []
+    error, norm = torch.zeros((), dtype=torch.float64), finite_norm(reduced[tried.own])[0].cpu()
     for repeat in range(trial.repeats):
         # Each rank contributes an equal part, so that the sum has the magnitude of the step's gradients.
-        copy[tried.own].copy_(whole[tried.own]).div_(tried.ranks)
+        copy[tried.own].copy_(reduced[tried.own]).div_(tried.ranks)
         tried.fill(copy)
         seconds.append(_seconds(ledger, lambda: tried.run(copy)))
         if repeat == 0:
-            error = finite_norm(copy[tried.own].sub_(whole[tried.own]))[0].cpu()
+            error = finite_norm(copy[tried.own].sub_(reduced[tried.own]))[0].cpu()
         for state in tried.states:
             state.commit()
     later = seconds[1:] or seconds
@@ -122,10 +124,10 @@ def _all_reduce_nothing(world: Group, ledger: Ledger) -> None:
 
 def _seconds(ledger: Ledger, call: Callable[[], None]) -> float:
     """Seconds of a call, including the work it launches on this rank's device, by the ledger's clock."""
-    clock, found = ledger.clock, list[float]()
+    clock, durations = ledger.clock, list[float]()
     clock.synchronize()
     start = clock.mark()
     call()
-    clock.between(start, clock.mark(), found.append)
+    clock.between(start, clock.mark(), durations.append)
     clock.synchronize()
-    return found[0]
+    return durations[0]

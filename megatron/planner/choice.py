@@ -119,11 +119,11 @@ class Choice:
 
 def of_first_island(config: RunConfig) -> RunConfig:
     """The configuration that the launcher passes to the first of several islands."""
-    given = config.islands
-    if not given.several:
+    islands_config = config.islands
+    if not islands_config.several:
         return config
-    address = given.islands_address or "localhost:29600"
-    return dataclasses.replace(config, islands=dataclasses.replace(given, island=0, islands_address=address))
+    address = islands_config.islands_address or "localhost:29600"
+    return dataclasses.replace(config, islands=dataclasses.replace(islands_config, island=0, islands_address=address))
 
 
 def choice_of(config: RunConfig, devices: int) -> Choice:

@@ -153,18 +153,18 @@ class Wire:
             # Node and site links transfer concurrently: the slower decides.
             within = dataclasses.replace(self, site=None)
             return max(within.collective(kind, nbytes, size), self.site.collective(kind, nbytes, size))
-        whole = nbytes / self.bytes_per_s
-        share = (size - 1) / size * whole
+        transfer_s = nbytes / self.bytes_per_s
+        share = (size - 1) / size * transfer_s
         hops = math.ceil(math.log2(size)) * self.latency_s
         ring = (size - 1) * self.latency_s
         if kind == "all-reduce":
-            return min(2 * (ring + share), 2 * (hops + whole))
+            return min(2 * (ring + share), 2 * (hops + transfer_s))
         if kind == "all-to-all":
             # Traffic inside a node does not load its link; each member's traffic to other nodes does.
             crossing = self.per_node * (size - self.per_node) / size
-            return ring + max(crossing, (size - 1) / size) * whole
+            return ring + max(crossing, (size - 1) / size) * transfer_s
         if kind == "broadcast":
-            return hops + whole
+            return hops + transfer_s
         return ring + share
 
 
@@ -191,8 +191,8 @@ def wire_between(cluster: Cluster, size: int, stride: int) -> Wire:
 
 def _members(size: int, stride: int, block: int) -> int:
     """Maximum number of members of a group of every ``stride``-th rank in a block that does not hold all members."""
-    found = min(size, max(1, block // stride)) if stride < block else 1
-    return max(size - 1, 1) if found == size else found
+    members = min(size, max(1, block // stride)) if stride < block else 1
+    return max(size - 1, 1) if members == size else members
 
 
 def site_wire(cluster: Cluster, per_site: int, flows: float) -> Wire:
@@ -312,26 +312,26 @@ def write_cluster(cluster: Cluster) -> str:
     return dump_yaml(dataclasses.asdict(cluster))
 
 
-def _section(kind: type[Any], content: object, where: str) -> Any:
+def _section(kind: type[Any], content: object, context: str) -> Any:
     """Build a dataclass from a section; its numbers must be positive."""
     if not isinstance(content, dict):
-        raise UserError(f"{where}: expected names and values, not {content!r}")
+        raise UserError(f"{context}: expected names and values, not {content!r}")
     fields = {entry.name: entry for entry in dataclasses.fields(kind)}
     for name, value in content.items():
         if name not in fields:
-            raise UserError(f"{where}: unknown name {name!r}; the names are {', '.join(fields)}")
+            raise UserError(f"{context}: unknown name {name!r}; the names are {', '.join(fields)}")
         if fields[name].type in ("int", "float") and not _positive(value):
-            raise UserError(f"{where}: {name} must be a positive number, not {value!r}")
+            raise UserError(f"{context}: {name} must be a positive number, not {value!r}")
         if fields[name].type == "str" and not isinstance(value, str):
-            raise UserError(f"{where}: {name} must be text, not {value!r}")
+            raise UserError(f"{context}: {name} must be text, not {value!r}")
         if name == "efficiency" and value > 1:
-            raise UserError(f"{where}: efficiency must be a share of the peak, at most 1, not {value!r}")
+            raise UserError(f"{context}: efficiency must be a share of the peak, at most 1, not {value!r}")
         if name in ("gpus", "gpus_per_node", "sites") and value > MOST_GPUS:
-            raise UserError(f"{where}: {name} must be at most {MOST_GPUS:,}, not {value!r}")
+            raise UserError(f"{context}: {name} must be at most {MOST_GPUS:,}, not {value!r}")
         if fields[name].type == "int" and value != int(value):
-            raise UserError(f"{where}: {name} must be a whole number, not {value!r}")
-    whole = {name: int(value) for name, value in content.items() if fields[name].type == "int"}
-    return kind(**{**content, **whole})
+            raise UserError(f"{context}: {name} must be a whole number, not {value!r}")
+    integers = {name: int(value) for name, value in content.items() if fields[name].type == "int"}
+    return kind(**{**content, **integers})
 
 
 def _positive(value: object) -> bool:

@@ -63,13 +63,13 @@ ODD = 10.0
 
 def parser() -> argparse.ArgumentParser:
     """Build the command-line parser."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--config", required=True, metavar="FILE", help="YAML configuration of the run")
-    made.add_argument("--cluster", required=True, metavar="FILE", help="YAML description of the cluster")
-    made.add_argument("--measure", action="store_true", help="measure this machine and write its rates to --cluster")
-    made.add_argument("--gpus", type=int, metavar="N", help="devices, instead of the cluster file's")
-    made.add_argument("--sites", type=int, metavar="N", help="sites, instead of the cluster file's; 1 is none")
-    made.add_argument(
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("--config", required=True, metavar="FILE", help="YAML configuration of the run")
+    cli.add_argument("--cluster", required=True, metavar="FILE", help="YAML description of the cluster")
+    cli.add_argument("--measure", action="store_true", help="measure this machine and write its rates to --cluster")
+    cli.add_argument("--gpus", type=int, metavar="N", help="devices, instead of the cluster file's")
+    cli.add_argument("--sites", type=int, metavar="N", help="sites, instead of the cluster file's; 1 is none")
+    cli.add_argument(
         "--max-loss-increase",
         type=float,
         default=MOST_LOSS,
@@ -77,26 +77,26 @@ def parser() -> argparse.ArgumentParser:
         help="most that islands, which are searched where a cluster has sites, may be predicted to cost of the "
         f"validation loss ({MOST_LOSS:g})",
     )
-    made.add_argument("--no-search", action="store_true", help="predict the run as it is, and nothing else")
-    made.add_argument("--top", type=int, default=5, metavar="N", help="layouts that are shown, each at its fastest (5)")
-    made.add_argument(
+    cli.add_argument("--no-search", action="store_true", help="predict the run as it is, and nothing else")
+    cli.add_argument("--top", type=int, default=5, metavar="N", help="layouts that are shown, each at its fastest (5)")
+    cli.add_argument(
         "--specs",
         action="append",
         metavar='"SPEC SPEC"',
         help="compressors that serve together, as in --compress; once for each set to be searched, in place of the "
         'usual ones; "" is no compression',
     )
-    made.add_argument("--vocab-size", type=int, metavar="N", help="entries of the vocabulary, not the tokenizer's")
-    made.add_argument(
+    cli.add_argument("--vocab-size", type=int, metavar="N", help="entries of the vocabulary, not the tokenizer's")
+    cli.add_argument(
         "--expert-imbalance",
         default="1",
         metavar="X|FILE",
         help="most tokens of an expert over the mean of its layer; or the file of --log-json-file of a run, whose last "
         "line says it (1)",
     )
-    made.add_argument("--json", metavar="FILE", help="write the predictions there, too")
-    made.add_argument("--write", metavar="FILE", help="write the fastest run's configuration there")
-    return made
+    cli.add_argument("--json", metavar="FILE", help="write the predictions there, too")
+    cli.add_argument("--write", metavar="FILE", help="write the fastest run's configuration there")
+    return cli
 
 
 def entries_of(config: RunConfig) -> int:
@@ -120,44 +120,44 @@ def _without_pipeline(config: RunConfig, world_size: int) -> RunConfig:
     """Configure the same model for measuring: tensor-parallel as planned if there are several ranks, no pipeline."""
     tp = config.parallel.tensor_model_parallel_size if world_size > 1 else 1
     replicas = max(world_size // tp, 1)
-    one = Choice(tp, 1, replicas, micro_batch=config.training.micro_batch_size, sequence_parallel=tp > 1)
+    choice = Choice(tp, 1, replicas, micro_batch=config.training.micro_batch_size, sequence_parallel=tp > 1)
     training = dataclasses.replace(config.training, global_batch_size=replicas * config.training.micro_batch_size)
     backend: Literal["nccl", "gloo"] = "nccl" if torch.cuda.is_available() else "gloo"
     parallel = dataclasses.replace(config.parallel, distributed_backend=backend)
-    made = dataclasses.replace(config, training=training, parallel=parallel)
-    return one.configure(made).resolve(world_size, cuda_available=torch.cuda.is_available())
+    measured_config = dataclasses.replace(config, training=training, parallel=parallel)
+    return choice.configure(measured_config).resolve(world_size, cuda_available=torch.cuda.is_available())
 
 
 def _this_machine() -> Cluster:
     """Cluster of this machine before measuring: only the number of ranks and their memory are known."""
     env = LaunchEnvironment.read()
-    here = env.ranks_here
+    ranks_per_node = env.ranks_here
     if not torch.cuda.is_available():
-        return Cluster(gpus=env.world_size, gpus_per_node=here, device=Device(memory_gib=4.0))
+        return Cluster(gpus=env.world_size, gpus_per_node=ranks_per_node, device=Device(memory_gib=4.0))
     memory = torch.cuda.get_device_properties(0).total_memory / 2**30
-    return Cluster(gpus=env.world_size, gpus_per_node=here, device=Device(memory_gib=memory))
+    return Cluster(gpus=env.world_size, gpus_per_node=ranks_per_node, device=Device(memory_gib=memory))
 
 
 def measure(config: RunConfig, cluster: Cluster, vocab_size: int, specs: Sequence[str], path: Path) -> Cluster | None:
     """Measure this machine; the first rank writes and returns the cluster, the other ranks return None."""
     env = LaunchEnvironment.read()
     if env.world_size == 1:
-        found = measure_all(_without_pipeline(config, 1), vocab_size, specs, None, 1)
+        values = measure_all(_without_pipeline(config, 1), vocab_size, specs, None, 1)
     else:
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         resolved = _without_pipeline(config, env.world_size)
         init_process_group(env, backend, timeout_minutes=10)
         topology = build_topology(layout_of(resolved, env.world_size), pick_device(backend, env.local_rank))
-        found = measure_all(resolved, vocab_size, specs, topology, env.ranks_here)
+        values = measure_all(resolved, vocab_size, specs, topology, env.ranks_here)
         shutdown()
         if env.rank:
             return None
-    made = described(found, cluster)
-    write_whole(path, write_cluster(made).encode(), "--cluster")
-    odd = [f"{name} {value:.3g}" for name, value in found.items() if name in made.corrections and value > ODD]
-    if odd:
-        print(f"note: {', '.join(odd)} times what the rates give: is the machine busy, or the model very small?")
-    return made
+    machine = described(values, cluster)
+    write_whole(path, write_cluster(machine).encode(), "--cluster")
+    outliers = [f"{name} {value:.3g}" for name, value in values.items() if name in machine.corrections and value > ODD]
+    if outliers:
+        print(f"note: {', '.join(outliers)} times what the rates give: is the machine busy, or the model very small?")
+    return machine
 
 
 def spec_sets(options: argparse.Namespace, config: RunConfig) -> list[tuple[str, ...]]:
@@ -196,15 +196,15 @@ def imbalance_of(text: str, model: ModelConfig) -> float:
             raise UserError(f"{flag} {text}: no layer has experts (num_experts); leave it out")
         return 1.0
     if Path(text).is_file():
-        found = _logged_imbalance(Path(text), flag)
+        imbalance = _logged_imbalance(Path(text), flag)
     else:
-        found = Kind(element=float).from_text(text, f"{flag}, which is no file, either")
+        imbalance = Kind(element=float).from_text(text, f"{flag}, which is no file, either")
     most = min(model.expert_layers.values()) / model.moe_router_topk
-    if not 1 <= found <= most:
+    if not 1 <= imbalance <= most:
         raise UserError(
-            f"{flag} {found:g}: it is at least 1, and at most {most:g}, where all tokens go to the same experts"
+            f"{flag} {imbalance:g}: it is at least 1, and at most {most:g}, where all tokens go to the same experts"
         )
-    return found
+    return imbalance
 
 
 def _logged_imbalance(path: Path, flag: str) -> float:
@@ -256,12 +256,12 @@ def check_kind(parsed: ParsedRun, where: str) -> None:
     kind = parsed.config.model.model_type
     if kind in ("t5", "deberta"):
         raise UserError(f"{where}: model_type {kind} is not planned: its stages differ; try its layouts")
-    telling = [path.partition(".")[2] for path in _OF_NO_GPT if path in parsed.explicit]
+    hints = [path.partition(".")[2] for path in _OF_NO_GPT if path in parsed.explicit]
     tokenizer = parsed.config.tokenizer.tokenizer_type or ""
-    telling += [f"tokenizer_type {tokenizer}"] if tokenizer.startswith("BertWordPiece") else []
-    if telling and "model.model_type" not in parsed.explicit:
+    hints += [f"tokenizer_type {tokenizer}"] if tokenizer.startswith("BertWordPiece") else []
+    if hints and "model.model_type" not in parsed.explicit:
         raise UserError(
-            f"{where}: {telling[0]} looks like another model than a GPT; write model_type: bert below model:, or "
+            f"{where}: {hints[0]} looks like another model than a GPT; write model_type: bert below model:, or "
             "model_type: gpt if it is one"
         )
 
@@ -292,34 +292,34 @@ def show(
         options: parsed command line.
     """
     memory = predictor.cluster.device.memory_gib
-    shown: list[Prediction] = []
+    predictions: list[Prediction] = []
     if as_it_is:
-        given = predictor.predict(choice_of(predictor.config, predictor.cluster.gpus))
-        shown.append(given)
-        print(f"the run as it is, on {predictor.cluster.name}:\n{table([given], memory)}")
-        print(breakdown(given, predictor.cluster))
-        if given.memory_bytes > memory * 2**30:
-            print(f"  it does not fit: {given.memory_bytes / 2**30:.1f} GiB of {memory:.0f}")
-        grown = growth(predictor, given.choice)
+        baseline = predictor.predict(choice_of(predictor.config, predictor.cluster.gpus))
+        predictions.append(baseline)
+        print(f"the run as it is, on {predictor.cluster.name}:\n{table([baseline], memory)}")
+        print(breakdown(baseline, predictor.cluster))
+        if baseline.memory_bytes > memory * 2**30:
+            print(f"  it does not fit: {baseline.memory_bytes / 2**30:.1f} GiB of {memory:.0f}")
+        grown = growth(predictor, baseline.choice)
         if grown is not None:
             print(f"  {grown.line}")
     if options.no_search:
-        return shown
+        return predictions
     start = time.perf_counter()
-    found, line = search_all(predictor, sets, options.top, options.max_loss_increase)
+    result, line = search_all(predictor, sets, options.top, options.max_loss_increase)
     spent = time.perf_counter() - start
     print(
-        f"\nthe fastest of each of the fastest layouts, of {found.considered} choices ({found.predicted} predicted in "
-        f"{spent:.1f} s, {found.too_large} too large, the others ruled out by their lower bounds):"
+        f"\nthe fastest of each of the fastest layouts, of {result.considered} choices ({result.predicted} predicted "
+        f"in {spent:.1f} s, {result.too_large} too large, the others ruled out by their lower bounds):"
     )
-    print(f"{table(found.best, memory)}\n{line}\nthe fastest:\n{breakdown(found.best[0], predictor.cluster, config)}")
-    if len(found.best) > 1:
-        print(f"the runner-up is {reason(found.best[0], found.best[1])}")
-    print(compare_with_one_node(predictor, found.best[0]), end="")
+    print(f"{table(result.best, memory)}\n{line}\nthe fastest:\n{breakdown(result.best[0], predictor.cluster, config)}")
+    if len(result.best) > 1:
+        print(f"the runner-up is {reason(result.best[0], result.best[1])}")
+    print(compare_with_one_node(predictor, result.best[0]), end="")
     if options.write:
-        write_whole(options.write, found.best[0].choice.configure(config).to_yaml().encode(), "--write")
+        write_whole(options.write, result.best[0].choice.configure(config).to_yaml().encode(), "--write")
         print(f"the fastest run's configuration is written to {options.write}")
-    return [*shown, *found.best]
+    return [*predictions, *result.best]
 
 
 def run(options: argparse.Namespace) -> None:
@@ -364,23 +364,23 @@ def run(options: argparse.Namespace) -> None:
     if refusal is not None:
         print(f"the run as it is cannot be planned on {gpus} devices: {refusal}")
     predictor = Predictor(base, planned, vocab_size, imbalance)
-    shown = show(predictor, refusal is None, sets, config, options)
+    predictions = show(predictor, refusal is None, sets, config, options)
     if options.json:
-        found = json.dumps([dataclasses.asdict(one) for one in shown], indent=1)
-        write_whole(options.json, found.encode(), "--json")
+        text = json.dumps([dataclasses.asdict(prediction) for prediction in predictions], indent=1)
+        write_whole(options.json, text.encode(), "--json")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    made = parser()
-    options = made.parse_args(arguments)
+    cli = parser()
+    options = cli.parse_args(arguments)
     for name in ("gpus", "top", "vocab_size", "sites"):
         value = getattr(options, name)
         if value is not None and value < 1:
-            made.error(f"--{name.replace('_', '-')} {value}: give at least 1")
+            cli.error(f"--{name.replace('_', '-')} {value}: give at least 1")
     if not 0 <= options.max_loss_increase < math.inf:
-        made.error(f"--max-loss-increase {options.max_loss_increase:g}: give a number of percent, 0 or more")
+        cli.error(f"--max-loss-increase {options.max_loss_increase:g}: give a number of percent, 0 or more")
     if options.gpus is not None and options.gpus > MOST_GPUS:
-        made.error(f"--gpus {options.gpus}: give at most {MOST_GPUS:,}")
+        cli.error(f"--gpus {options.gpus}: give at most {MOST_GPUS:,}")
     try:
         run(options)
         sys.stdout.flush()

@@ -24,9 +24,9 @@ def without_outer(config: RunConfig, specs: Sequence[str]) -> tuple[str, ...]:
     Raises:
         UserError: when a removed spec cannot be parsed.
     """
-    own = [spec for spec in specs if has_outer([spec])]
-    dataclasses.replace(config.compression, compress=own).specs(RunLength(config.training.planned_iters))
-    return tuple(spec for spec in specs if spec not in own)
+    outer = [spec for spec in specs if has_outer([spec])]
+    dataclasses.replace(config.compression, compress=outer).specs(RunLength(config.training.planned_iters))
+    return tuple(spec for spec in specs if spec not in outer)
 
 
 def outer_specs(
@@ -52,7 +52,7 @@ def outer_specs(
     named = list(dict.fromkeys(spec for specs in spec_sets for spec in specs if has_outer([spec])))
     if named:
         return dict.fromkeys(counts, named), ""
-    found: dict[int, list[str]] = {}
+    candidates: dict[int, list[str]] = {}
     costs: list[float] = []
     losses = predictor.losses
     texts = losses.specs(config.optimizer.optimizer == "muon", config.model.num_layers)
@@ -63,10 +63,10 @@ def outer_specs(
         penalty = losses.of_spec(spec, k, iterations)
         costs += [] if penalty is None else [penalty.percent]
         if penalty is not None and penalty.percent <= most:
-            found.setdefault(k, []).append(text)
+            candidates.setdefault(k, []).append(text)
     if not costs:
         return {}, "the run is shorter than a round" if texts else "no measured method has this optimizer"
-    return found, f"none is predicted to cost at most {most:g}% of the loss; the least is {min(costs):.1f}%"
+    return candidates, f"none is predicted to cost at most {most:g}% of the loss; the least is {min(costs):.1f}%"
 
 
 def search_all(predictor: Predictor, sets: Sequence[tuple[str, ...]], top: int, most: float) -> tuple[Found, str]:
@@ -83,21 +83,21 @@ def search_all(predictor: Predictor, sets: Sequence[tuple[str, ...]], top: int, 
     Raises:
         UserError: when nothing fits.
     """
-    alone = search(predictor, sets, top)
+    single = search(predictor, sets, top)
     if predictor.cluster.sites == 1:
-        return alone, ""
-    outers, why = outer_specs(predictor, sets, most)
+        return single, ""
+    outers, no_islands = outer_specs(predictor, sets, most)
     islands: Found | None = None
     try:
         islands = search(predictor, sets, top, outers=outers) if outers else None
     except UserError as error:
-        why = str(error)
-    said = f"{verdict(alone.best[0], islands.best[0] if islands else None, why)}\n"
+        no_islands = str(error)
+    verdict_line = f"{verdict(single.best[0], islands.best[0] if islands else None, no_islands)}\n"
     if islands is None:
-        return alone, said
-    both = sorted([*alone.best, *islands.best], key=lambda one: one.seconds)
-    sums = [getattr(alone, name) + getattr(islands, name) for name in ("considered", "predicted", "too_large")]
-    return Found(both[:top], *sums), said
+        return single, verdict_line
+    predictions = sorted([*single.best, *islands.best], key=lambda prediction: prediction.seconds)
+    sums = [getattr(single, name) + getattr(islands, name) for name in ("considered", "predicted", "too_large")]
+    return Found(predictions[:top], *sums), verdict_line
 
 
 def compare_with_one_node(predictor: Predictor, best: Prediction) -> str:
@@ -118,7 +118,7 @@ def compare_with_one_node(predictor: Predictor, best: Prediction) -> str:
     except UserError as error:
         return f"one node alone: {error}\n"
     ratio = single.seconds / best.seconds
-    said = f"all {cluster.gpus} devices are {ratio:.2f} x as fast"
+    comparison = f"all {cluster.gpus} devices are {ratio:.2f} x as fast"
     if ratio < 1:
-        said = f"{1 / ratio:.2f} x as fast as all {cluster.gpus} devices: leave the other nodes out"
-    return f"\none node alone, with the same global batch: {said}\n{table([single], cluster.device.memory_gib)}\n"
+        comparison = f"{1 / ratio:.2f} x as fast as all {cluster.gpus} devices: leave the other nodes out"
+    return f"\none node alone, with the same global batch: {comparison}\n{table([single], cluster.device.memory_gib)}\n"

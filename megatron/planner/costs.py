@@ -65,8 +65,8 @@ def wires_of(cluster: Cluster, choice: Choice) -> Wires:
     holders = ends
     if ends.per_node == 1:
         # The holders of a stage are placed like its replicas.
-        together = min(dp.per_node, choice.dp)
-        holders = across_wire(cluster, together, min(replica, cluster.gpus_per_node) / together)
+        holders_per_node = min(dp.per_node, choice.dp)
+        holders = across_wire(cluster, holders_per_node, min(replica, cluster.gpus_per_node) / holders_per_node)
         if ends.site is not None:
             per_site = min(max(cluster.site_gpus // choice.tp, 1), choice.dp)
             site = site_wire(cluster, per_site, min(replica, cluster.site_gpus) / per_site)
@@ -131,8 +131,8 @@ class CostBook:
 
     def coding(self, choice: Choice, *points: Point) -> float:
         """Largest correction of the compressors at the points."""
-        found = [self.cluster.correction(CODING + text) for text in self._text(choice, *points)]
-        return max(found, default=1.0)
+        corrections = [self.cluster.correction(CODING + text) for text in self._text(choice, *points)]
+        return max(corrections, default=1.0)
 
     def _dry(self, choice: Choice, specs: Mapping[Point, Spec], stage: int = 0, spread: Spread | None = None) -> Pieces:
         config = choice.configure(self.config)
@@ -237,23 +237,23 @@ class CostBook:
 
     def expert_levels(self, choice: Choice) -> Levels:
         """Wire and number of ranks of each stage of a two-stage dispatch; empty for a single-stage dispatch."""
-        asked = self.config.parallel.moe_two_stage
-        if choice.ep == 1 or asked == "off":
+        setting = self.config.parallel.moe_two_stage
+        if choice.ep == 1 or setting == "off":
             return {}
         key = (EXPERTS, choice.mesh, choice.islands)
         if key not in self._levels:
             groups = list(choice.mesh.ep_groups())
             levels = level_wires(self.cluster.part(choice.islands), groups, choice.world_size)
-            (_, here), (_, nodes) = levels[Level.NODE], levels[Level.ACROSS]
-            self._levels[key] = levels if nodes > 1 and (here > 1 or asked == "on") else {}
+            (_, local_ranks), (_, nodes) = levels[Level.NODE], levels[Level.ACROSS]
+            self._levels[key] = levels if nodes > 1 and (local_ranks > 1 or setting == "on") else {}
         return self._levels[key]
 
     def message(self, choice: Choice, point: Point, compressed: bool) -> MessageCost:
         """Cost of a pipeline message."""
         texts = self._text(choice, point) if compressed else ()
-        parts = choice.message_parts(self.config)
+        message_parts = choice.message_parts(self.config)
         model = self.config.model
-        shape = torch.Size((model.seq_length // parts, choice.micro_batch, model.hidden_size))
+        shape = torch.Size((model.seq_length // message_parts, choice.micro_batch, model.hidden_size))
         key = (point, shape, texts)
         if key not in self._messages:
             specs = self.specs(choice) if compressed else {}

@@ -151,8 +151,8 @@ class Recorder(TorchDispatchMode):
 
     def take(self) -> Tally:
         """Return the tally since the last call."""
-        taken, self.tally = self.tally, Tally()
-        return taken
+        tally, self.tally = self.tally, Tally()
+        return tally
 
 
 class _ToldLedger(Ledger):
@@ -212,18 +212,20 @@ class DryGroup(Group):
 
     def start(self, what: str, sent: int, call: Callable[[], Work | None]) -> Pending:
         rounds = 2 if what == "all-reduce" else 1
-        whole = sent if what == "broadcast" else sent * self.size / (rounds * (self.size - 1))
-        self._record(what, whole)
+        nbytes = sent if what == "broadcast" else sent * self.size / (rounds * (self.size - 1))
+        self._record(what, nbytes)
         return Pending(None, sent, what)
 
-    def _record(self, what: str, nbytes: float) -> None:
-        self.recorder.tally.collectives.append(Collective(what, nbytes, self.level, self.of_experts))
+    def _record(self, kind: str, nbytes: float) -> None:
+        self.recorder.tally.collectives.append(Collective(kind, nbytes, self.level, self.of_experts))
 
     def exchange_parts(self, out: Sequence[Tensor], x: Sequence[Tensor]) -> Pending:
-        sent, came = (sum(num_bytes(part) for r, part in enumerate(parts) if r != self.rank) for parts in (x, out))
+        sent, received = (
+            sum(num_bytes(tensor) for r, tensor in enumerate(tensors) if r != self.rank) for tensors in (x, out)
+        )
         if self.size > 1:
             # Links are full duplex: the direction with more bytes decides.
-            self._record("all-to-all", max(sent, came) * self.size / (self.size - 1))
+            self._record("all-to-all", max(sent, received) * self.size / (self.size - 1))
         return Pending(None, sent, "all-to-all")
 
     def collect(self, out: Tensor, x: Tensor) -> Pending:
@@ -306,10 +308,10 @@ class DryExpertComm(ExpertComm):
         full = min(round(share * rows), rows)
         if total is not None and most is not None:
             full = min(full, most)  # rows of the other experts have arrived, too
-        each, more = divmod(rows - full, max(experts - 1, 1))
+        each, remainder = divmod(rows - full, max(experts - 1, 1))
         counts = torch.full((experts,), each)
         counts[0] = full
-        counts[1 : 1 + more] += 1
+        counts[1 : 1 + remainder] += 1
         return counts if most is None else counts.clamp_(max=most)
 
     def count_by_node(self, once_tk: Tensor, node_tk: Tensor, experts: int, most: int | None) -> tuple[Tensor, Tensor]:
@@ -320,15 +322,15 @@ class DryExpertComm(ExpertComm):
         """
         assert self.nodes is not None
         (tokens, k), nodes = once_tk.shape, self.nodes.size
-        local, others = experts // nodes, experts - 1
+        local, other_experts = experts // nodes, experts - 1
         choices_n = self.count(node_tk, experts, most).view(nodes, local).sum(1)
         chosen = min(self.imbalance * k / experts, 1.0)
-        kept = chosen if most is None else min(chosen, most / tokens)
+        kept_share = chosen if most is None else min(chosen, most / tokens)
 
         def hit(among: int, by: int) -> float:
-            return 1 - comb(others - among, by) / max(comb(others, by), 1)
+            return 1 - comb(other_experts - among, by) / max(comb(other_experts, by), 1)
 
-        first = kept + (chosen - kept) * hit(local - 1, k - 1) + (1 - chosen) * hit(local - 1, k)
+        first = kept_share + (chosen - kept_share) * hit(local - 1, k - 1) + (1 - chosen) * hit(local - 1, k)
         each = chosen * hit(local, k - 1) + (1 - chosen) * hit(local, k)
         rows_n = torch.tensor([round(tokens * share) for share in (first, *[each] * (nodes - 1))])
         return rows_n.minimum(choices_n), choices_n

@@ -25,19 +25,19 @@ _IN_FLIGHT_GROUPS = 6
 def _operations(kind: str, pp: int, rank: int, chunks: int, micro_batches: int) -> list[PipelineOp]:
     """A rank's schedule; a long 1F1B step is shortened, with the same peak of activations and the same epilogue."""
     if kind != "gpipe":
-        rest = micro_batches % pp if chunks == 1 else 0
-        micro_batches = min(micro_batches, _IN_FLIGHT_GROUPS * pp + rest)
+        remainder = micro_batches % pp if chunks == 1 else 0
+        micro_batches = min(micro_batches, _IN_FLIGHT_GROUPS * pp + remainder)
     return training_schedule(kind, pp, rank, chunks, micro_batches)
 
 
 @cache
 def most_held(kind: str, pp: int, rank: int, chunks: int, micro_batches: int) -> int:
     """Peak number of chunk activations that a rank holds."""
-    held = most = 0
+    activations = peak = 0
     for op in _operations(kind, pp, rank, chunks, micro_batches):
-        held += 1 if op.forward else -1
-        most = max(most, held)
-    return most
+        activations += 1 if op.forward else -1
+        peak = max(peak, activations)
+    return peak
 
 
 @cache
@@ -53,31 +53,31 @@ def memory(stages: Stages, choice: Choice) -> dict[str, float]:
     gathers = book.specs(choice).get(Point.PARAM_GATHER)
     compressed = choice.sharded and gathers is not None and not gathers.identity
     each, of_matrices = (parameter_bytes(stages.config, compressed, matrix) for matrix in (False, True))
-    alike = not stages.config.model.has_experts
-    for rank in sorted({0, choice.pp // 2, choice.pp - 1}) if alike else range(choice.pp):
-        saved = [
+    uniform = not stages.config.model.has_experts
+    for rank in sorted({0, choice.pp // 2, choice.pp - 1}) if uniform else range(choice.pp):
+        saved_bytes = [
             sum(n * book.piece(choice, name).saved_bytes for name, n in stages.pieces_of(choice, virtual).items())
             for virtual in range(rank, choice.pp * choice.chunks, choice.pp)
         ]
-        held = most_held(choice.schedule, choice.pp, rank, choice.chunks, choice.micro_batches)
+        activations = most_held(choice.schedule, choice.pp, rank, choice.chunks, choice.micro_batches)
         elements = stages.elements(choice, rank)
         owned = stages.owned(choice, rank)
-        matrices = sum(part.updated for part in stages.matrices(choice, rank))
+        matrices = sum(work.updated for work in stages.matrices(choice, rank))
         contents = stages.contents(choice, rank)
         summed = choice.dp > 1 and Point.DP_GRAD in book.specs(choice)
         reductions = [
-            (n, book.reduction(choice, name, rank, own))
+            (n, book.reduction(choice, name, rank, of_experts))
             for name, n in contents.items()
-            for own in (False, True)
+            for of_experts in (False, True)
             if n and summed
         ]
         filled = {
             "parameters": float(elements * each.weight),
             "gradients": float(elements * each.gradient),
             "optimizer": (owned - matrices) * each.optimizer + matrices * of_matrices.optimizer,
-            "activations": held * max(saved),
+            "activations": activations * max(saved_bytes),
             "work space": _working_bytes(stages, choice, contents),
-            "compressors": sum(n * part.state_bytes for n, part in reductions) + _channel_bytes(stages, choice, rank),
+            "compressors": sum(n * cost.state_bytes for n, cost in reductions) + _channel_bytes(stages, choice, rank),
         }
         if sum(filled.values()) > sum(fullest.values()):
             fullest = filled
@@ -87,20 +87,20 @@ def memory(stages: Stages, choice: Choice) -> dict[str, float]:
 def _working_bytes(stages: Stages, choice: Choice, contents: Mapping[str, int]) -> float:
     """Bytes of temporary memory, such as a group of layers during recomputation."""
     book = stages.book
-    found = max(book.piece(choice, name).working_bytes for name, n in contents.items() if n)
+    peak = max(book.piece(choice, name).working_bytes for name, n in contents.items() if n)
     if choice.recompute.recompute_granularity == "full":
         layers = [name for name, n in contents.items() if n and name not in (EMBEDDING, HEAD)]
         plain = max(book.piece(replace(choice, recompute=RecomputeConfig()), name).saved_bytes for name in layers)
         groups = choice.recompute.recompute_method == "uniform"
-        found = max(found, plain * (choice.recompute.recompute_num_layers if groups else 1))
-    return found
+        peak = max(peak, plain * (choice.recompute.recompute_num_layers if groups else 1))
+    return peak
 
 
 def _channel_bytes(stages: Stages, choice: Choice, rank: int) -> float:
     """Bytes of the pipeline codecs' states on a rank."""
     if choice.pp == 1:
         return 0.0
-    kept = 0.0
+    state_bytes = 0.0
     specs = stages.book.specs(choice)
     for point in (Point.PP_FWD, Point.PP_BWD):
         if point not in specs:
@@ -109,44 +109,44 @@ def _channel_bytes(stages: Stages, choice: Choice, rank: int) -> float:
         ends = choice.chunks * (1 if rank in (0, choice.pp - 1) else 2)
         options = specs[point].options
         samples = getattr(options, "memory", 0) or getattr(options, "cache", 0)
-        kept += ends * (sent.kept_bytes / 2 + sent.sample_bytes * samples)
-    return kept
+        state_bytes += ends * (sent.kept_bytes / 2 + sent.sample_bytes * samples)
+    return state_bytes
 
 
 def traffic(stages: Stages, choice: Choice, wires: Wires) -> dict[str, float]:
     """Bytes that a device sends in a step, by point, averaged over the pipeline ranks."""
-    found: dict[str, float] = {}
+    by_point: dict[str, float] = {}
     book = stages.book
     for point in INNER_POINTS:
         total = _inner(stages, choice, lambda tally: tally.sent, point)
         if point is Point.TP_BWD:
             partial = [stages.partial_reduction(choice, rank) for rank in range(choice.pp)]
             total += sent_bytes(partial, choice.tp)
-        own = book.message_gather(choice, Point.PP_FWD if point is Point.TP_FWD else Point.PP_BWD)
-        if own is not None and point in TP_POINTS:
+        gather_cost = book.message_gather(choice, Point.PP_FWD if point is Point.TP_FWD else Point.PP_BWD)
+        if gather_cost is not None and point in TP_POINTS:
             messages = (choice.pp * choice.chunks - 1) * choice.micro_batches
-            total += messages * own.nbytes * (choice.tp - 1)
-        found[point.value] = total / choice.pp
+            total += messages * gather_cost.nbytes * (choice.tp - 1)
+        by_point[point.value] = total / choice.pp
     for point in (Point.PP_FWD, Point.PP_BWD):
-        found[point.value] = _messages(stages, choice, point) / choice.pp
-    found[Point.DP_GRAD.value] = sum(stages.stage(choice, rank, wires).sent for rank in range(choice.pp)) / choice.pp
+        by_point[point.value] = _messages(stages, choice, point) / choice.pp
+    by_point[Point.DP_GRAD.value] = sum(stages.stage(choice, rank, wires).sent for rank in range(choice.pp)) / choice.pp
     tied = book.piece(choice, "embedding").tied_shape
     if tied and choice.pp > 1:
         fused = book.fused(choice)
-        part = book.embedding_reduction(choice, tied, stages.tied_elements(choice))
+        reduction = book.embedding_reduction(choice, tied, stages.tied_elements(choice))
         levels = book.levels(choice, Point.EMBED_GRAD)
-        each = sum(sent_bytes(collectives, 2 * choice.dp if fused else 2, levels) for collectives in part.rounds)
-        found[Point.EMBED_GRAD.value] = 2 * each / choice.pp
+        each = sum(sent_bytes(collectives, 2 * choice.dp if fused else 2, levels) for collectives in reduction.rounds)
+        by_point[Point.EMBED_GRAD.value] = 2 * each / choice.pp
     if choice.sharded:
-        found[Point.PARAM_GATHER.value] = sum(
+        by_point[Point.PARAM_GATHER.value] = sum(
             book.gathered(choice, -(-elements // size), rank).nbytes * (size - 1) / choice.pp
             for rank in range(choice.pp)
             for elements, size in stages.parts(choice, rank)
         )
     for rank in range(choice.pp):
-        exchanged = sum(part.to_replicas + part.to_tensors for part in stages.matrices(choice, rank))
-        found[Point.OPTIMIZER.value] = found.get(Point.OPTIMIZER.value, 0.0) + exchanged / choice.pp
-    return {point: nbytes for point, nbytes in found.items() if nbytes}
+        exchanged = sum(work.to_replicas + work.to_tensors for work in stages.matrices(choice, rank))
+        by_point[Point.OPTIMIZER.value] = by_point.get(Point.OPTIMIZER.value, 0.0) + exchanged / choice.pp
+    return {point: nbytes for point, nbytes in by_point.items() if nbytes}
 
 
 def _inner(stages: Stages, choice: Choice, of: Callable[[Tally], Mapping[Point, int]], point: Point) -> float:
@@ -185,7 +185,7 @@ def leaving(stages: Stages, choice: Choice, wires: Wires, sent: Mapping[str, flo
         Point.PARAM_GATHER: (wires.dp, choice.dp),
         Point.EMBED_GRAD: (wires.ends, 2),
     }
-    found = {
+    by_point = {
         point.value: sent[point.value] / wire.per_node
         for point, (wire, size) in groups.items()
         if point.value in sent and wire.per_node < size
@@ -193,16 +193,16 @@ def leaving(stages: Stages, choice: Choice, wires: Wires, sent: Mapping[str, flo
     if stages.book.expert_levels(choice):
         for point in EXPERT_POINTS:
             inside = _inner(stages, choice, lambda tally: tally.inside, point)
-            found[point.value] = sent[point.value] - inside / choice.pp
+            by_point[point.value] = sent[point.value] - inside / choice.pp
     elif wires.ep.per_node < choice.ep:
         share = (choice.ep - wires.ep.per_node) / (choice.ep - 1)
-        found |= {point.value: sent[point.value] * share for point in EXPERT_POINTS if point.value in sent}
+        by_point |= {point.value: sent[point.value] * share for point in EXPERT_POINTS if point.value in sent}
     if stages.book.levels(choice, Point.DP_GRAD) and Point.DP_GRAD.value in sent:
         across = sum(stages.stage(choice, rank, wires).across or 0.0 for rank in range(choice.pp)) / choice.pp
-        found |= {Point.DP_GRAD.value: across}
+        by_point |= {Point.DP_GRAD.value: across}
     boundaries = [wires.hops[boundary % choice.pp] for boundary in range(choice.pp * choice.chunks - 1)]
     crossing = sum(wire.per_node == 1 for wire in boundaries)
     for point in (Point.PP_FWD, Point.PP_BWD):
         if crossing and point.value in sent:
-            found[point.value] = sent[point.value] * crossing / len(boundaries)
-    return found
+            by_point[point.value] = sent[point.value] * crossing / len(boundaries)
+    return by_point

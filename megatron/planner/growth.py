@@ -56,16 +56,16 @@ def growth(predictor: Predictor, choice: Choice) -> Growth | None:
     if not lengths.grows or not iterations:
         return None
     low, full = lengths.lengths[0], lengths.full
-    parts = choice.message_parts(config)
-    middle = max((low + full) // 2 // parts, 1) * parts
+    message_parts = choice.message_parts(config)
+    middle = max((low + full) // 2 // message_parts, 1) * message_parts
     seconds = {length: _of_length(predictor, length).predict(choice).seconds for length in {low, middle, full}}
 
     def at(length: int) -> float:
         """Lagrange interpolation of the predicted times."""
         total = 0.0
-        for one, value in seconds.items():
-            for other in seconds:
-                value *= (length - other) / (one - other) if other != one else 1.0
+        for node, value in seconds.items():
+            for other_node in seconds:
+                value *= (length - other_node) / (node - other_node) if other_node != node else 1.0
             total += value
         return total
 

@@ -83,10 +83,10 @@ class Method:
     def spec(self, codec: str, every: int, start: Start, layers: int) -> str:
         """The ``--compress`` spec for a model of ``layers`` layers."""
         share, compressed = start
-        parts = f",fragments={fragments(every, layers)}" if self.turns else ""
+        turns = f",fragments={fragments(every, layers)}" if self.turns else ""
         warmup = "" if share == USUAL_SHARE else f",warmup={share:g}"
         in_step = ",in-step=compressed" if compressed else ""
-        return f"outer={codec},outer-preset={self.preset},every={every}{parts}{warmup}{in_step}"
+        return f"outer={codec},outer-preset={self.preset},every={every}{turns}{warmup}{in_step}"
 
 
 METHODS = (
@@ -169,9 +169,9 @@ def fit(rows: Sequence[MeasuredLoss]) -> LossCurve:
     shapes = every**powers * np.exp(reliefs[:, None] * (USUAL_SHARE - share))
     compressed = np.array([row.compressed for row in rows])
     every_row = np.ones_like(compressed)
-    both, exact, coded = (_factors(shapes, percent, of) for of in (every_row, ~compressed, compressed))
-    apart = (exact <= coded) & compressed.any() & ~compressed.all()
-    exact, coded = np.where(apart, exact, both), np.where(apart, coded, both)
+    pooled, exact, coded = (_factors(shapes, percent, mask) for mask in (every_row, ~compressed, compressed))
+    separate = (exact <= coded) & compressed.any() & ~compressed.all()
+    exact, coded = np.where(separate, exact, pooled), np.where(separate, coded, pooled)
     factors = np.where(compressed, coded[..., None], exact[..., None])
     errors = ((factors * shapes - percent) ** 2).sum(-1)
     best = np.unravel_index(int(errors.argmin()), errors.shape)

@@ -62,8 +62,7 @@ class Transfer:
     kept: float
 
     def waited_s(self, delay: int, step_s: float) -> float:
-        """Seconds not hidden by ``delay`` steps; a rank starts the next round of collectives after the step in which a
-        round has completed."""
+        """Seconds not hidden by ``delay`` steps; a completed round is noticed, and the next started, after a step."""
         at, step = 0.0, 0
         for seconds in self.rounds_s:
             at = max(at, step * step_s) + seconds
@@ -153,12 +152,12 @@ class OuterTerms:
     def waited_s(self, step_s: float) -> list[float]:
         """Seconds for which training waits for each fragment."""
         delay = self.schedule.options.delay
-        return [self.inside_s + one.coding_s + one.waited_s(delay, step_s) for one in self.transfers]
+        return [self.inside_s + transfer.coding_s + transfer.waited_s(delay, step_s) for transfer in self.transfers]
 
     def rounds_s(self, step_s: float) -> float:
         """Seconds that rounds add to the run; the last fragments are always waited for, regardless of ``delay``."""
         usual = sum(n * wait for n, wait in zip(self.sendings(), self.waited_s(step_s), strict=True))
-        last = sum(self.inside_s + one.coding_s + sum(one.rounds_s) for one in self.transfers)
+        last = sum(self.inside_s + transfer.coding_s + sum(transfer.rounds_s) for transfer in self.transfers)
         return usual + (last if self.local else 0.0)
 
     def added_s(self, step_s: float) -> float:
@@ -168,17 +167,17 @@ class OuterTerms:
     def plan(self, step_s: float) -> OuterPlan:
         """The outer plan of a run, without the predicted loss."""
         start, last = self.schedule.start, 1 if self.local else 0
-        sent = sum((n + last) * one.nbytes for n, one in zip(self.sendings(), self.transfers, strict=True))
+        sent = sum((n + last) * transfer.nbytes for n, transfer in zip(self.sendings(), self.transfers, strict=True))
         return OuterPlan(
             self.schedule.options.every,
             start,
             self.local,
             self.in_step_s,
             sum(self.waited_s(step_s)),
-            sum(sum(one.rounds_s) for one in self.transfers),
+            sum(sum(transfer.rounds_s) for transfer in self.transfers),
             self.rounds_s(step_s),
             self.in_step_bytes,
-            sum(one.nbytes for one in self.transfers),
+            sum(transfer.nbytes for transfer in self.transfers),
             (start * self.in_step_bytes + sent) / self.schedule.end,
             self.memory_bytes,
         )
@@ -204,33 +203,32 @@ class OuterCosts:
         return max(self.stages.param_bytes, 4)
 
     def in_step(self, choice: Choice) -> tuple[float, float]:
-        """Seconds that exact sums over islands, of a share on each replica, add to a synchronous iteration, and bytes
-        that leave an island."""
+        """Seconds that exact sums of each replica's share add to a synchronous step, and bytes leaving an island."""
         key = layout_of(choice)
         if key not in self._in_step:
             shares = []
             for stage in range(key.pp):
-                again = self._tied(key) if stage == key.pp - 1 else 0
+                duplicates = self._tied(key) if stage == key.pp - 1 else 0
                 for elements, replicas in self.stages.parts(key, stage):
-                    nbytes = (elements - again) * self.stages.grad_bytes / replicas
+                    nbytes = (elements - duplicates) * self.stages.grad_bytes / replicas
                     shares.append(Share(ALL, stage, Collective("all-reduce", nbytes)))
-                    again = 0
+                    duplicates = 0
             self._in_step[key] = self._seconds(key, shares) + self._totals_s(key), self._sent(key, shares)
         return self._in_step[key]
 
     def _compressed_in_step(self, choice: Choice, transfers: Sequence[Transfer]) -> tuple[float, float]:
         """``in_step`` where the compressor of ``outer`` sums the gradients."""
         wires = wires_of(self.stages.cluster, choice)
-        told = max(self._told_on(choice, stage, 1, wires) for stage in range(choice.pp))
-        told += sum(one.coding_s + sum(one.rounds_s) for one in transfers)
-        return told + self._totals_s(choice), sum(one.nbytes for one in transfers)
+        seconds = max(self._told_on(choice, stage, 1, wires) for stage in range(choice.pp))
+        seconds += sum(transfer.coding_s + sum(transfer.rounds_s) for transfer in transfers)
+        return seconds + self._totals_s(choice), sum(transfer.nbytes for transfer in transfers)
 
     def _totals_s(self, choice: Choice) -> float:
         return 2 * self._seconds(choice, [Share(FIRST, 0, Collective("all-reduce", _SMALL))])
 
     def _tied(self, choice: Choice) -> float:
-        twice = self.stages.book.tied and choice.pp > 1
-        return self.stages.tied_elements(replace(choice, sharded=False)) if twice else 0
+        duplicated = self.stages.book.tied and choice.pp > 1
+        return self.stages.tied_elements(replace(choice, sharded=False)) if duplicated else 0
 
     def terms(self, choice: Choice, outer: str) -> OuterTerms:
         """Cached terms of the outer plans of a layout and a spec of ``outer``."""
@@ -255,9 +253,9 @@ class OuterCosts:
     def _memory_bytes(self, choice: Choice, copies: int, transfers: Sequence[Transfer]) -> float:
         """Bytes of anchor, momentum, residuals and one fragment's pseudo-gradient on the fullest rank."""
         ranks = range(choice.pp)
-        kept = copies * self.width * max(self.stages.owned(choice, rank) for rank in ranks)
+        outer_state = copies * self.width * max(self.stages.owned(choice, rank) for rank in ranks)
         difference = self.width * max(self.stages.elements(choice, rank) for rank in ranks) / len(transfers)
-        return kept + difference + sum(one.kept for one in transfers)
+        return outer_state + difference + sum(transfer.kept for transfer in transfers)
 
     def transfer(self, choice: Choice, fragment: int) -> Transfer:
         """Cached exchange of a fragment with the other islands."""
@@ -273,77 +271,80 @@ class OuterCosts:
     def _exchanged(self, choice: Choice, fragment: int, fragments: int) -> Transfer:
         book = self.stages.book
         rounds: list[list[Share]] = []
-        coding_s = kept = 0.0
+        coding_s = state_bytes = 0.0
         for stage in range(choice.pp):
             contents = self._contents(choice, stage, fragment, fragments)
-            parts = [
+            costs = [
                 (n, speakers, book.difference(choice, name, stage, speakers == OF_EXPERTS))
                 for name, n in contents.items()
                 for speakers in (FIRST, OF_EXPERTS)
             ]
-            for n, speakers, part in parts:
-                for number, collectives in enumerate(part.rounds):
+            for n, speakers, cost in costs:
+                for number, collectives in enumerate(cost.rounds):
                     rounds.extend([] for _ in range(number + 1 - len(rounds)))
                     rounds[number] += [
-                        Share(speakers, stage, replace(one, nbytes=n * one.nbytes)) for one in collectives
+                        Share(speakers, stage, replace(collective, nbytes=n * collective.nbytes))
+                        for collective in collectives
                     ]
-            coding_s = max(coding_s, sum(n * part.coding_s for n, _, part in parts))
-            kept = max(kept, sum(n * part.state_bytes for n, _, part in parts))
+            coding_s = max(coding_s, sum(n * cost.coding_s for n, _, cost in costs))
+            state_bytes = max(state_bytes, sum(n * cost.state_bytes for n, _, cost in costs))
         return Transfer(
             tuple(self._seconds(choice, shares) for shares in rounds),
             coding_s * book.coding(choice, Point.OUTER),
             sum(self._sent(choice, shares) for shares in rounds),
-            kept,
+            state_bytes,
         )
 
     def _contents(self, choice: Choice, stage: int, fragment: int, fragments: int) -> Counter[str]:
         """Number of each piece of a fragment on a pipeline rank."""
         model = self.stages.config.model
         layers, virtual = model.num_layers, choice.pp * choice.chunks
-        each = layers // virtual
-        found: Counter[str] = Counter()
+        stage_layers = layers // virtual
+        counts: Counter[str] = Counter()
         for chunk in range(stage, virtual, choice.pp):
-            names = [(f"layers.{i}.", piece_of(model, i)) for i in range(chunk * each, (chunk + 1) * each)]
+            names = [
+                (f"layers.{i}.", piece_of(model, i)) for i in range(chunk * stage_layers, (chunk + 1) * stage_layers)
+            ]
             names += [(EMBEDDING, EMBEDDING)] if chunk == 0 else []
             names += [(HEAD, HEAD)] if chunk == virtual - 1 else []
-            found.update(piece for name, piece in names if fragment_of(name, layers, fragments) == fragment)
-        return found
+            counts.update(piece for name, piece in names if fragment_of(name, layers, fragments) == fragment)
+        return counts
 
     def _inside_s(self, choice: Choice, fragments: int) -> float:
-        """Seconds of a fragment's round besides transfers: pseudo-gradient, rendezvous, outer step, and communication
-        among the replicas of an island."""
+        """Seconds of a fragment's round besides transfers: pseudo-gradient, rendezvous, outer step, local traffic."""
         wires = wires_of(self.stages.cluster, choice)
-        took = max(self._told_on(choice, stage, fragments, wires) for stage in range(choice.pp))
-        asked = _ASKED + _ASKED_OF_EACH * choice.islands
-        meeting = 2 * asked * max(wire.latency_s for wire, _ in self._crowd(choice))
-        told = wires.ends.collective("broadcast", self._tied(choice) * self.width / fragments, 2)
-        return took + told + meeting + wires.world.collective("all-reduce", _SMALL, choice.world_size)
+        local_s = max(self._told_on(choice, stage, fragments, wires) for stage in range(choice.pp))
+        requests = _ASKED + _ASKED_OF_EACH * choice.islands
+        meeting = 2 * requests * max(wire.latency_s for wire, _ in self._crowd(choice))
+        tied_s = wires.ends.collective("broadcast", self._tied(choice) * self.width / fragments, 2)
+        return local_s + tied_s + meeting + wires.world.collective("all-reduce", _SMALL, choice.world_size)
 
     def _told_on(self, choice: Choice, stage: int, fragments: int, wires: Wires) -> float:
-        stages, told = self.stages, 0.0
+        stages, seconds = self.stages, 0.0
         for (elements, size), wire in zip(stages.parts(choice, stage), (wires.dp, wires.expert_dp), strict=False):
             nbytes = elements * self.width / fragments
-            told += wire.collective("broadcast", nbytes, size)
+            seconds += wire.collective("broadcast", nbytes, size)
             if choice.sharded:
-                told += wire.collective("all-reduce", nbytes, size)
-                told += wire.collective("all-gather", float(elements * stages.param_bytes), size)
+                seconds += wire.collective("all-reduce", nbytes, size)
+                seconds += wire.collective("all-gather", float(elements * stages.param_bytes), size)
         moved = stages.owned(choice, stage) * _MOVED * self.width / 4 / fragments
-        return told + moved / (stages.cluster.device.memory_gbyte_per_s * 1e9)
+        return seconds + moved / (stages.cluster.device.memory_gbyte_per_s * 1e9)
 
     def _sent(self, choice: Choice, shares: Sequence[Share]) -> float:
         """Bytes that leave an island."""
         ranks = {FIRST: choice.tp, OF_EXPERTS: choice.expert_ranks, ALL: choice.tp * choice.dp}
-        return sum(ranks[one.speakers] * sent_bytes([one.collective], choice.islands) for one in shares)
+        return sum(ranks[share.speakers] * sent_bytes([share.collective], choice.islands) for share in shares)
 
     def _seconds(self, choice: Choice, shares: Sequence[Share]) -> float:
         """Seconds of collectives over islands; those of a kind run concurrently, and the busiest link decides."""
         total = 0.0
-        for kind in dict.fromkeys(one.collective.kind for one in shares):
-            same = [one for one in shares if one.collective.kind == kind]
+        for kind in dict.fromkeys(share.collective.kind for share in shares):
+            kind_shares = [share for share in shares if share.collective.kind == kind]
             slowest = 0.0
             for wire, blocks in self._crowd(choice):
                 load = max(
-                    sum(block[one.speakers, one.stage] * one.collective.nbytes for one in same) for block in blocks
+                    sum(block[share.speakers, share.stage] * share.collective.nbytes for share in kind_shares)
+                    for block in blocks
                 )
                 slowest = max(slowest, wire.collective(kind, load, choice.islands))
             total += slowest
@@ -369,20 +370,20 @@ def layout_of(choice: Choice) -> Choice:
 def _speakers(choice: Choice) -> list[tuple[int, str, int]]:
     """Rank, kind and stage of each speaker of an island."""
     return [
-        ((stage * choice.dp + replica) * choice.tp + part, kind, stage)
+        ((stage * choice.dp + replica) * choice.tp + tensor_rank, kind, stage)
         for kind, replicas in ((FIRST, 1), (OF_EXPERTS, choice.expert_ranks // choice.tp), (ALL, choice.dp))
         for stage in range(choice.pp)
         for replica in range(replicas)
-        for part in range(choice.tp)
+        for tensor_rank in range(choice.tp)
     ]
 
 
 def _blocks(speakers: Sequence[tuple[int, str, int]], size: int) -> list[Counter[tuple[str, int]]]:
     """Number of speakers by kind and stage in each block of ``size`` consecutive ranks."""
-    found: dict[int, Counter[tuple[str, int]]] = {}
+    blocks: dict[int, Counter[tuple[str, int]]] = {}
     for rank, kind, stage in speakers:
-        found.setdefault(rank // size, Counter())[kind, stage] += 1
-    return list(found.values())
+        blocks.setdefault(rank // size, Counter())[kind, stage] += 1
+    return list(blocks.values())
 
 
 def _links(cluster: Cluster, world: int) -> list[tuple[int, Wire]]:

@@ -80,7 +80,7 @@ class ComputeMeter:
         self.synchronize()
         spent = time.perf_counter() - self._start
         accounts = self.ledger.accounts.values()
-        coding, waited = sum(one.coded_s for one in accounts), sum(one.waited_s for one in accounts)
+        coding, waited = sum(account.coded_s for account in accounts), sum(account.waited_s for account in accounts)
         self._restart()
         return Tally(spent - coding - waited, coding, waited)
 
@@ -185,30 +185,30 @@ class Corrections:
         self.book = self.stages.book
         self.layer = piece_of(config.model, 0)
 
-    def _pieces(self, specs: Mapping[Point, Spec], where: Stand) -> Pieces:
+    def _pieces(self, specs: Mapping[Point, Spec], stand: Stand) -> Pieces:
         plan = CompressionPlan(specs, 0, self.choice.pp)
         plan.begin(STEADY)
-        return Pieces(self.choice.configure(self.config), self.vocab_size, where, plan, STEADY)
+        return Pieces(self.choice.configure(self.config), self.vocab_size, stand, plan, STEADY)
 
     def of_parts(self) -> dict[str, float]:
         """Measure the factor of each part of ``PARTS``, by name."""
-        found: dict[str, float] = {}
+        factors: dict[str, float] = {}
         names = self.stages.names
         for name in names:
-            part = kind_of(name)
-            if f"{part} forward" in found:
+            kind = kind_of(name)
+            if f"{kind} forward" in factors:
                 continue
             dry, real = self.book.piece(self.choice, name), self._pieces({}, self.stand).piece(name)
-            found[f"{part} forward"] = real.forward.seconds / dry.forward.seconds
-            found[f"{part} backward"] = real.backward.seconds / dry.backward.seconds
+            factors[f"{kind} forward"] = real.forward.seconds / dry.forward.seconds
+            factors[f"{kind} backward"] = real.backward.seconds / dry.backward.seconds
             if name == self.layer and self.choice.tp > 1:
                 computed = self.stages.passes(self.choice, wires_of(self.stages.cluster, self.choice))[name].tensor_s
-                found["tensor parallel"] = (real.forward.waited_s + real.backward.waited_s) / computed
+                factors["tensor parallel"] = (real.forward.waited_s + real.backward.waited_s) / computed
         elements = self.book.piece(self.choice, self.layer).parameters * self.config.model.num_layers
         elements = min(elements, _UPDATE_ELEMENTS)
         computed = elements * 36 / (self.device.memory_gbyte_per_s * 1e9)
-        found["optimizer"] = _update_seconds(elements, self.stand, self._clears) / computed
-        return found
+        factors["optimizer"] = _update_seconds(elements, self.stand, self._clears) / computed
+        return factors
 
     @property
     def _clears(self) -> bool:
@@ -222,8 +222,8 @@ class Corrections:
         real = self._coding_s(point, spec, self.stand)
         return real / dry if dry and real else 1.0
 
-    def _coding_s(self, point: Point, spec: Spec, where: Stand) -> float:
-        pieces = self._pieces({point: spec}, where)
+    def _coding_s(self, point: Point, spec: Spec, stand: Stand) -> float:
+        pieces = self._pieces({point: spec}, stand)
         if point in TP_POINTS:
             piece = pieces.piece(self.layer)
             return piece.forward.coding_s + piece.backward.coding_s
@@ -238,7 +238,7 @@ class Corrections:
             # One row for each expert of a token; the number of rows per rank hardly affects the speed.
             shape = (model.moe_router_topk * model.seq_length * keys, 1, model.hidden_size)
         dtype = model.residual_dtype(self.config.precision.params_dtype)
-        sent = message(pieces.plan.codec(point), torch.Size(shape), dtype, where, keys, self.vocab_size)
+        sent = message(pieces.plan.codec(point), torch.Size(shape), dtype, stand, keys, self.vocab_size)
         return sent.encode_s + sent.decode_s
 
 
@@ -268,7 +268,7 @@ def measure_links(topology: Topology, ranks_per_node: int) -> dict[str, float]:
     Returns:
         inside_us, inside_gbit, across_us and across_gbit for the links that exist; NaN on a rank without a peer.
     """
-    found: dict[str, float] = {}
+    rates: dict[str, float] = {}
     for name, stride in (("inside", 1), ("across", ranks_per_node)):
         if (name == "inside" and ranks_per_node == 1) or stride >= topology.layout.world_size:
             continue
@@ -279,11 +279,11 @@ def measure_links(topology: Topology, ranks_per_node: int) -> dict[str, float]:
             seconds = _ping_pong(topology, stride, nbytes, 2)
             # All ranks must agree on when a message is long enough: the slowest pair decides.
             seconds = max(row[0] for row in gather_rows(topology.control, Ledger(), [seconds]) if row[0] == row[0])
-        own = _ping_pong(topology, stride, nbytes, 3)
-        together = stride if name == "across" else 1
-        found[f"{name}_us"] = latency * 1e6
-        found[f"{name}_gbit"] = together * 8 * nbytes / max(own - latency, 1e-9) / 1e9
-    return found
+        pair_s = _ping_pong(topology, stride, nbytes, 3)
+        flows = stride if name == "across" else 1
+        rates[f"{name}_us"] = latency * 1e6
+        rates[f"{name}_gbit"] = flows * 8 * nbytes / max(pair_s - latency, 1e-9) / 1e9
+    return rates
 
 
 def _ping_pong(topology: Topology, stride: int, nbytes: int, count: int) -> float:
@@ -317,23 +317,23 @@ def measure_all(
     """
     if topology is None:
         torch_device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        choice, stand, found = (
+        choice, stand, values = (
             Choice(1, 1, 1, micro_batch=config.training.micro_batch_size),
             LiveStand(torch_device),
             {},
         )
     else:
         choice, stand = choice_of(config, topology.layout.world_size), LiveStand(topology.device, topology.tp)
-        found = measure_links(topology, ranks_per_node)
+        values = measure_links(topology, ranks_per_node)
     device = measure_device(config.precision.params_dtype, stand)
     # All ranks use the same rates, so that their corrections can be averaged.
-    found |= _means({name: float(getattr(device, name)) for name in RATES}, topology)
+    values |= _means({name: float(getattr(device, name)) for name in RATES}, topology)
     world = topology.layout.world_size if topology is not None else 1
-    cluster = described(found, Cluster(gpus=world, gpus_per_node=ranks_per_node, device=device))
+    cluster = described(values, Cluster(gpus=world, gpus_per_node=ranks_per_node, device=device))
     corrections = Corrections(config, vocab_size, choice, cluster, stand)
-    found |= corrections.of_parts()
-    found |= {CODING + text: corrections.of_coding(text) for text in specs}
-    return _means(found, topology)
+    values |= corrections.of_parts()
+    values |= {CODING + text: corrections.of_coding(text) for text in specs}
+    return _means(values, topology)
 
 
 def _means(values: dict[str, float], topology: Topology | None) -> dict[str, float]:
@@ -352,8 +352,8 @@ def described(found: Mapping[str, float], base: Cluster) -> Cluster:
         base: the source of values that were not measured: names, sizes, links and corrections.
     """
 
-    def link(side: str, known: LinkSpec) -> LinkSpec:
-        return LinkSpec(found[f"{side}_gbit"], found[f"{side}_us"]) if f"{side}_gbit" in found else known
+    def link(side: str, default: LinkSpec) -> LinkSpec:
+        return LinkSpec(found[f"{side}_gbit"], found[f"{side}_us"]) if f"{side}_gbit" in found else default
 
     corrections = {name: value for name, value in found.items() if name in PARTS or name.startswith(CODING)}
     corrections = {**base.corrections, **corrections}
@@ -366,12 +366,12 @@ def described(found: Mapping[str, float], base: Cluster) -> Cluster:
     )
 
 
-def _with_rates(device: Device, found: Mapping[str, float]) -> Device:
+def _with_rates(device: Device, rates: Mapping[str, float]) -> Device:
     """The device with measured rates; the measured rate of matrix products is taken as the peak."""
     return dataclasses.replace(
         device,
-        peak_tflops=found["peak_tflops"],
+        peak_tflops=rates["peak_tflops"],
         efficiency=1.0,
-        memory_gbyte_per_s=found["memory_gbyte_per_s"],
-        op_us=found["op_us"],
+        memory_gbyte_per_s=rates["memory_gbyte_per_s"],
+        op_us=rates["op_us"],
     )

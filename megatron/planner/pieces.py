@@ -109,8 +109,8 @@ class Pieces:
         padded = padded_vocab_size(self.vocab_size, config.model.make_vocab_size_divisible_by, tp)
         shard = VocabShard(self.vocab_size, padded, comm)
         dtype = config.precision.params_dtype
-        part = _part(config.model, name)
-        stage = make_stage(config.model, part, shard, comm, self.stand.torch_device, dtype, recompute)
+        stage_part = _part(config.model, name)
+        stage = make_stage(config.model, stage_part, shard, comm, self.stand.torch_device, dtype, recompute)
         params = named_params(collect_specs(stage), stage)
         if own is not None:
             params = [param for param in params if (ep > 1 and param[2].of_expert) is own]
@@ -179,16 +179,16 @@ class Pieces:
         group = self.stand.group(replicas, meter, nodes)
         buckets = [reduced_bucket(built.buffer, bucket, fused) for bucket in built.buffer.buckets]
         reducer = GradReducer(buckets, group, self.plan, meter.ledger, sharded, point)
-        firsts: list[Tally] = []
-        laters: list[Tally] = []
+        first_tallies: list[Tally] = []
+        later_tallies: list[Tally] = []
         for step in range(1 + self.stand.repeats):
             self.stand.fill(built.buffer.grads_flat)
             with meter:
                 reducer.begin(self.iteration + step, 1.0, reducer.compressor.finalizes)
                 reducer.launch()
-                firsts.append(meter.take())
+                first_tallies.append(meter.take())
                 reducer.finish(True)
-                laters.append(meter.take())
+                later_tallies.append(meter.take())
             if reducer.wants_update:
                 reducer.observe()
             for units in reducer.units:
@@ -196,7 +196,7 @@ class Pieces:
                     unit.state.commit()
                     # Skip the check that all ranks chose alike: it reads the choice, which does not exist here.
                     unit.state.counters.pop("unchecked", None)
-        first, later = Tally.median(firsts), Tally.median(laters)
+        first, later = Tally.median(first_tallies), Tally.median(later_tallies)
         states = [unit.state for units in reducer.units for unit in units]
         return ReductionCost(
             tuple(collectives for collectives in (tuple(first.collectives), tuple(later.collectives)) if collectives),
@@ -281,9 +281,11 @@ def message(
         nbytes = float(payload.nbytes)
         sender.commit()
         receiver.commit()
-    kept = state_bytes(sender) + state_bytes(receiver)
+    kept_bytes = state_bytes(sender) + state_bytes(receiver)
     remembered = sum(num_bytes(tensor) for tensor in receiver.portable().values()) - state_bytes(receiver)
-    return MessageCost(nbytes, Tally.median(encodes).seconds, Tally.median(decodes).seconds, kept, remembered / keys)
+    return MessageCost(
+        nbytes, Tally.median(encodes).seconds, Tally.median(decodes).seconds, kept_bytes, remembered / keys
+    )
 
 
 def state_bytes(state: CompressorState) -> float:
@@ -295,7 +297,7 @@ def _passes(built: _Built) -> tuple[float, Tally, Tally]:
     """Run a piece; return the saved bytes, and the costs of a micro-batch's forward and backward."""
     config, stage, meter, device = built.config, built.stage, built.meter, built.stand.torch_device
     batch, length = config.training.micro_batch_size, config.model.seq_length
-    parts = stage.comm.size if stage.comm.sequence_parallel else 1
+    sequence_parts = stage.comm.size if stage.comm.sequence_parallel else 1
     tokens_bs = torch.zeros((batch, length), dtype=torch.int64, device=device)
     weights_bs = torch.zeros((batch, length), dtype=torch.float32, device=device)
     targets = Targets(tokens_bs, weights_bs, tokens_bs[:, 0])
@@ -305,14 +307,14 @@ def _passes(built: _Built) -> tuple[float, Tally, Tally]:
         segment_ids_bs=segments_bs, types_bs=tokens_bs, attention=built.stand.attention, experts=step
     )
     dtype = config.model.residual_dtype(stage.dtype)
-    activation = torch.empty((length // parts, batch, config.model.hidden_size), dtype=dtype, device=device)
+    activation = torch.empty((length // sequence_parts, batch, config.model.hidden_size), dtype=dtype, device=device)
     x: Tensor = tokens_bs if stage.part.first else built.stand.fill(activation).requires_grad_()
     forwards: list[Tally] = []
     backwards: list[Tally] = []
     saved = SavedTensors()
     for _ in range(built.stand.repeats):
         saved = SavedTensors(built.buffer.params_flat, tokens_bs, weights_bs)
-        hooks = torch.autograd.graph.saved_tensors_hooks(saved.add, lambda kept: kept)
+        hooks = torch.autograd.graph.saved_tensors_hooks(saved.add, lambda tensor: tensor)
         with meter:
             with hooks:
                 if stage.part.last:

@@ -77,20 +77,20 @@ class Predictor(Stages):
     def lower_bound(self, choice: Choice) -> float:
         """Lower bound on the seconds of a choice, cheaper to compute than its prediction."""
         # Optimizer and gradient reduction only add to it, and no order of operations is better.
-        alone = dataclasses.replace(_forth_and_back(choice), schedule="1f1b", micro_batches=1)
-        key = alone, choice.micro_batches
+        passes_only = dataclasses.replace(_forth_and_back(choice), schedule="1f1b", micro_batches=1)
+        key = passes_only, choice.micro_batches
         if key not in self._bounds:
-            if alone not in self._pipelines:
-                self._pipelines[alone] = self.pipeline(alone, wires_of(self.cluster, alone))
-            self._bounds[key] = self._pipelines[alone].lower_bound(choice.micro_batches)
+            if passes_only not in self._pipelines:
+                self._pipelines[passes_only] = self.pipeline(passes_only, wires_of(self.cluster, passes_only))
+            self._bounds[key] = self._pipelines[passes_only].lower_bound(choice.micro_batches)
         return self._bounds[key]
 
     def times(self, choice: Choice, pipeline: Pipeline) -> Sequence[RankTimes]:
         """Simulated pipeline times, cached for all choices that differ only in their reductions."""
-        alone = _forth_and_back(choice)
-        if alone not in self._times:
-            self._times[alone] = pipeline.run(choice.micro_batches)
-        return self._times[alone]
+        passes_only = _forth_and_back(choice)
+        if passes_only not in self._times:
+            self._times[passes_only] = pipeline.run(choice.micro_batches)
+        return self._times[passes_only]
 
     def memory_bytes(self, choice: Choice) -> float:
         """Bytes on the fullest rank; cached, because a search repeatedly needs the bytes without compressors."""
@@ -114,22 +114,22 @@ class Predictor(Stages):
         stages = [self.stage(choice, rank, wires) for rank in range(choice.pp)]
         synced, embedding_s = self._synchronized(choice, wires, pipeline, times, stages)
         slowest = max(range(choice.pp), key=lambda rank: synced[rank])
-        own, time = stages[slowest], times[slowest]
+        stage, time = stages[slowest], times[slowest]
         # All ranks start their updates together; the stage with the slowest all-gather finishes last.
         gather = max(self._gather_s(choice, wires, rank) for rank in range(choice.pp))
         seconds = synced[slowest] + self._world_s(wires, choice) + self._update_s(choice, slowest) + gather
         seconds += self._orthogonal_s(choice, slowest, wires)
         passes = self.passes(choice, wires)
-        exposed = choice.micro_batches * sum(n * passes[name].tensor_s for name, n in own.pieces.items())
-        tp_coding = choice.micro_batches * sum(n * passes[name].coding_s for name, n in own.pieces.items())
-        experts = choice.micro_batches * sum(n * passes[name].experts_s for name, n in own.pieces.items())
-        parts = {
+        exposed = choice.micro_batches * sum(n * passes[name].tensor_s for name, n in stage.pieces.items())
+        tp_coding = choice.micro_batches * sum(n * passes[name].coding_s for name, n in stage.pieces.items())
+        experts = choice.micro_batches * sum(n * passes[name].experts_s for name, n in stage.pieces.items())
+        breakdown = {
             "compute": time.busy - exposed - tp_coding - experts,
             "tensor parallel": exposed,
             "expert parallel": experts,
             "pipeline": time.waiting,
-            "coding": time.coding + tp_coding + own.coding_s + embedding_s,
-            "gradients": synced[slowest] - time.end - own.coding_s - embedding_s,
+            "coding": time.coding + tp_coding + stage.coding_s + embedding_s,
+            "gradients": synced[slowest] - time.end - stage.coding_s - embedding_s,
             "optimizer": seconds - synced[slowest] - gather,
             "parameters": gather,
         }
@@ -138,7 +138,7 @@ class Predictor(Stages):
         return Prediction(
             choice,
             seconds,
-            parts,
+            breakdown,
             memory(self, choice),
             sent,
             leaving(self, choice, wires, sent),
@@ -151,10 +151,10 @@ class Predictor(Stages):
         choice = dataclasses.replace(inner.choice, specs=(*inner.choice.specs, outer))
         plan = self.outer.terms(choice, outer).plan(inner.seconds)
         spec = self.book.specs(choice)[Point.OUTER]
-        found = self.losses.of_spec(spec, choice.islands, plan.iterations)
-        if found is None:
+        penalty = self.losses.of_spec(spec, choice.islands, plan.iterations)
+        if penalty is None:
             return plan
-        return dataclasses.replace(plan, loss_percent=found.percent, beyond=found.beyond)
+        return dataclasses.replace(plan, loss_percent=penalty.percent, beyond=penalty.beyond)
 
     def with_outer(self, inner: Prediction, outer: str) -> Prediction:
         """Predict the mean iteration of a run with islands.
@@ -166,7 +166,7 @@ class Predictor(Stages):
         plan = self._outer_plan(inner, outer)
         seconds = inner.seconds + plan.mean_in_step_s + plan.mean_rounds_s
         sent = plan.mean_bytes / inner.choice.world_size
-        away = {Point.OUTER.value: sent} if self.cluster.gpus > self.cluster.gpus_per_node else {}
+        across = {Point.OUTER.value: sent} if self.cluster.gpus > self.cluster.gpus_per_node else {}
         return dataclasses.replace(
             inner,
             choice=dataclasses.replace(inner.choice, specs=(*inner.choice.specs, outer)),
@@ -174,7 +174,7 @@ class Predictor(Stages):
             parts={**inner.parts, "in step": plan.mean_in_step_s, "rounds": plan.mean_rounds_s},
             memory={**inner.memory, "islands": plan.memory_bytes},
             sent={**inner.sent, Point.OUTER.value: sent},
-            across={**inner.across, **away},
+            across={**inner.across, **across},
             tokens_per_s=inner.tokens_per_s * inner.seconds / seconds,
             mfu=inner.mfu * inner.seconds / seconds,
             outer=plan,
@@ -185,8 +185,10 @@ class Predictor(Stages):
     ) -> tuple[list[float], float]:
         """Times at which each rank's gradients are reduced, and seconds of coding the tied embedding's gradient."""
         specs = self.book.specs(choice)
-        asks = any(point in specs and specs[point].rounds().finalizes for point in (Point.DP_GRAD, Point.EMBED_GRAD))
-        everyone = max(time.end for time in times) + self._world_s(wires, choice)
+        needs_barrier = any(
+            point in specs and specs[point].rounds().finalizes for point in (Point.DP_GRAD, Point.EMBED_GRAD)
+        )
+        barrier_s = max(time.end for time in times) + self._world_s(wires, choice)
         ready = []
         for rank, (time, stage) in enumerate(zip(times, stages, strict=True)):
             buckets = self._buckets(choice, stage)
@@ -194,21 +196,23 @@ class Predictor(Stages):
             end += collective_seconds([self.partial_reduction(choice, rank)], wires.tp, choice.tp)
             if stage.rounds:
                 end = max(end, self._first_round(pipeline, rank, time, stage, buckets))
-            if asks:
-                end = max(end, everyone)
+            if needs_barrier:
+                end = max(end, barrier_s)
             # Coding of a bucket overlaps with the messages of the other buckets.
             coding, sent = stage.coding_s - stage.first_coding_s, sum(stage.rounds[1:])
             ready.append(end + max(coding, sent) + min(coding, sent) / buckets)
         tied = self.book.piece(choice, "embedding").tied_shape
         if not tied or choice.pp == 1:
             return ready, 0.0
-        part = self.book.embedding_reduction(choice, tied, self.tied_elements(choice))
+        reduction = self.book.embedding_reduction(choice, tied, self.tied_elements(choice))
         fused = self.book.fused(choice)
         wire, size = (wires.holders, 2 * choice.dp) if fused else (wires.ends, 2)
-        coding = part.coding_s * self.book.coding(choice, Point.EMBED_GRAD)
+        coding = reduction.coding_s * self.book.coding(choice, Point.EMBED_GRAD)
         levels = self.book.levels(choice, Point.EMBED_GRAD)
-        took = coding + sum(collective_seconds(collectives, wire, size, levels) for collectives in part.rounds)
-        ready[0] = ready[-1] = max(ready[0], ready[-1]) + took
+        embedding_s = coding + sum(
+            collective_seconds(collectives, wire, size, levels) for collectives in reduction.rounds
+        )
+        ready[0] = ready[-1] = max(ready[0], ready[-1]) + embedding_s
         return ready, coding
 
     def _buckets(self, choice: Choice, stage: StageCost) -> int:
@@ -239,24 +243,24 @@ class Predictor(Stages):
 
     def _orthogonal_s(self, choice: Choice, rank: int, wires: Wires) -> float:
         """Seconds in which Muon gathers matrices, orthogonalizes them, and scatters them again."""
-        steps, found = self.config.optimizer.muon_num_ns_steps, 0.0
-        for part, wire in zip(self.matrices(choice, rank), (wires.dp, wires.expert_dp), strict=False):
-            found += steps * part.flops / self.cluster.device.flops
-            for sent, group, size in ((part.to_replicas, wire, part.replicas), (part.to_tensors, wires.tp, choice.tp)):
+        steps, seconds = self.config.optimizer.muon_num_ns_steps, 0.0
+        for work, wire in zip(self.matrices(choice, rank), (wires.dp, wires.expert_dp), strict=False):
+            seconds += steps * work.flops / self.cluster.device.flops
+            for sent, group, size in ((work.to_replicas, wire, work.replicas), (work.to_tensors, wires.tp, choice.tp)):
                 if size > 1:
-                    found += group.collective("all-to-all", sent * size / (size - 1), size)
-        return found
+                    seconds += group.collective("all-to-all", sent * size / (size - 1), size)
+        return seconds
 
     def _gather_s(self, choice: Choice, wires: Wires, rank: int) -> float:
         """Seconds of all-gathering the updated parameters of a pipeline rank over its replicas."""
         if not choice.sharded:
             return 0.0
-        found = 0.0
+        seconds = 0.0
         for (elements, size), wire in zip(self.parts(choice, rank), (wires.dp, wires.expert_dp), strict=False):
             share = self.book.gathered(choice, -(-elements // size), rank)
             coding = (share.encode_s + size * share.decode_s) * self.book.coding(choice, Point.PARAM_GATHER)
-            found += (coding + wire.collective("all-gather", share.nbytes * size, size)) if size > 1 else 0.0
-        return found
+            seconds += (coding + wire.collective("all-gather", share.nbytes * size, size)) if size > 1 else 0.0
+        return seconds
 
     def _mfu(self, choice: Choice, seconds: float) -> float:
         multiple = self.config.model.make_vocab_size_divisible_by

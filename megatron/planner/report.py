@@ -64,19 +64,19 @@ def flags(choice: Choice) -> str:
 
 def table(predictions: Sequence[Prediction], memory_gib: float) -> str:
     """Format a table with a line for each prediction, fastest first."""
-    islands = any(one.outer is not None for one in predictions)
+    islands = any(prediction.outer is not None for prediction in predictions)
     columns = ("s/iter", "tokens/s", "MFU", "GiB", *(("loss",) if islands else ()), "layout", "compressed")
     rows = [
         (
-            f"{one.seconds:.3f}",
-            f"{one.tokens_per_s:,.0f}",
-            f"{one.mfu:.1%}",
-            f"{one.memory_bytes / 2**30:.1f}",
-            *((cost(one),) if islands else ()),
-            described(one.choice),
-            " ".join(one.choice.specs) or "nothing",
+            f"{prediction.seconds:.3f}",
+            f"{prediction.tokens_per_s:,.0f}",
+            f"{prediction.mfu:.1%}",
+            f"{prediction.memory_bytes / 2**30:.1f}",
+            *((cost(prediction),) if islands else ()),
+            described(prediction.choice),
+            " ".join(prediction.choice.specs) or "nothing",
         )
-        for one in predictions
+        for prediction in predictions
     ]
     widths = [max(len(row[i]) for row in [columns, *rows]) for i in range(len(columns))]
     right = [name not in ("layout", "compressed") for name in columns]
@@ -124,12 +124,12 @@ def island_lines(one: Prediction, cluster: Cluster) -> list[str]:
 
 def start(choice: Choice, cluster: Cluster) -> str:
     """The command that starts the first island, without the training flags."""
-    each = min(choice.world_size, cluster.gpus_per_node)
-    nodes = choice.world_size // each
-    several = f"--nnodes {nodes} --node-rank 0 --master-addr HOST " if nodes > 1 else ""
+    ranks_per_node = min(choice.world_size, cluster.gpus_per_node)
+    nodes = choice.world_size // ranks_per_node
+    node_flags = f"--nnodes {nodes} --node-rank 0 --master-addr HOST " if nodes > 1 else ""
     return (
-        f"python tools/launch.py --island 0 --islands {choice.islands} --serve-islands HOST:29600 {several}"
-        f"--nproc-per-node {each} pretrain_gpt.py --config FILE"
+        f"python tools/launch.py --island 0 --islands {choice.islands} --serve-islands HOST:29600 {node_flags}"
+        f"--nproc-per-node {ranks_per_node} pretrain_gpt.py --config FILE"
     )
 
 
@@ -154,12 +154,12 @@ def verdict(best: Prediction, islands: Prediction | None, why: str) -> str:
 
 def unset(choice: Choice, config: RunConfig) -> list[str]:
     """Settings of a configuration that a choice switches off and that no flag can unset."""
-    made, found = choice.configure(config), []
+    configured, unset_names = choice.configure(config), []
     for section in ("parallel", "recompute", "compression"):
-        old, new = getattr(config, section), getattr(made, section)
+        old, new = getattr(config, section), getattr(configured, section)
         names = [field.name for field in dataclasses.fields(old)]
-        found += [name for name in names if getattr(old, name) and not getattr(new, name)]
-    return found
+        unset_names += [name for name in names if getattr(old, name) and not getattr(new, name)]
+    return unset_names
 
 
 def breakdown(one: Prediction, cluster: Cluster, config: RunConfig | None = None) -> str:
@@ -170,16 +170,16 @@ def breakdown(one: Prediction, cluster: Cluster, config: RunConfig | None = None
         cluster: the cluster of the prediction.
         config: the user's configuration to which the flags are added; None where it already selects this choice.
     """
-    parts = _shares(one.parts, one.seconds, lambda seconds: f"{seconds:.3f} s")
+    time_shares = _shares(one.parts, one.seconds, lambda seconds: f"{seconds:.3f} s")
     memory = _shares(one.memory, one.memory_bytes, lambda nbytes: f"{nbytes / 2**30:.2f} GiB")
     lines = [
-        f"  time    {one.seconds:.3f} s an iteration: {parts}",
+        f"  time    {one.seconds:.3f} s an iteration: {time_shares}",
         f"  memory  {one.memory_bytes / 2**30:.1f} GiB on the fullest device: {memory}",
     ]
     for point, nbytes in one.sent.items():
-        away = one.across.get(point, 0.0)
-        where = f"{away / 1e6:,.1f} MB of it across nodes" if away else "inside nodes"
-        lines.append(f"  bytes   {point}: {nbytes / 1e6:,.1f} MB a device and iteration, {where}")
+        across_bytes = one.across.get(point, 0.0)
+        location = f"{across_bytes / 1e6:,.1f} MB of it across nodes" if across_bytes else "inside nodes"
+        lines.append(f"  bytes   {point}: {nbytes / 1e6:,.1f} MB a device and iteration, {location}")
     if one.outer is not None:
         lines += island_lines(one, cluster)
     if any(not spec.startswith("embedding=fused") for spec in one.choice.specs):
@@ -191,9 +191,9 @@ def breakdown(one: Prediction, cluster: Cluster, config: RunConfig | None = None
     return "\n".join(lines)
 
 
-def _shares(parts: Mapping[str, float], whole: float, shown: Callable[[float], str]) -> str:
-    visible = {name: value for name, value in parts.items() if value > 0.0005 * whole}
-    return ", ".join(f"{name} {shown(value)}" for name, value in sorted(visible.items(), key=lambda item: -item[1]))
+def _shares(values: Mapping[str, float], total: float, render: Callable[[float], str]) -> str:
+    visible = {name: value for name, value in values.items() if value > 0.0005 * total}
+    return ", ".join(f"{name} {render(value)}" for name, value in sorted(visible.items(), key=lambda item: -item[1]))
 
 
 def reason(best: Prediction, other: Prediction) -> str:

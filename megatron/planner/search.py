@@ -143,9 +143,9 @@ def _variants(model: ModelConfig, base: Choice, spec_sets: Sequence[tuple[str, .
     for ep, folded in fitting or [(1, False)]:
         for recompute in _RECOMPUTE:
             for sharded in (True, False) if base.dp > 1 else (False,):
-                own = replace(base, ep=ep, folded=folded, recompute=recompute, sharded=sharded)
-                for specs in _useful(spec_sets, own):
-                    yield replace(own, specs=specs)
+                variant = replace(base, ep=ep, folded=folded, recompute=recompute, sharded=sharded)
+                for specs in _useful(spec_sets, variant):
+                    yield replace(variant, specs=specs)
 
 
 def _schedules(layers: int, plain: Choice) -> Iterator[Choice]:
@@ -169,8 +169,8 @@ def _useful(spec_sets: Sequence[tuple[str, ...]], choice: Choice) -> list[tuple[
         *((point.value for point in EXPERT_POINTS) if choice.ep == 1 else ()),
         *(EXPERT_LEGS if choice.ep == 1 else ()),
     ]
-    rests = [tuple(spec for spec in specs if spec.split("=")[0] not in silent) for specs in spec_sets]
-    return list(dict.fromkeys(rests))
+    useful_sets = [tuple(spec for spec in specs if spec.split("=")[0] not in silent) for specs in spec_sets]
+    return list(dict.fromkeys(useful_sets))
 
 
 def _widths(model: ModelConfig) -> list[int]:
@@ -181,15 +181,15 @@ def _widths(model: ModelConfig) -> list[int]:
 
 def with_experts(model: ModelConfig, spec_sets: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Add ``EXPERT_SETS``, alone and combined with other compressors, for a model with experts."""
-    more = [(*of_experts, *others) for of_experts in EXPERT_SETS for others in _BESIDE_EXPERTS]
-    return [*spec_sets, *(more if model.has_experts else ())]
+    expert_sets = [(*of_experts, *other_specs) for of_experts in EXPERT_SETS for other_specs in _BESIDE_EXPERTS]
+    return [*spec_sets, *(expert_sets if model.has_experts else ())]
 
 
 def _given(config: RunConfig, cluster: Cluster) -> Iterator[Choice]:
     """The configured run, whether or not the enumeration includes it."""
-    given = choice_of(config, cluster.gpus)
-    if given.world_size == cluster.gpus and not has_outer(given.specs) and _refusal(config, given) is None:
-        yield given
+    choice = choice_of(config, cluster.gpus)
+    if choice.world_size == cluster.gpus and not has_outer(choice.specs) and _refusal(config, choice) is None:
+        yield choice
 
 
 def has_outer(specs: Sequence[str]) -> bool:
@@ -236,8 +236,8 @@ def search(
         if bound >= most:
             break
         layout = choice.islands, *choice.layout
-        own = best.get(layout)
-        if own is not None and bound >= own.seconds:
+        incumbent = best.get(layout)
+        if incumbent is not None and bound >= incumbent.seconds:
             continue
         # Compressor state adds to this; it is computed only if the rest fits.
         needed = predictor.memory_bytes(replace(choice, specs=()))
@@ -252,14 +252,14 @@ def search(
         if prediction is None:
             too_large += 1
             continue
-        if prediction.seconds >= (most if own is None else own.seconds):
+        if prediction.seconds >= (most if incumbent is None else incumbent.seconds):
             continue
         if (refused := _refusal(config, prediction.choice)) is None:
             best[layout] = prediction
         refusal = refused or refusal
     if not best:
         raise UserError(_nothing(config, cluster, considered, refusal, smallest, limit))
-    fastest = sorted(best.values(), key=lambda one: one.seconds)
+    fastest = sorted(best.values(), key=lambda candidate: candidate.seconds)
     return Found(fastest[:top], considered, predicted, too_large)
 
 
@@ -322,8 +322,8 @@ def _predicted(
     predictor: Predictor, choice: Choice, outers: Mapping[int, Sequence[str]] | None, limit: float
 ) -> Prediction | None:
     """Predict a choice that fits without outer state; None where no run with islands fits."""
-    found = predictor.predict(choice)
-    return found if outers is None else fastest_outer(predictor, found, outers[choice.islands], limit)
+    prediction = predictor.predict(choice)
+    return prediction if outers is None else fastest_outer(predictor, prediction, outers[choice.islands], limit)
 
 
 def fastest_outer(
@@ -348,7 +348,7 @@ def fastest_outer(
 
 def _slowest(best: Mapping[Layout, Prediction], top: int) -> float:
     """Seconds that a layout must undercut to be among the fastest ``top``."""
-    return sorted(one.seconds for one in best.values())[top - 1] if len(best) >= top else math.inf
+    return sorted(prediction.seconds for prediction in best.values())[top - 1] if len(best) >= top else math.inf
 
 
 def _refusal(config: RunConfig, choice: Choice) -> str | None:

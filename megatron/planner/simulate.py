@@ -82,14 +82,16 @@ class Pipeline:
         A rank computes all micro-batches after the first forward has passed the preceding ranks and before the last
         backward passes them again.
         """
-        bound = way = 0.0
+        bound = ramp_s = 0.0
         for rank in range(self.stages):
-            own = sum(self.forward_s[rank :: self.stages]) + sum(self.backward_s[rank :: self.stages])
-            bound = max(bound, way + micro_batches * own)
+            compute_s = sum(self.forward_s[rank :: self.stages]) + sum(self.backward_s[rank :: self.stages])
+            bound = max(bound, ramp_s + micro_batches * compute_s)
             if rank < self.stages - 1:
-                there, back = self.hops(True, rank, False), self.hops(False, rank, True)
-                way += self.forward_s[rank] + self.backward_s[rank]
-                way += sum(hop.encode_s + hop.transfer_s + hop.latency_s + hop.decode_s for hop in (there, back))
+                forward_hop, backward_hop = self.hops(True, rank, False), self.hops(False, rank, True)
+                ramp_s += self.forward_s[rank] + self.backward_s[rank]
+                ramp_s += sum(
+                    hop.encode_s + hop.transfer_s + hop.latency_s + hop.decode_s for hop in (forward_hop, backward_hop)
+                )
         return bound
 
     def run(self, micro_batches: int) -> list[RankTimes]:
@@ -110,10 +112,10 @@ class Pipeline:
             short = -(-short // self.stages) * self.stages
         if micro_batches <= short + period:
             return self._play(micro_batches)
-        rest = (micro_batches - short) % period if self.chunks == 1 else 0
-        less, more = self._play(short + rest), self._play(short + rest + period)
-        periods = (micro_batches - short - rest) / period
-        pairs = list(zip(less, more, strict=True))
+        remainder = (micro_batches - short) % period if self.chunks == 1 else 0
+        short_times, long_times = self._play(short + remainder), self._play(short + remainder + period)
+        periods = (micro_batches - short - remainder) / period
+        pairs = list(zip(short_times, long_times, strict=True))
         pace = max(max(b.end - a.end, b.busy + b.coding - a.busy - a.coding) for a, b in pairs)
         return [
             RankTimes(
@@ -185,7 +187,7 @@ class _Flow:
 
 def _epilogue_begins(ops: Sequence[PipelineOp]) -> int:
     """Number of operations up to the last forward, after which nothing overlaps backward messages."""
-    return max((place for place, op in enumerate(ops) if op.forward), default=-1) + 1
+    return max((index for index, op in enumerate(ops) if op.forward), default=-1) + 1
 
 
 class _Play:
@@ -249,19 +251,19 @@ class _Play:
         op = rank.ops[rank.next]
         virtual = op.chunk * pipeline.stages + number
         if needs is not None:
-            came, decode = self.arrived.pop(needs)
-            rank.clock = max(rank.clock, came) + decode
+            arrival, decode = self.arrived.pop(needs)
+            rank.clock = max(rank.clock, arrival) + decode
             rank.coding += decode
         spent = (pipeline.forward_s if op.forward else pipeline.backward_s)[virtual]
         rank.clock += spent
         rank.busy += spent
-        goes = virtual if op.forward else virtual - 1
-        if 0 <= goes < self.last:
-            hop = pipeline.hops(op.forward, goes, not op.forward and rank.next >= rank.late)
+        boundary = virtual if op.forward else virtual - 1
+        if 0 <= boundary < self.last:
+            hop = pipeline.hops(op.forward, boundary, not op.forward and rank.next >= rank.late)
             rank.clock += hop.encode_s
             rank.coding += hop.encode_s
-            to = (number + (1 if op.forward else -1)) % pipeline.stages
-            self._at(rank.clock, self._send, number, to, (op.forward, goes, op.micro_batch), hop)
+            receiver = (number + (1 if op.forward else -1)) % pipeline.stages
+            self._at(rank.clock, self._send, number, receiver, (op.forward, boundary, op.micro_batch), hop)
         rank.next += 1
         self._queue(number)
 
@@ -280,8 +282,8 @@ class _Play:
     def _share(self, sender: int, receiver: int, time: float) -> None:
         """Recompute the rates of all flows at both ends of a link after a flow has started or ended."""
         leaving, arriving = self.leaving[sender], self.arriving[receiver]
-        both = [*leaving, *(flow for flow in arriving if flow.sender != sender)]
-        for flow in both:
+        flows = [*leaving, *(flow for flow in arriving if flow.sender != sender)]
+        for flow in flows:
             flow.left -= (time - flow.since) * flow.rate
             flow.since = time
             flow.rate = 1.0 / max(len(self.leaving[flow.sender]), len(self.arriving[flow.receiver]))
@@ -308,6 +310,6 @@ class _Play:
 
     def _arrive(self, message: Message, hop: Hop, time: float) -> None:
         self.arrived[message] = time, hop.decode_s
-        waiting = self.missed.pop(message, None)
-        if waiting is not None:
-            self._queue(waiting)
+        waiting_rank = self.missed.pop(message, None)
+        if waiting_rank is not None:
+            self._queue(waiting_rank)

@@ -99,13 +99,13 @@ class Stages:
 
     def passes(self, choice: Choice, wires: Wires) -> dict[str, Passes]:
         """Times of the forward and backward passes of each piece, by name."""
-        found = {}
+        passes = {}
         for name in self.names:
             piece = self.book.piece(choice, name)
             row = [0.0, 0.0, 0.0, 0.0, 0.0]
             for way, tally in enumerate((piece.forward, piece.backward)):
-                part = f"{kind_of(name)} {'backward' if way else 'forward'}"
-                computed = tally.seconds * self.cluster.correction(part)
+                part_name = f"{kind_of(name)} {'backward' if way else 'forward'}"
+                computed = tally.seconds * self.cluster.correction(part_name)
                 coding = tally.coding_s * self.book.coding(choice, *INNER_POINTS)
                 of_tp = [each for each in tally.collectives if not each.of_experts]
                 of_ep = [each for each in tally.collectives if each.of_experts]
@@ -119,8 +119,8 @@ class Stages:
                 row[2] += tp_s - hidden
                 row[3] += coding
                 row[4] += ep_s
-            found[name] = Passes(*row)
-        return found
+            passes[name] = Passes(*row)
+        return passes
 
     def compresses(self, choice: Choice, point: Point, sender: int, late: bool) -> bool:
         """Whether messages of a pipeline rank are compressed; ``late``: sent in its epilogue."""
@@ -134,13 +134,13 @@ class Stages:
         passes = self.passes(choice, wires)
         counts = [self.pieces_of(choice, virtual) for virtual in range(choice.pp * choice.chunks)]
         hops: dict[tuple[bool, bool, Wire], Hop] = {}
-        found: dict[tuple[bool, int, bool], Hop] = {}
+        hop_cache: dict[tuple[bool, int, bool], Hop] = {}
 
         def hop(forward: bool, boundary: int, late: bool) -> Hop:
             key = (forward, boundary, late)
-            if key not in found:
-                found[key] = looked_up(forward, boundary, late)
-            return found[key]
+            if key not in hop_cache:
+                hop_cache[key] = looked_up(forward, boundary, late)
+            return hop_cache[key]
 
         def looked_up(forward: bool, boundary: int, late: bool) -> Hop:
             point = Point.PP_FWD if forward else Point.PP_BWD
@@ -165,11 +165,11 @@ class Stages:
 
     def gather_seconds(self, choice: Choice, point: Point, wires: Wires) -> float:
         """Seconds of all-gathering the parts of a pipeline message."""
-        part = self.book.message_gather(choice, point)
-        if part is None:
+        message = self.book.message_gather(choice, point)
+        if message is None:
             return 0.0
-        collective = Collective("all-gather", part.nbytes * choice.tp)
-        return part.encode_s + part.decode_s + collective_seconds([collective], wires.tp, choice.tp)
+        collective = Collective("all-gather", message.nbytes * choice.tp)
+        return message.encode_s + message.decode_s + collective_seconds([collective], wires.tp, choice.tp)
 
     def contents(self, choice: Choice, rank: int) -> dict[str, int]:
         """Number of each piece on a pipeline rank, by name."""
@@ -181,17 +181,17 @@ class Stages:
 
     def elements(self, choice: Choice, rank: int) -> int:
         """Number of parameters on a pipeline rank; a single stage holds a tied embedding only once."""
-        found = sum(n * self.book.piece(choice, name).parameters for name, n in self.contents(choice, rank).items())
+        total = sum(n * self.book.piece(choice, name).parameters for name, n in self.contents(choice, rank).items())
         tied = self.book.piece(choice, "embedding").tied_shape
-        return found - (math.prod(tied) if tied and choice.pp == 1 else 0)
+        return total - (math.prod(tied) if tied and choice.pp == 1 else 0)
 
     def parts(self, choice: Choice, rank: int) -> list[tuple[int, int]]:
         """(Number of parameters, number of replicas that hold them) on a pipeline rank: dense parameters on all
         replicas, expert parameters on those with equal experts."""
         contents = self.contents(choice, rank).items()
-        own = sum(n * self.book.piece(choice, name).own_parameters for name, n in contents)
-        shared = (self.elements(choice, rank) - own, choice.dp)
-        return [shared, (own, choice.expert_dp)] if own else [shared]
+        expert_elements = sum(n * self.book.piece(choice, name).own_parameters for name, n in contents)
+        shared = (self.elements(choice, rank) - expert_elements, choice.dp)
+        return [shared, (expert_elements, choice.expert_dp)] if expert_elements else [shared]
 
     def owned(self, choice: Choice, rank: int) -> float:
         """Number of parameters that a device updates: all of them, or its share."""
@@ -211,7 +211,12 @@ class Stages:
             self._matrices[key] = [
                 matrix_work(
                     [
-                        [param for params in chunk for param in params if (choice.ep > 1 and param[2].of_expert) is own]
+                        [
+                            param
+                            for params in chunk
+                            for param in params
+                            if (choice.ep > 1 and param[2].of_expert) is of_experts
+                        ]
                         for chunk in pieces
                     ],
                     replicas,
@@ -220,7 +225,7 @@ class Stages:
                     bucket_elements=bucket_elements(self.config.parallel.ddp_bucket_size, choice.overlap, choice.dp),
                     itemsize=2 if in_bf16 else max(self.param_bytes, 4),
                 )
-                for own, replicas in ((False, choice.dp), (True, choice.expert_dp))
+                for of_experts, replicas in ((False, choice.dp), (True, choice.expert_dp))
             ]
         return self._matrices[key]
 
@@ -239,28 +244,28 @@ class Stages:
         """Costs of a pipeline rank's parameters and their gradient reduction."""
         counts = self.contents(choice, rank)
         total = StageCost(counts, self.parts(choice, rank), [], 0.0, 0.0, 0.0, 0.0)
-        for own, wire, size in ((False, wires.dp, choice.dp), (True, wires.expert_dp, choice.expert_dp)):
-            total = self._with_reduction(choice, rank, total, own, wire, size)
+        for of_experts, wire, size in ((False, wires.dp, choice.dp), (True, wires.expert_dp, choice.expert_dp)):
+            total = self._with_reduction(choice, rank, total, of_experts, wire, size)
         levels = self.book.levels(choice, Point.DP_GRAD)
         return total if levels else dataclasses.replace(total, across=None)
 
     def _with_reduction(
-        self, choice: Choice, rank: int, before: StageCost, own: bool, wire: Wire, size: int
+        self, choice: Choice, rank: int, before: StageCost, of_experts: bool, wire: Wire, size: int
     ) -> StageCost:
         """Return ``before`` with the costs of another reduction, of dense or expert gradients, appended.
 
         Args:
             choice, rank, before: the choice, the pipeline rank, and its costs so far.
-            own: reduce the gradients of experts that not all replicas hold, over the replicas that do.
+            of_experts: reduce the gradients of experts that not all replicas hold, over the replicas that do.
             wire, size: wire and number of the reducing replicas.
         """
-        parts = [(n, self.book.reduction(choice, name, rank, own)) for name, n in before.pieces.items() if n]
-        levels = self.book.levels(choice, Point.DP_GRAD, own) if size > 1 else {}
+        costs = [(n, self.book.reduction(choice, name, rank, of_experts)) for name, n in before.pieces.items() if n]
+        levels = self.book.levels(choice, Point.DP_GRAD, of_experts) if size > 1 else {}
         rounds, sent, across = list(before.rounds), before.sent, before.across or 0.0
-        for number in range(max(len(part.rounds) for _, part in parts)):
+        for number in range(max(len(cost.rounds) for _, cost in costs)):
             nbytes_of: dict[tuple[str, Level], float] = {}
-            for n, part in parts:
-                for collective in part.rounds[number] if number < len(part.rounds) else ():
+            for n, cost in costs:
+                for collective in cost.rounds[number] if number < len(cost.rounds) else ():
                     kind = collective.kind, collective.level
                     nbytes_of[kind] = nbytes_of.get(kind, 0.0) + n * collective.nbytes
             merged = [Collective(kind, nbytes, level) for (kind, level), nbytes in nbytes_of.items()]
@@ -275,9 +280,9 @@ class Stages:
             rounds=rounds,
             sent=sent,
             across=across,
-            coding_s=before.coding_s + correction * sum(n * part.coding_s for n, part in parts),
-            first_coding_s=before.first_coding_s + correction * sum(n * part.first_coding_s for n, part in parts),
-            kept=before.kept + sum(n * part.state_bytes for n, part in parts),
+            coding_s=before.coding_s + correction * sum(n * cost.coding_s for n, cost in costs),
+            first_coding_s=before.first_coding_s + correction * sum(n * cost.first_coding_s for n, cost in costs),
+            kept=before.kept + sum(n * cost.state_bytes for n, cost in costs),
         )
 
 
