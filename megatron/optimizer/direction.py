@@ -1,7 +1,7 @@
-"""The direction of an update: what a step subtracts from the parameters, over the learning rate.
+"""The direction of an update: the amount subtracted from the parameters, divided by the learning rate.
 
-It comes from the optimizer's state, not from how the parameters moved: a learning rate of 0, with which a warm-up
-begins, moves nothing, and what a tiny one subtracts is rounded away.
+It comes from the optimizer's state, not from the change of the parameters: a learning rate of 0, with which a warm-up
+begins, changes nothing, and an update with a tiny rate is rounded away.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron.optimizer.shards import ParamShard
 
 
 def begin_directions(inner: torch.optim.Optimizer, shards: Sequence[ParamShard], divisor: float) -> list[Tensor]:
-    """The parts of the coming directions that the optimizer's state does not hold: weight decay; all without momentum.
+    """Terms of the coming directions that the optimizer's state lacks: weight decay; without momentum, all terms.
 
     Args:
         inner: Adam with decoupled weight decay, LAMB, SGD, or Muon.

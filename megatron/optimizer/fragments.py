@@ -1,4 +1,4 @@
-"""The parts of the model that islands exchange in turn, in buckets of their own."""
+"""Fragments of the model that islands exchange in turn, in separate buckets."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _LAYER = re.compile(r"layers\.(\d+)\.")
 
 
 def fragment_of(name: str, layers: int, fragments: int) -> int:
-    """The fragment of a parameter: every so many layers make one (Douillard et al. 2025, "strided"). What comes before
-    the layers goes with the first one, what comes behind them with the last."""
+    """The fragment of a parameter: layers are assigned round-robin (Douillard et al. 2025, "strided"). Parameters
+    before the layers belong to the first layer's fragment, parameters after them to the last layer's."""
     found = _LAYER.search(name)
     if found is None:
         return 0 if "embedding" in name else (layers - 1) % fragments
@@ -32,12 +32,12 @@ def fragment_of(name: str, layers: int, fragments: int) -> int:
 
 @dataclass(frozen=True)
 class ShardPlace:
-    """Where a shard of this rank lies in a fragment.
+    """The place of a shard of this rank in a fragment.
 
     Args:
         index: number of the shard.
         bucket: number of the fragment's bucket.
-        start, stop: range in it.
+        start, stop: range in the bucket.
         shard: the shard.
     """
 
@@ -50,14 +50,14 @@ class ShardPlace:
 
 @dataclass(frozen=True)
 class FragmentBucket:
-    """Parameters of a fragment that lie in one bucket of gradients.
+    """Parameters of a fragment that lie in a common bucket of gradients.
 
     Args:
-        buffer: the buffer of that bucket, whose group is that of the replicas.
+        buffer: the buffer of that bucket; its group is the replicas' group.
         slots: the parameters, in the order of the bucket.
-        reduced: what the reducer is given; it has no memory between rounds.
-        tie: the tied embedding that it is; None for anything else.
-        owns: this stage is the one that reduces it.
+        reduced: the reducer's bucket; it has no memory between rounds.
+        tie: the tied embedding in the bucket; None for other parameters.
+        owns: whether this stage reduces it.
     """
 
     buffer: FlatBuffer
@@ -68,24 +68,24 @@ class FragmentBucket:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank speaks for the replicas that hold the same."""
+        """Whether this rank exchanges on behalf of its replicas."""
         return self.buffer.group.rank == 0
 
     @property
     def length(self) -> int:
-        """Numbers in it."""
+        """Number of elements."""
         return self.reduced.places[-1].stop
 
 
 class Fragment:
-    """A part of the model, as this rank holds it.
+    """A fragment of the model, as held by this rank.
 
     Args:
-        number: its number.
-        fragments, layers: how many fragments, and layers, the model has.
+        number: number of the fragment.
+        fragments, layers: numbers of fragments and layers of the model.
         buffers: all parameters of this rank.
-        shards: those that it updates.
-        ties: the stages that hold a tied embedding, by embedding.
+        shards: the shards that this rank updates.
+        ties: the group of stages that hold a tied embedding, by embedding.
         plan, ledger: the compressor of ``OUTER``, and where bytes are counted.
 
     ``spoken`` are the buckets that this rank exchanges with other islands, by its ``reducer``.
@@ -142,12 +142,12 @@ def _bucket(
         places.append(Place(slot.logical_name, start, tuple(slot.param.shape)))
     tie = slots[0].spec.tied
     tie = tie if tie in ties else None
-    # All stages that hold a tied embedding have equal ones, so it crosses between islands once.
+    # All stages that hold a tied embedding have equal copies, so it crosses between islands once.
     owns = tie is None or ties[tie].rank == 0
     return FragmentBucket(buffer, slots, GradBucket(bucket_memory(buffer, 0), tuple(places)), tie, owns)
 
 
 def bucket_memory(buffer: FlatBuffer, length: int) -> Tensor:
-    """Zeros in the precision of differences."""
+    """Zeros in the dtype of differences."""
     dtype = torch.float64 if buffer.params_flat.dtype == torch.float64 else torch.float32
     return torch.zeros(length, dtype=dtype, device=buffer.params_flat.device)

@@ -33,15 +33,15 @@ def set_steps_taken(inner: torch.optim.Optimizer, shards: Sequence[ParamShard], 
 
 
 def freeze(inner: torch.optim.Optimizer, shards: Sequence[ParamShard], whole: WholeSums) -> None:
-    """Makes the second moments fit to divide by from now on.
+    """Prepares the second moments as divisors from now on.
 
-    Elements that had no gradient yet have a second moment of 0, and their first momentum would be divided by epsilon:
-    they take the mean of their whole tensor, whatever part of it is here.
+    Elements without a gradient so far have a second moment of 0, and their first momentum would be divided by epsilon:
+    they take the mean of their whole tensor, including the parts on other ranks.
 
     Args:
         inner: Adam.
         shards: the shards that this rank updates.
-        whole: sums over the tensors that they are parts of.
+        whole: computes sums over whole tensors from their shards.
     """
     moments = [inner.state[shard.main]["exp_avg_sq"] for shard in shards]
     sums_n = row_of([one.sum(dtype=torch.float64) for one in moments], whole.device)

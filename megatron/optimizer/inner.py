@@ -1,4 +1,4 @@
-"""The update rule: torch's fused optimizers, apex's where asked for, LAMB, or Muon."""
+"""The update rule: torch's fused optimizers, apex's if requested, LAMB, or Muon."""
 
 from __future__ import annotations
 

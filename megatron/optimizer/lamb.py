@@ -17,13 +17,13 @@ class Lamb(torch.optim.Optimizer):
     """LAMB as apex's FusedLAMB computes it, with norms of whole tensors.
 
     m and v are Adam's moments of the gradient, and u = m^ / (sqrt(v^) + eps) + decay * w its direction. A matrix moves
-    by lr * |w| / |u| * u; lr * u where one of the norms is 0. Biases and norms, which do not decay, move by lr * u.
+    by lr * |w| / |u| * u, or by lr * u if either norm is 0. Biases and norms, which do not decay, move by lr * u.
     FusedLAMB also clips gradients to a global norm of 1; here ``--clip-grad`` does.
 
     Args:
         groups: parameter groups, each with ``decays``.
-        shards: the shards whose main values the groups hold.
-        whole: sums over the tensors that the shards are parts of.
+        shards: the shards of the groups' main values.
+        whole: computes sums over whole tensors from their shards.
         lr, betas, eps: hyper-parameters.
     """
 
@@ -41,7 +41,7 @@ class Lamb(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Takes an update. Gradients become directions: nothing else has room for those of all parameters."""
+        """Takes an update. Directions overwrite the gradients, as no other memory could hold them."""
         for group in self.param_groups:
             self._directions(group)
         ratios = self._trust_ratios()
@@ -55,7 +55,7 @@ class Lamb(torch.optim.Optimizer):
             torch._foreach_add_(mains, directions, alpha=-group["lr"])
 
     def _directions(self, group: dict[str, Any]) -> None:
-        """Updates the moments, and puts Adam's directions in the place of the gradients."""
+        """Updates the moments, and puts Adam's directions in place of the gradients."""
         mains: list[Tensor] = group["params"]
         (beta1, beta2), states = group["betas"], [self.state[p] for p in mains]
         torch._foreach_add_([state["step"] for state in states], 1.0)
@@ -75,7 +75,7 @@ class Lamb(torch.optim.Optimizer):
         torch._foreach_add_(grads, mains, alpha=group["weight_decay"])
 
     def _trust_ratios(self) -> Sequence[Tensor]:
-        """|w| / |u| of the whole tensor that each shard is a part of, and 1 where one of them is 0."""
+        """|w| / |u| of the whole tensor of each shard, or 1 if either norm is 0."""
         device = self._whole.device
         weights = [finite_norm(shard.main)[0] for shard in self._shards]
         directions = [finite_norm(_grad(shard.main))[0] for shard in self._shards]

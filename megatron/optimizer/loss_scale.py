@@ -17,10 +17,10 @@ class LossScale(Protocol):
 
     @property
     def can_fall(self) -> bool:
-        """Whether gradients that overflowed may be finite under a smaller scale, which is to come."""
+        """Whether overflowed gradients may be finite under a smaller scale, which is still possible."""
 
     def update(self, found_inf: bool) -> None:
-        """Updates the scale. Called once per step, skipped or not, with the verdict on which all ranks agreed."""
+        """Updates the scale. Called once per step, skipped or not, with the ranks' common verdict."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -52,9 +52,9 @@ class ConstantLossScale:
 class DynamicLossScale:
     """A scale that halves after overflows, doubles after a window of clean steps, and has a minimum.
 
-    ``hysteresis`` is a budget of overflows: only the one that exhausts it, and each one after that, halves the
-    scale. The budget is refilled when a window completes and the scale grows, so lone overflows inside a
-    window are forgiven once and a series of them is answered at once.
+    ``hysteresis`` is a budget of overflows: the overflow that exhausts it, and each later overflow, halves the scale.
+    The budget is refilled when a window completes and the scale grows, so a lone overflow inside a window is forgiven,
+    and a series of overflows halves the scale at once.
 
     Raises:
         UserError: when a value cannot work.
@@ -86,7 +86,7 @@ class DynamicLossScale:
         return self.scale > self.minimum
 
     def update(self, found_inf: bool) -> None:
-        """Updates the scale, which depends on whether the last step's gradients held an inf or a nan."""
+        """Updates the scale; ``found_inf``: the last step's gradients held an inf or a nan."""
         if found_inf:
             self.clean_steps = 0
             self.overflows_left -= 1
@@ -103,7 +103,7 @@ class DynamicLossScale:
         return {"scale": self.scale, "clean_steps": self.clean_steps, "overflows_left": self.overflows_left}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores a checkpoint. After a constant scale the counting starts afresh.
+        """Restores a checkpoint. After a constant scale, counting starts afresh.
 
         Raises:
             UserError: when the scale is not a positive number.
@@ -131,7 +131,7 @@ def build_loss_scale(
     window: int = 1000,
     hysteresis: int = 2,
 ) -> LossScale:
-    """A constant scale when ``--loss-scale`` gives one; else a dynamic one for fp16 and 1 for the others."""
+    """A constant scale if ``--loss-scale`` gives it; else a dynamic scale for fp16 and 1 for other dtypes."""
     if loss_scale is not None:
         return ConstantLossScale(loss_scale)
     if fp16:

@@ -1,8 +1,8 @@
-"""Whole matrices, of which ranks hold parts: they are put together at one rank, changed there, and taken apart again.
+"""Whole matrices from distributed parts: each is assembled at an owner rank, changed there, and scattered again.
 
-Tensor-parallel ranks hold slices of a matrix, and the replicas of a sharded optimizer ranges of a slice. Each matrix
-has an owner among all of them. The replicas send their ranges to the owner's replica, and its tensor-parallel ranks
-their slices to the owner; what it made of the matrix goes back in the same way.
+Tensor-parallel ranks hold slices of a matrix, and the replicas of a sharded optimizer hold ranges of a slice. Each
+matrix has an owner among all of them. The replicas send their ranges to the owner's replica, and its tensor-parallel
+ranks send their slices to the owner; the changed matrix goes back the same way.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from megatron.parallel.tensor.shards import ParamSpec
 from megatron.topology.group import Group
 
 Change = Callable[[Tensor, ParamSpec], Tensor]
-"""Makes something of a whole matrix (of its logical shape), of the same shape and dtype."""
+"""Maps a whole matrix (of its logical shape) to a matrix of the same shape and dtype."""
 
 Ranges = Sequence[tuple[int, int]]
-"""Of a flat slice, what each replica holds of it: (start, stop)."""
+"""(start, stop) of each replica's range of a flat slice."""
 
 _SLACK = 0.05
-"""How much more than its share of the work a replica may have, to own matrices that it holds."""
+"""Fraction by which a replica may exceed its share of the work, to own matrices that it holds."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class _Job:
 
     Args:
         slot: its parameter on this rank.
-        ranges: what the replicas hold; empty where they do not share it out.
+        ranges: the ranges of the replicas; empty where the matrix is not sharded over them.
         replica, tensor: the owner's places among the replicas and the tensor-parallel ranks.
     """
 
@@ -48,14 +48,13 @@ class _Job:
     tensor: int
 
     def pieces(self, slice_n: Tensor) -> list[Tensor]:
-        """A slice as the ranges of the replicas."""
+        """Splits a slice into the ranges of the replicas."""
         return [slice_n[start:stop] for start, stop in self.ranges]
 
 
 @dataclass(frozen=True)
 class _Wave:
-    """Matrices that are put together at the same time, at most one at each owner; ``replicas`` share them out, if
-    any do."""
+    """Matrices assembled at the same time, at most one at each owner; ``replicas`` hold them sharded, or None."""
 
     replicas: Group | None
     jobs: tuple[_Job, ...]
@@ -64,8 +63,8 @@ class _Wave:
 class WholeMatrices:
     """The matrices of linear layers, whole.
 
-    With ``sharded``, the replicas of a buffer share its matrices out. Else each has all of its slices, and computes
-    what the others do: nothing is sent between them.
+    With ``sharded``, the replicas of a buffer share its matrices. Otherwise every replica has all of its slices, and
+    repeats the computation of the others: nothing is sent between them.
 
     Args:
         shards: the shards that this rank updates.
@@ -89,12 +88,12 @@ class WholeMatrices:
             self._waves += _waves(held_ranges(buckets, replicas.size if replicas else 0), replicas, tp.size)
 
     def change(self, parts: Sequence[Tensor | None], dtype: torch.dtype, change: Change) -> None:
-        """Changes matrices in place. A collective call of all that hold parts of them.
+        """Changes matrices in place. A collective call of all ranks that hold parts of them.
 
         Args:
-            parts: for each shard its numbers of a matrix, flat; None for other parameters.
-            dtype: theirs.
-            change: called by the owner of a matrix, and by all its tensor-parallel ranks where each holds it whole.
+            parts: flat values of a matrix for each matrix shard; None for other parameters.
+            dtype: dtype of the parts.
+            change: called by the owner of a matrix, and by all tensor-parallel ranks where each holds the whole matrix.
         """
         held = {id(slot): part for slot, part in zip(self._slots, parts, strict=True) if part is not None}
         none = torch.empty(0, dtype=dtype, device=self._device)
@@ -112,7 +111,7 @@ class WholeMatrices:
     def _collected(
         self, replicas: Group, jobs: Sequence[_Job], own: Sequence[_Job], parts: Sequence[Tensor]
     ) -> list[Tensor]:
-        """The slices of this replica's own matrices, from all replicas' ranges."""
+        """Assembles the slices of this replica's own matrices from all replicas' ranges."""
         sent = [
             [part for job, part in zip(jobs, parts, strict=True) if job.replica == rank]
             for rank in range(replicas.size)
@@ -124,7 +123,7 @@ class WholeMatrices:
     def _returned(
         self, replicas: Group, jobs: Sequence[_Job], own: Sequence[_Job], slices: Sequence[Tensor], like: Tensor
     ) -> list[Tensor]:
-        """This replica's ranges of all matrices, from their owners."""
+        """Returns this replica's ranges of all matrices, from their owners."""
         pieces = [job.pieces(slice_n) for job, slice_n in zip(own, slices, strict=True)]
         sent = [[ranges[rank] for ranges in pieces] for rank in range(replicas.size)]
         of_owner = [[job for job in jobs if job.replica == rank] for rank in range(replicas.size)]
@@ -134,7 +133,7 @@ class WholeMatrices:
         return [found[id(job.slot)] for job in jobs]
 
     def _change_slices(self, jobs: Sequence[_Job], slices: Sequence[Tensor], like: Tensor, change: Change) -> None:
-        """Changes the matrices of which this rank and its tensor-parallel ranks have these slices, in place."""
+        """Changes matrices in place, given this rank's slices; its tensor-parallel ranks hold the other slices."""
         cut: list[tuple[_Job, Tensor]] = []
         for job, slice_n in zip(jobs, slices, strict=True):
             if self._tp.size > 1 and job.slot.spec.dim is not None:
@@ -163,7 +162,7 @@ class WholeMatrices:
     def _exchange(
         self, group: Group, sent: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[int]], like: Tensor
     ) -> list[list[Tensor]]:
-        """All-to-all of several flat tensors to each rank; ``sizes`` are those of what comes from each."""
+        """All-to-all of several flat tensors to each rank; ``sizes`` lists the tensors' sizes from each source rank."""
         going = [torch.cat([like[:0], *parts]) for parts in sent]
         coming = [like.new_empty(sum(counts)) for counts in sizes]
         coming[group.rank] = going[group.rank]
@@ -178,7 +177,7 @@ def _length(span: tuple[int, int]) -> int:
 
 
 def held_ranges(buckets: Sequence[Bucket], replicas: int) -> list[tuple[ParamSlot, Ranges]]:
-    """The matrices in buckets, and the range of each that every replica holds; no ranges for 0 replicas."""
+    """The matrices in buckets, and every replica's range of each; no ranges for 0 replicas."""
     held: list[tuple[ParamSlot, Ranges]] = []
     for bucket in buckets:
         shares = [overlap_slots(bucket, share_of(bucket, replicas, rank)) for rank in range(replicas)]
@@ -194,10 +193,10 @@ def held_ranges(buckets: Sequence[Bucket], replicas: int) -> list[tuple[ParamSlo
 def assign_owners(
     matrices: Sequence[tuple[ParamSlot, Ranges]], replicas: int, tensors: int
 ) -> Iterator[tuple[int, int, int]]:
-    """Assigns each matrix to an owner, the costly ones first.
+    """Assigns each matrix to an owner, the costliest first.
 
-    The replica that holds most of a matrix owns it, unless it has its share of the work already: then the next one
-    does, or the one with the least.
+    The replica that holds most of a matrix owns it, unless it already has its share of the work: then the next
+    replica does, or the least loaded.
 
     Returns:
         Index of the matrix, and its owner's places among the replicas and the tensor-parallel ranks.
@@ -216,7 +215,7 @@ def assign_owners(
 
 
 def _waves(matrices: Sequence[tuple[ParamSlot, Ranges]], replicas: Group | None, tensors: int) -> Iterator[_Wave]:
-    """Matrices by owner, as many at a time as there are owners."""
+    """Groups matrices into waves, with at most one matrix per owner."""
     count = replicas.size if replicas else 1
     queues: dict[tuple[int, int], list[_Job]] = {(r, t): [] for r in range(count) for t in range(tensors)}
     for index, replica, tensor in assign_owners(matrices, count, tensors):
@@ -226,7 +225,7 @@ def _waves(matrices: Sequence[tuple[ParamSlot, Ranges]], replicas: Group | None,
 
 
 def iteration_flops(spec: ParamSpec) -> int:
-    """Operations of one Newton-Schulz iteration of a parameter's matrices: three products each."""
+    """Operations of a Newton-Schulz iteration of a parameter's matrices: three products each."""
     *leading, columns = spec.logical_shape
     repeated = math.prod(leading) // max(sum(spec.blocks), 1)
     sides = [sorted((repeated * block, columns)) for block in spec.blocks]

@@ -1,4 +1,4 @@
-"""Muon: momentum whose matrices are orthogonalized (Jordan et al. 2024), and AdamW for everything else."""
+"""Muon: momentum with orthogonalized matrices (Jordan et al. 2024), and AdamW for everything else."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from megatron.optimizer.shards import ParamShard
 from megatron.parallel.tensor.shards import ParamSpec
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic iteration: those that raise small singular values fastest."""
+"""Coefficients of the quintic iteration that raise small singular values fastest."""
 
 _LEAST_NORM = 1e-7
 
 
 def newton_schulz(x_mn: Tensor, steps: int) -> Tensor:
-    """The matrix with singular values that are all about 1 (0.7 to 1.2 after 5 steps), and the same singular vectors.
+    """The matrix with the same singular vectors and all singular values about 1 (0.7 to 1.2 after 5 steps).
 
     Args:
-        x_mn: any matrix, of any floating-point type, in which it is computed.
+        x_mn: any matrix; computed in its floating-point dtype.
         steps: iterations of the quintic.
     """
     a, b, c = COEFFICIENTS
@@ -40,15 +40,15 @@ def newton_schulz(x_mn: Tensor, steps: int) -> Tensor:
 class Muon(torch.optim.AdamW):
     """Muon as ``torch.optim.Muon`` computes it, of whole matrices on any layout.
 
-    B = momentum * B + (1 - momentum) * g; with Nesterov's momentum the matrix M is (1 - momentum) * g + momentum * B,
+    B = momentum * B + (1 - momentum) * g; with Nesterov momentum the matrix M is (1 - momentum) * g + momentum * B,
     else B. A matrix moves by lr * (scale * newton_schulz(M) + decay * w). Queries, keys and values of an attention are
-    matrices of their own, and so are gate and value of an MLP, and those of each expert. AdamW updates what is no
-    matrix of a linear layer: embeddings, heads, norms, biases.
+    separate matrices, and so are gate and value of an MLP, and those of each expert. AdamW updates everything but the
+    matrices of linear layers: embeddings, heads, norms, biases.
 
     Args:
-        groups: parameter groups, each with ``decays``; the matrices are in the one that has ``matrices``.
-        shards: the shards whose main values the groups hold.
-        whole: puts together the matrices that the shards are parts of.
+        groups: parameter groups, each with ``decays``; the matrices are in the group with ``matrices``.
+        shards: the shards of the groups' main values.
+        whole: assembles matrices from their shards.
         config: the hyper-parameters.
     """
 
@@ -60,8 +60,8 @@ class Muon(torch.optim.AdamW):
         self._step_supports_amp_scaling = False  # gradients are divided before
         self._shards, self._whole, self._config = list(shards), whole, config
         self.directions: dict[int, Tensor] | None = None
-        """What a step subtracts from its matrices over the learning rate, without weight decay, by the id of the main
-        values; where somebody asks for it."""
+        """The amounts subtracted from matrices, divided by the learning rate, without weight decay, by the id of the
+        main values; None unless requested."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -84,7 +84,7 @@ class Muon(torch.optim.AdamW):
         return super().step(closure)
 
     def _mix(self, mains: Sequence[Tensor], grads: list[Tensor]) -> None:
-        """Updates the momenta, and puts the matrices to orthogonalize in the place of the gradients."""
+        """Updates the momenta, and puts the matrices to orthogonalize in place of the gradients."""
         states, momentum = [self.state[p] for p in mains], self._config.muon_momentum
         buffers = [state["momentum_buffer"] for state in states]
         torch._foreach_add_([state["step"] for state in states], 1.0)
@@ -95,7 +95,7 @@ class Muon(torch.optim.AdamW):
             torch._foreach_copy_(grads, buffers)
 
     def _orthogonalize(self) -> None:
-        """Orthogonalizes what is in the place of the gradients."""
+        """Orthogonalizes the matrices in place of the gradients."""
         wide = self._shards[0].main.dtype
         narrow = torch.bfloat16 if self._in_bf16 else wide
         grads = [cast(Tensor, s.main.grad) if s.slot.spec.blocks else None for s in self._shards]
@@ -113,12 +113,12 @@ class Muon(torch.optim.AdamW):
         return chosen == "medium"
 
     def _blocks(self, spec: ParamSpec) -> tuple[int, ...]:
-        """Rows of the matrices that a parameter is made of, as in ``ParamSpec.blocks``."""
+        """Row counts of a parameter's matrices, as in ``ParamSpec.blocks``."""
         fused = len(spec.logical_shape) == 2
         return (spec.logical_shape[0],) if fused and not self._config.muon_split_qkv else spec.blocks
 
     def _orthogonalized(self, whole: Tensor, spec: ParamSpec) -> Tensor:
-        """Each of a parameter's matrices orthogonalized, in the proportions of their scales."""
+        """Orthogonalizes each of a parameter's matrices, in the proportions of their scales."""
         blocks, columns = self._blocks(spec), whole.shape[-1]
         rows = whole.reshape(-1, sum(blocks), columns)
         largest, changed = self._scale(spec), []

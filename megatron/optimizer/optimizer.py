@@ -29,20 +29,20 @@ from megatron.topology.topology import Topology
 
 @dataclass(frozen=True)
 class StepTotals:
-    """Reductions over the world that one training step needs, and their outcome; equal on every rank.
+    """World-wide reductions of a training step, and their outcome; equal on every rank.
 
     Args:
-        losses: mean of each loss over what counts in it, in nats, by name; zero where nothing does.
-        counted: how many count, in all losses together.
+        losses: mean of each loss in nats over the items that count in it, by name; zero if there are none.
+        counted: number of items that count, in all losses together.
         grad_sq: sum of squares of the scaled gradients of the whole model.
-        params_sq: sum of squares of the parameters; None unless asked for.
-        num_zeros: number of gradient elements that are exactly zero; None unless asked for.
-        votes: sum of the votes that were given to ``Optimizer.step``.
+        params_sq: sum of squares of the parameters; None unless requested.
+        num_zeros: number of gradient elements that are exactly zero; None unless requested.
+        votes: sum of the votes passed to ``Optimizer.step``.
         loss_scale: loss scale of the step.
-        grad_norm: global L2 norm of the unscaled gradients before clipping; None when the update was skipped, because
-            one of them is not finite or nothing counts in any loss.
+        grad_norm: global L2 norm of the unscaled gradients before clipping; None if the update was skipped, because a
+            gradient is not finite or nothing counts in any loss.
         finite: whether all gradients are finite.
-        scale_can_fall: whether a smaller loss scale may make them so.
+        scale_can_fall: whether a smaller loss scale may make them finite.
     """
 
     losses: Mapping[str, float]
@@ -72,11 +72,11 @@ class Optimizer:
         buffers: buffers of the chunks.
         topology: the mesh.
         config: algorithm and hyper-parameters.
-        loss_scale: a constant scale, or a dynamic one for fp16.
+        loss_scale: a constant scale, or a dynamic scale for fp16.
         plan, ledger: the compressor of the parameter gather, and where its bytes are counted.
         sharded: every data-parallel rank updates only its share (``--use-distributed-optimizer``).
         log_params_norm, log_num_zeros: also compute these.
-        joint: the steps that all islands take as one.
+        joint: the joint steps of all islands.
 
     ``frozen_at`` is the number of updates after which Adam's second moments were frozen; 0 while they are not.
     """
@@ -122,7 +122,7 @@ class Optimizer:
 
     @property
     def separate_main(self) -> bool:
-        """Whether the optimizer's values have memory of their own, apart from the model's."""
+        """Whether the optimizer's values have separate memory, apart from the model's."""
         return self.publisher.separate_main
 
     def step(
@@ -138,19 +138,19 @@ class Optimizer:
         all_finite: bool = True,
         decoupled_lr: float | None = None,
     ) -> StepTotals:
-        """Takes one step on final gradients.
+        """Takes a step on final gradients.
 
         Args:
-            losses: sum of each loss in nats and how many count in it, by name, on this rank (zero where another rank
-                reports them).
-            iteration: 0-based; when parameters are gathered compressed depends on it.
+            losses: sum of each loss in nats and the number of items that count in it, by name, on this rank (zero if
+                another rank reports them).
+            iteration: 0-based; decides whether parameters are gathered compressed.
             lr, weight_decay: learning rate and weight decay of this step.
-            vote: a number that is all-reduced over the ranks together with the rest.
+            vote: a number to all-reduce over the ranks together with the other totals.
             freeze_variance: leave Adam's second moments as they are, once an update has been taken.
             clipped: the gradients were clipped before they were all-reduced.
-            all_finite: False when all ranks know already that the gradients are not finite, or nothing at all.
-            publish_update: leave the update's direction, weight decay included, in the gradients: what is subtracted
-                from the parameters over the learning rate, at any learning rate.
+            all_finite: False when all ranks already know that the gradients are not finite, or that nothing counts.
+            publish_update: leave the update's direction, weight decay included, in the gradients: the amount subtracted
+                from the parameters, divided by the learning rate, at any learning rate.
             decoupled_lr: learning rate of input embeddings and the output layer; None: ``lr``.
         """
         totals = self._world_totals(losses, vote)
@@ -181,8 +181,8 @@ class Optimizer:
             step_inner(self.inner, self.shards, divisor)
 
     def _world_totals(self, losses: Mapping[str, tuple[float, float]], vote: float) -> StepTotals:
-        """All-reduces one small vector over the world, so that every rank takes the same decisions; islands that go in
-        step have equal gradients, and sum the rest of it."""
+        """All-reduces a small vector over the world, so that every rank takes the same decisions; islands that go in
+        step have equal gradients, and sum only the other totals."""
         counted = self._counted()
         grad_sq = sum_of_squares([shard.grad for shard in counted])
         params_sq = sum_of_squares([shard.main for shard in counted]) if self.log_params_norm else 0.0
@@ -201,7 +201,7 @@ class Optimizer:
         )
 
     def sum_over_world(self, values: Sequence[float], own: int = 0) -> list[float]:
-        """Sums numbers over the world, and all but the last ``own`` of them over the islands that go in step, too."""
+        """Sums numbers over the world, and all but the last ``own`` numbers also over the islands that go in step."""
         vector = torch.tensor(values, dtype=torch.float64, device=self.topology.device)
         pending = self.topology.world.all_reduce(vector)
         self.ledger.sent(Point.CONTROL, pending.sent_bytes)
@@ -222,5 +222,5 @@ class Optimizer:
 
 
 def _zeros(tensors: Sequence[Tensor]) -> float:
-    """Number of zeros among all elements. One synchronization of the device."""
+    """Number of zeros among all elements. Synchronizes the device once."""
     return float(torch.stack([(x == 0).sum() for x in tensors]).sum()) if tensors else 0.0

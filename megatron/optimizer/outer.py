@@ -13,15 +13,15 @@ from megatron.compression.outer import OuterOptions
 class OuterOptimizer:
     """Anchor and momentum of the values that this rank updates.
 
-    The anchor is what islands have in common; each goes away from it by inner steps of its own. A round moves it by
-    what they have learned on average (Douillard et al. 2023, algorithm 1)::
+    The anchor is the islands' common state; each island departs from it by its own inner steps. A round moves it by the
+    islands' average progress (Douillard et al. 2023, algorithm 1)::
 
         d = anchor - values, of each island, and D their mean
         m = momentum m + D;  anchor -= lr (D + momentum m)      (Nesterov, as torch.optim.SGD has it)
         values = mixing values + (1 - mixing) anchor
 
     Args:
-        mains: the inner optimizer's values, fp32 or fp64, which this one changes in place.
+        mains: the inner optimizer's values, fp32 or fp64, which this optimizer changes in place.
         options: the point's options.
     """
 
@@ -33,24 +33,24 @@ class OuterOptimizer:
 
     @property
     def begun(self) -> bool:
-        """Whether there is an anchor yet."""
+        """Whether there is an anchor."""
         return bool(self.anchor)
 
     def begin(self) -> None:
-        """Takes the values as they are as the anchor; there is no momentum yet."""
+        """Takes the current values as the anchor, without momentum."""
         self.anchor = [self._kept(main) for main in self.mains]
         self.momentum = [torch.zeros_like(x) for x in self.anchor] if self.options.momentum else []
 
     def _kept(self, x: Tensor) -> Tensor:
-        """A copy in the memory that anchor and momentum have."""
+        """A copy in the memory of anchor and momentum."""
         return x.to("cpu" if self.options.offload else x.device, copy=True)
 
     def difference(self, index: int, out: Tensor) -> None:
-        """Writes anchor - values of one tensor to ``out``."""
+        """Writes anchor - values of a tensor to ``out``."""
         torch.sub(self.anchor[index].to(out.device), self.mains[index], out=out)
 
     def step(self, index: int, mean: Tensor) -> None:
-        """Moves the anchor of one tensor by the mean difference, in place of which it leaves anything."""
+        """Moves the anchor of a tensor by the mean difference; overwrites ``mean``."""
         anchor, options = self.anchor[index], self.options
         step = mean.to(anchor.device)
         if options.momentum:
@@ -60,7 +60,7 @@ class OuterOptimizer:
         anchor.sub_(step, alpha=options.outer_lr)
 
     def mix(self, index: int, mixing: float) -> None:
-        """Makes the values of one tensor the anchor's, but for a share of their own."""
+        """Sets the values of a tensor to ``mixing`` * values + (1 - ``mixing``) * anchor."""
         main = self.mains[index]
         anchor = self.anchor[index].to(main.device)
         if mixing:
@@ -69,5 +69,5 @@ class OuterOptimizer:
             main.copy_(anchor)
 
     def tensors(self) -> dict[str, list[Tensor]]:
-        """What must survive a restart, by kind; one tensor of each kind for each of the values."""
+        """State tensors for a checkpoint, by kind; a tensor of each kind for each of the values."""
         return {"anchor": self.anchor, **({"momentum": self.momentum} if self.momentum else {})} if self.begun else {}

@@ -1,4 +1,4 @@
-"""Rounds of islands on one rank: from the differences of what it updates to the anchor's next step."""
+"""Rounds of islands on one rank: from the differences of its shards to the anchor's next step."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from megatron.topology.topology import Topology
 
 @dataclass
 class Flight:
-    """A fragment on its way.
+    """A fragment in transit.
 
     Args:
-        fragment: its number.
+        fragment: number of the fragment.
         sent: iterations of the run after which it was sent.
         attempt: number of the attempt, from 0.
         members: the islands that take part.
-        own_loss, mean_loss: training loss of this island, and the members' mean, since the last round.
+        own_loss, mean_loss: training loss of this island since the last round, and the members' mean.
         norm: L2 norm of this island's difference.
-        failed: something of it has failed on this rank.
-        arrived: its mean is there, and waits for its time.
+        failed: the exchange failed on this rank.
+        arrived: the mean has arrived, and waits to be applied.
         without: an island that the attempt leaves out, to see whether it spoils the mean; None for none.
         mean_norm: L2 norm of the mean that was received.
     """
@@ -61,11 +61,11 @@ class Flight:
 
 
 class OuterSync:
-    """What this rank does in rounds. Every rank of an island has one; all of them call its methods alike.
+    """This rank's part in rounds. Every rank of an island has an instance; all call its methods alike.
 
-    Of replicas that hold the same parameters the first exchanges them with the first ones of other islands: first the
-    replicas' shares are put together, at the end the mean is given to all of them. So every number crosses between
-    islands once, and compressors see whole parameters.
+    Among replicas that hold the same parameters, the first exchanges them with the first replicas of other islands: the
+    replicas' shares are assembled before, and the mean is broadcast to all of them after. So every number crosses
+    between islands once, and compressors see whole parameters.
 
     Args:
         buffers: all parameters of this rank.
@@ -74,12 +74,12 @@ class OuterSync:
         plan, ledger: the compressor of ``OUTER``, and where bytes are counted.
         options: the point's options.
         layers: layers of the model.
-        others: what belongs to the model and no gradient moves, by name: the biases of experts, of which islands take
-            the mean, exactly and without momentum.
+        others: tensors of the model that no gradient moves, by name: the biases of experts. Islands average them
+            exactly, without momentum.
 
-    ``flight`` is the fragment on its way, ``round`` the number of iterations after which the last round was,
-    ``together`` that after which all islands had the anchor's values last, and ``norms`` are those of the fragments'
-    last means, 0 before there is one.
+    ``flight`` is the fragment in transit, ``round`` the number of iterations after which the last round was,
+    ``together`` that after which all islands last had the anchor's values, and ``norms`` are the norms of the
+    fragments' last means, 0 before the first.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class OuterSync:
 
     @torch.no_grad()
     def collect(self, number: int) -> None:
-        """Puts the difference of a fragment together, from the shares of all replicas."""
+        """Assembles the difference of a fragment from the shares of all replicas."""
         fragment = self.fragments[number]
         self.allocate(number)
         for name, x in self._others[number].items():
@@ -127,19 +127,19 @@ class OuterSync:
         self._put_together(fragment)
 
     def _put_together(self, fragment: Fragment) -> None:
-        """Makes what replicas hold of a fragment whole."""
+        """Assembles a fragment from the replicas' shares."""
         if not self.optimizer.sharded:
             return
         for bucket in fragment.buckets:
-            # Each number is one replica's, and the others' is zero: the sum is exact.
+            # Each number is nonzero on a single replica: the sum is exact.
             self._wait(bucket.buffer.group.all_reduce(bucket.reduced.flat))
 
     @torch.no_grad()
     def sum_gradients(self, group: Group, iteration: int, scale: float) -> None:
-        """Sums the gradients of a step that islands take as one, by the point's compressor.
+        """Sums the gradients of a joint step of all islands, by the point's compressor.
 
         Args:
-            group: this rank of all islands.
+            group: this rank on all islands.
             iteration: 0-based.
             scale: the loss scale that the gradients carry.
 
@@ -160,19 +160,19 @@ class OuterSync:
             self.free(number)
 
     def begin(self) -> None:
-        """Begins local steps: takes the anchor. What compressors have kept of gradients is none of differences."""
+        """Begins local steps: takes the anchor. Residuals of gradients do not apply to differences, and are dropped."""
         self.outer.begin()
         for state in self.states():
             state.tensors.pop(RESIDUAL, None)
 
     def allocate(self, number: int) -> None:
-        """Gives a fragment memory for its differences."""
+        """Allocates a fragment's memory for differences."""
         for bucket in self.fragments[number].buckets:
             bucket.reduced.flat = bucket_memory(bucket.buffer, bucket.length)
         self._means = {name: torch.zeros_like(x, dtype=torch.float64) for name, x in self._others[number].items()}
 
     def free(self, number: int) -> None:
-        """Takes a fragment's memory back."""
+        """Frees a fragment's memory."""
         for bucket in self.fragments[number].buckets:
             bucket.reduced.flat = bucket_memory(bucket.buffer, 0)
 
@@ -189,14 +189,14 @@ class OuterSync:
         return math.sqrt(self._summed(sum_of_squares(counted)))
 
     def mean_norm(self, number: int, contributors: int, exchanged: bool) -> float:
-        """L2 norm of the mean that ``exchange`` has come to, over the whole island; nothing has changed yet.
+        """L2 norm of the mean received by ``exchange``, over the whole island; nothing has changed yet.
 
-        What tensor-parallel ranks hold alike is counted by each of them.
+        Tensors replicated over tensor-parallel ranks are counted by each of them.
 
         Args:
             number: the fragment.
-            contributors: islands that have sent something.
-            exchanged: the exchange has come to its end on this rank; else it adds nothing.
+            contributors: number of islands that sent something.
+            exchanged: the exchange completed on this rank; else the rank adds nothing.
         """
         total = 0.0
         if exchanged:
@@ -206,7 +206,7 @@ class OuterSync:
         return math.sqrt(self._summed(total)) / contributors
 
     def _summed(self, own: float) -> float:
-        """The sum of a number over the ranks of the island; nan where it is none."""
+        """Sum of a number over the ranks of the island; nan if it is negative or nan."""
         total = torch.tensor([own], dtype=torch.float64, device=self.topology.device)
         pending = self.topology.world.all_reduce(total)
         self.ledger.sent(Point.CONTROL, pending.sent_bytes)
@@ -225,7 +225,7 @@ class OuterSync:
         reducer.exchange(wait=False)
 
     def progress(self, number: int) -> None:
-        """Goes on with the exchange as far as that is possible without waiting.
+        """Advances the exchange as far as possible without waiting.
 
         Raises:
             CommunicationError: when an island is gone.
@@ -233,7 +233,7 @@ class OuterSync:
         self.fragments[number].reducer.exchange(wait=False)
 
     def exchange(self, number: int) -> None:
-        """Runs the exchange to its end; compressors' states are as they were.
+        """Completes the exchange; compressors' states do not change.
 
         Raises:
             CommunicationError: when an island is gone.
@@ -246,12 +246,12 @@ class OuterSync:
             self.ledger.wait(Point.OUTER, pending)
 
     def drop(self, number: int) -> None:
-        """Forgets an exchange that does not count."""
+        """Discards an exchange that does not count."""
         self.fragments[number].reducer.drop()
 
     @torch.no_grad()
     def settle(self, number: int, contributors: int) -> None:
-        """Counts an exchange: compressors' states change, and the mean is where the difference was, on all replicas."""
+        """Commits an exchange: updates compressors' states, and replaces the difference by the mean on all replicas."""
         fragment = self.fragments[number]
         fragment.reducer.settle()
         for mean in self._means.values():
@@ -267,7 +267,7 @@ class OuterSync:
 
     @torch.no_grad()
     def apply(self, number: int, mixing: float) -> None:
-        """Takes the outer step of a fragment, by the mean that ``settle`` has left."""
+        """Takes the outer step of a fragment, with the mean left by ``settle``."""
         fragment = self.fragments[number]
         for place in fragment.places:
             self.outer.step(place.index, fragment.part(place))
@@ -277,34 +277,34 @@ class OuterSync:
         self.free(number)
 
     def publish(self) -> None:
-        """Gives the model the values that rounds have changed."""
+        """Copies the values changed by rounds into the model."""
         self.optimizer.publisher.publish_exactly()
 
     def take_anchor(self) -> None:
-        """Makes all values the anchor's."""
+        """Sets all values to the anchor's."""
         with torch.no_grad():
             for index in range(len(self.outer.mains)):
                 self.outer.mix(index, 0.0)
         self.publish()
 
     def _wait(self, pending: Pending) -> None:
-        """Waits for what stays inside the island."""
+        """Waits for a collective inside the island."""
         self.ledger.sent(Point.PARAM_GATHER, pending.sent_bytes)
         self.ledger.wait(Point.PARAM_GATHER, pending)
 
     def means(self) -> dict[int, Tensor]:
-        """Of a fragment whose mean is there and has not been applied, the shards' parts by number; else nothing."""
+        """Ranges of an arrived mean that is not applied yet, by shard number; empty otherwise."""
         if self.flight is None or not self.flight.arrived:
             return {}
         fragment = self.fragments[self.flight.fragment]
         return {place.index: fragment.part(place) for place in fragment.places}
 
     def means_of_others(self) -> dict[str, Tensor]:
-        """The same of what is no parameter, by name."""
+        """The same for tensors that are not parameters, by name."""
         return self._means if self.flight is not None and self.flight.arrived else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """What must survive a restart besides tensors. A transfer that has not arrived does not: it is sent again."""
+        """State besides tensors for a checkpoint. A transfer that has not arrived is left out: it is sent again."""
         flight = self.flight if self.flight is not None and self.flight.arrived else None
         return {
             "begun": self.outer.begun,
@@ -316,7 +316,7 @@ class OuterSync:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores it, after the tensors."""
+        """Restores the state, after the tensors."""
         self.round, self.together = int(state.get("round", 0)), int(state.get("together", 0))
         norms = [float(norm) for norm in state.get("norms", ())]
         if len(norms) == len(self.norms):

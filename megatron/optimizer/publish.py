@@ -1,4 +1,4 @@
-"""Publishes updated values: from the optimizer's main values to the model's parameters on every rank."""
+"""Publication of updated values: from the optimizer's main values to the model's parameters on every rank."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ class ParamPublisher:
     """Copies main values into the model and, when the optimizer is sharded, all-gathers the shares.
 
     With a compressor at ``PARAM_GATHER`` every rank sends the difference between its main values and the model's, and
-    all ranks, its own included, add what they decode to the model. What quantizing lost stays in the next difference,
-    so the model follows the main values without a residual (the weight differences of SDP4Bit, Jia et al. 2024).
+    all ranks, including itself, add the decoded difference to the model. Quantization errors remain in the next
+    difference, so the model follows the main values without a residual (the weight differences of SDP4Bit, Jia et al.
+    2024).
 
     Args:
         buffers: buffers of the chunks.
@@ -59,7 +60,7 @@ class ParamPublisher:
             self.publish_exactly()
 
     def publish_exactly(self) -> None:
-        """Makes the model's parameters what the main values are, rounded to the model's precision."""
+        """Sets the model's parameters to the main values, rounded to the model's precision."""
         if self.separate_main:
             torch._foreach_copy_([shard.model for shard in self._shards], [shard.main for shard in self._shards])
         if self.sharded:
@@ -95,7 +96,7 @@ class ParamPublisher:
                 params.copy_(params.to(differences.dtype) + differences)
 
     def _difference(self, buffer: FlatBuffer, bucket: Bucket) -> Tensor:
-        """This rank's share of a bucket: main values less the model's; padding is zero."""
+        """Main values minus the model's in this rank's share of a bucket; padding is zero."""
         share = own_share(bucket, buffer.group, True)
         wide = torch.float64 if buffer.params_flat.dtype == torch.float64 else torch.float32
         own = torch.zeros(share.stop - share.start, dtype=wide, device=buffer.params_flat.device)
@@ -112,6 +113,6 @@ def compresses(plan: CompressionPlan, sharded: bool) -> bool:
 
 
 def separates(plan: CompressionPlan, sharded: bool) -> bool:
-    """Whether main values have memory of their own because gathers are lossy: those of all stages or none, so that
-    checkpoints hold all of them or none."""
+    """Whether main values have separate memory because gathers are lossy: on all stages or none, so that checkpoints
+    hold all of them or none."""
     return sharded and plan.compressed(Point.PARAM_GATHER)

@@ -1,8 +1,8 @@
 """Learning-rate and weight-decay schedules: pure functions of the samples consumed.
 
-A length given in iterations is multiplied by the global batch size and one given in tokens is divided by the
+A length given in iterations is multiplied by the global batch size and a length in tokens is divided by the
 sequence length (exactly: fractions of a sequence count), so that every schedule counts in samples. A learning rate
-whose decay is given in tokens counts samples by their tokens: one of half the sequence length is half a sample.
+with a decay given in tokens counts samples by their tokens: a sample of half the sequence length is half a sample.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ OnMismatch = Literal["refuse", "command-line", "checkpoint"]
 
 @dataclass(frozen=True)
 class ScheduleValues:
-    """The parameters of the two schedules. Lengths are in samples (fractions of one are allowed).
+    """The parameters of the two schedules. Lengths are in samples (fractions of a sample are allowed).
 
     The last ``annealing_samples`` of the decay's length are the decay of ``WSD``, which is constant before them.
-    ``decoupled_lr`` and ``decoupled_min_lr`` are to input embeddings and the output layer what ``max_lr`` and
-    ``min_lr`` are to the other parameters; None: the same.
+    ``decoupled_lr`` and ``decoupled_min_lr`` replace ``max_lr`` and ``min_lr`` for input embeddings and the output
+    layer; None: no replacement.
     """
 
     max_lr: float
@@ -127,7 +127,7 @@ class ScheduleValues:
 
 
 def _ramp(style: str, ratio: float) -> float:
-    """The ramp from 0 to 1 as ``ratio`` goes from 0 to 1."""
+    """A ramp from 0 to 1 as ``ratio`` goes from 0 to 1."""
     return ratio if style == "linear" else 0.5 * (1.0 - math.cos(math.pi * ratio))
 
 
@@ -158,11 +158,11 @@ def schedule_values(
 
     Args:
         options: the optimizer's section.
-        global_batch_size: samples of one step; the final one of a ramp-up.
+        global_batch_size: samples per step; the final size of a ramp-up.
         seq_length: tokens of a sample.
-        train_iters, train_samples, train_tokens: length of the run, the default of the decay's. A run that has
-            ``train_samples`` or only ``train_tokens`` is counted in samples, and the lengths in iterations are ignored;
-            and the other way round. A length in tokens goes before both.
+        train_iters, train_samples, train_tokens: length of the run, the default length of the decay. A run with
+            ``train_samples`` or only ``train_tokens`` is counted in samples, and lengths in iterations are ignored; and
+            the other way round. A length in tokens takes precedence over both.
 
     Raises:
         UserError: when no length is given, or when the lengths do not fit each other.
@@ -225,7 +225,7 @@ _FLAG_OF_FIELD = {
 _OPTIONAL = {"decoupled_lr": None, "decoupled_min_lr": None}
 """Values that may be None."""
 _DEFAULTS = {"warmup_init": 0.0, "annealing_style": "exponential", "annealing_samples": 0.0, **_OPTIONAL}
-"""Values of checkpoints that lack them."""
+"""Defaults for checkpoints without these values."""
 _FIELD_TYPES: dict[str, type] = {name: str if name.endswith("_style") else float for name in _FLAG_OF_FIELD}
 _REMEDY = (
     "add --override-opt_param-scheduler to take the command line's, "
@@ -234,8 +234,8 @@ _REMEDY = (
 
 
 class StepRates(NamedTuple):
-    """Rates of a step: learning rate, weight decay, and the learning rate of input embeddings and the output layer
-    where that is another."""
+    """Rates of a step: learning rate, weight decay, and the learning rate of input embeddings and the output layer if
+    it differs."""
 
     lr: float
     weight_decay: float
@@ -245,11 +245,10 @@ class StepRates(NamedTuple):
 class LRSchedule:
     """The schedules at a position: the samples consumed by optimizer steps that were not skipped.
 
-    ``on_mismatch`` says what happens when a checkpoint was written under other values: refuse (as Megatron
-    does), take the command line's (``--override-opt_param-scheduler``) or the checkpoint's
-    (``--use-checkpoint-opt_param-scheduler``). ``ours`` names values that are the command line's in any case
-    (``--use-new-lr``, ``--use-new-min-lr``). ``tokens_per_sample`` is the full sequence length, where the learning rate
-    counts by tokens.
+    ``on_mismatch`` decides when a checkpoint was written under other values: refuse (as Megatron does), take the
+    command line's (``--override-opt_param-scheduler``) or the checkpoint's (``--use-checkpoint-opt_param-scheduler``).
+    ``ours`` names values for which the command line always wins (``--use-new-lr``, ``--use-new-min-lr``).
+    ``tokens_per_sample`` is the full sequence length, if the learning rate counts by tokens.
     """
 
     def __init__(
@@ -302,7 +301,7 @@ class LRSchedule:
 
     @property
     def _lr_position(self) -> float:
-        """Samples, maybe counted by their tokens, that learning rates depend on."""
+        """Samples, possibly counted by their tokens, that learning rates depend on."""
         if self.tokens_per_sample is not None:
             return self.consumed_tokens / self.tokens_per_sample
         return self.consumed_samples
@@ -322,7 +321,7 @@ class LRSchedule:
         return self.values.weight_decay_at(self.consumed_samples)
 
     def step(self, samples: int, tokens: int | None = None) -> None:
-        """Advances by the samples of one optimizer step, and their tokens (None: they are whole). Do not call it for a
+        """Advances by the samples of an optimizer step, and their tokens (None: full samples). Do not call it for a
         skipped step."""
         self.consumed_samples += samples
         self.consumed_tokens += samples * (self.tokens_per_sample or 0) if tokens is None else tokens
@@ -334,14 +333,14 @@ class LRSchedule:
         return {"consumed_samples": self.consumed_samples, **tokens, **values}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the position, and settles values that differ by ``on_mismatch``.
+        """Restores the position, and resolves differing values by ``on_mismatch``.
 
         Raises:
-            UserError: when values differ and no flag settles it (the message names it), or the state is incomplete.
+            UserError: when values differ and no flag resolves it (the message names it), or the state is incomplete.
         """
         try:
             position = int(state["consumed_samples"])
-            # A checkpoint that does not say had whole samples.
+            # A checkpoint without this entry had full samples.
             tokens = int(state.get("consumed_tokens", position * (self.tokens_per_sample or 0)))
             if position < 0 or tokens < 0:
                 raise ValueError(f"consumed_samples is {position}, consumed_tokens {tokens}")

@@ -1,4 +1,4 @@
-"""The parameters that one rank updates: everything it holds, or its shares when the optimizer is sharded."""
+"""The parameters that a rank updates: all that it holds, or its shares when the optimizer is sharded."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from megatron.parallel.data.gradients import overlap_slots, own_share
 
 @dataclass(frozen=True)
 class ParamShard:
-    """A contiguous range of one (row-major flattened) local parameter that this rank updates.
+    """A contiguous range of a (row-major flattened) local parameter that this rank updates.
 
     Args:
         slot: the parameter.
         start, stop: the range within the flattened parameter.
-        main: the values that the optimizer updates, fp32 (or fp64): the model's own memory where the dtypes agree.
+        main: the values that the optimizer updates, fp32 (or fp64): the model's memory itself if the dtypes agree.
         model: the same range of the model's parameter, flat.
         grad: the same range of the gradient buffer, flat.
-        counted: this rank counts it in sums over replicas; of equal ones only the first does.
+        counted: this rank counts it in sums over replicas; of equal replicas only the first does.
     """
 
     slot: ParamSlot
@@ -39,7 +39,7 @@ class ParamShard:
         return len(self.slot.spec.logical_shape) > 1 and not self.slot.logical_name.endswith(".bias")
 
     def counts_in_norm(self, tp_rank: int) -> bool:
-        """Whether this rank is the one that counts these elements in norms over the whole model."""
+        """Whether this rank counts these elements in norms over the whole model."""
         spec = self.slot.spec
         return self.counted and not spec.tied_copy and spec.counted_by(tp_rank)
 
@@ -49,8 +49,8 @@ def own_shards(buffers: Sequence[FlatBuffer], sharded: bool, separate: bool = Fa
 
     Args:
         buffers: buffers of the chunks.
-        sharded: whether to own only an equal share of each bucket, which its replicas share out.
-        separate: whether main values have memory of their own even where the dtypes agree.
+        sharded: whether to own only an equal share of each bucket, which is sharded over its replicas.
+        separate: whether main values have separate memory even if the dtypes agree.
     """
     shards = []
     for buffer in buffers:

@@ -1,4 +1,4 @@
-"""Sums over whole tensors, of which this rank may hold a part."""
+"""Sums over whole tensors from sums over their shards."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from megatron.topology.group import Group
 
 
 class WholeSums:
-    """Sums over the logical parameters from sums over the shards.
+    """Computes sums over the logical parameters from sums over the shards.
 
     Args:
         shards: the shards that this rank updates.
         buffers: all parameters that this rank holds, in the order that their holders share.
         tp: the tensor-parallel ranks, which hold parts of the same tensors.
-        sharded: the replicas of each buffer share its shards out.
+        sharded: the replicas of each buffer hold shares of it.
         ledger: where the all-gathers over the holders are counted.
     """
 
@@ -43,19 +43,19 @@ class WholeSums:
         self._places = torch.tensor([places[id(shard.slot)] for shard in shards], dtype=torch.int64, device=self.device)
         unshared = [slot.spec.unshared for slot in slots]
         self._unshared = torch.tensor(unshared, device=self.device).unsqueeze(1)
-        # Of a parameter that all tensor-parallel ranks hold whole, the first one's counts.
+        # Of a parameter replicated on all tensor-parallel ranks, only the first rank's copy counts.
         weights = [shard.slot.spec.counted_by(tp.rank) for shard in shards]
         self._weights = torch.tensor(weights, dtype=torch.float64, device=self.device).unsqueeze(1)
 
     def __call__(self, sums_ns: Tensor) -> Tensor:
-        """The sums over the whole tensors that the shards are parts of.
+        """Sums over the whole tensors that contain the shards.
 
         Args:
             sums_ns: a row of sums for each shard.
 
         Returns:
-            A row for each shard, in fp64. All ranks that hold parts of a tensor get equal ones; so do all holders of
-            a tied embedding, since the ranks' shares are added one by one, in the order of the ranks.
+            A row for each shard, in fp64. All ranks that hold parts of a tensor get equal rows; so do all holders of a
+                tied embedding, since the ranks' shares are added in rank order.
         """
         rows = torch.zeros(self._slots, sums_ns.shape[1], dtype=torch.float64, device=self.device)
         rows.index_add_(0, self._places, sums_ns.to(torch.float64) * self._weights)
@@ -78,7 +78,7 @@ class WholeSums:
 
 
 def _runs(groups: Sequence[Group], counts: Sequence[int]) -> Iterator[tuple[Group, list[int]]]:
-    """Each group with the numbers of its slots, of which the buffers have these counts."""
+    """Each group with the numbers of its slots; the buffers have ``counts`` slots."""
     found: dict[int, tuple[Group, list[int]]] = {}
     first = 0
     for group, count in zip(groups, counts, strict=True):
@@ -88,6 +88,6 @@ def _runs(groups: Sequence[Group], counts: Sequence[int]) -> Iterator[tuple[Grou
 
 
 def row_of(values: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Scalars, of which there may be none, as one fp64 vector."""
+    """Stacks scalars, possibly none, to an fp64 vector."""
     empty = torch.zeros(0, dtype=torch.float64, device=device)
     return torch.stack([value.to(torch.float64) for value in values]) if values else empty

@@ -1,6 +1,6 @@
-"""Small collectives by which ranks agree on failures, so that none waits for a rank that has failed.
+"""Small collectives for agreement on failures, so that no rank waits for a failed rank.
 
-Everything works without a process group: ``group=None`` means that this process is alone. Groups are gloo.
+Everything works without a process group: ``group=None`` means a single process. Groups are gloo.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def size_of(group: dist.ProcessGroup | None) -> int:
 
 
 def communicating(what: str, call: Callable[[], T]) -> T:
-    """Runs a call that communicates.
+    """Runs a communicating call.
 
     Raises:
         CommunicationError: when a peer is gone or too slow.
@@ -49,7 +49,7 @@ def any_rank(group: dist.ProcessGroup | None, flag: bool) -> bool:
 
 
 def gather_texts(group: dist.ProcessGroup | None, text: str) -> list[str]:
-    """All-gathers texts, which may differ in length; in the order of ranks."""
+    """All-gathers texts, which may differ in length; in rank order."""
     if group is None:
         return [text]
     data = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
@@ -65,17 +65,17 @@ def gather_texts(group: dist.ProcessGroup | None, text: str) -> list[str]:
 
 
 def first_problem(group: dist.ProcessGroup | None, problem: str | None) -> str | None:
-    """The problem of the lowest rank that has one, the same on every rank; None when there is none."""
+    """The problem of the lowest rank with a problem, the same on every rank; None if there is none."""
     if not any_rank(group, problem is not None):
         return None
     return next(text for text in gather_texts(group, problem or "") if text)
 
 
 def raise_together(group: dist.ProcessGroup | None, problem: str | None) -> None:
-    """Raises on every rank when one has a problem.
+    """Raises on every rank if any rank has a problem.
 
     Raises:
-        UserError: on every rank, with the same text, when one has.
+        UserError: on every rank, with the same text, if any rank has a problem.
     """
     agreed = first_problem(group, problem)
     if agreed is not None:
@@ -83,10 +83,10 @@ def raise_together(group: dist.ProcessGroup | None, problem: str | None) -> None
 
 
 def together(group: dist.ProcessGroup | None, build: Callable[[], T]) -> T:
-    """Runs something on every rank, and fails on all of them when it fails on one.
+    """Runs a call on every rank, and fails on all ranks if it fails on any.
 
     Raises:
-        UserError: on every rank when one raised it.
+        UserError: on every rank if any rank raised it.
     """
     result: T | None = None
     problem = None
@@ -96,4 +96,4 @@ def together(group: dist.ProcessGroup | None, build: Callable[[], T]) -> T:
         problem = str(error)
     raise_together(group, problem)
     assert problem is None
-    return result  # type: ignore[return-value]  # None is a value that build may return
+    return result  # type: ignore[return-value]  # build may return None

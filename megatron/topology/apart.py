@@ -1,4 +1,4 @@
-"""Process groups apart from torch's world, over ranks of several worlds."""
+"""Process groups outside torch's world, over ranks of several worlds."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def group_apart(
     address: str | None,
     device: torch.device,
 ) -> Group:
-    """Makes a group that torch's world knows nothing of; a failure in it leaves the world as it is.
+    """Makes a group unknown to torch's world; a failure in it leaves the world as it is.
 
     Args:
-        store: where the members meet, and nobody else.
-        members: their numbers, which messages name.
-        own: this one's number.
+        store: store of the group's members alone.
+        members: numbers of the members, which messages name.
+        own: this member's number.
         name: name of the group.
-        seconds: longest time of making it, and of everything in it.
+        seconds: longest time to make the group, and timeout of its operations.
         address: address of this machine at which the others reach this process; None for gloo's own choice.
-        device: where the tensors are; what is on a GPU goes through the machine's memory.
+        device: device of the tensors; tensors on a GPU are staged through host memory.
 
     Raises:
         CommunicationError: when a member does not come.
@@ -48,7 +48,7 @@ def group_apart(
     store.set_timeout(timeout)
     made: Any = dist.ProcessGroup(store, rank, len(ranks))
     try:
-        # The store may hang as well as the members, and has no time limit for that.
+        # Both the store and the members may hang; the store has no time limit for that.
         backend = Caller("islands").call(lambda: _gloo(store, rank, len(ranks), timeout, address), 2 * seconds)
     except (RuntimeError, TimeoutError) as error:
         why = reason(error) or f"not within {2 * seconds:g} s"
@@ -60,8 +60,8 @@ def group_apart(
 
 
 def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta, address: str | None) -> Any:
-    """Gloo at an address; left to itself it takes GLOO_SOCKET_IFNAME, or the address that this machine's name resolves
-    to, which on many machines is one that others do not reach."""
+    """Gloo at an address; by default it takes GLOO_SOCKET_IFNAME, or the address of this machine's name, which on many
+    machines is unreachable for others."""
     gloo: Any = dist.ProcessGroupGloo
     if address is None:
         return gloo(store, rank, size, timeout)

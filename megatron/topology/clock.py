@@ -1,8 +1,8 @@
 """Clocks for meters: the host's, or events on the stream of a CUDA device.
 
 A call that starts work on a device returns before the work is done, and waiting for NCCL makes the stream wait, not
-the host. So on CUDA a mark is an event, which the stream passes when all that was started before is done. No meter
-waits for the device: intervals are read when their events have been passed, which is usually a step later.
+the host. So on CUDA a mark is an event, which the stream passes when all earlier work is done. No meter waits for the
+device: intervals are read once their events have been passed, usually a step later.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ class Event(Protocol):
         """Records the event on the current stream."""
 
     def query(self) -> bool:
-        """Whether the stream has passed it."""
+        """Whether the stream has passed the event."""
 
     def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds from this event to a later one; the stream has passed both."""
+        """Milliseconds from this event to a later event; the stream has passed both."""
 
 
 class Clock(Protocol):
-    """A clock that marks moments and tells the time between them, now or later."""
+    """A clock that marks moments and reports the time between them, now or later."""
 
     def mark(self) -> Mark:
         """Marks this moment: of the host, or of the device's work launched so far."""
 
     def between(self, start: Mark, stop: Mark, tell: Tell) -> None:
-        """Calls ``tell`` with the seconds from one mark to the other, as soon as ``read`` knows them."""
+        """Calls ``tell`` with the seconds between two marks, as soon as ``read`` knows them."""
 
     def read(self) -> None:
-        """Tells the intervals that are known by now, without waiting."""
+        """Reports the intervals known by now, without waiting."""
 
     def synchronize(self) -> None:
-        """Waits for the device, and tells all intervals."""
+        """Waits for the device, and reports all intervals."""
 
     def anchor(self) -> None:
         """Waits for the device, and aligns its time with the host's."""
@@ -57,7 +57,7 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """A clock of the host: the duration of a call is known when it has returned.
+    """A clock of the host: the duration of a call is known when it returns.
 
     Args:
         now: seconds of a monotonic clock.
@@ -89,7 +89,7 @@ class DeviceClock:
     """A clock of a CUDA device: events on the current stream of the calling thread.
 
     Args:
-        event: makes one that takes the time.
+        event: makes an event that records the time.
         synchronize: waits for the device.
         now: seconds of the host's clock.
     """
@@ -115,8 +115,8 @@ class DeviceClock:
         self._unread.append((start, stop, tell))
 
     def read(self) -> None:
-        # The oldest first; where one is still to come, so are those behind it. Both ends are asked for, since a start
-        # and a stop may have been marked on different streams.
+        # The oldest first; if an interval is not known yet, neither are later intervals. Both ends are queried, since
+        # start and stop may have been marked on different streams.
         while self._unread and self._unread[0][1].query() and self._unread[0][0].query():
             start, stop, tell = self._unread.popleft()
             tell(start.elapsed_time(stop) / 1e3)
@@ -136,7 +136,7 @@ class DeviceClock:
 
 
 def clock_of(device: torch.device) -> Clock:
-    """The clock of what is computed on a device."""
+    """The clock for computations on a device."""
     if device.type != "cuda":
         return HostClock()
     return DeviceClock(

@@ -1,4 +1,4 @@
-"""Who takes part in a round of islands, as one of them decides and all of them read."""
+"""Membership of a round of islands: decided by a single island, read by all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Any
 
 ABSURD = 100.0
-"""A difference whose norm is this many times the (lower) median of all is left out of the sum."""
+"""A difference with a norm of more than this many times the (lower) median norm is left out of the sum."""
 
 _MOST_STOP = 4
 """The greatest reason to end a run."""
@@ -18,12 +18,12 @@ _MOST_STOP = 4
 
 @dataclass(frozen=True)
 class Arrival:
-    """What an island says of itself when it comes to a round.
+    """An island's report when it comes to a round.
 
     Args:
         norm: L2 norm of its difference.
-        loss: its training loss; nan where it has none.
-        stop: greatest reason that it has to end the run; 0 for none.
+        loss: its training loss; nan if unknown.
+        stop: its greatest reason to end the run; 0 for none.
     """
 
     norm: float
@@ -35,7 +35,7 @@ class Arrival:
 
     @staticmethod
     def decode(value: Sequence[Any]) -> Arrival:
-        """An arrival as it was written, or ValueError."""
+        """Decodes an arrival; raises ValueError if it is malformed."""
         norm, loss, stop = value
         if not 0 <= int(stop) <= _MOST_STOP:
             raise ValueError(f"{stop} is no reason to end a run")
@@ -43,24 +43,24 @@ class Arrival:
 
 
 class RoundOutcome(str, Enum):
-    """What an attempt of a round has come to, the same on all islands."""
+    """The outcome of an attempt of a round, the same on all islands."""
 
     COUNTS = "counts"
     FAILED = "failed"
-    """Something of it has failed on a rank, so it must be done again."""
+    """The attempt failed on some rank, and must be repeated."""
     SPOILED = "spoiled"
-    """The mean that was received is not finite, or far larger than differences are."""
+    """The mean that was received is not finite, or far larger than the differences."""
 
 
 @dataclass(frozen=True)
 class Vote:
-    """What a member says of an attempt.
+    """A member's vote on an attempt.
 
     Args:
-        failed: something of it has failed there.
-        mean_norm: L2 norm of the mean that it has received.
-        usual_norm: the norm of its own difference, or that of the last mean where that was larger: what a residual
-            holds back comes later.
+        failed: something failed there.
+        mean_norm: L2 norm of the mean that it received.
+        usual_norm: the norm of the member's difference, or that of the last mean if larger: residuals delay part of a
+            difference.
     """
 
     failed: bool
@@ -72,21 +72,21 @@ class Vote:
 
     @staticmethod
     def decode(value: Sequence[Any]) -> Vote:
-        """A vote as it was written, or ValueError."""
+        """Decodes a vote; raises ValueError if it is malformed."""
         failed, mean_norm, usual_norm = value
         return Vote(bool(failed), float(mean_norm), float(usual_norm))
 
 
 def judge_mean(votes: Sequence[Vote]) -> RoundOutcome:
-    """Judges an attempt by what its members have received, whatever each says that it has sent.
+    """Judges an attempt by the means that its members received, regardless of the norms that they claim to have sent.
 
     Args:
-        votes: those of all members.
+        votes: the votes of all members.
     """
     if any(vote.failed for vote in votes):
         return RoundOutcome.FAILED
     norms = [vote.usual_norm for vote in votes if math.isfinite(vote.usual_norm)]
-    # Of two nobody knows which one is odd.
+    # With two, nobody knows which is the outlier.
     usual = (statistics.median_low(norms) if len(norms) > 2 else max(norms)) if norms else 0.0
     spoiled = any(not math.isfinite(vote.mean_norm) or vote.mean_norm > ABSURD * usual > 0 for vote in votes)
     return RoundOutcome.SPOILED if spoiled else RoundOutcome.COUNTS
@@ -94,13 +94,13 @@ def judge_mean(votes: Sequence[Vote]) -> RoundOutcome:
 
 @dataclass(frozen=True)
 class Decision:
-    """Who takes part in a round; the same on all islands.
+    """Membership of a round; the same on all islands.
 
     Args:
         members: numbers of the islands whose differences are summed.
-        arrivals: what those that came said, by number.
-        left_out: why others that came take no part.
-        without: an island that came and takes no part, to see whether it spoils the mean; None for none.
+        arrivals: the reports of the islands that came, by number.
+        left_out: reasons why other islands that came take no part.
+        without: an island that came and is left out, to see whether it spoils the mean; None for none.
     """
 
     members: tuple[int, ...]
@@ -110,7 +110,7 @@ class Decision:
 
     @property
     def mean_loss(self) -> float:
-        """Mean of the losses of the members that have one; nan where none has."""
+        """Mean of the finite losses of the members; nan if there are none."""
         losses = [self.arrivals[island].loss for island in self.members]
         losses = [loss for loss in losses if math.isfinite(loss)]
         return statistics.fmean(losses) if losses else math.nan
@@ -123,7 +123,7 @@ class Decision:
 
     @property
     def stop(self) -> int:
-        """The greatest reason of an island that came to end the run, for all of them; 0 for none."""
+        """The greatest reason to end the run among the islands that came; 0 for none."""
         return max((arrival.stop for arrival in self.arrivals.values()), default=0)
 
     def encode(self) -> dict[str, Any]:
@@ -136,7 +136,7 @@ class Decision:
 
     @staticmethod
     def decode(value: Mapping[str, Any]) -> Decision:
-        """A decision as it was written, or ValueError."""
+        """Decodes a decision; raises ValueError if it is malformed."""
         without, members = value["without"], tuple(map(int, value["members"]))
         arrivals = {int(k): Arrival.decode(one) for k, one in value["arrivals"].items()}
         if not members or not arrivals.keys() >= set(members):
@@ -150,12 +150,12 @@ class Decision:
 
 
 def judge(arrivals: Mapping[int, Arrival], last_norm: float = 0.0, anchor_norm: float = 0.0) -> Decision:
-    """Decides whose differences are summed: those that are finite and not absurdly large.
+    """Decides which differences are summed: those that are finite and not absurdly large.
 
     Args:
-        arrivals: what islands say of themselves, by number.
-        last_norm: norm of the last mean, by which the differences of two islands are judged; 0 before there is one.
-        anchor_norm: norm of the values that islands had in common, by which they are judged then; 0 where unknown.
+        arrivals: the reports of the islands, by number.
+        last_norm: norm of the last mean, against which two islands' differences are judged; 0 before the first mean.
+        anchor_norm: norm of the islands' common values, used instead before the first mean; 0 where unknown.
 
     Raises:
         ValueError: when no difference is finite.
@@ -165,7 +165,7 @@ def judge(arrivals: Mapping[int, Arrival], last_norm: float = 0.0, anchor_norm: 
     if not finite:
         raise ValueError("no island has a finite difference")
     usual, of_what = statistics.median_low(finite.values()), "the median"
-    if len(finite) == 2:  # nobody knows which one is odd, but for what all know
+    if len(finite) == 2:  # nobody knows which is the outlier, unless a common norm is known
         known, of_what = (last_norm, "that of the last mean") if last_norm else (anchor_norm, "that of the parameters")
         usual = max(usual, known) if known else 0.0
     for k, norm in finite.items():

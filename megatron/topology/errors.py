@@ -9,7 +9,7 @@ from megatron.base.errors import first_line
 
 
 class CommunicationError(RuntimeError):
-    """Raised when a collective or a message failed. The message is one line naming the operation and its ranks."""
+    """Raised when a collective or a message failed. The message is a single line naming the operation and its ranks."""
 
 
 _NCCL = re.compile(r"NCCL error(?: in)?: (?:\S+:\d+, )?(?P<what>[^\n]*?)(?:, NCCL version [\d.]+)?(?:\n|$)")
@@ -18,7 +18,7 @@ _NCCL_TIMEOUT = re.compile(r"OpType=(?P<what>\w+),.*?Timeout\(ms\)=(?P<limit>\d+
 
 
 def reason(error: BaseException) -> str:
-    """The reason of a failed collective or message, in one line: the end of NCCL's text, or another's first line."""
+    """The one-line reason of a failed collective or message: the end of NCCL's text, or another error's first line."""
     text = str(error)
     timeout, failure, last = _NCCL_TIMEOUT.search(text), _NCCL.search(text), _NCCL_LAST.search(text)
     if timeout:

@@ -1,7 +1,7 @@
 """Process groups whose collectives count their bytes.
 
 Every call returns a ``Pending`` that knows the bytes which this rank puts on the wire, so that the ledger can
-never disagree with what was sent. A group of one rank communicates nothing and needs no process group.
+never disagree with the transfer. A single-rank group communicates nothing and needs no process group.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ _ALL_GATHER: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tenso
 _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 NOTHING = "nothing"
-"""Name of the operation in a group of one rank."""
+"""Name of the operation in a single-rank group."""
 
 
 _STEPWISE_BYTES = 1 << 16
-"""Bytes from which on an exchange over gloo goes one partner at a time: 1.5 times gloo's rate on links of 100 Mb/s."""
+"""Minimum size in bytes of a partner-by-partner exchange over gloo: 1.5 times gloo's rate on links of 100 Mb/s."""
 _PAIR_SUM_BYTES = 1 << 20
-"""Bytes up to which two ranks sum over gloo by one exchange, with fewer round trips than a ring."""
+"""Maximum size in bytes of a two-rank all-reduce over gloo by one exchange, with fewer round trips than a ring."""
 _PARTNERS_TAG = 1 << 20
-"""Tag of what two ranks exchange, apart from those of messages."""
+"""Tag of partner-by-partner exchanges, apart from those of messages."""
 
 
 _COMBINE: dict[Any, Callable[..., object]] = {
     dist.ReduceOp.SUM: torch.add,
     dist.ReduceOp.MAX: torch.maximum,
 }
-"""What two ranks do with each other's numbers, by operation."""
+"""Elementwise reduction of two ranks' tensors, by operation."""
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Pending:
         return self.what.split(" ", 1)[0]
 
     def wait(self) -> None:
-        """Returns when the result may be used: on CUDA by what is launched from now on.
+        """Waits until the result may be used: on CUDA, by kernels launched from now on.
 
         Raises:
             CommunicationError: when a peer is gone or too slow.
@@ -92,7 +92,7 @@ class Pending:
         return self.work is None
 
     def synchronize(self) -> None:
-        """Returns when an operation that was waited for is no longer on the device.
+        """Waits until an operation that was waited for has left the device.
 
         Raises:
             CommunicationError: when a peer is gone or too slow.
@@ -104,7 +104,7 @@ class Pending:
 
     @contextmanager
     def _naming(self) -> Iterator[None]:
-        """Raises errors as CommunicationError, with the operation and its ranks."""
+        """Re-raises errors as CommunicationError, with the operation and its ranks."""
         try:
             yield
         except RuntimeError as error:
@@ -122,13 +122,13 @@ def num_bytes(x: Tensor) -> int:
 
 @dataclass(frozen=True)
 class NodeSplit:
-    """A group's ranks by node, and its parts that this rank belongs to.
+    """A group's ranks by node, with the subgroups of this rank.
 
     Args:
-        nodes: positions in the group by node, as many of each; alike in all groups of a kind.
+        nodes: positions in the group by node, equally many per node; the same in all groups of a kind.
         node: the ranks of this rank's node.
-        across: the ranks at this rank's place in its node, one on each node.
-        why: why the nodes are not several, with all of their ranks, for people; empty where they are.
+        across: the ranks with this rank's position in its node, one rank per node.
+        why: the reason, for people, why there are not several complete nodes; empty where there are.
     """
 
     nodes: tuple[tuple[int, ...], ...]
@@ -146,7 +146,7 @@ class Group:
         rank: this process's position in ``ranks``.
         name: name in messages and the ledger.
         backend: "gloo", "nccl" or "none".
-        split: its ranks by node, where that was asked for.
+        split: its ranks by node, where requested.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class Group:
         return len(self.ranks)
 
     def start(self, what: str, sent: int, call: Callable[[], Work | None]) -> Pending:
-        """Starts an operation; every one passes here, so a subclass that overrides this decides what is sent.
+        """Starts an operation. Every operation passes here, so a subclass can override the transfer.
 
         Args:
             what: the operation.
@@ -191,8 +191,8 @@ class Group:
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
         """All-reduces ``x``, contiguous, in place. A ring sends 2 (n-1)/n of its bytes.
 
-        Over gloo the two ranks of a group exchange short ones and combine them themselves: as many bytes, with fewer
-        round trips than the ring's. As of an all-gather, each of these has to be waited for.
+        Over gloo the two ranks of a group exchange small tensors and combine them locally: the same number of bytes,
+        with fewer round trips than a ring. Each of these, like each all-gather, must be waited for.
         """
         if self.size == 1:
             return Pending(None, 0, NOTHING)
@@ -202,7 +202,7 @@ class Group:
             other = torch.empty_like(x)
             pair = [other, other]  # the entry of this rank is not used
             pending = self.start("all-reduce", sent, lambda: self._with_partners([x, x], pair))
-            # In the order of the ranks: which of 0 and -0 is the larger one, or which NaN remains, depends on it.
+            # In rank order: which of 0 and -0 is the larger, or which NaN remains, depends on it.
             pending.finish = partial(combine, *((x, other) if self.rank == 0 else (other, x)), out=x)
             return pending
         return self.start("all-reduce", sent, lambda: dist.all_reduce(x, op=op, group=self.pg, async_op=True))
@@ -210,7 +210,7 @@ class Group:
     def all_gather(self, out: Tensor, x: Tensor) -> Pending:
         """All-gathers the ranks' ``x`` along dimension 0 into ``out``; both contiguous. Sends (n-1) times ``x``.
 
-        Over gloo one of two ranks, or a large one, goes one partner at a time, with the same result.
+        Over gloo, exchanges of two ranks and large ones go partner by partner, with the same result.
         """
         if self.size == 1:
             if out.data_ptr() != x.data_ptr():
@@ -228,10 +228,10 @@ class Group:
         return self.backend == "gloo" and sent >= (1 if self.size == 2 else _STEPWISE_BYTES)
 
     def _with_partners(self, out: Sequence[Tensor], into: Sequence[Tensor]) -> Work:
-        """Sends ``out[i]`` to rank i and receives ``into[i]`` from it, for all i but this rank's own.
+        """Sends ``out[i]`` to rank i and receives ``into[i]`` from it, for every other rank i.
 
-        With one partner all is posted at once: a receive that stands when the message comes spares it a round trip,
-        which takes as long as what waits at the link before it.
+        With one partner everything is posted at once: a receive that is posted before its message comes saves a round
+        trip, which takes as long as the data queued at the link before it.
         """
 
         def begun(step: int) -> Together:
@@ -254,7 +254,7 @@ class Group:
         return self._steps.start(steps)
 
     def _exchange(self, out: Tensor, x: Tensor, what: str, sent: int) -> Pending:
-        """Row i of ``x`` to rank i; row i of ``out`` from rank i."""
+        """Sends row i of ``x`` to rank i and receives row i of ``out`` from it."""
         if not self._by_partners(sent):
             return self.start(what, sent, lambda: dist.all_to_all_single(out, x, group=self.pg, async_op=True))
         to, source = x.chunk(self.size), out.chunk(self.size)
@@ -262,10 +262,10 @@ class Group:
         return self.start(what, sent, lambda: self._with_partners(to, source))
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Pending:
-        """Reduce-scatters ``x``: rank r gets the sum of the r-th equal parts of dimension 0 in ``out``.
+        """Reduce-scatters ``x``: rank r gets in ``out`` the sum of the ranks' r-th equal parts of dimension 0.
 
-        gloo's own reduce-scatter moves an all-reduce's bytes; there an all-to-all and a local sum, which really
-        sends (n-1)/n of the bytes, takes its place. ``out`` may alias this rank's part of ``x``.
+        gloo's own reduce-scatter moves the bytes of an all-reduce; here an all-to-all and a local sum replace it, which
+        really send (n-1)/n of the bytes. ``out`` may alias this rank's part of ``x``.
         """
         if self.size == 1:
             if out.data_ptr() != x.data_ptr():
@@ -297,10 +297,10 @@ class Group:
         return self._exchange(out, x, "all-to-all", sent)
 
     def exchange_parts(self, out: Sequence[Tensor], x: Sequence[Tensor]) -> Pending:
-        """All-to-all of any sizes: sends ``x[i]`` to rank i; ``out[i]`` comes from rank i. Its own stays where it is.
+        """All-to-all of any sizes: sends ``x[i]`` to rank i and receives ``out[i]`` from it. This rank's entry stays.
 
         Args:
-            out, x: one flat, contiguous tensor a rank, of the sizes that the ranks have agreed on; all of one dtype.
+            out, x: a flat, contiguous tensor per rank, of the sizes that the ranks have agreed on; all of one dtype.
         """
         if self.size == 1:
             return Pending(None, 0, NOTHING)
@@ -312,7 +312,7 @@ class Group:
         return self.start("all-to-all", sent, lambda: dist.all_to_all(taken, given, group=self.pg, async_op=True))
 
     def _take_spare(self, x: Tensor) -> Tensor:
-        """Work space like ``x``, that of an earlier call where one fits: fresh memory costs a fault per page."""
+        """Workspace like ``x``, reused from an earlier call where it fits: fresh memory costs a page fault per page."""
         for index, spare in enumerate(self._spare):
             if spare.shape == x.shape and spare.dtype == x.dtype:
                 return self._spare.pop(index)
@@ -326,7 +326,7 @@ class Group:
         return self.start("broadcast", sent, lambda: dist.broadcast(x, group=self.pg, async_op=True, group_src=src))
 
     def collect(self, out: Tensor, x: Tensor) -> Pending:
-        """Gathers the ranks' ``x`` along dimension 0 in the first rank's ``out``; the other ranks send it once."""
+        """Gathers the ranks' ``x`` along dimension 0 into the first rank's ``out``; each other rank sends it once."""
         if self.size == 1:
             out[0].copy_(x)
             return Pending(None, 0, NOTHING)
@@ -336,7 +336,7 @@ class Group:
         return self.start("gather", sent, lambda: dist.gather(x, rows, group=self.pg, async_op=True, group_dst=0))
 
     def distribute(self, x: Tensor) -> Pending:
-        """Overwrites ``x`` by the first rank's, which sends it n - 1 times."""
+        """Overwrites ``x`` with the first rank's ``x``, which is sent n - 1 times."""
         if self.size == 1:
             return Pending(None, 0, NOTHING)
         first = self.rank == 0
@@ -363,7 +363,7 @@ class Group:
         return pending
 
     def barrier(self) -> None:
-        """Returns when every rank of the group has arrived."""
+        """Waits until every rank of the group has arrived."""
         if self.size == 1:
             return
         device = "cuda" if self.backend == "nccl" else "cpu"
@@ -371,11 +371,11 @@ class Group:
 
 
 class PipelineGroup(Group):
-    """A group for the pipeline's messages, with one process group for higher and one for lower ranks.
+    """A group for pipeline messages, with a process group per direction: to higher and to lower ranks.
 
-    On NCCL a pair of ranks runs its messages over one process group strictly in the order issued. With two stages
-    and virtual ones the same pair carries messages both ways, and a receive that was posted ahead would hold up the
-    very message that the peer needs before it can answer.
+    On NCCL a pair of ranks runs its messages over a process group strictly in the order issued. With two stages
+    and virtual stages the same pair carries messages both ways, and a receive posted ahead would hold up the very
+    message that the peer needs before it can answer.
 
     Args:
         upwards, downwards: groups of the same ranks, with different process groups.

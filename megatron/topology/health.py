@@ -1,14 +1,14 @@
 """Detects peers that have died, hung or lost their network.
 
-A dead process cannot say so, and a collective that fails names a socket, not a rank. So every rank gives its neighbors
-(``megatron/topology/mesh.py``) a heartbeat each second. The first to miss one, or to see its connection end, tells
-the others who is gone, and a rank that fails tells why. No rank is needed for this: rank 0, the store that it keeps and
-the launcher may be what is gone. ``explain`` says what was heard when a collective breaks; a rank whose main thread is
-stuck in one ends by itself.
+A dead process cannot report its death, and a collective that fails names a socket, not a rank. So every rank sends its
+neighbors (``megatron/topology/mesh.py``) a heartbeat each second. The first rank to miss a heartbeat, or to see a
+connection end, tells the others which rank is gone, and a rank that fails reports why. No rank is essential: rank 0,
+its store and the launcher may themselves be gone. ``explain`` returns the diagnosis when a collective breaks; a rank
+with its main thread stuck in a collective ends by itself.
 
-Heartbeats come from a thread of their own, so a rank may compute, compile, wait for a disk or stand in pdb as long
-as it likes. What stops the whole process for longer than the limit (SIGSTOP, a debugger attached from outside, C code
-that keeps the interpreter's lock) counts as gone.
+Heartbeats come from a separate thread, so a rank may compute, compile, wait for a disk or sit in pdb for any length of
+time. Anything that stops the whole process for longer than the limit (SIGSTOP, a debugger attached from outside, C
+code that holds the interpreter's lock) counts as gone.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from megatron.topology.mesh import LONGEST_LINE, Mesh, Peer
 
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 20.0
-"""A neighbor without a heartbeat for this long is gone."""
+"""Silence after which a neighbor counts as gone."""
 EXPLAIN_SECONDS = 6.0
-"""Time for which ``explain`` listens for what may have broken a collective."""
+"""Time for which ``explain`` waits for a diagnosis of a broken collective."""
 GRACE_SECONDS = 5.0
-"""Time in which the main thread may end by itself, once it is known who is gone."""
+"""Time in which the main thread may end by itself, once a lost rank is known."""
 FAILING_SECONDS = 30.0
 """The same for a main thread that is ending already."""
 
 EXIT_PEER_LOST = 3
-"""Exit status of a rank that ends because another one is gone."""
+"""Exit status of a rank that ends because another rank is gone."""
 _BLAME = re.compile(r"ranks? ([0-9, ]+)(?: and [0-9]+ more)?(?: on [^ ,]+(?:, | stopped answering)| failed: )")
 
 _SILENT = "no sign of life"
@@ -50,14 +50,14 @@ _NEWS = "news "
 
 
 class Watch:
-    """The watch over peers: sends this rank's heartbeats, and checks those of its neighbors.
+    """Failure detector: sends this rank's heartbeats, and checks those of its neighbors.
 
     Args:
-        rank, world_size: this rank's number and how many there are.
+        rank, world_size: this rank's number and the number of ranks.
         silent_seconds: longest time without a heartbeat of a neighbor.
         exit_status: exit status of a rank that ends itself because a peer or the launcher is gone.
-        grace_seconds: time in which the main thread may end by itself once it is known who is gone. On CUDA it may wait
-            for the device, and cannot; NCCL then ends the process in its own way.
+        grace_seconds: time in which the main thread may end by itself once a lost rank is known. On CUDA it may be
+            waiting for the device, and cannot; NCCL then ends the process in its own way.
         launcher: the process id of the launcher that this process must not outlive, if any.
         leave: ends this process.
     """
@@ -90,14 +90,14 @@ class Watch:
         self._thread = threading.Thread(target=self._loop, name="watch", daemon=True)
         self._beat = 0
         self._heard: dict[int, int] = {}
-        """The own beat at which each neighbor was last heard."""
+        """This rank's beat number when each neighbor was last heard."""
         self._done: set[int] = set()
 
     def start(self, store: dist.Store | None = None, master: str = "localhost", local: bool = False) -> None:
-        """Connects to the neighbors and starts to send heartbeats; to be called in the main thread.
+        """Connects to the neighbors and starts to send heartbeats; must be called in the main thread.
 
         Args:
-            store: where the ranks find each other; used here only, and not at all by a rank that is alone.
+            store: the rendezvous store; used here only, and not at all by a single rank.
             master, local: the arguments of ``Mesh``.
 
         Raises:
@@ -110,7 +110,7 @@ class Watch:
                 self._print(f"note: rank {self.rank}: {problem}; if it dies, other ranks must notice it")
         self._thread.start()
         if self._launcher is not None:
-            outlive_launcher()  # the watch sees that it is gone, and says so
+            outlive_launcher()  # the watch detects its end, and reports it
 
     def stop(self) -> None:
         """Tells the neighbors that this rank is done, and stops."""
@@ -123,13 +123,13 @@ class Watch:
             self._mesh.close()
 
     def report(self, reason: str) -> None:
-        """Tells the others why this rank fails, unless they know an earlier reason."""
+        """Tells the others why this rank fails, unless an earlier reason is known."""
         self._conclude(f"rank {self.rank} failed: {(reason.splitlines() or [''])[0]}", FAILING_SECONDS)
 
     def explain(self) -> str | None:
         """Names the peer that broke a collective; None when every peer still answers.
 
-        Takes up to ``EXPLAIN_SECONDS``, and a little longer where the suspicion is another rank's.
+        Takes up to ``EXPLAIN_SECONDS``, and a little longer if another rank holds the suspicion.
         """
         with self._lock:
             self._exit_at = time.monotonic() + FAILING_SECONDS  # the caller is about to end this process
@@ -144,10 +144,10 @@ class Watch:
         return self._verdict
 
     def _conclude(self, verdict: str, grace: float) -> None:
-        """Passes on a verdict; the first one that a rank hears of is the one that it keeps.
+        """Passes on a verdict; a rank keeps the first verdict that it hears.
 
         Args:
-            verdict: what is known, in words.
+            verdict: the diagnosis, in words.
             grace: seconds until this process is ended, if it does not end by itself.
         """
         with self._lock:
@@ -179,7 +179,7 @@ class Watch:
                     self._conclude(verdict, self._grace_seconds)
 
     def _on_beat(self) -> None:
-        # Time is counted in this rank's own beats: a process or machine that was stopped has not seen anyone die.
+        # Time is counted in this rank's own beats: a process or machine that was stopped could not see anyone die.
         self._beat += 1
         if self._launcher is not None and os.getppid() != self._launcher:
             self._conclude(f"rank {self.rank} failed: its launcher is gone", 0.0)
@@ -191,7 +191,7 @@ class Watch:
                 self._conclude(self._name(self._silent(self._silent_beats - 2)), 0.0)
 
     def _take_in(self) -> list[str]:
-        """Reads the neighbors' messages; returns the verdicts that follow."""
+        """Reads the neighbors' messages; returns the resulting verdicts."""
         assert self._mesh is not None
         verdicts = []
         with self._lock:
@@ -208,7 +208,7 @@ class Watch:
         return verdicts
 
     def _silent(self, beats: int) -> list[Peer]:
-        """Neighbors without a heartbeat for that many of this rank's own beats."""
+        """Neighbors without a heartbeat for the given number of this rank's beats."""
         if self._mesh is None:
             return []
         return [
@@ -227,7 +227,7 @@ class Watch:
 
     def _print(self, text: str) -> None:
         def write() -> None:
-            with suppress(OSError, ValueError):  # whoever read it has gone
+            with suppress(OSError, ValueError):  # the reader is gone
                 sys.stderr.write(f"{text}\n")
                 sys.stderr.flush()
 
@@ -238,7 +238,7 @@ class Watch:
 
 
 def ranks_blamed(text: str) -> list[int]:
-    """The ranks of which a message of ``Watch`` says that they are gone or have failed; a rank that hangs has not."""
+    """Ranks that a message of ``Watch`` reports as gone or failed; empty for hung ranks."""
     if _SILENT in text:
         return []
     return [int(number) for blamed in _BLAME.finditer(text) for number in blamed[1].split(",")]

@@ -1,4 +1,4 @@
-"""Membership of islands: who takes part in a round, and whether it counts. Nobody leads; the first writer decides."""
+"""Membership of islands: who takes part in a round, and whether it counts. No leader; the first writer decides."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from megatron.topology.starting import LOCAL, IslandStart, QuorumError, StartLim
 from megatron.topology.waiting import Waiting, named
 
 _WATCHING = 3
-"""Time limits after which an island that watches an attempt takes it for failed."""
+"""Number of time limits after which an island that watches an attempt considers it failed."""
 
 
 @dataclass(frozen=True)
 class Welcome:
-    """The answer to an island that wants to join.
+    """The reply to an island that asks to join.
 
     Args:
-        source: the island that sends it everything.
-        round: key of the round after which it does.
+        source: the island that sends its whole state.
+        round: key of the round after which the state is sent.
         members: the islands of that round.
-        problem: why it may not join; empty where it may.
+        problem: the reason for a refusal; empty if the island may join.
     """
 
     source: int
@@ -43,7 +43,7 @@ class Welcome:
 
     @staticmethod
     def read(value: Mapping[str, Any]) -> Welcome:
-        """An answer as it was written, or ValueError."""
+        """Decodes a reply; raises ValueError if it is malformed."""
         members = tuple(map(int, value["members"]))
         if not value["problem"] and value["source"] not in members:
             raise ValueError(f"island {value['source']} is none of islands {members}")
@@ -51,20 +51,20 @@ class Welcome:
 
 
 class Islands:
-    """This island among the others. Every rank of it has one; all of them call its methods alike.
+    """This island's view of all islands. Every rank of the island has an instance; all call its methods alike.
 
     Args:
-        place: where they meet.
-        island, count: this one's number, and how many there are.
+        place: the meeting place of the islands.
+        island, count: this island's number, and the number of islands.
         quorum: fewest islands of a round.
         seconds: longest time that a round waits for an island.
         start_seconds: longest time until all have come to the start.
-        control: the ranks of this island over gloo; None for a single one.
-        device: where this rank's tensors are.
+        control: the ranks of this island over gloo; None for a single rank.
+        device: device of this rank's tensors.
         tell: prints a line, on rank 0.
 
-    ``expected`` are the islands of the last round, at first those that have begun; ``behind`` are those that have come
-    to the start without the state of these, and ``in_step`` says that all of them go in step from there.
+    ``expected`` are the islands of the last round, initially those that began; ``behind`` are those that came to the
+    start without the others' state, and ``in_step`` says that all islands go in step from there.
     """
 
     def __init__(
@@ -92,16 +92,16 @@ class Islands:
         self.start = IslandStart(place, island, StartLimits(count, quorum, start_seconds), self._share, tell)
 
     def begin(self, iteration: int, in_step: bool, identity: Mapping[str, str], weights: str = "") -> bool:
-        """Begins a generation with the others, or finds that they have a newer state, or that one is going on.
+        """Begins a generation with the others, unless they have a newer state or a generation is running.
 
         Args:
-            iteration: iterations that this island has done.
+            iteration: iterations that this island has completed.
             in_step: the islands go in step from there, which needs all of them.
-            identity: what must be the same on all islands, by names that a user knows.
+            identity: settings that must be the same on all islands, by their user-facing names.
             weights: a fingerprint of the weights, which must be the same on all islands that begin.
 
         Returns:
-            Whether this island begins with the others; otherwise it has to ``join``.
+            Whether this island begins with the others; otherwise it must ``join``.
 
         Raises:
             UserError: on every rank of all islands, when they cannot go together.
@@ -122,14 +122,14 @@ class Islands:
         without: int | None = None,
         anchor_norm: float = 0.0,
     ) -> Decision:
-        """Comes to (an attempt of) a round, and waits for the others: for those of the last one, up to the time limit.
+        """Comes to (an attempt of) a round, and waits up to the time limit for the islands of the last round.
 
         Args:
             key: name of the round and attempt, the same on all islands.
-            arrival: what this island says of itself; rank 0's counts.
-            last_norm: norm of the last mean; 0 before there is one.
-            without: an island that comes and takes no part, to see whether it spoils the mean.
-            anchor_norm: norm of the anchor; 0 where it is not asked for.
+            arrival: this island's report; rank 0's counts.
+            last_norm: norm of the last mean; 0 before the first mean.
+            without: an island that comes and is left out, to see whether it spoils the mean.
+            anchor_norm: norm of the anchor; 0 if not needed.
 
         Raises:
             QuorumError: when fewer than the quorum have come by the time limit.
@@ -168,7 +168,7 @@ class Islands:
         return found
 
     def _awaited(self) -> set[int]:
-        """The islands of the last round, and those that have joined after it; at first all that have come."""
+        """The islands of the last round, and those that joined after it; initially all that came to the start."""
         joined = set() if self.last_round else set(self.behind)
         for k in range(self.count):
             ticket = self.place.get(f"joining/{k}", int)
@@ -190,7 +190,7 @@ class Islands:
         return found
 
     def group(self, decision: Decision, key: str) -> Group:
-        """The same rank of all members. Kept until others are members, or something in it has failed.
+        """The group of this rank on all members. Reused until the members change, or something in it fails.
 
         Raises:
             CommunicationError: when a member does not come.
@@ -201,7 +201,7 @@ class Islands:
         return self._group
 
     def group_of(self, members: Sequence[int], key: str, seconds: float) -> Group:
-        """A group of this rank on some islands."""
+        """A group of this rank on the given islands."""
         store = dist.PrefixStore(f"{key}/{self.rank}", self.place.box)
         return group_apart(store, members, self.island, "islands", seconds, self.place.own_address(), self.device)
 
@@ -210,8 +210,8 @@ class Islands:
 
         Args:
             key: name of the round and attempt.
-            members: its members. An island that is none of them waits for what they decide.
-            vote: what this rank says; it has failed where it has on any rank, and rank 0's norms count.
+            members: its members. An island that is not a member waits for their decision.
+            vote: this rank's vote; failure on any rank counts as failure, and rank 0's norms count.
         """
         vote = replace(vote, failed=any_rank(self.control, vote.failed))
         outcome = RoundOutcome(self._share(lambda: self._settle(key, members, vote)))
@@ -225,7 +225,7 @@ class Islands:
         takes_part = self.island in members
         if takes_part:
             self.place.put(f"{key}/ok/{self.island}", vote.encode())
-        # Members may take their time for the transfer first, and for votes then.
+        # Members may take one time limit for the transfer, and another for the votes.
         deadline = time.monotonic() + self.seconds * (1 if takes_part else _WATCHING)
 
         def look() -> None:
@@ -242,10 +242,10 @@ class Islands:
     # Joining.
 
     def ask_to_join(self) -> tuple[int, Welcome] | None:
-        """Waits until a round lets this island in; returns its ticket and the answer. None when nobody is left to.
+        """Waits until a round lets this island in; returns its ticket and the reply, or None when no island is left.
 
         Raises:
-            UserError: on every rank, when the islands that go on do not want this one.
+            UserError: on every rank, when the other islands refuse this island.
         """
         self.place.stop_beating()
         self._group = None
@@ -257,7 +257,7 @@ class Islands:
                 f"waiting for {named(others)} to let this one in at the end of a round, while any of them is alive"
             )
         answer: Welcome | None = None
-        # As long as a round may take, which is longer than ranks may wait for one of their own.
+        # Up to the duration of a round, which is longer than ranks may wait for a rank of their own island.
         while answer is None:
             answer = self.place.get(f"welcome/{ticket}", Welcome.read)
             if answer is None and self.place.get(f"joining/{self.island}") != ticket:
@@ -284,7 +284,7 @@ class Islands:
 
     @property
     def lets_in(self) -> bool:
-        """Whether this island lets others in: the first one of the last round does."""
+        """Whether this island lets others in: the first member of the last round does."""
         return bool(self.expected) and self.expected[0] == self.island
 
     def let_in(self) -> list[tuple[int, int]]:
@@ -307,7 +307,7 @@ class Islands:
         return found
 
     def pair(self, ticket: int, source: int, joiner: int) -> Group:
-        """A group of this rank on an island that sends everything, and on one that joins.
+        """A group of this rank on an island that sends its whole state and on an island that joins.
 
         Raises:
             CommunicationError: when the other does not come.
@@ -315,12 +315,12 @@ class Islands:
         return self.group_of((source, joiner), f"stream/{ticket}", self.seconds)
 
     def finish(self, iteration: int, folder: str) -> list[int]:
-        """Notes that this island has come to the end; returns the others that have neither come to it nor to the last
-        round.
+        """Records that this island has finished; returns the others that have neither finished nor taken part in the
+        last round.
 
         Args:
-            iteration: the last one.
-            folder: that of its checkpoint; empty where there is none.
+            iteration: the final iteration.
+            folder: the folder of its checkpoint; empty if there is none.
         """
 
         def note() -> list[int]:
@@ -330,14 +330,14 @@ class Islands:
         return [int(k) for k in self._share(note)]
 
     def still_late(self) -> bool:
-        """Whether an island is late, for which this one, the first member of the last round, may wait."""
+        """Whether this island, the first member of the last round, may wait for a late island."""
         return self.lets_in and bool(self._share(self._late))
 
     def _late(self) -> list[int]:
         return [k for k in range(self.count) if k not in self.expected and self.place.get(finish_of(k)) is None]
 
     def leave(self) -> None:
-        """Ends this island's part."""
+        """Ends this island's participation."""
         self.place.stop_beating()
 
     def _share(self, call: Callable[[], Any]) -> Any:

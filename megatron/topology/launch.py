@@ -1,4 +1,4 @@
-"""Joins the process group, from the launcher's environment, and leaves it."""
+"""Joining and leaving the process group, from the launcher's environment."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from megatron.topology.store import (
 
 _NUMBER = re.compile(r"\s*-?[0-9]{1,18}\s*", re.ASCII)
 _MOST_LOCAL = 1 << 16
-"""Upper bound of the processes of a machine."""
+"""Upper bound on the processes of a machine."""
 
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
     """The environment that the launcher (torchrun, srun, or none) gave this process.
 
-    ``node`` is the same on the ranks of a machine alone: torchrun's or srun's number of it, else the number of the
-    block of LOCAL_WORLD_SIZE ranks, else the machine's name.
+    ``node`` is equal only on ranks of the same machine: torchrun's or srun's number of it, else the index of the block
+    of LOCAL_WORLD_SIZE ranks, else the machine's name.
     """
 
     rank: int
@@ -76,7 +76,7 @@ class LaunchEnvironment:
             local_rank: the launcher's ``--local-rank``, used where LOCAL_RANK is not set.
 
         Raises:
-            UserError: when a variable is not a number, or not one of a rank.
+            UserError: when a variable is not a number, or not a valid rank.
         """
         world_size = _number("WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
         rank = _number("RANK", "SLURM_PROCID") if world_size is not None else None
@@ -93,7 +93,7 @@ class LaunchEnvironment:
 
 
 def _number(*names: str) -> int | None:
-    """The first of some environment variables that is set; None when none is."""
+    """The first of the environment variables that is set; None if none is."""
     for name in names:
         text = os.environ.get(name)
         if text is not None:
@@ -104,7 +104,7 @@ def _number(*names: str) -> int | None:
 
 
 def _node(rank: int, local_world_size: int | None) -> str:
-    """This rank's node; srun's word counts only for ranks that srun itself started."""
+    """This rank's node; srun's variables count only for ranks that srun itself started."""
     number = _number("GROUP_RANK") if "RANK" in os.environ else _number("SLURM_NODEID")
     if number is None and local_world_size is not None and local_world_size > 0:
         number = rank // local_world_size
@@ -123,19 +123,19 @@ def _check_port() -> None:
 
 
 QUEUES = 32
-"""Hardware queues that a process may have of a CUDA device, at most."""
+"""Maximum number of hardware queues of a process on a CUDA device."""
 _ENOUGH_QUEUES = 16
-"""More than there are streams: one to compute, and one for each communicator of a rank."""
+"""More than the number of streams: a compute stream, and a stream per communicator of a rank."""
 
 
 def open_queues() -> str | None:
-    """Gives each stream of this process a hardware queue of its own; to be called before CUDA is used.
+    """Gives each stream of this process a separate hardware queue; must be called before CUDA is used.
 
-    CUDA's 8 queues are fewer than a rank's streams. A message that waits for an earlier one of its stream holds up what
-    other streams have put into the same queue, and that can be what its peer is waiting for.
+    CUDA's default of 8 queues is fewer than a rank's streams. A message that waits for an earlier message of its stream
+    blocks other streams' work in the same queue, which can be the work that its peer is waiting for.
 
     Returns:
-        A note for the user when the environment has asked for too few.
+        A note for the user when the environment asks for too few.
     """
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
     given = os.environ.get(name)
@@ -178,7 +178,7 @@ def meet(env: LaunchEnvironment, timeout_minutes: float) -> dist.Store:
         store = open_store(master, int(port), 60 * timeout_minutes)
     except (OSError, RuntimeError, ValueError) as error:
         raise _cannot_join(env, error) from error
-    # torchrun's store outlives the workers. After a restart the new ones would find what the old ones left there,
+    # torchrun's store outlives the workers. After a restart the new workers would find the old workers' keys there,
     # and wait for processes that are gone.
     return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
@@ -191,7 +191,7 @@ def init_process_group(
     Args:
         env: environment of this process.
         backend: backend of the process group.
-        timeout_minutes: time-out of the rendezvous, and of every collective afterwards.
+        timeout_minutes: timeout of the rendezvous, and of every later collective.
         store: the store that ``meet`` returned, if it was called.
 
     Raises:
@@ -210,7 +210,7 @@ def init_process_group(
 
 
 def _stay_on_this_machine() -> None:
-    """Lets gloo and NCCL listen at the loopback interface, unless the user has chosen another one."""
+    """Binds gloo and NCCL to the loopback interface, unless the user has chosen another interface."""
     interface = loopback_interface()
     if interface is not None:
         for library in ("GLOO", "NCCL"):
@@ -218,9 +218,9 @@ def _stay_on_this_machine() -> None:
 
 
 def _reach_other_machines(master: str) -> None:
-    """Lets gloo listen where other machines reach this one, unless the user has chosen an interface.
+    """Makes gloo listen where other machines reach this machine, unless the user has chosen an interface.
 
-    Left to itself, gloo takes the address that this machine's name stands for, which Debian makes a loopback one.
+    By default, gloo takes the address of this machine's name, which Debian makes a loopback address.
     """
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
@@ -247,11 +247,11 @@ def _first_host(nodes: str) -> str:
 
 
 def leave_reason(text: str, printed: bool = True) -> None:
-    """Writes why this rank failed to torchrun's error file, so that the launcher can say it.
+    """Writes the reason of this rank's failure to torchrun's error file, for the launcher to report.
 
     Args:
-        text: why; its first line is taken.
-        printed: this rank has printed it already, so that tools/launch.py need not.
+        text: the reason; only its first line is used.
+        printed: this rank has already printed it, so tools/launch.py need not.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is not None:

@@ -91,7 +91,7 @@ def _launch(words: list[str], arguments: argparse.Namespace) -> int:
 
 
 def _wrong(arguments: argparse.Namespace) -> str | None:
-    """A problem of flags that torch would fail on without a reason, or hang on; None when there is none."""
+    """An error in flags on which torch would fail without a reason, or hang; None if there is none."""
     processes = f"--nproc-per-node {arguments.nproc_per_node}"
     try:
         if run.determine_local_world_size(arguments.nproc_per_node) < 1:
@@ -115,11 +115,11 @@ def _wrong(arguments: argparse.Namespace) -> str | None:
 
 
 def _report(error: ChildFailedError, received: signal.Signals | None) -> int:
-    """Prints why the ranks failed, and returns the exit status.
+    """Prints the reason why the ranks failed, and returns the exit status.
 
     Args:
         error: torch's report.
-        received: the signal that has asked them to end, if any.
+        received: the signal that asked the ranks to end, if any.
     """
     rank, failure = first_failure(error.failures)
     if received is not None and failure.exitcode == -signal.SIGTERM:
@@ -132,10 +132,10 @@ def _report(error: ChildFailedError, received: signal.Signals | None) -> int:
 
 
 def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """The rank that failed first: one that the others name, else the one whose end was seen first.
+    """The rank that failed first: a rank that the others blame, else the rank that was first seen to end.
 
-    torch goes by whole seconds, of a killed rank those at which it saw it gone. The others may have ended before that,
-    and torch itself ends those that have not, by SIGTERM.
+    torch's times are in whole seconds, for a killed rank the time at which torch noticed. The others may have ended
+    before that, and torch itself ends the remaining ranks by SIGTERM.
     """
     by_time = sorted(failures.items(), key=lambda item: (item[1].exitcode == -signal.SIGTERM, item[1].timestamp))
     rank, first = by_time[0]
@@ -147,11 +147,11 @@ def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessF
 
 
 def _explain(error: ChildFailedError, rank: int, failure: ProcessFailure) -> str | None:
-    """The reason why a rank failed; None when the last line on the screen is that reason."""
+    """The reason why a rank failed; None if the last line on the screen already says it."""
     message = str(_left(failure).get("message", ""))
     reason = message.removeprefix("error: ")
-    # One rank prints the reason that all ranks end with as its last line, maybe with the name of the rank that it is
-    # about. Other lines are printed among those of other ranks.
+    # A single rank prints the reason, common to all ranks, as its last line, maybe with the name of the rank that it
+    # is about. Other lines are printed among those of other ranks.
     left = [_left(each) for each in error.failures.values()]
     printed = any(one.get("extraInfo", {}).get("printed") and reason in str(one.get("message", "")) for one in left)
     if message.startswith("error: ") and printed:
@@ -166,7 +166,7 @@ def _explain(error: ChildFailedError, rank: int, failure: ProcessFailure) -> str
 
 
 def _left(failure: ProcessFailure) -> dict[str, Any]:
-    """Content of a rank's error file."""
+    """The content of a rank's error file."""
     message: object = failure.message if failure.error_file != NO_FILE else None
     return message if isinstance(message, dict) else {}
 

@@ -1,4 +1,4 @@
-"""Starts several islands on one machine: a launcher for each, and the meeting place, which lives in this process."""
+"""Launch of several islands on a machine: a launcher for each, and the meeting place, served by this process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Say = Callable[[str], None]
 
 
 def launch_parser() -> argparse.ArgumentParser:
-    """torchrun's parser, with flags of islands."""
+    """torchrun's parser, plus flags of islands."""
     parser = run.get_args_parser()
     group = parser.add_argument_group("islands")
     group.add_argument(
@@ -52,7 +52,7 @@ def launch_parser() -> argparse.ArgumentParser:
 
 
 def wrong_islands(arguments: argparse.Namespace) -> str | None:
-    """A problem of the flags of islands; None when there is none."""
+    """An error in the flags of islands; None if there is none."""
     count, processes = arguments.islands, arguments.nproc_per_node
     for name in ("serve_islands", "islands_address"):
         address = getattr(arguments, name)
@@ -76,15 +76,15 @@ def wrong_islands(arguments: argparse.Namespace) -> str | None:
 
 
 def starts_islands(arguments: argparse.Namespace) -> bool:
-    """Whether several launchers are to be started."""
+    """Whether to start several launchers."""
     return arguments.islands is not None and arguments.islands > 1 and arguments.island is None
 
 
 def prepare_island(arguments: argparse.Namespace) -> object:
-    """Sets what the ranks of one island read, and serves the meeting place where that is asked for.
+    """Sets the environment of an island's ranks, and serves the meeting place if requested.
 
     Returns:
-        What must live as long as this process.
+        An object that must live as long as this process.
 
     Raises:
         UserError: when other machines cannot reach the meeting place at its address.
@@ -106,15 +106,15 @@ def prepare_island(arguments: argparse.Namespace) -> object:
 
 
 def launch_islands(argv: Sequence[str], arguments: argparse.Namespace, say: Say) -> int:
-    """Starts a launcher for each island, and waits for all of them: one that fails leaves the others.
+    """Starts a launcher for each island, and waits for all of them; a failing island does not stop the others.
 
     Args:
         argv: words of the command line.
-        arguments: the same, parsed.
+        arguments: the parsed command line.
         say: prints an error.
 
     Returns:
-        0 when an island has come to the end; otherwise the status of the one that failed first.
+        0 if any island finished; otherwise the status of the first that failed.
     """
     host, port = read_address(arguments.serve_islands) if arguments.serve_islands else ("127.0.0.1", 0)
     try:
@@ -141,7 +141,7 @@ def launch_islands(argv: Sequence[str], arguments: argparse.Namespace, say: Say)
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs of this machine that its ranks may use, as CUDA_VISIBLE_DEVICES names them."""
+    """The GPUs of this machine that its ranks may use, as named by CUDA_VISIBLE_DEVICES."""
     given = os.environ.get(_VISIBLE)
     if given is None:
         return [str(number) for number in range(torch.cuda.device_count())]
@@ -150,12 +150,12 @@ def visible_gpus() -> list[str]:
 
 
 def gpus_of(number: int, processes: int, gpus: Sequence[str]) -> dict[str, str]:
-    """The variable that gives an island's ranks GPUs of their own, after those of the islands before it.
+    """The environment variable that gives an island's ranks the GPUs after those of the islands before it.
 
     Args:
-        number: the island's.
-        processes: its ranks.
-        gpus: the machine's; where there are fewer than ranks, several share one.
+        number: number of the island.
+        processes: number of its ranks.
+        gpus: GPUs of the machine; ranks share them if there are fewer GPUs than ranks.
     """
     if not gpus:
         return {}
@@ -164,7 +164,7 @@ def gpus_of(number: int, processes: int, gpus: Sequence[str]) -> dict[str, str]:
 
 
 def _wait(islands: Sequence[subprocess.Popen[bytes]], say: Say, on_failure: Callable[[int], object]) -> int:
-    """Waits for the launchers of islands; calls ``on_failure`` with the number of each one that fails."""
+    """Waits for the launchers of islands; calls ``on_failure`` with the number of each island that fails."""
     statuses: dict[int, int] = {}
     while len(statuses) < len(islands):
         for number, process in enumerate(islands):
@@ -180,7 +180,7 @@ def _wait(islands: Sequence[subprocess.Popen[bytes]], say: Say, on_failure: Call
 
 
 def _without_own(words: Sequence[str]) -> list[str]:
-    """Words of torchrun's flags without those that each island is given anew."""
+    """torchrun's flags without those that are set anew for each island."""
     kept: list[str] = []
     skip = False
     for word in words:
@@ -205,7 +205,7 @@ def _forward_signals(islands: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def end_with_parent() -> None:
-    """Ends this launcher soon after the one of all islands, where it has one."""
+    """Ends this launcher soon after the launcher of all islands, if it has one."""
     parent = os.environ.pop(ISLANDS_LAUNCHER, None)
     if parent is None or not parent.isdecimal() or sys.platform == "linux":  # where the system sends a signal
         return

@@ -1,4 +1,4 @@
-"""Signals by which a launcher is asked to end its ranks."""
+"""Signals that ask a launcher to end its ranks."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from types import FrameType
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""Signals that a rank under --exit-signal-handler takes as a request to save and end."""
+"""Signals that ask a rank under --exit-signal-handler to save and end."""
 _POLL_SECONDS = 1.0
 
 
 class StopSignals:
-    """Passes the first stop signal on to the ranks, as SIGTERM, and leaves them the time to save.
+    """Passes the first stop signal on to the ranks, as SIGTERM, and leaves them time to save.
 
-    A second one, and any other signal, is torch's: it passes the signal on and kills what has not ended within
-    --shutdown-timeout. Ranks that have ended after a stop signal are not started again.
+    torch handles a second stop signal, and any other signal: it passes the signal on and kills ranks that have not
+    ended within --shutdown-timeout. Ranks that ended after a stop signal are not restarted.
 
     Attributes:
         received: the signal, once it has come.
@@ -39,11 +39,11 @@ class StopSignals:
         return self
 
     def __exit__(self, *problem: object) -> None:
-        """Ends the thread; ``same_process`` takes the handlers back."""
+        """Ends the thread; ``same_process`` restores the handlers."""
         self._ended.set()
 
     def take_over(self, arguments: argparse.Namespace) -> None:
-        """Takes these signals out of those that torch's launcher handles, whose flags are given."""
+        """Removes these signals from those that torch's launcher handles, in its flags."""
         names = [name.strip() for name in arguments.signals_to_handle.split(",")]
         arguments.signals_to_handle = ",".join(name for name in names if name not in {s.name for s in STOP_SIGNALS})
 
@@ -69,7 +69,7 @@ class StopSignals:
         self._tell()
 
     def _tell(self) -> None:
-        """Asks each child that was not asked yet to end."""
+        """Asks each child that has not been asked yet to end."""
         for pid in set(children(os.getpid())) - self._told:
             self._told.add(pid)
             try:
@@ -78,8 +78,8 @@ class StopSignals:
                 self._told.discard(pid)  # it has ended, or has no group yet
 
     def _attend(self) -> None:
-        """Tells children that were born after the signal, and continues those that are stopped, for which torch would
-        wait. Linux only."""
+        """Signals children that were born after the signal, and continues stopped children, for which torch would wait.
+        Linux only."""
         while not self._ended.wait(_POLL_SECONDS):
             if self.received is not None:
                 self._tell()
@@ -90,9 +90,9 @@ class StopSignals:
 
 @contextmanager
 def same_process() -> Iterator[None]:
-    """Leaves signal handlers, variables of the environment and the level of logging as they were.
+    """Restores signal handlers, environment variables and the logging level afterwards.
 
-    torch's launcher sets handlers and variables, too, and takes none back.
+    torch's launcher changes handlers and variables, and restores none.
     """
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
     variables, level = dict(os.environ), logging.root.manager.disable
@@ -109,14 +109,14 @@ def same_process() -> Iterator[None]:
 
 
 def children(parent: int) -> list[int]:
-    """Process ids of the children of a process's main thread; none where there is no /proc."""
+    """Process ids of the children of a process's main thread; empty without /proc."""
     with suppress(OSError):
         return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
     return []
 
 
 def stopped_and_asked_to_end(parent: int) -> list[int]:
-    """Children of a process that are stopped and have a SIGTERM waiting for them."""
+    """Children of a process that are stopped and have a pending SIGTERM."""
     stopped = []
     for pid in children(parent):
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Arithmetic of ranks: which rank holds which tensor-, data- and pipeline-parallel coordinate."""
+"""Rank arithmetic: tensor-, data- and pipeline-parallel coordinates of ranks, and groups of ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 class Tie(enum.Enum):
-    """An embedding of which several pipeline stages hold a copy, whose gradients they add up."""
+    """An embedding with copies on several pipeline stages, which sum its gradients."""
 
     WORDS = "embedding"
     POSITIONS = "position embedding"
@@ -26,18 +26,18 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the mesh. Ranks count tensor-parallel fastest, then data-parallel, then pipeline stages.
+    """Sizes of the mesh. In rank order, tensor-parallel coordinates vary fastest, then data-parallel, then pipeline.
 
     Args:
         tp: tensor-parallel ranks per stage.
         pp: pipeline stages.
         dp: data-parallel replicas.
         chunks: virtual stages (model chunks) on each pipeline rank.
-        decoder: stage at which the decoder of an encoder-decoder begins; 0 where that is not a later stage.
+        decoder: stage at which the decoder of an encoder-decoder begins; 0 if not at a later stage.
         distances: whether all stages hold an embedding of the distances between tokens.
         ep: neighboring replicas that share the experts of each layer; it divides ``dp``.
-        folded: experts are shared out over tensor-parallel ranks, too, each of which holds whole ones: ``ep`` counts
-            these, is a multiple of ``tp`` and divides ``tp * dp`` (Liu et al. 2025, parallel folding).
+        folded: experts are also distributed over tensor-parallel ranks, each of which holds whole experts: ``ep``
+            counts these ranks, is a multiple of ``tp`` and divides ``tp * dp`` (Liu et al. 2025, parallel folding).
     """
 
     tp: int = 1
@@ -55,7 +55,7 @@ class Layout:
 
     @property
     def num_virtual_stages(self) -> int:
-        """Number of pipeline stages, virtual ones counted."""
+        """Number of pipeline stages, including virtual stages."""
         return self.pp * self.chunks
 
     def coordinates(self, rank: int) -> Coordinates:
@@ -71,7 +71,7 @@ class Layout:
         return chunk * self.pp + pp
 
     def follows_encoder(self, virtual_stage: int) -> bool:
-        """Whether a stage holds layers of a decoder whose encoder is on earlier stages."""
+        """Whether a stage holds layers of a decoder with its encoder on earlier stages."""
         return 0 < self.decoder <= virtual_stage
 
     def holders(self, tie: Tie) -> tuple[int, ...]:
@@ -83,11 +83,11 @@ class Layout:
 
     @property
     def ties(self) -> tuple[Tie, ...]:
-        """The embeddings that several stages hold."""
+        """The embeddings held by several stages."""
         return tuple(tie for tie in Tie if len(self.holders(tie)) > 1)
 
     def tp_groups(self) -> Iterator[tuple[int, ...]]:
-        """Tensor-parallel groups: ranks that share the layers of one stage."""
+        """Tensor-parallel groups: ranks that share the layers of a stage."""
         for pp in range(self.pp):
             for dp in range(self.dp):
                 yield tuple(self.rank_of(tp=t, dp=dp, pp=pp) for t in range(self.tp))
@@ -120,7 +120,7 @@ class Layout:
             yield tuple(range(pp * stage, (pp + 1) * stage))
 
     def pp_groups(self) -> Iterator[tuple[int, ...]]:
-        """Pipeline-parallel groups: ranks along one pipeline, first stage first."""
+        """Pipeline-parallel groups: ranks along a pipeline, first stage first."""
         for dp in range(self.dp):
             for tp in range(self.tp):
                 yield tuple(self.rank_of(tp=tp, dp=dp, pp=p) for p in range(self.pp))

@@ -1,4 +1,4 @@
-"""The store in which islands meet: it is served by a process that trains nothing, and outlives each of them."""
+"""The rendezvous store of islands: served by a process that does not train, and that outlives every island."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from megatron.topology.work import Caller
 POLL_SECONDS = 0.02
 BEAT_SECONDS = 0.5
 SILENT_SECONDS = 10.0
-"""Time without a heartbeat after which an island is not waited for."""
+"""Silence after which an island is no longer waited for."""
 _ANSWER_SECONDS = 60.0
-"""Longest time that a meeting place takes for an answer."""
+"""Longest time to wait for an answer of a meeting place."""
 _THREAD_SECONDS = 2.0
-"""Time for the thread of heartbeats, which may wait for a place that does not answer."""
+"""Time to join the heartbeat thread, which may hang on a meeting place that does not answer."""
 _GENERATION, _ALIVE = "generation", "alive"
 _PREFIX = "megatron-islands"
 
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 def serve(host: str, port: int) -> dist.TCPStore:
-    """Serves a meeting place at an address of this machine, and at no other; port 0 takes a free one.
+    """Serves a meeting place at a single address of this machine; port 0 takes a free port.
 
     Raises:
         CommunicationError: when the address cannot be used.
@@ -52,7 +52,7 @@ def serve(host: str, port: int) -> dist.TCPStore:
 
 
 def note_end(store: dist.Store, island: int, ended: bool = True) -> None:
-    """See ``MeetingPlace.note_end``; for the process that serves the store."""
+    """Records an island's end for the process that serves the store; see ``MeetingPlace.note_end``."""
     dist.PrefixStore(_PREFIX, store).set(_end_of(island), "1" if ended else "")
 
 
@@ -62,13 +62,13 @@ def _end_of(island: int) -> str:
 
 
 class MeetingPlace:
-    """One process's view of the meeting place.
+    """A process's view of the meeting place.
 
-    A generation is what islands do between a start that they all take part in and the end of the last of them: an
-    island that comes later joins it, and if nobody is left, the next start is another generation.
+    A generation lasts from a start that islands take part in together to the end of the last of them: an island that
+    comes later joins it, and if none is left, the next start begins another generation.
 
     Args:
-        host, port: where it is served.
+        host, port: address of the meeting place.
         seconds: longest time until it answers.
         tell: prints a line.
 
@@ -102,10 +102,10 @@ class MeetingPlace:
         self._beats: threading.Thread | None = None
 
     def own_address(self) -> str | None:
-        """The address of this machine from which the place is reached, by which others reach this process.
+        """This machine's address towards the meeting place, at which others reach this process.
 
-        None where that says nothing: the place is served at every address; or the user has chosen an interface, other
-        than the loopback one, at which the ranks of one machine listen for each other.
+        None if it is unknown: the meeting place is served at every address, or the user has chosen an interface other
+        than loopback, at which the ranks of a machine listen for each other.
         """
         ours = (None, "", loopback_interface(), os.environ.get(OWN_INTERFACE))
         if os.environ.get("GLOO_SOCKET_IFNAME") not in ours:
@@ -114,7 +114,7 @@ class MeetingPlace:
         if ipaddress.ip_address(address[0]).is_unspecified:
             return None
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # which sends nothing
+            probe.connect(address)  # sends nothing
             return str(probe.getsockname()[0])
 
     def reading(self, call: Callable[[], T]) -> T:
@@ -136,7 +136,7 @@ class MeetingPlace:
             ) from error
 
     def take_generation(self, number: int) -> None:
-        """Goes on in a generation."""
+        """Switches to a generation."""
         self.generation = number
         self.box = dist.PrefixStore(f"{number}", self.root)
 
@@ -147,20 +147,20 @@ class MeetingPlace:
             return int(text)
 
     def end_generation(self, number: int) -> int:
-        """Begins the generation after ``number``, unless another island has; returns the newest."""
+        """Begins the generation after ``number``, unless another island has; returns the newest generation."""
         text = self.reading(lambda: self.root.compare_set(_GENERATION, str(number), str(number + 1)))
         with self.decoding(_GENERATION):
             return int(text)
 
     def get(self, key: str, decode: Callable[[Any], Any] = lambda value: value) -> Any:
-        """The value of a key of this generation; None where there is none yet.
+        """The value of a key of this generation; None if it is not set yet.
 
         Args:
             key: the key.
-            decode: makes of it what is meant; whoever reaches the place may have put anything there.
+            decode: parses and checks the value; anyone who reaches the meeting place may have written it.
 
         Raises:
-            CommunicationError: when the place is gone, or holds something else there.
+            CommunicationError: when the meeting place is gone, or the value is malformed.
         """
         text = self.reading(lambda: self.box.get(key) if self.box.check([key]) else None)
         if text is None:
@@ -170,10 +170,10 @@ class MeetingPlace:
 
     @contextmanager
     def decoding(self, key: str) -> Iterator[None]:
-        """Reads something out of a value of this place.
+        """Context for parsing a value of this meeting place.
 
         Raises:
-            CommunicationError: when it is something else than an island writes.
+            CommunicationError: when no island would write such a value.
         """
         try:
             yield
@@ -194,16 +194,16 @@ class MeetingPlace:
             return json.loads(text)
 
     def note_end(self, island: int, ended: bool = True) -> None:
-        """Notes that an island's launcher has ended, so that it comes no more; or that the island is there again."""
+        """Records that an island's launcher has ended and the island will not come; or that the island is back."""
         self.reading(lambda: note_end(self._tcp, island, ended))
 
     def ended(self, islands: Iterable[int]) -> bool:
-        """Whether all of some islands are known to have ended."""
+        """Whether all of the given islands are known to have ended."""
         keys = [_end_of(island) for island in islands]
         return self.reading(lambda: all(self.root.check([key]) and self.root.get(key) == b"1" for key in keys))
 
     def count(self, key: str) -> int:
-        """A number that nobody else was given under this key."""
+        """Increments a counter; returns a number that no other caller gets for this key."""
         return self.reading(lambda: self.box.add(key, 1))
 
     def wait_for(
@@ -211,7 +211,7 @@ class MeetingPlace:
     ) -> Any:
         """Polls a key until it has a value; ``until`` is called in between, and may raise or set it.
 
-        The value is returned as it was written, once ``decode`` has found what is meant in it; see ``get``.
+        Returns the raw value, once ``decode`` accepts it; see ``get``.
         """
         while self.get(key, decode) is None:
             until()
@@ -219,39 +219,39 @@ class MeetingPlace:
         return self.get(key)
 
     def beat(self, island: int) -> None:
-        """Shows from now on that an island is alive, in a thread."""
+        """Starts the heartbeats of an island, in a thread."""
         self.stop_beating()
         self._stop = threading.Event()
-        tcp: Any = self._tcp  # a connection of its own, as another thread uses this one
+        tcp: Any = self._tcp  # cloned, as another thread uses this connection
         store = dist.PrefixStore(f"{self.generation}", dist.PrefixStore(_PREFIX, tcp.clone()))
         self._beats = threading.Thread(target=_beat, args=(store, island, self._stop), name="islands", daemon=True)
         self._beats.start()
 
     def stop_beating(self) -> None:
-        """Shows no more that this island is alive."""
+        """Stops the heartbeats of this island."""
         if self._beats is not None:
             self._stop.set()
             self._beats.join(_THREAD_SECONDS)
             self._beats = None
 
     def pulse(self, islands: Iterable[int]) -> dict[int, int]:
-        """Heartbeats so far; 0 for islands that have shown none."""
+        """Numbers of heartbeats so far; 0 for islands without heartbeats."""
         return self.reading(lambda: {island: self.box.add(f"{_ALIVE}/{island}", 0) for island in islands})
 
 
 def _beat(store: dist.Store, island: int, stop: threading.Event) -> None:
-    with suppress(RuntimeError):  # the training thread will say that the meeting place is gone
+    with suppress(RuntimeError):  # the training thread will report that the meeting place is gone
         while not stop.is_set():
             store.add(f"{_ALIVE}/{island}", 1)
             stop.wait(BEAT_SECONDS)
 
 
 class Pulses:
-    """Watches whether islands are alive, by this process's own clock.
+    """Watches whether islands are alive, by this process's clock.
 
     Args:
-        place: where they show it.
-        islands: their numbers.
+        place: the meeting place with their heartbeats.
+        islands: numbers of the islands.
     """
 
     def __init__(self, place: MeetingPlace, islands: Collection[int]) -> None:
@@ -261,7 +261,7 @@ class Pulses:
         self._read = now
 
     def silent(self, seconds: float = SILENT_SECONDS) -> set[int]:
-        """The islands of which nothing new was seen for that long."""
+        """The islands without a new heartbeat for the given time."""
         now = time.monotonic()
         if now - self._read >= BEAT_SECONDS:
             self._read = now

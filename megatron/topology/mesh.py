@@ -1,7 +1,7 @@
-"""A mesh of TCP connections over which neighboring ranks exchange lines of text, without a master.
+"""A mesh of TCP connections for exchanging lines of text between neighboring ranks, without a master.
 
 Each rank keeps connections to the ranks at distances 1, 2, 4, ... on a ring, both ways: 23 of them in a world of 4,096.
-What one rank tells its neighbors, and they tell theirs, reaches every rank in a few steps, whichever ranks are gone.
+A message passed on from neighbor to neighbor reaches every rank in a few steps, whichever ranks are gone.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from megatron.topology.store import own_address
 
 CONNECT_SECONDS = 10.0
 LONGEST_LINE = 2000
-"""Bytes; a connection that sends a longer line is not from a rank."""
+"""Maximum length in bytes; a connection that sends a longer line is not from a rank."""
 _ACCEPT_PAUSE_SECONDS = 0.1
 MOST_STRANGERS = 64
-"""Connections that have not said which rank they are from; more than a rank has neighbors at any world size."""
+"""Maximum number of unidentified connections; more than a rank has neighbors at any world size."""
 
 
 def neighbors(rank: int, world_size: int) -> list[int]:
-    """The ranks that a rank keeps connections to; the relation is mutual."""
+    """The ranks to which a rank keeps connections; the relation is mutual."""
     found = set()
     distance = 1
     while distance < world_size:
@@ -45,7 +45,7 @@ class Peer:
     Attributes:
         rank, host: the neighbor's rank and machine.
         link: the connection.
-        lines: unread lines; an empty one is a heartbeat.
+        lines: unread lines; an empty line is a heartbeat.
         closed: the connection has ended.
     """
 
@@ -58,7 +58,7 @@ class Peer:
     _going: bytes = b""
 
     def tell(self, line: str) -> None:
-        """Sends a line, now or, where the connection takes no more, with a later one."""
+        """Sends a line, now or, if the send buffer is full, with a later line."""
         if line or not self._going:  # heartbeats need not queue up
             self._going += f"{line}\n".encode()
         if not self.closed:
@@ -67,10 +67,10 @@ class Peer:
             except BlockingIOError:
                 pass  # nobody reads there: a later line will try again
             except OSError:
-                self._going = b""  # it has ended; reading finds that out, after the last lines
+                self._going = b""  # the connection has ended; reading finds that out, after the last lines
 
     def read(self) -> None:
-        """Reads without waiting."""
+        """Reads available data without waiting."""
         try:
             data = self.link.recv(1 << 16)
         except BlockingIOError:
@@ -85,11 +85,11 @@ class Peer:
 class Mesh:
     """This rank's listening socket and its connections.
 
-    One thread waits and reads. Others may call ``tell`` and ``wake``, one at a time.
+    A single thread waits and reads. Other threads may call ``tell`` and ``wake``, one at a time.
 
     Args:
-        rank, world_size: this rank's number and how many there are.
-        master: the host name or address at which the ranks meet; it says which of this machine's addresses to use.
+        rank, world_size: this rank's number and the number of ranks.
+        master: the host name or address of the rendezvous; it determines which of this machine's addresses to use.
         host: this machine's name in messages.
         local: whether all ranks are on this machine.
     """
@@ -103,7 +103,7 @@ class Mesh:
         self._token = secrets.token_hex(16)
         self._strangers: dict[socket.socket, Peer] = {}
         family, address = own_address("localhost" if local else master)
-        # A machine may know itself by a loopback address where others know it by the same name and another one.
+        # A machine's name may resolve to a loopback address on the machine itself, and to another address elsewhere.
         ambiguous = is_loopback(address) and not (local or is_loopback(master))
         self._address = master if ambiguous else address
         self._listener = socket.socket(family, socket.SOCK_STREAM)
@@ -118,13 +118,13 @@ class Mesh:
         self._selector.register(self._woken, selectors.EVENT_READ)
 
     def connect(self, store: dist.Store) -> list[str]:
-        """Publishes this rank's address in the store, and connects to its neighbors of lower rank; the others call.
+        """Publishes this rank's address in the store, and connects to neighbors of lower rank; the others connect here.
 
         Returns:
             A line for each neighbor that cannot be reached.
 
         Raises:
-            RuntimeError: when the store fails, or a neighbor does not come within the store's time-out.
+            RuntimeError: when the store fails, or a neighbor does not come within the store's timeout.
         """
         port = self._listener.getsockname()[1]
         own = {"address": self._address, "port": port, "token": self._token, "host": self._host}
@@ -154,7 +154,7 @@ class Mesh:
         return peer
 
     def wait(self, seconds: float) -> None:
-        """Reads until something has come, ``wake`` was called, or the time is over."""
+        """Reads until data has come, ``wake`` is called, or the time is over."""
         for key, _ in self._selector.select(seconds):
             if key.fileobj is self._listener:
                 self._accept()
@@ -188,9 +188,9 @@ class Mesh:
         self._selector.register(link, selectors.EVENT_READ)
 
     def _introduce(self, link: socket.socket) -> None:
-        """Makes an accepted connection a neighbor's, once it has sent its rank and this listener's token."""
+        """Registers an accepted connection as a neighbor's, once it has sent its rank and this listener's token."""
         stranger = self._strangers.get(link)
-        if stranger is None:  # evicted for a newer one by the same wait
+        if stranger is None:  # evicted for a newer connection by the same wait
             return
         stranger.read()
         if stranger.lines:
@@ -219,12 +219,12 @@ class Mesh:
             peer.tell(line)
 
     def close(self) -> None:
-        """Closes all connections; lines that were told before arrive."""
+        """Closes all connections; earlier lines still arrive."""
         for peer in self.peers.values():
             if not peer.closed:
                 with suppress(OSError):
                     peer.link.shutdown(socket.SHUT_WR)
-                peer.read()  # a connection closed with something unread is reset, which may overtake what was told
+                peer.read()  # closing a connection with unread data resets it, which may overtake the last lines
                 peer.link.close()
         for link in [*self._strangers, self._listener, self._waker, self._woken]:
             link.close()

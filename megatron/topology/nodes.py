@@ -12,18 +12,18 @@ Positions = tuple[tuple[int, ...], ...]
 
 
 def positions_by_node(groups: Sequence[tuple[int, ...]], node_of: Sequence[str]) -> tuple[Positions, str]:
-    """Cuts the groups of a kind by node: into blocks of one size, at the same places in all of them.
+    """Cuts the groups of a kind by node: into blocks of equal size, at the same positions in all groups.
 
-    Every rank of a node is in one block, or in several where nodes hold different numbers of ranks: the greatest size
-    that divides all of these. Groups that lie on nodes in different ways are not cut, as tensor-parallel ranks must get
-    equal sums of what each of them holds whole.
+    The ranks of a node form a block, or several if nodes hold different numbers of ranks: the block size is the
+    greatest that divides all of these numbers. Groups that lie on nodes in different ways are not cut, as
+    tensor-parallel ranks must get equal sums of replicated tensors.
 
     Args:
-        groups: global ranks of each group, in group order; groups of one size.
+        groups: global ranks of each group, in group order; groups of equal size.
         node_of: the node of each global rank.
 
     Returns:
-        The positions, and why these are not all ranks of several nodes; empty where they are.
+        The positions, and the reason why the blocks are not all ranks of several nodes; empty if they are.
     """
     by_node = [_by_node(ranks, node_of) for ranks in groups]
     counts = sorted({len(positions) for nodes in by_node for positions in nodes}, reverse=True)
@@ -43,7 +43,7 @@ def positions_by_node(groups: Sequence[tuple[int, ...]], node_of: Sequence[str])
 
 
 def sums_by_node(split: NodeSplit) -> str:
-    """What the nodes of a group make of its sums in two levels."""
+    """A description, for people, of how a group's sums use its nodes."""
     block, count = len(split.nodes[0]), len(split.nodes)
     if count == 1:
         return f"{split.why}, so its sums have one level, inside it"
@@ -67,18 +67,18 @@ def split_by_node(
     node_of: Sequence[str],
     make: Callable[[Iterable[tuple[int, ...]], str], Group | None],
 ) -> None:
-    """Gives the group its ranks by node. Every rank of the world calls this, also those that are in none.
+    """Gives the group its ranks by node. Every rank of the world calls this, even if it is in none of the groups.
 
-    A part that is all of the group, or a single rank, needs no process group of its own.
+    A subgroup that is the whole group, or a single rank, needs no separate process group.
 
     Args:
-        group: this rank's group of the kind; None where it is in none.
+        group: this rank's group of the kind; None if it is in none.
         groups: all groups of the kind.
         node_of: the node of each global rank.
-        make: makes groups, and returns this rank's; every rank calls it alike.
+        make: makes groups, and returns this rank's group; every rank calls it alike.
     """
     positions, why = positions_by_node(groups, node_of)
-    columns = [tuple(sorted(column)) for column in zip(*positions, strict=True)]  # as torch's groups are
+    columns = [tuple(sorted(column)) for column in zip(*positions, strict=True)]  # sorted like torch's groups
     parts = []
     for what, chosen in (("in a node", positions), ("between nodes", columns)):
         ranks_of_parts = [tuple(ranks[at] for at in part) for ranks in groups for part in chosen]

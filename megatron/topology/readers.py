@@ -1,4 +1,4 @@
-"""Bounds what a store keeps for clients that ask and do not read the answers."""
+"""A bound on a store's memory for clients that do not read its answers."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ import torch.distributed as dist
 
 _TICK_SECONDS = 0.05
 _LEAST_PATIENCE = 0.5
-"""Seconds in which a client, however near it is, has to read something."""
+"""Seconds in which a nearby client must read something."""
 _ROUND_TRIPS = 4
-"""Round trips to a client that is farther away in which it has to."""
+"""Round trips in which a more distant client must read something."""
 _INFO_BYTES = 128
 _MOST_GROWTH = 64 << 20
-"""Bytes by which this process may grow before the store's clients are looked at."""
+"""Growth of this process in bytes at which the store's clients are examined."""
 
 
 def watch_readers(store: dist.TCPStore) -> None:
-    """Watches, for as long as a store lives, whether answers pile up in it: those who do not read them are cut off.
+    """Watches for a store's lifetime whether answers pile up in it, and disconnects clients that do not read them.
 
-    torch's store keeps all that it has to send, however much that is. On systems without /proc nothing is watched.
+    torch's store buffers unsent answers without limit. On systems without /proc nothing is watched.
 
     Args:
         store: a store that this process serves.
@@ -48,12 +48,12 @@ def _watch(store: weakref.ref[dist.TCPStore], port: int) -> None:
 
 
 def _resident_bytes() -> int:
-    """Memory of this process."""
+    """Resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _cut_off(port: int) -> None:
-    """Ends the connections at a port whose clients read nothing while they are looked at."""
+    """Ends the connections at a port with clients that read nothing during the observation."""
     with ExitStack() as stack:
         acknowledged = {one: _acknowledged_bytes(one) for one in map(stack.enter_context, _connections(port))}
         began = time.monotonic()
@@ -70,7 +70,7 @@ def _cut_off(port: int) -> None:
 
 
 def _connections(port: int) -> list[socket.socket]:
-    """This process's connections at a port of its own, as copies."""
+    """This process's connections at a local port, as copies."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):
@@ -89,25 +89,25 @@ def _connections(port: int) -> list[socket.socket]:
 
 
 def _unsent_bytes(one: socket.socket) -> int:
-    """Bytes that a connection's other end has not taken."""
+    """Bytes not taken by a connection's other end."""
     with suppress(OSError):
         return int(struct.unpack("i", fcntl.ioctl(one, termios.TIOCOUTQ, bytes(4)))[0])
     return 0
 
 
 def _acknowledged_bytes(one: socket.socket) -> int:
-    """Bytes that a connection's other end has taken since its beginning."""
+    """Bytes taken by a connection's other end since its beginning."""
     return int(struct.unpack_from("Q", _tcp_info(one), 120)[0])  # tcpi_bytes_acked of linux/tcp.h
 
 
 def _round_trip_seconds(one: socket.socket) -> float:
-    """The longest time that an answer of a connection's other end usually takes."""
+    """Typical upper bound on the response time of a connection's other end."""
     mean, deviation = struct.unpack_from("2I", _tcp_info(one), 68)  # tcpi_rtt and tcpi_rttvar, in microseconds
-    return float(mean + 4 * deviation) / 1e6  # as for the time after which TCP sends again
+    return float(mean + 4 * deviation) / 1e6  # like TCP's retransmission timeout
 
 
 def _tcp_info(one: socket.socket) -> bytes:
-    """The kernel's view of a connection; zeros where it has none."""
+    """The kernel's TCP information of a connection; zeros if it has none."""
     with suppress(OSError):
         return one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES).ljust(_INFO_BYTES, b"\0")
     return bytes(_INFO_BYTES)

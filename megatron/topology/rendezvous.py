@@ -1,7 +1,8 @@
-"""The rendezvous of launchers: how they number their machines, and where their ranks meet.
+"""The rendezvous of launchers: numbering of machines, and the meeting point of their ranks.
 
-torch's own listens at every address of a machine, and one kind of it unpickles what it is sent. This one listens at one
-address: on one machine at a loopback address, on several at that of the first machine's name. It reads JSON.
+torch's rendezvous listens at every address of a machine, and one kind of it unpickles received data. This rendezvous
+listens at a single address: on one machine at a loopback address, on several at that of the first machine's name. It
+reads JSON.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ from megatron.topology.work import Caller
 
 LOOPBACK = "127.0.0.1"
 STATIC, BY_ARRIVAL = "static", "c10d"
-"""torchrun's names of backends: machines that have numbers, and machines that are numbered when all have come."""
+"""torchrun's names of backends: machines with fixed numbers, and machines numbered once all have come."""
 _PORTS = {STATIC: 29500, BY_ARRIVAL: 29400}
-"""torchrun's ports where none is named."""
+"""torchrun's default ports."""
 _SECONDS = 600.0
 """Longest time until all machines have come."""
 _NOT_HERE = (errno.EADDRNOTAVAIL, errno.EADDRINUSE)
-"""Reasons for which another launcher serves the store: it is on another machine, or came first on this one."""
+"""Errors that mean that another launcher serves the store: on another machine, or earlier on this machine."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,9 @@ class RendezvousAddress:
     """The address where launchers meet.
 
     Args:
-        host, port: address of the store; port 0 takes a free one.
+        host, port: address of the store; port 0 takes a free port.
         nodes: number of launchers.
-        node: number of this one; None where they are numbered when all have come.
+        node: number of this launcher; None if launchers are numbered once all have come.
         seconds: longest time until all have come.
     """
 
@@ -61,10 +62,10 @@ class RendezvousAddress:
 
 
 def rendezvous_address(arguments: argparse.Namespace) -> RendezvousAddress:
-    """The address that the flags of torchrun name.
+    """The address given by torchrun's flags.
 
     Raises:
-        ValueError: for flags that name none; with a line that says why.
+        ValueError: when the flags give no address; with a one-line reason.
     """
     backend = BY_ARRIVAL if arguments.standalone else arguments.rdzv_backend
     if backend not in _PORTS:
@@ -90,12 +91,12 @@ def rendezvous_address(arguments: argparse.Namespace) -> RendezvousAddress:
 
 
 class Rendezvous(RendezvousHandler):
-    """One launcher's part in it.
+    """A launcher's part in the rendezvous.
 
     Args:
         name: torch's name for this kind of rendezvous.
-        address: where it is.
-        run_id: name of the run; launchers of other runs do not meet these.
+        address: address of the rendezvous.
+        run_id: name of the run; launchers of different runs do not meet.
         begin: called each time before ranks are started, in the main thread; it may raise.
     """
 
@@ -125,7 +126,7 @@ class Rendezvous(RendezvousHandler):
         return RendezvousInfo(dist.PrefixStore(self._run_id, self._store), self._node, self._address.nodes, where)
 
     def _open(self) -> tuple[dist.TCPStore, bool]:
-        """Serves or reaches the store; the second value says which."""
+        """Serves the store or connects to it; the second value is True if it serves."""
         address = self._address
         if not address.node:
             try:
@@ -186,10 +187,10 @@ class Rendezvous(RendezvousHandler):
 
 
 def use_rendezvous(arguments: argparse.Namespace, begin: Callable[[], None]) -> None:
-    """Makes torch's launcher meet others here.
+    """Makes torch's launcher use this rendezvous.
 
     Args:
-        arguments: its flags, which are changed.
+        arguments: the launcher's flags, which are changed.
         begin: the argument of ``Rendezvous``.
 
     Raises:

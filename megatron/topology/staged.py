@@ -1,4 +1,4 @@
-"""Groups over gloo for tensors on a device, which travel through the machine's memory."""
+"""gloo groups for tensors on a device, staged through host memory."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from megatron.topology.group import Group, Pending
 
 
 class StagedGroup(Group):
-    """A group over gloo whose operations take tensors of any device, by copies in the machine's memory.
+    """A gloo group with operations on tensors of any device, staged through host memory.
 
-    An operation waits until the device has computed what it sends. Results are on the device after ``Pending.wait``:
-    what is launched there from then on sees them. For links that are slower than the way to the device.
+    An operation waits until the device has computed its input. Results are on the device after ``Pending.wait``, for
+    kernels launched from then on. For links that are slower than the transfer between host and device.
     """
 
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
@@ -32,7 +32,7 @@ class StagedGroup(Group):
         return _through(super().exchange, out, x)
 
     def exchange_parts(self, out: Sequence[Tensor], x: Sequence[Tensor]) -> Pending:
-        # The own part stays where it is.
+        # This rank's own part stays where it is.
         others = [rank for rank in range(self.size) if rank != self.rank]
         staged, given = list(out), list(x)
         for rank in others:
@@ -53,7 +53,7 @@ class StagedGroup(Group):
 
     def send(self, x: Tensor, dst: int, tag: int = 0) -> Pending:
         staged = _copied(x)
-        # A landing keeps what is sent alive until then.
+        # The landing keeps the staged tensor alive until the send is done.
         return _landing(super().send(staged, dst, tag), [(staged, staged)])
 
     def recv(self, x: Tensor, src: int, tag: int = 0) -> Pending:
@@ -62,7 +62,7 @@ class StagedGroup(Group):
 
 
 def _room(x: Tensor) -> Tensor:
-    """Memory of the machine like ``x``. Not page-locked, of which torch's allocator would keep twice as much."""
+    """Host memory like ``x``. Not pinned: torch's allocator would keep twice the size of pinned memory."""
     return torch.empty(x.shape, dtype=x.dtype)
 
 
@@ -71,13 +71,13 @@ def _copied(x: Tensor) -> Tensor:
 
 
 def _through(call: Callable[[Tensor, Tensor], Pending], out: Tensor, x: Tensor) -> Pending:
-    """An operation from ``x`` to ``out``."""
+    """Runs an operation from ``x`` to ``out``, staged."""
     staged = _room(out)
     return _landing(call(staged, _copied(x)), [(out, staged)])
 
 
 def _landing(pending: Pending, landings: Sequence[tuple[Tensor, Tensor]]) -> Pending:
-    """The operation, which in the end copies what has come to where it was asked for: (out, staged) each."""
+    """Extends the operation to copy the received data to its destination at the end: (out, staged) pairs."""
     before = pending.finish
 
     def finish() -> None:

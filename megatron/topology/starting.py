@@ -1,4 +1,4 @@
-"""How islands begin together: from which checkpoint, and which of them."""
+"""The start of a generation of islands: which islands begin, and from which checkpoint."""
 
 from __future__ import annotations
 
@@ -25,37 +25,37 @@ from megatron.topology.waiting import Waiting, named
 
 _BEATS_OF_ANOTHER = 3
 LOCAL = "local"
-"""Key that says that the islands no longer go in step."""
+"""Key set once the islands no longer go in step."""
 
 
 class QuorumError(CommunicationError):
-    """Raised on every rank of an island when too few islands come to a round, or a round fails again and again."""
+    """Raised on every rank of an island when too few islands come to a round, or a round fails repeatedly."""
 
 
 def finish_of(island: int) -> str:
-    """Key of the iteration at which an island has come to the end, and of the folder of its last checkpoint."""
+    """Key of an island's final iteration and the folder of its last checkpoint."""
     return f"finished/{island}"
 
 
 def read_finish(value: Sequence[Any]) -> tuple[int, str]:
-    """What ``finish_of`` holds, as it was written, or ValueError."""
+    """Decodes the value of ``finish_of``; raises ValueError if it is malformed."""
     iteration, folder = value
     return int(iteration), str(folder)
 
 
 def refusal_of(island: int) -> str:
-    """Key of the reason why an island does not come to the start."""
+    """Key of the reason why an island refuses to start."""
     return f"refused/{island}"
 
 
 @dataclass(frozen=True)
 class StartLimits:
-    """StartLimits of a start.
+    """Limits of a start.
 
     Args:
         count: number of islands.
         quorum: fewest islands that begin.
-        seconds: time that the others are waited for.
+        seconds: longest time to wait for the others.
     """
 
     count: int
@@ -77,13 +77,13 @@ class StartLimits:
 
 @dataclass(frozen=True)
 class Start:
-    """How a generation begins.
+    """The decision on how a generation begins.
 
     Args:
-        members: the islands that begin it.
-        problem: why none may; empty where they may.
-        iteration: iteration of the checkpoint that islands go on from; None where no island has any.
-        behind: the islands that have come without that state, which is sent to them before the first step.
+        members: the islands that begin the generation.
+        problem: the reason why no island may begin; empty if they may.
+        iteration: iteration of the checkpoint from which islands continue; None if no island has a checkpoint.
+        behind: the islands that came without that state; it is sent to them before the first step.
         in_step: islands go in step from there.
     """
 
@@ -95,7 +95,7 @@ class Start:
 
     @staticmethod
     def read(value: Mapping[str, Any]) -> Start:
-        """A start as it was written, or ValueError."""
+        """Decodes a start; raises ValueError if it is malformed."""
         members, behind = (tuple(map(int, value[name])) for name in ("members", "behind"))
         iteration = value["iteration"]
         return Start(members, str(value["problem"]), iteration and int(iteration), behind, bool(value["in_step"]))
@@ -104,13 +104,13 @@ class Start:
 def judge_iteration(came: Mapping[int, Sequence[int]], limits: StartLimits, all_below: float) -> Start:
     """Chooses the newest checkpoint that enough islands have: all of them while islands go in step, else a quorum.
 
-    Where there is none, it is the newest of those that most have. Islands that lack it are sent it, and lose what they
-    have done since they had the same as the others.
+    If there is none, chooses the newest of the most common checkpoints. Islands that lack it receive it, and lose the
+    work that they have done since the last checkpoint in common.
 
     Args:
-        came: iterations of the checkpoints of those that have come.
+        came: checkpoint iterations of the islands that came.
         limits: limits of the start.
-        all_below: the iteration below which all need the checkpoint.
+        all_below: the iteration below which all islands need the checkpoint.
     """
     missing = limits.missing(came)
     if missing and len(came) < limits.quorum:
@@ -126,10 +126,10 @@ def judge_iteration(came: Mapping[int, Sequence[int]], limits: StartLimits, all_
 
 
 def judge_start(came: Mapping[int, Any], limits: StartLimits) -> Start:
-    """Decides which islands begin: those that are furthest, which send their state to the others, if they agree.
+    """Decides which islands begin: the furthest, if they agree. They send their state to the others.
 
     Args:
-        came: iteration, whether islands go in step from there, identity and weights of those that have come.
+        came: iteration, whether islands go in step from there, identity and weights of the islands that came.
         limits: limits of the start.
     """
     first, ahead = min(came), max(iteration for iteration, *_ in came.values())
@@ -155,11 +155,11 @@ def judge_start(came: Mapping[int, Any], limits: StartLimits) -> Start:
 
 
 class IslandStart:
-    """This island at the start of a generation. Every rank of it has one; all of them call its methods alike.
+    """This island at the start of a generation. Every rank of the island has an instance; all call its methods alike.
 
     Args:
         place: where the islands meet.
-        island: number of this one.
+        island: number of this island.
         limits: limits of the start.
         share: runs a call on rank 0 of this island, and returns its result on all ranks.
         tell: prints a line, on rank 0.
@@ -177,15 +177,15 @@ class IslandStart:
         self._enters: bool | None = None
 
     def choose_iteration(self, held: Sequence[int], all_below: float) -> int | None:
-        """Comes to the start of a generation, and agrees with the others on the checkpoint that they go on from.
+        """Comes to the start of a generation, and agrees with the others on the checkpoint to continue from.
 
         Args:
-            held: iterations of which this island has a checkpoint.
-            all_below: a checkpoint of an iteration below it is needed by all islands, as they go in step from there.
+            held: checkpoint iterations of this island.
+            all_below: the iteration below which all islands need the checkpoint, as they go in step from there.
 
         Returns:
-            See ``judge_iteration``; None where no island has any checkpoint, and where a generation is going on, which
-            this island joins.
+            See ``judge_iteration``; None if no island has a checkpoint, or if a generation is running, which this
+            island joins.
 
         Raises:
             UserError: on every rank of all islands, when too few of them have come.
@@ -197,10 +197,10 @@ class IslandStart:
         return self._agree("iteration", list(held), judge).iteration
 
     def begin(self, own: Sequence[Any]) -> Start:
-        """Begins a generation with the others; returns which islands do, none where one is going on.
+        """Begins a generation with the others; returns which islands begin, none if a generation is running.
 
         Args:
-            own: what ``judge_start`` asks for.
+            own: this island's entry for ``judge_start``.
 
         Raises:
             UserError: on every rank of all islands, when they cannot go together.
@@ -211,10 +211,10 @@ class IslandStart:
         return self._agree("start", list(own), partial(judge_start, limits=self.limits))
 
     def _enter(self, newest: int | None = None) -> bool:
-        """Comes to the newest generation, once; returns whether it has yet to begin.
+        """Enters the newest generation, once; returns whether it has yet to begin.
 
         Args:
-            newest: iteration of this island's newest checkpoint, 0 without any; None where that is not known.
+            newest: iteration of this island's newest checkpoint, 0 without a checkpoint; None if unknown.
         """
         while self._enters is None:
             number = int(self.share(lambda: self.place.newest_generation()))
@@ -230,8 +230,8 @@ class IslandStart:
         return self._enters
 
     def _taken(self) -> str:
-        """A problem where another process is this island; empty where none is."""
-        if self.place.count(f"came/{self.island}") > 1:  # this island's earlier process has ended, or is another one
+        """An error message if another process is this island; empty otherwise."""
+        if self.place.count(f"came/{self.island}") > 1:  # this island's earlier process has ended, or still runs
             before = self.place.pulse([self.island])
             time.sleep(_BEATS_OF_ANOTHER * BEAT_SECONDS)
             if self.place.pulse([self.island]) != before:
@@ -239,11 +239,11 @@ class IslandStart:
         return ""
 
     def _going_on(self, newest: int | None) -> tuple[str, str]:
-        """Whether this generation has begun ("yes", "no"), or has been ended as nobody is left of it ("ended"); and the
-        reason why this island cannot begin another one, empty where it can.
+        """Whether this generation has begun ("yes", "no") or was ended because nobody is left ("ended"); and the reason
+        why this island cannot begin another generation, empty if it can.
 
         Raises:
-            CommunicationError: when its islands go in step, and do not end.
+            CommunicationError: when the generation's islands go in step and do not end.
         """
         others = [k for k in range(self.limits.count) if k != self.island]
         if self.place.get("start") is None and not self._start_failed(others):
@@ -252,7 +252,7 @@ class IslandStart:
         deadline = time.monotonic() + self.limits.seconds
         said = False
         while len(silent := pulses.silent(SILENT_SECONDS)) < len(others):
-            # While they go in step nobody can join: when one of them is gone, all end.
+            # While they go in step nobody can join: when any of them is gone, all end.
             if self.place.get(LOCAL) and self.place.pulse(others) != before:
                 return "yes", ""
             alive = [k for k in others if k not in silent]
@@ -279,7 +279,7 @@ class IslandStart:
         return self.place.pulse(others) == before
 
     def _lateness(self, others: Sequence[int], newest: int) -> str:
-        """The reason why this island cannot catch up with those that have come to the end; empty where it need not."""
+        """The reason why this island cannot catch up with islands that have finished; empty if it need not."""
         if self.place.get(finish_of(self.island)) is not None:
             return ""
         ends = {k: end for k in others if (end := self.place.get(finish_of(k), read_finish)) is not None}
@@ -295,12 +295,12 @@ class IslandStart:
         )
 
     def _agree(self, key: str, own: Any, judge: Callable[[Mapping[int, Any]], Start]) -> Start:
-        """Decides something with all others, or with those that come in time.
+        """Agrees on a decision with all others, or with those that come in time.
 
         Args:
             key: name of the decision.
-            own: what this island says.
-            judge: what follows from what islands have said, by number.
+            own: this island's entry.
+            judge: decides from the entries of islands, by number.
 
         Raises:
             UserError: on every rank of all islands, when they cannot go together.
@@ -337,14 +337,14 @@ class IslandStart:
 
 
 def share(control: dist.ProcessGroup | None, call: Callable[[], Any]) -> Any:
-    """Runs a call on rank 0 of an island; returns its result, or raises its error, on all of its ranks.
+    """Runs a call on rank 0 of an island; returns its result, or raises its error, on all ranks of the island.
 
     Args:
-        control: the ranks of the island over gloo; None for a single one.
-        call: returns what JSON can hold.
+        control: the ranks of the island over gloo; None for a single rank.
+        call: returns a JSON-serializable value.
 
     Raises:
-        QuorumError, CommunicationError: as the call did.
+        QuorumError, CommunicationError: when the call raises them.
     """
     text = ""
     if rank_of(control) == 0:

@@ -1,4 +1,4 @@
-"""Stores in which processes meet: each listens at one address of its machine, and at no other."""
+"""Rendezvous stores of processes: each listens at a single address of its machine."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from megatron.base.errors import UserError
 from megatron.topology.work import Caller
 
 OWN_INTERFACE = "MEGATRON_INTERFACE"
-"""Variable with the value of GLOO_SOCKET_IFNAME, where this program has chosen it and not the user."""
+"""Environment variable that holds GLOO_SOCKET_IFNAME if this program, not the user, has chosen it."""
 _SIOCGIFADDR = 0x8915  # from linux/sockios.h
 QUIET_SECONDS = 2.0
-"""Time after which a line says what something waits for."""
+"""Time after which a waiting process prints a note."""
 _SPARE_SECONDS = 2.0
-"""Added to the limit, since torch's own time-out says more and should come first."""
+"""Added to the limit, since torch's own timeout gives a better message and should come first."""
 
 
 def serve_store(host: str, port: int, seconds: float) -> dist.TCPStore:
-    """Serves a store at an address of this machine; port 0 takes a free one.
+    """Serves a store at an address of this machine; port 0 takes a free port.
 
     Args:
-        host: name or address; of a name with several addresses the first that is this machine's.
+        host: name or address; of a name's addresses, the first that belongs to this machine is used.
         port: its port.
-        seconds: time-out of the store's calls.
+        seconds: timeout of the store's calls.
 
     Raises:
         OSError: when the address is not this machine's, or the port is in use.
@@ -41,7 +41,7 @@ def serve_store(host: str, port: int, seconds: float) -> dist.TCPStore:
     """
     with _listen(host, port) as listening:
         address, bound = listening.getsockname()[:2]
-        # Left to itself, the store listens at every address.
+        # By default, the store listens at every address.
         store = dist.TCPStore(
             address,
             bound,
@@ -70,13 +70,13 @@ def connect_store(host: str, port: int, seconds: float, on_delay: Callable[[], N
     """Connects to a store, once it is served.
 
     Args:
-        host, port: its address.
-        seconds: longest time until it answers, and time-out of the store's calls.
-        on_delay: called once where connecting takes more than a moment.
+        host, port: address of the store.
+        seconds: longest time until it answers, and timeout of the store's calls.
+        on_delay: called once if connecting takes more than a moment.
 
     Raises:
         RuntimeError, ValueError: when nothing listens there within the time.
-        TimeoutError: when what listens there does not answer.
+        TimeoutError: when the listener does not answer.
     """
     timeout = timedelta(seconds=seconds)
 
@@ -97,10 +97,10 @@ def connect_store(host: str, port: int, seconds: float, on_delay: Callable[[], N
 
 
 def check_reachable(host: str, remedy: str) -> None:
-    """Checks that a store for several machines, which this one serves at a name, is not at a loopback address.
+    """Checks that a store of several machines, which this machine serves under a name, is not at a loopback address.
 
-    Debian's /etc/hosts gives a machine's own name the address 127.0.1.1. A host that is written as a loopback address
-    or as localhost is taken as it is: machines may be simulated on one.
+    Debian's /etc/hosts gives a machine's own name the address 127.0.1.1. A host written as a loopback address or as
+    localhost is accepted: several machines may be simulated on this machine.
 
     Args:
         host: the name.
@@ -110,14 +110,14 @@ def check_reachable(host: str, remedy: str) -> None:
         UserError: when other machines cannot reach it.
     """
     addresses: list[Any] = []
-    with suppress(OSError):  # whoever serves the store says that there is no such name
+    with suppress(OSError):  # serving the store reports an unknown name
         addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     if addresses and is_loopback(addresses[0][-1][0]) and not is_loopback(host):
         raise UserError(f"{host} is a loopback address on this machine, where no other machine reaches it; {remedy}")
 
 
 def own_address(host: str) -> tuple[socket.AddressFamily, str]:
-    """The address from which this machine connects to another one."""
+    """The address from which this machine connects to another machine."""
     problem: OSError = OSError(errno.EHOSTUNREACH, f"no address for {host}")
     for family, kind, _, _, target in socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM):
         try:
@@ -130,9 +130,9 @@ def own_address(host: str) -> tuple[socket.AddressFamily, str]:
 
 
 def interface_to(host: str) -> str | None:
-    """The name of the interface by which this machine reaches another one; None where that is not known.
+    """The name of the interface by which this machine reaches another machine; None if unknown.
 
-    Only addresses of IPv4 are known, on Linux.
+    Supports only IPv4 addresses, on Linux.
     """
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         _, own = own_address(host)
@@ -145,6 +145,6 @@ def interface_to(host: str) -> str | None:
 
 
 def loopback_interface() -> str | None:
-    """The name of this machine's loopback interface, where it has a usual one."""
+    """The name of this machine's loopback interface, if it has a usual name."""
     names = {name for _, name in socket.if_nameindex()}
     return next((name for name in ("lo", "lo0") if name in names), None)

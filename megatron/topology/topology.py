@@ -1,4 +1,4 @@
-"""One rank's view of the mesh: its coordinates, its device and its groups."""
+"""A rank's view of the mesh: its coordinates, its device and its groups."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Topology:
         control: all ranks over gloo on the CPU, for small decisions and checkpoints.
         tp, dp, pp: this rank's groups along each dimension.
         forward_link, backward_link: point-to-point groups of activations and of their gradients.
-        ep: the ranks that share this one's experts: replicas, or all ranks of some replicas.
+        ep: the ranks that share this rank's experts: replicas, or all ranks of some replicas.
         expert_dp: the ranks that hold equal experts; ``dp`` where every replica holds all of them.
-        embedding: the stages of this rank's pipeline that hold a tied embedding, where it is one of several.
+        embedding: the stages of this rank's pipeline that hold a tied embedding, if several do, this stage included.
         fused_embedding: the same stages of all pipelines, on this rank's tensor-parallel coordinate.
     """
 
@@ -58,12 +58,12 @@ class Topology:
 
     @property
     def is_last_rank(self) -> bool:
-        """Whether this is the rank that logs: it is on the last stage, where the loss is."""
+        """Whether this rank logs: it is on the last stage, where the loss is."""
         return self.rank == self.layout.world_size - 1
 
 
 def single_process(device: torch.device | str = "cpu") -> Topology:
-    """The topology of one process without a process group."""
+    """The topology of a single process without a process group."""
 
     def alone(name: str) -> Group:
         return Group(None, (0,), 0, name, "none")
@@ -93,17 +93,17 @@ NODE_SPLITS = frozenset({"dp", "ep", "embedding", "fused_embedding"})
 def build_topology(
     layout: Layout, device: torch.device, node: str = "", by_node: Collection[str] = frozenset()
 ) -> Topology:
-    """Builds the mesh and its groups, after torch's default process group.
+    """Builds the mesh and its groups; torch's default process group must exist.
 
-    Pipeline messages of each direction have a group of their own: on NCCL a pair of ranks runs its messages in
-    the order issued, so an activation waiting for its receiver must not hold up a gradient that goes the other
-    way. All groups have the default group's timeout.
+    Pipeline messages of each direction have a separate group: on NCCL a pair of ranks runs its messages in the order
+    issued, so an activation waiting for its receiver must not hold up a gradient that goes the other way. All groups
+    have the default group's timeout.
 
     Args:
         layout: the sizes of the mesh.
         device: this rank's device.
         node: this rank's node (``LaunchEnvironment.node``).
-        by_node: which of ``NODE_SPLITS`` are cut by node.
+        by_node: names from ``NODE_SPLITS`` of the groups to cut by node.
 
     Raises:
         ValueError: when the layout does not cover the world.
@@ -161,7 +161,7 @@ class _GroupMaker:
     timeout: timedelta
 
     def __call__(self, groups: Iterable[tuple[int, ...]], name: str, backend: str = "") -> Group | None:
-        """Makes all groups of a kind, in their order; returns this rank's, None where it is in none."""
+        """Makes all groups of a kind, in order; returns this rank's group, or None if it is in none."""
         mine = None
         for ranks in groups:
             pg = dist.new_group(list(ranks), backend=backend or self.backend, timeout=self.timeout)
@@ -176,7 +176,7 @@ def _of_ties(groups: Mapping[Tie, Group | None]) -> dict[Tie, Group]:
 
 
 def _expert_groups(layout: Layout, replicas: Group, make: _GroupMaker) -> tuple[Group, Group]:
-    """The replicas that share this one's experts, and those that hold equal ones."""
+    """The replicas that share this rank's experts, and those that hold equal experts."""
     if layout.ep == 1:
         rank = replicas.ranks[replicas.rank]
         return Group(None, (rank,), 0, "expert-parallel", "none"), replicas
@@ -187,7 +187,7 @@ def _expert_groups(layout: Layout, replicas: Group, make: _GroupMaker) -> tuple[
 
 
 def _link(pipeline: Group, layout: Layout, device: torch.device, make: _GroupMaker, name: str) -> Group:
-    """The group of one direction of the pipeline's messages; the pipeline's own where there are none."""
+    """The group of pipeline messages in one direction; the pipeline's group if there is a single stage."""
     if layout.pp == 1:
         return pipeline
     upwards = make(layout.pp_groups(), name)
@@ -199,7 +199,7 @@ def _link(pipeline: Group, layout: Layout, device: torch.device, make: _GroupMak
 
 
 def _cut_by_node(topology: Topology, kinds: Collection[str], node: str, make: _GroupMaker) -> None:
-    """Gives the groups of some kinds (of ``NODE_SPLITS``) their ranks by node."""
+    """Splits by node the groups of the given kinds (of ``NODE_SPLITS``)."""
     layout, node_of = topology.layout, gather_texts(topology.control.pg, node)
     groups: list[tuple[str, Group | None, Iterable[tuple[int, ...]]]] = [("dp", topology.dp, layout.dp_groups())]
     if layout.ep > 1:
@@ -214,7 +214,7 @@ def _cut_by_node(topology: Topology, kinds: Collection[str], node: str, make: _G
 
 
 def _default_timeout(device: torch.device) -> timedelta:
-    """The time-out of torch's default process group; ``new_group`` would take torch's own."""
+    """The timeout of torch's default process group; ``new_group`` would take torch's default."""
     assert dist.group.WORLD is not None
     timeout: timedelta = dist.group.WORLD._get_backend(device).options._timeout
     return timeout
@@ -229,15 +229,15 @@ def _options(device: torch.device, timeout: timedelta) -> Any:
 
 
 def _open(link: Group, device: torch.device, ring: bool) -> None:
-    """Sends one element each way between neighboring stages, pair after pair.
+    """Sends an element each way between neighboring stages, pair after pair.
 
-    NCCL connects two ranks at their first message, and blocks both until then. During a step a rank posts
-    receives ahead of what makes its peer send, so that wait could be for ever.
+    NCCL connects two ranks at their first message, and blocks both until then. During a step a rank posts receives
+    before its peer can send, so that wait could be a deadlock.
 
     Args:
         link: group of the pipeline's ranks.
         device: device of the messages.
-        ring: whether the last stage sends to the first one, too.
+        ring: whether the last stage also sends to the first.
     """
     x = torch.zeros(1, device=device)
     for first in range(link.size if ring else link.size - 1):

@@ -1,4 +1,4 @@
-"""Lines that say for which islands something waits."""
+"""Notes for the user on the islands that are awaited."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from megatron.topology.store import QUIET_SECONDS
 
 
 def named(islands: Sequence[int]) -> str:
-    """Islands, for people."""
+    """Names of islands, for people."""
     return f"{'island' if len(islands) == 1 else 'islands'} {', '.join(map(str, islands))}"
 
 
 class Waiting:
-    """Says once for whom an island waits, soon after it has begun to.
+    """Prints once which islands are awaited, soon after waiting begins.
 
     Args:
-        what: what they are to do, for people.
-        seconds: how long it waits.
+        what: the awaited action, for people.
+        seconds: time limit.
         tell: prints a line.
     """
 
@@ -27,7 +27,7 @@ class Waiting:
         self._at: float | None = time.monotonic() + QUIET_SECONDS
 
     def look(self, missing: Collection[int]) -> None:
-        """Says for whom it waits, where it has waited for a while."""
+        """Prints the missing islands, if they have been awaited for a while."""
         if missing and self._at is not None and time.monotonic() > self._at:
             self._at = None
             self._tell(f"waiting for {named(sorted(missing))} {self._what}, {self._seconds:g} s at most")

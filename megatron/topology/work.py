@@ -1,4 +1,4 @@
-"""What a pending collective waits for: torch's handle, or that of steps in a thread."""
+"""Handles of pending collectives: torch's, or those of steps in a thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Work(Protocol):
     """A handle that ``Pending`` waits for: torch's, or that of steps in a thread."""
 
     def wait(self) -> object:
-        """Returns when it is done; raises RuntimeError when it failed."""
+        """Waits until the operation is done; raises RuntimeError if it failed."""
 
     def is_completed(self) -> bool:
         """Whether ``wait`` would not block."""
@@ -26,8 +26,8 @@ class Work(Protocol):
 class Together:
     """The handle of several operations.
 
-    A message over gloo does not know that it has come before it is waited for. So whoever asks is answered by a thread
-    that waits; nobody else pays for one.
+    A gloo message reports completion only to a waiter. So a query starts a thread that waits; without queries there is
+    no thread.
     """
 
     def __init__(self, parts: Sequence[Work]) -> None:
@@ -51,7 +51,7 @@ class Together:
 
 
 def in_thread(call: Callable[[], T], name: str) -> Future[T]:
-    """Carries out a call in a daemon thread: a process that has to end does not wait for peers."""
+    """Runs a call in a daemon thread: a process that must exit does not wait for peers."""
     done: Future[T] = Future()
     threading.Thread(target=_carry_out, args=(call, done), name=name, daemon=True).start()
     return done
@@ -65,7 +65,7 @@ def _carry_out(call: Callable[[], T], done: Future[T]) -> None:
 
 
 class Caller:
-    """A thread that carries out calls that may hang, one after the other, for somebody who cannot wait for ever.
+    """A thread that runs calls that may hang, in order, for callers with a deadline.
 
     Args:
         name: name of the thread.
@@ -73,21 +73,21 @@ class Caller:
 
     def __init__(self, name: str) -> None:
         self._asked: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
-        # A daemon: what hangs is left behind.
+        # A daemon: a call that hangs is left behind.
         threading.Thread(target=_carry_all_out, args=(self._asked,), name=name, daemon=True).start()
         weakref.finalize(self, self._asked.put, None)
 
     def start(self, call: Callable[[], T]) -> Future[T]:
-        """Carries out a call after those before it."""
+        """Queues a call behind the earlier calls."""
         done: Future[T] = Future()
         self._asked.put((call, done))
         return done
 
     def call(self, call: Callable[[], T], seconds: float) -> T:
-        """Returns or raises what a call does.
+        """Returns the result of a call, or raises its error.
 
         Raises:
-            TimeoutError: when it takes longer, or one before it still hangs.
+            TimeoutError: when it takes longer, or an earlier call still hangs.
         """
         return self.start(call).result(seconds)
 
@@ -99,16 +99,16 @@ def _carry_all_out(asked: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]
 
 
 class Steps:
-    """A thread that carries out exchanges with one partner at a time, in the order of the requests.
+    """A thread that runs exchanges with one partner at a time, in the order of the requests.
 
     gloo's own all-to-all sends to all partners at once, and before the receives are posted. So flows compete for every
-    link, which costs a third of a slow one's rate, and two ranks send one after the other; one partner at a time, in
-    both directions, reaches the link's rate.
+    link, which costs a third of a slow link's rate, and two ranks send after each other instead of at once; exchanging
+    with one partner at a time, in both directions, reaches the link's rate.
     """
 
     def __init__(self) -> None:
         self._asked: queue.SimpleQueue[tuple[Callable[[], None], Future[None]]] = queue.SimpleQueue()
-        # A daemon: a process that has to end does not wait for peers.
+        # A daemon: a process that must exit does not wait for peers.
         threading.Thread(target=self._main, name="exchange", daemon=True).start()
 
     def _main(self) -> None:
@@ -116,7 +116,7 @@ class Steps:
             _carry_out(*self._asked.get())
 
     def start(self, call: Callable[[], None]) -> Work:
-        """Carries out ``call`` after those before it."""
+        """Queues ``call`` behind the earlier calls."""
         done: Future[None] = Future()
         self._asked.put((call, done))
         return _InThread(done)

@@ -1,6 +1,6 @@
-"""Contiguous parameters and gradients of one model chunk, cut into buckets.
+"""Contiguous parameters and gradients of a model chunk, cut into buckets.
 
-Parameters and gradients of a chunk lie in two flat tensors of the same order, so that one collective serves many
+Parameters and gradients of a chunk lie in two flat tensors in the same order, so that a single collective serves many
 parameters and the sharded optimizer can own any equal part of a bucket.
 """
 
@@ -18,9 +18,9 @@ from megatron.parallel.tensor.shards import ParamSpec
 from megatron.topology.group import Group
 
 _ALIGNED = 8
-"""Elements whose bytes, in the shortest of types, are what products on GPUs want their factors aligned to: 16."""
+"""Alignment in elements: 16 bytes, which GPU matrix products want, in the narrowest dtype."""
 _AT_ONCE = 1 << 18
-"""Elements that are converted in one piece: few enough to stay in a processor's cache until they are added."""
+"""Elements converted per piece: few enough to stay in a processor's cache until they are added."""
 
 
 NamedParam = tuple[str, str, ParamSpec, nn.Parameter]
@@ -28,7 +28,7 @@ NamedParam = tuple[str, str, ParamSpec, nn.Parameter]
 
 
 def replaces_grads(device: torch.device) -> bool:
-    """Whether the first gradients of a step take the last step's place, which is not cleared then."""
+    """Whether the first gradients of a step overwrite those of the last step, which are then not cleared."""
     return device.type == "cpu"
 
 
@@ -38,8 +38,8 @@ class BucketKind(enum.Enum):
     PLAIN = "plain"
     """Reduced as soon as backward has filled it."""
     REPLICATED = "replicated"
-    """Parameters that every tensor-parallel rank holds whole: a compressor that works on whole buckets must treat
-    them alike on all of these ranks, so nothing that differs between them may lie beside them."""
+    """Parameters replicated on every tensor-parallel rank: a compressor of whole buckets must treat them alike on all
+    of these ranks, so nothing that differs between ranks may share their buckets."""
     PARTIAL = "partial"
     """Parameters whose gradients must first be all-reduced over tensor-parallel ranks (sequence parallelism)."""
     TIED = "tied"
@@ -48,7 +48,7 @@ class BucketKind(enum.Enum):
 
 @dataclass(frozen=True)
 class ParamSlot:
-    """One parameter's place in the flat tensors."""
+    """A parameter's place in the flat tensors."""
 
     name: str
     logical_name: str
@@ -60,7 +60,7 @@ class ParamSlot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """A range of the flat tensors that is reduced as a whole; its length divides by the number of shares."""
+    """A range of the flat tensors that is reduced as a whole; its length is a multiple of the number of shares."""
 
     kind: BucketKind
     start: int
@@ -69,20 +69,20 @@ class Bucket:
 
 
 class FlatBuffer:
-    """The parameters and gradients of one chunk that the same replicas hold, in flat tensors.
+    """Flat parameters and gradients of a chunk, for parameters with the same replicas.
 
     Args:
         params: (local name, logical name, spec, parameter) in the order of the forward pass.
         grad_dtype: dtype in which gradients accumulate.
         group: the ranks that hold replicas of these parameters.
-        bucket_elements: buckets are closed at this size; None puts everything in one.
-        sharded: every bucket must divide into equal parts, one for each replica.
+        bucket_elements: buckets are closed at this size; None puts everything in a single bucket.
+        sharded: every bucket must divide into equal parts, one per replica.
         tensor_parallel: there are several tensor-parallel ranks.
         chunk: number of the chunk on this rank.
 
     After construction the parameters are views into ``params_flat``; where the dtypes agree their ``grad`` is a view
     into ``grads_flat`` that autograd accumulates into, else a hook adds each gradient there. On CPUs, where clearing
-    and adding cost more than starting them, the first gradient of a step then takes the place of what was there.
+    and adding are expensive, the first gradient of a step overwrites the previous contents instead.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class FlatBuffer:
         self._missing: list[int] = []
         self._replaces = replaces_grads(first.device)
         self._main_grads: list[tuple[nn.Parameter, Tensor]] = []
-        self._without: set[nn.Parameter] = set()  # parameters whose main gradient is yet to be replaced
+        self._without: set[nn.Parameter] = set()  # parameters with a main gradient still to be overwritten
         for index, bucket in enumerate(self.buckets):
             for slot in bucket.slots:
                 self._adopt(slot, index)
@@ -136,7 +136,7 @@ class FlatBuffer:
         slot.param.register_post_accumulate_grad_hook(accumulated)
 
     def _convert(self, param: nn.Parameter, main_grad: Tensor) -> None:
-        """Moves a gradient of another type: the first of a step replaces what was there, others are added."""
+        """Moves a gradient of another dtype: a step's first overwrites the main gradient, later gradients are added."""
         grad, param.grad = param.grad, None
         if grad is not None and param in self._without:
             self._without.remove(param)
@@ -145,9 +145,9 @@ class FlatBuffer:
             _add_converted(main_grad, grad)
 
     def begin_grads(self) -> None:
-        """Begins a step's gradients; also drops a pending notification of a step that was abandoned.
+        """Begins a step's gradients; also drops the pending notification of an abandoned step.
 
-        What a parameter has in ``grads_flat`` before its first gradient, or ``complete_grads``, is anything. Padding is
+        Until its first gradient, or ``complete_grads``, a parameter's range of ``grads_flat`` is undefined. Padding is
         zero from here on: a bucket may be launched as soon as its parameters have their gradients.
         """
         self._on_bucket_full = None
@@ -164,7 +164,7 @@ class FlatBuffer:
             self.grads_flat[bucket.slots[-1].stop : bucket.stop].zero_()
 
     def complete_grads(self) -> None:
-        """After a step's last backward: parameters that had no gradient get one of zero."""
+        """After a step's last backward: zeroes the gradients of parameters that received none."""
         if not self._replaces:
             return
         for param, main_grad in self._main_grads:
@@ -191,7 +191,7 @@ class FlatBuffer:
 
 
 def _add_converted(main_grad: Tensor, grad: Tensor) -> None:
-    """Adds a gradient of another type; on a CPU torch would first make a copy of all of it in the sum's type."""
+    """Adds a gradient of another dtype; on a CPU torch would first convert a copy of all of it."""
     if main_grad.is_cpu:
         for part, more in zip(main_grad.view(-1).split(_AT_ONCE), grad.reshape(-1).split(_AT_ONCE), strict=True):
             part.add_(more)
@@ -200,7 +200,7 @@ def _add_converted(main_grad: Tensor, grad: Tensor) -> None:
 
 
 def _replace(main_grad: Tensor, param: nn.Parameter) -> None:
-    """Puts a parameter's first gradient of a step, unless it lies there already, where others are added to it."""
+    """Stores a parameter's first gradient of a step, unless it lies there already and others are added to it."""
     assert param.grad is not None
     kept = param.grad.data_ptr() == main_grad.data_ptr()
     withdraw(param, kept)
@@ -223,7 +223,7 @@ def plan_buckets(
     bucket_elements: int | None,
     tensor_parallel: bool,
 ) -> list[Bucket]:
-    """Buckets in the order in which backward fills them: plain ones from the model's end, then the others."""
+    """Buckets in the order in which backward fills them: plain buckets from the model's end, then the others."""
     buckets: list[Bucket] = []
     for kind in BucketKind:
         members = [p for p in reversed(params) if _kind(p[2], tensor_parallel) is kind]
@@ -239,7 +239,7 @@ def plan_buckets(
 
 
 def _fill(members: Sequence[NamedParam], bucket_elements: int | None) -> list[Sequence[NamedParam]]:
-    """Splits a list of parameters into parts of at least so many elements."""
+    """Splits a list of parameters into buckets of at least ``bucket_elements`` elements."""
     parts: list[Sequence[NamedParam]] = []
     begin = size = 0
     for end, member in enumerate(members, 1):
@@ -253,8 +253,8 @@ def _fill(members: Sequence[NamedParam], bucket_elements: int | None) -> list[Se
 def _equal_shapes_adjoin(members: Sequence[NamedParam]) -> list[NamedParam]:
     """Orders matrices before vectors and equal shapes adjacently, so that compressors get stacks without a copy.
 
-    Those of experts are in the model's order, not in that of backward, so that grouped products get theirs, too. Odd
-    sizes come last: all others are aligned.
+    Expert parameters follow the model's order, not that of backward, so that grouped products get stacks, too. Odd
+    sizes come last, which keeps all others aligned.
     """
     shapes = list(dict.fromkeys(member[3].shape for member in members))
 

@@ -1,4 +1,4 @@
-"""Clipping of each replica's gradient before the all-reduce, for compressors whose noise would trip it afterwards."""
+"""Clipping of each replica's gradient before the all-reduce, for compressors with noise that would trip it later."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def clip_replica(
 ) -> None:
     """Scales the gradients of this rank's replica down to an L2 norm of ``max_norm`` over all its stages and shards.
 
-    A replica's gradient is the mean over its own samples. The stages' parts of a tied embedding's gradient are not
-    reduced yet and count each on its own. Norms that are not finite clip nothing: such a step is skipped.
+    A replica's gradient is the mean over its samples. The stages' parts of a tied embedding's gradient are not reduced
+    yet and count separately. Norms that are not finite clip nothing: such a step is skipped.
 
     Args:
         buffers: local gradients, as parts of a mean over all replicas, times ``scale``.
-        topology, ledger: the groups of one small all-reduce, and where it is counted.
-        max_norm: greatest norm, above zero.
+        topology, ledger: the groups of a small all-reduce, and its byte counter.
+        max_norm: maximum norm, above zero.
         scale: the loss scale.
     """
     squares = torch.zeros(topology.dp.size, dtype=torch.float64, device=topology.device)

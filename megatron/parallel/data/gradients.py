@@ -25,7 +25,7 @@ from megatron.topology.topology import Topology
 
 @dataclass(frozen=True)
 class TiedEmbedding:
-    """This rank's copy of an embedding that several stages hold, and the all-reduce of its gradient over them."""
+    """This rank's copy of an embedding held by several stages, and the all-reduce of its gradient over them."""
 
     buffer: FlatBuffer
     bucket: Bucket
@@ -38,7 +38,7 @@ class TiedEmbedding:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of this rank's part of it."""
+        """Shape of this rank's part of the embedding."""
         return tuple(self.slot.param.shape)
 
 
@@ -53,8 +53,8 @@ class GradientSync:
         sharded: each rank needs only its own share of every bucket.
         overlap: launch buckets during backward.
         reduce: False when something else reduces over replicas (torch's DistributedDataParallel).
-        clip_grad: greatest L2 norm of a replica's gradient where the compressor wants it clipped before; 0 for any.
-        joint: the steps that all islands take as one.
+        clip_grad: maximum L2 norm of a replica's gradient if the compressor needs clipping beforehand; 0 for no limit.
+        joint: the joint steps of all islands.
     """
 
     def __init__(
@@ -117,15 +117,15 @@ class GradientSync:
         return [point for point, on in ((Point.DP_GRAD, replicas), (Point.EMBED_GRAD, stages)) if on]
 
     def begin(self, iteration: int, scale: float) -> None:
-        """Begins a step, whose gradients carry the loss scale ``scale``."""
+        """Begins a step; its gradients carry the loss scale ``scale``."""
         self._iteration, self._scale = iteration, scale
-        # Islands that go in step sum shares of the gradients, which replicas then exchange. A fused embedding is whole.
+        # Islands in step sum shares of the gradients, which replicas then exchange. A fused embedding is whole.
         adds = self.joint.on and not self.joint.compressed
         self._shares = self.sharded or (adds and not self.plan.fused_embedding)
         # Decided for the whole mesh, not for this stage: all ranks ask, or none.
         points = (point for point in (Point.DP_GRAD, Point.EMBED_GRAD) if self.plan.on(point, iteration))
         self._asks = any(self.plan.rounds(point).finalizes for point in points)
-        # What the compressor of islands keeps must not take a gradient in that is not finite.
+        # The residual of the islands' compressor must not absorb a gradient that is not finite.
         self._asks |= self.joint.on and self.joint.compressed
         for reducer in self.reducers:
             reducer.sharded = self._shares
@@ -134,12 +134,12 @@ class GradientSync:
             tied.sync.begin(iteration)
 
     def kind(self) -> list[Hashable]:
-        """Key of the kernels that are launched during backward: a part of the step's kind for each chunk."""
+        """Keys of the kernels launched during backward: a part of the step's kind for each chunk."""
         in_backward = self.overlap and not self.clips_first
         return [both(number, reducer.kind()) for number, reducer in enumerate(self.reducers) if in_backward]
 
     def states(self) -> Iterator[CompressorState]:
-        """States of the compressors of gradients."""
+        """States of the gradients' compressors."""
         for reducer in self.reducers:
             for units in reducer.units:
                 yield from (unit.state for unit in units)
@@ -159,7 +159,7 @@ class GradientSync:
 
     @property
     def clips_first(self) -> bool:
-        """Whether each replica's gradient is clipped in place of the reduced one."""
+        """Whether each replica's gradient is clipped instead of the reduced gradient."""
         return self.group.size > 1 and self.reduce and any(reducer.clips_first for reducer in self.reducers)
 
     def observe_update(self) -> None:
@@ -190,12 +190,12 @@ class GradientSync:
         """Leaves reduced gradients in the buckets (with ``sharded``: in this rank's shares).
 
         Args:
-            counted: how many count in the losses of this rank; zero where another rank reports them.
+            counted: number of items that count in the losses of this rank; zero if another rank reports them.
 
         Returns:
-            False where a compressor with state had to know whether the step can be taken, and it cannot: a gradient of
-            some rank is not finite, or nothing counts. Then the buckets hold anything. True says nothing about
-            steps where no compressor had to know.
+            False if a compressor with state had to know whether the step can be taken, and it cannot: a gradient of
+            some rank is not finite, or nothing counts. The buckets are then undefined. True says nothing about steps in
+            which no compressor had to know.
         """
         for buffer in self.buffers:
             buffer.complete_grads()
@@ -222,8 +222,8 @@ class GradientSync:
         return all_finite
 
     def _add_islands(self) -> None:
-        """Sums the reduced gradients over islands. Each number crosses once: replicas have a share each, and of the
-        stages that hold a tied embedding the first one speaks."""
+        """Sums the reduced gradients over islands. Each number crosses once: each replica contributes a share, and of
+        the stages that hold a tied embedding only the first contributes."""
         buckets = [(buffer, bucket) for buffer in self.buffers for bucket in buffer.buckets]
         wholes = [buffer.grads_of(bucket) for buffer, bucket in buckets]
         shares = [whole[own_share(bucket, b.group, True)] for whole, (b, bucket) in zip(wholes, buckets, strict=True)]
@@ -238,7 +238,7 @@ class GradientSync:
                 self._hand_on(buffer.group.all_gather(whole, share), Point.DP_GRAD)
 
     def _hand_on(self, pending: Pending, point: Point) -> None:
-        """Waits for sums of all islands, which go on inside this one."""
+        """Waits for the exchange of islands' sums inside this island."""
         self.ledger.sent(point, pending.sent_bytes, 0)
         self.ledger.wait(point, pending)
 
@@ -257,14 +257,14 @@ class GradientSync:
         return self.reduce and buffer.group.size > 1
 
     def _tried_buckets(self, plan: CompressionPlan) -> Iterator[TriedReduction]:
-        """The data-parallel reductions of copies, by another plan."""
+        """Data-parallel reductions of copies, by another plan."""
         for buffer, reducer in zip(self.buffers, self.reducers, strict=True):
             for bucket in reducer.buckets if self._reduces(buffer) else ():
                 if not bucket.skipped:
                     yield tried_bucket(bucket, buffer.group, plan, self.ledger, self.sharded, self._scale)
 
     def _tried_embeddings(self, plan: CompressionPlan) -> Iterator[TriedReduction]:
-        """The all-reduces of copies of the tied embeddings' gradients, by another plan."""
+        """All-reduces of copies of the tied embeddings' gradients, by another plan."""
         for tied in self.ties:
             own = tied.buffer.grads_of(tied.bucket)[own_share(tied.bucket, self.group, self.sharded)]
             yield tried_embedding(own, tied.shape, tied.sync, plan, self._scale)
@@ -291,13 +291,13 @@ class GradientSync:
 
 
 def _launch_full(buffer: FlatBuffer, reducer: GradReducer, index: int) -> None:
-    """Launches a bucket that backward has filled, unless something must be done with it before."""
+    """Launches a bucket filled by backward, unless it needs another reduction first."""
     if buffer.buckets[index].kind in (BucketKind.PLAIN, BucketKind.REPLICATED):
         reducer.mark_ready(index)
 
 
 def reduced_bucket(buffer: FlatBuffer, bucket: Bucket, fused_embedding: bool) -> GradBucket:
-    """The bucket as the reducer takes it."""
+    """Converts a bucket for the reducer."""
     places = tuple(
         Place(slot.logical_name, slot.start - bucket.start, tuple(slot.param.shape)) for slot in bucket.slots
     )
@@ -310,7 +310,7 @@ def own_share(bucket: Bucket, group: Group, sharded: bool) -> slice:
 
 
 def share_of(bucket: Bucket, size: int, rank: int) -> slice:
-    """The part of a bucket that one of some replicas has, relative to its start."""
+    """A replica's part of a bucket, relative to its start."""
     share = (bucket.stop - bucket.start) // size
     return slice(rank * share, (rank + 1) * share)
 
@@ -327,7 +327,7 @@ def overlap_slots(bucket: Bucket, share: slice) -> list[tuple[int, int, int]]:
 
 
 def bucket_elements(requested: int | None, overlap: bool, dp: int) -> int | None:
-    """Size at which buckets are closed: as asked, else 1 M elements a replica but at least 40 M, or no limit.
+    """Size at which buckets are closed: as requested, else 1 M elements per replica but at least 40 M, or no limit.
 
     Without overlap there is no limit.
     """

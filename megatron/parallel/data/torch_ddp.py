@@ -1,4 +1,4 @@
-"""Data parallelism by torch's DistributedDataParallel, its all-reduces counted at our communication point."""
+"""Data parallelism by torch's DistributedDataParallel, with all-reduces counted at our communication point."""
 
 # No postponed annotations here: torch checks the hook's, and wants to see the types themselves.
 
@@ -45,5 +45,5 @@ class TorchReplicas:
         return work.get_future().then(lambda future: future.value()[0])
 
     def all_reduce_in_backward(self, last: bool) -> None:
-        """Announces a micro-batch's forward: torch all-reduces in the backward of the step's last."""
+        """Announces a micro-batch's forward; ``last``: torch all-reduces in its backward."""
         self.wrapped.require_backward_grad_sync = last

@@ -1,4 +1,4 @@
-"""Runs a list of pipeline operations on one rank: receives, computes, sends."""
+"""Execution of pipeline schedules on a rank: receives, computes, sends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron.topology.layout import Layout
 
 
 class StageProgram(Protocol):
-    """The computation of one chunk."""
+    """The computation of a chunk."""
 
     def forward(self, micro_batch: int, x_sbh: Tensor | None) -> Tensor:
         """Activation of the chunk, of the shape that crosses its boundary, (s, b, h); on the last virtual stage the
@@ -29,11 +29,11 @@ class StageProgram(Protocol):
         """
 
     def key(self, micro_batch: int, boundary: int) -> Hashable:
-        """What of a micro-batch crosses a boundary, as a key for codecs that remember it."""
+        """Key of the data of a micro-batch that crosses a boundary, for codecs with memory."""
 
 
 Span = Callable[[str, PipelineOp], AbstractContextManager[object]]
-"""Times a part of an operation under a name."""
+"""Context manager factory that times a part of an operation under a name."""
 
 
 def untimed(name: str, op: PipelineOp) -> AbstractContextManager[object]:
@@ -42,15 +42,15 @@ def untimed(name: str, op: PipelineOp) -> AbstractContextManager[object]:
 
 
 class PipelineEngine:
-    """Executes schedules; with one stage it is a plain loop over micro-batches.
+    """Executes schedules; with a single stage it is a plain loop over micro-batches.
 
     Args:
         layout: the mesh.
         stage: this rank's pipeline coordinate.
         channel: messages to the neighbors; None with a single stage.
         before_micro_batch: called with the number of a micro-batch before its forward and before its backward.
-        before_last_backward: called with a chunk before the backward of its last micro-batch, after which its
-            gradients are final.
+        before_last_backward: called with a chunk before the backward of its last micro-batch, which completes its
+            gradients.
 
     Attributes:
         loads_late: the device loads kernels at their first launch, as CUDA does; see ``kinds``.
@@ -97,16 +97,16 @@ class PipelineEngine:
         kind: Sequence[Hashable],
         span: Span = untimed,
     ) -> None:
-        """Runs one step.
+        """Runs a step.
 
         Args:
             table: the operations of every pipeline stage.
-            programs: one per chunk.
+            programs: a program per chunk.
             iteration: training iteration; -1 in evaluation.
             num_micro_batches: micro-batches of the step.
             loss_grad: gradient of each micro-batch's scalar; None when nothing is differentiated.
-            kind: parts of the step's kind (``kinds``): what decides which kernels the programs and what they call
-                launch. The engine adds the messages' own.
+            kind: parts of the step's kind (``kinds``), for the kernels that the programs and their callees launch. The
+                engine adds the messages' parts.
             span: times forward-compute, forward-recv, forward-send, and the same of backward.
         """
         ops = table.schedules[self.stage]
@@ -149,7 +149,7 @@ class PipelineEngine:
 
 
 def max_sending(layout: Layout) -> int:
-    """Most pending sends of one direction before a rank waits for the oldest.
+    """Maximum number of pending sends in a direction before a rank waits for the oldest.
 
     gloo cannot say that a send is done, so without a bound the messages of the whole step would stay in memory. No
     schedule lets a receiver fall behind by more than this, so waiting for an older message never blocks for long.
@@ -158,15 +158,15 @@ def max_sending(layout: Layout) -> int:
 
 
 POSTED_AHEAD = 2
-"""Receives of each direction that wait for their messages at a time, where they may.
+"""Maximum number of receives posted ahead in each direction.
 
-A send begins when its receive is posted: one that is posted late leaves the link idle while this rank computes. In 1F1B
-the sender is at most one message ahead of the receiver, in eager 1F1B two.
+A send begins when its receive is posted: a late receive leaves the link idle while this rank computes. In 1F1B the
+sender is at most one message ahead of the receiver, in eager 1F1B two.
 """
 
 
 class _StepMessages:
-    """One step's messages: their addresses, and when their receives are posted."""
+    """A step's messages: their addresses, and when their receives are posted."""
 
     def __init__(
         self,
@@ -228,7 +228,7 @@ class _StepMessages:
         return Position(self.iteration, boundary, op.micro_batch, self.num_micro_batches, late)
 
     def post(self) -> None:
-        """Posts the receives that are due before the next operation, and later ones where no kernel is loaded late."""
+        """Posts the receives due before the next operation, and later receives if no kernel is loaded late."""
         due = next(self._due)
         if self.channel is None:
             return
@@ -262,7 +262,7 @@ class _StepMessages:
             self.channel.flush(keep=max_sending(self.layout))
 
     def end(self) -> None:
-        """Ends the step: its sends have completed, and none is pending."""
+        """Ends the step: waits until all of its sends have completed."""
         if self.channel is not None:
             self.channel.flush()
             self.channel.synchronize()

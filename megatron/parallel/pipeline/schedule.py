@@ -1,4 +1,4 @@
-"""Pipeline schedules as pure data: the list of forwards and backwards that each rank runs, in order."""
+"""Pipeline schedules as pure data: each rank's list of forwards and backwards, in order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PipelineOp:
-    """The forward or backward of one micro-batch through one chunk."""
+    """The forward or backward of a micro-batch through a chunk."""
 
     forward: bool
     chunk: int
@@ -16,7 +16,7 @@ class PipelineOp:
 
 
 def forward_only(chunks: int, pp: int, num_micro_batches: int) -> list[PipelineOp]:
-    """The schedule of evaluation: groups of ``pp`` micro-batches (the last may be smaller), chunk after chunk."""
+    """The evaluation schedule: groups of ``pp`` micro-batches (the last may be smaller), chunk after chunk."""
     groups = [range(m, min(m + pp, num_micro_batches)) for m in range(0, num_micro_batches, pp)]
     return [PipelineOp(True, c, m) for group in groups for c in range(chunks) for m in group]
 
@@ -28,7 +28,7 @@ def gpipe(num_micro_batches: int) -> list[PipelineOp]:
 
 
 def one_f_one_b(pp: int, stage: int, num_micro_batches: int) -> list[PipelineOp]:
-    """1F1B: warm-up forwards, then one forward and one backward in turn, then the remaining backwards.
+    """1F1B: warm-up forwards, then a forward and a backward in turn, then the remaining backwards.
 
     Narayanan et al. 2021, section 2.2.1 (PipeDream-Flush): at most pp - stage activations are held.
     """
@@ -40,10 +40,10 @@ def one_f_one_b(pp: int, stage: int, num_micro_batches: int) -> list[PipelineOp]
 
 
 def eager_one_f_one_b(pp: int, stage: int, num_micro_batches: int) -> list[PipelineOp]:
-    """1F1B with twice the warm-up, so that a message has the time of a micro-batch to arrive before it is missed.
+    """1F1B with twice the warm-up, so that a message has the time of a micro-batch to arrive before it is needed.
 
-    Zhuang et al. 2023 (On Optimizing the Communication of Model Parallelism), section 4: for links that are slow beside
-    the computing. At most 2 (pp - stage) - 1 activations are held.
+    Zhuang et al. 2023 (On Optimizing the Communication of Model Parallelism), section 4: for links that are slow
+    compared with the computation. At most 2 (pp - stage) - 1 activations are held.
     """
     return _alternate(
         warm_up=min(num_micro_batches, 2 * (pp - stage - 1)),
@@ -53,9 +53,9 @@ def eager_one_f_one_b(pp: int, stage: int, num_micro_batches: int) -> list[Pipel
 
 
 def interleaved(pp: int, stage: int, chunks: int, num_micro_batches: int) -> list[PipelineOp]:
-    """1F1B over several chunks a rank (Narayanan et al. 2021, section 2.2.2).
+    """1F1B over several chunks per rank (Narayanan et al. 2021, section 2.2.2).
 
-    Micro-batches go in groups of ``pp`` through one chunk after the other; ``num_micro_batches`` divides by ``pp``.
+    Micro-batches pass in groups of ``pp`` through one chunk after the other; ``pp`` divides ``num_micro_batches``.
     """
     total = num_micro_batches * chunks
     return _alternate(
@@ -82,10 +82,10 @@ SCHEDULES = ("1f1b", "eager-1f1b", "gpipe")
 
 
 def training_schedule(kind: str, pp: int, stage: int, chunks: int, num_micro_batches: int) -> list[PipelineOp]:
-    """The schedule of one rank.
+    """The schedule of a rank.
 
     Args:
-        kind: one of ``SCHEDULES``; several chunks mean the interleaved form of 1f1b.
+        kind: a name from ``SCHEDULES``; several chunks mean the interleaved form of 1f1b.
         pp, stage: pipeline-parallel size, and this rank's stage.
         chunks: virtual stages on each rank.
         num_micro_batches: micro-batches of the step.
@@ -108,7 +108,7 @@ def training_schedule(kind: str, pp: int, stage: int, chunks: int, num_micro_bat
 
 
 def epilogue(ops: Sequence[PipelineOp]) -> frozenset[PipelineOp]:
-    """The backwards of a stage after its last forward, whose messages nothing overlaps.
+    """The backwards of a stage after its last forward; their messages overlap with nothing.
 
     With 1F1B these are stage s's last min(M, P - s) of M micro-batches (Optimus-CC, Song et al. 2023, section 5.1).
     """

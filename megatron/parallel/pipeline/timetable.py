@@ -1,4 +1,4 @@
-"""A step's operations on every stage, and the messages that have been sent before each."""
+"""A step's operations on every stage, and the messages sent before each operation."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from megatron.parallel.pipeline.schedule import PipelineOp, epilogue
 from megatron.topology.layout import Layout
 
 _Place = tuple[bool, int, int]
-"""An operation as the model sees it: (forward, virtual stage, micro-batch)."""
+"""An operation's place in the model: (forward, virtual stage, micro-batch)."""
 
 
 @dataclass(frozen=True)
 class Due:
-    """Number of receives of a step, in their order, that were sent before an operation can begin."""
+    """Number of receives of a step, in order, with messages sent before an operation can begin."""
 
     forward: int
     backward: int
@@ -23,12 +23,12 @@ class Due:
 
 @dataclass(frozen=True)
 class Timetable:
-    """One step on all stages.
+    """A step on all stages.
 
     Args:
         schedules: operations of every stage, in order.
-        epilogues: for every stage the operations whose messages nothing overlaps.
-        due: for every stage and operation, the receives whose messages were sent before it.
+        epilogues: for every stage the operations with exposed messages.
+        due: for every stage and operation, the receives of messages that were sent before it.
     """
 
     schedules: tuple[tuple[PipelineOp, ...], ...]
@@ -37,14 +37,14 @@ class Timetable:
 
 
 def timetable(layout: Layout, schedules: Sequence[Sequence[PipelineOp]]) -> Timetable:
-    """Builds the timetable of some schedules.
+    """Builds the timetable of the given schedules.
 
-    An operation's level is the length of the longest chain of operations that ends with it, where each needs the one
-    before it: as the next of its rank, or for its message. A message is due before every operation of a higher level
-    than that of the one that sends it.
+    An operation's level is the length of the longest chain of operations that ends with it, in which each operation
+    depends on the previous: it follows on the same rank, or needs its message. A message is due before every operation
+    of a higher level than that of its sending operation.
 
     Raises:
-        ValueError: when the ranks would wait for each other for ever.
+        ValueError: when the ranks would deadlock.
     """
     levels = _levels(layout, schedules)
     return Timetable(
@@ -59,7 +59,7 @@ def _place(layout: Layout, stage: int, op: PipelineOp) -> _Place:
 
 
 def _source(layout: Layout, place: _Place) -> _Place | None:
-    """The operation whose message another one needs; None at the model's ends."""
+    """The operation that sends the message needed by this operation; None at the model's ends."""
     forward, stage, micro_batch = place
     source = stage - 1 if forward else stage + 1
     return (forward, source, micro_batch) if 0 <= source < layout.num_virtual_stages else None
@@ -89,7 +89,7 @@ def _levels(layout: Layout, schedules: Sequence[Sequence[PipelineOp]]) -> dict[_
 
 def _due(layout: Layout, schedules: Sequence[Sequence[PipelineOp]], levels: dict[_Place, int], stage: int) -> list[Due]:
     places = [_place(layout, stage, op) for op in schedules[stage]]
-    # A direction's messages come from one rank, in the order in which it sends them: their levels ascend.
+    # A direction's messages come from a single rank, in the order in which it sends them: their levels ascend.
     sent: dict[bool, list[int]] = {True: [], False: []}
     for place in places:
         source = _source(layout, place)

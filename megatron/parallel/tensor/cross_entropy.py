@@ -1,15 +1,15 @@
-"""Output projection and cross-entropy over a split vocabulary, in one function.
+"""Output projection and cross-entropy over a split vocabulary, fused.
 
-Works through the tokens in groups whose logits are worth one large matrix product each. One kernel turns a group's
-logits into their losses and their own gradients (``kernels.ops.cross_entropy``), so neither the logits of all tokens
-nor fp32 copies of them make the round trip through memory that separate operations would. On one rank the gradients
-are computed along with the loss and no logits are kept. On several ranks each keeps its own logits until the
-log-sum-exp over the whole vocabulary is known; one small all-gather exchanges it.
+Tokens are processed in groups whose logits fill a large matrix product. A single kernel turns a group's logits into
+losses and into the logits' gradients (``kernels.ops.cross_entropy``), so neither the logits of all tokens nor fp32
+copies of them make the round trip through memory that separate operations would. On a single rank the gradients are
+computed along with the loss and no logits are stored. With several ranks each stores its logits until the log-sum-exp
+over the whole vocabulary is known; a small all-gather exchanges it.
 
-Logits may have a soft bound (``kernels.soft_cap``), whose derivative then multiplies their gradients.
+Logits may be soft-capped (``kernels.soft_cap``); their gradients are then multiplied by the derivative of the cap.
 
-All products are over the padded rows, whose number suits matrix kernels (rows of logits that begin at multiples of 16
-bytes). The padding's columns do not count: they have no part in the loss, and their gradients are zero.
+All products are over the padded rows, whose number suits matrix kernels (rows of logits start at multiples of 16
+bytes). Padding columns do not contribute to the loss, and their gradients are zero.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from megatron.parallel.tensor.embedding import VocabShard
 from megatron.parallel.tensor.grad_space import take, take_ahead
 
 _GROUP_ELEMENTS = {"cpu": 1 << 26}
-"""Logits of one matrix product: 256 MiB in fp32 on a CPU, four times as many elsewhere."""
+"""Number of logits per matrix product: 256 MiB in fp32 on a CPU, four times as many elsewhere."""
 
 
 def _groups(num_tokens: int, vocab: int, device: torch.device) -> list[slice]:
-    """Consecutive ranges of tokens, each with about as many logits as one matrix product should have."""
+    """Consecutive ranges of tokens, each with about the number of logits of a matrix product."""
     size = max(16, _GROUP_ELEMENTS.get(device.type, 1 << 28) // max(vocab, 1))
     return [slice(first, min(first + size, num_tokens)) for first in range(0, num_tokens, size)]
 
 
 class LogitsSpace:
-    """Memory for the logits of a group of tokens, kept from call to call on CPUs.
+    """Memory for the logits of a group of tokens, reused from call to call on CPUs.
 
-    A C library gives blocks of this size back to the system, which clears the next one page by page on one core: 6% of
-    the time of a step (L6 h512, 1,024 tokens, vocabulary 50,304). What else a step allocates cannot take this memory,
-    so its peak is higher by up to as much (7% there). On other devices torch keeps freed memory itself.
+    A C library returns blocks of this size to the system, which then clears the next block page by page on one core: 6%
+    of a step's time (L6 h512, 1,024 tokens, vocabulary 50,304). Other allocations of a step cannot use this memory, so
+    its peak rises by up to its size (7% there). On other devices torch caches freed memory itself.
     """
 
     def __init__(self) -> None:
         self._held: Tensor | None = None
 
     def take(self, x_th: Tensor, tokens: int, vocab: int) -> Tensor:
-        """Space (tokens, vocab) of the type and device of ``x_th``; holds anything. The last one is no longer used."""
+        """Uninitialized (tokens, vocab) with the dtype and device of ``x_th``; invalidates the previous result."""
         if not x_th.is_cpu:
             return x_th.new_empty((tokens, vocab))
         held = self._held
@@ -59,7 +59,7 @@ class LogitsSpace:
             or held.numel() < tokens * vocab
             or held.is_inference() != torch.is_inference_mode_enabled()
         ):
-            self._held = held = None  # before the new one is made
+            self._held = held = None  # frees the old block before the new allocation
             self._held = held = x_th.new_empty(tokens * vocab)
         return held[: tokens * vocab].view(tokens, vocab)
 
@@ -101,7 +101,7 @@ class _HeadLoss(torch.autograd.Function):
         else:
             losses_t, saved = _split_forward(x_th, weight, bias_v, labels_t, comm, shard, cap)
             if with_grad:
-                # The input is gathered again in backward under sequence parallelism, to keep only the own part.
+                # Under sequence parallelism, backward gathers the input again, so that only the local part is saved.
                 ctx.save_for_backward(x_sbh, weight, weights_t, *saved)
         total = torch.dot(losses_t, weights_t.to(losses_t.dtype))
         losses_sb = losses_t.view(labels_sb.shape)
@@ -133,7 +133,7 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def _scale_(grads: tuple[Tensor | None, ...], factor: Tensor) -> None:
-    """Multiplies in place; where looking at the factor costs no synchronization, by 1 not at all."""
+    """Multiplies gradients in place; skips a factor of 1 where reading it costs no synchronization."""
     if factor.is_cpu and factor == 1:
         return
     for grad in grads:
@@ -142,9 +142,9 @@ def _scale_(grads: tuple[Tensor | None, ...], factor: Tensor) -> None:
 
 
 def _unit(weights_t: Tensor, dtype: torch.dtype) -> Tensor:
-    """Unit of the weights, so that gradients of logits are representable before they get the loss scale.
+    """Unit of the weights, which keeps gradients of logits representable before the loss scale is applied.
 
-    In fp16 the share of an unlikely token, times its weight of one in many thousands, would be zero.
+    In fp16, the probability of an unlikely token, times its weight (one in many thousands), would underflow to zero.
     """
     if dtype != torch.float16:
         return weights_t.new_ones(())
@@ -157,7 +157,7 @@ def _sum_of_rows(logits_tv: Tensor) -> Tensor:
 
 
 def _gradient_space(weight_vh: Tensor, groups: list[slice], place_vh: Tensor | None) -> Tensor:
-    """Memory for the weight's gradient, accumulated over the groups: in fp32 where there is more than one group."""
+    """Memory for the weight's gradient, accumulated over the groups: in fp32 with more than one group."""
     dtype = weight_vh.dtype if len(groups) == 1 else _accumulation_dtype(weight_vh.dtype)
     if place_vh is None or place_vh.dtype != dtype:
         place_vh = torch.empty(weight_vh.shape, dtype=dtype, device=weight_vh.device)
@@ -176,10 +176,10 @@ def _fused_forward(
     with_grad: bool,
     place_vh: Tensor | None,
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """Losses of all tokens and, if wanted, a unit and the gradients of their weighted sum over it, on one rank.
+    """Losses of all tokens and, if requested, a unit and the gradients of their weighted sum over it, on one rank.
 
-    That of the weight is in its place, where there is one, and None among the results: what autograd saves must not
-    change, and other gradients lie beside it.
+    The weight's gradient is written to ``place_vh`` where given, and is then None in the result: tensors that autograd
+    saves must not change, and other gradients lie beside it.
     """
     accumulate = _accumulation_dtype(x_th.dtype)
     groups = _groups(x_th.shape[0], weight_vh.shape[0], x_th.device)
@@ -222,7 +222,7 @@ def _split_forward(
     shard: VocabShard,
     cap: float | None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """Losses of all tokens from this rank's logits, and what backward needs: logits, lse, local labels."""
+    """Losses of all tokens from this rank's logits, and the tensors for backward: logits, lse, local labels."""
     accumulate = _accumulation_dtype(x_th.dtype)
     local_t = labels_t - shard.start
     here_t = (local_t >= 0) & (local_t < shard.valid_rows)
@@ -258,8 +258,8 @@ def head_loss(
         labels_sb: int64 targets, (s, b).
         weights_sb: weight of each token in the sum, (s, b).
         bias_v: local part of the output projection's bias, if it has one; finite beyond the vocabulary, too.
-        space: memory for logits, for as many calls as it is given to.
-        cap: soft bound of the logits; None for none.
+        space: memory for logits, to share between calls.
+        cap: soft cap of the logits; None for no cap.
 
     Returns:
         The weighted sum (scalar, fp32 or fp64, equal on all tensor-parallel ranks), and the losses of the tokens in

@@ -15,10 +15,10 @@ from megatron.topology.layout import Tie
 
 
 class _Rows(torch.autograd.Function):
-    """Rows of a table on a CPU, whose gradients are added to the table's in its place.
+    """Rows of a table on a CPU; their gradients are added in place to the table's gradient.
 
-    There lies the gradient of an output layer that has the same weights, or zeros. Where there is no such place, the
-    gradient has memory of its own.
+    The place holds the gradient of an output layer with the same weights, or zeros. Without such a place, the gradient
+    has separate memory.
     """
 
     @staticmethod
@@ -41,9 +41,9 @@ class _Rows(torch.autograd.Function):
 
 
 class _SortedRows(torch.autograd.Function):
-    """Rows of a table, whose gradients torch sorts before it adds them where algorithms are to be deterministic.
+    """Rows of a table; in deterministic mode torch sorts their gradients before it adds them.
 
-    It adds one after the other and rounds each sum: half precision would lose most of the gradient of a frequent row.
+    torch adds them one by one and rounds each sum: half precision would lose most of the gradient of a frequent row.
     """
 
     @staticmethod
@@ -63,8 +63,8 @@ class _SortedRows(torch.autograd.Function):
 def rows_of(weight: Tensor, index: Tensor) -> Tensor:
     """Looks up rows of a table at an index of any shape.
 
-    The gradient of torch's embedding adds on CUDA in whatever order its threads come, which ``--deterministic-mode``
-    must not.
+    On CUDA, the gradient of torch's embedding adds in the arbitrary order of its threads, which
+    ``--deterministic-mode`` forbids.
     """
     if weight.is_cpu and weight.requires_grad and not torch.compiler.is_compiling():
         result: Tensor = _Rows.apply(weight, index)
@@ -76,11 +76,11 @@ def rows_of(weight: Tensor, index: Tensor) -> Tensor:
 
 
 class VocabShard:
-    """The rows of the padded vocabulary that one rank holds.
+    """A rank's rows of the padded vocabulary.
 
     Args:
-        vocab_size: entries without padding.
-        padded_size: entries with padding; divides by the number of ranks.
+        vocab_size: number of entries without padding.
+        padded_size: number of entries with padding; a multiple of the number of ranks.
         comm: the tensor-parallel points.
     """
 
@@ -111,7 +111,7 @@ class VocabShard:
 
 
 class VocabParallelEmbedding(ShardedModule):
-    """Looks up tokens in the local rows and all-reduces: (b, s) -> (s, b, h), or the own part of s."""
+    """Looks up tokens in the local rows and all-reduces: (b, s) -> (s, b, h), or this rank's part of s."""
 
     def __init__(
         self,
@@ -130,12 +130,12 @@ class VocabParallelEmbedding(ShardedModule):
         self.specs["weight"] = shard.spec(hidden, tied=tied, tied_copy=copy)
 
     def forward(self, tokens_bs: Tensor, site: str = "embedding") -> Tensor:
-        """Vectors (s, b, h) of tokens (b, s); ``site`` is whose they are, where a model looks up several texts."""
+        """Vectors (s, b, h) of tokens (b, s); ``site`` identifies the lookup, if a model looks up several texts."""
         tokens_sb = tokens_bs.t()
         if self.comm.size == 1:
             return rows_of(self.weight, tokens_sb)
         local_sb = tokens_sb - self.shard.start
         elsewhere_sb = (local_sb < 0) | (local_sb >= self.shard.rows)
-        # Any row will do for the others' tokens, but not one for all: sorted gradients are added one after the other.
+        # Any row will do for other ranks' tokens, but not a single row for all: sorted gradients are added one by one.
         x_sbh = rows_of(self.weight, local_sb.remainder(self.shard.rows))
         return leave_parallel_region(x_sbh.masked_fill(elsewhere_sb.unsqueeze(-1), 0.0), self.comm.at(site))

@@ -1,7 +1,7 @@
-"""A parameter's place among the flat gradients, to which its first gradient of a step may be written at once.
+"""A parameter's place among the flat gradients, where its first gradient of a step may be written directly.
 
-Other memory would be copied there; and a C library gives blocks as large as an embedding's gradient back to the system,
-which clears the next one page by page.
+Gradients in other memory would be copied there; and a C library returns blocks of an embedding gradient's size to the
+system, which clears the next block page by page.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _NAME = "_grad_place"
 
 
 class GradPlace:
-    """The place of a parameter's gradient in one step; what it holds in the beginning is anything.
+    """The place of a parameter's gradient in a step; initially uninitialized.
 
     Args:
         param: the parameter.
@@ -27,32 +27,32 @@ class GradPlace:
 
     def __init__(self, param: nn.Parameter, space: Tensor) -> None:
         self.space = space
-        self._param = weakref.ref(param)  # which has the place
+        self._param = weakref.ref(param)  # which owns the place
         self._uses = 0
         self._lost = False
         self._returned_in: int | None = None  # the backward, by torch's number
         self._added_in: int | None = None
 
     def accumulates(self) -> bool:
-        """Whether the backward that is running leaves its gradient in the parameter, and nobody differentiates that."""
+        """Whether the running backward leaves its gradient in the parameter, and nobody differentiates it."""
         param = self._param()
         if torch.is_grad_enabled() or param is None or not param.requires_grad:
             return False
         try:
             return bool(torch._C._will_engine_execute_node(get_gradient_edge(param).node))
-        except RuntimeError:  # autograd.grad, which hands the gradient to its caller
+        except RuntimeError:  # autograd.grad, which returns the gradient to its caller
             return False
 
     def take(self) -> bool:
-        """Whether this use has the memory: two uses of a parameter have gradients of their own, which autograd adds."""
+        """Whether this use gets the memory: two uses of a parameter have separate gradients, which autograd adds."""
         self._uses += 1
         return self._uses == 1
 
     def hand_over(self) -> Tensor:
-        """The gradient for autograd, once; the caller has written it to the memory that it took.
+        """Returns the gradient to autograd, once; the caller has written it to the memory.
 
         Raises:
-            RuntimeError: when another gradient lies there by now.
+            RuntimeError: when another gradient has overwritten it.
         """
         if self._lost or self._returned_in is not None:
             raise RuntimeError(
@@ -63,20 +63,20 @@ class GradPlace:
         return self.space if self.accumulates() else self.space.clone()
 
     def add(self) -> Tensor | None:
-        """The memory with the gradient that this backward has returned, if autograd adds no other to it; else None."""
+        """The memory with the gradient returned by this backward, if autograd adds no other to it; else None."""
         if self._uses > 1 or self._returned_in != torch._C._current_graph_task_id() or not self.accumulates():
             return None
         self._added_in = self._returned_in
         return self.space
 
     def lose(self) -> bool:
-        """Something else is put there from now on; returns whether that loses what this backward has added."""
+        """Gives up the memory to other data; returns whether that loses rows that this backward added."""
         self._lost = True
         return self._added_in is not None and self._added_in == torch._C._current_graph_task_id()
 
 
 def offer(param: nn.Parameter, space: Tensor) -> None:
-    """Offers memory for the next gradient of a parameter, whose numbers nobody needs."""
+    """Offers memory for the next gradient of a parameter; its contents may be overwritten."""
     last: GradPlace | None = vars(param).get(_NAME)
     if last is not None:
         last.lose()
@@ -84,10 +84,10 @@ def offer(param: nn.Parameter, space: Tensor) -> None:
 
 
 def withdraw(param: nn.Parameter, kept: bool) -> None:
-    """Takes the offer back; ``kept``: the parameter's gradient lies there.
+    """Withdraws the offer; ``kept``: the parameter's gradient lies there.
 
     Raises:
-        RuntimeError: when something was added there to a gradient that is not kept.
+        RuntimeError: when rows were added there to a gradient that is not kept.
     """
     place: GradPlace | None = vars(param).pop(_NAME, None)
     if place is not None and not kept and place.lose():
@@ -98,12 +98,12 @@ def withdraw(param: nn.Parameter, kept: bool) -> None:
 
 
 def _place_of(weight: Tensor) -> GradPlace | None:
-    """The place of the gradient of ``weight``, of its size and type, where one is offered.
+    """The offered place of the gradient of ``weight``, of its size and dtype, or None.
 
     Args:
-        weight: a parameter, or a view of all of one.
+        weight: a parameter, or a view of a whole parameter.
     """
-    # A gradient that is itself differentiated must have memory of its own, and compiled code plans its memory itself.
+    # A gradient that is itself differentiated needs separate memory, and compiled code plans its memory itself.
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
         return None
     place: GradPlace | None = getattr(weight if weight._base is None else weight._base, _NAME, None)
@@ -113,9 +113,9 @@ def _place_of(weight: Tensor) -> GradPlace | None:
 
 
 def take(weight: Tensor) -> Tensor | None:
-    """The memory that is offered for a gradient of ``weight``, in its shape and type, or None.
+    """The memory offered for a gradient of ``weight``, in its shape and dtype, or None.
 
-    Who takes it writes the whole gradient there and returns it to autograd in the same backward.
+    The caller must write the whole gradient there and return it to autograd in the same backward.
     """
     place = _place_of(weight)
     if place is None or not place.accumulates() or not place.take():
@@ -124,17 +124,17 @@ def take(weight: Tensor) -> Tensor | None:
 
 
 def add_to(weight: Tensor) -> Tensor | None:
-    """The memory with a gradient of ``weight`` that this backward has returned, which another may be added to, or None.
+    """The memory with a gradient of ``weight`` that this backward has returned and that may be added to, or None.
 
-    Who adds there returns None to autograd.
+    A caller that adds to it must return None to autograd.
     """
-    # A hook makes another gradient of the sum, which looks as if autograd had added up without the place.
+    # A hook replaces the sum by another gradient, as if autograd had added up outside the place.
     place = None if weight._backward_hooks else _place_of(weight)
     there = None if place is None else place.add()
     return None if there is None else there.view(weight.shape)
 
 
 def take_ahead(weight: Tensor) -> GradPlace | None:
-    """The place of a gradient that the forward pass computes, or None; its backward returns what ``hand_over`` does."""
+    """The place of a gradient computed in the forward pass, or None; backward returns the result of ``hand_over``."""
     place = _place_of(weight)
     return place if place is not None and place.take() else None

@@ -1,4 +1,4 @@
-"""Products of groups of rows, each with a matrix of its own, in one call."""
+"""Products of groups of rows, each with a separate matrix, in a single call."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from megatron.kernels.products import grouped_product
 from megatron.parallel.tensor.grad_space import take
 
 _ROW_STEP = 32
-"""Least distance between the numbers of rows that are computed where few should be."""
+"""Least step between padded row counts, which keeps the number of different counts small."""
 _ON_CUDA = (torch.bfloat16, torch.float16, torch.float32)
-"""What torch multiplies by groups on CUDA: bf16 in one launch, on Hopper and later; else groups one after another, for
-which the host reads where they end, and so waits for the device at each product."""
+"""Dtypes of torch's grouped products on CUDA: bf16 in a single launch, on Hopper and later; otherwise group by group,
+for which the host reads the group ends, and so waits for the device at each product."""
 _ALIGNED = 16
-"""Bytes to which the rows of all factors must be aligned."""
+"""Alignment in bytes of the rows of all factors."""
 
 
 def adjacent(weights: Sequence[Tensor]) -> bool:
-    """Whether equally shaped tensors lie one behind the other, as gradient buffers put parameters of one shape."""
+    """Whether equally shaped tensors are adjacent in memory, as gradient buffers lay out parameters of one shape."""
     first = weights[0]
     memory, start = first.untyped_storage()._cdata, first.storage_offset()
     return all(
@@ -31,9 +31,9 @@ def adjacent(weights: Sequence[Tensor]) -> bool:
 
 
 def stacked(weights: Sequence[Tensor]) -> Tensor:
-    """Equally shaped tensors as one, (n, *shape): a view of their memory where they are adjacent.
+    """Stacks equally shaped tensors to (n, *shape): a view of their memory where they are adjacent.
 
-    Where autograd records, which is in a gradient that will be differentiated, it is a copy that autograd knows.
+    If autograd records, as it does in a gradient that will be differentiated, it is a copy tracked by autograd.
     """
     if torch.is_grad_enabled() or not adjacent(weights):
         return torch.stack(list(weights))
@@ -42,11 +42,11 @@ def stacked(weights: Sequence[Tensor]) -> Tensor:
 
 
 def groups_products(rows: Tensor, weights: Sequence[Tensor]) -> bool:
-    """Whether ``grouped_linear`` takes rows of this device and dtype, and weights (out, in) of these widths.
+    """Whether ``grouped_linear`` supports rows of this device and dtype, and weights (out, in) of these widths.
 
-    On CUDA it takes all types but fp64, which torch does not. On the meta device, where an accelerator's costs are
-    counted, torch knows bf16 alone. On CPUs it takes adjacent weights outside compiled code, in fp32 and fp64: a bias
-    is added to rounded products.
+    On CUDA it supports all dtypes of torch's grouped products, which exclude fp64. On the meta device, where an
+    accelerator's costs are counted, torch supports only bf16. On CPUs it supports adjacent weights outside compiled
+    code, in fp32 and fp64: a bias is added to rounded products.
     """
     weight = weights[0]
     if rows.is_cpu:
@@ -57,11 +57,11 @@ def groups_products(rows: Tensor, weights: Sequence[Tensor]) -> bool:
 
 
 def recurring(rows: Tensor) -> int:
-    """The number of rows to compute for a group's rows (r, in): as many, or a few more.
+    """The number of rows to compute for a group's rows (r, in): the same number, or slightly more.
 
-    A group has other rows in every step. Where torch compiles code for each new shape of a product, which takes some
-    ten times as long as the product, their number is rounded up to a multiple of 32, and from 256 on to one of eight
-    numbers between a power of two and the next.
+    A group's row count changes in every step. Where torch compiles code for each new shape of a product, which takes
+    about ten times as long as the product, the count is rounded up to a multiple of 32, and from 256 on to one of eight
+    values between a power of two and the next.
     """
     count = len(rows)
     if not rows.is_cpu or torch.compiler.is_compiling() or not _compiles_products(rows.dtype):
@@ -71,8 +71,8 @@ def recurring(rows: Tensor) -> int:
 
 
 def _compiles_products(dtype: torch.dtype) -> bool:
-    """Whether torch's products of this type on CPUs are oneDNN's, which makes code for each shape."""
-    if not torch.backends.mkldnn.is_available():  # a torch without oneDNN has not even the questions below
+    """Whether torch computes products of this dtype on CPUs by oneDNN, which compiles code for each shape."""
+    if not torch.backends.mkldnn.is_available():  # a torch without oneDNN lacks the queries below, too
         return False
     if dtype is torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -80,7 +80,7 @@ def _compiles_products(dtype: torch.dtype) -> bool:
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """Rows of group g times the transpose of weight g."""
+    """Multiplies the rows of group g by the transpose of weight g."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, ends_g: Tensor, *weights: Tensor) -> Tensor:
@@ -97,13 +97,13 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def _space_of(weights: Sequence[Tensor]) -> Tensor | None:
-    """The memory that is offered for the gradients of all weights, (n, *shape), where it is one piece."""
+    """The memory offered for the gradients of all weights, (n, *shape), if it is contiguous; else None."""
     spaces = [space for space in map(take, weights) if space is not None]
     return stacked(spaces) if len(spaces) == len(weights) and adjacent(spaces) else None
 
 
 def grouped_linear(rows: Tensor, weights: Sequence[Tensor], counts_g: Tensor) -> Tensor:
-    """Rows (r, in) that lie group by group to (r, out): those of group g times the transpose of weight g.
+    """Maps rows (r, in), stored group by group, to (r, out): rows of group g times the transpose of weight g.
 
     A group without rows has a gradient of zero.
 
@@ -118,7 +118,7 @@ def grouped_linear(rows: Tensor, weights: Sequence[Tensor], counts_g: Tensor) ->
 
 
 def batched_linear(rows: Tensor, weights: Sequence[Tensor], counts_g: Tensor) -> Tensor:
-    """The same of all types and widths, in one batched product, for which groups are filled up to the longest."""
+    """``grouped_linear`` for all dtypes and widths, by a batched product that pads groups to the longest group."""
     counts_g = counts_g.to(rows.device)
     group_r = torch.arange(len(weights), device=rows.device).repeat_interleave(counts_g, output_size=len(rows))
     place_r = torch.arange(len(rows), device=rows.device) - (counts_g.cumsum(0) - counts_g)[group_r]

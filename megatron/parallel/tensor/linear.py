@@ -18,7 +18,7 @@ from megatron.parallel.tensor.products import EXACT, LinearProducts, Recipe, pro
 from megatron.parallel.tensor.shards import ParamSpec, ShardedModule, with_partial_grad
 
 _PLACED = 1 << 17
-"""Elements of a weight on a CPU from which on its gradient's copy would take longer than calling ``_Linear`` does."""
+"""Minimum weight size in elements, on a CPU, at which copying the gradient takes longer than calling ``_Linear``."""
 
 
 class _Linear(torch.autograd.Function):
@@ -52,7 +52,7 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x W^T + b of one rank, for x (..., in)."""
+    """x W^T + b on a single rank, for x (..., in)."""
     placed = x.is_cpu and weight.numel() >= _PLACED and not torch.compiler.is_compiling()
     if not placed and not multiplies(x, weight):
         return F.linear(x, weight, bias)
@@ -61,7 +61,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _SplitLinear(ShardedModule):
-    """What both kinds of split layers have.
+    """Base class of split linear layers.
 
     Args:
         comm: the tensor-parallel points.
@@ -73,9 +73,9 @@ class _SplitLinear(ShardedModule):
         self.products: LinearProducts = EXACT
 
     def _product(self, x_sbh: Tensor, weight: Tensor, bias: Tensor | None, comm: TensorComm | None) -> Tensor:
-        """x W^T + b, from 8-bit numbers where asked for and the sizes suit them; ``comm`` as in ``_Linear``."""
+        """x W^T + b, from 8-bit numbers if requested and if the sizes suit them; ``comm`` as in ``_Linear``."""
         tokens = x_sbh.shape[0] * x_sbh.shape[1] * (comm.size if comm is not None and comm.sequence_parallel else 1)
-        # Without 8-bit products nothing may depend on the number of tokens: compiled code would be made anew for some.
+        # Without 8-bit products nothing may depend on the number of tokens: some numbers would recompile the code.
         fitting = self.products is not EXACT and fits(tokens, *weight.shape)
         products = self.products if fitting else EXACT
         if products is EXACT and comm is None:
@@ -92,9 +92,9 @@ class ColumnParallelLinear(_SplitLinear):
             as gate and value of SwiGLU.
         bias: whether to add a bias.
         comm: the tensor-parallel points.
-        device, dtype: those of the parameters.
+        device, dtype: device and dtype of the parameters.
         entered: the input comes from ``enter_parallel_region``, once for several layers.
-        blocks: how the outputs make projections that are not one behind the other; see ``ParamSpec.blocks``.
+        blocks: how the outputs form projections that are not stored one after the other; see ``ParamSpec.blocks``.
     """
 
     def __init__(
@@ -126,12 +126,12 @@ class ColumnParallelLinear(_SplitLinear):
         return self._product(x_sbh, weight, bias, self.comm if self.enters else None)
 
     def compute_in_fp8(self, recipe: Recipe | None) -> None:
-        """Computes the products from 8-bit numbers from now on; None: in the type of the parameters."""
+        """Computes the products from 8-bit numbers from now on; None: in the parameters' dtype."""
         self.products = products_of(recipe, self.comm, split_inputs=False)
 
 
 class RowParallelLinear(_SplitLinear):
-    """A linear layer split by inputs, whose products are all-reduced: (s, b, in / tp) -> (s, b, out).
+    """A linear layer split by inputs, with all-reduced products: (s, b, in / tp) -> (s, b, out).
 
     Returns the product without its bias, for the caller to add together with dropout and residual: the bias must be
     added once, after the all-reduce.
@@ -161,5 +161,5 @@ class RowParallelLinear(_SplitLinear):
         return leave_parallel_region(self._product(x_sbi, self.weight, None, None), self.comm), self.bias
 
     def compute_in_fp8(self, recipe: Recipe | None) -> None:
-        """Computes the products from 8-bit numbers from now on; None: in the type of the parameters."""
+        """Computes the products from 8-bit numbers from now on; None: in the parameters' dtype."""
         self.products = products_of(recipe, self.comm, split_inputs=True)

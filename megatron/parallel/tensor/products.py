@@ -1,8 +1,8 @@
-"""The matrix products of a linear layer: in the type of its factors, or from 8-bit numbers (``--fp8``).
+"""Matrix products of linear layers: in the dtype of the factors, or from 8-bit numbers (``--fp8``).
 
-Each rank scales its own product back, so any scales give the sum of the ranks. All the same a maximum over a dimension
-that is split is the maximum over all of its ranks: the layer then quantizes the same numbers to the same codes on any
-number of tensor-parallel ranks.
+Each rank scales its product back, so the sum over ranks is right with any scales. Still, a maximum over a split
+dimension is taken over all of its ranks: the layer then quantizes the same numbers to the same codes with any number
+of tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ class LinearProducts(Protocol):
     """The products of x W^T + b and of its gradients, for x (..., in), W (out, in) and gradients (..., out)."""
 
     def output(self, x: Tensor, weight_oi: Tensor, bias_o: Tensor | None) -> tuple[Tensor, Scales]:
-        """x W^T + b, and what the gradients' products need besides x and W."""
+        """x W^T + b, and the scales that the gradients' products need besides x and W."""
 
     def grad_input(self, grad: Tensor, weight_oi: Tensor, scales: Scales) -> tuple[Tensor, Scales]:
-        """Gradient of x, and what the weight's gradient needs besides."""
+        """Gradient of x, and further scales that the weight's gradient needs."""
 
     def grad_weight(self, grad: Tensor, x: Tensor, scales: Scales, space_oi: Tensor | None) -> Tensor:
-        """Gradient of W, with the scales of both methods above, in memory that it may be written to."""
+        """Gradient of W, with the scales from both methods above; may be written to ``space_oi``."""
 
 
 class ExactProducts:
-    """In the type of the factors."""
+    """Products in the dtype of the factors."""
 
     def output(self, x: Tensor, weight_oi: Tensor, bias_o: Tensor | None) -> tuple[Tensor, Scales]:
         return linear(x, weight_oi, bias_o), ()
@@ -52,7 +52,7 @@ EXACT = ExactProducts()
 
 @dataclass(frozen=True)
 class TensorwiseProducts:
-    """From 8-bit numbers with one scale for each tensor, for all three products: gradients in e5m2, the rest in e4m3.
+    """All three products from 8-bit numbers with a scale per tensor: gradients in e5m2, other factors in e4m3.
 
     Args:
         comm: the tensor-parallel ranks.
@@ -84,9 +84,9 @@ class TensorwiseProducts:
 
 @dataclass(frozen=True)
 class RowwiseProducts:
-    """From e4m3 numbers with a scale for each row of either factor; the weight's gradient in the type of the factors.
+    """Products from e4m3 numbers with a scale per row of either factor; the weight's gradient in the factors' dtype.
 
-    The gradient of the weight sums over tokens, whose gradients differ by orders of magnitude: it stays exact.
+    The weight's gradient sums over tokens with gradients that differ by orders of magnitude: it stays exact.
 
     Args:
         comm: the tensor-parallel ranks.
@@ -108,22 +108,22 @@ class RowwiseProducts:
         return EXACT.grad_weight(grad, x, scales, space_oi)
 
     def _factors(self, a_mk: Tensor, b_nk: Tensor, split: bool) -> tuple[fp8.Quantized, fp8.Quantized]:
-        """Both factors of a product, whose inner dimension may be split over the ranks."""
+        """Both quantized factors of a product; ``split``: its inner dimension is split over the ranks."""
         scales = _e4m3_scales(a_mk, b_nk, by_rows=True, shared_by=self.comm if split else None)
         return fp8.quantize(a_mk, scales[0], fp8.E4M3), fp8.quantize(b_nk, scales[1], fp8.E4M3)
 
 
 def products_of(recipe: Recipe | None, comm: TensorComm, split_inputs: bool) -> LinearProducts:
-    """The products of a recipe; None: exact ones."""
+    """The products of a recipe; exact for None."""
     if recipe is None:
         return EXACT
     return (TensorwiseProducts if recipe == "tensorwise" else RowwiseProducts)(comm, split_inputs)
 
 
 def _e4m3_scales(a_mk: Tensor, b_nk: Tensor, by_rows: bool, shared_by: TensorComm | None) -> tuple[Tensor, Tensor]:
-    """Scales of two factors; their maxima are those of all ranks of ``shared_by``, in one exchange.
+    """Scales of two factors; their maxima are taken over all ranks of ``shared_by``, in a single exchange.
 
-    Each has memory of its own, at whose start matrix units may want it.
+    Each has separate memory, at an alignment that matrix units may require.
     """
     most = [fp8.largest(x, by_rows) for x in (a_mk, b_nk)]
     if shared_by is not None and shared_by.size > 1:
@@ -138,6 +138,6 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _shaped(rows: Tensor, like: Tensor) -> Tensor:
-    # Not a view in autograd's eyes: the sum over ranks may work in place on what a custom function returned.
+    # Not a view for autograd: the sum over ranks may work in place on the output of a custom function.
     shaped: Tensor = torch.ops.aten._unsafe_view(rows, (*like.shape[:-1], rows.shape[-1]))
     return shaped

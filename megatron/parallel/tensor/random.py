@@ -1,4 +1,4 @@
-"""Random numbers keyed by their purpose, so that they do not depend on the layout.
+"""Random numbers keyed by their purpose, independent of the layout.
 
 Initial weights depend on (seed, logical name, row), dropout masks on (seed, draw of the sample, layer, site).
 A mask is the same on any split and in recomputation, without saving or restoring generator states.
@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron.parallel.tensor.shards import ParamSpec
 
 _INIT_ROWS = 256
-"""Rows drawn from one generator: a rank skips the blocks that it does not hold."""
+"""Rows drawn from a generator: a rank skips the blocks that it does not hold."""
 
 
 def keyed_seed(*parts: int | str) -> int:
@@ -68,18 +68,18 @@ def fill_keyed(param: Tensor, spec: ParamSpec, name: str, seed: int, draw: Draw)
 
 @dataclass(frozen=True)
 class DropoutKeys:
-    """The key of one micro-batch's dropout masks.
+    """The key of a micro-batch's dropout masks.
 
     Args:
         seed: seed of the run.
-        draws: place of each sample in the run's sample stream.
+        draws: position of each sample in the run's sample stream.
     """
 
     seed: int
     draws: tuple[int, ...]
 
     def at(self, *sites: tuple[int | str, ...]) -> SiteKeys:
-        """Keys of some sites in the model, such as (layer, "mlp")."""
+        """Keys of sites in the model, such as (layer, "mlp")."""
         seeds = [[keyed_seed(self.seed, draw, *site) for draw in self.draws] for site in sites]
         return SiteKeys(torch.tensor(seeds, dtype=torch.int64))
 
@@ -88,19 +88,19 @@ class DropoutKeys:
 class SiteKeys:
     """Seeds (sites, samples) of dropout masks, int64, on the CPU, where generators take them.
 
-    A tensor is an input of compiled code, which is the same for every micro-batch and layer.
+    Seeds are a tensor because compiled code, the same for every micro-batch and layer, takes tensors as inputs.
     """
 
     seeds_nb: Tensor
 
     def keep_mask(self, site: int, shape: tuple[int, ...], p: float, like: Tensor) -> Tensor:
-        """One mask per sample, stacked along dimension 0: 0 where dropped, else 1 / (1 - p).
+        """A mask per sample, stacked along dimension 0: 0 where dropped, else 1 / (1 - p).
 
         Args:
-            site: index of the site among those that have keys here.
-            shape: shape of one sample's mask.
+            site: index of the site among the sites with keys here.
+            shape: shape of a sample's mask.
             p: probability of dropping.
-            like: a tensor of the wanted dtype and device. The CPU and CUDA draw different masks.
+            like: a tensor of the desired dtype and device. The CPU and CUDA draw different masks.
         """
         result: Tensor = _keyed_mask(self.seeds_nb[site], shape, p, like.dtype, like.device)
         return result
@@ -117,7 +117,7 @@ class SiteKeys:
 
 @torch.library.custom_op("megatron::keyed_mask", mutates_args=())
 def _keyed_mask(seeds_b: Tensor, shape: Sequence[int], p: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """See ``SiteKeys.keep_mask``. The compiler sees one operation, which depends on nothing but its arguments."""
+    """See ``SiteKeys.keep_mask``. For the compiler, a single operation that depends only on its arguments."""
     generator = torch.Generator(device=device)
     mask = torch.empty((len(seeds_b), *shape), dtype=dtype, device=device)
     for row, seed in zip(mask, seeds_b.tolist(), strict=True):

@@ -11,22 +11,22 @@ from megatron.topology.layout import Tie
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """A local parameter as a slice of a logical one.
+    """A local parameter as a slice of a logical parameter.
 
     Args:
         logical_shape: the whole parameter's shape, without padding.
-        dim: the dimension that is split over tensor-parallel ranks; None when every rank holds the whole parameter.
+        dim: the dimension that is split over tensor-parallel ranks; None if every rank holds the whole parameter.
         start: index along ``dim`` at which the local slice begins.
         partial_grad: each tensor-parallel rank computes only its sequence part's share of the gradient, so the
             shares must be all-reduced (replicated parameters under sequence parallelism).
-        tied_copy: a further holder of a logical parameter whose first holder is another stage.
-        tied: which tied embedding it is, on any stage; None for other parameters.
-        of_vocabulary: its rows are tokens' (an input embedding, or the output layer's weight).
-        unshared: this tensor-parallel rank alone holds the parameter, whole; the others hold other ones.
+        tied_copy: a further copy of a logical parameter; its first holder is another stage.
+        tied: the tied embedding, on any stage; None for other parameters.
+        of_vocabulary: its rows belong to tokens (an input embedding, or the output layer's weight).
+        unshared: only this tensor-parallel rank holds the parameter, whole; the others hold other parameters.
         of_expert: it belongs to an expert: only the replicas that hold that expert reduce its gradient.
-        blocks: of a hidden linear layer's weight, how its rows (all dimensions but the last, flattened) make matrices:
-            sizes of consecutive blocks, which repeat; the i-th blocks of all repetitions are one matrix. Empty for
-            other parameters.
+        blocks: how the rows of a hidden linear layer's weight (all dimensions but the last, flattened) form matrices:
+            sizes of consecutive blocks, which repeat; the i-th blocks of all repetitions form a matrix. Empty for other
+            parameters.
     """
 
     logical_shape: tuple[int, ...]
@@ -41,16 +41,16 @@ class ParamSpec:
     unshared: bool = False
 
     def counted_by(self, tp_rank: int) -> bool:
-        """Whether sums over the tensor-parallel ranks count what this rank of them holds."""
+        """Whether this tensor-parallel rank counts its part in sums over these ranks."""
         return self.dim is not None or self.unshared or tp_rank == 0
 
     def offsets(self) -> tuple[int, ...]:
-        """Offsets of the local tensor in the logical one."""
+        """Offsets of the local tensor in the logical tensor."""
         return tuple(self.start if d == self.dim else 0 for d in range(len(self.logical_shape)))
 
 
 class ShardedModule(nn.Module):
-    """A module that knows the specs of its own parameters."""
+    """A module with specs of its direct parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,5 +72,5 @@ def collect_specs(model: nn.Module) -> dict[str, tuple[str, ParamSpec]]:
 
 
 def with_partial_grad(spec: ParamSpec) -> ParamSpec:
-    """The same spec for a parameter whose gradient is all-reduced over tensor-parallel ranks."""
+    """The same spec for a parameter with a gradient to all-reduce over tensor-parallel ranks."""
     return replace(spec, partial_grad=True)
