@@ -27,13 +27,13 @@ def begin_directions(inner: torch.optim.Optimizer, shards: Sequence[ParamShard],
     groups = _groups(inner)
     if isinstance(inner, Muon):
         inner.directions = {}
-    parts = []
+    terms = []
     for shard in shards:
-        part = shard.main * groups[id(shard.main)]["weight_decay"]
+        term = shard.main * groups[id(shard.main)]["weight_decay"]
         if not inner.state[shard.main]:
-            part.add_(shard.grad.to(part.dtype), alpha=1.0 / divisor)
-        parts.append(part)
-    return parts
+            term.add_(shard.grad.to(term.dtype), alpha=1.0 / divisor)
+        terms.append(term)
+    return terms
 
 
 def end_directions(
@@ -48,19 +48,19 @@ def end_directions(
     """
     groups = _groups(inner)
     count = steps_taken(inner, shards)
-    for shard, part in zip(shards, parts, strict=True):
+    for shard, term in zip(shards, parts, strict=True):
         state, group = inner.state[shard.main], groups[id(shard.main)]
         if "exp_avg_sq" in state:
             beta1, beta2 = group["betas"]
             root = (state["exp_avg_sq"] / (1.0 - beta2 ** (frozen_at or count))).sqrt_().add_(group["eps"])
-            part.addcdiv_(state["exp_avg"], root, value=1.0 / (1.0 - beta1**count))
+            term.addcdiv_(state["exp_avg"], root, value=1.0 / (1.0 - beta1**count))
             if group["decays"] and "ratio" in state:
-                part.mul_(state["ratio"])
+                term.mul_(state["ratio"])
         elif isinstance(inner, Muon) and inner.directions is not None:
-            part.add_(inner.directions[id(shard.main)])
+            term.add_(inner.directions[id(shard.main)])
         elif "momentum_buffer" in state:
-            part = state["momentum_buffer"]
-        shard.grad.copy_(part)
+            term = state["momentum_buffer"]
+        shard.grad.copy_(term)
     if isinstance(inner, Muon):
         inner.directions = None
 

@@ -24,10 +24,10 @@ _LAYER = re.compile(r"layers\.(\d+)\.")
 def fragment_of(name: str, layers: int, fragments: int) -> int:
     """The fragment of a parameter: layers are assigned round-robin (Douillard et al. 2025, "strided"). Parameters
     before the layers belong to the first layer's fragment, parameters after them to the last layer's."""
-    found = _LAYER.search(name)
-    if found is None:
+    match = _LAYER.search(name)
+    if match is None:
         return 0 if "embedding" in name else (layers - 1) % fragments
-    return int(found[1]) % fragments
+    return int(match[1]) % fragments
 
 
 @dataclass(frozen=True)
@@ -104,21 +104,21 @@ class Fragment:
     ) -> None:
         self.number = number
         self.buckets = [
-            made
+            fragment_bucket
             for buffer in buffers
             for bucket in buffer.buckets
-            if (made := _bucket(buffer, bucket, number, fragments, layers, ties)) is not None
+            if (fragment_bucket := _bucket(buffer, bucket, number, fragments, layers, ties)) is not None
         ]
-        where = {
-            id(slot): (at, place.start)
+        locations = {
+            id(slot): (at, slot_place.start)
             for at, bucket in enumerate(self.buckets)
-            for slot, place in zip(bucket.slots, bucket.reduced.places, strict=True)
+            for slot, slot_place in zip(bucket.slots, bucket.reduced.places, strict=True)
         }
         self.places = [
             ShardPlace(index, at, start + shard.start, start + shard.stop, shard)
             for index, shard in enumerate(shards)
-            if (found := where.get(id(shard.slot))) is not None
-            for at, start in (found,)
+            if (location := locations.get(id(shard.slot))) is not None
+            for at, start in (location,)
         ]
         self.spoken = [bucket for bucket in self.buckets if bucket.leads and bucket.owns]
         alone = Group(None, (0,), 0, "islands", "none")
@@ -143,8 +143,8 @@ def _bucket(
     tie = slots[0].spec.tied
     tie = tie if tie in ties else None
     # All stages that hold a tied embedding have equal copies, so it crosses between islands once.
-    owns = tie is None or ties[tie].rank == 0
-    return FragmentBucket(buffer, slots, GradBucket(bucket_memory(buffer, 0), tuple(places)), tie, owns)
+    reduces = tie is None or ties[tie].rank == 0
+    return FragmentBucket(buffer, slots, GradBucket(bucket_memory(buffer, 0), tuple(places)), tie, reduces)
 
 
 def bucket_memory(buffer: FlatBuffer, length: int) -> Tensor:

@@ -44,10 +44,10 @@ def freeze(inner: torch.optim.Optimizer, shards: Sequence[ParamShard], whole: Wh
         whole: computes sums over whole tensors from their shards.
     """
     moments = [inner.state[shard.main]["exp_avg_sq"] for shard in shards]
-    sums_n = row_of([one.sum(dtype=torch.float64) for one in moments], whole.device)
-    for shard, own, total in zip(shards, moments, whole(sums_n.unsqueeze(1)), strict=True):
+    sums_n = row_of([moment.sum(dtype=torch.float64) for moment in moments], whole.device)
+    for shard, second_moment, total in zip(shards, moments, whole(sums_n.unsqueeze(1)), strict=True):
         mean = total[0] / math.prod(shard.slot.spec.logical_shape)
-        own[own == 0] = mean.to(own.dtype)
+        second_moment[second_moment == 0] = mean.to(second_moment.dtype)
 
 
 def step_frozen(inner: torch.optim.Optimizer, shards: Sequence[ParamShard], divisor: float, frozen_at: int) -> None:

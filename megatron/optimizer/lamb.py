@@ -80,8 +80,8 @@ class Lamb(torch.optim.Optimizer):
         weights = [finite_norm(shard.main)[0] for shard in self._shards]
         directions = [finite_norm(_grad(shard.main))[0] for shard in self._shards]
         sums = self._whole(torch.stack([row_of(weights, device), row_of(directions, device)], dim=1))
-        known = (sums > 0).all(dim=1)
-        return torch.where(known, (sums[:, 0] / sums[:, 1]).sqrt(), 1.0).unbind()
+        nonzero = (sums > 0).all(dim=1)
+        return torch.where(nonzero, (sums[:, 0] / sums[:, 1]).sqrt(), 1.0).unbind()
 
 
 def _grad(p: Tensor) -> Tensor:

@@ -95,81 +95,87 @@ class WholeMatrices:
             dtype: dtype of the parts.
             change: called by the owner of a matrix, and by all tensor-parallel ranks where each holds the whole matrix.
         """
-        held = {id(slot): part for slot, part in zip(self._slots, parts, strict=True) if part is not None}
-        none = torch.empty(0, dtype=dtype, device=self._device)
+        values_by_slot = {id(slot): flat for slot, flat in zip(self._slots, parts, strict=True) if flat is not None}
+        empty = torch.empty(0, dtype=dtype, device=self._device)
         for wave in self._waves:
             if wave.replicas is None:
-                self._change_slices(wave.jobs, [held[id(job.slot)] for job in wave.jobs], none, change)
+                self._change_slices(wave.jobs, [values_by_slot[id(job.slot)] for job in wave.jobs], empty, change)
                 continue
-            own = [job for job in wave.jobs if job.replica == wave.replicas.rank]
-            slices = self._collected(wave.replicas, wave.jobs, own, [held.get(id(job.slot), none) for job in wave.jobs])
-            self._change_slices(own, slices, none, change)
-            for job, part in zip(wave.jobs, self._returned(wave.replicas, wave.jobs, own, slices, none), strict=True):
-                if part.numel():
-                    held[id(job.slot)].copy_(part)
+            own_jobs = [job for job in wave.jobs if job.replica == wave.replicas.rank]
+            slices = self._collected(
+                wave.replicas, wave.jobs, own_jobs, [values_by_slot.get(id(job.slot), empty) for job in wave.jobs]
+            )
+            self._change_slices(own_jobs, slices, empty, change)
+            for job, new_values in zip(
+                wave.jobs, self._returned(wave.replicas, wave.jobs, own_jobs, slices, empty), strict=True
+            ):
+                if new_values.numel():
+                    values_by_slot[id(job.slot)].copy_(new_values)
 
     def _collected(
-        self, replicas: Group, jobs: Sequence[_Job], own: Sequence[_Job], parts: Sequence[Tensor]
+        self, replicas: Group, jobs: Sequence[_Job], own_jobs: Sequence[_Job], values: Sequence[Tensor]
     ) -> list[Tensor]:
         """Assembles the slices of this replica's own matrices from all replicas' ranges."""
         sent = [
-            [part for job, part in zip(jobs, parts, strict=True) if job.replica == rank]
+            [flat for job, flat in zip(jobs, values, strict=True) if job.replica == rank]
             for rank in range(replicas.size)
         ]
-        sizes = [[_length(job.ranges[rank]) for job in own] for rank in range(replicas.size)]
-        received = self._exchange(replicas, sent, sizes, parts[0])
+        sizes = [[_length(job.ranges[rank]) for job in own_jobs] for rank in range(replicas.size)]
+        received = self._exchange(replicas, sent, sizes, values[0])
         return [torch.cat(ranges) for ranges in zip(*received, strict=True)]
 
     def _returned(
-        self, replicas: Group, jobs: Sequence[_Job], own: Sequence[_Job], slices: Sequence[Tensor], like: Tensor
+        self, replicas: Group, jobs: Sequence[_Job], own_jobs: Sequence[_Job], slices: Sequence[Tensor], like: Tensor
     ) -> list[Tensor]:
         """Returns this replica's ranges of all matrices, from their owners."""
-        pieces = [job.pieces(slice_n) for job, slice_n in zip(own, slices, strict=True)]
+        pieces = [job.pieces(slice_n) for job, slice_n in zip(own_jobs, slices, strict=True)]
         sent = [[ranges[rank] for ranges in pieces] for rank in range(replicas.size)]
         of_owner = [[job for job in jobs if job.replica == rank] for rank in range(replicas.size)]
-        sizes = [[_length(job.ranges[replicas.rank]) for job in theirs] for theirs in of_owner]
+        sizes = [[_length(job.ranges[replicas.rank]) for job in owner_jobs] for owner_jobs in of_owner]
         received = self._exchange(replicas, sent, sizes, like)
-        found = {id(j.slot): p for js, ps in zip(of_owner, received, strict=True) for j, p in zip(js, ps, strict=True)}
-        return [found[id(job.slot)] for job in jobs]
+        range_by_slot = {
+            id(j.slot): p for js, ps in zip(of_owner, received, strict=True) for j, p in zip(js, ps, strict=True)
+        }
+        return [range_by_slot[id(job.slot)] for job in jobs]
 
     def _change_slices(self, jobs: Sequence[_Job], slices: Sequence[Tensor], like: Tensor, change: Change) -> None:
         """Changes matrices in place, given this rank's slices; its tensor-parallel ranks hold the other slices."""
-        cut: list[tuple[_Job, Tensor]] = []
+        split_slices: list[tuple[_Job, Tensor]] = []
         for job, slice_n in zip(jobs, slices, strict=True):
             if self._tp.size > 1 and job.slot.spec.dim is not None:
-                cut.append((job, slice_n))
+                split_slices.append((job, slice_n))
             else:
                 slice_n.copy_(change(slice_n.view(job.slot.param.shape), job.slot.spec).flatten())
-        if not cut:
+        if not split_slices:
             return
         size, rank = self._tp.size, self._tp.rank
-        sent = [[slice_n for job, slice_n in cut if job.tensor == other] for other in range(size)]
-        own = [job for job, _ in cut if job.tensor == rank]
-        received = self._exchange(self._tp, sent, [[job.slot.param.numel() for job in own]] * size, like)
-        back: list[list[Tensor]] = [[] for _ in range(size)]
-        for job, *parts in zip(own, *received, strict=True):
+        sent = [[slice_n for job, slice_n in split_slices if job.tensor == other] for other in range(size)]
+        own_jobs = [job for job, _ in split_slices if job.tensor == rank]
+        received = self._exchange(self._tp, sent, [[job.slot.param.numel() for job in own_jobs]] * size, like)
+        outgoing: list[list[Tensor]] = [[] for _ in range(size)]
+        for job, *tensor_slices in zip(own_jobs, *received, strict=True):
             spec, shape = job.slot.spec, job.slot.param.shape
             assert spec.dim is not None
-            whole = change(torch.cat([part.view(shape) for part in parts], dim=spec.dim), spec)
-            for slices_of_rank, part in zip(back, whole.chunk(size, dim=spec.dim), strict=True):
-                slices_of_rank.append(part.flatten())
-        of_owner = [[slice_n for job, slice_n in cut if job.tensor == other] for other in range(size)]
-        sizes = [[slice_n.numel() for slice_n in theirs] for theirs in of_owner]
-        for theirs, changed in zip(of_owner, self._exchange(self._tp, back, sizes, like), strict=True):
-            for slice_n, part in zip(theirs, changed, strict=True):
-                slice_n.copy_(part)
+            matrix = change(torch.cat([flat.view(shape) for flat in tensor_slices], dim=spec.dim), spec)
+            for slices_of_rank, new_slice in zip(outgoing, matrix.chunk(size, dim=spec.dim), strict=True):
+                slices_of_rank.append(new_slice.flatten())
+        of_owner = [[slice_n for job, slice_n in split_slices if job.tensor == other] for other in range(size)]
+        sizes = [[slice_n.numel() for slice_n in owner_slices] for owner_slices in of_owner]
+        for owner_slices, changed_slices in zip(of_owner, self._exchange(self._tp, outgoing, sizes, like), strict=True):
+            for slice_n, returned_values in zip(owner_slices, changed_slices, strict=True):
+                slice_n.copy_(returned_values)
 
     def _exchange(
         self, group: Group, sent: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[int]], like: Tensor
     ) -> list[list[Tensor]]:
         """All-to-all of several flat tensors to each rank; ``sizes`` lists the tensors' sizes from each source rank."""
-        going = [torch.cat([like[:0], *parts]) for parts in sent]
-        coming = [like.new_empty(sum(counts)) for counts in sizes]
-        coming[group.rank] = going[group.rank]
-        pending = group.exchange_parts(coming, going)
+        outgoing = [torch.cat([like[:0], *tensors]) for tensors in sent]
+        incoming = [like.new_empty(sum(counts)) for counts in sizes]
+        incoming[group.rank] = outgoing[group.rank]
+        pending = group.exchange_parts(incoming, outgoing)
         self._ledger.sent(Point.OPTIMIZER, pending.sent_bytes)
         self._ledger.wait(Point.OPTIMIZER, pending)
-        return [list(part.split(list(counts))) for part, counts in zip(coming, sizes, strict=True)]
+        return [list(flat.split(list(counts))) for flat, counts in zip(incoming, sizes, strict=True)]
 
 
 def _length(span: tuple[int, int]) -> int:
@@ -178,16 +184,16 @@ def _length(span: tuple[int, int]) -> int:
 
 def held_ranges(buckets: Sequence[Bucket], replicas: int) -> list[tuple[ParamSlot, Ranges]]:
     """The matrices in buckets, and every replica's range of each; no ranges for 0 replicas."""
-    held: list[tuple[ParamSlot, Ranges]] = []
+    matrix_ranges: list[tuple[ParamSlot, Ranges]] = []
     for bucket in buckets:
         shares = [overlap_slots(bucket, share_of(bucket, replicas, rank)) for rank in range(replicas)]
         ranges_of = [{index: (start, stop) for index, start, stop in share} for share in shares]
-        held += [
+        matrix_ranges += [
             (slot, tuple(ranges.get(index, (0, 0)) for ranges in ranges_of))
             for index, slot in enumerate(bucket.slots)
             if slot.spec.blocks
         ]
-    return held
+    return matrix_ranges
 
 
 def assign_owners(
@@ -228,5 +234,5 @@ def iteration_flops(spec: ParamSpec) -> int:
     """Operations of a Newton-Schulz iteration of a parameter's matrices: three products each."""
     *leading, columns = spec.logical_shape
     repeated = math.prod(leading) // max(sum(spec.blocks), 1)
-    sides = [sorted((repeated * block, columns)) for block in spec.blocks]
-    return sum(2 * short * short * (short + 2 * long) for short, long in sides)
+    dimensions = [sorted((repeated * block, columns)) for block in spec.blocks]
+    return sum(2 * short * short * (short + 2 * long) for short, long in dimensions)

@@ -96,37 +96,37 @@ class Muon(torch.optim.AdamW):
 
     def _orthogonalize(self) -> None:
         """Orthogonalizes the matrices in place of the gradients."""
-        wide = self._shards[0].main.dtype
-        narrow = torch.bfloat16 if self._in_bf16 else wide
+        main_dtype = self._shards[0].main.dtype
+        matrix_dtype = torch.bfloat16 if self._in_bf16 else main_dtype
         grads = [cast(Tensor, s.main.grad) if s.slot.spec.blocks else None for s in self._shards]
-        parts = [None if grad is None else grad.to(narrow) for grad in grads]
-        self._whole.change(parts, narrow, self._orthogonalized)
-        for grad, part in zip(grads, parts, strict=True):
-            if grad is not None and part is not None and part is not grad:
-                grad.copy_(part)
+        matrices = [None if grad is None else grad.to(matrix_dtype) for grad in grads]
+        self._whole.change(matrices, matrix_dtype, self._orthogonalized)
+        for grad, matrix in zip(grads, matrices, strict=True):
+            if grad is not None and matrix is not None and matrix is not grad:
+                grad.copy_(matrix)
 
     @property
     def _in_bf16(self) -> bool:
-        chosen = self._config.muon_fp32_matmul_prec
-        if chosen is None:
+        precision = self._config.muon_fp32_matmul_prec
+        if precision is None:
             return self._shards[0].model.dtype in (torch.bfloat16, torch.float16)
-        return chosen == "medium"
+        return precision == "medium"
 
     def _blocks(self, spec: ParamSpec) -> tuple[int, ...]:
         """Row counts of a parameter's matrices, as in ``ParamSpec.blocks``."""
         fused = len(spec.logical_shape) == 2
         return (spec.logical_shape[0],) if fused and not self._config.muon_split_qkv else spec.blocks
 
-    def _orthogonalized(self, whole: Tensor, spec: ParamSpec) -> Tensor:
+    def _orthogonalized(self, matrix: Tensor, spec: ParamSpec) -> Tensor:
         """Orthogonalizes each of a parameter's matrices, in the proportions of their scales."""
-        blocks, columns = self._blocks(spec), whole.shape[-1]
-        rows = whole.reshape(-1, sum(blocks), columns)
+        blocks, columns = self._blocks(spec), matrix.shape[-1]
+        rows = matrix.reshape(-1, sum(blocks), columns)
         largest, changed = self._scale(spec), []
         for block in rows.split(blocks, dim=1):
-            made = newton_schulz(block.reshape(-1, columns), self._config.muon_num_ns_steps)
-            share = self._scale_of(made.shape[0], columns) / largest
-            changed.append((made if share == 1.0 else made * share).view_as(block))
-        return torch.cat(changed, dim=1).view(whole.shape)
+            orthogonal = newton_schulz(block.reshape(-1, columns), self._config.muon_num_ns_steps)
+            share = self._scale_of(orthogonal.shape[0], columns) / largest
+            changed.append((orthogonal if share == 1.0 else orthogonal * share).view_as(block))
+        return torch.cat(changed, dim=1).view(matrix.shape)
 
     def _scale(self, spec: ParamSpec) -> float:
         """The largest scale of a parameter's matrices."""

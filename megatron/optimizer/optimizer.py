@@ -183,10 +183,10 @@ class Optimizer:
     def _world_totals(self, losses: Mapping[str, tuple[float, float]], vote: float) -> StepTotals:
         """All-reduces a small vector over the world, so that every rank takes the same decisions; islands that go in
         step have equal gradients, and sum only the other totals."""
-        counted = self._counted()
-        grad_sq = sum_of_squares([shard.grad for shard in counted])
-        params_sq = sum_of_squares([shard.main for shard in counted]) if self.log_params_norm else 0.0
-        zeros = _zeros([shard.grad for shard in counted]) if self.log_num_zeros else 0.0
+        counted_shards = self._counted()
+        grad_sq = sum_of_squares([shard.grad for shard in counted_shards])
+        params_sq = sum_of_squares([shard.main for shard in counted_shards]) if self.log_params_norm else 0.0
+        zeros = _zeros([shard.grad for shard in counted_shards]) if self.log_num_zeros else 0.0
         values = [*(number for pair in losses.values() for number in pair), vote, grad_sq, params_sq, zeros]
         *pairs, votes, grad_sq, params_sq, zeros = self.sum_over_world(values, own=3)
         sums, counts = pairs[::2], pairs[1::2]

@@ -122,8 +122,8 @@ class OuterSync:
         for name, x in self._others[number].items():
             self._means[name].copy_(x)
         with self.ledger.encoding(Point.OUTER):
-            for place in fragment.places:
-                self.outer.difference(place.index, fragment.part(place))
+            for shard_place in fragment.places:
+                self.outer.difference(shard_place.index, fragment.part(shard_place))
         self._put_together(fragment)
 
     def _put_together(self, fragment: Fragment) -> None:
@@ -148,15 +148,15 @@ class OuterSync:
         """
         for number, fragment in enumerate(self.fragments):
             self.allocate(number)
-            for place in fragment.places:
-                fragment.part(place).copy_(place.shard.grad)
+            for shard_place in fragment.places:
+                fragment.part(shard_place).copy_(shard_place.shard.grad)
             self._put_together(fragment)
             fragment.reducer.group = group
             fragment.reducer.begin(iteration, scale, early=True)
             fragment.reducer.exchange()
             self.settle(number, 1)
-            for place in fragment.places:
-                place.shard.grad.copy_(fragment.part(place))
+            for shard_place in fragment.places:
+                shard_place.shard.grad.copy_(fragment.part(shard_place))
             self.free(number)
 
     def begin(self) -> None:
@@ -179,14 +179,20 @@ class OuterSync:
     def norm(self, number: int) -> float:
         """L2 norm of the difference of a fragment, over the whole island."""
         fragment, tp = self.fragments[number], self.topology.tp.rank
-        counted = [fragment.part(place) for place in fragment.places if place.shard.counts_in_norm(tp)]
-        return math.sqrt(self._summed(sum_of_squares(counted)))
+        counted_tensors = [
+            fragment.part(shard_place) for shard_place in fragment.places if shard_place.shard.counts_in_norm(tp)
+        ]
+        return math.sqrt(self._summed(sum_of_squares(counted_tensors)))
 
     def anchor_norm(self, number: int) -> float:
         """L2 norm of the anchor of a fragment, over the whole island."""
         fragment, tp = self.fragments[number], self.topology.tp.rank
-        counted = [self.outer.anchor[place.index] for place in fragment.places if place.shard.counts_in_norm(tp)]
-        return math.sqrt(self._summed(sum_of_squares(counted)))
+        counted_tensors = [
+            self.outer.anchor[shard_place.index]
+            for shard_place in fragment.places
+            if shard_place.shard.counts_in_norm(tp)
+        ]
+        return math.sqrt(self._summed(sum_of_squares(counted_tensors)))
 
     def mean_norm(self, number: int, contributors: int, exchanged: bool) -> float:
         """L2 norm of the mean received by ``exchange``, over the whole island; nothing has changed yet.
@@ -205,9 +211,9 @@ class OuterSync:
                 total = math.nan
         return math.sqrt(self._summed(total)) / contributors
 
-    def _summed(self, own: float) -> float:
+    def _summed(self, value: float) -> float:
         """Sum of a number over the ranks of the island; nan if it is negative or nan."""
-        total = torch.tensor([own], dtype=torch.float64, device=self.topology.device)
+        total = torch.tensor([value], dtype=torch.float64, device=self.topology.device)
         pending = self.topology.world.all_reduce(total)
         self.ledger.sent(Point.CONTROL, pending.sent_bytes)
         self.ledger.wait(Point.CONTROL, pending)
@@ -269,9 +275,9 @@ class OuterSync:
     def apply(self, number: int, mixing: float) -> None:
         """Takes the outer step of a fragment, with the mean left by ``settle``."""
         fragment = self.fragments[number]
-        for place in fragment.places:
-            self.outer.step(place.index, fragment.part(place))
-            self.outer.mix(place.index, mixing)
+        for shard_place in fragment.places:
+            self.outer.step(shard_place.index, fragment.part(shard_place))
+            self.outer.mix(shard_place.index, mixing)
         for name, x in self._others[number].items():
             x.copy_(self._means[name])
         self.free(number)
@@ -297,7 +303,7 @@ class OuterSync:
         if self.flight is None or not self.flight.arrived:
             return {}
         fragment = self.fragments[self.flight.fragment]
-        return {place.index: fragment.part(place) for place in fragment.places}
+        return {shard_place.index: fragment.part(shard_place) for shard_place in fragment.places}
 
     def means_of_others(self) -> dict[str, Tensor]:
         """The same for tensors that are not parameters, by name."""

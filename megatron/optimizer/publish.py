@@ -71,24 +71,26 @@ class ParamPublisher:
         gathers = []
         for buffer, bucket in self._buckets:
             params = buffer.params_of(bucket)
-            own = params[own_share(bucket, buffer.group, True)]
-            gathers.append(self._start(buffer.group, IdentityCodec(), own, None, params, None))
+            share = params[own_share(bucket, buffer.group, True)]
+            gathers.append(self._start(buffer.group, IdentityCodec(), share, None, params, None))
         for gather in gathers:
             gather.wait()
 
     def _start(
-        self, group: Group, codec: Codec, own: Tensor, key: Hashable, out: Tensor | None, raw_bytes: int | None
+        self, group: Group, codec: Codec, share: Tensor, key: Hashable, out: Tensor | None, raw_bytes: int | None
     ) -> PendingGather:
-        return PendingGather(codec, own, CompressorState(), key, group, self.ledger, Point.PARAM_GATHER, out, raw_bytes)
+        return PendingGather(
+            codec, share, CompressorState(), key, group, self.ledger, Point.PARAM_GATHER, out, raw_bytes
+        )
 
     def _add_differences(self, iteration: int) -> None:
         gathers = []
         for buffer, bucket in self._buckets:
-            own = self._difference(buffer, bucket)
-            raw = own.numel() * buffer.params_flat.element_size()
+            difference = self._difference(buffer, bucket)
+            raw = difference.numel() * buffer.params_flat.element_size()
             # All stages of a tied embedding must draw the same noise for it, whatever their other buckets are.
             key = iteration, bucket.slots[0].logical_name
-            gathers.append(self._start(buffer.group, self.plan.codec(Point.PARAM_GATHER), own, key, None, raw))
+            gathers.append(self._start(buffer.group, self.plan.codec(Point.PARAM_GATHER), difference, key, None, raw))
         for gather, (buffer, bucket) in zip(gathers, self._buckets, strict=True):
             differences = gather.wait()
             with self.ledger.decoding(Point.PARAM_GATHER):
@@ -98,13 +100,13 @@ class ParamPublisher:
     def _difference(self, buffer: FlatBuffer, bucket: Bucket) -> Tensor:
         """Main values minus the model's in this rank's share of a bucket; padding is zero."""
         share = own_share(bucket, buffer.group, True)
-        wide = torch.float64 if buffer.params_flat.dtype == torch.float64 else torch.float32
-        own = torch.zeros(share.stop - share.start, dtype=wide, device=buffer.params_flat.device)
+        dtype = torch.float64 if buffer.params_flat.dtype == torch.float64 else torch.float32
+        difference = torch.zeros(share.stop - share.start, dtype=dtype, device=buffer.params_flat.device)
         for slot in bucket.slots:
             for shard in self._by_slot.get(id(slot), ()):
                 start = slot.start + shard.start - bucket.start - share.start
-                torch.sub(shard.main, shard.model, out=own[start : start + shard.main.numel()])
-        return own
+                torch.sub(shard.main, shard.model, out=difference[start : start + shard.main.numel()])
+        return difference
 
 
 def compresses(plan: CompressionPlan, sharded: bool) -> bool:

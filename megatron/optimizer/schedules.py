@@ -296,7 +296,7 @@ class LRSchedule:
         ours = {"max_lr": new, "decoupled_lr": new, "min_lr": new_min, "decoupled_min_lr": new_min}
         by_tokens = options.lr_decay_tokens is not None
         return cls(
-            values, on_mismatch, [name for name, wanted in ours.items() if wanted], seq_length * by_tokens or None
+            values, on_mismatch, [name for name, is_ours in ours.items() if is_ours], seq_length * by_tokens or None
         )
 
     @property
@@ -344,10 +344,10 @@ class LRSchedule:
             tokens = int(state.get("consumed_tokens", position * (self.tokens_per_sample or 0)))
             if position < 0 or tokens < 0:
                 raise ValueError(f"consumed_samples is {position}, consumed_tokens {tokens}")
-            found = {**_DEFAULTS, **state}
-            present = _FIELD_TYPES.keys() - {name for name in _OPTIONAL if found[name] is None}
-            read: dict[str, Any] = {name: _FIELD_TYPES[name](found[name]) for name in present}
-            saved = ScheduleValues(**read)
+            entries = {**_DEFAULTS, **state}
+            present_names = _FIELD_TYPES.keys() - {name for name in _OPTIONAL if entries[name] is None}
+            saved_fields: dict[str, Any] = {name: _FIELD_TYPES[name](entries[name]) for name in present_names}
+            saved = ScheduleValues(**saved_fields)
             if not all(math.isfinite(value) for value in vars(saved).values() if isinstance(value, float)):
                 raise ValueError("a value is not finite")
         except (KeyError, TypeError, ValueError, OverflowError) as error:
@@ -359,25 +359,25 @@ class LRSchedule:
             self.values = saved
         elif self.on_mismatch == "refuse":
             for name in self._relevant_fields():
-                ours, theirs = getattr(self.values, name), getattr(saved, name)
-                if ours != theirs:
+                own_value, saved_value = getattr(self.values, name), getattr(saved, name)
+                if own_value != saved_value:
                     raise UserError(
-                        f"{_FLAG_OF_FIELD[name]}: {name} is {ours} on the command line "
-                        f"and {theirs} in the checkpoint; {_REMEDY}"
+                        f"{_FLAG_OF_FIELD[name]}: {name} is {own_value} on the command line "
+                        f"and {saved_value} in the checkpoint; {_REMEDY}"
                     )
         self.consumed_samples, self.consumed_tokens = position, tokens
 
     def _relevant_fields(self) -> list[str]:
         """Fields that matter: a constant schedule has no length, so such a run can be prolonged freely."""
-        idle: set[str] = set()
+        irrelevant_fields: set[str] = set()
         if self.values.decay_style == "constant":
-            idle |= {"decay_samples", "min_lr", "decoupled_min_lr"}
+            irrelevant_fields |= {"decay_samples", "min_lr", "decoupled_min_lr"}
         if self.values.decay_style != "WSD":
-            idle |= {"annealing_style", "annealing_samples"}
+            irrelevant_fields |= {"annealing_style", "annealing_samples"}
         if self.values.warmup_samples == 0:
-            idle |= {"warmup_init"}
+            irrelevant_fields |= {"warmup_init"}
         if self.values.weight_decay_style == "constant":
-            idle |= {"weight_decay_samples"}
+            irrelevant_fields |= {"weight_decay_samples"}
         # Styles come first: when they differ, that is the message to read.
         names = sorted(_FIELD_TYPES, key=lambda name: not name.endswith("_style"))
-        return [name for name in names if name not in idle]
+        return [name for name in names if name not in irrelevant_fields]

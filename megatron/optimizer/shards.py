@@ -59,8 +59,8 @@ def own_shards(buffers: Sequence[FlatBuffer], sharded: bool, separate: bool = Fa
         for bucket in buffer.buckets:
             for index, start, stop in overlap_slots(bucket, own_share(bucket, buffer.group, sharded)):
                 slot = bucket.slots[index]
-                place = slice(slot.start + start, slot.start + stop)
-                model = buffer.params_flat[place]
+                span = slice(slot.start + start, slot.start + stop)
+                model = buffer.params_flat[span]
                 main = model.to(main_dtype, copy=separate)
-                shards.append(ParamShard(slot, start, stop, main, model, buffer.grads_flat[place], counted))
+                shards.append(ParamShard(slot, start, stop, main, model, buffer.grads_flat[span], counted))
     return shards

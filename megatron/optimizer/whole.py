@@ -39,7 +39,7 @@ class WholeSums:
         self._replicas = list(_runs([buffer.group for buffer in buffers], counts)) if sharded else []
         slots = [slot for buffer in buffers for bucket in buffer.buckets for slot in bucket.slots]
         self._slots, self.device = len(slots), slots[0].param.device
-        places = {id(slot): place for place, slot in enumerate(slots)}
+        places = {id(slot): index for index, slot in enumerate(slots)}
         self._places = torch.tensor([places[id(shard.slot)] for shard in shards], dtype=torch.int64, device=self.device)
         unshared = [slot.spec.unshared for slot in slots]
         self._unshared = torch.tensor(unshared, device=self.device).unsqueeze(1)
@@ -71,20 +71,20 @@ class WholeSums:
         pending = group.all_gather(gathered, rows.flatten())
         self._ledger.sent(Point.CONTROL, pending.sent_bytes)
         self._ledger.wait(Point.CONTROL, pending)
-        total, *others = gathered.view(group.size, *rows.shape).unbind()
-        for share in others:
+        total, *other_shares = gathered.view(group.size, *rows.shape).unbind()
+        for share in other_shares:
             total = total + share
         return total
 
 
 def _runs(groups: Sequence[Group], counts: Sequence[int]) -> Iterator[tuple[Group, list[int]]]:
     """Each group with the numbers of its slots; the buffers have ``counts`` slots."""
-    found: dict[int, tuple[Group, list[int]]] = {}
+    numbers_by_group: dict[int, tuple[Group, list[int]]] = {}
     first = 0
     for group, count in zip(groups, counts, strict=True):
-        found.setdefault(id(group), (group, []))[1].extend(range(first, first + count))
+        numbers_by_group.setdefault(id(group), (group, []))[1].extend(range(first, first + count))
         first += count
-    yield from found.values()
+    yield from numbers_by_group.values()
 
 
 def row_of(values: Sequence[Tensor], device: torch.device) -> Tensor:

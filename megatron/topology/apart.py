@@ -46,17 +46,17 @@ def group_apart(
         return Group(None, ranks, rank, name, "none")
     timeout = timedelta(seconds=seconds)
     store.set_timeout(timeout)
-    made: Any = dist.ProcessGroup(store, rank, len(ranks))
+    process_group: Any = dist.ProcessGroup(store, rank, len(ranks))
     try:
         # Both the store and the members may hang; the store has no time limit for that.
         backend = Caller("islands").call(lambda: _gloo(store, rank, len(ranks), timeout, address), 2 * seconds)
     except (RuntimeError, TimeoutError) as error:
         why = reason(error) or f"not within {2 * seconds:g} s"
         raise CommunicationError(f"{name} ({', '.join(map(str, ranks))}) do not meet: {why}") from error
-    made._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    made._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, backend)
+    process_group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    process_group._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, backend)
     kind = Group if device.type == "cpu" else StagedGroup
-    return kind(made, ranks, rank, name, "gloo")
+    return kind(process_group, ranks, rank, name, "gloo")
 
 
 def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta, address: str | None) -> Any:

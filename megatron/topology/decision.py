@@ -138,7 +138,7 @@ class Decision:
     def decode(value: Mapping[str, Any]) -> Decision:
         """Decodes a decision; raises ValueError if it is malformed."""
         without, members = value["without"], tuple(map(int, value["members"]))
-        arrivals = {int(k): Arrival.decode(one) for k, one in value["arrivals"].items()}
+        arrivals = {int(k): Arrival.decode(arrival) for k, arrival in value["arrivals"].items()}
         if not members or not arrivals.keys() >= set(members):
             raise ValueError(f"of its members {members} only {sorted(arrivals)} have come")
         return Decision(
@@ -166,8 +166,10 @@ def judge(arrivals: Mapping[int, Arrival], last_norm: float = 0.0, anchor_norm: 
         raise ValueError("no island has a finite difference")
     usual, of_what = statistics.median_low(finite.values()), "the median"
     if len(finite) == 2:  # nobody knows which is the outlier, unless a common norm is known
-        known, of_what = (last_norm, "that of the last mean") if last_norm else (anchor_norm, "that of the parameters")
-        usual = max(usual, known) if known else 0.0
+        common_norm, of_what = (
+            (last_norm, "that of the last mean") if last_norm else (anchor_norm, "that of the parameters")
+        )
+        usual = max(usual, common_norm) if common_norm else 0.0
     for k, norm in finite.items():
         if norm > ABSURD * usual > 0:
             left_out[k] = f"the norm of its difference is {norm:.3g}, {norm / usual:.3g} times {of_what}"

@@ -32,5 +32,5 @@ def ranks_text(ranks: Sequence[int]) -> str:
     """Names ranks: "rank 3", "ranks 1, 2 and 4 more"."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    shown = ", ".join(map(str, ranks[:4]))
-    return f"ranks {shown}" + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
+    listed_ranks = ", ".join(map(str, ranks[:4]))
+    return f"ranks {listed_ranks}" + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")

@@ -236,11 +236,11 @@ class Group:
 
         def begun(step: int) -> Together:
             to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
-            coming = dist.irecv(into[source], group=self.pg, tag=_PARTNERS_TAG, group_src=source)
-            going = dist.isend(out[to], group=self.pg, tag=_PARTNERS_TAG, group_dst=to)
-            assert coming is not None
-            assert going is not None
-            return Together((coming, going))
+            receive_work = dist.irecv(into[source], group=self.pg, tag=_PARTNERS_TAG, group_src=source)
+            send_work = dist.isend(out[to], group=self.pg, tag=_PARTNERS_TAG, group_dst=to)
+            assert receive_work is not None
+            assert send_work is not None
+            return Together((receive_work, send_work))
 
         if self.size == 2:
             return begun(1)
@@ -253,13 +253,13 @@ class Group:
             self._steps = Steps()
         return self._steps.start(steps)
 
-    def _exchange(self, out: Tensor, x: Tensor, what: str, sent: int) -> Pending:
+    def _exchange(self, out: Tensor, x: Tensor, operation: str, sent: int) -> Pending:
         """Sends row i of ``x`` to rank i and receives row i of ``out`` from it."""
         if not self._by_partners(sent):
-            return self.start(what, sent, lambda: dist.all_to_all_single(out, x, group=self.pg, async_op=True))
+            return self.start(operation, sent, lambda: dist.all_to_all_single(out, x, group=self.pg, async_op=True))
         to, source = x.chunk(self.size), out.chunk(self.size)
         source[self.rank].copy_(to[self.rank])
-        return self.start(what, sent, lambda: self._with_partners(to, source))
+        return self.start(operation, sent, lambda: self._with_partners(to, source))
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Pending:
         """Reduce-scatters ``x``: rank r gets in ``out`` the sum of the ranks' r-th equal parts of dimension 0.
@@ -278,12 +278,12 @@ class Group:
                 sent,
                 lambda: _REDUCE_SCATTER(out, x, group=self.pg, async_op=True),
             )
-        parts = self._take_spare(x)
-        pending = self._exchange(parts, x, "reduce-scatter", sent)
+        received_rows = self._take_spare(x)
+        pending = self._exchange(received_rows, x, "reduce-scatter", sent)
 
         def finish() -> None:
-            _sum_into(out, parts.view(self.size, *out.shape))
-            self._spare.append(parts)
+            _sum_into(out, received_rows.view(self.size, *out.shape))
+            self._spare.append(received_rows)
 
         pending.finish = finish
         return pending
@@ -304,12 +304,12 @@ class Group:
         """
         if self.size == 1:
             return Pending(None, 0, NOTHING)
-        sent = sum(num_bytes(part) for rank, part in enumerate(x) if rank != self.rank)
+        sent = sum(num_bytes(tensor) for rank, tensor in enumerate(x) if rank != self.rank)
         if self.backend == "gloo":
             return self.start("all-to-all", sent, lambda: self._with_partners(x, out))
-        none = x[0].new_empty(0)
-        given, taken = ([none if r == self.rank else part for r, part in enumerate(parts)] for parts in (x, out))
-        return self.start("all-to-all", sent, lambda: dist.all_to_all(taken, given, group=self.pg, async_op=True))
+        empty = x[0].new_empty(0)
+        inputs, outputs = ([empty if r == self.rank else row for r, row in enumerate(rows)] for rows in (x, out))
+        return self.start("all-to-all", sent, lambda: dist.all_to_all(outputs, inputs, group=self.pg, async_op=True))
 
     def _take_spare(self, x: Tensor) -> Tensor:
         """Workspace like ``x``, reused from an earlier call where it fits: fresh memory costs a page fault per page."""

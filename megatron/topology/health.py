@@ -159,11 +159,11 @@ class Watch:
         self._known.set()
 
     def _loop(self) -> None:
-        due = time.monotonic()
+        next_beat = time.monotonic()
         while not self._stop.is_set():
             now = time.monotonic()
-            if now >= due:
-                due = now + BEAT_SECONDS
+            if now >= next_beat:
+                next_beat = now + BEAT_SECONDS
                 self._on_beat()
             if now >= self._exit_at:
                 text = f"rank {self.rank}: {self._verdict}"
@@ -174,7 +174,7 @@ class Watch:
             if self._mesh is None:
                 self._stop.wait(BEAT_SECONDS)
             else:
-                self._mesh.wait(max(min(due, self._exit_at) - time.monotonic(), 0.0))
+                self._mesh.wait(max(min(next_beat, self._exit_at) - time.monotonic(), 0.0))
                 for verdict in self._take_in():
                     self._conclude(verdict, self._grace_seconds)
 
@@ -221,9 +221,9 @@ class Watch:
         hosts: dict[str, list[int]] = defaultdict(list)
         for peer in silent:
             hosts[peer.host].append(peer.rank)
-        who = ", ".join(f"{ranks_text(sorted(ranks))} on {host}" for host, ranks in hosts.items())
+        names = ", ".join(f"{ranks_text(sorted(ranks))} on {host}" for host, ranks in hosts.items())
         seconds = max(self._beat - self._heard[peer.rank] for peer in silent) * BEAT_SECONDS
-        return f"{who} stopped answering: {_SILENT} for {seconds:.0f} s (hung, or the machine or network is gone)"
+        return f"{names} stopped answering: {_SILENT} for {seconds:.0f} s (hung, or the machine or network is gone)"
 
     def _print(self, text: str) -> None:
         def write() -> None:

@@ -138,18 +138,20 @@ class Islands:
         decide = partial(judge, last_norm=last_norm, anchor_norm=anchor_norm)
         return Decision.decode(self._share(lambda: self._arrive(key, arrival, lambda a: decide(a).leave_out(without))))
 
-    def _arrive(self, key: str, own: Arrival, decide: Callable[[Mapping[int, Arrival]], Decision]) -> dict[str, Any]:
+    def _arrive(
+        self, key: str, own_arrival: Arrival, decide: Callable[[Mapping[int, Arrival]], Decision]
+    ) -> dict[str, Any]:
         self.place.put(LOCAL, True)
-        self.place.put(f"{key}/arrived/{self.island}", own.encode())
-        awaited = [k for k in self._awaited() if k != self.island]
-        pulses, deadline = Pulses(self.place, awaited), time.monotonic() + self.seconds
-        waiting = Waiting("to come to a round", self.seconds, self.tell)
+        self.place.put(f"{key}/arrived/{self.island}", own_arrival.encode())
+        awaited_islands = [k for k in self._awaited() if k != self.island]
+        pulses, deadline = Pulses(self.place, awaited_islands), time.monotonic() + self.seconds
+        wait_notice = Waiting("to come to a round", self.seconds, self.tell)
 
         def look() -> None:
-            came = {k: self.place.get(f"{key}/arrived/{k}", Arrival.decode) for k in range(self.count)}
-            arrivals = {k: arrival for k, arrival in came.items() if arrival is not None}
-            missing = {k for k in awaited if k not in arrivals} - pulses.silent() - self._joining()
-            waiting.look(missing)
+            reports = {k: self.place.get(f"{key}/arrived/{k}", Arrival.decode) for k in range(self.count)}
+            arrivals = {k: arrival for k, arrival in reports.items() if arrival is not None}
+            missing = {k for k in awaited_islands if k not in arrivals} - pulses.silent() - self._joining()
+            wait_notice.look(missing)
             if missing and time.monotonic() < deadline:
                 return
             if len(arrivals) < self.quorum:
@@ -164,30 +166,30 @@ class Islands:
             except ValueError as error:
                 raise CommunicationError(f"{error}; lower --lr or outer-lr") from None
 
-        found: dict[str, Any] = self.place.wait_for(f"{key}/members", look, Decision.decode)
-        return found
+        decision: dict[str, Any] = self.place.wait_for(f"{key}/members", look, Decision.decode)
+        return decision
 
     def _awaited(self) -> set[int]:
         """The islands of the last round, and those that joined after it; initially all that came to the start."""
-        joined = set() if self.last_round else set(self.behind)
+        joined_islands = set() if self.last_round else set(self.behind)
         for k in range(self.count):
             ticket = self.place.get(f"joining/{k}", int)
             welcome = None if ticket is None else self.place.get(f"welcome/{ticket}", Welcome.read)
             if welcome is not None and welcome.round == self.last_round and not welcome.problem:
-                joined.add(k)
-        return joined | set(self.expected)
+                joined_islands.add(k)
+        return joined_islands | set(self.expected)
 
     def _joining(self) -> set[int]:
         """Islands that wait to be let in, and therefore come to no round."""
         return {k for k, _ in self._tickets()}
 
     def _tickets(self) -> list[tuple[int, int]]:
-        found = []
+        tickets = []
         for k in range(self.count):
             ticket = self.place.get(f"joining/{k}", int)
             if ticket is not None and self.place.get(f"welcome/{ticket}") is None:
-                found.append((k, ticket))
-        return found
+                tickets.append((k, ticket))
+        return tickets
 
     def group(self, decision: Decision, key: str) -> Group:
         """The group of this rank on all members. Reused until the members change, or something in it fails.
@@ -230,14 +232,14 @@ class Islands:
 
         def look() -> None:
             votes = [self.place.get(f"{key}/ok/{k}", Vote.decode) for k in members]
-            came = [vote for vote in votes if vote is not None]
-            if len(came) == len(members):
-                self.place.decide(f"{key}/outcome", judge_mean(came))
-            elif any(vote.failed for vote in came) or time.monotonic() > deadline:
+            received_votes = [vote for vote in votes if vote is not None]
+            if len(received_votes) == len(members):
+                self.place.decide(f"{key}/outcome", judge_mean(received_votes))
+            elif any(vote.failed for vote in received_votes) or time.monotonic() > deadline:
                 self.place.decide(f"{key}/outcome", RoundOutcome.FAILED)
 
-        found: str = self.place.wait_for(f"{key}/outcome", look, RoundOutcome)
-        return found
+        outcome: str = self.place.wait_for(f"{key}/outcome", look, RoundOutcome)
+        return outcome
 
     # Joining.
 
@@ -250,11 +252,11 @@ class Islands:
         self.place.stop_beating()
         self._group = None
         ticket = int(self._share(lambda: self._take_ticket()))
-        others = [k for k in range(self.count) if k != self.island]
-        pulses = Pulses(self.place, others)
+        peers = [k for k in range(self.count) if k != self.island]
+        pulses = Pulses(self.place, peers)
         if self.rank == 0:
             self.tell(
-                f"waiting for {named(others)} to let this one in at the end of a round, while any of them is alive"
+                f"waiting for {named(peers)} to let this one in at the end of a round, while any of them is alive"
             )
         answer: Welcome | None = None
         # Up to the duration of a round, which is longer than ranks may wait for a rank of their own island.
@@ -263,7 +265,7 @@ class Islands:
             if answer is None and self.place.get(f"joining/{self.island}") != ticket:
                 why = f"--island {self.island}: another process waits to join as island {self.island}; end one of them"
                 answer = Welcome(self.island, "", (), why)
-            if len(pulses.silent()) == len(others) and answer is None:
+            if len(pulses.silent()) == len(peers) and answer is None:
                 break
             time.sleep(POLL_SECONDS)
         if any_rank(self.control, answer is None):
@@ -294,17 +296,17 @@ class Islands:
         return [(k, ticket) for k, ticket in self._share(self._let_in)]
 
     def _let_in(self) -> list[tuple[int, int]]:
-        found = []
+        admitted_islands = []
         for k, ticket in self._tickets():
             problem = ""
             for name, value in (self.place.get(f"ticket/{ticket}", dict) or {}).items():
                 if self._identity.get(name) != value:
-                    ours = self._identity.get(name)
-                    problem = f"island {k} and the others do not agree: {name} is {value} and {ours}"
+                    own_value = self._identity.get(name)
+                    problem = f"island {k} and the others do not agree: {name} is {value} and {own_value}"
             self.place.put(f"welcome/{ticket}", asdict(Welcome(self.island, self.last_round, self.expected, problem)))
             if not problem:
-                found.append((k, ticket))
-        return found
+                admitted_islands.append((k, ticket))
+        return admitted_islands
 
     def pair(self, ticket: int, source: int, joiner: int) -> Group:
         """A group of this rank on an island that sends its whole state and on an island that joins.

@@ -138,13 +138,13 @@ def open_queues() -> str | None:
         A note for the user when the environment asks for too few.
     """
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
-    given = os.environ.get(name)
-    asked = int(given) if given is not None and _NUMBER.fullmatch(given) else None
-    if asked is not None and asked >= _ENOUGH_QUEUES:
+    value = os.environ.get(name)
+    requested_queues = int(value) if value is not None and _NUMBER.fullmatch(value) else None
+    if requested_queues is not None and requested_queues >= _ENOUGH_QUEUES:
         return None
     os.environ[name] = str(QUEUES)
     return (
-        None if given is None else f"{name} is {QUEUES} here, not {given}: messages need hardware queues of their own"
+        None if value is None else f"{name} is {QUEUES} here, not {value}: messages need hardware queues of their own"
     )
 
 
@@ -233,9 +233,9 @@ def _reach_other_machines(master: str) -> None:
 
 
 def _cannot_join(env: LaunchEnvironment, error: Exception) -> CommunicationError:
-    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     return CommunicationError(
-        f"rank {env.rank} of {env.world_size} cannot join the process group at {where} "
+        f"rank {env.rank} of {env.world_size} cannot join the process group at {address} "
         f"(MASTER_ADDR, MASTER_PORT): {first_line(error)}"
     )
 
@@ -243,7 +243,7 @@ def _cannot_join(env: LaunchEnvironment, error: Exception) -> CommunicationError
 def _first_host(nodes: str) -> str:
     """The first host of a Slurm node list such as ``rack[07-09,12]-a,login``."""
     match = re.match(r"([^,\[]*)(?:\[([^],-]*)[^]]*\]([^,\[]*))?", nodes)
-    return "".join(part or "" for part in match.groups()) if match else nodes
+    return "".join(text or "" for text in match.groups()) if match else nodes
 
 
 def leave_reason(text: str, printed: bool = True) -> None:

@@ -49,9 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     arguments = launch_parser().parse_args(words)
-    wrong = _wrong(arguments) or wrong_islands(arguments)
-    if wrong is not None:
-        _print_error(wrong)
+    problem = _wrong(arguments) or wrong_islands(arguments)
+    if problem is not None:
+        _print_error(problem)
         return 2
     with same_process():
         return _launch(words, arguments)
@@ -65,7 +65,7 @@ def _launch(words: list[str], arguments: argparse.Namespace) -> int:
     if starts_islands(arguments):
         return launch_islands(words, arguments, _print_error)
     try:
-        kept = prepare_island(arguments)
+        island_store = prepare_island(arguments)
     except (UserError, CommunicationError) as error:
         _print_error(str(error))
         return 2 if isinstance(error, UserError) else 1
@@ -86,7 +86,7 @@ def _launch(words: list[str], arguments: argparse.Namespace) -> int:
         _print_error(f"the ranks cannot be started: {first_line(error)}")
         return 2 if isinstance(error, UserError) else 1
     finally:
-        del kept  # which serves the islands
+        del island_store  # which serves the islands
     return 0
 
 
@@ -108,8 +108,8 @@ def _wrong(arguments: argparse.Namespace) -> str | None:
         address = rendezvous_address(arguments)
     except ValueError as error:
         return str(error)
-    numbered = arguments.rdzv_backend == STATIC and not arguments.standalone
-    if numbered and not 0 <= arguments.node_rank < address.nodes:
+    has_number = arguments.rdzv_backend == STATIC and not arguments.standalone
+    if has_number and not 0 <= arguments.node_rank < address.nodes:
         return f"--node-rank {arguments.node_rank} with --nnodes {address.nodes}: nodes count from 0 to {most - 1}"
     return None
 
@@ -141,8 +141,8 @@ def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessF
     rank, first = by_time[0]
     if first.exitcode == EXIT_PEER_LOST:
         messages = (str(_left(failure).get("message", "")) for _, failure in by_time)
-        blamed = (each for message in messages for each in ranks_blamed(message))
-        rank = next((each for each in blamed if each in failures), rank)
+        blamed_ranks = (each for message in messages for each in ranks_blamed(message))
+        rank = next((each for each in blamed_ranks if each in failures), rank)
     return rank, failures[rank]
 
 
@@ -152,17 +152,20 @@ def _explain(error: ChildFailedError, rank: int, failure: ProcessFailure) -> str
     reason = message.removeprefix("error: ")
     # A single rank prints the reason, common to all ranks, as its last line, maybe with the name of the rank that it
     # is about. Other lines are printed among those of other ranks.
-    left = [_left(each) for each in error.failures.values()]
-    printed = any(one.get("extraInfo", {}).get("printed") and reason in str(one.get("message", "")) for one in left)
+    error_files = [_left(each) for each in error.failures.values()]
+    printed = any(
+        content.get("extraInfo", {}).get("printed") and reason in str(content.get("message", ""))
+        for content in error_files
+    )
     if message.startswith("error: ") and printed:
         return None
     if message:
         return reason
-    who = f"rank {rank} (process {failure.pid})"
+    rank_name = f"rank {rank} (process {failure.pid})"
     if failure.exitcode < 0:
         hint = "; it may have needed more memory than there is" if -failure.exitcode == signal.SIGKILL else ""
-        return f"{who} was ended by {failure.signal_name()}{hint}"
-    return f"{who} ended with status {failure.exitcode}"
+        return f"{rank_name} was ended by {failure.signal_name()}{hint}"
+    return f"{rank_name} ended with status {failure.exitcode}"
 
 
 def _left(failure: ProcessFailure) -> dict[str, Any]:

@@ -142,10 +142,10 @@ def launch_islands(argv: Sequence[str], arguments: argparse.Namespace, say: Say)
 
 def visible_gpus() -> list[str]:
     """The GPUs of this machine that its ranks may use, as named by CUDA_VISIBLE_DEVICES."""
-    given = os.environ.get(_VISIBLE)
-    if given is None:
+    variable = os.environ.get(_VISIBLE)
+    if variable is None:
         return [str(number) for number in range(torch.cuda.device_count())]
-    names = (word.strip() for word in given.split(","))
+    names = (word.strip() for word in variable.split(","))
     return list(takewhile(lambda name: name and not name.startswith("-"), names))  # as CUDA reads it
 
 
@@ -159,8 +159,8 @@ def gpus_of(number: int, processes: int, gpus: Sequence[str]) -> dict[str, str]:
     """
     if not gpus:
         return {}
-    own = [gpus[(number * processes + rank) % len(gpus)] for rank in range(processes)]
-    return {_VISIBLE: ",".join(dict.fromkeys(own))}
+    island_gpus = [gpus[(number * processes + rank) % len(gpus)] for rank in range(processes)]
+    return {_VISIBLE: ",".join(dict.fromkeys(island_gpus))}
 
 
 def _wait(islands: Sequence[subprocess.Popen[bytes]], say: Say, on_failure: Callable[[int], object]) -> int:
@@ -181,7 +181,7 @@ def _wait(islands: Sequence[subprocess.Popen[bytes]], say: Say, on_failure: Call
 
 def _without_own(words: Sequence[str]) -> list[str]:
     """torchrun's flags without those that are set anew for each island."""
-    kept: list[str] = []
+    remaining_words: list[str] = []
     skip = False
     for word in words:
         name, equals, _ = word.lstrip("-").partition("=")
@@ -190,8 +190,8 @@ def _without_own(words: Sequence[str]) -> list[str]:
         elif word.startswith("--") and name in _OWN:
             skip = not equals and name != "standalone"
         else:
-            kept.append(word)
-    return kept
+            remaining_words.append(word)
+    return remaining_words
 
 
 def _forward_signals(islands: Sequence[subprocess.Popen[bytes]]) -> None:

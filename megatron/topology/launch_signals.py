@@ -117,12 +117,12 @@ def children(parent: int) -> list[int]:
 
 def stopped_and_asked_to_end(parent: int) -> list[int]:
     """Children of a process that are stopped and have a pending SIGTERM."""
-    stopped = []
+    stopped_pids = []
     for pid in children(parent):
         with suppress(OSError):
             lines = Path(f"/proc/{pid}/status").read_text().splitlines()
             status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
-            asked = int(status["ShdPnd"], 16) >> (signal.SIGTERM - 1) & 1
-            if status["State"].startswith("T") and asked:
-                stopped.append(pid)
-    return stopped
+            pending_sigterm = int(status["ShdPnd"], 16) >> (signal.SIGTERM - 1) & 1
+            if status["State"].startswith("T") and pending_sigterm:
+                stopped_pids.append(pid)
+    return stopped_pids

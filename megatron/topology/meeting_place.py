@@ -107,8 +107,8 @@ class MeetingPlace:
         None if it is unknown: the meeting place is served at every address, or the user has chosen an interface other
         than loopback, at which the ranks of a machine listen for each other.
         """
-        ours = (None, "", loopback_interface(), os.environ.get(OWN_INTERFACE))
-        if os.environ.get("GLOO_SOCKET_IFNAME") not in ours:
+        own_interfaces = (None, "", loopback_interface(), os.environ.get(OWN_INTERFACE))
+        if os.environ.get("GLOO_SOCKET_IFNAME") not in own_interfaces:
             return None
         family, *_, address = socket.getaddrinfo(*self._address, type=socket.SOCK_DGRAM)[0]
         if ipaddress.ip_address(address[0]).is_unspecified:

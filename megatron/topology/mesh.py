@@ -30,12 +30,12 @@ MOST_STRANGERS = 64
 
 def neighbors(rank: int, world_size: int) -> list[int]:
     """The ranks to which a rank keeps connections; the relation is mutual."""
-    found = set()
+    ranks = set()
     distance = 1
     while distance < world_size:
-        found |= {(rank + distance) % world_size, (rank - distance) % world_size}
+        ranks |= {(rank + distance) % world_size, (rank - distance) % world_size}
         distance *= 2
-    return sorted(found - {rank})
+    return sorted(ranks - {rank})
 
 
 @dataclass
@@ -127,21 +127,21 @@ class Mesh:
             RuntimeError: when the store fails, or a neighbor does not come within the store's timeout.
         """
         port = self._listener.getsockname()[1]
-        own = {"address": self._address, "port": port, "token": self._token, "host": self._host}
-        store.set(f"neighbor/{self.rank}", json.dumps(own))
+        own_contact = {"address": self._address, "port": port, "token": self._token, "host": self._host}
+        store.set(f"neighbor/{self.rank}", json.dumps(own_contact))
         problems = []
         for rank in self.neighbors:
-            place: dict[str, Any] = json.loads(store.get(f"neighbor/{rank}"))
-            self._hosts[rank] = place["host"]
+            contact: dict[str, Any] = json.loads(store.get(f"neighbor/{rank}"))
+            self._hosts[rank] = contact["host"]
             if rank < self.rank:
                 try:
-                    link = socket.create_connection((place["address"], place["port"]), CONNECT_SECONDS)
+                    link = socket.create_connection((contact["address"], contact["port"]), CONNECT_SECONDS)
                 except OSError as error:
-                    where = f"{place['address']}:{place['port']}"
-                    problems.append(f"rank {rank} on {place['host']} cannot be reached at {where}: {error}")
+                    address = f"{contact['address']}:{contact['port']}"
+                    problems.append(f"rank {rank} on {contact['host']} cannot be reached at {address}: {error}")
                     continue
                 peer = self._add(rank, link)
-                peer.tell(f"{self.rank} {place['token']}")
+                peer.tell(f"{self.rank} {contact['token']}")
         return problems
 
     def _add(self, rank: int, link: socket.socket) -> Peer:

@@ -29,17 +29,17 @@ def positions_by_node(groups: Sequence[tuple[int, ...]], node_of: Sequence[str])
     counts = sorted({len(positions) for nodes in by_node for positions in nodes}, reverse=True)
     block = math.gcd(*counts)
     cuts = {
-        tuple(tuple(whole[i : i + block]) for whole in nodes for i in range(0, len(whole), block)) for nodes in by_node
+        tuple(tuple(node[i : i + block]) for node in nodes for i in range(0, len(node), block)) for nodes in by_node
     }
     size = len(groups[0])
     if len(cuts) > 1:
         return tuple((position,) for position in range(size)), "its groups lie on nodes in different ways"
-    (found,) = cuts
+    (common_cut,) = cuts
     if len(counts) > 1:
-        return found, f"nodes hold {' or '.join(map(str, counts))} of its {size} ranks"
+        return common_cut, f"nodes hold {' or '.join(map(str, counts))} of its {size} ranks"
     if block == size:
-        return found, f"its {size} ranks are on one node"
-    return found, f"its {size} ranks are on nodes of their own" if block == 1 else ""
+        return common_cut, f"its {size} ranks are on one node"
+    return common_cut, f"its {size} ranks are on nodes of their own" if block == 1 else ""
 
 
 def sums_by_node(split: NodeSplit) -> str:
@@ -79,18 +79,18 @@ def split_by_node(
     """
     positions, why = positions_by_node(groups, node_of)
     columns = [tuple(sorted(column)) for column in zip(*positions, strict=True)]  # sorted like torch's groups
-    parts = []
-    for what, chosen in (("in a node", positions), ("between nodes", columns)):
-        ranks_of_parts = [tuple(ranks[at] for at in part) for ranks in groups for part in chosen]
-        name = f"{group.name if group is not None else ''} {what}".strip()
-        if len(chosen) == 1:
-            parts.append(group)
-        elif len(chosen[0]) == 1:
-            parts.append(group and Group(None, (group.ranks[group.rank],), 0, name, group.backend))
+    subgroups = []
+    for suffix, blocks in (("in a node", positions), ("between nodes", columns)):
+        ranks_of_parts = [tuple(ranks[at] for at in members) for ranks in groups for members in blocks]
+        name = f"{group.name if group is not None else ''} {suffix}".strip()
+        if len(blocks) == 1:
+            subgroups.append(group)
+        elif len(blocks[0]) == 1:
+            subgroups.append(group and Group(None, (group.ranks[group.rank],), 0, name, group.backend))
         else:
-            parts.append(make(ranks_of_parts, name))
+            subgroups.append(make(ranks_of_parts, name))
     if group is not None:
-        node, across = parts
+        node, across = subgroups
         assert node is not None
         assert across is not None
         group.split = NodeSplit(positions, node, across, why)

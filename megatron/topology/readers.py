@@ -55,59 +55,61 @@ def _resident_bytes() -> int:
 def _cut_off(port: int) -> None:
     """Ends the connections at a port with clients that read nothing during the observation."""
     with ExitStack() as stack:
-        acknowledged = {one: _acknowledged_bytes(one) for one in map(stack.enter_context, _connections(port))}
+        acknowledged = {
+            connection: _acknowledged_bytes(connection) for connection in map(stack.enter_context, _connections(port))
+        }
         began = time.monotonic()
         while acknowledged:
             time.sleep(_TICK_SECONDS)
             elapsed = time.monotonic() - began
-            for one, before in list(acknowledged.items()):
-                if not _unsent_bytes(one) or _acknowledged_bytes(one) != before:
-                    del acknowledged[one]
-                elif elapsed > max(_LEAST_PATIENCE, _ROUND_TRIPS * _round_trip_seconds(one)):
-                    del acknowledged[one]
+            for connection, before in list(acknowledged.items()):
+                if not _unsent_bytes(connection) or _acknowledged_bytes(connection) != before:
+                    del acknowledged[connection]
+                elif elapsed > max(_LEAST_PATIENCE, _ROUND_TRIPS * _round_trip_seconds(connection)):
+                    del acknowledged[connection]
                     with suppress(OSError):
-                        one.shutdown(socket.SHUT_RDWR)
+                        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _connections(port: int) -> list[socket.socket]:
     """This process's connections at a local port, as copies."""
-    found = []
+    connections = []
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 continue
-            one = socket.socket(fileno=os.dup(int(name)))
+            connection = socket.socket(fileno=os.dup(int(name)))
             try:
-                own, _ = one.getsockname()[:2], one.getpeername()
+                local_address, _ = connection.getsockname()[:2], connection.getpeername()
             except (OSError, ValueError):
-                own = ()
-            if len(own) == 2 and own[1] == port:
-                found.append(one)
+                local_address = ()
+            if len(local_address) == 2 and local_address[1] == port:
+                connections.append(connection)
             else:
-                one.close()
-    return found
+                connection.close()
+    return connections
 
 
-def _unsent_bytes(one: socket.socket) -> int:
+def _unsent_bytes(connection: socket.socket) -> int:
     """Bytes not taken by a connection's other end."""
     with suppress(OSError):
-        return int(struct.unpack("i", fcntl.ioctl(one, termios.TIOCOUTQ, bytes(4)))[0])
+        return int(struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))[0])
     return 0
 
 
-def _acknowledged_bytes(one: socket.socket) -> int:
+def _acknowledged_bytes(connection: socket.socket) -> int:
     """Bytes taken by a connection's other end since its beginning."""
-    return int(struct.unpack_from("Q", _tcp_info(one), 120)[0])  # tcpi_bytes_acked of linux/tcp.h
+    return int(struct.unpack_from("Q", _tcp_info(connection), 120)[0])  # tcpi_bytes_acked of linux/tcp.h
 
 
-def _round_trip_seconds(one: socket.socket) -> float:
+def _round_trip_seconds(connection: socket.socket) -> float:
     """Typical upper bound on the response time of a connection's other end."""
-    mean, deviation = struct.unpack_from("2I", _tcp_info(one), 68)  # tcpi_rtt and tcpi_rttvar, in microseconds
+    mean, deviation = struct.unpack_from("2I", _tcp_info(connection), 68)  # tcpi_rtt and tcpi_rttvar, in microseconds
     return float(mean + 4 * deviation) / 1e6  # like TCP's retransmission timeout
 
 
-def _tcp_info(one: socket.socket) -> bytes:
+def _tcp_info(connection: socket.socket) -> bytes:
     """The kernel's TCP information of a connection; zeros if it has none."""
     with suppress(OSError):
-        return one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES).ljust(_INFO_BYTES, b"\0")
+        return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES).ljust(_INFO_BYTES, b"\0")
     return bytes(_INFO_BYTES)

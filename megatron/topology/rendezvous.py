@@ -86,8 +86,8 @@ def rendezvous_address(arguments: argparse.Namespace) -> RendezvousAddress:
         raise ValueError(f"{host}:{port}: give a port from 1 to 65535; on one machine leave it out for a free one")
     if nodes > 1:
         return RendezvousAddress(host, port, nodes, arguments.node_rank if backend == STATIC else None)
-    named = not arguments.standalone and (arguments.master_port or arguments.rdzv_endpoint)
-    return RendezvousAddress(LOOPBACK, port if named else 0)
+    has_port = not arguments.standalone and (arguments.master_port or arguments.rdzv_endpoint)
+    return RendezvousAddress(LOOPBACK, port if has_port else 0)
 
 
 class Rendezvous(RendezvousHandler):
@@ -122,8 +122,8 @@ class Rendezvous(RendezvousHandler):
                 check_reachable(self._address.host, "give the address that others use (--master-addr, --rdzv-endpoint)")
             self._node = self._number(dist.PrefixStore(self._run_id, self._store), serves)
         self._begin()
-        where = RendezvousStoreInfo(self._address.host, self._store.port)
-        return RendezvousInfo(dist.PrefixStore(self._run_id, self._store), self._node, self._address.nodes, where)
+        store_info = RendezvousStoreInfo(self._address.host, self._store.port)
+        return RendezvousInfo(dist.PrefixStore(self._run_id, self._store), self._node, self._address.nodes, store_info)
 
     def _open(self) -> tuple[dist.TCPStore, bool]:
         """Serves the store or connects to it; the second value is True if it serves."""
@@ -152,10 +152,10 @@ class Rendezvous(RendezvousHandler):
         if address.nodes == 1:
             return 0
         number = store.add("arrivals", 1) - 1 if address.node is None else address.node
-        own = json.dumps([not serves, socket.gethostname(), number, uuid.uuid4().hex])
+        own_entry = json.dumps([not serves, socket.gethostname(), number, uuid.uuid4().hex])
         if number >= address.nodes:
             raise CommunicationError(f"more than {address.nodes} machines have come (--nnodes)")
-        if store.compare_set(f"machine/{number}", "", own).decode() != own:
+        if store.compare_set(f"machine/{number}", "", own_entry).decode() != own_entry:
             raise CommunicationError(f"another launcher was started with --node-rank {number}")
         keys = [f"machine/{each}" for each in range(address.nodes)]
         try:
@@ -168,7 +168,7 @@ class Rendezvous(RendezvousHandler):
             ) from error
         if address.node is not None:
             return number
-        return sorted(json.loads(store.get(key)) for key in keys).index(json.loads(own))
+        return sorted(json.loads(store.get(key)) for key in keys).index(json.loads(own_entry))
 
     def is_closed(self) -> bool:
         return False

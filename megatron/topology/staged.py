@@ -33,11 +33,11 @@ class StagedGroup(Group):
 
     def exchange_parts(self, out: Sequence[Tensor], x: Sequence[Tensor]) -> Pending:
         # This rank's own part stays where it is.
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        staged, given = list(out), list(x)
-        for rank in others:
-            staged[rank], given[rank] = _room(out[rank]), _copied(x[rank])
-        return _landing(super().exchange_parts(staged, given), [(out[rank], staged[rank]) for rank in others])
+        other_ranks = [rank for rank in range(self.size) if rank != self.rank]
+        staged, inputs = list(out), list(x)
+        for rank in other_ranks:
+            staged[rank], inputs[rank] = _room(out[rank]), _copied(x[rank])
+        return _landing(super().exchange_parts(staged, inputs), [(out[rank], staged[rank]) for rank in other_ranks])
 
     def broadcast(self, x: Tensor, src: int = 0) -> Pending:
         staged = _copied(x) if self.rank == src else _room(x)

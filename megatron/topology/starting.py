@@ -115,13 +115,15 @@ def judge_iteration(came: Mapping[int, Sequence[int]], limits: StartLimits, all_
     missing = limits.missing(came)
     if missing and len(came) < limits.quorum:
         return limits.absence(missing)
-    held = {k: set(map(int, iterations)) for k, iterations in came.items()}
-    everyones = sorted(set().union(*held.values()), reverse=True)
-    if not everyones:
+    iterations_by_island = {k: set(map(int, iterations)) for k, iterations in came.items()}
+    all_iterations = sorted(set().union(*iterations_by_island.values()), reverse=True)
+    if not all_iterations:
         return Start()
-    needed = {i: limits.count if i < all_below else limits.quorum for i in everyones}
-    holders = {i: sum(i in iterations for iterations in held.values()) for i in everyones}
-    best = next((i for i in everyones if holders[i] >= needed[i]), max(everyones, key=lambda i: (holders[i], i)))
+    needed = {i: limits.count if i < all_below else limits.quorum for i in all_iterations}
+    holders = {i: sum(i in iterations for iterations in iterations_by_island.values()) for i in all_iterations}
+    best = next(
+        (i for i in all_iterations if holders[i] >= needed[i]), max(all_iterations, key=lambda i: (holders[i], i))
+    )
     return Start(iteration=best) if len(came) >= needed[best] else limits.absence(missing)
 
 
@@ -245,95 +247,95 @@ class IslandStart:
         Raises:
             CommunicationError: when the generation's islands go in step and do not end.
         """
-        others = [k for k in range(self.limits.count) if k != self.island]
-        if self.place.get("start") is None and not self._start_failed(others):
+        peers = [k for k in range(self.limits.count) if k != self.island]
+        if self.place.get("start") is None and not self._start_failed(peers):
             return "no", ""
-        pulses, before = Pulses(self.place, others), self.place.pulse(others)
+        pulses, earlier_pulse = Pulses(self.place, peers), self.place.pulse(peers)
         deadline = time.monotonic() + self.limits.seconds
-        said = False
-        while len(silent := pulses.silent(SILENT_SECONDS)) < len(others):
+        announced = False
+        while len(silent := pulses.silent(SILENT_SECONDS)) < len(peers):
             # While they go in step nobody can join: when any of them is gone, all end.
-            if self.place.get(LOCAL) and self.place.pulse(others) != before:
+            if self.place.get(LOCAL) and self.place.pulse(peers) != earlier_pulse:
                 return "yes", ""
-            alive = [k for k in others if k not in silent]
+            alive = [k for k in peers if k not in silent]
             if time.monotonic() > deadline:
                 raise CommunicationError(
                     f"{named(alive)} of the run before have not ended within {self.limits.seconds:g} s; end them"
                 )
-            if not said:
+            if not announced:
                 self.tell(f"waiting for {named(alive)} of the run before to end, {self.limits.seconds:g} s at most")
-                said = True
+                announced = True
             time.sleep(POLL_SECONDS)
-        problem = "" if newest is None else self._lateness(others, newest)
+        problem = "" if newest is None else self._lateness(peers, newest)
         if not problem:
             self.place.end_generation(self.place.generation)
         return "ended", problem
 
-    def _start_failed(self, others: Sequence[int]) -> bool:
+    def _start_failed(self, peers: Sequence[int]) -> bool:
         """Whether islands agreed on a start that never came: it was refused, or all of them ended before it."""
         decision = self.place.get("iteration", Start.read)
         if decision is None or decision.problem:
             return decision is not None
-        before = self.place.pulse(others)
+        earlier_pulse = self.place.pulse(peers)
         time.sleep(_BEATS_OF_ANOTHER * BEAT_SECONDS)
-        return self.place.pulse(others) == before
+        return self.place.pulse(peers) == earlier_pulse
 
-    def _lateness(self, others: Sequence[int], newest: int) -> str:
+    def _lateness(self, peers: Sequence[int], newest: int) -> str:
         """The reason why this island cannot catch up with islands that have finished; empty if it need not."""
         if self.place.get(finish_of(self.island)) is not None:
             return ""
-        ends = {k: end for k in others if (end := self.place.get(finish_of(k), read_finish)) is not None}
+        ends = {k: end for k in peers if (end := self.place.get(finish_of(k), read_finish)) is not None}
         ahead = max(ends, key=lambda k: ends[k][0], default=None)
         if ahead is None or ends[ahead][0] <= newest:
             return ""
         iteration, folder = ends[ahead]
-        where = f"its last checkpoint is in {folder}" if folder else "it has no --save"
+        checkpoint_hint = f"its last checkpoint is in {folder}" if folder else "it has no --save"
         return (
             f"island {ahead} has come to the end, iteration {iteration}, and island {self.island} is late, at {newest};"
-            f" {where}: copy it to this island's folder and "
+            f" {checkpoint_hint}: copy it to this island's folder and "
             "start all of them again (--islands-linger-seconds is for late islands to join)"
         )
 
-    def _agree(self, key: str, own: Any, judge: Callable[[Mapping[int, Any]], Start]) -> Start:
+    def _agree(self, key: str, own_entry: Any, judge: Callable[[Mapping[int, Any]], Start]) -> Start:
         """Agrees on a decision with all others, or with those that come in time.
 
         Args:
             key: name of the decision.
-            own: this island's entry.
+            own_entry: this island's entry.
             judge: decides from the entries of islands, by number.
 
         Raises:
             UserError: on every rank of all islands, when they cannot go together.
             CommunicationError: when the meeting place is gone.
         """
-        start = Start.read(self.share(lambda: self._wait_for_all(key, own, judge)))
+        start = Start.read(self.share(lambda: self._wait_for_all(key, own_entry, judge)))
         if start.problem:
             raise UserError(start.problem)
         return start
 
-    def _wait_for_all(self, key: str, own: Any, judge: Callable[[Mapping[int, Any]], Start]) -> dict[str, Any]:
+    def _wait_for_all(self, key: str, own_entry: Any, judge: Callable[[Mapping[int, Any]], Start]) -> dict[str, Any]:
         self.place.put(refusal_of(self.island), "")
         self.place.note_end(self.island, ended=False)
         self.place.beat(self.island)
-        self.place.put(f"{key}/{self.island}", own)
+        self.place.put(f"{key}/{self.island}", own_entry)
         deadline = time.monotonic() + self.limits.seconds
-        waiting = Waiting("to come to the start", self.limits.seconds, self.tell)
+        wait_notice = Waiting("to come to the start", self.limits.seconds, self.tell)
 
         def look() -> None:
-            came = {k: self.place.get(f"{key}/{k}") for k in range(self.limits.count)}
-            came = {k: value for k, value in came.items() if value is not None}
-            waiting.look(self.limits.missing(came))
+            entries = {k: self.place.get(f"{key}/{k}") for k in range(self.limits.count)}
+            entries = {k: value for k, value in entries.items() if value is not None}
+            wait_notice.look(self.limits.missing(entries))
             refused = {k: why for k in range(self.limits.count) if (why := self.place.get(refusal_of(k)))}
             if refused:
                 problem = "; ".join(f"island {k}: {why}" for k, why in refused.items())
                 self.place.decide(key, asdict(Start(problem=problem)))
-            elif self.place.ended(self.limits.missing(came)) or time.monotonic() > deadline:
+            elif self.place.ended(self.limits.missing(entries)) or time.monotonic() > deadline:
                 with self.place.decoding(key):
-                    start = judge(came)
+                    start = judge(entries)
                 self.place.decide(key, asdict(start))
 
-        found: dict[str, Any] = self.place.wait_for(key, look, Start.read)
-        return found
+        decision: dict[str, Any] = self.place.wait_for(key, look, Start.read)
+        return decision
 
 
 def share(control: dist.ProcessGroup | None, call: Callable[[], Any]) -> Any:

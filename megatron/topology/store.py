@@ -39,8 +39,8 @@ def serve_store(host: str, port: int, seconds: float) -> dist.TCPStore:
         OSError: when the address is not this machine's, or the port is in use.
         RuntimeError: when the store does not start.
     """
-    with _listen(host, port) as listening:
-        address, bound = listening.getsockname()[:2]
+    with _listen(host, port) as listener:
+        address, bound = listener.getsockname()[:2]
         # By default, the store listens at every address.
         store = dist.TCPStore(
             address,
@@ -48,9 +48,9 @@ def serve_store(host: str, port: int, seconds: float) -> dist.TCPStore:
             is_master=True,
             wait_for_workers=False,
             timeout=timedelta(seconds=seconds),
-            master_listen_fd=listening.fileno(),
+            master_listen_fd=listener.fileno(),
         )
-        listening.detach()
+        listener.detach()
         return store
 
 
@@ -84,11 +84,11 @@ def connect_store(host: str, port: int, seconds: float, on_delay: Callable[[], N
         return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
     # torch waits for ever for the first answer of a listener that accepts.
-    connecting = Caller("store").start(connect)
-    if not wait([connecting], min(seconds, QUIET_SECONDS)).done:
+    future = Caller("store").start(connect)
+    if not wait([future], min(seconds, QUIET_SECONDS)).done:
         on_delay()
     try:
-        return connecting.result(seconds + _SPARE_SECONDS)
+        return future.result(seconds + _SPARE_SECONDS)
     except TimeoutError:
         raise TimeoutError(
             f"what listens there has not answered as a rendezvous does in {seconds + _SPARE_SECONDS:.0f} s: another "
@@ -135,11 +135,11 @@ def interface_to(host: str) -> str | None:
     Supports only IPv4 addresses, on Linux.
     """
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        _, own = own_address(host)
+        _, local_address = own_address(host)
         for _, name in socket.if_nameindex():
             with suppress(OSError):
                 answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(answer[20:24]) == own:
+                if socket.inet_ntoa(answer[20:24]) == local_address:
                     return name
     return None
 

@@ -162,12 +162,12 @@ class _GroupMaker:
 
     def __call__(self, groups: Iterable[tuple[int, ...]], name: str, backend: str = "") -> Group | None:
         """Makes all groups of a kind, in order; returns this rank's group, or None if it is in none."""
-        mine = None
+        own_group = None
         for ranks in groups:
             pg = dist.new_group(list(ranks), backend=backend or self.backend, timeout=self.timeout)
             if self.rank in ranks:
-                mine = Group(pg, ranks, ranks.index(self.rank), name, backend or self.backend)
-        return mine
+                own_group = Group(pg, ranks, ranks.index(self.rank), name, backend or self.backend)
+        return own_group
 
 
 def _of_ties(groups: Mapping[Tie, Group | None]) -> dict[Tie, Group]:
@@ -180,10 +180,13 @@ def _expert_groups(layout: Layout, replicas: Group, make: _GroupMaker) -> tuple[
     if layout.ep == 1:
         rank = replicas.ranks[replicas.rank]
         return Group(None, (rank,), 0, "expert-parallel", "none"), replicas
-    shared, equal = make(layout.ep_groups(), "expert-parallel"), make(layout.expert_dp_groups(), "expert replicas")
-    assert shared is not None
-    assert equal is not None
-    return shared, equal
+    expert_group, replica_group = (
+        make(layout.ep_groups(), "expert-parallel"),
+        make(layout.expert_dp_groups(), "expert replicas"),
+    )
+    assert expert_group is not None
+    assert replica_group is not None
+    return expert_group, replica_group
 
 
 def _link(pipeline: Group, layout: Layout, device: torch.device, make: _GroupMaker, name: str) -> Group:
@@ -193,9 +196,9 @@ def _link(pipeline: Group, layout: Layout, device: torch.device, make: _GroupMak
     upwards = make(layout.pp_groups(), name)
     downwards = make(layout.pp_groups(), name) if layout.chunks > 1 else None
     assert upwards is not None
-    made = PipelineGroup(upwards, downwards) if downwards else upwards
-    _open(made, device, ring=layout.chunks > 1)
-    return made
+    link = PipelineGroup(upwards, downwards) if downwards else upwards
+    _open(link, device, ring=layout.chunks > 1)
+    return link
 
 
 def _cut_by_node(topology: Topology, kinds: Collection[str], node: str, make: _GroupMaker) -> None:

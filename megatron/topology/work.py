@@ -46,8 +46,8 @@ class Together:
         return self._waiting.done()
 
     def _wait_for_all(self) -> None:
-        for part in self._parts:
-            part.wait()
+        for work in self._parts:
+            work.wait()
 
 
 def in_thread(call: Callable[[], T], name: str) -> Future[T]:
@@ -92,10 +92,10 @@ class Caller:
         return self.start(call).result(seconds)
 
 
-def _carry_all_out(asked: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]) -> None:
-    while (one := asked.get()) is not None:
-        _carry_out(*one)
-        del one
+def _carry_all_out(requests: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]) -> None:
+    while (request := requests.get()) is not None:
+        _carry_out(*request)
+        del request
 
 
 class Steps:

@@ -193,8 +193,8 @@ class FlatBuffer:
 def _add_converted(main_grad: Tensor, grad: Tensor) -> None:
     """Adds a gradient of another dtype; on a CPU torch would first convert a copy of all of it."""
     if main_grad.is_cpu:
-        for part, more in zip(main_grad.view(-1).split(_AT_ONCE), grad.reshape(-1).split(_AT_ONCE), strict=True):
-            part.add_(more)
+        for chunk, addend in zip(main_grad.view(-1).split(_AT_ONCE), grad.reshape(-1).split(_AT_ONCE), strict=True):
+            chunk.add_(addend)
     else:
         main_grad.add_(grad)
 
@@ -202,9 +202,9 @@ def _add_converted(main_grad: Tensor, grad: Tensor) -> None:
 def _replace(main_grad: Tensor, param: nn.Parameter) -> None:
     """Stores a parameter's first gradient of a step, unless it lies there already and others are added to it."""
     assert param.grad is not None
-    kept = param.grad.data_ptr() == main_grad.data_ptr()
-    withdraw(param, kept)
-    if not kept:
+    in_place = param.grad.data_ptr() == main_grad.data_ptr()
+    withdraw(param, in_place)
+    if not in_place:
         main_grad.copy_(param.grad)
     param.grad = main_grad
 
@@ -227,27 +227,27 @@ def plan_buckets(
     buckets: list[Bucket] = []
     for kind in BucketKind:
         members = [p for p in reversed(params) if _kind(p[2], tensor_parallel) is kind]
-        for chosen in _fill(members, 1 if kind is BucketKind.TIED else bucket_elements):
+        for bucket_params in _fill(members, 1 if kind is BucketKind.TIED else bucket_elements):
             start = position = buckets[-1].stop if buckets else 0
             slots: list[ParamSlot] = []
-            for name, logical, spec, param in _equal_shapes_adjoin(chosen):
+            for name, logical, spec, param in _equal_shapes_adjoin(bucket_params):
                 slots.append(ParamSlot(name, logical, spec, param, position, position + param.numel()))
                 position += param.numel()
-            whole = shares * _ALIGNED
-            buckets.append(Bucket(kind, start, start + -(-(position - start) // whole) * whole, tuple(slots)))
+            multiple = shares * _ALIGNED
+            buckets.append(Bucket(kind, start, start + -(-(position - start) // multiple) * multiple, tuple(slots)))
     return buckets
 
 
 def _fill(members: Sequence[NamedParam], bucket_elements: int | None) -> list[Sequence[NamedParam]]:
     """Splits a list of parameters into buckets of at least ``bucket_elements`` elements."""
-    parts: list[Sequence[NamedParam]] = []
+    groups: list[Sequence[NamedParam]] = []
     begin = size = 0
     for end, member in enumerate(members, 1):
         size += member[3].numel()
         if end == len(members) or (bucket_elements is not None and size >= bucket_elements):
-            parts.append(members[begin:end])
+            groups.append(members[begin:end])
             begin, size = end, 0
-    return parts
+    return groups
 
 
 def _equal_shapes_adjoin(members: Sequence[NamedParam]) -> list[NamedParam]:
@@ -260,8 +260,8 @@ def _equal_shapes_adjoin(members: Sequence[NamedParam]) -> list[NamedParam]:
 
     def place(numbered: tuple[int, NamedParam]) -> tuple[bool, bool, int, bool, list[str], int]:
         number, (name, _, spec, param) = numbered
-        own = spec.of_expert, name.split(".")[-2:] if spec.of_expert else [], -number if spec.of_expert else number
-        return bool(param.numel() % _ALIGNED), param.dim() < 2, shapes.index(param.shape), *own
+        order = spec.of_expert, name.split(".")[-2:] if spec.of_expert else [], -number if spec.of_expert else number
+        return bool(param.numel() % _ALIGNED), param.dim() < 2, shapes.index(param.shape), *order
 
     return [member for _, member in sorted(enumerate(members), key=place)]
 

@@ -104,9 +104,9 @@ class GradientSync:
     def _find_ties(self, fused: bool) -> Iterator[TiedEmbedding]:
         groups = self.topology.fused_embedding if fused else self.topology.embedding
         replicas = self.topology.dp.size if fused else 1
-        found = [(buffer, bucket) for buffer in self.buffers for bucket in buffer.buckets]
+        buckets = [(buffer, bucket) for buffer in self.buffers for bucket in buffer.buckets]
         for tie, group in groups.items():  # in an order that all holders share
-            for buffer, bucket in found:
+            for buffer, bucket in buckets:
                 if bucket.slots[0].spec.tied is tie:
                     yield TiedEmbedding(buffer, bucket, EmbeddingSync(group, self.plan, self.ledger, replicas))
 
@@ -167,8 +167,8 @@ class GradientSync:
         if self.sharded:
             for buffer in self.buffers:
                 for bucket in buffer.buckets:
-                    whole = buffer.grads_of(bucket)
-                    pending = buffer.group.all_gather(whole, whole[own_share(bucket, buffer.group, True)])
+                    grads = buffer.grads_of(bucket)
+                    pending = buffer.group.all_gather(grads, grads[own_share(bucket, buffer.group, True)])
                     self.ledger.sent(Point.DP_GRAD, pending.sent_bytes, 0)
                     self.ledger.wait(Point.DP_GRAD, pending)
         for reducer in self.reducers:
@@ -214,8 +214,8 @@ class GradientSync:
             if self._reduces(buffer):
                 reducer.finish(all_finite)
         for tied in self.ties if all_finite else ():
-            own = tied.buffer.grads_of(tied.bucket)[own_share(tied.bucket, self.group, self._shares)]
-            tied.sync.all_reduce(own, tied.shape, self._scale)
+            share = tied.buffer.grads_of(tied.bucket)[own_share(tied.bucket, self.group, self._shares)]
+            tied.sync.all_reduce(share, tied.shape, self._scale)
         if self.joint.on and not self.joint.compressed and all_finite:
             self._add_islands()
         self.controllers.after_reduction(self._iteration, self._scale, all_finite, self._reduced)
@@ -225,17 +225,21 @@ class GradientSync:
         """Sums the reduced gradients over islands. Each number crosses once: each replica contributes a share, and of
         the stages that hold a tied embedding only the first contributes."""
         buckets = [(buffer, bucket) for buffer in self.buffers for bucket in buffer.buckets]
-        wholes = [buffer.grads_of(bucket) for buffer, bucket in buckets]
-        shares = [whole[own_share(bucket, b.group, True)] for whole, (b, bucket) in zip(wholes, buckets, strict=True)]
+        bucket_grads = [buffer.grads_of(bucket) for buffer, bucket in buckets]
+        shares = [
+            grads[own_share(bucket, b.group, True)] for grads, (b, bucket) in zip(bucket_grads, buckets, strict=True)
+        ]
         ties = [bucket.slots[0].spec.tied for _, bucket in buckets]
         holders = [None if tie is None else self.topology.embedding.get(tie) for tie in ties]
-        own = [share for share, stages in zip(shares, holders, strict=True) if stages is None or stages.rank == 0]
-        self.joint.add(own, Point.OUTER)
-        for (buffer, _), whole, share, stages in zip(buckets, wholes, shares, holders, strict=True):
+        contributed_shares = [
+            share for share, stages in zip(shares, holders, strict=True) if stages is None or stages.rank == 0
+        ]
+        self.joint.add(contributed_shares, Point.OUTER)
+        for (buffer, _), grads, share, stages in zip(buckets, bucket_grads, shares, holders, strict=True):
             if stages is not None:
                 self._hand_on(stages.broadcast(share), Point.EMBED_GRAD)
             if not self.sharded:
-                self._hand_on(buffer.group.all_gather(whole, share), Point.DP_GRAD)
+                self._hand_on(buffer.group.all_gather(grads, share), Point.DP_GRAD)
 
     def _hand_on(self, pending: Pending, point: Point) -> None:
         """Waits for the exchange of islands' sums inside this island."""
@@ -245,10 +249,13 @@ class GradientSync:
     def _reduced(self, point: Point) -> ReducedPoint:
         """The reduced gradients of a point: all of this rank's, or those of the tied embeddings."""
         buckets = [(buffer, bucket) for buffer in self.buffers for bucket in buffer.buckets]
-        seen = [(tied.buffer, tied.bucket) for tied in self.ties] if point is Point.EMBED_GRAD else buckets
+        point_buckets = [(tied.buffer, tied.bucket) for tied in self.ties] if point is Point.EMBED_GRAD else buckets
         return ReducedPoint(
-            [buffer.grads_of(bucket)[own_share(bucket, buffer.group, self.sharded)] for buffer, bucket in seen],
-            [tuple(slot.param.shape) for _, bucket in seen for slot in bucket.slots if slot.param.dim() > 1],
+            [
+                buffer.grads_of(bucket)[own_share(bucket, buffer.group, self.sharded)]
+                for buffer, bucket in point_buckets
+            ],
+            [tuple(slot.param.shape) for _, bucket in point_buckets for slot in bucket.slots if slot.param.dim() > 1],
             self._tried_embeddings if point is Point.EMBED_GRAD else self._tried_buckets,
         )
 
@@ -266,8 +273,8 @@ class GradientSync:
     def _tried_embeddings(self, plan: CompressionPlan) -> Iterator[TriedReduction]:
         """All-reduces of copies of the tied embeddings' gradients, by another plan."""
         for tied in self.ties:
-            own = tied.buffer.grads_of(tied.bucket)[own_share(tied.bucket, self.group, self.sharded)]
-            yield tried_embedding(own, tied.shape, tied.sync, plan, self._scale)
+            share = tied.buffer.grads_of(tied.bucket)[own_share(tied.bucket, self.group, self.sharded)]
+            yield tried_embedding(share, tied.shape, tied.sync, plan, self._scale)
 
     def _agree_all_finite(self, counted: float) -> bool:
         """Whether all local gradients of all ranks are finite and something counts in a loss."""
@@ -318,12 +325,12 @@ def share_of(bucket: Bucket, size: int, rank: int) -> slice:
 def overlap_slots(bucket: Bucket, share: slice) -> list[tuple[int, int, int]]:
     """(slot index, start, stop) of each parameter's elements within a share, relative to the parameter."""
     low, high = bucket.start + share.start, bucket.start + share.stop
-    parts = []
+    overlaps = []
     for index, slot in enumerate(bucket.slots):
         start, stop = max(slot.start, low), min(slot.stop, high)
         if start < stop:
-            parts.append((index, start - slot.start, stop - slot.start))
-    return parts
+            overlaps.append((index, start - slot.start, stop - slot.start))
+    return overlaps
 
 
 def bucket_elements(requested: int | None, overlap: bool, dp: int) -> int | None:

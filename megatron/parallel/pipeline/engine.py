@@ -75,8 +75,8 @@ class PipelineEngine:
 
     def timetable(self, kind: str | None, num_micro_batches: int) -> Timetable:
         """The timetable of a training schedule (of ``SCHEDULES``), or of forwards alone (None)."""
-        asked = (kind, num_micro_batches)
-        if asked not in self._timetables:
+        key = (kind, num_micro_batches)
+        if key not in self._timetables:
             pp, chunks = self.layout.pp, self.layout.chunks
             schedules = [
                 forward_only(chunks, pp, num_micro_batches)
@@ -84,8 +84,8 @@ class PipelineEngine:
                 else training_schedule(kind, pp, stage, chunks, num_micro_batches)
                 for stage in range(pp)
             ]
-            self._timetables[asked] = timetable(self.layout, schedules)
-        return self._timetables[asked]
+            self._timetables[key] = timetable(self.layout, schedules)
+        return self._timetables[key]
 
     def run(
         self,
@@ -110,7 +110,7 @@ class PipelineEngine:
             span: times forward-compute, forward-recv, forward-send, and the same of backward.
         """
         ops = table.schedules[self.stage]
-        held: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
+        activations: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
         backwards_left = [sum(not op.forward and op.chunk == c for op in ops) for c in range(self.layout.chunks)]
         run = _StepMessages(self, table, iteration, num_micro_batches, programs, kind)
         if ops:
@@ -131,12 +131,12 @@ class PipelineEngine:
                 with span("forward-send", op):
                     run.send(op, out)
                 if loss_grad is not None:
-                    held[slot] = (x_sbh, out)
+                    activations[slot] = (x_sbh, out)
                 continue
             backwards_left[op.chunk] -= 1
             if backwards_left[op.chunk] == 0:
                 self.before_last_backward(op.chunk)
-            x_sbh, out = held.pop(slot)
+            x_sbh, out = activations.pop(slot)
             with span("backward-recv", op):
                 grad = run.receive(op)
             with span("backward-compute", op):
@@ -201,7 +201,7 @@ class _StepMessages:
         self._ahead = True
         if engine.loads_late and self.channel is not None:
             sent = [message for op in ops if (message := self._message(op, incoming=False)) is not None]
-            received = [message for coming in self._coming.values() for message in coming]
+            received = [message for messages in self._coming.values() for message in messages]
             self._kind = [*kind, *self.channel.kind(sent, received)]
             self._ahead = self._completed.know(self._kind)
 
@@ -229,11 +229,11 @@ class _StepMessages:
 
     def post(self) -> None:
         """Posts the receives due before the next operation, and later receives if no kernel is loaded late."""
-        due = next(self._due)
+        due_receives = next(self._due)
         if self.channel is None:
             return
         posting = []
-        for forward, count in ((True, due.forward), (False, due.backward)):
+        for forward, count in ((True, due_receives.forward), (False, due_receives.backward)):
             ahead = self._received[forward] + POSTED_AHEAD if self._ahead else 0
             while self._coming[forward] and self._posted[forward] < max(count, ahead):
                 posting.append(self._coming[forward].popleft())

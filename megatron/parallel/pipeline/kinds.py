@@ -57,13 +57,13 @@ class CompletedKinds:
 
     def know(self, parts: Collection[Hashable]) -> bool:
         """Whether all kernels that a step will launch were launched before."""
-        return all(part is not None and part in self._parts for part in parts)
+        return all(kind_part is not None and kind_part in self._parts for kind_part in parts)
 
     def add(self, parts: Collection[Hashable]) -> None:
         """Adds the parts of a step that has completed."""
-        for part in parts:
-            if part is not None:
-                self._parts[part] = None
-                self._parts.move_to_end(part)
+        for kind_part in parts:
+            if kind_part is not None:
+                self._parts[kind_part] = None
+                self._parts.move_to_end(kind_part)
         while len(self._parts) > MOST_KINDS:
             self._parts.popitem(last=False)

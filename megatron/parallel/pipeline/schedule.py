@@ -66,9 +66,9 @@ def interleaved(pp: int, stage: int, chunks: int, num_micro_batches: int) -> lis
 
 
 def _interleaved_op(k: int, pp: int, chunks: int, *, forward: bool) -> PipelineOp:
-    group, place = divmod(k, pp * chunks)
-    chunk = place // pp
-    return PipelineOp(forward, chunk if forward else chunks - 1 - chunk, group * pp + place % pp)
+    group, position = divmod(k, pp * chunks)
+    chunk = position // pp
+    return PipelineOp(forward, chunk if forward else chunks - 1 - chunk, group * pp + position % pp)
 
 
 def _alternate(warm_up: int, forwards: list[PipelineOp], backwards: list[PipelineOp]) -> list[PipelineOp]:
@@ -112,5 +112,5 @@ def epilogue(ops: Sequence[PipelineOp]) -> frozenset[PipelineOp]:
 
     With 1F1B these are stage s's last min(M, P - s) of M micro-batches (Optimus-CC, Song et al. 2023, section 5.1).
     """
-    last = max((place for place, op in enumerate(ops) if op.forward), default=-1)
+    last = max((index for index, op in enumerate(ops) if op.forward), default=-1)
     return frozenset(op for op in ops[last + 1 :] if not op.forward)

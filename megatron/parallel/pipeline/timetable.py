@@ -58,9 +58,9 @@ def _place(layout: Layout, stage: int, op: PipelineOp) -> _Place:
     return op.forward, layout.virtual_stage(stage, op.chunk), op.micro_batch
 
 
-def _source(layout: Layout, place: _Place) -> _Place | None:
+def _source(layout: Layout, position: _Place) -> _Place | None:
     """The operation that sends the message needed by this operation; None at the model's ends."""
-    forward, stage, micro_batch = place
+    forward, stage, micro_batch = position
     source = stage - 1 if forward else stage + 1
     return (forward, source, micro_batch) if 0 <= source < layout.num_virtual_stages else None
 
@@ -69,30 +69,30 @@ def _levels(layout: Layout, schedules: Sequence[Sequence[PipelineOp]]) -> dict[_
     levels: dict[_Place, int] = {}
     reached = [0] * len(schedules)
     newest = [0] * len(schedules)
-    moved = True
-    while moved:
-        moved = False
+    progressed = True
+    while progressed:
+        progressed = False
         for stage, ops in enumerate(schedules):
             while reached[stage] < len(ops):
-                place = _place(layout, stage, ops[reached[stage]])
-                source = _source(layout, place)
+                position = _place(layout, stage, ops[reached[stage]])
+                source = _source(layout, position)
                 if source is not None and source not in levels:
                     break
                 newest[stage] = 1 + max(newest[stage], 0 if source is None else levels[source])
-                levels[place] = newest[stage]
+                levels[position] = newest[stage]
                 reached[stage] += 1
-                moved = True
+                progressed = True
     if any(count < len(ops) for count, ops in zip(reached, schedules, strict=True)):
         raise ValueError("the stages of this schedule wait for each other")
     return levels
 
 
 def _due(layout: Layout, schedules: Sequence[Sequence[PipelineOp]], levels: dict[_Place, int], stage: int) -> list[Due]:
-    places = [_place(layout, stage, op) for op in schedules[stage]]
+    positions = [_place(layout, stage, op) for op in schedules[stage]]
     # A direction's messages come from a single rank, in the order in which it sends them: their levels ascend.
     sent: dict[bool, list[int]] = {True: [], False: []}
-    for place in places:
-        source = _source(layout, place)
+    for position in positions:
+        source = _source(layout, position)
         if source is not None:
-            sent[place[0]].append(levels[source])
-    return [Due(*(bisect_left(sent[forward], levels[place]) for forward in (True, False))) for place in places]
+            sent[position[0]].append(levels[source])
+    return [Due(*(bisect_left(sent[forward], levels[position]) for forward in (True, False))) for position in positions]

@@ -52,16 +52,16 @@ class LogitsSpace:
         """Uninitialized (tokens, vocab) with the dtype and device of ``x_th``; invalidates the previous result."""
         if not x_th.is_cpu:
             return x_th.new_empty((tokens, vocab))
-        held = self._held
+        memory = self._held
         if (
-            held is None
-            or held.dtype != x_th.dtype
-            or held.numel() < tokens * vocab
-            or held.is_inference() != torch.is_inference_mode_enabled()
+            memory is None
+            or memory.dtype != x_th.dtype
+            or memory.numel() < tokens * vocab
+            or memory.is_inference() != torch.is_inference_mode_enabled()
         ):
-            self._held = held = None  # frees the old block before the new allocation
-            self._held = held = x_th.new_empty(tokens * vocab)
-        return held[: tokens * vocab].view(tokens, vocab)
+            self._held = memory = None  # frees the old block before the new allocation
+            self._held = memory = x_th.new_empty(tokens * vocab)
+        return memory[: tokens * vocab].view(tokens, vocab)
 
 
 def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -171,7 +171,7 @@ def _fused_forward(
     labels_t: Tensor,
     weights_t: Tensor,
     shard: VocabShard,
-    kept: LogitsSpace,
+    logits_space: LogitsSpace,
     cap: float | None,
     with_grad: bool,
     place_vh: Tensor | None,
@@ -191,7 +191,7 @@ def _fused_forward(
     if with_grad:
         grad_x, grad_w = x_th.new_empty(x_th.shape), _gradient_space(weight_vh, groups, place_vh)
     grad_bias = None if bias_v is None else torch.zeros_like(bias_v, dtype=accumulate)
-    space = kept.take(x_th, groups[0].stop if groups else 0, weight_vh.shape[0])
+    space = logits_space.take(x_th, groups[0].stop if groups else 0, weight_vh.shape[0])
     for group in groups:
         logits = product(x_th[group], weight_vh.t(), space[: group.stop - group.start])
         if bias_v is not None:
@@ -233,9 +233,9 @@ def _split_forward(
         logits.add_(bias_v)
     soft_cap_(logits, cap)
     cross_entropy(logits, local_t, shard.valid_rows, stats[0], stats[1])
-    everyones = comm.gather_exact(stats)
-    lse_t = torch.logsumexp(everyones[:, 0], dim=0)
-    return lse_t - everyones[:, 1].sum(dim=0), (logits, lse_t, local_t)
+    stats_of_ranks = comm.gather_exact(stats)
+    lse_t = torch.logsumexp(stats_of_ranks[:, 0], dim=0)
+    return lse_t - stats_of_ranks[:, 1].sum(dim=0), (logits, lse_t, local_t)
 
 
 def head_loss(
@@ -265,6 +265,6 @@ def head_loss(
         The weighted sum (scalar, fp32 or fp64, equal on all tensor-parallel ranks), and the losses of the tokens in
         nats, (s, b), detached.
     """
-    given = (labels_sb, weights_sb, comm, shard, space or LogitsSpace(), cap, torch.is_grad_enabled())
-    total, losses_sb = _HeadLoss.apply(x_sbh, weight, bias_v, *given)
+    arguments = (labels_sb, weights_sb, comm, shard, space or LogitsSpace(), cap, torch.is_grad_enabled())
+    total, losses_sb = _HeadLoss.apply(x_sbh, weight, bias_v, *arguments)
     return total, losses_sb

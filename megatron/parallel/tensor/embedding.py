@@ -30,9 +30,9 @@ class _Rows(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
         weight, index = ctx.saved_tensors
         rows = index.flatten(), grad.reshape(-1, grad.shape[-1])
-        there = add_to(weight)
-        if there is not None:
-            there.index_add_(0, *rows)
+        table_grad = add_to(weight)
+        if table_grad is not None:
+            table_grad.index_add_(0, *rows)
             return None, None
         fresh = take(weight)
         if fresh is None:

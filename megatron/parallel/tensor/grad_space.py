@@ -89,8 +89,8 @@ def withdraw(param: nn.Parameter, kept: bool) -> None:
     Raises:
         RuntimeError: when rows were added there to a gradient that is not kept.
     """
-    place: GradPlace | None = vars(param).pop(_NAME, None)
-    if place is not None and not kept and place.lose():
+    grad_place: GradPlace | None = vars(param).pop(_NAME, None)
+    if grad_place is not None and not kept and grad_place.lose():
         raise RuntimeError(
             "rows were added to a tied weight's gradient, and autograd has made another one of it without them: use "
             "the weight in lookups and in one output layer alone"
@@ -106,10 +106,10 @@ def _place_of(weight: Tensor) -> GradPlace | None:
     # A gradient that is itself differentiated needs separate memory, and compiled code plans its memory itself.
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
         return None
-    place: GradPlace | None = getattr(weight if weight._base is None else weight._base, _NAME, None)
-    if place is None or not weight.is_contiguous():
+    grad_place: GradPlace | None = getattr(weight if weight._base is None else weight._base, _NAME, None)
+    if grad_place is None or not weight.is_contiguous():
         return None
-    return place if weight.numel() == place.space.numel() and weight.dtype == place.space.dtype else None
+    return grad_place if weight.numel() == grad_place.space.numel() and weight.dtype == grad_place.space.dtype else None
 
 
 def take(weight: Tensor) -> Tensor | None:
@@ -117,10 +117,10 @@ def take(weight: Tensor) -> Tensor | None:
 
     The caller must write the whole gradient there and return it to autograd in the same backward.
     """
-    place = _place_of(weight)
-    if place is None or not place.accumulates() or not place.take():
+    grad_place = _place_of(weight)
+    if grad_place is None or not grad_place.accumulates() or not grad_place.take():
         return None
-    return place.hand_over().view(weight.shape)
+    return grad_place.hand_over().view(weight.shape)
 
 
 def add_to(weight: Tensor) -> Tensor | None:
@@ -129,12 +129,12 @@ def add_to(weight: Tensor) -> Tensor | None:
     A caller that adds to it must return None to autograd.
     """
     # A hook replaces the sum by another gradient, as if autograd had added up outside the place.
-    place = None if weight._backward_hooks else _place_of(weight)
-    there = None if place is None else place.add()
-    return None if there is None else there.view(weight.shape)
+    grad_place = None if weight._backward_hooks else _place_of(weight)
+    memory = None if grad_place is None else grad_place.add()
+    return None if memory is None else memory.view(weight.shape)
 
 
 def take_ahead(weight: Tensor) -> GradPlace | None:
     """The place of a gradient computed in the forward pass, or None; backward returns the result of ``hand_over``."""
-    place = _place_of(weight)
-    return place if place is not None and place.take() else None
+    grad_place = _place_of(weight)
+    return grad_place if grad_place is not None and grad_place.take() else None

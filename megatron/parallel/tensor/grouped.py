@@ -122,5 +122,5 @@ def batched_linear(rows: Tensor, weights: Sequence[Tensor], counts_g: Tensor) ->
     counts_g = counts_g.to(rows.device)
     group_r = torch.arange(len(weights), device=rows.device).repeat_interleave(counts_g, output_size=len(rows))
     place_r = torch.arange(len(rows), device=rows.device) - (counts_g.cumsum(0) - counts_g)[group_r]
-    filled = rows.new_zeros(len(weights), int(counts_g.max()), rows.shape[1]).index_put((group_r, place_r), rows)
-    return torch.bmm(filled, torch.stack(list(weights)).transpose(1, 2))[group_r, place_r]
+    padded_rows = rows.new_zeros(len(weights), int(counts_g.max()), rows.shape[1]).index_put((group_r, place_r), rows)
+    return torch.bmm(padded_rows, torch.stack(list(weights)).transpose(1, 2))[group_r, place_r]

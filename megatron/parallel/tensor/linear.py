@@ -43,10 +43,10 @@ class _Linear(torch.autograd.Function):
         comm: TensorComm | None = ctx.comm
         products: LinearProducts = ctx.products
         gathering = comm.start_gather(x_sbh, Point.TP_BWD) if comm is not None and comm.sequence_parallel else None
-        grad_x, more = products.grad_input(grad_sbo, weight, tuple(scales))
+        grad_x, grad_scales = products.grad_input(grad_sbo, weight, tuple(scales))
         full = x_sbh if gathering is None else gathering.wait()
         pending = None if comm is None else comm.start_reduce(grad_x, Point.TP_BWD, scatter=comm.sequence_parallel)
-        grad_weight = products.grad_weight(grad_sbo, full, (*scales, *more), take(weight))
+        grad_weight = products.grad_weight(grad_sbo, full, (*scales, *grad_scales), take(weight))
         grad_bias = grad_sbo.reshape(-1, grad_sbo.shape[-1]).sum(dim=0) if ctx.has_bias else None
         return grad_x if pending is None else pending.wait(), grad_weight, grad_bias, None, None
 

@@ -65,21 +65,21 @@ class TensorwiseProducts:
     def output(self, x: Tensor, weight_oi: Tensor, bias_o: Tensor | None) -> tuple[Tensor, Scales]:
         x_ti = _rows(x)
         scales = _e4m3_scales(x_ti, weight_oi, by_rows=False, shared_by=self.comm)
-        own, weight = fp8.quantize(x_ti, scales[0], fp8.E4M3), fp8.quantize(weight_oi, scales[1], fp8.E4M3)
-        return _shaped(fp8.scaled_product(own, weight, bias_o, fast=True), x), scales
+        quantized_x, weight = fp8.quantize(x_ti, scales[0], fp8.E4M3), fp8.quantize(weight_oi, scales[1], fp8.E4M3)
+        return _shaped(fp8.scaled_product(quantized_x, weight, bias_o, fast=True), x), scales
 
     def grad_input(self, grad: Tensor, weight_oi: Tensor, scales: Scales) -> tuple[Tensor, Scales]:
         grad_to = _rows(grad)
-        most = fp8.largest(grad_to, by_rows=False)
-        scale = fp8.scale_of(most if self.split_inputs else self.comm.maxima_(most), fp8.E5M2)
-        own = fp8.quantize(grad_to, scale, fp8.E5M2)
-        product = fp8.scaled_product(own, fp8.quantize(weight_oi.t(), scales[1], fp8.E4M3))
+        largest = fp8.largest(grad_to, by_rows=False)
+        scale = fp8.scale_of(largest if self.split_inputs else self.comm.maxima_(largest), fp8.E5M2)
+        quantized_grad = fp8.quantize(grad_to, scale, fp8.E5M2)
+        product = fp8.scaled_product(quantized_grad, fp8.quantize(weight_oi.t(), scales[1], fp8.E4M3))
         return _shaped(product, grad), (scale,)
 
     def grad_weight(self, grad: Tensor, x: Tensor, scales: Scales, space_oi: Tensor | None) -> Tensor:
         x_scale, _, grad_scale = scales
-        own = fp8.quantize(_rows(grad).t(), grad_scale, fp8.E5M2)
-        return fp8.scaled_product(own, fp8.quantize(_rows(x).t(), x_scale, fp8.E4M3))
+        quantized_grad = fp8.quantize(_rows(grad).t(), grad_scale, fp8.E5M2)
+        return fp8.scaled_product(quantized_grad, fp8.quantize(_rows(x).t(), x_scale, fp8.E4M3))
 
 
 @dataclass(frozen=True)
@@ -125,12 +125,12 @@ def _e4m3_scales(a_mk: Tensor, b_nk: Tensor, by_rows: bool, shared_by: TensorCom
 
     Each has separate memory, at an alignment that matrix units may require.
     """
-    most = [fp8.largest(x, by_rows) for x in (a_mk, b_nk)]
+    largest = [fp8.largest(x, by_rows) for x in (a_mk, b_nk)]
     if shared_by is not None and shared_by.size > 1:
-        together = shared_by.maxima_(torch.cat([x.flatten() for x in most]))
-        parts = together.split([x.numel() for x in most])
-        most = [part.view(x.shape) for part, x in zip(parts, most, strict=True)]
-    return fp8.scale_of(most[0], fp8.E4M3), fp8.scale_of(most[1], fp8.E4M3)
+        joint_maxima = shared_by.maxima_(torch.cat([x.flatten() for x in largest]))
+        maxima = joint_maxima.split([x.numel() for x in largest])
+        largest = [flat.view(x.shape) for flat, x in zip(maxima, largest, strict=True)]
+    return fp8.scale_of(largest[0], fp8.E4M3), fp8.scale_of(largest[1], fp8.E4M3)
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -62,8 +62,8 @@ def collect_specs(model: nn.Module) -> dict[str, tuple[str, ParamSpec]]:
     """Local parameter name -> (logical name, spec). Every rank holds the whole of a parameter without a spec."""
     specs: dict[str, tuple[str, ParamSpec]] = {}
     for prefix, module in model.named_modules():
-        own = dict(module.named_parameters(recurse=False))
-        for name, param in own.items():
+        direct_params = dict(module.named_parameters(recurse=False))
+        for name, param in direct_params.items():
             full = f"{prefix}.{name}" if prefix else name
             spec = module.specs.get(name) if isinstance(module, ShardedModule) else None
             logical = module.logical_names.get(name) if isinstance(module, ShardedModule) else None
