@@ -72,13 +72,13 @@ class ZeroShotFlags:
 
 
 def checked(flags: ZeroShotFlags) -> Callable[[LoadedModel], str]:
-    """Checks the flags before the processes meet, and reads the data.
+    """Validate the flags and read the data, before the process group is created.
 
     Returns:
         A function that evaluates the task and returns its result line, or raises UserError for unsuitable data.
 
     Raises:
-        UserError: when the task is not offered, or its data is missing.
+        UserError: when a flag does not apply to the task, or the data cannot be read.
     """
     for name in ("epochs", "train_data", "pretrained_checkpoint"):
         if getattr(flags, name):
@@ -101,13 +101,13 @@ def checked(flags: ZeroShotFlags) -> Callable[[LoadedModel], str]:
 
 
 def asked_task(words: Sequence[str]) -> str:
-    """The task that is asked for: behind the last --task, however that is spelled, else in the file of --config; empty
-    without one."""
+    """Name of the requested task, from the last --task in any spelling, else from the --config file; empty if there is
+    none."""
     return _behind("task", words) or _task_in(_behind("config", words))
 
 
 def _behind(flag: str, words: Sequence[str]) -> str:
-    """The word behind the last flag of a name; empty without one."""
+    """Value of the last occurrence of a flag; empty if it is missing."""
     found = ""
     for number, word in enumerate(words):
         name, equals, value = word.partition("=")
@@ -117,11 +117,11 @@ def _behind(flag: str, words: Sequence[str]) -> str:
 
 
 def _task_in(path: str) -> str:
-    """The task in a YAML file, in its section or outside; empty where there is none that can be read."""
+    """Name of the task in a YAML file, within its section or at the top level; empty if there is none."""
     try:
         content: Any = read_yaml(path) if path else {}
     except UserError:
-        return ""  # whoever parses the flags says why
+        return ""  # the flag parser reports the error
     for _ in range(2):
         content = next((value for key, value in content.items() if spell(str(key)) == "task"), "")
         if not isinstance(content, dict):
@@ -130,7 +130,7 @@ def _task_in(path: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns 0 when it is done, 2 with a one-line reason when not."""
+    """Run the command; return 0 on success, or 2 after printing a one-line error."""
     words = list(sys.argv[1:] if argv is None else argv)
     task = asked_task(words)
     if task_name(task) in TASKS:

@@ -1,7 +1,8 @@
-"""CONTINUATION: does a model go on as held-out text does? Compression may leave the loss alone and harm this.
+"""CONTINUATION: prediction of the continuation of held-out text. Compression may harm this without harming the loss.
 
-Two figures over the same places of the text: how often greedy decoding finds the true continuation, and how often the
-true continuation is likelier than those of other places (as in HellaSwag, whose wrong endings come from elsewhere too).
+Two metrics over the same positions of the text: how often greedy decoding reproduces the true continuation, and how
+often the true continuation is likelier than continuations of other positions (as in HellaSwag, where wrong endings come
+from other texts, too).
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from megatron.inference.model import LoadedModel
 
 @dataclass(frozen=True)
 class QuestionOptions:
-    """The places of a text that are asked about.
+    """Number and lengths of the questions.
 
     Args:
-        samples: most places; they are spread over the whole text.
-        prompt: tokens that the model is given.
-        continuation: tokens that it is to find.
-        choices: continuations that it ranks, the true one among them.
+        samples: maximum number of positions; they are spread over the whole text.
+        prompt: number of prompt tokens.
+        continuation: number of tokens to predict.
+        choices: number of continuations to rank, including the true continuation.
     """
 
     samples: int
@@ -34,17 +35,17 @@ class QuestionOptions:
 
 @dataclass(frozen=True)
 class Question:
-    """A place of the text: what precedes it, and the continuations, of which the first is the true one."""
+    """A prompt and its candidate continuations; the first is the true continuation."""
 
     prompt: tuple[int, ...]
     continuations: tuple[tuple[int, ...], ...]
 
 
 def questions_of(documents: Sequence[Sequence[int]], options: QuestionOptions) -> list[Question]:
-    """Questions about documents, given as tokens: places that do not overlap, none across the end of a document.
+    """Questions about tokenized documents; they neither overlap nor cross the end of a document.
 
-    The wrong continuations are the true ones of other places, as far away as can be. There are fewer questions than
-    asked for when the text is short; one is left out where a wrong continuation would equal the true one.
+    Wrong continuations are the true continuations of distant positions. Short texts give fewer questions than
+    ``options.samples``; a question is dropped if a wrong continuation equals the true continuation.
     """
     length = options.prompt + options.continuation
     cuts = [tuple(tokens[i : i + length]) for tokens in documents for i in range(0, len(tokens) - length + 1, length)]
@@ -60,17 +61,17 @@ def questions_of(documents: Sequence[Sequence[int]], options: QuestionOptions) -
 
 
 def evaluate(model: LoadedModel, texts: Sequence[str], path: str, options: QuestionOptions, batch: int) -> str:
-    """Evaluates the texts; returns the result line.
+    """Evaluate the texts; return the result line.
 
     Args:
         model: the model, on every rank.
         texts: documents.
         path: path of the texts, for messages.
-        options: the places that are asked about.
+        options: number and lengths of the questions.
         batch: windows in a forward pass.
 
     Raises:
-        UserError: when the model reads too few tokens, or the texts are too short.
+        UserError: when the model's window or the texts are too short.
     """
     length = options.prompt + options.continuation
     if length > model.window + 1:
@@ -96,5 +97,5 @@ def evaluate(model: LoadedModel, texts: Sequence[str], path: str, options: Quest
 
 
 def _error(share: float, count: int) -> float:
-    """Standard error of a share."""
+    """Standard error of a proportion."""
     return math.sqrt(share * (1 - share) / count)

@@ -1,4 +1,4 @@
-"""Undoes the tokenization that WikiText was published with, so that a model reads text as it is usually written."""
+"""Detokenization of WikiText, which is published with spaces around punctuation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PLAIN = (
     (" ? ", "? "),
     (" , ", ", "),
 )
-"""Numbers and words taken apart, and marks set off."""
+"""Split numbers and words, and spaces around punctuation marks."""
 
 _PAIRS = tuple(
     (re.compile(rf"{opening}\s*([^{inside}]*?)\s*{closing}"), rf"{left}\1{right}")
@@ -39,11 +39,11 @@ _LATER = (
     (" N ", " 1 "),
     (" 's", "'s"),
 )
-"""Headings, degrees, the ends of lines, numbers left out, and the genitive."""
+"""Headings, degrees, line ends, omitted numbers, and the possessive."""
 
 
 def wikitext(text: str) -> str:
-    """Detokenizes WikiText, by the rules behind published perplexities of Megatron models."""
+    """Detokenize WikiText with the rules used for published perplexities of Megatron models."""
     text = text.replace("s '", "s'")
     text = re.sub(r"/' [0-9]/", r"/'[0-9]/", text)
     for old, new in _PLAIN:

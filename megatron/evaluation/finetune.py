@@ -1,4 +1,4 @@
-"""Fine-tuning for a task, and evaluation of what was fine-tuned: a run of the ordinary trainer on labelled samples."""
+"""Fine-tuning on a task, and evaluation of fine-tuned models: a run of the regular trainer on labeled samples."""
 
 from __future__ import annotations
 
@@ -41,11 +41,12 @@ from megatron.training.program import Ranks, run_program
 
 @dataclass(frozen=True)
 class TaskData:
-    """The labelled samples of a run.
+    """Labeled samples of a run.
 
     Args:
-        given, task: the flags, and what the task is.
-        training, validation: files as they were read.
+        given: flags of the task.
+        task: definition of the task.
+        training, validation: contents of the files.
     """
 
     given: TaskConfig
@@ -54,16 +55,16 @@ class TaskData:
     validation: Sequence[ExampleFile]
 
     def sizes(self, config: RunConfig) -> tuple[int, int]:
-        """Training samples of an epoch, of which an order may leave some out, and validation samples."""
+        """Number of training samples in an epoch, before the order drops any, and of validation samples."""
         return self._order(config, 1).draws, _samples(self.validation)
 
     @property
     def notes(self) -> list[str]:
-        """What was left out of the files."""
+        """Notes on the samples left out of the files."""
         return [file.note for file in (*self.training, *self.validation) if file.note]
 
     def datasets(self, config: RunConfig, tokenizer: Tokenizer | None) -> Datasets:
-        """The data sets of a resolved run, or raises UserError where the tokenizer does not suit."""
+        """Build the datasets of a resolved run (UserError if there is no tokenizer)."""
         if tokenizer is None:
             raise UserError(
                 "a task reads texts: give --tokenizer-type, such as BertWordPieceLowerCase --vocab-file FILE"
@@ -81,7 +82,7 @@ class TaskData:
         return training, build(self.validation, orders[1], 1), None
 
     def _order(self, config: RunConfig, size: int) -> Epochs:
-        """The order of training, in batches of ``size`` samples."""
+        """Training order, in batches of ``size`` samples."""
         recurring = config.data.sample_order == "fixed"
         samples, keeps = _samples(self.training), self.given.keep_last_batch
         return Epochs(samples, size, keep_last=keeps, recurring=recurring, seed=config.training.seed)
@@ -96,10 +97,10 @@ def _samples(files: Sequence[ExampleFile]) -> int:
 
 
 def read_data(given: TaskConfig, task: Task) -> TaskData:
-    """Reads the files that the flags name.
+    """Read the files that the flags name.
 
     Raises:
-        UserError: when one cannot be read, or is not of the task's format; the message names file and line.
+        UserError: when a file cannot be read, or does not have the task's format; the message names file and line.
     """
 
     def read(paths: Sequence[str], flag: str) -> list[ExampleFile]:
@@ -112,13 +113,13 @@ def read_data(given: TaskConfig, task: Task) -> TaskData:
 
 
 def begin_with(parsed: ParsedRun, task: Task) -> tuple[str, Iteration] | None:
-    """Gives the run the shape of the checkpoint that it begins with: that of --load, else the pretrained one.
+    """Set the model's shape from the initial checkpoint: --load, else --pretrained-checkpoint.
 
     Returns:
-        Folder and iteration of the pretrained model, where the run begins with it.
+        Folder and iteration of the pretrained model, if the run starts from it.
 
     Raises:
-        UserError: when the checkpoint is of another model, or a flag of another shape.
+        UserError: when the checkpoint holds another kind of model, or a flag contradicts its shape.
     """
     checkpoint, wanted = parsed.config.checkpoint, parsed.config.model
     load = checkpoint.load
@@ -146,7 +147,7 @@ def begin_with(parsed: ParsedRun, task: Task) -> tuple[str, Iteration] | None:
 
 
 def _other_type(saved: ModelConfig, wanted: ModelConfig) -> str:
-    """What to do about a checkpoint of another kind that can be fine-tuned, too; empty for others."""
+    """Hint for a checkpoint of another kind that can be fine-tuned, too; empty for other kinds."""
     differs = saved.model_type != wanted.model_type and saved.model_type in POOLING
     return f"give --model-type {saved.model_type}" if differs else ""
 
@@ -159,14 +160,14 @@ def _take_shape(parsed: ParsedRun, saved: RunConfig, root: str, iteration: Itera
 
 
 def check_batches(config: RunConfig, given: TaskConfig) -> None:
-    """Checks that a run goes on with the batches and epochs that it began with: its position is counted in them.
+    """Check that a resumed run has the same batches and epochs as before: its position is counted in them.
 
     Args:
-        config: what ``sized`` returned.
+        config: configuration returned by ``sized``.
         given: flags of the task.
 
     Raises:
-        UserError: when it would not.
+        UserError: when batch size or epoch length differ.
     """
     checkpoint = config.checkpoint
     load = checkpoint.load
@@ -192,13 +193,13 @@ def check_batches(config: RunConfig, given: TaskConfig) -> None:
 
 
 def _holds_checkpoint(checkpoint: CheckpointConfig) -> bool:
-    """Whether --load names a checkpoint that is there, or must be."""
+    """Whether --load holds a checkpoint, or --ckpt-step requires a checkpoint there."""
     load = checkpoint.load
     return load is not None and (checkpoint.ckpt_step is not None or read_tracker(load) is not None)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Fine-tunes or evaluates on this rank; returns the exit status."""
+    """Fine-tune or evaluate on this rank; return the exit status."""
     started = time.monotonic()
     make_output_last()
 

@@ -59,14 +59,14 @@ class EvaluationFlags:
 
 
 def run(model: Any, flags: EvaluationFlags) -> dict[str, Any]:
-    """Runs the harness.
+    """Run the harness.
 
     Args:
-        model: a model of the harness.
+        model: a harness model.
         flags: flags that name the tasks.
 
     Raises:
-        UserError: when the harness does not know a task, or its data cannot be had.
+        UserError: when the harness does not know a task, or the task's data is unavailable.
     """
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
@@ -77,9 +77,9 @@ def run(model: Any, flags: EvaluationFlags) -> dict[str, Any]:
     unknown = sorted(set(flags.tasks) - set(manager.all_tasks))
     if unknown:
         raise UserError(f"--tasks {unknown[0]}: the harness has no such task; --include-path adds a folder of tasks")
-    loads = "load" if hasattr(manager, "load") else "load_task_or_group"  # its name in older versions
+    loads = "load" if hasattr(manager, "load") else "load_task_or_group"  # the name in older versions
     setattr(manager, loads, partial(_loaded, getattr(manager, loads)))
-    # Processes forked for the draws would share this one's threads, device and sockets to other ranks.
+    # Processes forked for bootstrapping would share this process's threads, device and sockets to other ranks.
     os.environ["DISABLE_MULTIPROC"] = "1"
     found = simple_evaluate(
         model=model,
@@ -96,14 +96,14 @@ def run(model: Any, flags: EvaluationFlags) -> dict[str, Any]:
 
 
 def _loaded(load: Callable[[list[str]], Any], tasks: list[str]) -> Any:
-    """Loads tasks for the harness, and tells problems of their data from problems of the model.
+    """Load tasks for the harness; turn errors of their data into UserError.
 
     Raises:
-        UserError: when the data of a task cannot be had; the message names the task.
+        UserError: when the data of a task is unavailable; the message names the task.
     """
     try:
         return load(tasks)
-    except Exception as error:  # of files, formats and the network: each library below has its own
+    except Exception as error:  # file, format and network errors differ between the underlying libraries
         for task in tasks if len(tasks) > 1 else ():
             _loaded(load, [task])
         reason = (str(error).splitlines() or [""])[0] or type(error).__name__
@@ -111,10 +111,10 @@ def _loaded(load: Callable[[list[str]], Any], tasks: list[str]) -> Any:
 
 
 def report(found: dict[str, Any] | UserError, flags: EvaluationFlags) -> None:
-    """Prints the harness's table, and writes the figures.
+    """Print the harness's table, and write the results.
 
     Raises:
-        UserError: when ``found`` is one, or a file cannot be written.
+        UserError: when ``found`` is a UserError, or the file cannot be written.
     """
     from lm_eval.utils import make_table
 
@@ -136,10 +136,10 @@ def report(found: dict[str, Any] | UserError, flags: EvaluationFlags) -> None:
 
 
 def via_hf(load: str, iteration: int | None, flags: EvaluationFlags) -> dict[str, Any]:
-    """Exports the checkpoint to a Hugging Face folder and evaluates that.
+    """Export the checkpoint to a temporary Hugging Face folder and evaluate the export.
 
     Raises:
-        UserError: when it has no Hugging Face architecture, or ``run`` raises it.
+        UserError: when the model has no Hugging Face architecture, or ``run`` raises it.
     """
     with tempfile.TemporaryDirectory(prefix="evaluate-lm-") as folder:
         step = ["--iteration", str(iteration)] if iteration is not None else []
@@ -151,7 +151,7 @@ def via_hf(load: str, iteration: int | None, flags: EvaluationFlags) -> dict[str
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns 0 when it is done, 2 with a one-line reason when not."""
+    """Run the command; return 0 on success, or 2 after printing a one-line error."""
 
     def body(ranks: Ranks) -> None:
         given = sys.argv[1:] if argv is None else argv
@@ -184,14 +184,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         from megatron.evaluation.lm_eval_adapter import CheckpointLM
 
         if ranks.env.world_size > 1:
-            # The harness knows of this rank alone, and gives results only to the first process of a machine.
+            # The harness runs on this rank only, and returns results only to the first process of a machine.
             os.environ["LOCAL_RANK"] = "0"
         found: dict[str, Any] | UserError
         with Leader(model, 60 * model_flags.distributed_timeout_minutes) as leader:
             try:
                 found = run(CheckpointLM(leader, flags.micro_batch_size), flags)
             except UserError as error:
-                found = error  # for all ranks, when the others have left off waiting for work
+                found = error  # raised on all ranks, after the other ranks have stopped following
         together(group, partial(report, found, flags))
 
     return run_program(body)

@@ -1,4 +1,4 @@
-"""LAMBADA: accuracy of predicting the last word of each text."""
+"""LAMBADA: accuracy of last-word prediction."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from megatron.tokenizer.api import Tokenizer
 
 
 def read_texts(path: str) -> list[str]:
-    """Reads the texts of a file of JSON lines with a field text.
+    """Read the ``text`` fields of a JSON-lines file.
 
     Raises:
-        UserError: when a line is no such record; the message names it.
+        UserError: when a line is not a valid record; the message names the line.
     """
     texts = []
     for number, line in enumerate(read_utf8(path, "--valid-data").split("\n"), 1):
@@ -38,18 +38,18 @@ def read_texts(path: str) -> list[str]:
 
 
 def window_of(text: str, tokenizer: Tokenizer, length: int, strict: bool) -> Window:
-    """The window of a text that is scored.
+    """Window of a text for scoring its last word.
 
     Args:
-        text: text whose last word is to be found.
+        text: text with at least two words.
         tokenizer: tokenizer of the model.
-        length: tokens that the model reads; the end of longer texts.
-        strict: score the whole last word; otherwise its last token alone.
+        length: number of tokens that the model reads; longer texts lose their beginning.
+        strict: score the whole last word; otherwise only its last token.
     """
     if strict:
         word = text.split()[-1]
         before = text[: text.rfind(word)].strip()
-        # A word that begins a text may be split otherwise than behind others, so it is not tokenized by itself.
+        # Tokenize the word in its context: tokenizers may split it differently at the beginning of a text.
         tokens = tokenizer.tokenize(f"{before} {word}")
         targets = len(tokens) - _common_length(tokens, tokenizer.tokenize(before))
     else:
@@ -58,19 +58,19 @@ def window_of(text: str, tokenizer: Tokenizer, length: int, strict: bool) -> Win
 
 
 def _common_length(tokens: Sequence[int], others: Sequence[int]) -> int:
-    """Number of tokens that both begin with."""
+    """Length of the common prefix."""
     pairs = zip(tokens, others, strict=False)
     return next((place for place, (token, other) in enumerate(pairs) if token != other), min(len(tokens), len(others)))
 
 
 def evaluate(model: LoadedModel, texts: Sequence[str], path: str, strict: bool, batch: int) -> str:
-    """Evaluates the texts; returns the result line.
+    """Evaluate the texts; return the result line.
 
     Args:
         model: the model, on every rank.
-        texts: texts, as ``read_texts`` gives them.
+        texts: texts from ``read_texts``.
         path: path of the texts, for messages.
-        strict: the argument of ``window_of``.
+        strict: see ``window_of``.
         batch: texts in a forward pass.
 
     Raises:

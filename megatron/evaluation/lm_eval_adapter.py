@@ -1,4 +1,4 @@
-"""A checkpoint as a model of lm-evaluation-harness."""
+"""Adapter of a checkpoint to lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GREEDY = Sampling(greedy=True)
 
 
 class CheckpointLM(ContinuationRules):
-    """A model of the harness that is a checkpoint, on the rank that leads the others.
+    """Harness model that evaluates a checkpoint; lives on the leading rank.
 
     Args:
         leader: leader of the model's ranks.
@@ -48,7 +48,7 @@ class CheckpointLM(ContinuationRules):
         return self.own.tokenize(string)
 
     def _score(self, pairs: Sequence[tuple[list[int], list[int]]], quiet: bool) -> list[tuple[float, bool]]:
-        """Log-likelihoods of continuations of contexts, and whether each is what greedy decoding would give."""
+        """Log-likelihood of each continuation, and whether greedy decoding would generate it."""
         order = sorted(range(len(pairs)), key=lambda i: -len(pairs[i][0]) - len(pairs[i][1]))
         results: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
         for first in tqdm(range(0, len(order), self.batch), desc="log-likelihoods", disable=quiet):
@@ -87,7 +87,7 @@ class CheckpointLM(ContinuationRules):
             text, options = request.args
             until = options.get("until") or []
             new = answer_length(options)
-            # Where the answer alone may fill the window, it moves along as the answer grows.
+            # If the answer alone may fill the window, the window slides as the answer grows.
             room = self.window - new if new < self.window else self.window
             tokens = self.own.tokenize(text)
             self.contexts.add(len(tokens), room)

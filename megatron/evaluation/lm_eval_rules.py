@@ -1,4 +1,4 @@
-"""Rules of lm-evaluation-harness's models that a checkpoint and its export share."""
+"""Common behavior of the lm-evaluation-harness models of a checkpoint and of its export."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from lm_eval.models.huggingface import HFLM
 from megatron.base.errors import UserError
 
 EncodedPair = tuple[Any, list[int], list[int]]
-"""A context and its continuation: their texts (None for a window of a rolling text), and their tokens."""
+"""Texts (None for windows of a rolling text), context tokens, and continuation tokens."""
 
 MAX_NEW_TOKENS = 256
-"""The maximum for tasks that do not name one, as everywhere in the harness."""
+"""The harness's default for tasks that specify no maximum."""
 _NEW_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 
 @dataclass
 class ContextCounts:
-    """The contexts of requests, and those that lose their beginning because the model reads no more.
+    """Number of contexts, and of contexts truncated at the beginning to fit the model's window.
 
     Args:
         window: number of tokens that the model reads.
         requests: number of contexts.
-        cut: number of contexts that are cut.
-        tokens_cut: number of tokens that these lose together.
-        most_tokens_cut: number of tokens that one of them loses at most.
+        cut: number of truncated contexts.
+        tokens_cut: total number of removed tokens.
+        most_tokens_cut: maximum number of tokens removed from a context.
     """
 
     window: int
@@ -40,7 +40,7 @@ class ContextCounts:
     most_tokens_cut: int = 0
 
     def add(self, length: int, room: int) -> None:
-        """Counts a context of ``length`` tokens where there is room for ``room``."""
+        """Count a context of ``length`` tokens that is truncated to ``room`` tokens."""
         excess = max(length - room, 0)
         self.requests += 1
         self.cut += excess > 0
@@ -49,26 +49,26 @@ class ContextCounts:
 
 
 def answer_length(options: Mapping[str, Any]) -> int:
-    """The most new tokens that a task asks for, by any name that the harness takes for it."""
+    """Maximum number of new tokens of a task, under any option name that the harness accepts."""
     return next((int(options[name]) for name in _NEW_TOKENS if options.get(name) is not None), MAX_NEW_TOKENS)
 
 
 class ContinuationRules(TemplateLM):
-    """Rules of continuations: none is without tokens, and none is cut. Contexts that are cut are counted.
+    """Harness model that rejects empty and overlong continuations, and counts truncated contexts.
 
-    The harness tokenizes a context and its continuation together, and cuts behind the context's number of tokens.
-    Where that leaves a continuation without tokens, because its text joined the context's last token, it is tokenized
-    alone.
+    The harness tokenizes a context and its continuation together, and splits after the context's number of tokens.
+    If the continuation is left without tokens, because its text merged with the context's last token, it is tokenized
+    separately.
     """
 
     @property
     def longest_continuation(self) -> int:
-        """Number of tokens that the model can score in one pass."""
+        """Number of tokens that the model can score in a single pass."""
         raise NotImplementedError
 
     @cached_property
     def contexts(self) -> ContextCounts:
-        """The contexts of the requests so far."""
+        """Counts of the requests' contexts so far."""
         return ContextCounts(self.longest_continuation)
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
@@ -86,10 +86,10 @@ class ContinuationRules(TemplateLM):
         return context_ids, continuation_ids
 
     def check_pairs(self, pairs: Sequence[EncodedPair]) -> None:
-        """Checks that continuations can be scored, and counts their contexts.
+        """Check that continuations can be scored, and count their contexts.
 
         Raises:
-            UserError: when one has no tokens, or more than the model can score in one pass.
+            UserError: when a continuation has no tokens, or more than ``longest_continuation``.
         """
         most = self.longest_continuation
         for texts, context_ids, continuation_ids in pairs:
@@ -105,10 +105,10 @@ class ContinuationRules(TemplateLM):
 
 
 class ExportedLM(ContinuationRules, HFLM):
-    """The harness's model of a Hugging Face folder, by the rules that a checkpoint is scored by.
+    """The harness's Hugging Face model, scored in the same way as a checkpoint.
 
-    Texts get no begin token beside the one that their tokens are predicted from, and an answer is written as it is
-    behind its prompt: with the space that it begins with.
+    No BOS token is added except as the context of the first token, and answers are decoded in the context of their
+    prompts, which preserves a leading space.
 
     Args:
         folder: the folder.

@@ -19,9 +19,9 @@ def asks_for_losses(words: Sequence[str]) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns the exit status."""
+    """Run the command; return the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
-    # Each imports much that the other does without.
+    # Import lazily: each command has many imports that the other does not need.
     if asks_for_losses(words):
         from megatron.evaluation import sweep_command
 

@@ -1,4 +1,4 @@
-"""Scores of windows of tokens, on a model split over any ranks and on any number of replicas."""
+"""Scoring of token windows, with any model parallelism and any number of replicas."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from megatron.model.context import ForwardContext
 
 @dataclass(frozen=True)
 class Window:
-    """A window of tokens, of which the last ``targets`` are predicted from those before them.
+    """A window of tokens; the last ``targets`` tokens are predicted.
 
     Args:
-        tokens: token ids, one more than the model reads.
-        targets: number of tokens that count.
+        tokens: token ids; the model reads all but the last.
+        targets: number of predicted tokens.
     """
 
     tokens: Sequence[int]
@@ -27,23 +27,23 @@ class Window:
 
 
 Measure = Callable[[LoadedModel, Tensor, Tensor, Tensor], Tensor]
-"""A score of each window of a batch, (b,): takes the model, its last hidden states (s, b, h), the labels (b, s) and the
-mask of the windows' targets (b, s)."""
+"""Score of each window of a batch, (b,), as a function of the model, its last hidden states (s, b, h), the labels
+(b, s) and the target mask (b, s)."""
 
 
 @torch.no_grad()
 def scores(model: LoadedModel, windows: Sequence[Window], batch: int, measure: Measure, name: str) -> Tensor:
-    """Scores all windows; returns fp64 (windows,), the same on every rank.
+    """Score all windows; return fp64 (windows,), the same on every rank.
 
     Args:
         model: the model, on every rank.
-        windows: windows of any lengths; each replica takes its share.
+        windows: windows of any lengths; replicas share them.
         batch: windows in a forward pass.
         measure: ``losses`` or ``matched``.
         name: title of the progress bar.
     """
     topology = model.topology
-    # Windows of like lengths together need little padding; every replica gets as much to do.
+    # Sort by length: batches need little padding, and the load of the replicas is balanced.
     ordered = sorted(range(len(windows)), key=lambda i: -len(windows[i].tokens))
     ordered = ordered[topology.coordinates.dp :: topology.layout.dp]
     found_n = torch.zeros(len(windows), dtype=torch.float64)
@@ -65,12 +65,12 @@ def scores(model: LoadedModel, windows: Sequence[Window], batch: int, measure: M
 
 
 def _counts(model: LoadedModel) -> bool:
-    """Whether this rank counts for its replica: all tensor-parallel ranks of the last stage have the same results."""
+    """Whether this rank reports for its replica: all tensor-parallel ranks of the last stage have the same results."""
     return model.stage.part.last and model.topology.tp.rank == 0
 
 
 def _mask(windows: Sequence[Window], longest: int, device: torch.device) -> Tensor:
-    """Mask of the windows' targets, (b, s)."""
+    """Target mask of the windows, (b, s)."""
     mask_bs = torch.zeros((len(windows), longest), dtype=torch.bool, device=device)
     for row, window in enumerate(windows):
         end = len(window.tokens) - 1
@@ -79,13 +79,13 @@ def _mask(windows: Sequence[Window], longest: int, device: torch.device) -> Tens
 
 
 def losses(model: LoadedModel, x_sbh: Tensor, labels_bs: Tensor, mask_bs: Tensor) -> Tensor:
-    """Loss of each window's targets together, (b,), in nats."""
+    """Total loss of each window's targets, (b,), in nats."""
     _, losses_bs = model.stage.token_losses(x_sbh, labels_bs, mask_bs.to(torch.float32))
     return losses_bs.double().masked_fill(~mask_bs, 0.0).sum(dim=1)
 
 
 def matched(model: LoadedModel, x_sbh: Tensor, labels_bs: Tensor, mask_bs: Tensor) -> Tensor:
-    """Number of each window's targets, (b,), that greedy decoding finds before its first mistake."""
+    """Number of leading targets of each window, (b,), that greedy decoding predicts correctly."""
     logits_nv = model.stage.logits(x_sbh.transpose(0, 1)[mask_bs].unsqueeze(0))[0]
     right_bs = torch.ones_like(mask_bs)
     right_bs[mask_bs] = logits_nv.argmax(dim=-1) == labels_bs[mask_bs]

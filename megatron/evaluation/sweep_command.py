@@ -79,17 +79,17 @@ OLD_NAMES = tuple(
 
 
 def output_of(load: str, sweep: SweepFlags) -> Path:
-    """Path of the file of losses."""
+    """Path of the output file."""
     if sweep.val_ppls_save_path is not None:
         return Path(sweep.val_ppls_save_path) / f"{sweep.experiment_name}.json"
     return Path(sweep.output or Path(load) / "val_check.json")
 
 
 def check_together(sweep: SweepFlags, explicit: set[str], note: Callable[[str], None]) -> None:
-    """Checks flags that contradict each other.
+    """Check that no contradictory flags are given.
 
     Raises:
-        UserError: when two of them are given.
+        UserError: when two flags exclude each other.
     """
     for one, other in (("eval_samples", "eval_iters"), ("output", "val_ppls_save_path")):
         if getattr(sweep, one) is not None and getattr(sweep, other) is not None:
@@ -104,14 +104,14 @@ def _wanted(number: int, sweep: SweepFlags, last: float) -> bool:
 
 
 def left_out(root: str, found: Sequence[int], sweep: SweepFlags) -> list[int]:
-    """Names the checkpoints of a sweep that are not complete."""
+    """Iterations of the sweep with incomplete checkpoints."""
     last = sweep.last if sweep.last is not None else math.inf
     there = sorted(saved_iterations(Path(root)))
     return [number for number in there if _wanted(number, sweep, last) and number not in found]
 
 
 def chosen(root: str, sweep: SweepFlags) -> list[int]:
-    """Iterations of a sweep, first to last.
+    """Iterations of a sweep, in ascending order.
 
     Raises:
         UserError: when there are none.
@@ -129,11 +129,11 @@ def chosen(root: str, sweep: SweepFlags) -> list[int]:
 
 @dataclass
 class Losses:
-    """Losses of a sweep, and the file that holds them.
+    """Losses of a sweep, stored in a file.
 
     Args:
         path: path of the file.
-        settings: settings that losses depend on besides the weights.
+        settings: settings that affect the losses, besides the weights.
         root: folder of the checkpoints.
     """
 
@@ -143,7 +143,7 @@ class Losses:
     known: dict[int, tuple[float, str]] = field(default_factory=dict)
 
     def _weights(self, iteration: int) -> str:
-        """A digest of a checkpoint's manifest, which holds the checksums of all tensors."""
+        """Digest of a checkpoint's manifest, which contains the checksums of all tensors."""
         path = checkpoint_folder(Path(self.root), iteration) / MANIFEST
         try:
             contents = path.read_bytes()
@@ -152,10 +152,10 @@ class Losses:
         return hashlib.blake2b(contents, digest_size=8).hexdigest()
 
     def read(self) -> None:
-        """Reads what an earlier sweep found.
+        """Read the losses of an earlier sweep.
 
         Raises:
-            UserError: when the file is another kind, or of other samples.
+            UserError: when the file is not a result of a sweep, or belongs to another run or other samples.
         """
         if not self.path.exists():
             return
@@ -169,12 +169,12 @@ class Losses:
             raise UserError(f"--output {self.path}: is of another run or other samples; name another file")
 
     def of(self, iteration: int) -> float | None:
-        """The known loss of an iteration's checkpoint, if that has not changed."""
+        """Known loss of a checkpoint; None if it is unknown or the checkpoint has changed."""
         loss, weights = self.known.get(iteration, (None, ""))
         return loss if weights == self._weights(iteration) else None
 
     def add(self, iteration: int, loss: float) -> None:
-        """Adds a loss, and writes the file."""
+        """Add a loss, and write the file."""
         self.known[iteration] = (loss, self._weights(iteration))
         rows = sorted((n, loss, weights) for n, (loss, weights) in self.known.items())
         values = {
@@ -188,10 +188,10 @@ class Losses:
 
 
 def number_of_samples(flags: SweepFlags, config: RunConfig, replicas: int) -> int:
-    """Number of samples of each evaluation.
+    """Number of samples in each evaluation.
 
     Raises:
-        UserError: when the replicas cannot share them equally.
+        UserError: when the samples do not divide by the number of replicas.
     """
     if flags.eval_samples is None:
         batches = config.validation.eval_iters if flags.eval_iters is None else flags.eval_iters
@@ -206,7 +206,7 @@ def number_of_samples(flags: SweepFlags, config: RunConfig, replicas: int) -> in
 
 
 def notes_on_samples(config: RunConfig, data: DataConfig, samples: int) -> list[str]:
-    """Lines that say where a sweep measures other samples than the run's own evaluations."""
+    """Notes on differences between the sweep's samples and the run's own evaluations."""
     notes = []
     if config.validation.full_validation:
         notes.append(f"note: the run had --full-validation; here {samples:,} samples are measured, and not all")
@@ -218,14 +218,14 @@ def notes_on_samples(config: RunConfig, data: DataConfig, samples: int) -> list[
 
 
 def sweep_all(flags: SweepFlags, model_flags: ModelFlags, parsed: ParsedSections, layout: Layout, ranks: Ranks) -> None:
-    """Evaluates checkpoint after checkpoint.
+    """Evaluate all checkpoints of the sweep, in order.
 
     Raises:
-        UserError: on every rank, when files cannot be used.
+        UserError: on every rank, when a file cannot be used.
     """
     topology = open_topology(model_flags, layout, ranks.env)
     group = topology.control.pg
-    # Training may save and remove checkpoints meanwhile: what rank 0 sees counts.
+    # A concurrent training run may save and remove checkpoints: use rank 0's listing on all ranks.
     seen = together(group, lambda: json.dumps(chosen(model_flags.load, flags)) if topology.rank == 0 else "")
     iterations: list[int] = json.loads(gather_texts(group, seen)[0])
     if topology.rank == 0 and (damaged := left_out(model_flags.load, iterations, flags)):
@@ -259,7 +259,7 @@ def sweep_all(flags: SweepFlags, model_flags: ModelFlags, parsed: ParsedSections
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns 0 when it is done, 2 with a one-line reason when not."""
+    """Run the command; return 0 on success, or 2 after printing a one-line error."""
 
     def body(ranks: Ranks) -> None:
         sections = {"sweep": SweepFlags, "data": DataConfig}

@@ -1,4 +1,4 @@
-"""What tasks are judged by, computed by scikit-learn and SciPy."""
+"""Task metrics, computed by scikit-learn and SciPy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron.data.tasks.examples import ExampleFile
 
 
 def check_packages() -> None:
-    """Checks that the packages of the metrics are there (else UserError)."""
+    """Check that the packages of the metrics are installed (else UserError)."""
     missing = [name for name, module in (("scikit-learn", "sklearn"), ("scipy", "scipy")) if not _there(module)]
     if missing:
         raise UserError(f"tasks are judged by {' and '.join(missing)}: pip install 'megatron-cc[tasks]'")
@@ -68,12 +68,12 @@ _METRICS: Mapping[Metric, Callable[[Any, Any], float]] = {
 
 
 def scores(task: Task, files: Sequence[ExampleFile], outputs_nc: Tensor) -> dict[str, dict[str, float]]:
-    """The metrics of each file.
+    """Metrics of each file.
 
     Args:
         task: the task.
         files: validation files.
-        outputs_nc: what the model says of each sequence of all files, in order; more rows do not count.
+        outputs_nc: task-head outputs of each sequence of all files, in order; extra rows are ignored.
     """
     each = task.classes if task.head == "choice" else 1
     labels = [example.label for file in files for example in file.examples]
@@ -85,7 +85,7 @@ def scores(task: Task, files: Sequence[ExampleFile], outputs_nc: Tensor) -> dict
         end = begin + len(file.examples)
         of_file = np.asarray(labels[begin:end]), found_n[begin:end]
         with warnings.catch_warnings():
-            # A correlation with a constant is a nan, of which SciPy warns, too.
+            # The correlation with a constant is nan; suppress SciPy's warning about it.
             warnings.simplefilter("ignore")
             result[name] = {str(metric): _METRICS[metric](*of_file) for metric in task.metrics}
         begin = end

@@ -1,4 +1,4 @@
-"""Losses of a run's checkpoints on its validation samples, the same ones for each."""
+"""Validation loss of a run's checkpoints, on the same samples for all."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _PATHS = {"data_path", "train_data_path", "valid_data_path", "test_data_path"}
 
 
 def data_of(config: RunConfig, given: DataConfig, explicit: Collection[str]) -> DataConfig:
-    """The data section of a run, with the flags that replace parts of it.
+    """Data section of a run, with overrides from flags.
 
     Args:
         config: configuration of the run.
         given: values of the flags.
-        explicit: dotted names of the flags that were given.
+        explicit: dotted names of the flags that were set explicitly.
     """
     changes = {name: getattr(given, name) for name in vars(given) if f"data.{name}" in explicit}
     saved = config.data
@@ -35,16 +35,16 @@ def data_of(config: RunConfig, given: DataConfig, explicit: Collection[str]) -> 
 
 
 def open_samples(config: RunConfig, data: DataConfig, samples: int, model: LoadedModel) -> Dataset:
-    """Opens the first validation samples of a run.
+    """Open the first validation samples of a run.
 
     Args:
         config: configuration of the run.
         data: data section that names the samples.
         samples: number of samples.
-        model: model whose tokens they are.
+        model: model that determines the vocabulary.
 
     Raises:
-        UserError: when they cannot be read, or there are none.
+        UserError: when the data cannot be read, or there are no samples.
     """
     _, valid, _ = build_datasets(
         data,
@@ -62,13 +62,13 @@ def open_samples(config: RunConfig, data: DataConfig, samples: int, model: Loade
 
 @torch.no_grad()
 def mean_loss(model: LoadedModel, dataset: Dataset, samples: int, batch: int) -> float:
-    """Computes the mean loss in nats per token over the first samples; the same on every rank.
+    """Compute the mean loss in nats per token over the first samples; the same on every rank.
 
     Args:
-        model: the model, on every rank; each replica takes its share.
+        model: the model, on every rank; replicas share the samples.
         dataset: dataset of the samples.
         samples: number of samples; a multiple of the number of replicas.
-        batch: most samples in a forward pass.
+        batch: maximum number of samples in a forward pass.
     """
     topology = model.topology
     replicas = topology.layout.dp

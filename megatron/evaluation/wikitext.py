@@ -1,4 +1,4 @@
-"""Perplexity of a running text, such as WikiText-103's test set."""
+"""Perplexity of continuous text, such as the WikiText-103 test set."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from megatron.training.metrics import perplexity
 
 
 def read_text(path: str) -> tuple[str, int]:
-    """Reads a text, detokenized where the path says that it is WikiText, and counts its original words.
+    """Read a text and count its original words; detokenize it if the path contains "wiki".
 
     Raises:
-        UserError: when it cannot be read, or is empty.
+        UserError: when the file cannot be read, or has fewer than two words.
     """
     text = read_utf8(path, "--valid-data")
     words = len(text.strip().split(" "))
@@ -26,11 +26,11 @@ def read_text(path: str) -> tuple[str, int]:
 
 
 def windows_of(tokens: Sequence[int], length: int, stride: int) -> list[Window]:
-    """Windows that predict every token but the first once, each with as much context as fits.
+    """Windows that predict every token after the first exactly once, each with the maximum context.
 
     Args:
         tokens: tokens of the text.
-        length: tokens that the model reads.
+        length: number of tokens that the model reads.
         stride: number of tokens that each window after the first predicts.
     """
     windows = [Window(tokens[: length + 1], min(length, len(tokens) - 1))]
@@ -38,7 +38,7 @@ def windows_of(tokens: Sequence[int], length: int, stride: int) -> list[Window]:
     while done < len(tokens) - 1:
         new = min(stride, len(tokens) - 1 - done)
         end = done + new + 1
-        # The last window may be shorter than the stride; it begins where it would if it were not.
+        # The last window may have fewer targets than the stride; its start is the same as with a full stride.
         start = done - (length - stride)
         windows.append(Window(tokens[start:end], new))
         done += new
@@ -46,17 +46,17 @@ def windows_of(tokens: Sequence[int], length: int, stride: int) -> list[Window]:
 
 
 def evaluate(model: LoadedModel, read: tuple[str, int], path: str, stride: int | None, batch: int) -> str:
-    """Evaluates the text; returns the result line.
+    """Evaluate the text; return the result line.
 
     Args:
         model: the model, on every rank.
-        read: tokens and counts, as ``read_text`` gives them.
+        read: text and number of words, from ``read_text``.
         path: path of the text, for messages.
-        stride: the argument of ``windows_of``; None: as long as the window, so that every token is read once.
+        stride: see ``windows_of``; None: the window's length, so that every token is read once.
         batch: windows in a forward pass.
 
     Raises:
-        UserError: when the text or the stride does not suit the model.
+        UserError: when the text is too short, or the stride exceeds the window.
     """
     text, words = read
     tokens = model.tokenizer.tokenize(text)

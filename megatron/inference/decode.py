@@ -1,4 +1,4 @@
-"""Decoding step by step: feeds the newest tokens of growing rows to a model."""
+"""Incremental decoding with a KV cache."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from megatron.model.context import ForwardContext
 
 
 class Decoder:
-    """Decodes rows that grow by one token between calls, with a cache of keys and values.
+    """Computes next-token logits of rows that grow by a token between calls, with a KV cache.
 
-    The first call reads the rows whole, in one pass; later ones compute one position of each. A row that has outgrown
-    the model's window is read anew from its last ``window`` tokens each time, as its positions all change.
+    The first call is the prefill of all rows; each later call computes a single position per row. Once a row exceeds
+    the model's window, every call recomputes its last ``window`` tokens, since all their positions change.
 
     Args:
-        model: a loaded model; every rank of it makes the same calls.
-        positions: most positions that the rows will reach; the cache need not hold more than the window.
-        cached: whether to keep keys and values; without, every call reads the rows whole.
+        model: a loaded model; all its ranks make the same calls.
+        positions: maximum length of the rows; the cache is limited to the window.
+        cached: whether to use the cache; if not, every call recomputes whole rows.
     """
 
     def __init__(self, model: LoadedModel, positions: int, cached: bool = True) -> None:
@@ -32,10 +32,10 @@ class Decoder:
         self._held: list[int] = []
 
     def logits(self, numbers: Sequence[int], rows: Sequence[Sequence[int]]) -> Tensor | None:
-        """Logits (b, vocabulary) behind the last token of some rows; None but on the last stage.
+        """Logits (b, vocabulary) after the last token of each row; None on all stages but the last.
 
         Args:
-            numbers: numbers of the rows: those of the last call, or fewer.
+            numbers: indices of the rows: the rows of the previous call, or a subset.
             rows: tokens of the rows.
         """
         fits = max(map(len, rows)) <= self.model.window
@@ -53,7 +53,7 @@ class Decoder:
         return logits_bv[torch.tensor(places, device=logits_bv.device)]
 
     def _step(self, space: Workspace, tokens: Sequence[int]) -> Tensor | None:
-        """Logits behind the newest tokens of all rows that are held."""
+        """Logits after the newest token of every row in the cache."""
         ends = self.model.stage.part.last
 
         def compute() -> Tensor:
@@ -82,7 +82,7 @@ class Decoder:
         return self.model.stage.logits(x_1bh)[0]
 
     def _drop(self, numbers: Sequence[int]) -> None:
-        """Drops rows that have ended; nothing moves in memory when none has, or few of recorded ones."""
+        """Drop ended rows; nothing moves in memory if ``rows_to_keep`` keeps all."""
         assert self._space is not None
         wanted = set(numbers)
         kept = rows_to_keep(self._held, wanted, self.model.workspaces.record is not None)

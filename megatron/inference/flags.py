@@ -1,4 +1,4 @@
-"""Flags of the programs that use a trained model, besides their own sections."""
+"""Common flags of the programs that use a trained model."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ModelFlags:
 
     @property
     def backend(self) -> Literal["nccl", "gloo"]:
-        """The backend of this machine."""
+        """Backend, with the default for this machine."""
         return self.distributed_backend or ("nccl" if torch.cuda.is_available() else "gloo")
 
 
@@ -80,7 +80,7 @@ class SamplingFlags:
     )
 
     def sampling(self) -> Sampling:
-        """The sampling options, checked together.
+        """Validated sampling options.
 
         Raises:
             UserError: when flags exclude each other.
@@ -107,12 +107,12 @@ def parse_flags(
     description: str,
     shortcuts: Sequence[Shortcut] = (),
 ) -> ParsedSections:
-    """Parses a command line of ``COMMON`` and a program's own sections and shortcuts.
+    """Parse a command line with the sections of ``COMMON`` and of the program, and its shortcuts.
 
-    Flags of training, which scripts made for other Megatrons give to every program, are accepted and noted.
+    Training flags, which scripts for other Megatrons pass to every program, are accepted and noted.
 
     Raises:
-        UserError: when an argument is not understood; the message is one line.
+        UserError: when an argument is unknown or invalid; the message is a single line.
     """
     own = {**COMMON, **sections}
     used = {flag for name, cls in own.items() for field in field_options(name, cls) for flag in field.flags}
@@ -151,36 +151,36 @@ def _arity(target: FieldOption | OldFlag) -> str:
 
 
 def open_model(model: ModelFlags, tokenizer: TokenizerConfig, layout: Layout, env: LaunchEnvironment) -> LoadedModel:
-    """Loads the model that the flags name, on this rank of those that torchrun started.
+    """Load the model that the flags name, on this rank.
 
     Args:
         model, tokenizer: sections of the flags.
         layout: the layout that ``check_layout`` returned.
-        env: environment of this process; torch's process group exists where there are several.
+        env: environment of this process; with several processes, torch's process group exists.
 
     Raises:
-        UserError: on every rank, when it cannot be used.
+        UserError: on every rank, when the checkpoint cannot be used.
     """
     topology = open_topology(model, layout, env)
     return load_model(model.load, iteration=model.ckpt_step, tokenizer=tokenizer, topology=topology)
 
 
 def open_topology(model: ModelFlags, layout: Layout, env: LaunchEnvironment) -> Topology:
-    """Builds the mesh of the ranks that torchrun started, or of this process alone."""
+    """Build the topology of all launched ranks, or of this process alone."""
     device = pick_device(model.backend, env.local_rank)
     return build_topology(layout, device) if env.world_size > 1 else single_process(device)
 
 
 def check_layout(model: ModelFlags, env: LaunchEnvironment, *, replicas: bool) -> Layout:
-    """The layout that the flags ask for, checked before the processes meet.
+    """Requested layout, validated before the process group is created.
 
     Args:
         model: section of the flags.
         env: environment of this process.
-        replicas: whether the program uses several replicas of the model.
+        replicas: whether the program supports several replicas of the model.
 
     Raises:
-        UserError: when the model cannot be split that way, or there is none.
+        UserError: when the model does not support the layout, or there is no checkpoint.
     """
     config, _ = saved_config(model.load, model.ckpt_step)
     check_generates(config, model.load)

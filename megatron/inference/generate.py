@@ -1,4 +1,4 @@
-"""Autoregressive generation, and the probabilities of given texts."""
+"""Autoregressive generation and scoring of texts."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Token:
 
     Args:
         id: token id.
-        logprob: logarithm of the model's probability of it, at temperature 1 and among all its entries.
-        top: the likeliest tokens at its position and their logarithms, as many as were asked for.
+        logprob: log-probability at temperature 1, over all entries of the model's vocabulary.
+        top: likeliest tokens at this position with their log-probabilities, as many as requested.
     """
 
     id: int
@@ -43,8 +43,8 @@ class Generated:
         tokens: ids of the prompt and of the continuation, without the token that ended it.
         prompt_length: number of tokens of the prompt.
         finished: whether the model ended the text, by the end of document or a stop token.
-        details: details of the tokens behind the prompt; on the model's sampling rank alone.
-        end: details of the token that ended the text; on the model's sampling rank alone.
+        details: details of the tokens after the prompt; on the sampling rank only.
+        end: details of the token that ended the text; on the sampling rank only.
     """
 
     tokens: list[int]
@@ -55,32 +55,32 @@ class Generated:
 
 
 class _TokenChooser:
-    """Chooses the next tokens of rows, each with random numbers of its own.
+    """Samples the next token of each row, with a separate random generator for each row.
 
     Args:
         model: the model.
-        rows: rows at their beginning.
-        sampling: options of choosing tokens.
-        seeds: seed of each row's random numbers.
+        rows: initial tokens of the rows.
+        sampling: sampling options.
+        seeds: random seed of each row.
     """
 
     def __init__(
         self, model: LoadedModel, rows: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]
     ) -> None:
         self._sampling = sampling
-        # A model may have more entries than its tokenizer has texts for; those are never chosen.
+        # A model may have more entries than its tokenizer; the extra entries are never sampled.
         self._entries = model.tokenizer.vocab_size
         self._generators = [torch.Generator().manual_seed(keyed_seed(seed)) for seed in seeds]
         counted = sampling.adjusts and model.is_sampling_rank
         self._counts = TokenCounts(rows, self._entries, model.device) if counted else None
 
     def choose(self, active: Sequence[int], logits_bv: Tensor, place: int) -> Tensor:
-        """The next token of some rows, (b,).
+        """Sample the next token of the active rows, (b,).
 
         Args:
-            active: numbers of the rows.
-            logits_bv: their logits, (b, vocabulary).
-            place: number of tokens that were chosen before.
+            active: indices of the rows.
+            logits_bv: logits of the rows, (b, vocabulary).
+            place: number of tokens generated so far.
         """
         numbers = [torch.rand((), generator=self._generators[i], dtype=torch.float64) for i in active]
         logits_bv = logits_bv[:, : self._entries]
@@ -93,7 +93,7 @@ class _TokenChooser:
 
 
 OnToken = Callable[[int, Token], bool]
-"""A callback for each token that is added to a row (not one that ends it); true ends the row."""
+"""Callback for each token appended to a row, except end tokens; returning true ends the row."""
 
 
 @torch.no_grad()
@@ -109,21 +109,21 @@ def generate(
     cached: bool = True,
     on_token: OnToken | None = None,
 ) -> list[Generated]:
-    """Continues each prompt until the end of document, a stop token or ``max_new_tokens``.
+    """Continue each prompt until the end of document, a stop token or ``max_new_tokens``.
 
-    Every rank of the model calls this. Prompts may differ in length: each row is at its own position, and what it
-    becomes does not depend on the others. Beyond the model's longest sequence the window moves along.
+    Every rank of the model calls this. Prompts may differ in length; rows are independent of each other. Beyond the
+    model's maximum sequence length, the window slides.
 
     Args:
         model: a loaded model.
         prompts: token ids; an empty prompt starts from the tokenizer's ``start_token``.
-        max_new_tokens: most new tokens for each prompt.
-        sampling: options of choosing tokens.
-        seeds: seed of each row's draws; default: others at every call.
-        top: number of alternatives that are reported with each token.
-        stop_tokens: tokens that end a text, as the end of document does.
-        cached: whether to keep keys and values; without, everything is computed anew for each token.
-        on_token: called with each token, on the model's sampling rank alone.
+        max_new_tokens: maximum number of new tokens for each prompt.
+        sampling: sampling options.
+        seeds: random seed of each row; default: new seeds at every call.
+        top: number of alternatives to report with each token.
+        stop_tokens: additional tokens that end a text.
+        cached: whether to use a KV cache; if not, the whole text is recomputed for each token.
+        on_token: called with each token, on the sampling rank only.
     """
     started_empty = [not prompt for prompt in prompts]
     rows = [list(prompt) or [start_token(model.tokenizer)] for prompt in prompts]
@@ -135,7 +135,7 @@ def generate(
     for count in range(max_new_tokens):
         if not active:
             break
-        # The other ranks take part in the logits, and receive the chosen tokens.
+        # All ranks compute logits; only the sampling rank samples, and broadcasts the tokens.
         logits_bv = decoder.logits(active, [rows[i] for i in active])
         chosen = torch.zeros((2, len(active)), dtype=torch.int64)
         if logits_bv is not None and model.is_sampling_rank:
@@ -157,7 +157,7 @@ def generate(
 
 
 def _grow(results: Sequence[Generated], active: Sequence[int], chosen: Tensor, ends: Collection[int]) -> list[int]:
-    """Appends the chosen tokens; returns the rows that continue."""
+    """Append the sampled tokens; return the indices of the rows that continue."""
     going_on = []
     for i, token, enough in zip(active, *chosen.tolist(), strict=True):
         if token in ends:
@@ -170,7 +170,7 @@ def _grow(results: Sequence[Generated], active: Sequence[int], chosen: Tensor, e
 
 
 def _details(logits_nv: Tensor, tokens_n: Tensor, top: int, known: int) -> list[Token]:
-    """The tokens with their probabilities among all entries of the model; the likeliest ones are the tokenizer's."""
+    """Tokens with log-probabilities over all entries of the model; alternatives are limited to the tokenizer's."""
     logprobs_nv = widen(logits_nv).log_softmax(dim=-1)
     own = logprobs_nv.gather(1, tokens_n.to(logprobs_nv.device).unsqueeze(1)).squeeze(1).tolist()
     likeliest: list[tuple[tuple[int, float], ...]] = [()] * len(own)
@@ -183,18 +183,18 @@ def _details(logits_nv: Tensor, tokens_n: Tensor, top: int, known: int) -> list[
 
 @torch.no_grad()
 def score(model: LoadedModel, rows: Sequence[Sequence[int]], top: int = 1) -> list[list[Token]]:
-    """Computes the probabilities of texts. Every rank of the model calls this.
+    """Compute the log-probabilities of texts. Every rank of the model calls this.
 
     Args:
         model: a loaded model.
-        rows: token ids, at most the model's window plus one of each.
-        top: number of alternatives that are reported with each token.
+        rows: token ids, at most the model's window + 1 per row.
+        top: number of alternatives to report with each token.
 
     Returns:
-        For each row, its tokens after the first; empty lists but on the model's sampling rank.
+        The tokens of each row after the first; empty lists on all ranks but the sampling rank.
 
     Raises:
-        UserError: when a row is longer.
+        UserError: when a row is too long.
     """
     if any(len(row) > model.window + 1 for row in rows):
         raise UserError(f"a text has {max(map(len, rows))} tokens, the model can look at {model.window}; shorten it")

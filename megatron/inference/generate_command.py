@@ -49,7 +49,7 @@ class GenerationTaskFlags:
 
     @property
     def output(self) -> tuple[str, str] | None:
-        """The flag and the name of the output file; None when the output is printed."""
+        """Flag and name of the output file; None if the output is printed."""
         if self.genfile is not None:
             return "--genfile", self.genfile
         if self.sample_output_file is not None:
@@ -58,12 +58,12 @@ class GenerationTaskFlags:
 
 
 class Session:
-    """A loaded model with the flags' sampling options.
+    """A loaded model and the sampling options of the command line.
 
     Args:
         model: the model, on every rank.
         choice: sampling options.
-        batch: texts generated at once.
+        batch: number of texts generated together.
     """
 
     def __init__(self, model: LoadedModel, choice: SamplingFlags, batch: int) -> None:
@@ -73,7 +73,7 @@ class Session:
         self.begun = 0
 
     def continue_all(self, texts: Sequence[str], live: bool = False) -> list[Generated]:
-        """Continues a batch of texts; ``live`` prints the first as it comes."""
+        """Continue a batch of texts; ``live`` prints the first text token by token."""
         prompts = [self.model.tokenizer.tokenize(text) if text else [] for text in texts]
         seeds = [self.choice.seed + self.begun + i for i in range(len(texts))]
         self.begun += len(texts)
@@ -98,7 +98,7 @@ class Session:
         return results
 
     def in_batches(self, texts: Sequence[str]) -> list[Generated]:
-        """Continues many texts, with a progress bar."""
+        """Continue many texts in batches, with a progress bar."""
         samples: list[Generated] = []
         with tqdm(total=len(texts), unit="text", disable=not self.model.is_sampling_rank) as bar:
             for first in range(0, len(texts), self.batch):
@@ -113,10 +113,10 @@ class Session:
         return continuation(self.model.tokenizer, sample.tokens, sample.prompt_length)
 
     def write(self, task: GenerationTaskFlags, parts: Sequence[str]) -> None:
-        """Writes the file, on one rank; prints its content when it cannot be written after all.
+        """Write the output file on the sampling rank; print its content if writing fails.
 
         Raises:
-            UserError: on every rank, when it cannot.
+            UserError: on every rank, when writing fails.
         """
         assert task.output is not None
         flag, name = task.output
@@ -146,7 +146,7 @@ class Session:
         self.write(task, parts)
 
     def _asked(self, patience_s: float) -> str:
-        """Reads a line on rank 0; the others are told now and then that it still waits."""
+        """Read a line on rank 0, which broadcasts regularly while it waits, so that the other ranks do not time out."""
         asking = "\nContext prompt (an empty line ends): "
         if self.model.topology.rank == 0:
             print(asking, end="", flush=True)
@@ -164,7 +164,7 @@ class Session:
 
     def interactive(self, patience_s: float) -> None:
         if isinstance(sys.stdin, io.TextIOWrapper):
-            sys.stdin.reconfigure(errors="surrogateescape")  # a bad line must not end the session
+            sys.stdin.reconfigure(errors="surrogateescape")  # an invalid line must not end the session
         while True:
             text = self._asked(patience_s)
             if not text:
@@ -175,10 +175,10 @@ class Session:
 
 
 def check(task: GenerationTaskFlags, choice: SamplingFlags) -> list[str]:
-    """Checks the flags together; returns the lines of the input file.
+    """Validate the flags; return the lines of the input file.
 
     Raises:
-        UserError: when they make no sense, or the file cannot be read.
+        UserError: when the flags are inconsistent, or the file cannot be read.
     """
     choice.sampling()
     if task.num_samples and not task.genfile:
@@ -206,10 +206,10 @@ def _same(one: str, other: str) -> bool:
 
 
 def read_prompts(path: str) -> list[str]:
-    """Reads the lines of a file that are not empty.
+    """Read the non-empty lines of a file.
 
     Raises:
-        UserError: when there are none, or it cannot be read.
+        UserError: when there are none, or the file cannot be read.
     """
     texts = [line for line in read_lines(path, "--sample-input-file") if line.strip()]
     if not texts:
@@ -218,7 +218,7 @@ def read_prompts(path: str) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns 0 when it is done, 2 with a one-line reason when not."""
+    """Run the command; return 0 on success, or 2 after printing a one-line error."""
 
     def body(ranks: Ranks) -> None:
         sections = {"task": GenerationTaskFlags, "sampling": SamplingFlags}

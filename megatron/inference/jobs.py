@@ -1,4 +1,4 @@
-"""Jobs for a model that is split over ranks: one rank leads, the others follow."""
+"""Inference jobs on a model split over ranks: a leader broadcasts jobs to its followers."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from megatron.topology.errors import CommunicationError
 _IDLE, _STOP = "idle", "stop"
 
 _IDLE_SECONDS = 20.0
-"""Interval at which the other ranks hear from the leader when there is nothing to do."""
+"""Heartbeat interval of an idle leader."""
 
 
 @dataclass(frozen=True)
 class InferenceJob:
-    """A job: prompts to be continued or scored.
+    """Prompts to continue or score.
 
     Args:
         prompts: token ids.
-        max_new_tokens: most new tokens for each; 0 only scores the prompts.
-        sampling: options of choosing tokens.
-        seeds: seeds of each prompt's draws.
-        top: number of alternatives to report with each token; None: no probabilities are asked for.
-        score: whether to report the prompts' probabilities, too.
+        max_new_tokens: maximum number of new tokens for each prompt; 0 only scores the prompts.
+        sampling: sampling options.
+        seeds: random seed of each prompt.
+        top: number of alternatives to report with each token; None: no log-probabilities are requested.
+        score: whether to report the prompts' log-probabilities, too.
         stop: strings that end a text.
-        stop_tokens: tokens that end a text, as the end of document does.
+        stop_tokens: tokens that end a text, besides the end of document.
     """
 
     prompts: list[list[int]]
@@ -44,17 +44,17 @@ class InferenceJob:
     stop_tokens: list[int] = field(default_factory=list)
 
     def plain(self) -> dict[str, Any]:
-        """The job in JSON's types, for the other ranks."""
+        """Serialize the job to JSON types, for the other ranks."""
         return dataclasses.asdict(self)
 
     @staticmethod
     def from_plain(values: Mapping[str, Any]) -> InferenceJob:
-        """Restores a job from ``plain``."""
+        """Deserialize a job from ``plain``."""
         return InferenceJob(**{**values, "sampling": Sampling(**values["sampling"])})
 
 
 Done = tuple[list[list[Token]], list[Generated]]
-"""The prompts' tokens after the first, where they were to be scored, and the continuations."""
+"""Scored prompt tokens after the first (empty lists without scoring), and continuations."""
 
 
 def _compute(model: LoadedModel, job: InferenceJob, on_token: OnToken | None = None) -> Done:
@@ -76,14 +76,14 @@ def _compute(model: LoadedModel, job: InferenceJob, on_token: OnToken | None = N
 
 
 class Leader:
-    """Runs jobs on all ranks of a model; lives on its sampling rank.
+    """Runs jobs on all ranks of a model, from its sampling rank.
 
-    While there is nothing to do, a thread sends the others heartbeats, so that they do not take this rank for dead. As
-    a context manager it ends the others at the end.
+    While idle, a thread sends heartbeats, so that the other ranks do not time out. On exit, the context manager stops
+    the other ranks.
 
     Args:
         model: the model, on its sampling rank.
-        patience_s: longest time for which another rank waits for this one.
+        patience_s: communication timeout of the other ranks, in seconds.
     """
 
     def __init__(self, model: LoadedModel, patience_s: float) -> None:
@@ -96,7 +96,7 @@ class Leader:
 
     def _idle(self) -> None:
         while not self._over.wait(self._interval):
-            # A job that is being sent is a heartbeat, too.
+            # While a job is being sent, no heartbeat is needed.
             if self._sending.acquire(blocking=False):
                 try:
                     if not self._over.is_set():
@@ -107,10 +107,10 @@ class Leader:
                     self._sending.release()
 
     def do(self, job: InferenceJob, on_token: OnToken | None = None) -> Done:
-        """Runs a job.
+        """Run a job.
 
         Raises:
-            UserError: when a text is longer than the model's window; on the other ranks as well.
+            UserError: on every rank, when a text is longer than the model's window.
             CommunicationError: when another rank is gone.
         """
         with self._sending:
@@ -128,7 +128,7 @@ class Leader:
 
 
 def follow(model: LoadedModel) -> None:
-    """Takes part in the leader's jobs until the leader ends."""
+    """Run the leader's jobs on this rank until the leader stops."""
     while True:
         received: Any = model.broadcast_json(None, model.sampling_rank)
         if received == _STOP:

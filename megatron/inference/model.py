@@ -1,4 +1,4 @@
-"""Loads a checkpoint of any layout for inference, on this process or split over several."""
+"""Loading of checkpoints of any layout for inference, on a single process or several."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ from megatron.topology.topology import Topology, single_process
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """This process's part of a model, and the run that trained it.
+    """This rank's shard of a model, and the run that trained it.
 
     Args:
-        stage: the part: the whole model, or a tensor- and pipeline-parallel rank's.
-        tokenizer: tokenizer of the run, or the one given instead.
-        config: configuration of the run that saved it.
+        stage: the whole model, or the shard of a tensor- and pipeline-parallel rank.
+        tokenizer: tokenizer of the run, or its replacement.
+        config: configuration of the run that saved the checkpoint.
         iteration: iteration of the checkpoint.
-        topology: the ranks that hold the other parts.
-        ledger: bytes sent between them.
-        channel: channel of activations to the next stage; None where there is none.
-        workspaces: memory of generation, and whether its steps are recorded.
-        tokenizer_flags: flags that the tokenizer was built from.
+        topology: ranks that hold the shards.
+        ledger: bytes sent between the ranks.
+        channel: pipeline channel of activations; None without pipeline parallelism.
+        workspaces: memory of generation, and recorder of its steps.
+        tokenizer_flags: configuration of the tokenizer.
     """
 
     stage: GPTStage
@@ -79,17 +79,17 @@ class LoadedModel:
 
     @property
     def sampling_rank(self) -> int:
-        """The rank that knows the logits and chooses for all: tensor-parallel rank 0 of the last stage."""
+        """Rank that samples tokens: tensor-parallel rank 0 of the last stage."""
         return self.topology.layout.rank_of(tp=0, dp=0, pp=self.topology.layout.pp - 1)
 
     @property
     def is_sampling_rank(self) -> bool:
-        """Whether this process is that rank."""
+        """Whether this process is the sampling rank."""
         return self.topology.rank == self.sampling_rank
 
     @torch.no_grad()
     def hidden(self, tokens_bs: Tensor, context: ForwardContext) -> Tensor | None:
-        """Runs the model on tokens (b, s) that every rank has: hidden states (s, b, h) on the last stage, else None."""
+        """Run the model on tokens (b, s), equal on all ranks: hidden states (s, b, h) on the last stage, else None."""
         part, at = self.stage.part, self.topology.coordinates.pp
         x = tokens_bs
         if self.channel is not None:
@@ -97,20 +97,20 @@ class LoadedModel:
             self.channel.shapes = [torch.Size((s, b, self.config.model.hidden_size))] * (self.topology.layout.pp - 1)
         if self.channel is not None and not part.first:
             coming = Message(self.channel.forward, Position(-1, at - 1, 0, 1), None)
-            # Shapes differ from call to call, so that any kernel may be new: none is launched beside a receive.
+            # Shapes vary between calls, so any kernel launch may load a new kernel: launch none during a receive.
             self.channel.post([coming])
             self.channel.arrive()
             x = self.channel.recv(coming)
         x_sbh: Tensor = self.stage(x, context)
         if self.channel is not None and not part.last:
             self.channel.send(Message(self.channel.forward, Position(-1, at, 0, 1), None), x_sbh)
-            # This rank may have nothing more to do, and must not leave before the message has.
+            # This may be the rank's last call; the message must be sent before the process exits.
             self.channel.flush()
             return None
         return x_sbh
 
     def workspace(self, rows: int, positions: int) -> Workspace:
-        """An empty cache for rows of at most so many positions, and what computes steps on it."""
+        """Workspace with an empty KV cache for ``rows`` rows of at most ``positions`` positions."""
         model = self.config.model
 
         def cache(capacity: int) -> KVCache:
@@ -121,21 +121,21 @@ class LoadedModel:
         return self.workspaces.take(rows, positions, cache)
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
-        """Broadcasts a CPU tensor from rank ``src``, in place."""
+        """Broadcast a CPU tensor from rank ``src``, in place."""
         pending = self.topology.control.broadcast(x, src)
         self.ledger.sent(Point.CONTROL, pending.sent_bytes)
         self.ledger.wait(Point.CONTROL, pending)
         return x
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """All-reduces a CPU tensor over all ranks, in place."""
+        """All-reduce a CPU tensor over all ranks, in place."""
         pending = self.topology.control.all_reduce(x)
         self.ledger.sent(Point.CONTROL, pending.sent_bytes)
         self.ledger.wait(Point.CONTROL, pending)
         return x
 
     def broadcast_json(self, value: Any, src: int) -> Any:
-        """Broadcasts a JSON value from rank ``src``; the others' values are ignored."""
+        """Broadcast a JSON value from rank ``src``; values of other ranks are ignored."""
         if self.topology.layout.world_size == 1:
             return value
         text = json.dumps(value).encode() if self.topology.rank == src else b""
@@ -145,10 +145,10 @@ class LoadedModel:
 
 
 def inference_layout(config: RunConfig, tp: int, pp: int, world_size: int, backend: Literal["nccl", "gloo"]) -> Layout:
-    """The mesh for a saved model; the remaining ranks are replicas.
+    """Layout for a saved model; the remaining ranks are data-parallel replicas.
 
     Raises:
-        UserError: when the model cannot be split that way.
+        UserError: when the model does not support these sizes.
     """
     replicas = max(world_size // max(tp * pp, 1), 1)
     parallel = ParallelConfig(
@@ -161,7 +161,7 @@ def inference_layout(config: RunConfig, tp: int, pp: int, world_size: int, backe
 
 
 def check_generates(config: RunConfig, root: str | Path) -> None:
-    """Checks that a saved model is one that generates text (else UserError)."""
+    """Check that a saved model can generate text (else UserError)."""
     if config.model.kind != "gpt":
         raise UserError(f"--load {root} holds a model of kind {config.model.kind}, and only gpt generates text")
 
@@ -175,18 +175,18 @@ def load_model(
     topology: Topology | None = None,
     log: Callable[[str], None] = lambda line: None,
 ) -> LoadedModel:
-    """Loads a checkpoint, whatever its tensor- and pipeline-parallel sizes were. Every rank calls this.
+    """Load a checkpoint, regardless of its tensor- and pipeline-parallel sizes. Every rank calls this.
 
     Args:
         root: the folder that ``--save`` wrote to.
         iteration: iteration of the checkpoint; None for the newest.
-        tokenizer: fields that replace the run's.
-        device: device of the model, when there is no topology; default: CUDA when there is one, else the CPU.
-        topology: the ranks that the model is split over; default: this process alone.
+        tokenizer: fields that override the run's tokenizer configuration.
+        device: device of the model if ``topology`` is None; default: CUDA if available, else the CPU.
+        topology: ranks that the model is split over; default: this process alone.
         log: prints lines for the user.
 
     Raises:
-        UserError: on every rank, when there is no checkpoint, or it cannot be used.
+        UserError: on every rank, when there is no usable checkpoint.
     """
     if topology is None:
         topology = single_process(device or torch.device("cuda" if torch.cuda.is_available() else "cpu"))
@@ -213,7 +213,7 @@ def load_model(
     if topology.layout.pp > 1:
         links = (topology.forward_link, topology.backward_link)
         channel = PipelineChannel(*links, plan, ledger, (), config.model.residual_dtype(dtype), topology.device)
-    # What ranks exchange is not recorded, nor what has other shapes each time.
+    # Communication and varying shapes (experts) cannot be recorded as CUDA graphs.
     alone = topology.layout.world_size == 1 and not config.model.has_experts
     records = topology.device.type == "cuda" and alone
     workspaces = Workspaces(record_on_cuda if records else None)
@@ -227,10 +227,10 @@ def load_weights(
     topology: Topology,
     log: Callable[[str], None] = lambda line: None,
 ) -> None:
-    """Loads a part of a model from a checkpoint, whatever else that holds. Every rank calls this.
+    """Load a shard of a model from a checkpoint, ignoring its other tensors. Every rank calls this.
 
     Raises:
-        UserError: on every rank, when it is damaged or of another model.
+        UserError: on every rank, when the checkpoint is damaged or does not match the model.
     """
     load_tensors(
         root,
@@ -243,10 +243,12 @@ def load_weights(
 
 
 def _vocabulary(config: RunConfig, given: TokenizerConfig | None, entries: int) -> tuple[Tokenizer, TokenizerConfig]:
-    """The run's tokenizer, or the one given instead, for a model that may have more entries than it; and its flags.
+    """Build the run's tokenizer with the overrides in ``given``; return it and its configuration.
+
+    The model may have more entries than the tokenizer.
 
     Raises:
-        UserError: when it cannot be built, or is another model's.
+        UserError: when the tokenizer cannot be built, or does not match the model.
     """
     changes = {} if given is None else {name: value for name, value in vars(given.with_type()).items() if value}
     wanted = dataclasses.replace(config.tokenizer, **changes)

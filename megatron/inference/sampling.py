@@ -1,4 +1,4 @@
-"""Sampling: from logits to the next token."""
+"""Sampling of the next token from logits."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from megatron.base.errors import UserError
 
 
 def widen(logits: Tensor) -> Tensor:
-    """Converts logits to the type that probabilities are computed in: fp64 of a model in fp64, else fp32."""
+    """Convert logits to the dtype of probabilities: fp64 for fp64 models, else fp32."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Options of choosing the next token.
+    """Sampling options.
 
     Args:
-        temperature: divides the logits; below 1 sharpens, above 1 flattens.
-        top_k: choose among this many likeliest tokens; 0: all.
-        top_p: choose among the likeliest tokens that together have this probability; 0: all. Beside top_k: of its
-            tokens' probability.
-        greedy: always take the likeliest.
-        top_p_decay: multiplies top_p after each token; 0: it stays.
-        top_p_bound: top_p does not fall below this.
-        min_p: leave out tokens that are less likely than this times the likeliest of those that are left; 0: none.
-        repetition_penalty: divides the positive logits of tokens that the text has, and multiplies the negative ones.
-        presence_penalty: subtracted from the logits of tokens that the continuation has.
-        frequency_penalty: subtracted from them for each time that it has them.
-        logit_bias: ids of tokens, and what is added to their logits.
+        temperature: divisor of the logits; below 1 sharpens, above 1 flattens the distribution.
+        top_k: sample from the k likeliest tokens; 0: all.
+        top_p: sample from the smallest set of likeliest tokens with this total probability; 0: all. Applied after
+            top_k, to the renormalized probabilities.
+        greedy: always choose the likeliest token.
+        top_p_decay: factor of top_p after each token; 0: no decay.
+        top_p_bound: lower bound of the decaying top_p.
+        min_p: exclude tokens below this fraction of the likeliest remaining token's probability; 0: none.
+        repetition_penalty: divides positive logits, and multiplies negative logits, of tokens in the text.
+        presence_penalty: subtracted from the logits of tokens in the continuation.
+        frequency_penalty: subtracted from the same logits once for each occurrence.
+        logit_bias: token ids and the biases added to their logits.
 
     Raises:
-        UserError: when a value makes no sense.
+        UserError: when a value is invalid.
     """
 
     temperature: float = 1.0
@@ -70,17 +70,17 @@ class Sampling:
 
     @property
     def adjusts(self) -> bool:
-        """Whether logits depend on the tokens of the text, or are biased."""
+        """Whether penalties or biases change the logits."""
         penalties = self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty
         return bool(penalties or self.logit_bias)
 
     def adjust(self, logits_bv: Tensor, prompts_bv: Tensor, counts_bv: Tensor) -> Tensor:
-        """The logits with their biases and penalties, (b, vocabulary), in the type of ``widen``.
+        """Apply biases and penalties to logits, (b, vocabulary), in the dtype of ``widen``.
 
         Args:
             logits_bv: logits, (b, vocabulary).
-            prompts_bv: bool, the tokens of the prompts.
-            counts_bv: fp32, how often the continuations have each token.
+            prompts_bv: bool, whether the prompt contains the token.
+            counts_bv: fp32, occurrences of each token in the continuation.
         """
         logits = widen(logits_bv).clone()
         counts_bv = counts_bv.to(logits.dtype)
@@ -93,18 +93,18 @@ class Sampling:
         return logits - self.frequency_penalty * counts_bv - self.presence_penalty * present_bv.to(logits.dtype)
 
     def after(self, tokens: int) -> Sampling:
-        """The options after so many tokens."""
+        """Options after ``tokens`` generated tokens, with decayed top_p."""
         if not self.top_p_decay or not tokens:
             return self
         return replace(self, top_p=max(self.top_p * self.top_p_decay**tokens, self.top_p_bound, 1e-9))
 
     def choose(self, logits_bv: Tensor, draws_b: Tensor) -> Tensor:
-        """Chooses the next token of each row, int64 (b,).
+        """Sample the next token of each row, int64 (b,).
 
         Args:
             logits_bv: logits, (b, vocabulary).
-            draws_b: a random number in [0, 1) for each row, fp64. A row's token depends on its own number and logits
-                alone.
+            draws_b: a random number in [0, 1) for each row, fp64. A row's token depends only on its own number and
+                logits.
         """
         if self.greedy:
             return logits_bv.argmax(dim=-1)
@@ -113,8 +113,8 @@ class Sampling:
         return torch.searchsorted(sums_bv, wanted_b1, right=True).squeeze(1).clamp(max=logits_bv.shape[-1] - 1)
 
     def probabilities(self, logits_bv: Tensor) -> Tensor:
-        """The distribution that tokens are drawn from, (b, vocabulary), in the type of ``widen``."""
-        # Differences to the largest do not overflow, however low the temperature.
+        """Sampling distribution, (b, vocabulary), in the dtype of ``widen``."""
+        # Subtracting the maximum avoids overflow at low temperatures.
         wide = widen(logits_bv)
         logits = (wide - wide.amax(dim=-1, keepdim=True)) / max(self.temperature, 1e-6)
         if self.top_k:
@@ -123,9 +123,9 @@ class Sampling:
         if 0 < self.top_p < 1:
             ordered = logits.sort(dim=-1, descending=True)
             p = ordered.values.softmax(dim=-1)
-            # A token is left out when those before it reach top_p already; the first always stays.
+            # Exclude a token if the likelier tokens reach top_p already; always keep the first.
             beyond = p.cumsum(dim=-1) - p >= self.top_p
-            beyond[..., 0] = False  # even where top_p is 0 in their type
+            beyond[..., 0] = False  # even if top_p rounds to 0 in this dtype
             values = ordered.values.masked_fill(beyond, -torch.inf)
             logits = torch.full_like(logits, -torch.inf).scatter_(-1, ordered.indices, values)
         if self.min_p:
@@ -135,11 +135,11 @@ class Sampling:
 
 
 class TokenCounts:
-    """The tokens of rows that grow, counted for penalties.
+    """Token counts of growing rows, for penalties.
 
     Args:
         prompts: prompts of the rows.
-        entries: number of entries of the vocabulary.
+        entries: size of the vocabulary.
         device: device of the logits.
     """
 
@@ -150,9 +150,9 @@ class TokenCounts:
             self._prompts_rv[row, torch.tensor(prompt, device=device)] = True
 
     def adjust(self, sampling: Sampling, logits_bv: Tensor, rows: Sequence[int]) -> Tensor:
-        """The logits of some rows, with biases and penalties."""
+        """Apply biases and penalties to the logits of some rows."""
         return sampling.adjust(logits_bv, self._prompts_rv[list(rows)], self._counts_rv[list(rows)])
 
     def add(self, rows: Sequence[int], tokens_b: Tensor) -> None:
-        """Counts the next token of some rows."""
+        """Count the next token of some rows."""
         self._counts_rv[list(rows), tokens_b.to(self._counts_rv.device)] += 1

@@ -19,7 +19,7 @@ from megatron.inference.server.worker import Worker
 from megatron.topology.agree import together
 from megatron.training.program import Ranks, run_program
 
-if TYPE_CHECKING:  # what the server extra installs
+if TYPE_CHECKING:  # installed by the server extra
     from megatron.inference.server.hosts import AllowedHosts
 
 DESCRIPTION = """Serves a trained model over HTTP, on one process or, under tools/launch.py, on several.
@@ -70,10 +70,10 @@ class ServerFlags:
 
 
 def hosts_of(flags: ServerFlags) -> AllowedHosts:
-    """The names that the server goes by.
+    """Host names that the server accepts.
 
     Raises:
-        UserError: when one is not a name.
+        UserError: when a name is invalid.
     """
     from megatron.inference.server.hosts import AllowedHosts
 
@@ -81,10 +81,10 @@ def hosts_of(flags: ServerFlags) -> AllowedHosts:
 
 
 def listen(flags: ServerFlags) -> socket.socket:
-    """Opens a listening socket.
+    """Open a listening socket.
 
     Raises:
-        UserError: when it cannot.
+        UserError: when the address cannot be bound.
     """
     from megatron.inference.server.listening import BACKLOG
 
@@ -97,7 +97,7 @@ def listen(flags: ServerFlags) -> socket.socket:
 
 
 def serve(model: LoadedModel, flags: ServerFlags, patience_s: float, listening: socket.socket) -> None:
-    """Answers requests until SIGINT or SIGTERM.
+    """Serve requests until SIGINT or SIGTERM.
 
     Raises:
         CommunicationError: when another rank is gone.
@@ -122,7 +122,7 @@ def serve(model: LoadedModel, flags: ServerFlags, patience_s: float, listening: 
     config = configuration(app, most)
     server = HTTPServer(config, worker, lambda: print(f"serving {name} at {where}", flush=True))
     for number in (signal.SIGINT, signal.SIGTERM):
-        # uvicorn takes both while it runs, and raises them again when it has ended: nothing is left to do then.
+        # uvicorn handles both while it runs, and raises them again afterwards; by then the server has ended.
         signal.signal(number, lambda *_: ended())
     worker.start()
     server.run(sockets=[listening])
@@ -132,7 +132,7 @@ def serve(model: LoadedModel, flags: ServerFlags, patience_s: float, listening: 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns 0 when a signal ended it, 2 with a one-line reason for bad input."""
+    """Run the command; return 0 after a signal, or 2 after printing a one-line error for invalid input."""
 
     def body(ranks: Ranks) -> None:
         given = sys.argv[1:] if argv is None else argv
@@ -145,14 +145,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             import uvicorn  # noqa: F401
         except ImportError as error:
             raise UserError(f"{error.name} is missing: pip install -e '.[server]'") from error
-        hosts_of(flags)  # refuses what is no name before the ranks meet
+        hosts_of(flags)  # rejects invalid names before the process group is created
         layout = check_layout(model_flags, ranks.env, replicas=False)
         ranks.join(model_flags.backend, model_flags.distributed_timeout_minutes, parsed.sections, parsed.notes)
         model = open_model(model_flags, parsed.sections["tokenizer"], layout, ranks.env)
         listening = together(model.topology.control.pg, lambda: listen(flags) if model.is_sampling_rank else None)
         if listening is None:
             for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, signal.SIG_IGN)  # the sampling rank lets this rank go
+                signal.signal(number, signal.SIG_IGN)  # the sampling rank stops this rank
             follow(model)
         else:
             serve(model, flags, 60 * model_flags.distributed_timeout_minutes, listening)

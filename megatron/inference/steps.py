@@ -1,4 +1,4 @@
-"""Steps of generation in fixed memory: on CUDA each is recorded once for its shape, and then replayed by one launch."""
+"""Decoding steps in fixed memory; on CUDA they are captured as CUDA graphs, per shape, and replayed."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from megatron.base.errors import first_line
 from megatron.model.kv_cache import KVCache
 
 BLOCK = 256
-"""Positions by which the shape of a recorded step grows: fewer are recorded than there are tokens."""
+"""Granularity in positions of the shapes of recorded steps, so that few shapes are recorded."""
 
 
 class Recording(NamedTuple):
-    """A recorded computation: ``replay`` computes ``result`` anew, in the same memory."""
+    """A recorded computation; ``replay`` recomputes ``result`` in the same memory."""
 
     replay: Callable[[], None]
     result: Tensor
 
 
 Record = Callable[[Callable[[], Tensor]], Recording]
-"""Records a computation, which it calls once; nothing is computed before it is replayed."""
+"""Records a computation by calling it once; the result is not computed until replay."""
 
 
 def record_on_cuda(compute: Callable[[], Tensor]) -> Recording:
-    """Records what a computation launches as a CUDA graph."""
+    """Record the kernel launches of a computation as a CUDA graph."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may use the device
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may use the device concurrently
         result = compute()
     return Recording(graph.replay, result)
 
 
 class Replayer:
-    """Computes steps by their recordings, where there is a recorder.
+    """Replays recorded steps, if there is a recorder.
 
-    The first step of a shape is computed as it is: it loads kernels, which a recording cannot do, and a text that ends
-    there has no use for one. The second one is recorded.
+    The first step of a shape runs eagerly: it loads kernels, which is not allowed during capture, and short texts never
+    need the recording. The second step is recorded.
 
     Args:
-        workspaces: has the recorder, for as long as it can record; without one everything is computed as it is.
+        workspaces: owner of the recorder; without a recorder every step runs eagerly.
     """
 
     def __init__(self, workspaces: Workspaces) -> None:
@@ -52,11 +52,11 @@ class Replayer:
         self._recordings: dict[Hashable, Recording] = {}
 
     def compute(self, shape: Hashable, step: Callable[[], Tensor]) -> Tensor:
-        """The step's result, which the next step of this shape overwrites.
+        """Run a step; the next step of the same shape overwrites the result.
 
         Args:
-            shape: key of all that the step's launches depend on.
-            step: computes it.
+            shape: key of everything that the step's kernel launches depend on.
+            step: the computation.
         """
         if self._workspaces.record is None or shape not in self._seen:
             self._seen.add(shape)
@@ -71,18 +71,18 @@ class Replayer:
         return recording.result
 
     def forget(self) -> None:
-        """Drops the recordings: the memory that they use is gone."""
+        """Drop all recordings, after their memory was freed."""
         self._seen.clear()
         self._recordings.clear()
 
 
 @dataclass
 class Workspace:
-    """A cache, the newest tokens of its rows, and the recordings of steps on them.
+    """A KV cache, the newest tokens of its rows, and recordings of decoding steps.
 
     Args:
         cache: keys and values.
-        replayer: computes the steps.
+        replayer: runs the steps.
     """
 
     cache: KVCache
@@ -92,17 +92,17 @@ class Workspace:
         self.tokens_b1 = torch.zeros((self.cache.rows, 1), dtype=torch.int64, device=self.cache.positions_b1.device)
 
     def shrink(self, rows: Sequence[int]) -> None:
-        """Drops all rows but these."""
+        """Drop all rows except ``rows``."""
         self.cache.keep(rows)
         self.replayer.forget()
         self.__post_init__()
 
     def step(self, tokens: Sequence[int], compute: Callable[[], Tensor]) -> Tensor:
-        """Computes the next position of each row from its newest token.
+        """Compute the next position of each row from its newest token.
 
         Args:
-            tokens: of each row.
-            compute: the computation, of ``tokens_b1`` and the cache.
+            tokens: newest token of each row.
+            compute: computation that reads ``tokens_b1`` and the cache.
         """
         self.tokens_b1.copy_(torch.tensor([[token] for token in tokens]))
         result = self.replayer.compute(self.cache.shape, compute)
@@ -111,10 +111,10 @@ class Workspace:
 
 
 class Workspaces:
-    """Makes workspaces; with a recorder it keeps the last one, whose recordings serve the next texts as well.
+    """Factory of workspaces; with a recorder, the last workspace is kept to reuse its recordings.
 
     Args:
-        record: the recorder; None where steps cannot be recorded.
+        record: the recorder; None if steps cannot be recorded.
     """
 
     def __init__(self, record: Record | None = None) -> None:
@@ -123,34 +123,34 @@ class Workspaces:
 
     @property
     def block(self) -> int:
-        """Positions by which a step's shape grows."""
+        """Granularity in positions of a step's shape."""
         return 1 if self.record is None else BLOCK
 
     def recording(self, compute: Callable[[], Tensor]) -> Recording | None:
-        """Records a computation; None, now and from then on, if it cannot be recorded, which is told."""
+        """Record a computation; on failure print a note, disable the recorder and return None."""
         assert self.record is not None
         try:
             return self.record(compute)
         except RuntimeError as error:
-            # Nothing was computed yet, so nothing is lost but speed.
+            # Nothing was computed yet: eager execution is correct, only slower.
             reason = first_line(error)
             sys.stderr.write(f"note: tokens are generated without CUDA graphs, slower: {reason}\n")
             self.record = None
             return None
 
     def take(self, rows: int, positions: int, make: Callable[[int], KVCache]) -> Workspace:
-        """A workspace for so many rows of at most so many positions; the one before must not be used any more.
+        """Return a workspace; the workspace of the previous call must not be used any more.
 
         Args:
             rows: number of rows.
-            positions: positions of the longest.
-            make: makes a cache of so many positions.
+            positions: maximum number of positions of a row.
+            make: creates a cache with the given number of positions.
         """
         kept = self._kept
         if kept is not None and kept.cache.rows == rows and kept.cache.capacity >= positions:
             kept.cache.clear()
             return kept
-        self._kept = None  # its memory is free before the other's is taken
+        self._kept = None  # free its memory before allocating the next workspace
         made = Workspace(make(-(-positions // self.block) * self.block), Replayer(self))
         if self.record is not None:
             self._kept = made
@@ -158,10 +158,10 @@ class Workspaces:
 
 
 def rows_to_keep(held: Sequence[int], wanted: Collection[int], recorded: bool) -> list[int] | None:
-    """Places of the rows that stay when others have ended; None where all stay in memory.
+    """Indices of the rows to keep in memory after others have ended; None to keep all.
 
-    Where steps are recorded, rows that have ended are computed with the others until they are half of all: fewer rows
-    are another recording, and take as long.
+    If steps are recorded, ended rows are computed along until they are half of all rows: fewer rows need a new
+    recording and are not faster.
     """
     if len(wanted) == len(held) or (recorded and 2 * len(wanted) > len(held)):
         return None

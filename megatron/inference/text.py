@@ -7,35 +7,36 @@ from collections.abc import Sequence
 from megatron.tokenizer.api import Tokenizer
 
 _BROKEN = "\ufffd"
-"""The character that a tokenizer shows for a part of a character."""
+"""Replacement character: the text of an incomplete character."""
 
 _LONGEST_BEGINNING = 3
-"""Tokens, or marks of broken ones, that may become a character: one for each byte but the last of UTF-8's four."""
+"""Maximum number of tokens, or of replacement characters, in an incomplete character: UTF-8's four bytes less one."""
 
 _CONTEXT = 8
-"""Tokens that may decide how the next one is written: some tokenizers drop the space that a text begins with."""
+"""Context tokens for decoding: some tokenizers drop the space at the beginning of a text."""
 
 
 class TokenDecoder:
-    """Decodes tokens one by one, each as it is written behind those before it.
+    """Incremental decoder: the text of each token in the context of the preceding tokens.
 
-    The texts of all tokens, put together, are their text. A character of several tokens belongs to the last of them.
+    The concatenated texts of all tokens are the text of the sequence. A character of several tokens belongs to the last
+    of them.
 
     Args:
         tokenizer: tokenizer of the tokens.
-        context: tokens before the text; a character that they begin belongs to the text.
+        context: tokens before the text; a character that begins in them belongs to the text.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
         self.tokenizer = tokenizer
-        self._tokens: list[int] = []  # the newest tokens, at most about two contexts of them
-        self._sent = 0  # characters of their text that are returned already
-        self._pending = 0  # newest tokens that may end within a character
+        self._tokens: list[int] = []  # newest tokens, at most about 2 * _CONTEXT
+        self._sent = 0  # characters of their text already returned
+        self._pending = 0  # number of newest tokens that may end within a character
         for token in context[-_CONTEXT:]:
             self.add(token)
 
     def add(self, token: int) -> str:
-        """Adds a token; returns its text."""
+        """Add a token; return its text."""
         self._tokens.append(token)
         self._pending += 1
         text = self._unsent_text()
@@ -51,21 +52,21 @@ class TokenDecoder:
         return self._pending > 0
 
     def finish(self) -> str:
-        """Returns the remaining text of a character that did not become whole."""
+        """Return the remaining text of an incomplete character."""
         text = self._unsent_text()
         self._advance(text)
         return text
 
     def preview(self, token: int) -> str:
-        """The text that a token would have here."""
+        """Text that a token would have at this position."""
         return _certain_text(self._unsent_text([token]), self._pending + 1)
 
     def _unsent_text(self, more: Sequence[int] = ()) -> str:
         return self.tokenizer.detokenize([*self._tokens, *more])[self._sent :]
 
     def _advance(self, text: str) -> None:
-        """Leaves the tokens whose text was the newest as the context of the next one."""
-        if text:  # tokens without a text decide nothing about the next one's
+        """Keep the tokens of ``text`` as the context of the next token."""
+        if text:  # tokens without text are no context for the next token
             del self._tokens[: len(self._tokens) - self._pending]
         elif len(self._tokens) > 2 * _CONTEXT:
             del self._tokens[len(self._tokens) - self._pending :]
@@ -73,7 +74,7 @@ class TokenDecoder:
         self._pending = 0
 
     def _shorten(self, text: str, certain: str) -> str:
-        """Forgets the oldest tokens of a long run that ends within a character; returns the text that is certain."""
+        """Drop the oldest tokens of a long run that ends within a character; return the text that is final."""
         del self._tokens[:-_CONTEXT]
         remaining, uncertain = self.tokenizer.detokenize(self._tokens), text[len(certain) :]
         if not remaining.endswith(uncertain):
@@ -84,9 +85,9 @@ class TokenDecoder:
 
 
 def _certain_text(text: str, tokens: int) -> str:
-    """The text of this many tokens that no token behind them changes.
+    """Prefix of the text of ``tokens`` tokens that no following token changes.
 
-    They are waited for while they may be one character; of more tokens only the end may become one.
+    Up to ``_LONGEST_BEGINNING`` tokens may all belong to a single character; of more tokens, only the end may.
     """
     broken = len(text) - len(text.rstrip(_BROKEN))
     if broken and tokens <= _LONGEST_BEGINNING:
@@ -95,7 +96,7 @@ def _certain_text(text: str, tokens: int) -> str:
 
 
 def token_texts(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
-    """The text of each token; put together, they are the text of all."""
+    """Text of each token; concatenated, they are the text of the sequence."""
     decoder = TokenDecoder(tokenizer)
     texts = [decoder.add(token) for token in tokens]
     if texts:
@@ -104,16 +105,16 @@ def token_texts(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
 
 
 def prompt_text(tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
-    """The text of a prompt, as far as its characters are whole: the continuation's text goes on behind it."""
+    """Text of the complete characters of a prompt; the continuation's text follows it."""
     decoder = TokenDecoder(tokenizer)
     return "".join(map(decoder.add, prompt))
 
 
 class TextStream:
-    """Detokenizes tokens that come one by one: whole characters, up to a stop string.
+    """Streaming detokenizer: complete characters, up to a stop string.
 
-    What may turn out to be the beginning of a stop string is held back. The texts of ``add`` and ``finish``, put
-    together, are the text of all tokens, cut before the first stop string.
+    A possible beginning of a stop string is held back. The concatenated texts of ``add`` and ``finish`` are the text of
+    all tokens, cut before the first stop string.
 
     Args:
         tokenizer: tokenizer of the tokens.
@@ -128,11 +129,11 @@ class TextStream:
         self._held = ""
 
     def add(self, token: int) -> str:
-        """Adds a token; returns the text that is final with it."""
+        """Add a token; return the text that becomes final."""
         return "" if self.stopped else self._release(self._decoder.add(token), final=False)
 
     def finish(self) -> str:
-        """Returns the remaining text."""
+        """Return the remaining text."""
         return "" if self.stopped else self._release(self._decoder.finish(), final=True)
 
     def _release(self, text: str, final: bool) -> str:
@@ -148,7 +149,7 @@ class TextStream:
 
 
 def continuation(tokenizer: Tokenizer, tokens: Sequence[int], prompt_length: int) -> str:
-    """The text of a prompt's continuation, as it would be written behind it."""
+    """Text of a continuation, decoded in the context of its prompt."""
     stream = TextStream(tokenizer, context=tokens[:prompt_length])
     return "".join(map(stream.add, tokens[prompt_length:])) + stream.finish()
 
@@ -163,5 +164,5 @@ def is_text(text: str) -> bool:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Number of characters at the end of a text that a stop string begins with."""
+    """Length of the longest suffix of ``text`` that is a proper prefix of ``stop``."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

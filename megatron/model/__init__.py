@@ -1,1 +1,1 @@
-"""The GPT model, readable as a single-device model."""
+"""GPT, BERT, T5 and DeBERTa, readable as single-device models."""

@@ -21,17 +21,17 @@ from megatron.parallel.tensor.shards import ShardedModule
 
 
 class Attention(ShardedModule, ABC):
-    """What attention does with queries, keys and values. Subclasses have the projections.
+    """Core attention of queries, keys and values. Subclasses define the projections.
 
     Args:
         config: the model.
-        layer: global number of the layer, which keys its dropout masks.
-        causal: a query attends to no later position; for queries and keys of the same sequence.
-        recompute_core: keep no attention probabilities for backward, but compute them again.
+        layer: global number of the layer, a key of its dropout masks.
+        causal: whether queries attend to no later positions of the same sequence.
+        recompute_core: whether backward recomputes the attention probabilities instead of storing them.
     """
 
     site = "attention"
-    """Keys the dropout masks within a layer."""
+    """Key of the dropout masks within a layer."""
     dense: RowParallelLinear
 
     def __init__(self, config: ModelConfig, layer: int, comm: TensorComm, causal: bool, recompute_core: bool) -> None:
@@ -48,10 +48,10 @@ class Attention(ShardedModule, ABC):
         self.recompute_core = recompute_core
 
     def dropout_keys(self, keys: DropoutKeys) -> AttentionDropout:
-        """Keys of this rank's heads where their masks are drawn here, and the seed of the fused CUDA kernel.
+        """Keys of the dropout masks of this rank's heads, or the seed of the fused CUDA kernel.
 
-        That kernel draws one stream for all its heads and samples, so its masks (alone) depend on the tensor-parallel
-        size and the micro-batch size.
+        The kernel draws a single stream for all its heads and samples. Unlike all other masks, its masks therefore
+        depend on the tensor-parallel size and the micro-batch size.
         """
         if self.dropout == 0.0:
             return AttentionDropout(None, 0)
@@ -84,7 +84,7 @@ class Attention(ShardedModule, ABC):
         causal = self.causal and mask is None
         if (
             query.shape[2] == 1
-        ):  # one position alone comes after all that are kept; a branch, as torch wants a plain bool
+        ):  # a single query attends to all cached positions; a branch, since torch needs a plain bool
             causal = False
         keys = None if dropout is None else dropout.heads
         if keys is not None or self.cap is not None:
@@ -104,16 +104,15 @@ class Attention(ShardedModule, ABC):
 
     @abstractmethod
     def _allowed(self, query: Tensor, context: ForwardContext) -> Tensor | None:
-        """Mask of allowed positions for a whole text, (b or 1, 1, s or 1, s'); None where all are, or all earlier
-        ones."""
+        """Mask of allowed positions without a cache, (b or 1, 1, s or 1, s'); None for full or plain causal
+        attention."""
 
     def _written_out(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, keys: SiteKeys | None
     ) -> Tensor:
-        """Attention that no kernel fuses: with soft bounds of its scores, and dropout masks keyed by sample, layer and
-        global head."""
+        """Unfused attention, with logit soft-capping and dropout masks keyed by sample, layer and global head."""
         pairs = (query.shape[2], key.shape[2])
-        # The queries of a group one after the other, as rows of one product with the group's keys.
+        # Stack the queries of a group as rows of a single matmul with the group's keys.
         rows = query.unflatten(1, (self.groups, self.queries_per_group)).flatten(2, 3)
         scores = (rows @ key.transpose(-1, -2)).view(*query.shape[:2], *pairs).div(self.divisor)
         if self.cap is not None:
@@ -130,7 +129,7 @@ class Attention(ShardedModule, ABC):
 
 
 class SelfAttention(Attention):
-    """Self-attention: (s, b, h) -> (s, b, h), and the bias still to be added.
+    """Self-attention: (s, b, h) -> (s, b, h), and the bias to be added by the caller.
 
     The rows of the fused projection are ordered [group, (queries of the group, key, value), head channel], so a
     slice by groups is contiguous and does not depend on the number of ranks.
@@ -194,9 +193,9 @@ class SelfAttention(Attention):
 
 
 class CrossAttention(Attention):
-    """Attention of a decoder to an encoder's text: (s, b, h) -> (s, b, h), and the bias still to be added.
+    """Attention of a decoder to the encoder output: (s, b, h) -> (s, b, h), and the bias to be added by the caller.
 
-    The rows of the keys' and values' projection are ordered [group, (key, value), head channel].
+    The rows of the fused key-value projection are ordered [group, (key, value), head channel].
     """
 
     site = "cross-attention"
@@ -233,11 +232,11 @@ class CrossAttention(Attention):
     def _allowed(self, query: Tensor, context: ForwardContext) -> Tensor | None:
         assert context.memory is not None
         ids_bs = context.memory.segment_ids_bs
-        # The decoder's padding reads text, too: of nothing, its probabilities would not be numbers.
+        # Padding queries attend to text, too: a fully masked row would give NaN.
         return None if ids_bs is None else (ids_bs == 0)[:, None, None]
 
 
 def _within_segments(segment_ids_bs: Tensor, causal: bool) -> Tensor:
-    """Mask within segments: position i may attend to j (if ``causal``, j <= i) of equal number; (b, 1, s, s)."""
+    """Mask within segments: position i may attend to j (if ``causal``, j <= i) of the same segment; (b, 1, s, s)."""
     same = segment_ids_bs.unsqueeze(2) == segment_ids_bs.unsqueeze(1)
     return (same.tril() if causal else same).unsqueeze(1)

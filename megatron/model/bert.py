@@ -1,4 +1,4 @@
-"""BERT in Megatron's form: pre-norm layers, masked words, and whether two sentences are in order."""
+"""Megatron's BERT: pre-norm layers, masked language modeling, and sentence-order prediction."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from megatron.parallel.tensor.shards import ParamSpec, ShardedModule, with_parti
 
 
 class WholeLinear(ShardedModule):
-    """A linear layer with a bias that every tensor-parallel rank computes whole: (..., in) -> (..., out).
+    """Linear layer with bias, replicated on tensor-parallel ranks: (..., in) -> (..., out).
 
-    Under sequence parallelism each rank sees a part of the sequence, so the gradients of its parameters are
-    partial sums.
+    Under sequence parallelism each rank sees a slice of the sequence, so parameter gradients are partial sums.
     """
 
     def __init__(
@@ -39,9 +38,9 @@ class WholeLinear(ShardedModule):
 
 
 class LMHead(ShardedModule):
-    """What comes before the output projection, (s, b, h) -> (s, b, h), and that projection's bias.
+    """Transform before the output projection, (s, b, h) -> (s, b, h), and the bias of that projection.
 
-    GELU has the form that it has in the layers; the exact one beside layers of another activation.
+    GELU is approximate if the layers use approximate GELU, else exact.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class LMHead(ShardedModule):
 
 
 class BinaryHead(nn.Module):
-    """Whether the two sentences of a sample are swapped, from its first position: (b, h) -> logits (b, 2)."""
+    """Sentence-order head: first position (b, h) -> logits (b, 2)."""
 
     def __init__(self, hidden: int, comm: TensorComm, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
@@ -113,9 +112,9 @@ class BertStage(Stage):
         return StageLoss(objective, tuple(sums))
 
     def _holds_first(self) -> float:
-        """1 where this rank's part of the sequence begins with the first position, else 0.
+        """1 if this rank's slice of the sequence contains the first position, else 0.
 
-        Elsewhere the binary head gets some other position, and gradients of zero.
+        On other ranks the binary head reads another position and gets zero gradients.
         """
         return 0.0 if self.comm.sequence_parallel and self.comm.rank > 0 else 1.0
 
@@ -129,6 +128,6 @@ class BertStage(Stage):
             return self._logits(self.lm_head(self.final_layernorm(x_sbh)), self.lm_head.bias)
 
     def order_logits(self, x_sbh: Tensor) -> Tensor:
-        """Logits (b, 2) of the sentences being in order, or swapped; no gradient. The first position must be here."""
+        """Logits (b, 2) of sentences in order or swapped; no gradient. Only on ranks with the first position."""
         with torch.no_grad():
             return self._order_logits(self.final_layernorm(x_sbh))

@@ -19,7 +19,7 @@ from megatron.parallel.tensor.random import SiteKeys
 
 
 def hidden_dropout(x_sbh: Tensor, p: float, keys: SiteKeys | None, site: int, comm: TensorComm) -> Tensor:
-    """Dropout of activations that are equal on all tensor-parallel ranks, or split along the sequence."""
+    """Dropout of activations that are replicated on tensor-parallel ranks, or split along the sequence."""
     if p == 0.0 or keys is None:
         return x_sbh
     parts = comm.size if comm.sequence_parallel else 1
@@ -28,10 +28,10 @@ def hidden_dropout(x_sbh: Tensor, p: float, keys: SiteKeys | None, site: int, co
 
 
 class Layer(nn.Module, ABC):
-    """What layers of all kinds have in common: (s, b, h) -> (s, b, h)."""
+    """Base class of transformer layers: (s, b, h) -> (s, b, h)."""
 
     sites: tuple[str, ...] = ("attention-output", "mlp-output")
-    """Key the dropout masks of the residual branches within a layer."""
+    """Keys of the dropout masks of the residual branches within a layer."""
     self_attention: SelfAttention
 
     def __init__(self, config: ModelConfig, layer: int, comm: TensorComm) -> None:
@@ -48,7 +48,7 @@ class Layer(nn.Module, ABC):
         positions: tuple[Tensor, Tensor] | None,
         dropout: LayerDropout | None,
     ) -> Tensor:
-        """What the next layer is given; ``positions`` are those of ``Stage``."""
+        """Output of the layer; ``positions`` come from ``Stage``."""
 
     def _add(
         self,
@@ -76,9 +76,9 @@ class Layer(nn.Module, ABC):
 
 
 class TransformerLayer(Layer):
-    """Pre-norm attention and MLP, each with dropout and a residual, one after the other or side by side.
+    """Pre-norm attention and MLP, each with dropout and a residual, in sequence or in parallel.
 
-    With sandwich norms, what attention and the MLP return is normalized, too, before dropout.
+    With sandwich norms, the outputs of attention and MLP are also normalized, before dropout.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class TransformerLayer(Layer):
         positions: tuple[Tensor, Tensor] | None,
         dropout: LayerDropout | None,
     ) -> Tensor:
-        """The layer's input with self-attention added."""
+        """Self-attention with its residual."""
         keys = None if dropout is None else dropout.attention
         branch = self.self_attention(self.input_layernorm(x_sbh), context, positions, keys)
         return self._add(branch, x_sbh, dropout, 0, self.post_self_attn_layernorm)
@@ -135,7 +135,7 @@ class TransformerLayer(Layer):
 
 
 class DecoderLayer(TransformerLayer):
-    """A layer that also reads an encoder's text: causal self-attention, cross-attention, then the MLP."""
+    """Decoder layer: causal self-attention, cross-attention to the encoder, then the MLP."""
 
     sites = (*TransformerLayer.sites, "cross-attention-output")
 

@@ -1,4 +1,4 @@
-"""Models of whole samples: a class, a number, or a choice among texts, from the hidden state of one position."""
+"""Sequence-level models: classification, regression or multiple choice, from the hidden state of a single position."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from megatron.model.stage import Stage, StagePart
 from megatron.parallel.tensor.embedding import VocabShard
 
 TASK_HEAD = "classification_head."
-"""Beginning of the names of a head's parameters."""
+"""Prefix of the names of a head's parameters."""
 HEAD_POOLER, PRETRAINED_POOLER = f"{TASK_HEAD}pooler.", "binary_head.pooler."
-"""The pooler of a head, and of the BERT that it begins with."""
+"""Name prefixes of the pooler, in a head and in a pretrained BERT."""
 
 
 @dataclass(frozen=True)
 class Pooling:
-    """How a kind of model comes from hidden states (s, b, h) to what the classifier reads, (b, h).
+    """Reduction of hidden states (s, b, h) to the classifier's input (b, h).
 
     Args:
-        of_last: takes the last token before the padding, not the first one.
-        activation: what follows a dense layer; None without such a layer.
-        dropout: drops a part of what the classifier reads, by the model's hidden dropout.
-        bias: the classifier has a bias.
+        of_last: pool the last token before the padding, instead of the first token.
+        activation: activation after a dense layer; None without that layer.
+        dropout: whether the model's hidden dropout applies to the classifier's input.
+        bias: whether the classifier has a bias.
     """
 
     of_last: bool = False
@@ -45,14 +45,14 @@ POOLING: Mapping[ModelType, Pooling] = {
     "deberta": Pooling(activation=F.gelu),
     "gpt": Pooling(of_last=True, dropout=False, bias=False),
 }
-"""As Megatron's and Hugging Face's classifiers of each kind have it."""
+"""Pooling of each kind of model, as in Megatron's and Hugging Face's classifiers."""
 
 
 class ClassificationHead(nn.Module):
-    """Pooling and the classifier: hidden states (s, b, h), or the own part of s, to outputs (b, c).
+    """Pooling and the classifier: hidden states (s, b, h), or this rank's slice of s, to outputs (b, c).
 
-    Under sequence parallelism the pooled states are exchanged, so that every tensor-parallel rank computes the same
-    outputs from them, and whole gradients of these parameters.
+    Under sequence parallelism the pooled states are summed over the tensor-parallel ranks, so that every rank computes
+    the same outputs and full gradients of the head's parameters.
     """
 
     def __init__(self, config: ModelConfig, comm: TensorComm, device: torch.device, dtype: torch.dtype) -> None:
@@ -76,7 +76,7 @@ class ClassificationHead(nn.Module):
         return outputs_bc.to(torch.promote_types(outputs_bc.dtype, torch.float32))
 
     def _pooled(self, x_sbh: Tensor, lengths_b: Tensor | None) -> Tensor:
-        """The hidden states (b, h) of the pooled positions, on every tensor-parallel rank."""
+        """Hidden states (b, h) of the pooled positions, on every tensor-parallel rank."""
         begin = self.comm.rank * len(x_sbh) if self.comm.sequence_parallel else 0
         if self.pooling.of_last:
             assert lengths_b is not None
@@ -87,13 +87,13 @@ class ClassificationHead(nn.Module):
             x_bh = x_sbh[0]
         if not self.comm.sequence_parallel:
             return x_bh
-        # The ranks without a position have gradients of zero, not none: their layers run backward, too.
+        # Ranks without the position need zero gradients instead of None: their layers run backward, too.
         elsewhere_b = (place_b < 0) | (place_b >= len(x_sbh))
         return sum_exact(x_bh.masked_fill(elsewhere_b.unsqueeze(1), 0.0), self.comm)
 
 
 def _linear(in_features: int, out_features: int, bias: bool, device: torch.device, dtype: torch.dtype) -> nn.Linear:
-    """A linear layer whose weight is not initialized and whose bias is zero."""
+    """Linear layer with an uninitialized weight and zero bias."""
     layer: nn.Linear = nn.utils.skip_init(nn.Linear, in_features, out_features, bias=bias, device=device, dtype=dtype)
     if bias:
         nn.init.zeros_(layer.bias)
@@ -101,9 +101,9 @@ def _linear(in_features: int, out_features: int, bias: bool, device: torch.devic
 
 
 class ClassifierStage(Stage):
-    """A stage of a model of whole samples: the body of the language model, and a head of its own.
+    """A stage of a sequence-level model: the body of the language model, with a classification head.
 
-    A kind of model whose body differs is a subclass.
+    Models with a different body are subclasses.
     """
 
     def __init__(
@@ -128,18 +128,18 @@ class ClassifierStage(Stage):
         return task_loss(self.config, outputs_bc, targets, divisors)
 
     def final_states(self, x_sbh: Tensor) -> Tensor:
-        """What the head reads, from what ``forward`` returned."""
+        """Input of the head, from the output of ``forward``."""
         result: Tensor = self.final_layernorm(x_sbh)
         return result
 
 
 def task_loss(config: ModelConfig, outputs_bc: Tensor, targets: Targets, divisors: Tensor | None = None) -> StageLoss:
-    """Cross entropy of classes or choices, or the squared error of numbers.
+    """Cross-entropy of classes or choices, or squared error for regression.
 
     Args:
         config: the model.
         outputs_bc: outputs of the head for each sequence.
-        targets: labels; those of the first sequence count where a sample has several.
+        targets: labels; of samples with several sequences, the label of the first counts.
         divisors: see ``Stage.loss``.
     """
     each = config.sequences_per_sample
@@ -147,7 +147,7 @@ def task_loss(config: ModelConfig, outputs_bc: Tensor, targets: Targets, divisor
     if config.task_head == "regression":
         losses_n = (outputs_bc[:, 0] - labels_n.to(outputs_bc.dtype)) ** 2
     else:
-        # Of choices, the outputs of a sample's sequences are its logits.
+        # In multiple choice, the outputs of a sample's sequences are its logits.
         losses_n = F.cross_entropy(outputs_bc.reshape(len(labels_n), -1), labels_n, reduction="none")
     total = (losses_n * token_weights(mask_n, divisors).to(losses_n.dtype)).sum()
     sums = LossSum((losses_n.detach() * mask_n).sum(), targets.mask_bs.sum())

@@ -14,11 +14,11 @@ from megatron.parallel.tensor.random import DropoutKeys, SiteKeys
 
 @dataclass(frozen=True)
 class Memory:
-    """What a decoder reads of an encoder.
+    """Encoder output, for the decoder's cross-attention.
 
     Args:
-        entered_sbh: the encoder's output, with which the tensor-parallel region of all of its readers has begun.
-        segment_ids_bs: 0 for the encoder's text, else padding, which is not read.
+        entered_sbh: encoder output that has entered the tensor-parallel region, shared by all decoder layers.
+        segment_ids_bs: 0 for the encoder's text, other values for padding, which is masked.
     """
 
     entered_sbh: Tensor
@@ -27,14 +27,14 @@ class Memory:
 
 @dataclass(frozen=True)
 class ExpertContext:
-    """What layers with experts are given in training.
+    """Training state of layers with experts.
 
     Args:
         micro_batch: number of the micro-batch in the step.
-        loss_grad: gradient of the objective, which the layers' own losses share; a scalar.
-        shares: by layer, the share of the last step's choices that went to each expert, float64; empty at first.
-        seen: takes, by (layer, micro-batch), the number of tokens that each expert was given, int64, and the layer's
-            losses without their weights (``ModelConfig.expert_losses``). A recomputation writes the same once more.
+        loss_grad: gradient of the objective, also used for the layers' auxiliary losses; a scalar.
+        shares: by layer, each expert's share of the previous step's choices, float64; empty in the first step.
+        seen: output by (layer, micro-batch): number of tokens routed to each expert, int64, and unweighted auxiliary
+            losses of the layer (``ModelConfig.expert_losses``). Recomputation writes the same values again.
     """
 
     micro_batch: int
@@ -45,20 +45,20 @@ class ExpertContext:
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """Inputs of one micro-batch, the same on every stage.
+    """Inputs of a micro-batch, the same on every stage.
 
     Args:
         dropout: keys of the dropout masks; None in evaluation.
-        position_ids_bs: int64 positions where they are not 0, 1, 2, ... (documents restart), else None.
-        segment_ids_bs: number of the segment of each token, (b, s), where attention must not cross segments: documents
-            within the sequence, or text and padding; else None.
-        types_bs: int64 token types, (b, s), where the model has any, else None.
-        decoder_tokens_bs, decoder_segment_ids_bs: int64 tokens that a decoder beside an encoder reads, and their
-            segments; the other tensors are then the encoder's.
-        memory: what the decoder's layers read of the encoder; None elsewhere.
-        experts: what layers with experts are given; None in evaluation.
-        cache: keys and values of earlier positions, in generation.
-        attention: torch's function, or one with the same arguments in its place.
+        position_ids_bs: int64 positions, if they are not 0, 1, 2, ... (documents restart), else None.
+        segment_ids_bs: segment number of each token, (b, s), if attention must not cross segments: documents within
+            the sequence, or text and padding; else None.
+        types_bs: int64 token types, (b, s), if the model has token types, else None.
+        decoder_tokens_bs, decoder_segment_ids_bs: int64 tokens and segments of the decoder in an encoder-decoder model;
+            the other tensors belong to the encoder.
+        memory: encoder output for decoder layers; None elsewhere.
+        experts: training state of layers with experts; None in evaluation.
+        cache: KV cache of earlier positions, in generation.
+        attention: ``F.scaled_dot_product_attention``, or a function with the same arguments.
     """
 
     dropout: DropoutKeys | None = None
@@ -73,21 +73,21 @@ class ForwardContext:
     attention: Callable[..., Tensor] = F.scaled_dot_product_attention
 
     def of_any_micro_batch(self) -> ForwardContext:
-        """The inputs without what numbers the micro-batch and its samples.
+        """Copy of the context without fields that depend on the number of the micro-batch.
 
-        Where compiled code recomputes something, older versions of torch compile it for all the numbers that it is
-        given: anew for each micro-batch.
+        In recomputed regions of compiled code, older versions of torch specialize on all integers, and would recompile
+        for each micro-batch.
         """
         return replace(self, dropout=None, experts=None)
 
 
 @dataclass(frozen=True)
 class AttentionDropout:
-    """The keys of the dropout masks of one attention's probabilities.
+    """Keys of the dropout masks of attention probabilities.
 
     Args:
-        heads: keys of each of this rank's heads; None where no mask is drawn for them.
-        fused: seed of the fused CUDA kernel, which draws its own.
+        heads: keys of this rank's heads; None if no mask is drawn outside the fused kernel.
+        fused: seed of the fused CUDA kernel, which draws masks itself.
     """
 
     heads: SiteKeys | None
@@ -96,12 +96,12 @@ class AttentionDropout:
 
 @dataclass(frozen=True)
 class LayerDropout:
-    """The keys of one layer's dropout masks.
+    """Keys of a layer's dropout masks.
 
     Args:
         hidden: keys for the outputs of attention, of the feed-forward part, and of cross-attention.
         attention: keys of self-attention.
-        cross: keys of cross-attention, where the layer has it.
+        cross: keys of cross-attention; None if the layer has none.
     """
 
     hidden: SiteKeys

@@ -25,7 +25,7 @@ from megatron.parallel.tensor.shards import ShardedModule
 
 
 def without_padding(x_sbh: Tensor, context: ForwardContext, comm: TensorComm) -> Tensor:
-    """Activations, with zeros where there is padding."""
+    """Activations with padding positions set to zero."""
     if context.segment_ids_bs is None:
         return x_sbh
     padded_sb = (context.segment_ids_bs != 0).t()
@@ -34,7 +34,7 @@ def without_padding(x_sbh: Tensor, context: ForwardContext, comm: TensorComm) ->
 
 
 class NormedEmbedding(Embedding):
-    """Embeddings with a norm, and zeros for padding, before their dropout."""
+    """Embeddings that are normalized and masked before dropout."""
 
     def __init__(
         self,
@@ -53,8 +53,10 @@ class NormedEmbedding(Embedding):
 
 
 class Convolution(ShardedModule):
-    """A convolution along the sequence beside the first layer, added to what that returns; every tensor-parallel rank
-    computes it whole."""
+    """Convolution along the sequence, parallel to the first layer and added to its output.
+
+    It is replicated on tensor-parallel ranks.
+    """
 
     def __init__(self, config: ModelConfig, comm: TensorComm, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
@@ -66,7 +68,7 @@ class Convolution(ShardedModule):
         self.layernorm = Norm(config, comm, device, dtype)
 
     def forward(self, x_sbh: Tensor, out_sbh: Tensor, context: ForwardContext, keys: SiteKeys | None) -> Tensor:
-        """What follows the first layer, from what that was given and what it returned."""
+        """Normalized sum of the first layer's output ``out_sbh`` and the convolution of its input ``x_sbh``."""
         convolved_bhs = F.conv1d(x_sbh.permute(1, 2, 0), self.weight, self.bias, padding=self.weight.shape[2] // 2)
         beside_sbh = without_padding(convolved_bhs.permute(2, 0, 1), context, self.comm)
         beside_sbh = F.gelu(hidden_dropout(beside_sbh, self.dropout, keys, len(DebertaLayer.sites) - 1, self.comm))
@@ -74,7 +76,7 @@ class Convolution(ShardedModule):
 
 
 class DebertaLayer(Layer):
-    """Attention and MLP, each with dropout, a residual and then a norm."""
+    """Post-norm layer: attention and MLP, each followed by dropout, residual and norm."""
 
     sites = (*Layer.sites, "convolution")
 
@@ -116,7 +118,7 @@ class DebertaLayer(Layer):
 
 
 class DebertaStage(ClassifierStage):
-    """A stage of DeBERTa, which is fine-tuned for whole samples alone; without a task its body."""
+    """A stage of DeBERTa, which only supports sequence-level fine-tuning; without a task, only its body."""
 
     embedding_type = NormedEmbedding
     ends_with_norm = False
@@ -139,7 +141,7 @@ class DebertaStage(ClassifierStage):
         return DebertaLayer(self.config, number, self.comm, device, self.dtype, recompute_core)
 
     def _positions(self, x_sbh: Tensor, context: ForwardContext) -> Mapping[int, tuple[Tensor, Tensor]]:
-        """The vectors of distances, and the row of each pair of tokens."""
+        """Relative-position table, and its row for each pair of tokens; the same for all layers."""
         length = x_sbh.shape[0] * (self.comm.size if self.comm.sequence_parallel else 1)
         distances = self.relative_positions(), relative_rows(length, self.config, x_sbh.device)
         return dict.fromkeys(self.part.layers, distances)

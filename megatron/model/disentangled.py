@@ -1,4 +1,4 @@
-"""Disentangled attention: what a token is and how far it is away are apart (DeBERTa, He et al. 2021)."""
+"""Disentangled attention, with separate content and relative position (DeBERTa, He et al. 2021)."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from megatron.parallel.tensor.shards import ParamSpec, ShardedModule
 from megatron.topology.layout import Tie
 
 _TERMS = 3
-"""Products in a score: content to content, content to position, position to content."""
+"""Terms of a score: content to content, content to position, position to content."""
 
 
 def relative_rows(length: int, config: ModelConfig, device: torch.device) -> Tensor:
-    """The row of the table of distances for each pair of a query and a key, (s, s).
+    """Row of the relative-position table for each pair of a query and a key, (s, s).
 
-    Near distances have a row each; with buckets, farther ones share rows by their logarithm.
+    Short distances have separate rows; with buckets, long distances share rows on a logarithmic scale.
     """
     place = torch.arange(length, device=device)
     distance_ss = place.unsqueeze(1) - place.unsqueeze(0)
     if config.position_buckets:
         near = config.position_buckets // 2
-        # Computed in fp32, and in this order, as where the weights were trained: the last bit decides on a bucket.
+        # fp32 and this order of operations match the reference implementation: the last bit can change a bucket.
         scale = torch.log(torch.tensor(((config.max_relative_positions or 0) - 1) / near, device=device))
         share_ss = torch.log(distance_ss.abs().clamp(min=near) / near) / scale
         far_ss = (torch.ceil(share_ss * (near - 1)) + near).long() * distance_ss.sign()
@@ -40,12 +40,12 @@ def relative_rows(length: int, config: ModelConfig, device: torch.device) -> Ten
 
 
 class RelativePositions(ShardedModule):
-    """The table of distances, normalized: () -> (2 span, h). All stages hold it, and train it together.
+    """Normalized relative-position table: () -> (2 span, h). All stages hold a tied copy.
 
     Args:
         config: the model.
-        first: whether this is the first of the stages.
-        comm: the tensor-parallel points. Each rank computes the gradient of its own heads.
+        first: whether this is the first stage.
+        comm: the tensor-parallel communication. Each rank computes the gradient of its heads.
     """
 
     def __init__(
@@ -67,9 +67,9 @@ class RelativePositions(ShardedModule):
 
 
 class DisentangledAttention(SelfAttention):
-    """Self-attention in both directions whose scores add three products, of queries and keys of tokens and distances.
+    """Bidirectional self-attention; scores are the sum of content-content, content-position and position-content terms.
 
-    Distances are projected by the weights that project tokens.
+    Relative positions are projected with the same weights as tokens.
     """
 
     def forward(
@@ -79,8 +79,8 @@ class DisentangledAttention(SelfAttention):
         rotary: tuple[Tensor, Tensor] | None,
         dropout: AttentionDropout | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """As ``SelfAttention``; in the place of rotary tables are the vectors of distances, (2 span, h), and the row
-        of each pair, (s, s)."""
+        """Like ``SelfAttention``, with the relative-position table (2 span, h) and the row of each pair (s, s) in place
+        of rotary tables."""
         assert rotary is not None
         table_rh, rows_ss = rotary
         mixed = self.query_key_value(x_sbh)
@@ -95,7 +95,7 @@ class DisentangledAttention(SelfAttention):
         return result
 
     def _of_distances(self, table_rh: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys of the distances, each (heads, 2 span, d)."""
+        """Queries and keys of the relative positions, each (heads, 2 span, d)."""
         linear, heads = self.query_key_value, self.groups
         weight = linear.weight.view(heads, 3, self.head_dim, -1)[:, :2].flatten(0, 2)
         bias = None if linear.bias is None else linear.bias.view(heads, 3, self.head_dim)[:, :2].flatten()
@@ -114,7 +114,7 @@ class DisentangledAttention(SelfAttention):
         context: ForwardContext,
         dropout: AttentionDropout | None,
     ) -> Tensor:
-        """Attention of (b, heads, s, d) queries over keys and values, and over distances (heads, 2 span, d)."""
+        """Attention of queries, keys and values (b, heads, s, d), with relative positions (heads, 2 span, d)."""
         scale = 1.0 / math.sqrt(_TERMS * self.head_dim)
         query, far_query = query * scale, far_query * scale
         shape = (*query.shape[:3], query.shape[2])
@@ -127,7 +127,7 @@ class DisentangledAttention(SelfAttention):
         return self._dropped(scores.softmax(dim=-1), dropout) @ value
 
     def _dropped(self, probs: Tensor, dropout: AttentionDropout | None) -> Tensor:
-        """Attention's probabilities with their dropout."""
+        """Attention probabilities after dropout."""
         if self.dropout == 0.0 or dropout is None:
             return probs
         if dropout.heads is None:

@@ -1,4 +1,4 @@
-"""Embeddings, and the weight of the output projection, which may be the embedding's."""
+"""Embeddings, and the output projection, optionally tied to the embedding."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from megatron.parallel.tensor.shards import ParamSpec, ShardedModule, with_parti
 from megatron.topology.layout import Tie
 
 TIED_NAME = "embedding.word_embeddings.weight"
-"""Logical name of the tied embedding, on whichever stage it is."""
+"""Logical name of the tied embedding, on any stage."""
 
 
 class Embedding(ShardedModule):
-    """Embeddings of tokens, positions and token types, with dropout: (b, s) -> (s, b, h), or the own part of s.
+    """Embeddings of tokens, positions and token types, with dropout: (b, s) -> (s, b, h), or this rank's slice of s.
 
     Args:
         config: the model.
         shard: rows of the vocabulary on this rank.
-        copy: another stage holds the same tables, too, and is their first holder.
+        copy: whether this is a tied copy; another stage holds the tables first.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Embedding(ShardedModule):
             self.tokentype_embeddings = TypeEmbedding(config, comm, device, dtype)
 
     def forward(self, tokens_bs: Tensor, context: ForwardContext, site: str = "embedding") -> Tensor:
-        """Vectors of tokens; ``site`` keys their dropout masks, and the noise of their messages."""
+        """Embed tokens; ``site`` is the key of the dropout masks and of the messages' compression noise."""
         x_sbh = self._summed(tokens_bs, context, site)
         keys = None if context.dropout is None else context.dropout.at((site,))
         return hidden_dropout(x_sbh, self.dropout, keys, 0, self.comm)
@@ -71,7 +71,7 @@ class Embedding(ShardedModule):
 
 
 def embedding_scale(config: ModelConfig, dtype: torch.dtype) -> float | None:
-    """Factor of the embeddings of tokens, rounded to their type; None where there is none."""
+    """Scale of token embeddings, rounded to ``dtype``; None without scaling."""
     if not config.apply_embedding_scaling:
         return None
     exact = torch.tensor(math.sqrt(config.hidden_size), dtype=torch.float64, device="cpu")
@@ -79,7 +79,7 @@ def embedding_scale(config: ModelConfig, dtype: torch.dtype) -> float | None:
 
 
 class _Table(ShardedModule):
-    """A table of ``rows`` learned vectors, which every tensor-parallel rank has."""
+    """A table of ``rows`` learned vectors, replicated on tensor-parallel ranks."""
 
     def __init__(self, rows: int, hidden: int, comm: TensorComm, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class _Table(ShardedModule):
         self.specs["weight"] = with_partial_grad(spec) if comm.sequence_parallel else spec
 
     def look_up(self, index_sb: Tensor) -> Tensor:
-        """Vectors of this rank's part of a sequence."""
+        """Vectors of this rank's slice of a sequence."""
         return rows_of(self.weight, self.comm.own_part(index_sb) if self.comm.sequence_parallel else index_sb)
 
 
@@ -105,7 +105,7 @@ class TypeEmbedding(_Table):
 
 
 class PositionEmbedding(_Table):
-    """A learned vector per position, which an encoder and a decoder share."""
+    """A learned vector per position, shared by encoder and decoder."""
 
     def __init__(
         self, config: ModelConfig, comm: TensorComm, device: torch.device, dtype: torch.dtype, copy: bool
@@ -124,7 +124,7 @@ class PositionEmbedding(_Table):
 
 
 class OutputWeight(ShardedModule):
-    """The output projection: its own parameter, or the last stage's copy of the tied embedding."""
+    """Output projection: a separate parameter, or the last stage's copy of the tied embedding."""
 
     def __init__(
         self,

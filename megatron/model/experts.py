@@ -1,7 +1,7 @@
-"""Experts: a layer's feed-forward part as many MLPs, of which each token goes through a few.
+"""Mixture of experts: a layer's feed-forward part as many MLPs; each token is routed to a few of them.
 
-Tokens are sorted by expert, sent to the ranks that hold the experts, and come back to be added up by their weights
-(GShard, Lepikhin et al. 2020). An expert's inner width is split over the tensor-parallel ranks like that of an MLP.
+Tokens are sorted by expert, dispatched to the ranks that hold the experts, and combined with their routing weights
+(GShard, Lepikhin et al. 2020). As in an MLP, an expert's inner width is split over the tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from megatron.parallel.tensor.linear import ColumnParallelLinear, RowParallelLin
 from megatron.parallel.tensor.shards import ParamSpec, ShardedModule, with_partial_grad
 
 GroupsLinear = Callable[[Tensor, Sequence[Tensor], Tensor], Tensor]
-"""Linear layers of rows that lie group by group; see ``grouped_linear``."""
+"""Grouped linear layers of rows sorted by group; see ``grouped_linear``."""
 
 
 class Expert(nn.Module):
-    """The weights of one expert.
+    """Weights of an expert.
 
     Args:
         config: the model.
-        comm: the tensor-parallel ranks, each of which has a part of the inner width.
-        device, dtype: those of the parameters.
-        unshared: this rank alone has the expert, whole, and no other tensor-parallel one.
+        comm: the tensor-parallel ranks; each holds a slice of the inner width.
+        device, dtype: device and dtype of the parameters.
+        unshared: only this tensor-parallel rank holds the expert, with its full width.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Expert(nn.Module):
         self.dense_h_to_4h = ColumnParallelLinear(shape, config.add_bias_linear, comm, device, dtype)
         self.dense_4h_to_h = RowParallelLinear(width, hidden, config.add_bias_linear, comm, device, dtype)
         if config.add_bias_linear and comm.size > 1:
-            # The first rank alone adds it: outputs are weighted before the ranks' parts are added up.
+            # Only the first rank adds the bias: outputs are weighted before they are summed over the ranks.
             self.dense_4h_to_h.specs["bias"] = with_partial_grad(ParamSpec((hidden,)))
         for layer in (self.dense_h_to_4h, self.dense_4h_to_h):
             layer.specs = {name: replace(spec, of_expert=True) for name, spec in layer.specs.items()}
@@ -63,25 +63,25 @@ class Expert(nn.Module):
 
     @property
     def up(self) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias of the first product."""
+        """Weight and bias of the first projection."""
         layer = self.dense_h_to_4h
         return layer.weight.flatten(0, -2), None if layer.bias is None else layer.bias.flatten()
 
     @property
     def down(self) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias of the second product, of which tensor-parallel ranks have parts that are added up."""
+        """Weight and bias of the second projection; its outputs are summed over tensor-parallel ranks."""
         bias = self.dense_4h_to_h.bias
         return self.dense_4h_to_h.weight, None if bias is None else bias if self.comm.rank == 0 else bias * 0.0
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Rows (r, h) to this tensor-parallel rank's part of the outputs' sum."""
+        """Rows (r, h) to this tensor-parallel rank's partial outputs (r, h)."""
         return linear(self.activation(linear(rows, *self.up)), *self.down)
 
 
 def _together(
     rows: Tensor, layers: Sequence[tuple[Tensor, Tensor | None]], counts: Tensor, multiply: GroupsLinear
 ) -> Tensor:
-    """The linear layers of all experts, each of its own rows."""
+    """Apply each expert's linear layer to its rows."""
     out = multiply(rows.contiguous(), [weight for weight, _ in layers], counts)
     biases = [bias for _, bias in layers if bias is not None]
     if not biases:
@@ -91,7 +91,7 @@ def _together(
 
 
 class _WithBiases(torch.autograd.Function):
-    """Rows (r, n) that lie by expert, each with its expert's bias (experts, n) added."""
+    """Add the experts' biases (experts, n) to rows (r, n) sorted by expert."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, biases_en: Tensor, counts: Tensor) -> Tensor:
@@ -103,26 +103,26 @@ class _WithBiases(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         expert_r, numbers = ctx.saved_tensors
-        if grad.is_cuda:  # a product adds in fp32; CUDA adds rows one by one, in the sum's type and in no fixed order
+        if grad.is_cuda:  # matmul sums in fp32; index_add_ on CUDA sums in the output dtype and in no fixed order
             return grad, (expert_r == numbers.unsqueeze(1)).to(grad.dtype) @ grad, None
         return grad, grad.new_zeros(len(numbers), grad.shape[1]).index_add_(0, expert_r, grad), None
 
 
 def _of_one(expert: Expert, rows: Tensor) -> Tensor:
-    """An expert's outputs of rows (r, h). Rows of zeros may be computed with them; see ``recurring``."""
+    """An expert's outputs for rows (r, h), padded to a recurring size; see ``recurring``."""
     more = recurring(rows) - len(rows)
     out: Tensor = expert(F.pad(rows, (0, 0, 0, more)) if more else rows)
     return out[: len(rows)]
 
 
 def _legs(sent: tuple[int, ...], received: tuple[int, ...], layer: int) -> tuple[Leg, Leg]:
-    """The ways of tokens to experts and of outputs back, for rows sent to each rank and received from each."""
+    """Legs of dispatch and combine, from the number of rows sent to and received from each rank."""
     there = Leg(Point.EP_DISPATCH_FWD, Point.EP_DISPATCH_BWD, sent, received, layer)
     return there, Leg(Point.EP_COMBINE_FWD, Point.EP_COMBINE_BWD, received, sent, layer)
 
 
 class _Coefficients(ShardedModule):
-    """A linear layer of few outputs that every tensor-parallel rank has: (s, b, h) -> (s, b, outputs)."""
+    """A linear layer with few outputs, replicated on tensor-parallel ranks: (s, b, h) -> (s, b, outputs)."""
 
     def __init__(
         self, config: ModelConfig, outputs: int, bias: bool, comm: TensorComm, device: torch.device, dtype: torch.dtype
@@ -139,13 +139,13 @@ class _Coefficients(ShardedModule):
 
 
 class Experts(nn.Module):
-    """The feed-forward part of a layer with experts: (s, b, h) -> (s, b, h); no bias is left to be added.
+    """Feed-forward part of a layer with experts: (s, b, h) -> (s, b, h), biases included.
 
     Args:
         config: the model.
         layer: number of the layer.
-        comm: the tensor-parallel points, and the expert-parallel ones.
-        device, dtype: those of the parameters.
+        comm: the tensor- and expert-parallel communication.
+        device, dtype: device and dtype of the parameters.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class Experts(nn.Module):
         return self._with_losses(out_sbh, routing, context), None
 
     def _folded(self, x_sbh: Tensor, routing: Routing) -> Tensor:
-        """The experts' outputs, where each tensor-parallel rank sends its own part of the tokens to them."""
+        """Combined expert outputs with folding: each tensor-parallel rank dispatches its share of the tokens."""
         comm = self.comm
         if comm.sequence_parallel:
             first = comm.rank * x_sbh.shape[0] * x_sbh.shape[1]
@@ -205,7 +205,7 @@ class Experts(nn.Module):
         return leave_parallel_region(out_th.view_as(x_sbh), comm)
 
     def _routed(self, x_sbh: Tensor, routing: Routing) -> Tensor:
-        """The experts' outputs, or this tensor-parallel rank's part of their sum."""
+        """Combined expert outputs, partial over tensor-parallel ranks unless folded."""
         chosen_tk, holes = routing.experts_tk, routing.kept_tk is not None
         if routing.kept_tk is not None:
             chosen_tk = torch.where(routing.kept_tk, chosen_tk, self.count)
@@ -216,7 +216,7 @@ class Experts(nn.Module):
         return self._of_nodes(x_th, choices, x_sbh.shape, self.expert_comm.nodes)
 
     def _of_ranks(self, x_th: Tensor, choices: Choices, shape: Sequence[int]) -> Tensor:
-        """The weighted sums of the experts' outputs, where the ranks that rows go to directly hold them."""
+        """Weighted sums of the expert outputs, dispatched directly to the ranks that hold the experts."""
         comm = self.expert_comm.ranks
         experts = comm.size * self.local
         counts = self.expert_comm.count(choices.chosen_tk, experts, choices.most, choices.total)
@@ -233,9 +233,10 @@ class Experts(nn.Module):
         return combined(rows, choices.weights_tk, order, shape)
 
     def _of_nodes(self, x_th: Tensor, choices: Choices, shape: Sequence[int], comm: RowExchange) -> Tensor:
-        """The same by way of nodes: a token goes to a node once, and one sum of its experts' outputs there comes back.
+        """Weighted sums of the expert outputs with node-level dispatch.
 
-        The choices go along with the rows, so that a row finds its experts, and the sums their weights.
+        A token is sent to a node once, and a single sum of its experts' outputs on that node comes back. Expert numbers
+        and weights are sent along with the rows.
         """
         here, k = self.expert_comm.ranks.size * self.local, choices.chosen_tk.shape[1]
         count = partial(self.expert_comm.count_by_node, experts=self.count, most=choices.most)
@@ -251,7 +252,7 @@ class Experts(nn.Module):
         return collected(comm.move(self._of_ranks(rows, came, rows.shape), back), wanted.order, shape)
 
     def _places(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """By expert: its node, and its number there; and an entry for no expert."""
+        """Node of each expert, and its index on that node; each with an extra entry for no expert."""
         comm, local = self.expert_comm, self.local
         assert comm.nodes is not None
         nodes = [node for node in comm.node_of for _ in range(local)]
@@ -259,7 +260,7 @@ class Experts(nn.Module):
         return torch.tensor([*nodes, comm.nodes.size], device=device), torch.tensor([*numbers, 0], device=device)
 
     def _computed_of_ranks(self, rows: Tensor, came_re: Tensor) -> Tensor:
-        """The outputs of rows that came rank by rank, each rank's by expert; in the same order."""
+        """Outputs of rows sorted by source rank and then by expert; in the same order."""
         numbers = torch.arange(self.local, device=rows.device).repeat(len(came_re))
         repeats = came_re.flatten().to(rows.device)
         order = numbers.repeat_interleave(repeats, output_size=len(rows)).argsort(stable=True)
@@ -269,7 +270,7 @@ class Experts(nn.Module):
         return out.index_select(0, back)
 
     def _compute(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """The outputs of rows that lie by expert. Experts without rows get gradients of zero."""
+        """Outputs of rows sorted by expert. Experts without rows get zero gradients."""
         experts = cast("list[Expert]", list(self.experts.values()))
         ups, downs = [expert.up for expert in experts], [expert.down for expert in experts]
         multiply: GroupsLinear | None = batched_linear if rows.is_cuda else None
@@ -282,7 +283,7 @@ class Experts(nn.Module):
         return torch.cat([_of_one(expert, part) for expert, part in zip(experts, parts, strict=True)])
 
     def _mixed(self, out_sbh: Tensor, x_sbh: Tensor) -> Tensor:
-        """With the MLP beside the experts added."""
+        """Add the output of the shared MLP."""
         assert self.shared is not None
         shared_sbh, bias = self.shared(x_sbh)
         if bias is not None:
@@ -295,7 +296,7 @@ class Experts(nn.Module):
         return out_sbh + shared_sbh * self.mixing(x_sbh).sigmoid()
 
     def _with_losses(self, out_sbh: Tensor, routing: Routing, context: ForwardContext) -> Tensor:
-        """The output, whose gradient brings that of the layer's own losses with it."""
+        """Attach the layer's auxiliary losses to the output's backward pass."""
         step, config = context.experts, self.config
         if step is None:
             return out_sbh
@@ -305,14 +306,14 @@ class Experts(nn.Module):
         if not any(given):
             return out_sbh
         weights = routing.losses.new_tensor(given)
-        # Each tensor-parallel rank brings its part: the gradients of the router's logits are added up over them.
+        # Divide by the ranks: the gradients of the router's logits are summed over tensor-parallel ranks.
         objective = (routing.losses * weights).sum() / self.comm.size
         result: Tensor = _WithLoss.apply(out_sbh, objective, step.loss_grad)
         return result
 
 
 class _WithLoss(torch.autograd.Function):
-    """A tensor as it is; its backward also begins that of a loss."""
+    """Identity; its backward also starts the backward pass of a loss."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, loss_grad: Tensor) -> Tensor:

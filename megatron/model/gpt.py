@@ -1,4 +1,4 @@
-"""GPT: the loss of the next token."""
+"""GPT: next-token prediction."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class GPTStage(Stage):
         return StageLoss(total, (LossSum((losses_bs * targets.mask_bs).sum(), targets.mask_bs.sum()),))
 
     def token_losses(self, x_sbh: Tensor, labels_bs: Tensor, weights_bs: Tensor) -> tuple[Tensor, Tensor]:
-        """Weighted sum of the tokens' losses (scalar), and the losses themselves (b, s); last stage only."""
+        """Weighted sum of the token losses (scalar), and the token losses (b, s); last stage only."""
         x_sbh = self.final_layernorm(x_sbh)
         given = (self.output_weight, labels_bs.t(), weights_bs.t(), self.comm, self.shard)
         cap = self.config.final_logit_softcapping

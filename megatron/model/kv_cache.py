@@ -1,4 +1,4 @@
-"""Keys and values of earlier positions, so that generating a token computes that token alone."""
+"""KV cache for incremental decoding."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from torch import Tensor
 
 
 class KVCache:
-    """Keys and values of one stage's attention for some rows (samples), which may differ in length.
+    """Keys and values of a stage's attention layers, for rows (samples) of different lengths.
 
-    A row's position ``j`` is valid where ``j`` is below its length. What lies behind comes from the padding of shorter
-    prompts; it is masked, and overwritten as the row grows.
+    A row's position ``j`` is valid if ``j`` is below its length. Later positions hold the padding of shorter prompts;
+    they are masked, and overwritten as the row grows.
 
-    All memory is there from the start, and where a step writes and what it masks are tensors: steps of equal
-    ``shape`` launch the same work on the same memory, so they can be recorded once and replayed.
+    All memory is allocated at construction, and write positions and masks are tensors: steps of equal ``shape`` launch
+    the same kernels on the same memory, so they can be recorded as a CUDA graph and replayed.
 
     Args:
-        windows: by the global number of each of the stage's layers, the positions that it looks at; None for all.
-        shape: shape of each layer's keys, and of its values: (rows, key-value heads on this rank, positions, channels).
-        dtype, device: those of keys and values.
-        block: a step looks at a multiple of this many positions, so that the shape changes as seldom.
+        windows: sliding-window size by global layer number; None for full attention.
+        shape: shape of each layer's keys and values: (rows, key-value heads on this rank, positions, channels).
+        dtype, device: dtype and device of keys and values.
+        block: granularity in positions of a step's shape, so that the shape changes rarely.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class KVCache:
         block: int = 1,
     ) -> None:
         def space() -> Tensor:
-            # Zeros: a masked position has weight 0, and 0 times what lies in fresh memory may be no number.
+            # Zeros: a masked position has weight 0, and 0 times uninitialized memory may be NaN.
             return torch.zeros(shape, dtype=dtype, device=device)
 
         self._held = {layer: (space(), space()) for layer in windows}
@@ -55,7 +55,7 @@ class KVCache:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows, and positions that the next step looks at."""
+        """Number of rows, and of positions that the next step reads."""
         return self.rows, self._extent
 
     @property
@@ -69,12 +69,12 @@ class KVCache:
         return min(-(-longest // self._block) * self._block, self.capacity)
 
     def begin_step(self) -> None:
-        """Begins a step of one position for each row; part of what is recorded."""
+        """Begin a step of a single position per row; part of the recorded computation."""
         self._seen = self._extent
         self._masks = {window: self._masked(window) for window in set(self._windows.values())}
 
     def mask(self, layer: int) -> Tensor | None:
-        """Mask of the positions that each row's newest one may attend to, (b, 1, 1, positions); None for all."""
+        """Mask of the positions that each row's newest position may attend to, (b, 1, 1, positions); None for all."""
         return self._masks.get(self._windows[layer])
 
     def _masked(self, window: int | None) -> Tensor | None:
@@ -89,9 +89,9 @@ class KVCache:
         return seen[:, None, None]
 
     def extend(self, layer: int, key_bgsd: Tensor, value_bgsd: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds positions to a layer's keys and values, and returns all that may be attended to.
+        """Append positions to a layer's keys and values; return the cached keys and values.
 
-        The first call for a layer brings the prompts, padded at their ends; each later one a position of each row.
+        The first call for a layer contains the prompts, padded at the end; each later call a single position per row.
         """
         keys, values = self._held[layer]
         if not self.lengths:
@@ -104,22 +104,22 @@ class KVCache:
         return keys[:, :, : self._seen], values[:, :, : self._seen]
 
     def start(self, lengths: Sequence[int]) -> None:
-        """Sets the rows' lengths after the pass over the prompts."""
+        """Set the rows' lengths after the prefill."""
         self.lengths = list(lengths)
         self._lengths_b.copy_(torch.tensor(self.lengths, dtype=torch.int64))
 
     def advance(self) -> None:
-        """Adds the step's position to the rows that grow."""
+        """Advance the lengths of the growing rows by a position."""
         self.lengths = [length + (row in self._growing) for row, length in enumerate(self.lengths)]
         self._lengths_b += self._growing_b
 
     def grow_only(self, rows: Collection[int]) -> None:
-        """Lets all rows but these stay as long as they are: each further step writes over their next position."""
+        """Freeze the lengths of all rows except ``rows``; further steps overwrite the next position of frozen rows."""
         self._growing = set(rows)
         self._growing_b.copy_(torch.tensor([int(row in self._growing) for row in range(self.rows)], dtype=torch.int64))
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Drops all rows but these, which grow; what is left has other memory."""
+        """Drop all rows except ``rows``; the remaining rows are copied to new memory and grow."""
         index = torch.tensor(rows, dtype=torch.int64, device=self._rows_b.device)
         self._held = {n: (keys[index], values[index]) for n, (keys, values) in self._held.items()}
         self._rows_b, self._growing = self._rows_b[: len(rows)], set(range(len(rows)))
@@ -127,7 +127,7 @@ class KVCache:
         self.lengths = [self.lengths[row] for row in rows]
 
     def clear(self) -> None:
-        """Makes it as new, in the same memory."""
+        """Reset the cache in the same memory."""
         for keys, values in self._held.values():
             keys.zero_()
             values.zero_()

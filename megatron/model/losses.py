@@ -1,4 +1,4 @@
-"""Losses of a micro-batch, and the labels that they compare the model's outputs with."""
+"""Labels and losses of a micro-batch."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from megatron.parallel.tensor.random import DropoutKeys
 
 @dataclass(frozen=True)
 class Targets:
-    """The labels of a micro-batch, and what else its losses need besides activations.
+    """Labels of a micro-batch, and other inputs of its losses besides activations.
 
     Args:
-        labels_bs: int64 tokens. For a task head one label a sequence, (b, 1): an int64 class or choice, or a float64
+        labels_bs: int64 tokens. For a task head a label per sequence, (b, 1): an int64 class or choice, or a float64
             number.
-        mask_bs: float32, 1 where the loss of a label counts.
-        order_b: int64, 1 where the two sentences of a sample are swapped, negative where that does not count; None
-            where the model is not asked.
+        mask_bs: float32, 1 if the loss of a label counts.
+        order_b: int64, 1 if the two sentences of a sample are swapped, negative if the sample does not count; None
+            if the model has no sentence-order loss.
         lengths_b: int64 tokens of each sequence, without padding; None for a language model.
         dropout: keys of the dropout masks; None in evaluation.
     """
@@ -32,7 +32,7 @@ class Targets:
 
 @dataclass(frozen=True)
 class LossSum:
-    """Sum of a loss over what counts in a micro-batch, in nats, and how many these are; scalars."""
+    """Sum of a loss over the unmasked labels of a micro-batch, in nats, and their number; scalars."""
 
     total: Tensor
     count: Tensor
@@ -40,12 +40,12 @@ class LossSum:
 
 @dataclass(frozen=True)
 class StageLoss:
-    """The losses of a micro-batch.
+    """Losses of a micro-batch.
 
     Args:
         objective: scalar to be differentiated.
-        sums: of each of the model's losses (``ModelConfig.loss_names``).
-        outputs_bc: what a task head says of each sequence, without gradient; None for a language model.
+        sums: sums of the model's losses (``ModelConfig.loss_names``).
+        outputs_bc: task-head outputs for each sequence, without gradient; None for a language model.
     """
 
     objective: Tensor

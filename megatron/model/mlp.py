@@ -1,4 +1,4 @@
-"""The feed-forward part of a layer."""
+"""MLPs and their activations."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _gelu_tanh = partial(F.gelu, approximate="tanh")
 
 @dataclass(frozen=True)
 class _Gated:
-    """Function of (..., gate and value): the product of the opened gate and the value.
+    """Gated activation of (..., gate and value): ``opened(gate) * value``.
 
     Args:
-        opened: function of the gate.
-        backward: its derivative, as an operation that writes (gradient, gate) to ``grad_input``.
+        opened: activation of the gate.
+        backward: gradient of ``opened``, an operator of (gradient, gate) that writes to ``grad_input``.
     """
 
     opened: Callable[[Tensor], Tensor]
@@ -39,13 +39,13 @@ class _Gated:
         return result
 
     def of_parts(self, x: Tensor) -> Tensor:
-        """The same, with autograd's gradient."""
+        """Compute the activation with autograd's gradient."""
         gate, value = x.chunk(2, dim=-1)
         return self.opened(gate) * value
 
 
 class _InOnePiece(torch.autograd.Function):
-    """A gated function whose gradient is written in one piece: autograd would copy both halves of it together."""
+    """Gated activation with its gradient written in place: autograd would concatenate the two halves with a copy."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, form: _Gated) -> Tensor:
@@ -58,7 +58,7 @@ class _InOnePiece(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         x, open_gate = ctx.saved_tensors
-        if torch.is_grad_enabled():  # the gradient is itself differentiated
+        if torch.is_grad_enabled():  # double backward
             return torch.autograd.grad(ctx.form.of_parts(x), x, grad, create_graph=True)[0], None
         (gate, value), grad_x = x.chunk(2, dim=-1), torch.empty_like(x)
         grad_gate, grad_value = grad_x.chunk(2, dim=-1)
@@ -77,7 +77,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class MLP(ShardedModule):
-    """Feed-forward part: (s, b, h) -> (s, b, h), and the bias still to be added.
+    """Feed-forward part: (s, b, h) -> (s, b, h), and the bias to be added by the caller.
 
     A gated MLP's gate and value are two stacked projections, each split over the ranks, so that its logical weight
     (2, ffn, h) does not depend on their number.

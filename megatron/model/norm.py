@@ -12,12 +12,12 @@ from megatron.parallel.tensor.shards import ParamSpec, ShardedModule, with_parti
 
 
 class Norm(ShardedModule):
-    """Normalizes over the last dimension: (s, b, h) -> (s, b, h), or of heads (s, b, heads, d) -> (s, b, heads, d).
+    """LayerNorm or RMSNorm over the last dimension: (s, b, h) -> (s, b, h), or (s, b, heads, d) for ``of_heads``.
 
-    Weights that are added to 1 may be small numbers of 16 bits: the sum and the product with it then have 32.
+    With ``apply_layernorm_1p``, the addition of 1 to the weights and the product run in at least fp32.
 
-    Under sequence parallelism each rank sees a part of the sequence, and of heads each rank always has its own, so the
-    gradients of the parameters are partial sums then.
+    Parameter gradients are partial sums under sequence parallelism, where each rank sees a slice of the sequence, and
+    for ``of_heads``, where each rank has separate heads.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Norm(ShardedModule):
             self.specs[name] = with_partial_grad(spec) if partial else spec
 
     def forward(self, x_sbh: Tensor) -> Tensor:
-        # The residual stream may be wider than the parameters; what the norm feeds is not.
+        # The residual stream may have a wider dtype than the parameters; the output has the parameters' dtype.
         if self.one_plus:
             x_sbh = x_sbh.to(torch.promote_types(x_sbh.dtype, torch.float32))
         weight = self.weight.to(x_sbh.dtype)

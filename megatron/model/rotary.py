@@ -14,7 +14,7 @@ Tables = tuple[Tensor, Tensor]
 
 
 def rotary_tables(positions: Tensor, model: ModelConfig, dtype: torch.dtype, local: bool = False) -> Tables:
-    """Tables of int64 positions (s, b), where b may be 1 for all samples; ``local``: of layers with a window."""
+    """Tables for int64 positions (s, b), with b = 1 if all samples share them; ``local``: for sliding-window layers."""
     precision = torch.float64 if dtype == torch.float64 else torch.float32
     rotary_dim = int(model.kv_channels * model.rotary_percent)
     exponents = torch.arange(0, rotary_dim, 2, device=positions.device, dtype=precision) / rotary_dim
@@ -28,10 +28,10 @@ def rotary_tables(positions: Tensor, model: ModelConfig, dtype: torch.dtype, loc
 
 
 def _scale(radii: Tensor, model: ModelConfig) -> Tensor:
-    """Wavelengths over 2 pi, made longer as ``--rotary-scaling`` says.
+    """Wavelengths / (2 pi), scaled by the method of ``--rotary-scaling``.
 
-    Llama 3 and YaRN leave those that turn often within the original length, stretch those that turn seldom, and go from
-    one to the other in between: Llama 3 linearly in the frequency, YaRN in the number of the channel.
+    Llama 3 and YaRN keep short wavelengths (many turns within the original length), stretch long wavelengths, and
+    interpolate in between: Llama 3 linearly in the frequency, YaRN in the channel index.
     """
     if model.rotary_scaling == "none":
         return radii
@@ -52,13 +52,13 @@ def _scale(radii: Tensor, model: ModelConfig) -> Tensor:
 
 
 def _channel_of(turns: float, rotary_dim: int, model: ModelConfig) -> float:
-    """The channel, of half as many as are rotated, whose wavelength turns so often within the original length."""
+    """Channel index, among half the rotated channels, with ``turns`` turns within the original length."""
     radius = model.rotary_scaling_original_length / (2 * math.pi * turns)
     return rotary_dim * math.log(radius) / (2 * math.log(model.rotary_base))
 
 
 def apply_rotary(x_sbnd: Tensor, tables: Tables) -> Tensor:
-    """Rotates the first channels of each head, as many as the tables have."""
+    """Rotate the first channels of each head; the tables determine their number."""
     cos, sin = tables
     rotary_dim = cos.shape[-1]
     turned, kept = x_sbnd[..., :rotary_dim], x_sbnd[..., rotary_dim:]

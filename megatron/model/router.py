@@ -1,4 +1,4 @@
-"""Routing: which experts each token goes to, with which weights, and the losses that balance experts."""
+"""Routing of tokens to experts, with routing weights and load-balancing losses."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from megatron.parallel.tensor.shards import ParamSpec, ShardedModule, with_parti
 
 
 def _sqrt_softplus(logits: Tensor) -> Tensor:
-    # The root's derivative at zero is infinite: logits that underflow get none.
+    # sqrt has an infinite derivative at zero: clamp, so that underflowing logits get no gradient.
     return F.softplus(logits).clamp_min(torch.finfo(logits.dtype).tiny).sqrt()
 
 
 def _over_their_sum(scores_tn: Tensor) -> Tensor:
-    # All may be zero: those of logits that underflow.
+    # All scores may be zero if the logits underflow.
     return scores_tn / (scores_tn.sum(-1, keepdim=True) + 1e-20)
 
 
@@ -39,14 +39,14 @@ _SCORES: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class Routing:
-    """The experts of each token, for the tokens of a micro-batch, flattened from (s, b).
+    """Experts of each token of a micro-batch; tokens are flattened from (s, b).
 
     Args:
         experts_tk: int64 numbers of a token's experts.
-        weights_tk: weights of their outputs.
-        kept_tk: whether the expert takes the token; None where all do.
-        capacity: tokens that an expert takes; None for any.
-        losses: the layer's losses, without their weights in the objective (``ModelConfig.expert_losses``).
+        weights_tk: weights of the experts' outputs.
+        kept_tk: whether the expert processes the token; None if no token is dropped.
+        capacity: maximum number of tokens of an expert; None for no limit.
+        losses: unweighted auxiliary losses of the layer (``ModelConfig.expert_losses``).
     """
 
     experts_tk: Tensor
@@ -56,22 +56,22 @@ class Routing:
     losses: Tensor
 
     def of_tokens(self, tokens: slice) -> Routing:
-        """The routing of some of the tokens."""
+        """Routing of a slice of the tokens."""
         kept_tk = None if self.kept_tk is None else self.kept_tk[tokens]
         return replace(self, experts_tk=self.experts_tk[tokens], weights_tk=self.weights_tk[tokens], kept_tk=kept_tk)
 
 
 class Router(ShardedModule):
-    """Chooses experts by a linear layer, in fp32 (fp64 in fp64 runs).
+    """Top-k router with a linear layer, computed in fp32 (fp64 in fp64 runs).
 
-    Its logits are exact and equal on all tensor-parallel ranks: all choose alike, whatever is compressed.
+    Logits are never compressed and are equal on all tensor-parallel ranks, so all ranks choose the same experts.
 
     Args:
         config: the model.
         layer: number of the layer.
-        experts: number of its experts.
+        experts: number of experts in the layer.
         comm: the tensor-parallel ranks.
-        device, dtype: those of the parameters.
+        device, dtype: device and dtype of the parameters.
     """
 
     expert_bias: Tensor | None
@@ -94,7 +94,7 @@ class Router(ShardedModule):
         self.register_buffer("expert_bias", bias if config.moe_router_enable_expert_bias else None)
 
     def forward(self, x_sbh: Tensor, context: ForwardContext) -> Routing:
-        """The routing of all tokens of the micro-batch, from this rank's part of them under sequence parallelism."""
+        """Routing of all tokens of the micro-batch; under sequence parallelism ``x_sbh`` is this rank's slice."""
         wide = torch.promote_types(x_sbh.dtype, torch.float32)
         local = F.linear(self._jittered(x_sbh.to(wide), context), self.weight.to(wide))
         logits_sbe = enter_parallel_region(local, self.comm, exact=True)
@@ -120,8 +120,8 @@ class Router(ShardedModule):
         return x_sbh * (self.comm.own_part(noise_sbh) if parts > 1 else noise_sbh)
 
     def _within_groups(self, ranking_te: Tensor) -> Tensor:
-        """What experts are chosen by, minus infinity outside the token's groups (DeepSeek-V3, 2024, section 2.1.2):
-        those whose two best experts have the largest sum."""
+        """Ranking scores, minus infinity outside the token's best groups (DeepSeek-V3, 2024, section 2.1.2): the groups
+        with the largest sums of their two best experts."""
         groups, k = self.config.moe_router_num_groups, self.config.moe_router_group_topk
         if groups is None or k is None or k == groups:
             return ranking_te
@@ -143,16 +143,16 @@ class Router(ShardedModule):
         return weights_tk * config.moe_router_topk_scaling_factor
 
     def _capacity(self, choices: int, training: bool) -> int | None:
-        """Tokens that an expert takes of a micro-batch with a number of choices."""
+        """Maximum number of tokens per expert, in a micro-batch with ``choices`` token-expert pairs."""
         config = self.config
         factor = config.moe_expert_capacity_factor if training else config.moe_eval_capacity_factor
         if factor is None:
             return None
-        # In fractions, since 50 * 1.1 is 55.00000000000001.
+        # Exact arithmetic, since 50 * 1.1 is 55.00000000000001.
         return max(config.moe_min_capacity, math.ceil(choices * Fraction(str(factor)) / self.experts))
 
     def _kept(self, experts_tk: Tensor, weights_tk: Tensor, capacity: int) -> Tensor:
-        """Which of the tokens their experts take."""
+        """Mask of the token-expert pairs within capacity."""
         chosen = experts_tk.flatten()
         by_weight = self.config.moe_token_drop_policy == "probs"
         first = weights_tk.flatten().argsort(descending=True, stable=True) if by_weight else None
@@ -167,13 +167,13 @@ class Router(ShardedModule):
     def _losses(
         self, logits_te: Tensor, scores_te: Tensor, experts_tk: Tensor, samples: int, before_e: Tensor | None
     ) -> Tensor:
-        """The losses of ``ModelConfig.expert_losses``.
+        """Losses in the order of ``ModelConfig.expert_losses``.
 
-        Those that balance experts are E sum_e f_e P_e for the shares f of the choices and the mean scores P (Switch
-        Transformer, Fedus et al. 2021, section 2.2). That of the global batch has the shares ``before_e`` of all of the
-        last step's tokens, since a backward pass begins before all tokens of its own step are routed; in the first
-        step those of the micro-batch. The last one is the mean square of the logits' log-sum-exp (ST-MoE, Zoph et al.
-        2022, section 3).
+        Load-balancing losses are E sum_e f_e P_e, with the experts' shares f of the choices and mean scores P (Switch
+        Transformer, Fedus et al. 2021, section 2.2). The global-batch loss uses the shares ``before_e`` of the previous
+        step, since the backward pass begins before all tokens of the current step are routed; the first step uses the
+        shares of the micro-batch. The z-loss is the mean square of the logits' log-sum-exp (ST-MoE, Zoph et al. 2022,
+        section 3).
         """
         config = self.config
         softmax = config.moe_router_score_function == "softmax"

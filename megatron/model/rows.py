@@ -1,4 +1,4 @@
-"""Rows of tokens: one for each place that a token goes to, and back to one for each token."""
+"""Permutation of tokens into rows sorted by destination, and reduction of rows back to tokens."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from megatron.kernels import ops
 
 @dataclass(frozen=True)
 class Order:
-    """The order of rows by where they go, and there by token.
+    """Order of rows, sorted by destination and then by token.
 
     Args:
         token: token of each row.
-        place_tk: the row of each of a token's choices; the number of rows where there is none.
-        counts: rows of each destination, int64.
+        place_tk: row of each of a token's choices; the number of rows if the choice has no row.
+        counts: number of rows of each destination, int64.
     """
 
     token: Tensor
@@ -27,17 +27,17 @@ class Order:
     counts: Tensor
 
     def sums(self, rows: Tensor, weights_tk: Tensor | None, out_th: Tensor) -> None:
-        """Writes the sum of each token's rows, weighted where there are weights."""
+        """Write the sum of each token's rows, weighted by ``weights_tk`` if given."""
         ops.combine_rows(rows, self.place_tk, weights_tk, out_th)
 
 
 def order_of(chosen_tk: Tensor, holes: bool, counts: Tensor) -> Order:
-    """The order of a row for each choice.
+    """Order with a row for each choice.
 
     Args:
-        chosen_tk: int64 numbers of the destinations.
-        holes: whether some choices are the number beyond the last one, and have no row.
-        counts: rows of each destination.
+        chosen_tk: int64 destination of each choice.
+        holes: whether some choices have no row; their destination is the number of destinations.
+        counts: number of rows of each destination.
     """
     chosen, k = chosen_tk.flatten(), chosen_tk.shape[1]
     order = chosen.argsort(stable=True)
@@ -66,7 +66,7 @@ class _Dispatch(torch.autograd.Function):
 
 
 def dispatched(x_th: Tensor, order: Order) -> Tensor:
-    """Tokens (t, h) to rows (r, h); a token's gradient is the sum of its rows', in a fixed order."""
+    """Copy tokens (t, h) to rows (r, h); a token's gradient is the sum over its rows, in a fixed order."""
     rows: Tensor = _Dispatch.apply(x_th, order)
     return rows
 
@@ -87,7 +87,7 @@ class _Collect(torch.autograd.Function):
 
 
 def collected(rows: Tensor, order: Order, shape: Sequence[int]) -> Tensor:
-    """Rows (r, h) to tokens of a shape (..., h): the sum of each token's rows."""
+    """Sum each token's rows (r, h) to a result of shape (..., h)."""
     out: Tensor = _Collect.apply(rows, order, shape)
     return out
 
@@ -99,7 +99,7 @@ class _Combine(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, weights_tk: Tensor, order: Order, shape: Sequence[int]) -> Tensor:
         ctx.save_for_backward(rows, weights_tk)
         ctx.order = order
-        # No view in autograd's eyes: the sum over tensor-parallel ranks works in place.
+        # Autograd must not see a view: the sum over tensor-parallel ranks works in place.
         out = rows.new_empty(shape)
         order.sums(rows, weights_tk, out.view(-1, rows.shape[1]))
         return out
@@ -114,21 +114,21 @@ class _Combine(torch.autograd.Function):
 
 
 def combined(rows: Tensor, weights_tk: Tensor, order: Order, shape: Sequence[int]) -> Tensor:
-    """Rows (r, h) to tokens of a shape (..., h): the weighted sum of each token's rows."""
+    """Sum each token's rows (r, h), weighted, to a result of shape (..., h)."""
     out: Tensor = _Combine.apply(rows, weights_tk, order, shape)
     return out
 
 
 @dataclass(frozen=True)
 class Choices:
-    """The experts of some tokens.
+    """Experts of tokens.
 
     Args:
         chosen_tk: int64 numbers of a token's experts.
-        weights_tk: weights of their outputs.
-        holes: whether some numbers are the one beyond the last expert's, for none.
-        most: tokens that an expert takes at most, where that is known.
-        total: number of choices that are an expert's, where that is known.
+        weights_tk: weights of the experts' outputs.
+        holes: whether some choices are empty; their number is the number of experts.
+        most: maximum number of tokens of an expert, if known.
+        total: number of non-empty choices, if known.
     """
 
     chosen_tk: Tensor
@@ -140,14 +140,14 @@ class Choices:
 
 @dataclass(frozen=True)
 class NodeChoices:
-    """The choices of some tokens by the node of their experts.
+    """Choices of tokens, grouped by the node of their experts.
 
     Args:
-        order: of a row for each node that a token goes to, whatever its experts there.
-        numbers_p: of each choice, by node and there by token, as rows are: twice the expert's number on its node, and 1
-            more for the first one of a row.
+        order: order with a row for each pair of a token and a node that holds any of its experts.
+        numbers_p: encoded choices in the order of the rows: twice the expert's index on its node, plus 1 for the first
+            choice of a row.
         weights_p: weights of the choices.
-        counts_n: choices of each node, int64.
+        counts_n: number of choices of each node, int64.
     """
 
     order: Order
@@ -163,14 +163,15 @@ def choices_by_node(
     number_e: Tensor,
     count: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
 ) -> NodeChoices:
-    """Sorts choices by node.
+    """Sort choices by node.
 
     Args:
-        choices: of all experts.
-        nodes: how many there are.
-        node_e: int64 node of each expert, and beyond the last one the number of nodes.
-        number_e: int64 number of each expert on its node, and one more entry.
-        count: the rows of each node, and its choices, from the nodes of tokens' choices: each once, and all.
+        choices: choices among all experts.
+        nodes: number of nodes.
+        node_e: int64 node of each expert, and an extra entry: the number of nodes.
+        number_e: int64 index of each expert on its node, and an extra entry.
+        count: function that returns the number of rows and of choices of each node, from the nodes of the tokens'
+            choices without and with duplicates.
     """
     node_tk = node_e[choices.chosen_tk]
     again_tk = (node_tk.unsqueeze(2) == node_tk.unsqueeze(1)).tril(-1).any(2)
@@ -192,14 +193,14 @@ def choices_by_node(
 def choices_of_rows(
     numbers_p: Tensor, weights_p: Tensor, rows: int, k: int, experts: int, most: int | None = None
 ) -> Choices:
-    """The choices of rows that came from other ranks, in the order of the rows.
+    """Decode the choices of received rows, in the order of the rows.
 
     Args:
         numbers_p, weights_p: as in ``NodeChoices``.
-        rows: how many there are.
-        k: the most choices of a row.
-        experts: how many the node has.
-        most: tokens that an expert takes at most, where that is known.
+        rows: number of rows.
+        k: maximum number of choices of a row.
+        experts: number of experts on the node.
+        most: maximum number of tokens of an expert, if known.
     """
     first_p, at_p = numbers_p % 2, torch.arange(len(numbers_p), device=numbers_p.device)
     row_p = first_p.cumsum(0) - 1

@@ -1,4 +1,4 @@
-"""A stage of a model: any contiguous part of embedding, layers, final norm and losses."""
+"""Pipeline stage: a contiguous part of embedding, layers, final norm and losses."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from megatron.parallel.tensor.products import Recipe
 
 @dataclass(frozen=True)
 class StagePart:
-    """The part of the model that one chunk holds.
+    """Part of the model that a chunk holds.
 
     Args:
-        layers: global numbers of its layers.
-        first: holds the embedding, as does the part with a decoder's first layer.
-        last: holds the final norm and the loss.
+        layers: global numbers of the layers.
+        first: whether the part holds the embedding; the part with a decoder's first layer holds it as well.
+        last: whether the part holds the final norm and the loss.
     """
 
     layers: range
@@ -44,15 +44,15 @@ class StagePart:
 
 
 class Stage(nn.Module, ABC):
-    """The layers of one chunk, with the embedding before them and the losses after them where they belong.
+    """Layers of a chunk, with the embedding on the first stage and the losses on the last.
 
-    A kind of model is a subclass with the losses of its last stage.
+    Subclasses define the losses of each kind of model.
 
     Args:
         config: the model.
-        part: this chunk's part of the model. ``StagePart(range(total_layers))`` is the whole model.
+        part: part of the model in this chunk; ``StagePart(range(total_layers))`` is the whole model.
         shard: rows of the vocabulary on this rank.
-        recompute: activations that backward recomputes instead of keeping them.
+        recompute: activation recomputation.
     """
 
     embedding_type: ClassVar[type[Embedding]] = Embedding
@@ -102,34 +102,35 @@ class Stage(nn.Module, ABC):
         return cast("list[Layer]", list(self.layers.values()))
 
     def compile_layers(self, backend: str = "inductor", lengths_vary: bool = False) -> None:
-        """Compiles the layers by torch, but those with experts, all to the same code: one for training and one for
-        evaluation.
+        """Compile all layers without experts with ``torch.compile``.
+
+        The layers share compiled code, with separate code for training and evaluation.
 
         Args:
-            backend: torch's name of the compiler's backend.
-            lengths_vary: sequences of other lengths will come; the second one then gets code for any length.
+            backend: name of the ``torch.compile`` backend.
+            lengths_vary: whether sequence lengths vary; the second length then triggers code for dynamic lengths.
         """
         for layer in self._layers():
             if layer.layer in self.config.expert_layers:
-                continue  # how many tokens an expert gets is never the same
+                continue  # the number of tokens per expert varies
             layer.compile(dynamic=None if lengths_vary else False, backend=backend)
 
     def compute_in_fp8(self, recipe: Recipe | None) -> None:
-        """Computes the layers' linear parts from 8-bit numbers from now on (None: in the parameters' type).
+        """Run the layers' linear parts in fp8 from now on (None: in the parameters' dtype).
 
-        The embedding and the output layer stay as they are.
+        The embedding and the output layer keep their precision.
         """
         for module in self.layers.modules():
             if isinstance(module, ColumnParallelLinear | RowParallelLinear):
                 module.compute_in_fp8(recipe)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Tokens (b, s) on the first stage, else activations (s, b, h), to activations (s, b, h)."""
+        """Tokens (b, s) on the first stage, activations (s, b, h) on the others, to activations (s, b, h)."""
         x_sbh = self.embedding(x, context) if self.part.first else x
         return self._transform(self._layers(), x_sbh, context)
 
     def _transform(self, layers: Sequence[Layer], x_sbh: Tensor, context: ForwardContext) -> Tensor:
-        """Runs layers one after the other, recomputing them in backward where that is asked for."""
+        """Run layers in sequence, with full recomputation in backward if configured."""
         positions = self._positions(x_sbh, context)
         full = self.recompute.recompute_granularity == "full" and torch.is_grad_enabled()
         if not full:
@@ -155,7 +156,7 @@ class Stage(nn.Module, ABC):
         return x_sbh
 
     def _positions(self, x_sbh: Tensor, context: ForwardContext) -> Mapping[int, tuple[Tensor, Tensor]]:
-        """What layers are told of positions, by their number: the rotary tables, where there are any."""
+        """Rotary tables by layer number; empty without rotary embedding."""
         if self.config.position_embedding_type != "rope":
             return {}
         if context.position_ids_bs is not None:
@@ -169,21 +170,21 @@ class Stage(nn.Module, ABC):
 
     @abstractmethod
     def counts(self, targets: Targets) -> Tensor:
-        """Numbers that count in a micro-batch, one for each of the model's losses."""
+        """Number of labels (tokens or samples) in a micro-batch that count, for each loss of the model."""
 
     @abstractmethod
     def loss(self, x_sbh: Tensor, targets: Targets, divisors: Tensor | None = None) -> StageLoss:
-        """The losses of a micro-batch; last stage only.
+        """Losses of a micro-batch; last stage only.
 
         Args:
-            x_sbh: what ``forward`` returned.
+            x_sbh: output of ``forward``.
             targets: labels.
-            divisors: divisor of each loss's sum in the objective; None for the size of the micro-batch, where no mask
-                excludes any label.
+            divisors: divisor of each loss's sum in the objective; None for the size of the micro-batch, if no label is
+                masked.
         """
 
     def _logits(self, x_sbh: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Logits (s, b, vocab_size) of the output projection; without padding, on every tensor-parallel rank."""
+        """Logits (s, b, vocab_size) without vocabulary padding, on every tensor-parallel rank."""
         if self.comm.sequence_parallel:
             x_sbh = self.comm.gather(x_sbh, Point.TP_FWD)
         local = x_sbh @ self.output_weight.t()

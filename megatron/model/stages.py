@@ -1,4 +1,4 @@
-"""Splits the model over pipeline ranks and builds, initializes and names each rank's part."""
+"""Partition of the model over pipeline ranks; construction and initialization of each rank's chunks."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from megatron.topology.layout import Layout
 
 
 def stage_part(config: ModelConfig, layout: Layout, pp: int, chunk: int) -> StagePart:
-    """The part of chunk ``chunk`` on pipeline rank ``pp``."""
+    """Part of the model in chunk ``chunk`` of pipeline rank ``pp``."""
     stage = layout.virtual_stage(pp, chunk)
     return StagePart(stage_layers(config, layout, stage), stage == 0, stage == layout.num_virtual_stages - 1)
 
 
 def stage_layers(config: ModelConfig, layout: Layout, stage: int) -> range:
-    """Layers of a virtual stage; an encoder's and a decoder's divide by the number of theirs."""
+    """Layers of a virtual stage; encoder and decoder layers are divided evenly over encoder and decoder stages."""
     stages, layers = layout.num_virtual_stages, range(config.total_layers)
     if layout.follows_encoder(stage):
         stages, layers, stage = stages - layout.decoder, config.decoder_layers, stage - layout.decoder
@@ -41,12 +41,12 @@ def stage_layers(config: ModelConfig, layout: Layout, stage: int) -> range:
 
 
 def boundary_lengths(config: ModelConfig, layout: Layout, length: int) -> list[int]:
-    """Activations of a sample that cross each boundary between virtual stages, by its number.
+    """Sequence length of the activations at each boundary between virtual stages, in order.
 
     Args:
         config: the model.
         layout: the mesh.
-        length: tokens of the sample; for an encoder-decoder the encoder's.
+        length: tokens of the sample; in encoder-decoder models, of the encoder.
     """
     both = length + (config.decoder_seq_length or 0)
     stages = range(layout.num_virtual_stages - 1)
@@ -54,7 +54,7 @@ def boundary_lengths(config: ModelConfig, layout: Layout, length: int) -> list[i
 
 
 def padded_vocab_size(vocab_size: int, multiple: int, tp: int) -> int:
-    """The vocabulary rounded up to ``multiple`` x ``tp`` entries."""
+    """Vocabulary size rounded up to a multiple of ``multiple`` x ``tp``."""
     step = multiple * tp
     return -(-vocab_size // step) * step
 
@@ -70,10 +70,10 @@ def build_stages(
     dtype: torch.dtype,
     seed: int | None,
 ) -> list[Stage]:
-    """This pipeline rank's chunks, first chunk first; with initial weights, or (seed None) to be loaded.
+    """Build this pipeline rank's chunks in order; initialize weights unless ``seed`` is None.
 
     Raises:
-        UserError: when a rank would hold no row of the vocabulary.
+        UserError: when a rank would hold no rows of the vocabulary.
     """
     check_vocabulary(vocab_size, config.make_vocab_size_divisible_by, comm.size)
     shard = VocabShard(vocab_size, padded_vocab_size(vocab_size, config.make_vocab_size_divisible_by, comm.size), comm)
@@ -96,7 +96,7 @@ def make_stage(
     dtype: torch.dtype,
     recompute: RecomputeConfig,
 ) -> Stage:
-    """A part of a model of the configured kind, whose weights are not initialized; see ``Stage``."""
+    """Build a stage of the configured kind of model, with uninitialized weights; see ``Stage``."""
     language: dict[str, type[Stage]] = {"gpt": GPTStage, "bert": BertStage, "t5": T5Stage, "deberta": DebertaStage}
     of_samples = not config.predicts_words and config.model_type != "deberta"
     kind = ClassifierStage if of_samples else language[config.model_type]
@@ -104,9 +104,9 @@ def make_stage(
 
 
 def initialize(stage: Stage, config: ModelConfig, seed: int) -> None:
-    """Megatron's initialization: normal(0, std), layer outputs scaled by 1 / sqrt(2 num_layers).
+    """Initialize weights as Megatron: normal(0, std), layer outputs scaled by 1 / sqrt(2 num_layers).
 
-    Norms start at one and biases at zero, as constructed.
+    Norm weights stay 1 and biases 0, as constructed.
     """
     specs = collect_specs(stage)
     for name, param in stage.named_parameters():

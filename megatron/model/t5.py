@@ -1,4 +1,4 @@
-"""T5 in Megatron's form: an encoder and a decoder with learned positions, which share one embedding."""
+"""Megatron's T5: encoder and decoder with learned positions and a shared embedding."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron.parallel.tensor.shards import ShardedModule
 
 
 class OutputBias(ShardedModule):
-    """The bias of the output projection, whose weight is the embedding."""
+    """Bias of the output projection; its weight is the embedding."""
 
     def __init__(self, shard: VocabShard, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
@@ -32,9 +32,9 @@ class OutputBias(ShardedModule):
 class T5Stage(Stage):
     """A stage of T5: layers of the encoder, of the decoder, or all of both.
 
-    The encoder's layers come first. What the last of them and the encoder's final norm make is what decoder layers read
-    beside their own input, so between stages of the decoder both travel as one tensor: (s + s', b, h), with the
-    decoder's s before the encoder's s'. Under sequence parallelism it is made of the rank's parts of both.
+    Encoder layers come first. Every decoder layer attends to the encoder output after its final norm. Decoder stages
+    therefore pass both activations as a single tensor (s + s', b, h): the decoder's s positions, then the encoder's s'.
+    Under sequence parallelism it is the concatenation of the rank's slices of both.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class T5Stage(Stage):
             self.lm_head = OutputBias(shard, device, dtype)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """The encoder's tokens (b, s') on the first stage, else what the one before made: the encoder's activations
-        (s', b, h), or both parts' (s + s', b, h). On the last stage the decoder's (s, b, h)."""
+        """Encoder tokens (b, s') on the first stage, or the previous stage's output, to activations: (s', b, h) of the
+        encoder, (s + s', b, h) of decoder and encoder, or (s, b, h) of the decoder on the last stage."""
         layers = self._layers()
         if self.encoder_size:
             x_sbh = self.embedding(x, context) if self.part.first else x
@@ -80,7 +80,7 @@ class T5Stage(Stage):
         else:
             length = self._own_length(self.config.decoder_seq_length or 0)
             x_sbh, read_sbh = x_sbh[:length], x_sbh[length:]
-        # Once for all layers, which exchange neither what they read nor its gradient.
+        # Enter the region once for all layers, so that they communicate neither the memory nor its gradient.
         entered_sbh = enter_parallel_region(read_sbh.to(self.dtype), self.comm.at("memory"))
         memory = Memory(entered_sbh, context.segment_ids_bs)
         x_sbh = self._transform(layers, x_sbh, replace(own, memory=memory))

@@ -1,4 +1,4 @@
-"""Responses and errors in the formats of the two APIs."""
+"""Responses and errors in the formats of Megatron's and OpenAI's APIs."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from megatron.inference.text import TokenDecoder, prompt_text, token_texts
 from megatron.tokenizer.api import Tokenizer
 
 RETRY_SECONDS = 5
-"""Seconds after which a client that found no room may try again."""
+"""Retry delay in seconds for clients rejected by a full server."""
 
 
 def error_body(message: str, status: int, code: str | None = None) -> dict[str, Any]:
-    """The body of an error, for OpenAI's clients and for Megatron's."""
+    """Body of an error response, for OpenAI's and Megatron's clients."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
     return {"error": {"message": message, "type": kind, "param": None, "code": code}, "message": message}
 
 
 def error_headers(status: int) -> dict[str, str]:
-    """The headers of an error."""
+    """Headers of an error response."""
     if status == 503:
         return {"Retry-After": str(RETRY_SECONDS)}
-    # What is left of a body that came too late would be taken for the next request.
+    # The remaining bytes of a body that timed out would be parsed as the next request.
     return {"Connection": "close"} if status == 408 else {}
 
 
 def error_response(
     message: str, status: int, code: str | None = None, headers: Mapping[str, str] | None = None
 ) -> JSONResponse:
-    """An error response."""
+    """Error response with JSON body."""
     return JSONResponse(error_body(message, status, code), status, {**error_headers(status), **(headers or {})})
 
 
 def megatron_answer(job: InferenceJob, results: Sequence[Result], tokenizer: Tokenizer) -> dict[str, Any]:
-    """The response of Megatron's API: texts with their prompts, their tokens as texts, and log-probabilities."""
+    """Response of Megatron's API: texts with their prompts, token texts, and log-probabilities."""
     text, segments, logprobs = [], [], []
     for prompt, result in zip(job.prompts, results, strict=True):
         text.append(prompt_text(tokenizer, prompt) + result.text)
@@ -57,13 +57,13 @@ def megatron_answer(job: InferenceJob, results: Sequence[Result], tokenizer: Tok
 
 @dataclass(frozen=True)
 class TokenEntry:
-    """A token in an answer.
+    """A token in a response.
 
     Args:
-        text: text that it adds to the tokens before it.
-        offset: number of characters before it.
-        logprob: its log-probability; None for the first of a text.
-        alternatives: ids of the likeliest tokens, their texts behind the same tokens, and their log-probabilities.
+        text: text that the token adds to the preceding tokens.
+        offset: number of preceding characters.
+        logprob: log-probability; None for the first token of a text.
+        alternatives: ids of the likeliest tokens, their texts after the same context, and their log-probabilities.
     """
 
     text: str
@@ -73,7 +73,7 @@ class TokenEntry:
 
 
 class CompletionAnswer:
-    """Responses to one completion request.
+    """Responses to a completion request.
 
     Args:
         asked: the request.
@@ -104,10 +104,10 @@ class CompletionAnswer:
         }
 
     def _entries(self, row: int, tokens: Sequence[Token | int], *, final: bool) -> list[tuple[Token | int, TokenEntry]]:
-        """A row's next tokens with their entries; the first of a text, a bare id, has no probability.
+        """Entries of a row's next tokens; the first token of a text is a bare id without a probability.
 
-        Tokens that end within a character wait until it is whole, or the row ends: a piece of it that never becomes
-        whole is text, too, and belongs to the last of them.
+        Tokens that end within a character are held back until the character is complete or the row ends. An incomplete
+        character at the end is text, too, and belongs to the last held token.
         """
         decoder, held = self._decoders[row], self._held[row]
         for token in tokens:
@@ -136,7 +136,7 @@ class CompletionAnswer:
         }
 
     def _choice(self, row: int, text: str, tokens: Sequence[Token | int], reason: str | None, *, event: bool) -> Any:
-        """The choice of a row: as a whole, or an event of it."""
+        """Choice object of a row, complete or as a stream event."""
         logprobs = None
         if self.job.top is not None:
             logprobs = self._logprobs(self._entries(row, tokens, final=reason is not None))
@@ -146,7 +146,7 @@ class CompletionAnswer:
         return {"text": text}
 
     def whole(self, results: Sequence[Result]) -> dict[str, Any]:
-        """The response as a whole."""
+        """Complete response, without streaming."""
         choices = []
         for row, (prompt, result) in enumerate(zip(self.job.prompts, results, strict=True)):
             text, tokens = result.text, list[Token | int](result.sampled)
@@ -163,17 +163,17 @@ class CompletionAnswer:
         return {"prompt_tokens": prompts, "completion_tokens": new, "total_tokens": prompts + new}
 
     def begin(self) -> Iterator[dict[str, Any]]:
-        """The first events of a stream: the prompts, if they are to be echoed."""
+        """First events of a stream: the prompts, if they are echoed."""
         if self.asked.echo:
             for row, prompt in enumerate(self.job.prompts):
                 yield self._event(row, prompt_text(self.tokenizer, prompt), [], None)
 
     def streamed(self, streamed: StreamedToken) -> dict[str, Any]:
-        """The event of a token."""
+        """Stream event of a token."""
         return self._event(streamed.row, streamed.text, [streamed.token], None)
 
     def end(self, results: Sequence[Result]) -> Iterator[dict[str, Any]]:
-        """The last events: held-back text, the ends of documents, the reasons why texts ended, and usage."""
+        """Last events of a stream: held-back text, end-of-document tokens, finish reasons, and usage."""
         for row, result in enumerate(results):
             tokens = [] if result.end is None else [result.end]
             yield self._event(row, result.rest, tokens, result.reason)
@@ -185,9 +185,9 @@ class CompletionAnswer:
 
 
 def _top_logprobs(token: Token, entry: TokenEntry) -> dict[str, float]:
-    """Probabilities of a token and the likeliest ones, by their texts.
+    """Log-probabilities of a token and its likeliest alternatives, by text.
 
-    Where several have one text, as parts of characters do, the later ones are named by their ids.
+    Tokens with the same text, such as parts of characters, are named by their ids after the first.
     """
     logprobs = {entry.text: token.logprob}
     for number, text, logprob in entry.alternatives:
@@ -197,7 +197,7 @@ def _top_logprobs(token: Token, entry: TokenEntry) -> dict[str, float]:
 
 
 class ChatAnswer(CompletionAnswer):
-    """Responses to one chat request."""
+    """Responses to a chat request."""
 
     _prefix, _object, _event_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -214,7 +214,7 @@ class ChatAnswer(CompletionAnswer):
         return {"content": content, "refusal": None}
 
     def begin(self) -> Iterator[dict[str, Any]]:
-        """The first events of a stream: who speaks."""
+        """First events of a stream: the role."""
         for row in range(len(self.job.prompts)):
             choice = {"index": row, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
             yield self._frame([{**choice, "finish_reason": None}], event=True)

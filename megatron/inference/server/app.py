@@ -1,4 +1,4 @@
-"""The HTTP side of the server: Megatron's ``PUT /api``, OpenAI's ``POST /v1/completions`` and
+"""HTTP handlers of the server: Megatron's ``PUT /api``, OpenAI's ``POST /v1/completions`` and
 ``/v1/chat/completions``, ``/health``, and a form."""
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from megatron.inference.server.worker import Event, Failed, Result, StreamedToke
 from megatron.tokenizer.chat import ChatTemplate
 
 _ALIVE_SECONDS = 10.0
-"""A stream that waits says so this often."""
+"""Interval of keep-alive comments in an idle stream."""
 
 _LISTENING_SECONDS = 0.5
-"""Interval of checking whether anybody waits for an answer."""
+"""Interval of checking whether the client is still connected."""
 
 _BODY_SECONDS = 30.0
-"""Longest time that a client may take to send a request's body."""
+"""Maximum time to receive a request's body."""
 
 _SECURITY = {
     "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
@@ -51,36 +51,36 @@ _SECURITY = {
 
 
 class Running:
-    """A submitted job, as its request sees it."""
+    """Handle of a submitted job, for its request."""
 
     def __init__(self, worker: Worker, job: InferenceJob) -> None:
         loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Event] = asyncio.Queue()
 
         def emit(event: Event) -> None:
-            with suppress(RuntimeError):  # the loop is closed: the server ends
+            with suppress(RuntimeError):  # the loop is closed: the server is shutting down
                 loop.call_soon_threadsafe(self._events.put_nowait, event)
 
         self.ticket = Ticket(job, emit)
         worker.submit(self.ticket)
 
     def cancel(self) -> None:
-        """Cancels the job: nobody waits for it any more."""
+        """Cancel the job."""
         self.ticket.canceled.set()
 
     async def next(self, seconds: float) -> Event | None:
-        """The next event; None when there is none in that time."""
+        """Next event; None after ``seconds`` without an event."""
         try:
             return await asyncio.wait_for(self._events.get(), seconds)
         except asyncio.TimeoutError:
             return None
 
     async def results(self, request: Request) -> list[Result]:
-        """The results; a client that leaves cancels the job.
+        """Wait for the results; cancel the job if the client disconnects.
 
         Raises:
             RequestError: when the job failed.
-            ClientDisconnect: when the client has left.
+            ClientDisconnect: when the client has disconnected.
         """
         asked = time.monotonic()
         while True:
@@ -97,16 +97,16 @@ class Running:
 
 
 class Server:
-    """The handlers of the HTTP server.
+    """Handlers of the HTTP server.
 
     Args:
         worker: worker that runs the jobs.
-        limits: limits of one request.
-        body_bytes: most bytes of a request's body.
+        limits: limits per request.
+        body_bytes: maximum size of a request's body in bytes.
         name: name of the model.
         hosts: names of the server.
-        template: template of chats; None where the tokenizer has none.
-        body_s: longest time that a client may take to send it.
+        template: chat template; None if the tokenizer has none.
+        body_s: maximum time in seconds to receive a body.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Server:
         self._waiting_chats = 0
 
     def app(self) -> Starlette:
-        """Builds the application."""
+        """Build the application."""
         routes = [
             Route("/", self.page),
             Route("/health", self.health),
@@ -151,11 +151,11 @@ class Server:
         return Starlette(routes=routes, middleware=checks, exception_handlers=handlers)
 
     async def page(self, request: Request) -> Response:
-        """Returns the form."""
+        """Return the form."""
         return HTMLResponse(files(__package__).joinpath("page.html").read_text(encoding="utf-8"), headers=_SECURITY)
 
     async def health(self, request: Request) -> Response:
-        """Returns the state of the server and its queue."""
+        """Return the state of the server and its queue."""
         worker = self.worker
         return JSONResponse(
             {
@@ -170,11 +170,11 @@ class Server:
         )
 
     async def models(self, request: Request) -> Response:
-        """Lists all models, of which there is one."""
+        """List the single model."""
         return JSONResponse({"object": "list", "data": [self._model]})
 
     async def one_model(self, request: Request) -> Response:
-        """Returns a model by its name."""
+        """Return a model by its name."""
         asked = request.path_params["model"]
         if asked != self.name:
             return error_response(f"there is no model {asked} here; this is {self.name}", 404, "model_not_found")
@@ -185,19 +185,19 @@ class Server:
         return {"id": self.name, "object": "model", "created": int(self.started), "owned_by": "megatron-cc"}
 
     async def _body(self, request: Request) -> object:
-        """Reads the request as JSON.
+        """Read the request body as JSON.
 
         Raises:
-            RequestError: when it is not JSON, too long, or too slow to come.
+            RequestError: when the body is not JSON, is too long, or arrives too slowly.
         """
-        # A page of another origin may not send this type without asking, which keeps it from using the server.
+        # Pages of other origins cannot send this type without a CORS preflight, so they cannot use the server.
         if request.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
             raise RequestError("the request must have Content-Type: application/json", 415)
         try:
             body = await asyncio.wait_for(self._read(request), self.body_s)
         except asyncio.TimeoutError as error:
             raise RequestError(f"the request did not come whole in {self.body_s:g} s", 408) from error
-        self.worker.check_room()  # before the work of reading a request that will find none
+        self.worker.check_room()  # before parsing a request that the full queue would reject
         try:
             found = json.loads(body)
             json.dumps(found, ensure_ascii=False).encode()
@@ -216,14 +216,14 @@ class Server:
         return body
 
     async def megatron(self, request: Request) -> Response:
-        """Handles ``PUT /api``."""
+        """Handle ``PUT /api``."""
         body, tokenizer = await self._body(request), self.worker.model.tokenizer
         job = await run_in_threadpool(megatron_job, body, tokenizer, self.limits)
         results = await Running(self.worker, job).results(request)
         return await run_in_threadpool(lambda: JSONResponse(megatron_answer(job, results, tokenizer)))
 
     async def completions(self, request: Request) -> Response:
-        """Handles ``POST /v1/completions``."""
+        """Handle ``POST /v1/completions``."""
         body, tokenizer = await self._body(request), self.worker.model.tokenizer
 
         def parse() -> CompletionAnswer:
@@ -232,7 +232,7 @@ class Server:
         return await self._answer(request, await run_in_threadpool(parse))
 
     async def chat(self, request: Request) -> Response:
-        """Handles ``POST /v1/chat/completions``."""
+        """Handle ``POST /v1/chat/completions``."""
         body, tokenizer = await self._body(request), self.worker.model.tokenizer
 
         def parse() -> ChatAnswer:
@@ -241,10 +241,10 @@ class Server:
         return await self._answer(request, await self._rendered(parse))
 
     async def _rendered(self, parse: Callable[[], ChatAnswer]) -> ChatAnswer:
-        """Parses chats one at a time: each starts a process, and those that wait shall take no threads from others.
+        """Parse chat requests sequentially: each starts a process, and waiting requests must not occupy threads.
 
         Raises:
-            UserError: when the request is invalid, or too many wait.
+            UserError: when the request is invalid, or too many chat requests are waiting.
         """
         if self._waiting_chats >= self.worker.most_waiting:
             raise RequestError(f"{self._waiting_chats} chats are waiting; try again later", 503)
@@ -269,7 +269,7 @@ class Server:
 
 
 async def _events(running: Running, answer: CompletionAnswer) -> AsyncIterator[str]:
-    """Streams server-sent events of a completion."""
+    """Stream a completion as server-sent events."""
     try:
         for begin in await run_in_threadpool(lambda: [_event(event) for event in answer.begin()]):
             yield begin
@@ -300,7 +300,7 @@ async def _refuse(request: Request, error: UserError) -> Response:
 
 
 async def _not_here(request: Request, error: HTTPException) -> Response:
-    """Answers a request that no route, or no method of a route, serves."""
+    """Respond to a request with an unknown path or method."""
     asked, status = f"{request.method} {request.url.path}", error.status_code
     if status == 404:
         paths = ", ".join(route.path for route in request.app.routes if "{" not in route.path)

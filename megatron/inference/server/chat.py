@@ -1,4 +1,4 @@
-"""Parses and checks chat requests: messages become a prompt by the tokenizer's own template."""
+"""Parsing and validation of chat requests; the tokenizer's chat template turns messages into a prompt."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ CHAT_FIELDS = [
     "tools",
     "tool_choice",
 ]
-"""Fields of chats alone."""
+"""Fields of chat requests only."""
 
 MAX_MESSAGES = 1024
 MAX_ROLE = 64
 
 
 def chat_job(body: object, template: ChatTemplate | None, tokenizer: Tokenizer, limits: RequestLimits) -> Completion:
-    """Parses a request of ``POST /v1/chat/completions``.
+    """Parse a request of ``POST /v1/chat/completions``.
 
     Raises:
         UserError: when the request is invalid, or the tokenizer has no template.
@@ -62,7 +62,7 @@ def chat_job(body: object, template: ChatTemplate | None, tokenizer: Tokenizer, 
 
 
 def _top_logprobs(fields: Fields) -> int | None:
-    """Number of alternatives to report with each token; None where no probabilities are asked for."""
+    """Number of alternatives to report with each token; None if no log-probabilities are requested."""
     top = fields.integer("top_logprobs", 0, least=0, most=MAX_TOP)
     if fields.flag("logprobs", False):
         return top
@@ -72,7 +72,7 @@ def _top_logprobs(fields: Fields) -> int | None:
 
 
 def _messages(fields: Fields) -> list[dict[str, Any]]:
-    """The messages, each with role, content and perhaps a name."""
+    """Messages, each with a role, content and optionally a name."""
     listed = fields.listed("messages")
     if not 0 < len(listed) <= MAX_MESSAGES:
         raise RequestError(f"messages holds {len(listed)} messages; it must hold 1 to {MAX_MESSAGES}")

@@ -1,4 +1,4 @@
-"""Allowed names of a server, so that no foreign page reaches it under a name of its own."""
+"""Validation of Host headers, against DNS rebinding."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HOST = re.compile(r"(?:\[(?P<v6>[0-9a-f:.]+)\]|(?P<name>[^\s:/@\[\]]+))(?::\d{0
 
 
 def host_name(header: str) -> str | None:
-    """The name or address in a Host header, in lower case and without its port; None when the header is invalid."""
+    """Name or address in a Host header, in lower case and without the port; None if the header is invalid."""
     found = _HOST.fullmatch(header.strip().lower())
     if found is None:
         return None
@@ -34,10 +34,10 @@ def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def _plain_name(given: str) -> str:
-    """A name without a port.
+    """Normalized name without a port.
 
     Raises:
-        UserError: when it is not a name.
+        UserError: when the value is not a host name.
     """
     name = given.strip().lower().rstrip(".")
     if name != ANY and _address(name) is None and (":" in name or host_name(name) is None):
@@ -48,19 +48,19 @@ def _plain_name(given: str) -> str:
 
 
 class AllowedHosts:
-    """The Host headers that name this server.
+    """Host headers that the server accepts.
 
-    A page of another site can have its own name resolved to this server's address (DNS rebinding), and is then of the
-    server's own origin to a browser; but its requests still name that site. A server that listens to this machine
-    alone goes by its loopback names. One that others reach goes by every address too, since an address cannot be
-    resolved to another, and by the machine's name.
+    A page of another site can have its own name resolved to this server's address (DNS rebinding). A browser then
+    treats the server as the page's origin, but its requests still carry that site's name. A server that listens only on
+    loopback accepts loopback names. A server that other machines reach also accepts every IP address, since an address
+    cannot be rebound, and the machine's name.
 
     Args:
         bound: address or name that the server listens at.
-        given: further names; ``*`` is every one.
+        given: additional names; ``*`` allows any.
 
     Raises:
-        UserError: when a given one is not a name.
+        UserError: when an additional name is not a host name.
     """
 
     def __init__(self, bound: str, given: Sequence[str] = ()) -> None:
@@ -83,11 +83,11 @@ class AllowedHosts:
 
 
 class HostCheck:
-    """Middleware that refuses requests for another server, before anything else looks at them.
+    """Middleware that rejects requests with a foreign Host header before any other processing.
 
     Args:
-        app: application that answers the others.
-        hosts: names of the server.
+        app: application that handles accepted requests.
+        hosts: accepted names.
     """
 
     def __init__(self, app: ASGIApp, hosts: AllowedHosts) -> None:
@@ -95,7 +95,7 @@ class HostCheck:
         self.hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # Only HTTP/1.0, which no browser speaks, leaves the header out.
+        # Only HTTP/1.0, which no browser uses, permits requests without the header.
         given = Headers(scope=scope).get("host") if scope["type"] == "http" else None
         if given is not None and not self.hosts.allows(given):
             name = host_name(given) or given

@@ -1,4 +1,4 @@
-"""Limits of connections: their number, their silence, and how they end with the server."""
+"""Connection limits of the HTTP server: their number, idle time, and orderly shutdown."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ from megatron.inference.server.answers import error_body, error_headers
 from megatron.inference.server.worker import Worker
 
 BACKLOG = 2048
-"""Connections that the machine may hold before the server takes them."""
+"""Connections that the kernel may queue before the server accepts them."""
 
 _CUT_SECONDS = 3.0
-"""Time in which the current job may be cut short before its client is told so instead."""
+"""Time for the current job to stop early at shutdown; after that its client gets an error instead."""
 
 _OWN_FILES = 128
-"""Open files beside the connections: libraries, the checkpoint, the sockets between ranks."""
+"""Open files besides the connections: libraries, the checkpoint, the sockets between ranks."""
 
 
 class Connection(H11Protocol):
-    """A connection that is closed when it keeps others out without asking anything.
+    """HTTP connection with limits on its idle time and on the number of connections.
 
-    uvicorn limits neither the time before a first request nor that of half a request: here whoever has sent no whole
-    request in time is closed, and where there are as many connections as there may be, the one that has been silent
-    longest gives way. Those for which there is no room at all are told to come again. What happens to a body that
-    comes slowly, while its handler waits for it, is the handler's to say.
+    uvicorn limits neither the time before the first request nor the time to send a request head. This class closes a
+    connection that sends no complete head in time. At the maximum number of connections, a new client replaces the
+    connection that has been idle longest; if none is idle, the new client is told to try again later. Handlers limit
+    the time to receive a body.
     """
 
     MOST = 512
-    """Connections that are served; as many again may be reading that there is no room."""
+    """Maximum number of served connections; as many again may be reading a rejection."""
 
     HEAD_SECONDS = 20.0
-    """Time from the beginning, or the last answer, to the end of a request's head; longer than uvicorn keeps alive."""
+    """Time from the connection, or the last response, to the end of a request's head; exceeds uvicorn's keep-alive."""
 
     SPEAK_SECONDS = 2.0
-    """Time for which a connection may be silent before it may be dropped for another: of many clients that connect at
-    once, most send their requests a moment later."""
+    """Idle time after which another client may replace a connection: when many clients connect at once, most send their
+    requests a moment later."""
 
     WRITE_SECONDS = 60.0
-    """Time in which a client must have read some of its answer where much of it waits."""
+    """Time in which a client must read some of its response when the write buffer is full."""
 
     READ_SECONDS = 3.0
-    """Time in which a client that was turned away may read why."""
+    """Time for a rejected client to read the reason."""
 
     _stuck: asyncio.TimerHandle | None = None
     _turned_away = False
@@ -61,7 +61,7 @@ class Connection(H11Protocol):
         others = [one for one in cast("set[Connection]", self.connections) if one is not self]
         served = [one for one in others if not (one._turned_away or one.transport.is_closing())]
         if len(others) >= 2 * self.MOST:
-            # All have been answered or wait for an answer: the first one answered has had most time to read.
+            # Abort the connection that was rejected first: it has had most time to read the reason.
             told = [one for one in others if one._turned_away and not one.transport.is_closing()]
             (min(told, key=lambda one: one._since) if told else self).transport.abort()
         if len(served) >= self.MOST:
@@ -94,11 +94,11 @@ class Connection(H11Protocol):
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Answers a request that is not HTTP."""
+        """Reject a request that is not HTTP."""
         self._turn_away(400, f"the request is no HTTP: {msg}")
 
     def shutdown(self) -> None:
-        """Closes, but lets those that wait for an answer have it."""
+        """Close the connection, after its pending response."""
         if self._turned_away or self.silent:
             self.transport.close()
         else:
@@ -106,7 +106,7 @@ class Connection(H11Protocol):
 
     @property
     def silent(self) -> bool:
-        """Whether no whole request waits for an answer."""
+        """Whether no complete request is waiting for a response."""
         return self._idle or (self.cycle.more_body and not self.cycle.response_started)
 
     @property
@@ -115,7 +115,7 @@ class Connection(H11Protocol):
 
     @property
     def _asks_head(self) -> bool:
-        """Whether the request is a HEAD, whose answer has no body."""
+        """Whether the request is a HEAD, whose response has no body."""
         return bool(self.scope["method"] == "HEAD")
 
     def _expect(self) -> None:
@@ -127,17 +127,17 @@ class Connection(H11Protocol):
             self._drop()
 
     def _drop(self) -> None:
-        """Closes the connection; unread answers would keep it open."""
+        """Close the connection, discarding unsent data, which would keep it open."""
         if self.transport.get_write_buffer_size():
             self.transport.abort()
         else:
             self.transport.close()
 
     def _turn_away(self, status: int, message: str) -> None:
-        """Sends the reason why there is no answer, and closes the connection.
+        """Send an error and close the connection.
 
-        Closing while there is something unread makes the other side forget what it was told, so that what comes is
-        read and thrown away until it has closed, for some seconds.
+        Closing with unread input would reset the connection, and the client would lose the error. Input is therefore
+        read and discarded until the client closes, for ``READ_SECONDS``.
         """
         if self.transport.is_closing():
             return
@@ -149,7 +149,7 @@ class Connection(H11Protocol):
         self._deadline.cancel()
         self._unset_keepalive_if_required()
         if not self._idle:
-            self.cycle.disconnected = True  # its handler leaves off
+            self.cycle.disconnected = True  # its handler stops waiting
             self.cycle.message_event.set()
         body = json.dumps(error_body(message, status)).encode()
         fields = {"Content-Type": "application/json", "Content-Length": str(len(body)), "Connection": "close"}
@@ -164,12 +164,12 @@ class Connection(H11Protocol):
 
 
 class HTTPServer(uvicorn.Server):
-    """A server that leaves nobody unanswered when it ends.
+    """uvicorn server that answers every pending request at shutdown.
 
     Args:
         config: configuration, as ``configuration`` makes it.
-        worker: worker that runs the jobs; it is told to end when the server does.
-        listens: called when it does.
+        worker: worker that runs the jobs; it stops with the server.
+        listens: called when the server listens.
     """
 
     def __init__(self, config: uvicorn.Config, worker: Worker, listens: Callable[[], None] = lambda: None) -> None:
@@ -188,7 +188,7 @@ class HTTPServer(uvicorn.Server):
 
 
 def room_for(most: int) -> int:
-    """Number of the wanted connections that can be served: fewer where this process may not have as many files open."""
+    """Number of connections that can be served: ``most``, or fewer if the limit of open files is too low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 2 * most + _OWN_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -198,7 +198,7 @@ def room_for(most: int) -> int:
 
 
 def configuration(app: Starlette, most: int) -> uvicorn.Config:
-    """uvicorn's configuration, for at most so many connections."""
+    """uvicorn's configuration for at most ``most`` connections."""
 
     class Bounded(Connection):
         MOST = most

@@ -1,4 +1,4 @@
-"""Parses and checks requests of Megatron's API and of OpenAI's completions, as one kind of job."""
+"""Parsing and validation of requests of Megatron's API and OpenAI's completions; both become an ``InferenceJob``."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ MAX_STOP, MAX_STOP_LENGTH = 8, 100
 
 
 class RequestError(UserError):
-    """Raised when a request is invalid or too large; the message says what to change.
+    """Raised when a request is invalid or too large; the message names the fix.
 
     Args:
-        message: the message to the client.
+        message: message to the client.
         status: HTTP status.
     """
 
@@ -36,11 +36,11 @@ class RequestError(UserError):
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """Limits of one request.
+    """Limits per request.
 
     Args:
         window: number of positions of the model.
-        tokens: most tokens of all prompts of a request and their continuations.
+        tokens: maximum number of tokens of all prompts of a request and their continuations.
     """
 
     window: int
@@ -48,14 +48,14 @@ class RequestLimits:
 
 
 class Fields(Values):
-    """The fields of a request: JSON, read as any document is.
+    """Fields of a JSON request.
 
     Args:
         values: the request.
         what: name of the request in messages.
 
     Raises:
-        UserError: when a value is of another kind; by every method.
+        UserError: by every method, when a value has the wrong type.
     """
 
     def __init__(self, values: object, what: str = "the request") -> None:
@@ -64,7 +64,7 @@ class Fields(Values):
         super().__init__(values)
 
     def bounded_texts(self, name: str, most: int, longest: int) -> list[str]:
-        """A string or a list of strings; none when it is missing."""
+        """Value of a string or list of strings, as a list; empty if the field is missing."""
         value = self.get(name)
         listed = [] if value is None else [value] if isinstance(value, str) else value
         if not isinstance(listed, list) or not all(isinstance(one, str) and len(one) <= longest for one in listed):
@@ -74,12 +74,12 @@ class Fields(Values):
         return listed
 
     def refuse(self, name: str, *neutral: object) -> None:
-        """Refuses a field that is not offered, unless its value asks for nothing."""
+        """Reject an unsupported field, unless its value is neutral."""
         if self.has(name) and self[name] not in neutral:
             raise RequestError(f"{name} is not offered here; leave it out")
 
     def known(self, names: Sequence[str]) -> None:
-        """Refuses unknown fields: a misspelled one would silently do nothing."""
+        """Reject unknown fields; a misspelled field would silently have no effect."""
         unknown = sorted(set(self) - set(names))
         if unknown:
             hint = nearest(unknown[0], names)
@@ -111,12 +111,12 @@ def _sampling(fields: Fields, *, top_p: float, greedy: bool, temperature: float)
 
 
 def _longest(prompts: Sequence[Sequence[int]]) -> int:
-    """Number of positions of the longest prompt; an empty one starts from one token, too."""
+    """Number of positions of the longest prompt; an empty prompt starts from a single token."""
     return max((len(prompt) or 1 for prompt in prompts), default=1)
 
 
 def room(usual: int, prompts: Sequence[Sequence[int]], limits: RequestLimits) -> int:
-    """Number of new tokens for requests that do not give one."""
+    """Default number of new tokens: ``usual``, limited by the window."""
     return max(1, min(usual, limits.window - _longest(prompts)))
 
 
@@ -159,7 +159,7 @@ MEGATRON_FIELDS = [
 
 
 def megatron_job(body: object, tokenizer: Tokenizer, limits: RequestLimits) -> InferenceJob:
-    """Parses a request of ``PUT /api``.
+    """Parse a request of ``PUT /api``.
 
     Raises:
         UserError: when the request is invalid.
@@ -168,7 +168,7 @@ def megatron_job(body: object, tokenizer: Tokenizer, limits: RequestLimits) -> I
     fields.known(MEGATRON_FIELDS)
     fields.refuse("beam_width", 0)
     fields.refuse("prevent_newline_after_colon", False)
-    fields.listed("prompts")  # not one text alone
+    fields.listed("prompts")  # a bare text is not allowed
     texts = fields.bounded_texts("prompts", MAX_PROMPTS, 1 << 20)
     prompts = tokenizer.tokenize_batch(texts)
     if fields.flag("add_BOS", False):
@@ -194,7 +194,7 @@ COMPLETION_FIELDS = [
     "best_of",
     "suffix",
 ]
-"""Fields of completions alone."""
+"""Fields of completion requests only."""
 
 SHARED_FIELDS = [
     "model",
@@ -214,17 +214,17 @@ SHARED_FIELDS = [
     "stream_options",
     "user",
 ]
-"""Fields of completions and chats: OpenAI's, and those that other servers have beside them."""
+"""Fields of both completion and chat requests: OpenAI's, and common extensions of other servers."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """A request of ``POST /v1/completions`` or ``/v1/chat/completions``, and how it is answered.
+    """A request of ``POST /v1/completions`` or ``/v1/chat/completions``, and the form of its response.
 
     Args:
         job: job that computes it.
         n: number of continuations of each prompt; they are adjacent in the job.
-        stream: whether to send tokens as they come.
+        stream: whether to stream tokens.
         echo: whether to begin with the prompt.
         usage: whether to end a stream with the number of tokens.
     """
@@ -237,7 +237,7 @@ class Completion:
 
 
 def completion_job(body: object, tokenizer: Tokenizer, limits: RequestLimits) -> Completion:
-    """Parses a request of ``POST /v1/completions``.
+    """Parse a request of ``POST /v1/completions``.
 
     Raises:
         UserError: when the request is invalid.
@@ -268,15 +268,15 @@ def openai_completion(
     top: int | None,
     echo: bool,
 ) -> Completion:
-    """Parses the fields that completions and chats share.
+    """Parse the fields that completion and chat requests share.
 
     Args:
         fields: the request.
         tokenizer: tokenizer of the model.
-        limits: limits of one request.
+        limits: limits per request.
         prompts: token ids of the prompts.
-        new: most new tokens for each.
-        top: number of alternatives to report with each token; None: no probabilities are asked for.
+        new: maximum number of new tokens for each prompt.
+        top: number of alternatives to report with each token; None: no log-probabilities are requested.
         echo: whether to begin with the prompt.
 
     Raises:
@@ -305,9 +305,9 @@ def openai_completion(
 
 def _openai_sampling(fields: Fields, tokenizer: Tokenizer) -> Sampling:
     temperature, top_p = _temperature(fields), _top_p(fields, 1.0)
-    top_k = max(fields.integer("top_k", 0, least=-1, most=MAX_TOP_K), 0)  # -1 means all for vLLM's clients
+    top_k = max(fields.integer("top_k", 0, least=-1, most=MAX_TOP_K), 0)  # vLLM's clients send -1 for all
     min_p = fields.number("min_p", 0.0, least=0, most=1)
-    # Clients mean the likeliest token by the least top_p, where Megatron's mean no bound.
+    # OpenAI's clients send top_p 0 for greedy decoding; in Megatron's API it disables top_p.
     greedy = temperature == 0 or top_p == 0
     return Sampling(
         temperature=1.0 if greedy else temperature,
@@ -350,7 +350,7 @@ def _check_tokens(name: str, tokens: Sequence[object], tokenizer: Tokenizer) -> 
 
 
 def _completion_prompts(fields: Fields, tokenizer: Tokenizer) -> list[list[int]]:
-    """A text, a list of texts, tokens, or a list of tokens."""
+    """Token ids of the prompts, from a text, a list of texts, tokens, or a list of token lists."""
     prompt = fields.get("prompt", "")
     if not isinstance(prompt, (str, list)):
         raise RequestError("prompt must be a text, a list of texts, tokens, or a list of tokens")

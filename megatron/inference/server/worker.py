@@ -1,4 +1,4 @@
-"""A queue of jobs for a model: one at a time, on all ranks that hold the model."""
+"""Job queue of a model; jobs run sequentially on all ranks that hold the model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron.inference.text import TextStream
 
 @dataclass(frozen=True)
 class StreamedToken:
-    """A new token of a prompt's continuation, and the text that is final since."""
+    """A new token of a continuation, and the text that it completes."""
 
     row: int
     token: Token
@@ -28,15 +28,15 @@ class StreamedToken:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of one prompt.
+    """Result of a prompt.
 
     Args:
         text: the continuation, cut before a stop string.
-        rest: the end of it that no streamed token held.
+        rest: end of ``text`` that was not streamed with a token.
         tokens: tokens of the continuation.
-        reason: "stop" where the model ended the document or a stop string came, else "length".
-        prompt: tokens of the prompt after the first, where their probabilities were asked for.
-        end: the token with which the model ended the document, where it did.
+        reason: "stop" if the model ended the document or a stop string occurred, else "length".
+        prompt: tokens of the prompt after the first, if their probabilities were requested.
+        end: token with which the model ended the document, if any.
     """
 
     text: str
@@ -48,16 +48,16 @@ class Result:
 
     @property
     def sampled(self) -> list[Token]:
-        """All tokens that the model chose: those of the continuation, and the end of document."""
+        """All sampled tokens: the continuation and the end of document."""
         return self.tokens if self.end is None else [*self.tokens, self.end]
 
 
 @dataclass(frozen=True)
 class Failed:
-    """The failure of a job.
+    """Failure of a job.
 
     Args:
-        message: the message to the client.
+        message: message to the client.
         status: HTTP status.
     """
 
@@ -85,13 +85,13 @@ class Ticket:
 
 
 class Worker:
-    """Runs jobs one after the other, in a thread of the sampling rank.
+    """Runs jobs sequentially in a thread of the sampling rank.
 
     Args:
         model: the model, on its sampling rank.
-        waiting: most jobs that may wait; more are refused.
-        patience_s: longest time for which the other ranks wait for this one.
-        ended: called when the thread ends, for whatever reason.
+        waiting: maximum number of queued jobs; further jobs are refused.
+        patience_s: timeout in seconds after which the other ranks give up on this rank.
+        ended: called when the thread ends, for any reason.
     """
 
     def __init__(self, model: LoadedModel, waiting: int, patience_s: float, ended: Callable[[], None]) -> None:
@@ -106,22 +106,22 @@ class Worker:
         self._thread = threading.Thread(target=self._main, name="generation", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread."""
+        """Start the thread."""
         self._thread.start()
 
     def cut(self) -> None:
-        """Cuts the current job short, and runs none after it: those that wait are told at once."""
+        """Stop the current job early, and fail all queued jobs."""
         self._stop.set()
         self._turn_away()
 
     def give_up(self) -> None:
-        """Releases whoever waits for the current job, however far it is."""
+        """Fail the current job, so that its client stops waiting."""
         ticket = self._at_hand
         if ticket is not None:
             ticket.emit(Failed(_ENDS, 503))
 
     def stop(self) -> None:
-        """Ends after the current job, which is cut short; the other ranks end, too."""
+        """Stop the current job early and join the thread; the other ranks end, too."""
         self.cut()
         self._thread.join()
 
@@ -137,14 +137,14 @@ class Worker:
 
     @property
     def most_waiting(self) -> int:
-        """Largest number of jobs that may wait."""
+        """Maximum number of queued jobs."""
         return self._queue.maxsize
 
     def check_room(self) -> None:
-        """Checks that a job would be accepted now.
+        """Check that a job would be accepted now.
 
         Raises:
-            RequestError: when the queue is full, or the server ends.
+            RequestError: when the queue is full, or the server is shutting down.
         """
         if self._stop.is_set():
             raise RequestError(_ENDS, 503)
@@ -152,10 +152,10 @@ class Worker:
             raise RequestError(f"{self.waiting} requests are waiting; try again later", 503)
 
     def submit(self, ticket: Ticket) -> None:
-        """Adds a job to the queue.
+        """Add a job to the queue.
 
         Raises:
-            RequestError: when it is full, or the server ends.
+            RequestError: when the queue is full, or the server is shutting down.
         """
         self.check_room()
         try:
@@ -163,12 +163,12 @@ class Worker:
         except queue.Full as error:
             raise RequestError(f"{self.waiting} requests are waiting; try again later", 503) from error
         if self._stop.is_set():
-            self._turn_away()  # the thread may have looked for the last time
+            self._turn_away()  # the thread may have emptied the queue already
 
     def _main(self) -> None:
         try:
             if self.model.device.type == "cuda":
-                torch.cuda.set_device(self.model.device)  # each thread has a current device of its own
+                torch.cuda.set_device(self.model.device)  # the current device is per thread
             self._loop()
         except BaseException as error:
             self.error = error
@@ -178,7 +178,7 @@ class Worker:
             self._ended()
 
     def _turn_away(self) -> None:
-        """Tells those that wait that their jobs will not run."""
+        """Fail all queued jobs."""
         with suppress(queue.Empty):
             while True:
                 self._queue.get_nowait().emit(Failed(_ENDS, 503))
