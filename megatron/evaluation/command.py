@@ -108,12 +108,12 @@ def asked_task(words: Sequence[str]) -> str:
 
 def _behind(flag: str, words: Sequence[str]) -> str:
     """Value of the last occurrence of a flag; empty if it is missing."""
-    found = ""
+    last_value = ""
     for number, word in enumerate(words):
         name, equals, value = word.partition("=")
         if name.startswith("--") and spell(name) == flag:
-            found = value if equals else "".join(words[number + 1 : number + 2])
-    return found
+            last_value = value if equals else "".join(words[number + 1 : number + 2])
+    return last_value
 
 
 def _task_in(path: str) -> str:

@@ -49,14 +49,14 @@ def questions_of(documents: Sequence[Sequence[int]], options: QuestionOptions) -
     """
     length = options.prompt + options.continuation
     cuts = [tuple(tokens[i : i + length]) for tokens in documents for i in range(0, len(tokens) - length + 1, length)]
-    taken = min(options.samples, len(cuts))
-    cuts = [cuts[i * len(cuts) // taken] for i in range(taken)]
+    count = min(options.samples, len(cuts))
+    cuts = [cuts[i * len(cuts) // count] for i in range(count)]
     ends = [cut[options.prompt :] for cut in cuts]
     questions = []
     for i, cut in enumerate(cuts):
-        others = [ends[(i + k * taken // options.choices) % taken] for k in range(1, options.choices)]
-        if ends[i] not in others:
-            questions.append(Question(cut[: options.prompt], (ends[i], *others)))
+        wrong_ends = [ends[(i + k * count // options.choices) % count] for k in range(1, options.choices)]
+        if ends[i] not in wrong_ends:
+            questions.append(Question(cut[: options.prompt], (ends[i], *wrong_ends)))
     return questions
 
 
@@ -82,16 +82,16 @@ def evaluate(model: LoadedModel, texts: Sequence[str], path: str, options: Quest
     questions = questions_of([model.tokenizer.tokenize(text) for text in texts], options)
     if not questions:
         raise UserError(f"--valid-data {path}: no text has {length} tokens in two places that differ; give more text")
-    rows = [[(*one.prompt, *end) for end in one.continuations] for one in questions]
-    first = [Window(row[0], options.continuation) for row in rows]
-    every = [Window(tokens, options.continuation) for row in rows for tokens in row]
-    found_n = scores(model, first, batch, matched, "greedy")
-    losses_nc = scores(model, every, batch, losses, "ranking").view(len(rows), options.choices)
-    exact = float((found_n == options.continuation).double().mean())
+    rows = [[(*question.prompt, *end) for end in question.continuations] for question in questions]
+    true_windows = [Window(row[0], options.continuation) for row in rows]
+    all_windows = [Window(tokens, options.continuation) for row in rows for tokens in row]
+    counts_n = scores(model, true_windows, batch, matched, "greedy")
+    losses_nc = scores(model, all_windows, batch, losses, "ranking").view(len(rows), options.choices)
+    exact = float((counts_n == options.continuation).double().mean())
     best = float((losses_nc[:, :1] < losses_nc[:, 1:]).all(dim=1).double().mean())
     return (
         f" validation results on CONTINUATION | exact match: {exact:.4E} +- {_error(exact, len(rows)):.1E} | "
-        f"matched tokens: {float(found_n.mean()):.4E} | ranking accuracy: {best:.4E} +- {_error(best, len(rows)):.1E} "
+        f"matched tokens: {float(counts_n.mean()):.4E} | ranking accuracy: {best:.4E} +- {_error(best, len(rows)):.1E} "
         f"(by chance {1 / options.choices:.2f}) | total examples: {len(rows):.4E}"
     )
 

@@ -121,34 +121,34 @@ def begin_with(parsed: ParsedRun, task: Task) -> tuple[str, Iteration] | None:
     Raises:
         UserError: when the checkpoint holds another kind of model, or a flag contradicts its shape.
     """
-    checkpoint, wanted = parsed.config.checkpoint, parsed.config.model
+    checkpoint, model_config = parsed.config.checkpoint, parsed.config.model
     load = checkpoint.load
     if load is not None and _holds_checkpoint(checkpoint):
         saved, iteration = saved_config(load, checkpoint.ckpt_step)
-        check_kind(f"--load {load}", saved.model.kind, wanted.kind, _other_type(saved.model, wanted))
+        check_kind(f"--load {load}", saved.model.kind, model_config.kind, _other_type(saved.model, model_config))
         _take_shape(parsed, saved, load, iteration, task)
         return None
     folder = checkpoint.pretrained_checkpoint
     if folder is None:
         return None
     if read_tracker(folder) is None:
-        there = "is a Hugging Face folder" if is_hf(Path(folder)) else "holds no checkpoint"
+        reason = "is a Hugging Face folder" if is_hf(Path(folder)) else "holds no checkpoint"
         raise UserError(
-            f"--pretrained-checkpoint {folder} {there}; name the folder that --save, or tools/ckpt_convert.py --to "
+            f"--pretrained-checkpoint {folder} {reason}; name the folder that --save, or tools/ckpt_convert.py --to "
             "megatron-cc, wrote to"
         )
     saved, iteration = saved_config(folder)
-    where = f"--pretrained-checkpoint {folder}"
-    check_kind(where, saved.model.kind, wanted.model_type, _other_type(saved.model, wanted))
+    flag = f"--pretrained-checkpoint {folder}"
+    check_kind(flag, saved.model.kind, model_config.model_type, _other_type(saved.model, model_config))
     if saved.model.has_experts:
-        raise UserError(f"{where} holds a model with experts, which models of tasks have not; name a dense one's")
+        raise UserError(f"{flag} holds a model with experts, which models of tasks have not; name a dense one's")
     _take_shape(parsed, saved, folder, iteration, task)
     return folder, iteration
 
 
-def _other_type(saved: ModelConfig, wanted: ModelConfig) -> str:
+def _other_type(saved: ModelConfig, model: ModelConfig) -> str:
     """Hint for a checkpoint of another kind that can be fine-tuned, too; empty for other kinds."""
-    differs = saved.model_type != wanted.model_type and saved.model_type in POOLING
+    differs = saved.model_type != model.model_type and saved.model_type in POOLING
     return f"give --model-type {saved.model_type}" if differs else ""
 
 
@@ -178,16 +178,16 @@ def check_batches(config: RunConfig, given: TaskConfig) -> None:
     if not isinstance(iteration, int):
         return
     each, anew = config.model.sequences_per_sample, "--finetune to begin anew with its weights"
-    then, now = saved.training.global_batch_size // each, config.training.global_batch_size // each
-    if then != now:
+    saved_batch, batch = saved.training.global_batch_size // each, config.training.global_batch_size // each
+    if saved_batch != batch:
         raise UserError(
-            f"--load {load} goes on with global batches of {then} samples, and this run has {now}: give "
-            f"--global-batch-size {then}, or {anew}"
+            f"--load {load} goes on with global batches of {saved_batch} samples, and this run has {batch}: give "
+            f"--global-batch-size {saved_batch}, or {anew}"
         )
-    then, now = saved.validation.eval_interval, config.validation.eval_interval
-    if then != now:
+    saved_epoch, epoch = saved.validation.eval_interval, config.validation.eval_interval
+    if saved_epoch != epoch:
         raise UserError(
-            f"--load {load} goes on with epochs of {then} iterations, and this run has {now}: give the same "
+            f"--load {load} goes on with epochs of {saved_epoch} iterations, and this run has {epoch}: give the same "
             f"--train-data, --sample-order and --keep-last, or {anew}"
         )
 
@@ -205,14 +205,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def body(ranks: Ranks) -> None:
         check_packages()
-        parsed, given, task = parse_task(list(sys.argv[1:] if argv is None else argv))
+        parsed, task_flags, task = parse_task(list(sys.argv[1:] if argv is None else argv))
         ranks.env = env = LaunchEnvironment.read(parsed.config.parallel.local_rank)
         pretrained = begin_with(parsed, task)
-        data = read_data(given, task)
-        parsed.config = sized(parsed, given, env.world_size, data.sizes(parsed.config))
-        check_batches(parsed.config, given)
+        data = read_data(task_flags, task)
+        parsed.config = sized(parsed, task_flags, env.world_size, data.sizes(parsed.config))
+        check_batches(parsed.config, task_flags)
         config = parsed.resolve(env.world_size, cuda_available=torch.cuda.is_available())
-        job = Job(data.datasets, pretrained, data.judge, {"task": given})
+        job = Job(data.datasets, pretrained, data.judge, {"task": task_flags})
         train(ranks, config, [*parsed.notes, *data.notes], started, job)
 
     return run_program(body)

@@ -81,7 +81,7 @@ def run(model: Any, flags: EvaluationFlags) -> dict[str, Any]:
     setattr(manager, loads, partial(_loaded, getattr(manager, loads)))
     # Processes forked for bootstrapping would share this process's threads, device and sockets to other ranks.
     os.environ["DISABLE_MULTIPROC"] = "1"
-    found = simple_evaluate(
+    results = simple_evaluate(
         model=model,
         tasks=list(flags.tasks),
         num_fewshot=flags.num_fewshot,
@@ -91,8 +91,8 @@ def run(model: Any, flags: EvaluationFlags) -> dict[str, Any]:
         log_samples=False,
         bootstrap_iters=flags.bootstrap_iters,
     )
-    assert found is not None
-    return {**found, "contexts": vars(model.contexts)} if isinstance(model, ContinuationRules) else dict(found)
+    assert results is not None
+    return {**results, "contexts": vars(model.contexts)} if isinstance(model, ContinuationRules) else dict(results)
 
 
 def _loaded(load: Callable[[list[str]], Any], tasks: list[str]) -> Any:
@@ -154,8 +154,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return 0 on success, or 2 after printing a one-line error."""
 
     def body(ranks: Ranks) -> None:
-        given = sys.argv[1:] if argv is None else argv
-        parsed = parse_flags(given, {"evaluation": EvaluationFlags}, "evaluate_lm.py", DESCRIPTION)
+        arguments = sys.argv[1:] if argv is None else argv
+        parsed = parse_flags(arguments, {"evaluation": EvaluationFlags}, "evaluate_lm.py", DESCRIPTION)
         model_flags: ModelFlags = parsed.sections["model"]
         flags: EvaluationFlags = parsed.sections["evaluation"]
         try:
@@ -186,12 +186,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if ranks.env.world_size > 1:
             # The harness runs on this rank only, and returns results only to the first process of a machine.
             os.environ["LOCAL_RANK"] = "0"
-        found: dict[str, Any] | UserError
+        outcome: dict[str, Any] | UserError
         with Leader(model, 60 * model_flags.distributed_timeout_minutes) as leader:
             try:
-                found = run(CheckpointLM(leader, flags.micro_batch_size), flags)
+                outcome = run(CheckpointLM(leader, flags.micro_batch_size), flags)
             except UserError as error:
-                found = error  # raised on all ranks, after the other ranks have stopped following
-        together(group, partial(report, found, flags))
+                outcome = error  # raised on all ranks, after the other ranks have stopped following
+        together(group, partial(report, outcome, flags))
 
     return run_program(body)

@@ -57,10 +57,10 @@ def window_of(text: str, tokenizer: Tokenizer, length: int, strict: bool) -> Win
     return Window(tokens[-(length + 1) :], min(targets, length))
 
 
-def _common_length(tokens: Sequence[int], others: Sequence[int]) -> int:
+def _common_length(tokens: Sequence[int], context: Sequence[int]) -> int:
     """Length of the common prefix."""
-    pairs = zip(tokens, others, strict=False)
-    return next((place for place, (token, other) in enumerate(pairs) if token != other), min(len(tokens), len(others)))
+    pairs = zip(tokens, context, strict=False)
+    return next((index for index, (token, other) in enumerate(pairs) if token != other), min(len(tokens), len(context)))
 
 
 def evaluate(model: LoadedModel, texts: Sequence[str], path: str, strict: bool, batch: int) -> str:
@@ -81,8 +81,8 @@ def evaluate(model: LoadedModel, texts: Sequence[str], path: str, strict: bool, 
     for number, window in enumerate(windows, 1):
         if len(window.tokens) < 2:
             raise UserError(f"--valid-data {path}: text {number} is a single token; nothing can be predicted")
-    found = scores(model, windows, batch, matched, "LAMBADA").tolist()
-    correct = sum(right == window.targets for right, window in zip(found, windows, strict=True))
+    match_counts = scores(model, windows, batch, matched, "LAMBADA").tolist()
+    correct = sum(matches == window.targets for matches, window in zip(match_counts, windows, strict=True))
     return (
         f" validation results on LAMBADA | number correct: {correct:.4E} | total examples: {len(windows):.4E} | "
         f"avg accuracy: {correct / len(windows):.4E}"

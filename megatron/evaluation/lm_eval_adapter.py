@@ -52,13 +52,13 @@ class CheckpointLM(ContinuationRules):
         order = sorted(range(len(pairs)), key=lambda i: -len(pairs[i][0]) - len(pairs[i][1]))
         results: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
         for first in tqdm(range(0, len(order), self.batch), desc="log-likelihoods", disable=quiet):
-            taken = order[first : first + self.batch]
-            rows = [[*pairs[i][0], *pairs[i][1]][-(self.window + 1) :] for i in taken]
+            batch_indices = order[first : first + self.batch]
+            rows = [[*pairs[i][0], *pairs[i][1]][-(self.window + 1) :] for i in batch_indices]
             job = InferenceJob(rows, 0, GREEDY, [0] * len(rows), top=1, score=True)
-            for i, tokens in zip(taken, self.leader.do(job)[0], strict=True):
-                own = tokens[max(len(tokens) - len(pairs[i][1]), 0) :]
-                likeliest = all(token.top[0][0] == token.id for token in own)
-                results[i] = (sum(token.logprob for token in own), likeliest)
+            for i, tokens in zip(batch_indices, self.leader.do(job)[0], strict=True):
+                continuation_tokens = tokens[max(len(tokens) - len(pairs[i][1]), 0) :]
+                likeliest = all(token.top[0][0] == token.id for token in continuation_tokens)
+                results[i] = (sum(token.logprob for token in continuation_tokens), likeliest)
         return results
 
     def _loglikelihood_tokens(
@@ -98,14 +98,14 @@ class CheckpointLM(ContinuationRules):
         return answers
 
     def _text(self, prompt: list[int], new: int, sampling: Sampling, stop: list[str], seed: int) -> str:
-        stream, parts = TextStream(self.own, stop, prompt), list[str]()
+        stream, pieces = TextStream(self.own, stop, prompt), list[str]()
 
         def on_token(row: int, token: Any) -> bool:
-            parts.append(stream.add(token.id))
+            pieces.append(stream.add(token.id))
             return stream.stopped
 
         self.leader.do(InferenceJob([prompt], new, sampling, [seed]), on_token)
-        return "".join(parts) + stream.finish()
+        return "".join(pieces) + stream.finish()
 
 
 def _sampling(options: dict[str, Any]) -> Sampling:

@@ -75,8 +75,8 @@ class ContinuationRules(TemplateLM):
         for request in requests:
             if not request.args[1]:
                 raise UserError(f"--tasks {request.task_name}: a continuation is empty; nothing can be scored")
-        found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
-        return found
+        scores: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+        return scores
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         context_ids, continuation_ids = super()._encode_pair(context, continuation)
@@ -125,8 +125,8 @@ class ExportedLM(ContinuationRules, HFLM):
 
     def _loglikelihood_tokens(self, requests: list[EncodedPair], **options: Any) -> list[tuple[float, bool]]:
         self.check_pairs(requests)
-        found: list[tuple[float, bool]] = super()._loglikelihood_tokens(requests, **options)
-        return found
+        scores: list[tuple[float, bool]] = super()._loglikelihood_tokens(requests, **options)
+        return scores
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         for request in requests:

@@ -46,22 +46,24 @@ def scores(model: LoadedModel, windows: Sequence[Window], batch: int, measure: M
     # Sort by length: batches need little padding, and the load of the replicas is balanced.
     ordered = sorted(range(len(windows)), key=lambda i: -len(windows[i].tokens))
     ordered = ordered[topology.coordinates.dp :: topology.layout.dp]
-    found_n = torch.zeros(len(windows), dtype=torch.float64)
+    scores_n = torch.zeros(len(windows), dtype=torch.float64)
     eod = model.tokenizer.eod
     with tqdm(total=len(ordered), unit="window", desc=name, disable=not model.is_sampling_rank) as bar:
         for first in range(0, len(ordered), batch):
-            places = ordered[first : first + batch]
-            taken = [windows[i] for i in places]
-            longest = len(taken[0].tokens) - 1
-            rows = [[*window.tokens, *[eod] * (longest + 1 - len(window.tokens))] for window in taken]
+            indices = ordered[first : first + batch]
+            batch_windows = [windows[i] for i in indices]
+            longest = len(batch_windows[0].tokens) - 1
+            rows = [[*window.tokens, *[eod] * (longest + 1 - len(window.tokens))] for window in batch_windows]
             tokens = torch.tensor(rows, device=model.device)
             x_sbh = model.hidden(tokens[:, :-1].contiguous(), ForwardContext())
             if x_sbh is not None:
-                own_b = measure(model, x_sbh, tokens[:, 1:].contiguous(), _mask(taken, longest, model.device))
+                scores_b = measure(
+                    model, x_sbh, tokens[:, 1:].contiguous(), _mask(batch_windows, longest, model.device)
+                )
                 if _counts(model):
-                    found_n[places] = own_b.double().cpu()
-            bar.update(len(taken))
-    return model.all_reduce(found_n)
+                    scores_n[indices] = scores_b.double().cpu()
+            bar.update(len(batch_windows))
+    return model.all_reduce(scores_n)
 
 
 def _counts(model: LoadedModel) -> bool:

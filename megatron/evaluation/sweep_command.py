@@ -91,9 +91,9 @@ def check_together(sweep: SweepFlags, explicit: set[str], note: Callable[[str], 
     Raises:
         UserError: when two flags exclude each other.
     """
-    for one, other in (("eval_samples", "eval_iters"), ("output", "val_ppls_save_path")):
-        if getattr(sweep, one) is not None and getattr(sweep, other) is not None:
-            flags = [f"--{name.replace('_', '-')}" for name in (one, other)]
+    for first_name, second_name in (("eval_samples", "eval_iters"), ("output", "val_ppls_save_path")):
+        if getattr(sweep, first_name) is not None and getattr(sweep, second_name) is not None:
+            flags = [f"--{name.replace('_', '-')}" for name in (first_name, second_name)]
             raise UserError(f"{' and '.join(flags)} exclude each other; leave one of them out")
     if "sweep.experiment_name" in explicit and sweep.val_ppls_save_path is None:
         note("--experiment-name: no effect without --val-ppls-save-path")
@@ -106,8 +106,8 @@ def _wanted(number: int, sweep: SweepFlags, last: float) -> bool:
 def left_out(root: str, found: Sequence[int], sweep: SweepFlags) -> list[int]:
     """Iterations of the sweep with incomplete checkpoints."""
     last = sweep.last if sweep.last is not None else math.inf
-    there = sorted(saved_iterations(Path(root)))
-    return [number for number in there if _wanted(number, sweep, last) and number not in found]
+    saved_numbers = sorted(saved_iterations(Path(root)))
+    return [number for number in saved_numbers if _wanted(number, sweep, last) and number not in found]
 
 
 def chosen(root: str, sweep: SweepFlags) -> list[int]:
@@ -116,15 +116,15 @@ def chosen(root: str, sweep: SweepFlags) -> list[int]:
     Raises:
         UserError: when there are none.
     """
-    there = sorted(complete_iterations(root))
-    last = sweep.last if sweep.last is not None else max(there, default=0)
-    found = [number for number in there if _wanted(number, sweep, last)]
-    if not found:
-        have = ", ".join(map(str, there)) or "none"
-        damaged = ", ".join(map(str, left_out(root, found, sweep)))
+    complete_numbers = sorted(complete_iterations(root))
+    last = sweep.last if sweep.last is not None else max(complete_numbers, default=0)
+    iterations = [number for number in complete_numbers if _wanted(number, sweep, last)]
+    if not iterations:
+        have = ", ".join(map(str, complete_numbers)) or "none"
+        damaged = ", ".join(map(str, left_out(root, iterations, sweep)))
         also = f"; files of {damaged} are missing or damaged" if damaged else ""
         raise UserError(f"--load {root}: no complete checkpoint from --first to --last; there are {have}{also}")
-    return found
+    return iterations
 
 
 @dataclass
@@ -226,11 +226,11 @@ def sweep_all(flags: SweepFlags, model_flags: ModelFlags, parsed: ParsedSections
     topology = open_topology(model_flags, layout, ranks.env)
     group = topology.control.pg
     # A concurrent training run may save and remove checkpoints: use rank 0's listing on all ranks.
-    seen = together(group, lambda: json.dumps(chosen(model_flags.load, flags)) if topology.rank == 0 else "")
-    iterations: list[int] = json.loads(gather_texts(group, seen)[0])
+    listing = together(group, lambda: json.dumps(chosen(model_flags.load, flags)) if topology.rank == 0 else "")
+    iterations: list[int] = json.loads(gather_texts(group, listing)[0])
     if topology.rank == 0 and (damaged := left_out(model_flags.load, iterations, flags)):
-        named = ", ".join(map(str, damaged))
-        print(f"left out, since files are missing or damaged: iterations {named}", flush=True)
+        damaged_list = ", ".join(map(str, damaged))
+        print(f"left out, since files are missing or damaged: iterations {damaged_list}", flush=True)
     root, tokenizer = model_flags.load, parsed.sections["tokenizer"]
     model = load_model(root, iteration=iterations[0], tokenizer=tokenizer, topology=topology)
     config, samples = model.config, number_of_samples(flags, model.config, layout.dp)
@@ -244,14 +244,14 @@ def sweep_all(flags: SweepFlags, model_flags: ModelFlags, parsed: ParsedSections
     together(group, lambda: losses.read() if topology.rank == 0 else None)
     loaded, lines = iterations[0], []
     for iteration in tqdm(iterations, unit="checkpoint", disable=topology.rank != 0):
-        known = together(group, partial(losses.of, iteration) if topology.rank == 0 else lambda: None)
-        loss = model.broadcast_json(known, 0)
+        known_loss = together(group, partial(losses.of, iteration) if topology.rank == 0 else lambda: None)
+        loss = model.broadcast_json(known_loss, 0)
         if loss is None:
             if iteration != loaded:
                 load_weights(model.stage, root, iteration, topology)
                 loaded = iteration
-            loss = found = mean_loss(model, dataset, samples, flags.micro_batch_size)
-            together(group, partial(losses.add, iteration, found) if topology.rank == 0 else lambda: None)
+            loss = new_loss = mean_loss(model, dataset, samples, flags.micro_batch_size)
+            together(group, partial(losses.add, iteration, new_loss) if topology.rank == 0 else lambda: None)
         ppl = f" | lm loss PPL: {perplexity(loss):.6E}" if math.isfinite(loss) else ""
         lines.append(f"validation loss at iteration {iteration} | lm loss value: {loss:.6E}{ppl}")
     if topology.rank == 0:

@@ -28,34 +28,34 @@ def _there(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
-def _accuracy(labels_n: Any, found_n: Any) -> float:
+def _accuracy(labels_n: Any, predictions_n: Any) -> float:
     from sklearn.metrics import accuracy_score
 
-    return float(accuracy_score(labels_n, found_n))
+    return float(accuracy_score(labels_n, predictions_n))
 
 
-def _f1(labels_n: Any, found_n: Any) -> float:
+def _f1(labels_n: Any, predictions_n: Any) -> float:
     from sklearn.metrics import f1_score
 
-    return float(f1_score(labels_n, found_n, zero_division=0.0))
+    return float(f1_score(labels_n, predictions_n, zero_division=0.0))
 
 
-def _matthews(labels_n: Any, found_n: Any) -> float:
+def _matthews(labels_n: Any, predictions_n: Any) -> float:
     from sklearn.metrics import matthews_corrcoef
 
-    return float(matthews_corrcoef(labels_n, found_n))
+    return float(matthews_corrcoef(labels_n, predictions_n))
 
 
-def _pearson(labels_n: Any, found_n: Any) -> float:
+def _pearson(labels_n: Any, predictions_n: Any) -> float:
     from scipy.stats import pearsonr
 
-    return float(pearsonr(labels_n, found_n).statistic) if len(labels_n) > 1 else math.nan
+    return float(pearsonr(labels_n, predictions_n).statistic) if len(labels_n) > 1 else math.nan
 
 
-def _spearman(labels_n: Any, found_n: Any) -> float:
+def _spearman(labels_n: Any, predictions_n: Any) -> float:
     from scipy.stats import spearmanr
 
-    return float(spearmanr(labels_n, found_n).statistic) if len(labels_n) > 1 else math.nan
+    return float(spearmanr(labels_n, predictions_n).statistic) if len(labels_n) > 1 else math.nan
 
 
 _METRICS: Mapping[Metric, Callable[[Any, Any], float]] = {
@@ -77,13 +77,13 @@ def scores(task: Task, files: Sequence[ExampleFile], outputs_nc: Tensor) -> dict
     """
     each = task.classes if task.head == "choice" else 1
     labels = [example.label for file in files for example in file.examples]
-    kept = outputs_nc[: len(labels) * each].numpy()
-    found_n = kept[:, 0] if task.head == "regression" else kept.reshape(len(labels), -1).argmax(axis=1)
+    outputs = outputs_nc[: len(labels) * each].numpy()
+    predictions_n = outputs[:, 0] if task.head == "regression" else outputs.reshape(len(labels), -1).argmax(axis=1)
     result: dict[str, dict[str, float]] = {}
     begin = 0
     for name, file in zip(short_names([file.path for file in files]), files, strict=True):
         end = begin + len(file.examples)
-        of_file = np.asarray(labels[begin:end]), found_n[begin:end]
+        of_file = np.asarray(labels[begin:end]), predictions_n[begin:end]
         with warnings.catch_warnings():
             # The correlation with a constant is nan; suppress SciPy's warning about it.
             warnings.simplefilter("ignore")

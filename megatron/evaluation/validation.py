@@ -78,18 +78,18 @@ def mean_loss(model: LoadedModel, dataset: Dataset, samples: int, batch: int) ->
     )
     sums = torch.zeros(2, dtype=torch.float64)
     for _ in range(samples // (size * replicas)):
-        taken = next(batches).to(model.device)
-        assert taken.tokens_bs is not None
-        assert taken.labels_bs is not None
-        assert taken.loss_mask_bs is not None
-        positions = taken.position_ids_bs if dataset.resets_positions else None
-        context = ForwardContext(position_ids_bs=positions, segment_ids_bs=taken.segment_ids_bs)
-        x_sbh = model.hidden(taken.tokens_bs, context)
+        micro_batch = next(batches).to(model.device)
+        assert micro_batch.tokens_bs is not None
+        assert micro_batch.labels_bs is not None
+        assert micro_batch.loss_mask_bs is not None
+        positions = micro_batch.position_ids_bs if dataset.resets_positions else None
+        context = ForwardContext(position_ids_bs=positions, segment_ids_bs=micro_batch.segment_ids_bs)
+        x_sbh = model.hidden(micro_batch.tokens_bs, context)
         if x_sbh is None:
             continue
-        _, losses_bs = model.stage.token_losses(x_sbh, taken.labels_bs, taken.loss_mask_bs)
+        _, losses_bs = model.stage.token_losses(x_sbh, micro_batch.labels_bs, micro_batch.loss_mask_bs)
         if topology.tp.rank == 0:
-            mask_bs = taken.loss_mask_bs.double()
+            mask_bs = micro_batch.loss_mask_bs.double()
             sums += torch.stack([(losses_bs.double() * mask_bs).sum(), mask_bs.sum()]).cpu()
     model.all_reduce(sums)
     return float(sums[0] / sums[1])

@@ -49,8 +49,8 @@ class Decoder:
         logits_bv = self._step(self._space, [newest.get(number, 0) for number in self._held])
         if logits_bv is None:
             return None
-        places = [at for at, number in enumerate(self._held) if number in newest]
-        return logits_bv[torch.tensor(places, device=logits_bv.device)]
+        indices = [index for index, number in enumerate(self._held) if number in newest]
+        return logits_bv[torch.tensor(indices, device=logits_bv.device)]
 
     def _step(self, space: Workspace, tokens: Sequence[int]) -> Tensor | None:
         """Logits after the newest token of every row in the cache."""
@@ -84,10 +84,10 @@ class Decoder:
     def _drop(self, numbers: Sequence[int]) -> None:
         """Drop ended rows; nothing moves in memory if ``rows_to_keep`` keeps all."""
         assert self._space is not None
-        wanted = set(numbers)
-        kept = rows_to_keep(self._held, wanted, self.model.workspaces.record is not None)
-        if kept is not None:
-            self._space.shrink(kept)
-            self._held = [self._held[at] for at in kept]
-        elif len(wanted) < len(self._held):
-            self._space.cache.grow_only([at for at, number in enumerate(self._held) if number in wanted])
+        active_numbers = set(numbers)
+        retained_indices = rows_to_keep(self._held, active_numbers, self.model.workspaces.record is not None)
+        if retained_indices is not None:
+            self._space.shrink(retained_indices)
+            self._held = [self._held[index] for index in retained_indices]
+        elif len(active_numbers) < len(self._held):
+            self._space.cache.grow_only([index for index, number in enumerate(self._held) if number in active_numbers])

@@ -114,9 +114,9 @@ def parse_flags(
     Raises:
         UserError: when an argument is unknown or invalid; the message is a single line.
     """
-    own = {**COMMON, **sections}
-    used = {flag for name, cls in own.items() for field in field_options(name, cls) for flag in field.flags}
-    used |= {one.name for one in shortcuts}
+    all_sections = {**COMMON, **sections}
+    used = {flag for name, cls in all_sections.items() for field in field_options(name, cls) for flag in field.flags}
+    used |= {shortcut.name for shortcut in shortcuts}
     training = [
         KnownFlag(
             name=flag,
@@ -131,13 +131,13 @@ def parse_flags(
         for field in field_options("sampling", SamplingFlags)
         for flag in field.flags
     ]
-    left = {one.name: one for one in training if one.name not in used}
-    parser = build_parser(own, prog, description, old=[*shortcuts, *left.values()])
+    remaining_flags = {known_flag.name: known_flag for known_flag in training if known_flag.name not in used}
+    parser = build_parser(all_sections, prog, description, old=[*shortcuts, *remaining_flags.values()])
     parsed = parser.parse(argv)
-    aside = [note for note in parsed.notes if note.endswith(_NOT_NEEDED)]
-    if aside:
-        names = " ".join(note.split(" ", 1)[0] for note in aside)
-        parsed.notes = [note for note in parsed.notes if note not in aside]
+    training_notes = [note for note in parsed.notes if note.endswith(_NOT_NEEDED)]
+    if training_notes:
+        names = " ".join(note.split(" ", 1)[0] for note in training_notes)
+        parsed.notes = [note for note in parsed.notes if note not in training_notes]
         parsed.notes.append(f"not needed, since the checkpoint holds the model: {names}")
     return parsed
 

@@ -158,27 +158,27 @@ def generate(
 
 def _grow(results: Sequence[Generated], active: Sequence[int], chosen: Tensor, ends: Collection[int]) -> list[int]:
     """Append the sampled tokens; return the indices of the rows that continue."""
-    going_on = []
-    for i, token, enough in zip(active, *chosen.tolist(), strict=True):
+    active_rows = []
+    for i, token, stops in zip(active, *chosen.tolist(), strict=True):
         if token in ends:
             results[i].finished = True
             continue
         results[i].tokens.append(token)
-        if not enough:
-            going_on.append(i)
-    return going_on
+        if not stops:
+            active_rows.append(i)
+    return active_rows
 
 
-def _details(logits_nv: Tensor, tokens_n: Tensor, top: int, known: int) -> list[Token]:
+def _details(logits_nv: Tensor, tokens_n: Tensor, top: int, vocab_size: int) -> list[Token]:
     """Tokens with log-probabilities over all entries of the model; alternatives are limited to the tokenizer's."""
     logprobs_nv = widen(logits_nv).log_softmax(dim=-1)
-    own = logprobs_nv.gather(1, tokens_n.to(logprobs_nv.device).unsqueeze(1)).squeeze(1).tolist()
-    likeliest: list[tuple[tuple[int, float], ...]] = [()] * len(own)
+    chosen_logprobs = logprobs_nv.gather(1, tokens_n.to(logprobs_nv.device).unsqueeze(1)).squeeze(1).tolist()
+    likeliest: list[tuple[tuple[int, float], ...]] = [()] * len(chosen_logprobs)
     if top:
-        found = logprobs_nv[:, :known].topk(min(top, known), dim=-1)
-        pairs = zip(found.indices.tolist(), found.values.tolist(), strict=True)
+        top_logprobs = logprobs_nv[:, :vocab_size].topk(min(top, vocab_size), dim=-1)
+        pairs = zip(top_logprobs.indices.tolist(), top_logprobs.values.tolist(), strict=True)
         likeliest = [tuple(zip(ids, values, strict=True)) for ids, values in pairs]
-    return [Token(*values) for values in zip(tokens_n.tolist(), own, likeliest, strict=True)]
+    return [Token(*values) for values in zip(tokens_n.tolist(), chosen_logprobs, likeliest, strict=True)]
 
 
 @torch.no_grad()
@@ -203,7 +203,7 @@ def score(model: LoadedModel, rows: Sequence[Sequence[int]], top: int = 1) -> li
     scored: list[list[Token]] = [[] for _ in rows]
     if not longest:
         return scored
-    eod, known = model.tokenizer.eod, model.tokenizer.vocab_size
+    eod, vocab_size = model.tokenizer.eod, model.tokenizer.vocab_size
     tokens_bs = torch.tensor([row + [eod] * (longest - len(row)) for row in inputs], device=model.device)
     x_sbh = model.hidden(tokens_bs, ForwardContext())
     if x_sbh is None:
@@ -214,7 +214,7 @@ def score(model: LoadedModel, rows: Sequence[Sequence[int]], top: int = 1) -> li
         if not model.is_sampling_rank:
             continue
         for b, row in enumerate(rows):
-            wanted = row[first + 1 : first + 1 + step]
-            if wanted:
-                scored[b] += _details(logits_sbv[: len(wanted), b], torch.tensor(wanted), top, known)
+            target_ids = row[first + 1 : first + 1 + step]
+            if target_ids:
+                scored[b] += _details(logits_sbv[: len(target_ids), b], torch.tensor(target_ids), top, vocab_size)
     return scored

@@ -139,11 +139,11 @@ class Session:
         self.write(task, [f"{json.dumps(row)}\n" for row in rows])
 
     def from_file(self, task: GenerationTaskFlags, texts: Sequence[str]) -> None:
-        parts = [
+        entries = [
             f"\nContext:{text}\n\nMegatron-LM:{self.continuation(sample)}\n"
             for text, sample in zip(texts, self.in_batches(texts), strict=True)
         ]
-        self.write(task, parts)
+        self.write(task, entries)
 
     def _asked(self, patience_s: float) -> str:
         """Read a line on rank 0, which broadcasts regularly while it waits, so that the other ranks do not time out."""
@@ -154,8 +154,8 @@ class Session:
         while text is None:
             if self.model.topology.rank == 0:
                 alone = self.model.topology.layout.world_size == 1
-                there = alone or select.select([sys.stdin], [], [], min(20.0, patience_s / 3))[0]
-                text = sys.stdin.readline().removesuffix("\n").removeprefix("\ufeff") if there else None
+                is_ready = alone or select.select([sys.stdin], [], [], min(20.0, patience_s / 3))[0]
+                text = sys.stdin.readline().removesuffix("\n").removeprefix("\ufeff") if is_ready else None
                 if text is not None and not is_text(text):
                     print(f"that is no UTF-8 text{asking}", end="", flush=True)
                     text = None
@@ -185,9 +185,9 @@ def check(task: GenerationTaskFlags, choice: SamplingFlags) -> list[str]:
         raise UserError("--num-samples needs --genfile FILE to write to")
     if task.genfile and not task.num_samples:
         raise UserError("--genfile needs --num-samples N, how many texts to write")
-    asked = [name for name in ("prompt", "sample_input_file", "num_samples") if getattr(task, name)]
-    if len(asked) > 1:
-        raise UserError(f"{' and '.join('--' + name.replace('_', '-') for name in asked)} exclude each other")
+    input_flags = [name for name in ("prompt", "sample_input_file", "num_samples") if getattr(task, name)]
+    if len(input_flags) > 1:
+        raise UserError(f"{' and '.join('--' + name.replace('_', '-') for name in input_flags)} exclude each other")
     if task.prompt is not None and not is_text(task.prompt):
         raise UserError("--prompt: is no UTF-8 text; --sample-input-file reads prompts from a file")
     if task.sample_output_file is not None and task.sample_input_file is None:
@@ -201,8 +201,8 @@ def check(task: GenerationTaskFlags, choice: SamplingFlags) -> list[str]:
     return texts
 
 
-def _same(one: str, other: str) -> bool:
-    return Path(one).exists() and Path(one).samefile(other)
+def _same(path: str, other_path: str) -> bool:
+    return Path(path).exists() and Path(path).samefile(other_path)
 
 
 def read_prompts(path: str) -> list[str]:

@@ -90,20 +90,20 @@ class LoadedModel:
     @torch.no_grad()
     def hidden(self, tokens_bs: Tensor, context: ForwardContext) -> Tensor | None:
         """Run the model on tokens (b, s), equal on all ranks: hidden states (s, b, h) on the last stage, else None."""
-        part, at = self.stage.part, self.topology.coordinates.pp
+        stage_part, pp_rank = self.stage.part, self.topology.coordinates.pp
         x = tokens_bs
         if self.channel is not None:
             b, s = tokens_bs.shape
             self.channel.shapes = [torch.Size((s, b, self.config.model.hidden_size))] * (self.topology.layout.pp - 1)
-        if self.channel is not None and not part.first:
-            coming = Message(self.channel.forward, Position(-1, at - 1, 0, 1), None)
+        if self.channel is not None and not stage_part.first:
+            message = Message(self.channel.forward, Position(-1, pp_rank - 1, 0, 1), None)
             # Shapes vary between calls, so any kernel launch may load a new kernel: launch none during a receive.
-            self.channel.post([coming])
+            self.channel.post([message])
             self.channel.arrive()
-            x = self.channel.recv(coming)
+            x = self.channel.recv(message)
         x_sbh: Tensor = self.stage(x, context)
-        if self.channel is not None and not part.last:
-            self.channel.send(Message(self.channel.forward, Position(-1, at, 0, 1), None), x_sbh)
+        if self.channel is not None and not stage_part.last:
+            self.channel.send(Message(self.channel.forward, Position(-1, pp_rank, 0, 1), None), x_sbh)
             # This may be the rank's last call; the message must be sent before the process exits.
             self.channel.flush()
             return None
@@ -155,8 +155,8 @@ def inference_layout(config: RunConfig, tp: int, pp: int, world_size: int, backe
         tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, distributed_backend=backend
     )
     training = TrainingConfig(micro_batch_size=1, global_batch_size=replicas, train_iters=1)
-    asked = run_around(config.model, parallel=parallel, training=training)
-    asked.resolve(world_size, cuda_available=torch.cuda.is_available())
+    run_config = run_around(config.model, parallel=parallel, training=training)
+    run_config.resolve(world_size, cuda_available=torch.cuda.is_available())
     return Layout(tp=tp, pp=pp, dp=replicas)
 
 
@@ -242,25 +242,27 @@ def load_weights(
     )
 
 
-def _vocabulary(config: RunConfig, given: TokenizerConfig | None, entries: int) -> tuple[Tokenizer, TokenizerConfig]:
-    """Build the run's tokenizer with the overrides in ``given``; return it and its configuration.
+def _vocabulary(
+    config: RunConfig, overrides: TokenizerConfig | None, entries: int
+) -> tuple[Tokenizer, TokenizerConfig]:
+    """Build the run's tokenizer with ``overrides``; return it and its configuration.
 
     The model may have more entries than the tokenizer.
 
     Raises:
         UserError: when the tokenizer cannot be built, or does not match the model.
     """
-    changes = {} if given is None else {name: value for name, value in vars(given.with_type()).items() if value}
-    wanted = dataclasses.replace(config.tokenizer, **changes)
+    changes = {} if overrides is None else {name: value for name, value in vars(overrides.with_type()).items() if value}
+    tokenizer_config = dataclasses.replace(config.tokenizer, **changes)
     size = changes.get("vocab_size")
     if size is None:
-        wanted = fitted(wanted, entries)
-    elif size != entries and wanted.tokenizer_type != "NullTokenizer":
+        tokenizer_config = fitted(tokenizer_config, entries)
+    elif size != entries and tokenizer_config.tokenizer_type != "NullTokenizer":
         raise UserError(f"--vocab-size {size}: the checkpoint's model has {entries} entries; leave it out")
-    tokenizer = build_tokenizer(wanted)
+    tokenizer = build_tokenizer(tokenizer_config)
     if tokenizer.vocab_size > entries:
         raise UserError(
             f"the tokenizer has {tokenizer.vocab_size} entries, the checkpoint's model {entries}: it is another "
             "model's; give the one that this was trained with"
         )
-    return tokenizer, wanted
+    return tokenizer, tokenizer_config

@@ -109,8 +109,8 @@ class Sampling:
         if self.greedy:
             return logits_bv.argmax(dim=-1)
         sums_bv = self.probabilities(logits_bv).double().cumsum(dim=-1)
-        wanted_b1 = draws_b.to(sums_bv.device).unsqueeze(1) * sums_bv[:, -1:]
-        return torch.searchsorted(sums_bv, wanted_b1, right=True).squeeze(1).clamp(max=logits_bv.shape[-1] - 1)
+        thresholds_b1 = draws_b.to(sums_bv.device).unsqueeze(1) * sums_bv[:, -1:]
+        return torch.searchsorted(sums_bv, thresholds_b1, right=True).squeeze(1).clamp(max=logits_bv.shape[-1] - 1)
 
     def probabilities(self, logits_bv: Tensor) -> Tensor:
         """Sampling distribution, (b, vocabulary), in the dtype of ``widen``."""
@@ -118,15 +118,15 @@ class Sampling:
         wide = widen(logits_bv)
         logits = (wide - wide.amax(dim=-1, keepdim=True)) / max(self.temperature, 1e-6)
         if self.top_k:
-            kept = logits.topk(min(self.top_k, logits.shape[-1]), dim=-1)
-            logits = torch.full_like(logits, -torch.inf).scatter_(-1, kept.indices, kept.values)
+            top_logits = logits.topk(min(self.top_k, logits.shape[-1]), dim=-1)
+            logits = torch.full_like(logits, -torch.inf).scatter_(-1, top_logits.indices, top_logits.values)
         if 0 < self.top_p < 1:
             ordered = logits.sort(dim=-1, descending=True)
             p = ordered.values.softmax(dim=-1)
             # Exclude a token if the likelier tokens reach top_p already; always keep the first.
-            beyond = p.cumsum(dim=-1) - p >= self.top_p
-            beyond[..., 0] = False  # even if top_p rounds to 0 in this dtype
-            values = ordered.values.masked_fill(beyond, -torch.inf)
+            excluded = p.cumsum(dim=-1) - p >= self.top_p
+            excluded[..., 0] = False  # even if top_p rounds to 0 in this dtype
+            values = ordered.values.masked_fill(excluded, -torch.inf)
             logits = torch.full_like(logits, -torch.inf).scatter_(-1, ordered.indices, values)
         if self.min_p:
             p = logits.softmax(dim=-1)

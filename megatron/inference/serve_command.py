@@ -115,12 +115,12 @@ def serve(model: LoadedModel, flags: ServerFlags, patience_s: float, listening: 
     template = open_chat_template(model.tokenizer_flags)
     app = Server(worker, limits, flags.max_request_bytes, name, hosts_of(flags), template).app()
     host, port = listening.getsockname()[:2]
-    where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     most = room_for(flags.max_connections)
     if most < flags.max_connections:
         print(f"note: --max-connections is {most}: this process may not have more files open (ulimit -n)", flush=True)
     config = configuration(app, most)
-    server = HTTPServer(config, worker, lambda: print(f"serving {name} at {where}", flush=True))
+    server = HTTPServer(config, worker, lambda: print(f"serving {name} at {url}", flush=True))
     for number in (signal.SIGINT, signal.SIGTERM):
         # uvicorn handles both while it runs, and raises them again afterwards; by then the server has ended.
         signal.signal(number, lambda *_: ended())
@@ -135,8 +135,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return 0 after a signal, or 2 after printing a one-line error for invalid input."""
 
     def body(ranks: Ranks) -> None:
-        given = sys.argv[1:] if argv is None else argv
-        parsed = parse_flags(given, {"server": ServerFlags}, "run_text_generation_server.py", DESCRIPTION)
+        arguments = sys.argv[1:] if argv is None else argv
+        parsed = parse_flags(arguments, {"server": ServerFlags}, "run_text_generation_server.py", DESCRIPTION)
         model_flags: ModelFlags = parsed.sections["model"]
         flags: ServerFlags = parsed.sections["server"]
         try:

@@ -62,10 +62,10 @@ class Replayer:
             self._seen.add(shape)
             return step()
         if shape not in self._recordings:
-            made = self._workspaces.recording(step)
-            if made is None:
+            new_recording = self._workspaces.recording(step)
+            if new_recording is None:
                 return step()
-            self._recordings[shape] = made
+            self._recordings[shape] = new_recording
         recording = self._recordings[shape]
         recording.replay()
         return recording.result
@@ -146,15 +146,15 @@ class Workspaces:
             positions: maximum number of positions of a row.
             make: creates a cache with the given number of positions.
         """
-        kept = self._kept
-        if kept is not None and kept.cache.rows == rows and kept.cache.capacity >= positions:
-            kept.cache.clear()
-            return kept
+        workspace = self._kept
+        if workspace is not None and workspace.cache.rows == rows and workspace.cache.capacity >= positions:
+            workspace.cache.clear()
+            return workspace
         self._kept = None  # free its memory before allocating the next workspace
-        made = Workspace(make(-(-positions // self.block) * self.block), Replayer(self))
+        new_workspace = Workspace(make(-(-positions // self.block) * self.block), Replayer(self))
         if self.record is not None:
-            self._kept = made
-        return made
+            self._kept = new_workspace
+        return new_workspace
 
 
 def rows_to_keep(held: Sequence[int], wanted: Collection[int], recorded: bool) -> list[int] | None:
@@ -165,4 +165,4 @@ def rows_to_keep(held: Sequence[int], wanted: Collection[int], recorded: bool) -
     """
     if len(wanted) == len(held) or (recorded and 2 * len(wanted) > len(held)):
         return None
-    return [at for at, number in enumerate(held) if number in wanted]
+    return [index for index, number in enumerate(held) if number in wanted]

@@ -61,8 +61,8 @@ class TokenDecoder:
         """Text that a token would have at this position."""
         return _certain_text(self._unsent_text([token]), self._pending + 1)
 
-    def _unsent_text(self, more: Sequence[int] = ()) -> str:
-        return self.tokenizer.detokenize([*self._tokens, *more])[self._sent :]
+    def _unsent_text(self, next_tokens: Sequence[int] = ()) -> str:
+        return self.tokenizer.detokenize([*self._tokens, *next_tokens])[self._sent :]
 
     def _advance(self, text: str) -> None:
         """Keep the tokens of ``text`` as the context of the next token."""
@@ -138,10 +138,10 @@ class TextStream:
 
     def _release(self, text: str, final: bool) -> str:
         self._held += text
-        found = [at for at in (self._held.find(stop) for stop in self.stop) if at >= 0]
-        if found:
+        stop_positions = [position for position in (self._held.find(stop) for stop in self.stop) if position >= 0]
+        if stop_positions:
             self.stopped = True
-            return self._held[: min(found)]
+            return self._held[: min(stop_positions)]
         keep = 0 if final else max((_overlap(self._held, stop) for stop in self.stop), default=0)
         cut = len(self._held) - keep
         certain, self._held = self._held[:cut], self._held[cut:]

@@ -68,8 +68,8 @@ class Attention(ShardedModule, ABC):
     ) -> Tensor:
         """Attention of (b, heads, s, d) queries over (b, groups, s', d) keys and values: (s, b, heads * d)."""
         if self.recompute_core and torch.is_grad_enabled():
-            given = (query, key, value, context.of_any_micro_batch(), dropout)
-            out_bnsd = checkpoint(self._core, *given, use_reentrant=False, preserve_rng_state=False)
+            inputs = (query, key, value, context.of_any_micro_batch(), dropout)
+            out_bnsd = checkpoint(self._core, *inputs, use_reentrant=False, preserve_rng_state=False)
         else:
             out_bnsd = self._core(query, key, value, context, dropout)
         return out_bnsd.permute(2, 0, 1, 3).flatten(2)

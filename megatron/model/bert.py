@@ -100,8 +100,8 @@ class BertStage(Stage):
         x_sbh = self.final_layernorm(x_sbh)
         counts = self.counts(targets)
         weights_bs = token_weights(targets.mask_bs, divisors)
-        given = (self.output_weight, targets.labels_bs.t(), weights_bs.t(), self.comm, self.shard, self.lm_head.bias)
-        objective, losses_sb = head_loss(self.lm_head(x_sbh), *given, space=self.logits_space)
+        args = (self.output_weight, targets.labels_bs.t(), weights_bs.t(), self.comm, self.shard, self.lm_head.bias)
+        objective, losses_sb = head_loss(self.lm_head(x_sbh), *args, space=self.logits_space)
         sums = [LossSum((losses_sb.t() * targets.mask_bs).sum(), counts[0])]
         if self.config.bert_binary_head:
             assert targets.order_b is not None

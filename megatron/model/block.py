@@ -22,9 +22,9 @@ def hidden_dropout(x_sbh: Tensor, p: float, keys: SiteKeys | None, site: int, co
     """Dropout of activations that are replicated on tensor-parallel ranks, or split along the sequence."""
     if p == 0.0 or keys is None:
         return x_sbh
-    parts = comm.size if comm.sequence_parallel else 1
-    mask_sbh = keys.keep_mask(site, (x_sbh.shape[0] * parts, x_sbh.shape[2]), p, x_sbh).transpose(0, 1)
-    return x_sbh * (comm.own_part(mask_sbh) if parts > 1 else mask_sbh)
+    num_slices = comm.size if comm.sequence_parallel else 1
+    mask_sbh = keys.keep_mask(site, (x_sbh.shape[0] * num_slices, x_sbh.shape[2]), p, x_sbh).transpose(0, 1)
+    return x_sbh * (comm.own_part(mask_sbh) if num_slices > 1 else mask_sbh)
 
 
 class Layer(nn.Module, ABC):
@@ -128,10 +128,10 @@ class TransformerLayer(Layer):
         positions: tuple[Tensor, Tensor] | None,
         dropout: LayerDropout | None,
     ) -> Tensor:
-        then_sbh = self._attended(x_sbh, context, positions, dropout)
-        mlp_input = x_sbh if self.parallel else then_sbh
+        residual_sbh = self._attended(x_sbh, context, positions, dropout)
+        mlp_input = x_sbh if self.parallel else residual_sbh
         branch = self.mlp(self.post_attention_layernorm(mlp_input), context)
-        return self._add(branch, then_sbh, dropout, 1, self.post_mlp_layernorm)
+        return self._add(branch, residual_sbh, dropout, 1, self.post_mlp_layernorm)
 
 
 class DecoderLayer(TransformerLayer):
@@ -156,10 +156,10 @@ class DecoderLayer(TransformerLayer):
 
     def dropout_keys(self, context: ForwardContext) -> LayerDropout | None:
         """See ``TransformerLayer``."""
-        found = super().dropout_keys(context)
-        if found is None or context.dropout is None:
+        keys = super().dropout_keys(context)
+        if keys is None or context.dropout is None:
             return None
-        return replace(found, cross=self.cross_attention.dropout_keys(context.dropout))
+        return replace(keys, cross=self.cross_attention.dropout_keys(context.dropout))
 
     def forward(
         self,
@@ -168,8 +168,8 @@ class DecoderLayer(TransformerLayer):
         positions: tuple[Tensor, Tensor] | None,
         dropout: LayerDropout | None,
     ) -> Tensor:
-        then_sbh = self._attended(x_sbh, context, positions, dropout)
+        residual_sbh = self._attended(x_sbh, context, positions, dropout)
         keys = None if dropout is None else dropout.cross
-        read = self.cross_attention(self.post_attention_layernorm(then_sbh), context, keys)
-        then_sbh = self._add(read, then_sbh, dropout, 2)
-        return self._add(self.mlp(self.post_cross_attention_layernorm(then_sbh), context), then_sbh, dropout, 1)
+        read = self.cross_attention(self.post_attention_layernorm(residual_sbh), context, keys)
+        residual_sbh = self._add(read, residual_sbh, dropout, 2)
+        return self._add(self.mlp(self.post_cross_attention_layernorm(residual_sbh), context), residual_sbh, dropout, 1)

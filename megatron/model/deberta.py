@@ -109,8 +109,8 @@ class DebertaLayer(Layer):
     ) -> Tensor:
         keys = None if dropout is None else dropout.attention
         attended = self.self_attention(x_sbh, context, positions, keys)
-        then_sbh = self.post_attention_layernorm(self._add(attended, x_sbh, dropout, 0))
-        out_sbh: Tensor = self.output_layernorm(self._add(self.mlp(then_sbh), then_sbh, dropout, 1))
+        residual_sbh = self.post_attention_layernorm(self._add(attended, x_sbh, dropout, 0))
+        out_sbh: Tensor = self.output_layernorm(self._add(self.mlp(residual_sbh), residual_sbh, dropout, 1))
         if self.convolution is None:
             return out_sbh
         result: Tensor = self.convolution(x_sbh, out_sbh, context, None if dropout is None else dropout.hidden)

@@ -26,8 +26,8 @@ def relative_rows(length: int, config: ModelConfig, device: torch.device) -> Ten
 
     Short distances have separate rows; with buckets, long distances share rows on a logarithmic scale.
     """
-    place = torch.arange(length, device=device)
-    distance_ss = place.unsqueeze(1) - place.unsqueeze(0)
+    positions = torch.arange(length, device=device)
+    distance_ss = positions.unsqueeze(1) - positions.unsqueeze(0)
     if config.position_buckets:
         near = config.position_buckets // 2
         # fp32 and this order of operations match the reference implementation: the last bit can change a bucket.
@@ -86,11 +86,11 @@ class DisentangledAttention(SelfAttention):
         mixed = self.query_key_value(x_sbh)
         s, b, _ = mixed.shape
         query, key, value = mixed.view(s, b, self.groups, _TERMS, self.head_dim).permute(3, 1, 2, 0, 4)
-        given = (query, key, value, *self._of_distances(table_rh), rows_ss, context.of_any_micro_batch(), dropout)
+        inputs = (query, key, value, *self._of_distances(table_rh), rows_ss, context.of_any_micro_batch(), dropout)
         if self.recompute_core and torch.is_grad_enabled():
-            out_bnsd = checkpoint(self._disentangled, *given, use_reentrant=False, preserve_rng_state=False)
+            out_bnsd = checkpoint(self._disentangled, *inputs, use_reentrant=False, preserve_rng_state=False)
         else:
-            out_bnsd = self._disentangled(*given)
+            out_bnsd = self._disentangled(*inputs)
         result: tuple[Tensor, Tensor | None] = self.dense(out_bnsd.permute(2, 0, 1, 3).flatten(2))
         return result
 
@@ -99,8 +99,8 @@ class DisentangledAttention(SelfAttention):
         linear, heads = self.query_key_value, self.groups
         weight = linear.weight.view(heads, 3, self.head_dim, -1)[:, :2].flatten(0, 2)
         bias = None if linear.bias is None else linear.bias.view(heads, 3, self.head_dim)[:, :2].flatten()
-        both = F.linear(table_rh, weight, bias).view(len(table_rh), heads, 2, self.head_dim)
-        query, key = both.permute(2, 1, 0, 3)
+        query_key = F.linear(table_rh, weight, bias).view(len(table_rh), heads, 2, self.head_dim)
+        query, key = query_key.permute(2, 1, 0, 3)
         return query, key
 
     def _disentangled(

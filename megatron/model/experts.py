@@ -110,15 +110,15 @@ class _WithBiases(torch.autograd.Function):
 
 def _of_one(expert: Expert, rows: Tensor) -> Tensor:
     """An expert's outputs for rows (r, h), padded to a recurring size; see ``recurring``."""
-    more = recurring(rows) - len(rows)
-    out: Tensor = expert(F.pad(rows, (0, 0, 0, more)) if more else rows)
+    padding = recurring(rows) - len(rows)
+    out: Tensor = expert(F.pad(rows, (0, 0, 0, padding)) if padding else rows)
     return out[: len(rows)]
 
 
 def _legs(sent: tuple[int, ...], received: tuple[int, ...], layer: int) -> tuple[Leg, Leg]:
     """Legs of dispatch and combine, from the number of rows sent to and received from each rank."""
-    there = Leg(Point.EP_DISPATCH_FWD, Point.EP_DISPATCH_BWD, sent, received, layer)
-    return there, Leg(Point.EP_COMBINE_FWD, Point.EP_COMBINE_BWD, received, sent, layer)
+    dispatch_leg = Leg(Point.EP_DISPATCH_FWD, Point.EP_DISPATCH_BWD, sent, received, layer)
+    return dispatch_leg, Leg(Point.EP_COMBINE_FWD, Point.EP_COMBINE_BWD, received, sent, layer)
 
 
 class _Coefficients(ShardedModule):
@@ -195,13 +195,13 @@ class Experts(nn.Module):
         comm = self.comm
         if comm.sequence_parallel:
             first = comm.rank * x_sbh.shape[0] * x_sbh.shape[1]
-            own = slice(first, first + x_sbh.shape[0] * x_sbh.shape[1])
-            return self._routed(x_sbh, routing.of_tokens(own))
+            token_slice = slice(first, first + x_sbh.shape[0] * x_sbh.shape[1])
+            return self._routed(x_sbh, routing.of_tokens(token_slice))
         x_th = enter_parallel_region(x_sbh, comm).flatten(0, 1)
-        part = -(-len(x_th) // comm.size)
-        own = slice(min(comm.rank * part, len(x_th)), min((comm.rank + 1) * part, len(x_th)))
-        out = self._routed(x_th[own].unsqueeze(1), routing.of_tokens(own)).squeeze(1)
-        out_th = F.pad(out, (0, 0, own.start, len(x_th) - own.stop))
+        slice_length = -(-len(x_th) // comm.size)
+        token_slice = slice(min(comm.rank * slice_length, len(x_th)), min((comm.rank + 1) * slice_length, len(x_th)))
+        out = self._routed(x_th[token_slice].unsqueeze(1), routing.of_tokens(token_slice)).squeeze(1)
+        out_th = F.pad(out, (0, 0, token_slice.start, len(x_th) - token_slice.stop))
         return leave_parallel_region(out_th.view_as(x_sbh), comm)
 
     def _routed(self, x_sbh: Tensor, routing: Routing) -> Tensor:
@@ -226,10 +226,10 @@ class Experts(nn.Module):
             rows = self._compute(rows, order.counts)
         else:
             counts_re = order.counts.view(comm.size, self.local)
-            came_re = comm.exchange_counts(counts_re)
-            sent, received = (tuple(counts.sum(1).tolist()) for counts in (counts_re, came_re))
-            there, back = _legs(sent, received, self.layer)
-            rows = comm.move(self._computed_of_ranks(comm.move(rows, there), came_re), back)
+            received_re = comm.exchange_counts(counts_re)
+            sent, received = (tuple(counts.sum(1).tolist()) for counts in (counts_re, received_re))
+            dispatch_leg, combine_leg = _legs(sent, received, self.layer)
+            rows = comm.move(self._computed_of_ranks(comm.move(rows, dispatch_leg), received_re), combine_leg)
         return combined(rows, choices.weights_tk, order, shape)
 
     def _of_nodes(self, x_th: Tensor, choices: Choices, shape: Sequence[int], comm: RowExchange) -> Tensor:
@@ -238,35 +238,37 @@ class Experts(nn.Module):
         A token is sent to a node once, and a single sum of its experts' outputs on that node comes back. Expert numbers
         and weights are sent along with the rows.
         """
-        here, k = self.expert_comm.ranks.size * self.local, choices.chosen_tk.shape[1]
+        local_experts, k = self.expert_comm.ranks.size * self.local, choices.chosen_tk.shape[1]
         count = partial(self.expert_comm.count_by_node, experts=self.count, most=choices.most)
-        wanted = choices_by_node(choices, comm.size, *self._places(x_th.device), count)
-        counts_n2 = torch.stack([wanted.order.counts, wanted.counts_n], dim=1)
-        came_n2 = comm.exchange_counts(counts_n2)
-        (sent, sent_p), (received, received_p) = (map(tuple, c.t().tolist()) for c in (counts_n2, came_n2))
-        weights_p, numbers_p = comm.move_choices(wanted.weights_p, wanted.numbers_p, sent_p, received_p)
-        there, back = _legs(sent, received, self.layer)
-        rows = comm.move(dispatched(x_th, wanted.order), there)
+        node_choices = choices_by_node(choices, comm.size, *self._places(x_th.device), count)
+        counts_n2 = torch.stack([node_choices.order.counts, node_choices.counts_n], dim=1)
+        received_n2 = comm.exchange_counts(counts_n2)
+        (sent, sent_p), (received, received_p) = (map(tuple, c.t().tolist()) for c in (counts_n2, received_n2))
+        weights_p, numbers_p = comm.move_choices(node_choices.weights_p, node_choices.numbers_p, sent_p, received_p)
+        dispatch_leg, combine_leg = _legs(sent, received, self.layer)
+        rows = comm.move(dispatched(x_th, node_choices.order), dispatch_leg)
         most = None if choices.most is None else choices.most * comm.size
-        came = choices_of_rows(numbers_p, weights_p, len(rows), min(k, here), here, most)
-        return collected(comm.move(self._of_ranks(rows, came, rows.shape), back), wanted.order, shape)
+        received_choices = choices_of_rows(numbers_p, weights_p, len(rows), min(k, local_experts), local_experts, most)
+        return collected(
+            comm.move(self._of_ranks(rows, received_choices, rows.shape), combine_leg), node_choices.order, shape
+        )
 
     def _places(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Node of each expert, and its index on that node; each with an extra entry for no expert."""
         comm, local = self.expert_comm, self.local
         assert comm.nodes is not None
         nodes = [node for node in comm.node_of for _ in range(local)]
-        numbers = [place * local + number for place in comm.place_of for number in range(local)]
+        numbers = [rank * local + number for rank in comm.place_of for number in range(local)]
         return torch.tensor([*nodes, comm.nodes.size], device=device), torch.tensor([*numbers, 0], device=device)
 
-    def _computed_of_ranks(self, rows: Tensor, came_re: Tensor) -> Tensor:
+    def _computed_of_ranks(self, rows: Tensor, received_re: Tensor) -> Tensor:
         """Outputs of rows sorted by source rank and then by expert; in the same order."""
-        numbers = torch.arange(self.local, device=rows.device).repeat(len(came_re))
-        repeats = came_re.flatten().to(rows.device)
+        numbers = torch.arange(self.local, device=rows.device).repeat(len(received_re))
+        repeats = received_re.flatten().to(rows.device)
         order = numbers.repeat_interleave(repeats, output_size=len(rows)).argsort(stable=True)
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=rows.device)
-        out = self._compute(rows.index_select(0, order), came_re.sum(0))
+        out = self._compute(rows.index_select(0, order), received_re.sum(0))
         return out.index_select(0, back)
 
     def _compute(self, rows: Tensor, counts: Tensor) -> Tensor:
@@ -279,8 +281,10 @@ class Experts(nn.Module):
         if multiply is not None:
             inner = _together(rows, ups, counts, multiply)
             return _together(experts[0].activation(inner), downs, counts, multiply)
-        parts = rows.split(counts.tolist())
-        return torch.cat([_of_one(expert, part) for expert, part in zip(experts, parts, strict=True)])
+        rows_by_expert = rows.split(counts.tolist())
+        return torch.cat(
+            [_of_one(expert, expert_rows) for expert, expert_rows in zip(experts, rows_by_expert, strict=True)]
+        )
 
     def _mixed(self, out_sbh: Tensor, x_sbh: Tensor) -> Tensor:
         """Add the output of the shared MLP."""
@@ -302,10 +306,10 @@ class Experts(nn.Module):
             return out_sbh
         counts = self.expert_comm.count(routing.experts_tk, self.count)
         step.seen[self.layer, step.micro_batch] = (counts, routing.losses.detach())
-        given = tuple(config.expert_losses.values())
-        if not any(given):
+        loss_weights = tuple(config.expert_losses.values())
+        if not any(loss_weights):
             return out_sbh
-        weights = routing.losses.new_tensor(given)
+        weights = routing.losses.new_tensor(loss_weights)
         # Divide by the ranks: the gradients of the router's logits are summed over tensor-parallel ranks.
         objective = (routing.losses * weights).sum() / self.comm.size
         result: Tensor = _WithLoss.apply(out_sbh, objective, step.loss_grad)

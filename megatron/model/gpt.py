@@ -24,9 +24,9 @@ class GPTStage(Stage):
     def token_losses(self, x_sbh: Tensor, labels_bs: Tensor, weights_bs: Tensor) -> tuple[Tensor, Tensor]:
         """Weighted sum of the token losses (scalar), and the token losses (b, s); last stage only."""
         x_sbh = self.final_layernorm(x_sbh)
-        given = (self.output_weight, labels_bs.t(), weights_bs.t(), self.comm, self.shard)
+        args = (self.output_weight, labels_bs.t(), weights_bs.t(), self.comm, self.shard)
         cap = self.config.final_logit_softcapping
-        total, losses_sb = head_loss(x_sbh, *given, space=self.logits_space, cap=cap)
+        total, losses_sb = head_loss(x_sbh, *args, space=self.logits_space, cap=cap)
         return total, losses_sb.t()
 
     def logits(self, x_sbh: Tensor) -> Tensor:

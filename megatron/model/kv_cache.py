@@ -83,10 +83,10 @@ class KVCache:
             return None
         newest_b1 = self._lengths_b.unsqueeze(1)
         positions = torch.arange(self._seen, device=newest_b1.device)
-        seen = positions <= newest_b1
+        visible = positions <= newest_b1
         if window is not None:
-            seen &= positions > newest_b1 - window
-        return seen[:, None, None]
+            visible &= positions > newest_b1 - window
+        return visible[:, None, None]
 
     def extend(self, layer: int, key_bgsd: Tensor, value_bgsd: Tensor) -> tuple[Tensor, Tensor]:
         """Append positions to a layer's keys and values; return the cached keys and values.

@@ -61,7 +61,7 @@ def apply_rotary(x_sbnd: Tensor, tables: Tables) -> Tensor:
     """Rotate the first channels of each head; the tables determine their number."""
     cos, sin = tables
     rotary_dim = cos.shape[-1]
-    turned, kept = x_sbnd[..., :rotary_dim], x_sbnd[..., rotary_dim:]
-    low, high = turned.chunk(2, dim=-1)
-    turned = turned * cos + torch.cat((-high, low), dim=-1) * sin
-    return torch.cat((turned, kept), dim=-1) if kept.shape[-1] else turned
+    rotated, unrotated = x_sbnd[..., :rotary_dim], x_sbnd[..., rotary_dim:]
+    low, high = rotated.chunk(2, dim=-1)
+    rotated = rotated * cos + torch.cat((-high, low), dim=-1) * sin
+    return torch.cat((rotated, unrotated), dim=-1) if unrotated.shape[-1] else rotated

@@ -113,11 +113,11 @@ class Router(ShardedModule):
         eps = self.config.moe_input_jitter_eps
         if not eps or context.dropout is None:
             return x_sbh
-        parts = self.comm.size if self.comm.sequence_parallel else 1
+        num_slices = self.comm.size if self.comm.sequence_parallel else 1
         keys = context.dropout.at((self.layer, "router"))
-        noise_bsh = keys.uniform(0, (x_sbh.shape[0] * parts, x_sbh.shape[2]), 1.0 - eps, 1.0 + eps, x_sbh)
+        noise_bsh = keys.uniform(0, (x_sbh.shape[0] * num_slices, x_sbh.shape[2]), 1.0 - eps, 1.0 + eps, x_sbh)
         noise_sbh = noise_bsh.transpose(0, 1)
-        return x_sbh * (self.comm.own_part(noise_sbh) if parts > 1 else noise_sbh)
+        return x_sbh * (self.comm.own_part(noise_sbh) if num_slices > 1 else noise_sbh)
 
     def _within_groups(self, ranking_te: Tensor) -> Tensor:
         """Ranking scores, minus infinity outside the token's best groups (DeepSeek-V3, 2024, section 2.1.2): the groups
@@ -159,10 +159,10 @@ class Router(ShardedModule):
         order = chosen.argsort(stable=True) if first is None else first[chosen[first].argsort(stable=True)]
         by_expert = chosen[order]
         starts = torch.searchsorted(by_expert, torch.arange(self.experts, device=chosen.device))
-        place = torch.arange(len(chosen), device=chosen.device) - starts[by_expert]
-        kept = torch.empty_like(chosen, dtype=torch.bool)
-        kept[order] = place < capacity
-        return kept.view_as(experts_tk)
+        position = torch.arange(len(chosen), device=chosen.device) - starts[by_expert]
+        within_capacity = torch.empty_like(chosen, dtype=torch.bool)
+        within_capacity[order] = position < capacity
+        return within_capacity.view_as(experts_tk)
 
     def _losses(
         self, logits_te: Tensor, scores_te: Tensor, experts_tk: Tensor, samples: int, before_e: Tensor | None
@@ -179,14 +179,14 @@ class Router(ShardedModule):
         softmax = config.moe_router_score_function == "softmax"
         shares_te = scores_te if softmax else _over_their_sum(scores_te)
         chosen_te = torch.zeros_like(logits_te).scatter_(1, experts_tk, 1.0 / config.moe_router_topk)
-        found = []
+        losses = []
         for kind in config.expert_losses:
             if kind == Z_LOSS:
-                found.append(logits_te.logsumexp(-1).square().mean())
+                losses.append(logits_te.logsumexp(-1).square().mean())
             elif kind == "seq_aux_loss":
                 shares_be, chosen_be = (x.view(-1, samples, self.experts).mean(0) for x in (shares_te, chosen_te))
-                found.append(self.experts * (shares_be * chosen_be).sum(-1).mean())
+                losses.append(self.experts * (shares_be * chosen_be).sum(-1).mean())
             else:
                 chosen_e = chosen_te.mean(0) if kind != GLOBAL_LOSS or before_e is None else before_e.to(chosen_te)
-                found.append(self.experts * (shares_te.mean(0) * chosen_e).sum())
-        return torch.stack(found)
+                losses.append(self.experts * (shares_te.mean(0) * chosen_e).sum())
+        return torch.stack(losses)

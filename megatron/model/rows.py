@@ -41,12 +41,12 @@ def order_of(chosen_tk: Tensor, holes: bool, counts: Tensor) -> Order:
     """
     chosen, k = chosen_tk.flatten(), chosen_tk.shape[1]
     order = chosen.argsort(stable=True)
-    place = torch.empty_like(order)
-    place[order] = torch.arange(len(order), device=order.device)
+    row_of_choice = torch.empty_like(order)
+    row_of_choice[order] = torch.arange(len(order), device=order.device)
     if holes:
         rows = int(counts.sum())
-        order, place = order[:rows], place.clamp_(max=rows)
-    return Order(order // k, place.view_as(chosen_tk), counts)
+        order, row_of_choice = order[:rows], row_of_choice.clamp_(max=rows)
+    return Order(order // k, row_of_choice.view_as(chosen_tk), counts)
 
 
 class _Dispatch(torch.autograd.Function):

@@ -138,14 +138,14 @@ class Stage(nn.Module, ABC):
         count = self.recompute.recompute_num_layers
         if self.recompute.recompute_method == "block":
             groups: list[Sequence[Layer]] = [[layer] for layer in layers[:count]]
-            rest = layers[count:]
+            remaining_layers = layers[count:]
         else:
             groups = [layers[i : i + count] for i in range(0, len(layers), count)]
-            rest = ()
+            remaining_layers = ()
         for group in groups:
-            given = (group, x_sbh, context, positions)
-            x_sbh = checkpoint(self._run, *given, use_reentrant=False, preserve_rng_state=False)
-        return self._run(rest, x_sbh, context, positions)
+            inputs = (group, x_sbh, context, positions)
+            x_sbh = checkpoint(self._run, *inputs, use_reentrant=False, preserve_rng_state=False)
+        return self._run(remaining_layers, x_sbh, context, positions)
 
     @staticmethod
     def _run(

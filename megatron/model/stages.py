@@ -48,9 +48,9 @@ def boundary_lengths(config: ModelConfig, layout: Layout, length: int) -> list[i
         layout: the mesh.
         length: tokens of the sample; in encoder-decoder models, of the encoder.
     """
-    both = length + (config.decoder_seq_length or 0)
+    joint_length = length + (config.decoder_seq_length or 0)
     stages = range(layout.num_virtual_stages - 1)
-    return [both if layout.follows_encoder(stage) else length for stage in stages]
+    return [joint_length if layout.follows_encoder(stage) else length for stage in stages]
 
 
 def padded_vocab_size(vocab_size: int, multiple: int, tp: int) -> int:
@@ -79,8 +79,8 @@ def build_stages(
     shard = VocabShard(vocab_size, padded_vocab_size(vocab_size, config.make_vocab_size_divisible_by, comm.size), comm)
     stages: list[Stage] = []
     for chunk in range(layout.chunks):
-        part = stage_part(config, layout, pp, chunk)
-        stage = make_stage(config, part, shard, comm, device, dtype, recompute)
+        chunk_part = stage_part(config, layout, pp, chunk)
+        stage = make_stage(config, chunk_part, shard, comm, device, dtype, recompute)
         if seed is not None:
             initialize(stage, config, seed)
         stages.append(stage)

@@ -72,18 +72,18 @@ class T5Stage(Stage):
         return self._decode(layers[self.encoder_size :], x, context)
 
     def _decode(self, layers: Sequence[Layer], x_sbh: Tensor, context: ForwardContext) -> Tensor:
-        own = replace(context, position_ids_bs=None, segment_ids_bs=context.decoder_segment_ids_bs)
+        decoder_context = replace(context, position_ids_bs=None, segment_ids_bs=context.decoder_segment_ids_bs)
         if self.begins_decoder:
             assert context.decoder_tokens_bs is not None
             read_sbh = x_sbh
-            x_sbh = self.embedding(context.decoder_tokens_bs, own, site="decoder-embedding")
+            x_sbh = self.embedding(context.decoder_tokens_bs, decoder_context, site="decoder-embedding")
         else:
             length = self._own_length(self.config.decoder_seq_length or 0)
             x_sbh, read_sbh = x_sbh[:length], x_sbh[length:]
         # Enter the region once for all layers, so that they communicate neither the memory nor its gradient.
         entered_sbh = enter_parallel_region(read_sbh.to(self.dtype), self.comm.at("memory"))
         memory = Memory(entered_sbh, context.segment_ids_bs)
-        x_sbh = self._transform(layers, x_sbh, replace(own, memory=memory))
+        x_sbh = self._transform(layers, x_sbh, replace(decoder_context, memory=memory))
         return x_sbh if self.part.last else torch.cat([x_sbh, read_sbh])
 
     def _own_length(self, length: int) -> int:
@@ -95,8 +95,8 @@ class T5Stage(Stage):
     def loss(self, x_sbh: Tensor, targets: Targets, divisors: Tensor | None = None) -> StageLoss:
         x_sbh = self.final_layernorm(x_sbh)
         labels_sb, weights_sb = targets.labels_bs.t(), token_weights(targets.mask_bs, divisors).t()
-        given = (self.output_weight, labels_sb, weights_sb, self.comm, self.shard, self.lm_head.bias)
-        objective, losses_sb = head_loss(x_sbh, *given, space=self.logits_space)
+        args = (self.output_weight, labels_sb, weights_sb, self.comm, self.shard, self.lm_head.bias)
+        objective, losses_sb = head_loss(x_sbh, *args, space=self.logits_space)
         total = (losses_sb.t() * targets.mask_bs).sum()
         return StageLoss(objective, (LossSum(total, targets.mask_bs.sum()),))
 

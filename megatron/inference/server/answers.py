@@ -109,21 +109,21 @@ class CompletionAnswer:
         Tokens that end within a character are held back until the character is complete or the row ends. An incomplete
         character at the end is text, too, and belongs to the last held token.
         """
-        decoder, held = self._decoders[row], self._held[row]
+        decoder, held_entries = self._decoders[row], self._held[row]
         for token in tokens:
             number, logprob = (token, None) if isinstance(token, int) else (token.id, token.logprob)
             top = () if isinstance(token, int) else token.top
             alternatives = [(other, decoder.preview(other), value) for other, value in top]
             text = decoder.add(number)
-            held.append((token, TokenEntry(text, self._offsets[row], logprob, alternatives)))
+            held_entries.append((token, TokenEntry(text, self._offsets[row], logprob, alternatives)))
             self._offsets[row] += len(text)
         if decoder.is_within_character and not final:
             return []
-        if final and held:
-            token, entry = held[-1]
-            held[-1] = token, replace(entry, text=entry.text + decoder.finish())
+        if final and held_entries:
+            token, entry = held_entries[-1]
+            held_entries[-1] = token, replace(entry, text=entry.text + decoder.finish())
         self._held[row] = []
-        return held
+        return held_entries
 
     def _logprobs(self, entries: Sequence[tuple[Token | int, TokenEntry]]) -> dict[str, Any]:
         return {

@@ -82,15 +82,15 @@ class Running:
             RequestError: when the job failed.
             ClientDisconnect: when the client has disconnected.
         """
-        asked = time.monotonic()
+        last_check = time.monotonic()
         while True:
             event = await self.next(_LISTENING_SECONDS)
             if isinstance(event, Failed):
                 raise RequestError(event.message, event.status)
             if isinstance(event, list):
                 return event
-            if time.monotonic() - asked >= _LISTENING_SECONDS:
-                asked = time.monotonic()
+            if time.monotonic() - last_check >= _LISTENING_SECONDS:
+                last_check = time.monotonic()
                 if await request.is_disconnected():
                     self.cancel()
                     raise ClientDisconnect
@@ -175,9 +175,9 @@ class Server:
 
     async def one_model(self, request: Request) -> Response:
         """Return a model by its name."""
-        asked = request.path_params["model"]
-        if asked != self.name:
-            return error_response(f"there is no model {asked} here; this is {self.name}", 404, "model_not_found")
+        model_name = request.path_params["model"]
+        if model_name != self.name:
+            return error_response(f"there is no model {model_name} here; this is {self.name}", 404, "model_not_found")
         return JSONResponse(self._model)
 
     @property
@@ -199,18 +199,18 @@ class Server:
             raise RequestError(f"the request did not come whole in {self.body_s:g} s", 408) from error
         self.worker.check_room()  # before parsing a request that the full queue would reject
         try:
-            found = json.loads(body)
-            json.dumps(found, ensure_ascii=False).encode()
+            parsed_body = json.loads(body)
+            json.dumps(parsed_body, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             raise RequestError("the request holds half a character (an escaped surrogate)") from error
         except (ValueError, RecursionError) as error:
             raise RequestError(f"the request is no JSON: {error}") from error
-        return found
+        return parsed_body
 
     async def _read(self, request: Request) -> bytes:
         body = b""
-        async for part in request.stream():
-            body += part
+        async for chunk in request.stream():
+            body += chunk
             if len(body) > self.body_bytes:
                 raise RequestError(f"the request is longer than {self.body_bytes} bytes", 413)
         return body
@@ -301,14 +301,14 @@ async def _refuse(request: Request, error: UserError) -> Response:
 
 async def _not_here(request: Request, error: HTTPException) -> Response:
     """Respond to a request with an unknown path or method."""
-    asked, status = f"{request.method} {request.url.path}", error.status_code
+    endpoint, status = f"{request.method} {request.url.path}", error.status_code
     if status == 404:
         paths = ", ".join(route.path for route in request.app.routes if "{" not in route.path)
-        return error_response(f"there is no {asked} here; there are {paths}", 404, "unknown_url")
+        return error_response(f"there is no {endpoint} here; there are {paths}", 404, "unknown_url")
     if status == 405:
         allowed = sorted((error.headers or {}).get("Allow", "").split(", "))
         return error_response(
-            f"there is no {asked} here; use {' or '.join(allowed)}", 405, "method_not_supported", error.headers
+            f"there is no {endpoint} here; use {' or '.join(allowed)}", 405, "method_not_supported", error.headers
         )
     return error_response(error.detail, status, headers=error.headers)
 

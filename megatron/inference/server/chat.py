@@ -76,25 +76,25 @@ def _messages(fields: Fields) -> list[dict[str, Any]]:
     listed = fields.listed("messages")
     if not 0 < len(listed) <= MAX_MESSAGES:
         raise RequestError(f"messages holds {len(listed)} messages; it must hold 1 to {MAX_MESSAGES}")
-    return [_message(value, f"messages[{place}]") for place, value in enumerate(listed)]
+    return [_message(value, f"messages[{index}]") for index, value in enumerate(listed)]
 
 
-def _message(value: object, place: str) -> dict[str, Any]:
-    message = Fields(value, place)
-    given = {name: content for name, content in message.items() if content is not None}
-    Fields(given).known(["role", "content", "name"])
-    role, content = given.get("role"), given.get("content", "")
+def _message(value: object, path: str) -> dict[str, Any]:
+    message = Fields(value, path)
+    present_fields = {name: content for name, content in message.items() if content is not None}
+    Fields(present_fields).known(["role", "content", "name"])
+    role, content = present_fields.get("role"), present_fields.get("content", "")
     if not isinstance(role, str) or not 0 < len(role) <= MAX_ROLE:
-        raise RequestError(f"{place}: role must be a text of 1 to {MAX_ROLE} characters")
+        raise RequestError(f"{path}: role must be a text of 1 to {MAX_ROLE} characters")
     if isinstance(content, list):
-        content = "\n".join(_part(part, place) for part in content)
-    if not isinstance(content, str) or not isinstance(given.get("name", ""), str):
-        raise RequestError(f"{place}: content must be a text, or a list of parts of the type text")
-    return {**given, "content": content}
+        content = "\n".join(_part(item, path) for item in content)
+    if not isinstance(content, str) or not isinstance(present_fields.get("name", ""), str):
+        raise RequestError(f"{path}: content must be a text, or a list of parts of the type text")
+    return {**present_fields, "content": content}
 
 
-def _part(value: object, place: str) -> str:
+def _part(value: object, path: str) -> str:
     text = value.get("text") if isinstance(value, dict) and value.get("type") == "text" else None
     if not isinstance(text, str):
-        raise RequestError(f"{place}: content must be a text, or a list of parts of the type text")
+        raise RequestError(f"{path}: content must be a text, or a list of parts of the type text")
     return text

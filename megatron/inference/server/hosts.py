@@ -20,10 +20,10 @@ _HOST = re.compile(r"(?:\[(?P<v6>[0-9a-f:.]+)\]|(?P<name>[^\s:/@\[\]]+))(?::\d{0
 
 def host_name(header: str) -> str | None:
     """Name or address in a Host header, in lower case and without the port; None if the header is invalid."""
-    found = _HOST.fullmatch(header.strip().lower())
-    if found is None:
+    match = _HOST.fullmatch(header.strip().lower())
+    if match is None:
         return None
-    return found["v6"] or found["name"].rstrip(".")
+    return match["v6"] or match["name"].rstrip(".")
 
 
 def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
@@ -33,16 +33,16 @@ def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return None
 
 
-def _plain_name(given: str) -> str:
+def _plain_name(allowed_host: str) -> str:
     """Normalized name without a port.
 
     Raises:
         UserError: when the value is not a host name.
     """
-    name = given.strip().lower().rstrip(".")
+    name = allowed_host.strip().lower().rstrip(".")
     if name != ANY and _address(name) is None and (":" in name or host_name(name) is None):
         raise UserError(
-            f"--allowed-host {given!r} is no name of a host; give one such as models.example.org, without a port"
+            f"--allowed-host {allowed_host!r} is no name of a host; give one such as models.example.org, without a port"
         )
     return name
 
@@ -66,8 +66,8 @@ class AllowedHosts:
     def __init__(self, bound: str, given: Sequence[str] = ()) -> None:
         self._any = ANY in given
         self._names: set[str] = set()
-        for one in given:
-            self._names.add(_plain_name(one))
+        for host in given:
+            self._names.add(_plain_name(host))
         bound = bound.strip().lower()
         self._addresses = not is_loopback(bound)
         if self._addresses:
@@ -96,9 +96,9 @@ class HostCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # Only HTTP/1.0, which no browser uses, permits requests without the header.
-        given = Headers(scope=scope).get("host") if scope["type"] == "http" else None
-        if given is not None and not self.hosts.allows(given):
-            name = host_name(given) or given
+        header = Headers(scope=scope).get("host") if scope["type"] == "http" else None
+        if header is not None and not self.hosts.allows(header):
+            name = host_name(header) or header
             refusal = error_response(
                 f"this server does not go by the name {name}; start it with --allowed-host {name} if it should", 403
             )

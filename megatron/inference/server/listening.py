@@ -58,16 +58,22 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._expect()
-        others = [one for one in cast("set[Connection]", self.connections) if one is not self]
-        served = [one for one in others if not (one._turned_away or one.transport.is_closing())]
-        if len(others) >= 2 * self.MOST:
+        other_connections = [peer for peer in cast("set[Connection]", self.connections) if peer is not self]
+        served_connections = [
+            peer for peer in other_connections if not (peer._turned_away or peer.transport.is_closing())
+        ]
+        if len(other_connections) >= 2 * self.MOST:
             # Abort the connection that was rejected first: it has had most time to read the reason.
-            told = [one for one in others if one._turned_away and not one.transport.is_closing()]
-            (min(told, key=lambda one: one._since) if told else self).transport.abort()
-        if len(served) >= self.MOST:
-            silent = [one for one in served if one.silent and self.loop.time() - one._since >= self.SPEAK_SECONDS]
-            giving_way = min(silent, key=lambda one: one._since) if silent else self
-            giving_way._turn_away(503, f"{self.MOST} others are connected; try again later")
+            rejected = [peer for peer in other_connections if peer._turned_away and not peer.transport.is_closing()]
+            (min(rejected, key=lambda peer: peer._since) if rejected else self).transport.abort()
+        if len(served_connections) >= self.MOST:
+            idle_connections = [
+                peer
+                for peer in served_connections
+                if peer.silent and self.loop.time() - peer._since >= self.SPEAK_SECONDS
+            ]
+            dropped_connection = min(idle_connections, key=lambda peer: peer._since) if idle_connections else self
+            dropped_connection._turn_away(503, f"{self.MOST} others are connected; try again later")
 
     def data_received(self, data: bytes) -> None:
         if not self._turned_away:
@@ -190,9 +196,9 @@ class HTTPServer(uvicorn.Server):
 def room_for(most: int) -> int:
     """Number of connections that can be served: ``most``, or fewer if the limit of open files is too low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 2 * most + _OWN_FILES
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    required_files = 2 * most + _OWN_FILES
+    if soft != resource.RLIM_INFINITY and soft < required_files:
+        soft = required_files if hard == resource.RLIM_INFINITY else min(required_files, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     return most if soft == resource.RLIM_INFINITY else max(1, min(most, (soft - _OWN_FILES) // 2))
 

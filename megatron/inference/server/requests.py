@@ -67,7 +67,7 @@ class Fields(Values):
         """Value of a string or list of strings, as a list; empty if the field is missing."""
         value = self.get(name)
         listed = [] if value is None else [value] if isinstance(value, str) else value
-        if not isinstance(listed, list) or not all(isinstance(one, str) and len(one) <= longest for one in listed):
+        if not isinstance(listed, list) or not all(isinstance(text, str) and len(text) <= longest for text in listed):
             raise RequestError(f"{name} must be a text or a list of texts of at most {longest} characters")
         if len(listed) > most:
             raise RequestError(f"{name} holds {len(listed)} texts, at most {most} are allowed")
@@ -354,11 +354,11 @@ def _completion_prompts(fields: Fields, tokenizer: Tokenizer) -> list[list[int]]
     prompt = fields.get("prompt", "")
     if not isinstance(prompt, (str, list)):
         raise RequestError("prompt must be a text, a list of texts, tokens, or a list of tokens")
-    if isinstance(prompt, list) and prompt and all(type(one) is int for one in prompt):
+    if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
         prompt = [prompt]
-    if isinstance(prompt, list) and prompt and all(isinstance(one, list) for one in prompt):
-        for one in prompt:
-            _check_tokens("prompt", one, tokenizer)
+    if isinstance(prompt, list) and prompt and all(isinstance(tokens, list) for tokens in prompt):
+        for tokens in prompt:
+            _check_tokens("prompt", tokens, tokenizer)
         return prompt
     if not prompt:
         return [[]]

@@ -206,7 +206,7 @@ class Worker:
 
         self._at_hand = ticket
         try:
-            scored, found = leader.do(job, on_token)
+            scored_prompts, continuations = leader.do(job, on_token)
         except BaseException as error:
             ticket.emit(Failed(f"the server failed: {type(error).__name__}: {error}"))
             raise
@@ -214,9 +214,9 @@ class Worker:
             self._at_hand = None
         self.served += 1
         results = []
-        for text, stream, sample, prompt in zip(texts, streams, found, scored, strict=True):
-            rest = stream.finish()
-            ended = sample.finished or stream.stopped
-            reason = "stop" if ended else "length"
-            results.append(Result(text + rest, rest, sample.details, reason, prompt, sample.end))
+        for text, stream, sample, prompt in zip(texts, streams, continuations, scored_prompts, strict=True):
+            remaining_text = stream.finish()
+            is_finished = sample.finished or stream.stopped
+            reason = "stop" if is_finished else "length"
+            results.append(Result(text + remaining_text, remaining_text, sample.details, reason, prompt, sample.end))
         ticket.emit(results)
