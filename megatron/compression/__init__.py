@@ -1,1 +1,1 @@
-"""Compression algorithms. They compute by torch and the kernels, and leave all communication to ``comm``."""
+"""Compression algorithms. They compute with torch and the kernels, and leave all communication to ``comm``."""

@@ -1,9 +1,9 @@
-"""The two contracts that a compressor author needs.
+"""The two interfaces that compressors implement.
 
-``Codec`` serves point-to-point messages and all-gathers: one tensor in, one message out, and back.
-``RoundCompressor`` serves all-reduces over a group: a generator that yields what it wants communicated. Neither ever
-sees a process group; the communication points in ``megatron.comm`` do the sending and the counting. What a compressor
-needs beyond that it declares (``SumTraits``, ``CodecTraits``) or overrides; built-in and plug-in are served alike.
+``Codec`` serves point-to-point messages and all-gathers: it encodes a tensor into a message and decodes it again.
+``RoundCompressor`` serves all-reduces over a group: it is a generator that yields communication requests. Neither ever
+sees a process group; the communication points in ``megatron.comm`` send and count. A compressor declares further needs
+in ``SumTraits`` or ``CodecTraits``, or overrides methods. Built-in compressors and plug-ins are treated alike.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class Aggregate:
     """The result of ``RoundCompressor.rounds``.
 
     Args:
-        total: the (approximate) sum over the group, with the input's shape and dtype where it is a tensor.
-        local: what this rank contributed to that sum; error feedback keeps ``input - local``. None stands for
-            exactly the input, which may be overwritten by now.
+        total: the (approximate) sum over the group, with the input's shape and dtype if it is a tensor.
+        local: this rank's contribution to the sum; error feedback keeps ``input - local``. None means exactly the
+            input, which may be overwritten by now.
     """
 
     total: Tensor | Approximation
@@ -57,48 +57,48 @@ class Aggregate:
 
 
 class Compressor:
-    """The base of codecs and round compressors: options, and checks of where they can work."""
+    """Base class of codecs and round compressors: options, and checks of where they can be used."""
 
     def __init__(self, config: Any = None) -> None:
         """``config`` is an instance of the registered options class."""
         self.config = config
 
     def problem(self, activation: Activation) -> str:
-        """The reason why these options cannot be combined, or not where and when it is on; empty when they can.
-        Shown behind the spec, so it names options."""
+        """The reason why these options cannot be combined, or do not fit ``activation``; empty if they can be used.
+        Shown after the spec, so it names options."""
         return ""
 
     def check(self, point: Point, flags: Mapping[str, Any]) -> str:
-        """The reason why the compressor cannot work in this run, and what to do instead; empty when it can.
+        """The reason why the compressor cannot be used in this run, and an alternative; empty if it can be used.
 
         Args:
-            point: the point that it is asked to serve.
-            flags: the run's flags by name (``adam_beta1``), resolved.
+            point: the point to serve.
+            flags: the run's resolved flags by name (``adam_beta1``).
         """
         return ""
 
     def tuned_limits(self) -> Mapping[str, tuple[float, float]]:
-        """Least and greatest value of each option that a ``Controller`` tunes during the run, by field."""
+        """Bounds (low, high) of each option that a ``Controller`` tunes during the run, by field."""
         return {}
 
 
 @dataclass(frozen=True)
 class SumTraits:
-    """What a ``RoundCompressor`` declares to the engines.
+    """Static properties that a ``RoundCompressor`` declares to the engines.
 
     Args:
-        batched: the tensor is a stack of k equally shaped parameters (k, *shape), each compressed on its own, and the
-            caller asks ``should_compress`` which shapes are worth it and reduces the others exactly. Otherwise the
-            tensor is anything, flat buckets included.
-        observes: ``observe`` wants the optimizer's update.
-        freezes_variance: the optimizer must leave Adam's second moments as they are while the compressor is on.
-        clips_first: each replica's gradient is clipped before the all-reduce, whose result carries too much noise.
-        gathers: some rank receives what every other one sends, so that bytes and decoding grow with the group.
-        levels: it makes requests within nodes and between them, so that the run builds groups for these, and
-            ``Peers.nodes`` names them.
-        density: share of the numbers that a step sends, where the others wait in the residual for steps to come.
+        batched: the tensor is a stack of k parameters of equal shape (k, *shape), each compressed separately. The
+            caller asks ``should_compress`` which shapes to compress and reduces the others exactly. If False, the
+            tensor may have any shape, including a flat bucket.
+        observes: ``observe`` needs the optimizer's update.
+        freezes_variance: the optimizer must not change Adam's second moments while the compressor is on.
+        clips_first: each replica's gradient is clipped before the all-reduce, because the result is too noisy to clip.
+        gathers: some rank receives the messages of all other ranks, so bytes and decoding time grow with the group.
+        levels: it makes requests within nodes and between them; the run builds groups for both, and ``Peers.nodes``
+            lists the nodes.
+        density: share of the elements sent in each step; the others stay in the residual for later steps.
         index_sets: names of state tensors that are indices into the flattened input.
-        steady: names of counters that do not decide which operations run: such as those that only enter random seeds.
+        steady: names of counters that do not affect which operations run, such as counters that only enter seeds.
     """
 
     batched: bool = False
@@ -113,59 +113,61 @@ class SumTraits:
 
 
 class RoundCompressor(Compressor, ABC):
-    """Approximates the all-reduce of one tensor in one or more rounds."""
+    """Approximate all-reduce of a tensor in several communication rounds."""
 
     traits = SumTraits()
 
     def should_compress(self, shape: tuple[int, ...]) -> bool:
-        """Whether parameters of this shape are worth compressing; the others are reduced exactly."""
+        """Whether to compress parameters of this shape; the others are reduced exactly."""
         return True
 
     def controller(self) -> Controller | None:
-        """A new controller of the options, where the gradients' reduction tunes them (``dp-grad``, ``embedding``)."""
+        """A new controller if gradient reductions tune the options (``dp-grad``, ``embedding``), else None."""
         return None
 
     @property
     def finalizes(self) -> bool:
-        """Whether ``finalize`` changes state: then all ranks first agree that the gradients are finite."""
+        """Whether ``finalize`` changes state. If so, all ranks first agree that the gradients are finite."""
         return type(self).finalize is not RoundCompressor.finalize
 
     def launches(self, state: CompressorState) -> Hashable:
-        """A key of the kernels that the next reduction launches, beside options and shapes.
+        """Key of the kernels that the next reduction launches, besides options and shapes.
 
-        If this key has been met before, every kernel that the reduction needs has been launched before. None stands
-        for an unknown key, which costs overlap on CUDA, while a key that leaves something out can hang it.
+        An equal key in an earlier step means that every kernel of the reduction has been launched before. None means
+        unknown, which costs overlap on CUDA; an incomplete key can make CUDA hang.
         """
         return state.layout(self.traits.steady)
 
     def observe(self, update: Tensor, state: CompressorState) -> None:
-        """Takes the update of a step whose reduction set the counter ``awaiting``, if ``SumTraits.observes``.
+        """Observe the optimizer's update after a reduction that set the counter ``awaiting``.
+
+        Called only with ``SumTraits.observes``.
 
         Args:
-            update: the optimizer's direction, weight decay included, whatever the learning rate; shaped like the input
-                of ``rounds``.
+            update: the optimizer's direction before the learning rate, with weight decay; shaped like the input of
+                ``rounds``.
             state: the state of ``rounds``.
         """
         raise NotImplementedError
 
     @abstractmethod
     def rounds(self, x: Tensor, state: CompressorState, peers: Peers) -> Generator[Request, Tensor, Aggregate]:
-        """Yields requests, receives their results, and returns the aggregate.
+        """Yield requests, receive their results, and return the aggregate.
 
         Args:
-            x: this rank's contribution, contiguous; the compressor may change it, until ``finalize``.
+            x: this rank's contribution, contiguous; the compressor may change it until ``finalize``.
             state: the state of this tensor.
             peers: the group.
 
-        Every rank of the group must yield the same sequence of operations, levels and shapes; that is a property of the
-        algorithm, the caller cannot check it.
+        Every rank of the group must yield the same sequence of operations, levels and shapes. The caller cannot check
+        this.
         """
 
     def finalize(self, x: Tensor, aggregate: Aggregate, state: CompressorState, peers: Peers) -> None:
-        """Leaves the reduced tensor in ``x``. If overridden, all ranks know by then that the gradients are finite.
+        """Write the reduced tensor to ``x``. If overridden, all ranks know by then that the gradients are finite.
 
-        State as large as ``x`` is changed here, in place (``state.owned``), as there is no way back from this point;
-        ``stage`` would need room for both its old and its new value.
+        Change state as large as ``x`` here, in place (``state.owned``): the step can no longer be skipped, and
+        ``stage`` would need memory for the old and the new value.
 
         Args:
             x: the input of ``rounds``, as ``rounds`` left it.
@@ -177,21 +179,21 @@ class RoundCompressor(Compressor, ABC):
 
 @dataclass(frozen=True)
 class Payload:
-    """One message: ``wire`` is contiguous and its layout is fixed by the input's shape and dtype."""
+    """A message: ``wire`` is contiguous, and the input's shape and dtype determine its layout."""
 
     wire: Tensor
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the wire."""
+        """Size in bytes."""
         return self.wire.numel() * self.wire.element_size()
 
 
 class Content(tuple[int, ...]):
     """Key of a pipeline message: the ids of its samples, in the order of dimension 1.
 
-    Where a codec asks for them (``CodecTraits.tokens``) it holds their tokens as well: ``tokens_sb``, int64, of this
-    rank's share of the sequence, and ``vocab_size``, the entries of the vocabulary.
+    For codecs with ``CodecTraits.tokens`` it also holds the tokens: ``tokens_sb``, int64, for this rank's share of the
+    sequence, and ``vocab_size``.
     """
 
     tokens_sb: Tensor | None = None
@@ -200,23 +202,23 @@ class Content(tuple[int, ...]):
 
 @dataclass(frozen=True)
 class CodecTraits:
-    """What a ``Codec`` declares to the engines.
+    """Static properties that a ``Codec`` declares to the engines.
 
     Args:
-        exact: a tensor comes back as it was, whatever it holds. The others are handed finite numbers in fp32 (or fp64),
+        exact: the round trip is exact for any values. Other codecs receive finite numbers in fp32 (or fp64), and
             gradients without the loss scale.
         widened: ``encode`` gets activations in fp32 (fp64 in fp64 runs); if False, in the dtype of the run.
-        shared: names of the state that both ends must hold equal (``NAME.ids`` and ``NAME.rows`` of a memory of
-            samples); the rest is the sender's own.
-        steady: names of counters and memories of samples that ``state.layout`` leaves out: those that do not decide
-            which operations run, and those that ``launches`` accounts for itself.
-        means: names of tables of means and of their counts: a row is the mean of as many things that a rank has seen as
-            its count says. Another layout begins at the means of all ranks' tables.
-        samples: how many samples each end remembers; more than 0 for a codec that gains from samples that come again,
-            and from those alone: it is off in evaluation.
-        samples_in_memory: how many of them at most are in memory, the others in a file; None for all.
+        shared: names of state that must be equal at both ends (``NAME.ids`` and ``NAME.rows`` of a sample cache); all
+            other state is private to the sender.
+        steady: names of counters and sample caches that ``state.layout`` leaves out, because they do not affect which
+            operations run or because ``launches`` accounts for them.
+        means: pairs of names: a table of means, and the number of observations behind each row. After a change of
+            layout, a run starts from the means over all ranks' tables.
+        samples: number of samples that each end remembers; above 0 for a codec that only helps when samples repeat, and
+            that is therefore off in evaluation.
+        samples_in_memory: most remembered samples in memory, the others are in a file; None for all.
         tokens: keys at the pipeline's points hold the samples' tokens (``Content``).
-        folders: where it writes to on this machine.
+        folders: folders on this machine that the codec writes to.
     """
 
     exact: bool = False
@@ -231,36 +233,36 @@ class CodecTraits:
 
 
 class Codec(Compressor, ABC):
-    """Encodes a tensor into one message and back; both ends evolve equal state from equal bytes.
+    """Encoder and decoder of messages; both ends derive equal state from equal bytes.
 
-    Messages, inputs, states and results have memory of their own, as each has a holder who may overwrite it: a message
-    is on its way when the next one is encoded, error feedback changes what it gave to ``encode``, and layers change
-    what was decoded. Two exceptions save copies: the message of an ``exact`` codec may be its input, and the result of
-    ``decode`` may lie in the message, which the receiver gives up.
+    Messages, inputs, states and results must not share memory, because their holders may overwrite them: a message is
+    in flight while the next is encoded, error feedback changes the tensor it passed to ``encode``, and layers change
+    the decoded tensor. Two exceptions save copies: the message of an ``exact`` codec may alias its input, and the
+    result of ``decode`` may alias the message, which the receiver gives up.
     """
 
     traits = CodecTraits()
 
     def should_compress(self, shape: torch.Size, dtype: torch.dtype) -> bool:
-        """Whether the message of a tensor is smaller than the tensor was in this dtype, before it was widened."""
+        """Whether a tensor's message is smaller than the tensor in this dtype, its dtype before widening."""
         return True
 
     def remembered_bytes(self, row: torch.Size) -> int:
-        """Bytes that a remembered sample takes at each end, for a tensor of ``row`` a sample; see
+        """Bytes of a remembered sample at each end, for tensors with shape ``row`` per sample; see
         ``CodecTraits.samples``."""
         return 0
 
     def begin_step(self, state: CompressorState) -> None:  # optional
-        """Begins a step; ``state`` is that of the sender's end."""
+        """Begin a step; ``state`` is the sender's."""
 
     def launches(self, shape: torch.Size, state: CompressorState, keys: Sequence[Hashable]) -> Hashable:
-        """A key of the kernels that a step's messages launch at one of their ends, beside options, shape and dtype; see
+        """Key of the kernels that a step's messages launch at an end, besides options, shape and dtype; see
         ``RoundCompressor.launches``.
 
         Args:
             shape: shape of the tensors.
-            state: state of that end, before the step.
-            keys: keys of the messages, in their order.
+            state: state of that end before the step.
+            keys: keys of the messages, in order.
         """
         return state.layout(self.traits.steady)
 
@@ -268,34 +270,34 @@ class Codec(Compressor, ABC):
     def empty_payload(
         self, shape: torch.Size, dtype: torch.dtype, device: torch.device, state: CompressorState, key: Hashable
     ) -> Payload:
-        """A receive buffer for the message of a tensor of this shape and dtype.
+        """Allocate a receive buffer for the message of a tensor of this shape and dtype.
 
-        Called once for each message, in the order of the messages; ``key`` names the content that will come.
+        Called once per message, in the order of the messages; ``key`` names the expected content.
         """
 
     def expect(self, shape: torch.Size, state: CompressorState, key: Hashable) -> None:  # optional
-        """Announces that such a tensor will be encoded under ``key``, to prefetch what that needs; changes nothing."""
+        """Prefetch data for encoding a tensor of this shape under ``key``; changes no state."""
 
     @abstractmethod
     def encode(self, x: Tensor, state: CompressorState, key: Hashable) -> Payload:
-        """Turns ``x`` into a message.
+        """Encode ``x`` into a message.
 
         Args:
-            x: at the pipeline's points (sequence, samples, hidden), where the sequence is this rank's share of it under
+            x: at the pipeline's points (sequence, samples, hidden), with this rank's share of the sequence under
                 sequence parallelism.
             state: the sender's state.
-            key: names the content, for codecs with a memory: at the pipeline's points a tuple of the samples' ids
-                (int), in the order of dimension 1 (``Content``).
+            key: name of the content, for codecs with a memory; at the pipeline's points the sample ids in the order of
+                dimension 1 (``Content``).
         """
 
     @abstractmethod
     def decode(
         self, payload: Payload, shape: torch.Size, dtype: torch.dtype, state: CompressorState, key: Hashable
     ) -> Tensor:
-        """Turns a message back into a tensor of the given shape and dtype."""
+        """Decode a message to a tensor of the given shape and dtype."""
 
     def reconstruct(self, payload: Payload, x: Tensor, state: CompressorState, key: Hashable) -> Tensor | Approximation:
-        """The tensor that ``encode``'s message of ``x`` decodes to; called by the sender, which only reads it."""
+        """The tensor that the receiver will decode from ``encode``'s message of ``x``; the sender only reads it."""
         return self.decode(payload, x.shape, x.dtype, state, key)
 
     def decode_gathered(
@@ -307,6 +309,6 @@ class Codec(Compressor, ABC):
         state: CompressorState,
         key: Hashable,
     ) -> Tensor:
-        """Decodes ``size`` messages that are concatenated along dimension 0, and concatenates the results."""
+        """Decode ``size`` messages concatenated along dimension 0, and concatenate the results."""
         wires = payloads.wire.view(size, payloads.wire.shape[0] // size, *payloads.wire.shape[1:])
         return torch.cat([self.decode(Payload(wire), shape, dtype, state, key) for wire in wires])

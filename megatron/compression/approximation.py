@@ -1,4 +1,4 @@
-"""Tensors in compressed form, which take no memory of their full size until they are written out."""
+"""Tensors in compressed form, which do not take their full memory until written out."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Approximation(ABC):
 
     @abstractmethod
     def write_to(self, out: Tensor) -> None:
-        """Overwrites ``out``, which is contiguous and has the tensor's shape."""
+        """Overwrite ``out``, which is contiguous and has the tensor's shape."""
 
     def subtract_from(self, x: Tensor, share: float = 1.0) -> None:
-        """Subtracts ``share`` of the tensor from ``x``, in place."""
+        """Subtract ``share`` times the tensor from ``x``, in place."""
         dense = torch.empty_like(x)
         self.write_to(dense)
         x.sub_(dense, alpha=share)
@@ -64,7 +64,7 @@ class Sparse(Approximation):
 
 
 def write(value: Tensor | Approximation, out: Tensor) -> None:
-    """Overwrites ``out`` by a tensor or an approximation."""
+    """Overwrite ``out`` with a tensor or an approximation."""
     if isinstance(value, Approximation):
         value.write_to(out)
     elif value.data_ptr() != out.data_ptr():
@@ -72,7 +72,7 @@ def write(value: Tensor | Approximation, out: Tensor) -> None:
 
 
 def subtract(value: Tensor | Approximation, x: Tensor, share: float = 1.0) -> None:
-    """Subtracts ``share`` of a tensor or an approximation from ``x``, in place."""
+    """Subtract ``share`` times a tensor or an approximation from ``x``, in place."""
     if isinstance(value, Approximation):
         value.subtract_from(x, share)
     else:
@@ -80,7 +80,7 @@ def subtract(value: Tensor | Approximation, x: Tensor, share: float = 1.0) -> No
 
 
 def dense(value: Tensor | Approximation, like: Tensor) -> Tensor:
-    """A tensor or an approximation as a new tensor, of the shape and dtype of ``like``."""
+    """Convert a tensor or an approximation to a new tensor with the shape and dtype of ``like``."""
     out = torch.empty_like(like, memory_format=torch.contiguous_format)
     write(value, out)
     return out

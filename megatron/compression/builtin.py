@@ -1,4 +1,4 @@
-"""The compressors that come with the package. Each file registers its own, as the file of a plug-in does."""
+"""Built-in compressors. Each file registers its compressors, like the file of a plug-in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Half precision on the wire: a fair baseline for compressors of fp32 runs."""
+"""Half precision on the wire, a baseline for compressors in fp32 runs."""
 
 from __future__ import annotations
 
@@ -27,38 +27,38 @@ class CastConfig:
 
 
 class HalfFormat(Format):
-    """A format of half-precision numbers, and up to 2 bytes that make a message's length a multiple of 4."""
+    """Format of half-precision numbers, padded to a multiple of 4 bytes."""
 
     def __init__(self, config: CastConfig) -> None:
         self.dtype = _DTYPES[config.dtype]
 
     def nbytes(self, shape: torch.Size) -> int:
-        """Bytes of a tensor's message."""
+        """Size of a tensor's message in bytes."""
         return -(-shape.numel() // 2) * 4
 
     def encode(self, x: Tensor, seed: int | None, *, wire: Tensor) -> Tensor:
-        """Writes the message, uint8, to ``wire``; nothing is drawn."""
+        """Write the message, uint8, to ``wire``; the seed is not used."""
         if x.numel():
             self._values(wire, x.shape).copy_(x)
         return wire
 
     def decode(self, wire: Tensor, shape: torch.Size, out: Tensor | None = None) -> Tensor:
-        """Decodes a message to fp32: a new tensor, or ``out``."""
+        """Decode a message to fp32, to a new tensor or to ``out``."""
         if out is None:
             out = torch.empty(shape, dtype=torch.float32, device=wire.device)
         return out.copy_(self._values(wire, shape)) if shape.numel() else out
 
     def add_to(self, out: Tensor, wire: Tensor, negative: bool = False) -> Tensor:
-        """Adds a decoded message to ``out``, or subtracts it, in place."""
+        """Add a decoded message to ``out``, or subtract it, in place."""
         return out.add_(self._values(wire, out.shape), alpha=-1 if negative else 1) if out.numel() else out
 
     def _values(self, wire: Tensor, shape: torch.Size) -> Tensor:
-        """The numbers in a message; an empty message may lie where no number could."""
+        """View of a message's numbers; an empty message may be unaligned."""
         return wire[: 2 * shape.numel()].view(self.dtype).view(shape)
 
 
 class CastCodec(Codec):
-    """Messages in half precision."""
+    """Codec of half-precision messages."""
 
     config: CastConfig
 
@@ -84,7 +84,7 @@ class CastCodec(Codec):
 
 
 class CastRounds(TwoStepSum):
-    """Two-step all-reduces of messages in half precision, summed in fp32."""
+    """Two-step all-reduce with half-precision messages, summed in fp32."""
 
     config: CastConfig
 
@@ -97,6 +97,6 @@ class CastRounds(TwoStepSum):
 
 
 def register(registry: Registry) -> None:
-    """Registers ``cast``."""
+    """Register ``cast``."""
     points = frozenset(point for point in Point if point.compressible)
     registry.register("cast", Registration(CastConfig, codec=CastCodec, rounds=CastRounds, points=points))

@@ -1,7 +1,7 @@
-"""Chunked Top-K: the largest numbers of every short chunk, with their places and values in a few bits.
+"""Chunked Top-K: the largest numbers of every short chunk, with their positions and values in a few bits.
 
-SparseLoCo (arXiv 2508.15706), with the choice of Covenant-72B: 64 of each 4,096 numbers, 2 bits for each value. A place
-in a chunk takes 8 bits (``sorted_places.py``), where Covenant-72B sends 12: 0.156 bits for each number of the tensor.
+SparseLoCo (arXiv 2508.15706), with Covenant-72B's choice of 64 of each 4,096 numbers and 2 bits per value. A position
+in a chunk takes 8 bits (``sorted_places.py``), compared with 12 in Covenant-72B: 0.156 bits per number of the tensor.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from megatron.compression.state import CompressorState
 from megatron.kernels.ops import abs_topk, gather_packed, pack_bits, unpack_bits
 
 SIGMAS = 6.0
-"""Standard deviations that the bins of the values span together, around their mean."""
+"""Width of all value bins together, in standard deviations around the mean."""
 
 _DTYPES = {16: torch.bfloat16, 32: torch.float32}
-"""Values without bins. Not fp16: gradients without the loss scale are below its range."""
+"""Dtypes of values without bins. Not fp16: gradients without the loss scale are below its range."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,11 @@ class ChunkedTopKConfig:
 
 @dataclass(frozen=True)
 class _Chunks:
-    """What is sent of k parameters of n numbers each, and how.
+    """Message layout for k parameters of n numbers each.
 
     Args:
         config: the options.
-        k, n: number of parameters, and of the numbers of each.
+        k, n: number of parameters, and of numbers in each.
     """
 
     config: ChunkedTopKConfig
@@ -67,17 +67,17 @@ class _Chunks:
 
     @property
     def chunks(self) -> int:
-        """Full chunks of a parameter; a shorter one may follow."""
+        """Full chunks of a parameter; a shorter chunk may follow."""
         return self.n // self.config.chunk
 
     @property
     def tail(self) -> int:
-        """Numbers behind the last full chunk."""
+        """Numbers after the last full chunk."""
         return self.n % self.config.chunk
 
     @property
     def of_tail(self) -> int:
-        """How many of those are sent: as large a share as of a full chunk, rounded up."""
+        """Number of values sent for the tail: the same share as of a full chunk, rounded up."""
         return -(-self.config.k * self.tail // self.config.chunk)
 
     @property
@@ -87,9 +87,9 @@ class _Chunks:
 
     @cached_property
     def places(self) -> tuple[SortedPlaces, SortedPlaces]:
-        """The codes of places in full chunks, and in the shorter ones behind them.
+        """Codes of positions in full chunks, and in the tails after them.
 
-        The length of a chunk is the place of what is not sent.
+        A position equal to the chunk's length stands for a value that is not sent.
         """
         config = self.config
         return (
@@ -104,8 +104,8 @@ class _Chunks:
 
     @cached_property
     def message(self) -> ScaledCodes:
-        """The layout of the message: the bins' means, or the values; the places in full chunks and in shorter ones;
-        and the bins, packed 8 by 8."""
+        """Layout of the message: means of the bins, or values; positions in full chunks and in tails; and the bins,
+        packed 8 by 8."""
         count = self.k * self.chosen
         places = sum((code.sizes for code in self.places), ())
         if self.bins:
@@ -113,7 +113,7 @@ class _Chunks:
         return ScaledCodes((count,), _DTYPES[self.config.bits], (*places, 0))
 
     def _rows(self, x_kc: Tensor) -> list[Tensor]:
-        """What belongs to the chunks, (rows, chosen of each): full ones, and those behind them."""
+        """Split (k, chosen) values by chunk, (rows, chosen per chunk): full chunks, then tails."""
         cut = self.chunks * self.config.k
         rows = [x_kc[:, :cut].reshape(-1, self.config.k)]
         return [*rows, x_kc[:, cut:]] if self.tail else rows
@@ -124,7 +124,7 @@ class _Chunks:
         return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
     def choose(self, x_kn: Tensor) -> Tensor:
-        """Places of the largest magnitudes in their chunks, (k, chosen), int64."""
+        """Positions of the largest magnitudes in their chunks, (k, chosen), int64."""
         full = self.chunks * self.config.chunk
         rows = [abs_topk(x_kn[:, :full].reshape(-1, self.config.chunk), self.config.k)]
         if self.tail:
@@ -132,11 +132,11 @@ class _Chunks:
         return self._joined(rows)
 
     def flattened(self, places_kc: Tensor) -> Tensor:
-        """Places in chunks as indices into the flattened parameters."""
+        """Convert positions in chunks to indices into the flattened parameters."""
         return self._flattened(self._rows(places_kc))
 
     def _flattened(self, rows: Sequence[Tensor]) -> Tensor:
-        """The same of places by rows."""
+        """``flattened`` for positions split by ``_rows``."""
         starts_k1 = torch.arange(self.k, device=rows[0].device).unsqueeze(1) * self.n
         starts_c = torch.arange(self.chunks, device=rows[0].device) * self.config.chunk
         starts = ((starts_k1 + starts_c).view(-1, 1), starts_k1 + self.chunks * self.config.chunk)
@@ -158,8 +158,8 @@ class _Chunks:
         return wire
 
     def _without_zeros(self, places_kc: Tensor, values_kc: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Places as they are sent, by rows, and the values in their order: numbers first, ascending, and then, for each
-        zero, the length of the chunk. No bin is a zero's."""
+        """Positions to send, by rows, and the values in the same order: nonzero values first, by ascending position,
+        then the chunk's length for each zero. Zeros get no bin."""
         places, values = [], []
         for code, places_rc, values_rc in zip(self.places, self._rows(places_kc), self._rows(values_kc), strict=False):
             narrow_rc = places_rc.to(torch.int32)  # sorts in half the time
@@ -169,7 +169,7 @@ class _Chunks:
         return places, self._joined(values)
 
     def decode(self, wire: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """Indices into the flattened parameters, the values there, and whether each was sent; where not, it is 0."""
+        """Decode to indices into the flattened parameters, values (0 if not sent), and whether each was sent."""
         (table,), (*parts, codes) = self.message.to_read(wire)
         places, zeros = [], []
         for number, code in enumerate(self.places[: 2 if self.tail else 1]):
@@ -188,7 +188,7 @@ class _Chunks:
 
 @dataclass(frozen=True)
 class _Chosen(Approximation):
-    """What some ranks have sent of a tensor: places, and the values there. Places that come again are of zeros."""
+    """Elements of a tensor sent by some ranks: indices and values. Repeated indices have zero values."""
 
     pieces: Sequence[tuple[Tensor, Tensor]]
 
@@ -204,10 +204,10 @@ class _Chosen(Approximation):
 
 
 def _binned(values_kc: Tensor, bins: int) -> tuple[Tensor, Tensor]:
-    """The bin of each value, uint8, and the mean of each bin (k, bins), fp32.
+    """Bin of each value, uint8, and mean of each bin (k, bins), fp32.
 
-    Bins are equally wide and span 6 standard deviations around the mean of a row; the outer ones are open. Zeros do not
-    count. A row with a number that is not finite has a bin whose mean is not.
+    Bins are equally wide and span 6 standard deviations around the mean of a row; the outermost bins are open. Zeros
+    are ignored. In a row with a nonfinite number, the mean of some bin is nonfinite.
     """
     wide_kc = values_kc.double()
     counted_kc = (wide_kc != 0).double()
@@ -215,28 +215,28 @@ def _binned(values_kc: Tensor, bins: int) -> tuple[Tensor, Tensor]:
     mean_k1 = wide_kc.sum(dim=1, keepdim=True) / count_k1
     variance_k1 = ((wide_kc - mean_k1).square() * counted_kc).sum(dim=1, keepdim=True) / count_k1
     width_k1 = variance_k1.sqrt() * (SIGMAS / bins)
-    # Where all values are equal, any width will do.
+    # If all values are equal, any width will do.
     steps_kc = (wide_kc - mean_k1) / torch.where(width_k1 > 0, width_k1, 1.0)
     bins_kc = (steps_kc.floor().nan_to_num() + bins // 2).clamp(0, bins - 1).to(torch.int64)
     flat = (bins_kc + torch.arange(len(values_kc), device=values_kc.device).unsqueeze(1) * bins).view(-1)
-    # One dimension: torch adds up in a fixed order there, where it is asked to be deterministic.
+    # In one dimension, because torch then adds in a fixed order in deterministic mode.
     zeros = wide_kc.new_zeros(len(values_kc) * bins)
     sums, counts = (zeros.scatter_add(0, flat, each.view(-1)) for each in (wide_kc, counted_kc))
     return bins_kc.to(torch.uint8), (sums / counts.clamp(min=1)).float().view(-1, bins)
 
 
 def _within(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Values in a narrower type. Finite ones stay finite, so that error feedback makes up for what they lose."""
+    """Cast to a narrower dtype. Finite values stay finite, so that error feedback can compensate for the error."""
     most = torch.finfo(dtype).max
     return torch.where(values.isfinite(), values.clamp(-most, most), values).to(dtype)
 
 
 class ChunkedTopK(RoundCompressor):
-    """All-gathers the ranks' choices.
+    """All-gather of each rank's largest values per chunk.
 
-    ``merge=ranks`` adds up what they sent, so that nothing is lost or made up. ``merge=senders`` takes the mean over
-    those that sent a place in place of the mean over all: a larger step where few agree. A residual keeps what its rank
-    did not send in either case, so this one's sums are not conserved.
+    ``merge=ranks`` adds up the values that the ranks sent, so the sum is conserved. ``merge=senders`` averages over the
+    ranks that sent a position instead of over all ranks, which makes larger steps where few ranks agree. The residual
+    is the unsent part in both cases, so ``merge=senders`` does not conserve the sum.
     """
 
     config: ChunkedTopKConfig
@@ -261,7 +261,7 @@ class ChunkedTopK(RoundCompressor):
 
 
 def _over_senders(pieces: Sequence[tuple[Tensor, Tensor, Tensor]], like: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Pieces whose sum is, at each place, that of all ranks if each had sent the senders' mean."""
+    """Scale the pieces so that their sum at each index equals the senders' mean times the number of ranks."""
     senders_n = like.new_zeros(like.numel())
     for indices, values, sent in pieces:
         senders_n.index_add_(0, indices, sent.to(values.dtype))
@@ -270,7 +270,7 @@ def _over_senders(pieces: Sequence[tuple[Tensor, Tensor, Tensor]], like: Tensor)
 
 
 def register(registry: Registry) -> None:
-    """Registers ``chunked-topk``."""
+    """Register ``chunked-topk``."""
     points = frozenset({Point.DP_GRAD, Point.EMBED_GRAD})
     registry.register(
         "chunked-topk",

@@ -1,7 +1,7 @@
-"""Checks that compressors keep their contracts (``api.py``), on pretended ranks in one process.
+"""Conformance checks of compressors against the interfaces in ``api.py``, on simulated ranks in one process.
 
-``check_compressor`` is for the tests of a plug-in. Each check by itself raises a ``CompressorFault`` that says in one
-line what was promised and is not so; the tests of the built-in compressors run them on many more inputs.
+``check_compressor`` is for the tests of a plug-in. Each individual check raises a ``CompressorFault`` that names the
+broken promise in a line. The tests of the built-in compressors run the checks on many more inputs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MESSAGES: tuple[tuple[int, ...], ...] = ((6, 2, 8), (40, 1, 16), (5, 3, 7))
 """Shapes of activations and their gradients: (sequence, samples, hidden)."""
 
 GATHERED: tuple[tuple[int, ...], ...] = ((257,), (64,))
-"""Shapes of a replica's parameters."""
+"""Shapes of parameters in an all-gather."""
 
 SUMS = ((2, 12, 8), (1, 40, 16), (3, 5, 7))
 """Shapes of sums: stacks of matrices."""
@@ -43,14 +43,14 @@ MakeRounds = Callable[[], RoundCompressor]
 
 
 def check_compressor(registration: Registration, options: Any = None) -> None:
-    """Checks the contracts of a compressor: those of messages, of sums, or both.
+    """Check a compressor's codec, its round compressor, or both.
 
     Args:
-        registration: what it has registered.
-        options: an instance of its options class; default: its default options.
+        registration: the compressor's registration.
+        options: an instance of its options class; its default options if None.
 
     Raises:
-        CompressorFault: a line for each promise that is broken, with the first input that shows it.
+        CompressorFault: with a line for each broken promise and the first input that breaks it.
     """
     chosen = registration.config() if options is None else options
     faults: dict[str, str] = {}
@@ -69,7 +69,7 @@ def check_compressor(registration: Registration, options: Any = None) -> None:
 
 
 Checks = list[tuple[str, str, Callable[[], None]]]
-"""Names of promises, of inputs, and what checks them."""
+"""(promise, input, check) triples."""
 
 
 def _of_messages(registration: Registration, options: Any) -> Checks:
@@ -124,12 +124,12 @@ def _require(kept: bool, otherwise: str) -> None:
 
 
 def noise(shape: Sequence[int], dtype: torch.dtype, seed: int) -> Tensor:
-    """Normal numbers of a seed."""
+    """Seeded Gaussian noise."""
     return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def key_of(codec: Codec, shape: Sequence[int], step: int) -> Content:
-    """The key of a message whose samples come again after two steps."""
+    """Key of a message whose samples repeat every two steps."""
     count = max(shape[1], 1) if len(shape) > 1 else 1
     key = Content(range(step % 2 * count, (step % 2 + 1) * count))
     if codec.traits.tokens:
@@ -140,7 +140,7 @@ def key_of(codec: Codec, shape: Sequence[int], step: int) -> Content:
 
 
 def contents(state: CompressorState) -> dict[str, Any]:
-    """Everything that a state holds, staged values included, comparable with ``==``."""
+    """All values of a state, including staged values, comparable with ``==``."""
     tensors = {name: state.get(name) for name in state.tensors.keys() | state._staged_tensors.keys()}
     tensors |= {name: x for name, x in state.portable().items() if name not in tensors}
     counters = {name: state.count(name) for name in state.counters.keys() | state._staged_counters.keys()}
@@ -148,7 +148,7 @@ def contents(state: CompressorState) -> dict[str, Any]:
 
 
 def saved_and_loaded(state: CompressorState) -> CompressorState:
-    """A state that went through a file of plain types, as through a checkpoint."""
+    """A state after a round trip through a file of plain types, like a checkpoint."""
     file = io.BytesIO()
     torch.save({"tensors": state.portable(), "counters": state.counters}, file)
     file.seek(0)
@@ -156,10 +156,10 @@ def saved_and_loaded(state: CompressorState) -> CompressorState:
 
 
 def send(codec: Codec, x: Tensor, sender: CompressorState, receiver: CompressorState, key: Hashable) -> Tensor:
-    """One message from one end to the other, through bytes that the receiver allocated.
+    """Send a message through the receiver's buffer, and decode it.
 
     Raises:
-        CompressorFault: when these are not the bytes that the sender made.
+        CompressorFault: when the buffer does not match the sender's message.
     """
     payload = codec.encode(x, sender, key)
     arrived = codec.empty_payload(x.shape, x.dtype, x.device, receiver, key)
@@ -174,7 +174,7 @@ def send(codec: Codec, x: Tensor, sender: CompressorState, receiver: CompressorS
 
 
 def check_round_trip(make: MakeCodec, shape: Sequence[int], dtype: torch.dtype) -> None:
-    """A message fits the receiver's buffer and decodes to a finite tensor like the input, which stays as it was."""
+    """Check that a message fits the receiver's buffer, decodes to a finite tensor, and leaves the input unchanged."""
     codec, ends = make(), (CompressorState(), CompressorState())
     for step in range(3):
         x = noise(shape, dtype, step % 2)
@@ -197,7 +197,7 @@ def check_round_trip(make: MakeCodec, shape: Sequence[int], dtype: torch.dtype) 
 
 
 def check_strides(make: MakeCodec, shape: Sequence[int], dtype: torch.dtype) -> None:
-    """A tensor with other strides decodes to what its contiguous copy does."""
+    """Check that a strided tensor and its contiguous copy decode to the same values."""
     x = noise((*shape, 2), dtype, 0)[..., 1]
     codecs = make(), make()
     ends = [CompressorState() for _ in range(4)]
@@ -207,7 +207,7 @@ def check_strides(make: MakeCodec, shape: Sequence[int], dtype: torch.dtype) -> 
 
 
 def check_state_of_messages(make: MakeCodec, shape: Sequence[int], dtype: torch.dtype) -> None:
-    """A skipped step leaves no trace, and a run that goes on from a checkpoint sends the same bytes."""
+    """Check that a skipped step leaves no trace, and that a run resumed from a checkpoint sends the same bytes."""
     codec = make()
     sender, receiver = CompressorState(), CompressorState()
     key = key_of(codec, shape, 0)
@@ -231,7 +231,7 @@ _KEPT = "; keep what must survive in the state, not in the compressor"
 
 
 def check_memory(make: MakeCodec, shape: Sequence[int]) -> None:
-    """Messages, inputs, states and results have memory of their own: their holders overwrite all of them here."""
+    """Check that messages, inputs, states and results share no memory, by overwriting each of them."""
     calm, rough = make(), make()
     ends = [CompressorState() for _ in range(4)]
     for step in range(4):
@@ -260,7 +260,7 @@ def check_memory(make: MakeCodec, shape: Sequence[int]) -> None:
 
 
 def check_feedback_of_messages(make: MakeCodec, shape: Sequence[int], kind: MessageResidual) -> None:
-    """With error feedback, what was decoded and what is left make what was meant; messages under way do not change."""
+    """Check that decoded messages and residual add up to the inputs, and that messages in flight do not change."""
     codec, sender, receiver = ErrorFeedbackCodec(make(), kind), CompressorState(), CompressorState()
 
     def over(y: Tensor) -> Tensor:
@@ -283,14 +283,14 @@ def check_feedback_of_messages(make: MakeCodec, shape: Sequence[int], kind: Mess
 
 
 def inputs_of(compressor: RoundCompressor, shape: Sequence[int], dtype: torch.dtype, seeds: range) -> list[Tensor]:
-    """One input for each seed: stacks of matrices for compressors that take those."""
+    """An input for each seed; stacks of matrices for batched compressors."""
     if compressor.traits.batched and len(shape) < 3:
         shape = (2, *shape) if len(shape) == 2 else (1, *(shape or (1,)), 1)
     return [noise(shape, dtype, seed) for seed in seeds]
 
 
 def _whole(totals: Sequence[Tensor], shares: bool) -> Tensor:
-    """The sum, put together from the ranks' shares where each has only its own."""
+    """The full sum, concatenated from the ranks' shares if ``shares``."""
     if not shares:
         _require(all(torch.equal(total, totals[0]) for total in totals), "the ranks have different sums")
         return totals[0]
@@ -301,7 +301,7 @@ def _whole(totals: Sequence[Tensor], shares: bool) -> Tensor:
 def check_sum(
     make: MakeRounds, shape: Sequence[int], dtype: torch.dtype, sharded: bool = False, exact: bool = False
 ) -> None:
-    """All ranks get one sum, and it is the sum of what each says it contributed."""
+    """Check that all ranks get the same sum, and that it is the sum of the ranks' ``Aggregate.local``."""
     compressor, ranks = make(), 3
     states = [CompressorState() for _ in range(ranks)]
     for step in range(3):
@@ -326,7 +326,7 @@ def check_sum(
 
 
 def check_state_of_sums(make: MakeRounds, shape: Sequence[int], dtype: torch.dtype) -> None:
-    """A skipped step leaves no trace, and a run that goes on from a checkpoint computes the same sums."""
+    """Check that a skipped step leaves no trace, and that a run resumed from a checkpoint computes the same sums."""
     compressor, states = make(), [CompressorState(), CompressorState()]
     run_lockstep(compressor, inputs_of(compressor, shape, dtype, range(2)), states)
     for state in states:
@@ -345,7 +345,7 @@ def check_state_of_sums(make: MakeRounds, shape: Sequence[int], dtype: torch.dty
 
 
 class _Run:
-    """Sums of several steps with error feedback: what was meant, and what was summed."""
+    """Several steps with error feedback: accumulated exact sums and compressed sums."""
 
     def __init__(self, make: MakeRounds, shape: Sequence[int], kind: SumResidual) -> None:
         self.compressor = ErrorFeedback(make(), kind)
@@ -354,7 +354,7 @@ class _Run:
         self.summed = torch.zeros(self.shape, dtype=torch.float64)
 
     def step(self, seed: int, states: Sequence[CompressorState]) -> None:
-        """One step, which is taken."""
+        """Run and commit a step."""
         xs = [noise(self.shape, torch.float64, seed + rank) for rank in range(len(states))]
         self.meant += torch.stack(xs).sum(dim=0)
         total = _whole([one.total for one in run_lockstep(self.compressor, xs, states)], False)
@@ -365,14 +365,14 @@ class _Run:
             state.commit()
 
     def check(self, states: Sequence[CompressorState], when: str) -> None:
-        """Checks that what was meant is what was summed and what is left."""
+        """Check that compressed sums and residuals add up to the exact sums."""
         left = torch.stack([state.tensors[RESIDUAL] for state in states]).sum(dim=0)
         kept = torch.allclose(self.summed + left, self.meant, rtol=1e-5, atol=1e-4)
         _require(kept, f"{when}, the sums and the residuals are not what was meant: is Aggregate.local what was sent?")
 
 
 def check_feedback_of_sums(make: MakeRounds, shape: Sequence[int], kind: SumResidual) -> None:
-    """With error feedback, what all ranks meant is what was summed and what is left on them."""
+    """Check that compressed sums and all ranks' residuals add up to the exact sums."""
     run, states = _Run(make, shape, kind), [CompressorState() for _ in range(3)]
     for step in range(6):
         run.step(3 * step, states)
@@ -380,9 +380,9 @@ def check_feedback_of_sums(make: MakeRounds, shape: Sequence[int], kind: SumResi
 
 
 def check_other_replicas(make: MakeRounds, shape: Sequence[int]) -> None:
-    """A run goes on with the state of another number of replicas, as a checkpoint restores it, and loses nothing.
+    """Check that a run resumed from the checkpoint of another number of replicas loses nothing.
 
-    Residuals are shared out equally; what else there is, all replicas get from the first one.
+    Residuals are divided equally among the new replicas; all other state is copied from the first replica.
     """
     run, states = _Run(make, shape, "local"), [CompressorState() for _ in range(4)]
     for step in range(3):

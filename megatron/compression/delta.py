@@ -1,12 +1,12 @@
-"""Messages of differences from what both ends expect: a sample's last visit, or the mean of its tokens.
+"""Messages of differences from a prediction at both ends: a sample's last visit, or the mean of its tokens.
 
-By sample (AQ-SGD, Wang et al. 2022, algorithm 1) both ends remember what the receiver got for each sample. A first
-visit sends the activation itself, as it is, in half precision or in fixed point; every later one only the quantized
-difference, whose error the next difference contains. Which is which both ends derive from the sample ids, and from the
-length of the sequences: when that changes, all samples are forgotten.
+By sample (AQ-SGD, Wang et al. 2022, algorithm 1), both ends remember the receiver's value of each sample. The first
+visit sends the activation itself, unchanged, in half precision or in fixed point. Later visits send only the quantized
+difference, and the next difference includes its error. Both ends tell first from later visits by the sample ids and by
+the sequence length; when the length changes, all samples are forgotten.
 
-By token both ends keep a running mean of the decoded activations of each token, and every message is a quantized
-difference from it. No sample has to come again.
+By token, both ends keep a running mean of the decoded activations of each token, and every message is a quantized
+difference from it. Samples need not repeat.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megatron.kernels.grid import Role
 
 _CACHE = "samples"
 _OF_SAMPLES = ("first_bits", "cache", "memory", "folder", "cache_dtype", "cache_bits")
-"""Options of the memory of samples."""
+"""Options of the sample cache."""
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -94,7 +94,7 @@ class DeltaLowBitsConfig(DeltaConfig):
 
 
 class TokenDeltaCodec(FormatCodec):
-    """Differences from the token's mean. A key without tokens predicts zeros."""
+    """Quantized differences from the token's mean. Without tokens in the key, the prediction is zero."""
 
     config: DeltaConfig
     format: Quantizer
@@ -130,13 +130,13 @@ class TokenDeltaCodec(FormatCodec):
 
 
 def _memory(config: DeltaConfig) -> FixpointConfig:
-    """The format of remembered rows. Their default grid is the one that rows in checkpoints of any age have."""
+    """Format of remembered rows. The default grid must stay the grid of rows in existing checkpoints."""
     grid = "symmetric" if config.grid == "auto" else config.grid
     return replace(config, bits=config.cache_bits or 8, rounding="nearest", grid=grid)
 
 
 class DeltaCodec(Codec):
-    """Differences from the sample's last visit; keeps one row for each sample at each end (``SampleCache``)."""
+    """Quantized differences from the sample's last visit; each end keeps a row per sample (``SampleCache``)."""
 
     config: DeltaConfig
 
@@ -238,7 +238,7 @@ class DeltaCodec(Codec):
         return self._size(row) * each
 
     def _first_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
-        """What a first visit's numbers are on the wire in a run of activations of ``dtype``; None in fixed point."""
+        """Wire dtype of first visits in a run with activations of ``dtype``; None for fixed point."""
         if self.config.first_bits <= 8:
             return None
         return dtype if self.config.first_bits == 32 or dtype.itemsize == 2 else torch.bfloat16
@@ -258,7 +258,7 @@ class DeltaCodec(Codec):
         return wire
 
     def _decode_first(self, wire: Tensor, row: torch.Size, dtype: torch.dtype) -> Tensor:
-        """The row that the receiver decodes at a first visit; the sender computes it from the same bytes."""
+        """Decode the row of a first visit, at the receiver and, from the same bytes, at the sender."""
         wide = self._first_dtype(dtype)
         if wide is None:
             return self.first.decode(wire, row)
@@ -273,13 +273,13 @@ class DeltaCodec(Codec):
             cache.store(sample, got.to(_DTYPES[self.config.cache_dtype], copy=True))
 
     def _recall(self, cache: SampleCache, sample: int, row: torch.Size, device: torch.device) -> Tensor:
-        """The remembered row of a sample, in fp32 and free to be changed. That of a checkpoint is still on the CPU."""
+        """A new fp32 copy of a sample's remembered row. Rows from a checkpoint are still on the CPU."""
         stored = cache.row(sample).to(device)
         return self.memory.decode(stored, row) if self.config.cache_bits else stored.to(torch.float32, copy=True)
 
 
 def _seed(config: DeltaConfig, state: CompressorState) -> int | None:
-    """The seed of the next message's noise; None without stochastic rounding."""
+    """Seed of the next message's noise; None without stochastic rounding."""
     if config.rounding == "nearest":
         return None
     state.stage("messages", state.count("messages") + 1)
@@ -304,7 +304,7 @@ def _codec(config: DeltaConfig) -> Codec:
 
 
 def register(registry: Registry) -> None:
-    """Registers ``delta`` and ``delta-lowbits``."""
+    """Register ``delta`` and ``delta-lowbits``."""
     for name, config in (("delta", DeltaConfig), ("delta-lowbits", DeltaLowBitsConfig)):
         registry.register(
             name,

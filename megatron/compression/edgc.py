@@ -1,7 +1,7 @@
-"""Ranks that follow the entropy of the gradient (EDGC, arXiv 2511.10333).
+"""PowerSGD ranks that follow the entropy of the gradient (EDGC, arXiv 2511.10333).
 
-Gradients lose entropy as training goes on, and fewer columns carry the same share of them. The entropy is averaged over
-windows of iterations, and at each window's end a rule turns it into the rank of the next one.
+The entropy of gradients decreases during training, and fewer columns carry the same share of them. The entropy is
+averaged over windows of iterations, and at each window's end a rule maps it to the rank for the next window.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _BINS = 1000
 _GRID = 4096
 
 _PROBE_EVERY = 10
-"""Iterations after which times are measured, and measured again where that was not possible."""
+"""Interval in iterations between attempts to measure times."""
 
 _MEETINGS = 3
-"""Iterations before that, and with it, in which the ranks wait for each other: one may be out of the ordinary, such as
-the first one after a restart."""
+"""Iterations, up to and including the measurement, in which the ranks wait for each other. The median is used, since a
+single iteration may be an outlier, such as the first iteration after a restart."""
 
 
 @dataclass(frozen=True)
@@ -65,16 +65,16 @@ class EDGCConfig(PowerSGDConfig):
 
     @property
     def limits(self) -> tuple[int, int]:
-        """The least and the greatest rank."""
+        """Lowest and highest rank."""
         return self.min_rank or max(self.rank // 4, 1), self.rank
 
 
 def differential_entropy(x: Tensor, stride: int = 1) -> float:
-    """Entropy in nats of the finite elements' density, from a histogram of 1000 bins over their range; NaN if none.
+    """Differential entropy in nats of the finite elements, from a histogram of 1000 bins over their range.
 
-    Only every ``stride``-th element is looked at.
+    NaN if no element is finite. Only every ``stride``-th element is sampled.
 
-    The logarithm of the bin's width is part of it: without it the figure would not depend on the gradient's size.
+    The entropy includes the logarithm of the bin width; without it, it would not depend on the gradient's scale.
     """
     counts_b, range_2 = sample_histogram(x, stride, _BINS)
     low, high = range_2.tolist()
@@ -88,10 +88,9 @@ def differential_entropy(x: Tensor, stride: int = 1) -> float:
 
 
 def residual_shares(n: int, m: int) -> Tensor:
-    """g(r) for r = 0..min(n, m): norm of what the best rank-r approximation of an n x m matrix of noise leaves.
+    """g(r) for r = 0..min(n, m): relative error of the best rank-r approximation of an n x m matrix of noise.
 
-    Relative to the matrix's norm: g(r)^2 is the energy share of the eigenvalues beyond the r greatest, which the
-    Marchenko-Pastur law gives.
+    g(r)^2 is the energy share of all but the r largest eigenvalues, according to the Marchenko-Pastur law.
     """
     small, large = sorted((n, m))
     aspect = small / large
@@ -109,11 +108,11 @@ def residual_shares(n: int, m: int) -> Tensor:
 
 
 class RankByEntropy:
-    """The windows of entropies and the rule for the rank; equal on all ranks that are given equal entropies.
+    """Rule that maps windows of entropies to a rank; equal entropies give equal ranks on all processes.
 
     Args:
         config: options of the compressor.
-        shape: (n, m) of the matrices that the formula is about.
+        shape: (n, m) of the matrices, for ``rule=formula``.
     """
 
     def __init__(self, config: EDGCConfig, shape: tuple[int, int] = (0, 0)) -> None:
@@ -125,16 +124,16 @@ class RankByEntropy:
         self.count = 0
 
     def add(self, entropy: float) -> None:
-        """Adds a measurement; one that is not finite does not count."""
+        """Add a measurement; nonfinite values are ignored."""
         if math.isfinite(entropy):
             self.sum += entropy
             self.count += 1
 
     def close_window(self, moves: bool = True) -> int:
-        """The rank of the next window. The first two windows that measured anything only set the reference.
+        """Close the window and return the rank of the next window. The first two nonempty windows set the reference.
 
         Args:
-            moves: False in a warm-up, whose windows are measured but decide nothing.
+            moves: False during the warm-up: its windows are measured, but do not change the rank.
         """
         measured = self.count > 0
         if measured:
@@ -155,7 +154,7 @@ class RankByEntropy:
         return low + (high - low) * min(change / first, 1.0) if first else float(high)
 
     def _formula(self) -> float:
-        """The rank whose error equals that of the greatest rank in the first window: g(r) e^H = g(r0) e^H0."""
+        """The rank with the error that the highest rank had in the first window: g(r) e^H = g(r0) e^H0."""
         shares = residual_shares(*self.shape)
         start = shares[min(self.config.rank, len(shares) - 1)]
         allowed = float(start) * math.exp(self.means[0] - self.means[-1])
@@ -163,11 +162,11 @@ class RankByEntropy:
         return float(fitting[0]) if len(fitting) else float(self.config.rank)
 
     def state_dict(self) -> dict[str, float | list[float]]:
-        """The state, as plain numbers."""
+        """State as plain numbers."""
         return {"rank": float(self.rank), "means": list(self.means), "sum": self.sum, "count": float(self.count)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores ``state_dict``; a rank beyond this run's limits is clamped."""
+        """Restore a state from ``state_dict``; clamp the rank to this run's limits."""
         (low, high), means = self.config.limits, state["means"]
         if not isinstance(means, list):
             raise TypeError(f"means is a {type(means).__name__} instead of a list")
@@ -179,7 +178,7 @@ class RankByEntropy:
 
 
 def _probes_at(iteration: int) -> bool:
-    """Whether to measure in an iteration; never in the first ones of a run."""
+    """Whether to measure in an iteration (0-based); never in the first few iterations."""
     return (iteration + 1) % _PROBE_EVERY == 0
 
 
@@ -188,16 +187,16 @@ def _even(rank: float) -> int:
 
 
 class RankController(Controller):
-    """Measures the entropy of the first stage's gradients, as EDGC has it, and moves the rank by ``RankByEntropy``.
+    """Controller that measures the entropy of the first stage's gradients and sets the rank by ``RankByEntropy``.
 
-    The matrices of the formula are the first stage's largest; all ranks learn their shape after the first step.
+    The formula uses the shape of the first stage's largest matrices; all ranks learn this shape after the first step.
 
-    A probe measures once what reductions take, with some ranks and exact. Later stages end their backward pass earlier,
-    so that their reduction may take longer than the first one's; the ranks meet a few times, to see how much. Until
-    the probe all stages have the same rank.
+    A probe measures, once, the times of an exact reduction and of reductions with several ranks. Later stages finish
+    their backward pass earlier, so their reduction may take longer than the first stage's; the ranks wait for each
+    other in a few iterations to measure how much longer. Until the probe, all stages have the same rank.
 
-    Where the error ends the warm-up, the probe also measures what the greatest rank loses, and the ends of windows what
-    the least one does. All stages reduce exactly until that is less.
+    With ``warmup-ends=error``, the probe also measures the error of the highest rank, and each window's end the error
+    of the lowest rank. All stages reduce exactly until the latter error is smaller.
     """
 
     def __init__(self, config: EDGCConfig) -> None:
@@ -251,14 +250,14 @@ class RankController(Controller):
                 yield from self._end_warm_up(reduced)
 
     def _end_warm_up(self, reduced: Reduced) -> Generator[Request | Trial, Tensor, None]:
-        """Ends the warm-up if the least rank loses less by now than the greatest one did."""
+        """End the warm-up if the error of the lowest rank is now below the first error of the highest rank."""
         if (yield from self._all_finite(reduced)):
             error = yield from self._error(self.config.limits[0], reduced)
             self.measured["last_error"] = error
             self.warm = error < self.measured["first_error"]
 
     def _error(self, rank: int, reduced: Reduced) -> Generator[Request | Trial, Tensor, float]:
-        """What a rank loses of the first stage's gradients, relative to them."""
+        """Relative error of the first stage's gradients at a rank."""
         _, error, norm = (yield Trial({"rank": rank}, repeats=1)).tolist()
         pair = yield Request(torch.tensor([error, norm], dtype=torch.float64) * (reduced.stage == 0))
         error, norm = pair.tolist()
@@ -270,7 +269,7 @@ class RankController(Controller):
         return float((yield Request(torch.tensor([0.0 if finite else 1.0])))) == 0.0
 
     def _probe(self, reduced: Reduced) -> Generator[Request | Trial, Tensor, None]:
-        """Measures the times of all stages' reductions; all ranks get to know those of all."""
+        """Measure the times of all stages' reductions, and gather them on all ranks."""
         ranks = ranks_to_try(self.config.rank)
         row = [float(reduced.stage), median(self._waited_s)]
         for options in (None, *({"rank": rank} for rank in ranks)):
@@ -280,7 +279,7 @@ class RankController(Controller):
         self.times = StageTimes.of(ranks, rows.tolist())
 
     def _learn_shape(self, reduced: Reduced) -> Generator[Request, Tensor, None]:
-        """Shares the shape of the first stage's matrices: all of its ranks have the same, so the mean is that shape."""
+        """Broadcast the shape of the first stage's matrices, as a mean: it is equal on all of that stage's ranks."""
         matrices = [matrix_shape(shape) for shape in reduced.shapes]
         n, m = max(matrices, key=lambda shape: shape[0] * shape[1], default=(1, 1))
         total_n, total_m, ranks = (yield Request(torch.tensor([n, m, 1]) * (reduced.stage == 0))).tolist()
@@ -288,7 +287,7 @@ class RankController(Controller):
         self._knows_shape = True
 
     def _measure(self, reduced: Reduced) -> Generator[Request, Tensor, float]:
-        """Mean entropy over the first stage's ranks, and over its tensors by their sizes; NaN if nothing is finite."""
+        """Mean entropy of the first stage's tensors on all its ranks, weighted by size; NaN if none is finite."""
         found = [(differential_entropy(flat, self.config.sample_share), flat.numel()) for flat in reduced.flats]
         finite = [(entropy, count) for entropy, count in found if math.isfinite(entropy)]
         own = [sum(h * n for h, n in finite), float(sum(n for _, n in finite))]
@@ -297,7 +296,7 @@ class RankController(Controller):
         return total / count if count else math.nan
 
     def figures(self, stages: Sequence[int]) -> Mapping[str, float]:
-        """Entropy, the errors that end the warm-up, ranks (0: exact), and the seconds that the probe has found."""
+        """Entropy, the errors that end the warm-up, ranks (0: exact), and the seconds measured by the probe."""
         chosen = {stage: self.options(stage) for stage in stages}
         ranks = {stage: 0.0 if options is None else float(options["rank"]) for stage, options in chosen.items()}
         found = {**self.measured, "rank": float(self.rule.rank)}
@@ -318,7 +317,7 @@ class RankController(Controller):
         return {**self.rule.state_dict(), "measured": dict(self.measured), "warm": self.warm, "times": times}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        times = state.get("times")  # what earlier versions did not measure, they did not save
+        times = state.get("times")  # absent in states of earlier versions
         read = None if times is None else StageTimes.from_state(times)
         measured = {str(name): float(value) for name, value in dict(state.get("measured", {})).items()}
         if not all(map(math.isfinite, measured.values())):
@@ -331,7 +330,7 @@ class RankController(Controller):
 
 
 class EDGC(PowerSGD):
-    """PowerSGD under a ``RankController``."""
+    """PowerSGD with a ``RankController``."""
 
     config: EDGCConfig
 
@@ -358,7 +357,7 @@ class EDGC(PowerSGD):
 
 
 def register(registry: Registry) -> None:
-    """Registers ``edgc``."""
+    """Register ``edgc``."""
     registry.register(
         "edgc",
         Registration(

@@ -1,6 +1,6 @@
-"""Error feedback: the part of a gradient that a compressor did not send is added to the next one.
+"""Error feedback: the unsent part of a gradient is added to the next gradient.
 
-Seide et al. 2014; Karimireddy et al. 2019. This is the only residual in the code base.
+Seide et al. 2014; Karimireddy et al. 2019. This is the only implementation of residuals in the code base.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MessageResidual = Literal["lazy", "lazy-reset", "lazy-mean"]
 
 @dataclass(frozen=True)
 class _Fed(Aggregate):
-    """An aggregate with the norms that error feedback has measured.
+    """An aggregate with the norms measured by error feedback.
 
     Args:
         inner: the compressor's own aggregate.
@@ -39,14 +39,15 @@ class _Fed(Aggregate):
 
 
 class ErrorFeedback(RoundCompressor):
-    """A ``RoundCompressor`` with a residual: ``x`` becomes ``x + residual``, and keeps what was not sent.
+    """A ``RoundCompressor`` with a residual, which is added to the input and then keeps the unsent part.
 
     Args:
-        inner: the compressor; it must leave its input as it is, unless it returns no ``local``.
-        kind: "local" keeps input - own contribution to the sum. "aggregate" keeps input - sum / n, the definition
-            of PowerSGD's published code (Vogels et al. 2019, algorithm 2), where the ranks' residuals differ by
-            their gradients' differences.
-        decay: factor of what is left; below 1 some of it is forgotten (SparseLoCo, Sarfi et al. 2025).
+        inner: the compressor; it must not change its input, unless it returns no ``local``.
+        kind: "local" keeps input - this rank's contribution to the sum. "aggregate" keeps input - sum / n, as in
+            PowerSGD's published code (Vogels et al. 2019, algorithm 2); the ranks' residuals then differ by the
+            differences of their gradients.
+        decay: factor of the residual when it is added; below 1, part of it is forgotten (SparseLoCo, Sarfi et al.
+            2025).
     """
 
     def __init__(self, inner: RoundCompressor, kind: SumResidual = "local", decay: float = 1.0) -> None:
@@ -72,7 +73,7 @@ class ErrorFeedback(RoundCompressor):
             x.add_(residual, alpha=self.decay)
             given_k = squared_norms(x, self.traits.batched)
         if self.kind == "aggregate":
-            peers = replace(peers, sharded=False)  # the residual is made of the whole sum
+            peers = replace(peers, sharded=False)  # the residual needs the whole sum
         inner = yield from self.inner.rounds(x, state, peers)
         return _Fed(inner.total, inner.local, inner, gradient_k, given_k)
 
@@ -93,10 +94,10 @@ class ErrorFeedback(RoundCompressor):
 
 
 class LastResidual(ErrorFeedback):
-    """An exact reduction that takes along what is left of a residual, for a tensor that is compressed no more.
+    """An exact reduction that also flushes the residual, for a tensor that is no longer compressed.
 
     Args:
-        compressor: what has left the residual.
+        compressor: the compressor that left the residual.
         kind: kind of the residual.
     """
 
@@ -112,18 +113,18 @@ class LastResidual(ErrorFeedback):
 class ErrorFeedbackCodec(Codec):
     """A ``Codec`` whose sender keeps a residual.
 
-    On the activation gradients of the pipeline this is lazy error propagation (Optimus-CC, Song et al. 2023, section
-    5.2): the error of one micro-batch enters the next compressed one, across iterations.
+    For activation gradients of the pipeline, this is lazy error propagation (Optimus-CC, Song et al. 2023, section
+    5.2): the error of a micro-batch is added to the next compressed micro-batch, across iterations.
 
-    When sequences get another length, the error of each token goes to the token at its place, and what lies behind the
-    last one to the first ones: nothing of the sum is lost.
+    When the sequence length changes, the error of each token moves to the token at the same position, and errors beyond
+    the last position wrap around to the first, so the sum of errors is conserved.
 
     Args:
         inner: the codec.
         kind: "lazy" keeps the error of each token, also for the next iteration; "lazy-reset" forgets it when an
             iteration begins; "lazy-mean" keeps its mean over the tokens. The next micro-batch has other tokens at the
-            same places, so what the single errors add to its gradients is noise; what is common to all of them is what
-            the layers below would have summed.
+            same positions, so per-token errors only add noise to its gradients, while their mean is the part that the
+            layers below would have summed.
     """
 
     def __init__(self, inner: Codec, kind: MessageResidual = "lazy") -> None:
@@ -163,7 +164,7 @@ class ErrorFeedbackCodec(Codec):
         return payload
 
     def _residual(self, shape: torch.Size, state: CompressorState) -> Tensor | None:
-        """The newest residual for messages of a shape; None where there is none for samples and channels like these."""
+        """The newest residual, resized to the shape's sequence length; None if its other dimensions differ."""
         residual = state.get(RESIDUAL)
         if residual is None or residual.shape == (shape[-1:] if self.mean else shape):
             return residual
@@ -175,7 +176,7 @@ class ErrorFeedbackCodec(Codec):
         return moved
 
     def _with_residual(self, x: Tensor, residual: Tensor | None, state: CompressorState) -> Tensor:
-        """x + residual in memory that may be changed: that of the residual from the step's second message on."""
+        """x + residual in writable memory, which is the residual's own from the step's second message on."""
         if residual is None:
             return x.clone(memory_format=torch.contiguous_format)
         if self.mean or residual is state.tensors.get(RESIDUAL):

@@ -1,4 +1,4 @@
-"""Formats of thin factors, as low-rank compressors send them: numbers, half precision, or quantized."""
+"""Formats of thin factors for low-rank compressors: full precision, half precision, or quantized."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ FormatName: TypeAlias = Literal["fp32", "bf16", "fixpoint8", "fixpoint4"]
 
 
 def _two_step(name: FormatName, small_rows: bool) -> TwoStepSum | None:
-    """The all-reduce of a format; None for numbers, which are summed on their way.
+    """Two-step all-reduce of a format; None for full precision, which a plain all-reduce sums.
 
-    At 8 bits the error is far below that of the rank, so the groups are long. At 4 bits it is not: shorter groups and a
-    rotation lower it.
+    At 8 bits, the quantization error is far below the low-rank error, so the groups are long. At 4 bits it is not, and
+    shorter groups and a rotation reduce it.
     """
     if name == "bf16":
         return CastRounds(CastConfig("bf16"))
@@ -38,19 +38,19 @@ def _two_step(name: FormatName, small_rows: bool) -> TwoStepSum | None:
 
 
 def wire_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of numbers that are computed and sent as they are."""
+    """Dtype of factors in full precision."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class FactorFormat:
-    """A format of stacks of thin factors (k, n, r).
+    """Format of stacks of thin factors (k, n, r).
 
-    The columns of a factor belong to singular values of very different sizes. They are laid out one behind the other,
-    so that a group of quantized numbers is a part of one column, and small columns keep their digits.
+    The columns of a factor belong to singular values of very different sizes. Columns are contiguous in the message, so
+    that a quantization group lies within a column, and small columns keep their precision.
 
     Args:
         name: the format.
-        small_rows: 8 bits are floats, which keep the digits of small rows too, at a larger error of large ones.
+        small_rows: use floats at 8 bits, which preserve small rows, with a larger error in large rows.
     """
 
     def __init__(self, name: FormatName, small_rows: bool = False) -> None:
@@ -58,11 +58,11 @@ class FactorFormat:
 
     @property
     def exact(self) -> bool:
-        """Whether factors are sent as they are."""
+        """Whether factors are sent in full precision."""
         return self._two_step is None
 
     def nbytes(self, count: int, dtype: torch.dtype = torch.float32) -> int:
-        """Bytes of the message of a factor with ``count`` numbers of a dtype."""
+        """Size in bytes of the message of a factor with ``count`` numbers of a dtype."""
         if self._two_step is None:
             return count * wire_dtype(dtype).itemsize
         return self._two_step.format.nbytes(torch.Size((count,)))
@@ -70,36 +70,36 @@ class FactorFormat:
     def all_reduce(
         self, x_knr: Tensor, state: CompressorState, peers: Peers
     ) -> Generator[Request, Tensor, tuple[Tensor, Tensor]]:
-        """All-reduces factors; all ranks get the same bits.
+        """All-reduce factors; all ranks get the same bits.
 
         Returns:
-            The sum, and what this rank contributed to it, both (k, n, r): its factors as its messages hold them, with
-            the error of shortening the part of the sum that it serves. The contributions add up to the sum.
+            The sum and this rank's contribution to it, both (k, n, r). The contribution is the content of its messages,
+            plus the error of encoding its chunk of the sum. The contributions add up to the sum.
         """
         if self._two_step is None:
             total_knr = yield Request(x_knr.clone())
             return total_knr, x_knr
         columns_krn = x_knr.transpose(1, 2).contiguous()
-        # All of the sum is needed here, however little of the result is.
+        # The whole sum is needed here, even if only a shard of the result is read.
         aggregate = yield from self._two_step.rounds(columns_krn, state, replace(peers, sharded=False))
         assert aggregate.local is not None
         total_krn, own_krn = (dense(part, columns_krn) for part in (aggregate.total, aggregate.local))
         return total_krn.transpose(1, 2).contiguous(), own_krn.transpose(1, 2).contiguous()
 
     def empty(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer for messages of ``count`` bytes together."""
+        """Buffer for messages of ``count`` bytes in total."""
         kind = torch.uint8 if self._two_step else wire_dtype(dtype)
         return torch.empty(count // kind.itemsize, dtype=kind, device=device)
 
     def encode(self, x_knr: Tensor) -> Tensor:
-        """The message of factors, flat."""
+        """Encode factors to a flat message."""
         if self._two_step is None:
             return x_knr.flatten()
         wire = torch.zeros(self.nbytes(x_knr.numel()), dtype=torch.uint8, device=x_knr.device)
         return self._two_step.format.encode(x_knr.transpose(1, 2).flatten(), None, wire=wire)
 
     def decode(self, wire: Tensor, shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
-        """The factors (k, n, r) in a message; they may lie in it."""
+        """Decode the factors (k, n, r) of a message; the result may alias the message."""
         k, n, r = shape
         if self._two_step is None:
             return wire.view(shape)

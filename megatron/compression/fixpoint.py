@@ -108,11 +108,11 @@ class FixpointConfig:
 
     @property
     def of_levels(self) -> tuple[int | None, float]:
-        """Bits of sums inside a node (None: sums have one level), and of all other messages."""
+        """Bits of sums within a node (None for single-level sums), and of all other messages."""
         return None, self.bits
 
     def of_bits(self, bits: float) -> FixpointConfig:
-        """The options of messages with so many bits."""
+        """The options with ``bits`` bits per number."""
         return replace(self, bits=bits)
 
 
@@ -146,11 +146,12 @@ class FixpointSumConfig(FixpointConfig):
 
 
 def _kind(grid: str, bits: int, rotated: bool) -> GridKind:
-    """The levels that a grid of the options has at a number of bits.
+    """Kind of grid for the option ``grid`` at ``bits`` bits.
 
-    At few bits a symmetric grid's unused code is dear. A mid-rise grid has the least error on numbers without outliers,
-    such as rotated ones, and a great one on others, as it lacks a zero; a signed grid is nearly as good, or better, on
-    all. One bit is the sign and the mean magnitude, whatever the rounding.
+    At few bits, a symmetric grid's unused code is expensive. A mid-rise grid has the lowest error on numbers without
+    outliers, such as rotated numbers, and a large error on other numbers, because it has no zero level. A signed grid
+    is nearly as good or better on all numbers. At 1 bit, the code is the sign, and the scale is the mean magnitude,
+    with any rounding.
     """
     if grid != "auto":
         return GridKind[grid.upper()]
@@ -161,12 +162,12 @@ def _kind(grid: str, bits: int, rotated: bool) -> GridKind:
 
 @dataclass(frozen=True)
 class _Layout:
-    """How a tensor is coded.
+    """Encoding of a tensor.
 
     Args:
-        grid: its grid.
-        count: how many numbers it codes.
-        tiles: what is decided tile by tile; None for nothing.
+        grid: the grid.
+        count: number of elements.
+        tiles: per-tile decisions; None without any.
         scale_dtype: dtype of the scales.
     """
 
@@ -177,8 +178,8 @@ class _Layout:
 
     @cached_property
     def message(self) -> ScaledCodes:
-        """The layout of the message: scales of each stream, codes of each stream, and, where something is decided tile
-        by tile, the maps of the rotated blocks and of the tiles with one more bit."""
+        """Layout of the message: scales of each stream, codes of each stream, and, with per-tile decisions, the bitmaps
+        of rotated blocks and of tiles with an extra bit."""
         streams = self.tiles.streams if self.tiles else ((self.grid, self.count),)
         scales = tuple(grid.scale_count(count) for grid, count in streams)
         codes = tuple(grid.code_bytes(count) for grid, count in streams)
@@ -191,7 +192,7 @@ def _tiled(scales: list[Tensor], codes: list[Tensor]) -> TiledMessage:
 
 
 class Quantizer(Format):
-    """A format of quantized numbers, without state. 32 and 64-bit inputs are quantized in fp32."""
+    """Stateless format of quantized numbers. 32-bit and 64-bit inputs are quantized in fp32."""
 
     def __init__(self, config: FixpointConfig, rotated: bool = False) -> None:
         self.config = config
@@ -201,7 +202,7 @@ class Quantizer(Format):
 
     @cached_property
     def plain(self) -> Quantizer:
-        """The format of numbers that are rotated already."""
+        """The format for numbers that are already rotated."""
         return Quantizer(self.config, rotated=True) if self._rotates else self
 
     @property
@@ -210,7 +211,7 @@ class Quantizer(Format):
         return self.config.rotation > 0 and self.config.rotate_when == "always"
 
     def coded(self, count: int) -> int:
-        """Rotated numbers in a message of so many."""
+        """Number of rotated values in a message of ``count`` values."""
         return self._grid(torch.Size((count,)), int(self.config.bits)).coded(count)
 
     def _grid(self, shape: torch.Size, bits: int) -> Grid:
@@ -242,7 +243,7 @@ class Quantizer(Format):
         return _Layout(grid, count, tiles, self.scale_dtype)
 
     def nbytes(self, shape: torch.Size) -> int:
-        """Bytes of a tensor's message."""
+        """Size of a tensor's message in bytes."""
         return self._layout(shape).message.nbytes
 
     def encode(
@@ -254,15 +255,15 @@ class Quantizer(Format):
         *,
         wire: Tensor | None = None,
     ) -> Tensor:
-        """Encodes a tensor; returns the message, uint8.
+        """Encode a tensor, and return the message, uint8.
 
         Args:
             x: tensor of any shape.
             seed: seed of the noise of stochastic rounding.
-            role: DELTA encodes x - other, and moves ``other`` to what the receiver holds then; FEEDBACK encodes
-                x + other, and leaves in ``other`` what was not sent.
-            other: fp32 or half precision, contiguous, as large as x.
-            wire: where to write it, as long as ``nbytes`` says; a new tensor unless given.
+            role: DELTA encodes x - other and updates ``other`` to the receiver's new value. FEEDBACK encodes x + other
+                and leaves the quantization error in ``other``.
+            other: fp32 or half precision, contiguous, with as many elements as x.
+            wire: output buffer of ``nbytes`` bytes; a new tensor if None.
         """
         x = x.detach().contiguous()
         layout = self._layout(x.shape)
@@ -278,11 +279,11 @@ class Quantizer(Format):
         return wire
 
     def decode(self, wire: Tensor, shape: torch.Size, out: Tensor | None = None) -> Tensor:
-        """Decodes a message to fp32; groups that were not finite are NaN or infinite.
+        """Decode a message to fp32; groups with nonfinite inputs are NaN or infinite.
 
         Args:
             wire: the message.
-            out: where to write it, fp32 or fp64; a new tensor unless given.
+            out: output tensor, fp32 or fp64; a new tensor if None.
         """
         if out is None:
             out = torch.empty(shape, dtype=torch.float32, device=wire.device)
@@ -295,9 +296,9 @@ class Quantizer(Format):
         return out
 
     def add_to(self, out: Tensor, wire: Tensor, negative: bool = False) -> Tensor:
-        """Adds a decoded message to ``out`` (fp32 or fp64), or subtracts it, in place.
+        """Add a decoded message to ``out`` (fp32 or fp64), or subtract it, in place.
 
-        With a message of ``Role.DELTA`` that moves the reference to what the sender holds.
+        With a message of ``Role.DELTA``, this updates the reference to the sender's value.
         """
         layout = self._layout(out.shape)
         scales, codes = layout.message.to_read(wire)
@@ -310,7 +311,7 @@ class Quantizer(Format):
 
 
 def _levels_problem(config: FixpointConfig) -> str:
-    """The reason why neither messages nor sums of tensor-parallel ranks have these options; empty when they may."""
+    """The reason why messages and tensor-parallel sums cannot use these options; empty if they can."""
     inside, across = config.of_levels
     if inside is None:
         return ""
@@ -321,7 +322,7 @@ def _levels_problem(config: FixpointConfig) -> str:
 
 
 class FixpointCodec(FormatCodec):
-    """Quantized messages."""
+    """Codec of quantized messages."""
 
     config: FixpointConfig
 
@@ -334,7 +335,7 @@ class FixpointCodec(FormatCodec):
 
 
 class FixpointRounds(TwoStepSum):
-    """The two-step all-reduce with quantized messages."""
+    """Two-step all-reduce with quantized messages."""
 
     config: FixpointConfig
 
@@ -353,7 +354,7 @@ class FixpointRounds(TwoStepSum):
 
 
 def register(registry: Registry) -> None:
-    """Registers ``fixpoint``."""
+    """Register ``fixpoint``."""
     points = frozenset(point for point in Point if point.compressible)
     registry.register(
         "fixpoint", Registration(FixpointSumConfig, codec=FixpointCodec, rounds=FixpointRounds, points=points)

@@ -1,7 +1,7 @@
-"""8-bit floats with shared scales: a format for numbers whose sizes differ within a group.
+"""8-bit floats with shared scales, a format for numbers of different magnitudes within a group.
 
-A code of fixed point is off by half a step of its group's grid, whatever the number's size. One of a float is off by a
-share of the number itself, 1/16 at e4m3 and 1/8 at e5m2, for numbers down to 2^-14 and 2^-29 of the group's largest.
+The error of a fixed-point code is half a step of its group's grid, regardless of the number's magnitude. The error of a
+float is relative to the number, 1/16 for e4m3 and 1/8 for e5m2, down to 2^-14 and 2^-29 of the group's largest number.
 Scales are fp32, bf16, or powers of two (e8m0; with tile=32 the MXFP8 of the OCP microscaling specification).
 """
 
@@ -46,7 +46,7 @@ class Float8Config:
 
 
 class Float8Format(Format):
-    """A format of 8-bit floats, without state. 64-bit inputs are encoded from fp32."""
+    """Stateless format of 8-bit floats. 64-bit inputs are first cast to fp32."""
 
     def __init__(self, config: Float8Config) -> None:
         self.config = config
@@ -61,11 +61,11 @@ class Float8Format(Format):
         return ScaledCodes((form.scale_count(count),), _SCALES[self.config.scale_dtype], (count,))
 
     def nbytes(self, shape: torch.Size) -> int:
-        """Bytes of a tensor's message."""
+        """Size of a tensor's message in bytes."""
         return self._layout(self._form(shape), shape.numel()).nbytes
 
     def encode(self, x: Tensor, seed: int | None, *, wire: Tensor) -> Tensor:
-        """Writes the message, uint8, to ``wire``; ``seed`` draws the noise of stochastic rounding."""
+        """Write the message, uint8, to ``wire``; ``seed`` is for the noise of stochastic rounding."""
         x = x.detach().contiguous()
         form = self._form(x.shape)
         (scales,), (codes,) = self._layout(form, x.numel()).to_write(wire)
@@ -73,14 +73,14 @@ class Float8Format(Format):
         return wire
 
     def decode(self, wire: Tensor, shape: torch.Size, out: Tensor | None = None) -> Tensor:
-        """Decodes a message to fp32, or to ``out``; groups that were not finite are NaN."""
+        """Decode a message to fp32, or to ``out``; groups with nonfinite inputs are NaN."""
         if out is None:
             out = torch.empty(shape, dtype=torch.float32, device=wire.device)
         self._decode(wire, out, 0)
         return out
 
     def add_to(self, out: Tensor, wire: Tensor, negative: bool = False) -> Tensor:
-        """Adds a decoded message to ``out`` (fp32 or fp64), or subtracts it, in place."""
+        """Add a decoded message to ``out`` (fp32 or fp64), or subtract it, in place."""
         self._decode(wire, out, -1 if negative else 1)
         return out
 
@@ -91,7 +91,7 @@ class Float8Format(Format):
 
 
 class Float8Codec(FormatCodec):
-    """Messages of 8-bit floats."""
+    """Codec of messages of 8-bit floats."""
 
     config: Float8Config
 
@@ -101,7 +101,7 @@ class Float8Codec(FormatCodec):
 
 
 class Float8Rounds(TwoStepSum):
-    """The two-step all-reduce with messages of 8-bit floats, summed in fp32."""
+    """Two-step all-reduce with messages of 8-bit floats, summed in fp32."""
 
     config: Float8Config
 
@@ -114,6 +114,6 @@ class Float8Rounds(TwoStepSum):
 
 
 def register(registry: Registry) -> None:
-    """Registers ``float8``."""
+    """Register ``float8``."""
     points = frozenset(point for point in Point if point.compressible)
     registry.register("float8", Registration(Float8Config, codec=Float8Codec, rounds=Float8Rounds, points=points))

@@ -1,4 +1,4 @@
-"""The identity: what every communication point runs until a compressor is asked for."""
+"""The identity, the default compressor of every communication point."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class IdentityConfig:
 
 
 class IdentityRounds(RoundCompressor):
-    """An exact all-reduce in one round."""
+    """Exact all-reduce in a single round."""
 
     def rounds(self, x: Tensor, state: CompressorState, peers: Peers) -> Generator[Request, Tensor, Aggregate]:
         total = yield Request(x, Op.REDUCE, shard_only=True)
@@ -27,7 +27,7 @@ class IdentityRounds(RoundCompressor):
 
 
 class IdentityCodec(Codec):
-    """Sends the tensor as it is."""
+    """Codec that sends the tensor unchanged."""
 
     traits = CodecTraits(exact=True)
 
@@ -57,7 +57,7 @@ class IdentityCodec(Codec):
 
 
 def register(registry: Registry) -> None:
-    """Registers the identity, under both its names."""
+    """Register the identity as ``none`` and ``identity``."""
     for name in ("none", "identity"):
         registry.register(
             name,

@@ -1,4 +1,4 @@
-"""The matrix algebra that compressors share: random starts and the shapes of matrices."""
+"""Matrix helpers shared by compressors: random start matrices and matrix shapes."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor
 
 
 def random_bases(k: int, m: int, r: int, seed: int, name: str, like: Tensor) -> Tensor:
-    """Gaussian start matrices (k, m, r), the same on every rank that asks by the same seed and name.
+    """Gaussian start matrices (k, m, r), equal on all ranks for the same seed and name.
 
     Args:
         seed: seed of the run's compressors.
-        name: name of the matrices; other names get other matrices.
-        like: a tensor of the wanted dtype and device.
+        name: name of the matrices; different names give different matrices.
+        like: a tensor of the desired dtype and device.
 
     Returns:
-        The matrices, which others may be given, too: they must not be changed.
+        The matrices; they may be cached and must not be changed.
     """
-    # Messages that keep no state ask for the same one each time, and a copy to a GPU makes the host wait.
+    # Stateless messages need the same matrix each time, and a copy to a GPU makes the host wait.
     return (_kept if k == 1 else _drawn)((k, m, r), f"{seed}/{name}", like.device, like.dtype)
 
 
@@ -34,7 +34,7 @@ _kept = functools.lru_cache(maxsize=32)(_drawn)
 
 
 def matrix_shape(shape: tuple[int, ...] | torch.Size) -> tuple[int, int]:
-    """Rows and columns of a parameter as one matrix: all dimensions but the last are rows."""
+    """Rows and columns of a parameter viewed as a matrix, with all dimensions but the last as rows."""
     rows = 1
     for size in shape[:-1]:
         rows *= size

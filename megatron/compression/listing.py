@@ -1,4 +1,4 @@
-"""The text of ``--list-compressors``: points, compressors, options and defaults."""
+"""Text of ``--list-compressors``: points, compressors, options and defaults."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TOGETHER = (
 
 
 def describe(registry: Registry) -> str:
-    """Points, compressors, options and defaults, for ``--list-compressors``."""
+    """Text that lists points, compressors, options and defaults."""
     lines = ["--compress POINT=NAME[,key=value...], once for each point", "", "points:"]
     for point in Point:
         if point.compressible:

@@ -1,4 +1,4 @@
-"""Runs a RoundCompressor on several pretended ranks in one process, round by round."""
+"""Lockstep runner of a RoundCompressor on several simulated ranks in a single process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron.compression.state import CompressorState
 
 @dataclass(frozen=True)
 class Summed:
-    """One rank's result, as tensors: the sum, and what it contributed to it."""
+    """A rank's result as tensors: the sum, and the rank's contribution to it."""
 
     total: Tensor
     local: Tensor
@@ -31,15 +31,15 @@ def run_lockstep(
     nodes: tuple[tuple[int, ...], ...] = (),
     asked: list[Request] | None = None,
 ) -> list[Summed]:
-    """Each rank's result; ``xs`` hold the sums afterwards, unless one is not finite or the step is not ``taken``.
+    """Run a compressor in lockstep, and return each rank's result.
 
-    With ``sharded`` a reduce-scatter serves the requests that allow one: elements of other ranks' shares become NaN.
-    ``nodes`` are the ranks by node, which only compressors that declare levels see. ``asked`` takes the requests of
-    rank 0.
+    ``xs`` hold the sums afterwards, unless an input is nonfinite or the step is not ``taken``. With ``sharded``, a
+    reduce-scatter serves the requests that allow it, and elements of other ranks' shares become NaN. ``nodes`` are the
+    ranks by node, passed only to compressors that declare levels. The requests of rank 0 are appended to ``asked``.
 
     Raises:
-        CompressorFault: when the ranks do not ask for the same things in the same order, or ``finalize`` leaves
-            something else in ``xs`` than the sum.
+        CompressorFault: when the ranks' sequences of requests differ, or when ``finalize`` does not leave the sum in
+            ``xs``.
     """
     taken = taken and all(bool(torch.isfinite(x).all()) for x in xs)
     given = [x.clone() for x in xs]
@@ -59,7 +59,7 @@ def run_lockstep(
 
 
 def _read(count: int, peers: Peers) -> slice:
-    """What a rank reads of a flattened result."""
+    """Slice of the flattened result that a rank reads."""
     if not peers.sharded or count % peers.size:
         return slice(0, count)
     return slice(peers.rank * (count // peers.size), (peers.rank + 1) * (count // peers.size))

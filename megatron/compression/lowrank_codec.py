@@ -1,4 +1,4 @@
-"""Low-rank messages: a matrix as two thin factors (Optimus-CC, Song et al. 2023, section 5.1)."""
+"""Low-rank messages: a matrix is sent as two thin factors (Optimus-CC, Song et al. 2023, section 5.1)."""
 
 from __future__ import annotations
 
@@ -38,13 +38,14 @@ class LowRankConfig:
 
 
 class LowRankCodec(Codec):
-    """Sends P (n x r, orthonormal) and Q = M^T P (m x r) of the matrix M (tokens x hidden) as one message; or, with a
-    basis of channels, Q = orth(M^T P) and M Q in place of P.
+    """Codec that sends P (n x r, orthonormal) and Q = M^T P (m x r) for the matrix M (tokens x hidden) in a message.
 
-    Where a format loses digits, both ends orthonormalize the basis as it was decoded, and the other factor is made with
-    that: projecting on any orthonormal basis is exact, so an error of the basis only tilts the subspace.
+    With a basis of channels, it sends Q = orth(M^T P), and M Q in place of P.
 
-    A message that would not be smaller than the matrix is the matrix itself.
+    With lossy formats, both ends orthonormalize the decoded basis, and the other factor is computed from that basis:
+    projection onto any orthonormal basis is exact, so an error of the basis only tilts the subspace.
+
+    If the factors would not be smaller than the matrix, the message is the matrix itself.
     """
 
     config: LowRankConfig
@@ -58,7 +59,7 @@ class LowRankCodec(Codec):
         return self.factors.nbytes(rank * n, dtype) + self.factors.nbytes(rank * m, dtype)
 
     def _rank(self, shape: torch.Size) -> int | None:
-        """The rank of the factors; None where the matrix itself is no larger than they are."""
+        """Rank of the factors; None if the factors are not smaller than the matrix."""
         n, m = matrix_shape(shape)
         rank = min(n, m, self.config.rank)
         return rank if self._nbytes(rank, shape, torch.float32) < n * m * 4 else None
@@ -110,12 +111,12 @@ class LowRankCodec(Codec):
         return self._factors(payload, x.shape, x.dtype) or payload.wire
 
     def _basis(self, wire: Tensor, shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
-        """The orthonormal factor as the receiver computes it."""
+        """The orthonormal factor as computed by the receiver."""
         decoded = self.factors.decode(wire, shape, dtype)
         return decoded if self.factors.exact else orthonormalize(decoded)
 
     def _factors(self, payload: Payload, shape: torch.Size, dtype: torch.dtype) -> Factors | None:
-        """The factors in a message; None where the matrix itself was sent."""
+        """Factors in a message; None if the matrix itself was sent."""
         rank, (n, m) = self._rank(shape), matrix_shape(shape)
         if rank is None:
             return None
@@ -126,7 +127,7 @@ class LowRankCodec(Codec):
 
 
 def register(registry: Registry) -> None:
-    """Registers ``lowrank``."""
+    """Register ``lowrank``."""
     registry.register(
         "lowrank",
         Registration(

@@ -1,4 +1,4 @@
-"""Messages of numbers that share scales: their layout, the seeds of their noise, and a codec of them."""
+"""Messages of codes with shared scales: layout, seeds of the rounding noise, and a codec."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from megatron.compression.two_step import Format
 
 @dataclass(frozen=True)
 class ScaledCodes:
-    """The layout of a message: scales, codes, and up to 3 bytes that make its length a multiple of 4, so that messages
-    that are adjacent in memory keep their scales aligned.
+    """Layout of a message: scales, codes, and padding to a multiple of 4 bytes, so that the scales of adjacent messages
+    in memory stay aligned.
 
     Args:
         scales: number of scales of each stream of codes.
-        scale_dtype: dtype of all of them.
-        codes: bytes of each part behind the scales: codes, and what else says how to read them.
+        scale_dtype: dtype of all scales.
+        codes: bytes of each section after the scales: codes, and metadata for decoding them.
     """
 
     scales: tuple[int, ...]
@@ -41,17 +41,17 @@ class ScaledCodes:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of the message."""
+        """Size of the message in bytes."""
         return -(-self._filled // 4) * 4
 
     def to_write(self, wire: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Scales and codes of a message that is to be written; its last bytes are zeroed."""
+        """Views of scales and codes for writing a message; the padding is zeroed."""
         if self._filled < self.nbytes:
             wire[self._filled :] = 0
         return self._parts(wire)
 
     def to_read(self, wire: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Scales and codes of a message; copies if its start is not aligned to 4 bytes, as its scales need."""
+        """Scales and codes of a message; copies if the message is not aligned to 4 bytes."""
         return self._parts(wire.clone() if wire.storage_offset() % 4 else wire)
 
     def _parts(self, wire: Tensor) -> tuple[list[Tensor], list[Tensor]]:
@@ -61,7 +61,7 @@ class ScaledCodes:
         return scales, list(parts[len(self.scales) :])
 
     def _scales_in(self, part: Tensor) -> Tensor:
-        # An empty part may lie where no scale could.
+        # An empty section may be unaligned.
         return part.view(self.scale_dtype) if part.numel() else part.new_empty(0, dtype=self.scale_dtype)
 
 
@@ -70,26 +70,26 @@ class Rounding(Protocol):
 
     @property
     def rounding(self) -> str:
-        """nearest or stochastic."""
+        """``nearest`` or ``stochastic``."""
 
     @property
     def seed(self) -> int:
-        """The seed of stochastic rounding."""
+        """Seed of stochastic rounding."""
 
 
 def message_seed(seed: int, *parts: object) -> int:
-    """A seed of 63 bits, from a run's seed and the name of the message."""
+    """63-bit seed derived from the run's seed and the name of the message."""
     digest = hashlib.blake2b(repr((seed, *parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def noise_seed(config: Rounding, state: CompressorState, name: Hashable) -> int | None:
-    """The seed of a step's message; None where numbers are rounded to nearest."""
+    """Seed of a step's message; None for rounding to nearest."""
     return None if config.rounding == "nearest" else message_seed(config.seed, state.count("messages"), name)
 
 
 class FormatCodec(Codec):
-    """Messages of a format."""
+    """Codec of messages in a ``Format``."""
 
     traits = CodecTraits(steady=("messages",))
 

@@ -1,16 +1,16 @@
-"""Options of compressors: frozen dataclasses whose fields describe themselves."""
+"""Helpers for options classes of compressors, frozen dataclasses with self-describing fields."""
 
 from __future__ import annotations
 
 from megatron.base.option import option
 
 opt = option
-"""A field of an options dataclass: its default, its help in a few words, and the details of ``Option``."""
+"""Field of an options dataclass: default, short help, and details as in ``Option``."""
 
 
 class CompressorFault(RuntimeError):
-    """A compressor's requirement that does not hold in a run; one line that says what, and what to do."""
+    """A violated requirement of a compressor in a run; the message is a line with the fault and its remedy."""
 
 
 SEED = (1 << 63) - 1
-"""The largest seed of a compressor."""
+"""Largest seed of a compressor."""

@@ -1,6 +1,6 @@
-"""Options and schedule of the point ``outer``: when islands exchange what, and what they make of it.
+"""Options and schedule of the point ``outer``, the outer optimizer over islands.
 
-Islands take inner steps of their own and exchange the differences from a common anchor: DiLoCo (Douillard et al. 2023),
+Islands take independent inner steps and exchange differences from a common anchor: DiLoCo (Douillard et al. 2023),
 streamed in fragments (Douillard et al. 2025), with other compressors and settings as in SparseLoCo (Sarfi et al. 2025)
 and MuLoCo (Therien et al. 2025).
 """
@@ -19,7 +19,7 @@ MOST_FRAGMENTS = 1 << 12
 _LONGEST = 1 << 40
 
 PRESET = "outer-preset"
-"""Stands for options of the point, which are read as if they had been written out."""
+"""Option that expands to a set of other options."""
 
 PRESETS: Mapping[str, Mapping[str, str]] = {
     "diloco": {"every": "30", "outer-lr": "0.7", "outer-momentum": "0.9"},
@@ -30,14 +30,14 @@ PRESETS: Mapping[str, Mapping[str, str]] = {
     "muloco": {"every": "30", "outer-lr": "0.8", "outer-momentum": "0.9"}
     | {"error-feedback": "on", "feedback-decay": "0.9"},
 }
-"""Settings of published members of the family, without their compressors and inner optimizers; options of every
-compressor among them."""
+"""Settings of published methods, without their compressors and inner optimizers. Some are options common to all
+compressors."""
 
 NOT_OFFERED: Mapping[str, str] = {
     "noloco": "random pairs average with each other alone, so islands never have an anchor in common, which rounds, "
     "checkpoints and islands that come back are made of",
 }
-"""Members of the family that are no presets, and why."""
+"""Published methods without a preset, and the reason."""
 
 
 @dataclass(frozen=True)
@@ -84,29 +84,29 @@ class OuterOptions:
 
     @property
     def meets(self) -> bool:
-        """Whether all islands have the anchor's values after each round."""
+        """Whether all islands equal the anchor after each round."""
         return self.fragments == 1 and not self.delay and not self.mixing
 
     @property
     def copies(self) -> int:
-        """Numbers that are kept for a parameter: the anchor, and momentum."""
+        """Copies kept of each parameter: the anchor, and momentum if used."""
         return 2 if self.momentum else 1
 
     @property
     def momentum(self) -> float:
-        """The momentum that acts."""
+        """Effective outer momentum."""
         usual = 0.0 if self.outer_optimizer == "plain" else 0.9
         return usual if self.outer_momentum is None else self.outer_momentum
 
 
 @dataclass(frozen=True)
 class RoundSchedule:
-    """When fragments are sent and applied: a pure function, the same on all islands.
+    """Schedule of sending and applying fragments: a pure function, equal on all islands.
 
     Args:
         options: options of the point.
-        start: iterations that begin in step, before the first local one.
-        end: iterations of the whole run, the last of which brings all fragments together.
+        start: number of iterations in step, before the first local iteration.
+        end: iterations of the whole run; after the last iteration, all fragments are sent.
     """
 
     options: OuterOptions
@@ -114,11 +114,11 @@ class RoundSchedule:
     end: int
 
     def local(self, iteration: int) -> bool:
-        """Whether an iteration (0-based) is a step of one island alone."""
+        """Whether an iteration (0-based) is local to an island."""
         return iteration >= self.start
 
     def sent(self, done: int) -> list[int]:
-        """The fragments that are sent after ``done`` iterations of the run, in their order."""
+        """Fragments to send after ``done`` iterations of the run, in order."""
         if done <= self.start:
             return []
         if done == self.end:
@@ -127,10 +127,10 @@ class RoundSchedule:
         return [] if rest else [(turns - 1) % self.options.fragments]
 
     def applied_at(self, done: int) -> int:
-        """The number of iterations after which what was sent after ``done`` is applied."""
+        """Number of iterations after which to apply the fragments sent after ``done`` iterations."""
         return min(done + self.options.delay, self.end)
 
     @property
     def rounds(self) -> int:
-        """Rounds of the run, a last one that is shorter included."""
+        """Number of rounds in the run, including a shorter last round."""
         return math.ceil(max(self.end - self.start, 0) / self.options.every)

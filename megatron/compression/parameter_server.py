@@ -1,6 +1,6 @@
-"""Exact sums by way of parameter servers: one rank that serves all, or every rank for its own part.
+"""Exact sums through parameter servers: a single server rank, or every rank for its shard.
 
-The modes ``central_ps`` and ``sharded_ps`` of AQ-SGD (Wang et al. 2022); its third one, with compressed parts, is
+The modes ``central_ps`` and ``sharded_ps`` of AQ-SGD (Wang et al. 2022); its third mode, with compressed shards, is
 ``quantized-adam``.
 """
 
@@ -29,7 +29,7 @@ class ParameterServerConfig:
 
 
 class ParameterServer(RoundCompressor):
-    """The sum of all ranks' numbers, added up in the order of the ranks where they are served."""
+    """Sum over all ranks, added on the servers in the order of the ranks."""
 
     config: ParameterServerConfig
 
@@ -65,7 +65,7 @@ def _sharded(x: Tensor, peers: Peers) -> Generator[Request, Tensor, Tensor]:
 
 
 def _added(rows: Tensor) -> Tensor:
-    """The sum of the rows, one after the other."""
+    """Sum of the rows, added in order."""
     total = rows[0].clone()
     for row in rows[1:]:
         total += row
@@ -73,7 +73,7 @@ def _added(rows: Tensor) -> Tensor:
 
 
 def register(registry: Registry) -> None:
-    """Registers the parameter servers, for gradients."""
+    """Register ``parameter-server``."""
     registry.register(
         "parameter-server",
         Registration(

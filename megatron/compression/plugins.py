@@ -18,7 +18,7 @@ ENTRY_POINTS = "megatron.compressors"
 
 
 def build_registry(modules: Sequence[str] = ()) -> Registry:
-    """The compressors of a run: the package's own, those of installed packages, and those of files.
+    """Registry of built-in compressors, compressors of installed packages, and compressors of files.
 
     Args:
         modules: Python files, each with a function ``register(registry)``.
@@ -36,7 +36,7 @@ def build_registry(modules: Sequence[str] = ()) -> Registry:
 
 @cache
 def installed() -> tuple[EntryPoint, ...]:
-    """The entry points of installed packages, for which the metadata of every package is read."""
+    """Entry points of installed packages; cached, because it reads the metadata of every package."""
     return tuple(entry_points(group=ENTRY_POINTS))
 
 
@@ -60,7 +60,7 @@ def _load(name: str) -> object:
     if spec is None or spec.loader is None:
         raise UserError(f"--compress-module {name}: not a Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where a dataclass looks up annotations that are strings
+    sys.modules[spec.name] = module  # dataclasses look up string annotations here
     spec.loader.exec_module(module)
     if not callable(getattr(module, "register", None)):
         raise UserError(f"--compress-module {name}: it has no function register(registry)")

@@ -1,4 +1,4 @@
-"""PowerSGD: all-reduces of gradients through two thin factors (Vogels et al. 2019, algorithm 1)."""
+"""PowerSGD: all-reduces of gradients as two thin factors (Vogels et al. 2019, algorithm 1)."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ class PowerSGDConfig:
 
 
 class PowerSGD(RoundCompressor):
-    """One power iteration per step.
+    """PowerSGD with a power iteration per step.
 
-    For k stacked matrices M (n x m): P = sum of M Q, orthonormalize P, Q = sum of M^T P; the sum is P Q^T and a
-    rank's own contribution P (M^T P)^T. Sends r (n + m) numbers of n m.
+    For k stacked matrices M (n x m): P = sum of M Q, orthonormalize P, Q = sum of M^T P; the sum is P Q^T, and a rank's
+    contribution is P (M^T P)^T. Sends r (n + m) instead of n m numbers.
 
-    What a format of the factors loses: all ranks decode the same P, and projecting on the orthonormal basis of any P is
-    exact, so an error of P only tilts the subspace. But a row of P that became zero would be one of the sum: in an
-    embedding's gradient the rows of tokens that a batch lacks are far smaller than others, and Adam makes steps of them
-    as large. So 8 bits of P are floats, which keep them. An error of Q is one of the sum. The rank that made it has it
-    in its own contribution, so error feedback makes up for both.
+    Errors of quantized factors: all ranks decode the same P, and projection onto the orthonormal basis of any P is
+    exact, so an error of P only tilts the subspace. But a row of P rounded to zero would zero a row of the sum: in an
+    embedding's gradient, rows of tokens absent from the batch are far smaller than others, and Adam's steps for them
+    are just as large. P therefore uses floats at 8 bits, which preserve small rows. An error of Q is an error of the
+    sum. The rank that made it includes it in its contribution, so error feedback compensates for both.
     """
 
     traits = SumTraits(batched=True, steady=("draws", "messages"))
@@ -75,7 +75,7 @@ class PowerSGD(RoundCompressor):
         return Aggregate(total=Factors(p_knr, q_kmr), local=Factors(p_knr, own_kmr))
 
     def _start(self, x: Tensor, rank: int, state: CompressorState) -> Tensor:
-        """The initial Q (k x m x rank): the last step's, truncated or extended where the rank has changed."""
+        """Initial Q (k x m x rank): the last step's, truncated or extended if the rank has changed."""
         n, m = matrix_shape(x.shape[1:])
         q_kmr = state.get("q") if self.config.warm_start else None
         if q_kmr is not None and q_kmr.shape[2] >= rank:
@@ -86,7 +86,7 @@ class PowerSGD(RoundCompressor):
 
 
 def register(registry: Registry) -> None:
-    """Registers ``powersgd``."""
+    """Register ``powersgd``."""
     registry.register(
         "powersgd",
         Registration(

@@ -1,7 +1,7 @@
 """Quantized Adam: all-reduces momenta instead of gradients, quantized at both ends (AQ-SGD's data parallelism).
 
-The structure of 1-bit Adam (Tang et al. 2021, algorithm 1) at 1 to 8 bits, as Wang et al. 2022 use it: after a warm-up
-of ordinary Adam its second moments are frozen, and every rank sends its momentum with the error of the last one.
+The structure of 1-bit Adam (Tang et al. 2021, algorithm 1) at 1 to 8 bits, as used by Wang et al. 2022: after a warm-up
+with ordinary Adam, the second moments are frozen, and every rank sends its momentum plus its last quantization error.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class QuantizedAdamConfig(FixpointSumConfig):
 
 @dataclass(frozen=True)
 class _Answer(Approximation):
-    """The gradient (M - share m) / (1 - beta), of an exchanged momentum M and the last one, m."""
+    """The gradient (M - share m) / (1 - beta), for the exchanged momentum M and the previous momentum m."""
 
     exchanged: Tensor | Approximation
     momentum: Tensor | None
@@ -48,20 +48,20 @@ class _Answer(Approximation):
 
 @dataclass(frozen=True)
 class _Moved(Aggregate):
-    """An aggregate with the exchange of momenta that it was made of."""
+    """An aggregate, with the aggregate of momenta behind it."""
 
     exchanged: Aggregate
 
 
 class QuantizedAdam(RoundCompressor):
-    """Exchanges momenta, and returns the gradient that produces them.
+    """All-reduce of momenta that returns the gradient that produces them.
 
     With g_i a rank's gradient, m the shared momentum and n ranks: u_i = beta m / n + (1 - beta) g_i + error_i is
-    quantized, exchanged, summed, and the sum quantized again and gathered: M. The answer (M - beta m) / (1 - beta)
-    makes any optimizer's momentum move as M does, so that the tied embedding's exchange and the optimizer stay what
-    they are. It carries the error of M times 1 / (1 - beta), so gradients are clipped before. The errors of both steps
-    stay where they were made (``FixpointRounds`` under ``ErrorFeedback``). m is 0 when the warm-up
-    ends. The optimizer freezes its second moments, which the quantization's noise would inflate.
+    quantized, exchanged, summed, and the sum quantized again and gathered: M. The result (M - beta m) / (1 - beta)
+    updates any optimizer's momentum to M, so the tied embedding's all-reduce and the optimizer need no changes. It
+    carries the error of M times 1 / (1 - beta), so gradients are clipped before the all-reduce. The errors of both
+    steps stay on the ranks that made them (``FixpointRounds`` under ``ErrorFeedback``). m is 0 when the warm-up ends.
+    The optimizer freezes its second moments, which the quantization noise would inflate.
     """
 
     config: QuantizedAdamConfig
@@ -92,7 +92,7 @@ class QuantizedAdam(RoundCompressor):
         x.mul_(1.0 - beta)
         if momentum is not None:
             x.add_(momentum, alpha=beta / peers.size)
-        # Every rank keeps the whole momentum, also where it reads only a share of the gradients.
+        # Every rank keeps the whole momentum, even if it reads only its shard of the gradients.
         exchanged = yield from self.exchange.rounds(x, state, replace(peers, sharded=False))
         assert exchanged.local is not None
         return _Moved(
@@ -109,7 +109,7 @@ class QuantizedAdam(RoundCompressor):
 
 
 def register(registry: Registry) -> None:
-    """Registers ``quantized-adam``."""
+    """Register ``quantized-adam``."""
     registry.register(
         "quantized-adam",
         Registration(

@@ -1,4 +1,4 @@
-"""The registry of compressors. Registering is one call, in the compressor's file; an unknown name lists the choices."""
+"""Registry of compressors. A compressor's file registers it with a single call; an unknown name lists the choices."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from megatron.compression.points import Point
 
 @dataclass(frozen=True)
 class Registration:
-    """One compressor: its options, its implementations (None for a contract that it does not fulfill), and its points.
+    """A compressor's options, its implementations (None for an interface that it does not implement), and its points.
 
     Args:
-        config: the options, a frozen dataclass made of ``opt`` fields; its docstring says what the compressor is.
-        codec: codec of messages and gathers, made of the options.
+        config: options class, a frozen dataclass of ``opt`` fields; its docstring describes the compressor.
+        codec: creates the codec of messages and gathers from the options.
         rounds: compressor of reductions.
-        points: points that it may serve; None for all that its contracts fit.
-        feedback: the default residual by point; "off" where not named.
-        no_feedback: why it cannot have a residual; empty when it can.
-        advice: why the other points are none for it; empty where its contracts say it.
-        instead: what to use at the other points: specs without the point, the best first. A refusal names the first
-            that the point takes.
-        needs: which flags it works with alone, for ``--list-compressors``; ``Compressor.check`` refuses the others.
-        identity: it leaves the traffic as it is.
+        points: points that it may serve; None for all points that its interfaces fit.
+        feedback: default residual by point; "off" for points not listed.
+        no_feedback: why it cannot have a residual; empty if it can.
+        advice: why it does not serve the other points; empty if its interfaces are the reason.
+        instead: alternatives for the other points, as specs without the point, best first. An error message names the
+            first that the point accepts.
+        needs: flags that it requires, for ``--list-compressors``; ``Compressor.check`` enforces them.
+        identity: it does not change the traffic.
     """
 
     config: type[Any]
@@ -41,11 +41,11 @@ class Registration:
     identity: bool = False
 
     def usual_feedback(self, point: Point) -> str:
-        """The default residual at a point; differences have that of gradients."""
+        """Default residual at a point; for differences at ``outer``, the default for gradients."""
         return self.feedback.get(point, self.feedback.get(Point.DP_GRAD, "off") if point is Point.OUTER else "off")
 
     def check(self, point: Point, name: str) -> None:
-        """Checks that the compressor can serve a point.
+        """Check that the compressor can serve a point.
 
         Raises:
             UserError: when it cannot, with the reason.
@@ -53,7 +53,7 @@ class Registration:
         advice = f"; {self.advice}" if self.advice else ""
         if point is Point.OUTER:
             self._check_outer(name)
-        # What sums gradients also sums differences.
+        # Compressors of gradient sums also serve sums of differences.
         at = Point.DP_GRAD if point is Point.OUTER else point
         if self.points is not None and at not in self.points:
             allowed = ", ".join(sorted(p.value for p in self.points))
@@ -67,10 +67,10 @@ class Registration:
             raise UserError(f"{point.value}: {name} is tuned by reduced gradients, which are at dp-grad and embedding")
 
     def _check_outer(self, name: str) -> None:
-        """Checks that it looks at nothing but what it sums: a difference of many steps has no gradient and no update.
+        """Check that it depends only on the summed tensor: a difference of many steps has no gradient and no update.
 
         Raises:
-            UserError: when it does.
+            UserError: when it depends on more.
         """
         if self.rounds is None:
             return
@@ -85,7 +85,7 @@ class Registration:
 
 
 class Registry:
-    """Compressors by name. A run builds its own from those that come with the package and may add to it."""
+    """Compressors by name. A run's registry starts with the built-in compressors and may be extended."""
 
     def __init__(self, entries: Mapping[str, Registration] | None = None) -> None:
         self._entries = dict(entries or {})
@@ -96,7 +96,7 @@ class Registry:
         return sorted(self._entries)
 
     def register(self, name: str, registration: Registration) -> None:
-        """Adds a compressor.
+        """Add a compressor.
 
         Raises:
             ValueError: when the name is taken.

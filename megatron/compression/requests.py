@@ -1,4 +1,4 @@
-"""What a compressor asks to have communicated, and the group that communicates."""
+"""Communication requests of compressors, and the group that serves them."""
 
 from __future__ import annotations
 
@@ -11,44 +11,44 @@ from megatron.compression.options import CompressorFault
 
 
 class Op(enum.Enum):
-    """The collective that a request asks for."""
+    """Collective operation of a request."""
 
     REDUCE = "reduce"
     """All-reduce: sum the tensor over the group, in place."""
     GATHER = "gather"
     """All-gather: concatenate the tensors of all ranks along a new first dimension."""
     BROADCAST = "broadcast"
-    """Broadcast: overwrite the tensor by the first rank's."""
+    """Broadcast: overwrite the tensor with the first rank's."""
     EXCHANGE = "exchange"
     """All-to-all: send row i of the tensor to rank i; row i of the result comes from rank i."""
     COLLECT = "collect"
-    """Gather: the first rank gets the tensors of all along a new first dimension, which has no rows on the others."""
+    """Gather: stack all ranks' tensors along a new first dimension on the first rank; empty on the other ranks."""
     DISTRIBUTE = "distribute"
-    """Overwrite the tensor by the first rank's, which it sends to every other one itself."""
+    """Overwrite the tensor with the first rank's, by direct sends from the first rank to every other rank."""
 
 
 class Level(enum.Enum):
     """The ranks of the group that take part in a request."""
 
     ALL = "all"
-    """All of them."""
+    """All ranks."""
     NODE = "node"
-    """Those of this rank's node."""
+    """The ranks on this rank's node."""
     ACROSS = "across"
-    """Those at this rank's place in its node, one on each node."""
+    """The ranks with this rank's local rank, a single rank on each node."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """A collective that a compressor asks for.
+    """A collective requested by a compressor.
 
     Args:
         tensor: contiguous tensor to communicate; REDUCE, BROADCAST and DISTRIBUTE work in place.
-        op: what to do with it.
-        shard_only: this rank will read only its own equal share of the sum (the sharded optimizer's case), so
-            a reduce-scatter may serve a REDUCE. Elements outside the share are then undefined.
-        level: the ranks that take part. Results are in the order of ``Peers.members``, and rows go to them in that
-            order. Others than ALL need ``SumTraits.levels``.
+        op: the collective.
+        shard_only: this rank will read only its equal share of the sum (with the sharded optimizer), so a
+            reduce-scatter may serve a REDUCE. Elements outside the share are then undefined.
+        level: the ranks that take part. Rows are sent, and results ordered, in the order of ``Peers.members``. NODE and
+            ACROSS need ``SumTraits.levels``.
     """
 
     tensor: Tensor
@@ -59,14 +59,14 @@ class Request:
 
 @dataclass(frozen=True)
 class Peers:
-    """The group that reduces.
+    """The group of a reduction.
 
     Args:
-        rank, size: this rank's place in it, and its size.
-        nodes: the ranks of the group by node, as many of each and alike in all groups of the point; empty where the
-            compressor does not declare ``SumTraits.levels``, and at the tensor-parallel points.
-        sharded: each rank reads only its own equal share of the flattened result, if the size divides it. Elements
-            outside the share may be anything then.
+        rank, size: this rank's index in the group, and the size of the group.
+        nodes: ranks of the group by node, equally many on each node, in the same arrangement for all groups of the
+            point; empty unless the compressor declares ``SumTraits.levels``, and at the tensor-parallel points.
+        sharded: each rank reads only its equal share of the flattened result, if the size divides it. Elements outside
+            the share are then undefined.
     """
 
     rank: int
@@ -75,7 +75,7 @@ class Peers:
     sharded: bool = False
 
     def members(self, level: Level) -> tuple[int, ...]:
-        """The ranks of the group that take part in this rank's requests at a level, ascending.
+        """Group ranks that take part in this rank's requests at a level, ascending.
 
         Raises:
             CompressorFault: when the nodes are not known.

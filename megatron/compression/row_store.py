@@ -1,7 +1,7 @@
-"""Rows of equal size by number: the newest in memory, the others in a file of this process.
+"""Store of equally sized rows by number: the most recently used in memory, the others in a file of this process.
 
-A thread of its own reads ahead and writes behind, in the order in which it is asked, so a row that is called for
-(``prefetch``) while something else computes is there when it is needed.
+A worker thread reads ahead and writes behind, in the order of the requests, so rows can be loaded (``prefetch``) during
+computation.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron.compression.options import CompressorFault
 
 
 class DamagedRowError(CompressorFault):
-    """Raised when a row on disk is not what was written."""
+    """Raised when a row on disk differs from the row that was written."""
 
 
 class RowFileError(CompressorFault):
@@ -28,15 +28,15 @@ class RowFileError(CompressorFault):
 
 
 _BEHIND = 8
-"""Rows that may wait to be written."""
+"""Most rows waiting to be written."""
 
 
 class RowStore:
-    """Keeps tensors of one shape and dtype under integer names.
+    """Store of tensors of the same shape and dtype, by integer name.
 
     Args:
-        memory: most rows in memory, the last used ones; None for all.
-        folder: folder of the file with the other rows, which is deleted with this object and is in no checkpoint.
+        memory: most rows to keep in memory, the most recently used; None for all.
+        folder: folder of the file with the other rows, which is deleted with this object and not checkpointed.
     """
 
     def __init__(self, memory: int | None = None, folder: str | None = None) -> None:
@@ -59,7 +59,7 @@ class RowStore:
         return len(self._near) + len(self._far)
 
     def emptied(self) -> RowStore:
-        """A store of the same kind for rows of another shape or dtype; this one's are gone with it."""
+        """A new, empty store with the same settings, for rows of another shape or dtype."""
         return RowStore(self.memory, self.folder)
 
     def names(self) -> list[int]:
@@ -67,7 +67,7 @@ class RowStore:
         return [*self._near, *self._far]
 
     def put(self, name: int, row: Tensor) -> None:
-        """Keeps a row; the least recently used one may go to the file."""
+        """Store a row; the least recently used row may move to the file."""
         self._drop_far(name)
         self._near[name] = row
         self._near.move_to_end(name)
@@ -76,16 +76,16 @@ class RowStore:
             self._write(oldest, kept)
 
     def prefetch(self, name: int) -> None:
-        """Begins to read a row that will be asked for soon, if it is in the file."""
+        """Begin to read a row that is needed soon, if it is in the file."""
         if name in self._far and name not in self._ahead:
             self._ahead[name] = self._submit_read(name)
 
     def get(self, name: int) -> Tensor:
-        """Returns a row; it counts as used.
+        """Return a row; it counts as used.
 
         Raises:
-            KeyError: when there is none.
-            DamagedRowError: when the file does not hold what was written.
+            KeyError: when there is no such row.
+            DamagedRowError: when the row in the file is damaged.
             RowFileError: when the file cannot be written.
         """
         if name in self._near:
@@ -97,16 +97,16 @@ class RowStore:
         return row
 
     def discard(self, name: int) -> None:
-        """Forgets a row, if it is there."""
+        """Remove a row, if it exists."""
         self._near.pop(name, None)
         self._drop_far(name)
 
     def peek(self, name: int) -> Tensor:
-        """Returns a row; it does not count as used."""
+        """Return a row; it does not count as used."""
         return self._near[name] if name in self._near else self._submit_read(name).result()
 
     def _drop_far(self, name: int) -> None:
-        # A write to the slot waits behind the reads of it that are under way.
+        # A write to the slot is queued behind pending reads of it.
         self._ahead.pop(name, None)
         if name in self._far:
             self._free.append(self._far.pop(name)[0])
@@ -132,7 +132,7 @@ class RowStore:
         return self._worker.submit(self._load, slot, written, name)
 
     def _store(self, slot: int, row: Tensor) -> int:
-        """Writes a row, in the thread; returns its checksum."""
+        """Write a row, in the worker thread; return its checksum."""
         data = row.view(torch.uint8).view(-1).numpy().data
         try:
             if self._file is None:
@@ -150,7 +150,7 @@ class RowStore:
         return zlib.crc32(data)
 
     def _load(self, slot: int, written: Future[int], name: int) -> Tensor:
-        """Reads a row, in the thread."""
+        """Read a row, in the worker thread."""
         assert self._like is not None
         checksum = written.result()
         assert self._file is not None

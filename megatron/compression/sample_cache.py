@@ -1,9 +1,10 @@
-"""A bounded map from samples to rows of one size, at both ends of a boundary, which evicts in lockstep.
+"""Bounded map from samples to rows of equal size, evicted in lockstep at both ends of a boundary.
 
-Rows of another size (sequences grow) replace all others: the samples of the old ones are forgotten together.
+When the row size changes (longer sequences), all samples are forgotten.
 
-Deciding what a message holds (``visit``) and storing what it brought (``store``) are apart: a receiver decides when it
-posts the receive, ahead of the messages before it. Both ends decide in the order of the messages, so they agree.
+Deciding the content of a message (``visit``) and storing its rows (``store``) are separate, because a receiver decides
+when it posts the receive, before earlier messages have arrived. Both ends decide in the order of the messages, so they
+agree.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from megatron.compression.row_store import RowStore
 
 
 class SampleCache:
-    """Rows by sample, the least recently used evicted first; committed or rolled back with the optimizer's step.
+    """LRU cache of rows by sample, committed or rolled back with the optimizer's step.
 
     Args:
         capacity: most samples.
-        memory: samples whose rows are in memory; those of the others are in a file. None for all.
+        memory: most rows in memory, the others are in a file; None for all.
         folder: folder of that file; None for the system's temporary folder.
     """
 
@@ -37,7 +38,7 @@ class SampleCache:
         self._staged: dict[int, Tensor] = {}
 
     def visit(self, sample: int, size: int) -> bool:
-        """Returns whether the sample is remembered. It is from now on; the least recently used one may be evicted.
+        """Return whether the sample is cached, and add it if not; the least recently used sample may be evicted.
 
         Args:
             sample: the sample.
@@ -57,7 +58,7 @@ class SampleCache:
         return known
 
     def foresee(self, samples: Iterable[int], size: int) -> list[bool]:
-        """The answers of ``visit`` to visits in this order, without making them."""
+        """Return values of ``visit`` for these samples in order, without changing the cache."""
         order, answers = self._order.copy() if size == self._size else OrderedDict[int, None](), []
         for sample in samples:
             answers.append(sample in order)
@@ -68,21 +69,21 @@ class SampleCache:
         return answers
 
     def expect(self, sample: int, size: int) -> None:
-        """Prefetches the row of a sample, if it is remembered and of this size."""
+        """Prefetch the row of a sample, if it is cached and of this size."""
         if size == self._size and sample in self._order and sample not in self._staged:
             self._rows.prefetch(sample)
 
     def row(self, sample: int) -> Tensor:
-        """The row that was stored last for a sample whose visit returned True."""
+        """The row last stored for a sample whose visit returned True."""
         staged = self._staged.get(sample)
         return self._rows.get(sample) if staged is None else staged
 
     def store(self, sample: int, row: Tensor) -> None:
-        """Stores a row for the next visit."""
+        """Store a row for the next visit."""
         self._staged[sample] = row
 
     def commit(self) -> None:
-        """Keeps this step's rows. Those of evicted samples are dropped now: a message may have needed them."""
+        """Keep this step's rows. Drop rows of evicted samples, which this step's messages may still have needed."""
         if self._order_before is not None and self._size != self._size_before:
             self._rows = self._rows.emptied()
         for sample, row in self._staged.items():
@@ -96,7 +97,7 @@ class SampleCache:
         self._order_before = None
 
     def rollback(self) -> None:
-        """Forgets this step's visits and rows."""
+        """Discard this step's visits and rows."""
         if self._order_before is not None:
             self._order, self._size = self._order_before, self._size_before
         self._order_before = None
@@ -104,7 +105,7 @@ class SampleCache:
         self._staged.clear()
 
     def exported(self) -> tuple[Tensor, Tensor] | None:
-        """Samples (n) in the order of their use, and their rows (n, ...), on the CPU; None when empty."""
+        """Samples (n), least recently used first, and their rows (n, ...), on the CPU; None if empty."""
         if not self._order:
             return None
         samples = list(self._order)
@@ -112,7 +113,7 @@ class SampleCache:
         return torch.tensor(samples, dtype=torch.int64), torch.stack(rows)
 
     def load(self, samples: Tensor, rows: Tensor) -> None:
-        """Restores what ``exported`` returned; the oldest are left out beyond the capacity."""
+        """Restore samples and rows from ``exported``, dropping the oldest beyond the capacity."""
         pairs = list(zip(samples.tolist(), rows, strict=True))[-self.capacity :]
         self._order = OrderedDict((sample, None) for sample, _ in pairs)
         for sample in self._rows.names():

@@ -1,4 +1,4 @@
-"""Activation of compressors over a run: pure functions, so that every rank that takes part decides alike."""
+"""Activation of compressors over a run, as pure functions, so that all participating ranks decide equally."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ _MOST_EPOCHS = 1e6
 
 @dataclass(frozen=True)
 class Activation:
-    """The iterations, stages and messages of a point that are compressed; the others are sent as they are.
+    """Iterations, stages and messages of a point that are compressed; all others are sent uncompressed.
 
     Args:
-        warmup_iters: iterations that begin uncompressed, counted from the start of the whole run.
-        first_stages, last_stages: only the first or the last pipeline stages compress (by the sender's stage);
-            None leaves no stage out.
-        epilogue: only messages sent back after the sender's last forward, which nothing overlaps (pipeline backward).
-        evaluation: compress in evaluation, too.
-        warms_up: a warm-up was asked for, whose length in iterations may not be known yet.
+        warmup_iters: uncompressed iterations at the start of the whole run.
+        first_stages, last_stages: only this many first or last pipeline stages compress (by the sender's stage); None
+            for no restriction.
+        epilogue: compress only messages sent back after the sender's last forward, which nothing overlaps (pipeline
+            backward).
+        evaluation: also compress in evaluation.
+        warms_up: a warm-up was requested; its length in iterations may not be known yet.
     """
 
     warmup_iters: int = 0
@@ -36,7 +37,7 @@ class Activation:
 
     @property
     def covers_all_stages(self) -> bool:
-        """Whether no pipeline stage is left out."""
+        """Whether all pipeline stages compress."""
         return self.first_stages is None and self.last_stages is None
 
     def covers_stage(self, stage: int, stages: int) -> bool:
@@ -46,7 +47,7 @@ class Activation:
         return self.last_stages is None or stage >= stages - self.last_stages
 
     def on(self, iteration: int, in_epilogue: bool = True) -> bool:
-        """Whether to compress.
+        """Whether to compress a message.
 
         Args:
             iteration: 0-based; -1 in evaluation.
@@ -58,10 +59,10 @@ class Activation:
 
 
 def read_stages(text: str) -> tuple[int | None, int | None]:
-    """(first, last) of ``all``, ``first:N`` or ``last:N``.
+    """Parse ``all``, ``first:N`` or ``last:N`` to (first, last).
 
     Raises:
-        UserError: when the text is anything else.
+        UserError: for any other text.
     """
     which, _, number = text.partition(":")
     if text == "all":
@@ -79,11 +80,11 @@ def read_stages(text: str) -> tuple[int | None, int | None]:
 
 @dataclass(frozen=True)
 class RunLength:
-    """The length of a run, of which a warm-up may be a fraction.
+    """Length of a run, to resolve fractions and epochs.
 
     Args:
-        train_iters: iterations of the run; None when they are counted otherwise.
-        iterations_of: iterations until a number of epochs has been read; None when there is nothing to read.
+        train_iters: iterations of the run; None if its length is not given in iterations.
+        iterations_of: maps a number of epochs to iterations; None without data.
     """
 
     train_iters: int | None = None
@@ -94,15 +95,15 @@ _EPOCHS = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*epochs?")
 
 
 def read_iterations(text: str, length: RunLength, where: str) -> int:
-    """An iteration, or a number of iterations: ``500``, a fraction of the run (``0.1``), or epochs (``1epochs``).
+    """Parse a number of iterations: ``500``, a fraction of the run (``0.1``), or epochs (``1epochs``).
 
     Args:
-        text: what the user wrote.
+        text: the user's text.
         length: length of the run.
-        where: named in messages.
+        where: prefix of error messages.
 
     Raises:
-        UserError: when it is none of these, or a fraction of a run whose length in iterations is not known.
+        UserError: for any other text, or for a fraction of a run whose length in iterations is unknown.
     """
     if text.isdecimal() and text.isascii():
         try:
@@ -132,7 +133,7 @@ def read_iterations(text: str, length: RunLength, where: str) -> int:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A number that changes over the run, in steps or along one ramp.
+    """A number that changes over the run, in steps or along a ramp.
 
     Args:
         steps: (first iteration, value) in order, the first from iteration 0.
@@ -146,7 +147,7 @@ class Schedule:
     whole: bool = False
 
     def at(self, iteration: int, warmup: int = 0) -> float:
-        """The value at an iteration (0-based), for a compressor that is on from iteration ``warmup``."""
+        """Value at an iteration (0-based), for a compressor that is on from iteration ``warmup``."""
         if self.ramp is not None:
             start, end, length = self.ramp
             done = min(max(iteration - warmup, 0) + 1, length + 1) / (length + 1)
@@ -156,25 +157,25 @@ class Schedule:
 
     @property
     def values(self) -> tuple[float, ...]:
-        """The values of the steps, or the ends of the ramp."""
+        """Values of the steps, or the ends of the ramp."""
         return self.ramp[:2] if self.ramp is not None else tuple(value for _, value in self.steps)
 
     @property
     def extremes(self) -> tuple[float, float]:
-        """The least and the greatest value."""
+        """Lowest and highest value."""
         return min(self.values), max(self.values)
 
 
 _LEAST, _MOST = 1e-30, 1e30
-"""Around the ends of a ramp; their quotient is a number, too."""
+"""Bounds of the ends of a ramp; their quotient is finite, too."""
 
 
 def read_schedule(text: str, length: RunLength) -> Schedule:
-    """A schedule of steps (``64@0/32@1000/8@0.5``: value@iteration, fraction of the run, or epochs) or a ramp
-    (``1~0.01@2000``: over so many iterations after the warm-up).
+    """Parse a schedule of steps (``64@0/32@1000/8@0.5``: value@iteration, fraction of the run, or epochs) or a ramp
+    (``1~0.01@2000``: over 2000 iterations after the warm-up).
 
     Raises:
-        UserError: when the text is anything else.
+        UserError: for any other text.
     """
     how = f"{shortened(text)}: write steps such as 64@0/32@1000/8@0.5, or a ramp such as 1~0.01@2000"
     try:
@@ -196,7 +197,7 @@ def read_schedule(text: str, length: RunLength) -> Schedule:
         raise UserError(how) from None
     if steps[0][0] != 0:
         raise UserError(f"{text}: the first step must begin at iteration 0")
-    # How long an epoch is may not be known yet; the other steps can be compared before.
+    # The length of an epoch may be unknown; compare the other steps.
     if known != sorted(set(known)):
         raise UserError(f"{text}: the steps must begin one after the other")
     return Schedule(steps=tuple(steps))

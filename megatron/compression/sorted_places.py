@@ -1,8 +1,8 @@
-"""Elias-Fano's code of places that ascend: the same length for any places, and close to the least that is possible.
+"""Elias-Fano code of ascending positions: its length does not depend on the positions, and is close to optimal.
 
-A place is cut into its lowest bits, which are sent as they are, and the rest, its bucket. The buckets of a row ascend,
-so they are sent in unary: a one for every place, and before it a zero for every bucket passed since the place before.
-With 2^l places in a bucket, k places up to n take k l + k + floor(n / 2^l) bits.
+A position is split into its low bits, which are sent unchanged, and its high bits, the bucket. The buckets of a row
+ascend, so they are sent in unary: a 1 bit for every position, preceded by a 0 bit for every bucket advanced since the
+previous position. With 2^l positions in a bucket, k positions up to n take k l + k + floor(n / 2^l) bits.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from megatron.kernels.ops import pack_bits, unpack_bits
 
 @dataclass(frozen=True)
 class SortedPlaces:
-    """The code of rows of places.
+    """Code of rows of ascending positions.
 
     Args:
         rows: number of rows.
-        count: places of each, in ascending order; equal ones may follow each other.
-        most: the largest place that is possible, below 2**16 + 1.
+        count: positions per row, in ascending order; repeats are allowed.
+        most: largest possible position, below 2**16 + 1.
     """
 
     rows: int
@@ -34,29 +34,29 @@ class SortedPlaces:
 
     @cached_property
     def low_bits(self) -> int:
-        """Bits of a place that are sent as they are: those with the shortest code, and of these the most."""
+        """Number of low bits, chosen for the shortest code; the largest number of several with the same length."""
         return min(reversed(range(17)), key=lambda low: self.count * low + self._unary_bits(low))
 
     def _unary_bits(self, low: int) -> int:
-        """Bits of a row's buckets; of a single one, none."""
+        """Bits of a row's buckets; 0 for a single bucket."""
         buckets = self.most >> low
         return self.count + buckets if buckets else 0
 
     @cached_property
     def unary_bits(self) -> int:
-        """Bits of the buckets of a row."""
+        """Bits of a row's buckets."""
         return self._unary_bits(self.low_bits)
 
     @cached_property
     def sizes(self) -> tuple[int, int, int]:
-        """Bytes of the parts of a message: the buckets of all rows; the low bits above the lowest 8; and those.
+        """Bytes of the message's sections: buckets of all rows; low bits above the lowest 8; the lowest 8 bits.
 
         Low bits are packed 8 by 8."""
         octets = -(-self.rows * self.count // 8)
         return -(-self.rows * self.unary_bits // 8), octets * max(self.low_bits - 8, 0), octets * min(self.low_bits, 8)
 
     def encode(self, places_rc: Tensor, parts: Sequence[Tensor]) -> None:
-        """Writes the parts of the message, uint8, whose sizes ``sizes`` says."""
+        """Write the sections of the message, uint8, with ``sizes`` bytes."""
         unary, high, low = parts
         if unary.numel():
             rows_r1 = torch.arange(self.rows, device=places_rc.device).unsqueeze(1) * self.unary_bits
@@ -71,7 +71,7 @@ class SortedPlaces:
             pack_bits((rest & 0xFF).to(torch.uint8), min(self.low_bits, 8), low)
 
     def decode(self, parts: Sequence[Tensor]) -> Tensor:
-        """Places of a message, (rows, count), int32."""
+        """Decode the positions of a message, (rows, count), int32."""
         unary, high, low = parts
         total, device = self.rows * self.count, low.device
         if unary.numel():
@@ -85,21 +85,21 @@ class SortedPlaces:
             places_rc += unpack_bits(low, min(self.low_bits, 8), total).view_as(places_rc)
         if high.numel():
             places_rc += unpack_bits(high, self.low_bits - 8, total).view_as(places_rc).to(torch.int32) << 8
-        return places_rc.clamp_(0, self.most)  # a broken message leads to no place elsewhere
+        return places_rc.clamp_(0, self.most)  # a corrupt message cannot give positions out of range
 
 
 def _ones(packed: Tensor, total: int) -> Tensor:
-    """Places of the ones among bits of which ``total`` are ones, ascending, int32."""
+    """Positions of the ``total`` 1 bits among packed bits, ascending, int32."""
     kind: dict[str, Any] = {"dtype": torch.int32, "device": packed.device}
     bits_v8 = torch.arange(256, **kind).unsqueeze(1) >> torch.arange(8, **kind) & 1
-    # Of the ones in each byte, and then of its zeros.
+    # For each byte value, positions of its 1 bits, then of its 0 bits.
     places_v8 = bits_v8.argsort(dim=1, descending=True, stable=True).to(torch.int32)
     values_b = packed.to(torch.int32)
     ends_b = bits_v8.sum(dim=1, dtype=torch.int32).index_select(0, values_b).cumsum(0, dtype=torch.int32)
-    ends_b.clamp_(max=total)[-1] = total  # in a broken message, too, where there are more or fewer
+    ends_b.clamp_(max=total)[-1] = total  # also in a corrupt message with more or fewer 1 bits
     counts_b = ends_b.diff(prepend=ends_b.new_zeros(1))
     bytes_n = torch.repeat_interleave(counts_b, output_size=total)
-    # The one with number i in all is its byte's i - (those before the byte).
+    # The 1 bit with number i overall is number i - (1 bits in previous bytes) in its byte.
     first_b = values_b * 8 - (ends_b - counts_b)
     within_n = first_b.index_select(0, bytes_n).add_(torch.arange(total, **kind)).clamp_(0, places_v8.numel() - 1)
     return bytes_n.mul_(8).add_(places_v8.view(-1).index_select(0, within_n))

@@ -1,4 +1,4 @@
-"""``POINT=NAME[,key=value...]``: parses and checks the specs of communication points."""
+"""Parser and checks of the specs of communication points, ``POINT=NAME[,key=value...]``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron.compression.registry import Registration, Registry
 from megatron.compression.schedule import Activation, RunLength, Schedule, read_iterations, read_schedule, read_stages
 
 FUSED = "fused"
-"""One all-reduce of the embedding's gradient over the replicas of all stages that hold it."""
+"""A single all-reduce of the embedding's gradient over the replicas of all stages that hold it."""
 
 _FEEDBACKS = {True: ("off", *get_args(SumResidual)), False: ("off", *get_args(MessageResidual))}
 """Kinds of residual of reductions and of messages."""
@@ -41,28 +41,28 @@ COMMON = {
     "fused": "on or off: one all-reduce over the replicas of all stages that hold the embedding (embedding)",
     "eval": "on or off: compress in evaluation (pp-forward, tp-forward, ep-dispatch-forward, ep-combine-forward)",
 }
-"""Options that every compressor has."""
+"""Options common to all compressors, with their help."""
 
 OF_POINT: Mapping[Point, type[Any]] = {Point.OUTER: OuterOptions}
-"""Options that a point has of its own, whatever compressor serves it."""
+"""Options classes of points, independent of the compressor."""
 
 
 @dataclass(frozen=True)
 class Spec:
-    """The compressor of one point, with its options.
+    """The compressor of a communication point, with its options.
 
     Args:
         point: the point.
         name: name of the compressor.
-        registration: what the compressor registered under that name.
+        registration: the compressor's registration.
         options: an instance of its options class.
-        activation: when it is on.
+        activation: iterations, stages and messages that are compressed.
         feedback: "off", "local", "aggregate", "lazy", "lazy-reset" or "lazy-mean".
-        fused: one embedding all-reduce over the replicas of all its stages (``embedding`` only).
+        fused: a single embedding all-reduce over the replicas of all its stages (``embedding`` only).
         schedules: options that change over the run, by field; ``options`` holds their first values.
-        of_point: an instance of the point's own options; None for a point that has none.
-        preset: name of the settings that stood for some of these; empty without.
-        decay: factor of the residual of a reduction, each time that it is added.
+        of_point: an instance of the point's options class; None if the point has no options.
+        preset: name of the preset that set some of these options; empty without a preset.
+        decay: factor of a reduction's residual, each time it is added.
     """
 
     point: Point
@@ -79,12 +79,12 @@ class Spec:
 
     @property
     def outer(self) -> OuterOptions:
-        """The options of the point ``outer``."""
+        """Options of the point ``outer``."""
         assert isinstance(self.of_point, OuterOptions)
         return self.of_point
 
     def options_at(self, iteration: int, tuned: Mapping[str, float] | None = None) -> Any:
-        """The options of an iteration; ``tuned`` are values that a controller has chosen."""
+        """Options at an iteration; ``tuned`` are values chosen by a controller."""
         warmup = self.activation.warmup_iters
         values = {name: schedule.at(iteration, warmup) for name, schedule in self.schedules.items()}
         values |= tuned or {}
@@ -94,40 +94,40 @@ class Spec:
         return replace(self.options, **{n: kinds[n](round(v) if kinds[n] is int else v) for n, v in values.items()})
 
     def variants(self) -> list[Any]:
-        """All options that a run may have, at their extremes."""
+        """Options with the lowest and with the highest values that they can take during the run."""
         limits = {name: schedule.extremes for name, schedule in self.schedules.items()}
         limits |= self.compressor().tuned_limits()
         return [self.options_at(0, {name: pair[end] for name, pair in limits.items()}) for end in (0, 1)]
 
     def in_evaluation(self) -> Spec:
-        """The same spec, on in evaluation too where that makes sense."""
+        """The same spec, with compression in evaluation if the point and the compressor allow it."""
         if not self.point.forward or self.remembered_samples:
             return self
         return replace(self, activation=replace(self.activation, evaluation=True))
 
     @property
     def identity(self) -> bool:
-        """Whether the traffic is sent as it is."""
+        """Whether the traffic is not compressed."""
         return self.registration.identity
 
     @property
     def remembered_samples(self) -> int:
-        """Samples that each end of a message remembers; 0 for a compressor that remembers none."""
+        """Number of samples that each end of a message remembers."""
         return 0 if self.registration.codec is None else self.codec().traits.samples
 
     def compressor(self, options: Any = None) -> Compressor:
-        """A new compressor of these options (default: the first ones), without its error feedback."""
+        """A new compressor with these options (default: the initial options), without error feedback."""
         made = self.registration.rounds if self.point.is_reduction else self.registration.codec
         assert made is not None
         return made(self.options if options is None else options)
 
     def controller(self) -> Controller | None:
-        """A new controller of the options, where the compressor has one."""
+        """A new controller, or None if the compressor has no controller."""
         made = self.compressor()
         return made.controller() if isinstance(made, RoundCompressor) else None
 
     def rounds(self, options: Any = None) -> RoundCompressor:
-        """A new compressor of reductions, of these options (default: the first ones)."""
+        """A new round compressor with these options (default: the initial options)."""
         assert self.registration.rounds is not None
         inner = self.registration.rounds(self.options if options is None else options)
         if self.feedback == "off":
@@ -135,22 +135,22 @@ class Spec:
         return ErrorFeedback(inner, cast(SumResidual, self.feedback), self.decay)
 
     def codec(self, options: Any = None) -> Codec:
-        """A new codec of messages, of these options (default: the first ones)."""
+        """A new codec with these options (default: the initial options)."""
         assert self.registration.codec is not None
         inner = self.registration.codec(self.options if options is None else options)
         return inner if self.feedback == "off" else ErrorFeedbackCodec(inner, cast(MessageResidual, self.feedback))
 
 
 def read_specs(texts: Sequence[str], registry: Registry, length: RunLength) -> dict[Point, Spec]:
-    """The specs of a run, by point.
+    """Parse the specs of a run, by point.
 
     Args:
-        texts: one ``POINT=NAME[,key=value...]`` each.
-        registry: the compressors there are.
-        length: length of the run, for warm-ups given as a part of it.
+        texts: specs in the form ``POINT=NAME[,key=value...]``.
+        registry: the available compressors.
+        length: length of the run, for warm-ups given as a fraction of it.
 
     Raises:
-        UserError: when a spec cannot be read or cannot work; the message names the first.
+        UserError: for the first spec that cannot be parsed or cannot be used.
     """
     specs: dict[Point, Spec] = {}
     for text in texts:
@@ -166,10 +166,10 @@ def read_specs(texts: Sequence[str], registry: Registry, length: RunLength) -> d
 
 
 def specs_by_point(text: str) -> list[str]:
-    """A spec for each point that the name before the equals sign stands for.
+    """Expand a spec to a spec for each point that the name before the equals sign stands for.
 
     Raises:
-        UserError: for ``experts=`` with a word that chooses nothing, or an option that the word chooses.
+        UserError: for ``experts=`` with an unknown word, or with an option that the word already sets.
     """
     place, equals, rest = text.partition("=")
     place = place.strip().lower()
@@ -187,7 +187,7 @@ def specs_by_point(text: str) -> list[str]:
 
 
 def read_spec(text: str, registry: Registry, length: RunLength) -> Spec:
-    """One spec; see ``read_specs``, which prefixes errors with the spec."""
+    """Parse a single spec; see ``read_specs``, which prefixes errors with the spec."""
     head, *words = [word.strip() for word in text.split(",")]
     place, equals, name = (part.strip().lower() for part in head.partition("="))
     if not equals or not name:
@@ -242,7 +242,7 @@ def read_spec(text: str, registry: Registry, length: RunLength) -> Spec:
 
 
 def _given(words: Sequence[str]) -> dict[str, str]:
-    """The values of ``key=value`` words."""
+    """Parse ``key=value`` words."""
     given: dict[str, str] = {}
     for word in words:
         key, equals, value = word.partition("=")
@@ -256,12 +256,12 @@ def _given(words: Sequence[str]) -> dict[str, str]:
 
 
 def _flags_of(point: Point) -> list[str]:
-    """Names of a point's own options."""
+    """Names of the options of a point's options class."""
     return [option.flag for option in field_options(point.value, OF_POINT[point])]
 
 
 def _of_point(point: Point, given: dict[str, str]) -> tuple[str, Any]:
-    """Takes the options of the point out of ``given``; returns the name of the preset, and an instance of them."""
+    """Remove the point's options from ``given``, and return the preset's name and the point's options."""
     if point not in OF_POINT:
         return "", None
     preset = given.pop(PRESET, "").lower()
@@ -276,7 +276,7 @@ def _of_point(point: Point, given: dict[str, str]) -> tuple[str, Any]:
 
 
 def _schedules(registration: Registration, name: str, given: dict[str, str], length: RunLength) -> dict[str, Schedule]:
-    """Takes the options that change over the run out of ``given``, and leaves their first values there."""
+    """Parse the options that change over the run, and replace them in ``given`` by their first values."""
     found = {}
     options = {option.flag: option for option in field_options(name, registration.config)}
     for key, text in given.items():
@@ -328,7 +328,7 @@ def _activation(point: Point, common: Mapping[str, str], length: RunLength) -> A
 
 
 def _usual_warmup(point: Point, length: RunLength) -> int:
-    """Islands go in step for the first third of the run: rounds that begin sooner cost more of the loss."""
+    """Default warm-up. Islands go in step for the first third of the run, because earlier rounds increase the loss."""
     if point is not Point.OUTER:
         return 0
     if length.train_iters is None:
@@ -378,7 +378,7 @@ def _decay(point: Point, feedback: str, text: str) -> float:
 
 
 def _takes(point: Point, spec: str, registry: Registry, length: RunLength) -> bool:
-    """Whether a point takes a spec, which is written without the point."""
+    """Whether a point accepts a spec, given without the point."""
     name = spec.partition(",")[0]
     if name not in registry.names or not serves(registry[name], point, name):
         return False

@@ -11,19 +11,19 @@ from typing import Any
 
 
 def ranks_to_try(greatest: int) -> list[int]:
-    """Powers of two up to the greatest rank, and that one."""
+    """Powers of two below the highest rank, and the highest rank."""
     powers = [1 << power for power in range(1, greatest.bit_length()) if 1 << power < greatest]
     return [*powers, greatest]
 
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Seconds of each pipeline stage's reduction: exact, and of some ranks.
+    """Seconds of each pipeline stage's reduction, exact and with several ranks.
 
     Args:
-        ranks: the ranks that were tried, ascending.
+        ranks: measured PowerSGD ranks, ascending.
         exact_s: seconds of an exact reduction, by stage.
-        tried_s: seconds of those ranks, by stage.
+        tried_s: seconds for each of ``ranks``, by stage.
         ahead_s: seconds by which a stage begins its reduction before the first stage, by stage.
     """
 
@@ -34,14 +34,14 @@ class StageTimes:
 
     @staticmethod
     def of(ranks: Sequence[int], rows: Sequence[Sequence[float]]) -> StageTimes:
-        """The times of all ranks' measurements.
+        """Combine the measurements of all processes.
 
-        A stage is as slow as its slowest rank, and as early as its last one.
+        A stage's times are those of its slowest process, and its head start that of its latest process.
 
         Args:
-            ranks: the ranks that were tried.
-            rows: of each process its stage, how long it waited for the others before its reduction, seconds of an exact
-                one, and of the ranks.
+            ranks: the measured PowerSGD ranks.
+            rows: for each process: stage, seconds that it waited for the others before its reduction, seconds of an
+                exact reduction, and seconds for each of ``ranks``.
         """
         stages = [[row[1:] for row in rows if row[0] == stage] for stage in range(int(max(r[0] for r in rows)) + 1)]
         waits = [min(row[0] for row in own) for own in stages]
@@ -54,9 +54,9 @@ class StageTimes:
         )
 
     def seconds(self, stage: int, rank: int) -> float:
-        """Seconds of a stage's reduction with some rank, between two that were tried in proportion.
+        """Seconds of a stage's reduction with a rank, interpolated linearly between measured ranks.
 
-        More columns never take less: what a measurement says otherwise is noise.
+        Times are made nondecreasing in the rank, because a decrease is measurement noise.
         """
         found = list(accumulate(self.tried_s[stage], max))
         after = bisect_left(self.ranks, rank)
@@ -67,13 +67,13 @@ class StageTimes:
         return found[after - 1] * (1 - share) + found[after] * share
 
     def rank(self, stage: int, first: int, limits: tuple[int, int]) -> int | None:
-        """The rank of a stage, so that it is done when the first one is; None where an exact reduction is, too, or
-        takes no longer than a compressed one.
+        """Highest rank with which a stage finishes its reduction no later than the first stage; None if an exact
+        reduction also does, or is no slower than a compressed reduction.
 
         Args:
             stage: the stage.
             first: rank of the first stage.
-            limits: the least and the greatest rank.
+            limits: lowest and highest rank.
         """
         own = self.seconds(0, first)
         if stage == 0:
@@ -86,15 +86,15 @@ class StageTimes:
         return rank if budget < exact and self.seconds(stage, rank) < exact else None
 
     def state_dict(self) -> dict[str, Any]:
-        """The times as plain numbers and lists of them."""
+        """Times as plain numbers and lists of them."""
         return asdict(self)
 
     @staticmethod
     def from_state(state: Mapping[str, Any]) -> StageTimes:
-        """The times of ``state_dict``.
+        """Restore times from ``state_dict``.
 
         Raises:
-            TypeError, ValueError, LookupError: when no run saves such a state.
+            TypeError, ValueError, LookupError: when the state is invalid.
         """
         ranks = [int(rank) for rank in state["ranks"]]
         exact_s, ahead_s = ([float(one) for one in state[name]] for name in ("exact_s", "ahead_s"))

@@ -1,4 +1,4 @@
-"""State that a compressor carries between steps: tensors and counters, staged and committed together."""
+"""Compressor state between steps: tensors and counters, staged and committed together."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from megatron.compression.sample_cache import SampleCache
 
 
 def both(*parts: Hashable) -> Hashable:
-    """The parts of a key together; None where one of them is unknown."""
+    """Combine parts of a key; None if any part is None (unknown)."""
     return None if None in parts else parts
 
 
 @dataclass
 class CompressorState:
-    """Named tensors and integers of one compressor at one place.
+    """Named tensors and integers of a compressor for a single tensor or message stream.
 
-    Writes go to a staging area and become visible to later reads of the same step at once, but are only kept
-    when the optimizer step is taken: ``commit`` keeps them, ``rollback`` (a skipped step) forgets them. Staged
-    tensors must be new tensors, not in-place updates of committed ones. What changes only after the step is known to
-    have finite gradients everywhere (``RoundCompressor.finalize``) is changed in place instead, and exists once.
+    Writes are staged: later reads in the same step see them, ``commit`` keeps them when the optimizer step is taken,
+    and ``rollback`` discards them when the step is skipped. Staged tensors must be new tensors, not in-place updates of
+    committed tensors. State that changes only when all gradients are known to be finite (``RoundCompressor.finalize``)
+    is updated in place instead, without a second copy.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -39,32 +39,32 @@ class CompressorState:
     _queues: dict[str, deque[Any]] = field(default_factory=dict, repr=False)
 
     def get(self, name: str) -> Tensor | None:
-        """The newest value of a tensor, staged or committed; None when it was never set."""
+        """The newest value of a tensor, staged or committed; None if never set."""
         staged = self._staged_tensors.get(name)
         return self.tensors.get(name) if staged is None else staged
 
     def count(self, name: str) -> int:
-        """The newest value of a counter; 0 when it was never set."""
+        """The newest value of a counter; 0 if never set."""
         return self._staged_counters.get(name, self.counters.get(name, 0))
 
     def stage(self, name: str, value: Tensor | int) -> None:
-        """Sets a tensor or a counter for the rest of this step."""
+        """Set a tensor or a counter, until ``commit`` or ``rollback``."""
         if isinstance(value, Tensor):
             self._staged_tensors[name] = value
         else:
             self._staged_counters[name] = value
 
     def owned(self, name: str, like: Tensor) -> Tensor:
-        """A tensor that is kept and may be changed in place, whether or not the step is taken; zeros at first."""
+        """A committed tensor for in-place updates, which ``rollback`` does not undo; initially zeros."""
         if name not in self.tensors:
             self.tensors[name] = torch.zeros_like(like, memory_format=torch.contiguous_format)
         return self.tensors[name]
 
     def layout(self, steady: Collection[str] = ()) -> Hashable:
-        """Shapes and dtypes of the newest tensors, and the newest counters; None where a memory of samples is held.
+        """Shapes and dtypes of the newest tensors, and the newest counters; None if there is a sample cache.
 
         Args:
-            steady: names of counters and memories that are left out.
+            steady: names of counters and caches to leave out.
         """
         if any(name not in steady for name in self._caches):
             return None
@@ -76,15 +76,15 @@ class CompressorState:
 
     @property
     def health(self) -> ResidualHealth | None:
-        """Figures of the residual, as of the newest step; None where there is none. Checkpoints do not hold them."""
+        """Statistics of the residual at the newest step; None without a residual. Not checkpointed."""
         return self._staged_health or self._health
 
     def stage_health(self, health: ResidualHealth) -> None:
-        """Sets ``health`` for the rest of this step."""
+        """Set ``health``, until ``commit`` or ``rollback``."""
         self._staged_health = health
 
     def commit(self) -> None:
-        """Keeps what was staged: the optimizer step was taken."""
+        """Keep staged values: the optimizer step was taken."""
         self._health = self.health
         self.tensors.update(self._staged_tensors)
         self.counters.update(self._staged_counters)
@@ -93,7 +93,7 @@ class CompressorState:
         self._forget()
 
     def rollback(self) -> None:
-        """Forgets what was staged: the optimizer step was skipped."""
+        """Discard staged values: the optimizer step was skipped."""
         for cache in self._caches.values():
             cache.rollback()
         self._forget()
@@ -105,7 +105,7 @@ class CompressorState:
         self._queues.clear()
 
     def cache(self, name: str, capacity: int, memory: int | None = None, folder: str | None = None) -> SampleCache:
-        """The sample cache of a name; made at the first call, from ``tensors`` where they were loaded."""
+        """The sample cache with this name, created at the first call from ``tensors`` of a checkpoint, if any."""
         if name not in self._caches:
             self._caches[name] = SampleCache(capacity, memory, folder)
             samples, rows = self.tensors.pop(f"{name}.ids", None), self.tensors.pop(f"{name}.rows", None)
@@ -114,11 +114,11 @@ class CompressorState:
         return self._caches[name]
 
     def queue(self, name: str) -> deque[Any]:
-        """Decisions about messages that are in flight; empty between steps."""
+        """Queue of decisions about messages in flight; empty between steps."""
         return self._queues.setdefault(name, deque())
 
     def portable(self) -> dict[str, Tensor]:
-        """The committed tensors, and those of the sample caches."""
+        """Committed tensors, including those of the sample caches."""
         found = dict(self.tensors)
         for name, cache in self._caches.items():
             exported = cache.exported()
@@ -128,5 +128,5 @@ class CompressorState:
 
     @property
     def empty(self) -> bool:
-        """Whether nothing was ever kept."""
+        """Whether nothing was ever committed."""
         return not self.portable() and not self.counters

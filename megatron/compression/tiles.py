@@ -1,7 +1,7 @@
-"""How many tiles of a quantized message get one more bit, and the maps of what it decides tile by tile.
+"""Number of tiles with an extra bit in a quantized message, and sizes of the per-tile bitmaps.
 
-Each decision is a map of one bit a tile on the wire. How many tiles get more bits follows from the shape, and so does
-the length of a message. ``megatron/kernels/tiles.py`` says which they are.
+Each per-tile decision is a bitmap on the wire. The number of tiles with an extra bit, and thus the length of the
+message, depends only on the shape. ``megatron/kernels/tiles.py`` selects these tiles.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from megatron.kernels.tiles import Mixture
 
 
 def map_bytes(count: int) -> int:
-    """Bytes of a map of ``count`` tiles."""
+    """Size in bytes of a bitmap of ``count`` tiles."""
     return -(-count // 8)
 
 
 def mixture(low: Grid, high: Grid, tile: int, bits: float, count: int) -> Mixture | None:
-    """As many tiles of more bits as codes and map have room for in ``bits`` bits a number; None if that is none.
+    """Mixture with the most extra-bit tiles that fit, with the bitmap, in ``bits`` bits per number; None if none fits.
 
     Args:
-        count: all numbers, with those that fill up the last block of a rotation.
+        count: number of values, including the padding of a rotation's last block.
     """
     whole = Mixture(low, high, tile, count, 0)
     budget = int(bits * (-(-low.coded(count) // 8)))

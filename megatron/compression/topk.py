@@ -1,8 +1,8 @@
-"""Top-K all-reduces: some of the coordinates are sent, the rest is kept as residual.
+"""Top-K all-reduces, which send some of the coordinates and keep the others as residual.
 
-``TopK`` lets every rank choose anew at every step and all-gathers indices and values (Aji and Heafield 2017; Lin et
-al. 2018). ``StableTopK`` is Radius (Zheng et al. 2025, section 4): all ranks hold the same choice for many steps, so
-that only the values are all-reduced; it is made on a dense step from the optimizer's update.
+With ``TopK``, every rank chooses coordinates at every step and all-gathers indices and values (Aji and Heafield 2017;
+Lin et al. 2018). ``StableTopK`` is Radius (Zheng et al. 2025, section 4): all ranks use the same coordinates for many
+steps and all-reduce only the values; the coordinates are chosen on a dense step from the optimizer's update.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron.kernels.ops import abs_topk, dilate, gather_packed
 
 
 class DisagreementError(CompressorFault):
-    """Raised when ranks that must hold the same choice of coordinates do not."""
+    """Raised when ranks that must use the same coordinates differ."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class TopKConfig:
 
 
 class TopK(RoundCompressor):
-    """Sends 8 bytes for each chosen coordinate to every rank: worth it below a density of 1 / (2 n) for n ranks."""
+    """Top-K all-gather: 8 bytes per coordinate to every rank, useful at densities below 1 / (2 n) for n ranks."""
 
     config: TopKConfig
 
@@ -75,12 +75,12 @@ class StableTopKConfig:
 
 
 class StableTopK(RoundCompressor):
-    """Values at a choice of coordinates that all ranks share.
+    """All-reduce of the values at coordinates shared by all ranks.
 
-    Without a choice, and every ``interval`` steps, the all-reduce is dense, and the update of that step makes the
-    next choice (``observe``). With error feedback the residual of the other coordinates enters that one: whole,
-    as published (``dump``); divided by the number of steps that it holds (``mean``, which forgets the rest); or it is
-    sent along a slice at a time between dense steps (``rotate``).
+    The first all-reduce, and every ``interval``-th, is dense, and its update selects the next coordinates
+    (``observe``). With error feedback, the residual of the other coordinates is added to the dense step: completely, as
+    published (``dump``); divided by the number of steps that it holds (``mean``, which forgets the remainder); or it is
+    sent a slice at a time between dense steps (``rotate``).
     """
 
     traits = SumTraits(batched=True, observes=True, index_sets=("indices",), steady=("steps",))
@@ -107,18 +107,18 @@ class StableTopK(RoundCompressor):
         return Aggregate(Sparse([(indices, summed)]), Sparse([(indices, values)]))
 
     def _since(self, state: CompressorState) -> int:
-        """Steps since a dense one was due."""
+        """Steps since a dense step was due."""
         return state.count("steps") % self.config.interval
 
     def launches(self, state: CompressorState) -> Hashable:
-        # The slice that is sent along has another length at each step of a turn.
+        # The length of the rotating slice changes at each step of a turn.
         since = self._since(state)
         return both(state.layout(self.traits.steady), since if self.config.flush == "rotate" else since == 0)
 
     def _dense(self, x: Tensor, state: CompressorState) -> Generator[Request, Tensor, Aggregate]:
         residual = state.get(RESIDUAL)
         if self.config.flush == "mean" and residual is not None:
-            # x holds the residual already; what is forgotten counts as sent.
+            # x already contains the residual; the forgotten part counts as sent.
             x.sub_(residual, alpha=1.0 - 1.0 / self.config.interval)
         return Aggregate((yield Request(x)), None)
 
@@ -133,7 +133,7 @@ class StableTopK(RoundCompressor):
             )
 
     def _with_slice(self, indices: Tensor, count: int, since: int) -> Tensor:
-        """The choice, and the slice of all coordinates whose turn it is."""
+        """The chosen coordinates, plus the current slice of all coordinates."""
         width = -(-count // max(self.config.interval - 1, 1))
         begin, end = min((since - 1) * width, count), min(since * width, count)
         edges = torch.tensor([begin, end], dtype=indices.dtype, device=indices.device)
@@ -142,7 +142,7 @@ class StableTopK(RoundCompressor):
         return torch.cat([indices[:low], turn, indices[high:]])
 
     def observe(self, update: Tensor, state: CompressorState) -> None:
-        """Chooses the coordinates of the coming steps after a dense one.
+        """Choose the coordinates of the following steps, after a dense step.
 
         Args:
             update: the optimizer's direction, weight decay included; shaped like the input of ``rounds``.
@@ -164,12 +164,12 @@ class StableTopK(RoundCompressor):
 
 
 def _count(density: float, n: int) -> int:
-    """The number of coordinates of a parameter of n that are sent: at least one."""
+    """Number of coordinates to send for a parameter of n elements, at least 1."""
     return min(n, max(int(density * n), 1))
 
 
 def register(registry: Registry) -> None:
-    """Registers ``topk`` and ``stable-topk``."""
+    """Register ``topk`` and ``stable-topk``."""
     points = frozenset({Point.DP_GRAD, Point.EMBED_GRAD})
     feedback = dict.fromkeys(points, "local")
     registry.register(

@@ -1,7 +1,8 @@
-"""Two-step all-reduces of short messages: all-to-alls of parts, summed in fp32, and all-gathers of the sums.
+"""Two-step compressed all-reduces: an all-to-all of chunks, sums in fp32, and an all-gather of the sums.
 
-One level is the whole group. Two levels are the ranks of a node, then those at one place of all nodes (SDP4Bit, Jia et
-al. 2024): between nodes each number crosses once for a node, whatever the ranks in it.
+With a single level, these run over the whole group. With two levels, they run over the ranks of a node, then over the
+ranks with the same local rank on all nodes (SDP4Bit, Jia et al. 2024), so that each number crosses between nodes once
+per node, regardless of the number of ranks on it.
 """
 
 from __future__ import annotations
@@ -21,36 +22,36 @@ from megatron.compression.state import CompressorState
 
 
 class Format(Protocol):
-    """A message format: tensors to bytes and back, without state."""
+    """Stateless message format that converts tensors to bytes and back."""
 
     def nbytes(self, shape: torch.Size) -> int:
-        """Bytes of a tensor's message, a multiple of 4."""
+        """Size of a tensor's message in bytes, a multiple of 4."""
 
     def encode(self, x: Tensor, seed: int | None, *, wire: Tensor) -> Tensor:
-        """Writes the message, uint8, to ``wire``; ``seed`` draws the noise of stochastic rounding."""
+        """Write the message, uint8, to ``wire``; ``seed`` is for the noise of stochastic rounding."""
 
     def decode(self, wire: Tensor, shape: torch.Size, out: Tensor | None = None) -> Tensor:
-        """Decodes a message to fp32: a new tensor, or ``out``."""
+        """Decode a message to fp32, to a new tensor or to ``out``."""
 
     def add_to(self, out: Tensor, wire: Tensor, negative: bool = False) -> Tensor:
-        """Adds a decoded message, or subtracts it, in place."""
+        """Add a decoded message to ``out``, or subtract it, in place."""
 
     @property
     def plain(self) -> Format:
-        """The same messages, as those of the numbers that a linear transform such as a rotation has made of the input.
+        """The same messages as a format of transformed numbers, if the format applies a linear transform (a rotation).
 
-        Sums are taken of these, and only what comes out of the last one is transformed back.
+        Sums are computed on the transformed numbers, and only the last sum is transformed back.
         """
         return self
 
     def coded(self, count: int) -> int:
-        """Transformed numbers of a message of so many."""
+        """Number of transformed values in a message of ``count`` values."""
         return count
 
 
 @dataclass(frozen=True)
 class Messages(Approximation):
-    """A flattened tensor, or parts of it, as messages of its parts, some of which may be empty."""
+    """Chunks of a flattened tensor in encoded form; chunks may be empty."""
 
     format: Format
     wires: Tensor
@@ -74,7 +75,7 @@ class Messages(Approximation):
 
 @dataclass(frozen=True)
 class _Share(Approximation):
-    """One part of a flattened tensor; the rest stays as it is."""
+    """A slice of a flattened tensor; other elements are left unchanged."""
 
     span: slice
     x_n: Tensor
@@ -88,13 +89,13 @@ class _Share(Approximation):
 
 @dataclass(frozen=True)
 class _Hop:
-    """An exchange among some ranks of the group, and the all-gather that answers it.
+    """An all-to-all among some ranks of the group, and the all-gather that follows it.
 
     Args:
-        level: which ranks these are.
+        level: the ranks that take part.
         format: format of the messages.
-        rows: the parts that each of these ranks sums up, by the rank of the group that they belong to in the end.
-        place: this rank's place among them.
+        rows: for each of these ranks, the chunks that it sums, numbered by the group rank that finally owns them.
+        place: this rank's index among them.
     """
 
     level: Level
@@ -105,7 +106,7 @@ class _Hop:
     def encode(
         self, parts: Mapping[int, Tensor], longest: int, seeds: Mapping[int, int | None], transformed: bool
     ) -> Tensor:
-        """Messages of parts, a row for each rank; that of a shorter part does not fill its place."""
+        """Encode chunks into messages, a row for each rank; the message of a shorter chunk is padded."""
         format, device = self.format.plain if transformed else self.format, next(iter(parts.values())).device
         size = self.format.nbytes(torch.Size((longest,)))
         wires = torch.empty((len(self.rows), len(self.rows[0]), size), dtype=torch.uint8, device=device)
@@ -119,16 +120,16 @@ class _Hop:
         return wires
 
     def in_order(self, parts: Mapping[int, Tensor]) -> list[Tensor]:
-        """Parts as their messages are ordered."""
+        """Chunks in the order of their messages."""
         return [parts[number] for row in self.rows for number in row]
 
     def messages(self, wires: Tensor, spans: Sequence[slice], rows: Sequence[tuple[int, ...]]) -> Messages:
-        """Wires, row after row, as the messages of the rows' parts."""
+        """Wrap wires, row by row, as messages of the rows' chunks."""
         held = [spans[part] for row in rows for part in row]
         return Messages(self.format, wires.view(len(held), wires.numel() // len(held)), held)
 
     def summed(self, received: Tensor, flat: Tensor, spans: Sequence[slice], transformed: bool) -> dict[int, Tensor]:
-        """The sums of what was received for this rank's parts, left in the transformed numbers or not."""
+        """Sums of the messages received for this rank's chunks, optionally still transformed."""
         sums = {}
         for index, part in enumerate(self.rows[self.place]):
             count, format = flat[spans[part]].numel(), self.format
@@ -143,12 +144,12 @@ class _Hop:
 
 @dataclass(frozen=True)
 class _Shortened:
-    """Sums that messages were made of.
+    """Sums that were encoded again.
 
     Args:
-        sent: the messages.
+        sent: messages of the sums.
         sums_n: the sums, in the order of the messages.
-        taken: the messages to this rank that they are the sums of.
+        taken: the received messages that were summed.
     """
 
     sent: Messages
@@ -156,9 +157,9 @@ class _Shortened:
     taken: Messages
 
     def errors(self) -> tuple[list[Approximation], list[Approximation]]:
-        """What the messages lost, as the first ones less the second ones.
+        """Errors of the messages, decoded minus exact sums, as (positive terms, negative terms).
 
-        That of transformed numbers is messages. Another one is computed in place of the sums: this reads less.
+        For transformed numbers, the terms are messages. Otherwise the error overwrites the sums, which saves reads.
         """
         format = self.sent.format
         if format.plain is not format:
@@ -169,10 +170,9 @@ class _Shortened:
 
 @dataclass(frozen=True)
 class _Contribution(Approximation):
-    """What a rank has put into a sum: its messages of the whole tensor, and the errors of the sums that it shortened.
+    """A rank's contribution to a sum: its messages of the whole tensor, and the errors of the sums that it encoded.
 
-    Over all ranks this leaves what the last messages hold, whatever was lost in between: each rank accounts for what
-    its own messages lost.
+    Over all ranks, the contributions add up to the final messages: each rank accounts for the errors of its messages.
     """
 
     first: Messages
@@ -180,7 +180,7 @@ class _Contribution(Approximation):
 
     @cached_property
     def _errors(self) -> list[tuple[list[Approximation], list[Approximation]]]:
-        """Computed where somebody asks, and after all messages: none waits for what others have lost."""
+        """Errors of the encoded sums, computed lazily after all messages so that no message waits for them."""
         return [sums.errors() for sums in self.shortened]
 
     def write_to(self, out: Tensor) -> None:
@@ -201,25 +201,26 @@ class _Contribution(Approximation):
 
 
 class TwoStepSum(RoundCompressor):
-    """Each rank sends (n - 1)/n of the messages' bytes twice, as a ring all-reduce would of the numbers.
+    """Two-step all-reduce. Each rank sends (n - 1)/n of the messages' bytes twice, as in a ring all-reduce.
 
-    The tensor is cut into a part for each rank of the group. In an exchange every rank sends messages of the parts that
-    the others are to sum up; where there are two levels, those of a rank's node sum up what the same places of all
-    nodes exchange then. The rank whose part it is sends a message of the whole sum, which is passed on as it is. Where
-    each rank reads its own part alone, nothing is sent back, and the sum is not shortened.
+    The tensor is split into a chunk for each rank of the group. In the all-to-all, every rank sends messages of the
+    chunks that other ranks sum. With two levels, the ranks of a node sum first, and then exchange these sums with the
+    ranks of the same local rank on all nodes. The rank that owns a chunk encodes its complete sum, and the all-gathers
+    forward this message unchanged. If each rank reads only its shard, the all-gathers are skipped, and the sum is not
+    encoded.
 
-    A rank's contribution is what its first messages hold, and the error of all sums that it has shortened: with error
-    feedback each is made up for by the rank that made it.
+    A rank's contribution is the content of its first messages plus the errors of all sums that it encoded. With error
+    feedback, each error is compensated by the rank that made it.
     """
 
     format: Format
     inside: Format | None = None
-    """The format between ranks of a node; None for sums in one level."""
+    """Format within a node; None for single-level sums."""
     traits = SumTraits(steady=("messages",))
 
     @abstractmethod
     def seed(self, state: CompressorState, message: int) -> int | None:
-        """The seed of the noise of this step's message with a number; None without stochastic rounding."""
+        """Seed of the noise of this step's message with number ``message``; None without stochastic rounding."""
 
     def rounds(self, x: Tensor, state: CompressorState, peers: Peers) -> Generator[Request, Tensor, Aggregate]:
         flat, hops = x.view(-1), self._hops(peers)
@@ -254,15 +255,15 @@ class TwoStepSum(RoundCompressor):
         return Aggregate(total, _Contribution(messages[0], shortened))
 
     def _seed(self, state: CompressorState, peers: Peers, step: int, part: int) -> int | None:
-        """The seed of a part's message in a step of the sum.
+        """Seed of a chunk's message in a step of the sum.
 
-        Ranks hold like numbers, and nodes like sums: noise that they shared would add up, where noise of each rank's
-        own averages out.
+        Seeds differ between ranks: ranks hold similar numbers, and nodes similar sums, so shared noise would add up,
+        while independent noise averages out.
         """
         return self.seed(state, (step * peers.size + peers.rank) * peers.size + part)
 
     def _hops(self, peers: Peers) -> list[_Hop]:
-        """The exchanges of a sum; a level that is a single rank is left out."""
+        """Exchanges of a sum, without levels of a single rank."""
         if self.inside is None or not peers.nodes or peers.size == 1:
             return [_Hop(Level.ALL, self.format, [(rank,) for rank in range(peers.size)], peers.rank)]
         node, across = peers.members(Level.NODE), peers.members(Level.ACROSS)

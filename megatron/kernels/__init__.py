@@ -1,1 +1,1 @@
-"""Native kernels of the hot paths."""
+"""Native kernels for hot paths."""

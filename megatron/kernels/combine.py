@@ -1,4 +1,4 @@
-"""Rows of tokens added up, and the gradients of that: the twins of the operators."""
+"""Reference implementations of the weighted sum of expert outputs per token, and of its gradients."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from megatron.kernels.reference import widened
 
 
 def combine_rows(rows_rh: Tensor, places_tk: Tensor, weights_tk: Tensor | None, out_th: Tensor) -> None:
-    """The weighted sum of each token's rows, in the type of accumulation.
+    """Weighted sum of each token's rows, in the accumulation dtype.
 
     Args:
         rows_rh: rows.
-        places_tk: int64 places of a token's rows; the number of rows, or more, where it has none.
-        weights_tk: weights of the rows; None for ones.
-        out_th: the sums, of the rows' type. The kernels may round them otherwise.
+        places_tk: int64 row indices of each token; the number of rows, or more, for a missing row.
+        weights_tk: weights of the rows; None for weights of 1.
+        out_th: output sums, with the rows' dtype. The kernels may round differently.
     """
     rows_tkh = _by_token(rows_rh, places_tk)
     if weights_tk is None:
@@ -25,27 +25,27 @@ def combine_rows(rows_rh: Tensor, places_tk: Tensor, weights_tk: Tensor | None, 
 
 
 def combine_rows_back(grad_th: Tensor, rows_rh: Tensor, places_tk: Tensor, weights_tk: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of ``combine_rows`` with respect to the rows and to the weights.
+    """Gradients of ``combine_rows`` with respect to rows and weights.
 
     Args:
         grad_th: gradient of the sums.
-        rows_rh: rows, each of which has one place.
-        places_tk, weights_tk: as given.
+        rows_rh: rows; each row's index occurs once in ``places_tk``.
+        places_tk, weights_tk: the arguments of ``combine_rows``.
 
     Returns:
-        Those of the rows, of their type; and of the weights, in the type of accumulation, 0 where there is no row.
+        Gradients of the rows, in their dtype, and of the weights, in the accumulation dtype, 0 for missing rows.
     """
     wide_th = widened(grad_th)
     grad_tk = torch.bmm(_by_token(rows_rh, places_tk), wide_th.unsqueeze(2)).squeeze(2)
     scaled_tkh = weights_tk.to(wide_th.dtype).unsqueeze(2) * wide_th.unsqueeze(1)
-    # One row more takes what has no row: shapes do not depend on numbers, which the planner has none of.
+    # An extra row takes the writes for missing rows, so that shapes do not depend on values: the planner has no values.
     grad_rh = rows_rh.new_empty(len(rows_rh) + 1, rows_rh.shape[1])
     grad_rh[places_tk.flatten().clamp(max=len(rows_rh))] = scaled_tkh.flatten(0, 1).to(rows_rh.dtype)
     return grad_rh[:-1], grad_tk
 
 
 def _by_token(rows_rh: Tensor, places_tk: Tensor) -> Tensor:
-    """Rows as (t, k, h) in the type of accumulation, with zeros where there is none."""
+    """Rows as (t, k, h) in the accumulation dtype, with zeros for missing rows."""
     if len(rows_rh) < places_tk.numel():
         rows_rh = torch.cat([rows_rh, rows_rh.new_zeros(1, rows_rh.shape[1])])
         places_tk = places_tk.clamp(max=len(rows_rh) - 1)

@@ -1,4 +1,4 @@
-"""8-bit floats with shared scales: parameters of the kernels, and their pure-torch twins."""
+"""8-bit floats with shared scales: parameters of the kernels, and their pure-torch reference implementations."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import Tensor
 from megatron.kernels.reference import bf16_towards, noise
 
 LEAST_UNIT = 2.0**-126
-"""Codes are multiplied by no less, so that neither this nor its inverse is zero or infinite."""
+"""Smallest unit that codes are multiplied by, so that neither the unit nor its inverse is zero or infinite."""
 
 _NAN = 0x7F
 
 
 @dataclass(frozen=True)
 class Float8:
-    """8-bit floats, scaled so that the largest magnitude of each group is the largest number.
+    """Format of 8-bit floats, scaled so that the largest magnitude of each group maps to the format's largest number.
 
     Args:
-        mantissa: bits of it. 3 is e4m3, without infinities; 2 is e5m2.
+        mantissa: mantissa bits: 3 for e4m3, without infinities; 2 for e5m2.
         group: consecutive numbers that share a scale.
     """
 
@@ -30,34 +30,34 @@ class Float8:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the codes."""
+        """Dtype of the codes."""
         return torch.float8_e4m3fn if self.mantissa == 3 else torch.float8_e5m2
 
     @property
     def most(self) -> float:
-        """The largest number."""
+        """Largest number of the format."""
         return torch.finfo(self.dtype).max
 
     @property
     def top_power(self) -> int:
-        """The largest exponent, plus 127, of a power of two that the largest number can be multiplied by in fp32."""
+        """Biased exponent (plus 127) of the largest power of two whose product with ``most`` is finite in fp32."""
         return 254 - int(math.log2(self.most))
 
     def scale_count(self, count: int) -> int:
-        """Scales of ``count`` numbers."""
+        """Number of scales for ``count`` numbers."""
         return -(-count // self.group)
 
 
 def float8_encode(x: Tensor, codes: Tensor, scales: Tensor, form: Float8, seed: int | None) -> None:
-    """Encodes numbers as 8-bit floats.
+    """Encode numbers as 8-bit floats.
 
     Args:
         x: contiguous, any shape.
-        codes: uint8, one for each number; written. NaN is 0x7f.
-        scales: fp32, bf16 or uint8, ``form.scale_count`` long; written. fp32 and bf16 hold each group's largest
-            magnitude; uint8 (e8m0) the exponent, plus 127, of the least power of two by which the format reaches it,
-            and 255 is NaN. Codes are made with what it holds after rounding, and saturate: no finite number becomes
-            infinite. All numbers of a group with an infinite or NaN one decode to NaN.
+        codes: output, uint8, as many as numbers. NaN is 0x7f.
+        scales: output, fp32, bf16 or uint8, ``form.scale_count`` long. fp32 and bf16 scales are each group's largest
+            magnitude; a uint8 scale (e8m0) is the exponent, plus 127, of the smallest power of two with which the
+            format reaches it, and 255 is NaN. Codes use the rounded scales and saturate: no finite number becomes
+            infinite. All numbers of a group with an infinite or NaN number decode to NaN.
         form: the format.
         seed: seed of stochastic rounding (unbiased); None rounds to nearest, ties to even.
     """
@@ -84,7 +84,7 @@ def float8_encode(x: Tensor, codes: Tensor, scales: Tensor, form: Float8, seed: 
 
 
 def _rounded(scaled_n: Tensor, form: Float8, seed: int) -> Tensor:
-    """One of the two 8-bit floats next to each number, stochastically."""
+    """Round each number stochastically to a neighboring 8-bit float."""
     least = torch.finfo(form.dtype).smallest_normal
     exponent_n = torch.frexp(scaled_n.abs().clamp(min=least)).exponent - 1
     step_n = torch.ldexp(torch.ones_like(scaled_n), exponent_n - form.mantissa)
@@ -94,13 +94,13 @@ def _rounded(scaled_n: Tensor, form: Float8, seed: int) -> Tensor:
 
 
 def float8_decode(codes: Tensor, scales: Tensor, out: Tensor, form: Float8, added: int) -> None:
-    """Decodes what ``float8_encode`` made.
+    """Decode numbers encoded by ``float8_encode``.
 
     Args:
-        codes, scales: as it wrote them.
-        out: where the numbers go.
-        form: the encoder's.
-        added: 0 writes them, 1 adds them in fp32, -1 subtracts them.
+        codes, scales: outputs of ``float8_encode``.
+        out: output tensor.
+        form: the encoder's format.
+        added: 0 overwrites ``out``, 1 adds to it in fp32, -1 subtracts from it.
     """
     if not out.numel():
         return
@@ -112,18 +112,18 @@ def float8_decode(codes: Tensor, scales: Tensor, out: Tensor, form: Float8, adde
 
 
 def _unit(largest_g: Tensor, form: Float8) -> Tensor:
-    """What makes the largest number of the format the largest magnitude of a group."""
-    # CUDA divides a tensor by a number as a product with its reciprocal, which rounds twice.
+    """Factor from the largest number of the format to the largest magnitude of a group."""
+    # CUDA computes tensor / scalar as a product with the reciprocal, which rounds twice.
     return largest_g.clamp(min=form.most * LEAST_UNIT) / torch.full_like(largest_g, form.most)
 
 
 def _units(scales: Tensor, form: Float8) -> Tensor:
-    """What the codes of each group are multiplied by, fp32."""
+    """Factors from codes to numbers for each group, fp32."""
     if scales.dtype == torch.uint8:
         return scales.view(torch.float8_e8m0fnu).float()
     return _unit(scales.float(), form)
 
 
 def _spread(unit_g: Tensor, count: int, form: Float8) -> Tensor:
-    """The unit of each of ``count`` numbers."""
+    """Expand units of groups to ``count`` numbers."""
     return unit_g.repeat_interleave(form.group)[:count]

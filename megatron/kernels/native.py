@@ -1,4 +1,4 @@
-"""Loads the compiled kernels, decides whether they are used, and tells torch.compile their shapes."""
+"""Loading and selection of the compiled kernels, and their registration with torch.compile."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ CHOICE = "MEGATRON_CC_KERNELS"
 
 _LIBRARY = "megatron_cc"
 _KINDS = {"cpu": "CPU", "cuda": "CUDA"}
-"""Devices that have kernels, and torch's dispatch keys for them."""
+"""Device types with kernels, and their torch dispatch keys."""
 _SOURCES = Path(__file__).parent / "csrc"
 
 
 def library_path() -> Path | None:
-    """The compiled extension beside this file; None where it was not built."""
+    """Path of the compiled extension beside this file; None if it was not built."""
     found = sorted(Path(__file__).parent.glob("_native*.so"))
     return found[0] if found else None
 
 
 @functools.cache
 def problem() -> str | None:
-    """Loads the compiled kernels, once.
+    """Load the compiled kernels, once.
 
     Returns:
-        None when they are in use, else why not, in words.
+        None if they are in use, else the reason why not.
 
     Raises:
-        RuntimeError: when ``MEGATRON_CC_KERNELS=native`` asks for them and they cannot be used.
+        RuntimeError: when ``MEGATRON_CC_KERNELS=native`` is set and they cannot be used.
     """
     choice = os.environ.get(CHOICE, "")
     if choice not in ("", "native", "reference"):
@@ -66,7 +66,7 @@ def _load() -> str | None:
 
 
 def sources_digest() -> int:
-    """60 bits that change with any of the kernels' sources, as ``setup.py`` computes them."""
+    """60-bit digest of the kernels' sources, as computed by ``setup.py``."""
     digest = hashlib.sha256()
     for path in sorted(path for path in _SOURCES.rglob("*") if path.is_file()):
         digest.update(path.relative_to(_SOURCES).as_posix().encode() + b"\0" + path.read_bytes())
@@ -74,32 +74,33 @@ def sources_digest() -> int:
 
 
 def operators() -> Any:
-    """The compiled operators, by name."""
+    """Namespace of the compiled operators."""
     return torch.ops.megatron_cc
 
 
 def serves(*tensors: Tensor | None) -> bool:
-    """Whether the compiled kernels take these tensors: on a device that has kernels, none of them fp64."""
+    """Whether the compiled kernels support these tensors: on a device with kernels, and not fp64."""
     given = [t for t in tensors if t is not None]
     on_device = all(problem_on(t.device.type) is None for t in given)
     return on_device and all(t.dtype != torch.float64 for t in given if t.is_floating_point())
 
 
 def devices() -> frozenset[str]:
-    """The kinds of devices of this machine that the compiled kernels run on."""
+    """Device types of this machine that the compiled kernels run on."""
     return frozenset(kind for kind in _KINDS if problem_on(kind) is None)
 
 
 @functools.cache
 def problem_on(kind: str) -> str | None:
-    """Whether the compiled kernels run on this process's device of a kind. Asks it once, by starting one there: call it
-    first while no communication is under way.
+    """Check whether the compiled kernels run on this process's device of a type.
+
+    The first call launches a kernel there, so make it while no communication is in progress.
 
     Returns:
-        None when they do, else why not, in words.
+        None if they run, else the reason why not.
 
     Raises:
-        RuntimeError: when ``MEGATRON_CC_KERNELS=native`` asks for them and they cannot be used.
+        RuntimeError: when ``MEGATRON_CC_KERNELS=native`` is set and they cannot be used.
     """
     why = problem() or _does_not_run(kind)
     if why is not None and os.environ.get(CHOICE) == "native" and kind in _KINDS:
@@ -127,7 +128,7 @@ def _does_not_run(kind: str) -> str | None:
 
 
 def register_shapes() -> None:
-    """Tells torch.compile that the operators only write into their arguments."""
+    """Register with torch.compile that the operators only write to their arguments."""
 
     def nothing(*args: object, **kwargs: object) -> None:
         return None
@@ -139,7 +140,7 @@ def register_shapes() -> None:
 
 
 def _flops_of_products(a: Sequence[int], b: Sequence[int], *args: object, **kwargs: object) -> int:
-    """Of one product or of groups, from the shapes of the factors: what torch counts for its own."""
+    """FLOPs of a product or a grouped product, from the shapes of the factors, as torch counts its own products."""
     return 2 * a[0] * a[1] * b[-1]
 
 

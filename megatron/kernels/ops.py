@@ -1,6 +1,6 @@
-"""The kernels for the rest of the package: compiled where they are built, else their pure-torch twins.
+"""Kernels for the rest of the package: compiled kernels if they were built, else pure-torch reference implementations.
 
-What they compute is defined in ``reference``. Both give the same bits where it does not say otherwise.
+``reference`` defines their results. Both give the same bits unless it says otherwise.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def quantize_tiles(
             x, given, message.rotated, error_1t.view(-1), role, bits, *rest, block, ratio, mixture.tile
         )
         native.operators().mark_tiles(abs_topk(error_1t, mixture.more).view(-1), message.marked)
-        ratio = 0.0  # the map of blocks is there
+        ratio = 0.0  # the bitmap of blocks is already written
     native.operators().quantize_tiles(
         x, given, *_streams(message), role, *_numbers(tiles.grid), block, ratio, *_wide(tiles), seed is not None,
         seeds[-1] or 0, seeds[0] or 0,
@@ -91,14 +91,14 @@ def dequantize_tiles(message: TiledMessage, out: Tensor, tiles: Tiles, role: Rol
 
 
 def _streams(message: TiledMessage) -> tuple[Tensor, ...]:
-    """Codes and scales of most numbers, those of the tiles with one more bit, and the maps."""
+    """Codes and scales of most tiles, codes and scales of tiles with an extra bit, and the bitmaps."""
     codes, scales = message.codes, message.scales
     wide = (codes[0], scales[0]) if len(codes) > 1 else (_none(codes[0]), _none(scales[0]))
     return codes[-1], scales[-1], *wide, message.rotated, message.marked
 
 
 def _wide(tiles: Tiles) -> tuple[int, int, int]:
-    """Kind of the grid with one more bit, numbers of a tile, and how many tiles have it; zeros where none has."""
+    """Kind of the grid with an extra bit, tile size, and number of tiles with an extra bit; zeros without a mixture."""
     mixture = tiles.mixture
     return (mixture.high.kind, mixture.tile, mixture.more) if mixture else (GridKind.SYMMETRIC, 0, 0)
 
@@ -121,7 +121,7 @@ def float8_decode(codes: Tensor, scales: Tensor, out: Tensor, form: float8.Float
 
 
 def _none(like: Tensor) -> Tensor:
-    """A placeholder for a tensor that an operator does not take."""
+    """Placeholder for an absent tensor argument of an operator."""
     return like.new_empty(0)
 
 
@@ -136,7 +136,7 @@ def abs_topk(x_kn: Tensor, count: int) -> Tensor:
 
 
 def dilate(mask_kn: Tensor, radius: int) -> Tensor:
-    """Dilates a mask: True where a True lies within ``radius`` places in the same row."""
+    """Dilate a mask: True if the same row has a True within ``radius`` positions."""
     out_kn = torch.empty_like(mask_kn)
     if native.serves(mask_kn):
         native.operators().dilate(mask_kn, radius, out_kn)
@@ -146,7 +146,7 @@ def dilate(mask_kn: Tensor, radius: int) -> Tensor:
 
 
 def gather_packed(x_n: Tensor, indices_c: Tensor) -> Tensor:
-    """The numbers at ascending indices of a flat tensor, behind each other."""
+    """Gather the elements at ascending indices of a flat tensor."""
     packed_c = torch.empty(indices_c.shape, dtype=x_n.dtype, device=x_n.device)
     if native.serves(x_n) and x_n.dtype == torch.float32:
         native.operators().gather_packed(x_n, indices_c, packed_c)
@@ -156,7 +156,7 @@ def gather_packed(x_n: Tensor, indices_c: Tensor) -> Tensor:
 
 
 def scatter_add_packed(x_n: Tensor, indices_c: Tensor, packed_c: Tensor) -> None:
-    """Adds packed numbers at ascending, distinct indices of a flat tensor, in place."""
+    """Add packed numbers at ascending, distinct indices of a flat tensor, in place."""
     if native.serves(x_n, packed_c) and x_n.dtype == torch.float32:
         native.operators().scatter_add_packed(x_n, indices_c, packed_c)
     else:
@@ -164,17 +164,17 @@ def scatter_add_packed(x_n: Tensor, indices_c: Tensor, packed_c: Tensor) -> None
 
 
 def pack_bits(codes_n: Tensor, bits: int, packed: Tensor) -> None:
-    """Packs codes into bytes that the caller made; see ``reference.pack_bits``."""
+    """Pack codes into the bytes of ``packed``; see ``reference.pack_bits``."""
     packed.copy_(reference.pack_bits(codes_n, bits))
 
 
 def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
-    """The first ``count`` codes of packed ones, uint8; see ``reference.pack_bits``."""
+    """Unpack the first ``count`` codes, uint8; see ``reference.pack_bits``."""
     return reference.unpack_bits(packed, bits, count)
 
 
 def finite_norm(x: Tensor) -> Tensor:
-    """(sum of squares, 1 if all are finite else 0), fp64, in one pass."""
+    """(sum of squares, 1 if all are finite else 0), fp64, in a single pass."""
     out_2 = torch.empty(2, dtype=torch.float64, device=x.device)
     if native.serves(x):
         native.operators().finite_norm(x.contiguous(), out_2)
@@ -184,15 +184,15 @@ def finite_norm(x: Tensor) -> Tensor:
 
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> float:
-    """Sum of squares of all elements, in fp64; inf or nan when any element is. One synchronization of the device.
+    """Sum of squares of all elements, in fp64; inf or nan if any element is. Synchronizes the device once.
 
-    Flat tensors that lie one behind the other, as those of a buffer do, are read in one pass.
+    Flat tensors that are adjacent in memory, such as views of a buffer, are read in a single pass.
     """
     return float(torch.stack([finite_norm(x)[0] for x in _joined(tensors)]).sum()) if tensors else 0.0
 
 
 def _joined(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The same elements, with flat tensors that adjoin in memory as one."""
+    """Merge flat tensors that are adjacent in memory."""
     runs: list[list[Tensor]] = []
     for x in tensors:
         if runs and _adjoin(runs[-1][-1], x):
@@ -203,7 +203,7 @@ def _joined(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _adjoin(a: Tensor, b: Tensor) -> bool:
-    """Whether two flat tensors of one memory and type lie one behind the other."""
+    """Whether two flat tensors of the same storage and dtype are adjacent."""
     if not (a.dim() == b.dim() == 1 and a.dtype == b.dtype and b.storage_offset() == a.storage_offset() + a.numel()):
         return False
     same = a.untyped_storage()._cdata == b.untyped_storage()._cdata
@@ -211,7 +211,7 @@ def _adjoin(a: Tensor, b: Tensor) -> bool:
 
 
 def sample_histogram(x: Tensor, stride: int, bins: int) -> tuple[Tensor, Tensor]:
-    """Counts (bins, int64) and range (low, high; fp64) of the finite ones among every ``stride``-th number."""
+    """Histogram counts (bins, int64) and range (low, high; fp64) of the finite elements among every ``stride``-th."""
     counts_b = torch.empty(bins, dtype=torch.int64, device=x.device)
     range_2 = torch.empty(2, dtype=torch.float64, device=x.device)
     if native.serves(x):
@@ -224,9 +224,9 @@ def sample_histogram(x: Tensor, stride: int, bins: int) -> tuple[Tensor, Tensor]
 def orthonormalize(x_knr: Tensor) -> Tensor:
     """Orthonormal bases of the columns of a stack of matrices.
 
-    Cholesky-QR in fp64, and Gram-Schmidt with a second pass where the columns are dependent: the result is orthonormal
-    whatever the rank of the input, where a plain Gram-Schmidt divides rounding noise by itself. Equal inputs give equal
-    outputs, whatever the number of threads, so ranks that hold the same sum agree.
+    Uses Cholesky-QR in fp64, and Gram-Schmidt with a second pass if columns are dependent: the result is orthonormal
+    for inputs of any rank, while plain Gram-Schmidt would divide rounding noise by itself. Equal inputs give equal
+    outputs for any number of threads, so ranks that hold the same sum agree.
 
     Args:
         x_knr: k matrices, n >= r. Half precision is computed in fp32.

@@ -1,7 +1,7 @@
-"""Matrix products: this library's own in fp32 on the processors where they are faster than torch's, else torch's.
+"""Matrix products: native fp32 kernels on processors where they are faster than torch's, else torch's.
 
-A number of an own product is summed in an order that depends on the inner dimension alone: not on the other sizes, on
-the number of threads or on what else is multiplied in the same call.
+The summation order in native products depends only on the inner dimension, not on the other sizes, the number of
+threads, or the other products of the same call.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 from megatron.kernels import native, reference
 
 CHOICE = "MEGATRON_CC_PRODUCTS"
-"""Environment variable: ``own`` and ``torch`` ask for either's products, whatever the processor is."""
+"""Environment variable: ``own`` forces native products and ``torch`` torch's products, on any processor."""
 
 
 def problem() -> str | None:
-    """Why this library has no products here, in words; None where it has."""
+    """The reason why native products are not available here; None if they are."""
     why = native.problem_on("cpu")
     if why is None and not native.operators().multiplies():
         why = "this processor has no AVX2, or MCC_ISA asks for less"
@@ -29,10 +29,10 @@ def problem() -> str | None:
 
 @functools.cache
 def own_products() -> bool:
-    """Whether CPU tensors in fp32 are multiplied by this library's own products.
+    """Whether fp32 CPU tensors use native products.
 
     Raises:
-        RuntimeError: when ``MEGATRON_CC_PRODUCTS`` asks for what there is not.
+        RuntimeError: when ``MEGATRON_CC_PRODUCTS`` is invalid, or asks for native products that are not available.
     """
     choice = os.environ.get(CHOICE, "")
     if choice not in ("", "own", "torch"):
@@ -44,22 +44,22 @@ def own_products() -> bool:
         raise RuntimeError(f"{CHOICE}=own, but {why}")
     if choice == "own":
         return True
-    # The rate of a library other than MKL is not known.
+    # The speed of libraries other than MKL is unknown.
     return why is None and torch.backends.mkl.is_available() and bool(native.operators().outdoes_mkl())
 
 
 @functools.cache
 def smallest_product() -> int:
-    """The size of each dimension from which on this processor's own products are worth the packing of their factors."""
+    """Smallest dimension at which native products on this processor outweigh the packing of their factors."""
     return int(native.operators().smallest_product())
 
 
 def multiplies(a: Tensor, b: Tensor, groups: int = 1) -> bool:
-    """Whether own products take the factors of a product, or of a group's products of average size.
+    """Whether native products support these factors of a product or a grouped product, by the average group size.
 
     Args:
-        a: (..., k), or the factor (m, r) of groups that lie in the inner dimension.
-        b: (k, n) or (n, k), or the factor of groups (groups, k, n) or (r, n).
+        a: (..., k); or (m, r) with groups along the inner dimension.
+        b: (k, n) or (n, k); or, for groups, (groups, k, n) or (r, n).
         groups: number of groups.
     """
     if torch.compiler.is_compiling() or not all(x.is_cpu and x.dtype == torch.float32 for x in (a, b)):
@@ -76,17 +76,17 @@ def multiplies(a: Tensor, b: Tensor, groups: int = 1) -> bool:
 
 
 def _recorded(*factors: Tensor) -> bool:
-    """Whether autograd records what is done with these factors, and so must know the product."""
+    """Whether autograd records operations on these factors, so that the product must be an autograd operation."""
     return torch.is_grad_enabled() and any(x.requires_grad for x in factors)
 
 
 def _in_place_of_torchs(a: Tensor, b: Tensor) -> bool:
-    """Whether own products take these factors here."""
+    """Whether to use a native product for these factors."""
     return not _recorded(a, b) and multiplies(a, b)
 
 
 def product(a_mk: Tensor, b_kn: Tensor, out_mn: Tensor | None = None) -> Tensor:
-    """``a b``, in memory that the caller may have made."""
+    """``a b``, optionally written to ``out_mn``."""
     if not _in_place_of_torchs(a_mk, b_kn):
         return torch.mm(a_mk, b_kn) if out_mn is None else torch.mm(a_mk, b_kn, out=out_mn)
     out = a_mk.new_empty(a_mk.shape[0], b_kn.shape[1]) if out_mn is None else out_mn
@@ -98,7 +98,7 @@ def linear(x: Tensor, weight_oi: Tensor, bias_o: Tensor | None) -> Tensor:
     """``x W^T + b`` for x (..., in), outside autograd."""
     if not _in_place_of_torchs(x, weight_oi):
         return F.linear(x, weight_oi, bias_o)
-    out = x.new_empty((*x.shape[:-1], weight_oi.shape[0]))  # no view: a sum over ranks may work in place on it
+    out = x.new_empty((*x.shape[:-1], weight_oi.shape[0]))  # not a view: an all-reduce may update it in place
     if bias_o is not None:
         out.copy_(bias_o.expand_as(out))
     rows, out_rows = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
@@ -107,13 +107,13 @@ def linear(x: Tensor, weight_oi: Tensor, bias_o: Tensor | None) -> Tensor:
 
 
 def add_product_(total_nm: Tensor, a_tn: Tensor, b_tm: Tensor, fresh: bool = False) -> None:
-    """``total += a^T b`` in one pass over the total, which may be wider than the factors.
+    """``total += a^T b`` in a single pass over the total, which may have a wider dtype than the factors.
 
     Args:
-        total_nm: the total, of the factors' dtype, or fp32 beside bf16 or fp16 factors. On CUDA the product
-            is accumulated in it, and is never rounded to the factors' type; ``reference.add_product_`` rounds it.
-        a_tn, b_tm: the factors, of one type.
-        fresh: the total holds nothing yet, not even zeros.
+        total_nm: the total, in the factors' dtype, or fp32 for bf16 or fp16 factors. On CUDA, the product is
+            accumulated in it and never rounded to the factors' dtype; ``reference.add_product_`` rounds it.
+        a_tn, b_tm: the factors, with equal dtypes.
+        fresh: the total is uninitialized and is overwritten.
     """
     beta = 0 if fresh else 1
     if total_nm.dtype == a_tn.dtype:
@@ -128,18 +128,18 @@ def add_product_(total_nm: Tensor, a_tn: Tensor, b_tm: Tensor, fresh: bool = Fal
 
 
 def adds_wide_products(total: Tensor) -> bool:
-    """Whether torch has products of half-precision factors that add in fp32, on this tensor's device."""
+    """Whether torch can accumulate products of half-precision factors in fp32 on this tensor's device."""
     return total.is_cuda and total.dtype == torch.float32
 
 
 def grouped_product(a: Tensor, b: Tensor, ends_g: Tensor, out: Tensor | None = None) -> Tensor:
-    """Products of groups that lie one behind the other, as ``torch.nn.functional.grouped_mm`` has them.
+    """Products of consecutive groups, like ``torch.nn.functional.grouped_mm``.
 
     Args:
-        a, b: (r, k) and a factor (g, k, n) for each group of rows: the result is (r, n). Or (m, r) and (r, n), whose
-            inner dimension has the groups: the result is (g, m, n), zero for a group without numbers.
-        ends_g: int32; where each group ends.
-        out: memory that the result may be written to.
+        a, b: (r, k) and (g, k, n), for groups of rows: the result is (r, n). Or (m, r) and (r, n), for groups along the
+            inner dimension: the result is (g, m, n), zero for empty groups.
+        ends_g: end of each group, int32.
+        out: optional output buffer.
     """
     if not a.is_cpu or _recorded(a, b):
         return F.grouped_mm(a, b, offs=ends_g)

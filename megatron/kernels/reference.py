@@ -1,7 +1,7 @@
-"""Pure-torch twins of the native kernels: what they are compared with, and what runs without them.
+"""Pure-torch reference implementations of the native kernels, for comparison and as a fallback.
 
-Every function writes into tensors that its caller made, as the native operator of the same name does, and defines its
-result to the bit, but where a note says otherwise. They run on any device and also take fp64.
+Like the native operators of the same names, functions write to tensors allocated by the caller. They define the results
+bit for bit unless noted otherwise. They run on any device and also support fp64.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from megatron.kernels.grid import MIDRISE_RMS, SIGNED_RMS, STANDS_OUT, Grid, Gri
 
 
 def pack_bits(codes_n: Tensor, bits: int) -> Tensor:
-    """Packs unsigned codes into bytes.
+    """Pack unsigned codes into bytes.
 
     Args:
         codes_n: uint8 values below 2**bits, flat, any length.
         bits: 1 to 8.
 
     Returns:
-        uint8, ceil(n / 8) * bits long: eight codes make ``bits`` bytes, the first code in the lowest bits, the
-        first byte the lowest. Padding codes are 0.
+        uint8, ceil(n / 8) * bits long: eight codes make ``bits`` bytes, little-endian, with the first code in the
+        lowest bits. Padding codes are 0.
     """
     groups = -(-codes_n.numel() // 8)
     padded = torch.zeros(groups * 8, dtype=torch.uint8, device=codes_n.device)
     padded[: codes_n.numel()] = codes_n
     words_g = padded.view(torch.int64)
-    for width, ones in _halves(bits):  # the codes of neighbors, of so many bits, move together
+    for width, ones in _halves(bits):  # join neighboring codes of this width
         words_g = (words_g & ones) | ((words_g >> (width - width * bits // 8)) & (ones << (width * bits // 8)))
     return words_g.view(torch.uint8).view(groups, 8)[:, :bits].reshape(-1)
 
 
 def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
-    """The first ``count`` codes of what ``pack_bits`` made, as uint8."""
+    """Unpack the first ``count`` codes from ``pack_bits``, as uint8."""
     eights = torch.zeros(packed.numel() // bits, 8, dtype=torch.uint8, device=packed.device)
     eights[:, :bits] = packed.view(-1, bits)
     words_g = eights.view(torch.int64).view(-1)
@@ -45,9 +45,9 @@ def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
 
 
 def _halves(bits: int) -> list[tuple[int, int]]:
-    """Steps that pack the eight bytes of a word to ``bits`` bits each.
+    """Steps that pack the eight bytes of a word to ``bits`` bits each, as (width, mask).
 
-    A step joins neighbors that lie so many bits apart; its mask has the bits of the lower ones.
+    A step joins neighbors ``width`` bits apart; its mask selects the lower neighbors.
     """
     steps = []
     for width in (8, 16, 32) if bits < 8 else ():
@@ -57,7 +57,7 @@ def _halves(bits: int) -> list[tuple[int, int]]:
 
 
 def noise(count: int, seed: int, device: torch.device) -> Tensor:
-    """Uniform numbers in [0, 1), fp32; each a function of the seed and its index alone, whatever computes it."""
+    """Uniform numbers in [0, 1), fp32, each a function of only seed and index, on any device."""
     mask = 0xFFFFFFFF
 
     def mixed(x: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ def noise(count: int, seed: int, device: torch.device) -> Tensor:
 
 
 def rotate(x_n: Tensor, block: int) -> Tensor:
-    """Walsh-Hadamard transform of consecutive blocks, over the root of their size: its own inverse."""
+    """Normalized Walsh-Hadamard transform of consecutive blocks, which is its own inverse."""
     h = 1
     while h < block:
         pairs = x_n.view(-1, block // (2 * h), 2, h)
@@ -83,7 +83,7 @@ def rotate(x_n: Tensor, block: int) -> Tensor:
 
 
 def _scales(x_n: Tensor, grid: Grid, stochastic: bool) -> Tensor:
-    """Scales of flat numbers, fp32, (groups) or (groups, 2); see ``Grid.sums`` for those that are not exact."""
+    """Scales of flat numbers, fp32, (groups) or (groups, 2); not bit-exact if ``Grid.sums``."""
     count, groups = x_n.numel(), grid.groups(x_n.numel())
     if count == 0 or groups == 0:
         return torch.zeros(groups * grid.scale_size, device=x_n.device)
@@ -95,7 +95,7 @@ def _scales(x_n: Tensor, grid: Grid, stochastic: bool) -> Tensor:
         groups_gn = torch.nn.functional.pad(x_n, (0, groups * grid.group - count)).view(groups, grid.group)
     if grid.kind is GridKind.MINMAX:
         return _limits(groups_gn, count).flatten()
-    # The last group may be short; zeros in its other places change no sum and no magnitude.
+    # The last group may be short; its padding with zeros changes neither sums nor magnitudes.
     sizes_g = torch.full((groups,), groups_gn.shape[1], dtype=torch.float64, device=x_n.device)
     if grid.layout is ScaleLayout.GROUP:
         sizes_g[-1] = count - (groups - 1) * grid.group
@@ -119,12 +119,12 @@ def _scales(x_n: Tensor, grid: Grid, stochastic: bool) -> Tensor:
 
 
 def _peak_signs(groups_gn: Tensor) -> Tensor:
-    """-1 where the largest number of a group is positive, else 1, so that its level is -1."""
+    """-1 if the number with the largest magnitude in a group is positive, else 1, so that its level is -1."""
     return torch.where(groups_gn.amax(dim=1) > -groups_gn.amin(dim=1), -1.0, 1.0)
 
 
 def _outer(groups_gn: Tensor, most_g: Tensor, grid: Grid) -> Tensor:
-    """Scales of mid-rise and signed grids whose levels hold every number."""
+    """Scales of mid-rise and signed grids whose levels cover every number."""
     if grid.kind is GridKind.MIDRISE:
         signs_g, outer_g = torch.ones_like(most_g), most_g * ((1 << grid.bits) / ((1 << grid.bits) - 1))
     else:
@@ -136,7 +136,7 @@ def _outer(groups_gn: Tensor, most_g: Tensor, grid: Grid) -> Tensor:
 
 
 def _limits(groups_gn: Tensor, count: int) -> Tensor:
-    """The least and the greatest number of each group, (groups, 2); places after the ``count``-th do not count."""
+    """Minimum and maximum of each group, (groups, 2), ignoring elements after the first ``count``."""
     spare = groups_gn.numel() - count
     low_g, high_g = groups_gn.amin(dim=1), groups_gn.amax(dim=1)
     if spare:
@@ -146,10 +146,10 @@ def _limits(groups_gn: Tensor, count: int) -> Tensor:
 
 
 def _to_wire(scale_g: Tensor, grid: Grid, dtype: torch.dtype, stochastic: bool) -> Tensor:
-    """Scales in their type on the wire.
+    """Convert scales to their wire dtype.
 
-    To nearest, which has the least error; but the limits of a minmax grid, and the scales of stochastic rounding, never
-    inwards: a clipped number would be a bias.
+    Scales are rounded to nearest, for the lowest error, but limits of minmax grids and scales for stochastic rounding
+    are never rounded inwards, because clipping would add a bias.
     """
     outer = stochastic and not grid.is_sign
     if dtype == torch.float32 or not (outer or grid.kind is GridKind.MINMAX):
@@ -161,7 +161,7 @@ def _to_wire(scale_g: Tensor, grid: Grid, dtype: torch.dtype, stochastic: bool) 
 
 
 def bf16_towards(x: Tensor, outwards: Tensor) -> Tensor:
-    """The next numbers in bf16 that are not closer to zero, or not farther from it; finite ones stay finite."""
+    """Round to bf16 away from zero where ``outwards``, else towards zero; finite numbers stay finite."""
     bits = x.view(torch.int32)
     up = outwards & (x.abs() < torch.finfo(torch.bfloat16).max)
     cut = torch.where(up, bits + 0xFFFF, bits) & -0x10000
@@ -169,7 +169,7 @@ def bf16_towards(x: Tensor, outwards: Tensor) -> Tensor:
 
 
 def _spread(scale_g: Tensor, count: int, grid: Grid) -> Tensor:
-    """The scale of each of ``count`` numbers."""
+    """Expand scales of groups to ``count`` numbers."""
     if grid.layout is ScaleLayout.CHANNEL:
         return scale_g.repeat(count // max(grid.group, 1))
     if grid.layout is ScaleLayout.TENSOR:
@@ -178,7 +178,7 @@ def _spread(scale_g: Tensor, count: int, grid: Grid) -> Tensor:
 
 
 def _bases(scale_g: Tensor, grid: Grid) -> tuple[Tensor | None, Tensor]:
-    """The level that code 0 of a minmax grid has (None of others), and the length that ``Grid.top`` steps have."""
+    """Value of code 0 of a minmax grid (None for other grids), and total length of ``Grid.top`` steps."""
     if grid.kind is not GridKind.MINMAX:
         return None, scale_g
     low_g, high_g = scale_g.view(-1, 2).unbind(dim=1)
@@ -191,7 +191,7 @@ def _codes(x_n: Tensor, scale_g: Tensor, grid: Grid, seed: int | None) -> Tensor
     base_g, length_g = _bases(scale_g, grid)
     if base_g is not None:
         x_n = x_n - _spread(base_g, x_n.numel(), grid)
-    # A number over a tensor would be torch's reciprocal times the number, which rounds twice.
+    # torch computes scalar / tensor as the reciprocal times the scalar, which rounds twice.
     steps_g = torch.where(length_g.abs() > 0, torch.full_like(length_g, grid.top) / length_g, 0.0)
     steps_n = x_n * _spread(steps_g, x_n.numel(), grid) - grid.shift
     low, high = grid.limits
@@ -208,7 +208,7 @@ def _values(codes_n: Tensor, scale_g: Tensor, grid: Grid) -> Tensor:
     if grid.is_sign:
         return (levels_n * 2 - 1) * _spread(scale_g, codes_n.numel(), grid)
     base_g, length_g = _bases(scale_g, grid)
-    # CUDA divides a tensor by a number as a product with its reciprocal, which rounds twice.
+    # CUDA computes tensor / scalar as a product with the reciprocal, which rounds twice.
     unit_g = length_g / torch.full_like(length_g, grid.top)
     values_n = (levels_n - (grid.offset - grid.shift)) * _spread(unit_g, codes_n.numel(), grid)
     return values_n if base_g is None else values_n + _spread(base_g, codes_n.numel(), grid)
@@ -217,18 +217,18 @@ def _values(codes_n: Tensor, scale_g: Tensor, grid: Grid) -> Tensor:
 def quantize_pack(
     x: Tensor, other: Tensor | None, codes: Tensor, scales: Tensor, grid: Grid, role: Role, seed: int | None
 ) -> None:
-    """Encodes numbers on a uniform grid.
+    """Quantize numbers on a uniform grid, and pack the codes.
 
     Args:
         x: contiguous, any shape.
-        other: the reference (``Role.DELTA``) or the residual (``Role.FEEDBACK``), as large; updated in place.
-        codes: uint8, ``grid.code_bytes`` long; written.
-        scales: fp32 or bf16, ``grid.scale_count`` long; written. Codes are made with what it holds after rounding. A
-            scale of zeros is 0; one of a group with an infinite or NaN number is that, and decodes to NaN. Those of a
-            minmax grid are pairs, the least number and the greatest.
-        role: what is encoded: x, x - other, or x + other.
-        seed: seed of stochastic rounding, unbiased where the levels hold all numbers (not with ``ScaleMethod.L2``, an
-            asymmetric grid, or one that is a sign); None rounds to nearest, ties to even.
+        other: the reference (``Role.DELTA``) or the residual (``Role.FEEDBACK``), of the same size; updated in place.
+        codes: output, uint8, ``grid.code_bytes`` long.
+        scales: output, fp32 or bf16, ``grid.scale_count`` long. Codes use the rounded scales. The scale of zeros is 0;
+            an infinite or NaN number makes its group's scale infinite or NaN, and the group decodes to NaN. Scales of a
+            minmax grid are pairs, minimum and maximum.
+        role: encode x (PLAIN), x - other (DELTA), or x + other (FEEDBACK).
+        seed: seed of stochastic rounding, which is unbiased if the levels cover all numbers (not with
+            ``ScaleMethod.L2``, asymmetric grids or sign grids); None rounds to nearest, ties to even.
     """
     given_n = x.reshape(-1).float()
     if role is Role.DELTA and other is not None:
@@ -254,13 +254,13 @@ def quantize_pack(
 def unpack_dequantize(
     codes: Tensor, scales: Tensor, other: Tensor | None, out: Tensor | None, grid: Grid, role: Role
 ) -> None:
-    """Decodes what ``quantize_pack`` made.
+    """Decode numbers encoded by ``quantize_pack``.
 
     Args:
-        codes, scales: as it wrote them.
-        other: the reference that the numbers are added to, with ``Role.DELTA``.
-        out: where the numbers go: written, or with ``Role.ADD`` added in fp32; may be None with ``Role.DELTA``.
-        grid: the encoder's.
+        codes, scales: outputs of ``quantize_pack``.
+        other: with ``Role.DELTA``, the reference to which the numbers are added.
+        out: output, overwritten, or added to in fp32 with ``Role.ADD``; may be None with ``Role.DELTA``.
+        grid: the encoder's grid.
         role: PLAIN, DELTA or ADD.
     """
     like = out if out is not None else other
@@ -282,7 +282,7 @@ def unpack_dequantize(
 def abs_topk(x_kn: Tensor, indices_kc: Tensor) -> None:
     """Indices of the largest magnitudes in each row, ascending; ties go to the lower index.
 
-    A number that is not finite counts as larger than all others.
+    Nonfinite numbers count as infinite.
     """
     magnitude = x_kn.abs().nan_to_num(torch.inf, posinf=torch.inf)
     order = torch.sort(magnitude, dim=1, descending=True, stable=True).indices
@@ -290,7 +290,7 @@ def abs_topk(x_kn: Tensor, indices_kc: Tensor) -> None:
 
 
 def dilate(mask_kn: Tensor, radius: int, out_kn: Tensor) -> None:
-    """Dilates a mask: True where a True lies within ``radius`` places in the same row."""
+    """Dilate a mask: True if the same row has a True within ``radius`` positions."""
     ones = torch.nn.functional.pad(mask_kn.to(torch.int64).cumsum(dim=1), (1, 0))
     n = mask_kn.shape[1]
     places = torch.arange(n, device=mask_kn.device)
@@ -298,28 +298,28 @@ def dilate(mask_kn: Tensor, radius: int, out_kn: Tensor) -> None:
 
 
 def gather_packed(x_n: Tensor, indices_c: Tensor, packed_c: Tensor) -> None:
-    """The numbers at ascending indices, behind each other."""
+    """Gather the elements at ascending indices."""
     torch.take(x_n, indices_c, out=packed_c)
 
 
 def scatter_add_packed(x_n: Tensor, indices_c: Tensor, packed_c: Tensor) -> None:
-    """Adds packed numbers where they came from; the indices ascend and differ."""
+    """Add packed numbers at ascending, distinct indices."""
     x_n.index_add_(0, indices_c, packed_c)
 
 
 def finite_norm(x: Tensor, out_2: Tensor) -> None:
     """Sum of squares, in fp64, and whether all are finite (1 or 0).
 
-    The sum may differ from other implementations' in the last digits of fp64.
+    The sum may differ between implementations in the last digits of fp64.
     """
     out_2[0] = torch.linalg.vector_norm(x.reshape(-1), dtype=torch.float64).square()
     out_2[1] = torch.isfinite(x).all()
 
 
 def sample_histogram(x: Tensor, stride: int, counts_b: Tensor, range_2: Tensor) -> None:
-    """Counts of equal bins over the range of the finite ones among every ``stride``-th number; the range as well.
+    """Histogram with equal bins over the range of the finite elements among every ``stride``-th, and that range.
 
-    Bins are [low + i w, low + (i + 1) w), the last one with its upper end; none finite: counts of 0, (inf, -inf).
+    Bins are [low + i w, low + (i + 1) w); the last includes its upper end. If none is finite: counts 0, (inf, -inf).
     """
     values = x.reshape(-1)[::stride]
     values = values[torch.isfinite(values)].double()
@@ -330,18 +330,17 @@ def sample_histogram(x: Tensor, stride: int, counts_b: Tensor, range_2: Tensor) 
     low, high = torch.aminmax(values)
     range_2.copy_(torch.stack([low, high]))
     bins = counts_b.numel()
-    # A number over a tensor would be a product with the tensor's reciprocal: another rounding.
+    # scalar / tensor would be a product with the tensor's reciprocal, with another rounding.
     factor = torch.full_like(low, bins) / (high - low) if high > low else torch.zeros_like(low)
     places = ((values - low) * factor).to(torch.int64).clamp(max=bins - 1)
     counts_b.add_(torch.bincount(places, minlength=bins))
 
 
 def orthonormalize(x_knr: Tensor, q_knr: Tensor) -> None:
-    """Orthonormal bases of the columns of a stack of matrices, n >= r, with the signs of a positive triangular factor.
+    """Orthonormal bases of the columns of a stack of matrices, n >= r; triangular factors have positive diagonals.
 
-    Unique up to rounding (1e-6 of any entry, times the columns' condition, relative to 1) where the columns are
-    independent; else orthonormal all the same, and the dependent columns' directions are any. NaN where a matrix is
-    not finite.
+    Unique up to rounding (1e-6 for each entry, times the condition of the columns, relative to 1) for independent
+    columns. For dependent columns the result is still orthonormal, in any directions. NaN if a matrix is nonfinite.
     """
     q, r_krr = torch.linalg.qr(x_knr.double(), mode="reduced")
     signs_kr = torch.where(torch.diagonal(r_krr, dim1=1, dim2=2) < 0, -1.0, 1.0)
@@ -349,7 +348,7 @@ def orthonormalize(x_knr: Tensor, q_knr: Tensor) -> None:
 
 
 _CHUNK_ELEMENTS = {"cpu": 1 << 20}
-"""Logits that are taken at a time: on a CPU, as many as a core's cache holds in fp32, elsewhere 1 GiB of them."""
+"""Logits per chunk: on a CPU, as many as fit in a core's cache in fp32; on other devices, 1 GiB."""
 
 
 def cross_entropy(
@@ -360,16 +359,16 @@ def cross_entropy(
     target_t: Tensor | None,
     weights_t: Tensor | None,
 ) -> None:
-    """Cross-entropy over the first ``valid`` columns of each row, and its gradient in the logits' place.
+    """Cross-entropy over the first ``valid`` columns of each row, and its gradient, in place of the logits.
 
     Args:
-        logits_tv: overwritten where there are weights. What does not count may be anything.
-        labels_t: int64 columns below ``valid``; negative where the label is another rank's.
-        lse_t: log-sum-exp of each row, in the type of accumulation (fp32, or fp64 of fp64 logits).
-        target_t: logit of each row's label, 0 for a negative one. Where given, it and ``lse_t`` are written; else
-            ``lse_t`` is read, such as that of a vocabulary of which the columns are a part.
-        weights_t: the logits become the gradient of the sum of weights x (lse - logit of the label), and 0 where they
-            do not count.
+        logits_tv: logits, overwritten if ``weights_t`` is given. Columns from ``valid`` on may hold any values.
+        labels_t: int64 columns below ``valid``; negative if the label belongs to another rank.
+        lse_t: log-sum-exp of each row, in the accumulation dtype (fp32, or fp64 for fp64 logits).
+        target_t: logit of each row's label, 0 for a negative label. If given, it and ``lse_t`` are outputs; otherwise
+            ``lse_t`` is an input, such as the log-sum-exp over a vocabulary sharded over ranks.
+        weights_t: if given, the logits become the gradient of the sum of weights x (lse - logit of the label), 0 from
+            column ``valid`` on.
     """
     size = max(1, _CHUNK_ELEMENTS.get(logits_tv.device.type, 1 << 28) // max(logits_tv.shape[1], 1))
     for first in range(0, logits_tv.shape[0], size):
@@ -387,12 +386,12 @@ def cross_entropy(
 
 
 def widened(x: Tensor) -> Tensor:
-    """Numbers in the type of accumulation."""
+    """Cast to the accumulation dtype: fp64 stays, other dtypes become fp32."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def add_product_(total_nm: Tensor, a_tn: Tensor, b_tm: Tensor, fresh: bool) -> None:
-    """``total += a^T b``, or without the ``+``. The product is summed in fp32 and rounded to the factors' type."""
+    """``total += a^T b``, or ``= a^T b`` if ``fresh``; sums in fp32 and rounds the product to the factors' dtype."""
     product_nm = a_tn.t() @ b_tm
     if fresh:
         total_nm.copy_(product_nm)

@@ -1,4 +1,4 @@
-"""Soft bounds of logits: cap * tanh(x / cap), which stays within (-cap, cap) and changes little where x is small."""
+"""Soft capping of logits: cap * tanh(x / cap), which lies within (-cap, cap) and is close to x for small x."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from torch import Tensor
 
 
 def soft_capped(logits: Tensor, cap: float) -> Tensor:
-    """Logits within the bound, with autograd's gradient."""
+    """Soft-capped logits, differentiable by autograd."""
     return logits.div(cap).tanh().mul(cap)
 
 
 def soft_cap_(logits: Tensor, cap: float | None) -> None:
-    """Bounds logits in place; a cap of None leaves them as they are."""
+    """Soft-cap logits in place; no-op if ``cap`` is None."""
     if cap is not None:
         logits.div_(cap).tanh_().mul_(cap)
 
 
 def slope_of_capped(capped: Tensor, cap: float) -> Tensor:
-    """Derivative of bounded logits by those before the bound: 1 - tanh(x / cap)^2."""
+    """Derivative of capped logits with respect to the uncapped logits: 1 - tanh(x / cap)^2."""
     return capped.div(cap).square_().neg_().add_(1.0)

@@ -1,4 +1,4 @@
-"""What a quantized message decides tile by tile: parameters of the kernels, and their pure-torch twins."""
+"""Per-tile decisions of quantized messages: kernel parameters, and pure-torch reference implementations."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ _SEEDS = (1 << 63) - 1
 
 @dataclass(frozen=True)
 class Outliers:
-    """The blocks that a rotation helps: those whose largest magnitude stands out. The last one is none if it is short.
+    """Rule to rotate only blocks with an outlier, which benefit from a rotation. A short last block is never rotated.
 
     Args:
-        block: numbers of a block, a power of two.
-        ratio: largest over second-largest magnitude above which a block is rotated.
+        block: size of a block, a power of two.
+        ratio: ratio of largest to second-largest magnitude above which a block is rotated.
     """
 
     block: int
     ratio: float
 
     def blocks(self, count: int) -> int:
-        """Whole blocks among ``count`` numbers."""
+        """Number of whole blocks in ``count`` numbers."""
         return count // self.block
 
     def find(self, x_n: Tensor) -> Tensor:
-        """Which blocks of flat numbers are rotated, bool; none that is not finite is."""
+        """Mask of the blocks to rotate, bool; False for nonfinite blocks."""
         blocks = self.blocks(x_n.numel())
         x_kb = x_n[: blocks * self.block].view(blocks, self.block)
         if not blocks:
@@ -40,7 +40,7 @@ class Outliers:
         return (first_k > second_k * self.ratio) & first_k.isfinite()
 
     def rotate(self, x_n: Tensor, found_k: Tensor) -> Tensor:
-        """Rotates these blocks, or rotates them back."""
+        """Rotate the blocks in the mask; the rotation is its own inverse."""
         size = found_k.numel() * self.block
         if not size:
             return x_n
@@ -51,14 +51,14 @@ class Outliers:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Tiles of two widths: those with the greatest error have one more bit. The last one has not if it is short.
+    """Tiles of two bit widths: tiles with the largest errors get an extra bit, but never a short last tile.
 
     Args:
         low: grid of most tiles.
-        high: grid of the tiles with one more bit.
-        tile: numbers of a tile.
-        count: all numbers, with those that fill up the last block of a rotation.
-        more: how many tiles have one more bit.
+        high: grid of the tiles with an extra bit.
+        tile: size of a tile.
+        count: number of values, including the padding of a rotation's last block.
+        more: number of tiles with an extra bit.
     """
 
     low: Grid
@@ -69,23 +69,23 @@ class Mixture:
 
     @property
     def tiles(self) -> int:
-        """Whole tiles."""
+        """Number of whole tiles."""
         return self.count // self.tile
 
     @property
     def streams(self) -> tuple[tuple[Grid, int], ...]:
-        """Grids and numbers of the two parts of a message."""
+        """Grids and element counts of the two streams of a message."""
         high = self.more * self.tile
         return (self.high, high), (self.low, self.count - high)
 
     def split(self, x_n: Tensor, marked_t: Tensor) -> tuple[Tensor, Tensor]:
-        """The numbers of the marked tiles, and all others."""
+        """Numbers of the marked tiles, and all other numbers."""
         x_tn, size = x_n[: self.tiles * self.tile].view(-1, self.tile), self.more * self.tile
         sorted_n = x_tn[self._order(marked_t)].view(-1)
         return sorted_n[:size], torch.cat([sorted_n[size:], x_n[self.tiles * self.tile :]])
 
     def join(self, marked_n: Tensor, others_n: Tensor, marked_t: Tensor) -> Tensor:
-        """The inverse of ``split``."""
+        """Inverse of ``split``."""
         rest = (self.tiles - self.more) * self.tile
         sorted_tn = torch.cat([marked_n, others_n[:rest]]).view(-1, self.tile)
         x_tn = torch.empty_like(sorted_tn).index_copy_(0, self._order(marked_t), sorted_tn)
@@ -93,19 +93,19 @@ class Mixture:
 
     @staticmethod
     def _order(marked_t: Tensor) -> Tensor:
-        """The marked tiles, then the others, each in the order of their places."""
+        """Tile indices, marked tiles first, each in ascending order."""
         return marked_t.to(torch.uint8).sort(descending=True, stable=True).indices
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """How numbers are coded whose message decides something tile by tile.
+    """Encoding of numbers with per-tile decisions.
 
     Args:
-        grid: the grid of all numbers, or with a mixture that of most; it rotates all blocks where it has a rotation.
-        count: numbers.
-        outliers: which blocks are rotated, where the grid rotates none.
-        mixture: which tiles have one more bit.
+        grid: the grid of all tiles, or of most tiles with a mixture; if it has a rotation, all blocks are rotated.
+        count: number of elements.
+        outliers: rule to rotate only some blocks; only if the grid has no rotation.
+        mixture: tiles with an extra bit.
     """
 
     grid: Grid
@@ -115,28 +115,28 @@ class Tiles:
 
     @property
     def streams(self) -> tuple[tuple[Grid, int], ...]:
-        """Grids and numbers of the parts of a message."""
+        """Grids and element counts of the streams of a message."""
         return self.mixture.streams if self.mixture else ((self.grid, self.count),)
 
     @property
     def maps(self) -> tuple[int, int]:
-        """Bits of the two maps: the rotated blocks, and the tiles with one more bit."""
+        """Sizes in bits of the two bitmaps: rotated blocks, and tiles with an extra bit."""
         blocks = self.outliers.blocks(self.count) if self.outliers else 0
         return blocks, self.mixture.tiles if self.mixture else 0
 
     def seeds(self, seed: int | None) -> list[int | None]:
-        """The seeds of the streams' noise."""
+        """Seeds of the streams' noise."""
         return [None if seed is None else (seed + i) & _SEEDS for i in range(len(self.streams))]
 
 
 @dataclass(frozen=True)
 class TiledMessage:
-    """The parts of a message.
+    """Sections of a message.
 
     Args:
-        scales, codes: of each stream, as ``Tiles.streams`` orders them.
-        rotated: map of the rotated blocks, uint8, as ``reference.pack_bits`` makes it.
-        marked: map of the tiles with one more bit.
+        scales, codes: scales and codes of each stream, in the order of ``Tiles.streams``.
+        rotated: bitmap of the rotated blocks, uint8, in the format of ``reference.pack_bits``.
+        marked: bitmap of the tiles with an extra bit.
     """
 
     scales: Sequence[Tensor]
@@ -146,15 +146,15 @@ class TiledMessage:
 
 
 def tile_errors(x_n: Tensor, low: Grid, tile: int) -> Tensor:
-    """The sum of squares of what each whole tile loses to nearest, in fp32.
+    """Squared error of each whole tile with rounding to nearest, in fp32.
 
-    What a rotation of all blocks leaves is compared, and scales are fp32. Neighbors are added, then neighboring sums,
-    and so on: in this order on every device, so that all choose the same tiles, unless a scale takes a sum.
+    Errors are computed on the rotated numbers, with fp32 scales. Squares are added pairwise, in the same order on every
+    device, so that all devices choose the same tiles, unless a scale depends on a sum.
 
     Args:
-        x_n: flat numbers, filled up to whole blocks of the rotation.
+        x_n: flat numbers, padded to whole blocks of the rotation.
         low: the grid.
-        tile: numbers of a tile.
+        tile: size of a tile.
     """
     tiles = x_n.numel() // tile
     turned_n = reference.rotate(x_n, low.rotation) if low.rotation else x_n
@@ -170,7 +170,7 @@ def tile_errors(x_n: Tensor, low: Grid, tile: int) -> Tensor:
 
 
 def mark_tiles(indices: Tensor, map_b: Tensor) -> None:
-    """Writes a map of bits with those at ascending indices set."""
+    """Write a bitmap with the bits at ascending indices set."""
     bits_t = torch.zeros(map_b.numel() * 8, dtype=torch.uint8, device=map_b.device)
     map_b.copy_(reference.pack_bits(bits_t.index_fill_(0, indices, 1), 1))
 
@@ -178,14 +178,14 @@ def mark_tiles(indices: Tensor, map_b: Tensor) -> None:
 def quantize_tiles(
     x: Tensor, other: Tensor | None, message: TiledMessage, tiles: Tiles, role: Role, seed: int | None
 ) -> None:
-    """Encodes numbers; see ``reference.quantize_pack``, and ``Outliers`` and ``Mixture`` for what is decided.
+    """Quantize numbers with per-tile decisions; see ``reference.quantize_pack``, ``Outliers`` and ``Mixture``.
 
     Args:
         x: contiguous, any shape.
-        other: the reference (``Role.DELTA``) or the residual (``Role.FEEDBACK``), as large; updated in place.
-        message: written.
-        tiles: how.
-        role: what is encoded: x, x - other, or x + other.
+        other: the reference (``Role.DELTA``) or the residual (``Role.FEEDBACK``), of the same size; updated in place.
+        message: output message.
+        tiles: the encoding.
+        role: encode x (PLAIN), x - other (DELTA), or x + other (FEEDBACK).
         seed: seed of stochastic rounding; None rounds to nearest.
     """
     given_n = x.reshape(-1).float()
@@ -211,7 +211,7 @@ def quantize_tiles(
 
 
 def _mixed(x_n: Tensor, message: TiledMessage, mixture: Mixture) -> tuple[Tensor, Tensor]:
-    """Chooses the tiles that get one more bit; the numbers of both streams."""
+    """Choose and mark the tiles that get an extra bit, and return the numbers of both streams."""
     x_n = torch.nn.functional.pad(x_n, (0, mixture.count - x_n.numel()))
     chosen_1c = torch.empty((1, mixture.more), dtype=torch.int64, device=x_n.device)
     reference.abs_topk(tile_errors(x_n, mixture.low, mixture.tile).view(1, -1), chosen_1c)
@@ -220,12 +220,12 @@ def _mixed(x_n: Tensor, message: TiledMessage, mixture: Mixture) -> tuple[Tensor
 
 
 def dequantize_tiles(message: TiledMessage, out: Tensor, tiles: Tiles, role: Role) -> None:
-    """Decodes what ``quantize_tiles`` made.
+    """Decode numbers encoded by ``quantize_tiles``.
 
     Args:
-        message: as it was written.
-        out: where the numbers go: written, or with ``Role.ADD`` added in fp32.
-        tiles: the encoder's.
+        message: output of ``quantize_tiles``.
+        out: output, overwritten, or added to in fp32 with ``Role.ADD``.
+        tiles: the encoder's encoding.
         role: PLAIN or ADD.
     """
     values_n = _values(message, tiles)
@@ -236,7 +236,7 @@ def dequantize_tiles(message: TiledMessage, out: Tensor, tiles: Tiles, role: Rol
 
 
 def _values(message: TiledMessage, tiles: Tiles) -> Tensor:
-    """The numbers of a message, flat."""
+    """Decode the numbers of a message, flat."""
     values = [torch.empty(count, device=message.rotated.device) for _, count in tiles.streams]
     for i, value_n in enumerate(values):
         grid = tiles.streams[i][0]
