@@ -120,8 +120,8 @@ class _Chunks:
 
     def _joined(self, rows: Sequence[Tensor]) -> Tensor:
         """The inverse of ``_rows``, (k, chosen)."""
-        parts = [part.reshape(self.k, part.numel() // max(self.k, 1)) for part in rows]
-        return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+        columns = [row.reshape(self.k, row.numel() // max(self.k, 1)) for row in rows]
+        return torch.cat(columns, dim=1) if len(columns) > 1 else columns[0]
 
     def choose(self, x_kn: Tensor) -> Tensor:
         """Positions of the largest magnitudes in their chunks, (k, chosen), int64."""
@@ -140,15 +140,15 @@ class _Chunks:
         starts_k1 = torch.arange(self.k, device=rows[0].device).unsqueeze(1) * self.n
         starts_c = torch.arange(self.chunks, device=rows[0].device) * self.config.chunk
         starts = ((starts_k1 + starts_c).view(-1, 1), starts_k1 + self.chunks * self.config.chunk)
-        return self._joined([part + first for part, first in zip(rows, starts, strict=False)]).view(-1)
+        return self._joined([places + start for places, start in zip(rows, starts, strict=False)]).view(-1)
 
     def encode(self, places_kc: Tensor, values_kc: Tensor) -> Tensor:
         """The message, uint8."""
         wire = torch.empty(self.message.nbytes, dtype=torch.uint8, device=places_kc.device)
-        (table,), (*parts, codes) = self.message.to_write(wire)
+        (table,), (*place_sections, codes) = self.message.to_write(wire)
         places, values_kc = self._without_zeros(places_kc, values_kc)
         for number, (code, places_rc) in enumerate(zip(self.places, places, strict=False)):
-            code.encode(places_rc, parts[3 * number : 3 * number + 3])
+            code.encode(places_rc, place_sections[3 * number : 3 * number + 3])
         if self.bins:
             bins_kc, means_kb = _binned(values_kc.float(), self.bins)
             table.copy_(means_kb.view(-1))
@@ -170,10 +170,10 @@ class _Chunks:
 
     def decode(self, wire: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """Decode to indices into the flattened parameters, values (0 if not sent), and whether each was sent."""
-        (table,), (*parts, codes) = self.message.to_read(wire)
+        (table,), (*place_sections, codes) = self.message.to_read(wire)
         places, zeros = [], []
         for number, code in enumerate(self.places[: 2 if self.tail else 1]):
-            places_rc = code.decode(parts[3 * number : 3 * number + 3])
+            places_rc = code.decode(place_sections[3 * number : 3 * number + 3])
             zeros.append(places_rc >= code.most)
             places.append(places_rc.masked_fill_(zeros[-1], 0))
         if self.bins:

@@ -54,16 +54,16 @@ def check_compressor(registration: Registration, options: Any = None) -> None:
     """
     chosen = registration.config() if options is None else options
     faults: dict[str, str] = {}
-    for promise, where, check in (*_of_messages(registration, chosen), *_of_sums(registration, chosen)):
+    for promise, case, check in (*_of_messages(registration, chosen), *_of_sums(registration, chosen)):
         if promise in faults:
             continue
         try:
             check()
         except CompressorFault as fault:
-            faults[promise] = f"{promise}, {where}: {fault}"
+            faults[promise] = f"{promise}, {case}: {fault}"
         except Exception as error:
-            first = (str(error).splitlines() or [""])[0]
-            faults[promise] = f"{promise}, {where}: {type(error).__name__}: {first}"
+            first_line = (str(error).splitlines() or [""])[0]
+            faults[promise] = f"{promise}, {case}: {type(error).__name__}: {first_line}"
     if faults:
         raise CompressorFault("\n".join(faults.values()))
 
@@ -77,24 +77,24 @@ def _of_messages(registration: Registration, options: Any) -> Checks:
         return []
     make: MakeCodec = partial(registration.codec, options)
     points = frozenset(p for p in Point if p.compressible) if registration.points is None else registration.points
-    found: Checks = []
+    checks: Checks = []
     for shape in (
         *(MESSAGES if points - {Point.PARAM_GATHER} else ()),
         *(GATHERED if Point.PARAM_GATHER in points else ()),
     ):
         for dtype in (torch.float32, torch.float64):
-            where = f"a message of {shape} {dtype}"
-            found += [
-                ("round trip", where, partial(check_round_trip, make, shape, dtype)),
-                ("any strides", where, partial(check_strides, make, shape, dtype)),
-                ("state of messages", where, partial(check_state_of_messages, make, shape, dtype)),
+            case = f"a message of {shape} {dtype}"
+            checks += [
+                ("round trip", case, partial(check_round_trip, make, shape, dtype)),
+                ("any strides", case, partial(check_strides, make, shape, dtype)),
+                ("state of messages", case, partial(check_state_of_messages, make, shape, dtype)),
             ]
-        where = f"a message of {shape}"
-        found.append(("memory of its own", where, partial(check_memory, make, shape)))
+        case = f"a message of {shape}"
+        checks.append(("memory of its own", case, partial(check_memory, make, shape)))
         if not registration.no_feedback:
             check = partial(check_feedback_of_messages, make, shape, "lazy")
-            found.append(("error feedback of messages", where, check))
-    return found
+            checks.append(("error feedback of messages", case, check))
+    return checks
 
 
 def _of_sums(registration: Registration, options: Any) -> Checks:
@@ -102,25 +102,25 @@ def _of_sums(registration: Registration, options: Any) -> Checks:
         return []
     make: MakeRounds = partial(registration.rounds, options)
     sharded = registration.points is None or bool(registration.points & {Point.DP_GRAD, Point.TP_FWD, Point.TP_BWD})
-    found: Checks = []
+    checks: Checks = []
     for shape in SUMS:
         if make().traits.batched and not make().should_compress(shape[1:]):
             continue
-        where = f"a sum of {shape}"
+        case = f"a sum of {shape}"
         for shares in (False, True) if sharded else (False,):
-            found.append(("sum", where, partial(check_sum, make, shape, torch.float32, shares, registration.identity)))
-        found.append(("state of sums", where, partial(check_state_of_sums, make, shape, torch.float32)))
+            checks.append(("sum", case, partial(check_sum, make, shape, torch.float32, shares, registration.identity)))
+        checks.append(("state of sums", case, partial(check_state_of_sums, make, shape, torch.float32)))
         if not registration.no_feedback:
-            found += [
-                ("error feedback of sums", where, partial(check_feedback_of_sums, make, shape, "local")),
-                ("other replicas", where, partial(check_other_replicas, make, shape)),
+            checks += [
+                ("error feedback of sums", case, partial(check_feedback_of_sums, make, shape, "local")),
+                ("other replicas", case, partial(check_other_replicas, make, shape)),
             ]
-    return found
+    return checks
 
 
-def _require(kept: bool, otherwise: str) -> None:
-    if not kept:
-        raise CompressorFault(otherwise)
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise CompressorFault(message)
 
 
 def noise(shape: Sequence[int], dtype: torch.dtype, seed: int) -> Tensor:
@@ -162,15 +162,15 @@ def send(codec: Codec, x: Tensor, sender: CompressorState, receiver: CompressorS
         CompressorFault: when the buffer does not match the sender's message.
     """
     payload = codec.encode(x, sender, key)
-    arrived = codec.empty_payload(x.shape, x.dtype, x.device, receiver, key)
-    made, room = (f"{tuple(one.wire.shape)} {one.wire.dtype}" for one in (payload, arrived))
-    _require(made == room, f"encode makes a message of {made}, but empty_payload has room for {room}")
-    for name, one in (("encode", payload), ("empty_payload", arrived)):
-        _require(one.wire.is_contiguous(), f"the message of {name} is not contiguous")
-        count = one.wire.numel() * one.wire.element_size()
-        _require(one.nbytes == count, f"nbytes of {name} is {one.nbytes}, and the message has {count} bytes")
-    arrived.wire.copy_(payload.wire)
-    return codec.decode(arrived, x.shape, x.dtype, receiver, key)
+    received = codec.empty_payload(x.shape, x.dtype, x.device, receiver, key)
+    actual, expected = (f"{tuple(message.wire.shape)} {message.wire.dtype}" for message in (payload, received))
+    _require(actual == expected, f"encode makes a message of {actual}, but empty_payload has room for {expected}")
+    for name, message in (("encode", payload), ("empty_payload", received)):
+        _require(message.wire.is_contiguous(), f"the message of {name} is not contiguous")
+        count = message.wire.numel() * message.wire.element_size()
+        _require(message.nbytes == count, f"nbytes of {name} is {message.nbytes}, and the message has {count} bytes")
+    received.wire.copy_(payload.wire)
+    return codec.decode(received, x.shape, x.dtype, receiver, key)
 
 
 def check_round_trip(make: MakeCodec, shape: Sequence[int], dtype: torch.dtype) -> None:
@@ -178,21 +178,21 @@ def check_round_trip(make: MakeCodec, shape: Sequence[int], dtype: torch.dtype) 
     codec, ends = make(), (CompressorState(), CompressorState())
     for step in range(3):
         x = noise(shape, dtype, step % 2)
-        given = x.clone()
+        original = x.clone()
         y = send(codec, x, *ends, key_of(codec, shape, step))
-        like = (y.shape, y.dtype) == (x.shape, x.dtype)
-        _require(like, f"decode returns {tuple(y.shape)} {y.dtype} for {tuple(x.shape)} {x.dtype}")
-        _require(torch.equal(x, given), "encode changes its input")
+        same_kind = (y.shape, y.dtype) == (x.shape, x.dtype)
+        _require(same_kind, f"decode returns {tuple(y.shape)} {y.dtype} for {tuple(x.shape)} {x.dtype}")
+        _require(torch.equal(x, original), "encode changes its input")
         _require(bool(torch.isfinite(y).all()), "finite numbers decode to some that are not")
         _require(not codec.traits.exact or torch.equal(y, x), "CodecTraits.exact, but other numbers come back")
         for state in ends:
             state.commit()
-        held = [state.portable() for state in ends]
+        tensors_of_ends = [state.portable() for state in ends]
         for shared in codec.traits.shared:
-            same = [shared in tensors for tensors in held]
-            _require(same[0] == same[1], f"CodecTraits.shared: only one end holds {shared}")
-            if all(same):
-                equal = torch.equal(held[0][shared], held[1][shared])
+            held_by_end = [shared in tensors for tensors in tensors_of_ends]
+            _require(held_by_end[0] == held_by_end[1], f"CodecTraits.shared: only one end holds {shared}")
+            if all(held_by_end):
+                equal = torch.equal(tensors_of_ends[0][shared], tensors_of_ends[1][shared])
                 _require(equal, f"CodecTraits.shared: the ends hold different {shared}")
 
 
@@ -202,8 +202,8 @@ def check_strides(make: MakeCodec, shape: Sequence[int], dtype: torch.dtype) -> 
     codecs = make(), make()
     ends = [CompressorState() for _ in range(4)]
     y = send(codecs[0], x, ends[0], ends[1], key_of(codecs[0], shape, 0))
-    plain = send(codecs[1], x.contiguous(), ends[2], ends[3], key_of(codecs[1], shape, 0))
-    _require(torch.equal(y, plain), "a tensor that is not contiguous decodes to something else")
+    y_contiguous = send(codecs[1], x.contiguous(), ends[2], ends[3], key_of(codecs[1], shape, 0))
+    _require(torch.equal(y, y_contiguous), "a tensor that is not contiguous decodes to something else")
 
 
 def check_state_of_messages(make: MakeCodec, shape: Sequence[int], dtype: torch.dtype) -> None:
@@ -219,10 +219,10 @@ def check_state_of_messages(make: MakeCodec, shape: Sequence[int], dtype: torch.
     skipped = send(codec, x, sender, receiver, key)
     sender.rollback()
     receiver.rollback()
-    again = send(codec, x, sender, receiver, key)
-    _require(torch.equal(skipped, again), f"a skipped step leaves a trace{_STAGED}")
+    repeated = send(codec, x, sender, receiver, key)
+    _require(torch.equal(skipped, repeated), f"a skipped step leaves a trace{_STAGED}")
     other = send(make(), x, *resumed, key)
-    _require(torch.equal(again, other), f"a run that goes on from a checkpoint sends something else{_KEPT}")
+    _require(torch.equal(repeated, other), f"a run that goes on from a checkpoint sends something else{_KEPT}")
     _require(contents(sender) == contents(resumed[0]), f"a run that goes on from a checkpoint has another state{_KEPT}")
 
 
@@ -232,29 +232,29 @@ _KEPT = "; keep what must survive in the state, not in the compressor"
 
 def check_memory(make: MakeCodec, shape: Sequence[int]) -> None:
     """Check that messages, inputs, states and results share no memory, by overwriting each of them."""
-    calm, rough = make(), make()
+    reference, tested = make(), make()
     ends = [CompressorState() for _ in range(4)]
     for step in range(4):
-        key, x = key_of(calm, shape, step), noise(shape, torch.float32, step)
-        wanted = send(calm, x, ends[0], ends[1], key)
-        given = x.clone()
-        payload = rough.encode(given, ends[2], key)
+        key, x = key_of(reference, shape, step), noise(shape, torch.float32, step)
+        expected = send(reference, x, ends[0], ends[1], key)
+        x_copy = x.clone()
+        payload = tested.encode(x_copy, ends[2], key)
         sent = payload.wire.clone()
-        samples, approximation = rough.traits.samples or rough.traits.tokens, None
+        samples, approximation = tested.traits.samples or tested.traits.tokens, None
         if not samples:
-            approximation = dense(rough.reconstruct(payload, given, ends[2], key), given)
-        if not rough.traits.exact:
-            given.fill_(torch.nan)
+            approximation = dense(tested.reconstruct(payload, x_copy, ends[2], key), x_copy)
+        if not tested.traits.exact:
+            x_copy.fill_(torch.nan)
         _require(torch.equal(payload.wire, sent), "the message lives in the input")
-        arrived = rough.empty_payload(x.shape, x.dtype, x.device, ends[3], key)
-        arrived.wire.copy_(sent)
+        received = tested.empty_payload(x.shape, x.dtype, x.device, ends[3], key)
+        received.wire.copy_(sent)
         payload.wire.view(torch.uint8).fill_(255)
-        got = rough.decode(arrived, x.shape, x.dtype, ends[3], key)
-        _require(torch.equal(got, wanted), "the state or the result lives in a message or an input")
-        same = approximation is None or torch.equal(approximation, wanted)
-        _require(same, "reconstruct is not what decode returns")
-        got.fill_(torch.nan)
-        arrived.wire.view(torch.uint8).fill_(255)
+        result = tested.decode(received, x.shape, x.dtype, ends[3], key)
+        _require(torch.equal(result, expected), "the state or the result lives in a message or an input")
+        equal = approximation is None or torch.equal(approximation, expected)
+        _require(equal, "reconstruct is not what decode returns")
+        result.fill_(torch.nan)
+        received.wire.view(torch.uint8).fill_(255)
         for state in ends:
             state.commit()
 
@@ -266,19 +266,19 @@ def check_feedback_of_messages(make: MakeCodec, shape: Sequence[int], kind: Mess
     def over(y: Tensor) -> Tensor:
         return y.reshape(-1, shape[-1]).mean(dim=0) if kind == "lazy-mean" else y
 
-    meant, decoded = torch.zeros(tuple(shape)), torch.zeros(tuple(shape))
+    inputs, decoded = torch.zeros(tuple(shape)), torch.zeros(tuple(shape))
     for step in range(3):
-        under_way = []
+        in_flight = []
         for message in range(2):
             x = noise(shape, torch.float32, 2 * step + message)
-            meant += x
+            inputs += x
             payload = codec.encode(x, sender, message)
-            under_way.append((payload, payload.wire.clone()))
+            in_flight.append((payload, payload.wire.clone()))
             decoded += codec.decode(Payload(payload.wire.clone()), x.shape, x.dtype, receiver, message)
-        _require(all(torch.equal(one.wire, sent) for one, sent in under_way), "a message changes when the next is made")
+        _require(all(torch.equal(old.wire, sent) for old, sent in in_flight), "a message changes when the next is made")
         residual = sender.get(RESIDUAL)
-        kept = residual is not None and torch.allclose(over(decoded) + residual, over(meant), rtol=1e-5, atol=1e-4)
-        _require(kept, f"what was decoded and the residual ({kind}) are not what was meant")
+        equal = residual is not None and torch.allclose(over(decoded) + residual, over(inputs), rtol=1e-5, atol=1e-4)
+        _require(equal, f"what was decoded and the residual ({kind}) are not what was meant")
         sender.commit()
 
 
@@ -294,8 +294,8 @@ def _whole(totals: Sequence[Tensor], shares: bool) -> Tensor:
     if not shares:
         _require(all(torch.equal(total, totals[0]) for total in totals), "the ranks have different sums")
         return totals[0]
-    parts = [t.reshape(-1).chunk(len(totals))[r] if t.numel() else t.reshape(-1) for r, t in enumerate(totals)]
-    return torch.cat(parts).view(totals[0].shape)
+    rank_shares = [t.reshape(-1).chunk(len(totals))[r] if t.numel() else t.reshape(-1) for r, t in enumerate(totals)]
+    return torch.cat(rank_shares).view(totals[0].shape)
 
 
 def check_sum(
@@ -308,14 +308,15 @@ def check_sum(
         xs = inputs_of(compressor, shape, dtype, range(ranks * step, ranks * (step + 1)))
         inputs = torch.stack(xs)
         results = run_lockstep(compressor, xs, states, sharded)
-        total = _whole([one.total for one in results], sharded and inputs[0].numel() % ranks == 0)
-        like = (total.shape, total.dtype) == (inputs[0].shape, dtype)
-        _require(like, f"the sum is {tuple(total.shape)} {total.dtype} for {tuple(inputs[0].shape)} {dtype}")
+        total = _whole([result.total for result in results], sharded and inputs[0].numel() % ranks == 0)
+        same_kind = (total.shape, total.dtype) == (inputs[0].shape, dtype)
+        _require(same_kind, f"the sum is {tuple(total.shape)} {total.dtype} for {tuple(inputs[0].shape)} {dtype}")
         _require(
-            all(one.local.shape == total.shape for one in results), "Aggregate.local has another shape than the sum"
+            all(result.local.shape == total.shape for result in results),
+            "Aggregate.local has another shape than the sum",
         )
         tolerance = 1e-5 if dtype is torch.float32 else 1e-12
-        contributed = torch.stack([one.local for one in results]).sum(dim=0)
+        contributed = torch.stack([result.local for result in results]).sum(dim=0)
         adds_up = torch.allclose(total, contributed, rtol=tolerance, atol=tolerance)
         _require(adds_up, "the ranks' Aggregate.local do not add up to Aggregate.total")
         _require(
@@ -336,12 +337,12 @@ def check_state_of_sums(make: MakeRounds, shape: Sequence[int], dtype: torch.dty
     skipped = run_lockstep(compressor, [x.clone() for x in xs], states, taken=False)[0].total.clone()
     for state in states:
         state.rollback()
-    again = run_lockstep(compressor, [x.clone() for x in xs], states)[0].total.clone()
-    _require(torch.equal(skipped, again), f"a skipped step leaves a trace{_STAGED}")
+    repeated = run_lockstep(compressor, [x.clone() for x in xs], states)[0].total.clone()
+    _require(torch.equal(skipped, repeated), f"a skipped step leaves a trace{_STAGED}")
     other = run_lockstep(make(), [x.clone() for x in xs], resumed)[0].total
-    _require(torch.equal(again, other), f"a run that goes on from a checkpoint computes another sum{_KEPT}")
-    same = [contents(state) for state in states] == [contents(state) for state in resumed]
-    _require(same, f"a run that goes on from a checkpoint has another state{_KEPT}")
+    _require(torch.equal(repeated, other), f"a run that goes on from a checkpoint computes another sum{_KEPT}")
+    equal = [contents(state) for state in states] == [contents(state) for state in resumed]
+    _require(equal, f"a run that goes on from a checkpoint has another state{_KEPT}")
 
 
 class _Run:
@@ -357,7 +358,7 @@ class _Run:
         """Run and commit a step."""
         xs = [noise(self.shape, torch.float64, seed + rank) for rank in range(len(states))]
         self.meant += torch.stack(xs).sum(dim=0)
-        total = _whole([one.total for one in run_lockstep(self.compressor, xs, states)], False)
+        total = _whole([result.total for result in run_lockstep(self.compressor, xs, states)], False)
         self.summed += total
         for state in states:
             if self.compressor.traits.observes:
@@ -366,9 +367,9 @@ class _Run:
 
     def check(self, states: Sequence[CompressorState], when: str) -> None:
         """Check that compressed sums and residuals add up to the exact sums."""
-        left = torch.stack([state.tensors[RESIDUAL] for state in states]).sum(dim=0)
-        kept = torch.allclose(self.summed + left, self.meant, rtol=1e-5, atol=1e-4)
-        _require(kept, f"{when}, the sums and the residuals are not what was meant: is Aggregate.local what was sent?")
+        residual_sum = torch.stack([state.tensors[RESIDUAL] for state in states]).sum(dim=0)
+        equal = torch.allclose(self.summed + residual_sum, self.meant, rtol=1e-5, atol=1e-4)
+        _require(equal, f"{when}, the sums and the residuals are not what was meant: is Aggregate.local what was sent?")
 
 
 def check_feedback_of_sums(make: MakeRounds, shape: Sequence[int], kind: SumResidual) -> None:
@@ -387,10 +388,10 @@ def check_other_replicas(make: MakeRounds, shape: Sequence[int]) -> None:
     run, states = _Run(make, shape, "local"), [CompressorState() for _ in range(4)]
     for step in range(3):
         run.step(4 * step, states)
-    left = torch.stack([state.tensors[RESIDUAL] for state in states]).sum(dim=0) / 2
+    residual_share = torch.stack([state.tensors[RESIDUAL] for state in states]).sum(dim=0) / 2
     fewer = [saved_and_loaded(states[0]) for _ in range(2)]
     for state in fewer:
-        state.tensors[RESIDUAL] = left.clone()
+        state.tensors[RESIDUAL] = residual_share.clone()
     for step in range(3):
         run.step(100 + 2 * step, fewer)
     run.check(fewer, "with the state of other replicas")

@@ -106,26 +106,26 @@ class TokenDeltaCodec(FormatCodec):
         super().__init__(config, Quantizer(config))
 
     def encode(self, x: Tensor, state: CompressorState, key: Hashable) -> Payload:
-        held = self._predict(x.shape, x.device, state, key)
-        wire = self.format.encode(x.float(), _seed(self.config, state), Role.DELTA, held)
-        self._learn(held, state, key)
+        reference = self._predict(x.shape, x.device, state, key)
+        wire = self.format.encode(x.float(), _seed(self.config, state), Role.DELTA, reference)
+        self._learn(reference, state, key)
         return Payload(wire)
 
     def decode(
         self, payload: Payload, shape: torch.Size, dtype: torch.dtype, state: CompressorState, key: Hashable
     ) -> Tensor:
-        held = self.format.add_to(self._predict(shape, payload.wire.device, state, key), payload.wire)
-        self._learn(held, state, key)
-        return held.to(dtype)
+        decoded = self.format.add_to(self._predict(shape, payload.wire.device, state, key), payload.wire)
+        self._learn(decoded, state, key)
+        return decoded.to(dtype)
 
     def _predict(self, shape: torch.Size, device: torch.device, state: CompressorState, key: Hashable) -> Tensor:
         if not isinstance(key, Content) or key.tokens_sb is None:
             return torch.zeros(shape, device=device)
         return predict(state, key.tokens_sb.flatten(), key.vocab_size, shape[-1]).view(shape)
 
-    def _learn(self, held: Tensor, state: CompressorState, key: Hashable) -> None:
+    def _learn(self, decoded: Tensor, state: CompressorState, key: Hashable) -> None:
         if isinstance(key, Content) and key.tokens_sb is not None:
-            rows_nh = held.view(-1, held.shape[-1])
+            rows_nh = decoded.view(-1, decoded.shape[-1])
             learn(state, key.tokens_sb.flatten(), rows_nh, key.vocab_size, self.config.horizon)
 
 
@@ -164,20 +164,20 @@ class DeltaCodec(Codec):
 
     def launches(self, shape: torch.Size, state: CompressorState, keys: Sequence[Hashable]) -> Hashable:
         split = [_split(shape, key) for key in keys]
-        samples = [sample for own, _ in split for sample in own]
-        known = tuple(self._cache(state).foresee(samples, self._size(split[0][1]))) if split else ()
-        return both(state.layout(self.traits.steady), known)
+        samples = [sample for message_samples, _ in split for sample in message_samples]
+        hits = tuple(self._cache(state).foresee(samples, self._size(split[0][1]))) if split else ()
+        return both(state.layout(self.traits.steady), hits)
 
     def empty_payload(
         self, shape: torch.Size, dtype: torch.dtype, device: torch.device, state: CompressorState, key: Hashable
     ) -> Payload:
         samples, row = _split(shape, key)
-        known = self._visit(samples, row, state)
-        state.queue(_CACHE).append(known)
-        for sample, is_known in zip(samples, known, strict=True):
+        hits = self._visit(samples, row, state)
+        state.queue(_CACHE).append(hits)
+        for sample, is_known in zip(samples, hits, strict=True):
             if is_known:
                 self._cache(state).expect(sample, self._size(row))
-        nbytes = sum(self._nbytes(row, is_known, dtype) for is_known in known)
+        nbytes = sum(self._nbytes(row, is_known, dtype) for is_known in hits)
         return Payload(torch.empty(nbytes, dtype=torch.uint8, device=device))
 
     def expect(self, shape: torch.Size, state: CompressorState, key: Hashable) -> None:
@@ -189,15 +189,15 @@ class DeltaCodec(Codec):
         samples, row = _split(x.shape, key)
         cache = self._cache(state)
         wires = []
-        for place, (sample, known) in enumerate(zip(samples, self._visit(samples, row, state), strict=True)):
-            own = x.select(1, place) if len(row) < x.dim() else x
-            if known:
-                held = self._recall(cache, sample, row, x.device)
-                wire = self.difference.encode(own.float(), _seed(self.config, state), Role.DELTA, held)
+        for index, (sample, is_known) in enumerate(zip(samples, self._visit(samples, row, state), strict=True)):
+            sample_x = x.select(1, index) if len(row) < x.dim() else x
+            if is_known:
+                reference = self._recall(cache, sample, row, x.device)
+                wire = self.difference.encode(sample_x.float(), _seed(self.config, state), Role.DELTA, reference)
             else:
-                wire = self._encode_first(own, _seed(self.config, state))
-                held = self._decode_first(wire, row, x.dtype)
-            self._remember(cache, sample, held)
+                wire = self._encode_first(sample_x, _seed(self.config, state))
+                reference = self._decode_first(wire, row, x.dtype)
+            self._remember(cache, sample, reference)
             wires.append(wire)
         return Payload(torch.cat(wires) if wires else torch.empty(0, dtype=torch.uint8, device=x.device))
 
@@ -208,19 +208,19 @@ class DeltaCodec(Codec):
         cache, pending = self._cache(state), state.queue(_CACHE)
         known_samples: list[bool] = pending.popleft()
         rows, position = [], 0
-        for sample, known in zip(samples, known_samples, strict=True):
-            nbytes = self._nbytes(row, known, dtype)
+        for sample, is_known in zip(samples, known_samples, strict=True):
+            nbytes = self._nbytes(row, is_known, dtype)
             wire = payload.wire[position : position + nbytes]
             position += nbytes
-            if known:
-                got = self._recall(cache, sample, row, wire.device)
-                self.difference.add_to(got, wire)
+            if is_known:
+                decoded_row = self._recall(cache, sample, row, wire.device)
+                self.difference.add_to(decoded_row, wire)
             else:
-                got = self._decode_first(wire, row, dtype)
-            self._remember(cache, sample, got)
-            rows.append(got.to(dtype))
-        whole = torch.stack(rows, dim=1) if len(row) < len(shape) else rows[0]
-        return whole.view(shape).to(dtype)
+                decoded_row = self._decode_first(wire, row, dtype)
+            self._remember(cache, sample, decoded_row)
+            rows.append(decoded_row.to(dtype))
+        decoded = torch.stack(rows, dim=1) if len(row) < len(shape) else rows[0]
+        return decoded.view(shape).to(dtype)
 
     def _cache(self, state: CompressorState) -> SampleCache:
         return state.cache(_CACHE, self.config.cache, self.config.memory or None, self.config.folder or None)
@@ -243,34 +243,34 @@ class DeltaCodec(Codec):
             return None
         return dtype if self.config.first_bits == 32 or dtype.itemsize == 2 else torch.bfloat16
 
-    def _nbytes(self, row: torch.Size, known: bool, dtype: torch.dtype) -> int:
-        wide = self._first_dtype(dtype)
-        if known or wide is None:
-            return (self.difference if known else self.first).nbytes(row)
-        return -(-row.numel() * wide.itemsize // 4) * 4
+    def _nbytes(self, row: torch.Size, is_known: bool, dtype: torch.dtype) -> int:
+        first_dtype = self._first_dtype(dtype)
+        if is_known or first_dtype is None:
+            return (self.difference if is_known else self.first).nbytes(row)
+        return -(-row.numel() * first_dtype.itemsize // 4) * 4
 
-    def _encode_first(self, own: Tensor, seed: int | None) -> Tensor:
-        wide = self._first_dtype(own.dtype)
-        if wide is None:
-            return self.first.encode(own.float(), seed)
-        wire = torch.zeros(self._nbytes(own.shape, False, own.dtype), dtype=torch.uint8, device=own.device)
-        wire[: own.numel() * wide.itemsize].view(wide).copy_(own.reshape(-1))
+    def _encode_first(self, x_row: Tensor, seed: int | None) -> Tensor:
+        first_dtype = self._first_dtype(x_row.dtype)
+        if first_dtype is None:
+            return self.first.encode(x_row.float(), seed)
+        wire = torch.zeros(self._nbytes(x_row.shape, False, x_row.dtype), dtype=torch.uint8, device=x_row.device)
+        wire[: x_row.numel() * first_dtype.itemsize].view(first_dtype).copy_(x_row.reshape(-1))
         return wire
 
     def _decode_first(self, wire: Tensor, row: torch.Size, dtype: torch.dtype) -> Tensor:
         """Decode the row of a first visit, at the receiver and, from the same bytes, at the sender."""
-        wide = self._first_dtype(dtype)
-        if wide is None:
+        first_dtype = self._first_dtype(dtype)
+        if first_dtype is None:
             return self.first.decode(wire, row)
-        part = wire[: row.numel() * wide.itemsize]
-        whole = part.clone() if part.storage_offset() % wide.itemsize else part
-        return whole.view(wide).view(row)
+        row_bytes = wire[: row.numel() * first_dtype.itemsize]
+        aligned = row_bytes.clone() if row_bytes.storage_offset() % first_dtype.itemsize else row_bytes
+        return aligned.view(first_dtype).view(row)
 
-    def _remember(self, cache: SampleCache, sample: int, got: Tensor) -> None:
+    def _remember(self, cache: SampleCache, sample: int, decoded_row: Tensor) -> None:
         if self.config.cache_bits:
-            cache.store(sample, self.memory.encode(got.float(), None))
+            cache.store(sample, self.memory.encode(decoded_row.float(), None))
         else:
-            cache.store(sample, got.to(_DTYPES[self.config.cache_dtype], copy=True))
+            cache.store(sample, decoded_row.to(_DTYPES[self.config.cache_dtype], copy=True))
 
     def _recall(self, cache: SampleCache, sample: int, row: torch.Size, device: torch.device) -> Tensor:
         """A new fp32 copy of a sample's remembered row. Rows from a checkpoint are still on the CPU."""
@@ -289,7 +289,7 @@ def _seed(config: DeltaConfig, state: CompressorState) -> int | None:
 def _split(shape: torch.Size, key: Hashable) -> tuple[list[int], torch.Size]:
     """Sample ids of a message, and the shape of one sample: (s, b, h) holds b of them along dimension 1."""
     if isinstance(key, tuple) and len(shape) > 1 and len(key) == shape[1]:
-        return [_sample(part) for part in key], torch.Size((shape[0], *shape[2:]))
+        return [_sample(sample_key) for sample_key in key], torch.Size((shape[0], *shape[2:]))
     return [_sample(key)], shape
 
 

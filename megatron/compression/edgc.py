@@ -100,8 +100,8 @@ def residual_shares(n: int, m: int) -> Tensor:
     density = ((high - middle) * (middle - low)).clamp_min(0).sqrt() / middle
     count, energy = density.cumsum(0), (density * middle).cumsum(0)
     count, energy = count / count[-1], energy / energy[-1]
-    wanted = 1.0 - torch.arange(small + 1, dtype=torch.float64) / small
-    places = torch.searchsorted(count, wanted.clamp(max=1.0)).clamp(max=_GRID - 1)
+    count_shares = 1.0 - torch.arange(small + 1, dtype=torch.float64) / small
+    places = torch.searchsorted(count, count_shares.clamp(max=1.0)).clamp(max=_GRID - 1)
     shares = energy[places].clone()
     shares[0], shares[-1] = 1.0, 0.0
     return shares.sqrt()
@@ -140,9 +140,9 @@ class RankByEntropy:
             self.means = [*self.means[:2], *self.means[2:][-1:], self.sum / self.count]
         self.sum, self.count = 0.0, 0
         if moves and measured and len(self.means) >= 3:
-            wanted = self._linear() if self.config.rule == "linear" else self._formula()
+            target = self._linear() if self.config.rule == "linear" else self._formula()
             low, high = self.config.limits
-            step = min(max(wanted - self.rank, -self.config.max_step), self.config.max_step)
+            step = min(max(target - self.rank, -self.config.max_step), self.config.max_step)
             self.rank = int(min(max(_even(self.rank + step), low), high))
         return self.rank
 
@@ -170,11 +170,11 @@ class RankByEntropy:
         (low, high), means = self.config.limits, state["means"]
         if not isinstance(means, list):
             raise TypeError(f"means is a {type(means).__name__} instead of a list")
-        kept, total, count = [float(mean) for mean in means], float(state["sum"]), int(state["count"])
-        if not all(map(math.isfinite, [*kept, total])) or count < 0:
+        window_means, total, count = [float(mean) for mean in means], float(state["sum"]), int(state["count"])
+        if not all(map(math.isfinite, [*window_means, total])) or count < 0:
             raise ValueError("means, sum and count of EDGC's window are not those of a run")
         self.rank = min(max(int(state["rank"]), low), high)
-        self.means, self.sum, self.count = kept, total, count
+        self.means, self.sum, self.count = window_means, total, count
 
 
 def _probes_at(iteration: int) -> bool:
@@ -288,26 +288,26 @@ class RankController(Controller):
 
     def _measure(self, reduced: Reduced) -> Generator[Request, Tensor, float]:
         """Mean entropy of the first stage's tensors on all its ranks, weighted by size; NaN if none is finite."""
-        found = [(differential_entropy(flat, self.config.sample_share), flat.numel()) for flat in reduced.flats]
-        finite = [(entropy, count) for entropy, count in found if math.isfinite(entropy)]
-        own = [sum(h * n for h, n in finite), float(sum(n for _, n in finite))]
-        pair = yield Request(torch.tensor(own, dtype=torch.float64) * (reduced.stage == 0))
+        entropies = [(differential_entropy(flat, self.config.sample_share), flat.numel()) for flat in reduced.flats]
+        finite = [(entropy, count) for entropy, count in entropies if math.isfinite(entropy)]
+        local_sums = [sum(h * n for h, n in finite), float(sum(n for _, n in finite))]
+        pair = yield Request(torch.tensor(local_sums, dtype=torch.float64) * (reduced.stage == 0))
         total, count = pair.tolist()
         return total / count if count else math.nan
 
     def figures(self, stages: Sequence[int]) -> Mapping[str, float]:
         """Entropy, the errors that end the warm-up, ranks (0: exact), and the seconds measured by the probe."""
-        chosen = {stage: self.options(stage) for stage in stages}
-        ranks = {stage: 0.0 if options is None else float(options["rank"]) for stage, options in chosen.items()}
-        found = {**self.measured, "rank": float(self.rule.rank)}
+        by_stage = {stage: self.options(stage) for stage in stages}
+        ranks = {stage: 0.0 if options is None else float(options["rank"]) for stage, options in by_stage.items()}
+        values = {**self.measured, "rank": float(self.rule.rank)}
         for stage, rank in ranks.items():
-            found[f"rank_of_stage_{stage}"] = rank
+            values[f"rank_of_stage_{stage}"] = rank
             if self.times is not None:
                 exact = self.times.exact_s[stage]
-                found[f"seconds_of_stage_{stage}"] = self.times.seconds(stage, int(rank)) if rank else exact
-                found[f"exact_seconds_of_stage_{stage}"] = exact
-                found[f"head_start_of_stage_{stage}"] = self.times.ahead_s[stage]
-        return found
+                values[f"seconds_of_stage_{stage}"] = self.times.seconds(stage, int(rank)) if rank else exact
+                values[f"exact_seconds_of_stage_{stage}"] = exact
+                values[f"head_start_of_stage_{stage}"] = self.times.ahead_s[stage]
+        return values
 
     def moved(self) -> None:
         self.times = None
@@ -318,13 +318,13 @@ class RankController(Controller):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         times = state.get("times")  # absent in states of earlier versions
-        read = None if times is None else StageTimes.from_state(times)
+        restored = None if times is None else StageTimes.from_state(times)
         measured = {str(name): float(value) for name, value in dict(state.get("measured", {})).items()}
         if not all(map(math.isfinite, measured.values())):
             raise ValueError("what EDGC has measured is not that of a run")
         self.rule.load_state_dict(state)
-        holds = read is not None and read.ranks[-1] >= self.config.rank
-        self.times = read if holds and self.config.stage_slack is None else None
+        covers_rank = restored is not None and restored.ranks[-1] >= self.config.rank
+        self.times = restored if covers_rank and self.config.stage_slack is None else None
         self.warm = self.config.warmup_ends == "iterations" or state.get("warm") is True
         self.measured = measured
 

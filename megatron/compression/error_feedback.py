@@ -153,14 +153,14 @@ class ErrorFeedbackCodec(Codec):
     def encode(self, x: Tensor, state: CompressorState, key: Hashable) -> Payload:
         gradient_1 = given_1 = squared_norms(x, False)
         residual = self._residual(x.shape, state)
-        whole = self._with_residual(x, residual, state)
+        corrected = self._with_residual(x, residual, state)
         if residual is not None:
-            given_1 = squared_norms(whole, False)
-        payload = self.inner.encode(whole, state, key)
-        subtract(self.inner.reconstruct(payload, whole, state, key), whole)
-        left = whole.reshape(-1, whole.shape[-1]).mean(dim=0) if self.mean else whole
-        state.stage(RESIDUAL, left)
-        state.stage_health(measure(state.health, gradient_1, given_1, squared_norms(left, False)))
+            given_1 = squared_norms(corrected, False)
+        payload = self.inner.encode(corrected, state, key)
+        subtract(self.inner.reconstruct(payload, corrected, state, key), corrected)
+        new_residual = corrected.reshape(-1, corrected.shape[-1]).mean(dim=0) if self.mean else corrected
+        state.stage(RESIDUAL, new_residual)
+        state.stage_health(measure(state.health, gradient_1, given_1, squared_norms(new_residual, False)))
         return payload
 
     def _residual(self, shape: torch.Size, state: CompressorState) -> Tensor | None:
@@ -170,10 +170,10 @@ class ErrorFeedbackCodec(Codec):
             return residual
         if self.mean or residual.dim() != len(shape) or residual.shape[1:] != shape[1:]:
             return None
-        moved = residual.new_zeros(shape)
-        for part in residual.split(shape[0]):
-            moved[: part.shape[0]].add_(part)
-        return moved
+        resized = residual.new_zeros(shape)
+        for segment in residual.split(shape[0]):
+            resized[: segment.shape[0]].add_(segment)
+        return resized
 
     def _with_residual(self, x: Tensor, residual: Tensor | None, state: CompressorState) -> Tensor:
         """x + residual in writable memory, which is the residual's own from the step's second message on."""

@@ -83,7 +83,7 @@ class FactorFormat:
         # The whole sum is needed here, even if only a shard of the result is read.
         aggregate = yield from self._two_step.rounds(columns_krn, state, replace(peers, sharded=False))
         assert aggregate.local is not None
-        total_krn, own_krn = (dense(part, columns_krn) for part in (aggregate.total, aggregate.local))
+        total_krn, own_krn = (dense(approximation, columns_krn) for approximation in (aggregate.total, aggregate.local))
         return total_krn.transpose(1, 2).contiguous(), own_krn.transpose(1, 2).contiguous()
 
     def empty(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:

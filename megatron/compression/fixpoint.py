@@ -75,18 +75,18 @@ class FixpointConfig:
             raise UserError(
                 f"grid=signed: {self.bits:g} bits have no level on one side of zero; use 2, or leave grid out"
             )
-        whole = int(self.bits)
-        if self.bits != whole:
+        floor = int(self.bits)
+        if self.bits != floor:
             tile = max(self.group, self.rotation if self.rotate_when == "always" else 0)
             if self.scale != "group":
                 raise UserError(
-                    f"bits={self.bits:g}: tiles of {whole} and {whole + 1} bits have scales of their own; use "
-                    f"scale=group, or bits={whole}"
+                    f"bits={self.bits:g}: tiles of {floor} and {floor + 1} bits have scales of their own; use "
+                    f"scale=group, or bits={floor}"
                 )
-            if (self.bits - whole) * tile <= 1:
+            if (self.bits - floor) * tile <= 1:
                 raise UserError(
                     f"bits={self.bits:g}: the map of tiles takes 1/{tile} of a bit, which leaves none a bit more; use "
-                    f"bits={whole}, or at least {whole + 2 / tile:g}"
+                    f"bits={floor}, or at least {floor + 2 / tile:g}"
                 )
         if self.outlier_ratio != type(self).outlier_ratio and self.rotate_when != "outlier":
             raise UserError(

@@ -27,15 +27,15 @@ def describe(registry: Registry) -> str:
             names = [name for name in registry.names if serves(registry[name], point, name)]
             extra = [FUSED] if point is Point.EMBED_GRAD else []
             lines.append(f"  {point.value:<20} {', '.join(extra + names)}")
-    lines += [f"  {name:<20} both of {', '.join(p.value for p in both)}" for name, both in EXPERT_LEGS.items()]
+    lines += [f"  {name:<20} both of {', '.join(leg.value for leg in legs)}" for name, legs in EXPERT_LEGS.items()]
     lines += [f"  {f'{EXPERTS}={word}':<20} {' '.join(specs_by_point(f'{EXPERTS}={word}'))}" for word in EXPERT_CODECS]
     lines += ["", "options of every compressor:"]
     lines += [f"  {key:<16} {text}" for key, text in COMMON.items()]
     needs: dict[str, list[str]] = {}
     for name in registry.names:
         needs.setdefault(registry[name].needs, []).append(name)
-    own = [f"{', '.join(names)}: {text}" for text, names in needs.items() if text]
-    lines += ["", "what goes together:", *(f"  {line}" for line in (*_TOGETHER, *own))]
+    requirements = [f"{', '.join(names)}: {text}" for text, names in needs.items() if text]
+    lines += ["", "what goes together:", *(f"  {line}" for line in (*_TOGETHER, *requirements))]
     for point, cls in OF_POINT.items():
         lines += [
             "",

@@ -42,13 +42,13 @@ def run_lockstep(
             ``xs``.
     """
     taken = taken and all(bool(torch.isfinite(x).all()) for x in xs)
-    given = [x.clone() for x in xs]
+    inputs = [x.clone() for x in xs]
     all_peers = [Peers(rank, len(xs), nodes if compressor.traits.levels else (), sharded) for rank in range(len(xs))]
     aggregates = _rounds(compressor, xs, states, all_peers, [] if asked is None else asked)
     results = []
     for rank, (x, aggregate) in enumerate(zip(xs, aggregates, strict=True)):
         total = dense(aggregate.total, x)
-        local = given[rank] if aggregate.local is None else dense(aggregate.local, x)
+        local = inputs[rank] if aggregate.local is None else dense(aggregate.local, x)
         results.append(Summed(total, local))
         if taken:
             compressor.finalize(x, aggregate, states[rank], all_peers[rank])
@@ -70,7 +70,7 @@ def _rounds(
     xs: Sequence[Tensor],
     states: Sequence[CompressorState],
     all_peers: Sequence[Peers],
-    asked: list[Request],
+    request_log: list[Request],
 ) -> list[Aggregate]:
     generators = [compressor.rounds(x, state, peers) for x, state, peers in zip(xs, states, all_peers, strict=True)]
     results: list[Tensor] | None = None
@@ -90,7 +90,7 @@ def _rounds(
             raise CompressorFault("the ranks ask for different operations, levels, shapes or dtypes in one round")
         if not all(r.tensor.is_contiguous() for r in requests):
             raise CompressorFault("a request's tensor is not contiguous")
-        asked.append(requests[0])
+        request_log.append(requests[0])
         results = [torch.empty(0)] * len(requests)
         for members in {peers.members(requests[0].level) for peers in all_peers}:
             served = _serve([requests[rank] for rank in members], all_peers[0].sharded)
@@ -107,14 +107,14 @@ def _serve(requests: Sequence[Request], sharded: bool) -> list[Tensor]:
     if requests[0].op is Op.COLLECT:
         return [torch.stack(tensors), *(x.new_empty((0, *x.shape)) for x in tensors[1:])]
     sent = requests[0].op in (Op.BROADCAST, Op.DISTRIBUTE)
-    wanted = tensors[0].clone() if sent else torch.stack(tensors).sum(dim=0)
+    result = tensors[0].clone() if sent else torch.stack(tensors).sum(dim=0)
     shares = sharded and requests[0].op is Op.REDUCE and requests[0].shard_only and requests[0].level is Level.ALL
-    scatter = shares and wanted.numel() % len(tensors) == 0
+    scatter = shares and result.numel() % len(tensors) == 0
     for rank, x in enumerate(tensors):
-        x.copy_(wanted)
+        x.copy_(result)
         if scatter:
             share = x.numel() // len(tensors)
-            others = torch.ones(x.numel(), dtype=torch.bool)
-            others[rank * share : (rank + 1) * share] = False
-            x.view(-1)[others] = torch.nan
+            outside_share = torch.ones(x.numel(), dtype=torch.bool)
+            outside_share[rank * share : (rank + 1) * share] = False
+            x.view(-1)[outside_share] = torch.nan
     return tensors

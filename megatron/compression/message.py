@@ -55,14 +55,14 @@ class ScaledCodes:
         return self._parts(wire.clone() if wire.storage_offset() % 4 else wire)
 
     def _parts(self, wire: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        whole = wire if wire.numel() == self._filled else wire[: self._filled]
-        parts = whole.split(self._sizes)
-        scales = [self._scales_in(part) for part in parts[: len(self.scales)]]
-        return scales, list(parts[len(self.scales) :])
+        filled = wire if wire.numel() == self._filled else wire[: self._filled]
+        sections = filled.split(self._sizes)
+        scales = [self._scales_in(section) for section in sections[: len(self.scales)]]
+        return scales, list(sections[len(self.scales) :])
 
-    def _scales_in(self, part: Tensor) -> Tensor:
+    def _scales_in(self, section: Tensor) -> Tensor:
         # An empty section may be unaligned.
-        return part.view(self.scale_dtype) if part.numel() else part.new_empty(0, dtype=self.scale_dtype)
+        return section.view(self.scale_dtype) if section.numel() else section.new_empty(0, dtype=self.scale_dtype)
 
 
 class Rounding(Protocol):

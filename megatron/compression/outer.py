@@ -123,8 +123,8 @@ class RoundSchedule:
             return []
         if done == self.end:
             return list(range(self.options.fragments))
-        turns, rest = divmod(done - self.start, self.options.turn)
-        return [] if rest else [(turns - 1) % self.options.fragments]
+        turns, remainder = divmod(done - self.start, self.options.turn)
+        return [] if remainder else [(turns - 1) % self.options.fragments]
 
     def applied_at(self, done: int) -> int:
         """Number of iterations after which to apply the fragments sent after ``done`` iterations."""

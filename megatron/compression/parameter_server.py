@@ -52,15 +52,15 @@ def _central(x: Tensor) -> Generator[Request, Tensor, Tensor]:
 
 def _sharded(x: Tensor, peers: Peers) -> Generator[Request, Tensor, Tensor]:
     flat = x.view(-1)
-    part = -(-flat.numel() // peers.size)
-    padded = flat.new_zeros(part * peers.size)
+    shard_size = -(-flat.numel() // peers.size)
+    padded = flat.new_zeros(shard_size * peers.size)
     padded[: flat.numel()] = flat
-    received = yield Request(padded.view(peers.size, part), Op.EXCHANGE)
-    own = _added(received)
+    received = yield Request(padded.view(peers.size, shard_size), Op.EXCHANGE)
+    shard_sum = _added(received)
     if peers.sharded and padded.numel() == flat.numel():
-        flat[peers.rank * part : (peers.rank + 1) * part] = own
+        flat[peers.rank * shard_size : (peers.rank + 1) * shard_size] = shard_sum
         return x
-    gathered = yield Request(own, Op.GATHER)
+    gathered = yield Request(shard_sum, Op.GATHER)
     return gathered.view(-1)[: flat.numel()].view(x.shape)
 
 

@@ -27,8 +27,8 @@ def build_registry(modules: Sequence[str] = ()) -> Registry:
         UserError: when a file or an entry point cannot be used.
     """
     registry = Registry(BUILTIN)
-    for found in installed():
-        _register(registry, found.load, f"entry point {found.name}")
+    for entry_point in installed():
+        _register(registry, entry_point.load, f"entry point {entry_point.name}")
     for name in modules:
         _register(registry, lambda path=name: _load(path), f"--compress-module {name}")
     return registry
@@ -40,15 +40,15 @@ def installed() -> tuple[EntryPoint, ...]:
     return tuple(entry_points(group=ENTRY_POINTS))
 
 
-def _register(registry: Registry, load: object, where: str) -> None:
+def _register(registry: Registry, load: object, source: str) -> None:
     assert callable(load)
     try:
         load()(registry)
     except UserError:
         raise
     except Exception as error:
-        first = (str(error).splitlines() or [""])[0]
-        raise UserError(f"{where} cannot be used: {type(error).__name__}: {first}") from error
+        first_line = (str(error).splitlines() or [""])[0]
+        raise UserError(f"{source} cannot be used: {type(error).__name__}: {first_line}") from error
 
 
 def _load(name: str) -> object:

@@ -75,13 +75,13 @@ class Registration:
         if self.rounds is None:
             return
         traits = self.rounds.traits
-        for asks, what in (
+        for depends, reason in (
             (traits.observes, "chooses by the optimizer's update"),
             (traits.freezes_variance or traits.clips_first, "is a part of the inner optimizer"),
             (self.rounds.controller is not RoundCompressor.controller, "is tuned by gradients"),
         ):
-            if asks:
-                raise UserError(f"outer carries differences of many steps, but {name} {what}; use it at dp-grad")
+            if depends:
+                raise UserError(f"outer carries differences of many steps, but {name} {reason}; use it at dp-grad")
 
 
 class Registry:

@@ -72,8 +72,8 @@ class RowStore:
         self._near[name] = row
         self._near.move_to_end(name)
         while self.memory is not None and len(self._near) > self.memory:
-            oldest, kept = self._near.popitem(last=False)
-            self._write(oldest, kept)
+            oldest, oldest_row = self._near.popitem(last=False)
+            self._write(oldest, oldest_row)
 
     def prefetch(self, name: int) -> None:
         """Begin to read a row that is needed soon, if it is in the file."""
@@ -112,7 +112,7 @@ class RowStore:
             self._free.append(self._far.pop(name)[0])
 
     def _write(self, name: int, row: Tensor) -> None:
-        kept = row.detach().cpu().contiguous()
+        cpu_row = row.detach().cpu().contiguous()
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="samples")
             self._like = torch.empty_like(row, device=row.device)
@@ -122,7 +122,7 @@ class RowStore:
             slot, self._slots = self._slots, self._slots + 1
         while len(self._behind) >= _BEHIND:
             self._behind.popleft().result()
-        written = self._worker.submit(self._store, slot, kept)
+        written = self._worker.submit(self._store, slot, cpu_row)
         self._behind.append(written)
         self._far[name] = (slot, written)
 

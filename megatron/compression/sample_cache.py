@@ -50,12 +50,12 @@ class SampleCache:
             self._order.clear()
             self._staged.clear()
             self._size = size
-        known = sample in self._order
+        is_cached = sample in self._order
         self._order[sample] = None
         self._order.move_to_end(sample)
         if len(self._order) > self.capacity:
             self._evicted.add(self._order.popitem(last=False)[0])
-        return known
+        return is_cached
 
     def foresee(self, samples: Iterable[int], size: int) -> list[bool]:
         """Return values of ``visit`` for these samples in order, without changing the cache."""

@@ -64,18 +64,18 @@ def read_stages(text: str) -> tuple[int | None, int | None]:
     Raises:
         UserError: for any other text.
     """
-    which, _, number = text.partition(":")
+    end_name, _, number = text.partition(":")
     if text == "all":
         return None, None
     try:
         count = read_whole(number)
     except ValueError:
         count = -1
-    if which not in ("first", "last") or count < 0:
+    if end_name not in ("first", "last") or count < 0:
         raise UserError(f"stages={shortened(text)}: write all, first:N or last:N")
     if not 1 <= count <= MOST_STAGES:
         raise UserError(f"stages={text}: must name at least one stage, and at most all; leave the spec out for none")
-    return (count, None) if which == "first" else (None, count)
+    return (count, None) if end_name == "first" else (None, count)
 
 
 @dataclass(frozen=True)
@@ -181,16 +181,16 @@ def read_schedule(text: str, length: RunLength) -> Schedule:
     try:
         if "~" in text:
             values, _, over = text.partition("@")
-            start, end = (read_number(part) for part in values.split("~"))
+            start, end = (read_number(end_text) for end_text in values.split("~"))
             if not _LEAST < start < _MOST or not _LEAST < end < _MOST:
                 raise UserError(f"{text}: a ramp goes from one positive number to another")
             return Schedule(ramp=(start, end, read_iterations(over, length, f"@{shortened(over)}")))
-        steps, known = [], []
+        steps, known_iterations = [], []
         for word in text.split("/"):
             value, _, first = word.partition("@")
             steps.append((read_iterations(first, length, f"@{shortened(first)}"), read_number(value)))
             if length.iterations_of is not None or not _EPOCHS.fullmatch(first):
-                known.append(steps[-1][0])
+                known_iterations.append(steps[-1][0])
     except UserError as error:
         raise UserError(f"{how} ({error})") from None
     except ValueError:
@@ -198,6 +198,6 @@ def read_schedule(text: str, length: RunLength) -> Schedule:
     if steps[0][0] != 0:
         raise UserError(f"{text}: the first step must begin at iteration 0")
     # The length of an epoch may be unknown; compare the other steps.
-    if known != sorted(set(known)):
+    if known_iterations != sorted(set(known_iterations)):
         raise UserError(f"{text}: the steps must begin one after the other")
     return Schedule(steps=tuple(steps))

@@ -62,13 +62,13 @@ class SortedPlaces:
             rows_r1 = torch.arange(self.rows, device=places_rc.device).unsqueeze(1) * self.unary_bits
             at_rc = rows_r1 + torch.arange(self.count, device=places_rc.device)
             at_rc += places_rc >> self.low_bits
-            ones = torch.zeros(self.rows * self.unary_bits, dtype=torch.uint8, device=places_rc.device)
-            pack_bits(ones.index_fill_(0, at_rc.view(-1), 1), 1, unary)
-        rest = places_rc.reshape(-1) & ((1 << self.low_bits) - 1)
+            unary_flags = torch.zeros(self.rows * self.unary_bits, dtype=torch.uint8, device=places_rc.device)
+            pack_bits(unary_flags.index_fill_(0, at_rc.view(-1), 1), 1, unary)
+        low_values = places_rc.reshape(-1) & ((1 << self.low_bits) - 1)
         if high.numel():
-            pack_bits((rest >> 8).to(torch.uint8), self.low_bits - 8, high)
+            pack_bits((low_values >> 8).to(torch.uint8), self.low_bits - 8, high)
         if low.numel():
-            pack_bits((rest & 0xFF).to(torch.uint8), min(self.low_bits, 8), low)
+            pack_bits((low_values & 0xFF).to(torch.uint8), min(self.low_bits, 8), low)
 
     def decode(self, parts: Sequence[Tensor]) -> Tensor:
         """Decode the positions of a message, (rows, count), int32."""

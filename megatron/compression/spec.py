@@ -117,14 +117,14 @@ class Spec:
 
     def compressor(self, options: Any = None) -> Compressor:
         """A new compressor with these options (default: the initial options), without error feedback."""
-        made = self.registration.rounds if self.point.is_reduction else self.registration.codec
-        assert made is not None
-        return made(self.options if options is None else options)
+        factory = self.registration.rounds if self.point.is_reduction else self.registration.codec
+        assert factory is not None
+        return factory(self.options if options is None else options)
 
     def controller(self) -> Controller | None:
         """A new controller, or None if the compressor has no controller."""
-        made = self.compressor()
-        return made.controller() if isinstance(made, RoundCompressor) else None
+        compressor = self.compressor()
+        return compressor.controller() if isinstance(compressor, RoundCompressor) else None
 
     def rounds(self, options: Any = None) -> RoundCompressor:
         """A new round compressor with these options (default: the initial options)."""
@@ -171,29 +171,29 @@ def specs_by_point(text: str) -> list[str]:
     Raises:
         UserError: for ``experts=`` with an unknown word, or with an option that the word already sets.
     """
-    place, equals, rest = text.partition("=")
-    place = place.strip().lower()
-    if place == EXPERTS:
-        word, comma, more = rest.partition(",")
+    point_name, equals, spec_text = text.partition("=")
+    point_name = point_name.strip().lower()
+    if point_name == EXPERTS:
+        word, comma, options_text = spec_text.partition(",")
         codecs = EXPERT_CODECS.get(word.strip().lower())
         if codecs is None:
             near = nearest(word.strip(), list(EXPERT_CODECS))
             raise UserError(f"--compress {text}: write {EXPERTS}={' or '.join(EXPERT_CODECS)}{near}")
-        for key in (part.partition("=")[0].strip() for part in more.split(",") if more):
+        for key in (option_text.partition("=")[0].strip() for option_text in options_text.split(",") if options_text):
             if key.lower().replace("_", "-") not in COMMON:
                 raise UserError(f"--compress {text}: {word} chooses {key}; leave it out, or give each leg a spec")
-        return [f"{point.value}={codec}{comma}{more}" for point, codec in codecs.items()]
-    return [f"{point.value}{equals}{rest}" for point in EXPERT_LEGS.get(place, ())] or [text]
+        return [f"{point.value}={codec}{comma}{options_text}" for point, codec in codecs.items()]
+    return [f"{point.value}{equals}{spec_text}" for point in EXPERT_LEGS.get(point_name, ())] or [text]
 
 
 def read_spec(text: str, registry: Registry, length: RunLength) -> Spec:
     """Parse a single spec; see ``read_specs``, which prefixes errors with the spec."""
     head, *words = [word.strip() for word in text.split(",")]
-    place, equals, name = (part.strip().lower() for part in head.partition("="))
+    point_name, equals, name = (head_word.strip().lower() for head_word in head.partition("="))
     if not equals or not name:
         raise UserError("write POINT=NAME[,key=value...], such as dp-grad=powersgd,rank=32")
-    point = _point(place)
-    given = _given(words)
+    point = _point(point_name)
+    values = _given(words)
     alias = point is Point.EMBED_GRAD and name == FUSED
     try:
         registration = registry["none" if alias else name]
@@ -205,17 +205,17 @@ def read_spec(text: str, registry: Registry, length: RunLength) -> Spec:
         fitting = [other for other in registry.names if serves(registry[other], point, other)]
         use = [f"; use {other}" for other in registration.instead if _takes(point, other, registry, length)][:1]
         raise UserError(f"{error}{''.join(use)}; {point.value} takes {', '.join(fitting)}") from None
-    common = {key: given.pop(key).lower() for key in COMMON if key in given}
-    preset, of_point = _of_point(point, given)
+    common = {key: values.pop(key).lower() for key in COMMON if key in values}
+    preset, of_point = _of_point(point, values)
     if not registration.no_feedback:
         common = {key: value for key, value in PRESETS.get(preset, {}).items() if key in COMMON} | common
-    own = [option.flag for option in field_options(name, registration.config)] + list(COMMON)
-    own += [PRESET, *_flags_of(point)] if point in OF_POINT else []
-    for key in given:
-        if key not in own:
-            raise UserError(f"{name} has no option {key!r}{nearest(key, own)}; its options are: {', '.join(own)}")
-    schedules = _schedules(registration, name, given, length)
-    options = options_from_words(registration.config, given, name)
+    flags = [option.flag for option in field_options(name, registration.config)] + list(COMMON)
+    flags += [PRESET, *_flags_of(point)] if point in OF_POINT else []
+    for key in values:
+        if key not in flags:
+            raise UserError(f"{name} has no option {key!r}{nearest(key, flags)}; its options are: {', '.join(flags)}")
+    schedules = _schedules(registration, name, values, length)
+    options = options_from_words(registration.config, values, name)
     for field_name, schedule in schedules.items():
         for number in schedule.values:
             replace(options, **{field_name: type(getattr(options, field_name))(number)})
@@ -243,16 +243,16 @@ def read_spec(text: str, registry: Registry, length: RunLength) -> Spec:
 
 def _given(words: Sequence[str]) -> dict[str, str]:
     """Parse ``key=value`` words."""
-    given: dict[str, str] = {}
+    values: dict[str, str] = {}
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or not value.strip():
             raise UserError(f"{word!r} is not key=value")
         key = key.strip().lower().replace("_", "-")
-        if key in given:
+        if key in values:
             raise UserError(f"{key} is given twice; leave one out")
-        given[key] = value.strip()
-    return given
+        values[key] = value.strip()
+    return values
 
 
 def _flags_of(point: Point) -> list[str]:
@@ -260,26 +260,26 @@ def _flags_of(point: Point) -> list[str]:
     return [option.flag for option in field_options(point.value, OF_POINT[point])]
 
 
-def _of_point(point: Point, given: dict[str, str]) -> tuple[str, Any]:
-    """Remove the point's options from ``given``, and return the preset's name and the point's options."""
+def _of_point(point: Point, values: dict[str, str]) -> tuple[str, Any]:
+    """Remove the point's options from ``values``, and return the preset's name and the point's options."""
     if point not in OF_POINT:
         return "", None
-    preset = given.pop(PRESET, "").lower()
+    preset = values.pop(PRESET, "").lower()
     why = NOT_OFFERED.get(preset.removesuffix("-like"))
     if why:
         raise UserError(f"{PRESET}={preset}: {why}; the choices are {', '.join(PRESETS)}")
     if preset and preset not in PRESETS:
         raise UserError(f"{PRESET}={preset}: the choices are {', '.join(PRESETS)}{nearest(preset, list(PRESETS))}")
-    written = {key: given.pop(key) for key in _flags_of(point) if key in given}
+    written = {key: values.pop(key) for key in _flags_of(point) if key in values}
     words = {key: value for key, value in PRESETS.get(preset, {}).items() if key not in COMMON} | written
     return preset, options_from_words(OF_POINT[point], words, point.value)
 
 
-def _schedules(registration: Registration, name: str, given: dict[str, str], length: RunLength) -> dict[str, Schedule]:
-    """Parse the options that change over the run, and replace them in ``given`` by their first values."""
-    found = {}
+def _schedules(registration: Registration, name: str, values: dict[str, str], length: RunLength) -> dict[str, Schedule]:
+    """Parse the options that change over the run, and replace them in ``values`` by their first values."""
+    schedules = {}
     options = {option.flag: option for option in field_options(name, registration.config)}
-    for key, text in given.items():
+    for key, text in values.items():
         if "@" not in text and "~" not in text:
             continue
         if not options[key].option.scheduled:
@@ -292,19 +292,19 @@ def _schedules(registration: Registration, name: str, given: dict[str, str], len
             )
         for value in schedule.extremes:
             options_from_words(registration.config, {key: f"{value:g}"}, name)
-        found[options[key].name] = schedule
+        schedules[options[key].name] = schedule
         first = schedule.at(0)
-        given[key] = str(round(first)) if options[key].element is int else repr(first)
-    return found
+        values[key] = str(round(first)) if options[key].element is int else repr(first)
+    return schedules
 
 
-def _point(place: str) -> Point:
+def _point(name: str) -> Point:
     choices = {point.value: point for point in Point if point.compressible}
-    if place not in choices:
+    if name not in choices:
         raise UserError(
-            f"{place}: no such communication point{nearest(place, list(choices))}; the points are {', '.join(choices)}"
+            f"{name}: no such communication point{nearest(name, list(choices))}; the points are {', '.join(choices)}"
         )
-    return choices[place]
+    return choices[name]
 
 
 def _activation(point: Point, common: Mapping[str, str], length: RunLength) -> Activation:
@@ -323,8 +323,8 @@ def _activation(point: Point, common: Mapping[str, str], length: RunLength) -> A
         raise UserError("stages: the embedding is on the first and the last stage only; leave it out")
     text = common.get("warmup", "")
     warmup = read_iterations(text, length, f"warmup={text}") if text else _usual_warmup(point, length)
-    asked = any(digit in text for digit in "123456789")
-    return Activation(warmup, first, last, when == "epilogue", evaluation == "on", warms_up=asked)
+    warms_up = any(digit in text for digit in "123456789")
+    return Activation(warmup, first, last, when == "epilogue", evaluation == "on", warms_up=warms_up)
 
 
 def _usual_warmup(point: Point, length: RunLength) -> int:
@@ -338,28 +338,28 @@ def _usual_warmup(point: Point, length: RunLength) -> int:
     return length.train_iters // 3
 
 
-def _fused(point: Point, given: str) -> bool:
-    if given not in ("on", "off"):
-        raise UserError(f"fused={given}: write on or off")
-    if given == "on" and point is not Point.EMBED_GRAD:
+def _fused(point: Point, text: str) -> bool:
+    if text not in ("on", "off"):
+        raise UserError(f"fused={text}: write on or off")
+    if text == "on" and point is not Point.EMBED_GRAD:
         raise UserError(f"fused=on: only the embedding's all-reduces can be fused, not {point.value}; leave it out")
-    return given == "on"
+    return text == "on"
 
 
-def _feedback(point: Point, registration: Registration, name: str, given: str | None) -> str:
+def _feedback(point: Point, registration: Registration, name: str, kind: str | None) -> str:
     usual = registration.usual_feedback(point)
-    if given is None:
+    if kind is None:
         return usual
-    if given == "on":
-        given = usual if usual != "off" else "local" if point.is_reduction else "lazy"
+    if kind == "on":
+        kind = usual if usual != "off" else "local" if point.is_reduction else "lazy"
     kinds = _FEEDBACKS[point.is_reduction]
-    if given not in kinds:
-        raise UserError(f"error-feedback={given}: the choices at {point.value} are on, {', '.join(kinds)}")
-    if given != "off" and not point.keeps_state:
-        raise UserError(f"error-feedback={given}: {point.value} keeps no state ({_STATELESS[point]}); leave it out")
-    if given != "off" and registration.no_feedback:
-        raise UserError(f"error-feedback={given}: {name} {registration.no_feedback}; leave it out")
-    return given
+    if kind not in kinds:
+        raise UserError(f"error-feedback={kind}: the choices at {point.value} are on, {', '.join(kinds)}")
+    if kind != "off" and not point.keeps_state:
+        raise UserError(f"error-feedback={kind}: {point.value} keeps no state ({_STATELESS[point]}); leave it out")
+    if kind != "off" and registration.no_feedback:
+        raise UserError(f"error-feedback={kind}: {name} {registration.no_feedback}; leave it out")
+    return kind
 
 
 def _decay(point: Point, feedback: str, text: str) -> float:
@@ -367,13 +367,13 @@ def _decay(point: Point, feedback: str, text: str) -> float:
         decay = read_number(text)
     except ValueError:
         decay = 0.0
-    given = f"feedback-decay={text}"
+    option_text = f"feedback-decay={text}"
     if not 0.0 < decay <= 1.0:
-        raise UserError(f"{given}: write a number above 0, and at most 1")
+        raise UserError(f"{option_text}: write a number above 0, and at most 1")
     if decay < 1.0 and not point.is_reduction:
-        raise UserError(f"{given}: {point.value} sends messages, whose residual is kept whole; leave it out")
+        raise UserError(f"{option_text}: {point.value} sends messages, whose residual is kept whole; leave it out")
     if decay < 1.0 and feedback == "off":
-        raise UserError(f"{given}: there is no residual; add error-feedback=on, or leave it out")
+        raise UserError(f"{option_text}: there is no residual; add error-feedback=on, or leave it out")
     return decay
 
 

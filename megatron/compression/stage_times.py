@@ -44,13 +44,13 @@ class StageTimes:
                 exact reduction, and seconds for each of ``ranks``.
         """
         stages = [[row[1:] for row in rows if row[0] == stage] for stage in range(int(max(r[0] for r in rows)) + 1)]
-        waits = [min(row[0] for row in own) for own in stages]
-        slowest = [[max(column) for column in list(zip(*own, strict=True))[1:]] for own in stages]
+        waits_s = [min(row[0] for row in stage_rows) for stage_rows in stages]
+        slowest_s = [[max(column) for column in list(zip(*stage_rows, strict=True))[1:]] for stage_rows in stages]
         return StageTimes(
             list(ranks),
-            [own[0] for own in slowest],
-            [own[1:] for own in slowest],
-            [max(wait - waits[0], 0.0) for wait in waits],
+            [seconds[0] for seconds in slowest_s],
+            [seconds[1:] for seconds in slowest_s],
+            [max(wait - waits_s[0], 0.0) for wait in waits_s],
         )
 
     def seconds(self, stage: int, rank: int) -> float:
@@ -58,13 +58,13 @@ class StageTimes:
 
         Times are made nondecreasing in the rank, because a decrease is measurement noise.
         """
-        found = list(accumulate(self.tried_s[stage], max))
+        monotonic_s = list(accumulate(self.tried_s[stage], max))
         after = bisect_left(self.ranks, rank)
         if after == 0 or after == len(self.ranks):
-            return found[min(after, len(found) - 1)]
+            return monotonic_s[min(after, len(monotonic_s) - 1)]
         low, high = self.ranks[after - 1 : after + 1]
         share = (rank - low) / (high - low)
-        return found[after - 1] * (1 - share) + found[after] * share
+        return monotonic_s[after - 1] * (1 - share) + monotonic_s[after] * share
 
     def rank(self, stage: int, first: int, limits: tuple[int, int]) -> int | None:
         """Highest rank with which a stage finishes its reduction no later than the first stage; None if an exact
@@ -75,10 +75,10 @@ class StageTimes:
             first: rank of the first stage.
             limits: lowest and highest rank.
         """
-        own = self.seconds(0, first)
+        first_s = self.seconds(0, first)
         if stage == 0:
-            return first if own < self.exact_s[0] else None
-        budget = min(own, self.exact_s[0]) + self.ahead_s[stage]
+            return first if first_s < self.exact_s[0] else None
+        budget = min(first_s, self.exact_s[0]) + self.ahead_s[stage]
         low, high = limits
         fits = bisect_right(range(low, high + 1), budget, key=lambda rank: self.seconds(stage, rank))
         rank = low + max(fits - 1, 0)
@@ -97,11 +97,11 @@ class StageTimes:
             TypeError, ValueError, LookupError: when the state is invalid.
         """
         ranks = [int(rank) for rank in state["ranks"]]
-        exact_s, ahead_s = ([float(one) for one in state[name]] for name in ("exact_s", "ahead_s"))
-        tried_s = [[float(one) for one in row] for row in state["tried_s"]]
-        numbers = [*exact_s, *ahead_s, *(one for row in tried_s for one in row)]
+        exact_s, ahead_s = ([float(number) for number in state[name]] for name in ("exact_s", "ahead_s"))
+        tried_s = [[float(number) for number in row] for row in state["tried_s"]]
+        numbers = [*exact_s, *ahead_s, *(number for row in tried_s for number in row)]
         ascends = ranks == sorted(set(ranks)) and bool(ranks) and ranks[0] > 0
         fits = len(exact_s) == len(ahead_s) == len(tried_s) > 0 and all(len(row) == len(ranks) for row in tried_s)
-        if not (ascends and fits and all(math.isfinite(one) and one >= 0 for one in numbers)):
+        if not (ascends and fits and all(math.isfinite(number) and number >= 0 for number in numbers)):
             raise ValueError("the times of EDGC's probe are not those of a run")
         return StageTimes(ranks, exact_s, tried_s, ahead_s)

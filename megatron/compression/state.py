@@ -119,12 +119,12 @@ class CompressorState:
 
     def portable(self) -> dict[str, Tensor]:
         """Committed tensors, including those of the sample caches."""
-        found = dict(self.tensors)
+        tensors = dict(self.tensors)
         for name, cache in self._caches.items():
             exported = cache.exported()
             if exported is not None:
-                found[f"{name}.ids"], found[f"{name}.rows"] = exported
-        return found
+                tensors[f"{name}.ids"], tensors[f"{name}.rows"] = exported
+        return tensors
 
     @property
     def empty(self) -> bool:

@@ -23,8 +23,8 @@ def mixture(low: Grid, high: Grid, tile: int, bits: float, count: int) -> Mixtur
     Args:
         count: number of values, including the padding of a rotation's last block.
     """
-    whole = Mixture(low, high, tile, count, 0)
+    without_extra = Mixture(low, high, tile, count, 0)
     budget = int(bits * (-(-low.coded(count) // 8)))
-    spare = budget - map_bytes(whole.tiles) - low.code_bytes(count)
-    more = min(spare // (tile // 8), whole.tiles)
-    return replace(whole, more=more) if more > 0 else None
+    spare = budget - map_bytes(without_extra.tiles) - low.code_bytes(count)
+    extra_tiles = min(spare // (tile // 8), without_extra.tiles)
+    return replace(without_extra, more=extra_tiles) if extra_tiles > 0 else None

@@ -55,6 +55,6 @@ def _own(state: CompressorState, name: str, empty: Tensor) -> Tensor:
     newest = state.get(name)
     if newest is not None and newest is not state.tensors.get(name):
         return newest
-    own = empty if newest is None else newest.clone()
-    state.stage(name, own)
-    return own
+    table = empty if newest is None else newest.clone()
+    state.stage(name, table)
+    return table

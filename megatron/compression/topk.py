@@ -90,10 +90,10 @@ class StableTopK(RoundCompressor):
         return len(shape) > 1
 
     def rounds(self, x: Tensor, state: CompressorState, peers: Peers) -> Generator[Request, Tensor, Aggregate]:
-        since = self._since(state)
+        steps_since_dense = self._since(state)
         state.stage("steps", state.count("steps") + 1)
         indices = state.get("indices")
-        if indices is None or since == 0:
+        if indices is None or steps_since_dense == 0:
             state.stage("awaiting", 1)
             return (yield from self._dense(x, state))
         if state.count("unchecked"):
@@ -101,7 +101,7 @@ class StableTopK(RoundCompressor):
             state.stage("unchecked", 0)
         flat = x.view(-1)
         if self.config.flush == "rotate":
-            indices = self._with_slice(indices, flat.numel(), since)
+            indices = self._with_slice(indices, flat.numel(), steps_since_dense)
         values = gather_packed(flat, indices)
         summed = yield Request(values.clone())
         return Aggregate(Sparse([(indices, summed)]), Sparse([(indices, values)]))
@@ -124,9 +124,9 @@ class StableTopK(RoundCompressor):
 
     def _check(self, indices: Tensor) -> Generator[Request, Tensor, None]:
         digest = hashlib.blake2b(indices.cpu().numpy().tobytes(), digest_size=8).digest()
-        own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(indices.device)
-        everyones = yield Request(own, Op.GATHER)
-        if not bool((everyones == own).all()):
+        local_digest = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(indices.device)
+        all_digests = yield Request(local_digest, Op.GATHER)
+        if not bool((all_digests == local_digest).all()):
             raise DisagreementError(
                 "stable-topk: the ranks of a data-parallel group chose different coordinates: their replicas differ; "
                 "go on from a checkpoint before, with --check-replicas"

@@ -58,15 +58,15 @@ class Messages(Approximation):
     spans: Sequence[slice]
 
     def write_to(self, out: Tensor) -> None:
-        for wire, part in self._parts(out):
-            self.format.decode(wire, part.shape, part)
+        for wire, chunk in self._parts(out):
+            self.format.decode(wire, chunk.shape, chunk)
 
     def subtract_from(self, x: Tensor, share: float = 1.0) -> None:
-        for wire, part in self._parts(x):
+        for wire, chunk in self._parts(x):
             if abs(share) == 1.0:
-                self.format.add_to(part, wire, negative=share > 0)
+                self.format.add_to(chunk, wire, negative=share > 0)
             else:
-                part.sub_(self.format.decode(wire, part.shape), alpha=share)
+                chunk.sub_(self.format.decode(wire, chunk.shape), alpha=share)
 
     def _parts(self, x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         flat = x.view(-1)
@@ -125,20 +125,20 @@ class _Hop:
 
     def messages(self, wires: Tensor, spans: Sequence[slice], rows: Sequence[tuple[int, ...]]) -> Messages:
         """Wrap wires, row by row, as messages of the rows' chunks."""
-        held = [spans[part] for row in rows for part in row]
-        return Messages(self.format, wires.view(len(held), wires.numel() // len(held)), held)
+        chunk_spans = [spans[number] for row in rows for number in row]
+        return Messages(self.format, wires.view(len(chunk_spans), wires.numel() // len(chunk_spans)), chunk_spans)
 
     def summed(self, received: Tensor, flat: Tensor, spans: Sequence[slice], transformed: bool) -> dict[int, Tensor]:
         """Sums of the messages received for this rank's chunks, optionally still transformed."""
         sums = {}
-        for index, part in enumerate(self.rows[self.place]):
-            count, format = flat[spans[part]].numel(), self.format
+        for index, number in enumerate(self.rows[self.place]):
+            count, format = flat[spans[number]].numel(), self.format
             if transformed:
                 count, format = format.coded(count), format.plain
-            sums[part] = flat.new_empty(count)
-            format.decode(received[0, index], sums[part].shape, sums[part])
+            sums[number] = flat.new_empty(count)
+            format.decode(received[0, index], sums[number].shape, sums[number])
             for row in received[1:]:
-                format.add_to(sums[part], row[index])
+                format.add_to(sums[number], row[index])
         return sums
 
 
@@ -164,8 +164,8 @@ class _Shortened:
         format = self.sent.format
         if format.plain is not format:
             return [self.sent], [self.taken]
-        parts = zip(self.sums_n, self.sent.wires, self.sent.spans, strict=True)
-        return [], [_Share(span, format.add_to(x_n, wire, negative=True)) for x_n, wire, span in parts]
+        sums = zip(self.sums_n, self.sent.wires, self.sent.spans, strict=True)
+        return [], [_Share(span, format.add_to(x_n, wire, negative=True)) for x_n, wire, span in sums]
 
 
 @dataclass(frozen=True)
@@ -192,12 +192,12 @@ class _Contribution(Approximation):
         self._subtract_errors(x, share)
 
     def _subtract_errors(self, x: Tensor, share: float) -> None:
-        for made, _ in self._errors:
-            for part in made:
-                part.subtract_from(x, share)
-        for _, taken in self._errors:
-            for part in taken:
-                part.subtract_from(x, -share)
+        for positive, _ in self._errors:
+            for error in positive:
+                error.subtract_from(x, share)
+        for _, negative in self._errors:
+            for error in negative:
+                error.subtract_from(x, -share)
 
 
 class TwoStepSum(RoundCompressor):
@@ -224,43 +224,43 @@ class TwoStepSum(RoundCompressor):
 
     def rounds(self, x: Tensor, state: CompressorState, peers: Peers) -> Generator[Request, Tensor, Aggregate]:
         flat, hops = x.view(-1), self._hops(peers)
-        part = -(-flat.numel() // peers.size)
-        spans = [slice(i * part, (i + 1) * part) for i in range(peers.size)]
-        shares = peers.sharded and part * peers.size == flat.numel()
-        parts = {i: flat[span] for i, span in enumerate(spans)}
+        chunk_size = -(-flat.numel() // peers.size)
+        spans = [slice(i * chunk_size, (i + 1) * chunk_size) for i in range(peers.size)]
+        shares = peers.sharded and chunk_size * peers.size == flat.numel()
+        chunks = {i: flat[span] for i, span in enumerate(spans)}
         messages: list[Messages] = []
-        taken: list[Messages] = []
+        inputs: list[Messages] = []
         shortened: list[_Shortened] = []
         for number, hop in enumerate(hops):
-            seeds = {i: self._seed(state, peers, number, i) for i in parts}
-            wires = hop.encode(parts, part, seeds, transformed=number > 0)
+            seeds = {i: self._seed(state, peers, number, i) for i in chunks}
+            wires = hop.encode(chunks, chunk_size, seeds, transformed=number > 0)
             messages.append(hop.messages(wires, spans, hop.rows))
             if number:
-                shortened.append(_Shortened(messages[-1], hop.in_order(parts), taken[-1]))
+                shortened.append(_Shortened(messages[-1], hop.in_order(chunks), inputs[-1]))
             received = yield Request(wires, Op.EXCHANGE, level=hop.level)
-            taken.append(hop.messages(received, spans, [hop.rows[hop.place]] * len(hop.rows)))
-            parts = hop.summed(received, flat, spans, transformed=not (shares and hop is hops[-1]))
+            inputs.append(hop.messages(received, spans, [hop.rows[hop.place]] * len(hop.rows)))
+            chunks = hop.summed(received, flat, spans, transformed=not (shares and hop is hops[-1]))
         if shares:
-            total: Approximation = _Share(spans[peers.rank], parts[peers.rank])
+            total: Approximation = _Share(spans[peers.rank], chunks[peers.rank])
         else:
-            own = replace(hops[-1], rows=[(peers.rank,)])
+            final = replace(hops[-1], rows=[(peers.rank,)])
             seeds = {peers.rank: self._seed(state, peers, len(hops), peers.rank)}
-            wire = own.encode(parts, part, seeds, transformed=True)
-            shortened.append(_Shortened(own.messages(wire, spans, own.rows), own.in_order(parts), taken[-1]))
+            wire = final.encode(chunks, chunk_size, seeds, transformed=True)
+            shortened.append(_Shortened(final.messages(wire, spans, final.rows), final.in_order(chunks), inputs[-1]))
             wire = wire.view(-1)
             for hop in reversed(hops):
                 wire = yield Request(wire, Op.GATHER, level=hop.level)
-            total = own.messages(wire, spans, hops[0].rows)
+            total = final.messages(wire, spans, hops[0].rows)
         state.stage("messages", state.count("messages") + 1)
         return Aggregate(total, _Contribution(messages[0], shortened))
 
-    def _seed(self, state: CompressorState, peers: Peers, step: int, part: int) -> int | None:
+    def _seed(self, state: CompressorState, peers: Peers, step: int, chunk: int) -> int | None:
         """Seed of a chunk's message in a step of the sum.
 
         Seeds differ between ranks: ranks hold similar numbers, and nodes similar sums, so shared noise would add up,
         while independent noise averages out.
         """
-        return self.seed(state, (step * peers.size + peers.rank) * peers.size + part)
+        return self.seed(state, (step * peers.size + peers.rank) * peers.size + chunk)
 
     def _hops(self, peers: Peers) -> list[_Hop]:
         """Exchanges of a sum, without levels of a single rank."""

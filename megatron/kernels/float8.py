@@ -61,11 +61,11 @@ def float8_encode(x: Tensor, codes: Tensor, scales: Tensor, form: Float8, seed: 
         form: the format.
         seed: seed of stochastic rounding (unbiased); None rounds to nearest, ties to even.
     """
-    given_n = x.reshape(-1).float()
-    if not given_n.numel():
+    input_n = x.reshape(-1).float()
+    if not input_n.numel():
         return
-    groups = form.scale_count(given_n.numel())
-    padded_n = torch.nn.functional.pad(given_n, (0, groups * form.group - given_n.numel()))
+    groups = form.scale_count(input_n.numel())
+    padded_n = torch.nn.functional.pad(input_n, (0, groups * form.group - input_n.numel()))
     largest_g = padded_n.view(groups, form.group).abs().amax(dim=1)
     if scales.dtype == torch.uint8:
         powers_g = ((_unit(largest_g, form).view(torch.int32) + 0x7FFFFF) >> 23).clamp(max=form.top_power)
@@ -75,8 +75,8 @@ def float8_encode(x: Tensor, codes: Tensor, scales: Tensor, form: Float8, seed: 
         rounded_g = bf16_towards(largest_g, largest_g > 0) if outer else largest_g.to(scales.dtype)
         highest = torch.full_like(rounded_g, torch.finfo(scales.dtype).max)
         scales.copy_(torch.where(largest_g.isfinite(), torch.minimum(rounded_g, highest), rounded_g))
-    steps_n = _spread(torch.ones_like(largest_g) / _units(scales, form), given_n.numel(), form)
-    scaled_n = (given_n * steps_n).clamp(-form.most, form.most)
+    steps_n = _spread(torch.ones_like(largest_g) / _units(scales, form), input_n.numel(), form)
+    scaled_n = (input_n * steps_n).clamp(-form.most, form.most)
     if seed is not None:
         scaled_n = _rounded(scaled_n, form, seed)
     codes_n = scaled_n.to(form.dtype).view(torch.uint8)

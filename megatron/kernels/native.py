@@ -24,8 +24,8 @@ _SOURCES = Path(__file__).parent / "csrc"
 
 def library_path() -> Path | None:
     """Path of the compiled extension beside this file; None if it was not built."""
-    found = sorted(Path(__file__).parent.glob("_native*.so"))
-    return found[0] if found else None
+    libraries = sorted(Path(__file__).parent.glob("_native*.so"))
+    return libraries[0] if libraries else None
 
 
 @functools.cache
@@ -80,9 +80,9 @@ def operators() -> Any:
 
 def serves(*tensors: Tensor | None) -> bool:
     """Whether the compiled kernels support these tensors: on a device with kernels, and not fp64."""
-    given = [t for t in tensors if t is not None]
-    on_device = all(problem_on(t.device.type) is None for t in given)
-    return on_device and all(t.dtype != torch.float64 for t in given if t.is_floating_point())
+    present = [t for t in tensors if t is not None]
+    on_device = all(problem_on(t.device.type) is None for t in present)
+    return on_device and all(t.dtype != torch.float64 for t in present if t.is_floating_point())
 
 
 def devices() -> frozenset[str]:
@@ -135,8 +135,8 @@ def register_shapes() -> None:
 
     for name in OPERATORS:
         torch.library.register_fake(f"{_LIBRARY}::{name}", nothing, allow_override=True)
-    own = [operators().product, operators().grouped_product]
-    register_flop_formula([operator for operator in own if operator not in flop_registry])(_flops_of_products)
+    products = [operators().product, operators().grouped_product]
+    register_flop_formula([operator for operator in products if operator not in flop_registry])(_flops_of_products)
 
 
 def _flops_of_products(a: Sequence[int], b: Sequence[int], *args: object, **kwargs: object) -> int:

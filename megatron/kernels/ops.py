@@ -27,8 +27,8 @@ def quantize_pack(
 ) -> None:
     """See ``reference.quantize_pack``."""
     if native.serves(x, other, scales):
-        given = _none(x) if other is None else other
-        native.operators().quantize_pack(x, given, codes, scales, role, *_numbers(grid), seed is not None, seed or 0)
+        second = _none(x) if other is None else other
+        native.operators().quantize_pack(x, second, codes, scales, role, *_numbers(grid), seed is not None, seed or 0)
     else:
         reference.quantize_pack(x, other, codes, scales, grid, role, seed)
 
@@ -43,8 +43,8 @@ def unpack_dequantize(
 ) -> None:
     """See ``reference.unpack_dequantize``."""
     if native.serves(codes, scales, other, out):
-        given = _none(out) if other is None else other
-        native.operators().unpack_dequantize(codes, scales, given, out, role, *_numbers(grid))
+        second = _none(out) if other is None else other
+        native.operators().unpack_dequantize(codes, scales, second, out, role, *_numbers(grid))
     else:
         reference.unpack_dequantize(codes, scales, other, out, grid, role)
 
@@ -65,18 +65,18 @@ def quantize_tiles(
     if not native.serves(x, other, *message.scales):
         tiled.quantize_tiles(x, other, message, tiles, role, seed)
         return
-    given, seeds = _none(x) if other is None else other, tiles.seeds(seed)
+    second, seeds = _none(x) if other is None else other, tiles.seeds(seed)
     block, ratio = (tiles.outliers.block, tiles.outliers.ratio) if tiles.outliers else (0, 0.0)
     if mixture := tiles.mixture:
         error_1t = torch.empty((1, mixture.tiles), device=x.device)
-        bits, _, *rest = _numbers(mixture.low)
+        bits, _, *low_numbers = _numbers(mixture.low)
         native.operators().tile_errors(
-            x, given, message.rotated, error_1t.view(-1), role, bits, *rest, block, ratio, mixture.tile
+            x, second, message.rotated, error_1t.view(-1), role, bits, *low_numbers, block, ratio, mixture.tile
         )
         native.operators().mark_tiles(abs_topk(error_1t, mixture.more).view(-1), message.marked)
         ratio = 0.0  # the bitmap of blocks is already written
     native.operators().quantize_tiles(
-        x, given, *_streams(message), role, *_numbers(tiles.grid), block, ratio, *_wide(tiles), seed is not None,
+        x, second, *_streams(message), role, *_numbers(tiles.grid), block, ratio, *_wide(tiles), seed is not None,
         seeds[-1] or 0, seeds[0] or 0,
     )  # fmt: skip
 

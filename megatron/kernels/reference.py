@@ -29,8 +29,8 @@ def pack_bits(codes_n: Tensor, bits: int) -> Tensor:
     padded = torch.zeros(groups * 8, dtype=torch.uint8, device=codes_n.device)
     padded[: codes_n.numel()] = codes_n
     words_g = padded.view(torch.int64)
-    for width, ones in _halves(bits):  # join neighboring codes of this width
-        words_g = (words_g & ones) | ((words_g >> (width - width * bits // 8)) & (ones << (width * bits // 8)))
+    for width, mask in _halves(bits):  # join neighboring codes of this width
+        words_g = (words_g & mask) | ((words_g >> (width - width * bits // 8)) & (mask << (width * bits // 8)))
     return words_g.view(torch.uint8).view(groups, 8)[:, :bits].reshape(-1)
 
 
@@ -39,8 +39,8 @@ def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
     eights = torch.zeros(packed.numel() // bits, 8, dtype=torch.uint8, device=packed.device)
     eights[:, :bits] = packed.view(-1, bits)
     words_g = eights.view(torch.int64).view(-1)
-    for width, ones in reversed(_halves(bits)):
-        words_g = (words_g & ones) | ((words_g & (ones << (width * bits // 8))) << (width - width * bits // 8))
+    for width, mask in reversed(_halves(bits)):
+        words_g = (words_g & mask) | ((words_g & (mask << (width * bits // 8))) << (width - width * bits // 8))
     return words_g.view(torch.uint8)[:count]
 
 
@@ -52,7 +52,7 @@ def _halves(bits: int) -> list[tuple[int, int]]:
     steps = []
     for width in (8, 16, 32) if bits < 8 else ():
         filled = (1 << (width * bits // 8)) - 1
-        steps.append((width, sum(filled << place for place in range(0, 64, 2 * width))))
+        steps.append((width, sum(filled << shift for shift in range(0, 64, 2 * width))))
     return steps
 
 
@@ -230,13 +230,13 @@ def quantize_pack(
         seed: seed of stochastic rounding, which is unbiased if the levels cover all numbers (not with
             ``ScaleMethod.L2``, asymmetric grids or sign grids); None rounds to nearest, ties to even.
     """
-    given_n = x.reshape(-1).float()
+    input_n = x.reshape(-1).float()
     if role is Role.DELTA and other is not None:
-        given_n = given_n - other.reshape(-1).float()
+        input_n = input_n - other.reshape(-1).float()
     elif role is Role.FEEDBACK and other is not None:
-        given_n = given_n + other.reshape(-1).float()
-    count, coded = given_n.numel(), grid.coded(given_n.numel())
-    coded_n = torch.nn.functional.pad(given_n, (0, coded - count))
+        input_n = input_n + other.reshape(-1).float()
+    count, coded = input_n.numel(), grid.coded(input_n.numel())
+    coded_n = torch.nn.functional.pad(input_n, (0, coded - count))
     coded_n = rotate(coded_n, grid.rotation) if grid.rotation and count else coded_n
     scales.copy_(_to_wire(_scales(coded_n, grid, seed is not None), grid, scales.dtype, seed is not None))
     codes_n = _codes(coded_n, scales.float(), grid, seed)
@@ -248,7 +248,7 @@ def quantize_pack(
     if role is Role.DELTA:
         other.copy_((other.reshape(-1).float() + decoded_n).view(other.shape))
     else:
-        other.copy_((given_n - decoded_n).view(other.shape))
+        other.copy_((input_n - decoded_n).view(other.shape))
 
 
 def unpack_dequantize(
@@ -291,10 +291,10 @@ def abs_topk(x_kn: Tensor, indices_kc: Tensor) -> None:
 
 def dilate(mask_kn: Tensor, radius: int, out_kn: Tensor) -> None:
     """Dilate a mask: True if the same row has a True within ``radius`` positions."""
-    ones = torch.nn.functional.pad(mask_kn.to(torch.int64).cumsum(dim=1), (1, 0))
+    counts = torch.nn.functional.pad(mask_kn.to(torch.int64).cumsum(dim=1), (1, 0))
     n = mask_kn.shape[1]
     places = torch.arange(n, device=mask_kn.device)
-    out_kn.copy_(ones[:, (places + radius + 1).clamp(max=n)] > ones[:, (places - radius).clamp(min=0)])
+    out_kn.copy_(counts[:, (places + radius + 1).clamp(max=n)] > counts[:, (places - radius).clamp(min=0)])
 
 
 def gather_packed(x_n: Tensor, indices_c: Tensor, packed_c: Tensor) -> None:
@@ -372,17 +372,17 @@ def cross_entropy(
     """
     size = max(1, _CHUNK_ELEMENTS.get(logits_tv.device.type, 1 << 28) // max(logits_tv.shape[1], 1))
     for first in range(0, logits_tv.shape[0], size):
-        part = slice(first, first + size)
-        wide, label = widened(logits_tv[part]), labels_t[part].unsqueeze(1)
+        rows = slice(first, first + size)
+        wide, label = widened(logits_tv[rows]), labels_t[rows].unsqueeze(1)
         elsewhere, column = label < 0, label.clamp(min=0)
         if target_t is not None:
-            lse_t[part] = torch.logsumexp(wide[:, :valid], dim=1)
-            target_t[part] = wide.gather(1, column).masked_fill(elsewhere, 0.0).squeeze(1)
+            lse_t[rows] = torch.logsumexp(wide[:, :valid], dim=1)
+            target_t[rows] = wide.gather(1, column).masked_fill(elsewhere, 0.0).squeeze(1)
         if weights_t is not None:
             wide[:, valid:] = -torch.inf
-            grad = wide.sub_(lse_t[part].unsqueeze(1)).exp_()
+            grad = wide.sub_(lse_t[rows].unsqueeze(1)).exp_()
             grad.scatter_add_(1, column, elsewhere.to(grad.dtype) - 1)
-            logits_tv[part] = grad.mul_(weights_t[part].unsqueeze(1))
+            logits_tv[rows] = grad.mul_(weights_t[rows].unsqueeze(1))
 
 
 def widened(x: Tensor) -> Tensor:

@@ -86,10 +86,10 @@ class Mixture:
 
     def join(self, marked_n: Tensor, others_n: Tensor, marked_t: Tensor) -> Tensor:
         """Inverse of ``split``."""
-        rest = (self.tiles - self.more) * self.tile
-        sorted_tn = torch.cat([marked_n, others_n[:rest]]).view(-1, self.tile)
+        others_size = (self.tiles - self.more) * self.tile
+        sorted_tn = torch.cat([marked_n, others_n[:others_size]]).view(-1, self.tile)
         x_tn = torch.empty_like(sorted_tn).index_copy_(0, self._order(marked_t), sorted_tn)
-        return torch.cat([x_tn.view(-1), others_n[rest:]])
+        return torch.cat([x_tn.view(-1), others_n[others_size:]])
 
     @staticmethod
     def _order(marked_t: Tensor) -> Tensor:
@@ -188,11 +188,11 @@ def quantize_tiles(
         role: encode x (PLAIN), x - other (DELTA), or x + other (FEEDBACK).
         seed: seed of stochastic rounding; None rounds to nearest.
     """
-    given_n = x.reshape(-1).float()
+    input_n = x.reshape(-1).float()
     if role is not Role.PLAIN and other is not None:
         other_n = other.reshape(-1).float()
-        given_n = given_n - other_n if role is Role.DELTA else given_n + other_n
-    source_n = given_n
+        input_n = input_n - other_n if role is Role.DELTA else input_n + other_n
+    source_n = input_n
     if tiles.outliers:
         found_k = tiles.outliers.find(source_n)
         message.rotated.copy_(reference.pack_bits(found_k, 1))
@@ -200,13 +200,13 @@ def quantize_tiles(
     sources = [source_n]
     if tiles.mixture:
         sources = list(_mixed(source_n, message, tiles.mixture))
-    for i, own in enumerate(tiles.seeds(seed)):
+    for i, stream_seed in enumerate(tiles.seeds(seed)):
         grid = tiles.streams[i][0]
-        reference.quantize_pack(sources[i], None, message.codes[i], message.scales[i], grid, Role.PLAIN, own)
+        reference.quantize_pack(sources[i], None, message.codes[i], message.scales[i], grid, Role.PLAIN, stream_seed)
     if role is Role.PLAIN or other is None:
         return
     decoded_n = _values(message, tiles)
-    moved_n = other_n + decoded_n if role is Role.DELTA else given_n - decoded_n
+    moved_n = other_n + decoded_n if role is Role.DELTA else input_n - decoded_n
     other.copy_(moved_n.view(other.shape))
 
 
