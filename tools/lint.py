@@ -41,6 +41,7 @@ def steps(fix: bool, files: Sequence[str] = ()) -> list[tuple[str, list[str]]]:
     whole = [
         ("imports", IMPORTS),
         ("sources", ["tools/check_sources.py"]),
+        ("words", ["tools/check_words.py"]),
         ("pages of flags", ["tools/generate_flags_doc.py", *([] if fix else ["--check"])]),
     ]
     return each if files else [*each, *whole]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tools.check_sources import MAX_FILE_LINES, MAX_FUNCTION_LINES, check_file, check_repository
+from tools.check_words import check_words
 from tools.lint import IMPORTS, SOURCES
 
 REPO = Path(__file__).resolve().parents[2]
@@ -195,6 +196,17 @@ def test_what_is_too_long_is_found(tmp_path: Path) -> None:
     assert "split the file" in check_file(path, tmp_path)[0]
     path.write_text("def f(:")
     assert "invalid syntax" in check_repository(tmp_path)[0]
+
+
+def test_vague_words_are_found(tmp_path: Path) -> None:
+    path = tmp_path / "megatron" / "points.py"
+    path.parent.mkdir()
+    path.write_text("""def f(own):\n    \"\"\"What is sent.\"\"\"\n    rest = [one for one in own]  # what is left\n""")
+    names, what = check_words(path.parent)
+    assert names == "megatron: 1000.0 vague names per 1,000 lines, more than 5; most in megatron/points.py (3)"
+    assert what.endswith('"what" per 10,000 words, more than 5; most in megatron/points.py (2)')
+    path.write_text("""def f(rows):\n    \"\"\"Message of rows.\"\"\"\n    return [row for row in rows]  # all\n""")
+    assert check_words(path.parent) == []
 
 
 def test_public_classes_have_names_of_their_own(tmp_path: Path) -> None:
