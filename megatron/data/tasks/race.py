@@ -48,7 +48,7 @@ def _questions(line: str, location: str) -> Iterator[Example]:
     """Samples of a passage."""
     try:
         passage = parse_json(line)
-        json.dumps(passage, ensure_ascii=False).encode()  # an escape may be a lone surrogate
+        json.dumps(passage, ensure_ascii=False, default=str).encode()  # an escape may be a lone surrogate
     except (ValueError, RecursionError) as error:
         raise UserError(f"{location}: is no JSON of whole characters ({error})") from error
     if not isinstance(passage, dict):
