@@ -10,9 +10,9 @@ from megatron.checkpoint.convert.config_words import is_tanh
 from megatron.checkpoint.convert.rotary import (
     check_all_channels,
     layer_types_of,
+    llama_fields,
     named_windows,
     rope_of,
-    rope_scaling,
     rotary_model,
 )
 from megatron.config.model import MOST_LAYERS, ModelConfig
@@ -63,20 +63,9 @@ def gemma_requirements(model: ModelConfig) -> dict[str, dict[str, bool]]:
 
 def gemma_config(model: ModelConfig, kind: str) -> dict[str, Any]:
     """Fields of config.json for ``kind``, the model_type of Gemma 2 or 3."""
-    common: dict[str, Any] = {
-        "num_hidden_layers": model.num_layers,
-        "hidden_size": model.hidden_size,
-        "intermediate_size": model.ffn_hidden_size,
-        "num_attention_heads": model.num_attention_heads,
-        "num_key_value_heads": model.num_query_groups,
-        "head_dim": model.kv_channels,
-        "max_position_embeddings": model.max_position_embeddings,
-        "rope_theta": model.rotary_base,
-        "rope_scaling": rope_scaling(model),
-        "rms_norm_eps": model.norm_epsilon,
+    common = llama_fields(model) | {
         "hidden_activation": "gelu_pytorch_tanh",
         "attention_bias": False,
-        "attention_dropout": model.attention_dropout,
         "query_pre_attn_scalar": model.query_pre_attn_scalar or model.kv_channels,
         "attn_logit_softcapping": model.attn_logit_softcapping,
         "final_logit_softcapping": model.final_logit_softcapping,

@@ -29,17 +29,8 @@ MINISTRAL = "ministral"
 
 def rotary_config(model: ModelConfig, kind: str) -> dict[str, Any]:
     """Fields of config.json for the architecture ``kind``, a model_type."""
-    common: dict[str, Any] = {
-        "num_hidden_layers": model.num_layers,
-        "hidden_size": model.hidden_size,
-        "intermediate_size": model.ffn_hidden_size,
-        "num_attention_heads": model.num_attention_heads,
-        "max_position_embeddings": model.max_position_embeddings,
-        "rope_scaling": rope_scaling(model),
-        "attention_dropout": model.attention_dropout,
-    }
     if kind == "gpt_neox":
-        return common | {
+        return _size_fields(model) | {
             "hidden_act": gelu_name(model),
             "layer_norm_eps": model.norm_epsilon,
             "rotary_emb_base": model.rotary_base,
@@ -48,13 +39,7 @@ def rotary_config(model: ModelConfig, kind: str) -> dict[str, Any]:
             "hidden_dropout": model.hidden_dropout,
             "attention_bias": True,
         }
-    common |= {
-        "num_key_value_heads": model.num_query_groups,
-        "head_dim": model.kv_channels,
-        "rope_theta": model.rotary_base,
-        "rms_norm_eps": model.norm_epsilon,
-        "hidden_act": "silu",
-    }
+    common = llama_fields(model) | {"hidden_act": "silu"}
     if kind == "llama":
         return common | {"attention_bias": model.add_bias_linear, "mlp_bias": model.add_bias_linear}
     if kind in ("mistral", MIXTRAL):
@@ -74,6 +59,29 @@ def rotary_config(model: ModelConfig, kind: str) -> dict[str, Any]:
         # Its max_window_layers cannot say that all layers have a window.
         return common | {"layer_types": layer_types_of(model), **qwen2_moe_config(model)}
     return common | {"max_window_layers": 0}
+
+
+def _size_fields(model: ModelConfig) -> dict[str, Any]:
+    """Fields of config.json that all architectures with rotary positions have."""
+    return {
+        "num_hidden_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "max_position_embeddings": model.max_position_embeddings,
+        "rope_scaling": rope_scaling(model),
+        "attention_dropout": model.attention_dropout,
+    }
+
+
+def llama_fields(model: ModelConfig) -> dict[str, Any]:
+    """Fields of config.json that Llama and the architectures derived from it have."""
+    return _size_fields(model) | {
+        "num_key_value_heads": model.num_query_groups,
+        "head_dim": model.kv_channels,
+        "rope_theta": model.rotary_base,
+        "rms_norm_eps": model.norm_epsilon,
+    }
 
 
 def layer_types_of(model: ModelConfig) -> list[str]:
