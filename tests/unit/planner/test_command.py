@@ -201,7 +201,7 @@ def test_measuring_fills_the_file_in(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["--cluster", "nowhere/x.yaml", "--measure"], "there is no folder"),
         (["--measure", "--gpus", "3", "--no-search"], "does not divide the 3 processes"),
         (["--config", "block.yaml", "--no-search"], "--recompute-method block"),
-        (["--vocab-size", str(10**18)], "too large to be planned"),
+        (["--vocab-size", str(10**18)], "at most 16_777_216"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(

@@ -145,6 +145,8 @@ def test_a_meeting_place_that_falls_silent_is_given_the_time_limit_and_no_more()
             place = MeetingPlace("127.0.0.1", int(server.stdout.readline()), 1.0)
             place.put("key", 1)
             os.kill(server.pid, signal.SIGSTOP)
+            # The signal is delivered some time after kill() has returned; until then the server still answers.
+            os.waitid(os.P_PID, server.pid, os.WSTOPPED)
             began = time.monotonic()
             with pytest.raises(CommunicationError, match="has not answered for 1 s: the launcher that serves it hangs"):
                 place.get("key")
