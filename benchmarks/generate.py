@@ -29,7 +29,7 @@ from benchmarks.tables import Column, Table
 from benchmarks.train_sides import Shape, hugging_face
 from benchmarks.turns import Step, in_turns, synchronize, timed
 from megatron.base.errors import UserError
-from megatron.checkpoint.convert.command import convert, parse
+from megatron.convert.command import convert, parse
 from megatron.inference.generate import generate
 from megatron.inference.model import LoadedModel
 from megatron.inference.sampling import Sampling

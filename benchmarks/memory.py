@@ -27,8 +27,8 @@ from benchmarks.train_steps import random_batch, run_config
 from megatron.compression.linalg import matrix_shape
 from megatron.compression.state import CompressorState
 from megatron.config.run import RunConfig
-from megatron.topology.launch import LaunchEnvironment, init_process_group, pick_device, shutdown
-from megatron.topology.topology import build_topology
+from megatron.distributed.process_group import LaunchEnvironment, init_process_group, pick_device, shutdown
+from megatron.distributed.topology import build_topology
 from megatron.training.assembly import Engines, build_engines, layout_of
 from megatron.training.report import peak_memory_bytes
 from megatron.training.step import train_step

@@ -14,8 +14,8 @@ from megatron.base.memory import keep_freed_memory
 from megatron.config.kinds import PROGRAMS, ModelType
 from megatron.config.run import RunConfig
 from megatron.data.batch import Batch
-from megatron.topology.launch import LaunchEnvironment, init_process_group
-from megatron.topology.topology import Topology, build_topology, single_process
+from megatron.distributed.process_group import LaunchEnvironment, init_process_group
+from megatron.distributed.topology import Topology, build_topology, single_process
 from megatron.training.assembly import build_engines, layout_of
 from megatron.training.step import train_step
 

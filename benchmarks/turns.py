@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from megatron.topology.launch import shutdown
+from megatron.distributed.process_group import shutdown
 
 Step = Callable[[], object]
 

@@ -4,4 +4,4 @@
 from _clone import start_program
 
 if __name__ == "__main__":
-    start_program("megatron.checkpoint.list_command")
+    start_program("megatron.convert.list_command")

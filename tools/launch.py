@@ -4,4 +4,4 @@
 from _clone import start_program
 
 if __name__ == "__main__":
-    start_program("megatron.topology.launch_command")
+    start_program("megatron.launcher.command")

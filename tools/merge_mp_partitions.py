@@ -12,4 +12,4 @@ from _clone import start_program
 
 if __name__ == "__main__":
     sys.argv[1:1] = ["--model-type", "GPT"]  # which makes classic the default of --to
-    start_program("megatron.checkpoint.convert.command")
+    start_program("megatron.convert.command")

@@ -18,9 +18,9 @@ from benchmarks.train_sides import Shape
 from benchmarks.train_steps import run_config
 from benchmarks.turns import timed
 from megatron.data.batch import Batch
+from megatron.distributed.topology import single_process
 from megatron.kernels.fp8 import EIGHT_BIT_UNITS
 from megatron.parallel.tensor.products import Recipe
-from megatron.topology.topology import single_process
 from megatron.training.assembly import Engines, build_engines
 from megatron.training.step import train_step
 

@@ -19,9 +19,9 @@ from megatron.compression.error_feedback import RESIDUAL, ErrorFeedbackCodec, Me
 from megatron.compression.lowrank_codec import LowRankCodec, LowRankConfig
 from megatron.compression.state import CompressorState
 from megatron.data.batch import Batch
-from megatron.model.block import TransformerLayer
-from megatron.model.context import ForwardContext
-from megatron.model.gpt import GPTStage
+from megatron.models.block import TransformerLayer
+from megatron.models.context import ForwardContext
+from megatron.models.gpt import GPTStage
 from megatron.parallel.pipeline.schedule import epilogue, one_f_one_b
 from megatron.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.tensor.random import DropoutKeys

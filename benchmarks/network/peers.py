@@ -13,15 +13,15 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.train_sides import PEER_VOCAB, VOCAB, PlainGPT, Shape
-from megatron.comm.ledger import Ledger
-from megatron.comm.policy import CompressionPlan
-from megatron.comm.tensor import TensorComm
 from megatron.config.run import RunConfig
 from megatron.data.batch import Batch
-from megatron.model.context import ForwardContext
-from megatron.model.losses import Targets
-from megatron.model.stages import build_stages
-from megatron.topology.topology import Topology
+from megatron.distributed.ledger import Ledger
+from megatron.distributed.policy import CompressionPlan
+from megatron.distributed.topology import Topology
+from megatron.models.context import ForwardContext
+from megatron.models.losses import Targets
+from megatron.models.stages import build_stages
+from megatron.parallel.tensor.collectives import TensorComm
 
 WARMUP_STEPS = 2
 """powerSGD_hook wants some exact steps first."""

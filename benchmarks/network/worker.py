@@ -19,13 +19,13 @@ import torch
 
 from benchmarks.network.peers import peer_step
 from benchmarks.train_steps import random_batch
-from megatron.comm.ledger import Ledger
 from megatron.compression.points import EXPERT_POINTS
 from megatron.config.run import RunConfig
 from megatron.data.batch import Batch
+from megatron.distributed.ledger import Ledger
+from megatron.distributed.process_group import LaunchEnvironment, init_process_group, pick_device, shutdown
+from megatron.distributed.topology import Topology, build_topology
 from megatron.planner.measure import measure_all
-from megatron.topology.launch import LaunchEnvironment, init_process_group, pick_device, shutdown
-from megatron.topology.topology import Topology, build_topology
 from megatron.training.assembly import build_engines, layout_of
 from megatron.training.step import train_step
 from megatron.training.timers import Timers

@@ -103,7 +103,7 @@ def _observed() -> bool:
 
 def launch() -> NoReturn:
     """Console script megatron-cc-launch; the following functions are the console scripts of their names."""
-    start_program("megatron.topology.launch_command")
+    start_program("megatron.launcher.command")
 
 
 def train() -> NoReturn:

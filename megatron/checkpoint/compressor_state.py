@@ -22,18 +22,18 @@ from megatron.checkpoint.compressor_place import COUNTER, OF_SAMPLES, PREFIX, St
 from megatron.checkpoint.files import Iteration
 from megatron.checkpoint.load import load_tensors, saved_shapes
 from megatron.checkpoint.logical import LogicalShard
-from megatron.checkpoint.plain import dtype_from_name
-from megatron.comm.channel import Direction, PipelineChannel
-from megatron.comm.reducer import GradReducer, Unit
 from megatron.compression.error_feedback import RESIDUAL
 from megatron.compression.points import Point
 from megatron.compression.state import CompressorState
-from megatron.optimizer.outer_sync import OuterSync
+from megatron.diloco.outer_sync import OuterSync
+from megatron.distributed.agreement import gather_texts
+from megatron.distributed.group import Group
+from megatron.distributed.layout import Coordinates, Layout
+from megatron.kernels.dtypes import dtype_from_name, name_of_dtype
 from megatron.parallel.data.buffer import ParamSlot
-from megatron.parallel.data.gradients import GradientSync
-from megatron.topology.agree import gather_texts
-from megatron.topology.group import Group
-from megatron.topology.layout import Coordinates, Layout
+from megatron.parallel.data.gradient_sync import GradientSync
+from megatron.parallel.data.reducer import GradReducer, Unit
+from megatron.parallel.pipeline.channel import Direction, PipelineChannel
 
 Log = Callable[[str], None]
 
@@ -99,7 +99,7 @@ class CompressorCheckpoint:
         buckets = [(buffer.group, bucket) for buffer in self.sync.buffers for bucket in buffer.buckets]
         places = [self._without_state(slot, replicas) for replicas, bucket in buckets for slot in bucket.slots]
         held_places = {state_place.name: state_place for state_place in places if state_place.stage[1] > 1}
-        types = {label: str(shards[label].dtype).removeprefix("torch.") for label in tied}
+        types = {label: name_of_dtype(shards[label].dtype) for label in tied}
         forms = {label: [list(shards[label].global_shape), kind] for label, kind in types.items()}
         rows = [json.loads(text) for text in gather_texts(group, json.dumps([sorted(held_places), forms]))]
         for label in sorted({label for _, row in rows for label in row}):

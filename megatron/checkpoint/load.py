@@ -22,7 +22,7 @@ from megatron.checkpoint.files import (
 from megatron.checkpoint.find import fallback, read_tracker
 from megatron.checkpoint.logical import LogicalShard
 from megatron.checkpoint.manifest import MANIFEST, Manifest, StoredItem, read_manifest
-from megatron.checkpoint.plain import decode_plain, dtype_from_name
+from megatron.checkpoint.plain import decode_plain
 from megatron.checkpoint.planner import ShardLoadPlanner
 from megatron.checkpoint.save import (
     COMMON,
@@ -35,8 +35,9 @@ from megatron.checkpoint.storage import ShardReader, check_file_sizes, check_ite
 from megatron.config.kinds import kind_text
 from megatron.config.resolve_model import fill_rotary_scaling
 from megatron.config.run import RunConfig
-from megatron.topology.agree import first_problem, gather_texts, raise_together, rank_of, size_of
-from megatron.topology.errors import ranks_text
+from megatron.distributed.agreement import first_problem, gather_texts, raise_together, rank_of, size_of
+from megatron.distributed.errors import ranks_text
+from megatron.kernels.dtypes import dtype_from_name, name_of_dtype
 
 SHOWN_DIFFERENCES = 4
 _EXPERTS = ".mlp.experts."
@@ -286,7 +287,7 @@ def _wanted_by_all(
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shape and dtype of every tensor requested by any rank."""
     local_specs = {
-        name: [list(shard.global_shape), str(shard.dtype).removeprefix("torch.")]
+        name: [list(shard.global_shape), name_of_dtype(shard.dtype)]
         for name, shard in tensors.items()
         if all(shard.global_shape)
     }

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 from megatron.base.errors import UserError
 from megatron.base.regular import read_regular
 from megatron.checkpoint.boxes import Box, clip, disjoint_parts
-from megatron.checkpoint.plain import dtype_from_name
+from megatron.kernels.dtypes import dtype_from_name, name_of_dtype
 
 MANIFEST = "metadata.json"
 FORMAT = 1
@@ -79,7 +79,7 @@ class Manifest:
         """The content of the file."""
         tensors = {
             name: {
-                "dtype": str(tensor.properties.dtype).removeprefix("torch."),
+                "dtype": name_of_dtype(tensor.properties.dtype),
                 "shape": list(tensor.size),
                 "chunks": [
                     [list(c.offsets), list(c.sizes), *_row(self.items[name, tuple(c.offsets)])] for c in tensor.chunks

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import Tensor, nn
 
 from megatron.checkpoint.logical import LogicalShard, shard_of_flat_range, shard_of_local
+from megatron.diloco.outer_sync import OuterSync
 from megatron.optimizer.inner import state_names
 from megatron.optimizer.optimizer import Optimizer
-from megatron.optimizer.outer_sync import OuterSync
-from megatron.optimizer.shards import ParamShard
+from megatron.parallel.data.param_shards import ParamShard
 from megatron.parallel.tensor.shards import collect_specs
 
 MODEL = "model."

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.kernels.dtypes import dtype_from_name, name_of_dtype
+
 TUPLE, BYTES, TENSOR, DICT = "$tuple", "$bytes", "$tensor", "$dict"
 
 
@@ -54,7 +56,7 @@ def _to_json(value: Any, where: str) -> Any:
     if isinstance(value, Tensor):
         raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         data = base64.b64encode(raw.numpy().tobytes()).decode()
-        return {TENSOR: [str(value.dtype).removeprefix("torch."), list(value.shape), data]}
+        return {TENSOR: [name_of_dtype(value.dtype), list(value.shape), data]}
     raise TypeError(f"{where} is a {type(value).__name__}; a checkpoint holds plain types and tensors only")
 
 
@@ -81,15 +83,3 @@ def _tensor_from_json(dtype_name: str, shape: list[int], data: str) -> Tensor:
     dtype = dtype_from_name(dtype_name)
     flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
     return flat.reshape(shape)
-
-
-def dtype_from_name(name: str) -> torch.dtype:
-    """The torch dtype called ``name``, as in "float32".
-
-    Raises:
-        ValueError: when there is none.
-    """
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name!r} is no tensor type")
-    return dtype

@@ -22,7 +22,7 @@ from megatron.checkpoint.logical import LogicalShard, TensorBox
 from megatron.checkpoint.plain import encode_plain
 from megatron.checkpoint.planner import ShardSavePlanner
 from megatron.checkpoint.storage import ShardWriter, describe
-from megatron.topology.agree import communicating, first_problem, rank_of, size_of
+from megatron.distributed.agreement import communicating, first_problem, rank_of, size_of
 
 COMMON, CONFIG = "common.json", "config.yaml"
 Log = Callable[[str], None]

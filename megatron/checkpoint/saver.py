@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron.checkpoint.logical import LogicalShard
 from megatron.checkpoint.save import Log, SaveHandle, save_checkpoint, silent
-from megatron.topology.agree import any_rank
+from megatron.distributed.agreement import any_rank
 
 WRITE_TIMEOUT = timedelta(hours=1)
 """Time that ranks wait for a rank that is still writing."""

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from megatron.base.errors import UserError
-from megatron.checkpoint.convert.hugging_face import is_hf
 from megatron.checkpoint.files import Iteration
 from megatron.checkpoint.find import read_tracker
 from megatron.checkpoint.load import saved_config
@@ -24,16 +23,17 @@ from megatron.config.merge import merge_checkpoint_config
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.config.tasks import Task, TaskConfig, parse_task, sized
+from megatron.convert.hugging_face import is_hf
 from megatron.data.build import Datasets
 from megatron.data.tasks.dataset import TaskDataset
 from megatron.data.tasks.epochs import Epochs
 from megatron.data.tasks.examples import ExampleFile
 from megatron.data.tasks.glue import read_glue
 from megatron.data.tasks.race import read_race
+from megatron.distributed.process_group import LaunchEnvironment
 from megatron.evaluation.task_metrics import check_packages, scores
-from megatron.model.classification import POOLING
+from megatron.models.classification import POOLING
 from megatron.tokenizer.api import Tokenizer
-from megatron.topology.launch import LaunchEnvironment
 from megatron.training.console import make_output_last
 from megatron.training.pretrain import Job, fitted_tokenizer, train
 from megatron.training.program import Ranks, run_program

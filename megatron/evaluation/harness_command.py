@@ -15,11 +15,11 @@ from typing import Any, Literal
 from megatron.base.atomic import check_writable, write_whole
 from megatron.base.errors import UserError
 from megatron.base.option import derived, option, required
-from megatron.checkpoint.convert.command import convert, parse
+from megatron.convert.command import convert, parse
 from megatron.data.interrupt import stopped_in_order
+from megatron.distributed.agreement import together
 from megatron.inference.flags import ModelFlags, check_layout, open_model, parse_flags
 from megatron.inference.jobs import Leader, follow
-from megatron.topology.agree import together
 from megatron.training.program import Ranks, run_program
 
 DESCRIPTION = """Evaluates a checkpoint on tasks of lm-evaluation-harness.

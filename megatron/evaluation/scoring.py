@@ -10,7 +10,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megatron.inference.model import LoadedModel
-from megatron.model.context import ForwardContext
+from megatron.models.context import ForwardContext
 
 
 @dataclass(frozen=True)

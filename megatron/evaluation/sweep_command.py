@@ -24,11 +24,11 @@ from megatron.config.data import DataConfig
 from megatron.config.flags import ParsedSections
 from megatron.config.run import RunConfig
 from megatron.config.translate.rules import old_name
+from megatron.distributed.agreement import gather_texts, together
+from megatron.distributed.layout import Layout
 from megatron.evaluation.validation import data_of, mean_loss, open_samples
 from megatron.inference.flags import ModelFlags, check_layout, open_topology, parse_flags
 from megatron.inference.model import load_model, load_weights
-from megatron.topology.agree import gather_texts, together
-from megatron.topology.layout import Layout
 from megatron.training.metrics import perplexity
 from megatron.training.program import Ranks, run_program
 

@@ -14,7 +14,7 @@ from megatron.config.run import RunConfig
 from megatron.data.build import Dataset, build_datasets
 from megatron.data.loader import build_loader
 from megatron.inference.model import LoadedModel
-from megatron.model.context import ForwardContext
+from megatron.models.context import ForwardContext
 
 _PATHS = {"data_path", "train_data_path", "valid_data_path", "test_data_path"}
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron.inference.model import LoadedModel
 from megatron.inference.steps import Workspace, rows_to_keep
-from megatron.model.context import ForwardContext
+from megatron.models.context import ForwardContext
 
 
 class Decoder:

@@ -15,11 +15,11 @@ from megatron.config.flags import ParsedSections, build_parser, run_table
 from megatron.config.parallel import MOST_MINUTES
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.config.translate.rules import SWITCH, VALUE, VALUES, KnownFlag, OldFlag, Shortcut
+from megatron.distributed.layout import Layout
+from megatron.distributed.process_group import LaunchEnvironment, pick_device
+from megatron.distributed.topology import Topology, build_topology, single_process
 from megatron.inference.model import LoadedModel, check_generates, inference_layout, load_model
 from megatron.inference.sampling import Sampling
-from megatron.topology.launch import LaunchEnvironment, pick_device
-from megatron.topology.layout import Layout
-from megatron.topology.topology import Topology, build_topology, single_process
 
 _NOT_NEEDED = "it belongs to training, and the checkpoint holds the model"
 

@@ -13,7 +13,7 @@ from megatron.base.errors import UserError
 from megatron.inference.decode import Decoder
 from megatron.inference.model import LoadedModel
 from megatron.inference.sampling import Sampling, TokenCounts, widen
-from megatron.model.context import ForwardContext
+from megatron.models.context import ForwardContext
 from megatron.parallel.tensor.random import keyed_seed
 from megatron.tokenizer.api import start_token
 

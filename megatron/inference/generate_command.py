@@ -16,11 +16,11 @@ from megatron.base.atomic import atomic_write, check_writable
 from megatron.base.errors import UserError
 from megatron.base.option import derived, option
 from megatron.base.text_file import read_lines
+from megatron.distributed.agreement import together
 from megatron.inference.flags import ModelFlags, SamplingFlags, check_layout, open_model, parse_flags
 from megatron.inference.generate import Generated, Token, generate
 from megatron.inference.model import LoadedModel
 from megatron.inference.text import TextStream, continuation, is_text
-from megatron.topology.agree import together
 from megatron.training.program import Ranks, run_program
 
 DESCRIPTION = """Generates text from a checkpoint of any layout, on one process or, under tools/launch.py, on several.

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron.distributed.errors import CommunicationError
 from megatron.inference.generate import Generated, OnToken, Token, generate, score
 from megatron.inference.model import LoadedModel
 from megatron.inference.sampling import Sampling
-from megatron.topology.errors import CommunicationError
 
 _IDLE, _STOP = "idle", "stop"
 

@@ -17,28 +17,28 @@ from megatron.checkpoint.files import Iteration
 from megatron.checkpoint.load import load_tensors, saved_config
 from megatron.checkpoint.model_state import MODEL, model_tensors
 from megatron.checkpoint.vocabulary import saved_entries
-from megatron.comm.channel import Message, PipelineChannel
-from megatron.comm.ledger import Ledger
-from megatron.comm.policy import CompressionPlan, Position
-from megatron.comm.tensor import TensorComm
 from megatron.compression.points import Point
 from megatron.config.parallel import ParallelConfig
 from megatron.config.recompute import RecomputeConfig
 from megatron.config.run import RunConfig, run_around
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.config.training import TrainingConfig
+from megatron.distributed.agreement import together
+from megatron.distributed.layout import Layout
+from megatron.distributed.ledger import Ledger
+from megatron.distributed.policy import CompressionPlan, Position
+from megatron.distributed.topology import Topology, single_process
 from megatron.inference.steps import Workspace, Workspaces, record_on_cuda
-from megatron.model.context import ForwardContext
-from megatron.model.gpt import GPTStage
-from megatron.model.kv_cache import KVCache
-from megatron.model.stage import Stage
-from megatron.model.stages import build_stages
+from megatron.models.context import ForwardContext
+from megatron.models.gpt import GPTStage
+from megatron.models.kv_cache import KVCache
+from megatron.models.stage import Stage
+from megatron.models.stages import build_stages
+from megatron.parallel.pipeline.channel import Message, PipelineChannel
+from megatron.parallel.tensor.collectives import TensorComm
 from megatron.tokenizer.api import Tokenizer
 from megatron.tokenizer.build import build_tokenizer
 from megatron.tokenizer.vocabulary import fitted
-from megatron.topology.agree import together
-from megatron.topology.layout import Layout
-from megatron.topology.topology import Topology, single_process
 
 
 @dataclass(frozen=True)

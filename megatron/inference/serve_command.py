@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 from megatron.base.errors import UserError
 from megatron.base.option import option
+from megatron.distributed.agreement import together
 from megatron.inference.flags import ModelFlags, check_layout, open_model, parse_flags
 from megatron.inference.jobs import follow
 from megatron.inference.model import LoadedModel
 from megatron.inference.server.requests import RequestLimits
 from megatron.inference.server.worker import Worker
-from megatron.topology.agree import together
 from megatron.training.program import Ranks, run_program
 
 if TYPE_CHECKING:  # installed by the server extra

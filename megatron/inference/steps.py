@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.base.errors import first_line
-from megatron.model.kv_cache import KVCache
+from megatron.models.kv_cache import KVCache
 
 BLOCK = 256
 """Granularity in positions of the shapes of recorded steps, so that few shapes are recorded."""

@@ -10,10 +10,10 @@ import torch
 from megatron.base.errors import UserError
 from megatron.config.optimizer import OptimizerConfig
 from megatron.optimizer.lamb import Lamb
-from megatron.optimizer.matrices import WholeMatrices
+from megatron.optimizer.matrix_gather import WholeMatrices
 from megatron.optimizer.muon import Muon
-from megatron.optimizer.shards import ParamShard
-from megatron.optimizer.whole import WholeSums
+from megatron.optimizer.norm_reducer import WholeSums
+from megatron.parallel.data.param_shards import ParamShard
 
 
 def make_inner(

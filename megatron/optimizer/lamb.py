@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from megatron.kernels.ops import finite_norm
-from megatron.optimizer.shards import ParamShard
-from megatron.optimizer.whole import WholeSums, row_of
+from megatron.optimizer.norm_reducer import WholeSums, row_of
+from megatron.parallel.data.param_shards import ParamShard
 
 
 class Lamb(torch.optim.Optimizer):

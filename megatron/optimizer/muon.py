@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron.config.optimizer import OptimizerConfig
-from megatron.optimizer.matrices import WholeMatrices
-from megatron.optimizer.shards import ParamShard
+from megatron.optimizer.matrix_gather import WholeMatrices
+from megatron.parallel.data.param_shards import ParamShard
 from megatron.parallel.tensor.shards import ParamSpec
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

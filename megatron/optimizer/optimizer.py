@@ -9,22 +9,22 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron.comm.joint import JointSteps, alone
-from megatron.comm.ledger import Ledger
-from megatron.comm.policy import CompressionPlan
 from megatron.compression.points import Point
 from megatron.config.optimizer import OptimizerConfig
+from megatron.distributed.ledger import Ledger
+from megatron.distributed.policy import CompressionPlan
+from megatron.distributed.topology import Topology
 from megatron.kernels.ops import sum_of_squares
-from megatron.optimizer.direction import begin_directions, end_directions
-from megatron.optimizer.frozen import freeze, set_steps_taken, step_frozen, steps_taken
+from megatron.optimizer.frozen_adam import freeze, set_steps_taken, step_frozen, steps_taken
 from megatron.optimizer.inner import make_inner, set_hyperparameters, step_inner
 from megatron.optimizer.loss_scale import LossScale
-from megatron.optimizer.matrices import WholeMatrices
-from megatron.optimizer.publish import ParamPublisher, separates
-from megatron.optimizer.shards import ParamShard, own_shards
-from megatron.optimizer.whole import WholeSums
+from megatron.optimizer.matrix_gather import WholeMatrices
+from megatron.optimizer.norm_reducer import WholeSums
+from megatron.optimizer.update_direction import begin_directions, end_directions
 from megatron.parallel.data.buffer import FlatBuffer
-from megatron.topology.topology import Topology
+from megatron.parallel.data.param_gather import ParamPublisher, separates
+from megatron.parallel.data.param_shards import ParamShard, own_shards
+from megatron.parallel.data.sync_warmup import JointSteps, alone
 
 
 @dataclass(frozen=True)

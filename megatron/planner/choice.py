@@ -9,7 +9,7 @@ from typing import Literal
 from megatron.config.islands import IslandsConfig
 from megatron.config.recompute import RecomputeConfig
 from megatron.config.run import RunConfig
-from megatron.topology.layout import Layout
+from megatron.distributed.layout import Layout
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,8 @@ from megatron.base.kinds import Kind
 from megatron.config.flags import ParsedRun, parse_args
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
+from megatron.distributed.process_group import LaunchEnvironment, init_process_group, pick_device, shutdown
+from megatron.distributed.topology import build_topology
 from megatron.planner.choice import Choice, choice_of, of_first_island
 from megatron.planner.cluster import MOST_GPUS, Cluster, Device, assumed_rates, check_sites, read_cluster, write_cluster
 from megatron.planner.compare import MOST_LOSS, compare_with_one_node, search_all, without_outer
@@ -46,8 +48,6 @@ from megatron.planner.report import breakdown, reason, table
 from megatron.planner.search import SPEC_SETS, with_experts
 from megatron.tokenizer.build import build_tokenizer
 from megatron.tokenizer.vocabulary import model_entries
-from megatron.topology.launch import LaunchEnvironment, init_process_group, pick_device, shutdown
-from megatron.topology.topology import build_topology
 from megatron.training.assembly import layout_of
 
 GPT2_VOCAB = 50257

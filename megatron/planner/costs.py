@@ -10,19 +10,19 @@ from typing import TypeVar
 import torch
 
 from megatron.base.errors import UserError
-from megatron.comm.policy import CompressionPlan
 from megatron.compression.api import Level
 from megatron.compression.points import EXPERT_POINTS, Point
 from megatron.compression.schedule import RunLength
 from megatron.compression.spec import Spec
 from megatron.config.run import RunConfig
+from megatron.distributed.nodes import positions_by_node
+from megatron.distributed.policy import CompressionPlan
 from megatron.planner.choice import Choice
 from megatron.planner.cluster import CODING, Cluster, Wire, across_wire, hop_wire, inside_wire, site_wire, wire_between
 from megatron.planner.dry_run import DryStand, Spread
 from megatron.planner.names import EMBEDDING, EXPERTS, HEAD, kind_of
 from megatron.planner.piece_costs import MessageCost, PieceCost, ReductionCost
 from megatron.planner.pieces import Pieces, message
-from megatron.topology.nodes import positions_by_node
 
 _T = TypeVar("_T")
 

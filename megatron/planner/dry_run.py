@@ -20,14 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from megatron.comm.experts import ExpertComm, RowExchange
-from megatron.comm.ledger import Ledger
-from megatron.comm.policy import CompressionPlan
 from megatron.compression.api import Level
 from megatron.compression.points import Point
+from megatron.distributed.group import Group, NodeSplit, Pending, num_bytes
+from megatron.distributed.ledger import Ledger
+from megatron.distributed.policy import CompressionPlan
+from megatron.distributed.work import Work
+from megatron.parallel.expert.dispatcher import ExpertComm, RowExchange
 from megatron.planner.cluster import Device
-from megatron.topology.group import Group, NodeSplit, Pending, num_bytes
-from megatron.topology.work import Work
 
 META = torch.device("meta")
 

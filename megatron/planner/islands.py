@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from megatron.compression.outer import RoundSchedule
 from megatron.compression.points import Point
-from megatron.optimizer.fragments import fragment_of
+from megatron.diloco.fragments import fragment_of
 from megatron.planner.choice import Choice
 from megatron.planner.cluster import Cluster, Wire
 from megatron.planner.costs import Wires, wires_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.optimizer.matrices import assign_owners, held_ranges, iteration_flops
+from megatron.optimizer.matrix_gather import assign_owners, held_ranges, iteration_flops
 from megatron.parallel.data.buffer import NamedParam, plan_buckets
 
 

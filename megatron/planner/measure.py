@@ -16,15 +16,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.comm.experts import ExpertComm
-from megatron.comm.ledger import Ledger
-from megatron.comm.policy import CompressionPlan
 from megatron.compression.points import Point
 from megatron.compression.spec import Spec
 from megatron.config.run import RunConfig
+from megatron.distributed.clock import clock_of
+from megatron.distributed.group import Group
+from megatron.distributed.ledger import Ledger
+from megatron.distributed.policy import CompressionPlan
+from megatron.distributed.topology import Topology
 from megatron.kernels.ops import finite_norm
 from megatron.kernels.products import product
 from megatron.parallel.data.buffer import replaces_grads
+from megatron.parallel.expert.dispatcher import ExpertComm
 from megatron.planner.choice import Choice, choice_of
 from megatron.planner.cluster import CODING, PARTS, Cluster, Device, LinkSpec
 from megatron.planner.costs import STEADY, TP_POINTS, planned, wires_of
@@ -33,9 +36,6 @@ from megatron.planner.names import kind_of, piece_of
 from megatron.planner.pieces import Pieces, message
 from megatron.planner.stages import Stages
 from megatron.planner.stand import Stand
-from megatron.topology.clock import clock_of
-from megatron.topology.group import Group
-from megatron.topology.topology import Topology
 from megatron.training.traffic import gather_rows
 
 RATES = ("peak_tflops", "memory_gbyte_per_s", "op_us")

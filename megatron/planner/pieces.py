@@ -8,29 +8,29 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.comm.embedding import EmbeddingSync
-from megatron.comm.policy import CompressionPlan
-from megatron.comm.reducer import GradReducer
-from megatron.comm.tensor import TensorComm
 from megatron.compression.api import Codec, Content
 from megatron.compression.points import Point
 from megatron.compression.state import CompressorState
 from megatron.config.model import ModelConfig
 from megatron.config.recompute import RecomputeConfig
 from megatron.config.run import RunConfig
-from megatron.model.context import ExpertContext, ForwardContext
-from megatron.model.losses import Targets
-from megatron.model.stage import Stage, StagePart
-from megatron.model.stages import make_stage, padded_vocab_size
+from megatron.distributed.group import num_bytes
+from megatron.distributed.policy import CompressionPlan
+from megatron.models.context import ExpertContext, ForwardContext
+from megatron.models.losses import Targets
+from megatron.models.stage import Stage, StagePart
+from megatron.models.stages import make_stage, padded_vocab_size
 from megatron.parallel.data.buffer import BucketKind, FlatBuffer, named_params
-from megatron.parallel.data.gradients import main_grad_dtype, reduced_bucket
+from megatron.parallel.data.gradient_sync import main_grad_dtype, reduced_bucket
+from megatron.parallel.data.reducer import GradReducer
+from megatron.parallel.data.tied_embedding import EmbeddingSync
+from megatron.parallel.tensor.collectives import TensorComm
 from megatron.parallel.tensor.embedding import VocabShard
 from megatron.parallel.tensor.shards import collect_specs
 from megatron.planner.dry_run import SavedTensors, Spread, Tally
 from megatron.planner.names import EMBEDDING, HEAD, piece_of
 from megatron.planner.piece_costs import MessageCost, PieceCost, ReductionCost
 from megatron.planner.stand import Meter, Stand
-from megatron.topology.group import num_bytes
 
 
 def _part(model: ModelConfig, name: str) -> StagePart:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from megatron.compression.points import Point
 from megatron.config.run import RunConfig
-from megatron.model.stages import padded_vocab_size
-from megatron.parallel.data.gradients import bucket_elements
+from megatron.models.stages import padded_vocab_size
+from megatron.parallel.data.gradient_sync import bucket_elements
 from megatron.planner.choice import Choice
 from megatron.planner.cluster import Cluster
 from megatron.planner.costs import Wires, wires_of

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from megatron.compression.api import Level
 from megatron.compression.points import Point
 from megatron.config.run import RunConfig
-from megatron.parallel.data.gradients import bucket_elements, main_grad_dtype
+from megatron.parallel.data.gradient_sync import bucket_elements, main_grad_dtype
 from megatron.planner.choice import Choice
 from megatron.planner.cluster import Cluster, Wire
 from megatron.planner.costs import INNER_POINTS, STEADY, CostBook, Levels, Wires

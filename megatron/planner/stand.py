@@ -8,11 +8,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron.comm.experts import ExpertComm
-from megatron.comm.ledger import Ledger
-from megatron.comm.policy import CompressionPlan
+from megatron.distributed.group import Group
+from megatron.distributed.ledger import Ledger
+from megatron.distributed.policy import CompressionPlan
+from megatron.parallel.expert.dispatcher import ExpertComm
 from megatron.planner.dry_run import Spread, Tally
-from megatron.topology.group import Group
 
 
 class Meter(Protocol):

@@ -1,0 +1,1 @@
+"""Training runs: assembly, the loop, metrics, and saving."""

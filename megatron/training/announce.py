@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.config.run import RunConfig, describe_section
 from megatron.data.build import Datasets
-from megatron.topology.topology import Topology
+from megatron.distributed.topology import Topology
 from megatron.training.assembly import Engines
 from megatron.training.compression_notes import cache_notes, node_notes, stage_notes
 from megatron.training.coverage import coverage_notes

@@ -11,30 +11,30 @@ from dataclasses import dataclass
 import torch
 
 from megatron.base.errors import UserError
-from megatron.comm.channel import PipelineChannel
-from megatron.comm.experts import ExpertComm
-from megatron.comm.joint import JointSteps
-from megatron.comm.ledger import Ledger
-from megatron.comm.policy import CompressionPlan
-from megatron.comm.tensor import TensorComm
 from megatron.compression.points import Point
 from megatron.compression.schedule import RunLength
 from megatron.compression.state import CompressorState
 from megatron.config.run import RunConfig
 from megatron.config.training import why_not_compiled
-from megatron.model.stage import Stage
-from megatron.model.stages import boundary_lengths, build_stages, padded_vocab_size
+from megatron.diloco.outer_sync import OuterSync
+from megatron.distributed.clock import clock_of
+from megatron.distributed.layout import Layout
+from megatron.distributed.ledger import Ledger
+from megatron.distributed.policy import CompressionPlan
+from megatron.distributed.topology import Topology
+from megatron.models.stage import Stage
+from megatron.models.stages import boundary_lengths, build_stages, padded_vocab_size
 from megatron.optimizer.loss_scale import LossScale, build_loss_scale
 from megatron.optimizer.optimizer import Optimizer
-from megatron.optimizer.outer_sync import OuterSync
 from megatron.parallel.data.buffer import FlatBuffer, named_params
-from megatron.parallel.data.gradients import GradientSync, bucket_elements, main_grad_dtype
+from megatron.parallel.data.gradient_sync import GradientSync, bucket_elements, main_grad_dtype
+from megatron.parallel.data.sync_warmup import JointSteps
 from megatron.parallel.data.torch_ddp import TorchReplicas
+from megatron.parallel.expert.dispatcher import ExpertComm
+from megatron.parallel.pipeline.channel import PipelineChannel
 from megatron.parallel.pipeline.engine import PipelineEngine
+from megatron.parallel.tensor.collectives import TensorComm
 from megatron.parallel.tensor.shards import collect_specs
-from megatron.topology.clock import clock_of
-from megatron.topology.layout import Layout
-from megatron.topology.topology import Topology
 from megatron.training.experts import ExpertTally
 from megatron.training.observers import build_experiments, build_traces
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from megatron.comm.policy import CompressionPlan
 from megatron.compression.api import RoundCompressor
 from megatron.compression.outer import RoundSchedule
 from megatron.compression.points import Point
@@ -15,8 +14,9 @@ from megatron.config.curriculum import lengths_of
 from megatron.config.memory import in_words
 from megatron.config.run import RunConfig
 from megatron.data.build import Dataset
-from megatron.topology.nodes import sums_by_node
-from megatron.topology.topology import Topology
+from megatron.distributed.nodes import sums_by_node
+from megatron.distributed.policy import CompressionPlan
+from megatron.distributed.topology import Topology
 from megatron.training.assembly import Engines
 
 LEAST_TURNS = 3

@@ -10,13 +10,13 @@ from dataclasses import replace
 import torch
 from torch.distributed import ReduceOp
 
-from megatron.comm.experts import ExpertComm
-from megatron.comm.reducer import GradReducer
 from megatron.compression.api import Codec, RoundCompressor
 from megatron.compression.linalg import matrix_shape
 from megatron.compression.points import Point
 from megatron.compression.spec import Spec
-from megatron.optimizer.publish import compresses
+from megatron.parallel.data.param_gather import compresses
+from megatron.parallel.data.reducer import GradReducer
+from megatron.parallel.expert.dispatcher import ExpertComm
 from megatron.parallel.pipeline.schedule import epilogue, training_schedule
 from megatron.training.assembly import Engines
 

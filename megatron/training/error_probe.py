@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megatron.comm.observer import Finding, Observer, SentMessage
-from megatron.comm.policy import Position
 from megatron.compression.points import Point
+from megatron.distributed.observer import Finding, Observer, SentMessage
+from megatron.distributed.policy import Position
 
 _COLUMNS = ("boundaries", "micro_batches", "Cosine Sim", "Error AVG", "Acti Delta AVG")
 

@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megatron.comm.joint import JointSteps, alone
-from megatron.comm.ledger import Ledger
 from megatron.compression.points import Point
 from megatron.config.model import ModelConfig
-from megatron.model.context import ExpertContext
-from megatron.model.experts import Experts
-from megatron.model.stage import Stage
-from megatron.topology.topology import Topology
+from megatron.distributed.ledger import Ledger
+from megatron.distributed.topology import Topology
+from megatron.models.context import ExpertContext
+from megatron.models.experts import Experts
+from megatron.models.stage import Stage
+from megatron.parallel.data.sync_warmup import JointSteps, alone
 from megatron.training.metrics import ExpertLoads
 
 MOE_LOSS = "moe loss"

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from megatron.config.run import RunConfig
 from megatron.config.steps import StepSizes
+from megatron.distributed.layout import Layout
 from megatron.parallel.tensor.shards import collect_specs
-from megatron.topology.layout import Layout
 from megatron.training.assembly import Engines
 
 FIRST_ESTIMATE = 10

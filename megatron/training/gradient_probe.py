@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from megatron.comm.observer import Finding, Observer
+from megatron.distributed.agreement import gather_texts
+from megatron.distributed.observer import Finding, Observer
+from megatron.distributed.topology import Topology
 from megatron.kernels.ops import abs_topk
 from megatron.parallel.data.buffer import FlatBuffer
-from megatron.topology.agree import gather_texts
-from megatron.topology.topology import Topology
 
 Figures = dict[str, float | list[int]]
 """Statistics of a parameter."""

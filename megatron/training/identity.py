@@ -16,7 +16,7 @@ from megatron.base.regular import contents
 from megatron.compression.plugins import installed
 from megatron.config.data import DatasetBlend, parse_blend
 from megatron.data.indexed import dataset_files
-from megatron.training.meeting import Identity
+from megatron.training.config_agreement import Identity
 
 
 def identity_of(sections: Mapping[str, Any]) -> Identity:

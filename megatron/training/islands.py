@@ -24,20 +24,20 @@ from megatron.compression.schedule import RunLength
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.islands import file_of, folder_of, host_and_port, longest_wait, with_variables
 from megatron.config.run import RunConfig, run_sections
+from megatron.diloco.joining import Joining
+from megatron.diloco.membership import Islands
+from megatron.diloco.rounds import Rounds, RunEnd
+from megatron.diloco.startup import refusal_of
+from megatron.diloco.store import MeetingPlace
+from megatron.distributed.agreement import gather_texts, together
+from megatron.distributed.errors import CommunicationError
+from megatron.distributed.process_group import LaunchEnvironment
+from megatron.distributed.topology import Topology
 from megatron.kernels import native
-from megatron.topology.agree import gather_texts, together
-from megatron.topology.errors import CommunicationError
-from megatron.topology.islands import Islands
-from megatron.topology.launch import LaunchEnvironment
-from megatron.topology.meeting_place import MeetingPlace
-from megatron.topology.starting import refusal_of
-from megatron.topology.topology import Topology
 from megatron.training.assembly import Engines
 from megatron.training.identity import identity_of
-from megatron.training.joining import Joining
 from megatron.training.persistence import RunCheckpoints
 from megatron.training.report import Reporter
-from megatron.training.rounds import Rounds, RunEnd
 from megatron.training.saved_run import SavedRun
 
 _FOLDERS = ("tensorboard_dir", "wandb_save_dir", "profile_trace")
@@ -168,7 +168,19 @@ def begin_rounds(
     if outer is None or (islands is None and engines.config.islands.several):
         return None
     start = engines.plan.activation(Point.OUTER).warmup_iters
-    joining = None if islands is None else Joining(engines, outer, islands, checkpoints.parts, reporter.line)
+    joining = None
+    if islands is not None:
+        joining = Joining(
+            engines.topology,
+            engines.ledger,
+            engines.plan,
+            engines.stages,
+            engines.optimizer,
+            outer,
+            islands,
+            checkpoints.parts,
+            reporter.line,
+        )
     if joining is not None and met.begins:
         joining.let_in_those_behind()
     section, save = engines.config.islands, engines.config.checkpoint.save

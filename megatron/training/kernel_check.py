@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from megatron.base.errors import UserError
+from megatron.distributed.agreement import gather_texts
+from megatron.distributed.topology import Topology
 from megatron.kernels import native
 from megatron.kernels.products import own_products
-from megatron.topology.agree import gather_texts
-from megatron.topology.topology import Topology
 
 
 def check_kernels(topology: Topology) -> str | None:

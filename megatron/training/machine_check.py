@@ -12,8 +12,8 @@ from megatron.base.errors import UserError
 from megatron.compression.schedule import RunLength
 from megatron.config.memory import check_memory, memory_of_this_machine
 from megatron.config.run import RunConfig
+from megatron.distributed.process_group import LaunchEnvironment
 from megatron.kernels.fp8 import EIGHT_BIT_UNITS
-from megatron.topology.launch import LaunchEnvironment
 
 
 def check_machine(config: RunConfig, env: LaunchEnvironment) -> None:

@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 
 from megatron.base.errors import UserError
-from megatron.comm.kernel_trace import DeviceKernels
-from megatron.comm.observer import Observer
-from megatron.comm.trace import Trace
 from megatron.config.logs import LoggingConfig
+from megatron.distributed.clock import Clock
+from megatron.distributed.kernel_trace import DeviceKernels
+from megatron.distributed.observer import Observer
+from megatron.distributed.topology import Topology
+from megatron.distributed.trace import Trace
 from megatron.parallel.data.buffer import FlatBuffer
-from megatron.topology.clock import Clock
-from megatron.topology.topology import Topology
 from megatron.training.error_probe import ErrorProbe
 from megatron.training.gradient_probe import GradientProbe
 

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron.base.errors import UserError
+from megatron.base.stateful import Scope, StatefulParts
 from megatron.checkpoint.compressor_place import PREFIX
 from megatron.checkpoint.compressor_state import CompressorCheckpoint
 from megatron.checkpoint.files import Iteration, checkpoint_folder, newest_before, saved_iterations
@@ -30,14 +31,13 @@ from megatron.checkpoint.model_state import (
 )
 from megatron.checkpoint.save import COMMON
 from megatron.checkpoint.saver import CheckpointSaver
-from megatron.checkpoint.stateful import Scope, StatefulParts
 from megatron.compression.error_feedback import RESIDUAL
 from megatron.config.merge import differing_flags
 from megatron.config.run import RunConfig
-from megatron.model.classification import HEAD_POOLER, PRETRAINED_POOLER, TASK_HEAD
-from megatron.model.stages import stage_layers
+from megatron.distributed.agreement import raise_together, together
+from megatron.models.classification import HEAD_POOLER, PRETRAINED_POOLER, TASK_HEAD
+from megatron.models.stages import stage_layers
 from megatron.optimizer.schedules import LRSchedule
-from megatron.topology.agree import raise_together, together
 from megatron.training.assembly import Engines
 from megatron.training.changed_samples import SECTIONS, sample_warnings
 from megatron.training.progress_state import Progress

@@ -32,14 +32,14 @@ from megatron.config.tokenizer import TokenizerConfig
 from megatron.config.training import batch_schedule
 from megatron.data.build import Datasets, build_datasets
 from megatron.data.build_masked import build_bert_datasets, build_t5_datasets
+from megatron.distributed.agreement import gather_texts, together
+from megatron.distributed.layout import Layout
+from megatron.distributed.process_group import LaunchEnvironment, pick_device
+from megatron.distributed.topology import Topology, build_topology, single_process
 from megatron.optimizer.schedules import LRSchedule
 from megatron.tokenizer.api import Tokenizer
 from megatron.tokenizer.build import build_tokenizer
 from megatron.tokenizer.vocabulary import fitted, model_entries
-from megatron.topology.agree import gather_texts, together
-from megatron.topology.launch import LaunchEnvironment, pick_device
-from megatron.topology.layout import Layout
-from megatron.topology.topology import Topology, build_topology, single_process
 from megatron.training.announce import log_config, log_engines, rank_0_log
 from megatron.training.assembly import build_engines, groups_by_node, layout_of
 from megatron.training.compression_notes import compression_notes, run_length

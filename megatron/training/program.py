@@ -16,11 +16,17 @@ import torch
 from megatron.base.errors import UserError, first_line
 from megatron.base.start import launcher_pid
 from megatron.compression.options import CompressorFault
-from megatron.topology.errors import CommunicationError
-from megatron.topology.health import EXIT_PEER_LOST, GRACE_SECONDS, SILENT_SECONDS, Watch
-from megatron.topology.launch import LaunchEnvironment, init_process_group, leave_reason, open_queues, shutdown
+from megatron.distributed.errors import CommunicationError
+from megatron.distributed.health import EXIT_PEER_LOST, GRACE_SECONDS, SILENT_SECONDS, Watch
+from megatron.distributed.process_group import (
+    LaunchEnvironment,
+    init_process_group,
+    leave_reason,
+    open_queues,
+    shutdown,
+)
+from megatron.training.config_agreement import LEAVE_SECONDS, Meeting
 from megatron.training.identity import identity_of
-from megatron.training.meeting import LEAVE_SECONDS, Meeting
 
 EXIT_BAD_INPUT = 2
 EXIT_BUG = 1

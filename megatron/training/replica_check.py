@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from megatron.base.errors import UserError
-from megatron.comm.channel import Direction
+from megatron.distributed.agreement import gather_texts
+from megatron.parallel.pipeline.channel import Direction
 from megatron.parallel.tensor.shards import collect_specs
-from megatron.topology.agree import gather_texts
 from megatron.training.assembly import Engines
 
 

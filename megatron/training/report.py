@@ -16,7 +16,7 @@ import torch
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.config.steps import StepSizes
-from megatron.topology.agree import gather_texts
+from megatron.distributed.agreement import gather_texts
 from megatron.training.assembly import Engines
 from megatron.training.flops import (
     ModelShape,

@@ -10,19 +10,19 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.base.errors import UserError
+from megatron.base.stateful import under_todays_names
 from megatron.base.words import Note
 from megatron.checkpoint.files import Iteration, checkpoint_folder, iteration_of
 from megatron.checkpoint.find import read_tracker
 from megatron.checkpoint.load import load_common, saved_kind, saved_section, saved_shapes
 from megatron.checkpoint.model_state import MODEL, has_experts
 from megatron.checkpoint.save import COMMON
-from megatron.checkpoint.stateful import under_todays_names
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.islands import IslandsConfig, folder_of
 from megatron.config.kinds import check_kind
 from megatron.config.run import RunConfig
-from megatron.topology.agree import gather_texts, together
-from megatron.topology.topology import Topology
+from megatron.distributed.agreement import gather_texts, together
+from megatron.distributed.topology import Topology
 from megatron.training.progress_state import Progress, SavedCounters
 
 

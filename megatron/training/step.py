@@ -9,13 +9,13 @@ from itertools import islice
 import torch
 from torch import Tensor, nn
 
-from megatron.comm.ledger import Ledger
 from megatron.compression.api import Content
 from megatron.compression.points import Point
 from megatron.data.batch import Batch
-from megatron.model.context import ForwardContext
-from megatron.model.losses import LossSum, Targets
-from megatron.model.stage import Stage
+from megatron.distributed.ledger import Ledger
+from megatron.models.context import ForwardContext
+from megatron.models.losses import LossSum, Targets
+from megatron.models.stage import Stage
 from megatron.parallel.pipeline.engine import Span
 from megatron.parallel.pipeline.schedule import PipelineOp
 from megatron.parallel.tensor.random import DropoutKeys

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Literal
 
-from megatron.topology.clock import Clock, HostClock, Mark
+from megatron.distributed.clock import Clock, HostClock, Mark
 
 TimingOption = Literal["max", "minmax", "all"]
 Gather = Callable[[list[float]], list[list[float]]]

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megatron.comm.ledger import Ledger
 from megatron.compression.points import Point
 from megatron.compression.state import CompressorState
-from megatron.topology.agree import gather_texts
-from megatron.topology.group import Group
+from megatron.distributed.agreement import gather_texts
+from megatron.distributed.group import Group
+from megatron.distributed.ledger import Ledger
 from megatron.training.assembly import Engines
 from megatron.training.metrics import PointTraffic
 

@@ -13,10 +13,11 @@ from megatron.config.run import RunConfig
 from megatron.config.steps import StepSizes
 from megatron.data.build import Dataset
 from megatron.data.loader import MicroBatches, build_loader
+from megatron.diloco.rounds import Rounds
+from megatron.diloco.startup import QuorumError
+from megatron.distributed.errors import CommunicationError
+from megatron.distributed.topology import Topology
 from megatron.optimizer.schedules import LRSchedule
-from megatron.topology.errors import CommunicationError
-from megatron.topology.starting import QuorumError
-from megatron.topology.topology import Topology
 from megatron.training.assembly import Engines
 from megatron.training.divergence import DivergenceCheck
 from megatron.training.evaluation import EvaluationSet, evaluate, mean_losses, test_sets, validation_sets
@@ -25,7 +26,6 @@ from megatron.training.program import DivergedError, NothingLearnedError
 from megatron.training.progress_state import Progress
 from megatron.training.replica_check import check_replicas
 from megatron.training.report import Reporter
-from megatron.training.rounds import Rounds
 from megatron.training.signals import ExitPolicy, ExitReason, ExitSignals
 from megatron.training.step import take_batches, train_step
 from megatron.training.timers import Timers

@@ -9,14 +9,14 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.comm.ledger import Ledger
-from megatron.comm.policy import CompressionPlan
-from megatron.comm.tensor import TensorComm
 from megatron.config.model import ModelConfig
 from megatron.config.resolve_model import resolve_model
-from megatron.model.context import ForwardContext
-from megatron.model.experts import Experts
-from megatron.topology.topology import single_process
+from megatron.distributed.ledger import Ledger
+from megatron.distributed.policy import CompressionPlan
+from megatron.distributed.topology import single_process
+from megatron.models.context import ForwardContext
+from megatron.models.experts import Experts
+from megatron.parallel.tensor.collectives import TensorComm
 from tests.multiprocess import test_experts as experts
 
 pytestmark = pytest.mark.gpu
@@ -55,8 +55,8 @@ def test_products_of_all_experts_are_those_of_a_loop(biases: bool, dtype: torch.
         given = x_sbh.clone().requires_grad_()
         layer.zero_grad()
         with (
-            mock.patch("megatron.model.experts.groups_products", lambda rows, weights, off=loop: not off),
-            mock.patch("megatron.model.experts.batched_linear", _loop),
+            mock.patch("megatron.models.experts.groups_products", lambda rows, weights, off=loop: not off),
+            mock.patch("megatron.models.experts.batched_linear", _loop),
         ):
             out_sbh, _ = layer(given, ForwardContext())
         out_sbh.float().square().sum().backward()
@@ -74,7 +74,7 @@ def test_types_and_widths_that_torch_does_not_group(dtype: torch.dtype, width: i
     layer = _layer(dtype, **form, swiglu=True, add_bias_linear=False)
     x_sbh = torch.randn(32, 2, 64, device="cuda", dtype=dtype)
     out_sbh, _ = layer(x_sbh, ForwardContext())
-    with mock.patch("megatron.model.experts.batched_linear", _loop):
+    with mock.patch("megatron.models.experts.batched_linear", _loop):
         wanted_sbh, _ = layer(x_sbh, ForwardContext())
     tolerance = 0.02 if dtype is torch.bfloat16 else 1e-10
     torch.testing.assert_close(out_sbh, wanted_sbh, rtol=tolerance, atol=tolerance)

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from megatron.comm.ledger import Ledger
-from megatron.comm.policy import CompressionPlan
-from megatron.comm.tensor import TensorComm
+from megatron.distributed.ledger import Ledger
+from megatron.distributed.policy import CompressionPlan
+from megatron.distributed.topology import single_process
 from megatron.kernels import fp8
+from megatron.parallel.tensor.collectives import TensorComm
 from megatron.parallel.tensor.linear import ColumnParallelLinear
-from megatron.topology.topology import single_process
 from megatron.training.assembly import Engines
 from megatron.training.step import evaluation_step
 from tests.support.device import VARIABLE, has_8_bit_units

@@ -15,7 +15,7 @@ from megatron.inference.generate import generate
 from megatron.inference.model import LoadedModel, load_model
 from megatron.inference.sampling import Sampling
 from megatron.inference.steps import Recording, Workspaces, record_on_cuda
-from tests.unit.checkpoint.convert.support import MODELS, NOT_CLASSIC, saved_model
+from tests.unit.convert.support import MODELS, NOT_CLASSIC, saved_model
 
 pytestmark = pytest.mark.gpu
 

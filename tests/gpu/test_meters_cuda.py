@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from megatron.config.run import RunConfig
-from megatron.topology.clock import clock_of
-from megatron.topology.topology import Topology, build_topology, single_process
+from megatron.distributed.clock import clock_of
+from megatron.distributed.topology import Topology, build_topology, single_process
 from megatron.training.assembly import build_engines, layout_of
 from megatron.training.step import take_batches, train_step
 from tests.support.one_gpu import ONE_CHANNEL, join_on_one_gpu

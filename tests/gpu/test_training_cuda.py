@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from megatron.topology.topology import single_process
+from megatron.distributed.topology import single_process
 from megatron.training.assembly import build_engines
 from tests.support.tiny import VOCAB, tiny_config, tiny_run, tiny_train
 

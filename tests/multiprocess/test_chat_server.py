@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from megatron.checkpoint.convert.command import main as convert
+from megatron.convert.command import main as convert
 from tests.support.chat_model import END, write_chat_model
 from tests.support.server import Client, serving
 

@@ -9,12 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.comm.channel import Message, PipelineChannel
-from megatron.comm.gather import PendingGather
-from megatron.comm.ledger import Ledger
-from megatron.comm.policy import CompressionPlan, Position
-from megatron.comm.reducer import GradBucket, GradReducer, Place
-from megatron.comm.rounds import PackedReduction, TensorReduction
 from megatron.compression.api import Aggregate, Codec, Op, Payload, Peers, Request, RoundCompressor
 from megatron.compression.builtin import BUILTIN
 from megatron.compression.delta import DeltaConfig
@@ -24,8 +18,14 @@ from megatron.compression.powersgd import PowerSGD, PowerSGDConfig
 from megatron.compression.registry import Registration
 from megatron.compression.spec import Spec
 from megatron.compression.state import CompressorState
-from megatron.topology.group import Group, Pending
-from megatron.topology.work import Work
+from megatron.distributed.compressed_gather import PendingGather
+from megatron.distributed.group import Group, Pending
+from megatron.distributed.ledger import Ledger
+from megatron.distributed.policy import CompressionPlan, Position
+from megatron.distributed.round_driver import PackedReduction, TensorReduction
+from megatron.distributed.work import Work
+from megatron.parallel.data.reducer import GradBucket, GradReducer, Place
+from megatron.parallel.pipeline.channel import Message, PipelineChannel
 from tests.support.spawn import run_ranks
 
 

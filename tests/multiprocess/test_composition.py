@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron.base.errors import UserError
-from megatron.topology.topology import Topology
+from megatron.distributed.topology import Topology
 from megatron.training.assembly import Engines
 from megatron.training.replica_check import disagreements
 from tests.support.spawn import run_ranks

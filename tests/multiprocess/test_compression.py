@@ -17,7 +17,7 @@ from megatron.compression.edgc import RankByEntropy, RankController
 from megatron.compression.points import Point
 from megatron.config.model import LM_LOSS
 from megatron.parallel.data.buffer import ParamSlot
-from megatron.parallel.data.gradients import own_share
+from megatron.parallel.data.gradient_sync import own_share
 from megatron.training.assembly import Engines
 from megatron.training.coverage import coverage_notes
 from megatron.training.replica_check import disagreements

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.checkpoint.compressor_state import CompressorCheckpoint
 from megatron.checkpoint.save import save_checkpoint
-from megatron.model.stages import stage_layers
+from megatron.models.stages import stage_layers
 from megatron.training.assembly import Engines
 from tests.support.spawn import run_ranks
 from tests.support.tiny import tiny_engines, tiny_train

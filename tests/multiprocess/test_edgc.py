@@ -11,7 +11,7 @@ import pytest
 
 from megatron.compression.edgc import RankController
 from megatron.compression.points import Point
-from megatron.topology.clock import HostClock
+from megatron.distributed.clock import HostClock
 from megatron.training.assembly import Engines
 from tests.support.corpus import tiny_flags, write_documents
 from tests.support.spawn import run_ranks

@@ -18,7 +18,7 @@ from lm_eval.models.openai_completions import LocalCompletionsAPI
 from lm_eval.tasks import _index as index
 
 from megatron.base.errors import UserError
-from megatron.checkpoint.convert.command import main as convert
+from megatron.convert.command import main as convert
 from megatron.evaluation.harness_command import EvaluationFlags, run, via_hf
 from megatron.evaluation.lm_eval_adapter import CheckpointLM
 from megatron.evaluation.lm_eval_rules import ContinuationRules

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from megatron.checkpoint.convert.command import main as convert
+from megatron.convert.command import main as convert
 from megatron.data.preprocess.vocab_command import train
 from megatron.evaluation.harness_command import main
 from tests.support.cli import run_cli

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.distributed.layout import Layout
+from megatron.distributed.topology import build_topology
 from megatron.evaluation import continuation, lambada, wikitext
 from megatron.inference.model import load_model
-from megatron.topology.layout import Layout
-from megatron.topology.topology import build_topology
 from tests.support.cli import run_cli
 from tests.support.corpus import tiny_flags, write_documents
 from tests.support.spawn import run_ranks
 from tests.support.train import train
-from tests.unit.checkpoint.convert.support import MODELS, saved_model
+from tests.unit.convert.support import MODELS, saved_model
 
 pytestmark = pytest.mark.multiprocess
 

@@ -8,9 +8,9 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.comm.experts import RowExchange
 from megatron.compression.points import EXPERT_POINTS
-from megatron.model.router import Router
+from megatron.models.router import Router
+from megatron.parallel.expert.dispatcher import RowExchange
 from megatron.training.assembly import Engines
 from megatron.training.replica_check import disagreements
 from tests.support.spawn import run_ranks

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron.base.errors import UserError
 from megatron.checkpoint.load import saved_config
 from megatron.config.model import LM_LOSS
-from megatron.model.experts import Expert, Experts
+from megatron.models.experts import Expert, Experts
 from megatron.parallel.data import buffer
 from megatron.training.assembly import Engines
 from megatron.training.replica_check import check_replicas

@@ -12,8 +12,8 @@ import pytest
 from torch import Tensor
 
 from megatron.compression.points import EXPERT_POINTS
-from megatron.model.experts import Experts
-from megatron.model.router import Routing
+from megatron.models.experts import Experts
+from megatron.models.router import Routing
 from tests.multiprocess.test_experts import CAPACITY, CODED, DIST, FOLDED, MOE, SP, UNIFORM, _parallel
 from tests.support.cli import run_cli
 from tests.support.corpus import tiny_flags, write_documents

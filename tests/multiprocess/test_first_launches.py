@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.distributed.layout import Layout
+from megatron.distributed.topology import build_topology
 from megatron.inference.generate import generate, score
 from megatron.inference.model import load_model
 from megatron.inference.sampling import Sampling
-from megatron.topology.layout import Layout
-from megatron.topology.topology import build_topology
 from megatron.training.step import evaluation_step, take_batches, train_step
 from tests.support.launches import PretendedDevice, pretended_device
 from tests.support.spawn import run_ranks
 from tests.support.tiny import tiny_batches, tiny_engines
-from tests.unit.checkpoint.convert.support import MODELS, saved_model
+from tests.unit.convert.support import MODELS, saved_model
 
 pytestmark = pytest.mark.multiprocess
 

@@ -10,12 +10,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.comm.ledger import Ledger
-from megatron.comm.policy import CompressionPlan
-from megatron.comm.tensor import TensorComm
+from megatron.distributed.group import Group
+from megatron.distributed.ledger import Ledger
+from megatron.distributed.policy import CompressionPlan
+from megatron.distributed.topology import single_process
+from megatron.parallel.tensor.collectives import TensorComm
 from megatron.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
-from megatron.topology.group import Group
-from megatron.topology.topology import single_process
 from tests.support.spawn import run_ranks
 from tests.support.tiny import Trace, tiny_run
 

@@ -9,16 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.distributed.layout import Layout
+from megatron.distributed.topology import build_topology
 from megatron.inference.generate import Generated, generate, score
 from megatron.inference.model import load_model
 from megatron.inference.sampling import Sampling
-from megatron.model.context import ForwardContext
-from megatron.topology.layout import Layout
-from megatron.topology.topology import build_topology
+from megatron.models.context import ForwardContext
 from tests.support.cli import run_cli
 from tests.support.device import own_device
 from tests.support.spawn import run_ranks
-from tests.unit.checkpoint.convert.support import LENGTH, MODELS, NOT_CLASSIC, WITH_EXPERTS, saved_model
+from tests.unit.convert.support import LENGTH, MODELS, NOT_CLASSIC, WITH_EXPERTS, saved_model
 
 pytestmark = pytest.mark.multiprocess
 

@@ -24,7 +24,7 @@ from megatron.inference.model import LoadedModel, load_model
 from megatron.inference.sampling import Sampling
 from tests.support.cli import REPO
 from tests.support.server import Client, serving
-from tests.unit.checkpoint.convert.support import MODELS, saved_model
+from tests.unit.convert.support import MODELS, saved_model
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("warm")]
 

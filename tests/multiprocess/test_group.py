@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron.topology.errors import CommunicationError
-from megatron.topology.group import Group, PipelineGroup
-from megatron.topology.launch import LaunchEnvironment, init_process_group
-from megatron.topology.layout import Layout
-from megatron.topology.staged import StagedGroup
-from megatron.topology.topology import build_topology
+from megatron.distributed.errors import CommunicationError
+from megatron.distributed.group import Group, PipelineGroup
+from megatron.distributed.host_staging import StagedGroup
+from megatron.distributed.layout import Layout
+from megatron.distributed.process_group import LaunchEnvironment, init_process_group
+from megatron.distributed.topology import build_topology
 from tests.support.spawn import RankFailure, run_ranks
 
 pytestmark = pytest.mark.multiprocess

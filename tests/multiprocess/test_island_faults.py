@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.topology.decision import RoundOutcome
-from megatron.topology.islands import Islands
-from megatron.topology.meeting_place import serve
+from megatron.diloco.membership import Islands
+from megatron.diloco.round_decision import RoundOutcome
+from megatron.diloco.store import serve
 from tests.support.cleanup import die_with_parent
 from tests.support.island_threads import Changes, Island, batches_of, build_island, meet, merged, step, train_island
 from tests.support.spawn import context_of_tests

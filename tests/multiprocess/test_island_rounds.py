@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.comm.rounds import PackedReduction
 from megatron.compression.error_feedback import RESIDUAL
 from megatron.compression.points import Point
-from megatron.optimizer.fragments import fragment_of
-from megatron.topology.errors import CommunicationError
-from megatron.topology.meeting_place import serve
-from megatron.topology.staged import StagedGroup
-from megatron.topology.starting import QuorumError
-from megatron.training import joining
-from megatron.training.rounds import RunEnd
+from megatron.diloco import joining
+from megatron.diloco.fragments import fragment_of
+from megatron.diloco.rounds import RunEnd
+from megatron.diloco.startup import QuorumError
+from megatron.diloco.store import serve
+from megatron.distributed.errors import CommunicationError
+from megatron.distributed.host_staging import StagedGroup
+from megatron.distributed.round_driver import PackedReduction
 from tests.support.island_threads import (
     Changes,
     Island,

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from megatron.base.errors import UserError
+from megatron.distributed.layout import Layout
+from megatron.distributed.topology import build_topology
 from megatron.kernels import native
-from megatron.topology.layout import Layout
-from megatron.topology.topology import build_topology
 from megatron.training.kernel_check import check_kernels
 from tests.support.kernels import need_kernels
 from tests.support.spawn import run_ranks

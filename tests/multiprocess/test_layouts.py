@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from megatron.topology import group
+from megatron.distributed import group
 from tests.support.spawn import run_ranks
 from tests.support.tiny import ODD, T5, Trace, merge, tiny_run
 

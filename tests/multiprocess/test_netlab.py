@@ -254,7 +254,7 @@ def test_hosts_that_miss_another_do_not_wait_long(
 MEMBER = """
 import os, pathlib, sys, torch, torch.distributed as dist
 from megatron.training.program import run_program
-from megatron.topology.launch import LaunchEnvironment
+from megatron.distributed.process_group import LaunchEnvironment
 
 def body(ranks):
     ranks.join("gloo", 10.0, {})

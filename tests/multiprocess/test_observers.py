@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.comm.observer import Observer, SentMessage
-from megatron.comm.policy import Position
 from megatron.compression.points import Point
+from megatron.distributed.observer import Observer, SentMessage
+from megatron.distributed.policy import Position
 from tests.support.spawn import run_ranks
 from tests.support.tiny import tiny_engines, tiny_train
 

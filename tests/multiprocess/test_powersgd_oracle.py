@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron.comm.ledger import Ledger
-from megatron.comm.policy import CompressionPlan
-from megatron.comm.reducer import GradBucket, GradReducer, Place
 from megatron.compression.builtin import BUILTIN
 from megatron.compression.registry import Registry
 from megatron.compression.schedule import RunLength
 from megatron.compression.spec import read_specs
-from megatron.topology.group import Group
+from megatron.distributed.group import Group
+from megatron.distributed.ledger import Ledger
+from megatron.distributed.policy import CompressionPlan
+from megatron.parallel.data.reducer import GradBucket, GradReducer, Place
 from tests.support.spawn import run_ranks
 
 SHAPES = {"a": (12, 8), "b": (12, 8), "c": (20, 6), "bias": (7,), "tiny": (2, 2)}

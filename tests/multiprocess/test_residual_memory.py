@@ -10,15 +10,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.comm.ledger import Ledger
-from megatron.comm.policy import CompressionPlan
-from megatron.comm.reducer import GradBucket, GradReducer, Place
 from megatron.compression.builtin import BUILTIN
 from megatron.compression.registry import Registry
 from megatron.compression.schedule import RunLength
 from megatron.compression.spec import read_specs
 from megatron.compression.state import CompressorState
-from megatron.topology.group import Group
+from megatron.distributed.group import Group
+from megatron.distributed.ledger import Ledger
+from megatron.distributed.policy import CompressionPlan
+from megatron.parallel.data.reducer import GradBucket, GradReducer, Place
 from megatron.training.assembly import Engines
 from tests.support.spawn import run_ranks
 from tests.support.tiny import tiny_engines, tiny_train

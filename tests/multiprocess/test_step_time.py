@@ -15,10 +15,10 @@ from torch import Tensor
 
 from megatron.compression.error_feedback import ErrorFeedback
 from megatron.compression.fixpoint import Quantizer
+from megatron.distributed.clock import HostClock
+from megatron.distributed.group import Group, Pending
+from megatron.distributed.work import Work
 from megatron.optimizer import optimizer
-from megatron.topology.clock import HostClock
-from megatron.topology.group import Group, Pending
-from megatron.topology.work import Work
 from megatron.training import assembly
 from megatron.training.step import ChunkProgram, take_batches, train_step
 from tests.support.spawn import run_ranks

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint.convert import command as convert
+from megatron.convert import command as convert
 from megatron.inference import generate_command
 from megatron.planner import command as plan
 from megatron.training import pretrain_bert

@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.comm.ledger import Ledger
-from megatron.comm.policy import CompressionPlan
-from megatron.comm.tensor import TensorComm
+from megatron.distributed.group import Group
+from megatron.distributed.ledger import Ledger
+from megatron.distributed.policy import CompressionPlan
+from megatron.parallel.tensor.collectives import TensorComm
 from megatron.parallel.tensor.cross_entropy import head_loss
 from megatron.parallel.tensor.embedding import VocabParallelEmbedding, VocabShard
 from megatron.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
-from megatron.topology.group import Group
 from tests.support.spawn import run_ranks
 
 S, B, H, OUT, VOCAB = 8, 2, 12, 20, 21

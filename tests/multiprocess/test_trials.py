@@ -11,16 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.comm.ledger import Ledger
-from megatron.comm.policy import CompressionPlan
-from megatron.comm.reducer import GradBucket, GradReducer, Place
 from megatron.compression.api import Controller, Reduced, Request, Trial
 from megatron.compression.plugins import build_registry
 from megatron.compression.points import Point
 from megatron.compression.schedule import RunLength
 from megatron.compression.spec import read_specs
-from megatron.topology.clock import HostClock
-from megatron.topology.group import Group
+from megatron.distributed.clock import HostClock
+from megatron.distributed.group import Group
+from megatron.distributed.ledger import Ledger
+from megatron.distributed.policy import CompressionPlan
+from megatron.parallel.data.reducer import GradBucket, GradReducer, Place
 from megatron.training.assembly import Engines
 from tests.support.spawn import run_ranks
 from tests.support.tiny import Trace, tiny_engines, tiny_train

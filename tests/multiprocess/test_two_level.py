@@ -11,17 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.comm.ledger import Ledger
-from megatron.comm.rounds import PackedReduction, TensorReduction
 from megatron.compression.api import Aggregate, Level, Op, Peers, Request, RoundCompressor, SumTraits
 from megatron.compression.fixpoint import FixpointConfig, Quantizer
 from megatron.compression.identity import IdentityRounds
 from megatron.compression.options import CompressorFault
 from megatron.compression.points import Point
 from megatron.compression.state import CompressorState
-from megatron.topology.launch import LaunchEnvironment
-from megatron.topology.layout import Layout
-from megatron.topology.topology import build_topology
+from megatron.distributed.layout import Layout
+from megatron.distributed.ledger import Ledger
+from megatron.distributed.process_group import LaunchEnvironment
+from megatron.distributed.round_driver import PackedReduction, TensorReduction
+from megatron.distributed.topology import build_topology
 from megatron.training.compression_notes import node_notes
 from tests.multiprocess.test_compression import Changes, _run, _train_and_compare
 from tests.multiprocess.test_compressor_state import _changes, _load, _save, _sums

@@ -14,15 +14,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.comm.ledger import Ledger
-from megatron.comm.policy import CompressionPlan
-from megatron.comm.reducer import GradBucket, GradReducer, Place
 from megatron.compression.builtin import BUILTIN
 from megatron.compression.points import Point
 from megatron.compression.registry import Registry
 from megatron.compression.schedule import RunLength
 from megatron.compression.spec import read_specs
-from megatron.topology.group import Group, Pending
+from megatron.distributed.group import Group, Pending
+from megatron.distributed.ledger import Ledger
+from megatron.distributed.policy import CompressionPlan
+from megatron.parallel.data.reducer import GradBucket, GradReducer, Place
 from megatron.training.step import take_batches, train_step
 from tests.support.spawn import run_ranks
 from tests.support.tiny import tiny_batches, tiny_engines

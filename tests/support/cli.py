@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from megatron.topology.store import serve_store
+from megatron.distributed.store import serve_store
 from tests.support.cleanup import die_with_parent, kill_tree
 from tests.support.device import backend_of_tests, rank_variables
 from tests.support.forked import Forked

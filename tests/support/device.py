@@ -7,8 +7,8 @@ from typing import Literal
 
 import torch
 
+from megatron.distributed.process_group import open_queues, pick_device
 from megatron.kernels.fp8 import EIGHT_BIT_UNITS
-from megatron.topology.launch import open_queues, pick_device
 
 VARIABLE = "MEGATRON_TEST_DEVICE"
 """``cuda`` or ``cpu`` (the default); every process of a test inherits it."""

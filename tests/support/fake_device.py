@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from megatron.topology.clock import DeviceClock
+from megatron.distributed.clock import DeviceClock
 
 
 class FakeDevice:

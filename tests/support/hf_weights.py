@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.model.bert import BertStage
-from megatron.model.gpt import GPTStage
+from megatron.models.bert import BertStage
+from megatron.models.gpt import GPTStage
 
 
 def gpt2_pairs(theirs: Any, ours: GPTStage) -> Iterator[tuple[str, list[Tensor]]]:

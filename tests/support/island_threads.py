@@ -15,11 +15,11 @@ from torch import Tensor
 from megatron.compression.outer import RoundSchedule
 from megatron.compression.points import Point
 from megatron.data.batch import Batch
-from megatron.topology.islands import Islands
-from megatron.topology.meeting_place import MeetingPlace, serve
+from megatron.diloco.joining import Joining
+from megatron.diloco.membership import Islands
+from megatron.diloco.rounds import Rounds
+from megatron.diloco.store import MeetingPlace, serve
 from megatron.training.assembly import Engines
-from megatron.training.joining import Joining
-from megatron.training.rounds import Rounds
 from megatron.training.step import take_batches, train_step
 from tests.support.tiny import tiny_checkpoints, tiny_engines, tiny_tensors
 
@@ -112,7 +112,17 @@ def build_island(changes: Changes, islands: Islands | None, number: int = 0, cou
         checkpoints = tiny_checkpoints(engines)
         joining = None
         if islands is not None:
-            joining = Joining(engines, engines.outer, islands, checkpoints.parts, island.say)
+            joining = Joining(
+                engines.topology,
+                engines.ledger,
+                engines.plan,
+                engines.stages,
+                engines.optimizer,
+                engines.outer,
+                islands,
+                checkpoints.parts,
+                island.say,
+            )
         island.rounds = Rounds(engines.outer, schedule, islands, island.tell, joining)
         island.rounds.progress = checkpoints.progress  # type: ignore[attr-defined]
     return island

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron.config.islands import ADDRESS_VARIABLE, ISLAND_VARIABLE
-from megatron.topology.meeting_place import serve
+from megatron.diloco.store import serve
 from tests.support.cli import CliResult, RankProcesses, launch_ranks_cli
 
 SCRIPT = "pretrain_gpt.py"

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron.distributed.group import Group, Pending
 from megatron.parallel.pipeline.engine import PipelineEngine
-from megatron.topology.group import Group, Pending
 
 _NO_LAUNCH = frozenset(
     f"aten.{name}"

@@ -86,4 +86,4 @@ def roundings(changes: Mapping[str, Mapping[str, Any]]) -> set[str]:
             assert not train_step(engines, steps[number], number, 1e-3, 0.1).skipped_iterations
         evaluation_step(engines, steps[2])
     # Buckets of distances are whole numbers, which must be those of other implementations: see there.
-    return {place for place in found.places if not place.startswith("model/disentangled.py")}
+    return {place for place in found.places if not place.startswith("models/disentangled.py")}

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.topology.store import serve_store
+from megatron.distributed.store import serve_store
 from tests.support.cleanup import die_with_parent
 from tests.support.device import VARIABLE, backend_of_tests, own_device, rank_variables
 

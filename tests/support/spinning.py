@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.topology.group import Group, Pending
+from megatron.distributed.group import Group, Pending
 
 
 class DeadlockError(Exception):

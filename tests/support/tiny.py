@@ -12,10 +12,10 @@ import torch.distributed as dist
 from megatron.config.run import RunConfig
 from megatron.config.steps import StepSizes
 from megatron.data.batch import Batch
-from megatron.model.gpt import GPTStage
+from megatron.distributed.process_group import LaunchEnvironment
+from megatron.distributed.topology import Topology, build_topology, single_process
+from megatron.models.gpt import GPTStage
 from megatron.optimizer.schedules import LRSchedule
-from megatron.topology.launch import LaunchEnvironment
-from megatron.topology.topology import Topology, build_topology, single_process
 from megatron.training.assembly import Engines, build_engines, groups_by_node, layout_of
 from megatron.training.persistence import RunCheckpoints
 from megatron.training.progress_state import Progress

@@ -122,8 +122,8 @@ def test_a_package_without_a_layer_is_found(tree: Path) -> None:
 
 
 def test_imports_downwards_are_allowed(tree: Path) -> None:
-    _write(tree, "megatron/topology/group.py", "")
-    _write(tree, "megatron/comm/ledger.py", "import torch.distributed\nfrom megatron.topology import group")
+    _write(tree, "megatron/distributed/group.py", "")
+    _write(tree, "megatron/distributed/ledger.py", "import torch.distributed\nfrom megatron.topology import group")
     _write(tree, "megatron/comm/points.py", "from . import ledger\nimport megatronics.parallel")
     _write(tree, "tools/points.py", "import benchmarks\nfrom megatron.planner import command")
     assert _lint(*IMPORTS, folder=tree) == ""

@@ -1,1 +1,1 @@
-"""Data parallelism: contiguous buckets and their reduction."""
+"""Data parallelism: gradient buckets, their reduction, and the all-gather of updated parameters."""

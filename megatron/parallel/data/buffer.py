@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from megatron.distributed.group import Group
 from megatron.parallel.tensor.grad_space import offer, withdraw
 from megatron.parallel.tensor.shards import ParamSpec
-from megatron.topology.group import Group
 
 _ALIGNED = 8
 """Alignment in elements: 16 bytes, which GPU matrix products want, in the narrowest dtype."""

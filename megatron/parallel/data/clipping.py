@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron.comm.ledger import Ledger
 from megatron.compression.points import Point
+from megatron.distributed.ledger import Ledger
+from megatron.distributed.topology import Topology
 from megatron.kernels.ops import sum_of_squares
 from megatron.parallel.data.buffer import FlatBuffer
-from megatron.topology.topology import Topology
 
 
 def clip_replica(

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron.comm.ledger import Ledger
 from megatron.compression.points import Point
-from megatron.topology.group import Group, num_bytes
+from megatron.distributed.group import Group, num_bytes
+from megatron.distributed.ledger import Ledger
 
 
 class TorchReplicas:

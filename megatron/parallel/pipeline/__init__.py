@@ -1,1 +1,1 @@
-"""Pipeline parallelism: schedules as data, and the engine that runs them."""
+"""Pipeline parallelism: schedules, the engine that runs them, and messages between stages."""

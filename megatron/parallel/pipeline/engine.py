@@ -10,12 +10,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron.comm.channel import Direction, Message, PipelineChannel
-from megatron.comm.policy import Position
-from megatron.parallel.pipeline.kinds import CompletedKinds
+from megatron.distributed.layout import Layout
+from megatron.distributed.policy import Position
+from megatron.parallel.pipeline.channel import Direction, Message, PipelineChannel
+from megatron.parallel.pipeline.first_launches import CompletedKinds
 from megatron.parallel.pipeline.schedule import PipelineOp, forward_only, training_schedule
 from megatron.parallel.pipeline.timetable import Timetable, timetable
-from megatron.topology.layout import Layout
 
 
 class StageProgram(Protocol):

@@ -6,8 +6,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron.distributed.layout import Layout
 from megatron.parallel.pipeline.schedule import PipelineOp, epilogue
-from megatron.topology.layout import Layout
 
 _Place = tuple[bool, int, int]
 """An operation's place in the model: (forward, virtual stage, micro-batch)."""

@@ -1,1 +1,1 @@
-"""Tensor parallelism: sharded layers, keyed randomness, parameter shards."""
+"""Tensor and sequence parallelism: sharded layers and their collectives."""

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.comm.tensor import TensorComm
 from megatron.compression.points import Point
 from megatron.kernels.ops import cross_entropy
 from megatron.kernels.products import add_product_, product
 from megatron.kernels.soft_cap import slope_of_capped, soft_cap_
+from megatron.parallel.tensor.collectives import TensorComm
 from megatron.parallel.tensor.embedding import VocabShard
 from megatron.parallel.tensor.grad_space import take, take_ahead
 

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.comm.tensor import TensorComm, leave_parallel_region
+from megatron.distributed.layout import Tie
+from megatron.parallel.tensor.collectives import TensorComm, leave_parallel_region
 from megatron.parallel.tensor.grad_space import add_to, take
 from megatron.parallel.tensor.shards import ParamSpec, ShardedModule
-from megatron.topology.layout import Tie
 
 
 class _Rows(torch.autograd.Function):

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.comm.tensor import TensorComm, leave_parallel_region
 from megatron.compression.points import Point
 from megatron.kernels.fp8 import fits
 from megatron.kernels.products import multiplies
+from megatron.parallel.tensor.collectives import TensorComm, leave_parallel_region
 from megatron.parallel.tensor.grad_space import take
 from megatron.parallel.tensor.products import EXACT, LinearProducts, Recipe, products_of
 from megatron.parallel.tensor.shards import ParamSpec, ShardedModule, with_partial_grad

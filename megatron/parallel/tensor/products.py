@@ -13,9 +13,9 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from megatron.comm.tensor import TensorComm
 from megatron.kernels import fp8
 from megatron.kernels.products import linear, product
+from megatron.parallel.tensor.collectives import TensorComm
 
 Recipe = Literal["tensorwise", "rowwise"]
 Scales = tuple[Tensor, ...]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from megatron.topology.layout import Tie
+from megatron.distributed.layout import Tie
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from megatron.checkpoint.logical import LogicalShard, shard_of_flat_range, shard
 from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.save import save_checkpoint
 from megatron.checkpoint.saver import CheckpointSaver
-from megatron.topology.errors import CommunicationError
+from megatron.distributed.errors import CommunicationError
 from tests.support.spawn import RankFailure, run_ranks
 
 pytestmark = pytest.mark.multiprocess

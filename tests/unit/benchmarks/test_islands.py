@@ -30,8 +30,8 @@ from megatron.compression.outer import RoundSchedule
 from megatron.compression.points import Point
 from megatron.compression.schedule import RunLength
 from megatron.config.flags import parse_args
+from megatron.distributed.layout import Layout
 from megatron.planner.cluster import Cluster, LinkSpec
-from megatron.topology.layout import Layout
 
 ITERATIONS = 240
 ISLANDS = IslandsCase("islands", "outer=fixpoint,bits=4,every=2", 0.25, every=2)

@@ -14,10 +14,10 @@ from benchmarks.lep.figure import draw_losses
 from benchmarks.lep.frozen import KINDS, FrozenPipeline
 from benchmarks.lep.run import losses_of, trained_log
 from megatron.data.batch import Batch
-from megatron.model.context import ForwardContext
-from megatron.model.gpt import GPTStage
+from megatron.distributed.topology import single_process
+from megatron.models.context import ForwardContext
+from megatron.models.gpt import GPTStage
 from megatron.parallel.tensor.random import DropoutKeys
-from megatron.topology.topology import single_process
 from tests.support.tiny import tiny_batches, tiny_config, tiny_gpt
 
 MICRO_BATCHES, SEED = 6, 5

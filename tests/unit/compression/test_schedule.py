@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from megatron.base.errors import UserError
-from megatron.comm.policy import CompressionPlan
 from megatron.compression.builtin import BUILTIN
 from megatron.compression.lockstep import run_lockstep
 from megatron.compression.points import Point
@@ -15,6 +14,7 @@ from megatron.compression.registry import Registry
 from megatron.compression.schedule import RunLength, read_schedule
 from megatron.compression.spec import Spec, read_spec
 from megatron.compression.state import CompressorState
+from megatron.distributed.policy import CompressionPlan
 
 LENGTH = RunLength(1000, lambda epochs: round(100 * epochs))
 

@@ -12,7 +12,7 @@ from megatron.base.errors import UserError
 from megatron.config.flags import parse_args
 from megatron.config.islands import IslandsConfig, with_variables
 from megatron.config.run import RunConfig
-from megatron.topology.topology import single_process
+from megatron.distributed.topology import single_process
 from megatron.training.islands import folders_of_others, of_island
 from megatron.training.progress_state import Progress, SavedCounters
 from megatron.training.saved_run import SavedRun

@@ -11,7 +11,7 @@ from megatron.config import UserError, parse_args
 from megatron.config.memory import check_memory, in_words, least_needs, memory_of_this_machine
 from megatron.config.run import RunConfig
 from megatron.config.vocabulary import check_vocabulary
-from megatron.topology.topology import single_process
+from megatron.distributed.topology import single_process
 from megatron.training.assembly import build_engines
 from tests.unit.config.conftest import MINIMAL
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron.base.errors import UserError
-from megatron.checkpoint.convert import command as convert_command
+from megatron.convert import command as convert_command
 from megatron.data import merge_command
 from megatron.data.preprocess import command as preprocess_command
 from megatron.data.preprocess import vocab_command

@@ -16,10 +16,10 @@ from megatron.evaluation import continuation, lambada, wikitext
 from megatron.evaluation.command import main
 from megatron.evaluation.detokenize import wikitext as written
 from megatron.inference.model import LoadedModel, load_model
-from megatron.model.context import ForwardContext
+from megatron.models.context import ForwardContext
 from megatron.tokenizer.sentence_piece import SentencePieceTokenizer
 from tests.support.llama import write_sentence_piece
-from tests.unit.checkpoint.convert.support import LENGTH, MODELS, saved_model
+from tests.unit.convert.support import LENGTH, MODELS, saved_model
 
 
 @given(count=st.integers(2, 70), length=st.integers(1, 20), data=st.data())

@@ -10,7 +10,7 @@ import sentencepiece
 import torch
 import torch.nn.functional as F
 
-from megatron.checkpoint.convert.command import main as convert
+from megatron.convert.command import main as convert
 from megatron.evaluation.command import main
 from tests.support.deberta import write_deberta
 from tests.support.tasks import task_flags, write_tsv

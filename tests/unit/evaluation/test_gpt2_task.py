@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.checkpoint.convert.command import main as convert
+from megatron.convert.command import main as convert
 from megatron.data.tasks.epochs import Epochs
 from megatron.evaluation.command import main
 from tests.support.gpt2 import write_gpt2

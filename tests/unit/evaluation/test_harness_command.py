@@ -10,7 +10,7 @@ import pytest
 from megatron.base.errors import UserError
 from megatron.evaluation import harness_command
 from megatron.evaluation.harness_command import EvaluationFlags, via_hf
-from tests.unit.checkpoint.convert.support import saved_model
+from tests.unit.convert.support import saved_model
 
 FLAGS = EvaluationFlags(tasks=["a"])
 

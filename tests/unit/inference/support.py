@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.inference.model import LoadedModel
-from megatron.model.gpt import GPTStage
+from megatron.models.gpt import GPTStage
 from megatron.tokenizer.null import NullTokenizer
 from tests.support.tiny import VOCAB, tiny_engines, tiny_train
 

@@ -15,10 +15,10 @@ from megatron.checkpoint.save import save_checkpoint
 from megatron.inference.generate import Token, generate, score
 from megatron.inference.model import LoadedModel, load_model
 from megatron.inference.sampling import Sampling
-from megatron.model.context import ForwardContext
+from megatron.models.context import ForwardContext
 from megatron.tokenizer.null import NullTokenizer
 from tests.support.tiny import VOCAB, tiny_engines
-from tests.unit.checkpoint.convert.support import MODELS, NOT_CLASSIC, WITH_EXPERTS, convert, saved_model
+from tests.unit.convert.support import MODELS, NOT_CLASSIC, WITH_EXPERTS, convert, saved_model
 from tests.unit.inference.support import trained_model
 
 GREEDY = Sampling(greedy=True)

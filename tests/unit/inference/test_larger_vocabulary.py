@@ -12,16 +12,16 @@ from megatron.checkpoint.load import saved_config
 from megatron.checkpoint.vocabulary import saved_entries
 from megatron.config.flags import parse_args
 from megatron.config.tokenizer import TokenizerConfig
+from megatron.distributed.process_group import LaunchEnvironment
 from megatron.inference.generate import generate, score
 from megatron.inference.model import load_model
 from megatron.inference.sampling import Sampling
-from megatron.model.context import ForwardContext
+from megatron.models.context import ForwardContext
 from megatron.tokenizer.null import NullTokenizer
 from megatron.tokenizer.vocabulary import fitted, model_entries
-from megatron.topology.launch import LaunchEnvironment
 from megatron.training.pretrain import resolve
 from tests.support.tiny import VOCAB
-from tests.unit.checkpoint.convert.support import saved_model
+from tests.unit.convert.support import saved_model
 
 KNOWN = VOCAB - 20
 SMALLER = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=KNOWN - 1)

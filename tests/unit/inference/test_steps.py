@@ -17,9 +17,9 @@ from megatron.inference.generate import Token, generate
 from megatron.inference.model import LoadedModel, load_model
 from megatron.inference.sampling import Sampling
 from megatron.inference.steps import Record, Recording, Replayer, Workspaces, rows_to_keep
-from megatron.model.kv_cache import KVCache
+from megatron.models.kv_cache import KVCache
 from tests.support.tape import Recorder
-from tests.unit.checkpoint.convert.support import MODELS, NOT_CLASSIC, saved_model
+from tests.unit.convert.support import MODELS, NOT_CLASSIC, saved_model
 from tests.unit.inference.support import trained_model
 
 CPU = torch.device("cpu")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.distributed.topology import single_process
 from megatron.kernels import native, ops
-from megatron.topology.topology import single_process
 from megatron.training.kernel_check import check_kernels
 
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.comm.ledger import Ledger
-from megatron.comm.policy import CompressionPlan
 from megatron.config.optimizer import OptimizerConfig
+from megatron.distributed.ledger import Ledger
+from megatron.distributed.policy import CompressionPlan
+from megatron.distributed.topology import single_process
 from megatron.optimizer.loss_scale import ConstantLossScale
 from megatron.optimizer.optimizer import Optimizer
 from megatron.parallel.data.buffer import FlatBuffer
 from megatron.parallel.tensor.shards import ParamSpec
-from megatron.topology.topology import single_process
 
 SPECS = {
     "embedding.word_embeddings.weight": ParamSpec((7, 4), of_vocabulary=True),

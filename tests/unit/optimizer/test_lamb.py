@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.comm.ledger import Ledger
-from megatron.comm.policy import CompressionPlan
 from megatron.config.optimizer import OptimizerConfig
+from megatron.distributed.ledger import Ledger
+from megatron.distributed.policy import CompressionPlan
+from megatron.distributed.topology import single_process
 from megatron.optimizer.loss_scale import ConstantLossScale
 from megatron.optimizer.optimizer import Optimizer
 from megatron.parallel.data.buffer import FlatBuffer
 from megatron.parallel.tensor.shards import ParamSpec
-from megatron.topology.topology import single_process
 
 SHAPES = {"a.weight": (6, 5), "a.bias": (6,), "empty.weight": (3, 4), "norm.weight": (5,), "b.weight": (3, 6)}
 BETAS, EPS, DECAY, SCALE = (0.9, 0.95), 1e-6, 0.1, 4.0

@@ -11,17 +11,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.comm.ledger import Ledger
-from megatron.comm.policy import CompressionPlan
 from megatron.config.optimizer import OptimizerConfig
+from megatron.distributed.group import Group
+from megatron.distributed.ledger import Ledger
+from megatron.distributed.policy import CompressionPlan
+from megatron.distributed.topology import single_process
 from megatron.optimizer.loss_scale import ConstantLossScale
-from megatron.optimizer.matrices import _waves
+from megatron.optimizer.matrix_gather import _waves
 from megatron.optimizer.muon import newton_schulz
 from megatron.optimizer.optimizer import Optimizer
 from megatron.parallel.data.buffer import FlatBuffer
 from megatron.parallel.tensor.shards import ParamSpec
-from megatron.topology.group import Group
-from megatron.topology.topology import single_process
 
 SPECS = {
     "wide.weight": ParamSpec((6, 10), blocks=(6,)),

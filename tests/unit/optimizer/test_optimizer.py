@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.comm.ledger import Ledger
-from megatron.comm.policy import CompressionPlan
 from megatron.config.model import LM_LOSS
 from megatron.config.optimizer import OptimizerConfig
+from megatron.distributed.ledger import Ledger
+from megatron.distributed.policy import CompressionPlan
+from megatron.distributed.topology import single_process
 from megatron.kernels import ops
 from megatron.kernels.ops import sum_of_squares
 from megatron.optimizer.loss_scale import ConstantLossScale, DynamicLossScale, LossScale
 from megatron.optimizer.optimizer import Optimizer
 from megatron.parallel.data.buffer import FlatBuffer
 from megatron.parallel.tensor.shards import ParamSpec
-from megatron.topology.topology import single_process
 
 SHAPES = {"a.weight": (6, 5), "a.bias": (6,), "b.weight": (3, 6)}
 

@@ -8,19 +8,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.comm.ledger import Ledger
-from megatron.comm.policy import CompressionPlan
 from megatron.compression.fixpoint import FixpointConfig, Quantizer
 from megatron.compression.lockstep import run_lockstep
 from megatron.compression.quantized_adam import QuantizedAdam, QuantizedAdamConfig
 from megatron.compression.state import CompressorState
 from megatron.config.model import LM_LOSS
 from megatron.config.optimizer import OptimizerConfig
+from megatron.distributed.ledger import Ledger
+from megatron.distributed.policy import CompressionPlan
+from megatron.distributed.topology import single_process
 from megatron.optimizer.loss_scale import ConstantLossScale
 from megatron.optimizer.optimizer import Optimizer
 from megatron.parallel.data.buffer import FlatBuffer
 from megatron.parallel.tensor.shards import ParamSpec
-from megatron.topology.topology import single_process
 
 RANKS, SIZE, WARMUP, STEPS = 3, 24, 5, 25
 LR, BETA1, BETA2, EPS, DECAY = 1e-2, 0.9, 0.99, 1e-8, 0.1

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from megatron.base.errors import UserError
+from megatron.distributed.layout import Layout
 from megatron.planner.choice import Choice
 from megatron.planner.cluster import Cluster, Device, LinkSpec, Wire, read_cluster, wire_between, write_cluster
 from megatron.planner.costs import wires_of
-from megatron.topology.layout import Layout
 
 REPO = Path(__file__).parents[3]
 

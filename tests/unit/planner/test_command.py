@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import yaml
 
-from megatron.checkpoint.convert.model import tensors_of
 from megatron.config.run import RunConfig
-from megatron.model.stages import padded_vocab_size
+from megatron.convert.model import tensors_of
+from megatron.models.stages import padded_vocab_size
 from megatron.planner.choice import choice_of
 from megatron.planner.cluster import Cluster, LinkSpec, assumed_rates, read_cluster, write_cluster
 from megatron.planner.command import main

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron.base.errors import UserError
-from megatron.comm.policy import CompressionPlan
+from megatron.distributed.policy import CompressionPlan
 from megatron.planner.choice import Choice
 from megatron.planner.cluster import LinkSpec, write_cluster
 from megatron.planner.command import imbalance_of, main

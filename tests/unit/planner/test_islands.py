@@ -13,7 +13,8 @@ import pytest
 from megatron.base.errors import UserError
 from megatron.compression.schedule import RunLength
 from megatron.config.flags import parse_args
-from megatron.model.stages import padded_vocab_size
+from megatron.launcher.islands import launch_parser, wrong_islands
+from megatron.models.stages import padded_vocab_size
 from megatron.planner.choice import Choice, of_first_island
 from megatron.planner.cluster import Cluster, LinkSpec, check_sites, hop_wire, read_cluster, wire_between, write_cluster
 from megatron.planner.command import main
@@ -21,7 +22,6 @@ from megatron.planner.islands import Transfer
 from megatron.planner.predict import Prediction, Predictor
 from megatron.planner.report import flags, start, verdict
 from megatron.planner.search import Bounds, choices, search
-from megatron.topology.launch_islands import launch_parser, wrong_islands
 from tests.unit.planner.support import CLUSTER, VOCAB, small_run
 
 pytestmark = pytest.mark.slow

@@ -8,14 +8,14 @@ from typing import Any, cast
 import pytest
 import torch
 
-from megatron.comm.ledger import Ledger
-from megatron.comm.policy import CompressionPlan
-from megatron.comm.tensor import TensorComm
 from megatron.config.model import ModelConfig
 from megatron.config.resolve_model import resolve_model
-from megatron.model.experts import Experts
-from megatron.model.stage import Stage
-from megatron.topology.topology import single_process
+from megatron.distributed.ledger import Ledger
+from megatron.distributed.policy import CompressionPlan
+from megatron.distributed.topology import single_process
+from megatron.models.experts import Experts
+from megatron.models.stage import Stage
+from megatron.parallel.tensor.collectives import TensorComm
 from megatron.training.experts import MOE_LOSS, ExpertTally
 
 

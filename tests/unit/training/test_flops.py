@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.model.context import ForwardContext
-from megatron.model.losses import Targets
+from megatron.models.context import ForwardContext
+from megatron.models.losses import Targets
 from megatron.training.flops import (
     ModelShape,
     benchmark_tflops,

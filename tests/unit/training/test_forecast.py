@@ -12,7 +12,7 @@ from megatron.config.lengths import LengthSchedule
 from megatron.config.run import RunConfig
 from megatron.config.skipped import SkippedIterations
 from megatron.config.steps import StepSizes
-from megatron.topology.layout import Layout
+from megatron.distributed.layout import Layout
 from megatron.training.forecast import Forecast, ModelSize, format_estimate, format_size
 from tests.unit.training.test_metrics import ELAPSED, ITERATION, TFLOPS
 

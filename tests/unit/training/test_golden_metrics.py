@@ -19,8 +19,6 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.comm.observer import SentMessage
-from megatron.comm.policy import Position
 from megatron.compression.error_feedback import RESIDUAL
 from megatron.compression.lowrank_codec import LowRankCodec, LowRankConfig
 from megatron.compression.points import Point
@@ -29,7 +27,9 @@ from megatron.config.batch_size import BatchSizeSchedule
 from megatron.config.lengths import LengthSchedule
 from megatron.config.model import LM_LOSS
 from megatron.config.steps import StepSizes
-from megatron.topology.clock import HostClock
+from megatron.distributed.clock import HostClock
+from megatron.distributed.observer import SentMessage
+from megatron.distributed.policy import Position
 from megatron.training.assembly import Engines
 from megatron.training.error_probe import ErrorProbe
 from megatron.training.metrics import MetricsWindow, StepMetrics

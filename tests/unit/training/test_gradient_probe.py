@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from megatron.distributed.topology import single_process
 from megatron.parallel.data.buffer import FlatBuffer
 from megatron.parallel.tensor.shards import ParamSpec
-from megatron.topology.topology import single_process
 from megatron.training.gradient_probe import GradientProbe
 
 

@@ -13,9 +13,9 @@ import megatron
 from megatron.base.option import FieldOption, field_options
 from megatron.base.regular import contents, open_regular, read_regular
 from megatron.config.run import RunConfig, run_sections
-from megatron.topology.errors import ranks_text
+from megatron.distributed.errors import ranks_text
+from megatron.training.config_agreement import first_difference
 from megatron.training.identity import identity_of
-from megatron.training.meeting import first_difference
 from tests.support.corpus import write_documents
 from tests.support.tiny import tiny_config
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.config import UserError, parse_args
-from megatron.topology.launch import LaunchEnvironment
+from megatron.distributed.process_group import LaunchEnvironment
 from megatron.training.machine_check import check_machine, check_room
 from tests.support.corpus import tiny_flags
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.topology.errors import CommunicationError
+from megatron.distributed.errors import CommunicationError
 from megatron.training.program import EXIT_BUG, Ranks, out_of_memory, run_program
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.topology.clock import HostClock
+from megatron.distributed.clock import HostClock
 from megatron.training.timers import Timers, format_timers
 
 

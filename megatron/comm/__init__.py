@@ -1,1 +1,0 @@
-"""The communication points between the engines and the compressors."""

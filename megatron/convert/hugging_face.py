@@ -1,0 +1,279 @@
+"""Hugging Face folders: config.json, safetensors, tokenizer files."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megatron.base.errors import UserError
+from megatron.base.values import Values
+from megatron.convert.architectures import hf_config, model_of_config
+from megatron.convert.gemma import text_part
+from megatron.convert.model import Entry, Weights
+from megatron.convert.names import Rule, rules
+from megatron.convert.safetensors_file import DTYPES, SafetensorsFile
+from megatron.convert.tokenizer_files import copy_tokenizer, special_ids
+from megatron.convert.torch_file import Stored, TorchFile
+from megatron.models.embedding import TIED_NAME
+
+CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+SHARD_BYTES = 5 << 30
+_IN_A_LAYER = re.compile(r"\b(h|layers?)\.[0-9]+\.")
+_NO_WEIGHTS = re.compile(r"\.(attn|attention)\.(bias|masked_bias)$|\.rotary_emb\.inv_freq$|\bvision_tower\.")
+"""Masks and tables that older files hold beside a layer's weights, and the image encoder of Gemma 3."""
+HEADS = ("lm_head.weight", "cls.predictions.decoder.weight")
+_OTHER_NAMES = (
+    ("transformer.", ""),
+    ("deberta.", ""),
+    ("model.", "model.language_model."),
+    ("model.", "language_model.model."),
+    ("lm_head.", "language_model.lm_head."),
+    ("embed_out.", "lm_head."),
+    ("cls.predictions.bias", "cls.predictions.decoder.bias"),
+)
+"""Alternative name prefixes: the original GPT-2 files omit the prefix, models with an image encoder add to it."""
+
+
+def is_hf(folder: Path) -> bool:
+    """Whether a folder looks like a Hugging Face model."""
+    return (folder / CONFIG).is_file()
+
+
+# Hugging Face to Megatron-CC
+
+
+def read_hf(folder: Path) -> Weights:
+    """Reads a model of a supported architecture.
+
+    Raises:
+        UserError: when the architecture is not supported, or a file is missing or damaged.
+    """
+    described = Values(_read_json(folder / CONFIG))
+    try:
+        config = text_part(described)
+        model = model_of_config(config)
+        vocab_size = config.integer("vocab_size")
+    except UserError as error:
+        raise UserError(f"{folder / CONFIG}: {error}") from error
+    stored = _StoredFiles(folder)
+    entries, used = {}, set()
+    for rule in rules(model, vocab_size):
+        sources = [stored.entry(name, shape) for name, shape in rule.theirs]
+        used |= {stored.name_of(name) for name, _ in rule.theirs}
+        dtype = functools.reduce(torch.promote_types, (source.dtype for source in sources))
+        entries[rule.ours] = Entry(rule.shape, dtype, _joined(rule, [source.to(dtype) for source in sources]))
+    stored.check_all_used(used)
+    if model.ties_embeddings:
+        stored.check_tied(entries[TIED_NAME])
+    return Weights(model, vocab_size, entries, left_out="" if config is described else "the image encoder")
+
+
+def _joined(rule: Rule, entries: Sequence[Entry]) -> Callable[[], Tensor]:
+    def read() -> Tensor:
+        return rule.join([entry.read() for entry in entries]).contiguous()
+
+    return read
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: is not JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: does not hold names and values")
+    return content
+
+
+class _StoredFiles:
+    """The tensors of a folder, in safetensors or ``torch.save`` files (``pytorch_model*.bin``)."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._pickled: dict[str, Stored] = {}
+        self.places: dict[str, Path] = {}
+        if (folder / INDEX).is_file():
+            self.places = _places(folder / INDEX)
+        elif (folder / SINGLE).is_file():
+            with _opened(folder / SINGLE) as file:
+                self.places = dict.fromkeys(file.keys(), folder / SINGLE)
+        elif (folder / PICKLED).is_file():
+            self._pickled = _load_pickled(folder / PICKLED)
+            self.places = dict.fromkeys(self._pickled, folder / PICKLED)
+        elif (folder / PICKLED_INDEX).is_file():
+            self.places = _places(folder / PICKLED_INDEX)
+            contents = {path: _load_pickled(path) for path in sorted(set(self.places.values()))}
+            for name, path in self.places.items():
+                if name not in contents[path]:
+                    raise UserError(f"{path} does not hold {name}, which {PICKLED_INDEX} says it does")
+                self._pickled[name] = contents[path][name]
+        else:
+            raise UserError(f"{folder} holds neither {SINGLE} nor {INDEX} nor {PICKLED} nor {PICKLED_INDEX}")
+
+    def name_of(self, name: str) -> str:
+        """Name of a tensor in the files, with the prefix that they use."""
+        for usual, other in _OTHER_NAMES:
+            candidate = other + name.removeprefix(usual)
+            if name not in self.places and name.startswith(usual) and candidate in self.places:
+                return candidate
+        return name
+
+    def check_all_used(self, used: Collection[str]) -> None:
+        """Refuses unused layer weights, since the configuration is then of a smaller or another model.
+
+        Raises:
+            UserError: when there are any; the message names the first.
+        """
+        for name in sorted(set(self.places) - set(used)):
+            if _IN_A_LAYER.search(name) and not _NO_WEIGHTS.search(name):
+                raise UserError(f"{self.places[name]}: {name} has no place in the model that {CONFIG} describes")
+
+    def check_tied(self, embedding: Entry) -> None:
+        """Checks that an output head stored beside a tied embedding equals it.
+
+        Raises:
+            UserError: when a head differs.
+        """
+        for name in filter(self.places.__contains__, map(self.name_of, HEADS)):
+            head = self.entry(name, embedding.shape).read()
+            if not torch.equal(head.to(embedding.dtype), embedding.read()):
+                raise UserError(
+                    f"{self.places[name]}: {name} is not the embedding, though {CONFIG} ties both; write "
+                    f'"tie_word_embeddings": false into {CONFIG} to keep it'
+                )
+
+    def entry(self, name: str, shape: tuple[int, ...]) -> Entry:
+        """Entry of a required tensor, which must have the given shape."""
+        stored = self.name_of(name)
+        if stored not in self.places:
+            raise UserError(f"{self.folder}: there is no tensor {name}; the files are incomplete, or of another model")
+        if self._pickled:
+            sizes, dtype = tuple(self._pickled[stored].like.shape), self._pickled[stored].like.dtype
+        else:
+            with _opened(self.places[stored]) as file:
+                if stored not in file.keys():  # noqa: SIM118  # no mapping
+                    raise UserError(f"{self.places[stored]} does not hold {stored}, which {INDEX} says it does")
+                view = file.get_slice(stored)
+                sizes, dtype = tuple(view.get_shape()), _dtype_of(view.get_dtype(), f"{self.places[stored]}: {stored}")
+        if sizes != shape:
+            raise UserError(f"{self.places[stored]}: {stored} has shape {sizes}, {CONFIG} asks for {shape}")
+        return Entry(shape, dtype, lambda: self._read(stored))
+
+    def _read(self, stored: str) -> Tensor:
+        if self._pickled:
+            return self._pickled[stored].read()
+        with _opened(self.places[stored]) as file:
+            tensor: Tensor = file.get_tensor(stored)
+            return tensor
+
+
+def _places(path: Path) -> dict[str, Path]:
+    """Path of each tensor's file, from an index file."""
+    index, files = Values(_read_json(path)), {}
+    try:
+        for name, file in index.table("weight_map").items():
+            if not isinstance(file, str):
+                raise UserError(f"weight_map names {file!r} as the file of {name}")
+            if Path(file).name != file:
+                raise UserError(f"{file!r} lies outside the folder")
+            files[name] = path.parent / file
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    return files
+
+
+def _check_is_file(path: Path) -> None:
+    if path.exists() and not path.is_file():  # a pipe would never end
+        raise UserError(f"{path}: is not a file; fetch it again")
+
+
+def _opened(path: Path) -> Any:
+    _check_is_file(path)
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); fetch the file again") from error
+
+
+def _dtype_of(name: str, where: str) -> torch.dtype:
+    for dtype, dtype_name in DTYPES.items():
+        if dtype_name == name:
+            return dtype
+    raise UserError(f"{where} is of type {name}, which cannot be converted")
+
+
+def _load_pickled(path: Path) -> dict[str, Stored]:
+    _check_is_file(path)
+    file = TorchFile(path)
+    if not isinstance(file.content, dict):
+        raise UserError(f"{path}: holds a {type(file.content).__name__} instead of tensors by name")
+    return {
+        name: file.stored(name, tensor)
+        for name, tensor in file.content.items()
+        if isinstance(name, str) and isinstance(tensor, Tensor)
+    }
+
+
+# Megatron-CC to Hugging Face
+
+
+def write_hf(weights: Weights, folder: Path, done: Callable[[int], None], shard_bytes: int = SHARD_BYTES) -> None:
+    """Writes a folder that ``transformers`` loads.
+
+    Args:
+        weights: weights of a model that a Hugging Face architecture supports.
+        folder: an existing, empty folder.
+        done: called with the number of bytes of each tensor written.
+        shard_bytes: maximum size of a file, unless a single tensor is larger.
+
+    Raises:
+        UserError: when there is no such architecture.
+    """
+    planned = list(rules(weights.model, weights.vocab_size))
+    ids = special_ids(weights.tokenizer, weights.vocab_size)
+    dtypes = {rule.ours: weights.entries[rule.ours].dtype for rule in planned}
+    shards = _shards(planned, dtypes, shard_bytes)
+    places: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        name = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        tensors = [(theirs, shape, dtypes[rule.ours]) for rule in shard for theirs, shape in rule.theirs]
+        file = SafetensorsFile(folder / name, tensors, {"format": "pt"})
+        for rule in shard:
+            tensor = weights.entries[rule.ours].read()
+            for (theirs, _), view in zip(rule.theirs, rule.split(tensor), strict=True):
+                file.add(theirs, view)
+                places[theirs] = name
+            done(tensor.numel() * tensor.element_size())
+        file.close()
+    if len(shards) > 1:
+        _write_json(folder / INDEX, {"metadata": {"total_size": weights.nbytes}, "weight_map": places})
+    _write_json(folder / CONFIG, hf_config(weights.model, weights.vocab_size, dtypes[planned[0].ours], ids))
+    copy_tokenizer(weights.tokenizer, folder)
+
+
+def _shards(planned: Sequence[Rule], dtypes: Mapping[str, torch.dtype], limit: int) -> list[list[Rule]]:
+    shards: list[list[Rule]] = [[]]
+    size = 0
+    for rule in planned:
+        nbytes = torch.Size(rule.shape).numel() * dtypes[rule.ours].itemsize
+        if shards[-1] and size + nbytes > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(rule)
+        size += nbytes
+    return shards
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,144 @@
+"""Lists checkpoints: what each one holds, its layout and size, and whether it is intact.
+
+    python tools/ckpt.py ls checkpoints
+    python tools/ckpt.py ls checkpoints --iteration 300 --config --tensors
+    python tools/ckpt.py ls checkpoints/iter_0000300 --verify
+    python tools/ckpt.py ls checkpoints --json
+
+Every checkpoint gets a line, and the newest (or the only one asked for) a description. "complete" means that the table
+of contents is intact and all files have their sizes; --verify reads all tensors and documents and compares their
+checksums. The exit status is 2 when one of them is damaged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from megatron.base.errors import UserError
+from megatron.config.memory import in_words
+from megatron.convert.contents import Contents, find_all, look, tracker_problem
+
+_SHAPE = (
+    ("num_layers", "layers"),
+    ("decoder_num_layers", "layers of the decoder"),
+    ("hidden_size", "hidden"),
+    ("num_attention_heads", "heads"),
+    ("num_experts", "experts"),
+    ("seq_length", "tokens a sample"),
+    ("decoder_seq_length", "in the decoder"),
+)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Builds the parser of the command line."""
+    arg_parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = arg_parser.add_subparsers(dest="command", required=True, metavar="ls")
+    ls = commands.add_parser("ls", help="list checkpoints", description="Lists checkpoints.")
+    ls.add_argument("folder", type=Path, metavar="FOLDER", help="what --save wrote to, or one iter_... folder in it")
+    ls.add_argument("--iteration", type=int, metavar="N", help="this checkpoint only")
+    ls.add_argument("--verify", action="store_true", help="read all tensors and documents and compare their checksums")
+    ls.add_argument("--config", action="store_true", help="also print the run's configuration")
+    ls.add_argument("--tensors", action="store_true", help="also print each tensor's type and shape")
+    ls.add_argument("--json", action="store_true", help="print all of it as JSON")
+    return arg_parser
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def _line(checkpoint: Contents) -> str:
+    """Summary line of a checkpoint."""
+    mark = " (newest)" if checkpoint.newest else ""
+    problem = f": {checkpoint.problem}" if checkpoint.problem else ""
+    return f"{checkpoint.folder.name:<16} {in_words(checkpoint.bytes):>10}  {checkpoint.state}{problem}{mark}"
+
+
+def _description(checkpoint: Contents) -> Iterator[str]:
+    """Lines that describe the contents of a checkpoint."""
+    layout = ", ".join(f"{name} {size}" for name, size in checkpoint.layout.items())
+    if checkpoint.saved is not None:
+        ranks = f"{checkpoint.ranks} rank{'s' if checkpoint.ranks > 1 else ''}"
+        yield f"  saved {_time(checkpoint.saved)} by {ranks}{': ' + layout if layout else ''}"
+    model = checkpoint.config.get("model")
+    if isinstance(model, Mapping):
+        shape = ((model.get(name), word) for name, word in _SHAPE)
+        yield "  model: " + ", ".join(f"{_plainly(value)} {word}" for value, word in shape if value not in (None, []))
+    if checkpoint.position:
+        yield "  position: " + ", ".join(f"{name.replace('_', ' ')} {n:,}" for name, n in checkpoint.position.items())
+    for kind, info in checkpoint.kinds.items():
+        dtypes = ", ".join(info.dtypes)
+        yield f"  {kind:<24} {info.tensors:>5} tensors {info.numbers:>15,} numbers {in_words(info.bytes):>10}  {dtypes}"
+    yield from (f"  {name:<24} {in_words(size):>10}" for name, size in sorted(checkpoint.files.items()))
+
+
+def _plainly(value: object) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _details(checkpoint: Contents, options: argparse.Namespace) -> Iterator[str]:
+    if options.tensors:
+        yield from (f"  {name}  {dtype} {list(shape)}" for name, (dtype, shape) in checkpoint.shapes.items())
+    if options.config:
+        for section, values in checkpoint.config.items():
+            yield f"  {section}:"
+            if isinstance(values, Mapping):
+                yield from (f"    {name}: {value}" for name, value in values.items())
+
+
+def _plain(checkpoint: Contents) -> dict[str, Any]:
+    return {**asdict(checkpoint), "folder": str(checkpoint.folder), "bytes": checkpoint.bytes}
+
+
+def show(options: argparse.Namespace) -> bool:
+    """Prints the requested checkpoints; returns whether all are intact.
+
+    Raises:
+        UserError: when there is no such checkpoint.
+    """
+    root, available = find_all(options.folder)
+    if options.iteration is not None and options.iteration not in available:
+        existing = ", ".join(map(str, available))
+        raise UserError(
+            f"--iteration {options.iteration}: {options.folder} has no such checkpoint; there are {existing}"
+        )
+    selected = available if options.iteration is None else [options.iteration]
+    checkpoints = [look(root, iteration, verify=options.verify) for iteration in selected]
+    wrong = tracker_problem(root) if root == options.folder else None
+    if options.json:
+        print(
+            json.dumps({"folder": str(root), "problem": wrong, "checkpoints": list(map(_plain, checkpoints))}, indent=1)
+        )
+    else:
+        described = (
+            checkpoints[0]
+            if len(checkpoints) == 1
+            else next((checkpoint for checkpoint in checkpoints if checkpoint.newest), checkpoints[-1])
+        )
+        for checkpoint in checkpoints:
+            print(_line(checkpoint))
+            if checkpoint is described:
+                print("\n".join([*_description(checkpoint), *_details(checkpoint, options)]))
+        if wrong:
+            print(f"warning: {wrong}")
+    return all(checkpoint.state != "damaged" for checkpoint in checkpoints)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns 0, or 2 when a checkpoint is damaged or there is none."""
+    options = parser().parse_args(arguments)
+    try:
+        return 0 if show(options) else 2
+    except UserError as error:
+        print(f"ckpt: error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # as with `| head`
+        sys.stdout = None
+        return 0

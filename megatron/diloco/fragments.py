@@ -1,0 +1,153 @@
+"""Fragments of the model that islands exchange in turn, in separate buckets."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.compression.points import Point
+from megatron.distributed.group import Group
+from megatron.distributed.layout import Tie
+from megatron.distributed.ledger import Ledger
+from megatron.distributed.policy import CompressionPlan
+from megatron.parallel.data.buffer import Bucket, FlatBuffer, ParamSlot
+from megatron.parallel.data.param_shards import ParamShard
+from megatron.parallel.data.reducer import GradBucket, GradReducer, Place
+
+_LAYER = re.compile(r"layers\.(\d+)\.")
+
+
+def fragment_of(name: str, layers: int, fragments: int) -> int:
+    """The fragment of a parameter: layers are assigned round-robin (Douillard et al. 2025, "strided"). Parameters
+    before the layers belong to the first layer's fragment, parameters after them to the last layer's."""
+    match = _LAYER.search(name)
+    if match is None:
+        return 0 if "embedding" in name else (layers - 1) % fragments
+    return int(match[1]) % fragments
+
+
+@dataclass(frozen=True)
+class ShardPlace:
+    """The place of a shard of this rank in a fragment.
+
+    Args:
+        index: number of the shard.
+        bucket: number of the fragment's bucket.
+        start, stop: range in the bucket.
+        shard: the shard.
+    """
+
+    index: int
+    bucket: int
+    start: int
+    stop: int
+    shard: ParamShard
+
+
+@dataclass(frozen=True)
+class FragmentBucket:
+    """Parameters of a fragment that lie in a common bucket of gradients.
+
+    Args:
+        buffer: the buffer of that bucket; its group is the replicas' group.
+        slots: the parameters, in the order of the bucket.
+        reduced: the reducer's bucket; it has no memory between rounds.
+        tie: the tied embedding in the bucket; None for other parameters.
+        owns: whether this stage reduces it.
+    """
+
+    buffer: FlatBuffer
+    slots: tuple[ParamSlot, ...]
+    reduced: GradBucket
+    tie: Tie | None
+    owns: bool
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank exchanges on behalf of its replicas."""
+        return self.buffer.group.rank == 0
+
+    @property
+    def length(self) -> int:
+        """Number of elements."""
+        return self.reduced.places[-1].stop
+
+
+class Fragment:
+    """A fragment of the model, as held by this rank.
+
+    Args:
+        number: number of the fragment.
+        fragments, layers: numbers of fragments and layers of the model.
+        buffers: all parameters of this rank.
+        shards: the shards that this rank updates.
+        ties: the group of stages that hold a tied embedding, by embedding.
+        plan, ledger: the compressor of ``OUTER``, and where bytes are counted.
+
+    ``spoken`` are the buckets that this rank exchanges with other islands, by its ``reducer``.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        fragments: int,
+        layers: int,
+        buffers: Sequence[FlatBuffer],
+        shards: Sequence[ParamShard],
+        ties: dict[Tie, Group],
+        plan: CompressionPlan,
+        ledger: Ledger,
+    ) -> None:
+        self.number = number
+        self.buckets = [
+            fragment_bucket
+            for buffer in buffers
+            for bucket in buffer.buckets
+            if (fragment_bucket := _bucket(buffer, bucket, number, fragments, layers, ties)) is not None
+        ]
+        locations = {
+            id(slot): (at, slot_place.start)
+            for at, bucket in enumerate(self.buckets)
+            for slot, slot_place in zip(bucket.slots, bucket.reduced.places, strict=True)
+        }
+        self.places = [
+            ShardPlace(index, at, start + shard.start, start + shard.stop, shard)
+            for index, shard in enumerate(shards)
+            if (location := locations.get(id(shard.slot))) is not None
+            for at, start in (location,)
+        ]
+        self.spoken = [bucket for bucket in self.buckets if bucket.leads and bucket.owns]
+        alone = Group(None, (0,), 0, "islands", "none")
+        buckets = [bucket.reduced for bucket in self.spoken]
+        self.reducer = GradReducer(buckets, alone, plan, ledger, sharded=False, point=Point.OUTER)
+
+    def part(self, place: ShardPlace) -> Tensor:
+        """A shard's range of its bucket."""
+        return self.buckets[place.bucket].reduced.flat[place.start : place.stop]
+
+
+def _bucket(
+    buffer: FlatBuffer, bucket: Bucket, number: int, fragments: int, layers: int, ties: dict[Tie, Group]
+) -> FragmentBucket | None:
+    slots = tuple(slot for slot in bucket.slots if fragment_of(slot.logical_name, layers, fragments) == number)
+    if not slots:
+        return None
+    places: list[Place] = []
+    for slot in slots:
+        start = places[-1].stop if places else 0
+        places.append(Place(slot.logical_name, start, tuple(slot.param.shape)))
+    tie = slots[0].spec.tied
+    tie = tie if tie in ties else None
+    # All stages that hold a tied embedding have equal copies, so it crosses between islands once.
+    reduces = tie is None or ties[tie].rank == 0
+    return FragmentBucket(buffer, slots, GradBucket(bucket_memory(buffer, 0), tuple(places)), tie, reduces)
+
+
+def bucket_memory(buffer: FlatBuffer, length: int) -> Tensor:
+    """Zeros in the dtype of differences."""
+    dtype = torch.float64 if buffer.params_flat.dtype == torch.float64 else torch.float32
+    return torch.zeros(length, dtype=dtype, device=buffer.params_flat.device)

@@ -1,0 +1,204 @@
+"""State transfer to an island that joins the others again."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.base.errors import first_line
+from megatron.base.stateful import Scope, StatefulParts
+from megatron.compression.error_feedback import RESIDUAL
+from megatron.compression.points import Point
+from megatron.diloco.membership import Islands
+from megatron.diloco.outer_sync import OuterSync
+from megatron.diloco.store import POLL_SECONDS
+from megatron.distributed.agreement import any_rank, gather_texts
+from megatron.distributed.errors import CommunicationError
+from megatron.distributed.group import Group
+from megatron.distributed.ledger import Ledger
+from megatron.distributed.policy import CompressionPlan
+from megatron.distributed.topology import Topology
+from megatron.kernels.dtypes import dtype_from_name, name_of_dtype
+from megatron.optimizer.inner import state_names
+from megatron.optimizer.optimizer import Optimizer
+
+MOST_JOINS = 4
+"""Attempts to join before the island gives up."""
+_MOST_COPIES, _MOST_BESIDE = 8, 1 << 20
+"""Limit on the elements of received compressor states: a multiple of the model's parameters, plus a constant."""
+_SCOPES = (Scope.OPTIMIZER, Scope.SCHEDULE, Scope.POSITION)
+
+
+class Joining:
+    """Transfer of an island's state to an island that joins: the anchor with its momentum (the weights, before there is
+    an anchor), the inner optimizer, the compressors' states without residuals, and the position of the run. Every rank
+    sends to the same rank of the other island.
+
+    Args:
+        topology, ledger, plan: this rank's groups, its accounting, and its compressors.
+        stages: this rank's part of the model.
+        optimizer: the inner optimizer.
+        sync: its part in rounds.
+        islands: the other islands.
+        parts: checkpoint state besides tensors.
+        tell: prints a line, on the rank that speaks.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        ledger: Ledger,
+        plan: CompressionPlan,
+        stages: Sequence[nn.Module],
+        optimizer: Optimizer,
+        sync: OuterSync,
+        islands: Islands,
+        parts: StatefulParts,
+        tell: Callable[[str], None],
+    ) -> None:
+        self.topology, self.ledger, self.plan, self.stages = topology, ledger, plan, stages
+        self.optimizer, self.sync, self.islands, self.parts, self.tell = optimizer, sync, islands, parts, tell
+
+    def let_in_those_behind(self) -> None:
+        """Before the first step, send the state to islands that have come to the start without it."""
+        islands = self.islands
+        awaited, deadline = set(islands.behind), time.monotonic() + islands.seconds
+        while awaited and islands.lets_in and not any_rank(islands.control, time.monotonic() > deadline):
+            awaited -= self.let_in()
+            time.sleep(POLL_SECONDS)
+
+    def let_in(self) -> set[int]:
+        """After a round, send this island's state to islands that join, if this island is to do so. Returns the islands
+        that have joined, the same on all ranks."""
+        joined = set()
+        for island, ticket in self.islands.let_in():
+            problem = ""
+            try:
+                group = self.islands.pair(ticket, self.islands.island, island)
+                self._send(group, ticket)
+            except CommunicationError as error:
+                problem = str(error)
+                self.tell(f"warning: island {island} could not join: {error}")
+            if not any_rank(self.islands.control, bool(problem)):
+                joined.add(island)
+                self.tell(f"island {island} has joined")
+        return joined
+
+    def join(self) -> bool:
+        """Wait for a round that admits this island, and take over another island's state.
+
+        Returns:
+            False when no island is left.
+
+        Raises:
+            CommunicationError: on every rank, when it fails repeatedly.
+        """
+        for failures in range(1, MOST_JOINS + 1):
+            answer = self.islands.ask_to_join()
+            if answer is None:
+                return False
+            ticket, welcome = answer
+            problem = ""
+            try:
+                self._receive(self.islands.pair(ticket, welcome.source, self.islands.island), ticket)
+            except CommunicationError as error:
+                problem = str(error)
+            if any_rank(self.islands.control, bool(problem)):
+                problem = next(text for text in gather_texts(self.islands.control, problem) if text)
+                self.tell(f"warning: joining has failed {failures} of {MOST_JOINS} times: {problem}")
+                continue
+            iteration = self.parts.state_dict()["progress"]["iteration"]
+            self.tell(f"joined the other islands at iteration {iteration}, with the state of island {welcome.source}")
+            return True
+        raise CommunicationError(f"joining the other islands has failed {MOST_JOINS} times; the last time: {problem}")
+
+    def _tensors(self) -> Iterator[Tensor]:
+        if not self.sync.outer.begun:  # islands take steps together, and there is no anchor yet
+            yield from self.sync.outer.mains
+        for tensors in self.sync.outer.tensors().values():
+            yield from tensors
+        optimizer = self.optimizer
+        for shard in optimizer.shards:
+            for kind in state_names(optimizer.config, shard):
+                yield optimizer.inner.state[shard.main][kind]
+        for stage in self.stages:
+            yield from stage.buffers()
+
+    def _send(self, group: Group, ticket: int) -> None:
+        meeting_place, rank = self.islands.place, self.islands.rank
+        if rank == 0:
+            meeting_place.put(f"stream/{ticket}/parts", self.parts.state_dict())
+        states = [{name: x for name, x in state.portable().items() if name != RESIDUAL} for state in self.sync.states()]
+        forms = [
+            {name: [list(x.shape), name_of_dtype(x.dtype)] for name, x in state_tensors.items()}
+            for state_tensors in states
+        ]
+        meeting_place.put(f"stream/{ticket}/forms/{rank}", [forms, [state.counters for state in self.sync.states()]])
+        self._broadcast(group, [*self._tensors(), *(x for state_tensors in states for x in state_tensors.values())])
+
+    def _receive(self, group: Group, ticket: int) -> None:
+        common = self._wait_for(f"stream/{ticket}/parts")
+        forms, counters = self._wait_for(f"stream/{ticket}/forms/{self.islands.rank}")
+        with _naming_the_sender():
+            if common["outer"]["begun"]:
+                self.sync.outer.begin()
+            states = self._room(forms)
+            self._broadcast(group, [*self._tensors(), *(x for state_tensors in states for x in state_tensors.values())])
+            finite = all(bool(torch.isfinite(x).all()) for x in self._tensors() if x.is_floating_point())
+            if not finite:
+                raise ValueError("some of it is not finite")
+            for state, tensors, counts in zip(self.sync.states(), states, counters, strict=True):
+                state.tensors, state.counters = tensors, {str(name): int(count) for name, count in counts.items()}
+            self.parts.load_state_dict(common, _SCOPES)
+            self.plan.skipped = int(common["progress"]["skipped"])
+        if self.sync.outer.begun:
+            self.sync.take_anchor()
+        else:
+            self.sync.publish()
+
+    def _room(self, forms: Sequence[Mapping[str, Any]]) -> list[dict[str, Tensor]]:
+        """Allocate the compressors' states; raises ValueError if they are larger than any compressor needs."""
+        device = self.topology.device
+        sizes = [math.prod(shape) for form in forms for shape, _ in form.values()]
+        most = _MOST_COPIES * sum(main.numel() for main in self.sync.outer.mains) * self.topology.layout.dp
+        if any(size < 0 for size in sizes) or sum(sizes) > most + _MOST_BESIDE:
+            raise ValueError(f"it has {sum(sizes):,} numbers of compressors")
+        return [
+            {
+                name: torch.empty(shape, dtype=dtype_from_name(dtype), device=device)
+                for name, (shape, dtype) in form.items()
+            }
+            for form in forms
+        ]
+
+    def _broadcast(self, group: Group, tensors: Sequence[Tensor]) -> None:
+        for x in tensors:
+            pending = group.broadcast(x, 0)
+            self.ledger.sent(Point.OUTER, pending.sent_bytes)
+            self.ledger.wait(Point.OUTER, pending)
+
+    def _wait_for(self, key: str) -> Any:
+        deadline = time.monotonic() + self.islands.seconds
+
+        def check() -> None:
+            if time.monotonic() > deadline:
+                raise CommunicationError(f"island has sent nothing within {self.islands.seconds:g} s")
+
+        return self.islands.place.wait_for(key, check)
+
+
+@contextmanager
+def _naming_the_sender() -> Iterator[None]:
+    """Raise errors about a received state as CommunicationError."""
+    try:
+        yield
+    except CommunicationError:
+        raise
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as error:
+        raise CommunicationError(f"the state that an island has sent cannot be used: {first_line(error)}") from error

@@ -1,0 +1,346 @@
+"""Membership of islands: who takes part in a round, and whether it counts. No leader; the first writer decides."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.base.errors import UserError
+from megatron.diloco.groups import CPU, group_apart
+from megatron.diloco.round_decision import Arrival, Decision, RoundOutcome, Vote, judge, judge_mean
+from megatron.diloco.startup import LOCAL, IslandStart, QuorumError, StartLimits, finish_of, share
+from megatron.diloco.store import POLL_SECONDS, MeetingPlace, Pulses
+from megatron.diloco.waiting import Waiting, named
+from megatron.distributed.agreement import any_rank, rank_of
+from megatron.distributed.errors import CommunicationError
+from megatron.distributed.group import Group
+
+_WATCHING = 3
+"""Number of time limits after which an island that watches an attempt considers it failed."""
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """The reply to an island that asks to join.
+
+    Args:
+        source: the island that sends its whole state.
+        round: key of the round after which the state is sent.
+        members: the islands of that round.
+        problem: the reason for a refusal; empty if the island may join.
+    """
+
+    source: int
+    round: str
+    members: tuple[int, ...]
+    problem: str = ""
+
+    @staticmethod
+    def read(value: Mapping[str, Any]) -> Welcome:
+        """Decodes a reply; raises ValueError if it is malformed."""
+        members = tuple(map(int, value["members"]))
+        if not value["problem"] and value["source"] not in members:
+            raise ValueError(f"island {value['source']} is none of islands {members}")
+        return Welcome(int(value["source"]), str(value["round"]), members, str(value["problem"]))
+
+
+class Islands:
+    """This island's view of all islands. Every rank of the island has an instance; all call its methods alike.
+
+    Args:
+        place: the meeting place of the islands.
+        island, count: this island's number, and the number of islands.
+        quorum: fewest islands of a round.
+        seconds: longest time that a round waits for an island.
+        start_seconds: longest time until all have come to the start.
+        control: the ranks of this island over gloo; None for a single rank.
+        device: device of this rank's tensors.
+        tell: prints a line, on rank 0.
+
+    ``expected`` are the islands of the last round, initially those that began; ``behind`` are those that came to the
+    start without the others' state, and ``in_step`` says that all islands go in step from there.
+    """
+
+    def __init__(
+        self,
+        place: MeetingPlace,
+        island: int,
+        count: int,
+        quorum: int,
+        seconds: float,
+        start_seconds: float,
+        control: dist.ProcessGroup | None,
+        device: torch.device = CPU,
+        tell: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.place, self.island, self.count, self.quorum = place, island, count, quorum
+        self.seconds = seconds
+        self.control, self.rank = control, rank_of(control)
+        self.device, self.tell = device, tell
+        self.expected: tuple[int, ...] = ()
+        self.behind: tuple[int, ...] = ()
+        self.in_step = False
+        self.last_round = ""
+        self._group: Group | None = None
+        self._identity: Mapping[str, str] = {}
+        self.start = IslandStart(place, island, StartLimits(count, quorum, start_seconds), self._share, tell)
+
+    def begin(self, iteration: int, in_step: bool, identity: Mapping[str, str], weights: str = "") -> bool:
+        """Begins a generation with the others, unless they have a newer state or a generation is running.
+
+        Args:
+            iteration: iterations that this island has completed.
+            in_step: the islands go in step from there, which needs all of them.
+            identity: settings that must be the same on all islands, by their user-facing names.
+            weights: a fingerprint of the weights, which must be the same on all islands that begin.
+
+        Returns:
+            Whether this island begins with the others; otherwise it must ``join``.
+
+        Raises:
+            UserError: on every rank of all islands, when they cannot go together.
+            CommunicationError: when they do not come.
+        """
+        self._identity = identity
+        start = self.start.begin([iteration, in_step, dict(identity), weights])
+        self.expected, self.behind, self.in_step = start.members, start.behind, start.in_step
+        return self.island in self.expected
+
+    # A round.
+
+    def arrive(
+        self,
+        key: str,
+        arrival: Arrival,
+        last_norm: float = 0.0,
+        without: int | None = None,
+        anchor_norm: float = 0.0,
+    ) -> Decision:
+        """Comes to (an attempt of) a round, and waits up to the time limit for the islands of the last round.
+
+        Args:
+            key: name of the round and attempt, the same on all islands.
+            arrival: this island's report; rank 0's counts.
+            last_norm: norm of the last mean; 0 before the first mean.
+            without: an island that comes and is left out, to see whether it spoils the mean.
+            anchor_norm: norm of the anchor; 0 if not needed.
+
+        Raises:
+            QuorumError: when fewer than the quorum have come by the time limit.
+            CommunicationError: when no difference is finite, or the meeting place is gone.
+        """
+        decide = partial(judge, last_norm=last_norm, anchor_norm=anchor_norm)
+        return Decision.decode(self._share(lambda: self._arrive(key, arrival, lambda a: decide(a).leave_out(without))))
+
+    def _arrive(
+        self, key: str, own_arrival: Arrival, decide: Callable[[Mapping[int, Arrival]], Decision]
+    ) -> dict[str, Any]:
+        self.place.put(LOCAL, True)
+        self.place.put(f"{key}/arrived/{self.island}", own_arrival.encode())
+        awaited_islands = [k for k in self._awaited() if k != self.island]
+        pulses, deadline = Pulses(self.place, awaited_islands), time.monotonic() + self.seconds
+        wait_notice = Waiting("to come to a round", self.seconds, self.tell)
+
+        def look() -> None:
+            reports = {k: self.place.get(f"{key}/arrived/{k}", Arrival.decode) for k in range(self.count)}
+            arrivals = {k: arrival for k, arrival in reports.items() if arrival is not None}
+            missing = {k for k in awaited_islands if k not in arrivals} - pulses.silent() - self._joining()
+            wait_notice.look(missing)
+            if missing and time.monotonic() < deadline:
+                return
+            if len(arrivals) < self.quorum:
+                if time.monotonic() < deadline:
+                    return
+                raise QuorumError(
+                    f"{len(arrivals)} of {self.count} islands came to a round within {self.seconds:g} s, and "
+                    f"--islands-quorum is {self.quorum}: start the others again, all from their checkpoints"
+                )
+            try:
+                self.place.decide(f"{key}/members", decide(arrivals).encode())
+            except ValueError as error:
+                raise CommunicationError(f"{error}; lower --lr or outer-lr") from None
+
+        decision: dict[str, Any] = self.place.wait_for(f"{key}/members", look, Decision.decode)
+        return decision
+
+    def _awaited(self) -> set[int]:
+        """The islands of the last round, and those that joined after it; initially all that came to the start."""
+        joined_islands = set() if self.last_round else set(self.behind)
+        for k in range(self.count):
+            ticket = self.place.get(f"joining/{k}", int)
+            welcome = None if ticket is None else self.place.get(f"welcome/{ticket}", Welcome.read)
+            if welcome is not None and welcome.round == self.last_round and not welcome.problem:
+                joined_islands.add(k)
+        return joined_islands | set(self.expected)
+
+    def _joining(self) -> set[int]:
+        """Islands that wait to be let in, and therefore come to no round."""
+        return {k for k, _ in self._tickets()}
+
+    def _tickets(self) -> list[tuple[int, int]]:
+        tickets = []
+        for k in range(self.count):
+            ticket = self.place.get(f"joining/{k}", int)
+            if ticket is not None and self.place.get(f"welcome/{ticket}") is None:
+                tickets.append((k, ticket))
+        return tickets
+
+    def group(self, decision: Decision, key: str) -> Group:
+        """The group of this rank on all members. Reused until the members change, or something in it fails.
+
+        Raises:
+            CommunicationError: when a member does not come.
+        """
+        if self._group is None or self._group.ranks != decision.members:
+            self._group = None
+            self._group = self.group_of(decision.members, f"{key}/group", self.seconds)
+        return self._group
+
+    def group_of(self, members: Sequence[int], key: str, seconds: float) -> Group:
+        """A group of this rank on the given islands."""
+        store = dist.PrefixStore(f"{key}/{self.rank}", self.place.box)
+        return group_apart(store, members, self.island, "islands", seconds, self.place.own_address(), self.device)
+
+    def settle(self, key: str, members: Sequence[int], vote: Vote) -> RoundOutcome:
+        """Decides with the other members whether an attempt counts; the same on all of them.
+
+        Args:
+            key: name of the round and attempt.
+            members: its members. An island that is not a member waits for their decision.
+            vote: this rank's vote; failure on any rank counts as failure, and rank 0's norms count.
+        """
+        vote = replace(vote, failed=any_rank(self.control, vote.failed))
+        outcome = RoundOutcome(self._share(lambda: self._settle(key, members, vote)))
+        if outcome is not RoundOutcome.COUNTS:
+            self._group = None
+        elif self.island in members:
+            self.expected, self.last_round = tuple(members), key
+        return outcome
+
+    def _settle(self, key: str, members: Sequence[int], vote: Vote) -> str:
+        takes_part = self.island in members
+        if takes_part:
+            self.place.put(f"{key}/ok/{self.island}", vote.encode())
+        # Members may take one time limit for the transfer, and another for the votes.
+        deadline = time.monotonic() + self.seconds * (1 if takes_part else _WATCHING)
+
+        def look() -> None:
+            votes = [self.place.get(f"{key}/ok/{k}", Vote.decode) for k in members]
+            received_votes = [vote for vote in votes if vote is not None]
+            if len(received_votes) == len(members):
+                self.place.decide(f"{key}/outcome", judge_mean(received_votes))
+            elif any(vote.failed for vote in received_votes) or time.monotonic() > deadline:
+                self.place.decide(f"{key}/outcome", RoundOutcome.FAILED)
+
+        outcome: str = self.place.wait_for(f"{key}/outcome", look, RoundOutcome)
+        return outcome
+
+    # Joining.
+
+    def ask_to_join(self) -> tuple[int, Welcome] | None:
+        """Waits until a round lets this island in; returns its ticket and the reply, or None when no island is left.
+
+        Raises:
+            UserError: on every rank, when the other islands refuse this island.
+        """
+        self.place.stop_beating()
+        self._group = None
+        ticket = int(self._share(lambda: self._take_ticket()))
+        peers = [k for k in range(self.count) if k != self.island]
+        pulses = Pulses(self.place, peers)
+        if self.rank == 0:
+            self.tell(
+                f"waiting for {named(peers)} to let this one in at the end of a round, while any of them is alive"
+            )
+        answer: Welcome | None = None
+        # Up to the duration of a round, which is longer than ranks may wait for a rank of their own island.
+        while answer is None:
+            answer = self.place.get(f"welcome/{ticket}", Welcome.read)
+            if answer is None and self.place.get(f"joining/{self.island}") != ticket:
+                why = f"--island {self.island}: another process waits to join as island {self.island}; end one of them"
+                answer = Welcome(self.island, "", (), why)
+            if len(pulses.silent()) == len(peers) and answer is None:
+                break
+            time.sleep(POLL_SECONDS)
+        if any_rank(self.control, answer is None):
+            return None
+        assert answer is not None
+        if answer.problem:
+            raise UserError(answer.problem)
+        self.last_round, self.expected = answer.round, answer.members
+        if self.rank == 0:
+            self.place.beat(self.island)
+        return ticket, answer
+
+    def _take_ticket(self) -> int:
+        ticket = self.place.count("tickets")
+        self.place.put(f"ticket/{ticket}", dict(self._identity))
+        self.place.put(f"joining/{self.island}", ticket)
+        return ticket
+
+    @property
+    def lets_in(self) -> bool:
+        """Whether this island lets others in: the first member of the last round does."""
+        return bool(self.expected) and self.expected[0] == self.island
+
+    def let_in(self) -> list[tuple[int, int]]:
+        """After a round that counts: the islands that it lets in, and their tickets. The first member lets them in."""
+        if not self.lets_in:
+            return []
+        return [(k, ticket) for k, ticket in self._share(self._let_in)]
+
+    def _let_in(self) -> list[tuple[int, int]]:
+        admitted_islands = []
+        for k, ticket in self._tickets():
+            problem = ""
+            for name, value in (self.place.get(f"ticket/{ticket}", dict) or {}).items():
+                if self._identity.get(name) != value:
+                    own_value = self._identity.get(name)
+                    problem = f"island {k} and the others do not agree: {name} is {value} and {own_value}"
+            self.place.put(f"welcome/{ticket}", asdict(Welcome(self.island, self.last_round, self.expected, problem)))
+            if not problem:
+                admitted_islands.append((k, ticket))
+        return admitted_islands
+
+    def pair(self, ticket: int, source: int, joiner: int) -> Group:
+        """A group of this rank on an island that sends its whole state and on an island that joins.
+
+        Raises:
+            CommunicationError: when the other does not come.
+        """
+        return self.group_of((source, joiner), f"stream/{ticket}", self.seconds)
+
+    def finish(self, iteration: int, folder: str) -> list[int]:
+        """Records that this island has finished; returns the others that have neither finished nor taken part in the
+        last round.
+
+        Args:
+            iteration: the final iteration.
+            folder: the folder of its checkpoint; empty if there is none.
+        """
+
+        def note() -> list[int]:
+            self.place.put(finish_of(self.island), [iteration, folder])
+            return self._late()
+
+        return [int(k) for k in self._share(note)]
+
+    def still_late(self) -> bool:
+        """Whether this island, the first member of the last round, may wait for a late island."""
+        return self.lets_in and bool(self._share(self._late))
+
+    def _late(self) -> list[int]:
+        return [k for k in range(self.count) if k not in self.expected and self.place.get(finish_of(k)) is None]
+
+    def leave(self) -> None:
+        """Ends this island's participation."""
+        self.place.stop_beating()
+
+    def _share(self, call: Callable[[], Any]) -> Any:
+        return share(self.control, call)

@@ -1,0 +1,366 @@
+"""Rounds of islands: when fragments are sent, and how failed attempts are retried."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import fmean
+from typing import Any
+
+from megatron.compression.outer import RoundSchedule
+from megatron.diloco.joining import Joining
+from megatron.diloco.membership import Islands
+from megatron.diloco.outer_sync import Flight, OuterSync
+from megatron.diloco.outlier_search import Suspects
+from megatron.diloco.round_decision import Arrival, Decision, RoundOutcome, Vote
+from megatron.diloco.startup import QuorumError
+from megatron.diloco.store import POLL_SECONDS
+from megatron.diloco.waiting import named
+from megatron.distributed.agreement import any_rank
+from megatron.distributed.errors import CommunicationError
+from megatron.distributed.group import Group
+
+MOST_ATTEMPTS = 4
+"""Attempts of a round by the same islands before the run gives up."""
+
+Tell = Callable[[str, dict[str, Any]], None]
+"""Reports a line to the user, and its numbers to files."""
+
+
+_WITHOUT = "warning: the other islands went on without this one; its steps since the last round are lost"
+
+
+@dataclass
+class _Times:
+    """Durations of a transfer in seconds: since it was sent, and the time that training waited for it."""
+
+    sent: float
+    waited: float = 0.0
+
+    def hidden(self) -> float:
+        """The share of the transfer that was hidden behind training."""
+        flight = time.monotonic() - self.sent
+        return max(0.0, 1.0 - self.waited / flight) if flight > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class RunEnd:
+    """Help for islands that are late when this island ends.
+
+    Args:
+        folder: folder of its last checkpoint; empty without a checkpoint.
+        seconds: longest time that it stays to send them its state.
+    """
+
+    folder: str = ""
+    seconds: float = 0.0
+
+
+class Rounds:
+    """The rounds of this island. Every rank of an island constructs them and calls the same methods.
+
+    An attempt counts when every rank of all members has done its part; compressors' states and the anchor change only
+    then. Otherwise the remaining members try again, with the same differences and residuals.
+
+    Args:
+        sync: this rank's part in a round.
+        schedule: iterations at which rounds are due.
+        islands: the other islands; None for a single island.
+        tell: reports an event, on the rank that speaks.
+        joining: admits late islands, and joins the others; None for a single island.
+        end: help for late islands at the end of the run.
+
+    ``left``: the others went on without this island. ``landed``: a round has just ended. ``asked``: this island's
+    reason to end the run, which it reports in its next round. ``stop``: the reason for which all islands end.
+    """
+
+    def __init__(
+        self,
+        sync: OuterSync,
+        schedule: RoundSchedule,
+        islands: Islands | None,
+        tell: Tell,
+        joining: Joining | None = None,
+        end: RunEnd = RunEnd(),
+    ) -> None:
+        self.sync, self.schedule, self.islands, self.tell = sync, schedule, islands, tell
+        self.joining, self.end = joining, end
+        self.left = self.landed = False
+        self.asked = self.stop = 0
+        self._losses: list[float] = []
+        self._gone: list[int] = []
+        self._times = _Times(0.0)
+
+    def before_step(self, iteration: int) -> None:
+        """Take the anchor before the first local step (0-based)."""
+        if self.schedule.local(iteration) and not self.sync.outer.begun:
+            self.sync.begin()
+
+    @property
+    def apart(self) -> bool:
+        """Whether islands take local steps, so that they know nothing of each other before the next round."""
+        return self.islands is not None and self.sync.outer.begun
+
+    def after_step(self, done: int, loss: float) -> bool:
+        """Send and apply the fragments that are due after ``done`` iterations of the run.
+
+        Args:
+            done: number of iterations.
+            loss: training loss of the last iteration.
+
+        Returns:
+            False when the others went on without this island, which has to ``join`` them.
+
+        Raises:
+            QuorumError: when there are too few islands.
+            CommunicationError: when communication fails altogether.
+        """
+        if not self.sync.outer.begun:
+            return True
+        if math.isfinite(loss):
+            self._losses.append(loss)
+        flight = self.sync.flight
+        if flight is not None and done >= self.schedule.applied_at(flight.sent):
+            self._land(flight)
+        elif flight is not None and not flight.arrived and not flight.failed:
+            flight.failed = not self._try(partial(self.sync.progress, flight.fragment))
+        return self.catch_up(done)
+
+    def behind(self, done: int) -> bool:
+        """Whether a round that is due after ``done`` iterations is still missing."""
+        return self.sync.outer.begun and self.sync.round < done and bool(self.schedule.sent(done))
+
+    def catch_up(self, done: int) -> bool:
+        """Run the missing rounds that are due after ``done`` iterations; see ``after_step``."""
+        if self.sync.outer.begun and self.sync.round < done:
+            for fragment in self.schedule.sent(done):
+                self._send(fragment, done, later=self.schedule.applied_at(done) > done)
+            if self.schedule.sent(done):
+                self.sync.round = done
+                self._losses.clear()
+                if done == self.schedule.end or self.sync.options.meets:
+                    self.sync.together = done
+        if self.landed and self.joining is not None and not self.left:
+            self.joining.let_in()
+        self.landed = False
+        return not self.left
+
+    def hold(self) -> bool:
+        """Wait for the fragment in flight before a checkpoint is saved. The checkpoint holds its mean, which is applied
+        later; see ``after_step``."""
+        flight = self.sync.flight
+        if flight is not None and not flight.arrived:
+            self._bring(flight)
+        return not self.left
+
+    def forget(self) -> None:
+        """Drop the fragment in flight; its contents are sent in the fragment's next round."""
+        if self.sync.flight is not None:
+            self.sync.drop(self.sync.flight.fragment)
+            self.sync.flight = None
+
+    def join(self) -> bool:
+        """Join the other islands at the end of one of their rounds. This island takes over all state except its data.
+
+        Returns:
+            Whether it joined; False when no island is left.
+        """
+        assert self.joining is not None
+        self.forget()
+        self._losses.clear()
+        self.left = self.landed = False
+        return self.joining.join()
+
+    def finish(self, iteration: int) -> None:
+        """End the run, whose last checkpoint is saved: tell late islands where it is, and let them join."""
+        if self.islands is None or self.joining is None or not self.sync.outer.begun:
+            return
+        try:
+            self._see_late_islands_in(self.islands, self.joining, iteration)
+        except CommunicationError as error:  # the run has ended and is saved; only late islands are affected
+            self.tell(f"nothing more is done for late islands: {error}", {})
+
+    def _see_late_islands_in(self, islands: Islands, joining: Joining, iteration: int) -> None:
+        """Announce the end to late islands, and wait for them as long as configured.
+
+        Raises:
+            CommunicationError: when the meeting place is gone.
+        """
+        late = islands.finish(iteration, self.end.folder)
+        if not late:
+            return
+        location = f"its state is in {self.end.folder}" if self.end.folder else "nothing is saved, for want of --save"
+        self.tell(f"{named(late)} did not come to the end, iteration {iteration}, with this one: {location}", {})
+        deadline = time.monotonic() + self.end.seconds
+        if self.end.seconds:
+            self.tell(f"waiting for {named(late)} to join, {self.end.seconds:g} s at most", {})
+        while islands.still_late() and not any_rank(islands.control, time.monotonic() > deadline):
+            joining.let_in()
+            time.sleep(POLL_SECONDS)
+
+    def _send(self, fragment: int, done: int, later: bool) -> None:
+        """Send a fragment, and apply it unless that is due later."""
+        if self.left:
+            return
+        flight = self._begin(fragment, done, 0)
+        if flight is not None and not (later and not flight.failed):
+            self._land(flight)
+
+    def _begin(self, fragment: int, done: int, attempt: int, without: int | None = None) -> Flight | None:
+        """Begin an attempt; None when the others go on without this island."""
+        key = f"{done}/{fragment}/{attempt}"
+        self.sync.collect(fragment)
+        arrival = Arrival(self.sync.norm(fragment), fmean(self._losses) if self._losses else math.nan, self.asked)
+        decision = Decision((0,), {0: arrival})
+        if self.islands is not None:
+            expected = self.islands.expected
+            last_norm = self.sync.norms[fragment]
+            anchor_norm = 0.0 if last_norm else self.sync.anchor_norm(fragment)
+            decision = self.islands.arrive(key, arrival, last_norm, without, anchor_norm)
+            self._report_absence(expected, decision)
+        for island, why in decision.left_out.items():
+            self.tell(f"warning: island {island} is left out of the round at iteration {done}: {why}", {})
+        watches = self.islands is not None and self.islands.island == decision.without
+        if self.islands is not None and self.islands.island not in decision.members and not watches:
+            self._leave()
+            return None
+        self.stop = max(self.stop, decision.stop)
+        losses, norm = (arrival.loss, decision.mean_loss), arrival.norm
+        flight = Flight(fragment, done, attempt, decision.members, *losses, norm, without=decision.without)
+        self.sync.flight, self._times = flight, _Times(time.monotonic())
+        if not watches:
+            flight.failed = not self._try(partial(self._start, flight, decision, key))
+        return flight
+
+    def _report_absence(self, expected: Sequence[int], decision: Decision) -> None:
+        """Report the islands of the last round that are missing from this round."""
+        absent = [k for k in expected if k not in decision.arrivals]
+        if absent and absent != self._gone:
+            peers = [k for k in decision.members if k != self.islands.island] if self.islands is not None else []
+            with_whom = f"with {named(peers)}" if peers else "alone"
+            self.tell(f"warning: {named(absent)} {'is' if len(absent) == 1 else 'are'} gone, going on {with_whom}", {})
+        self._gone = absent
+
+    def _leave(self) -> None:
+        """Note that the others go on without this island."""
+        self.tell(_WITHOUT, {})
+        self.left, self.sync.flight = True, None
+
+    def _start(self, flight: Flight, decision: Decision, key: str) -> None:
+        group = _alone() if self.islands is None else self.islands.group(decision, key)
+        self.sync.send(flight.fragment, group, flight.sent - 1)
+
+    def _try(self, call: Callable[[], object]) -> bool:
+        """Run a call that communicates with other islands; False when it fails."""
+        began = time.monotonic()
+        try:
+            call()
+        except CommunicationError:
+            if self.islands is None:
+                raise
+            return False
+        finally:
+            self._times.waited += time.monotonic() - began
+        return True
+
+    def _bring(self, flight: Flight) -> Flight | None:
+        """Finish the transfer of a fragment, retrying as needed; None when the others go on without this island."""
+        failures, suspects = 0, Suspects()
+        while True:
+            outcome = self._outcome(flight)
+            if outcome is RoundOutcome.COUNTS:
+                return self._count(flight)
+            self.sync.drop(flight.fragment)
+            if outcome is RoundOutcome.SPOILED:
+                suspects.see(flight.members)
+                self.tell(f"warning: {suspects.describe(flight.sent)}", {})
+            else:
+                failures += 1
+                self._check_hope(flight, failures)
+                self.tell(f"warning: a round of islands {_named(flight)} has failed, and is tried again", {})
+            again = self._begin(flight.fragment, flight.sent, flight.attempt + 1, suspects.suspect)
+            if again is None:
+                return None
+            if again.members != flight.members:
+                failures = 0
+            flight = again
+
+    def _check_hope(self, flight: Flight, failures: int) -> None:
+        """Check that another attempt is worthwhile.
+
+        Raises:
+            QuorumError: when the same islands have failed often enough.
+        """
+        assert self.islands is not None
+        if failures == MOST_ATTEMPTS:
+            raise QuorumError(
+                f"a round of islands {_named(flight)} has failed {failures} times: each transfer has to end within "
+                f"--islands-timeout-seconds {self.islands.seconds:g}; raise that, or send less at a time"
+            )
+
+    def _outcome(self, flight: Flight) -> RoundOutcome:
+        """End or watch the transfer of an attempt, and decide with the others whether it counts."""
+        islands, fragment = self.islands, flight.fragment
+        if islands is None:
+            self.sync.exchange(fragment)
+            return RoundOutcome.COUNTS
+        if islands.island not in flight.members:
+            return islands.settle(flight.key, flight.members, Vote(False))
+        failed = flight.failed or not self._try(partial(self.sync.exchange, fragment))
+        mean_norm = self.sync.mean_norm(fragment, len(flight.members), not failed)
+        usual_norm = max(flight.norm, self.sync.norms[fragment])
+        flight.mean_norm = mean_norm
+        return islands.settle(flight.key, flight.members, Vote(failed, mean_norm, usual_norm))
+
+    def _count(self, flight: Flight) -> Flight | None:
+        """Accept an attempt; None when it goes on without this island, whose contribution spoiled the mean."""
+        if flight.without is not None:
+            self.tell(
+                f"warning: island {flight.without} is left out of the round at iteration {flight.sent}: the mean is "
+                "fine without what it sends",
+                {},
+            )
+        if self.islands is not None and self.islands.island == flight.without:
+            self._leave()
+            return None
+        self.sync.settle(flight.fragment, len(flight.members))
+        self.sync.norms[flight.fragment] = flight.mean_norm
+        flight.arrived = True
+        return flight
+
+    def _land(self, flight: Flight) -> None:
+        """Apply a fragment, after waiting for its transfer."""
+        landed = flight if flight.arrived else self._bring(flight)
+        if landed is None:
+            return
+        last = landed.sent == self.schedule.end
+        self.sync.apply(landed.fragment, 0.0 if last else self.sync.options.mixing)
+        self.sync.publish()
+        self.sync.flight = None
+        self.landed = True
+        self._report(landed, last)
+
+    def _report(self, flight: Flight, last: bool) -> None:
+        options = self.sync.options
+        fields = [f" round of islands at iteration {flight.sent:8d}", f"islands: {_named(flight)}"]
+        values: dict[str, Any] = {"members": list(flight.members), "fragment": flight.fragment}
+        if options.fragments > 1:
+            fields.append(f"fragment: {flight.fragment}")
+        for name, value in (("own loss", flight.own_loss), ("mean loss", flight.mean_loss), ("norm", flight.norm)):
+            fields.append(f"{name}: {value:.6E}")
+            values[name.replace(" ", "_")] = value
+        if options.delay and not last:
+            values["hidden"] = self._times.hidden()
+            fields.append(f"transfer hidden: {values['hidden']:.0%}")
+        self.tell(" | ".join(fields) + " |", {"iteration": flight.sent, **values})
+
+
+def _alone() -> Group:
+    return Group(None, (0,), 0, "islands", "none")
+
+
+def _named(flight: Flight) -> str:
+    return ", ".join(map(str, flight.members))

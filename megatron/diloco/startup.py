@@ -1,0 +1,362 @@
+"""The start of a generation of islands: which islands begin, and from which checkpoint."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.base.errors import UserError
+from megatron.diloco.store import (
+    BEAT_SECONDS,
+    POLL_SECONDS,
+    SILENT_SECONDS,
+    MeetingPlace,
+    Pulses,
+)
+from megatron.diloco.waiting import Waiting, named
+from megatron.distributed.agreement import gather_texts, rank_of
+from megatron.distributed.errors import CommunicationError
+
+_BEATS_OF_ANOTHER = 3
+LOCAL = "local"
+"""Key set once the islands no longer go in step."""
+
+
+class QuorumError(CommunicationError):
+    """Raised on every rank of an island when too few islands come to a round, or a round fails repeatedly."""
+
+
+def finish_of(island: int) -> str:
+    """Key of an island's final iteration and the folder of its last checkpoint."""
+    return f"finished/{island}"
+
+
+def read_finish(value: Sequence[Any]) -> tuple[int, str]:
+    """Decodes the value of ``finish_of``; raises ValueError if it is malformed."""
+    iteration, folder = value
+    return int(iteration), str(folder)
+
+
+def refusal_of(island: int) -> str:
+    """Key of the reason why an island refuses to start."""
+    return f"refused/{island}"
+
+
+@dataclass(frozen=True)
+class StartLimits:
+    """Limits of a start.
+
+    Args:
+        count: number of islands.
+        quorum: fewest islands that begin.
+        seconds: longest time to wait for the others.
+    """
+
+    count: int
+    quorum: int
+    seconds: float
+
+    def missing(self, came: Mapping[int, Any]) -> list[int]:
+        """The islands that have not come."""
+        return [k for k in range(self.count) if k not in came]
+
+    def absence(self, missing: Sequence[int]) -> Start:
+        """The start that fails because islands are missing."""
+        limit = f"{self.seconds:g} s (--distributed-timeout-minutes)"
+        return Start(
+            problem=f"{named(missing)} did not come within {limit}, or ended before; start all of them, or lower the "
+            "quorum"
+        )
+
+
+@dataclass(frozen=True)
+class Start:
+    """The decision on how a generation begins.
+
+    Args:
+        members: the islands that begin the generation.
+        problem: the reason why no island may begin; empty if they may.
+        iteration: iteration of the checkpoint from which islands continue; None if no island has a checkpoint.
+        behind: the islands that came without that state; it is sent to them before the first step.
+        in_step: islands go in step from there.
+    """
+
+    members: tuple[int, ...] = ()
+    problem: str = ""
+    iteration: int | None = None
+    behind: tuple[int, ...] = ()
+    in_step: bool = False
+
+    @staticmethod
+    def read(value: Mapping[str, Any]) -> Start:
+        """Decodes a start; raises ValueError if it is malformed."""
+        members, behind = (tuple(map(int, value[name])) for name in ("members", "behind"))
+        iteration = value["iteration"]
+        return Start(members, str(value["problem"]), iteration and int(iteration), behind, bool(value["in_step"]))
+
+
+def judge_iteration(came: Mapping[int, Sequence[int]], limits: StartLimits, all_below: float) -> Start:
+    """Chooses the newest checkpoint that enough islands have: all of them while islands go in step, else a quorum.
+
+    If there is none, chooses the newest of the most common checkpoints. Islands that lack it receive it, and lose the
+    work that they have done since the last checkpoint in common.
+
+    Args:
+        came: checkpoint iterations of the islands that came.
+        limits: limits of the start.
+        all_below: the iteration below which all islands need the checkpoint.
+    """
+    missing = limits.missing(came)
+    if missing and len(came) < limits.quorum:
+        return limits.absence(missing)
+    iterations_by_island = {k: set(map(int, iterations)) for k, iterations in came.items()}
+    all_iterations = sorted(set().union(*iterations_by_island.values()), reverse=True)
+    if not all_iterations:
+        return Start()
+    needed = {i: limits.count if i < all_below else limits.quorum for i in all_iterations}
+    holders = {i: sum(i in iterations for iterations in iterations_by_island.values()) for i in all_iterations}
+    best = next(
+        (i for i in all_iterations if holders[i] >= needed[i]), max(all_iterations, key=lambda i: (holders[i], i))
+    )
+    return Start(iteration=best) if len(came) >= needed[best] else limits.absence(missing)
+
+
+def judge_start(came: Mapping[int, Any], limits: StartLimits) -> Start:
+    """Decides which islands begin: the furthest, if they agree. They send their state to the others.
+
+    Args:
+        came: iteration, whether islands go in step from there, identity and weights of the islands that came.
+        limits: limits of the start.
+    """
+    first, ahead = min(came), max(iteration for iteration, *_ in came.values())
+    members = tuple(k for k, (iteration, *_) in sorted(came.items()) if iteration == ahead)
+    in_step = bool(came[members[0]][1])
+    needed = limits.count if in_step else limits.quorum
+    for k, (_, _, identity, _) in came.items():
+        for name, value in came[first][2].items():
+            if identity.get(name) != value:
+                return Start(
+                    problem=f"islands {first} and {k} do not agree: {name} is {value} and {identity.get(name)}"
+                )
+    missing = limits.missing(came)
+    if missing and len(came) < needed:
+        return limits.absence(missing)
+    other = next((k for k in members if came[k][3] != came[members[0]][3]), None)
+    if other is not None:
+        return Start(
+            problem=f"islands {members[0]} and {other} begin at iteration {ahead} with different weights; load "
+            "checkpoints of one run, and for new moments (--no-load-optim, --finetune) those of the end of a round"
+        )
+    return Start(members, behind=tuple(k for k in sorted(came) if k not in members), in_step=in_step)
+
+
+class IslandStart:
+    """This island at the start of a generation. Every rank of the island has an instance; all call its methods alike.
+
+    Args:
+        place: where the islands meet.
+        island: number of this island.
+        limits: limits of the start.
+        share: runs a call on rank 0 of this island, and returns its result on all ranks.
+        tell: prints a line, on rank 0.
+    """
+
+    def __init__(
+        self,
+        place: MeetingPlace,
+        island: int,
+        limits: StartLimits,
+        share: Callable[[Callable[[], Any]], Any],
+        tell: Callable[[str], None],
+    ) -> None:
+        self.place, self.island, self.limits, self.share, self.tell = place, island, limits, share, tell
+        self._enters: bool | None = None
+
+    def choose_iteration(self, held: Sequence[int], all_below: float) -> int | None:
+        """Comes to the start of a generation, and agrees with the others on the checkpoint to continue from.
+
+        Args:
+            held: checkpoint iterations of this island.
+            all_below: the iteration below which all islands need the checkpoint, as they go in step from there.
+
+        Returns:
+            See ``judge_iteration``; None if no island has a checkpoint, or if a generation is running, which this
+            island joins.
+
+        Raises:
+            UserError: on every rank of all islands, when too few of them have come.
+            CommunicationError: when the meeting place is gone.
+        """
+        if not self._enter(max(held, default=0)):
+            return None
+        judge = partial(judge_iteration, limits=self.limits, all_below=all_below)
+        return self._agree("iteration", list(held), judge).iteration
+
+    def begin(self, own: Sequence[Any]) -> Start:
+        """Begins a generation with the others; returns which islands begin, none if a generation is running.
+
+        Args:
+            own: this island's entry for ``judge_start``.
+
+        Raises:
+            UserError: on every rank of all islands, when they cannot go together.
+            CommunicationError: when the meeting place is gone.
+        """
+        if not self._enter():
+            return Start()
+        return self._agree("start", list(own), partial(judge_start, limits=self.limits))
+
+    def _enter(self, newest: int | None = None) -> bool:
+        """Enters the newest generation, once; returns whether it has yet to begin.
+
+        Args:
+            newest: iteration of this island's newest checkpoint, 0 without a checkpoint; None if unknown.
+        """
+        while self._enters is None:
+            number = int(self.share(lambda: self.place.newest_generation()))
+            self.place.take_generation(number)
+            problem = self.share(self._taken)
+            if problem:
+                raise UserError(problem)
+            going_on, problem = self.share(lambda: self._going_on(newest))
+            if problem:
+                raise UserError(problem)
+            if going_on != "ended":
+                self._enters = going_on == "no"
+        return self._enters
+
+    def _taken(self) -> str:
+        """An error message if another process is this island; empty otherwise."""
+        if self.place.count(f"came/{self.island}") > 1:  # this island's earlier process has ended, or still runs
+            before = self.place.pulse([self.island])
+            time.sleep(_BEATS_OF_ANOTHER * BEAT_SECONDS)
+            if self.place.pulse([self.island]) != before:
+                return f"--island {self.island}: there is an island {self.island} already; give each its own number"
+        return ""
+
+    def _going_on(self, newest: int | None) -> tuple[str, str]:
+        """Whether this generation has begun ("yes", "no") or was ended because nobody is left ("ended"); and the reason
+        why this island cannot begin another generation, empty if it can.
+
+        Raises:
+            CommunicationError: when the generation's islands go in step and do not end.
+        """
+        peers = [k for k in range(self.limits.count) if k != self.island]
+        if self.place.get("start") is None and not self._start_failed(peers):
+            return "no", ""
+        pulses, earlier_pulse = Pulses(self.place, peers), self.place.pulse(peers)
+        deadline = time.monotonic() + self.limits.seconds
+        announced = False
+        while len(silent := pulses.silent(SILENT_SECONDS)) < len(peers):
+            # While they go in step nobody can join: when any of them is gone, all end.
+            if self.place.get(LOCAL) and self.place.pulse(peers) != earlier_pulse:
+                return "yes", ""
+            alive = [k for k in peers if k not in silent]
+            if time.monotonic() > deadline:
+                raise CommunicationError(
+                    f"{named(alive)} of the run before have not ended within {self.limits.seconds:g} s; end them"
+                )
+            if not announced:
+                self.tell(f"waiting for {named(alive)} of the run before to end, {self.limits.seconds:g} s at most")
+                announced = True
+            time.sleep(POLL_SECONDS)
+        problem = "" if newest is None else self._lateness(peers, newest)
+        if not problem:
+            self.place.end_generation(self.place.generation)
+        return "ended", problem
+
+    def _start_failed(self, peers: Sequence[int]) -> bool:
+        """Whether islands agreed on a start that never came: it was refused, or all of them ended before it."""
+        decision = self.place.get("iteration", Start.read)
+        if decision is None or decision.problem:
+            return decision is not None
+        earlier_pulse = self.place.pulse(peers)
+        time.sleep(_BEATS_OF_ANOTHER * BEAT_SECONDS)
+        return self.place.pulse(peers) == earlier_pulse
+
+    def _lateness(self, peers: Sequence[int], newest: int) -> str:
+        """The reason why this island cannot catch up with islands that have finished; empty if it need not."""
+        if self.place.get(finish_of(self.island)) is not None:
+            return ""
+        ends = {k: end for k in peers if (end := self.place.get(finish_of(k), read_finish)) is not None}
+        ahead = max(ends, key=lambda k: ends[k][0], default=None)
+        if ahead is None or ends[ahead][0] <= newest:
+            return ""
+        iteration, folder = ends[ahead]
+        checkpoint_hint = f"its last checkpoint is in {folder}" if folder else "it has no --save"
+        return (
+            f"island {ahead} has come to the end, iteration {iteration}, and island {self.island} is late, at {newest};"
+            f" {checkpoint_hint}: copy it to this island's folder and "
+            "start all of them again (--islands-linger-seconds is for late islands to join)"
+        )
+
+    def _agree(self, key: str, own_entry: Any, judge: Callable[[Mapping[int, Any]], Start]) -> Start:
+        """Agrees on a decision with all others, or with those that come in time.
+
+        Args:
+            key: name of the decision.
+            own_entry: this island's entry.
+            judge: decides from the entries of islands, by number.
+
+        Raises:
+            UserError: on every rank of all islands, when they cannot go together.
+            CommunicationError: when the meeting place is gone.
+        """
+        start = Start.read(self.share(lambda: self._wait_for_all(key, own_entry, judge)))
+        if start.problem:
+            raise UserError(start.problem)
+        return start
+
+    def _wait_for_all(self, key: str, own_entry: Any, judge: Callable[[Mapping[int, Any]], Start]) -> dict[str, Any]:
+        self.place.put(refusal_of(self.island), "")
+        self.place.note_end(self.island, ended=False)
+        self.place.beat(self.island)
+        self.place.put(f"{key}/{self.island}", own_entry)
+        deadline = time.monotonic() + self.limits.seconds
+        wait_notice = Waiting("to come to the start", self.limits.seconds, self.tell)
+
+        def look() -> None:
+            entries = {k: self.place.get(f"{key}/{k}") for k in range(self.limits.count)}
+            entries = {k: value for k, value in entries.items() if value is not None}
+            wait_notice.look(self.limits.missing(entries))
+            refused = {k: why for k in range(self.limits.count) if (why := self.place.get(refusal_of(k)))}
+            if refused:
+                problem = "; ".join(f"island {k}: {why}" for k, why in refused.items())
+                self.place.decide(key, asdict(Start(problem=problem)))
+            elif self.place.ended(self.limits.missing(entries)) or time.monotonic() > deadline:
+                with self.place.decoding(key):
+                    start = judge(entries)
+                self.place.decide(key, asdict(start))
+
+        decision: dict[str, Any] = self.place.wait_for(key, look, Start.read)
+        return decision
+
+
+def share(control: dist.ProcessGroup | None, call: Callable[[], Any]) -> Any:
+    """Runs a call on rank 0 of an island; returns its result, or raises its error, on all ranks of the island.
+
+    Args:
+        control: the ranks of the island over gloo; None for a single rank.
+        call: returns a JSON-serializable value.
+
+    Raises:
+        QuorumError, CommunicationError: when the call raises them.
+    """
+    text = ""
+    if rank_of(control) == 0:
+        try:
+            text = json.dumps(["", call()])
+        except QuorumError as error:
+            text = json.dumps(["quorum", str(error)])
+        except CommunicationError as error:
+            text = json.dumps(["lost", str(error)])
+    kind, value = json.loads(gather_texts(control, text)[0])
+    if kind:
+        raise QuorumError(value) if kind == "quorum" else CommunicationError(value)
+    return value

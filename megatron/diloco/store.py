@@ -1,0 +1,271 @@
+"""The rendezvous store of islands: served by a process that does not train, and that outlives every island."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from megatron.base.addresses import write_address
+from megatron.base.errors import first_line
+from megatron.diloco.store_readers import watch_readers
+from megatron.distributed.errors import CommunicationError
+from megatron.distributed.store import OWN_INTERFACE, connect_store, loopback_interface, serve_store
+from megatron.distributed.work import Caller
+
+POLL_SECONDS = 0.02
+BEAT_SECONDS = 0.5
+SILENT_SECONDS = 10.0
+"""Silence after which an island is no longer waited for."""
+_ANSWER_SECONDS = 60.0
+"""Longest time to wait for an answer of a meeting place."""
+_THREAD_SECONDS = 2.0
+"""Time to join the heartbeat thread, which may hang on a meeting place that does not answer."""
+_GENERATION, _ALIVE = "generation", "alive"
+_PREFIX = "megatron-islands"
+
+T = TypeVar("T")
+
+
+def serve(host: str, port: int) -> dist.TCPStore:
+    """Serves a meeting place at a single address of this machine; port 0 takes a free port.
+
+    Raises:
+        CommunicationError: when the address cannot be used.
+    """
+    try:
+        store = serve_store(host, port, seconds=30.0)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise CommunicationError(
+            f"the islands' meeting place cannot be at {write_address(host, port)}: {first_line(error)}"
+        ) from error
+    watch_readers(store)
+    return store
+
+
+def note_end(store: dist.Store, island: int, ended: bool = True) -> None:
+    """Records an island's end for the process that serves the store; see ``MeetingPlace.note_end``."""
+    dist.PrefixStore(_PREFIX, store).set(_end_of(island), "1" if ended else "")
+
+
+def _end_of(island: int) -> str:
+    """Key that says whether an island's launcher has ended, in all generations."""
+    return f"ended/{island}"
+
+
+class MeetingPlace:
+    """A process's view of the meeting place.
+
+    A generation lasts from a start that islands take part in together to the end of the last of them: an island that
+    comes later joins it, and if none is left, the next start begins another generation.
+
+    Args:
+        host, port: address of the meeting place.
+        seconds: longest time until it answers.
+        tell: prints a line.
+
+    Raises:
+        CommunicationError: when nothing answers there.
+    """
+
+    def __init__(self, host: str, port: int, seconds: float, tell: Callable[[str], None] = lambda line: None) -> None:
+        self.where, self._address = write_address(host, port), (host, port)
+        self._seconds = min(seconds, _ANSWER_SECONDS)
+        self._caller = Caller("meeting place")
+
+        def say_where() -> None:
+            tell(f"waiting for the islands' meeting place at {self.where}, {seconds:g} s at most")
+
+        try:
+            self._tcp = connect_store(host, port, seconds, say_where)
+        except TimeoutError as error:
+            raise CommunicationError(
+                f"what listens at {self.where} (--islands-address) has not answered as a meeting place of islands does "
+                f"within {seconds:g} s: another service, or a launcher that hangs?"
+            ) from error
+        except (RuntimeError, ValueError) as error:
+            raise CommunicationError(
+                f"no meeting place of islands answers at {self.where} (--islands-address): {first_line(error)}"
+            ) from error
+        self.root = dist.PrefixStore(_PREFIX, self._tcp)
+        self.generation = 0
+        self.box: dist.Store = self.root
+        self._stop = threading.Event()
+        self._beats: threading.Thread | None = None
+
+    def own_address(self) -> str | None:
+        """This machine's address towards the meeting place, at which others reach this process.
+
+        None if it is unknown: the meeting place is served at every address, or the user has chosen an interface other
+        than loopback, at which the ranks of a machine listen for each other.
+        """
+        own_interfaces = (None, "", loopback_interface(), os.environ.get(OWN_INTERFACE))
+        if os.environ.get("GLOO_SOCKET_IFNAME") not in own_interfaces:
+            return None
+        family, *_, address = socket.getaddrinfo(*self._address, type=socket.SOCK_DGRAM)[0]
+        if ipaddress.ip_address(address[0]).is_unspecified:
+            return None
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # sends nothing
+            return str(probe.getsockname()[0])
+
+    def reading(self, call: Callable[[], T]) -> T:
+        """Runs a call of the store.
+
+        Raises:
+            CommunicationError: when the meeting place is gone, or does not answer.
+        """
+        try:
+            return self._caller.call(call, self._seconds)
+        except TimeoutError as error:
+            raise CommunicationError(
+                f"the islands' meeting place at {self.where} has not answered for {self._seconds:g} s: the launcher "
+                "that serves it hangs, or the network does"
+            ) from error
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"the islands' meeting place at {self.where} is gone: {first_line(error)}"
+            ) from error
+
+    def take_generation(self, number: int) -> None:
+        """Switches to a generation."""
+        self.generation = number
+        self.box = dist.PrefixStore(f"{number}", self.root)
+
+    def newest_generation(self) -> int:
+        """The number of the newest generation."""
+        text = self.reading(lambda: self.root.compare_set(_GENERATION, "", "1"))
+        with self.decoding(_GENERATION):
+            return int(text)
+
+    def end_generation(self, number: int) -> int:
+        """Begins the generation after ``number``, unless another island has; returns the newest generation."""
+        text = self.reading(lambda: self.root.compare_set(_GENERATION, str(number), str(number + 1)))
+        with self.decoding(_GENERATION):
+            return int(text)
+
+    def get(self, key: str, decode: Callable[[Any], Any] = lambda value: value) -> Any:
+        """The value of a key of this generation; None if it is not set yet.
+
+        Args:
+            key: the key.
+            decode: parses and checks the value; anyone who reaches the meeting place may have written it.
+
+        Raises:
+            CommunicationError: when the meeting place is gone, or the value is malformed.
+        """
+        text = self.reading(lambda: self.box.get(key) if self.box.check([key]) else None)
+        if text is None:
+            return None
+        with self.decoding(key):
+            return decode(json.loads(text))
+
+    @contextmanager
+    def decoding(self, key: str) -> Iterator[None]:
+        """Context for parsing a value of this meeting place.
+
+        Raises:
+            CommunicationError: when no island would write such a value.
+        """
+        try:
+            yield
+        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError) as error:
+            raise CommunicationError(
+                f"the islands' meeting place at {self.where} holds something else than an island writes, at {key}: "
+                f"{first_line(error)}"
+            ) from error
+
+    def put(self, key: str, value: Any) -> None:
+        """Sets a key."""
+        self.reading(lambda: self.box.set(key, json.dumps(value)))
+
+    def decide(self, key: str, value: Any) -> Any:
+        """Sets a key that has no value yet; returns its value, which is the same for everyone."""
+        text = self.reading(lambda: self.box.compare_set(key, "", json.dumps(value)))
+        with self.decoding(key):
+            return json.loads(text)
+
+    def note_end(self, island: int, ended: bool = True) -> None:
+        """Records that an island's launcher has ended and the island will not come; or that the island is back."""
+        self.reading(lambda: note_end(self._tcp, island, ended))
+
+    def ended(self, islands: Iterable[int]) -> bool:
+        """Whether all of the given islands are known to have ended."""
+        keys = [_end_of(island) for island in islands]
+        return self.reading(lambda: all(self.root.check([key]) and self.root.get(key) == b"1" for key in keys))
+
+    def count(self, key: str) -> int:
+        """Increments a counter; returns a number that no other caller gets for this key."""
+        return self.reading(lambda: self.box.add(key, 1))
+
+    def wait_for(
+        self, key: str, until: Callable[[], None] = lambda: None, decode: Callable[[Any], Any] = lambda value: value
+    ) -> Any:
+        """Polls a key until it has a value; ``until`` is called in between, and may raise or set it.
+
+        Returns the raw value, once ``decode`` accepts it; see ``get``.
+        """
+        while self.get(key, decode) is None:
+            until()
+            time.sleep(POLL_SECONDS)
+        return self.get(key)
+
+    def beat(self, island: int) -> None:
+        """Starts the heartbeats of an island, in a thread."""
+        self.stop_beating()
+        self._stop = threading.Event()
+        tcp: Any = self._tcp  # cloned, as another thread uses this connection
+        store = dist.PrefixStore(f"{self.generation}", dist.PrefixStore(_PREFIX, tcp.clone()))
+        self._beats = threading.Thread(target=_beat, args=(store, island, self._stop), name="islands", daemon=True)
+        self._beats.start()
+
+    def stop_beating(self) -> None:
+        """Stops the heartbeats of this island."""
+        if self._beats is not None:
+            self._stop.set()
+            self._beats.join(_THREAD_SECONDS)
+            self._beats = None
+
+    def pulse(self, islands: Iterable[int]) -> dict[int, int]:
+        """Numbers of heartbeats so far; 0 for islands without heartbeats."""
+        return self.reading(lambda: {island: self.box.add(f"{_ALIVE}/{island}", 0) for island in islands})
+
+
+def _beat(store: dist.Store, island: int, stop: threading.Event) -> None:
+    with suppress(RuntimeError):  # the training thread will report that the meeting place is gone
+        while not stop.is_set():
+            store.add(f"{_ALIVE}/{island}", 1)
+            stop.wait(BEAT_SECONDS)
+
+
+class Pulses:
+    """Watches whether islands are alive, by this process's clock.
+
+    Args:
+        place: the meeting place with their heartbeats.
+        islands: numbers of the islands.
+    """
+
+    def __init__(self, place: MeetingPlace, islands: Collection[int]) -> None:
+        self._place = place
+        now = time.monotonic()
+        self._seen = {island: (count, now) for island, count in place.pulse(islands).items()}
+        self._read = now
+
+    def silent(self, seconds: float = SILENT_SECONDS) -> set[int]:
+        """The islands without a new heartbeat for the given time."""
+        now = time.monotonic()
+        if now - self._read >= BEAT_SECONDS:
+            self._read = now
+            for island, count in self._place.pulse(self._seen).items():
+                if count != self._seen[island][0]:
+                    self._seen[island] = (count, now)
+        return {island for island, (_, last) in self._seen.items() if now - last > seconds}

@@ -1,0 +1,33 @@
+"""Notes for the user on the islands that are awaited."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+
+from megatron.distributed.store import QUIET_SECONDS
+
+
+def named(islands: Sequence[int]) -> str:
+    """Names of islands, for people."""
+    return f"{'island' if len(islands) == 1 else 'islands'} {', '.join(map(str, islands))}"
+
+
+class Waiting:
+    """Prints once which islands are awaited, soon after waiting begins.
+
+    Args:
+        what: the awaited action, for people.
+        seconds: time limit.
+        tell: prints a line.
+    """
+
+    def __init__(self, what: str, seconds: float, tell: Callable[[str], None]) -> None:
+        self._what, self._seconds, self._tell = what, seconds, tell
+        self._at: float | None = time.monotonic() + QUIET_SECONDS
+
+    def look(self, missing: Collection[int]) -> None:
+        """Prints the missing islands, if they have been awaited for a while."""
+        if missing and self._at is not None and time.monotonic() > self._at:
+            self._at = None
+            self._tell(f"waiting for {named(sorted(missing))} {self._what}, {self._seconds:g} s at most")

@@ -1,0 +1,1 @@
+"""Ranks, process groups, launch, failure detection, and the accounting of traffic."""

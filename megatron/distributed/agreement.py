@@ -1,0 +1,99 @@
+"""Small collectives for agreement on failures, so that no rank waits for a failed rank.
+
+Everything works without a process group: ``group=None`` means a single process. Groups are gloo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megatron.base.errors import UserError, first_line
+from megatron.distributed.errors import CommunicationError
+
+T = TypeVar("T")
+
+
+def rank_of(group: dist.ProcessGroup | None) -> int:
+    """This process's rank in the group."""
+    return 0 if group is None else dist.get_rank(group)
+
+
+def size_of(group: dist.ProcessGroup | None) -> int:
+    """Number of ranks in the group."""
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def communicating(what: str, call: Callable[[], T]) -> T:
+    """Runs a communicating call.
+
+    Raises:
+        CommunicationError: when a peer is gone or too slow.
+    """
+    try:
+        return call()
+    except RuntimeError as error:
+        raise CommunicationError(f"{what} failed, a rank is gone or too slow: {first_line(error)}") from error
+
+
+def any_rank(group: dist.ProcessGroup | None, flag: bool) -> bool:
+    """Whether ``flag`` is true on any rank; the same on every rank."""
+    if group is None:
+        return flag
+    value = torch.tensor([int(flag)])
+    communicating("agreement between ranks", lambda: dist.all_reduce(value, dist.ReduceOp.MAX, group=group))
+    return bool(value.item())
+
+
+def gather_texts(group: dist.ProcessGroup | None, text: str) -> list[str]:
+    """All-gathers texts, which may differ in length; in rank order."""
+    if group is None:
+        return [text]
+    data = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
+    length = torch.tensor([len(text.encode())])
+    lengths = [torch.zeros_like(length) for _ in range(size_of(group))]
+    communicating("agreement between ranks", lambda: dist.all_gather(lengths, length, group=group))
+    longest = max(1, *(int(n) for n in lengths))
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: data.numel()] = data[:longest]
+    rows = [torch.zeros_like(padded) for _ in lengths]
+    communicating("agreement between ranks", lambda: dist.all_gather(rows, padded, group=group))
+    return [bytes(row[: int(n)].numpy()).decode() for row, n in zip(rows, lengths, strict=True)]
+
+
+def first_problem(group: dist.ProcessGroup | None, problem: str | None) -> str | None:
+    """The problem of the lowest rank with a problem, the same on every rank; None if there is none."""
+    if not any_rank(group, problem is not None):
+        return None
+    return next(text for text in gather_texts(group, problem or "") if text)
+
+
+def raise_together(group: dist.ProcessGroup | None, problem: str | None) -> None:
+    """Raises on every rank if any rank has a problem.
+
+    Raises:
+        UserError: on every rank, with the same text, if any rank has a problem.
+    """
+    agreed = first_problem(group, problem)
+    if agreed is not None:
+        raise UserError(agreed)
+
+
+def together(group: dist.ProcessGroup | None, build: Callable[[], T]) -> T:
+    """Runs a call on every rank, and fails on all ranks if it fails on any.
+
+    Raises:
+        UserError: on every rank if any rank raised it.
+    """
+    result: T | None = None
+    problem = None
+    try:
+        result = build()
+    except UserError as error:
+        problem = str(error)
+    raise_together(group, problem)
+    assert problem is None
+    return result  # type: ignore[return-value]  # build may return None

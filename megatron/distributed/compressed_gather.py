@@ -1,0 +1,65 @@
+"""Compressed all-gather of parameters and sequence-parallel activations."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor
+
+from megatron.compression.api import Codec, Payload
+from megatron.compression.points import Point
+from megatron.compression.state import CompressorState
+from megatron.distributed.group import Group, Pending, num_bytes
+from megatron.distributed.ledger import Ledger
+
+
+class PendingGather:
+    """A pending all-gather along dimension 0."""
+
+    def __init__(
+        self,
+        codec: Codec,
+        x: Tensor,
+        state: CompressorState,
+        key: Hashable,
+        group: Group,
+        ledger: Ledger,
+        point: Point,
+        out: Tensor | None = None,
+        raw_bytes: int | None = None,
+    ) -> None:
+        """Start the all-gather.
+
+        ``out``, shaped (n * x.shape[0], ...), receives the result if it is not None. ``raw_bytes`` is the uncompressed
+        size, if it differs from the size of ``x``.
+        """
+        self.codec = codec
+        self.shape, self.dtype = x.shape, x.dtype
+        self.state, self.key, self.group, self.ledger, self.point = state, key, group, ledger, point
+        with ledger.encoding(point):
+            wire = codec.encode(x, state, key).wire
+        self.out = out
+        exact = out is not None and wire.dtype == x.dtype and wire.shape == x.shape
+        self.wires = (
+            out
+            if exact and out is not None
+            else torch.empty((group.size * wire.shape[0], *wire.shape[1:]), dtype=wire.dtype, device=wire.device)
+        )
+        self._alive = wire
+        self.pending: Pending = group.all_gather(self.wires, wire)
+        if group.size > 1:
+            raw = num_bytes(x) if raw_bytes is None else raw_bytes
+            ledger.sent(point, self.pending.sent_bytes, (group.size - 1) * raw)
+
+    def wait(self) -> Tensor:
+        """Wait, and return the gathered tensor."""
+        self.ledger.wait(self.point, self.pending)
+        with self.ledger.decoding(self.point):
+            result = self.codec.decode_gathered(
+                Payload(self.wires), self.group.size, self.shape, self.dtype, self.state, self.key
+            )
+        if self.out is not None and result.data_ptr() != self.out.data_ptr():
+            self.out.copy_(result)
+            return self.out
+        return result

@@ -1,0 +1,400 @@
+"""Process groups whose collectives count their bytes.
+
+Every call returns a ``Pending`` that knows the bytes which this rank puts on the wire, so that the ledger can
+never disagree with the transfer. A single-rank group communicates nothing and needs no process group.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.distributed.errors import CommunicationError, reason
+from megatron.distributed.work import Steps, Together, Work
+
+# torch 2.13 renamed these two and warns at the old names.
+_ALL_GATHER: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+NOTHING = "nothing"
+"""Name of the operation in a single-rank group."""
+
+
+_STEPWISE_BYTES = 1 << 16
+"""Minimum size in bytes of a partner-by-partner exchange over gloo: 1.5 times gloo's rate on links of 100 Mb/s."""
+_PAIR_SUM_BYTES = 1 << 20
+"""Maximum size in bytes of a two-rank all-reduce over gloo by one exchange, with fewer round trips than a ring."""
+_PARTNERS_TAG = 1 << 20
+"""Tag of partner-by-partner exchanges, apart from those of messages."""
+
+
+_COMBINE: dict[Any, Callable[..., object]] = {
+    dist.ReduceOp.SUM: torch.add,
+    dist.ReduceOp.MAX: torch.maximum,
+}
+"""Elementwise reduction of two ranks' tensors, by operation."""
+
+
+@dataclass
+class Pending:
+    """A pending collective or message.
+
+    Args:
+        work: torch's handle; None when there is nothing to wait for.
+        sent_bytes: bytes that this rank sends for it.
+        what: the operation and its group, for error messages.
+        finish: local work that completes the operation, run by ``wait``.
+        started: ``time.perf_counter()`` at its start.
+        marks: ``synchronize`` will be called, and the operation runs on a CUDA device.
+    """
+
+    work: Work | None
+    sent_bytes: int
+    what: str
+    finish: Callable[[], object] | None = None
+    started: float = field(default_factory=time.perf_counter)
+    marks: bool = False
+    _mark: torch.cuda.Event | None = None
+
+    @property
+    def kind(self) -> str:
+        """Name of the operation: all-reduce, send, ..."""
+        return self.what.split(" ", 1)[0]
+
+    def wait(self) -> None:
+        """Waits until the result may be used: on CUDA, by kernels launched from now on.
+
+        Raises:
+            CommunicationError: when a peer is gone or too slow.
+        """
+        if self.work is not None:
+            with self._naming():
+                self.work.wait()
+            self.work = None
+            if self.marks:
+                self._mark = torch.cuda.Event()
+                self._mark.record()
+        if self.finish is not None:
+            finish, self.finish = self.finish, None
+            finish()
+
+    @property
+    def waited(self) -> bool:
+        """Whether ``wait`` has been called, or there was nothing to wait for."""
+        return self.work is None
+
+    def synchronize(self) -> None:
+        """Waits until an operation that was waited for has left the device.
+
+        Raises:
+            CommunicationError: when a peer is gone or too slow.
+        """
+        if self._mark is not None:
+            mark, self._mark = self._mark, None
+            with self._naming():
+                mark.synchronize()
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        """Re-raises errors as CommunicationError, with the operation and its ranks."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise CommunicationError(f"{self.what} failed: {reason(error)}") from error
+
+    def done(self) -> bool:
+        """Whether ``wait`` would not block."""
+        return self.work is None or self.work.is_completed()
+
+
+def num_bytes(x: Tensor) -> int:
+    """Size of a tensor's elements in bytes."""
+    return x.numel() * x.element_size()
+
+
+@dataclass(frozen=True)
+class NodeSplit:
+    """A group's ranks by node, with the subgroups of this rank.
+
+    Args:
+        nodes: positions in the group by node, equally many per node; the same in all groups of a kind.
+        node: the ranks of this rank's node.
+        across: the ranks with this rank's position in its node, one rank per node.
+        why: the reason, for people, why there are not several complete nodes; empty where there are.
+    """
+
+    nodes: tuple[tuple[int, ...], ...]
+    node: Group
+    across: Group
+    why: str = ""
+
+
+class Group:
+    """A group of ranks that communicate.
+
+    Args:
+        pg: torch's process group; None for a single rank.
+        ranks: global ranks in group order.
+        rank: this process's position in ``ranks``.
+        name: name in messages and the ledger.
+        backend: "gloo", "nccl" or "none".
+        split: its ranks by node, where requested.
+    """
+
+    def __init__(
+        self,
+        pg: dist.ProcessGroup | None,
+        ranks: tuple[int, ...],
+        rank: int,
+        name: str,
+        backend: str,
+        split: NodeSplit | None = None,
+    ) -> None:
+        self.pg = pg
+        self.ranks = ranks
+        self.rank = rank
+        self.name = name
+        self.backend = backend
+        self.split = split
+        self._spare: list[Tensor] = []
+        self._steps: Steps | None = None
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def start(self, what: str, sent: int, call: Callable[[], Work | None]) -> Pending:
+        """Starts an operation. Every operation passes here, so a subclass can override the transfer.
+
+        Args:
+            what: the operation.
+            sent: bytes that this rank sends for it.
+            call: starts it in torch.
+
+        Raises:
+            CommunicationError: when it cannot be started.
+        """
+        label = f"{what} over {self.name} (ranks {', '.join(map(str, self.ranks))})"
+        try:
+            return Pending(call(), sent, label)
+        except RuntimeError as error:
+            raise CommunicationError(f"{label} failed: {reason(error)}") from error
+
+    def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
+        """All-reduces ``x``, contiguous, in place. A ring sends 2 (n-1)/n of its bytes.
+
+        Over gloo the two ranks of a group exchange small tensors and combine them locally: the same number of bytes,
+        with fewer round trips than a ring. Each of these, like each all-gather, must be waited for.
+        """
+        if self.size == 1:
+            return Pending(None, 0, NOTHING)
+        sent = 2 * (self.size - 1) * num_bytes(x) // self.size
+        combine = _COMBINE.get(op)
+        if combine is not None and self.backend == "gloo" and self.size == 2 and sent < _PAIR_SUM_BYTES:
+            other = torch.empty_like(x)
+            pair = [other, other]  # the entry of this rank is not used
+            pending = self.start("all-reduce", sent, lambda: self._with_partners([x, x], pair))
+            # In rank order: which of 0 and -0 is the larger, or which NaN remains, depends on it.
+            pending.finish = partial(combine, *((x, other) if self.rank == 0 else (other, x)), out=x)
+            return pending
+        return self.start("all-reduce", sent, lambda: dist.all_reduce(x, op=op, group=self.pg, async_op=True))
+
+    def all_gather(self, out: Tensor, x: Tensor) -> Pending:
+        """All-gathers the ranks' ``x`` along dimension 0 into ``out``; both contiguous. Sends (n-1) times ``x``.
+
+        Over gloo, exchanges of two ranks and large ones go partner by partner, with the same result.
+        """
+        if self.size == 1:
+            if out.data_ptr() != x.data_ptr():
+                out.copy_(x)
+            return Pending(None, 0, NOTHING)
+        sent = (self.size - 1) * num_bytes(x)
+        if self._by_partners(sent):
+            rows = out.view(self.size, *x.shape)
+            rows[self.rank].copy_(x)
+            return self.start("all-gather", sent, lambda: self._with_partners([x] * self.size, list(rows)))
+        return self.start("all-gather", sent, lambda: _ALL_GATHER(out, x, group=self.pg, async_op=True))
+
+    def _by_partners(self, sent: int) -> bool:
+        """Whether to exchange with one partner at a time; the same on all ranks."""
+        return self.backend == "gloo" and sent >= (1 if self.size == 2 else _STEPWISE_BYTES)
+
+    def _with_partners(self, out: Sequence[Tensor], into: Sequence[Tensor]) -> Work:
+        """Sends ``out[i]`` to rank i and receives ``into[i]`` from it, for every other rank i.
+
+        With one partner everything is posted at once: a receive that is posted before its message comes saves a round
+        trip, which takes as long as the data queued at the link before it.
+        """
+
+        def begun(step: int) -> Together:
+            to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
+            receive_work = dist.irecv(into[source], group=self.pg, tag=_PARTNERS_TAG, group_src=source)
+            send_work = dist.isend(out[to], group=self.pg, tag=_PARTNERS_TAG, group_dst=to)
+            assert receive_work is not None
+            assert send_work is not None
+            return Together((receive_work, send_work))
+
+        if self.size == 2:
+            return begun(1)
+
+        def steps() -> None:
+            for step in range(1, self.size):
+                begun(step).wait()
+
+        if self._steps is None:
+            self._steps = Steps()
+        return self._steps.start(steps)
+
+    def _exchange(self, out: Tensor, x: Tensor, operation: str, sent: int) -> Pending:
+        """Sends row i of ``x`` to rank i and receives row i of ``out`` from it."""
+        if not self._by_partners(sent):
+            return self.start(operation, sent, lambda: dist.all_to_all_single(out, x, group=self.pg, async_op=True))
+        to, source = x.chunk(self.size), out.chunk(self.size)
+        source[self.rank].copy_(to[self.rank])
+        return self.start(operation, sent, lambda: self._with_partners(to, source))
+
+    def reduce_scatter(self, out: Tensor, x: Tensor) -> Pending:
+        """Reduce-scatters ``x``: rank r gets in ``out`` the sum of the ranks' r-th equal parts of dimension 0.
+
+        gloo's own reduce-scatter moves the bytes of an all-reduce; here an all-to-all and a local sum replace it, which
+        really send (n-1)/n of the bytes. ``out`` may alias this rank's part of ``x``.
+        """
+        if self.size == 1:
+            if out.data_ptr() != x.data_ptr():
+                out.copy_(x)
+            return Pending(None, 0, NOTHING)
+        sent = (self.size - 1) * num_bytes(x) // self.size
+        if self.backend != "gloo":
+            return self.start(
+                "reduce-scatter",
+                sent,
+                lambda: _REDUCE_SCATTER(out, x, group=self.pg, async_op=True),
+            )
+        received_rows = self._take_spare(x)
+        pending = self._exchange(received_rows, x, "reduce-scatter", sent)
+
+        def finish() -> None:
+            _sum_into(out, received_rows.view(self.size, *out.shape))
+            self._spare.append(received_rows)
+
+        pending.finish = finish
+        return pending
+
+    def exchange(self, out: Tensor, x: Tensor) -> Pending:
+        """All-to-all: sends row i of ``x`` (n rows, contiguous) to rank i; row i of ``out`` comes from rank i."""
+        if self.size == 1:
+            out.copy_(x)
+            return Pending(None, 0, NOTHING)
+        sent = (self.size - 1) * num_bytes(x) // self.size
+        return self._exchange(out, x, "all-to-all", sent)
+
+    def exchange_parts(self, out: Sequence[Tensor], x: Sequence[Tensor]) -> Pending:
+        """All-to-all of any sizes: sends ``x[i]`` to rank i and receives ``out[i]`` from it. This rank's entry stays.
+
+        Args:
+            out, x: a flat, contiguous tensor per rank, of the sizes that the ranks have agreed on; all of one dtype.
+        """
+        if self.size == 1:
+            return Pending(None, 0, NOTHING)
+        sent = sum(num_bytes(tensor) for rank, tensor in enumerate(x) if rank != self.rank)
+        if self.backend == "gloo":
+            return self.start("all-to-all", sent, lambda: self._with_partners(x, out))
+        empty = x[0].new_empty(0)
+        inputs, outputs = ([empty if r == self.rank else row for r, row in enumerate(rows)] for rows in (x, out))
+        return self.start("all-to-all", sent, lambda: dist.all_to_all(outputs, inputs, group=self.pg, async_op=True))
+
+    def _take_spare(self, x: Tensor) -> Tensor:
+        """Workspace like ``x``, reused from an earlier call where it fits: fresh memory costs a page fault per page."""
+        for index, spare in enumerate(self._spare):
+            if spare.shape == x.shape and spare.dtype == x.dtype:
+                return self._spare.pop(index)
+        return torch.empty_like(x)
+
+    def broadcast(self, x: Tensor, src: int = 0) -> Pending:
+        """Broadcasts ``x`` from group rank ``src``, in place."""
+        if self.size == 1:
+            return Pending(None, 0, NOTHING)
+        sent = num_bytes(x) if self.rank == src else 0
+        return self.start("broadcast", sent, lambda: dist.broadcast(x, group=self.pg, async_op=True, group_src=src))
+
+    def collect(self, out: Tensor, x: Tensor) -> Pending:
+        """Gathers the ranks' ``x`` along dimension 0 into the first rank's ``out``; each other rank sends it once."""
+        if self.size == 1:
+            out[0].copy_(x)
+            return Pending(None, 0, NOTHING)
+        first = self.rank == 0
+        rows = list(out.unbind()) if first else None
+        sent = 0 if first else num_bytes(x)
+        return self.start("gather", sent, lambda: dist.gather(x, rows, group=self.pg, async_op=True, group_dst=0))
+
+    def distribute(self, x: Tensor) -> Pending:
+        """Overwrites ``x`` with the first rank's ``x``, which is sent n - 1 times."""
+        if self.size == 1:
+            return Pending(None, 0, NOTHING)
+        first = self.rank == 0
+        rows = [x] * self.size if first else None
+        sent = (self.size - 1) * num_bytes(x) if first else 0
+        return self.start("scatter", sent, lambda: dist.scatter(x, rows, group=self.pg, async_op=True, group_src=0))
+
+    def send(self, x: Tensor, dst: int, tag: int = 0) -> Pending:
+        """Sends ``x`` to group rank ``dst``. ``x`` must live until the send is done."""
+        return self.start(
+            f"send to rank {self.ranks[dst]}",
+            num_bytes(x),
+            lambda: dist.isend(x, group=self.pg, tag=tag, group_dst=dst),
+        )
+
+    def recv(self, x: Tensor, src: int, tag: int = 0) -> Pending:
+        """Receives into ``x`` from group rank ``src``."""
+        pending = self.start(
+            f"receive from rank {self.ranks[src]}",
+            0,
+            lambda: dist.irecv(x, group=self.pg, tag=tag, group_src=src),
+        )
+        pending.marks = self.backend == "nccl"
+        return pending
+
+    def barrier(self) -> None:
+        """Waits until every rank of the group has arrived."""
+        if self.size == 1:
+            return
+        device = "cuda" if self.backend == "nccl" else "cpu"
+        self.all_reduce(torch.zeros(1, device=device)).wait()
+
+
+class PipelineGroup(Group):
+    """A group for pipeline messages, with a process group per direction: to higher and to lower ranks.
+
+    On NCCL a pair of ranks runs its messages over a process group strictly in the order issued. With two stages
+    and virtual stages the same pair carries messages both ways, and a receive posted ahead would hold up the very
+    message that the peer needs before it can answer.
+
+    Args:
+        upwards, downwards: groups of the same ranks, with different process groups.
+    """
+
+    def __init__(self, upwards: Group, downwards: Group) -> None:
+        super().__init__(upwards.pg, upwards.ranks, upwards.rank, upwards.name, upwards.backend)
+        self.downwards = downwards
+
+    def send(self, x: Tensor, dst: int, tag: int = 0) -> Pending:
+        return super().send(x, dst, tag) if dst > self.rank else self.downwards.send(x, dst, tag)
+
+    def recv(self, x: Tensor, src: int, tag: int = 0) -> Pending:
+        return super().recv(x, src, tag) if src < self.rank else self.downwards.recv(x, src, tag)
+
+
+def _sum_into(out: Tensor, rows: Tensor) -> None:
+    """Sums over dimension 0. Half precision is summed in fp32."""
+    if out.dtype in (torch.bfloat16, torch.float16):
+        out.copy_(rows.sum(dim=0, dtype=torch.float32))
+    else:
+        torch.sum(rows, dim=0, out=out)

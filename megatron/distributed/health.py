@@ -1,0 +1,244 @@
+"""Detects peers that have died, hung or lost their network.
+
+A dead process cannot report its death, and a collective that fails names a socket, not a rank. So every rank sends its
+neighbors (``neighbor_mesh.py``) a heartbeat each second. The first rank to miss a heartbeat, or to see a
+connection end, tells the others which rank is gone, and a rank that fails reports why. No rank is essential: rank 0,
+its store and the launcher may themselves be gone. ``explain`` returns the diagnosis when a collective breaks; a rank
+with its main thread stuck in a collective ends by itself.
+
+Heartbeats come from a separate thread, so a rank may compute, compile, wait for a disk or sit in pdb for any length of
+time. Anything that stops the whole process for longer than the limit (SIGSTOP, a debugger attached from outside, C
+code that holds the interpreter's lock) counts as gone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import suppress
+
+import torch.distributed as dist
+
+from megatron.base.start import outlive_launcher
+from megatron.distributed.errors import ranks_text
+from megatron.distributed.neighbor_mesh import LONGEST_LINE, Mesh, Peer
+from megatron.distributed.process_group import leave_reason
+
+BEAT_SECONDS = 1.0
+SILENT_SECONDS = 20.0
+"""Silence after which a neighbor counts as gone."""
+EXPLAIN_SECONDS = 6.0
+"""Time for which ``explain`` waits for a diagnosis of a broken collective."""
+GRACE_SECONDS = 5.0
+"""Time in which the main thread may end by itself, once a lost rank is known."""
+FAILING_SECONDS = 30.0
+"""The same for a main thread that is ending already."""
+
+EXIT_PEER_LOST = 3
+"""Exit status of a rank that ends because another rank is gone."""
+_BLAME = re.compile(r"ranks? ([0-9, ]+)(?: and [0-9]+ more)?(?: on [^ ,]+(?:, | stopped answering)| failed: )")
+
+_SILENT = "no sign of life"
+_DONE = "done"
+_NEWS = "news "
+
+
+class Watch:
+    """Failure detector: sends this rank's heartbeats, and checks those of its neighbors.
+
+    Args:
+        rank, world_size: this rank's number and the number of ranks.
+        silent_seconds: longest time without a heartbeat of a neighbor.
+        exit_status: exit status of a rank that ends itself because a peer or the launcher is gone.
+        grace_seconds: time in which the main thread may end by itself once a lost rank is known. On CUDA it may be
+            waiting for the device, and cannot; NCCL then ends the process in its own way.
+        launcher: the process id of the launcher that this process must not outlive, if any.
+        leave: ends this process.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        *,
+        silent_seconds: float = SILENT_SECONDS,
+        exit_status: int,
+        grace_seconds: float = GRACE_SECONDS,
+        launcher: int | None = None,
+        leave: Callable[[int], object] = os._exit,
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.exit_status = exit_status
+        self._silent_beats = max(1, round(silent_seconds / BEAT_SECONDS))
+        self._grace_seconds = grace_seconds
+        self._launcher = launcher
+        self._leave = leave
+        self._mesh: Mesh | None = None
+        self._lock = threading.Lock()
+        """Held for calls that do not block, never while waiting."""
+        self._verdict: str | None = None
+        self._known = threading.Event()
+        self._exit_at = float("inf")
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name="watch", daemon=True)
+        self._beat = 0
+        self._heard: dict[int, int] = {}
+        """This rank's beat number when each neighbor was last heard."""
+        self._done: set[int] = set()
+
+    def start(self, store: dist.Store | None = None, master: str = "localhost", local: bool = False) -> None:
+        """Connects to the neighbors and starts to send heartbeats; must be called in the main thread.
+
+        Args:
+            store: the rendezvous store; used here only, and not at all by a single rank.
+            master, local: the arguments of ``Mesh``.
+
+        Raises:
+            RuntimeError, OSError: when the store fails, or this machine has no address.
+        """
+        if self.world_size > 1:
+            assert store is not None
+            self._mesh = Mesh(self.rank, self.world_size, master, socket.gethostname(), local)
+            for problem in self._mesh.connect(store):
+                self._print(f"note: rank {self.rank}: {problem}; if it dies, other ranks must notice it")
+        self._thread.start()
+        if self._launcher is not None:
+            outlive_launcher()  # the watch detects its end, and reports it
+
+    def stop(self) -> None:
+        """Tells the neighbors that this rank is done, and stops."""
+        self._stop.set()
+        if self._mesh is not None:
+            self._mesh.wake()
+        self._thread.join()
+        if self._mesh is not None:
+            self._mesh.tell(_DONE)
+            self._mesh.close()
+
+    def report(self, reason: str) -> None:
+        """Tells the others why this rank fails, unless an earlier reason is known."""
+        self._conclude(f"rank {self.rank} failed: {(reason.splitlines() or [''])[0]}", FAILING_SECONDS)
+
+    def explain(self) -> str | None:
+        """Names the peer that broke a collective; None when every peer still answers.
+
+        Takes up to ``EXPLAIN_SECONDS``, and a little longer if another rank holds the suspicion.
+        """
+        with self._lock:
+            self._exit_at = time.monotonic() + FAILING_SECONDS  # the caller is about to end this process
+            self._grace_seconds = max(self._grace_seconds, GRACE_SECONDS)
+        if not self._known.wait(EXPLAIN_SECONDS):
+            with self._lock:
+                silent = self._silent(round(EXPLAIN_SECONDS / BEAT_SECONDS) - 1)
+            if silent:
+                self._conclude(self._name(silent), FAILING_SECONDS)
+            else:
+                self._known.wait(2 * BEAT_SECONDS)
+        return self._verdict
+
+    def _conclude(self, verdict: str, grace: float) -> None:
+        """Passes on a verdict; a rank keeps the first verdict that it hears.
+
+        Args:
+            verdict: the diagnosis, in words.
+            grace: seconds until this process is ended, if it does not end by itself.
+        """
+        with self._lock:
+            if self._verdict is None:
+                self._verdict = verdict
+                self._exit_at = min(self._exit_at, time.monotonic() + grace)
+                if self._mesh is not None:
+                    self._mesh.tell(_NEWS + verdict[: LONGEST_LINE // 5])  # a character has up to four bytes
+        self._known.set()
+
+    def _loop(self) -> None:
+        next_beat = time.monotonic()
+        while not self._stop.is_set():
+            now = time.monotonic()
+            if now >= next_beat:
+                next_beat = now + BEAT_SECONDS
+                self._on_beat()
+            if now >= self._exit_at:
+                text = f"rank {self.rank}: {self._verdict}"
+                leave_reason(text)
+                self._print(text)
+                self._leave(self.exit_status)
+                return
+            if self._mesh is None:
+                self._stop.wait(BEAT_SECONDS)
+            else:
+                self._mesh.wait(max(min(next_beat, self._exit_at) - time.monotonic(), 0.0))
+                for verdict in self._take_in():
+                    self._conclude(verdict, self._grace_seconds)
+
+    def _on_beat(self) -> None:
+        # Time is counted in this rank's own beats: a process or machine that was stopped could not see anyone die.
+        self._beat += 1
+        if self._launcher is not None and os.getppid() != self._launcher:
+            self._conclude(f"rank {self.rank} failed: its launcher is gone", 0.0)
+        if self._mesh is not None:
+            with self._lock:
+                self._mesh.tell("")
+                silent = self._silent(self._silent_beats)
+            if silent:
+                self._conclude(self._name(self._silent(self._silent_beats - 2)), 0.0)
+
+    def _take_in(self) -> list[str]:
+        """Reads the neighbors' messages; returns the resulting verdicts."""
+        assert self._mesh is not None
+        verdicts = []
+        with self._lock:
+            for peer in self._mesh.peers.values():
+                if peer.lines or peer.rank not in self._heard:
+                    self._heard[peer.rank] = self._beat
+                self._done |= {peer.rank} if _DONE in peer.lines else set()
+                verdicts += [line.removeprefix(_NEWS) for line in peer.lines if line.startswith(_NEWS)]
+                peer.lines.clear()
+                if peer.closed and peer.rank not in self._done:
+                    verdicts.append(
+                        f"rank {peer.rank} on {peer.host} stopped answering: killed, or crashed (its connection ended)"
+                    )
+        return verdicts
+
+    def _silent(self, beats: int) -> list[Peer]:
+        """Neighbors without a heartbeat for the given number of this rank's beats."""
+        if self._mesh is None:
+            return []
+        return [
+            self._mesh.peers[rank]
+            for rank, heard in self._heard.items()
+            if rank not in self._done and self._beat - heard >= beats
+        ]
+
+    def _name(self, silent: list[Peer]) -> str:
+        hosts: dict[str, list[int]] = defaultdict(list)
+        for peer in silent:
+            hosts[peer.host].append(peer.rank)
+        names = ", ".join(f"{ranks_text(sorted(ranks))} on {host}" for host, ranks in hosts.items())
+        seconds = max(self._beat - self._heard[peer.rank] for peer in silent) * BEAT_SECONDS
+        return f"{names} stopped answering: {_SILENT} for {seconds:.0f} s (hung, or the machine or network is gone)"
+
+    def _print(self, text: str) -> None:
+        def write() -> None:
+            with suppress(OSError, ValueError):  # the reader is gone
+                sys.stderr.write(f"{text}\n")
+                sys.stderr.flush()
+
+        # A pipe that nobody reads must not keep this process alive.
+        writer = threading.Thread(target=write, daemon=True)
+        writer.start()
+        writer.join(BEAT_SECONDS)
+
+
+def ranks_blamed(text: str) -> list[int]:
+    """Ranks that a message of ``Watch`` reports as gone or failed; empty for hung ranks."""
+    if _SILENT in text:
+        return []
+    return [int(number) for blamed in _BLAME.finditer(text) for number in blamed[1].split(",")]

@@ -1,0 +1,1 @@
+"""Launchers that start the ranks of a program."""

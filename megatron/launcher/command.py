@@ -1,0 +1,178 @@
+"""Starts a program's ranks as torchrun does; when they fail, the last line says why.
+
+    python tools/launch.py --nproc-per-node 4 pretrain_gpt.py ...
+
+All flags but those of islands are torchrun's (``--help`` lists them): --nnodes, --node-rank, --master-addr,
+--max-restarts ... On one machine nothing listens but at loopback addresses, on several the first machine listens at
+--master-addr (docs/security.md). ``--islands 2 --nproc-per-node 4`` starts two islands of two ranks, each under a
+launcher of its own: one that fails leaves the other, and the exit status is 0 when one of them has come to the end.
+
+SIGTERM and SIGUSR1 are passed on to the ranks, as SIGTERM. Under --exit-signal-handler they save and end, and so does
+the launcher, with status 0; a second such signal gives them --shutdown-timeout seconds. The exit status is
+that of the rank that failed first: 1 for an error, 2 for bad input, 3 when a rank or machine is gone, 4 when every step
+was skipped, 5 when the run has diverged, 128 plus the signal's number for a rank that was killed. LOGLEVEL=WARNING or
+INFO also shows torchrun's own messages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from megatron.base.errors import UserError, first_line
+from megatron.distributed.errors import CommunicationError
+from megatron.distributed.health import EXIT_PEER_LOST, ranks_blamed
+from megatron.distributed.rendezvous import STATIC, rendezvous_address, use_rendezvous
+from megatron.launcher.islands import (
+    launch_islands,
+    launch_parser,
+    prepare_island,
+    starts_islands,
+    wrong_islands,
+)
+from megatron.launcher.signals import StopSignals, same_process
+
+NO_FILE = "<N/A>"
+"""torch's name for the missing error file of a process."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    arguments = launch_parser().parse_args(words)
+    problem = _wrong(arguments) or wrong_islands(arguments)
+    if problem is not None:
+        _print_error(problem)
+        return 2
+    with same_process():
+        return _launch(words, arguments)
+
+
+def _launch(words: list[str], arguments: argparse.Namespace) -> int:
+    """Starts the ranks, or a launcher for each island, and waits for them; returns the exit status."""
+    if "LOGLEVEL" not in os.environ:
+        logging.disable(logging.ERROR)  # of this process alone
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no stack of C++ for each connection that a peer ended
+    if starts_islands(arguments):
+        return launch_islands(words, arguments, _print_error)
+    try:
+        island_store = prepare_island(arguments)
+    except (UserError, CommunicationError) as error:
+        _print_error(str(error))
+        return 2 if isinstance(error, UserError) else 1
+    try:
+        with StopSignals() as signals:
+            signals.take_over(arguments)
+            use_rendezvous(arguments, signals.begin)
+            run.run(arguments)
+    except ChildFailedError as error:
+        return _report(error, signals.received)
+    except SignalException as error:
+        _print_error(f"ended by {error.sigval.name}")
+        return 128 + error.sigval
+    except KeyboardInterrupt:
+        _print_error("interrupted")
+        return 128 + signal.SIGINT
+    except Exception as error:  # a rendezvous that fails, flags that contradict each other
+        _print_error(f"the ranks cannot be started: {first_line(error)}")
+        return 2 if isinstance(error, UserError) else 1
+    finally:
+        del island_store  # which serves the islands
+    return 0
+
+
+def _wrong(arguments: argparse.Namespace) -> str | None:
+    """An error in flags on which torch would fail without a reason, or hang; None if there is none."""
+    processes = f"--nproc-per-node {arguments.nproc_per_node}"
+    try:
+        if run.determine_local_world_size(arguments.nproc_per_node) < 1:
+            return f"{processes}: give at least 1"
+    except ValueError as error:
+        return f"{processes}: {str(error).rstrip('.')}; give a number, or cpu, gpu or auto"
+    try:
+        least, most = run.parse_min_max_nnodes(arguments.nnodes)
+    except (ValueError, RuntimeError):
+        least = most = 0
+    if not 1 <= least <= most:
+        return f"--nnodes {arguments.nnodes}: give a number of at least 1"
+    try:
+        address = rendezvous_address(arguments)
+    except ValueError as error:
+        return str(error)
+    has_number = arguments.rdzv_backend == STATIC and not arguments.standalone
+    if has_number and not 0 <= arguments.node_rank < address.nodes:
+        return f"--node-rank {arguments.node_rank} with --nnodes {address.nodes}: nodes count from 0 to {most - 1}"
+    return None
+
+
+def _report(error: ChildFailedError, received: signal.Signals | None) -> int:
+    """Prints the reason why the ranks failed, and returns the exit status.
+
+    Args:
+        error: torch's report.
+        received: the signal that asked the ranks to end, if any.
+    """
+    rank, failure = first_failure(error.failures)
+    if received is not None and failure.exitcode == -signal.SIGTERM:
+        _print_error(f"ended by {received.name}")
+        return 128 + received
+    line = _explain(error, rank, failure)
+    if line is not None:
+        _print_error(line)
+    return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+
+
+def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+    """The rank that failed first: a rank that the others blame, else the rank that was first seen to end.
+
+    torch's times are in whole seconds, for a killed rank the time at which torch noticed. The others may have ended
+    before that, and torch itself ends the remaining ranks by SIGTERM.
+    """
+    by_time = sorted(failures.items(), key=lambda item: (item[1].exitcode == -signal.SIGTERM, item[1].timestamp))
+    rank, first = by_time[0]
+    if first.exitcode == EXIT_PEER_LOST:
+        messages = (str(_left(failure).get("message", "")) for _, failure in by_time)
+        blamed_ranks = (each for message in messages for each in ranks_blamed(message))
+        rank = next((each for each in blamed_ranks if each in failures), rank)
+    return rank, failures[rank]
+
+
+def _explain(error: ChildFailedError, rank: int, failure: ProcessFailure) -> str | None:
+    """The reason why a rank failed; None if the last line on the screen already says it."""
+    message = str(_left(failure).get("message", ""))
+    reason = message.removeprefix("error: ")
+    # A single rank prints the reason, common to all ranks, as its last line, maybe with the name of the rank that it
+    # is about. Other lines are printed among those of other ranks.
+    error_files = [_left(each) for each in error.failures.values()]
+    printed = any(
+        content.get("extraInfo", {}).get("printed") and reason in str(content.get("message", ""))
+        for content in error_files
+    )
+    if message.startswith("error: ") and printed:
+        return None
+    if message:
+        return reason
+    rank_name = f"rank {rank} (process {failure.pid})"
+    if failure.exitcode < 0:
+        hint = "; it may have needed more memory than there is" if -failure.exitcode == signal.SIGKILL else ""
+        return f"{rank_name} was ended by {failure.signal_name()}{hint}"
+    return f"{rank_name} ended with status {failure.exitcode}"
+
+
+def _left(failure: ProcessFailure) -> dict[str, Any]:
+    """The content of a rank's error file."""
+    message: object = failure.message if failure.error_file != NO_FILE else None
+    return message if isinstance(message, dict) else {}
+
+
+def _print_error(text: str) -> None:
+    print(f"error: {text}", file=sys.stderr, flush=True)

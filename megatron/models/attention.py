@@ -1,0 +1,242 @@
+"""Self-attention and cross-attention, with heads (and key-value groups) split over tensor-parallel ranks."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from megatron.config.model import ModelConfig
+from megatron.kernels.soft_cap import soft_capped
+from megatron.models.context import AttentionDropout, ForwardContext
+from megatron.models.norm import Norm
+from megatron.models.rotary import apply_rotary
+from megatron.parallel.tensor.collectives import TensorComm
+from megatron.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from megatron.parallel.tensor.random import DropoutKeys, SiteKeys, keyed_seed
+from megatron.parallel.tensor.shards import ShardedModule
+
+
+class Attention(ShardedModule, ABC):
+    """Core attention of queries, keys and values. Subclasses define the projections.
+
+    Args:
+        config: the model.
+        layer: global number of the layer, a key of its dropout masks.
+        causal: whether queries attend to no later positions of the same sequence.
+        recompute_core: whether backward recomputes the attention probabilities instead of storing them.
+    """
+
+    site = "attention"
+    """Key of the dropout masks within a layer."""
+    dense: RowParallelLinear
+
+    def __init__(self, config: ModelConfig, layer: int, comm: TensorComm, causal: bool, recompute_core: bool) -> None:
+        super().__init__()
+        self.layer = layer
+        self.comm = comm
+        self.head_dim = config.kv_channels
+        self.groups = config.num_query_groups // comm.size
+        self.queries_per_group = config.num_attention_heads // config.num_query_groups
+        self.causal = causal
+        self.divisor = math.sqrt(config.query_pre_attn_scalar or self.head_dim)
+        self.cap = config.attn_logit_softcapping
+        self.dropout = config.attention_dropout
+        self.recompute_core = recompute_core
+
+    def dropout_keys(self, keys: DropoutKeys) -> AttentionDropout:
+        """Keys of the dropout masks of this rank's heads, or the seed of the fused CUDA kernel.
+
+        The kernel draws a single stream for all its heads and samples. Unlike all other masks, its masks therefore
+        depend on the tensor-parallel size and the micro-batch size.
+        """
+        if self.dropout == 0.0:
+            return AttentionDropout(None, 0)
+        if self.dense.weight.is_cuda and self.cap is None:
+            sites = () if self.site == "attention" else (self.site,)
+            seed = keyed_seed(repr((keys.seed, keys.draws, self.layer, self.comm.rank, *sites)))
+            return AttentionDropout(None, seed)
+        heads = self.groups * self.queries_per_group
+        sites_n = ((self.layer, self.site, self.comm.rank * heads + head) for head in range(heads))
+        return AttentionDropout(keys.at(*sites_n), 0)
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, context: ForwardContext, dropout: AttentionDropout | None
+    ) -> Tensor:
+        """Attention of (b, heads, s, d) queries over (b, groups, s', d) keys and values: (s, b, heads * d)."""
+        if self.recompute_core and torch.is_grad_enabled():
+            inputs = (query, key, value, context.of_any_micro_batch(), dropout)
+            out_bnsd = checkpoint(self._core, *inputs, use_reentrant=False, preserve_rng_state=False)
+        else:
+            out_bnsd = self._core(query, key, value, context, dropout)
+        return out_bnsd.permute(2, 0, 1, 3).flatten(2)
+
+    def _core(
+        self, query: Tensor, key: Tensor, value: Tensor, context: ForwardContext, dropout: AttentionDropout | None
+    ) -> Tensor:
+        dropping = self.dropout > 0.0 and dropout is not None
+        mask = self._allowed(query, context)
+        if context.cache is not None and mask is None:
+            mask = context.cache.mask(self.layer)
+        causal = self.causal and mask is None
+        if (
+            query.shape[2] == 1
+        ):  # a single query attends to all cached positions; a branch, since torch needs a plain bool
+            causal = False
+        keys = None if dropout is None else dropout.heads
+        if keys is not None or self.cap is not None:
+            return self._written_out(query, key, value, mask, causal, keys)
+        if dropping and dropout is not None:  # for the fused CUDA kernel
+            torch.cuda.manual_seed(dropout.fused)
+        return context.attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            dropout_p=self.dropout if dropping else 0.0,
+            is_causal=causal,
+            scale=1.0 / self.divisor,
+            enable_gqa=self.queries_per_group > 1,
+        )
+
+    @abstractmethod
+    def _allowed(self, query: Tensor, context: ForwardContext) -> Tensor | None:
+        """Mask of allowed positions without a cache, (b or 1, 1, s or 1, s'); None for full or plain causal
+        attention."""
+
+    def _written_out(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, keys: SiteKeys | None
+    ) -> Tensor:
+        """Unfused attention, with logit soft-capping and dropout masks keyed by sample, layer and global head."""
+        pairs = (query.shape[2], key.shape[2])
+        # Stack the queries of a group as rows of a single matmul with the group's keys.
+        rows = query.unflatten(1, (self.groups, self.queries_per_group)).flatten(2, 3)
+        scores = (rows @ key.transpose(-1, -2)).view(*query.shape[:2], *pairs).div(self.divisor)
+        if self.cap is not None:
+            scores = soft_capped(scores, self.cap)
+        if causal:
+            mask = torch.ones(pairs, dtype=torch.bool, device=query.device).tril()
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -torch.inf)
+        probs = scores.softmax(dim=-1)
+        if keys is not None:
+            masks = [keys.keep_mask(head, pairs, self.dropout, probs) for head in range(query.shape[1])]
+            probs = probs * torch.stack(masks, dim=1)
+        return (probs.view(*rows.shape[:3], pairs[1]) @ value).view_as(query)
+
+
+class SelfAttention(Attention):
+    """Self-attention: (s, b, h) -> (s, b, h), and the bias to be added by the caller.
+
+    The rows of the fused projection are ordered [group, (queries of the group, key, value), head channel], so a
+    slice by groups is contiguous and does not depend on the number of ranks.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        comm: TensorComm,
+        device: torch.device,
+        dtype: torch.dtype,
+        causal: bool,
+        recompute_core: bool,
+    ) -> None:
+        super().__init__(config, layer, comm, causal, recompute_core)
+        self.window = config.window_of(layer)
+        rows = config.num_query_groups * (self.queries_per_group + 2) * self.head_dim
+        width = config.num_attention_heads * self.head_dim
+        biased = config.add_bias_linear or config.add_qkv_bias
+        blocks = tuple(count * self.head_dim for count in (self.queries_per_group, 1, 1))
+        self.query_key_value = ColumnParallelLinear(
+            (rows, config.hidden_size), biased, comm, device, dtype, blocks=blocks
+        )
+        self.q_layernorm: Norm | None = None
+        self.k_layernorm: Norm | None = None
+        if config.qk_layernorm:
+            self.q_layernorm = Norm(config, comm, device, dtype, of_heads=True)
+            self.k_layernorm = Norm(config, comm, device, dtype, of_heads=True)
+        self.dense = RowParallelLinear(width, config.hidden_size, config.add_bias_linear, comm, device, dtype)
+
+    def forward(
+        self,
+        x_sbh: Tensor,
+        context: ForwardContext,
+        rotary: tuple[Tensor, Tensor] | None,
+        dropout: AttentionDropout | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        mixed = self.query_key_value(x_sbh)
+        s, b, _ = mixed.shape
+        mixed = mixed.view(s, b, self.groups, self.queries_per_group + 2, self.head_dim)
+        query, key, value = mixed.split((self.queries_per_group, 1, 1), dim=3)
+        query, key, value = (x.flatten(2, 3) for x in (query, key, value))
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
+        if rotary is not None:
+            query, key = apply_rotary(query, rotary), apply_rotary(key, rotary)
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        if context.cache is not None:
+            key, value = context.cache.extend(self.layer, key, value)
+        result: tuple[Tensor, Tensor | None] = self.dense(self._attend(query, key, value, context, dropout))
+        return result
+
+    def _allowed(self, query: Tensor, context: ForwardContext) -> Tensor | None:
+        allowed = None if context.segment_ids_bs is None else _within_segments(context.segment_ids_bs, self.causal)
+        s = query.shape[2]
+        if self.window is not None and s > self.window:
+            band = torch.ones((1, 1, s, s), dtype=torch.bool, device=query.device).tril().triu(1 - self.window)
+            allowed = band if allowed is None else allowed & band
+        return allowed
+
+
+class CrossAttention(Attention):
+    """Attention of a decoder to the encoder output: (s, b, h) -> (s, b, h), and the bias to be added by the caller.
+
+    The rows of the fused key-value projection are ordered [group, (key, value), head channel].
+    """
+
+    site = "cross-attention"
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        comm: TensorComm,
+        device: torch.device,
+        dtype: torch.dtype,
+        recompute_core: bool,
+    ) -> None:
+        super().__init__(config, layer, comm, False, recompute_core)
+        width = config.num_attention_heads * self.head_dim
+        rows, hidden = config.num_query_groups * 2 * self.head_dim, config.hidden_size
+        biased = config.add_bias_linear or config.add_qkv_bias
+        self.query = ColumnParallelLinear((width, hidden), biased, comm, device, dtype)
+        blocks = (self.head_dim, self.head_dim)
+        self.key_value = ColumnParallelLinear((rows, hidden), biased, comm, device, dtype, entered=True, blocks=blocks)
+        self.dense = RowParallelLinear(width, hidden, config.add_bias_linear, comm, device, dtype)
+
+    def forward(
+        self, x_sbh: Tensor, context: ForwardContext, dropout: AttentionDropout | None
+    ) -> tuple[Tensor, Tensor | None]:
+        assert context.memory is not None
+        query, mixed = self.query(x_sbh), self.key_value(context.memory.entered_sbh)
+        query = query.unflatten(2, (-1, self.head_dim))
+        key, value = mixed.unflatten(2, (self.groups, 2, self.head_dim)).unbind(dim=3)
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        result: tuple[Tensor, Tensor | None] = self.dense(self._attend(query, key, value, context, dropout))
+        return result
+
+    def _allowed(self, query: Tensor, context: ForwardContext) -> Tensor | None:
+        assert context.memory is not None
+        ids_bs = context.memory.segment_ids_bs
+        # Padding queries attend to text, too: a fully masked row would give NaN.
+        return None if ids_bs is None else (ids_bs == 0)[:, None, None]
+
+
+def _within_segments(segment_ids_bs: Tensor, causal: bool) -> Tensor:
+    """Mask within segments: position i may attend to j (if ``causal``, j <= i) of the same segment; (b, 1, s, s)."""
+    same = segment_ids_bs.unsqueeze(2) == segment_ids_bs.unsqueeze(1)
+    return (same.tril() if causal else same).unsqueeze(1)

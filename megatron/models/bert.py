@@ -1,0 +1,133 @@
+"""Megatron's BERT: pre-norm layers, masked language modeling, and sentence-order prediction."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.config.model import ModelConfig
+from megatron.config.recompute import RecomputeConfig
+from megatron.models.losses import LossSum, StageLoss, Targets, token_weights
+from megatron.models.norm import Norm
+from megatron.models.stage import Stage, StagePart
+from megatron.parallel.tensor.collectives import TensorComm
+from megatron.parallel.tensor.cross_entropy import head_loss
+from megatron.parallel.tensor.embedding import VocabShard
+from megatron.parallel.tensor.shards import ParamSpec, ShardedModule, with_partial_grad
+
+
+class WholeLinear(ShardedModule):
+    """Linear layer with bias, replicated on tensor-parallel ranks: (..., in) -> (..., out).
+
+    Under sequence parallelism each rank sees a slice of the sequence, so parameter gradients are partial sums.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, comm: TensorComm, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty((out_features, in_features), device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype))
+        for name, param in self.named_parameters():
+            spec = ParamSpec(tuple(param.shape))
+            self.specs[name] = with_partial_grad(spec) if comm.sequence_parallel else spec
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class LMHead(ShardedModule):
+    """Transform before the output projection, (s, b, h) -> (s, b, h), and the bias of that projection.
+
+    GELU is approximate if the layers use approximate GELU, else exact.
+    """
+
+    def __init__(
+        self, config: ModelConfig, shard: VocabShard, comm: TensorComm, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.approximate = "tanh" if config.activation == "gelu_tanh" else "none"
+        self.dense = WholeLinear(config.hidden_size, config.hidden_size, comm, device, dtype)
+        self.layernorm = Norm(config, comm, device, dtype)
+        self.bias, self.specs["bias"] = shard.bias(device, dtype)
+
+    def forward(self, x_sbh: Tensor) -> Tensor:
+        result: Tensor = self.layernorm(F.gelu(self.dense(x_sbh), approximate=self.approximate))
+        return result
+
+
+class BinaryHead(nn.Module):
+    """Sentence-order head: first position (b, h) -> logits (b, 2)."""
+
+    def __init__(self, hidden: int, comm: TensorComm, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.pooler = WholeLinear(hidden, hidden, comm, device, dtype)
+        self.order = WholeLinear(hidden, 2, comm, device, dtype)
+
+    def forward(self, first_bh: Tensor) -> Tensor:
+        result: Tensor = self.order(torch.tanh(self.pooler(first_bh)))
+        return result
+
+
+class BertStage(Stage):
+    """A stage of BERT."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        part: StagePart,
+        shard: VocabShard,
+        comm: TensorComm,
+        device: torch.device,
+        dtype: torch.dtype,
+        recompute: RecomputeConfig,
+    ) -> None:
+        super().__init__(config, part, shard, comm, device, dtype, recompute)
+        if part.last:
+            self.lm_head = LMHead(config, shard, comm, device, dtype)
+            if config.bert_binary_head:
+                self.binary_head = BinaryHead(config.hidden_size, comm, device, dtype)
+
+    def counts(self, targets: Targets) -> Tensor:
+        masked = targets.mask_bs.sum()
+        if not self.config.bert_binary_head:
+            return torch.stack([masked])
+        assert targets.order_b is not None
+        return torch.stack([masked, (targets.order_b >= 0).sum().to(masked.dtype)])
+
+    def loss(self, x_sbh: Tensor, targets: Targets, divisors: Tensor | None = None) -> StageLoss:
+        x_sbh = self.final_layernorm(x_sbh)
+        counts = self.counts(targets)
+        weights_bs = token_weights(targets.mask_bs, divisors)
+        args = (self.output_weight, targets.labels_bs.t(), weights_bs.t(), self.comm, self.shard, self.lm_head.bias)
+        objective, losses_sb = head_loss(self.lm_head(x_sbh), *args, space=self.logits_space)
+        sums = [LossSum((losses_sb.t() * targets.mask_bs).sum(), counts[0])]
+        if self.config.bert_binary_head:
+            assert targets.order_b is not None
+            losses_b = F.cross_entropy(self._order_logits(x_sbh), targets.order_b, reduction="none")
+            sums.append(LossSum(losses_b.detach().sum(), counts[1]))
+            divisor = counts[1] if divisors is None else divisors[1]
+            objective = objective + (losses_b * self._holds_first()).sum() / divisor.to(losses_b.dtype)
+        return StageLoss(objective, tuple(sums))
+
+    def _holds_first(self) -> float:
+        """1 if this rank's slice of the sequence contains the first position, else 0.
+
+        On other ranks the binary head reads another position and gets zero gradients.
+        """
+        return 0.0 if self.comm.sequence_parallel and self.comm.rank > 0 else 1.0
+
+    def _order_logits(self, x_sbh: Tensor) -> Tensor:
+        logits: Tensor = self.binary_head(x_sbh[0])
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def logits(self, x_sbh: Tensor) -> Tensor:
+        """Logits (s, b, vocab_size) without padding, the same on every tensor-parallel rank; no gradient."""
+        with torch.no_grad():
+            return self._logits(self.lm_head(self.final_layernorm(x_sbh)), self.lm_head.bias)
+
+    def order_logits(self, x_sbh: Tensor) -> Tensor:
+        """Logits (b, 2) of sentences in order or swapped; no gradient. Only on ranks with the first position."""
+        with torch.no_grad():
+            return self._order_logits(self.final_layernorm(x_sbh))

@@ -1,0 +1,175 @@
+"""Transformer layers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from megatron.config.model import ModelConfig
+from megatron.models.attention import CrossAttention, SelfAttention
+from megatron.models.context import ForwardContext, LayerDropout
+from megatron.models.experts import Experts
+from megatron.models.mlp import MLP
+from megatron.models.norm import Norm
+from megatron.parallel.tensor.collectives import TensorComm
+from megatron.parallel.tensor.random import SiteKeys
+
+
+def hidden_dropout(x_sbh: Tensor, p: float, keys: SiteKeys | None, site: int, comm: TensorComm) -> Tensor:
+    """Dropout of activations that are replicated on tensor-parallel ranks, or split along the sequence."""
+    if p == 0.0 or keys is None:
+        return x_sbh
+    num_slices = comm.size if comm.sequence_parallel else 1
+    mask_sbh = keys.keep_mask(site, (x_sbh.shape[0] * num_slices, x_sbh.shape[2]), p, x_sbh).transpose(0, 1)
+    return x_sbh * (comm.own_part(mask_sbh) if num_slices > 1 else mask_sbh)
+
+
+class Layer(nn.Module, ABC):
+    """Base class of transformer layers: (s, b, h) -> (s, b, h)."""
+
+    sites: tuple[str, ...] = ("attention-output", "mlp-output")
+    """Keys of the dropout masks of the residual branches within a layer."""
+    self_attention: SelfAttention
+
+    def __init__(self, config: ModelConfig, layer: int, comm: TensorComm) -> None:
+        super().__init__()
+        self.layer = layer
+        self.comm = comm
+        self.dropout = config.hidden_dropout
+
+    @abstractmethod
+    def forward(
+        self,
+        x_sbh: Tensor,
+        context: ForwardContext,
+        positions: tuple[Tensor, Tensor] | None,
+        dropout: LayerDropout | None,
+    ) -> Tensor:
+        """Output of the layer; ``positions`` come from ``Stage``."""
+
+    def _add(
+        self,
+        branch: tuple[Tensor, Tensor | None],
+        residual_sbh: Tensor,
+        dropout: LayerDropout | None,
+        site: int,
+        norm: Norm | None = None,
+    ) -> Tensor:
+        out_sbh, bias = branch
+        if bias is not None:
+            out_sbh = out_sbh + bias
+        if norm is not None:
+            out_sbh = norm(out_sbh)
+        keys = None if dropout is None else dropout.hidden
+        return residual_sbh + hidden_dropout(out_sbh, self.dropout, keys, site, self.comm)
+
+    def dropout_keys(self, context: ForwardContext) -> LayerDropout | None:
+        """Keys of this layer's dropout masks; computed outside ``forward``, which may be compiled."""
+        keys = context.dropout
+        if keys is None:
+            return None
+        hidden = keys.at(*((self.layer, site) for site in self.sites))
+        return LayerDropout(hidden, self.self_attention.dropout_keys(keys))
+
+
+class TransformerLayer(Layer):
+    """Pre-norm attention and MLP, each with dropout and a residual, in sequence or in parallel.
+
+    With sandwich norms, the outputs of attention and MLP are also normalized, before dropout.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        comm: TensorComm,
+        device: torch.device,
+        dtype: torch.dtype,
+        recompute_core: bool,
+        causal: bool,
+    ) -> None:
+        super().__init__(config, layer, comm)
+        self.parallel = config.parallel_residual
+        self.input_layernorm = Norm(config, comm, device, dtype)
+        self.self_attention = SelfAttention(
+            config, layer, comm.at(f"{layer}.self_attention"), device, dtype, causal, recompute_core
+        )
+        self.post_attention_layernorm = Norm(config, comm, device, dtype)
+        self.mlp: MLP | Experts = (
+            Experts(config, layer, comm.at(f"{layer}.mlp"), device, dtype)
+            if layer in config.expert_layers
+            else MLP(config, comm.at(f"{layer}.mlp"), device, dtype)
+        )
+        self.post_self_attn_layernorm: Norm | None = None
+        self.post_mlp_layernorm: Norm | None = None
+        if config.sandwich_norm:
+            self.post_self_attn_layernorm = Norm(config, comm, device, dtype)
+            self.post_mlp_layernorm = Norm(config, comm, device, dtype)
+
+    def _attended(
+        self,
+        x_sbh: Tensor,
+        context: ForwardContext,
+        positions: tuple[Tensor, Tensor] | None,
+        dropout: LayerDropout | None,
+    ) -> Tensor:
+        """Self-attention with its residual."""
+        keys = None if dropout is None else dropout.attention
+        branch = self.self_attention(self.input_layernorm(x_sbh), context, positions, keys)
+        return self._add(branch, x_sbh, dropout, 0, self.post_self_attn_layernorm)
+
+    def forward(
+        self,
+        x_sbh: Tensor,
+        context: ForwardContext,
+        positions: tuple[Tensor, Tensor] | None,
+        dropout: LayerDropout | None,
+    ) -> Tensor:
+        residual_sbh = self._attended(x_sbh, context, positions, dropout)
+        mlp_input = x_sbh if self.parallel else residual_sbh
+        branch = self.mlp(self.post_attention_layernorm(mlp_input), context)
+        return self._add(branch, residual_sbh, dropout, 1, self.post_mlp_layernorm)
+
+
+class DecoderLayer(TransformerLayer):
+    """Decoder layer: causal self-attention, cross-attention to the encoder, then the MLP."""
+
+    sites = (*TransformerLayer.sites, "cross-attention-output")
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        comm: TensorComm,
+        device: torch.device,
+        dtype: torch.dtype,
+        recompute_core: bool,
+    ) -> None:
+        super().__init__(config, layer, comm, device, dtype, recompute_core, causal=True)
+        self.cross_attention = CrossAttention(
+            config, layer, comm.at(f"{layer}.cross_attention"), device, dtype, recompute_core
+        )
+        self.post_cross_attention_layernorm = Norm(config, comm, device, dtype)
+
+    def dropout_keys(self, context: ForwardContext) -> LayerDropout | None:
+        """See ``TransformerLayer``."""
+        keys = super().dropout_keys(context)
+        if keys is None or context.dropout is None:
+            return None
+        return replace(keys, cross=self.cross_attention.dropout_keys(context.dropout))
+
+    def forward(
+        self,
+        x_sbh: Tensor,
+        context: ForwardContext,
+        positions: tuple[Tensor, Tensor] | None,
+        dropout: LayerDropout | None,
+    ) -> Tensor:
+        residual_sbh = self._attended(x_sbh, context, positions, dropout)
+        keys = None if dropout is None else dropout.cross
+        read = self.cross_attention(self.post_attention_layernorm(residual_sbh), context, keys)
+        residual_sbh = self._add(read, residual_sbh, dropout, 2)
+        return self._add(self.mlp(self.post_cross_attention_layernorm(residual_sbh), context), residual_sbh, dropout, 1)

@@ -1,0 +1,141 @@
+"""Embeddings, and the output projection, optionally tied to the embedding."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from megatron.config.model import ModelConfig
+from megatron.distributed.layout import Tie
+from megatron.models.block import hidden_dropout
+from megatron.models.context import ForwardContext
+from megatron.parallel.tensor.collectives import TensorComm
+from megatron.parallel.tensor.embedding import VocabParallelEmbedding, VocabShard, rows_of
+from megatron.parallel.tensor.shards import ParamSpec, ShardedModule, with_partial_grad
+
+TIED_NAME = "embedding.word_embeddings.weight"
+"""Logical name of the tied embedding, on any stage."""
+
+
+class Embedding(ShardedModule):
+    """Embeddings of tokens, positions and token types, with dropout: (b, s) -> (s, b, h), or this rank's slice of s.
+
+    Args:
+        config: the model.
+        shard: rows of the vocabulary on this rank.
+        copy: whether this is a tied copy; another stage holds the tables first.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        shard: VocabShard,
+        comm: TensorComm,
+        device: torch.device,
+        dtype: torch.dtype,
+        copy: bool = False,
+    ) -> None:
+        super().__init__()
+        self.comm = comm
+        self.dropout = config.hidden_dropout
+        self.residual_dtype = config.residual_dtype(dtype)
+        self.scale = embedding_scale(config, dtype)
+        tied = config.ties_embeddings
+        self.word_embeddings = VocabParallelEmbedding(shard, config.hidden_size, tied, comm, device, dtype, copy)
+        self.position_embeddings: PositionEmbedding | None = None
+        if config.position_embedding_type == "learned_absolute":
+            self.position_embeddings = PositionEmbedding(config, comm, device, dtype, copy)
+        self.tokentype_embeddings: TypeEmbedding | None = None
+        if config.num_tokentypes:
+            self.tokentype_embeddings = TypeEmbedding(config, comm, device, dtype)
+
+    def forward(self, tokens_bs: Tensor, context: ForwardContext, site: str = "embedding") -> Tensor:
+        """Embed tokens; ``site`` is the key of the dropout masks and of the messages' compression noise."""
+        x_sbh = self._summed(tokens_bs, context, site)
+        keys = None if context.dropout is None else context.dropout.at((site,))
+        return hidden_dropout(x_sbh, self.dropout, keys, 0, self.comm)
+
+    def _summed(self, tokens_bs: Tensor, context: ForwardContext, site: str) -> Tensor:
+        x_sbh: Tensor = self.word_embeddings(tokens_bs, site)
+        if self.scale is not None:
+            x_sbh = x_sbh * self.scale
+        if self.position_embeddings is not None:
+            x_sbh = x_sbh + self.position_embeddings(tokens_bs, context)
+        if self.tokentype_embeddings is not None:
+            assert context.types_bs is not None
+            x_sbh = x_sbh + self.tokentype_embeddings(context.types_bs)
+        return x_sbh.to(self.residual_dtype)
+
+
+def embedding_scale(config: ModelConfig, dtype: torch.dtype) -> float | None:
+    """Scale of token embeddings, rounded to ``dtype``; None without scaling."""
+    if not config.apply_embedding_scaling:
+        return None
+    exact = torch.tensor(math.sqrt(config.hidden_size), dtype=torch.float64, device="cpu")
+    return float(exact.to(dtype))
+
+
+class _Table(ShardedModule):
+    """A table of ``rows`` learned vectors, replicated on tensor-parallel ranks."""
+
+    def __init__(self, rows: int, hidden: int, comm: TensorComm, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.comm = comm
+        self.weight = nn.Parameter(torch.empty((rows, hidden), device=device, dtype=dtype))
+        spec = ParamSpec((rows, hidden))
+        self.specs["weight"] = with_partial_grad(spec) if comm.sequence_parallel else spec
+
+    def look_up(self, index_sb: Tensor) -> Tensor:
+        """Vectors of this rank's slice of a sequence."""
+        return rows_of(self.weight, self.comm.own_part(index_sb) if self.comm.sequence_parallel else index_sb)
+
+
+class TypeEmbedding(_Table):
+    """A learned vector per token type."""
+
+    def __init__(self, config: ModelConfig, comm: TensorComm, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(config.num_tokentypes, config.hidden_size, comm, device, dtype)
+
+    def forward(self, types_bs: Tensor) -> Tensor:
+        """Vectors (s, b, h) of the types."""
+        return self.look_up(types_bs.t())
+
+
+class PositionEmbedding(_Table):
+    """A learned vector per position, shared by encoder and decoder."""
+
+    def __init__(
+        self, config: ModelConfig, comm: TensorComm, device: torch.device, dtype: torch.dtype, copy: bool
+    ) -> None:
+        super().__init__(config.max_position_embeddings, config.hidden_size, comm, device, dtype)
+        if config.decoder_layers:
+            self.specs["weight"] = replace(self.specs["weight"], tied=Tie.POSITIONS, tied_copy=copy)
+
+    def forward(self, tokens_bs: Tensor, context: ForwardContext) -> Tensor:
+        """Vectors (s, 1 or b, h) of the positions."""
+        if context.position_ids_bs is None:
+            positions_sb = torch.arange(tokens_bs.shape[1], device=tokens_bs.device).unsqueeze(1)
+        else:
+            positions_sb = context.position_ids_bs.t()
+        return self.look_up(positions_sb)
+
+
+class OutputWeight(ShardedModule):
+    """Output projection: a separate parameter, or the last stage's copy of the tied embedding."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        shard: VocabShard,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        tied = config.ties_embeddings
+        self.weight = shard.weight(config.hidden_size, device, dtype)
+        self.specs["weight"] = shard.spec(config.hidden_size, tied=tied, tied_copy=tied)
+        if tied:
+            self.logical_names["weight"] = TIED_NAME

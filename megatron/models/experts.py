@@ -1,0 +1,337 @@
+"""Mixture of experts: a layer's feed-forward part as many MLPs; each token is routed to a few of them.
+
+Tokens are sorted by expert, dispatched to the ranks that hold the experts, and combined with their routing weights
+(GShard, Lepikhin et al. 2020). As in an MLP, an expert's inner width is split over the tensor-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.base.option import is_unset
+from megatron.compression.points import Point
+from megatron.config.model import ModelConfig
+from megatron.models.context import ForwardContext
+from megatron.models.mlp import ACTIVATIONS, MLP
+from megatron.models.router import Router, Routing
+from megatron.parallel.expert.dispatcher import Leg, RowExchange
+from megatron.parallel.expert.permutation import (
+    Choices,
+    choices_by_node,
+    choices_of_rows,
+    collected,
+    combined,
+    dispatched,
+    order_of,
+)
+from megatron.parallel.tensor.collectives import TensorComm, enter_parallel_region, leave_parallel_region
+from megatron.parallel.tensor.grouped import batched_linear, grouped_linear, groups_products, recurring
+from megatron.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear, linear
+from megatron.parallel.tensor.shards import ParamSpec, ShardedModule, with_partial_grad
+
+GroupsLinear = Callable[[Tensor, Sequence[Tensor], Tensor], Tensor]
+"""Grouped linear layers of rows sorted by group; see ``grouped_linear``."""
+
+
+class Expert(nn.Module):
+    """Weights of an expert.
+
+    Args:
+        config: the model.
+        comm: the tensor-parallel ranks; each holds a slice of the inner width.
+        device, dtype: device and dtype of the parameters.
+        unshared: only this tensor-parallel rank holds the expert, with its full width.
+    """
+
+    def __init__(
+        self, config: ModelConfig, comm: TensorComm, device: torch.device, dtype: torch.dtype, unshared: bool = False
+    ) -> None:
+        super().__init__()
+        comm = comm.alone() if unshared else comm
+        width, hidden = config.moe_ffn_hidden_size, config.hidden_size
+        shape: tuple[int, ...] = (2, width, hidden) if config.gated else (width, hidden)
+        self.comm = comm
+        self.activation = ACTIVATIONS[config.activation]
+        self.dense_h_to_4h = ColumnParallelLinear(shape, config.add_bias_linear, comm, device, dtype)
+        self.dense_4h_to_h = RowParallelLinear(width, hidden, config.add_bias_linear, comm, device, dtype)
+        if config.add_bias_linear and comm.size > 1:
+            # Only the first rank adds the bias: outputs are weighted before they are summed over the ranks.
+            self.dense_4h_to_h.specs["bias"] = with_partial_grad(ParamSpec((hidden,)))
+        for layer in (self.dense_h_to_4h, self.dense_4h_to_h):
+            layer.specs = {name: replace(spec, of_expert=True) for name, spec in layer.specs.items()}
+            if unshared:
+                layer.specs = {name: replace(spec, dim=None, unshared=True) for name, spec in layer.specs.items()}
+
+    @property
+    def up(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of the first projection."""
+        layer = self.dense_h_to_4h
+        return layer.weight.flatten(0, -2), None if layer.bias is None else layer.bias.flatten()
+
+    @property
+    def down(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of the second projection; its outputs are summed over tensor-parallel ranks."""
+        bias = self.dense_4h_to_h.bias
+        return self.dense_4h_to_h.weight, None if bias is None else bias if self.comm.rank == 0 else bias * 0.0
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Rows (r, h) to this tensor-parallel rank's partial outputs (r, h)."""
+        return linear(self.activation(linear(rows, *self.up)), *self.down)
+
+
+def _together(
+    rows: Tensor, layers: Sequence[tuple[Tensor, Tensor | None]], counts: Tensor, multiply: GroupsLinear
+) -> Tensor:
+    """Apply each expert's linear layer to its rows."""
+    out = multiply(rows.contiguous(), [weight for weight, _ in layers], counts)
+    biases = [bias for _, bias in layers if bias is not None]
+    if not biases:
+        return out
+    result: Tensor = _WithBiases.apply(out, torch.stack(biases), counts)
+    return result
+
+
+class _WithBiases(torch.autograd.Function):
+    """Add the experts' biases (experts, n) to rows (r, n) sorted by expert."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, biases_en: Tensor, counts: Tensor) -> Tensor:
+        numbers = torch.arange(len(biases_en), device=rows.device)
+        expert_r = numbers.repeat_interleave(counts.to(rows.device), output_size=len(rows))
+        ctx.save_for_backward(expert_r, numbers)
+        return rows + biases_en.index_select(0, expert_r)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        expert_r, numbers = ctx.saved_tensors
+        if grad.is_cuda:  # matmul sums in fp32; index_add_ on CUDA sums in the output dtype and in no fixed order
+            return grad, (expert_r == numbers.unsqueeze(1)).to(grad.dtype) @ grad, None
+        return grad, grad.new_zeros(len(numbers), grad.shape[1]).index_add_(0, expert_r, grad), None
+
+
+def _of_one(expert: Expert, rows: Tensor) -> Tensor:
+    """An expert's outputs for rows (r, h), padded to a recurring size; see ``recurring``."""
+    padding = recurring(rows) - len(rows)
+    out: Tensor = expert(F.pad(rows, (0, 0, 0, padding)) if padding else rows)
+    return out[: len(rows)]
+
+
+def _legs(sent: tuple[int, ...], received: tuple[int, ...], layer: int) -> tuple[Leg, Leg]:
+    """Legs of dispatch and combine, from the number of rows sent to and received from each rank."""
+    dispatch_leg = Leg(Point.EP_DISPATCH_FWD, Point.EP_DISPATCH_BWD, sent, received, layer)
+    return dispatch_leg, Leg(Point.EP_COMBINE_FWD, Point.EP_COMBINE_BWD, received, sent, layer)
+
+
+class _Coefficients(ShardedModule):
+    """A linear layer with few outputs, replicated on tensor-parallel ranks: (s, b, h) -> (s, b, outputs)."""
+
+    def __init__(
+        self, config: ModelConfig, outputs: int, bias: bool, comm: TensorComm, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, config.hidden_size, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(outputs, device=device, dtype=dtype)) if bias else None
+        for name, param in self.named_parameters():
+            spec = ParamSpec(tuple(param.shape))
+            self.specs[name] = with_partial_grad(spec) if comm.sequence_parallel else spec
+
+    def forward(self, x_sbh: Tensor) -> Tensor:
+        return F.linear(x_sbh, self.weight, self.bias)
+
+
+class Experts(nn.Module):
+    """Feed-forward part of a layer with experts: (s, b, h) -> (s, b, h), biases included.
+
+    Args:
+        config: the model.
+        layer: number of the layer.
+        comm: the tensor- and expert-parallel communication.
+        device, dtype: device and dtype of the parameters.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        comm: TensorComm,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.config, self.layer, self.comm = config, layer, comm
+        self.expert_comm = comm.experts
+        self.count = config.expert_layers[layer]
+        self.local = self.count // comm.experts.size
+        first = comm.experts.group.rank * self.local
+        self.router = Router(config, layer, self.count, comm, device, dtype)
+        self.experts = nn.ModuleDict(
+            {
+                str(number): Expert(config, comm, device, dtype, comm.experts.folded)
+                for number in range(first, first + self.local)
+            }
+        )
+        self.shared: MLP | None = None
+        self.mixing: _Coefficients | None = None
+        width = config.ffn_hidden_size if config.mlp_type == "residual" else config.moe_shared_expert_intermediate_size
+        if not is_unset(width):
+            self.shared = MLP(replace(config, ffn_hidden_size=width), comm.at("shared"), device, dtype)
+            if config.mlp_type == "residual":
+                self.mixing = _Coefficients(config, 2, True, comm, device, dtype)
+            elif config.moe_shared_expert_gate:
+                self.mixing = _Coefficients(config, 1, False, comm, device, dtype)
+
+    def forward(self, x_sbh: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
+        routing = self.router(x_sbh, context)
+        if self.expert_comm.folded:
+            out_sbh = self._folded(x_sbh, routing)
+        else:
+            full_sbh = enter_parallel_region(x_sbh, self.comm)
+            out_sbh = leave_parallel_region(self._routed(full_sbh, routing), self.comm)
+        if self.shared is not None:
+            out_sbh = self._mixed(out_sbh, x_sbh)
+        return self._with_losses(out_sbh, routing, context), None
+
+    def _folded(self, x_sbh: Tensor, routing: Routing) -> Tensor:
+        """Combined expert outputs with folding: each tensor-parallel rank dispatches its share of the tokens."""
+        comm = self.comm
+        if comm.sequence_parallel:
+            first = comm.rank * x_sbh.shape[0] * x_sbh.shape[1]
+            token_slice = slice(first, first + x_sbh.shape[0] * x_sbh.shape[1])
+            return self._routed(x_sbh, routing.of_tokens(token_slice))
+        x_th = enter_parallel_region(x_sbh, comm).flatten(0, 1)
+        slice_length = -(-len(x_th) // comm.size)
+        token_slice = slice(min(comm.rank * slice_length, len(x_th)), min((comm.rank + 1) * slice_length, len(x_th)))
+        out = self._routed(x_th[token_slice].unsqueeze(1), routing.of_tokens(token_slice)).squeeze(1)
+        out_th = F.pad(out, (0, 0, token_slice.start, len(x_th) - token_slice.stop))
+        return leave_parallel_region(out_th.view_as(x_sbh), comm)
+
+    def _routed(self, x_sbh: Tensor, routing: Routing) -> Tensor:
+        """Combined expert outputs, partial over tensor-parallel ranks unless folded."""
+        chosen_tk, holes = routing.experts_tk, routing.kept_tk is not None
+        if routing.kept_tk is not None:
+            chosen_tk = torch.where(routing.kept_tk, chosen_tk, self.count)
+        choices = Choices(chosen_tk, routing.weights_tk, holes, routing.capacity)
+        x_th = x_sbh.flatten(0, 1)
+        if self.expert_comm.nodes is None:
+            return self._of_ranks(x_th, choices, x_sbh.shape)
+        return self._of_nodes(x_th, choices, x_sbh.shape, self.expert_comm.nodes)
+
+    def _of_ranks(self, x_th: Tensor, choices: Choices, shape: Sequence[int]) -> Tensor:
+        """Weighted sums of the expert outputs, dispatched directly to the ranks that hold the experts."""
+        comm = self.expert_comm.ranks
+        experts = comm.size * self.local
+        counts = self.expert_comm.count(choices.chosen_tk, experts, choices.most, choices.total)
+        order = order_of(choices.chosen_tk, choices.holes, counts)
+        rows = dispatched(x_th, order)
+        if comm.size == 1:
+            rows = self._compute(rows, order.counts)
+        else:
+            counts_re = order.counts.view(comm.size, self.local)
+            received_re = comm.exchange_counts(counts_re)
+            sent, received = (tuple(counts.sum(1).tolist()) for counts in (counts_re, received_re))
+            dispatch_leg, combine_leg = _legs(sent, received, self.layer)
+            rows = comm.move(self._computed_of_ranks(comm.move(rows, dispatch_leg), received_re), combine_leg)
+        return combined(rows, choices.weights_tk, order, shape)
+
+    def _of_nodes(self, x_th: Tensor, choices: Choices, shape: Sequence[int], comm: RowExchange) -> Tensor:
+        """Weighted sums of the expert outputs with node-level dispatch.
+
+        A token is sent to a node once, and a single sum of its experts' outputs on that node comes back. Expert numbers
+        and weights are sent along with the rows.
+        """
+        local_experts, k = self.expert_comm.ranks.size * self.local, choices.chosen_tk.shape[1]
+        count = partial(self.expert_comm.count_by_node, experts=self.count, most=choices.most)
+        node_choices = choices_by_node(choices, comm.size, *self._places(x_th.device), count)
+        counts_n2 = torch.stack([node_choices.order.counts, node_choices.counts_n], dim=1)
+        received_n2 = comm.exchange_counts(counts_n2)
+        (sent, sent_p), (received, received_p) = (map(tuple, c.t().tolist()) for c in (counts_n2, received_n2))
+        weights_p, numbers_p = comm.move_choices(node_choices.weights_p, node_choices.numbers_p, sent_p, received_p)
+        dispatch_leg, combine_leg = _legs(sent, received, self.layer)
+        rows = comm.move(dispatched(x_th, node_choices.order), dispatch_leg)
+        most = None if choices.most is None else choices.most * comm.size
+        received_choices = choices_of_rows(numbers_p, weights_p, len(rows), min(k, local_experts), local_experts, most)
+        return collected(
+            comm.move(self._of_ranks(rows, received_choices, rows.shape), combine_leg), node_choices.order, shape
+        )
+
+    def _places(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Node of each expert, and its index on that node; each with an extra entry for no expert."""
+        comm, local = self.expert_comm, self.local
+        assert comm.nodes is not None
+        nodes = [node for node in comm.node_of for _ in range(local)]
+        numbers = [rank * local + number for rank in comm.place_of for number in range(local)]
+        return torch.tensor([*nodes, comm.nodes.size], device=device), torch.tensor([*numbers, 0], device=device)
+
+    def _computed_of_ranks(self, rows: Tensor, received_re: Tensor) -> Tensor:
+        """Outputs of rows sorted by source rank and then by expert; in the same order."""
+        numbers = torch.arange(self.local, device=rows.device).repeat(len(received_re))
+        repeats = received_re.flatten().to(rows.device)
+        order = numbers.repeat_interleave(repeats, output_size=len(rows)).argsort(stable=True)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order), device=rows.device)
+        out = self._compute(rows.index_select(0, order), received_re.sum(0))
+        return out.index_select(0, back)
+
+    def _compute(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Outputs of rows sorted by expert. Experts without rows get zero gradients."""
+        experts = cast("list[Expert]", list(self.experts.values()))
+        ups, downs = [expert.up for expert in experts], [expert.down for expert in experts]
+        multiply: GroupsLinear | None = batched_linear if rows.is_cuda else None
+        if all(groups_products(rows, [weight for weight, _ in layers]) for layers in (ups, downs)):
+            multiply = grouped_linear
+        if multiply is not None:
+            inner = _together(rows, ups, counts, multiply)
+            return _together(experts[0].activation(inner), downs, counts, multiply)
+        rows_by_expert = rows.split(counts.tolist())
+        return torch.cat(
+            [_of_one(expert, expert_rows) for expert, expert_rows in zip(experts, rows_by_expert, strict=True)]
+        )
+
+    def _mixed(self, out_sbh: Tensor, x_sbh: Tensor) -> Tensor:
+        """Add the output of the shared MLP."""
+        assert self.shared is not None
+        shared_sbh, bias = self.shared(x_sbh)
+        if bias is not None:
+            shared_sbh = shared_sbh + bias
+        if self.mixing is None:
+            return out_sbh + shared_sbh
+        if self.config.mlp_type == "residual":
+            share_sb2 = self.mixing(x_sbh).softmax(-1)
+            return shared_sbh * share_sb2[..., :1] + out_sbh * share_sb2[..., 1:]
+        return out_sbh + shared_sbh * self.mixing(x_sbh).sigmoid()
+
+    def _with_losses(self, out_sbh: Tensor, routing: Routing, context: ForwardContext) -> Tensor:
+        """Attach the layer's auxiliary losses to the output's backward pass."""
+        step, config = context.experts, self.config
+        if step is None:
+            return out_sbh
+        counts = self.expert_comm.count(routing.experts_tk, self.count)
+        step.seen[self.layer, step.micro_batch] = (counts, routing.losses.detach())
+        loss_weights = tuple(config.expert_losses.values())
+        if not any(loss_weights):
+            return out_sbh
+        weights = routing.losses.new_tensor(loss_weights)
+        # Divide by the ranks: the gradients of the router's logits are summed over tensor-parallel ranks.
+        objective = (routing.losses * weights).sum() / self.comm.size
+        result: Tensor = _WithLoss.apply(out_sbh, objective, step.loss_grad)
+        return result
+
+
+class _WithLoss(torch.autograd.Function):
+    """Identity; its backward also starts the backward pass of a loss."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, loss_grad: Tensor) -> Tensor:
+        ctx.loss_grad = loss_grad.to(loss.dtype)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grad, ctx.loss_grad, None

@@ -1,0 +1,35 @@
+"""GPT: next-token prediction."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron.models.losses import LossSum, StageLoss, Targets, token_weights
+from megatron.models.stage import Stage
+from megatron.parallel.tensor.cross_entropy import head_loss
+
+
+class GPTStage(Stage):
+    """A stage of GPT."""
+
+    def counts(self, targets: Targets) -> Tensor:
+        return targets.mask_bs.sum().unsqueeze(0)
+
+    def loss(self, x_sbh: Tensor, targets: Targets, divisors: Tensor | None = None) -> StageLoss:
+        weights_bs = token_weights(targets.mask_bs, divisors)
+        total, losses_bs = self.token_losses(x_sbh, targets.labels_bs, weights_bs)
+        return StageLoss(total, (LossSum((losses_bs * targets.mask_bs).sum(), targets.mask_bs.sum()),))
+
+    def token_losses(self, x_sbh: Tensor, labels_bs: Tensor, weights_bs: Tensor) -> tuple[Tensor, Tensor]:
+        """Weighted sum of the token losses (scalar), and the token losses (b, s); last stage only."""
+        x_sbh = self.final_layernorm(x_sbh)
+        args = (self.output_weight, labels_bs.t(), weights_bs.t(), self.comm, self.shard)
+        cap = self.config.final_logit_softcapping
+        total, losses_sb = head_loss(x_sbh, *args, space=self.logits_space, cap=cap)
+        return total, losses_sb.t()
+
+    def logits(self, x_sbh: Tensor) -> Tensor:
+        """Logits (s, b, vocab_size) without padding, the same on every tensor-parallel rank; no gradient."""
+        with torch.no_grad():
+            return self._logits(self.final_layernorm(x_sbh))

@@ -1,0 +1,55 @@
+"""LayerNorm and RMSNorm."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.config.model import ModelConfig
+from megatron.parallel.tensor.collectives import TensorComm
+from megatron.parallel.tensor.shards import ParamSpec, ShardedModule, with_partial_grad
+
+
+class Norm(ShardedModule):
+    """LayerNorm or RMSNorm over the last dimension: (s, b, h) -> (s, b, h), or (s, b, heads, d) for ``of_heads``.
+
+    With ``apply_layernorm_1p``, the addition of 1 to the weights and the product run in at least fp32.
+
+    Parameter gradients are partial sums under sequence parallelism, where each rank sees a slice of the sequence, and
+    for ``of_heads``, where each rank has separate heads.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        comm: TensorComm,
+        device: torch.device,
+        dtype: torch.dtype,
+        of_heads: bool = False,
+    ) -> None:
+        super().__init__()
+        hidden = config.kv_channels if of_heads else config.hidden_size
+        self.eps = config.norm_epsilon
+        self.centered = config.normalization == "LayerNorm"
+        self.shape = (hidden,)
+        self.one_plus = config.apply_layernorm_1p
+        self.weight = nn.Parameter(torch.full(self.shape, 1.0 - self.one_plus, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(hidden, device=device, dtype=dtype)) if self.centered else None
+        spec = ParamSpec(self.shape)
+        for name in ("weight", "bias") if self.centered else ("weight",):
+            partial = comm.size > 1 if of_heads else comm.sequence_parallel
+            self.specs[name] = with_partial_grad(spec) if partial else spec
+
+    def forward(self, x_sbh: Tensor) -> Tensor:
+        # The residual stream may have a wider dtype than the parameters; the output has the parameters' dtype.
+        if self.one_plus:
+            x_sbh = x_sbh.to(torch.promote_types(x_sbh.dtype, torch.float32))
+        weight = self.weight.to(x_sbh.dtype)
+        if self.one_plus:
+            weight = 1.0 + weight
+        if self.bias is not None:
+            normed = F.layer_norm(x_sbh, self.shape, weight, self.bias.to(x_sbh.dtype), self.eps)
+        else:
+            normed = F.rms_norm(x_sbh, self.shape, weight, self.eps)
+        return normed.to(self.weight.dtype)

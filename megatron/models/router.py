@@ -1,0 +1,192 @@
+"""Routing of tokens to experts, with routing weights and load-balancing losses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.config.experts import GLOBAL_LOSS, Z_LOSS
+from megatron.config.model import ModelConfig
+from megatron.models.context import ForwardContext
+from megatron.parallel.tensor.collectives import TensorComm, enter_parallel_region
+from megatron.parallel.tensor.shards import ParamSpec, ShardedModule, with_partial_grad
+
+
+def _sqrt_softplus(logits: Tensor) -> Tensor:
+    # sqrt has an infinite derivative at zero: clamp, so that underflowing logits get no gradient.
+    return F.softplus(logits).clamp_min(torch.finfo(logits.dtype).tiny).sqrt()
+
+
+def _over_their_sum(scores_tn: Tensor) -> Tensor:
+    # All scores may be zero if the logits underflow.
+    return scores_tn / (scores_tn.sum(-1, keepdim=True) + 1e-20)
+
+
+_SCORES: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "softmax": partial(torch.softmax, dim=-1),
+    "sigmoid": torch.sigmoid,
+    "sqrtsoftplus": _sqrt_softplus,
+}
+"""``--moe-router-score-function``: logits (t, experts) to scores."""
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Experts of each token of a micro-batch; tokens are flattened from (s, b).
+
+    Args:
+        experts_tk: int64 numbers of a token's experts.
+        weights_tk: weights of the experts' outputs.
+        kept_tk: whether the expert processes the token; None if no token is dropped.
+        capacity: maximum number of tokens of an expert; None for no limit.
+        losses: unweighted auxiliary losses of the layer (``ModelConfig.expert_losses``).
+    """
+
+    experts_tk: Tensor
+    weights_tk: Tensor
+    kept_tk: Tensor | None
+    capacity: int | None
+    losses: Tensor
+
+    def of_tokens(self, tokens: slice) -> Routing:
+        """Routing of a slice of the tokens."""
+        kept_tk = None if self.kept_tk is None else self.kept_tk[tokens]
+        return replace(self, experts_tk=self.experts_tk[tokens], weights_tk=self.weights_tk[tokens], kept_tk=kept_tk)
+
+
+class Router(ShardedModule):
+    """Top-k router with a linear layer, computed in fp32 (fp64 in fp64 runs).
+
+    Logits are never compressed and are equal on all tensor-parallel ranks, so all ranks choose the same experts.
+
+    Args:
+        config: the model.
+        layer: number of the layer.
+        experts: number of experts in the layer.
+        comm: the tensor-parallel ranks.
+        device, dtype: device and dtype of the parameters.
+    """
+
+    expert_bias: Tensor | None
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        experts: int,
+        comm: TensorComm,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.config, self.layer, self.experts, self.comm = config, layer, experts, comm
+        spec = ParamSpec((experts, config.hidden_size), blocks=(experts,))
+        self.weight = nn.Parameter(torch.empty(spec.logical_shape, device=device, dtype=dtype))
+        self.specs["weight"] = with_partial_grad(spec) if comm.sequence_parallel else spec
+        bias = torch.zeros(experts, device=device, dtype=torch.promote_types(dtype, torch.float32))
+        self.register_buffer("expert_bias", bias if config.moe_router_enable_expert_bias else None)
+
+    def forward(self, x_sbh: Tensor, context: ForwardContext) -> Routing:
+        """Routing of all tokens of the micro-batch; under sequence parallelism ``x_sbh`` is this rank's slice."""
+        wide = torch.promote_types(x_sbh.dtype, torch.float32)
+        local = F.linear(self._jittered(x_sbh.to(wide), context), self.weight.to(wide))
+        logits_sbe = enter_parallel_region(local, self.comm, exact=True)
+        logits_te = logits_sbe.flatten(0, 1)
+        scores_te = _SCORES[self.config.moe_router_score_function](logits_te)
+        ranking_te = scores_te.detach() if self.expert_bias is None else scores_te.detach() + self.expert_bias
+        experts_tk = self._within_groups(ranking_te).topk(self.config.moe_router_topk, dim=-1).indices
+        weights_tk = self._weights(logits_te, scores_te, experts_tk)
+        capacity = self._capacity(experts_tk.numel(), context.experts is not None)
+        kept_tk = None if capacity is None else self._kept(experts_tk, weights_tk.detach(), capacity)
+        before = None if context.experts is None else context.experts.shares.get(self.layer)
+        losses = self._losses(logits_te, scores_te, experts_tk, logits_sbe.shape[1], before)
+        return Routing(experts_tk, weights_tk, kept_tk, capacity, losses)
+
+    def _jittered(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:
+        eps = self.config.moe_input_jitter_eps
+        if not eps or context.dropout is None:
+            return x_sbh
+        num_slices = self.comm.size if self.comm.sequence_parallel else 1
+        keys = context.dropout.at((self.layer, "router"))
+        noise_bsh = keys.uniform(0, (x_sbh.shape[0] * num_slices, x_sbh.shape[2]), 1.0 - eps, 1.0 + eps, x_sbh)
+        noise_sbh = noise_bsh.transpose(0, 1)
+        return x_sbh * (self.comm.own_part(noise_sbh) if num_slices > 1 else noise_sbh)
+
+    def _within_groups(self, ranking_te: Tensor) -> Tensor:
+        """Ranking scores, minus infinity outside the token's best groups (DeepSeek-V3, 2024, section 2.1.2): the groups
+        with the largest sums of their two best experts."""
+        groups, k = self.config.moe_router_num_groups, self.config.moe_router_group_topk
+        if groups is None or k is None or k == groups:
+            return ranking_te
+        ranking_tgm = ranking_te.unflatten(-1, (groups, -1))
+        best_tg = ranking_tgm.topk(min(2, ranking_tgm.shape[-1]), dim=-1).values.sum(-1)
+        left_out_tg = torch.ones_like(best_tg, dtype=torch.bool).scatter_(-1, best_tg.topk(k, dim=-1).indices, False)
+        return ranking_tgm.masked_fill(left_out_tg.unsqueeze(-1), -torch.inf).flatten(-2)
+
+    def _weights(self, logits_te: Tensor, scores_te: Tensor, experts_tk: Tensor) -> Tensor:
+        config = self.config
+        if config.moe_router_score_function != "softmax":
+            weights_tk = scores_te.gather(1, experts_tk)
+            if config.moe_router_topk > 1:
+                weights_tk = _over_their_sum(weights_tk)
+        elif config.moe_router_pre_softmax or config.moe_router_topk == 1:
+            weights_tk = scores_te.gather(1, experts_tk)
+        else:
+            weights_tk = logits_te.gather(1, experts_tk).softmax(-1)
+        return weights_tk * config.moe_router_topk_scaling_factor
+
+    def _capacity(self, choices: int, training: bool) -> int | None:
+        """Maximum number of tokens per expert, in a micro-batch with ``choices`` token-expert pairs."""
+        config = self.config
+        factor = config.moe_expert_capacity_factor if training else config.moe_eval_capacity_factor
+        if factor is None:
+            return None
+        # Exact arithmetic, since 50 * 1.1 is 55.00000000000001.
+        return max(config.moe_min_capacity, math.ceil(choices * Fraction(str(factor)) / self.experts))
+
+    def _kept(self, experts_tk: Tensor, weights_tk: Tensor, capacity: int) -> Tensor:
+        """Mask of the token-expert pairs within capacity."""
+        chosen = experts_tk.flatten()
+        by_weight = self.config.moe_token_drop_policy == "probs"
+        first = weights_tk.flatten().argsort(descending=True, stable=True) if by_weight else None
+        order = chosen.argsort(stable=True) if first is None else first[chosen[first].argsort(stable=True)]
+        by_expert = chosen[order]
+        starts = torch.searchsorted(by_expert, torch.arange(self.experts, device=chosen.device))
+        position = torch.arange(len(chosen), device=chosen.device) - starts[by_expert]
+        within_capacity = torch.empty_like(chosen, dtype=torch.bool)
+        within_capacity[order] = position < capacity
+        return within_capacity.view_as(experts_tk)
+
+    def _losses(
+        self, logits_te: Tensor, scores_te: Tensor, experts_tk: Tensor, samples: int, before_e: Tensor | None
+    ) -> Tensor:
+        """Losses in the order of ``ModelConfig.expert_losses``.
+
+        Load-balancing losses are E sum_e f_e P_e, with the experts' shares f of the choices and mean scores P (Switch
+        Transformer, Fedus et al. 2021, section 2.2). The global-batch loss uses the shares ``before_e`` of the previous
+        step, since the backward pass begins before all tokens of the current step are routed; the first step uses the
+        shares of the micro-batch. The z-loss is the mean square of the logits' log-sum-exp (ST-MoE, Zoph et al. 2022,
+        section 3).
+        """
+        config = self.config
+        softmax = config.moe_router_score_function == "softmax"
+        shares_te = scores_te if softmax else _over_their_sum(scores_te)
+        chosen_te = torch.zeros_like(logits_te).scatter_(1, experts_tk, 1.0 / config.moe_router_topk)
+        losses = []
+        for kind in config.expert_losses:
+            if kind == Z_LOSS:
+                losses.append(logits_te.logsumexp(-1).square().mean())
+            elif kind == "seq_aux_loss":
+                shares_be, chosen_be = (x.view(-1, samples, self.experts).mean(0) for x in (shares_te, chosen_te))
+                losses.append(self.experts * (shares_be * chosen_be).sum(-1).mean())
+            else:
+                chosen_e = chosen_te.mean(0) if kind != GLOBAL_LOSS or before_e is None else before_e.to(chosen_te)
+                losses.append(self.experts * (shares_te.mean(0) * chosen_e).sum())
+        return torch.stack(losses)

@@ -1,0 +1,196 @@
+"""Pipeline stage: a contiguous part of embedding, layers, final norm and losses."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron.compression.points import Point
+from megatron.config.model import ModelConfig
+from megatron.config.recompute import RecomputeConfig
+from megatron.kernels.soft_cap import soft_cap_
+from megatron.models.block import DecoderLayer, Layer, TransformerLayer
+from megatron.models.context import ForwardContext
+from megatron.models.embedding import Embedding, OutputWeight
+from megatron.models.losses import StageLoss, Targets
+from megatron.models.norm import Norm
+from megatron.models.rotary import rotary_tables
+from megatron.parallel.tensor.collectives import TensorComm
+from megatron.parallel.tensor.cross_entropy import LogitsSpace
+from megatron.parallel.tensor.embedding import VocabShard
+from megatron.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from megatron.parallel.tensor.products import Recipe
+
+
+@dataclass(frozen=True)
+class StagePart:
+    """Part of the model that a chunk holds.
+
+    Args:
+        layers: global numbers of the layers.
+        first: whether the part holds the embedding; the part with a decoder's first layer holds it as well.
+        last: whether the part holds the final norm and the loss.
+    """
+
+    layers: range
+    first: bool = True
+    last: bool = True
+
+
+class Stage(nn.Module, ABC):
+    """Layers of a chunk, with the embedding on the first stage and the losses on the last.
+
+    Subclasses define the losses of each kind of model.
+
+    Args:
+        config: the model.
+        part: part of the model in this chunk; ``StagePart(range(total_layers))`` is the whole model.
+        shard: rows of the vocabulary on this rank.
+        recompute: activation recomputation.
+    """
+
+    embedding_type: ClassVar[type[Embedding]] = Embedding
+    ends_with_norm: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        part: StagePart,
+        shard: VocabShard,
+        comm: TensorComm,
+        device: torch.device,
+        dtype: torch.dtype,
+        recompute: RecomputeConfig,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.part = part
+        self.shard = shard
+        self.comm = comm
+        self.dtype = dtype
+        self.recompute = recompute
+        self.logits_space = LogitsSpace()
+        tied = config.ties_embeddings
+        embeds = part.first or config.begins_decoder(part.layers)
+        if embeds:
+            self.embedding = self.embedding_type(config, shard, comm, device, dtype, copy=not part.first)
+        self.layers = nn.ModuleDict({str(n): self._make_layer(n, device) for n in part.layers})
+        if part.last:
+            if self.ends_with_norm:
+                self.final_layernorm = Norm(config, comm, device, dtype)
+            if config.predicts_words and not (tied and embeds):
+                self.output_layer = OutputWeight(config, shard, device, dtype)
+
+    def _make_layer(self, number: int, device: torch.device) -> Layer:
+        config, recompute_core = self.config, self.recompute.recompute_granularity == "selective"
+        if number in config.decoder_layers:
+            return DecoderLayer(config, number, self.comm, device, self.dtype, recompute_core)
+        return TransformerLayer(config, number, self.comm, device, self.dtype, recompute_core, config.causal)
+
+    @property
+    def output_weight(self) -> Tensor:
+        """Local rows of the output projection, (rows, h)."""
+        return self.output_layer.weight if hasattr(self, "output_layer") else self.embedding.word_embeddings.weight
+
+    def _layers(self) -> list[Layer]:
+        return cast("list[Layer]", list(self.layers.values()))
+
+    def compile_layers(self, backend: str = "inductor", lengths_vary: bool = False) -> None:
+        """Compile all layers without experts with ``torch.compile``.
+
+        The layers share compiled code, with separate code for training and evaluation.
+
+        Args:
+            backend: name of the ``torch.compile`` backend.
+            lengths_vary: whether sequence lengths vary; the second length then triggers code for dynamic lengths.
+        """
+        for layer in self._layers():
+            if layer.layer in self.config.expert_layers:
+                continue  # the number of tokens per expert varies
+            layer.compile(dynamic=None if lengths_vary else False, backend=backend)
+
+    def compute_in_fp8(self, recipe: Recipe | None) -> None:
+        """Run the layers' linear parts in fp8 from now on (None: in the parameters' dtype).
+
+        The embedding and the output layer keep their precision.
+        """
+        for module in self.layers.modules():
+            if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+                module.compute_in_fp8(recipe)
+
+    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """Tokens (b, s) on the first stage, activations (s, b, h) on the others, to activations (s, b, h)."""
+        x_sbh = self.embedding(x, context) if self.part.first else x
+        return self._transform(self._layers(), x_sbh, context)
+
+    def _transform(self, layers: Sequence[Layer], x_sbh: Tensor, context: ForwardContext) -> Tensor:
+        """Run layers in sequence, with full recomputation in backward if configured."""
+        positions = self._positions(x_sbh, context)
+        full = self.recompute.recompute_granularity == "full" and torch.is_grad_enabled()
+        if not full:
+            return self._run(layers, x_sbh, context, positions)
+        count = self.recompute.recompute_num_layers
+        if self.recompute.recompute_method == "block":
+            groups: list[Sequence[Layer]] = [[layer] for layer in layers[:count]]
+            remaining_layers = layers[count:]
+        else:
+            groups = [layers[i : i + count] for i in range(0, len(layers), count)]
+            remaining_layers = ()
+        for group in groups:
+            inputs = (group, x_sbh, context, positions)
+            x_sbh = checkpoint(self._run, *inputs, use_reentrant=False, preserve_rng_state=False)
+        return self._run(remaining_layers, x_sbh, context, positions)
+
+    @staticmethod
+    def _run(
+        layers: Sequence[Layer], x_sbh: Tensor, context: ForwardContext, positions: Mapping[int, tuple[Tensor, Tensor]]
+    ) -> Tensor:
+        for layer in layers:
+            x_sbh = layer(x_sbh, context, positions.get(layer.layer), layer.dropout_keys(context))
+        return x_sbh
+
+    def _positions(self, x_sbh: Tensor, context: ForwardContext) -> Mapping[int, tuple[Tensor, Tensor]]:
+        """Rotary tables by layer number; empty without rotary embedding."""
+        if self.config.position_embedding_type != "rope":
+            return {}
+        if context.position_ids_bs is not None:
+            positions_sb = context.position_ids_bs.t()
+        else:
+            length = x_sbh.shape[0] * (self.comm.size if self.comm.sequence_parallel else 1)
+            positions_sb = torch.arange(length, device=x_sbh.device).unsqueeze(1)
+        is_local = {n: self.config.has_local_positions(n) for n in self.part.layers}
+        tables = {kind: rotary_tables(positions_sb, self.config, self.dtype, kind) for kind in set(is_local.values())}
+        return {n: tables[is_local[n]] for n in self.part.layers}
+
+    @abstractmethod
+    def counts(self, targets: Targets) -> Tensor:
+        """Number of labels (tokens or samples) in a micro-batch that count, for each loss of the model."""
+
+    @abstractmethod
+    def loss(self, x_sbh: Tensor, targets: Targets, divisors: Tensor | None = None) -> StageLoss:
+        """Losses of a micro-batch; last stage only.
+
+        Args:
+            x_sbh: output of ``forward``.
+            targets: labels.
+            divisors: divisor of each loss's sum in the objective; None for the size of the micro-batch, if no label is
+                masked.
+        """
+
+    def _logits(self, x_sbh: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Logits (s, b, vocab_size) without vocabulary padding, on every tensor-parallel rank."""
+        if self.comm.sequence_parallel:
+            x_sbh = self.comm.gather(x_sbh, Point.TP_FWD)
+        local = x_sbh @ self.output_weight.t()
+        if bias is not None:
+            local = local + bias
+        soft_cap_(local, self.config.final_logit_softcapping)
+        if self.comm.size > 1:
+            local = torch.cat(list(self.comm.gather_exact(local)), dim=-1)
+        return local[..., : self.shard.vocab_size]

@@ -1,0 +1,123 @@
+"""Partition of the model over pipeline ranks; construction and initialization of each rank's chunks."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from megatron.config.model import ModelConfig
+from megatron.config.recompute import RecomputeConfig
+from megatron.config.vocabulary import check_vocabulary
+from megatron.distributed.layout import Layout
+from megatron.models.bert import BertStage
+from megatron.models.classification import ClassifierStage
+from megatron.models.deberta import DebertaStage
+from megatron.models.gpt import GPTStage
+from megatron.models.stage import Stage, StagePart
+from megatron.models.t5 import T5Stage
+from megatron.parallel.tensor.collectives import TensorComm
+from megatron.parallel.tensor.embedding import VocabShard
+from megatron.parallel.tensor.random import Draw, fill_keyed, normal, uniform
+from megatron.parallel.tensor.shards import ParamSpec, collect_specs
+
+
+def stage_part(config: ModelConfig, layout: Layout, pp: int, chunk: int) -> StagePart:
+    """Part of the model in chunk ``chunk`` of pipeline rank ``pp``."""
+    stage = layout.virtual_stage(pp, chunk)
+    return StagePart(stage_layers(config, layout, stage), stage == 0, stage == layout.num_virtual_stages - 1)
+
+
+def stage_layers(config: ModelConfig, layout: Layout, stage: int) -> range:
+    """Layers of a virtual stage; encoder and decoder layers are divided evenly over encoder and decoder stages."""
+    stages, layers = layout.num_virtual_stages, range(config.total_layers)
+    if layout.follows_encoder(stage):
+        stages, layers, stage = stages - layout.decoder, config.decoder_layers, stage - layout.decoder
+    elif layout.decoder:
+        stages, layers = layout.decoder, range(config.num_layers)
+    each = len(layers) // stages
+    return layers[stage * each : (stage + 1) * each]
+
+
+def boundary_lengths(config: ModelConfig, layout: Layout, length: int) -> list[int]:
+    """Sequence length of the activations at each boundary between virtual stages, in order.
+
+    Args:
+        config: the model.
+        layout: the mesh.
+        length: tokens of the sample; in encoder-decoder models, of the encoder.
+    """
+    joint_length = length + (config.decoder_seq_length or 0)
+    stages = range(layout.num_virtual_stages - 1)
+    return [joint_length if layout.follows_encoder(stage) else length for stage in stages]
+
+
+def padded_vocab_size(vocab_size: int, multiple: int, tp: int) -> int:
+    """Vocabulary size rounded up to a multiple of ``multiple`` x ``tp``."""
+    step = multiple * tp
+    return -(-vocab_size // step) * step
+
+
+def build_stages(
+    config: ModelConfig,
+    recompute: RecomputeConfig,
+    layout: Layout,
+    pp: int,
+    vocab_size: int,
+    comm: TensorComm,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int | None,
+) -> list[Stage]:
+    """Build this pipeline rank's chunks in order; initialize weights unless ``seed`` is None.
+
+    Raises:
+        UserError: when a rank would hold no rows of the vocabulary.
+    """
+    check_vocabulary(vocab_size, config.make_vocab_size_divisible_by, comm.size)
+    shard = VocabShard(vocab_size, padded_vocab_size(vocab_size, config.make_vocab_size_divisible_by, comm.size), comm)
+    stages: list[Stage] = []
+    for chunk in range(layout.chunks):
+        chunk_part = stage_part(config, layout, pp, chunk)
+        stage = make_stage(config, chunk_part, shard, comm, device, dtype, recompute)
+        if seed is not None:
+            initialize(stage, config, seed)
+        stages.append(stage)
+    return stages
+
+
+def make_stage(
+    config: ModelConfig,
+    part: StagePart,
+    shard: VocabShard,
+    comm: TensorComm,
+    device: torch.device,
+    dtype: torch.dtype,
+    recompute: RecomputeConfig,
+) -> Stage:
+    """Build a stage of the configured kind of model, with uninitialized weights; see ``Stage``."""
+    language: dict[str, type[Stage]] = {"gpt": GPTStage, "bert": BertStage, "t5": T5Stage, "deberta": DebertaStage}
+    of_samples = not config.predicts_words and config.model_type != "deberta"
+    kind = ClassifierStage if of_samples else language[config.model_type]
+    return kind(config, part, shard, comm, device, dtype, recompute)
+
+
+def initialize(stage: Stage, config: ModelConfig, seed: int) -> None:
+    """Initialize weights as Megatron: normal(0, std), layer outputs scaled by 1 / sqrt(2 num_layers).
+
+    Norm weights stay 1 and biases 0, as constructed.
+    """
+    specs = collect_specs(stage)
+    for name, param in stage.named_parameters():
+        logical_name, spec = specs[name]
+        if logical_name.endswith(".weight") and param.dim() > 1:
+            fill_keyed(param, spec, logical_name, seed, _draw(logical_name, spec, param, config))
+
+
+def _draw(name: str, spec: ParamSpec, param: Tensor, config: ModelConfig) -> Draw:
+    if config.init_method_xavier_uniform and "embedding" not in name and "output_layer" not in name:
+        fan_out, fan_in = spec.logical_shape[-2:]
+        return uniform(math.sqrt(6.0 / (fan_in + fan_out)))
+    scaled = name.endswith(("attention.dense.weight", "dense_4h_to_h.weight"))
+    return normal(config.init_method_std / (math.sqrt(2.0 * config.num_layers) if scaled else 1.0))

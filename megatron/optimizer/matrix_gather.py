@@ -1,0 +1,238 @@
+"""Whole matrices from distributed parts: each is assembled at an owner rank, changed there, and scattered again.
+
+Tensor-parallel ranks hold slices of a matrix, and the replicas of a sharded optimizer hold ranges of a slice. Each
+matrix has an owner among all of them. The replicas send their ranges to the owner's replica, and its tensor-parallel
+ranks send their slices to the owner; the changed matrix goes back the same way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.compression.points import Point
+from megatron.distributed.group import Group
+from megatron.distributed.ledger import Ledger
+from megatron.parallel.data.buffer import Bucket, FlatBuffer, ParamSlot
+from megatron.parallel.data.gradient_sync import overlap_slots, share_of
+from megatron.parallel.data.param_shards import ParamShard
+from megatron.parallel.tensor.shards import ParamSpec
+
+Change = Callable[[Tensor, ParamSpec], Tensor]
+"""Maps a whole matrix (of its logical shape) to a matrix of the same shape and dtype."""
+
+Ranges = Sequence[tuple[int, int]]
+"""(start, stop) of each replica's range of a flat slice."""
+
+_SLACK = 0.05
+"""Fraction by which a replica may exceed its share of the work, to own matrices that it holds."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A matrix and its owner.
+
+    Args:
+        slot: its parameter on this rank.
+        ranges: the ranges of the replicas; empty where the matrix is not sharded over them.
+        replica, tensor: the owner's places among the replicas and the tensor-parallel ranks.
+    """
+
+    slot: ParamSlot
+    ranges: Ranges
+    replica: int
+    tensor: int
+
+    def pieces(self, slice_n: Tensor) -> list[Tensor]:
+        """Splits a slice into the ranges of the replicas."""
+        return [slice_n[start:stop] for start, stop in self.ranges]
+
+
+@dataclass(frozen=True)
+class _Wave:
+    """Matrices assembled at the same time, at most one at each owner; ``replicas`` hold them sharded, or None."""
+
+    replicas: Group | None
+    jobs: tuple[_Job, ...]
+
+
+class WholeMatrices:
+    """The matrices of linear layers, whole.
+
+    With ``sharded``, the replicas of a buffer share its matrices. Otherwise every replica has all of its slices, and
+    repeats the computation of the others: nothing is sent between them.
+
+    Args:
+        shards: the shards that this rank updates.
+        buffers: all parameters that this rank holds, in the order that their holders share.
+        tp: the tensor-parallel ranks, which hold slices of the same matrices.
+        sharded: see above.
+        ledger: where the bytes are counted.
+    """
+
+    def __init__(
+        self, shards: Sequence[ParamShard], buffers: Sequence[FlatBuffer], tp: Group, sharded: bool, ledger: Ledger
+    ) -> None:
+        self._tp, self._ledger = tp, ledger
+        self._device = buffers[0].params_flat.device
+        self._slots = [shard.slot for shard in shards]
+        self._waves: list[_Wave] = []
+        for group in {id(buffer.group): buffer.group for buffer in buffers}.values():
+            replicas = group if sharded and group.size > 1 else None
+            of_group = [buffer for buffer in buffers if buffer.group is group]
+            buckets = [bucket for buffer in of_group for bucket in buffer.buckets]
+            self._waves += _waves(held_ranges(buckets, replicas.size if replicas else 0), replicas, tp.size)
+
+    def change(self, parts: Sequence[Tensor | None], dtype: torch.dtype, change: Change) -> None:
+        """Changes matrices in place. A collective call of all ranks that hold parts of them.
+
+        Args:
+            parts: flat values of a matrix for each matrix shard; None for other parameters.
+            dtype: dtype of the parts.
+            change: called by the owner of a matrix, and by all tensor-parallel ranks where each holds the whole matrix.
+        """
+        values_by_slot = {id(slot): flat for slot, flat in zip(self._slots, parts, strict=True) if flat is not None}
+        empty = torch.empty(0, dtype=dtype, device=self._device)
+        for wave in self._waves:
+            if wave.replicas is None:
+                self._change_slices(wave.jobs, [values_by_slot[id(job.slot)] for job in wave.jobs], empty, change)
+                continue
+            own_jobs = [job for job in wave.jobs if job.replica == wave.replicas.rank]
+            slices = self._collected(
+                wave.replicas, wave.jobs, own_jobs, [values_by_slot.get(id(job.slot), empty) for job in wave.jobs]
+            )
+            self._change_slices(own_jobs, slices, empty, change)
+            for job, new_values in zip(
+                wave.jobs, self._returned(wave.replicas, wave.jobs, own_jobs, slices, empty), strict=True
+            ):
+                if new_values.numel():
+                    values_by_slot[id(job.slot)].copy_(new_values)
+
+    def _collected(
+        self, replicas: Group, jobs: Sequence[_Job], own_jobs: Sequence[_Job], values: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Assembles the slices of this replica's own matrices from all replicas' ranges."""
+        sent = [
+            [flat for job, flat in zip(jobs, values, strict=True) if job.replica == rank]
+            for rank in range(replicas.size)
+        ]
+        sizes = [[_length(job.ranges[rank]) for job in own_jobs] for rank in range(replicas.size)]
+        received = self._exchange(replicas, sent, sizes, values[0])
+        return [torch.cat(ranges) for ranges in zip(*received, strict=True)]
+
+    def _returned(
+        self, replicas: Group, jobs: Sequence[_Job], own_jobs: Sequence[_Job], slices: Sequence[Tensor], like: Tensor
+    ) -> list[Tensor]:
+        """Returns this replica's ranges of all matrices, from their owners."""
+        pieces = [job.pieces(slice_n) for job, slice_n in zip(own_jobs, slices, strict=True)]
+        sent = [[ranges[rank] for ranges in pieces] for rank in range(replicas.size)]
+        of_owner = [[job for job in jobs if job.replica == rank] for rank in range(replicas.size)]
+        sizes = [[_length(job.ranges[replicas.rank]) for job in owner_jobs] for owner_jobs in of_owner]
+        received = self._exchange(replicas, sent, sizes, like)
+        range_by_slot = {
+            id(j.slot): p for js, ps in zip(of_owner, received, strict=True) for j, p in zip(js, ps, strict=True)
+        }
+        return [range_by_slot[id(job.slot)] for job in jobs]
+
+    def _change_slices(self, jobs: Sequence[_Job], slices: Sequence[Tensor], like: Tensor, change: Change) -> None:
+        """Changes matrices in place, given this rank's slices; its tensor-parallel ranks hold the other slices."""
+        split_slices: list[tuple[_Job, Tensor]] = []
+        for job, slice_n in zip(jobs, slices, strict=True):
+            if self._tp.size > 1 and job.slot.spec.dim is not None:
+                split_slices.append((job, slice_n))
+            else:
+                slice_n.copy_(change(slice_n.view(job.slot.param.shape), job.slot.spec).flatten())
+        if not split_slices:
+            return
+        size, rank = self._tp.size, self._tp.rank
+        sent = [[slice_n for job, slice_n in split_slices if job.tensor == other] for other in range(size)]
+        own_jobs = [job for job, _ in split_slices if job.tensor == rank]
+        received = self._exchange(self._tp, sent, [[job.slot.param.numel() for job in own_jobs]] * size, like)
+        outgoing: list[list[Tensor]] = [[] for _ in range(size)]
+        for job, *tensor_slices in zip(own_jobs, *received, strict=True):
+            spec, shape = job.slot.spec, job.slot.param.shape
+            assert spec.dim is not None
+            matrix = change(torch.cat([flat.view(shape) for flat in tensor_slices], dim=spec.dim), spec)
+            for slices_of_rank, new_slice in zip(outgoing, matrix.chunk(size, dim=spec.dim), strict=True):
+                slices_of_rank.append(new_slice.flatten())
+        of_owner = [[slice_n for job, slice_n in split_slices if job.tensor == other] for other in range(size)]
+        sizes = [[slice_n.numel() for slice_n in owner_slices] for owner_slices in of_owner]
+        for owner_slices, changed_slices in zip(of_owner, self._exchange(self._tp, outgoing, sizes, like), strict=True):
+            for slice_n, returned_values in zip(owner_slices, changed_slices, strict=True):
+                slice_n.copy_(returned_values)
+
+    def _exchange(
+        self, group: Group, sent: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[int]], like: Tensor
+    ) -> list[list[Tensor]]:
+        """All-to-all of several flat tensors to each rank; ``sizes`` lists the tensors' sizes from each source rank."""
+        outgoing = [torch.cat([like[:0], *tensors]) for tensors in sent]
+        incoming = [like.new_empty(sum(counts)) for counts in sizes]
+        incoming[group.rank] = outgoing[group.rank]
+        pending = group.exchange_parts(incoming, outgoing)
+        self._ledger.sent(Point.OPTIMIZER, pending.sent_bytes)
+        self._ledger.wait(Point.OPTIMIZER, pending)
+        return [list(flat.split(list(counts))) for flat, counts in zip(incoming, sizes, strict=True)]
+
+
+def _length(span: tuple[int, int]) -> int:
+    return span[1] - span[0]
+
+
+def held_ranges(buckets: Sequence[Bucket], replicas: int) -> list[tuple[ParamSlot, Ranges]]:
+    """The matrices in buckets, and every replica's range of each; no ranges for 0 replicas."""
+    matrix_ranges: list[tuple[ParamSlot, Ranges]] = []
+    for bucket in buckets:
+        shares = [overlap_slots(bucket, share_of(bucket, replicas, rank)) for rank in range(replicas)]
+        ranges_of = [{index: (start, stop) for index, start, stop in share} for share in shares]
+        matrix_ranges += [
+            (slot, tuple(ranges.get(index, (0, 0)) for ranges in ranges_of))
+            for index, slot in enumerate(bucket.slots)
+            if slot.spec.blocks
+        ]
+    return matrix_ranges
+
+
+def assign_owners(
+    matrices: Sequence[tuple[ParamSlot, Ranges]], replicas: int, tensors: int
+) -> Iterator[tuple[int, int, int]]:
+    """Assigns each matrix to an owner, the costliest first.
+
+    The replica that holds most of a matrix owns it, unless it already has its share of the work: then the next
+    replica does, or the least loaded.
+
+    Returns:
+        Index of the matrix, and its owner's places among the replicas and the tensor-parallel ranks.
+    """
+    costs = [iteration_flops(slot.spec) for slot, _ in matrices]
+    loads = [[0] * tensors for _ in range(replicas)]
+    fair = sum(costs) * (1.0 + _SLACK) / replicas
+    for index in sorted(range(len(matrices)), key=lambda index: -costs[index]):
+        ranges = matrices[index][1]
+        near = sorted(range(len(ranges)), key=lambda replica: -_length(ranges[replica])) or [0]
+        fits = (replica for replica in near if sum(loads[replica]) + costs[index] <= fair)
+        replica = next(fits, min(near, key=lambda replica: sum(loads[replica])))
+        tensor = min(range(tensors), key=lambda tensor: loads[replica][tensor])
+        loads[replica][tensor] += costs[index]
+        yield index, replica, tensor
+
+
+def _waves(matrices: Sequence[tuple[ParamSlot, Ranges]], replicas: Group | None, tensors: int) -> Iterator[_Wave]:
+    """Groups matrices into waves, with at most one matrix per owner."""
+    count = replicas.size if replicas else 1
+    queues: dict[tuple[int, int], list[_Job]] = {(r, t): [] for r in range(count) for t in range(tensors)}
+    for index, replica, tensor in assign_owners(matrices, count, tensors):
+        queues[replica, tensor].append(_Job(*matrices[index], replica, tensor))
+    for number in range(max(map(len, queues.values()))):
+        yield _Wave(replicas, tuple(jobs[number] for jobs in queues.values() if number < len(jobs)))
+
+
+def iteration_flops(spec: ParamSpec) -> int:
+    """Operations of a Newton-Schulz iteration of a parameter's matrices: three products each."""
+    *leading, columns = spec.logical_shape
+    repeated = math.prod(leading) // max(sum(spec.blocks), 1)
+    dimensions = [sorted((repeated * block, columns)) for block in spec.blocks]
+    return sum(2 * short * short * (short + 2 * long) for short, long in dimensions)

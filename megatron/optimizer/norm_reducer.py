@@ -1,0 +1,93 @@
+"""Sums over whole tensors from sums over their shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron.compression.points import Point
+from megatron.distributed.group import Group
+from megatron.distributed.ledger import Ledger
+from megatron.parallel.data.buffer import FlatBuffer
+from megatron.parallel.data.param_shards import ParamShard
+
+
+class WholeSums:
+    """Computes sums over the logical parameters from sums over the shards.
+
+    Args:
+        shards: the shards that this rank updates.
+        buffers: all parameters that this rank holds, in the order that their holders share.
+        tp: the tensor-parallel ranks, which hold parts of the same tensors.
+        sharded: the replicas of each buffer hold shares of it.
+        ledger: where the all-gathers over the holders are counted.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[ParamShard],
+        buffers: Sequence[FlatBuffer],
+        tp: Group,
+        sharded: bool,
+        ledger: Ledger,
+    ) -> None:
+        self._tp, self._ledger = tp, ledger
+        counts = [sum(len(bucket.slots) for bucket in buffer.buckets) for buffer in buffers]
+        # Buffers of the same replicas are gathered together.
+        self._replicas = list(_runs([buffer.group for buffer in buffers], counts)) if sharded else []
+        slots = [slot for buffer in buffers for bucket in buffer.buckets for slot in bucket.slots]
+        self._slots, self.device = len(slots), slots[0].param.device
+        places = {id(slot): index for index, slot in enumerate(slots)}
+        self._places = torch.tensor([places[id(shard.slot)] for shard in shards], dtype=torch.int64, device=self.device)
+        unshared = [slot.spec.unshared for slot in slots]
+        self._unshared = torch.tensor(unshared, device=self.device).unsqueeze(1)
+        # Of a parameter replicated on all tensor-parallel ranks, only the first rank's copy counts.
+        weights = [shard.slot.spec.counted_by(tp.rank) for shard in shards]
+        self._weights = torch.tensor(weights, dtype=torch.float64, device=self.device).unsqueeze(1)
+
+    def __call__(self, sums_ns: Tensor) -> Tensor:
+        """Sums over the whole tensors that contain the shards.
+
+        Args:
+            sums_ns: a row of sums for each shard.
+
+        Returns:
+            A row for each shard, in fp64. All ranks that hold parts of a tensor get equal rows; so do all holders of a
+                tied embedding, since the ranks' shares are added in rank order.
+        """
+        rows = torch.zeros(self._slots, sums_ns.shape[1], dtype=torch.float64, device=self.device)
+        rows.index_add_(0, self._places, sums_ns.to(torch.float64) * self._weights)
+        if self._tp.size > 1:
+            rows = torch.where(self._unshared, rows, self._added(self._tp, rows))
+        for group, numbers in self._replicas:
+            if group.size > 1:
+                rows[numbers] = self._added(group, rows[numbers])
+        return rows[self._places]
+
+    def _added(self, group: Group, rows: Tensor) -> Tensor:
+        gathered = rows.new_empty(group.size * rows.numel())
+        pending = group.all_gather(gathered, rows.flatten())
+        self._ledger.sent(Point.CONTROL, pending.sent_bytes)
+        self._ledger.wait(Point.CONTROL, pending)
+        total, *other_shares = gathered.view(group.size, *rows.shape).unbind()
+        for share in other_shares:
+            total = total + share
+        return total
+
+
+def _runs(groups: Sequence[Group], counts: Sequence[int]) -> Iterator[tuple[Group, list[int]]]:
+    """Each group with the numbers of its slots; the buffers have ``counts`` slots."""
+    numbers_by_group: dict[int, tuple[Group, list[int]]] = {}
+    first = 0
+    for group, count in zip(groups, counts, strict=True):
+        numbers_by_group.setdefault(id(group), (group, []))[1].extend(range(first, first + count))
+        first += count
+    yield from numbers_by_group.values()
+
+
+def row_of(values: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Stacks scalars, possibly none, to an fp64 vector."""
+    empty = torch.zeros(0, dtype=torch.float64, device=device)
+    return torch.stack([value.to(torch.float64) for value in values]) if values else empty

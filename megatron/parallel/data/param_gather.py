@@ -1,0 +1,120 @@
+"""Publication of updated values: from the optimizer's main values to the model's parameters on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron.compression.api import Codec
+from megatron.compression.identity import IdentityCodec
+from megatron.compression.points import Point
+from megatron.compression.state import CompressorState
+from megatron.distributed.compressed_gather import PendingGather
+from megatron.distributed.group import Group
+from megatron.distributed.ledger import Ledger
+from megatron.distributed.policy import CompressionPlan
+from megatron.parallel.data.buffer import Bucket, FlatBuffer
+from megatron.parallel.data.gradient_sync import own_share
+from megatron.parallel.data.param_shards import ParamShard
+
+
+class ParamPublisher:
+    """Copies main values into the model and, when the optimizer is sharded, all-gathers the shares.
+
+    With a compressor at ``PARAM_GATHER`` every rank sends the difference between its main values and the model's, and
+    all ranks, including itself, add the decoded difference to the model. Quantization errors remain in the next
+    difference, so the model follows the main values without a residual (the weight differences of SDP4Bit, Jia et al.
+    2024).
+
+    Args:
+        buffers: buffers of the chunks.
+        shards: the shards that this rank updates.
+        plan, ledger: the compressor of ``PARAM_GATHER``, and where the bytes are counted.
+        sharded: whether each rank owns a share.
+    """
+
+    def __init__(
+        self,
+        buffers: Sequence[FlatBuffer],
+        shards: Sequence[ParamShard],
+        plan: CompressionPlan,
+        ledger: Ledger,
+        sharded: bool,
+    ) -> None:
+        self.ledger, self.sharded = ledger, sharded
+        self.plan = plan
+        self.separate_main = any(shard.main.dtype != shard.model.dtype for shard in shards) or separates(plan, sharded)
+        self._shards = list(shards)
+        self._buckets = [(buffer, bucket) for buffer in buffers for bucket in buffer.buckets]
+        self._by_slot: dict[int, list[ParamShard]] = {}
+        for shard in shards:
+            self._by_slot.setdefault(id(shard.slot), []).append(shard)
+
+    def publish(self, iteration: int) -> None:
+        """Updates the model's parameters after the optimizer's update."""
+        if compresses(self.plan, self.sharded) and self.plan.activation(Point.PARAM_GATHER).on(iteration):
+            self._add_differences(iteration)
+        else:
+            self.publish_exactly()
+
+    def publish_exactly(self) -> None:
+        """Sets the model's parameters to the main values, rounded to the model's precision."""
+        if self.separate_main:
+            torch._foreach_copy_([shard.model for shard in self._shards], [shard.main for shard in self._shards])
+        if self.sharded:
+            self.gather()
+
+    def gather(self) -> None:
+        """All-gathers every bucket of the model's parameters from the ranks that own its shares, exactly."""
+        gathers = []
+        for buffer, bucket in self._buckets:
+            params = buffer.params_of(bucket)
+            share = params[own_share(bucket, buffer.group, True)]
+            gathers.append(self._start(buffer.group, IdentityCodec(), share, None, params, None))
+        for gather in gathers:
+            gather.wait()
+
+    def _start(
+        self, group: Group, codec: Codec, share: Tensor, key: Hashable, out: Tensor | None, raw_bytes: int | None
+    ) -> PendingGather:
+        return PendingGather(
+            codec, share, CompressorState(), key, group, self.ledger, Point.PARAM_GATHER, out, raw_bytes
+        )
+
+    def _add_differences(self, iteration: int) -> None:
+        gathers = []
+        for buffer, bucket in self._buckets:
+            difference = self._difference(buffer, bucket)
+            raw = difference.numel() * buffer.params_flat.element_size()
+            # All stages of a tied embedding must draw the same noise for it, whatever their other buckets are.
+            key = iteration, bucket.slots[0].logical_name
+            gathers.append(self._start(buffer.group, self.plan.codec(Point.PARAM_GATHER), difference, key, None, raw))
+        for gather, (buffer, bucket) in zip(gathers, self._buckets, strict=True):
+            differences = gather.wait()
+            with self.ledger.decoding(Point.PARAM_GATHER):
+                params = buffer.params_of(bucket)
+                params.copy_(params.to(differences.dtype) + differences)
+
+    def _difference(self, buffer: FlatBuffer, bucket: Bucket) -> Tensor:
+        """Main values minus the model's in this rank's share of a bucket; padding is zero."""
+        share = own_share(bucket, buffer.group, True)
+        dtype = torch.float64 if buffer.params_flat.dtype == torch.float64 else torch.float32
+        difference = torch.zeros(share.stop - share.start, dtype=dtype, device=buffer.params_flat.device)
+        for slot in bucket.slots:
+            for shard in self._by_slot.get(id(slot), ()):
+                start = slot.start + shard.start - bucket.start - share.start
+                torch.sub(shard.main, shard.model, out=difference[start : start + shard.main.numel()])
+        return difference
+
+
+def compresses(plan: CompressionPlan, sharded: bool) -> bool:
+    """Whether this rank ever gathers parameters through a compressor."""
+    return sharded and plan.covers(Point.PARAM_GATHER, plan.stage)
+
+
+def separates(plan: CompressionPlan, sharded: bool) -> bool:
+    """Whether main values have separate memory because gathers are lossy: on all stages or none, so that checkpoints
+    hold all of them or none."""
+    return sharded and plan.compressed(Point.PARAM_GATHER)

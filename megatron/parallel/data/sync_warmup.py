@@ -1,0 +1,76 @@
+"""Synchronous steps: data parallelism over all islands, before their first outer round."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from megatron.compression.points import Point
+from megatron.distributed.errors import CommunicationError
+from megatron.distributed.group import Group
+from megatron.distributed.ledger import Ledger
+
+
+class JointSteps:
+    """Sums over all islands in synchronous steps; no-ops in the other steps.
+
+    Args:
+        count: number of islands.
+        steps: synchronous steps at the beginning of the run.
+        ledger: ledger that counts the bytes.
+        compressed: gradients are summed by the compressor of ``OUTER`` (``OuterSync.sum_gradients``), not here.
+
+    ``group`` joins this rank with its peers in all islands, after rendezvous; None without synchronous steps.
+    """
+
+    def __init__(self, count: int, steps: int, ledger: Ledger, compressed: bool = False) -> None:
+        self.count, self.steps, self.ledger, self.compressed = count, steps, ledger, compressed
+        self.group: Group | None = None
+        self.on = False
+
+    def begin(self, iteration: int) -> None:
+        """Begin a step (0-based), or an evaluation (-1), which each island runs separately."""
+        self.on = self.group is not None and 0 <= iteration < self.steps
+
+    @property
+    def islands(self) -> int:
+        """Number of islands that share this step."""
+        return self.count if self.on else 1
+
+    def add(self, tensors: list[Tensor], point: Point = Point.CONTROL) -> None:
+        """Sum tensors over the islands in a synchronous step, in place, with bitwise identical results on all islands.
+
+        Raises:
+            CommunicationError: when an island is gone.
+        """
+        if not self.on:
+            return
+        group = self.group
+        assert group is not None
+        with self.together():
+            pending = [group.all_reduce(x) for x in tensors]
+            for communication in pending:
+                self.ledger.sent(point, communication.sent_bytes)
+                self.ledger.wait(point, communication)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Add an explanation to communication errors in a synchronous step.
+
+        Raises:
+            CommunicationError: when an island is gone.
+        """
+        try:
+            yield
+        except CommunicationError as error:
+            raise CommunicationError(
+                "an island is gone while they go in step, so this one ends, too; start all of them again from their "
+                f"checkpoints ({error})"
+            ) from error
+
+
+def alone() -> JointSteps:
+    """``JointSteps`` of a run without islands."""
+    return JointSteps(1, 0, Ledger())

@@ -1,0 +1,133 @@
+"""Trial reductions of copies of a step's gradients, to measure their time and error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.compression.api import Trial
+from megatron.compression.points import Point
+from megatron.compression.state import CompressorState
+from megatron.distributed.group import Group
+from megatron.distributed.ledger import Ledger
+from megatron.distributed.policy import CompressionPlan
+from megatron.kernels.ops import finite_norm
+from megatron.parallel.data.reducer import GradBucket, GradReducer
+from megatron.parallel.data.tied_embedding import EmbeddingSync
+
+
+@dataclass(frozen=True)
+class TriedReduction:
+    """A trial reduction.
+
+    Args:
+        reduced: the step's reduced gradients, contiguous.
+        own: range of the gradients that this rank holds.
+        fill: fills in the other ranks' ranges of a copy.
+        run: reduces a copy over the group, in place.
+        ranks: number of ranks of the group.
+        states: compressor states of the trial.
+    """
+
+    reduced: Tensor
+    own: slice
+    fill: Callable[[Tensor], None]
+    run: Callable[[Tensor], None]
+    ranks: int
+    states: Sequence[CompressorState]
+
+
+def tried_bucket(
+    bucket: GradBucket, group: Group, plan: CompressionPlan, ledger: Ledger, sharded: bool, scale: float
+) -> TriedReduction:
+    """Trial of the data-parallel reduction of a bucket; its gradients carry the loss scale ``scale``."""
+    flat, size = bucket.flat, group.size if sharded else 1
+    share = flat.numel() // size
+    local_range = slice(group.rank * share, (group.rank + 1) * share) if sharded else slice(0, flat.numel())
+    copied = GradBucket(flat, bucket.places)
+    reducer = GradReducer([copied], group, plan, ledger, sharded)
+
+    def fill(copy: Tensor) -> None:
+        if sharded:
+            pending = group.all_gather(copy, copy[local_range])
+            ledger.sent(Point.DP_GRAD, pending.sent_bytes, 0)
+            ledger.wait(Point.DP_GRAD, pending)
+
+    def run(copy: Tensor) -> None:
+        copied.flat = copy
+        reducer.begin(0, scale)
+        reducer.finish()
+
+    return TriedReduction(
+        flat, local_range, fill, run, group.size, [unit.state for units in reducer.units for unit in units]
+    )
+
+
+def tried_embedding(
+    grad: Tensor, shape: tuple[int, ...], sync: EmbeddingSync, plan: CompressionPlan, scale: float
+) -> TriedReduction:
+    """Trial of the all-reduce of a tied embedding's gradient; ``grad`` is this rank's part."""
+    tried = EmbeddingSync(sync.group, plan, sync.ledger, sync.replicas)
+    tried.begin(0)
+    return TriedReduction(
+        grad,
+        slice(0, grad.numel()),
+        lambda copy: None,
+        lambda copy: tried.all_reduce(copy, shape, scale),
+        sync.group.size,
+        [tried.state],
+    )
+
+
+def run_trial(trial: Trial, reductions: Iterable[TriedReduction], world: Group, ledger: Ledger) -> Tensor:
+    """Run trial reductions one by one, with memory for a single copy; every rank of the world must call it.
+
+    Returns:
+        The figures documented at ``Trial``.
+    """
+    meet(world, ledger)
+    figures_3 = torch.zeros(3, dtype=torch.float64)
+    for reduction in reductions:
+        figures_3 += _run(trial, reduction, ledger)
+    return figures_3
+
+
+def _run(trial: Trial, tried: TriedReduction, ledger: Ledger) -> Tensor:
+    copy, reduced, seconds = torch.empty_like(tried.reduced), tried.reduced, []
+    error, norm = torch.zeros((), dtype=torch.float64), finite_norm(reduced[tried.own])[0].cpu()
+    for repeat in range(trial.repeats):
+        # Each rank contributes an equal part, so that the sum has the magnitude of the step's gradients.
+        copy[tried.own].copy_(reduced[tried.own]).div_(tried.ranks)
+        tried.fill(copy)
+        seconds.append(_seconds(ledger, lambda: tried.run(copy)))
+        if repeat == 0:
+            error = finite_norm(copy[tried.own].sub_(reduced[tried.own]))[0].cpu()
+        for state in tried.states:
+            state.commit()
+    later = seconds[1:] or seconds
+    return torch.stack([torch.tensor(sum(later) / len(later), dtype=torch.float64), error, norm])
+
+
+def meet(world: Group, ledger: Ledger) -> float:
+    """Synchronize all ranks and their devices; return the seconds that this rank has waited."""
+    return _seconds(ledger, lambda: _all_reduce_nothing(world, ledger))
+
+
+def _all_reduce_nothing(world: Group, ledger: Ledger) -> None:
+    pending = world.all_reduce(torch.zeros(1))
+    ledger.sent(Point.CONTROL, pending.sent_bytes)
+    ledger.wait(Point.CONTROL, pending)
+
+
+def _seconds(ledger: Ledger, call: Callable[[], None]) -> float:
+    """Seconds of a call, including the work it launches on this rank's device, by the ledger's clock."""
+    clock, durations = ledger.clock, list[float]()
+    clock.synchronize()
+    start = clock.mark()
+    call()
+    clock.between(start, clock.mark(), durations.append)
+    clock.synchronize()
+    return durations[0]

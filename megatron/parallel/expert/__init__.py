@@ -1,0 +1,1 @@
+"""Expert parallelism: token permutation and the all-to-alls of token rows."""

@@ -1,0 +1,328 @@
+"""Expert-parallel communication points: dispatch of token rows to the ranks of their experts, and combine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from megatron.compression.api import Codec, Payload
+from megatron.compression.identity import IdentityCodec
+from megatron.compression.points import EXPERT_POINTS, Point
+from megatron.compression.state import CompressorState
+from megatron.distributed.group import Group, NodeSplit, num_bytes
+from megatron.distributed.ledger import Ledger
+from megatron.distributed.message_seeds import StepDraws
+from megatron.distributed.policy import CompressionPlan
+
+_EXACT_CODEC = IdentityCodec()
+
+
+@dataclass(frozen=True)
+class Leg:
+    """A row exchange in the forward pass (dispatch or combine), with the reverse exchange of the gradients.
+
+    Args:
+        forward, backward: points of the rows and of their gradients.
+        sent, received: number of rows that this rank sends to each rank, and receives from each rank.
+        layer: number of the layer.
+    """
+
+    forward: Point
+    backward: Point
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    layer: int
+
+
+class RowCoding:
+    """Codecs of the four expert-parallel points; stateless, because recomputation repeats the forward messages."""
+
+    def __init__(self, plan: CompressionPlan) -> None:
+        self._plan = plan
+        self._on = dict.fromkeys(EXPERT_POINTS, False)
+        self.draws = StepDraws()
+
+    def begin(self, iteration: int) -> None:
+        """Begin a step; -1 stands for an evaluation."""
+        self.draws.begin(iteration)
+        for point in self._on:
+            covered = self._plan.covers(point, self._plan.stage)
+            self._on[point] = covered and self._plan.activation(point).on(iteration)
+
+    def codec(self, point: Point) -> Codec:
+        """Codec of a point in this step."""
+        return self._plan.codec(point) if self._on.get(point) else _EXACT_CODEC
+
+    def state(self, point: Point, *message: int) -> CompressorState:
+        """State for a message, identified by ``message`` within the point."""
+        return self.draws.state(point.value, *message) if self._on.get(point) else CompressorState()
+
+
+class RowExchange:
+    """All-to-all of rows among the ranks of a group.
+
+    Rows are encoded separately for each pair of ranks; the rows that stay on this rank are never compressed.
+
+    Args:
+        group: the ranks.
+        ledger: ledger that counts the bytes.
+        coding: the codecs; None for uncompressed rows.
+        inside: whether all ranks are known to be on the same node.
+    """
+
+    def __init__(self, group: Group, ledger: Ledger, coding: RowCoding | None, inside: bool = False) -> None:
+        self.group = group
+        self.ledger = ledger
+        self.inside = inside
+        self.coding = coding
+
+    @property
+    def size(self) -> int:
+        return self.group.size
+
+    def exchange_counts(self, counts_rn: Tensor) -> Tensor:
+        """All-to-all of counts: send this rank's counts for each rank, return each rank's counts for this rank.
+
+        Args:
+            counts_rn: (ranks, counts), int64; sent as int32.
+        """
+        send_counts = counts_rn.to(torch.int32)
+        result = torch.empty_like(send_counts)
+        pending = self.group.exchange(result, send_counts)
+        self.ledger.sent(Point.CONTROL, pending.sent_bytes, inside_bytes=self._inside(pending.sent_bytes))
+        self.ledger.wait(Point.CONTROL, pending)
+        return result.to(torch.int64)
+
+    def move(self, rows: Tensor, leg: Leg) -> Tensor:
+        """All-to-all of rows, sent and received in the order of the ranks, with autograd.
+
+        Gradients take the reverse path.
+        """
+        result: Tensor = _Move.apply(rows, self, leg)
+        return result
+
+    def move_choices(
+        self, weights_p: Tensor, numbers_p: Tensor, sent: Sequence[int], received: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Send a weight and an integer below 2^24 for each choice, exactly; weight gradients take the reverse path."""
+        result: tuple[Tensor, Tensor] = _MoveChoices.apply(weights_p, numbers_p, self, sent, received)
+        return result
+
+    def exchange(
+        self, rows: Tensor, point: Point, sent: Sequence[int], received: Sequence[int], layer: int = 0
+    ) -> Tensor:
+        """All-to-all of rows without autograd; see ``move``."""
+        if self.size == 1:
+            return rows
+        rank, ranks = self.group.rank, self.group.ranks
+        # The layout of activations in codecs: tokens, samples, hidden.
+        row_blocks = rows.unsqueeze(1).split(list(sent))
+        out = rows.new_empty((sum(received), rows.shape[1]))
+        out_blocks = out.unsqueeze(1).split(list(received))
+        with self.ledger.encoding(point):
+            send_states = [self._state(point, layer, ranks[rank], r) for r in ranks]
+            recv_states = [self._state(point, layer, r, ranks[rank]) for r in ranks]
+            wires = [
+                self._encode(block, point, send_states[r]) if r != rank else _nothing(rows)
+                for r, block in enumerate(row_blocks)
+            ]
+            out_blocks[rank].copy_(row_blocks[rank])
+            buffers = [
+                self._buffer(out_block, point, recv_states[r]) if r != rank else _nothing(rows)
+                for r, out_block in enumerate(out_blocks)
+            ]
+        pending = self.group.exchange_parts([_flat(x) for x in buffers], [_flat(x) for x in wires])
+        raw = num_bytes(rows) - num_bytes(row_blocks[rank])
+        self.ledger.sent(point, pending.sent_bytes, raw, self._inside(pending.sent_bytes))
+        self.ledger.wait(point, pending)
+        with self.ledger.decoding(point):
+            for r, (out_block, wire) in enumerate(zip(out_blocks, buffers, strict=True)):
+                if r != rank and out_block.numel():
+                    out_block.copy_(self._decode(wire, out_block, point, recv_states[r]))
+        return out
+
+    def _inside(self, sent_bytes: int) -> int:
+        return sent_bytes if self.inside else 0
+
+    def _codec(self, rows: Tensor, point: Point) -> Codec:
+        codec = _EXACT_CODEC if self.coding is None else self.coding.codec(point)
+        return codec if codec.should_compress(rows.shape, rows.dtype) else _EXACT_CODEC
+
+    def _state(self, point: Point, *message: int) -> CompressorState:
+        return CompressorState() if self.coding is None else self.coding.state(point, *message)
+
+    def _encode(self, rows: Tensor, point: Point, state: CompressorState) -> Tensor:
+        if not rows.numel():
+            return _nothing(rows)
+        codec = self._codec(rows, point)
+        return codec.encode(rows.to(_input_dtype(codec, rows.dtype)), state, None).wire
+
+    def _buffer(self, rows: Tensor, point: Point, state: CompressorState) -> Tensor:
+        if not rows.numel():
+            return _nothing(rows)
+        codec = self._codec(rows, point)
+        dtype = _input_dtype(codec, rows.dtype)
+        return codec.empty_payload(rows.shape, dtype, rows.device, state, None).wire
+
+    def _decode(self, wire: Tensor, rows: Tensor, point: Point, state: CompressorState) -> Tensor:
+        codec = self._codec(rows, point)
+        return codec.decode(Payload(wire), rows.shape, _input_dtype(codec, rows.dtype), state, None)
+
+
+class ExpertComm:
+    """The expert-parallel points of a rank.
+
+    A single-stage dispatch sends each row to the rank of its expert. A two-stage dispatch sends a token's row once to
+    each node with any of its experts, to the rank with the same local position, which forwards it within the node. The
+    codecs serve the first stage; rows inside a node are uncompressed.
+
+    Args:
+        group: the ranks that share the experts of each layer; split by node if the dispatch may have two stages.
+        ledger: ledger that counts the bytes.
+        plan: the codecs of the four points, and their activation.
+        two_stage: when to dispatch in two stages: if both stages have several ranks (``auto``), whenever the ranks
+            span nodes (``on``), or never (``off``).
+        folded: tensor-parallel ranks hold separate experts, and send separate tokens.
+
+    ``ranks`` exchanges rows among the ranks of the last stage: the whole group, or this rank's node. ``nodes``
+    exchanges rows among the ranks with this local position on all nodes; None in a single stage.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        ledger: Ledger,
+        plan: CompressionPlan,
+        two_stage: Literal["auto", "on", "off"] = "off",
+        folded: bool = False,
+    ) -> None:
+        self.group = group
+        self.folded = folded
+        self._coding = RowCoding(plan)
+        split = group.split if two_stage != "off" else None
+        self.nodes: RowExchange | None = None
+        self.ranks = RowExchange(group, ledger, self._coding)
+        self.node_of: tuple[int, ...] = ()
+        self.place_of: tuple[int, ...] = tuple(range(group.size))
+        if split is not None and split.across.size > 1 and (split.node.size > 1 or two_stage == "on"):
+            self.nodes = RowExchange(split.across, ledger, self._coding)
+            self.ranks = RowExchange(split.node, ledger, None, inside=True)
+            self.node_of, self.place_of = _ways(split, group)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks that share the experts."""
+        return self.group.size
+
+    @property
+    def draws(self) -> StepDraws:
+        """Seeds of random numbers, shared with the messages of the tensor-parallel points."""
+        return self._coding.draws
+
+    def begin(self, iteration: int) -> None:
+        """Begin a step; -1 stands for an evaluation."""
+        self._coding.begin(iteration)
+
+    def count(self, chosen: Tensor, experts: int, most: int | None = None, total: int | None = None) -> Tensor:
+        """Count the rows of each expert, int64, from the expert of each row; the index ``experts`` means no expert.
+
+        Args:
+            chosen: int64 expert indices of any shape.
+            experts: number of experts.
+            most: capacity of each expert, None for no limit; for implementations that cannot read ``chosen``.
+            total: number of rows received by the experts of a node, None before they are sent; for the same.
+        """
+        return _tally(chosen, experts)
+
+    def count_by_node(self, once_tk: Tensor, node_tk: Tensor, experts: int, most: int | None) -> tuple[Tensor, Tensor]:
+        """Count rows and choices of each node, int64, from the nodes of tokens' choices; an index past the last node
+        means no node.
+
+        Args:
+            once_tk: each distinct node of a token once.
+            node_tk: the node of each choice.
+            experts: number of experts on all nodes.
+            most: capacity of each expert in choices, None for no limit.
+        """
+        assert self.nodes is not None
+        nodes = self.nodes.size
+        return _tally(once_tk, nodes), _tally(node_tk, nodes)
+
+
+def _tally(numbers: Tensor, count: int) -> Tensor:
+    """Histogram of the numbers below ``count``, int64; occurrences of ``count`` itself are ignored.
+
+    torch.bincount would compute the maximum, which synchronizes with the host.
+    """
+    flat = numbers.flatten()
+    return flat.new_zeros(count + 1).scatter_add_(0, flat, torch.ones_like(flat))[:count]
+
+
+def _ways(split: NodeSplit, group: Group) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Two-stage routes from this rank to each rank of the group: the position in ``split.across`` of the target's node,
+    and the target's position in that node's ``split.node``."""
+    node_of, place_of = [0] * group.size, [0] * group.size
+    this_index = next(node.index(group.rank) for node in split.nodes if group.rank in node)
+    for node in split.nodes:
+        for index, position in enumerate(node):
+            node_of[position] = split.across.ranks.index(group.ranks[node[this_index]])
+            place_of[position] = index
+    return tuple(node_of), tuple(place_of)
+
+
+class _Move(torch.autograd.Function):
+    """Autograd function of ``RowExchange.move``."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, comm: RowExchange, leg: Leg) -> Tensor:
+        ctx.comm, ctx.leg = comm, leg
+        return comm.exchange(rows.contiguous(), leg.forward, leg.sent, leg.received, leg.layer)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        leg: Leg = ctx.leg
+        rows: Tensor = ctx.comm.exchange(grad.contiguous(), leg.backward, leg.received, leg.sent, leg.layer)
+        return rows, None, None
+
+
+class _MoveChoices(torch.autograd.Function):
+    """Autograd function of ``RowExchange.move_choices``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        weights_p: Tensor,
+        numbers_p: Tensor,
+        comm: RowExchange,
+        sent: Sequence[int],
+        received: Sequence[int],
+    ) -> tuple[Tensor, Tensor]:
+        ctx.comm, ctx.sent, ctx.received = comm, sent, received
+        rows = torch.stack([numbers_p.to(weights_p.dtype), weights_p], dim=1)
+        numbers, weights = comm.exchange(rows, Point.CONTROL, sent, received).unbind(1)
+        choices = weights.contiguous(), numbers.to(torch.int64)
+        ctx.mark_non_differentiable(choices[1])
+        return choices
+
+    @staticmethod
+    def backward(ctx: Any, grad_p: Tensor, _: Tensor) -> tuple[Tensor, None, None, None, None]:
+        rows = grad_p.contiguous().unsqueeze(1)
+        return ctx.comm.exchange(rows, Point.CONTROL, ctx.received, ctx.sent).squeeze(1), None, None, None, None
+
+
+def _input_dtype(codec: Codec, dtype: torch.dtype) -> torch.dtype:
+    """Input dtype of a codec: the rows' dtype for exact codecs, otherwise fp32 (or fp64)."""
+    return dtype if codec.traits.exact else torch.promote_types(dtype, torch.float32)
+
+
+def _nothing(like: Tensor) -> Tensor:
+    return like.new_empty(0, dtype=torch.uint8)
+
+
+def _flat(wire: Tensor) -> Tensor:
+    """View a message of any dtype as bytes."""
+    return wire.view(-1).view(torch.uint8) if wire.numel() else wire

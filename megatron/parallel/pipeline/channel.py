@@ -1,0 +1,239 @@
+"""Messages between pipeline stages: activations forward, their gradients backward, through a codec.
+
+Receives can be posted ahead of their use and sends complete in the background, so both overlap with compute. On CUDA
+a posted receive occupies the device until its message arrives; ``first_launches.py`` decides when a
+receive may be posted. A message is addressed by its boundary: the number of the earlier of the two virtual stages.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megatron.compression.api import Codec, Payload
+from megatron.compression.identity import IdentityCodec
+from megatron.compression.points import Point
+from megatron.compression.state import CompressorState
+from megatron.distributed.group import Group, Pending, num_bytes
+from megatron.distributed.ledger import Ledger
+from megatron.distributed.observer import SentMessage
+from megatron.distributed.policy import CompressionPlan, Position
+from megatron.parallel.tensor.collectives import TensorComm
+
+_IDENTITY = IdentityCodec()
+_GATHERED_AT = {Point.PP_FWD: Point.TP_FWD, Point.PP_BWD: Point.TP_BWD}
+"""The tensor-parallel point of the all-gather of a message's parts, by pipeline point."""
+
+
+@dataclass
+class Direction:
+    """A direction of pipeline traffic: destination and source ranks, and the codec states of this rank."""
+
+    point: Point
+    group: Group
+    send_to: int
+    recv_from: int
+    posted: dict[tuple[int, int], tuple[Payload, Pending]] = field(default_factory=dict)
+    newest: Pending | None = None
+    sending: deque[tuple[Payload, Pending]] = field(default_factory=deque)
+    sent: dict[int, CompressorState] = field(default_factory=dict)
+    received: dict[int, CompressorState] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Message:
+    """Address of a pipeline message: direction, position, and the key of its content (see ``Codec``)."""
+
+    way: Direction
+    position: Position
+    key: Hashable
+
+
+class PipelineChannel:
+    """The pipeline messages of this rank, in both directions.
+
+    Args:
+        forward_link, backward_link: the pipeline's ranks, one group per direction.
+        plan: the compressors of ``PP_FWD`` and ``PP_BWD``.
+        ledger: ledger that counts the bytes.
+        shapes: shape of this rank's message of a micro-batch, (sequence, batch, hidden), by boundary. They may be
+            changed between steps, identically on all ranks.
+        dtype, device: dtype and device of activations and their gradients.
+        parts: the tensor-parallel ranks, if each sends an equal part of the sequence of a replicated activation, to be
+            all-gathered by the receivers. None if a message is this rank's full tensor.
+    """
+
+    def __init__(
+        self,
+        forward_link: Group,
+        backward_link: Group,
+        plan: CompressionPlan,
+        ledger: Ledger,
+        shapes: Sequence[torch.Size],
+        dtype: torch.dtype,
+        device: torch.device,
+        parts: TensorComm | None = None,
+    ) -> None:
+        self.plan = plan
+        self.ledger = ledger
+        self.shapes = shapes
+        self.dtype = dtype
+        self.device = device
+        self.parts = parts
+        self._scale = 1.0
+        rank, size = forward_link.rank, forward_link.size
+        following, previous = (rank + 1) % size, (rank - 1) % size
+
+        def direction(point: Point, group: Group, send_to: int, recv_from: int) -> Direction:
+            return Direction(point, group, send_to, recv_from)
+
+        self.forward = direction(Point.PP_FWD, forward_link, following, previous)
+        self.backward = direction(Point.PP_BWD, backward_link, previous, following)
+
+    def begin(self, scale: float) -> None:
+        """Begin a step with the loss scale ``scale`` in the gradients; reset the residuals that last a single step."""
+        self._scale = scale
+        for way in (self.forward, self.backward):
+            codec = self.plan.codec(way.point)
+            for state in way.sent.values():
+                codec.begin_step(state)
+
+    def states(self) -> Iterator[CompressorState]:
+        """Codec states of this rank's senders and receivers."""
+        for way in (self.forward, self.backward):
+            yield from (*way.sent.values(), *way.received.values())
+
+    def residuals(self) -> Iterator[tuple[Point, str, CompressorState]]:
+        """Point, name and codec state of each of this rank's senders."""
+        for way in (self.forward, self.backward):
+            for boundary, state in way.sent.items():
+                yield way.point, f"boundary {boundary}", state
+
+    def _codec(self, way: Direction, position: Position) -> Codec:
+        """Codec of a message; sender and receiver derive the same codec."""
+        sender = position.boundary + (way.point is Point.PP_BWD)
+        covered = self.plan.covers(way.point, sender % self.plan.stages)
+        on = covered and self.plan.activation(way.point).on(position.iteration, position.epilogue)
+        codec = self.plan.codec(way.point) if on else _IDENTITY
+        # Decided by the dtype before the codec's input is widened.
+        return codec if codec.should_compress(self.shapes[position.boundary], self.dtype) else _IDENTITY
+
+    def _unscaled(self, way: Direction, codec: Codec) -> tuple[torch.dtype, float]:
+        """Dtype of a codec's input, fp32 (or fp64) unless the codec takes any dtype, and the loss scale to remove."""
+        if codec.traits.exact or (way.point is Point.PP_FWD and not codec.traits.widened):
+            return self.dtype, 1.0
+        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        return wide, self._scale if way.point is Point.PP_BWD else 1.0
+
+    def kind(self, sent: Sequence[Message], received: Sequence[Message]) -> list[Hashable]:
+        """Key of the kernels that a step's messages launch on this rank, with a part for each sender and receiver.
+
+        Args:
+            sent, received: the step's messages, in order for each boundary.
+        """
+        ends: dict[tuple[Point, int, bool], list[Message]] = {}
+        for sends, messages in ((True, sent), (False, received)):
+            for message in messages:
+                ends.setdefault((message.way.point, message.position.boundary, sends), []).append(message)
+        kinds = [self._kind_of_end(end, messages) for end, messages in ends.items()]
+        if self.parts is not None:
+            kinds += [self._kind_of_gather(point, boundary) for point, boundary, sends in ends if not sends]
+        return kinds
+
+    def _kind_of_gather(self, point: Point, boundary: int) -> Hashable:
+        assert self.parts is not None
+        return point, "gather", tuple(self.shapes[boundary]), self.parts.gather_codec(_GATHERED_AT[point])
+
+    def _kind_of_end(self, end: tuple[Point, int, bool], messages: Sequence[Message]) -> Hashable:
+        way, (_, boundary, sends) = messages[0].way, end
+        state = (way.sent if sends else way.received).setdefault(boundary, CompressorState())
+        keys: dict[Codec, list[Hashable]] = {}
+        codecs = [self._codec(way, message.position) for message in messages]
+        for codec, message in zip(codecs, messages, strict=True):
+            keys.setdefault(codec, []).append(message.key)
+        shape = self.shapes[boundary]
+        launches = [codec.launches(shape, state, content_keys) for codec, content_keys in keys.items()]
+        if None in launches:
+            return None
+        return end, tuple(shape), self._scale == 1.0, tuple(codecs), tuple(launches)
+
+    def send(self, message: Message, x: Tensor) -> None:
+        """Start sending ``x`` over a boundary, or this rank's part of it if tensor-parallel ranks split messages."""
+        x = x if self.parts is None else self.parts.own_part(x)
+        way, position, key = message.way, message.position, message.key
+        codec = self._codec(way, position)
+        dtype, scale = self._unscaled(way, codec)
+        with self.ledger.encoding(way.point):
+            wide = x.detach().to(dtype)
+            state = way.sent.setdefault(position.boundary, CompressorState())
+            wide = wide if scale == 1.0 else wide / scale
+            payload = codec.encode(wide, state, key)
+        for observer in self.ledger.observers:
+            observer.on_send(SentMessage(way.point, position, wide, codec, payload, state, key))
+        pending = way.group.send(payload.wire, way.send_to, tag=position.boundary)
+        self.ledger.sent(way.point, payload.nbytes, num_bytes(x))
+        way.sending.append((payload, pending))
+        while way.sending and way.sending[0][1].done():
+            self.ledger.wait(way.point, way.sending.popleft()[1])
+
+    def expect(self, message: Message) -> None:
+        """Announce a message that will soon be sent."""
+        way, position = message.way, message.position
+        state = way.sent.setdefault(position.boundary, CompressorState())
+        self._codec(way, position).expect(self.shapes[position.boundary], state, message.key)
+
+    def post(self, messages: Sequence[Message]) -> None:
+        """Post receives of messages, in this order. Nothing is launched between the first receive and the last."""
+        payloads = []
+        for message in messages:
+            way, position = message.way, message.position
+            codec = self._codec(way, position)
+            state = way.received.setdefault(position.boundary, CompressorState())
+            dtype, _ = self._unscaled(way, codec)
+            shape = self.shapes[position.boundary]
+            payloads.append(codec.empty_payload(shape, dtype, self.device, state, message.key))
+        for message, payload in zip(messages, payloads, strict=True):
+            way, position = message.way, message.position
+            way.newest = way.group.recv(payload.wire, way.recv_from, tag=position.boundary)
+            way.posted[position.boundary, position.micro_batch] = (payload, way.newest)
+
+    def arrive(self) -> None:
+        """Wait on the host until all posted receives have completed."""
+        for way in (self.forward, self.backward):
+            for _, pending in way.posted.values():
+                if not pending.waited:
+                    self.ledger.wait(way.point, pending)
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        """Block the host until all receives that were waited for have completed on the device."""
+        for way in (self.forward, self.backward):
+            if way.newest is not None:
+                way.newest.synchronize()
+
+    def recv(self, message: Message) -> Tensor:
+        """Wait for a posted message, decode it, and all-gather its parts if it was split."""
+        way, position, key = message.way, message.position, message.key
+        payload, pending = way.posted.pop((position.boundary, position.micro_batch))
+        if not pending.waited:
+            self.ledger.wait(way.point, pending)
+        codec = self._codec(way, position)
+        dtype, scale = self._unscaled(way, codec)
+        with self.ledger.decoding(way.point):
+            x = codec.decode(payload, self.shapes[position.boundary], dtype, way.received[position.boundary], key)
+            x = (x if scale == 1.0 else x * scale).to(self.dtype)
+        for observer in self.ledger.observers:
+            observer.on_receive(way.point, position, x)
+        if self.parts is None:
+            return x
+        return self.parts.at(f"boundary {position.boundary}").gather(x, _GATHERED_AT[way.point])
+
+    def flush(self, keep: int = 0) -> None:
+        """Wait until at most ``keep`` sends of each direction are pending."""
+        for way in (self.forward, self.backward):
+            while len(way.sending) > keep:
+                self.ledger.wait(way.point, way.sending.popleft()[1])

@@ -1,0 +1,294 @@
+"""Collectives of tensor and sequence parallelism, and their autograd functions.
+
+A tensor-parallel region begins with f (identity forward, all-reduce backward) and ends with g (all-reduce forward,
+identity backward). With sequence parallelism the activations between the regions are split along the sequence: f
+becomes an all-gather and g a reduce-scatter (Korthikanti et al. 2022, section 4.2.2). f is fused into the layers that
+need it, to overlap its backward all-reduce with their weight gradients; g is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from copy import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.compression.api import Codec
+from megatron.compression.approximation import write
+from megatron.compression.identity import IdentityCodec, IdentityRounds
+from megatron.compression.points import Point
+from megatron.compression.state import CompressorState
+from megatron.distributed.compressed_gather import PendingGather
+from megatron.distributed.group import Group, num_bytes
+from megatron.distributed.ledger import Ledger
+from megatron.distributed.policy import CompressionPlan
+from megatron.distributed.round_driver import PackedReduction, TensorReduction
+from megatron.parallel.expert.dispatcher import ExpertComm
+
+_EXACT_ROUNDS = IdentityRounds()
+_EXACT_CODEC = IdentityCodec()
+
+
+class PendingReduce:
+    """A pending tensor-parallel all-reduce or reduce-scatter; see ``TensorComm.start_reduce``."""
+
+    def __init__(self, reduction: PackedReduction | None, x: Tensor, group: Group, scatter: bool) -> None:
+        self.reduction, self.x, self.group, self.scatter = reduction, x, group, scatter
+
+    def wait(self) -> Tensor:
+        """Wait; return the reduced tensor, or this rank's part of it along dimension 0."""
+        if self.reduction is not None:
+            self.reduction.finish()
+            write(self.reduction.reductions[0].x, self.x)
+        if not self.scatter:
+            return self.x
+        return self.x.chunk(self.group.size, dim=0)[self.group.rank]
+
+
+class TensorComm:
+    """The tensor-parallel points of a rank.
+
+    The compressors are stateless, because recomputation repeats the forward collectives.
+
+    Args:
+        group: the tensor-parallel ranks.
+        ledger: ledger that counts the bytes.
+        plan: the compressors of ``TP_FWD`` and ``TP_BWD``, and their activation.
+        sequence_parallel: activations between parallel regions are split along the sequence.
+        asynchronous: backward collectives overlap with the matrix products of the weight gradients.
+        experts: the expert-parallel points of the same layers; None if this rank holds all experts.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        ledger: Ledger,
+        plan: CompressionPlan,
+        sequence_parallel: bool = False,
+        asynchronous: bool = True,
+        experts: ExpertComm | None = None,
+    ) -> None:
+        self.group = group
+        self.ledger = ledger
+        self.plan = plan
+        self.sequence_parallel = sequence_parallel and group.size > 1
+        self.asynchronous = asynchronous
+        self.experts = experts or ExpertComm(Group(None, (0,), 0, "expert-parallel", "none"), ledger, plan)
+        points = (Point.TP_FWD, Point.TP_BWD)
+        self._on = dict.fromkeys(points, False)
+        self._place: tuple[str, ...] = ()
+
+    def begin(self, iteration: int) -> None:
+        """Begin a step; -1 stands for an evaluation."""
+        self.experts.begin(iteration)
+        for point in self._on:
+            covered = self.plan.covers(point, self.plan.stage)
+            self._on[point] = covered and self.plan.activation(point).on(iteration)
+
+    def kind(self, length: int) -> list[Hashable]:
+        """Key of the kernels launched by a step's collectives: a part of the step's kind for each point.
+
+        Args:
+            length: sequence length of the step, which determines the shapes of the reduced tensors.
+        """
+        return [self._kind(point, on, length) for point, on in self._on.items()]
+
+    def _kind(self, point: Point, on: bool, length: int) -> Hashable:
+        if not on:
+            return point, None, length
+        rounds = self.plan.specs[point].registration.rounds
+        launches = () if rounds is None else self.plan.rounds(point).launches(CompressorState())
+        return None if launches is None else (point, self.plan.options(point), launches, length)
+
+    def begin_micro_batch(self, micro_batch: int) -> None:
+        """Begin the forward or the backward of a micro-batch of the step."""
+        self.experts.draws.micro_batch = micro_batch
+
+    def at(self, place: str) -> TensorComm:
+        """The points for a location in the model, with separate random seeds for its messages."""
+        clone = copy(self)
+        clone._place = (*self._place, place)
+        return clone
+
+    def alone(self) -> TensorComm:
+        """The points for layers that are not tensor-parallel: this rank holds and computes them alone."""
+        return TensorComm(Group(None, (0,), 0, self.group.name, "none"), self.ledger, self.plan)
+
+    @property
+    def size(self) -> int:
+        return self.group.size
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank
+
+    def start_reduce(self, x: Tensor, point: Point, scatter: bool = False) -> PendingReduce:
+        """Start an all-reduce of ``x`` over the group, or a reduce-scatter.
+
+        Args:
+            x: this rank's contribution, contiguous; the result replaces it.
+            point: TP_FWD or TP_BWD.
+            scatter: return only this rank's equal part of dimension 0.
+        """
+        reduction = None
+        if self.group.size > 1:
+            raw = (1 if scatter else 2) * (self.group.size - 1) * num_bytes(x) // self.group.size
+            reduction = PackedReduction(
+                [self._reduction(x, point)], self.group, self.ledger, point, scatter, raw_bytes=raw
+            )
+        pending = PendingReduce(reduction, x, self.group, scatter)
+        if reduction is not None and not self.asynchronous:
+            reduction.wait()
+        return pending
+
+    def _reduction(self, x: Tensor, point: Point) -> TensorReduction:
+        """The reduction of ``x``, compressed if the point is on and the shape is worth compressing."""
+        compressor = self.plan.rounds(point)
+        if not self._on[point] or (compressor.traits.batched and not compressor.should_compress(tuple(x.shape))):
+            return TensorReduction(_EXACT_ROUNDS, x, CompressorState())
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        contribution = (x.unsqueeze(0) if compressor.traits.batched else x).to(wide)
+        return TensorReduction(compressor, contribution, self._state(point))
+
+    def _state(self, point: Point) -> CompressorState:
+        """Compressor state for a single collective."""
+        if not self._on[point]:
+            return CompressorState()
+        return self.experts.draws.state(point.value, self.group.ranks[0], *self._place)
+
+    def gather_codec(self, point: Point) -> Codec:
+        """Codec of this step's all-gathers."""
+        return self.plan.codec(point) if self._on[point] else _EXACT_CODEC
+
+    def start_gather(self, x: Tensor, point: Point) -> PendingGather:
+        """Start an all-gather of ``x`` along dimension 0. All ranks' parts are decoded with the same state."""
+        return PendingGather(self.gather_codec(point), x, self._state(point), None, self.group, self.ledger, point)
+
+    def gather(self, x: Tensor, point: Point) -> Tensor:
+        """All-gather ``x`` along dimension 0."""
+        return x if self.group.size == 1 else self.start_gather(x.contiguous(), point).wait()
+
+    def gather_exact(self, x: Tensor) -> Tensor:
+        """All-gather small per-rank results along a new dimension 0; never compressed."""
+        out = torch.empty((self.group.size * x.shape[0], *x.shape[1:]), dtype=x.dtype, device=x.device)
+        pending = self.group.all_gather(out, x.contiguous())
+        self.ledger.sent(Point.CONTROL, pending.sent_bytes)
+        self.ledger.wait(Point.CONTROL, pending)
+        return out.view(self.group.size, *x.shape)
+
+    def maxima_(self, x: Tensor) -> Tensor:
+        """All-reduce with MAX, in place, for small tensors; never compressed."""
+        if self.group.size > 1:
+            pending = self.group.all_reduce(x, dist.ReduceOp.MAX)
+            self.ledger.sent(Point.CONTROL, pending.sent_bytes)
+            self.ledger.wait(Point.CONTROL, pending)
+        return x
+
+    def own_part(self, x: Tensor) -> Tensor:
+        """This rank's equal part of dimension 0 (a view)."""
+        return x if self.group.size == 1 else x.chunk(self.group.size, dim=0)[self.group.rank]
+
+
+class _Reduce(torch.autograd.Function):
+    """g: all-reduce forward, identity backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: TensorComm) -> Tensor:
+        if not x.is_contiguous():
+            return comm.start_reduce(x.contiguous(), Point.TP_FWD).wait()
+        ctx.mark_dirty(x)
+        return comm.start_reduce(x, Point.TP_FWD).wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    """g with sequence parallelism: reduce-scatter along the sequence forward, all-gather backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: TensorComm) -> Tensor:
+        ctx.comm = comm
+        # The input is a fresh product that no backward reads, so it can be reduced in place.
+        return comm.start_reduce(x.contiguous(), Point.TP_FWD, scatter=True).wait().clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.comm.gather(grad, Point.TP_BWD), None
+
+
+class _SumExact(torch.autograd.Function):
+    """Sum over the ranks forward, identity backward; never compressed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: TensorComm) -> Tensor:
+        return comm.gather_exact(x).sum(dim=0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _Enter(torch.autograd.Function):
+    """f: identity forward, all-reduce backward; with sequence parallelism all-gather and reduce-scatter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: TensorComm) -> Tensor:
+        ctx.comm = comm
+        return comm.gather(x, Point.TP_FWD) if comm.sequence_parallel else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        comm: TensorComm = ctx.comm
+        # Other functions may read this gradient, too, so the all-reduce works on a copy.
+        grad_copy = grad.clone(memory_format=torch.contiguous_format)
+        return comm.start_reduce(grad_copy, Point.TP_BWD, scatter=comm.sequence_parallel).wait().clone(), None
+
+
+class _EnterExact(torch.autograd.Function):
+    """f for small tensors: never compressed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: TensorComm) -> Tensor:
+        ctx.comm = comm
+        return comm.gather_exact(x).flatten(0, 1) if comm.sequence_parallel else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        comm: TensorComm = ctx.comm
+        total = comm.gather_exact(grad).sum(dim=0)
+        return (comm.own_part(total) if comm.sequence_parallel else total), None
+
+
+def enter_parallel_region(x_sbh: Tensor, comm: TensorComm, exact: bool = False) -> Tensor:
+    """Enter a tensor-parallel region whose layers do not fuse f; returns the whole sequence on every rank.
+
+    The input's gradient is the sum of the ranks' gradients of the result.
+
+    Args:
+        x_sbh: activations; this rank's part of s under sequence parallelism.
+        comm: the tensor-parallel ranks.
+        exact: never compress, for small tensors that must be identical on all ranks.
+    """
+    if comm.size == 1:
+        return x_sbh
+    result: Tensor = (_EnterExact if exact else _Enter).apply(x_sbh, comm)
+    return result
+
+
+def sum_exact(x: Tensor, comm: TensorComm) -> Tensor:
+    """Sum small contributions of the tensor-parallel ranks, which all compute the same from the sum."""
+    result: Tensor = _SumExact.apply(x, comm)
+    return result
+
+
+def leave_parallel_region(x_sbh: Tensor, comm: TensorComm) -> Tensor:
+    """Leave a tensor-parallel region: all-reduce partial sums, or reduce-scatter them with sequence parallelism."""
+    if comm.size == 1:
+        return x_sbh
+    result: Tensor = (_ReduceScatter if comm.sequence_parallel else _Reduce).apply(x_sbh, comm)
+    return result

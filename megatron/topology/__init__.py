@@ -1,1 +1,0 @@
-"""Ranks, groups, devices, launch and teardown."""

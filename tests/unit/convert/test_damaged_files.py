@@ -1,0 +1,332 @@
+"""Damaged and crafted files: one line and status 2, or exactly the weights that were there; never a traceback."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import shutil
+import sys
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from megatron.base.errors import UserError
+from megatron.convert import command
+from megatron.convert.command import main
+from megatron.convert.model import Weights
+from megatron.convert.ours import read_ours
+from megatron.convert.torch_file import TorchFile
+from tests.unit.convert.support import LLAMA, convert, saved_model
+
+FILE = "model_optim_rng.pt"
+ARCHIVE = pytest.mark.parametrize("archive", [True, False], ids=["archive", "before torch 1.6"])
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One small model in every format that is read."""
+    root = tmp_path_factory.mktemp("models")
+    saved = saved_model(root / "ours", LLAMA, layers=1)
+    convert(saved, root / "classic", "classic", "--target-tensor-model-parallel-size", "2")
+    convert(saved, root / "hf", "hf")
+    shutil.copytree(root / "hf", root / "bin")
+    (root / "bin" / "model.safetensors").unlink()
+    with safe_open(root / "hf" / "model.safetensors", framework="pt") as file:
+        torch.save({name: file.get_tensor(name) for name in file.keys()}, root / "bin" / "pytorch_model.bin")  # noqa: SIM118
+    return {name: root / name for name in ("ours", "classic", "hf", "bin")}
+
+
+def _said(capsys: pytest.CaptureFixture[str], load: Path, to: str = "megatron-cc") -> str:
+    capsys.readouterr()
+    save = load.parent / "out"
+    assert main(["--load", str(load), "--save", str(save), "--to", to]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("ckpt_convert: error: ")
+    assert error.count("\n") == 1
+    assert not save.exists()
+    return error
+
+
+@pytest.fixture(scope="module")
+def no_bar() -> Iterator[None]:
+    """A progress bar is a line of standard error, too."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(command, "tqdm", lambda **_: _NoBar())
+        yield
+
+
+class _NoBar(io.StringIO):
+    """Takes no notice."""
+
+    def update(self, count: int) -> None:
+        """As tqdm's."""
+
+
+# Crafted files
+
+
+class _Tensor:
+    """Is pickled as a tensor over a storage, in any form, whether the storage holds it or not."""
+
+    def __init__(self, storage: torch.Tensor, offset: int, size: tuple[int, ...], stride: tuple[int, ...]) -> None:
+        self.parts = (
+            torch.storage.TypedStorage(wrap_storage=storage.untyped_storage(), dtype=storage.dtype, _internal=True),
+            offset, size, stride, False, OrderedDict[str, Any](),
+        )  # fmt: skip
+
+    def __reduce__(self) -> Any:
+        return torch._utils._rebuild_tensor_v2, self.parts
+
+
+CRAFTED: dict[str, Callable[[torch.Tensor], Any]] = {
+    "an offset beyond its storage": lambda x: _Tensor(x, 1, tuple(x.shape), x.stride()),
+    "an offset far beyond": lambda x: _Tensor(x, 10**6, tuple(x.shape), x.stride()),
+    "a negative offset": lambda x: _Tensor(x, -1, tuple(x.shape), x.stride()),
+    "strides beyond its storage": lambda x: _Tensor(x, 0, tuple(x.shape), (x.stride(0) + 1, *x.stride()[1:])),
+    "negative strides": lambda x: _Tensor(x, x.numel() - 1, tuple(x.shape), tuple(-n for n in x.stride())),
+    "a negative size": lambda x: _Tensor(x, 0, (-1, *x.shape[1:]), x.stride()),
+    "sparse": lambda x: x.to_sparse(),
+    "sparse rows": lambda x: x.to_sparse_csr() if x.dim() == 2 else x.to_sparse(),
+    "without contents": lambda x: torch.empty(x.shape, device="meta"),
+    "quantized": lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
+    "nested": lambda x: torch.nested.as_nested_tensor([x]),
+}
+NAME = "layers.0.mlp.dense_4h_to_h.weight"
+
+
+def _load(path: Path) -> dict[str, Any]:
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        content: dict[str, Any] = torch.load(path, weights_only=True)
+    return content
+
+
+@ARCHIVE
+@pytest.mark.parametrize("how", CRAFTED)
+@pytest.mark.filterwarnings("ignore")
+def test_a_classic_file_with_a_tensor_that_is_none(
+    how: str, archive: bool, models: dict[str, Path], tmp_path: Path, no_bar: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(models["classic"], tmp_path / "classic")
+    path = tmp_path / "classic" / "iter_0000007" / "mp_rank_01" / FILE
+    content = _load(path)
+    encoder = content["model"]["language_model"]["encoder"]
+    encoder[NAME] = CRAFTED[how](encoder[NAME])
+    torch.save(content, path, _use_new_zipfile_serialization=archive)
+    assert str(path) in _said(capfd, tmp_path / "classic")
+
+
+@ARCHIVE
+@pytest.mark.parametrize("how", CRAFTED)
+@pytest.mark.filterwarnings("ignore")
+def test_a_hugging_face_file_with_a_tensor_that_is_none(
+    how: str, archive: bool, models: dict[str, Path], tmp_path: Path, no_bar: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(models["bin"], tmp_path / "bin")
+    path = tmp_path / "bin" / "pytorch_model.bin"
+    content = torch.load(path, weights_only=True)
+    name = "model.layers.0.mlp.down_proj.weight"
+    content[name] = CRAFTED[how](content[name])
+    torch.save(content, path, _use_new_zipfile_serialization=archive)
+    assert str(path) in _said(capfd, tmp_path / "bin")
+
+
+def test_views_of_any_form_are_read_as_torch_reads_them(tmp_path: Path) -> None:
+    """Transposed, overlapping, part of a larger storage, and negated without being so in memory."""
+    whole = torch.arange(24.0).view(4, 6)
+    tensors = {
+        "transposed": whole.t(), "part": whole[1:3, 2:5], "repeated": whole[0].expand(3, 6),
+        "negated": torch.complex(whole, whole).conj().imag, "empty": whole[:0], "number": whole[2, 3],
+    }  # fmt: skip
+    assert tensors["negated"].is_neg()
+    for archive in (True, False):
+        torch.save(tensors, tmp_path / "views.pt", _use_new_zipfile_serialization=archive)
+        file = TorchFile(tmp_path / "views.pt")
+        for name, tensor in tensors.items():
+            assert torch.equal(file.stored(name, file.content[name]).read(), tensor), (archive, name)
+
+
+def test_files_without_checksums_and_of_another_byte_order(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"x": torch.ones(3)}, path)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    file = TorchFile(path)
+    assert torch.equal(file.stored("x", file.content["x"]).read(), torch.ones(3))
+    other = {"little": "big", "big": "little"}[sys.byteorder]
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(tmp_path / "y.pt", "w") as new:
+        for info in old.infolist():
+            info.CRC, data = 0, old.open(_unchecked(info)).read()
+            new.writestr(info.filename, other if info.filename.endswith("byteorder") else data)
+    with pytest.raises(UserError, match=f"its numbers are {other}-endian"):
+        TorchFile(tmp_path / "y.pt")
+
+
+def _unchecked(info: zipfile.ZipInfo) -> zipfile.ZipInfo:
+    info.CRC = None  # type: ignore[assignment]
+    return info
+
+
+# Files that arrive damaged
+
+
+def _same(first: Weights, second: Weights) -> None:
+    assert first.entries.keys() == second.entries.keys()
+    for name, entry in first.entries.items():
+        assert torch.equal(entry.read(), second.entries[name].read()), name
+
+
+CHANGES = st.one_of(
+    st.tuples(st.just("flip"), st.floats(0, 1), st.integers(1, 255)),
+    st.tuples(st.just("flip near the end"), st.floats(0, 1), st.integers(1, 255)),
+    st.tuples(st.just("cut"), st.floats(0, 1), st.just(0)),
+    st.tuples(st.just("zeros"), st.floats(0, 1), st.integers(1, 300)),
+    st.tuples(st.just("leave out"), st.floats(0, 1), st.integers(1, 300)),
+)
+
+
+def _damaged(data: bytes, change: tuple[str, float, int], beginning: int) -> bytes:
+    """``beginning`` is how many bytes at the front are worth a flip "near the end" of an archive, which has none."""
+    how, share, number = change
+    at = min(int(share * len(data)), len(data) - 1)
+    if how == "flip near the end":
+        at = int(share * (beginning - 1)) if beginning else max(len(data) - 1 - int(share * 3000), 0)
+    if how == "cut":
+        return data[:at]
+    if how == "zeros":
+        return data[:at] + bytes(min(number, len(data) - at)) + data[at + number :]
+    if how == "leave out":
+        return data[:at] + data[at + number :]
+    return data[:at] + bytes([data[at] ^ number]) + data[at + 1 :]
+
+
+EXAMPLES = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.mark.parametrize("kind", ["classic", "bin"])
+@EXAMPLES
+@given(change=CHANGES)
+def test_a_damaged_pickle_is_refused_or_harmless(
+    kind: str,
+    models: dict[str, Path],
+    no_bar: None,
+    tmp_path_factory: pytest.TempPathFactory,
+    capfd: pytest.CaptureFixture[str],
+    change: tuple[str, float, int],
+) -> None:
+    folder = tmp_path_factory.mktemp("damaged")
+    shutil.copytree(models[kind], folder / "in")
+    (path, *_) = sorted([*folder.rglob(FILE), *folder.rglob("*.bin")])
+    path.write_bytes(_damaged(path.read_bytes(), change, 0))
+    _check(folder, models, capfd)
+
+
+def _check(folder: Path, models: dict[str, Path], capfd: pytest.CaptureFixture[str]) -> None:
+    capfd.readouterr()
+    status = main(["--load", str(folder / "in"), "--save", str(folder / "out"), "--to", "megatron-cc"])
+    error = capfd.readouterr().err
+    if status == 0:
+        first, second = read_ours(models["ours"]), read_ours(folder / "out")
+        _same(first, second)
+        assert first.model.norm_epsilon == second.model.norm_epsilon
+    else:
+        assert (status, error.count("\n"), "Traceback" in error) == (2, 1, False), error
+        assert not (folder / "out").exists()
+    shutil.rmtree(folder)
+
+
+@EXAMPLES
+@given(change=CHANGES)
+def test_a_damaged_safetensors_file_is_refused_or_read_as_it_is(
+    models: dict[str, Path],
+    no_bar: None,
+    tmp_path_factory: pytest.TempPathFactory,
+    capfd: pytest.CaptureFixture[str],
+    change: tuple[str, float, int],
+) -> None:
+    """The format has no checksums: what its header describes is what is there, and must be what comes out."""
+    folder = tmp_path_factory.mktemp("damaged")
+    shutil.copytree(models["hf"], folder / "in")
+    path = folder / "in" / "model.safetensors"
+    length = int.from_bytes(path.read_bytes()[:8], "little")
+    path.write_bytes(_damaged(path.read_bytes(), change, 8 + length))
+    capfd.readouterr()
+    status = main(["--load", str(folder / "in"), "--save", str(folder / "out"), "--to", "hf"])
+    error = capfd.readouterr().err
+    if status == 0:
+        with (
+            safe_open(path, framework="pt") as before,
+            safe_open(folder / "out" / "model.safetensors", framework="pt") as after,
+        ):
+            for name in after.keys():  # noqa: SIM118
+                assert torch.equal(before.get_tensor(name).view(torch.int32), after.get_tensor(name).view(torch.int32))
+    else:
+        assert (status, error.count("\n"), "Traceback" in error) == (2, 1, False), error
+        assert not (folder / "out").exists()
+    shutil.rmtree(folder)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=5), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+@EXAMPLES
+@given(data=st.data())
+def test_a_config_of_any_values_is_refused_or_fits(
+    models: dict[str, Path],
+    no_bar: None,
+    tmp_path_factory: pytest.TempPathFactory,
+    capfd: pytest.CaptureFixture[str],
+    data: st.DataObject,
+) -> None:
+    folder = tmp_path_factory.mktemp("config")
+    shutil.copytree(models["hf"], folder / "in")
+    path = folder / "in" / "config.json"
+    config = json.loads(path.read_text())
+    name = data.draw(st.sampled_from([*sorted(config), "rope_parameters", "sliding_window", "use_parallel_residual"]))
+    path.write_text(json.dumps(config | {name: data.draw(JSON)}))
+    capfd.readouterr()
+    status = main(["--load", str(folder / "in"), "--save", str(folder / "out"), "--to", "megatron-cc"])
+    error = capfd.readouterr().err
+    assert status in (0, 2)
+    assert "Traceback" not in error
+    assert error.count("\n") == (1 if status else 0)
+    shutil.rmtree(folder)
+
+
+@EXAMPLES
+@given(data=st.data())
+def test_arguments_of_any_values_are_refused_or_fit(
+    models: dict[str, Path],
+    no_bar: None,
+    tmp_path_factory: pytest.TempPathFactory,
+    capfd: pytest.CaptureFixture[str],
+    data: st.DataObject,
+) -> None:
+    folder = tmp_path_factory.mktemp("arguments")
+    shutil.copytree(models["classic"], folder / "in")
+    path = folder / "in" / "iter_0000007" / "mp_rank_00" / FILE
+    content = _load(path)
+    name = data.draw(st.sampled_from(sorted(vars(content["args"]))))
+    setattr(content["args"], name, data.draw(JSON))
+    torch.save(content, path)
+    capfd.readouterr()
+    status = main(["--load", str(folder / "in"), "--save", str(folder / "out"), "--to", "megatron-cc"])
+    error = capfd.readouterr().err
+    assert status in (0, 2)
+    assert "Traceback" not in error
+    assert error.count("\n") == (1 if status else 0)
+    shutil.rmtree(folder)

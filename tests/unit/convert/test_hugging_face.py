@@ -1,0 +1,500 @@
+"""Our models as Hugging Face folders and back: logits, every tensor, and what is said of files that are not right."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megatron.checkpoint.load
+from megatron.config.model import ModelConfig
+from megatron.config.tokenizer import TokenizerConfig
+from megatron.convert.command import main
+from megatron.convert.hugging_face import read_hf, write_hf
+from megatron.convert.ours import read_ours
+from megatron.inference.model import load_model
+from megatron.models.context import ForwardContext
+from tests.support.tiny import VOCAB
+from tests.unit.convert.support import (
+    EXPERTS,
+    GEMMA,
+    HEADS,
+    HIDDEN,
+    LENGTH,
+    LLAMA,
+    MODELS,
+    NOT_CLASSIC,
+    SHARED,
+    WITH_EXPERTS,
+    convert,
+    saved_model,
+)
+
+TOKENIZER = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCAB - 1)
+
+
+def _logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
+    loaded = load_model(folder, tokenizer=TOKENIZER, device=torch.device("cpu"))
+    with torch.no_grad():
+        return loaded.stage.logits(loaded.stage(tokens, ForwardContext())).transpose(0, 1)
+
+
+ALL = MODELS | NOT_CLASSIC | WITH_EXPERTS
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_logits_of_the_exported_and_the_imported_model_are_ours(name: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    saved = saved_model(tmp_path / "ours", ALL[name])
+    convert(saved, tmp_path / "hf", "hf")
+    convert(tmp_path / "hf", tmp_path / "back", "megatron-cc")
+    tokens = torch.randint(0, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(3))
+    ours = _logits(saved, tokens)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    theirs, report = loaded
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    with torch.no_grad():
+        found = theirs.eval()(input_ids=tokens).logits
+    assert found.shape == ours.shape
+    assert float((found - ours).abs().max() / ours.abs().max()) < 1e-5
+    assert torch.equal(_logits(tmp_path / "back", tokens), ours)
+    first, second = read_ours(saved), read_ours(tmp_path / "back")
+    assert first.entries.keys() == second.entries.keys()
+    assert all(torch.equal(first.entries[n].read(), second.entries[n].read()) for n in first.entries)
+    assert replace(first.model, hidden_dropout=0.0) == replace(second.model, **_not_in_a_config(first.model))
+
+
+def _not_in_a_config(model: ModelConfig) -> dict[str, Any]:
+    """What config.json does not say, and changes no number."""
+    return {
+        "bias_gelu_fusion": model.bias_gelu_fusion,
+        "hidden_dropout": 0.0,
+        "moe_router_load_balancing_type": model.moe_router_load_balancing_type,
+        "moe_expert_capacity_factor": model.moe_expert_capacity_factor,
+        "moe_eval_capacity_factor": model.moe_eval_capacity_factor,
+        "make_vocab_size_divisible_by": model.make_vocab_size_divisible_by,
+        "init_method_std": model.init_method_std,
+        "seq_length": model.seq_length,
+    }
+
+
+QWEN2_MOE: dict[str, Any] = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
+}  # fmt: skip
+QWEN3_MOE: dict[str, Any] = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+GEMMA_SIZES: dict[str, Any] = {"head_dim": 12, "query_pre_attn_scalar": 7, "sliding_window": 5, "pad_token_id": None}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN: dict[str, Any] = {
+    "rope_theta": 60.0, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16,
+}  # fmt: skip
+THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt2", {}),
+    "llama, 2 groups": ("llama", {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}),
+    "llama 3": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_theta": 50.0, "rope_type": "llama3", "original_max_position_embeddings": 32, **LLAMA3,
+            },
+            "tie_word_embeddings": True,
+        },
+    ),
+    "llama of transformers 4": ("llama", {"rope_theta": 50.0, "rope_scaling": {"type": "linear", "factor": 2}}),
+    "llama, yarn": ("llama", {"max_position_embeddings": 64, "rope_parameters": {**YARN, "beta_fast": 4.0}}),
+    "qwen2, yarn of DeepSeek's kind, not rounded": (
+        "qwen2",
+        {"rope_parameters": {**YARN, "beta_fast": 5, "mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False}},
+    ),
+    "qwen3 of transformers 4, yarn": (
+        "qwen3",
+        {
+            "head_dim": 24, "max_position_embeddings": 64, "rope_theta": 90.0,
+            "rope_scaling": {"type": "yarn", "factor": 3.5, "original_max_position_embeddings": 20, "beta_fast": 2.5},
+        },
+    ),
+    "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("mistral", {"sliding_window": 6}),
+    "mistral without a window": ("mistral", {"sliding_window": None}),
+    "mistral, whose layers are named one by one": (
+        "ministral",
+        {
+            "sliding_window": 6, "layer_types": ["full_attention", "sliding_attention"], "head_dim": 12,
+            "rope_parameters": {"rope_theta": 80.0, "rope_type": "default"},
+        },
+    ),
+    "gemma2": ("gemma2", {**GEMMA_SIZES, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0}),
+    "gemma2 without bounds, untied": (
+        "gemma2",
+        {
+            **GEMMA_SIZES, "final_logit_softcapping": None, "attn_logit_softcapping": None,
+            "tie_word_embeddings": False, "layer_types": ["full_attention", "sliding_attention"],
+            "rope_parameters": {"rope_theta": 90.0},
+        },
+    ),
+    "gemma3": (
+        "gemma3_text",
+        {
+            **GEMMA_SIZES,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 2.5, "rope_theta": 70.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 12.0},
+            },
+            "layer_types": ["sliding_attention", "full_attention"], "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma3 of transformers 4": (
+        "gemma3_text",
+        {
+            **GEMMA_SIZES, "num_hidden_layers": 7, "rope_theta": 50.0, "rope_local_base_freq": 9.0,
+            "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+        },
+    ),
+    "gemma3, a window as long as the texts": (
+        "gemma3_text", {**GEMMA_SIZES, "sliding_window": LENGTH, "rope_theta": 50.0, "sliding_window_pattern": 2},
+    ),
+    "qwen2": ("qwen2", {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}),
+    "qwen2, sliding": ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}),
+    "qwen2, whose layers are named one by one": (
+        "qwen2",
+        {
+            "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0,
+            "layer_types": ["full_attention", "full_attention"],
+        },
+    ),
+    "qwen2, sliding behind the first layer": (
+        "qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1, "num_hidden_layers": 3},
+    ),
+    "qwen3, whose layers are named one by one": (
+        "qwen3",
+        {
+            "head_dim": 8, "use_sliding_window": True, "sliding_window": 4,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "qwen2-moe, every other of the first layers sliding": (
+        "qwen2_moe", {**QWEN2_MOE, "use_sliding_window": True, "sliding_window": 4, "num_hidden_layers": 3},
+    ),
+    "mixtral": ("mixtral", {"num_local_experts": 4}),
+    "mixtral with a window and wide heads": (
+        "mixtral",
+        {"num_local_experts": 3, "num_experts_per_tok": 3, "sliding_window": 5, "head_dim": 12},
+    ),
+    "qwen2-moe": ("qwen2_moe", QWEN2_MOE),
+    "qwen2-moe, weights that sum to 1, some dense layers, no biases": (
+        "qwen2_moe",
+        {**QWEN2_MOE, "norm_topk_prob": True, "mlp_only_layers": [1], "num_hidden_layers": 4, "qkv_bias": False},
+    ),
+    "qwen2-moe, every other layer, sliding": (
+        "qwen2_moe",
+        {
+            **QWEN2_MOE, "decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 4,
+            "layer_types": ["sliding_attention"] * 2,
+        },
+    ),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "qwen3, sliding": (
+        "qwen3", {"head_dim": 8, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0},
+    ),
+    "qwen3-moe": ("qwen3_moe", QWEN3_MOE),
+    "qwen3-moe, weights that sum to 1, some dense layers, sliding": (
+        "qwen3_moe",
+        {
+            **QWEN3_MOE, "norm_topk_prob": True, "mlp_only_layers": [1], "num_hidden_layers": 4, "head_dim": 12,
+            "use_sliding_window": True, "sliding_window": 4,
+        },
+    ),
+    "pythia": ("gpt_neox", {}),
+    "neox, one after the other": (
+        "gpt_neox",
+        {
+            "rope_parameters": {"rope_theta": 300.0, "rope_type": "default", "partial_rotary_factor": 1.0},
+            "use_parallel_residual": False, "tie_word_embeddings": True, "hidden_act": "gelu_new",
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_their_models_come_in(name: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(2)
+    kind, changes = THEIRS[name]
+    sizes: dict[str, Any] = {"vocab_size": VOCAB, "initializer_range": 0.1, "bos_token_id": None, "eos_token_id": None}
+    if kind == "gpt2":
+        sizes |= {"n_positions": LENGTH, "n_embd": HIDDEN, "n_layer": 2, "n_head": HEADS}
+    else:
+        sizes |= {
+            "hidden_size": HIDDEN, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": HEADS,
+            "num_key_value_heads": 2, "max_position_embeddings": LENGTH,
+        }  # fmt: skip
+    theirs: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**sizes, **changes}))
+    with torch.no_grad():
+        for parameter in theirs.parameters():  # biases begin at zero, norms at one
+            parameter.add_(torch.randn(parameter.shape), alpha=0.1)
+    theirs.save_pretrained(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "ours", "megatron-cc")
+    tokens = torch.randint(0, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        expected = theirs.eval()(input_ids=tokens).logits
+    ours = _logits(tmp_path / "ours", tokens)
+    assert float((ours - expected).abs().max() / expected.abs().max()) < 1e-5
+
+
+def test_the_older_name_of_scaling_counts_as_in_transformers(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    saved = saved_model(tmp_path / "ours", {**LLAMA, "rotary_scaling": "linear", "rotary_scaling_factor": 3.0})
+    convert(saved, tmp_path / "hf", "hf")
+    file = tmp_path / "hf" / "config.json"
+    plain = {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | plain))
+    convert(tmp_path / "hf", tmp_path / "back", "megatron-cc")
+    tokens = torch.randint(0, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()(input_ids=tokens).logits
+    ours = _logits(tmp_path / "back", tokens)
+    assert float((ours - expected).abs().max() / expected.abs().max()) < 1e-5
+
+
+def test_a_mistral_whose_layers_are_named_is_a_ministral_as_in_transformers(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    convert(saved_model(tmp_path / "ours", NOT_CLASSIC["ministral"]), tmp_path / "hf", "hf")
+    file = tmp_path / "hf" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": "mistral"}))
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "hf")).__name__ == "MinistralForCausalLM"
+    assert read_hf(tmp_path / "hf").model.window_attn_skip_freq == [1, 1, 0]
+
+
+def test_several_files_and_half_precision(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    weights = read_ours(saved_model(tmp_path / "ours", {}, {"bf16": True}))
+    (tmp_path / "hf").mkdir()
+    write_hf(weights, tmp_path / "hf", lambda nbytes: None, shard_bytes=10_000)
+    files = sorted(path.name for path in (tmp_path / "hf").glob("*.safetensors"))
+    assert len(files) > 2
+    theirs: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.bfloat16)
+    embedding = weights.entries["embedding.word_embeddings.weight"].read()
+    assert torch.equal(theirs.transformer.wte.weight.detach(), embedding)
+    back = read_hf(tmp_path / "hf")
+    assert all(torch.equal(back.entries[name].read(), weights.entries[name].read()) for name in weights.entries)
+
+
+def test_precision_is_converted(tmp_path: Path) -> None:
+    saved = saved_model(tmp_path / "ours", {})
+    convert(saved, tmp_path / "half", "hf", "--dtype", "bf16")
+    half, whole = read_hf(tmp_path / "half"), read_ours(saved)
+    name = "layers.1.mlp.dense_h_to_4h.weight"
+    assert torch.equal(half.entries[name].read(), whole.entries[name].read().bfloat16())
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_old_files_of_torch_come_in(tmp_path: Path) -> None:
+    """GPT-2's first release: no safetensors, names without their first word, and masks among the weights."""
+    saved = saved_model(tmp_path / "ours", {})
+    convert(saved, tmp_path / "hf", "hf")
+    from safetensors.torch import load_file
+
+    tensors = {n.removeprefix("transformer."): t for n, t in load_file(tmp_path / "hf" / "model.safetensors").items()}
+    tensors["h.0.attn.bias"] = torch.ones(1, 1, LENGTH, LENGTH)
+    torch.save(tensors, tmp_path / "hf" / "pytorch_model.bin")
+    (tmp_path / "hf" / "model.safetensors").unlink()
+    convert(tmp_path / "hf", tmp_path / "back", "megatron-cc")
+    first, second = read_ours(saved), read_ours(tmp_path / "back")
+    assert all(torch.equal(first.entries[n].read(), second.entries[n].read()) for n in first.entries)
+
+
+def test_a_checkpoint_of_before_yarn_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its configuration lacks numbers that now have a default."""
+    given = {**LLAMA, "rotary_scaling": "llama3", "rotary_base": 20.0, "rotary_scaling_original_length": 24}
+    saved = saved_model(tmp_path / "ours", given)
+    tokens = torch.randint(0, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(3))
+    expected, read = _logits(saved, tokens), megatron.checkpoint.load.load_config_yaml
+
+    def without(*where: Any) -> str:
+        lines = read(*where).splitlines()
+        return "\n".join(line for line in lines if "attention_factor" not in line and "round_to_int" not in line)
+
+    monkeypatch.setattr(megatron.checkpoint.load, "load_config_yaml", without)
+    assert torch.equal(_logits(saved, tokens), expected)
+
+
+def test_several_files_of_torch_come_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from safetensors.torch import load_file
+
+    saved = saved_model(tmp_path / "ours", {})
+    convert(saved, tmp_path / "hf", "hf")
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    (tmp_path / "hf" / "model.safetensors").unlink()
+    files = [f"pytorch_model-{number:05d}-of-00003.bin" for number in (1, 2, 3)]
+    places = {name: files[number % 3] for number, name in enumerate(tensors)}
+    for file in files:
+        torch.save({name: tensors[name] for name in tensors if places[name] == file}, tmp_path / "hf" / file)
+    index = tmp_path / "hf" / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    convert(tmp_path / "hf", tmp_path / "back", "megatron-cc")
+    first, second = read_ours(saved), read_ours(tmp_path / "back")
+    assert all(torch.equal(first.entries[n].read(), second.entries[n].read()) for n in first.entries)
+    name = next(iter(places))
+    for change, message in (
+        ({name: files[1]}, f"{files[1]} does not hold {name}, which pytorch_model.bin.index.json says it does"),
+        ({name: "gone.bin"}, "gone.bin: No such file"),
+        ({name: "../hf/x.bin"}, "'../hf/x.bin' lies outside the folder"),
+    ):
+        index.write_text(json.dumps({"weight_map": places | change}))
+        assert main(["--load", str(tmp_path / "hf"), "--save", str(tmp_path / "x"), "--to", "megatron-cc"]) == 2
+        assert message in capsys.readouterr().err
+    index.write_text(json.dumps({"weight_map": places}))
+    torch.save({name: torch.nn.Linear(1, 1)}, tmp_path / "hf" / places[name])
+    assert main(["--load", str(tmp_path / "hf"), "--save", str(tmp_path / "x"), "--to", "megatron-cc"]) == 2
+    assert "cannot be read safely" in capsys.readouterr().err
+
+
+def test_a_tied_head_of_its_own_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    convert(saved_model(tmp_path / "ours", {}), tmp_path / "hf", "hf")
+    file = tmp_path / "hf" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = tensors["transformer.wte.weight"].clone()
+    save_file(tensors, file)
+    convert(tmp_path / "hf", tmp_path / "same", "megatron-cc")
+    tensors["lm_head.weight"][3, 2] += 1
+    save_file(tensors, file)
+    assert main(["--load", str(tmp_path / "hf"), "--save", str(tmp_path / "x"), "--to", "megatron-cc"]) == 2
+    assert "lm_head.weight is not the embedding, though config.json ties both; write" in capsys.readouterr().err
+    config = tmp_path / "hf" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": False}))
+    convert(tmp_path / "hf", tmp_path / "untied", "megatron-cc")
+    assert torch.equal(read_ours(tmp_path / "untied").entries["output_layer.weight"].read(), tensors["lm_head.weight"])
+
+
+def _damaged(folder: Path, how: str) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    weights = folder / "model.safetensors"
+    if how == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-1000])
+    elif how == "gone":
+        weights.unlink()
+    elif how == "another shape":
+        (folder / "config.json").write_text(json.dumps(config | {"n_embd": 64}))
+    elif how == "another model":
+        (folder / "config.json").write_text(json.dumps(config | {"model_type": "bert"}))
+    elif how == "no json":
+        (folder / "config.json").write_text("{")
+    elif how == "no size":
+        (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "n_layer"}))
+    elif how == "more layers":
+        (folder / "config.json").write_text(json.dumps(config | {"n_layer": 4}))
+    elif how == "fewer layers":
+        (folder / "config.json").write_text(json.dumps(config | {"n_layer": 2}))
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("truncated", "model.safetensors: cannot be read"),
+        ("gone", "holds neither model.safetensors"),
+        ("another shape", "config.json asks for"),
+        ("another model", "model_type 'bert' cannot be converted"),
+        ("no json", "is not JSON"),
+        ("no size", "n_layer is missing"),
+        ("more layers", "there is no tensor transformer.h.3.ln_1.weight"),
+        ("fewer layers", "transformer.h.2.attn.c_attn.bias has no place in the model that config.json describes"),
+    ],
+)
+def test_what_is_wrong_with_a_folder_is_said(
+    how: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    convert(saved_model(tmp_path / "ours", {}), tmp_path / "hf", "hf")
+    _damaged(tmp_path / "hf", how)
+    capsys.readouterr()
+    assert main(["--load", str(tmp_path / "hf"), "--save", str(tmp_path / "back"), "--to", "megatron-cc"]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("ckpt_convert: error: ")
+    assert says in error
+    assert not (tmp_path / "back").exists() or not any((tmp_path / "back").iterdir())
+
+
+def test_biases_of_experts_stay_in_our_own_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = saved_model(tmp_path / "ours", {**EXPERTS, "moe_router_enable_expert_bias": True})
+    convert(saved, tmp_path / "half", "megatron-cc", "--dtype", "bf16")
+    assert read_ours(tmp_path / "half").entries["layers.2.mlp.router.expert_bias"].shape == (4,)
+    for to, says in (("hf", "has no --moe-router-enable-expert-bias"), ("classic", "that layout has no --num-experts")):
+        assert main(["--load", str(saved), "--save", str(tmp_path / to), "--to", to]) == 2
+        assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ({"swiglu": True, "ffn_hidden_size": 48}, "closest to GPT-2, which has no --swiglu"),
+        ({**LLAMA, "rotary_percent": 0.5}, "closest to Llama, which has --rotary-percent 1"),
+        ({"num_experts": [4]}, "closest to GPT-2, which has no --num-experts"),
+        (
+            {**EXPERTS, "moe_router_score_function": "sigmoid"},
+            "closest to Mixtral, which has --moe-router-score-function softmax",
+        ),
+        ({**EXPERTS, "moe_router_topk": 1}, "closest to Mixtral, which has --moe-router-topk of at least 2"),
+        ({**EXPERTS, "moe_router_pre_softmax": True}, "closest to Mixtral, which has no --moe-router-pre-softmax"),
+        (
+            {**EXPERTS, "moe_router_topk_scaling_factor": 2.0},
+            "closest to Mixtral, which has --moe-router-topk-scaling-factor 1",
+        ),
+        (
+            {**EXPERTS, "moe_expert_capacity_factor": 1.9},
+            "closest to Mixtral, which has no --moe-eval-capacity-factor below 4 / 2, which drops tokens; keep",
+        ),
+        ({**EXPERTS, "num_experts": [1, 4, 4]}, "closest to Mixtral, which has experts in all layers"),
+        ({**SHARED, "num_experts": [2, 4, 4]}, "closest to Qwen2Moe, which has as many experts in each layer that"),
+        ({**GEMMA, "sandwich_norm": False}, "closest to Gemma2, which has --sandwich-norm"),
+        ({**GEMMA, "kv_channels": 8, "num_attention_heads": 5}, "closest to Gemma2, which has a --hidden-size"),
+        ({**GEMMA, "qk_layernorm": True, "attn_logit_softcapping": 3.0}, "closest to Gemma2, which has no --qk"),
+        ({**GEMMA, "qk_layernorm": True, "rotary_scaling": "linear"}, "closest to Gemma2, which has no --qk-"),
+        ({**LLAMA, "final_logit_softcapping": 3.0}, "closest to Llama, which has no --final-logit-softcapping"),
+        ({**LLAMA, "attn_logit_softcapping": 3.0}, "closest to Llama, which has no --attn-logit-softcapping"),
+        ({**LLAMA, "query_pre_attn_scalar": 3}, "closest to Llama, which has no --query-pre-attn-scalar"),
+        ({**LLAMA, "apply_layernorm_1p": True}, "closest to Llama, which has no --apply-layernorm-1p"),
+        ({**LLAMA, "apply_embedding_scaling": True}, "closest to Llama, which has no --apply-embedding-scaling"),
+        ({"apply_layernorm_1p": True}, "closest to GPT-2, which has no --apply-layernorm-1p"),
+        ({**SHARED, "moe_shared_expert_gate": False}, "closest to Mixtral, which has no --moe-shared-expert"),
+    ],
+)
+def test_what_they_have_no_architecture_for_is_said(
+    model: dict[str, Any], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = saved_model(tmp_path / "ours", model)
+    assert main(["--load", str(saved), "--save", str(tmp_path / "hf"), "--to", "hf"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says in line
+    assert not (tmp_path / "hf").exists()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_damaged_checkpoint_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = saved_model(tmp_path / "ours", {})
+    shard = saved / "iter_0000007" / "shard_00000.bin"
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    assert main(["--load", str(saved), "--save", str(tmp_path / "hf"), "--to", "hf"]) == 2
+    assert "do not have their checksum" in capsys.readouterr().err
+    assert not (tmp_path / "hf").exists()
+
+
+def test_what_is_there_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = saved_model(tmp_path / "ours", {})
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "mine.txt").write_text("mine")
+    assert main(["--load", str(saved), "--save", str(tmp_path / "hf"), "--to", "hf"]) == 2
+    assert "is not empty" in capsys.readouterr().err
+    assert main(["--load", str(tmp_path), "--save", str(tmp_path / "x"), "--to", "hf"]) == 2
+    assert "holds neither a checkpoint" in capsys.readouterr().err

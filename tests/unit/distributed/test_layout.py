@@ -1,0 +1,83 @@
+"""Arithmetic of ranks, against numpy's own indexing of a (pp, dp, tp) array."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.distributed.layout import Coordinates, Layout, Tie
+
+layouts = st.builds(Layout, tp=st.integers(1, 5), pp=st.integers(1, 5), dp=st.integers(1, 5), chunks=st.integers(1, 4))
+
+
+def _grid(layout: Layout) -> np.ndarray:
+    return np.arange(layout.world_size).reshape(layout.pp, layout.dp, layout.tp)
+
+
+@given(layouts)
+def test_tensor_parallel_ranks_are_neighbors_then_data_then_pipeline(layout: Layout) -> None:
+    grid = _grid(layout)
+    for (pp, dp, tp), rank in np.ndenumerate(grid):
+        assert layout.coordinates(int(rank)) == Coordinates(tp=tp, dp=dp, pp=pp)
+        assert layout.rank_of(tp=tp, dp=dp, pp=pp) == rank
+
+
+@given(layouts)
+def test_groups_are_the_lines_of_the_grid(layout: Layout) -> None:
+    grid = _grid(layout)
+    for groups, axis in ((layout.tp_groups(), 2), (layout.dp_groups(), 1), (layout.pp_groups(), 0)):
+        lines = {tuple(line) for line in np.moveaxis(grid, axis, -1).reshape(-1, grid.shape[axis]).tolist()}
+        made = list(groups)
+        assert set(made) == lines
+        assert sorted(rank for group in made for rank in group) == list(range(layout.world_size))
+
+
+@given(layouts, st.integers(1, 5), st.booleans())
+def test_groups_of_experts_cover_those_that_hold_them(layout: Layout, shares: int, folded: bool) -> None:
+    """Over replicas, or folded over tensor-parallel ranks first; together the two kinds are a grid of each stage."""
+    ep = shares * layout.tp if folded else shares
+    layout = replace(layout, dp=layout.dp * shares, ep=ep, folded=folded)
+    shared, equal = list(layout.ep_groups()), list(layout.expert_dp_groups())
+    assert {len(group) for group in shared} == {ep}
+    for groups in (shared, equal):
+        assert sorted(rank for group in groups for rank in group) == list(range(layout.world_size))
+        for group in groups:
+            places = [layout.coordinates(rank) for rank in group]
+            assert len({place.pp for place in places}) == 1
+            assert folded or len({place.tp for place in places}) == 1
+    assert all(len(set(one) & set(other)) <= 1 for one in shared for other in equal)
+    for group in shared:
+        assert not folded or {layout.coordinates(rank).tp for rank in group} == set(range(layout.tp))
+
+
+@given(layouts)
+def test_embedding_groups_are_the_ends_of_the_pipelines(layout: Layout) -> None:
+    grid = _grid(layout)
+    ends = zip(grid[0].ravel().tolist(), grid[-1].ravel().tolist(), strict=True)
+    assert set(layout.embedding_groups()) == {tuple(dict.fromkeys(pair)) for pair in ends}
+    assert layout.ties == ((Tie.WORDS,) if layout.pp > 1 else ())
+
+
+@given(layouts, st.integers(1, 3))
+def test_an_encoder_decoder_ties_its_inputs_and_its_output(layout: Layout, decoder: int) -> None:
+    layout = replace(layout, pp=layout.pp + decoder, decoder=decoder)
+    grid = _grid(layout)
+    at = {Tie.WORDS: sorted({0, decoder, layout.pp - 1}), Tie.POSITIONS: [0, decoder]}
+    assert set(layout.ties) == set(at)
+    for tie, stages in at.items():
+        rows = grid[stages]
+        assert set(layout.embedding_groups(tie)) == {tuple(ranks) for ranks in rows.reshape(len(stages), -1).T.tolist()}
+        for ranks in layout.fused_embedding_groups(tie):
+            (tp,) = {layout.coordinates(rank).tp for rank in ranks}
+            assert sorted(ranks) == sorted(rows[:, :, tp].ravel().tolist())
+    alone = [layout.follows_encoder(stage) for stage in range(layout.pp)]
+    assert alone == [False] * decoder + [True] * (layout.pp - decoder)
+
+
+@given(layouts)
+def test_virtual_stages_go_round_the_ranks(layout: Layout) -> None:
+    order = [layout.virtual_stage(pp, chunk) for chunk in range(layout.chunks) for pp in range(layout.pp)]
+    assert order == list(range(layout.num_virtual_stages))

@@ -1,0 +1,312 @@
+"""The launcher's last line and exit status."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from megatron.distributed.process_group import leave_reason
+from megatron.launcher import command as launch
+from megatron.launcher.signals import stopped_and_asked_to_end
+from tests.support.cli import REPO
+from tests.support.machines import debian
+
+
+def _failure(folder: Path, exitcode: int, said: str | None, printed: bool) -> ProcessFailure:
+    path = folder / "error.json"
+    if said is not None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+            leave_reason(said, printed)
+    return ProcessFailure(local_rank=1, pid=4711, exitcode=exitcode, error_file=str(path))
+
+
+@pytest.mark.parametrize(
+    ("exitcode", "said", "status", "line"),
+    [
+        (2, "error: --lr: 'x' is not a number", 2, None),  # printed by the rank, and nothing comes after it
+        (2, "unprinted error: --lr: 'x' is not a number", 2, "error: --lr: 'x' is not a number"),
+        (2, None, 2, "error: rank 5 (process 4711) ended with status 2"),
+        (1, "rank 5 failed: ValueError: bad", 1, "error: rank 5 failed: ValueError: bad"),
+        (3, "rank 5: rank 4 on a stopped answering", 3, "error: rank 5: rank 4 on a stopped answering"),
+        (7, None, 7, "error: rank 5 (process 4711) ended with status 7"),
+        (-15, None, 143, "error: rank 5 (process 4711) was ended by SIGTERM"),
+        (-11, None, 139, "error: rank 5 (process 4711) was ended by SIGSEGV"),
+        (
+            -9,
+            None,
+            137,
+            "error: rank 5 (process 4711) was ended by SIGKILL; it may have needed more memory than there is",
+        ),
+    ],
+)
+def test_ranks_that_fail(
+    exitcode: int,
+    said: str | None,
+    status: int,
+    line: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def run(arguments: object) -> None:
+        printed = said is None or not said.startswith("unprinted ")
+        text = said and said.removeprefix("unprinted ")
+        raise ChildFailedError("x", {5: _failure(tmp_path, exitcode, text, printed)})
+
+    monkeypatch.setattr("torch.distributed.run.run", run)
+    monkeypatch.setenv("LOGLEVEL", "WARNING")
+    assert launch.main(["x.py"]) == status
+    assert capsys.readouterr().err.splitlines() == ([] if line is None else [line])
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("--nproc-per-node 0", "--nproc-per-node 0: give at least 1"),
+        ("--nproc-per-node -3", "--nproc-per-node -3: give at least 1"),
+        (
+            "--nproc-per-node two",
+            "--nproc-per-node two: Unsupported nproc_per_node value: two; give a number, or cpu, gpu or auto",
+        ),
+        ("--nnodes 0", "--nnodes 0: give a number of at least 1"),
+        ("--nnodes 3:2", "--nnodes 3:2: give a number of at least 1"),
+        ("--nnodes 1:2:3", "--nnodes 1:2:3: give a number of at least 1"),
+        (
+            "--nnodes 1:4 --rdzv-backend c10d",
+            "--nnodes 1:4: give one number; to go on with more or fewer machines, start the run again with another "
+            "number",
+        ),
+        ("--rdzv-backend etcd", "--rdzv-backend etcd: give static or c10d; others unpickle what they are sent"),
+        (
+            "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint x:99999",
+            "--rdzv-endpoint x:99999: give HOST:PORT",
+        ),
+        (
+            "--master-port 99999",
+            "127.0.0.1:99999: give a port from 1 to 65535; on one machine leave it out for a free one",
+        ),
+        ("--nnodes 2 --node-rank 2", "--node-rank 2 with --nnodes 2: nodes count from 0 to 1"),
+        ("--node-rank -1", "--node-rank -1 with --nnodes 1: nodes count from 0 to 0"),
+    ],
+)
+def test_flags_that_no_ranks_can_come_of(
+    flags: str, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.distributed.run.run", lambda arguments: pytest.fail("nothing is started"))
+    assert launch.main([*flags.split(), "x.py"]) == 2
+    assert capsys.readouterr().err == f"error: {line}\n"
+
+
+@pytest.mark.parametrize("flags", ["", "--nproc-per-node cpu", "--nnodes 4 --rdzv-backend c10d --node-rank 7"])
+def test_flags_that_are_right(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[object] = []
+    monkeypatch.setattr("torch.distributed.run.run", started.append)
+    assert launch.main([*flags.split(), "x.py"]) == 0
+    assert len(started) == 1
+
+
+@pytest.mark.parametrize(
+    ("printed_by_rank_0", "line"),
+    [
+        ("error: rank 5: --lr: 'x' is not a number", None),
+        ("error: the disk is full", "error: --lr: 'x' is not a number"),
+    ],
+)
+def test_a_reason_that_nobody_has_printed_is_the_last_line(
+    printed_by_rank_0: str,
+    line: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Another rank's last words are no reason for silence, unless they are the same."""
+    first, other = tmp_path / "first", tmp_path / "other"
+    first.mkdir()
+    other.mkdir()
+    failures = {5: _failure(first, 2, "error: --lr: 'x' is not a number", False)}
+    failures[0] = _failure(other, 2, printed_by_rank_0, True)
+    failures[0].timestamp = failures[5].timestamp + 5
+
+    def run(arguments: object) -> None:
+        raise ChildFailedError("x", failures)
+
+    monkeypatch.setattr("torch.distributed.run.run", run)
+    monkeypatch.setenv("LOGLEVEL", "WARNING")
+    assert launch.main(["x.py"]) == 2
+    assert capsys.readouterr().err.splitlines() == ([] if line is None else [line])
+
+
+@pytest.mark.parametrize(
+    ("raised", "status", "line"),
+    [
+        (SignalException("got it", signal.SIGTERM), 143, "error: ended by SIGTERM"),
+        (KeyboardInterrupt(), 130, "error: interrupted"),
+        (ValueError("nnodes\nmore"), 1, "error: the ranks cannot be started: nnodes"),
+    ],
+)
+def test_launchers_that_fail(
+    raised: BaseException,
+    status: int,
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def run(arguments: object) -> None:
+        raise raised
+
+    monkeypatch.setattr("torch.distributed.run.run", run)
+    monkeypatch.setenv("LOGLEVEL", "WARNING")
+    assert launch.main(["x.py"]) == status
+    assert capsys.readouterr().err.splitlines() == [line]
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        ("--nnodes 2 --master-addr debian --master-port {}", "(--master-addr, --rdzv-endpoint)"),
+        ("--islands 2 --island 0 --serve-islands debian:{}", "(--serve-islands)"),
+    ],
+)
+def test_a_name_by_which_no_other_machine_reaches_this_one_is_refused(
+    words: str, remedy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    debian(monkeypatch)
+    monkeypatch.setenv("LOGLEVEL", "WARNING")
+    with socket.create_server(("127.0.1.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    assert launch.main([*words.format(port).split(), "x.py"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "debian is a loopback address on this machine, where no other machine reaches it; give the addr" in line
+    assert line.endswith(remedy)
+
+
+@pytest.mark.parametrize("node", [0, 1], ids=["for the second machine", "for the first one"])
+def test_ctrl_c_ends_a_launcher_that_waits_for_other_machines(
+    node: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOGLEVEL", "WARNING")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    words = ["--nnodes", "2", "--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", port, "x.py"]
+    pressed: list[float] = []
+
+    def press() -> None:
+        pressed.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    timer = threading.Timer(0.5, press)
+    timer.start()
+    assert launch.main(words) == 130
+    assert time.monotonic() - pressed[0] < 1
+    assert capsys.readouterr().err.splitlines() == ["error: interrupted"]
+
+
+@pytest.mark.parametrize(
+    "words", ["--nproc-per-node 1", pytest.param("--islands 2 --nproc-per-node 2", marks=pytest.mark.slow)]
+)
+def test_a_call_of_main_leaves_the_process_as_it_was(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Signals are handled as before, and the environment, the level of logging and the threads are the same."""
+    monkeypatch.delenv("LOGLEVEL", raising=False)
+    monkeypatch.setattr(sys, "argv", ["tools/launch.py"])
+    monkeypatch.chdir(REPO)
+    script = tmp_path / "end.py"
+    script.write_text("")
+
+    def state() -> tuple[object, ...]:
+        names = {thread.name for thread in threading.enumerate()}
+        handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+        return handlers, dict(os.environ), logging.root.manager.disable, names
+
+    before = state()
+    assert launch.main([*words.split(), str(script)]) == 0
+    deadline = time.monotonic() + 5
+    while state() != before and time.monotonic() < deadline:  # the threads end soon
+        time.sleep(0.05)
+    assert state() == before
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's /proc")
+def test_a_stopped_rank_that_was_asked_to_end_is_found() -> None:
+    with subprocess.Popen(["sleep", "600"]) as child:
+        try:
+            child.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, child.pid, os.WSTOPPED)
+            assert child.pid not in stopped_and_asked_to_end(os.getpid())
+            child.send_signal(signal.SIGTERM)
+            assert child.pid in stopped_and_asked_to_end(os.getpid())
+            child.send_signal(signal.SIGCONT)
+            assert child.wait(10) == -signal.SIGTERM
+        finally:
+            child.kill()
+
+
+@pytest.mark.parametrize(
+    ("ended", "status"),
+    [
+        ({0: (3, "rank 0: rank 1 on a stopped answering: killed", 10), 1: (-9, None, 11)}, 137),
+        ({0: (3, "rank 0: rank 1 on a stopped answering: killed", 10), 1: (-15, None, 11)}, 143),
+        ({0: (3, "rank 0: rank 1 on a stopped answering: no sign of life for 20 s", 10), 1: (-9, None, 41)}, 3),
+        ({0: (3, "rank 0: rank 1 on a stopped answering (gone)", 10), 1: (-11, None, 10), 2: (3, None, 9)}, 139),
+        ({0: (3, "rank 0: ranks 1, 4 on a, rank 7 on b stopped answering", 9), 4: (-9, None, 11)}, 137),
+        ({0: (3, "rank 0: rank 1 failed: ValueError: x", 10), 1: (1, "rank 1 failed: ValueError: x", 10)}, 1),
+        ({0: (3, "rank 0: rank 9 on b stopped answering: killed", 10), 1: (-15, None, 10)}, 3),
+        ({0: (3, "rank 0: rank 9 on b stopped answering: killed", 10), 1: (-9, None, 41)}, 3),
+        ({1: (-15, "error: bad", 10), 0: (2, "error: bad", 10)}, 2),
+        ({1: (-15, None, 10), 0: (-15, None, 10)}, 143),
+    ],
+)
+def test_the_status_is_that_of_the_rank_that_the_others_name(
+    ended: Mapping[int, tuple[int, str | None, int]],
+    status: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank that was killed is seen gone by the others before torch sees it, in the same second or the one before."""
+    failures = {}
+    for rank, (exitcode, said, second) in ended.items():
+        folder = tmp_path / str(rank)
+        folder.mkdir()
+        failures[rank] = _failure(folder, exitcode, said, True)
+        failures[rank].timestamp = second
+
+    def run(arguments: object) -> None:
+        raise ChildFailedError("x", failures)
+
+    monkeypatch.setattr("torch.distributed.run.run", run)
+    monkeypatch.setenv("LOGLEVEL", "WARNING")
+    assert launch.main(["x.py"]) == status
+
+
+@pytest.mark.slow
+def test_the_line_of_the_rank_is_the_last_one_after_restarts_too(tmp_path: Path) -> None:
+    """All of torch's launcher, with ranks that fail at once in the way that the project's programs do."""
+    script = tmp_path / "fail.py"
+    script.write_text(
+        "import json, os, sys\n"
+        "attempt = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
+        "line = f'error: attempt {attempt}'\n"
+        "extra = {'py_callstack': line, 'timestamp': '1', 'printed': True}\n"
+        "message = {'message': line, 'extraInfo': extra}\n"
+        "json.dump({'message': message}, open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w'))\n"
+        "print(line, file=sys.stderr)\n"
+        "sys.exit(2)\n"
+    )
+    command = [sys.executable, "tools/launch.py", "--nproc-per-node", "1", "--max-restarts", "1", str(script)]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == ["error: attempt 0", "error: attempt 1"]

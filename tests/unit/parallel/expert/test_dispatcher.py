@@ -1,0 +1,57 @@
+"""Ways of rows to the ranks of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import pytest
+
+from megatron.distributed.group import Group
+from megatron.distributed.ledger import Ledger
+from megatron.distributed.nodes import split_by_node
+from megatron.distributed.policy import CompressionPlan
+from megatron.parallel.expert.dispatcher import ExpertComm
+
+
+def _group(ranks: Sequence[int], rank: int, nodes: str) -> Group:
+    def make(groups: Iterable[tuple[int, ...]], name: str) -> Group | None:
+        mine = [part for part in groups if rank in part]
+        return Group(None, mine[0], mine[0].index(rank), name, "none") if mine else None
+
+    group = Group(None, tuple(ranks), ranks.index(rank), "expert-parallel", "none")
+    split_by_node(group, [tuple(ranks)], nodes, make)
+    return group
+
+
+@pytest.mark.parametrize(
+    ("nodes", "asked", "stages"),
+    [
+        ("aabb", "auto", 2),
+        ("abba", "auto", 2),
+        ("abab", "on", 2),
+        ("aabbcc", "auto", 2),
+        ("aaaabb", "auto", 2),
+        ("abcd", "on", 2),
+        ("aaab", "on", 2),
+        ("abcd", "auto", 1),
+        ("aaab", "auto", 1),
+        ("aaaa", "on", 1),
+        ("aabb", "off", 1),
+    ],
+)
+def test_every_rank_is_reached_by_way_of_its_node(nodes: str, asked: str, stages: int) -> None:
+    ranks = range(3, 3 + 2 * len(nodes), 2)
+    node_of = "???" + "?".join(nodes)  # of global ranks, some of which are not of the group
+    comms = {
+        rank: ExpertComm(_group(ranks, rank, node_of), Ledger(), CompressionPlan({}), asked)  # type: ignore[arg-type]
+        for rank in ranks
+    }
+    for rank, comm in comms.items():
+        assert (comm.nodes is not None) is (stages == 2)
+        for position, wanted in enumerate(ranks):
+            carrier = rank
+            if comm.nodes is not None:
+                carrier = comm.nodes.group.ranks[comm.node_of[position]]
+                assert node_of[carrier] == node_of[wanted]
+            assert comms[carrier].ranks.group.ranks[comm.place_of[position]] == wanted
+        assert comm.ranks.inside is (comm.nodes is not None)

@@ -1,0 +1,85 @@
+"""Orders of rows, against loops over tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.distributed.ledger import Ledger
+from megatron.distributed.policy import CompressionPlan
+from megatron.distributed.topology import single_process
+from megatron.parallel.expert.dispatcher import ExpertComm
+from megatron.parallel.expert.permutation import Choices, choices_by_node, choices_of_rows, collected, dispatched
+
+TOKENS, K, NODES, HERE = 40, 4, 3, 2
+EXPERTS = NODES * HERE
+NODE_E = torch.tensor([1, 0, 2, 1, 0, 2, NODES])
+NUMBER_E = torch.tensor([0, 1, 1, 1, 0, 0, 0])
+
+
+def _count(once_tk: Tensor, node_tk: Tensor) -> tuple[Tensor, Tensor]:
+    rows_n, choices_n = (torch.tensor([int((x == node).sum()) for node in range(NODES)]) for x in (once_tk, node_tk))
+    return rows_n, choices_n
+
+
+def _choices(dropping: bool) -> Choices:
+    generator = torch.Generator().manual_seed(2)
+    chosen = torch.stack([torch.randperm(EXPERTS, generator=generator)[:K] for _ in range(TOKENS)])
+    if dropping:
+        chosen = chosen.masked_fill(torch.rand(TOKENS, K, generator=generator) < 0.5, EXPERTS)
+    return Choices(chosen, torch.rand(TOKENS, K, generator=generator, dtype=torch.float64), dropping)
+
+
+@pytest.mark.parametrize("dropping", [False, True])
+def test_choices_by_node_and_back(dropping: bool) -> None:
+    """A row for each token and node, and with it the experts there, with their weights."""
+    choices = _choices(dropping)
+    weights_tk = choices.weights_tk.requires_grad_()
+    found = choices_by_node(choices, NODES, NODE_E, NUMBER_E, _count)
+    wanted: list[tuple[int, int, dict[int, float]]] = []
+    for node in range(NODES):
+        for token, (chosen, weights) in enumerate(zip(choices.chosen_tk.tolist(), weights_tk.tolist(), strict=True)):
+            own = {int(NUMBER_E[e]): w for e, w in zip(chosen, weights, strict=True) if int(NODE_E[e]) == node}
+            if own:
+                wanted.append((node, token, own))
+    assert found.order.token.tolist() == [token for _, token, _ in wanted]
+    assert found.order.counts.tolist() == [sum(n == node for n, _, _ in wanted) for node in range(NODES)]
+    assert found.counts_n.tolist() == [sum(len(own) for n, _, own in wanted if n == node) for node in range(NODES)]
+    back = choices_of_rows(found.numbers_p, found.weights_p, len(wanted), min(K, HERE), HERE)
+    for row, (_, _, own) in enumerate(wanted):
+        pairs = zip(back.chosen_tk[row].tolist(), back.weights_tk[row].tolist(), strict=True)
+        assert {number: weight for number, weight in pairs if number < HERE} == own
+    back.weights_tk.sum().backward()
+    assert weights_tk.grad is not None
+    assert torch.equal(weights_tk.grad, (choices.chosen_tk < EXPERTS).double())
+
+
+def test_counting_does_not_look_at_the_numbers() -> None:
+    """On a device the host would wait for them, layer by layer."""
+    comm = ExpertComm(single_process().ep, Ledger(), CompressionPlan({}))
+    chosen_tk = torch.tensor([[0, 2], [2, 4], [4, 2]])
+    assert comm.count(chosen_tk, 4).tolist() == [1, 0, 3, 0]
+    assert comm.count(chosen_tk.to("meta"), 4).shape == (4,)
+
+
+def test_no_row_and_no_choice() -> None:
+    nothing = torch.zeros(0)
+    back = choices_of_rows(nothing.long(), nothing, 0, 2, HERE)
+    assert back.chosen_tk.shape == back.weights_tk.shape == (0, 2)
+
+
+def test_rows_of_tokens_are_added_up_and_so_are_their_gradients() -> None:
+    order = choices_by_node(_choices(True), NODES, NODE_E, NUMBER_E, _count).order
+
+    def there_and_back(x_th: Tensor) -> Tensor:
+        rows = dispatched(x_th, order)
+        scales = torch.arange(1, len(rows) + 1, dtype=rows.dtype)
+        return collected(rows * scales.unsqueeze(1), order, (TOKENS // 2, 2, 3))
+
+    x_th = torch.randn(TOKENS, 3, dtype=torch.float64, requires_grad=True)
+    wanted = torch.zeros(TOKENS, dtype=torch.float64)
+    for row, token in enumerate(order.token.tolist()):
+        wanted[token] += row + 1
+    torch.testing.assert_close(there_and_back(x_th).view(TOKENS, 3), x_th * wanted.unsqueeze(1))
+    assert torch.autograd.gradcheck(there_and_back, (x_th,))

@@ -1,0 +1,298 @@
+"""No deadlock, whatever is launched for the first time: the real engine on devices where messages and loading wait."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.compression.api import Codec, Payload
+from megatron.compression.points import Point
+from megatron.compression.registry import Registration
+from megatron.compression.schedule import Activation
+from megatron.compression.spec import Spec
+from megatron.compression.state import CompressorState
+from megatron.distributed.layout import Layout
+from megatron.distributed.ledger import Ledger
+from megatron.distributed.policy import CompressionPlan
+from megatron.parallel.pipeline import engine as engine_module
+from megatron.parallel.pipeline.channel import PipelineChannel
+from megatron.parallel.pipeline.engine import PipelineEngine
+from megatron.parallel.pipeline.first_launches import MOST_KINDS, CompletedKinds
+from megatron.parallel.pipeline.timetable import Due, Timetable, timetable
+from tests.support.spinning import DeadlockError, SpinningDevice, SpinningLink, run_threads
+
+SHAPE = torch.Size((2, 1, 2))
+WARM_UP = 3
+"""Iterations before the codecs."""
+
+
+class Halving(Codec):
+    """Launches other kernels for the first message that it remembers, for every third of them, and for each shape."""
+
+    def __init__(self, device: SpinningDevice, point: Point) -> None:
+        super().__init__()
+        self.device, self.point = device, point
+
+    def launches(self, shape: torch.Size, state: CompressorState, keys: Any) -> Hashable:
+        return state.layout(("calls",)), state.count("calls") % 3
+
+    def _launch(self, what: str, shape: torch.Size, state: CompressorState) -> None:
+        self.device.launch((self.point, what, shape, state.get("seen") is None, state.count("calls") % 3))
+        state.stage("calls", state.count("calls") + 1)
+        state.stage("seen", torch.zeros(1))
+
+    def empty_payload(
+        self, shape: torch.Size, dtype: torch.dtype, device: torch.device, state: CompressorState, key: Hashable
+    ) -> Payload:
+        return Payload(torch.empty(shape, dtype=dtype))
+
+    def encode(self, x: Tensor, state: CompressorState, key: Hashable) -> Payload:
+        self._launch("encode", x.shape, state)
+        return Payload(x / 2)
+
+    def decode(
+        self, payload: Payload, shape: torch.Size, dtype: torch.dtype, state: CompressorState, key: Hashable
+    ) -> Tensor:
+        self._launch("decode", shape, state)
+        return payload.wire * 2
+
+
+class _Layer(torch.autograd.Function):
+    """Adds 1 forward, doubles backward, and launches a kernel for each."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, device: SpinningDevice, kernel: Hashable) -> Tensor:
+        ctx.device, ctx.kernel = device, kernel
+        device.launch((kernel, "forward"))
+        return x + 1
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        ctx.device.launch((ctx.kernel, "backward"))
+        return grads[0] * 2, None, None
+
+
+@dataclass
+class Program:
+    """One chunk; in a step of another kind, or of other sequences, it launches other kernels."""
+
+    device: SpinningDevice
+    chunk: int
+    first: bool
+    last: bool
+    kind: Hashable
+    shape: torch.Size
+    losses: dict[int, float]
+
+    def forward(self, micro_batch: int, x_sbh: Tensor | None) -> Tensor:
+        x = torch.full(self.shape, float(micro_batch)) if x_sbh is None else x_sbh
+        assert x.shape == self.shape
+        if x_sbh is None and self.kind[0] == "training":  # type: ignore[index]
+            x.requires_grad_()
+        out: Tensor = _Layer.apply(x, self.device, (self.kind, self.chunk, self.shape))
+        if self.last:
+            out = out.sum()
+            self.losses[micro_batch] = float(out.detach())
+        return out
+
+    def key(self, micro_batch: int, boundary: int) -> Hashable:
+        return micro_batch
+
+
+@dataclass(frozen=True)
+class Case:
+    """A pipeline and its steps: the micro-batches of each, whether it is an evaluation, and lengths where they grow."""
+
+    kind: str
+    pp: int
+    chunks: int
+    steps: tuple[tuple[int, bool], ...]
+    lengths: tuple[int, ...] = ()
+
+    def shape(self, step: int) -> torch.Size:
+        return torch.Size((self.lengths[step], *SHAPE[1:])) if self.lengths else SHAPE
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(pp=self.pp, chunks=self.chunks)
+
+
+def case(kind: str, pp: int, chunks: int, count: int) -> Case:
+    """Codecs begin at iteration ``WARM_UP``, the first evaluation comes before, and the batch grows twice."""
+    train, more, evaluation = (count, False), (count + pp, False), (count, True)
+    return Case(kind, pp, chunks, (train, train, evaluation, train, train, train, train, more, evaluation, more, more))
+
+
+CASES = [
+    *(case("1f1b", pp, chunks, pp * groups) for pp in (2, 3, 4) for chunks in (2, 3) for groups in (1, 2)),
+    *(case(kind, pp, 1, count) for kind in ("1f1b", "eager-1f1b", "gpipe") for pp in (2, 4, 5) for count in (1, 3, 8)),
+]
+GROWING = [
+    replace(case(kind, pp, chunks, 2 * pp), lengths=(2, 2, 5, 2, 3, 3, 3, 3, 5, 5, 5))
+    for kind, pp, chunks in (("1f1b", 2, 1), ("1f1b", 2, 2), ("1f1b", 3, 3), ("eager-1f1b", 4, 1), ("gpipe", 2, 1))
+]
+"""Sequences grow before, with and after a codec's first step, and with a batch; evaluations have the last length."""
+
+
+def _always(codec: Codec) -> Callable[[Any], Codec]:
+    return lambda options: codec
+
+
+def _build(case: Case, device: SpinningDevice) -> PipelineEngine:
+    specs = {}
+    for point in (Point.PP_FWD, Point.PP_BWD):
+        entry = Registration(type(None), codec=_always(Halving(device, point)))
+        specs[point] = Spec(point, "halving", entry, None, Activation(warmup_iters=WARM_UP))
+    forward, backward = (SpinningLink(device, case.pp, name) for name in ("forward", "backward"))
+    plan = CompressionPlan(specs, device.rank, case.pp)
+    shapes = [SHAPE] * (case.layout.num_virtual_stages - 1)
+    channel = PipelineChannel(forward, backward, plan, Ledger(), shapes, torch.float32, torch.device("cpu"))
+    engine = PipelineEngine(case.layout, device.rank, channel, lambda micro_batch: None, lambda chunk: None)
+    engine.loads_late = True
+    return engine
+
+
+Meddle = Callable[[PipelineEngine, SpinningDevice, int], None]
+
+
+def _rank(
+    case: Case, meddle: Meddle
+) -> Callable[[SpinningDevice], tuple[list[str], list[int], list[dict[int, float]]]]:
+    """Violations, receives pending beside a launch of each step, and losses."""
+
+    def main(device: SpinningDevice) -> tuple[list[str], list[int], list[dict[int, float]]]:
+        engine, ahead, losses, iteration = _build(case, device), [], [], 0
+        assert engine.channel is not None
+        for step, (count, evaluates) in enumerate(case.steps):
+            meddle(engine, device, step)
+            device.ahead = 0
+            kind = ("evaluation" if evaluates else "training", count)
+            found: dict[int, float] = {}
+            programs = [
+                Program(
+                    device,
+                    chunk,
+                    first=chunk == 0 and device.rank == 0,
+                    last=case.layout.virtual_stage(device.rank, chunk) == case.layout.num_virtual_stages - 1,
+                    kind=kind,
+                    losses=found,
+                    shape=case.shape(step),
+                )
+                for chunk in range(case.chunks)
+            ]
+            table = engine.timetable(None if evaluates else case.kind, count)
+            engine.channel.shapes = [case.shape(step)] * (case.layout.num_virtual_stages - 1)
+            engine.channel.begin(1.0)
+            grad = None if evaluates else torch.ones(())
+            with torch.set_grad_enabled(not evaluates):
+                engine.run(table, programs, -1 if evaluates else iteration, count, grad, [kind])
+            device.launch(("after the pipeline", step))
+            for state in engine.channel.states():
+                state.rollback() if evaluates or step == 5 else state.commit()
+            iteration += not evaluates
+            ahead.append(device.ahead)
+            losses.append(found)
+        return device.violations, ahead, losses
+
+    return main
+
+
+def _nothing(engine: PipelineEngine, device: SpinningDevice, step: int) -> None:
+    """Leaves a run as it is."""
+
+
+@pytest.mark.parametrize("case", [*CASES, *GROWING], ids=str)
+def test_nothing_is_loaded_beside_a_receive_and_nobody_waits_for_ever(case: Case) -> None:
+    results = run_threads(case.pp, _rank(case, _nothing))
+    for rank, (violations, ahead, losses) in enumerate(results):
+        assert violations == []
+        assert ahead[1] > 0, f"rank {rank} does not overlap in a step that it has run before: {ahead}"
+        if losses[0]:
+            expected = {m: (m + case.layout.num_virtual_stages) * SHAPE.numel() for m in range(case.steps[0][0])}
+            assert losses[0] == expected
+
+
+@pytest.mark.parametrize("case", [*CASES, *GROWING], ids=str)
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_ranks_need_not_agree_about_what_they_know(case: Case, ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some ranks forget what they have launched, each at steps of its own: they wait where the others post ahead."""
+    monkeypatch.setattr(engine_module, "POSTED_AHEAD", ahead)
+
+    def forget(engine: PipelineEngine, device: SpinningDevice, step: int) -> None:
+        if random.Random(f"{ahead} {device.rank} {step}").random() < 0.4:
+            engine.completed = CompletedKinds()
+            device.loaded.clear()
+
+    for violations, _, _ in run_threads(case.pp, _rank(case, forget)):
+        assert violations == []
+
+
+class Checked(engine_module._StepMessages):
+    """Compares what was posted before each operation with what was due."""
+
+    def __init__(self, engine: PipelineEngine, table: Timetable, *rest: Any) -> None:
+        super().__init__(engine, table, *rest)
+        self.dues = list(table.due[engine.stage])
+
+    def post(self) -> None:
+        super().post()
+        due = self.dues.pop(0)
+        assert self._posted[True] >= due.forward
+        assert self._posted[False] >= due.backward
+
+
+def test_what_is_due_is_posted_where_receives_wait_ahead_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sender that loads something relies on it."""
+    monkeypatch.setattr(engine_module, "POSTED_AHEAD", 1)
+    monkeypatch.setattr(engine_module, "_StepMessages", Checked)
+    results = run_threads(4, _rank(case("1f1b", 4, 2, 8), _nothing))
+    assert all(ahead[1] > 0 for _, ahead, _ in results)
+
+
+def test_receives_that_are_always_posted_ahead_would_deadlock() -> None:
+    def trust(engine: PipelineEngine, device: SpinningDevice, step: int) -> None:
+        engine.loads_late = False
+
+    with pytest.raises(DeadlockError, match="loads"):
+        run_threads(2, _rank(case("1f1b", 2, 1, 4), trust))
+
+
+def test_receives_that_are_posted_only_when_needed_would_deadlock() -> None:
+    """Virtual stages: a message on its way, which its receiver needs later than one that is still to be computed."""
+
+    def needed(table: Timetable, stage: int, layout: Layout) -> tuple[Due, ...]:
+        last = layout.num_virtual_stages - 1
+        counts, found = {True: 0, False: 0}, []
+        for op in table.schedules[stage]:
+            at = layout.virtual_stage(stage, op.chunk)
+            counts[op.forward] += at > 0 if op.forward else at < last
+            found.append(Due(counts[True], counts[False]))
+        return tuple(found)
+
+    def late(layout: Layout, schedules: Any) -> Timetable:
+        table = timetable(layout, schedules)
+        return replace(table, due=tuple(needed(table, stage, layout) for stage in range(layout.pp)))
+
+    def forget_all(engine: PipelineEngine, device: SpinningDevice, step: int) -> None:
+        engine.completed = CompletedKinds()
+        device.loaded.clear()
+
+    with mock.patch.object(engine_module, "timetable", late), pytest.raises(DeadlockError, match=r"loads .* send to"):
+        run_threads(2, _rank(case("1f1b", 2, 2, 4), forget_all))
+
+
+def test_what_was_forgotten_is_only_unknown() -> None:
+    kinds = CompletedKinds()
+    kinds.add(["first", None])
+    assert kinds.know(["first"])
+    assert not kinds.know(["first", None])
+    kinds.add(range(MOST_KINDS))
+    assert not kinds.know(["first"])
+    assert kinds.know([MOST_KINDS - 1])

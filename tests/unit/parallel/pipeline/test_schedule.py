@@ -1,0 +1,267 @@
+"""Pipeline schedules, by simulating every rank with blocking receives and asynchronous sends."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.distributed.layout import Layout
+from megatron.parallel.pipeline.engine import POSTED_AHEAD, max_sending
+from megatron.parallel.pipeline.schedule import PipelineOp, forward_only, training_schedule
+
+Message = tuple[bool, int, int]
+"""(forward, boundary, micro-batch)"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One pipeline; ``kind`` "eval" stands for the forward-only schedule."""
+
+    kind: str
+    pp: int
+    chunks: int
+    count: int
+
+    def schedules(self) -> list[list[PipelineOp]]:
+        if self.kind == "eval":
+            return [forward_only(self.chunks, self.pp, self.count) for _ in range(self.pp)]
+        return [training_schedule(self.kind, self.pp, s, self.chunks, self.count) for s in range(self.pp)]
+
+    def incoming(self, stage: int, op: PipelineOp) -> Message | None:
+        virtual = op.chunk * self.pp + stage
+        return self._message(op, virtual - 1 if op.forward else virtual)
+
+    def outgoing(self, stage: int, op: PipelineOp) -> Message | None:
+        virtual = op.chunk * self.pp + stage
+        return self._message(op, virtual if op.forward else virtual - 1)
+
+    def _message(self, op: PipelineOp, boundary: int) -> Message | None:
+        return (op.forward, boundary, op.micro_batch) if 0 <= boundary < self.pp * self.chunks - 1 else None
+
+    def ends(self, message: Message) -> tuple[int, int]:
+        """Sender and receiver."""
+        forward, boundary, _ = message
+        lower, upper = boundary % self.pp, (boundary + 1) % self.pp
+        return (lower, upper) if forward else (upper, lower)
+
+
+@st.composite
+def cases(draw: st.DrawFn, *kinds: str) -> Case:
+    kind = draw(st.sampled_from(kinds or ("1f1b", "eager-1f1b", "gpipe", "interleaved", "eval")))
+    if kind == "interleaved":
+        pp = draw(st.integers(2, 6))
+        return Case("1f1b", pp, draw(st.integers(2, 4)), pp * draw(st.integers(1, 4)))
+    pp = draw(st.integers(1, 6))
+    chunks = draw(st.integers(1, 4)) if kind == "eval" and pp > 1 else 1
+    return Case(kind, pp, chunks, draw(st.integers(1, 20)))
+
+
+class Wires:
+    """Point-to-point messages: those of one queue between two ranks are carried out strictly in the order issued.
+
+    Args:
+        case: the pipeline.
+        queue: names the queue of a message; a name of its own for every message is a wire with tags, like gloo's.
+    """
+
+    def __init__(self, case: Case, queue: Callable[[Message], Hashable]) -> None:
+        self.case = case
+        self.queue = queue
+        self.issued: dict[tuple[Hashable, frozenset[int]], dict[int, deque[tuple[str, Message]]]] = defaultdict(
+            lambda: defaultdict(deque)
+        )
+        self.arrived: set[Message] = set()
+        self.sent: list[list[Message]] = [[] for _ in range(case.pp)]
+
+    def issue(self, rank: int, what: str, message: Message) -> None:
+        ends = self.case.ends(message)
+        assert rank == ends[what == "recv"]
+        queues = self.issued[self.queue(message), frozenset(ends)]
+        queues[rank].append((what, message))
+        a, b = ends
+        while queues[a] and queues[b] and queues[a][0][1] == queues[b][0][1]:
+            self.arrived.add(queues[a].popleft()[1])
+            queues[b].popleft()
+        if what == "send":
+            self.sent[rank].append(message)
+
+    def leaving(self, rank: int, forward: bool) -> int:
+        """Messages of a direction that a rank sent and that have not arrived."""
+        return sum(m[0] == forward and m not in self.arrived for m in self.sent[rank])
+
+
+def rank_program(case: Case, stage: int, wires: Wires, ahead: int, keep: int | None) -> Iterator[Callable[[], bool]]:
+    """What the engine does on one rank, with so many receives of each direction posted; yields what to wait for."""
+    ops = case.schedules()[stage]
+    coming: dict[bool, deque[Message]] = {True: deque(), False: deque()}
+    for op in ops:
+        message = case.incoming(stage, op)
+        if message is not None:
+            coming[op.forward].append(message)
+    posted = {True: 0, False: 0}
+    for op in ops:
+        for forward, messages in coming.items():
+            while messages and posted[forward] < ahead:
+                wires.issue(stage, "recv", messages.popleft())
+                posted[forward] += 1
+        needed = case.incoming(stage, op)
+        if needed is not None:
+            yield lambda m=needed: m in wires.arrived  # type: ignore[misc]
+            posted[op.forward] -= 1
+        result = case.outgoing(stage, op)
+        if result is not None:
+            wires.issue(stage, "send", result)
+            if keep is not None:
+                yield lambda f=op.forward: wires.leaving(stage, f) <= keep  # type: ignore[misc]
+
+
+def finishes(
+    case: Case, queue: Callable[[Message], Hashable], ahead: int = POSTED_AHEAD, keep: int | None = None
+) -> bool:
+    """Whether all ranks come to their ends."""
+    wires = Wires(case, queue)
+    programs = {s: rank_program(case, s, wires, ahead, keep) for s in range(case.pp)}
+    waiting: dict[int, Callable[[], bool]] = {}
+    progress = True
+    while programs and progress:
+        progress = False
+        for stage in list(programs):
+            if stage in waiting and not waiting[stage]():
+                continue
+            progress = True
+            following = next(programs[stage], None)
+            if following is None:
+                del programs[stage]
+                waiting.pop(stage, None)
+            else:
+                waiting[stage] = following
+    return not programs
+
+
+def _tagged(message: Message) -> Hashable:
+    return message
+
+
+@given(cases())
+def test_every_operation_runs_once_and_forward_comes_first(case: Case) -> None:
+    for schedule in case.schedules():
+        forwards = [(op.chunk, op.micro_batch) for op in schedule if op.forward]
+        backwards = [(op.chunk, op.micro_batch) for op in schedule if not op.forward]
+        everything = Counter((c, m) for c in range(case.chunks) for m in range(case.count))
+        assert Counter(forwards) == everything
+        assert Counter(backwards) == (Counter() if case.kind == "eval" else everything)
+        place = {(op.forward, op.chunk, op.micro_batch): i for i, op in enumerate(schedule)}
+        assert all(place[True, c, m] < place[False, c, m] for c, m in backwards)
+
+
+@given(cases(), st.integers(1, 4))
+def test_no_deadlock_and_few_messages_under_way(case: Case, ahead: int) -> None:
+    """A rank that waits for its older sends never waits for ever."""
+    keep = max_sending(Layout(pp=case.pp, chunks=case.chunks))
+    assert finishes(case, _tagged, ahead, keep)
+
+
+@given(cases())
+def test_no_deadlock_where_messages_of_a_pair_run_in_order(case: Case) -> None:
+    """NCCL's rule, with a process group for each direction of travel and each way around the ring."""
+
+    def queue(message: Message) -> Hashable:
+        sender, receiver = case.ends(message)
+        return message[0], sender < receiver
+
+    assert finishes(case, queue)
+
+
+def test_one_queue_for_both_ways_would_deadlock() -> None:
+    """Two stages with virtual ones: activations travel both ways between one pair."""
+    assert not finishes(Case("1f1b", 2, 2, 4), lambda message: message[0])
+
+
+@given(cases())
+def test_both_ends_of_a_link_agree_on_the_order(case: Case) -> None:
+    sent: dict[tuple[bool, int, int], list[Message]] = defaultdict(list)
+    received: dict[tuple[bool, int, int], list[Message]] = defaultdict(list)
+    for stage, schedule in enumerate(case.schedules()):
+        for op in schedule:
+            out, needed = case.outgoing(stage, op), case.incoming(stage, op)
+            if out is not None:
+                sent[(op.forward, *case.ends(out))].append(out)
+            if needed is not None:
+                received[(op.forward, *case.ends(needed))].append(needed)
+    assert sent == received
+
+
+def _held(schedule: list[PipelineOp]) -> int:
+    """Most activations that are held at once."""
+    held = most = 0
+    for op in schedule:
+        held += 1 if op.forward else -1
+        most = max(most, held)
+    return most
+
+
+@given(cases("1f1b", "eager-1f1b", "interleaved"))
+def test_activations_in_flight_are_bounded(case: Case) -> None:
+    for stage, schedule in enumerate(case.schedules()):
+        if case.kind == "eager-1f1b":
+            assert _held(schedule) == min(case.count, 2 * (case.pp - stage) - 1)
+        elif case.chunks == 1:
+            assert _held(schedule) == min(case.count, case.pp - stage)
+        else:
+            warm_up = 2 * (case.pp - stage - 1) + (case.chunks - 1) * case.pp
+            assert _held(schedule) == min(case.count * case.chunks, warm_up + 1)
+
+
+def _duration(case: Case, forward: int, backward: int, message: int = 0) -> int:
+    """Time until the last rank is done, where each message takes so long, and any number at once."""
+    ready: dict[Message, int] = {}
+    clock = [0] * case.pp
+    queues = [deque(schedule) for schedule in case.schedules()]
+    while any(queues):
+        before = sum(map(len, queues))
+        for stage, queue in enumerate(queues):
+            while queue:
+                needed = case.incoming(stage, queue[0])
+                if needed is not None and needed not in ready:
+                    break
+                op = queue.popleft()
+                start = max(clock[stage], ready[needed] if needed is not None else 0)
+                clock[stage] = start + (forward if op.forward else backward)
+                out = case.outgoing(stage, op)
+                if out is not None:
+                    ready[out] = clock[stage] + message
+        assert sum(map(len, queues)) < before, "deadlock"
+    return max(clock)
+
+
+@given(cases("1f1b", "eager-1f1b", "gpipe", "interleaved"), st.integers(1, 3), st.integers(1, 3))
+def test_the_bubble_is_what_the_papers_say(case: Case, forward: int, backward: int) -> None:
+    """(p - 1) (f + b) of idle time, with f and b those of one chunk (Narayanan et al. 2021, section 2.2)."""
+    work = case.count * case.chunks * (forward + backward)
+    assert _duration(case, forward, backward) == work + (case.pp - 1) * (forward + backward)
+
+
+@given(st.integers(2, 6), st.integers(1, 3), st.integers(1, 3), st.integers(1, 20))
+def test_twice_the_warm_up_hides_messages(pp: int, forward: int, backward: int, count: int) -> None:
+    """A message no longer than the shorter half of a micro-batch shows in filling and draining alone."""
+    message = min(forward, backward)
+    hidden = count * (forward + backward) + (pp - 1) * (forward + backward + 2 * message)
+    assert _duration(Case("eager-1f1b", pp, 1, count), forward, backward, message) == hidden
+    if count > 2 * pp:
+        assert _duration(Case("1f1b", pp, 1, count), forward, backward, message) > hidden
+
+
+def test_combinations_without_a_schedule_are_refused() -> None:
+    with pytest.raises(ValueError, match="multiples of 2"):
+        training_schedule("1f1b", 2, 0, 2, 3)
+    with pytest.raises(ValueError, match="gpipe"):
+        training_schedule("gpipe", 2, 0, 2, 4)
+    with pytest.raises(ValueError, match="eager-1f1b"):
+        training_schedule("eager-1f1b", 2, 0, 2, 4)
+    with pytest.raises(ValueError, match=r"'zb'.*1f1b, eager-1f1b, gpipe"):
+        training_schedule("zb", 2, 0, 1, 4)

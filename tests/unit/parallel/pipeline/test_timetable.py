@@ -1,0 +1,64 @@
+"""When messages are due: before everything that may wait for them, and not much earlier."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+
+from megatron.distributed.layout import Layout
+from megatron.parallel.pipeline.engine import POSTED_AHEAD
+from megatron.parallel.pipeline.schedule import PipelineOp
+from megatron.parallel.pipeline.timetable import Timetable, timetable
+from tests.unit.parallel.pipeline.test_schedule import Case, Message, cases
+
+
+def _table(case: Case) -> Timetable:
+    return timetable(Layout(pp=case.pp, chunks=case.chunks), case.schedules())
+
+
+@given(cases())
+def test_what_an_operation_needs_is_due_and_little_else(case: Case) -> None:
+    """At most as many as wait where receives are posted ahead; with virtual stages, both directions' meet."""
+    table = _table(case)
+    for stage, schedule in enumerate(table.schedules):
+        received = {True: 0, False: 0}
+        for op, due in zip(schedule, table.due[stage], strict=True):
+            counts = {True: due.forward, False: due.backward}
+            waiting = [counts[forward] - received[forward] for forward in (True, False)]
+            assert min(waiting) >= 0
+            assert max(waiting) <= (POSTED_AHEAD if case.chunks == 1 else 2 * POSTED_AHEAD)
+            if case.incoming(stage, op) is not None:
+                received[op.forward] += 1
+                assert counts[op.forward] >= received[op.forward]
+
+
+@given(cases())
+def test_what_is_due_was_sent_by_what_needs_nothing_more(case: Case) -> None:
+    """Executed by levels: all operations that are reached find what is due to them sent, whatever their ranks."""
+    table = _table(case)
+    sent: set[Message] = set()
+    position = [0] * case.pp
+    while any(at < len(table.schedules[stage]) for stage, at in enumerate(position)):
+        ready = [stage for stage in range(case.pp) if _all_due_sent(case, table, stage, position[stage], sent)]
+        assert ready, "every rank waits for what is due to it"
+        for stage in ready:
+            message = case.outgoing(stage, table.schedules[stage][position[stage]])
+            sent |= {message} if message is not None else set()
+            position[stage] += 1
+
+
+def _all_due_sent(case: Case, table: Timetable, stage: int, at: int, sent: set[Message]) -> bool:
+    if at == len(table.schedules[stage]):
+        return False
+    due = table.due[stage][at]
+    for forward, count in ((True, due.forward), (False, due.backward)):
+        coming = [case.incoming(stage, op) for op in table.schedules[stage] if op.forward is forward]
+        if not sent.issuperset([message for message in coming if message is not None][:count]):
+            return False
+    return True
+
+
+def test_stages_that_wait_for_each_other_have_no_timetable() -> None:
+    forward, backward = PipelineOp(True, 0, 0), PipelineOp(False, 0, 0)
+    with pytest.raises(ValueError, match="wait for each other"):
+        timetable(Layout(pp=2), [[backward, forward], [forward, backward]])
