@@ -85,13 +85,13 @@ def _write(tree: Path, where: str, source: str) -> None:
 
 
 UPWARDS = [
-    ("comm", "import megatron.parallel", "megatron.parallel"),
-    ("comm", "from megatron import training", "megatron.training"),
-    ("comm", "def f():\n    from megatron.model import gpt", "megatron.model"),
-    ("comm", "if TYPE_CHECKING:\n    import megatron.inference", "megatron.inference"),
-    ("comm", "from ..checkpoint import save", "megatron.checkpoint"),
-    ("comm", "from .. import planner", "megatron.planner"),
-    ("model", "from megatron.data import batch", "megatron.data"),
+    ("distributed", "import megatron.parallel", "megatron.parallel"),
+    ("distributed", "from megatron import training", "megatron.training"),
+    ("distributed", "def f():\n    from megatron.models import gpt", "megatron.models"),
+    ("distributed", "if TYPE_CHECKING:\n    import megatron.inference", "megatron.inference"),
+    ("distributed", "from ..checkpoint import save", "megatron.checkpoint"),
+    ("distributed", "from .. import planner", "megatron.planner"),
+    ("models", "from megatron.data import batch", "megatron.data"),
     ("base", "from megatron.kernels import ops", "megatron.kernels"),
     ("base", "from torch import Tensor", "torch"),
     ("evaluation", "import benchmarks.train", "benchmarks"),
@@ -123,8 +123,8 @@ def test_a_package_without_a_layer_is_found(tree: Path) -> None:
 
 def test_imports_downwards_are_allowed(tree: Path) -> None:
     _write(tree, "megatron/distributed/group.py", "")
-    _write(tree, "megatron/distributed/ledger.py", "import torch.distributed\nfrom megatron.topology import group")
-    _write(tree, "megatron/comm/points.py", "from . import ledger\nimport megatronics.parallel")
+    _write(tree, "megatron/parallel/reducer.py", "import torch.distributed\nfrom megatron.distributed import group")
+    _write(tree, "megatron/parallel/points.py", "from . import reducer\nimport megatronics.parallel")
     _write(tree, "tools/points.py", "import benchmarks\nfrom megatron.planner import command")
     assert _lint(*IMPORTS, folder=tree) == ""
 
@@ -132,17 +132,17 @@ def test_imports_downwards_are_allowed(tree: Path) -> None:
 @pytest.mark.parametrize(
     "back",
     [
-        "from megatron.comm.one import f",
-        "import megatron.comm.one",
+        "from megatron.parallel.one import f",
+        "import megatron.parallel.one",
         "from .one import f",
         "from . import one",
-        "def g():\n    from megatron.comm.one import f",
-        "if TYPE_CHECKING:\n    from megatron.comm import one",
+        "def g():\n    from megatron.parallel.one import f",
+        "if TYPE_CHECKING:\n    from megatron.parallel import one",
     ],
 )
 def test_a_circle_is_found_wherever_the_import_stands(tree: Path, back: str) -> None:
-    _write(tree, "megatron/comm/one.py", "from megatron.comm.two import g")
-    _write(tree, "megatron/comm/two.py", back)
+    _write(tree, "megatron/parallel/one.py", "from megatron.parallel.two import g")
+    _write(tree, "megatron/parallel/two.py", back)
     assert "circles" in _lint(*IMPORTS, "--contract", "circles", folder=tree).lower()
 
 
@@ -158,7 +158,7 @@ def test_a_circle_is_found_wherever_the_import_stands(tree: Path, back: str) -> 
 )
 def test_algorithms_that_communicate_are_found(tree: Path, package: str, source: str) -> None:
     _write(tree, f"megatron/{package}/points.py", source)
-    _write(tree, "megatron/comm/points.py", source)
+    _write(tree, "megatron/parallel/points.py", source)
     said = _lint("-m", "ruff", "check", "--select", "TID251", "--no-cache", ".", folder=tree)
     assert "kernels and compressors never communicate" in said
     assert f"megatron/{package}/points.py:" in said

@@ -170,7 +170,7 @@ def test_a_kill_leaves_the_folder_free(saved: Path, tmp_path: Path) -> None:
     """SIGKILL in the middle of a conversion to our own format, then the same command."""
     program = (
         "import signal, sys; from tests.unit.convert.test_command import _Bar;"
-        "from megatron.checkpoint.convert import command;"
+        "from megatron.convert import command;"
         "_Bar.number = signal.SIGKILL; command.tqdm = _Bar; command.main(sys.argv[1:])"
     )
     words = ["--load", str(saved), "--save", str(tmp_path / "out"), "--to", "megatron-cc"]
