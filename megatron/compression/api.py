@@ -2,8 +2,8 @@
 
 ``Codec`` serves point-to-point messages and all-gathers: it encodes a tensor into a message and decodes it again.
 ``RoundCompressor`` serves all-reduces over a group: it is a generator that yields communication requests. Neither ever
-sees a process group; the communication points in ``megatron.parallel`` send and count. A compressor declares further needs
-in ``SumTraits`` or ``CodecTraits``, or overrides methods. Built-in compressors and plug-ins are treated alike.
+sees a process group; the communication points in ``megatron.parallel`` send and count. A compressor declares further
+needs in ``SumTraits`` or ``CodecTraits``, or overrides methods. Built-in compressors and plug-ins are treated alike.
 """
 
 from __future__ import annotations

@@ -189,7 +189,7 @@ def test_every_package_s_readme_names_its_modules() -> None:
             continue  # many files of a kind, which the README describes together
         for module in package.glob("*.py"):
             assert module.name == "__init__.py" or f"{module.name}`" in readme, (
-                f"{module} is not in its folder's README"
+                f"{module}: not in the README"
             )
 
 
