@@ -75,14 +75,14 @@ def our_step(plan: dict[str, Any], config: RunConfig, topology: Topology, batche
 
     def step(iteration: int) -> dict[str, float]:
         timers = Timers(level=2, clock=engines.ledger.clock)
-        engines.ledger.take()
+        engines.ledger.take_totals()
         topology.control.barrier()
         start = time.perf_counter()
         outcome = train_step(engines, batches, iteration, 1e-3, 0.01, timers=timers)
         engines.ledger.clock.synchronize()
         figures = {"seconds": time.perf_counter() - start, "loss": outcome.loss}
         inside = sum(timers(name, 2).elapsed() for name in ("forward-compute", "backward-compute"))
-        accounts = engines.ledger.take()
+        accounts = engines.ledger.take_totals()
         for kind in ("coded_s", "waited_s"):
             figures[kind] = sum(account[kind] for account in accounts.values())
         nested = sum(accounts[p]["coded_s"] + accounts[p]["waited_s"] for p in _IN_LAYERS if p in accounts)

@@ -28,7 +28,6 @@ __all__ = [
     "Codec",
     "CodecTraits",
     "Compressor",
-    "Content",
     "Controller",
     "Level",
     "Op",
@@ -37,6 +36,7 @@ __all__ = [
     "Reduced",
     "Request",
     "RoundCompressor",
+    "SampleKey",
     "SumTraits",
     "Trial",
 ]
@@ -189,7 +189,7 @@ class Payload:
         return self.wire.numel() * self.wire.element_size()
 
 
-class Content(tuple[int, ...]):
+class SampleKey(tuple[int, ...]):
     """Key of a pipeline message: the ids of its samples, in the order of dimension 1.
 
     For codecs with ``CodecTraits.tokens`` it also holds the tokens: ``tokens_sb``, int64, for this rank's share of the
@@ -217,7 +217,7 @@ class CodecTraits:
         samples: number of samples that each end remembers; above 0 for a codec that only helps when samples repeat, and
             that is therefore off in evaluation.
         samples_in_memory: most remembered samples in memory, the others are in a file; None for all.
-        tokens: keys at the pipeline's points hold the samples' tokens (``Content``).
+        tokens: keys at the pipeline's points hold the samples' tokens (``SampleKey``).
         folders: folders on this machine that the codec writes to.
     """
 
@@ -287,7 +287,7 @@ class Codec(Compressor, ABC):
                 sequence parallelism.
             state: the sender's state.
             key: name of the content, for codecs with a memory; at the pipeline's points the sample ids in the order of
-                dimension 1 (``Content``).
+                dimension 1 (``SampleKey``).
         """
 
     @abstractmethod

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.compression.api import Codec, Content, Payload, RoundCompressor
+from megatron.compression.api import Codec, Payload, RoundCompressor, SampleKey
 from megatron.compression.approximation import dense
 from megatron.compression.error_feedback import (
     RESIDUAL,
@@ -128,10 +128,10 @@ def noise(shape: Sequence[int], dtype: torch.dtype, seed: int) -> Tensor:
     return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def key_of(codec: Codec, shape: Sequence[int], step: int) -> Content:
+def key_of(codec: Codec, shape: Sequence[int], step: int) -> SampleKey:
     """Key of a message whose samples repeat every two steps."""
     count = max(shape[1], 1) if len(shape) > 1 else 1
-    key = Content(range(step % 2 * count, (step % 2 + 1) * count))
+    key = SampleKey(range(step % 2 * count, (step % 2 + 1) * count))
     if codec.traits.tokens:
         key.vocab_size = 11
         tokens = torch.arange(step, step + torch.Size(shape[:-1]).numel()) % key.vocab_size

@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from megatron.base.errors import UserError
-from megatron.compression.api import Codec, CodecTraits, Content, Payload
+from megatron.compression.api import Codec, CodecTraits, Payload, SampleKey
 from megatron.compression.fixpoint import FixpointConfig, Quantizer
 from megatron.compression.message import FormatCodec, message_seed
 from megatron.compression.options import opt
 from megatron.compression.points import Point
 from megatron.compression.registry import Registration, Registry
 from megatron.compression.sample_cache import SampleCache
-from megatron.compression.state import CompressorState, both
+from megatron.compression.state import CompressorState, combine_keys
 from megatron.compression.token_means import COUNTS, MEANS, learn, predict
 from megatron.kernels.grid import Role
 
@@ -119,12 +119,12 @@ class TokenDeltaCodec(FormatCodec):
         return decoded.to(dtype)
 
     def _predict(self, shape: torch.Size, device: torch.device, state: CompressorState, key: Hashable) -> Tensor:
-        if not isinstance(key, Content) or key.tokens_sb is None:
+        if not isinstance(key, SampleKey) or key.tokens_sb is None:
             return torch.zeros(shape, device=device)
         return predict(state, key.tokens_sb.flatten(), key.vocab_size, shape[-1]).view(shape)
 
     def _learn(self, decoded: Tensor, state: CompressorState, key: Hashable) -> None:
-        if isinstance(key, Content) and key.tokens_sb is not None:
+        if isinstance(key, SampleKey) and key.tokens_sb is not None:
             rows_nh = decoded.view(-1, decoded.shape[-1])
             learn(state, key.tokens_sb.flatten(), rows_nh, key.vocab_size, self.config.horizon)
 
@@ -166,7 +166,7 @@ class DeltaCodec(Codec):
         split = [_split(shape, key) for key in keys]
         samples = [sample for message_samples, _ in split for sample in message_samples]
         hits = tuple(self._cache(state).foresee(samples, self._size(split[0][1]))) if split else ()
-        return both(state.layout(self.traits.steady), hits)
+        return combine_keys(state.layout(self.traits.steady), hits)
 
     def empty_payload(
         self, shape: torch.Size, dtype: torch.dtype, device: torch.device, state: CompressorState, key: Hashable

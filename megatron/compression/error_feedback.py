@@ -16,7 +16,7 @@ from megatron.compression.api import Aggregate, Codec, Payload, Peers, Request, 
 from megatron.compression.approximation import subtract
 from megatron.compression.health import measure, squared_norms
 from megatron.compression.identity import IdentityRounds
-from megatron.compression.state import CompressorState, both
+from megatron.compression.state import CompressorState, combine_keys
 
 RESIDUAL = "residual"
 
@@ -58,7 +58,7 @@ class ErrorFeedback(RoundCompressor):
         self.traits = inner.traits
 
     def launches(self, state: CompressorState) -> Hashable:
-        return both(state.layout(self.traits.steady), self.inner.launches(state))
+        return combine_keys(state.layout(self.traits.steady), self.inner.launches(state))
 
     def observe(self, update: Tensor, state: CompressorState) -> None:
         self.inner.observe(update, state)
@@ -143,7 +143,7 @@ class ErrorFeedbackCodec(Codec):
         self.inner.begin_step(state)
 
     def launches(self, shape: torch.Size, state: CompressorState, keys: Sequence[Hashable]) -> Hashable:
-        return both(state.layout(self.traits.steady), self.inner.launches(shape, state, keys))
+        return combine_keys(state.layout(self.traits.steady), self.inner.launches(shape, state, keys))
 
     def empty_payload(
         self, shape: torch.Size, dtype: torch.dtype, device: torch.device, state: CompressorState, key: Hashable

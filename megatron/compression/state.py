@@ -14,7 +14,7 @@ from megatron.compression.health import ResidualHealth
 from megatron.compression.sample_cache import SampleCache
 
 
-def both(*parts: Hashable) -> Hashable:
+def combine_keys(*parts: Hashable) -> Hashable:
     """Combine parts of a key; None if any part is None (unknown)."""
     return None if None in parts else parts
 

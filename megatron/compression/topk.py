@@ -21,7 +21,7 @@ from megatron.compression.error_feedback import RESIDUAL
 from megatron.compression.options import CompressorFault, opt
 from megatron.compression.points import Point
 from megatron.compression.registry import Registration, Registry
-from megatron.compression.state import CompressorState, both
+from megatron.compression.state import CompressorState, combine_keys
 from megatron.kernels.ops import abs_topk, dilate, gather_packed
 
 
@@ -113,7 +113,7 @@ class StableTopK(RoundCompressor):
     def launches(self, state: CompressorState) -> Hashable:
         # The length of the rotating slice changes at each step of a turn.
         since = self._since(state)
-        return both(state.layout(self.traits.steady), since if self.config.flush == "rotate" else since == 0)
+        return combine_keys(state.layout(self.traits.steady), since if self.config.flush == "rotate" else since == 0)
 
     def _dense(self, x: Tensor, state: CompressorState) -> Generator[Request, Tensor, Aggregate]:
         residual = state.get(RESIDUAL)

@@ -65,19 +65,19 @@ class Joining:
         self.topology, self.ledger, self.plan, self.stages = topology, ledger, plan, stages
         self.optimizer, self.sync, self.islands, self.parts, self.tell = optimizer, sync, islands, parts, tell
 
-    def let_in_those_behind(self) -> None:
+    def admit_islands_at_start(self) -> None:
         """Before the first step, send the state to islands that have come to the start without it."""
         islands = self.islands
         awaited, deadline = set(islands.behind), time.monotonic() + islands.seconds
         while awaited and islands.lets_in and not any_rank(islands.control, time.monotonic() > deadline):
-            awaited -= self.let_in()
+            awaited -= self.admit_islands()
             time.sleep(POLL_SECONDS)
 
-    def let_in(self) -> set[int]:
+    def admit_islands(self) -> set[int]:
         """After a round, send this island's state to islands that join, if this island is to do so. Returns the islands
         that have joined, the same on all ranks."""
         joined = set()
-        for island, ticket in self.islands.let_in():
+        for island, ticket in self.islands.admit_islands():
             problem = ""
             try:
                 group = self.islands.pair(ticket, self.islands.island, island)
@@ -100,7 +100,7 @@ class Joining:
             CommunicationError: on every rank, when it fails repeatedly.
         """
         for failures in range(1, MOST_JOINS + 1):
-            answer = self.islands.ask_to_join()
+            answer = self.islands.request_to_join()
             if answer is None:
                 return False
             ticket, welcome = answer
@@ -147,7 +147,7 @@ class Joining:
         forms, counters = self._wait_for(f"stream/{ticket}/forms/{self.islands.rank}")
         with _naming_the_sender():
             if common["outer"]["begun"]:
-                self.sync.outer.begin()
+                self.sync.outer.copy_params()
             states = self._room(forms)
             self._broadcast(group, [*self._tensors(), *(x for state_tensors in states for x in state_tensors.values())])
             finite = all(bool(torch.isfinite(x).all()) for x in self._tensors() if x.is_floating_point())
@@ -158,9 +158,9 @@ class Joining:
             self.parts.load_state_dict(common, _SCOPES)
             self.plan.skipped = int(common["progress"]["skipped"])
         if self.sync.outer.begun:
-            self.sync.take_anchor()
+            self.sync.load_outer_params()
         else:
-            self.sync.publish()
+            self.sync.publish_params()
 
     def _room(self, forms: Sequence[Mapping[str, Any]]) -> list[dict[str, Tensor]]:
         """Allocate the compressors' states; raises ValueError if they are larger than any compressor needs."""

@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from megatron.base.errors import UserError
 from megatron.diloco.groups import CPU, group_apart
-from megatron.diloco.round_decision import Arrival, Decision, RoundOutcome, Vote, judge, judge_mean
+from megatron.diloco.round_decision import Decision, RoundOutcome, RoundReport, Vote, check_mean, select_members
 from megatron.diloco.startup import LOCAL, IslandStart, QuorumError, StartLimits, finish_of, share
-from megatron.diloco.store import POLL_SECONDS, MeetingPlace, Pulses
-from megatron.diloco.waiting import Waiting, named
+from megatron.diloco.store import POLL_SECONDS, HeartbeatMonitor, IslandStore
+from megatron.diloco.waiting import WaitNotice, named
 from megatron.distributed.agreement import any_rank, rank_of
 from megatron.distributed.errors import CommunicationError
 from megatron.distributed.group import Group
@@ -26,7 +26,7 @@ _WATCHING = 3
 
 
 @dataclass(frozen=True)
-class Welcome:
+class JoinReply:
     """The reply to an island that asks to join.
 
     Args:
@@ -42,12 +42,12 @@ class Welcome:
     problem: str = ""
 
     @staticmethod
-    def read(value: Mapping[str, Any]) -> Welcome:
+    def read(value: Mapping[str, Any]) -> JoinReply:
         """Decodes a reply; raises ValueError if it is malformed."""
         members = tuple(map(int, value["members"]))
         if not value["problem"] and value["source"] not in members:
             raise ValueError(f"island {value['source']} is none of islands {members}")
-        return Welcome(int(value["source"]), str(value["round"]), members, str(value["problem"]))
+        return JoinReply(int(value["source"]), str(value["round"]), members, str(value["problem"]))
 
 
 class Islands:
@@ -69,7 +69,7 @@ class Islands:
 
     def __init__(
         self,
-        place: MeetingPlace,
+        place: IslandStore,
         island: int,
         count: int,
         quorum: int,
@@ -91,7 +91,7 @@ class Islands:
         self._identity: Mapping[str, str] = {}
         self.start = IslandStart(place, island, StartLimits(count, quorum, start_seconds), self._share, tell)
 
-    def begin(self, iteration: int, in_step: bool, identity: Mapping[str, str], weights: str = "") -> bool:
+    def begin_generation(self, iteration: int, in_step: bool, identity: Mapping[str, str], weights: str = "") -> bool:
         """Begins a generation with the others, unless they have a newer state or a generation is running.
 
         Args:
@@ -108,16 +108,16 @@ class Islands:
             CommunicationError: when they do not come.
         """
         self._identity = identity
-        start = self.start.begin([iteration, in_step, dict(identity), weights])
+        start = self.start.begin_generation([iteration, in_step, dict(identity), weights])
         self.expected, self.behind, self.in_step = start.members, start.behind, start.in_step
         return self.island in self.expected
 
     # A round.
 
-    def arrive(
+    def report_to_round(
         self,
         key: str,
-        arrival: Arrival,
+        arrival: RoundReport,
         last_norm: float = 0.0,
         without: int | None = None,
         anchor_norm: float = 0.0,
@@ -135,20 +135,20 @@ class Islands:
             QuorumError: when fewer than the quorum have come by the time limit.
             CommunicationError: when no difference is finite, or the meeting place is gone.
         """
-        decide = partial(judge, last_norm=last_norm, anchor_norm=anchor_norm)
+        decide = partial(select_members, last_norm=last_norm, anchor_norm=anchor_norm)
         return Decision.decode(self._share(lambda: self._arrive(key, arrival, lambda a: decide(a).leave_out(without))))
 
     def _arrive(
-        self, key: str, own_arrival: Arrival, decide: Callable[[Mapping[int, Arrival]], Decision]
+        self, key: str, own_arrival: RoundReport, decide: Callable[[Mapping[int, RoundReport]], Decision]
     ) -> dict[str, Any]:
         self.place.put(LOCAL, True)
         self.place.put(f"{key}/arrived/{self.island}", own_arrival.encode())
         awaited_islands = [k for k in self._awaited() if k != self.island]
-        pulses, deadline = Pulses(self.place, awaited_islands), time.monotonic() + self.seconds
-        wait_notice = Waiting("to come to a round", self.seconds, self.tell)
+        pulses, deadline = HeartbeatMonitor(self.place, awaited_islands), time.monotonic() + self.seconds
+        wait_notice = WaitNotice("to come to a round", self.seconds, self.tell)
 
         def look() -> None:
-            reports = {k: self.place.get(f"{key}/arrived/{k}", Arrival.decode) for k in range(self.count)}
+            reports = {k: self.place.get(f"{key}/arrived/{k}", RoundReport.decode) for k in range(self.count)}
             arrivals = {k: arrival for k, arrival in reports.items() if arrival is not None}
             missing = {k for k in awaited_islands if k not in arrivals} - pulses.silent() - self._joining()
             wait_notice.look(missing)
@@ -174,7 +174,7 @@ class Islands:
         joined_islands = set() if self.last_round else set(self.behind)
         for k in range(self.count):
             ticket = self.place.get(f"joining/{k}", int)
-            welcome = None if ticket is None else self.place.get(f"welcome/{ticket}", Welcome.read)
+            welcome = None if ticket is None else self.place.get(f"welcome/{ticket}", JoinReply.read)
             if welcome is not None and welcome.round == self.last_round and not welcome.problem:
                 joined_islands.add(k)
         return joined_islands | set(self.expected)
@@ -207,7 +207,7 @@ class Islands:
         store = dist.PrefixStore(f"{key}/{self.rank}", self.place.box)
         return group_apart(store, members, self.island, "islands", seconds, self.place.own_address(), self.device)
 
-    def settle(self, key: str, members: Sequence[int], vote: Vote) -> RoundOutcome:
+    def decide_outcome(self, key: str, members: Sequence[int], vote: Vote) -> RoundOutcome:
         """Decides with the other members whether an attempt counts; the same on all of them.
 
         Args:
@@ -234,7 +234,7 @@ class Islands:
             votes = [self.place.get(f"{key}/ok/{k}", Vote.decode) for k in members]
             received_votes = [vote for vote in votes if vote is not None]
             if len(received_votes) == len(members):
-                self.place.decide(f"{key}/outcome", judge_mean(received_votes))
+                self.place.decide(f"{key}/outcome", check_mean(received_votes))
             elif any(vote.failed for vote in received_votes) or time.monotonic() > deadline:
                 self.place.decide(f"{key}/outcome", RoundOutcome.FAILED)
 
@@ -243,7 +243,7 @@ class Islands:
 
     # Joining.
 
-    def ask_to_join(self) -> tuple[int, Welcome] | None:
+    def request_to_join(self) -> tuple[int, JoinReply] | None:
         """Waits until a round lets this island in; returns its ticket and the reply, or None when no island is left.
 
         Raises:
@@ -253,18 +253,18 @@ class Islands:
         self._group = None
         ticket = int(self._share(lambda: self._take_ticket()))
         peers = [k for k in range(self.count) if k != self.island]
-        pulses = Pulses(self.place, peers)
+        pulses = HeartbeatMonitor(self.place, peers)
         if self.rank == 0:
             self.tell(
                 f"waiting for {named(peers)} to let this one in at the end of a round, while any of them is alive"
             )
-        answer: Welcome | None = None
+        answer: JoinReply | None = None
         # Up to the duration of a round, which is longer than ranks may wait for a rank of their own island.
         while answer is None:
-            answer = self.place.get(f"welcome/{ticket}", Welcome.read)
+            answer = self.place.get(f"welcome/{ticket}", JoinReply.read)
             if answer is None and self.place.get(f"joining/{self.island}") != ticket:
                 why = f"--island {self.island}: another process waits to join as island {self.island}; end one of them"
-                answer = Welcome(self.island, "", (), why)
+                answer = JoinReply(self.island, "", (), why)
             if len(pulses.silent()) == len(peers) and answer is None:
                 break
             time.sleep(POLL_SECONDS)
@@ -289,7 +289,7 @@ class Islands:
         """Whether this island lets others in: the first member of the last round does."""
         return bool(self.expected) and self.expected[0] == self.island
 
-    def let_in(self) -> list[tuple[int, int]]:
+    def admit_islands(self) -> list[tuple[int, int]]:
         """After a round that counts: the islands that it lets in, and their tickets. The first member lets them in."""
         if not self.lets_in:
             return []
@@ -303,7 +303,7 @@ class Islands:
                 if self._identity.get(name) != value:
                     own_value = self._identity.get(name)
                     problem = f"island {k} and the others do not agree: {name} is {value} and {own_value}"
-            self.place.put(f"welcome/{ticket}", asdict(Welcome(self.island, self.last_round, self.expected, problem)))
+            self.place.put(f"welcome/{ticket}", asdict(JoinReply(self.island, self.last_round, self.expected, problem)))
             if not problem:
                 admitted_islands.append((k, ticket))
         return admitted_islands
@@ -316,7 +316,7 @@ class Islands:
         """
         return self.group_of((source, joiner), f"stream/{ticket}", self.seconds)
 
-    def finish(self, iteration: int, folder: str) -> list[int]:
+    def announce_end(self, iteration: int, folder: str) -> list[int]:
         """Records that this island has finished; returns the others that have neither finished nor taken part in the
         last round.
 

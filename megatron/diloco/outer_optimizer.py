@@ -28,30 +28,30 @@ class OuterOptimizer:
     def __init__(self, mains: Sequence[Tensor], options: OuterOptions) -> None:
         self.mains = list(mains)
         self.options = options
-        self.anchor: list[Tensor] = []
+        self.outer_params: list[Tensor] = []
         self.momentum: list[Tensor] = []
 
     @property
     def begun(self) -> bool:
         """Whether there is an anchor."""
-        return bool(self.anchor)
+        return bool(self.outer_params)
 
-    def begin(self) -> None:
+    def copy_params(self) -> None:
         """Takes the current values as the anchor, without momentum."""
-        self.anchor = [self._kept(main) for main in self.mains]
-        self.momentum = [torch.zeros_like(x) for x in self.anchor] if self.options.momentum else []
+        self.outer_params = [self._kept(main) for main in self.mains]
+        self.momentum = [torch.zeros_like(x) for x in self.outer_params] if self.options.momentum else []
 
     def _kept(self, x: Tensor) -> Tensor:
         """A copy in the memory of anchor and momentum."""
         return x.to("cpu" if self.options.offload else x.device, copy=True)
 
-    def difference(self, index: int, out: Tensor) -> None:
+    def write_pseudo_gradient(self, index: int, out: Tensor) -> None:
         """Writes anchor - values of a tensor to ``out``."""
-        torch.sub(self.anchor[index].to(out.device), self.mains[index], out=out)
+        torch.sub(self.outer_params[index].to(out.device), self.mains[index], out=out)
 
     def step(self, index: int, mean: Tensor) -> None:
         """Moves the anchor of a tensor by the mean difference; overwrites ``mean``."""
-        anchor, options = self.anchor[index], self.options
+        anchor, options = self.outer_params[index], self.options
         step = mean.to(anchor.device)
         if options.momentum:
             momentum = self.momentum[index]
@@ -62,7 +62,7 @@ class OuterOptimizer:
     def mix(self, index: int, mixing: float) -> None:
         """Sets the values of a tensor to ``mixing`` * values + (1 - ``mixing``) * anchor."""
         main = self.mains[index]
-        anchor = self.anchor[index].to(main.device)
+        anchor = self.outer_params[index].to(main.device)
         if mixing:
             main.mul_(mixing).add_(anchor, alpha=1.0 - mixing)
         else:
@@ -70,4 +70,8 @@ class OuterOptimizer:
 
     def tensors(self) -> dict[str, list[Tensor]]:
         """State tensors for a checkpoint, by kind; a tensor of each kind for each of the values."""
-        return {"anchor": self.anchor, **({"momentum": self.momentum} if self.momentum else {})} if self.begun else {}
+        return (
+            {"anchor": self.outer_params, **({"momentum": self.momentum} if self.momentum else {})}
+            if self.begun
+            else {}
+        )

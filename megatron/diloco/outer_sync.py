@@ -26,7 +26,7 @@ from megatron.parallel.data.buffer import FlatBuffer
 
 
 @dataclass
-class Flight:
+class InFlightFragment:
     """A fragment in transit.
 
     Args:
@@ -77,7 +77,7 @@ class OuterSync:
         others: tensors of the model that no gradient moves, by name: the biases of experts. Islands average them
             exactly, without momentum.
 
-    ``flight`` is the fragment in transit, ``round`` the number of iterations after which the last round was,
+    ``in_flight`` is the fragment in transit, ``round`` the number of iterations after which the last round was,
     ``together`` that after which all islands last had the anchor's values, and ``norms`` are the norms of the
     fragments' last means, 0 before the first.
     """
@@ -99,8 +99,8 @@ class OuterSync:
         ties = dict(topology.embedding)
         count = options.fragments
         self.norms = [0.0] * count
-        self.flight: Flight | None = None
-        self.round = self.together = 0
+        self.in_flight: InFlightFragment | None = None
+        self.last_round_iteration = self.last_sync_iteration = 0
         self.fragments = [
             Fragment(number, count, layers, buffers, optimizer.shards, ties, plan, ledger) for number in range(count)
         ]
@@ -115,18 +115,18 @@ class OuterSync:
             yield from fragment.reducer.states()
 
     @torch.no_grad()
-    def collect(self, number: int) -> None:
+    def collect_pseudo_gradient(self, number: int) -> None:
         """Assembles the difference of a fragment from the shares of all replicas."""
         fragment = self.fragments[number]
-        self.allocate(number)
+        self.allocate_buffers(number)
         for name, x in self._others[number].items():
             self._means[name].copy_(x)
         with self.ledger.encoding(Point.OUTER):
             for shard_place in fragment.places:
-                self.outer.difference(shard_place.index, fragment.part(shard_place))
-        self._put_together(fragment)
+                self.outer.write_pseudo_gradient(shard_place.index, fragment.part(shard_place))
+        self._gather_replica_shares(fragment)
 
-    def _put_together(self, fragment: Fragment) -> None:
+    def _gather_replica_shares(self, fragment: Fragment) -> None:
         """Assembles a fragment from the replicas' shares."""
         if not self.optimizer.sharded:
             return
@@ -147,36 +147,36 @@ class OuterSync:
             CommunicationError: when an island is gone.
         """
         for number, fragment in enumerate(self.fragments):
-            self.allocate(number)
+            self.allocate_buffers(number)
             for shard_place in fragment.places:
                 fragment.part(shard_place).copy_(shard_place.shard.grad)
-            self._put_together(fragment)
+            self._gather_replica_shares(fragment)
             fragment.reducer.group = group
-            fragment.reducer.begin(iteration, scale, early=True)
+            fragment.reducer.begin_step(iteration, scale, early=True)
             fragment.reducer.exchange()
-            self.settle(number, 1)
+            self.accept_mean(number, 1)
             for shard_place in fragment.places:
                 shard_place.shard.grad.copy_(fragment.part(shard_place))
-            self.free(number)
+            self.free_buffers(number)
 
-    def begin(self) -> None:
+    def copy_outer_params(self) -> None:
         """Begins local steps: takes the anchor. Residuals of gradients do not apply to differences, and are dropped."""
-        self.outer.begin()
+        self.outer.copy_params()
         for state in self.states():
             state.tensors.pop(RESIDUAL, None)
 
-    def allocate(self, number: int) -> None:
+    def allocate_buffers(self, number: int) -> None:
         """Allocates a fragment's memory for differences."""
         for bucket in self.fragments[number].buckets:
             bucket.reduced.flat = bucket_memory(bucket.buffer, bucket.length)
         self._means = {name: torch.zeros_like(x, dtype=torch.float64) for name, x in self._others[number].items()}
 
-    def free(self, number: int) -> None:
+    def free_buffers(self, number: int) -> None:
         """Frees a fragment's memory."""
         for bucket in self.fragments[number].buckets:
             bucket.reduced.flat = bucket_memory(bucket.buffer, 0)
 
-    def norm(self, number: int) -> float:
+    def pseudo_gradient_norm(self, number: int) -> float:
         """L2 norm of the difference of a fragment, over the whole island."""
         fragment, tp = self.fragments[number], self.topology.tp.rank
         counted_tensors = [
@@ -184,18 +184,18 @@ class OuterSync:
         ]
         return math.sqrt(self._summed(sum_of_squares(counted_tensors)))
 
-    def anchor_norm(self, number: int) -> float:
+    def outer_param_norm(self, number: int) -> float:
         """L2 norm of the anchor of a fragment, over the whole island."""
         fragment, tp = self.fragments[number], self.topology.tp.rank
         counted_tensors = [
-            self.outer.anchor[shard_place.index]
+            self.outer.outer_params[shard_place.index]
             for shard_place in fragment.places
             if shard_place.shard.counts_in_norm(tp)
         ]
         return math.sqrt(self._summed(sum_of_squares(counted_tensors)))
 
     def mean_norm(self, number: int, contributors: int, exchanged: bool) -> float:
-        """L2 norm of the mean received by ``exchange``, over the whole island; nothing has changed yet.
+        """L2 norm of the mean received by ``finish_transfer``, over the whole island; nothing has changed yet.
 
         Tensors replicated over tensor-parallel ranks are counted by each of them.
 
@@ -219,7 +219,7 @@ class OuterSync:
         self.ledger.wait(Point.CONTROL, pending)
         return float(total) if float(total) >= 0 else math.nan
 
-    def send(self, number: int, group: Group, iteration: int) -> None:
+    def start_transfer(self, number: int, group: Group, iteration: int) -> None:
         """Starts the exchange of a fragment with other islands.
 
         Raises:
@@ -227,10 +227,10 @@ class OuterSync:
         """
         reducer = self.fragments[number].reducer
         reducer.group = group
-        reducer.begin(iteration, 1.0)
+        reducer.begin_step(iteration, 1.0)
         reducer.exchange(wait=False)
 
-    def progress(self, number: int) -> None:
+    def advance_transfer(self, number: int) -> None:
         """Advances the exchange as far as possible without waiting.
 
         Raises:
@@ -238,7 +238,7 @@ class OuterSync:
         """
         self.fragments[number].reducer.exchange(wait=False)
 
-    def exchange(self, number: int) -> None:
+    def finish_transfer(self, number: int) -> None:
         """Completes the exchange; compressors' states do not change.
 
         Raises:
@@ -251,15 +251,15 @@ class OuterSync:
             self.ledger.sent(Point.OUTER, pending.sent_bytes)
             self.ledger.wait(Point.OUTER, pending)
 
-    def drop(self, number: int) -> None:
+    def discard_transfer(self, number: int) -> None:
         """Discards an exchange that does not count."""
         self.fragments[number].reducer.drop()
 
     @torch.no_grad()
-    def settle(self, number: int, contributors: int) -> None:
+    def accept_mean(self, number: int, contributors: int) -> None:
         """Commits an exchange: updates compressors' states, and replaces the difference by the mean on all replicas."""
         fragment = self.fragments[number]
-        fragment.reducer.settle()
+        fragment.reducer.write_results()
         for mean in self._means.values():
             mean.div_(contributors)
         for bucket in fragment.buckets:
@@ -272,26 +272,26 @@ class OuterSync:
                 self._wait(self.topology.embedding[bucket.tie].broadcast(flat))
 
     @torch.no_grad()
-    def apply(self, number: int, mixing: float) -> None:
-        """Takes the outer step of a fragment, with the mean left by ``settle``."""
+    def apply_mean(self, number: int, mixing: float) -> None:
+        """Takes the outer step of a fragment, with the mean that ``accept_mean`` left."""
         fragment = self.fragments[number]
         for shard_place in fragment.places:
             self.outer.step(shard_place.index, fragment.part(shard_place))
             self.outer.mix(shard_place.index, mixing)
         for name, x in self._others[number].items():
             x.copy_(self._means[name])
-        self.free(number)
+        self.free_buffers(number)
 
-    def publish(self) -> None:
+    def publish_params(self) -> None:
         """Copies the values changed by rounds into the model."""
         self.optimizer.publisher.publish_exactly()
 
-    def take_anchor(self) -> None:
+    def load_outer_params(self) -> None:
         """Sets all values to the anchor's."""
         with torch.no_grad():
             for index in range(len(self.outer.mains)):
                 self.outer.mix(index, 0.0)
-        self.publish()
+        self.publish_params()
 
     def _wait(self, pending: Pending) -> None:
         """Waits for a collective inside the island."""
@@ -300,33 +300,33 @@ class OuterSync:
 
     def means(self) -> dict[int, Tensor]:
         """Ranges of an arrived mean that is not applied yet, by shard number; empty otherwise."""
-        if self.flight is None or not self.flight.arrived:
+        if self.in_flight is None or not self.in_flight.arrived:
             return {}
-        fragment = self.fragments[self.flight.fragment]
+        fragment = self.fragments[self.in_flight.fragment]
         return {shard_place.index: fragment.part(shard_place) for shard_place in fragment.places}
 
     def means_of_others(self) -> dict[str, Tensor]:
         """The same for tensors that are not parameters, by name."""
-        return self._means if self.flight is not None and self.flight.arrived else {}
+        return self._means if self.in_flight is not None and self.in_flight.arrived else {}
 
     def state_dict(self) -> dict[str, Any]:
         """State besides tensors for a checkpoint. A transfer that has not arrived is left out: it is sent again."""
-        flight = self.flight if self.flight is not None and self.flight.arrived else None
+        in_flight = self.in_flight if self.in_flight is not None and self.in_flight.arrived else None
         return {
             "begun": self.outer.begun,
-            "round": self.round,
-            "together": self.together,
+            "round": self.last_round_iteration,
+            "together": self.last_sync_iteration,
             "fragments": self.options.fragments,
             "norms": list(self.norms),
-            "flight": None if flight is None else asdict(flight),
+            "flight": None if in_flight is None else asdict(in_flight),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the state, after the tensors."""
-        self.round, self.together = int(state.get("round", 0)), int(state.get("together", 0))
+        self.last_round_iteration, self.last_sync_iteration = int(state.get("round", 0)), int(state.get("together", 0))
         norms = [float(norm) for norm in state.get("norms", ())]
         if len(norms) == len(self.norms):
             self.norms = norms
-        flight = state.get("flight")
-        if flight is not None:
-            self.flight = Flight(**{**flight, "members": tuple(flight["members"])})
+        in_flight = state.get("flight")
+        if in_flight is not None:
+            self.in_flight = InFlightFragment(**{**in_flight, "members": tuple(in_flight["members"])})

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from megatron.distributed.errors import CommunicationError
 
 
-class Suspects:
+class OutlierSearch:
     """Islands of a round that may have spoiled its mean; the same on all of them.
 
     A sender's claims about its contribution prove nothing, and a sum does not show where it comes from. So the round is

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
-ABSURD = 100.0
+OUTLIER_RATIO = 100.0
 """A difference with a norm of more than this many times the (lower) median norm is left out of the sum."""
 
 _MOST_STOP = 4
@@ -17,7 +17,7 @@ _MOST_STOP = 4
 
 
 @dataclass(frozen=True)
-class Arrival:
+class RoundReport:
     """An island's report when it comes to a round.
 
     Args:
@@ -34,12 +34,12 @@ class Arrival:
         return [repr(self.norm), repr(self.loss), self.stop]
 
     @staticmethod
-    def decode(value: Sequence[Any]) -> Arrival:
+    def decode(value: Sequence[Any]) -> RoundReport:
         """Decodes an arrival; raises ValueError if it is malformed."""
         norm, loss, stop = value
         if not 0 <= int(stop) <= _MOST_STOP:
             raise ValueError(f"{stop} is no reason to end a run")
-        return Arrival(float(norm), float(loss), int(stop))
+        return RoundReport(float(norm), float(loss), int(stop))
 
 
 class RoundOutcome(str, Enum):
@@ -77,7 +77,7 @@ class Vote:
         return Vote(bool(failed), float(mean_norm), float(usual_norm))
 
 
-def judge_mean(votes: Sequence[Vote]) -> RoundOutcome:
+def check_mean(votes: Sequence[Vote]) -> RoundOutcome:
     """Judges an attempt by the means that its members received, regardless of the norms that they claim to have sent.
 
     Args:
@@ -88,7 +88,7 @@ def judge_mean(votes: Sequence[Vote]) -> RoundOutcome:
     norms = [vote.usual_norm for vote in votes if math.isfinite(vote.usual_norm)]
     # With two, nobody knows which is the outlier.
     usual = (statistics.median_low(norms) if len(norms) > 2 else max(norms)) if norms else 0.0
-    spoiled = any(not math.isfinite(vote.mean_norm) or vote.mean_norm > ABSURD * usual > 0 for vote in votes)
+    spoiled = any(not math.isfinite(vote.mean_norm) or vote.mean_norm > OUTLIER_RATIO * usual > 0 for vote in votes)
     return RoundOutcome.SPOILED if spoiled else RoundOutcome.COUNTS
 
 
@@ -104,7 +104,7 @@ class Decision:
     """
 
     members: tuple[int, ...]
-    arrivals: Mapping[int, Arrival] = field(default_factory=dict)
+    arrivals: Mapping[int, RoundReport] = field(default_factory=dict)
     left_out: Mapping[int, str] = field(default_factory=dict)
     without: int | None = None
 
@@ -138,7 +138,7 @@ class Decision:
     def decode(value: Mapping[str, Any]) -> Decision:
         """Decodes a decision; raises ValueError if it is malformed."""
         without, members = value["without"], tuple(map(int, value["members"]))
-        arrivals = {int(k): Arrival.decode(arrival) for k, arrival in value["arrivals"].items()}
+        arrivals = {int(k): RoundReport.decode(arrival) for k, arrival in value["arrivals"].items()}
         if not members or not arrivals.keys() >= set(members):
             raise ValueError(f"of its members {members} only {sorted(arrivals)} have come")
         return Decision(
@@ -149,7 +149,7 @@ class Decision:
         )
 
 
-def judge(arrivals: Mapping[int, Arrival], last_norm: float = 0.0, anchor_norm: float = 0.0) -> Decision:
+def select_members(arrivals: Mapping[int, RoundReport], last_norm: float = 0.0, anchor_norm: float = 0.0) -> Decision:
     """Decides which differences are summed: those that are finite and not absurdly large.
 
     Args:
@@ -171,6 +171,6 @@ def judge(arrivals: Mapping[int, Arrival], last_norm: float = 0.0, anchor_norm: 
         )
         usual = max(usual, common_norm) if common_norm else 0.0
     for k, norm in finite.items():
-        if norm > ABSURD * usual > 0:
+        if norm > OUTLIER_RATIO * usual > 0:
             left_out[k] = f"the norm of its difference is {norm:.3g}, {norm / usual:.3g} times {of_what}"
     return Decision(tuple(sorted(k for k in finite if k not in left_out)), dict(sorted(arrivals.items())), left_out)

@@ -13,9 +13,9 @@ from typing import Any
 from megatron.compression.outer import RoundSchedule
 from megatron.diloco.joining import Joining
 from megatron.diloco.membership import Islands
-from megatron.diloco.outer_sync import Flight, OuterSync
-from megatron.diloco.outlier_search import Suspects
-from megatron.diloco.round_decision import Arrival, Decision, RoundOutcome, Vote
+from megatron.diloco.outer_sync import InFlightFragment, OuterSync
+from megatron.diloco.outlier_search import OutlierSearch
+from megatron.diloco.round_decision import Decision, RoundOutcome, RoundReport, Vote
 from megatron.diloco.startup import QuorumError
 from megatron.diloco.store import POLL_SECONDS
 from megatron.diloco.waiting import named
@@ -42,8 +42,8 @@ class _Times:
 
     def hidden(self) -> float:
         """The share of the transfer that was hidden behind training."""
-        flight = time.monotonic() - self.sent
-        return max(0.0, 1.0 - self.waited / flight) if flight > 0 else 0.0
+        in_flight = time.monotonic() - self.sent
+        return max(0.0, 1.0 - self.waited / in_flight) if in_flight > 0 else 0.0
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,9 @@ class Rounds:
         joining: admits late islands, and joins the others; None for a single island.
         end: help for late islands at the end of the run.
 
-    ``left``: the others went on without this island. ``landed``: a round has just ended. ``asked``: this island's
-    reason to end the run, which it reports in its next round. ``stop``: the reason for which all islands end.
+    ``left_behind``: the others went on without this island. ``synced``: a round has just ended. ``stop_request``: this
+    island's reason to end the run, which it reports in its next round. ``stop_reason``: the reason for which all
+    islands end.
     """
 
     def __init__(
@@ -88,19 +89,19 @@ class Rounds:
     ) -> None:
         self.sync, self.schedule, self.islands, self.tell = sync, schedule, islands, tell
         self.joining, self.end = joining, end
-        self.left = self.landed = False
-        self.asked = self.stop = 0
+        self.left_behind = self.synced = False
+        self.stop_request = self.stop_reason = 0
         self._losses: list[float] = []
-        self._gone: list[int] = []
+        self._absent_islands: list[int] = []
         self._times = _Times(0.0)
 
     def before_step(self, iteration: int) -> None:
         """Take the anchor before the first local step (0-based)."""
         if self.schedule.local(iteration) and not self.sync.outer.begun:
-            self.sync.begin()
+            self.sync.copy_outer_params()
 
     @property
-    def apart(self) -> bool:
+    def takes_local_steps(self) -> bool:
         """Whether islands take local steps, so that they know nothing of each other before the next round."""
         return self.islands is not None and self.sync.outer.begun
 
@@ -122,45 +123,45 @@ class Rounds:
             return True
         if math.isfinite(loss):
             self._losses.append(loss)
-        flight = self.sync.flight
-        if flight is not None and done >= self.schedule.applied_at(flight.sent):
-            self._land(flight)
-        elif flight is not None and not flight.arrived and not flight.failed:
-            flight.failed = not self._try(partial(self.sync.progress, flight.fragment))
+        in_flight = self.sync.in_flight
+        if in_flight is not None and done >= self.schedule.applied_at(in_flight.sent):
+            self._apply_fragment(in_flight)
+        elif in_flight is not None and not in_flight.arrived and not in_flight.failed:
+            in_flight.failed = not self._run_guarded(partial(self.sync.advance_transfer, in_flight.fragment))
         return self.catch_up(done)
 
-    def behind(self, done: int) -> bool:
+    def is_round_overdue(self, done: int) -> bool:
         """Whether a round that is due after ``done`` iterations is still missing."""
-        return self.sync.outer.begun and self.sync.round < done and bool(self.schedule.sent(done))
+        return self.sync.outer.begun and self.sync.last_round_iteration < done and bool(self.schedule.sent(done))
 
     def catch_up(self, done: int) -> bool:
         """Run the missing rounds that are due after ``done`` iterations; see ``after_step``."""
-        if self.sync.outer.begun and self.sync.round < done:
+        if self.sync.outer.begun and self.sync.last_round_iteration < done:
             for fragment in self.schedule.sent(done):
                 self._send(fragment, done, later=self.schedule.applied_at(done) > done)
             if self.schedule.sent(done):
-                self.sync.round = done
+                self.sync.last_round_iteration = done
                 self._losses.clear()
                 if done == self.schedule.end or self.sync.options.meets:
-                    self.sync.together = done
-        if self.landed and self.joining is not None and not self.left:
-            self.joining.let_in()
-        self.landed = False
-        return not self.left
+                    self.sync.last_sync_iteration = done
+        if self.synced and self.joining is not None and not self.left_behind:
+            self.joining.admit_islands()
+        self.synced = False
+        return not self.left_behind
 
-    def hold(self) -> bool:
+    def finish_transfer(self) -> bool:
         """Wait for the fragment in flight before a checkpoint is saved. The checkpoint holds its mean, which is applied
         later; see ``after_step``."""
-        flight = self.sync.flight
-        if flight is not None and not flight.arrived:
-            self._bring(flight)
-        return not self.left
+        in_flight = self.sync.in_flight
+        if in_flight is not None and not in_flight.arrived:
+            self._finish_transfer(in_flight)
+        return not self.left_behind
 
-    def forget(self) -> None:
+    def drop_in_flight(self) -> None:
         """Drop the fragment in flight; its contents are sent in the fragment's next round."""
-        if self.sync.flight is not None:
-            self.sync.drop(self.sync.flight.fragment)
-            self.sync.flight = None
+        if self.sync.in_flight is not None:
+            self.sync.discard_transfer(self.sync.in_flight.fragment)
+            self.sync.in_flight = None
 
     def join(self) -> bool:
         """Join the other islands at the end of one of their rounds. This island takes over all state except its data.
@@ -169,9 +170,9 @@ class Rounds:
             Whether it joined; False when no island is left.
         """
         assert self.joining is not None
-        self.forget()
+        self.drop_in_flight()
         self._losses.clear()
-        self.left = self.landed = False
+        self.left_behind = self.synced = False
         return self.joining.join()
 
     def finish(self, iteration: int) -> None:
@@ -189,7 +190,7 @@ class Rounds:
         Raises:
             CommunicationError: when the meeting place is gone.
         """
-        late = islands.finish(iteration, self.end.folder)
+        late = islands.announce_end(iteration, self.end.folder)
         if not late:
             return
         location = f"its state is in {self.end.folder}" if self.end.folder else "nothing is saved, for want of --save"
@@ -198,28 +199,34 @@ class Rounds:
         if self.end.seconds:
             self.tell(f"waiting for {named(late)} to join, {self.end.seconds:g} s at most", {})
         while islands.still_late() and not any_rank(islands.control, time.monotonic() > deadline):
-            joining.let_in()
+            joining.admit_islands()
             time.sleep(POLL_SECONDS)
 
     def _send(self, fragment: int, done: int, later: bool) -> None:
         """Send a fragment, and apply it unless that is due later."""
-        if self.left:
+        if self.left_behind:
             return
-        flight = self._begin(fragment, done, 0)
-        if flight is not None and not (later and not flight.failed):
-            self._land(flight)
+        in_flight = self._begin_attempt(fragment, done, 0)
+        if in_flight is not None and not (later and not in_flight.failed):
+            self._apply_fragment(in_flight)
 
-    def _begin(self, fragment: int, done: int, attempt: int, without: int | None = None) -> Flight | None:
+    def _begin_attempt(
+        self, fragment: int, done: int, attempt: int, without: int | None = None
+    ) -> InFlightFragment | None:
         """Begin an attempt; None when the others go on without this island."""
         key = f"{done}/{fragment}/{attempt}"
-        self.sync.collect(fragment)
-        arrival = Arrival(self.sync.norm(fragment), fmean(self._losses) if self._losses else math.nan, self.asked)
+        self.sync.collect_pseudo_gradient(fragment)
+        arrival = RoundReport(
+            self.sync.pseudo_gradient_norm(fragment),
+            fmean(self._losses) if self._losses else math.nan,
+            self.stop_request,
+        )
         decision = Decision((0,), {0: arrival})
         if self.islands is not None:
             expected = self.islands.expected
             last_norm = self.sync.norms[fragment]
-            anchor_norm = 0.0 if last_norm else self.sync.anchor_norm(fragment)
-            decision = self.islands.arrive(key, arrival, last_norm, without, anchor_norm)
+            anchor_norm = 0.0 if last_norm else self.sync.outer_param_norm(fragment)
+            decision = self.islands.report_to_round(key, arrival, last_norm, without, anchor_norm)
             self._report_absence(expected, decision)
         for island, why in decision.left_out.items():
             self.tell(f"warning: island {island} is left out of the round at iteration {done}: {why}", {})
@@ -227,33 +234,33 @@ class Rounds:
         if self.islands is not None and self.islands.island not in decision.members and not watches:
             self._leave()
             return None
-        self.stop = max(self.stop, decision.stop)
+        self.stop_reason = max(self.stop_reason, decision.stop)
         losses, norm = (arrival.loss, decision.mean_loss), arrival.norm
-        flight = Flight(fragment, done, attempt, decision.members, *losses, norm, without=decision.without)
-        self.sync.flight, self._times = flight, _Times(time.monotonic())
+        in_flight = InFlightFragment(fragment, done, attempt, decision.members, *losses, norm, without=decision.without)
+        self.sync.in_flight, self._times = in_flight, _Times(time.monotonic())
         if not watches:
-            flight.failed = not self._try(partial(self._start, flight, decision, key))
-        return flight
+            in_flight.failed = not self._run_guarded(partial(self._start_transfer, in_flight, decision, key))
+        return in_flight
 
     def _report_absence(self, expected: Sequence[int], decision: Decision) -> None:
         """Report the islands of the last round that are missing from this round."""
         absent = [k for k in expected if k not in decision.arrivals]
-        if absent and absent != self._gone:
+        if absent and absent != self._absent_islands:
             peers = [k for k in decision.members if k != self.islands.island] if self.islands is not None else []
             with_whom = f"with {named(peers)}" if peers else "alone"
             self.tell(f"warning: {named(absent)} {'is' if len(absent) == 1 else 'are'} gone, going on {with_whom}", {})
-        self._gone = absent
+        self._absent_islands = absent
 
     def _leave(self) -> None:
         """Note that the others go on without this island."""
         self.tell(_WITHOUT, {})
-        self.left, self.sync.flight = True, None
+        self.left_behind, self.sync.in_flight = True, None
 
-    def _start(self, flight: Flight, decision: Decision, key: str) -> None:
+    def _start_transfer(self, in_flight: InFlightFragment, decision: Decision, key: str) -> None:
         group = _alone() if self.islands is None else self.islands.group(decision, key)
-        self.sync.send(flight.fragment, group, flight.sent - 1)
+        self.sync.start_transfer(in_flight.fragment, group, in_flight.sent - 1)
 
-    def _try(self, call: Callable[[], object]) -> bool:
+    def _run_guarded(self, call: Callable[[], object]) -> bool:
         """Run a call that communicates with other islands; False when it fails."""
         began = time.monotonic()
         try:
@@ -266,29 +273,29 @@ class Rounds:
             self._times.waited += time.monotonic() - began
         return True
 
-    def _bring(self, flight: Flight) -> Flight | None:
+    def _finish_transfer(self, in_flight: InFlightFragment) -> InFlightFragment | None:
         """Finish the transfer of a fragment, retrying as needed; None when the others go on without this island."""
-        failures, suspects = 0, Suspects()
+        failures, suspects = 0, OutlierSearch()
         while True:
-            outcome = self._outcome(flight)
+            outcome = self._outcome(in_flight)
             if outcome is RoundOutcome.COUNTS:
-                return self._count(flight)
-            self.sync.drop(flight.fragment)
+                return self._accept_attempt(in_flight)
+            self.sync.discard_transfer(in_flight.fragment)
             if outcome is RoundOutcome.SPOILED:
-                suspects.see(flight.members)
-                self.tell(f"warning: {suspects.describe(flight.sent)}", {})
+                suspects.see(in_flight.members)
+                self.tell(f"warning: {suspects.describe(in_flight.sent)}", {})
             else:
                 failures += 1
-                self._check_hope(flight, failures)
-                self.tell(f"warning: a round of islands {_named(flight)} has failed, and is tried again", {})
-            again = self._begin(flight.fragment, flight.sent, flight.attempt + 1, suspects.suspect)
+                self._check_failures(in_flight, failures)
+                self.tell(f"warning: a round of islands {_named(in_flight)} has failed, and is tried again", {})
+            again = self._begin_attempt(in_flight.fragment, in_flight.sent, in_flight.attempt + 1, suspects.suspect)
             if again is None:
                 return None
-            if again.members != flight.members:
+            if again.members != in_flight.members:
                 failures = 0
-            flight = again
+            in_flight = again
 
-    def _check_hope(self, flight: Flight, failures: int) -> None:
+    def _check_failures(self, in_flight: InFlightFragment, failures: int) -> None:
         """Check that another attempt is worthwhile.
 
         Raises:
@@ -297,70 +304,74 @@ class Rounds:
         assert self.islands is not None
         if failures == MOST_ATTEMPTS:
             raise QuorumError(
-                f"a round of islands {_named(flight)} has failed {failures} times: each transfer has to end within "
+                f"a round of islands {_named(in_flight)} has failed {failures} times: each transfer has to end within "
                 f"--islands-timeout-seconds {self.islands.seconds:g}; raise that, or send less at a time"
             )
 
-    def _outcome(self, flight: Flight) -> RoundOutcome:
+    def _outcome(self, in_flight: InFlightFragment) -> RoundOutcome:
         """End or watch the transfer of an attempt, and decide with the others whether it counts."""
-        islands, fragment = self.islands, flight.fragment
+        islands, fragment = self.islands, in_flight.fragment
         if islands is None:
-            self.sync.exchange(fragment)
+            self.sync.finish_transfer(fragment)
             return RoundOutcome.COUNTS
-        if islands.island not in flight.members:
-            return islands.settle(flight.key, flight.members, Vote(False))
-        failed = flight.failed or not self._try(partial(self.sync.exchange, fragment))
-        mean_norm = self.sync.mean_norm(fragment, len(flight.members), not failed)
-        usual_norm = max(flight.norm, self.sync.norms[fragment])
-        flight.mean_norm = mean_norm
-        return islands.settle(flight.key, flight.members, Vote(failed, mean_norm, usual_norm))
+        if islands.island not in in_flight.members:
+            return islands.decide_outcome(in_flight.key, in_flight.members, Vote(False))
+        failed = in_flight.failed or not self._run_guarded(partial(self.sync.finish_transfer, fragment))
+        mean_norm = self.sync.mean_norm(fragment, len(in_flight.members), not failed)
+        usual_norm = max(in_flight.norm, self.sync.norms[fragment])
+        in_flight.mean_norm = mean_norm
+        return islands.decide_outcome(in_flight.key, in_flight.members, Vote(failed, mean_norm, usual_norm))
 
-    def _count(self, flight: Flight) -> Flight | None:
+    def _accept_attempt(self, in_flight: InFlightFragment) -> InFlightFragment | None:
         """Accept an attempt; None when it goes on without this island, whose contribution spoiled the mean."""
-        if flight.without is not None:
+        if in_flight.without is not None:
             self.tell(
-                f"warning: island {flight.without} is left out of the round at iteration {flight.sent}: the mean is "
-                "fine without what it sends",
+                f"warning: island {in_flight.without} is left out of the round at iteration {in_flight.sent}: the mean "
+                "is fine without what it sends",
                 {},
             )
-        if self.islands is not None and self.islands.island == flight.without:
+        if self.islands is not None and self.islands.island == in_flight.without:
             self._leave()
             return None
-        self.sync.settle(flight.fragment, len(flight.members))
-        self.sync.norms[flight.fragment] = flight.mean_norm
-        flight.arrived = True
-        return flight
+        self.sync.accept_mean(in_flight.fragment, len(in_flight.members))
+        self.sync.norms[in_flight.fragment] = in_flight.mean_norm
+        in_flight.arrived = True
+        return in_flight
 
-    def _land(self, flight: Flight) -> None:
+    def _apply_fragment(self, in_flight: InFlightFragment) -> None:
         """Apply a fragment, after waiting for its transfer."""
-        landed = flight if flight.arrived else self._bring(flight)
+        landed = in_flight if in_flight.arrived else self._finish_transfer(in_flight)
         if landed is None:
             return
         last = landed.sent == self.schedule.end
-        self.sync.apply(landed.fragment, 0.0 if last else self.sync.options.mixing)
-        self.sync.publish()
-        self.sync.flight = None
-        self.landed = True
+        self.sync.apply_mean(landed.fragment, 0.0 if last else self.sync.options.mixing)
+        self.sync.publish_params()
+        self.sync.in_flight = None
+        self.synced = True
         self._report(landed, last)
 
-    def _report(self, flight: Flight, last: bool) -> None:
+    def _report(self, in_flight: InFlightFragment, last: bool) -> None:
         options = self.sync.options
-        fields = [f" round of islands at iteration {flight.sent:8d}", f"islands: {_named(flight)}"]
-        values: dict[str, Any] = {"members": list(flight.members), "fragment": flight.fragment}
+        fields = [f" round of islands at iteration {in_flight.sent:8d}", f"islands: {_named(in_flight)}"]
+        values: dict[str, Any] = {"members": list(in_flight.members), "fragment": in_flight.fragment}
         if options.fragments > 1:
-            fields.append(f"fragment: {flight.fragment}")
-        for name, value in (("own loss", flight.own_loss), ("mean loss", flight.mean_loss), ("norm", flight.norm)):
+            fields.append(f"fragment: {in_flight.fragment}")
+        for name, value in (
+            ("own loss", in_flight.own_loss),
+            ("mean loss", in_flight.mean_loss),
+            ("norm", in_flight.norm),
+        ):
             fields.append(f"{name}: {value:.6E}")
             values[name.replace(" ", "_")] = value
         if options.delay and not last:
             values["hidden"] = self._times.hidden()
             fields.append(f"transfer hidden: {values['hidden']:.0%}")
-        self.tell(" | ".join(fields) + " |", {"iteration": flight.sent, **values})
+        self.tell(" | ".join(fields) + " |", {"iteration": in_flight.sent, **values})
 
 
 def _alone() -> Group:
     return Group(None, (0,), 0, "islands", "none")
 
 
-def _named(flight: Flight) -> str:
-    return ", ".join(map(str, flight.members))
+def _named(in_flight: InFlightFragment) -> str:
+    return ", ".join(map(str, in_flight.members))

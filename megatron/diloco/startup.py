@@ -16,10 +16,10 @@ from megatron.diloco.store import (
     BEAT_SECONDS,
     POLL_SECONDS,
     SILENT_SECONDS,
-    MeetingPlace,
-    Pulses,
+    HeartbeatMonitor,
+    IslandStore,
 )
-from megatron.diloco.waiting import Waiting, named
+from megatron.diloco.waiting import WaitNotice, named
 from megatron.distributed.agreement import gather_texts, rank_of
 from megatron.distributed.errors import CommunicationError
 
@@ -101,7 +101,7 @@ class Start:
         return Start(members, str(value["problem"]), iteration and int(iteration), behind, bool(value["in_step"]))
 
 
-def judge_iteration(came: Mapping[int, Sequence[int]], limits: StartLimits, all_below: float) -> Start:
+def choose_iteration(came: Mapping[int, Sequence[int]], limits: StartLimits, all_below: float) -> Start:
     """Chooses the newest checkpoint that enough islands have: all of them while islands go in step, else a quorum.
 
     If there is none, chooses the newest of the most common checkpoints. Islands that lack it receive it, and lose the
@@ -127,7 +127,7 @@ def judge_iteration(came: Mapping[int, Sequence[int]], limits: StartLimits, all_
     return Start(iteration=best) if len(came) >= needed[best] else limits.absence(missing)
 
 
-def judge_start(came: Mapping[int, Any], limits: StartLimits) -> Start:
+def choose_start(came: Mapping[int, Any], limits: StartLimits) -> Start:
     """Decides which islands begin: the furthest, if they agree. They send their state to the others.
 
     Args:
@@ -169,7 +169,7 @@ class IslandStart:
 
     def __init__(
         self,
-        place: MeetingPlace,
+        place: IslandStore,
         island: int,
         limits: StartLimits,
         share: Callable[[Callable[[], Any]], Any],
@@ -186,7 +186,7 @@ class IslandStart:
             all_below: the iteration below which all islands need the checkpoint, as they go in step from there.
 
         Returns:
-            See ``judge_iteration``; None if no island has a checkpoint, or if a generation is running, which this
+            See ``choose_iteration``; None if no island has a checkpoint, or if a generation is running, which this
             island joins.
 
         Raises:
@@ -195,14 +195,14 @@ class IslandStart:
         """
         if not self._enter(max(held, default=0)):
             return None
-        judge = partial(judge_iteration, limits=self.limits, all_below=all_below)
-        return self._agree("iteration", list(held), judge).iteration
+        select_members = partial(choose_iteration, limits=self.limits, all_below=all_below)
+        return self._agree("iteration", list(held), select_members).iteration
 
-    def begin(self, own: Sequence[Any]) -> Start:
+    def begin_generation(self, own: Sequence[Any]) -> Start:
         """Begins a generation with the others; returns which islands begin, none if a generation is running.
 
         Args:
-            own: this island's entry for ``judge_start``.
+            own: this island's entry for ``choose_start``.
 
         Raises:
             UserError: on every rank of all islands, when they cannot go together.
@@ -210,7 +210,7 @@ class IslandStart:
         """
         if not self._enter():
             return Start()
-        return self._agree("start", list(own), partial(judge_start, limits=self.limits))
+        return self._agree("start", list(own), partial(choose_start, limits=self.limits))
 
     def _enter(self, newest: int | None = None) -> bool:
         """Enters the newest generation, once; returns whether it has yet to begin.
@@ -250,7 +250,7 @@ class IslandStart:
         peers = [k for k in range(self.limits.count) if k != self.island]
         if self.place.get("start") is None and not self._start_failed(peers):
             return "no", ""
-        pulses, earlier_pulse = Pulses(self.place, peers), self.place.pulse(peers)
+        pulses, earlier_pulse = HeartbeatMonitor(self.place, peers), self.place.pulse(peers)
         deadline = time.monotonic() + self.limits.seconds
         announced = False
         while len(silent := pulses.silent(SILENT_SECONDS)) < len(peers):
@@ -296,7 +296,7 @@ class IslandStart:
             "start all of them again (--islands-linger-seconds is for late islands to join)"
         )
 
-    def _agree(self, key: str, own_entry: Any, judge: Callable[[Mapping[int, Any]], Start]) -> Start:
+    def _agree(self, key: str, own_entry: Any, select_members: Callable[[Mapping[int, Any]], Start]) -> Start:
         """Agrees on a decision with all others, or with those that come in time.
 
         Args:
@@ -308,18 +308,20 @@ class IslandStart:
             UserError: on every rank of all islands, when they cannot go together.
             CommunicationError: when the meeting place is gone.
         """
-        start = Start.read(self.share(lambda: self._wait_for_all(key, own_entry, judge)))
+        start = Start.read(self.share(lambda: self._wait_for_all(key, own_entry, select_members)))
         if start.problem:
             raise UserError(start.problem)
         return start
 
-    def _wait_for_all(self, key: str, own_entry: Any, judge: Callable[[Mapping[int, Any]], Start]) -> dict[str, Any]:
+    def _wait_for_all(
+        self, key: str, own_entry: Any, select_members: Callable[[Mapping[int, Any]], Start]
+    ) -> dict[str, Any]:
         self.place.put(refusal_of(self.island), "")
         self.place.note_end(self.island, ended=False)
         self.place.beat(self.island)
         self.place.put(f"{key}/{self.island}", own_entry)
         deadline = time.monotonic() + self.limits.seconds
-        wait_notice = Waiting("to come to the start", self.limits.seconds, self.tell)
+        wait_notice = WaitNotice("to come to the start", self.limits.seconds, self.tell)
 
         def look() -> None:
             entries = {k: self.place.get(f"{key}/{k}") for k in range(self.limits.count)}
@@ -331,7 +333,7 @@ class IslandStart:
                 self.place.decide(key, asdict(Start(problem=problem)))
             elif self.place.ended(self.limits.missing(entries)) or time.monotonic() > deadline:
                 with self.place.decoding(key):
-                    start = judge(entries)
+                    start = select_members(entries)
                 self.place.decide(key, asdict(start))
 
         decision: dict[str, Any] = self.place.wait_for(key, look, Start.read)

@@ -52,7 +52,7 @@ def serve(host: str, port: int) -> dist.TCPStore:
 
 
 def note_end(store: dist.Store, island: int, ended: bool = True) -> None:
-    """Records an island's end for the process that serves the store; see ``MeetingPlace.note_end``."""
+    """Records an island's end for the process that serves the store; see ``IslandStore.note_end``."""
     dist.PrefixStore(_PREFIX, store).set(_end_of(island), "1" if ended else "")
 
 
@@ -61,7 +61,7 @@ def _end_of(island: int) -> str:
     return f"ended/{island}"
 
 
-class MeetingPlace:
+class IslandStore:
     """A process's view of the meeting place.
 
     A generation lasts from a start that islands take part in together to the end of the last of them: an island that
@@ -246,7 +246,7 @@ def _beat(store: dist.Store, island: int, stop: threading.Event) -> None:
             stop.wait(BEAT_SECONDS)
 
 
-class Pulses:
+class HeartbeatMonitor:
     """Watches whether islands are alive, by this process's clock.
 
     Args:
@@ -254,7 +254,7 @@ class Pulses:
         islands: numbers of the islands.
     """
 
-    def __init__(self, place: MeetingPlace, islands: Collection[int]) -> None:
+    def __init__(self, place: IslandStore, islands: Collection[int]) -> None:
         self._place = place
         now = time.monotonic()
         self._seen = {island: (count, now) for island, count in place.pulse(islands).items()}

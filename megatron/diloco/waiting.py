@@ -13,7 +13,7 @@ def named(islands: Sequence[int]) -> str:
     return f"{'island' if len(islands) == 1 else 'islands'} {', '.join(map(str, islands))}"
 
 
-class Waiting:
+class WaitNotice:
     """Prints once which islands are awaited, soon after waiting begins.
 
     Args:

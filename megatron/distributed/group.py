@@ -65,7 +65,7 @@ class Pending:
     _mark: torch.cuda.Event | None = None
 
     @property
-    def kind(self) -> str:
+    def operation(self) -> str:
         """Name of the operation: all-reduce, send, ..."""
         return self.what.split(" ", 1)[0]
 

@@ -96,7 +96,7 @@ class _Timed:
 
 
 class Ledger:
-    """Accounts of all points since the last ``take``; timed blocks are also reported to observers.
+    """Accounts of all points since the last ``take_totals``; timed blocks are also reported to observers.
 
     Times are exclusive: a block's time does not include nested timed blocks, so computing, coding and waiting add up.
     On CUDA an interval becomes known some time after its block, and counts in the window that is taken then.
@@ -142,7 +142,7 @@ class Ledger:
         with self._timed(partial(self._books.wait, point), "wait", point):
             pending.wait()
         for observer in self.observers:
-            observer.on_complete(_FLIGHTS.get(pending.kind, pending.kind), point, pending)
+            observer.on_complete(_FLIGHTS.get(pending.operation, pending.operation), point, pending)
 
     def encoding(self, point: Point) -> AbstractContextManager[None]:
         """Time the encoding of a tensor before it is sent."""
@@ -170,7 +170,7 @@ class Ledger:
         """Time computing, without the encoding, decoding and waiting inside."""
         return _Timed(self, self._books.compute)
 
-    def take(self) -> dict[str, dict[str, float]]:
+    def take_totals(self) -> dict[str, dict[str, float]]:
         """Return the accounts with traffic, by point name, and reset. A rank that only receives has only times."""
         self.clock.read()
         books = self._books

@@ -6,7 +6,7 @@ from megatron.compression.message import message_seed
 from megatron.compression.state import CompressorState
 
 
-class StepDraws:
+class MessageSeeds:
     """Position in a run that seeds random draws, so that recomputation draws the same numbers again.
 
     Attributes:
@@ -18,7 +18,7 @@ class StepDraws:
         self.iteration = 0
         self.micro_batch = 0
 
-    def begin(self, iteration: int) -> None:
+    def begin_step(self, iteration: int) -> None:
         """Begin a step; -1 stands for an evaluation."""
         self.iteration, self.micro_batch = max(iteration, 0), 0
 

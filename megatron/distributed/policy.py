@@ -88,7 +88,7 @@ class CompressionPlan:
         spec = self.specs.get(Point.EMBED_GRAD)
         return spec is not None and spec.fused
 
-    def begin(self, iteration: int) -> None:
+    def begin_step(self, iteration: int) -> None:
         """Begin a step; the iteration selects scheduled options, except in evaluations (-1)."""
         if iteration >= 0:
             self._iteration = iteration

@@ -103,10 +103,10 @@ def checked(flags: ZeroShotFlags) -> Callable[[LoadedModel], str]:
 def asked_task(words: Sequence[str]) -> str:
     """Name of the requested task, from the last --task in any spelling, else from the --config file; empty if there is
     none."""
-    return _behind("task", words) or _task_in(_behind("config", words))
+    return _flag_value("task", words) or _task_in(_flag_value("config", words))
 
 
-def _behind(flag: str, words: Sequence[str]) -> str:
+def _flag_value(flag: str, words: Sequence[str]) -> str:
     """Value of the last occurrence of a flag; empty if it is missing."""
     last_value = ""
     for number, word in enumerate(words):

@@ -118,7 +118,7 @@ class LoadedModel:
             windows = {layer: model.window_of(layer) for layer in self.stage.part.layers}
             return KVCache(windows, shape, self.stage.dtype, self.device, self.workspaces.block)
 
-        return self.workspaces.take(rows, positions, cache)
+        return self.workspaces.workspace(rows, positions, cache)
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
         """Broadcast a CPU tensor from rank ``src``, in place."""

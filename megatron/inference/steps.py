@@ -138,7 +138,7 @@ class Workspaces:
             self.record = None
             return None
 
-    def take(self, rows: int, positions: int, make: Callable[[int], KVCache]) -> Workspace:
+    def workspace(self, rows: int, positions: int, make: Callable[[int], KVCache]) -> Workspace:
         """Return a workspace; the workspace of the previous call must not be used any more.
 
         Args:

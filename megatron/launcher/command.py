@@ -72,7 +72,7 @@ def _launch(words: list[str], arguments: argparse.Namespace) -> int:
     try:
         with StopSignals() as signals:
             signals.take_over(arguments)
-            use_rendezvous(arguments, signals.begin)
+            use_rendezvous(arguments, signals.install)
             run.run(arguments)
     except ChildFailedError as error:
         return _report(error, signals.received)

@@ -47,7 +47,7 @@ class StopSignals:
         names = [name.strip() for name in arguments.signals_to_handle.split(",")]
         arguments.signals_to_handle = ",".join(name for name in names if name not in {s.name for s in STOP_SIGNALS})
 
-    def begin(self) -> None:
+    def install(self) -> None:
         """Installs the handlers; called each time before ranks are started.
 
         Raises:

@@ -13,7 +13,7 @@ from megatron.parallel.tensor.random import DropoutKeys, SiteKeys
 
 
 @dataclass(frozen=True)
-class Memory:
+class EncoderOutput:
     """Encoder output, for the decoder's cross-attention.
 
     Args:
@@ -67,7 +67,7 @@ class ForwardContext:
     types_bs: Tensor | None = None
     decoder_tokens_bs: Tensor | None = None
     decoder_segment_ids_bs: Tensor | None = None
-    memory: Memory | None = None
+    memory: EncoderOutput | None = None
     experts: ExpertContext | None = None
     cache: KVCache | None = None
     attention: Callable[..., Tensor] = F.scaled_dot_product_attention

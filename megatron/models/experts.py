@@ -86,7 +86,7 @@ class Expert(nn.Module):
         return linear(self.activation(linear(rows, *self.up)), *self.down)
 
 
-def _together(
+def _grouped_product(
     rows: Tensor, layers: Sequence[tuple[Tensor, Tensor | None]], counts: Tensor, multiply: GroupsLinear
 ) -> Tensor:
     """Apply each expert's linear layer to its rows."""
@@ -116,7 +116,7 @@ class _WithBiases(torch.autograd.Function):
         return grad, grad.new_zeros(len(numbers), grad.shape[1]).index_add_(0, expert_r, grad), None
 
 
-def _of_one(expert: Expert, rows: Tensor) -> Tensor:
+def _expert_output(expert: Expert, rows: Tensor) -> Tensor:
     """An expert's outputs for rows (r, h), padded to a recurring size; see ``recurring``."""
     padding = recurring(rows) - len(rows)
     out: Tensor = expert(F.pad(rows, (0, 0, 0, padding)) if padding else rows)
@@ -227,7 +227,7 @@ class Experts(nn.Module):
         """Weighted sums of the expert outputs, dispatched directly to the ranks that hold the experts."""
         comm = self.expert_comm.ranks
         experts = comm.size * self.local
-        counts = self.expert_comm.count(choices.chosen_tk, experts, choices.most, choices.total)
+        counts = self.expert_comm.count_rows(choices.chosen_tk, experts, choices.most, choices.total)
         order = order_of(choices.chosen_tk, choices.holes, counts)
         rows = dispatched(x_th, order)
         if comm.size == 1:
@@ -287,11 +287,11 @@ class Experts(nn.Module):
         if all(groups_products(rows, [weight for weight, _ in layers]) for layers in (ups, downs)):
             multiply = grouped_linear
         if multiply is not None:
-            inner = _together(rows, ups, counts, multiply)
-            return _together(experts[0].activation(inner), downs, counts, multiply)
+            inner = _grouped_product(rows, ups, counts, multiply)
+            return _grouped_product(experts[0].activation(inner), downs, counts, multiply)
         rows_by_expert = rows.split(counts.tolist())
         return torch.cat(
-            [_of_one(expert, expert_rows) for expert, expert_rows in zip(experts, rows_by_expert, strict=True)]
+            [_expert_output(expert, expert_rows) for expert, expert_rows in zip(experts, rows_by_expert, strict=True)]
         )
 
     def _mixed(self, out_sbh: Tensor, x_sbh: Tensor) -> Tensor:
@@ -312,7 +312,7 @@ class Experts(nn.Module):
         step, config = context.experts, self.config
         if step is None:
             return out_sbh
-        counts = self.expert_comm.count(routing.experts_tk, self.count)
+        counts = self.expert_comm.count_rows(routing.experts_tk, self.count)
         step.seen[self.layer, step.micro_batch] = (counts, routing.losses.detach())
         loss_weights = tuple(config.expert_losses.values())
         if not any(loss_weights):

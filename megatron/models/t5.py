@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron.config.model import ModelConfig
 from megatron.config.recompute import RecomputeConfig
 from megatron.models.block import Layer
-from megatron.models.context import ForwardContext, Memory
+from megatron.models.context import EncoderOutput, ForwardContext
 from megatron.models.losses import LossSum, StageLoss, Targets, token_weights
 from megatron.models.norm import Norm
 from megatron.models.stage import Stage, StagePart
@@ -82,7 +82,7 @@ class T5Stage(Stage):
             x_sbh, read_sbh = x_sbh[:length], x_sbh[length:]
         # Enter the region once for all layers, so that they communicate neither the memory nor its gradient.
         entered_sbh = enter_parallel_region(read_sbh.to(self.dtype), self.comm.at("memory"))
-        memory = Memory(entered_sbh, context.segment_ids_bs)
+        memory = EncoderOutput(entered_sbh, context.segment_ids_bs)
         x_sbh = self._transform(layers, x_sbh, replace(decoder_context, memory=memory))
         return x_sbh if self.part.last else torch.cat([x_sbh, read_sbh])
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron.optimizer.norm_reducer import WholeSums, row_of
+from megatron.optimizer.norm_reducer import ParamNormReducer, row_of
 from megatron.parallel.data.param_shards import ParamShard
 
 
@@ -32,7 +32,7 @@ def set_steps_taken(inner: torch.optim.Optimizer, shards: Sequence[ParamShard], 
             state["step"] = torch.full_like(state["step"], float(count))
 
 
-def freeze(inner: torch.optim.Optimizer, shards: Sequence[ParamShard], whole: WholeSums) -> None:
+def freeze(inner: torch.optim.Optimizer, shards: Sequence[ParamShard], whole: ParamNormReducer) -> None:
     """Prepares the second moments as divisors from now on.
 
     Elements without a gradient so far have a second moment of 0, and their first momentum would be divided by epsilon:

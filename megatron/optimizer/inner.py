@@ -10,14 +10,14 @@ import torch
 from megatron.base.errors import UserError
 from megatron.config.optimizer import OptimizerConfig
 from megatron.optimizer.lamb import Lamb
-from megatron.optimizer.matrix_gather import WholeMatrices
+from megatron.optimizer.matrix_gather import MatrixGather
 from megatron.optimizer.muon import Muon
-from megatron.optimizer.norm_reducer import WholeSums
+from megatron.optimizer.norm_reducer import ParamNormReducer
 from megatron.parallel.data.param_shards import ParamShard
 
 
 def make_inner(
-    shards: Sequence[ParamShard], config: OptimizerConfig, whole: WholeSums, matrices: WholeMatrices
+    shards: Sequence[ParamShard], config: OptimizerConfig, whole: ParamNormReducer, matrices: MatrixGather
 ) -> torch.optim.Optimizer:
     """Builds the optimizer over the shards' main values, its state allocated.
 

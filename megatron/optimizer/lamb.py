@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.kernels.ops import finite_norm
-from megatron.optimizer.norm_reducer import WholeSums, row_of
+from megatron.optimizer.norm_reducer import ParamNormReducer, row_of
 from megatron.parallel.data.param_shards import ParamShard
 
 
@@ -31,7 +31,7 @@ class Lamb(torch.optim.Optimizer):
         self,
         groups: list[dict[str, Any]],
         shards: Sequence[ParamShard],
-        whole: WholeSums,
+        whole: ParamNormReducer,
         lr: float,
         betas: tuple[float, float],
         eps: float,

@@ -60,7 +60,7 @@ class _Wave:
     jobs: tuple[_Job, ...]
 
 
-class WholeMatrices:
+class MatrixGather:
     """The matrices of linear layers, whole.
 
     With ``sharded``, the replicas of a buffer share its matrices. Otherwise every replica has all of its slices, and

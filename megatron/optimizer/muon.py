@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.optimizer import OptimizerConfig
-from megatron.optimizer.matrix_gather import WholeMatrices
+from megatron.optimizer.matrix_gather import MatrixGather
 from megatron.parallel.data.param_shards import ParamShard
 from megatron.parallel.tensor.shards import ParamSpec
 
@@ -53,7 +53,7 @@ class Muon(torch.optim.AdamW):
     """
 
     def __init__(
-        self, groups: list[dict[str, Any]], shards: Sequence[ParamShard], whole: WholeMatrices, config: OptimizerConfig
+        self, groups: list[dict[str, Any]], shards: Sequence[ParamShard], whole: MatrixGather, config: OptimizerConfig
     ) -> None:
         betas = (config.adam_beta1, config.adam_beta2)
         super().__init__(groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=True)

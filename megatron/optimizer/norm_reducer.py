@@ -14,7 +14,7 @@ from megatron.parallel.data.buffer import FlatBuffer
 from megatron.parallel.data.param_shards import ParamShard
 
 
-class WholeSums:
+class ParamNormReducer:
     """Computes sums over the logical parameters from sums over the shards.
 
     Args:

@@ -18,13 +18,13 @@ from megatron.kernels.ops import sum_of_squares
 from megatron.optimizer.frozen_adam import freeze, set_steps_taken, step_frozen, steps_taken
 from megatron.optimizer.inner import make_inner, set_hyperparameters, step_inner
 from megatron.optimizer.loss_scale import LossScale
-from megatron.optimizer.matrix_gather import WholeMatrices
-from megatron.optimizer.norm_reducer import WholeSums
+from megatron.optimizer.matrix_gather import MatrixGather
+from megatron.optimizer.norm_reducer import ParamNormReducer
 from megatron.optimizer.update_direction import begin_directions, end_directions
 from megatron.parallel.data.buffer import FlatBuffer
-from megatron.parallel.data.param_gather import ParamPublisher, separates
+from megatron.parallel.data.param_gather import ParamAllGather, separates
 from megatron.parallel.data.param_shards import ParamShard, own_shards
-from megatron.parallel.data.sync_warmup import JointSteps, alone
+from megatron.parallel.data.sync_warmup import SyncWarmup, alone
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Optimizer:
         sharded: bool,
         log_params_norm: bool = False,
         log_num_zeros: bool = False,
-        joint: JointSteps | None = None,
+        joint: SyncWarmup | None = None,
     ) -> None:
         self.joint = alone() if joint is None else joint
         self.buffers = buffers
@@ -105,9 +105,9 @@ class Optimizer:
         self.log_params_norm = log_params_norm
         self.log_num_zeros = log_num_zeros
         self.shards = own_shards(buffers, self.sharded, separate=separates(plan, self.sharded))
-        self.publisher = ParamPublisher(buffers, self.shards, plan, ledger, self.sharded)
-        self.whole = WholeSums(self.shards, buffers, topology.tp, self.sharded, ledger)
-        matrices = WholeMatrices(self.shards, buffers, topology.tp, self.sharded, ledger)
+        self.publisher = ParamAllGather(buffers, self.shards, plan, ledger, self.sharded)
+        self.whole = ParamNormReducer(self.shards, buffers, topology.tp, self.sharded, ledger)
+        matrices = MatrixGather(self.shards, buffers, topology.tp, self.sharded, ledger)
         self.inner = make_inner(self.shards, config, self.whole, matrices)
         self.frozen_at = 0
 
@@ -206,7 +206,7 @@ class Optimizer:
         pending = self.topology.world.all_reduce(vector)
         self.ledger.sent(Point.CONTROL, pending.sent_bytes)
         self.ledger.wait(Point.CONTROL, pending)
-        self.joint.add([vector[: len(values) - own]])
+        self.joint.all_reduce([vector[: len(values) - own]])
         result: list[float] = vector.tolist()
         return result
 

@@ -137,7 +137,7 @@ class CostBook:
     def _dry(self, choice: Choice, specs: Mapping[Point, Spec], stage: int = 0, spread: Spread | None = None) -> Pieces:
         config = choice.configure(self.config)
         plan = CompressionPlan(specs, stage, choice.pp)
-        plan.begin(STEADY)
+        plan.begin_step(STEADY)
         return Pieces(config, self.vocab_size, self._stand, plan, STEADY, spread)
 
     def piece(self, choice: Choice, name: str, balanced: bool = False) -> PieceCost:
@@ -258,7 +258,7 @@ class CostBook:
         if key not in self._messages:
             specs = self.specs(choice) if compressed else {}
             plan = CompressionPlan({p: spec for p, spec in specs.items() if p is point}, 0, choice.pp)
-            plan.begin(STEADY)
+            plan.begin_step(STEADY)
             dtype = model.residual_dtype(self.config.precision.params_dtype)
             self._messages[key] = planned(
                 texts,
@@ -282,7 +282,7 @@ class CostBook:
         key = (Point.PARAM_GATHER, elements, texts)
         if key not in self._messages:
             plan = CompressionPlan({Point.PARAM_GATHER: spec} if spec is not None and covered else {}, 0, 1)
-            plan.begin(STEADY)
+            plan.begin_step(STEADY)
             dtype = self.config.precision.params_dtype
             self._messages[key] = planned(
                 texts,

@@ -296,7 +296,7 @@ class DryExpertComm(ExpertComm):
         self.ranks = _DryRows(self.ranks.group, ledger, self.ranks.coding, self.ranks.inside)
         self.imbalance = imbalance
 
-    def count(self, chosen: Tensor, experts: int, most: int | None = None, total: int | None = None) -> Tensor:
+    def count_rows(self, chosen: Tensor, experts: int, most: int | None = None, total: int | None = None) -> Tensor:
         """Number of rows of each expert; the first expert is the fullest."""
         rows = chosen.numel() if total is None else total
         share = self.imbalance / experts
@@ -323,7 +323,7 @@ class DryExpertComm(ExpertComm):
         assert self.nodes is not None
         (tokens, k), nodes = once_tk.shape, self.nodes.size
         local, other_experts = experts // nodes, experts - 1
-        choices_n = self.count(node_tk, experts, most).view(nodes, local).sum(1)
+        choices_n = self.count_rows(node_tk, experts, most).view(nodes, local).sum(1)
         chosen = min(self.imbalance * k / experts, 1.0)
         kept_share = chosen if most is None else min(chosen, most / tokens)
 

@@ -187,7 +187,7 @@ class Corrections:
 
     def _pieces(self, specs: Mapping[Point, Spec], stand: Stand) -> Pieces:
         plan = CompressionPlan(specs, 0, self.choice.pp)
-        plan.begin(STEADY)
+        plan.begin_step(STEADY)
         return Pieces(self.choice.configure(self.config), self.vocab_size, stand, plan, STEADY)
 
     def of_parts(self) -> dict[str, float]:

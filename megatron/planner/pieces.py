@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.compression.api import Codec, Content
+from megatron.compression.api import Codec, SampleKey
 from megatron.compression.points import Point
 from megatron.compression.state import CompressorState
 from megatron.config.model import ModelConfig
@@ -105,7 +105,7 @@ class Pieces:
             asynchronous=config.parallel.async_tensor_model_parallel_allreduce,
             experts=self.stand.experts(ep, meter, self.plan, self.spread, config.parallel.folds_experts),
         )
-        comm.begin(self.iteration)
+        comm.begin_step(self.iteration)
         padded = padded_vocab_size(self.vocab_size, config.model.make_vocab_size_divisible_by, tp)
         shard = VocabShard(self.vocab_size, padded, comm)
         dtype = config.precision.params_dtype
@@ -184,10 +184,10 @@ class Pieces:
         for step in range(1 + self.stand.repeats):
             self.stand.fill(built.buffer.grads_flat)
             with meter:
-                reducer.begin(self.iteration + step, 1.0, reducer.compressor.finalizes)
+                reducer.begin_step(self.iteration + step, 1.0, reducer.compressor.finalizes)
                 reducer.launch()
                 first_tallies.append(meter.take())
-                reducer.finish(True)
+                reducer.finish_reduction(True)
                 later_tallies.append(meter.take())
             if reducer.wants_update:
                 reducer.observe()
@@ -225,7 +225,7 @@ class Pieces:
         tallies: list[Tally] = []
         for step in range(1 + self.stand.repeats):
             self.stand.fill(grad)
-            sync.begin(self.iteration + step)
+            sync.begin_step(self.iteration + step)
             with meter:
                 sync.all_reduce(grad, shape, 1.0)
                 tallies.append(meter.take())
@@ -260,7 +260,7 @@ def message(
     """
     meter, device = stand.recorder(), stand.torch_device
     sender, receiver = CompressorState(), CompressorState()
-    key = Content(range(keys))
+    key = SampleKey(range(keys))
     if codec.traits.tokens:
         key.tokens_sb = torch.arange(shape[:-1].numel(), device=device).view(shape[:-1]) % vocab_size
         key.vocab_size = vocab_size

@@ -28,7 +28,7 @@ from megatron.optimizer.loss_scale import LossScale, build_loss_scale
 from megatron.optimizer.optimizer import Optimizer
 from megatron.parallel.data.buffer import FlatBuffer, named_params
 from megatron.parallel.data.gradient_sync import GradientSync, bucket_elements, main_grad_dtype
-from megatron.parallel.data.sync_warmup import JointSteps
+from megatron.parallel.data.sync_warmup import SyncWarmup
 from megatron.parallel.data.torch_ddp import TorchReplicas
 from megatron.parallel.expert.dispatcher import ExpertComm
 from megatron.parallel.pipeline.channel import PipelineChannel
@@ -77,7 +77,7 @@ class Engines:
     comm: TensorComm
     plan: CompressionPlan
     experts: ExpertTally
-    joint: JointSteps
+    joint: SyncWarmup
     outer: OuterSync | None
 
     def begin_step(self, iteration: int, seq_length: int | None = None) -> None:
@@ -91,13 +91,13 @@ class Engines:
         self.ledger.clock.read()
         for observer in self.ledger.observers:
             observer.begin_step(iteration)
-        self.plan.begin(iteration)
-        self.joint.begin(iteration)
-        self.comm.begin(iteration)
-        self.sync.begin(iteration, scale)
+        self.plan.begin_step(iteration)
+        self.joint.begin_step(iteration)
+        self.comm.begin_step(iteration)
+        self.sync.begin_step(iteration, scale)
         if self.channel is not None:
             self.channel.shapes = _message_shapes(self.config, self.topology.layout, seq_length)
-            self.channel.begin(scale)
+            self.channel.begin_step(scale)
 
     def compressor_states(self) -> Iterator[CompressorState]:
         """States of this rank's compressors."""
@@ -225,11 +225,11 @@ def build_engines(
     )
 
 
-def _build_joint(config: RunConfig, plan: CompressionPlan, ledger: Ledger) -> JointSteps:
+def _build_joint(config: RunConfig, plan: CompressionPlan, ledger: Ledger) -> SyncWarmup:
     """Build the steps that all islands take together."""
     steps, outer = plan.activation(Point.OUTER).warmup_iters, plan.specs.get(Point.OUTER)
     compressed = outer is not None and outer.outer.in_step == "compressed"
-    return JointSteps(config.islands.islands, steps, ledger, compressed)
+    return SyncWarmup(config.islands.islands, steps, ledger, compressed)
 
 
 def _tensor_comm(config: RunConfig, topology: Topology, ledger: Ledger, plan: CompressionPlan) -> TensorComm:
@@ -271,7 +271,7 @@ def _build_optimizer(
     buffers: list[FlatBuffer],
     plan: CompressionPlan,
     ledger: Ledger,
-    joint: JointSteps,
+    joint: SyncWarmup,
     sharded: bool,
 ) -> Optimizer:
     """Build the optimizer over this rank's buffers."""

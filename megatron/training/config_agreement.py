@@ -47,7 +47,7 @@ class Verdict:
     def decode(data: bytes) -> Verdict:
         return Verdict(*json.loads(data))
 
-    def check(self) -> None:
+    def raise_problem(self) -> None:
         """Raise if there is a problem.
 
         Raises:
@@ -58,7 +58,7 @@ class Verdict:
             raise UserError(self.problem) if self.bad_input else CommunicationError(self.problem)
 
 
-class Meeting:
+class RankAgreement:
     """Meeting of a command's ranks in their rendezvous store.
 
     Args:
@@ -95,7 +95,7 @@ class Meeting:
             raise CommunicationError(f"rank 0 or the store that it keeps is gone: {first_line(error)}") from error
         if verdict.problem:
             self._leave()
-        verdict.check()
+        verdict.raise_problem()
 
     def refuse(self, problem: str, *, bad_input: bool) -> bool:
         """Tell the other ranks why this rank will not take part, and wait a little until they know.

@@ -14,7 +14,7 @@ from megatron.distributed.topology import Topology
 from megatron.models.context import ExpertContext
 from megatron.models.experts import Experts
 from megatron.models.stage import Stage
-from megatron.parallel.data.sync_warmup import JointSteps, alone
+from megatron.parallel.data.sync_warmup import SyncWarmup, alone
 from megatron.training.metrics import ExpertLoads
 
 MOE_LOSS = "moe loss"
@@ -36,7 +36,7 @@ class ExpertTally:
         stages: Sequence[Stage],
         topology: Topology,
         ledger: Ledger,
-        joint: JointSteps | None = None,
+        joint: SyncWarmup | None = None,
     ) -> None:
         self._config, self._topology, self._ledger = config, topology, ledger
         self._joint = alone() if joint is None else joint
@@ -54,7 +54,7 @@ class ExpertTally:
         """Whether the model has experts."""
         return bool(self._layers)
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Begin a step."""
         self.seen.clear()
 
@@ -62,7 +62,7 @@ class ExpertTally:
         """Inputs of the layers for a micro-batch; see ``ExpertContext``."""
         return ExpertContext(micro_batch, loss_grad, self._shares, self.seen)
 
-    def finish(self, micro_batches: int, taken: bool) -> tuple[dict[str, float], ExpertLoads]:
+    def finish_step(self, micro_batches: int, taken: bool) -> tuple[dict[str, float], ExpertLoads]:
         """End a step; every rank calls it.
 
         Args:
@@ -87,7 +87,7 @@ class ExpertTally:
         pending = self._topology.world.all_reduce(totals)
         self._ledger.sent(Point.CONTROL, pending.sent_bytes)
         self._ledger.wait(Point.CONTROL, pending)
-        self._joint.add([totals])
+        self._joint.all_reduce([totals])
         counts_le, losses_ln = totals[:, : self._most].cpu(), totals[:, self._most :].cpu()
         numbers = self._config.expert_layers
         loads = {

@@ -28,7 +28,7 @@ from megatron.diloco.joining import Joining
 from megatron.diloco.membership import Islands
 from megatron.diloco.rounds import Rounds, RunEnd
 from megatron.diloco.startup import refusal_of
-from megatron.diloco.store import MeetingPlace
+from megatron.diloco.store import IslandStore
 from megatron.distributed.agreement import gather_texts, together
 from megatron.distributed.errors import CommunicationError
 from megatron.distributed.process_group import LaunchEnvironment
@@ -137,7 +137,7 @@ def folders_of_others(
 
 
 @dataclass(frozen=True)
-class Met:
+class Membership:
     """Membership of this island after the start.
 
     Args:
@@ -155,7 +155,7 @@ class Met:
 
 
 def begin_rounds(
-    engines: Engines, checkpoints: RunCheckpoints, reporter: Reporter, met: Met, train_iters: int
+    engines: Engines, checkpoints: RunCheckpoints, reporter: Reporter, met: Membership, train_iters: int
 ) -> Rounds | None:
     """Build the rounds of this island, and send its state to islands that lack it; None without rounds.
 
@@ -182,7 +182,7 @@ def begin_rounds(
             reporter.line,
         )
     if joining is not None and met.begins:
-        joining.let_in_those_behind()
+        joining.admit_islands_at_start()
     section, save = engines.config.islands, engines.config.checkpoint.save
     end = RunEnd(str(Path(save).resolve()) if save else "", section.islands_linger_seconds)
     return Rounds(outer, RoundSchedule(outer.options, start, train_iters), islands, reporter.of_islands, joining, end)
@@ -212,7 +212,7 @@ def reach_islands(
     assert section.island is not None
     seconds = longest_wait(config.parallel)
     islands = Islands(
-        MeetingPlace(*_where(config), seconds, log),
+        IslandStore(*_where(config), seconds, log),
         section.island,
         section.islands,
         section.quorum,
@@ -265,7 +265,7 @@ def _held_iterations(checkpoint: CheckpointConfig) -> list[int]:
     return [newest, *islice(older, _MOST_OFFERED - 1)]
 
 
-def meet_islands(engines: Engines, env: LaunchEnvironment, iteration: int, islands: Islands | None) -> Met:
+def meet_islands(engines: Engines, env: LaunchEnvironment, iteration: int, islands: Islands | None) -> Membership:
     """Meet the other islands, if any.
 
     Args:
@@ -279,13 +279,15 @@ def meet_islands(engines: Engines, env: LaunchEnvironment, iteration: int, islan
         CommunicationError: when they do not come.
     """
     if islands is None:
-        return Met()
+        return Membership()
     config = engines.config
     in_step = iteration < engines.joint.steps
-    begins = islands.begin(iteration, in_step, _identity(config, env, engines.topology.device), _fingerprint(engines))
+    begins = islands.begin_generation(
+        iteration, in_step, _identity(config, env, engines.topology.device), _fingerprint(engines)
+    )
     if islands.in_step:
         engines.joint.group = islands.group_of(range(islands.count), "joint", longest_wait(config.parallel))
-    return Met(islands, begins)
+    return Membership(islands, begins)
 
 
 def _where(config: RunConfig) -> tuple[str, int]:
@@ -302,7 +304,7 @@ def refusing(config: RunConfig, topology: Topology) -> Iterator[None]:
     except UserError as error:
         if config.islands.several and not config.validation.skip_train and topology.rank == 0:
             with suppress(CommunicationError):
-                meeting_place = MeetingPlace(*_where(config), _SECONDS_TO_REFUSE)
+                meeting_place = IslandStore(*_where(config), _SECONDS_TO_REFUSE)
                 meeting_place.take_generation(meeting_place.newest_generation())
                 meeting_place.put(refusal_of(config.islands.island or 0), str(error))
         raise
@@ -312,7 +314,7 @@ def _fingerprint(engines: Engines) -> str:
     """Digest of the state that islands share at the start: the anchor, or the weights before there is an anchor."""
     outer = engines.outer
     assert outer is not None
-    common = outer.outer.anchor or outer.outer.mains
+    common = outer.outer.outer_params or outer.outer.mains
     integer_dtypes = {4: torch.int32, 8: torch.int64}
     sums = [int(x.view(integer_dtypes[x.itemsize]).sum(dtype=torch.int64)) for x in common]
     everyones = gather_texts(engines.topology.control.pg, json.dumps(sums))

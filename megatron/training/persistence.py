@@ -179,9 +179,9 @@ class RunCheckpoints:
             saved_name = name.replace(HEAD_POOLER, PRETRAINED_POOLER)
             if not name.startswith((MODEL + TASK_HEAD, MAIN + TASK_HEAD)) or saved_name in saved:
                 tensors[saved_name] = shard
-        unused = partial(_of_no_body, weights=MAIN if precise else MODEL)
+        unused = partial(_is_unused_by_tasks, weights=MAIN if precise else MODEL)
         load_tensors(root, iteration, tensors, self.group, allow_unexpected=unused, log=self.log)
-        self._spread(precise)
+        self._sync_weights(precise)
         self.log(f"loaded the language model of iteration {iteration} from {root}; its head is new")
 
     def _restore(self, root: str, saved: SavedRun, islands: Sequence[str]) -> None:
@@ -211,7 +211,7 @@ class RunCheckpoints:
         load_tensors(
             root, iteration, tensors, self.group, allow_unexpected=unused, differing=differing.keys(), log=self.log
         )
-        self._spread(saved_main)
+        self._sync_weights(saved_main)
         if not weights_only:
             self._load_compressors(islands or (root,), iteration)
         self.parts.load_state_dict(common, self._scopes())
@@ -260,7 +260,7 @@ class RunCheckpoints:
             if saved_names:
                 self.log("warning: the checkpoint's anchor of islands has no place in this run and is left out")
             return {}
-        outer.outer.begin()
+        outer.outer.copy_params()
         flight, fragments = common["outer"]["flight"], common["outer"].get("fragments", outer.options.fragments)
         if flight is not None:
             if fragments != outer.options.fragments:
@@ -269,7 +269,7 @@ class RunCheckpoints:
                     "with as many, or load a checkpoint at which none was"
                 )
             outer.load_state_dict(common["outer"])
-            outer.allocate(flight["fragment"])
+            outer.allocate_buffers(flight["fragment"])
         return {name: shard for name, shard in outer_tensors(outer).items() if name in saved_names}
 
     def _weights(self, precise: bool) -> dict[str, LogicalShard]:
@@ -284,7 +284,7 @@ class RunCheckpoints:
         # An fp32 model takes these values instead of the rounded weights.
         return main_tensors(optimizer) | (model if optimizer.separate_main else buffer_tensors(self.engines.stages))
 
-    def _spread(self, precise: bool) -> None:
+    def _sync_weights(self, precise: bool) -> None:
         """Copy loaded weights from the tensors of ``_weights`` to all other copies."""
         optimizer = self.engines.optimizer
         if optimizer.separate_main and not precise:
@@ -313,7 +313,7 @@ def _kept_checkpoints(config: RunConfig) -> int | None:
     return keep if keep is None or not config.islands.several else max(keep, 2)
 
 
-def _of_no_body(name: str, weights: str) -> bool:
+def _is_unused_by_tasks(name: str, weights: str) -> bool:
     """Whether a task cannot use a tensor of a language model's checkpoint: heads, and everything except weights.
 
     Args:

@@ -25,7 +25,7 @@ from megatron.distributed.process_group import (
     open_queues,
     shutdown,
 )
-from megatron.training.config_agreement import LEAVE_SECONDS, Meeting
+from megatron.training.config_agreement import LEAVE_SECONDS, RankAgreement
 from megatron.training.identity import identity_of
 
 EXIT_BAD_INPUT = 2
@@ -81,7 +81,7 @@ class Ranks:
         self.env = LaunchEnvironment.read()
         self._note = open_queues()
         self.watch: Watch | None = None
-        self.meeting: Meeting | None = None
+        self.meeting: RankAgreement | None = None
 
     def join(
         self,
@@ -106,7 +106,7 @@ class Ranks:
         env, launcher = self.env, launcher_pid()
         if env.world_size > 1:
             identity = identity_of(sections)
-            self.meeting = Meeting(env, timeout_minutes)
+            self.meeting = RankAgreement(env, timeout_minutes)
             self.meeting.agree(identity)
         store = self.meeting.store if self.meeting is not None else None
         if store is not None or launcher is not None:
@@ -162,7 +162,7 @@ class Ranks:
     def _stay_away(self, reason: str, status: int) -> bool:
         """Tell the waiting ranks that this rank will not join them; return whether they were told."""
         try:
-            meeting = Meeting(self.env, LEAVE_SECONDS / 60)
+            meeting = RankAgreement(self.env, LEAVE_SECONDS / 60)
             return meeting.refuse(reason, bad_input=status == EXIT_BAD_INPUT)
         except (UserError, CommunicationError):
             return False

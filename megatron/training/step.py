@@ -9,7 +9,7 @@ from itertools import islice
 import torch
 from torch import Tensor, nn
 
-from megatron.compression.api import Content
+from megatron.compression.api import SampleKey
 from megatron.compression.points import Point
 from megatron.data.batch import Batch
 from megatron.distributed.ledger import Ledger
@@ -60,7 +60,7 @@ class ChunkProgram:
 
     def key(self, micro_batch: int, boundary: int) -> Hashable:
         batch = self.batches[micro_batch]
-        key = Content(batch.sample_ids_b.tolist())
+        key = SampleKey(batch.sample_ids_b.tolist())
         if self.keys_hold_tokens:
             topology, parallel = self.engines.topology, self.engines.config.parallel
             after_encoder = topology.layout.follows_encoder(boundary)
@@ -197,7 +197,7 @@ def train_step(
         )
     if not totals.skipped and engines.sync.wants_update:
         engines.sync.observe_update()
-    own_losses, loads = engines.experts.finish(len(batches), not totals.skipped)
+    own_losses, loads = engines.experts.finish_step(len(batches), not totals.skipped)
     engines.plan.skipped += totals.skipped
     engines.end_step(taken=not totals.skipped)
     return StepMetrics(
@@ -225,12 +225,12 @@ def _reduce(
     reduction = "grads-reduce-scatter" if engines.optimizer.sharded else "grads-all-reduce"
     with engines.ledger.computing(), timers(reduction, level=1):
         losses = _reported(engines, last_chunk)
-        all_finite = engines.sync.finish(sum(count for _, count in losses.values()))
+        all_finite = engines.sync.finish_reduction(sum(count for _, count in losses.values()))
         joint = engines.joint
-        if all_finite and joint.on and joint.compressed:
+        if all_finite and joint.active and joint.compressed:
             assert engines.outer is not None
             assert joint.group is not None
-            with joint.together():
+            with joint.explain_errors():
                 engines.outer.sum_gradients(joint.group, iteration, engines.optimizer.loss_scale.scale)
         return losses, all_finite
 
@@ -254,7 +254,7 @@ def _divisors(engines: Engines, batches: Sequence[Batch]) -> Tensor | None:
     pending = dp.all_reduce(counts)
     engines.ledger.sent(Point.CONTROL, pending.sent_bytes)
     engines.ledger.wait(Point.CONTROL, pending)
-    engines.joint.add([counts])
+    engines.joint.all_reduce([counts])
     # A loss without any counted label is zero, whatever the divisor.
     return counts.clamp_(min=1.0) / (len(batches) * dp.size * engines.joint.islands)
 
@@ -268,10 +268,14 @@ def _forward_backward(
         for buffer in engines.buffers:
             buffer.begin_grads()
     engines.begin_step(iteration, length)
-    engines.experts.begin()
+    engines.experts.begin_step()
     divisors = _divisors(engines, batches)
     table = engines.pipeline.timetable(config.parallel.pipeline_schedule, count)
-    kind = [("training", count, length, _shapes(batches)), *engines.comm.kind(length), *engines.sync.kind()]
+    kind = [
+        ("training", count, length, _shapes(batches)),
+        *engines.comm.launch_signature(length),
+        *engines.sync.launch_signature(),
+    ]
     kind += _kinds_of_experts(engines)
     # A micro-batch's objective is its share of the batch mean, times the number of micro-batches. Auxiliary losses of
     # expert layers, means over all tokens of a micro-batch, have the same gradient.
@@ -336,7 +340,7 @@ def evaluation_step(
     engines.begin_step(-1, length)
     programs = [ChunkProgram(stage, batches, None, engines) for stage in engines.stages]
     table = engines.pipeline.timetable(None, len(batches))
-    kind = [("evaluation", len(batches), length, _shapes(batches)), *engines.comm.kind(length)]
+    kind = [("evaluation", len(batches), length, _shapes(batches)), *engines.comm.launch_signature(length)]
     kind += _kinds_of_experts(engines)
     engines.pipeline.run(table, programs, -1, len(batches), None, kind)
     engines.end_step(taken=False)

@@ -79,7 +79,7 @@ class TrafficMeter:
             every rank.
         """
         topology = self.engines.topology
-        accounts = self.engines.ledger.take()
+        accounts = self.engines.ledger.take_totals()
         sums, warnings = self._residuals()
         mine = [float(accounts.get(p.value, {}).get(row, 0.0)) for row in _ROWS for p in Point]
         mine += [sums[p][row] for row in range(3) for p in Point]

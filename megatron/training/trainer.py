@@ -101,7 +101,7 @@ class Trainer:
         reason = ExitReason.NONE
         start, skipped = self.progress.iteration, self.progress.skipped
         if not self.config.validation.skip_train:
-            round_due = self.rounds is not None and (self._joins or self.rounds.behind(start))
+            round_due = self.rounds is not None and (self._joins or self.rounds.is_round_overdue(start))
             if start < self.train_iters or round_due:
                 reason = self._train()
             else:
@@ -198,7 +198,7 @@ class Trainer:
         done, engines = self.progress.iteration, self.engines
         if self.rounds is not None:
             self.rounds.before_step(done)
-        engines.joint.begin(done)
+        engines.joint.begin_step(done)
         with engines.ledger.uncounted():
             (votes,) = engines.optimizer.sum_over_world([vote])
         self._count_iteration(taken=False)
@@ -206,7 +206,7 @@ class Trainer:
         engines.plan.skipped += 1
         self.reporter.report_if_due(done + 1)
         if self.rounds is not None:
-            self.rounds.asked = max(self.rounds.asked, self.policy.wish(votes))
+            self.rounds.stop_request = max(self.rounds.stop_request, self.policy.wish(votes))
             self._joins = not self._round(lambda rounds: rounds.after_step(done + 1, math.nan))
         return ExitReason.NONE if self._joins else self._after_step(votes)
 
@@ -243,7 +243,7 @@ class Trainer:
         try:
             return run_round(self.rounds)
         except QuorumError:
-            self.rounds.forget()
+            self.rounds.drop_in_flight()
             with self.reporter.paused("save"):
                 self.checkpoints.save()
                 self.checkpoints.close()
@@ -252,7 +252,7 @@ class Trainer:
     def _save(self) -> None:
         """Save a checkpoint."""
         if self.rounds is not None and self.checkpoints.saver is not None:
-            self._round(Rounds.hold)
+            self._round(Rounds.finish_transfer)
         self.checkpoints.save()
 
     def _vote(self, signals: ExitSignals | None) -> float:
@@ -279,7 +279,7 @@ class Trainer:
         warning = self.divergence.after_step(metrics)
         diverged = self.divergence.problem is not None
         if self.rounds is not None and not diverged:
-            self.rounds.asked = max(self.rounds.asked, self.policy.wish(metrics.votes))
+            self.rounds.stop_request = max(self.rounds.stop_request, self.policy.wish(metrics.votes))
             self._joins = not self._round(lambda rounds: rounds.after_step(progress.iteration, metrics.loss))
             if self._joins:
                 return ExitReason.NONE
@@ -329,7 +329,11 @@ class Trainer:
     def _reason(self, votes: float) -> ExitReason:
         """Return the reason to stop now. Islands that take local steps stop together, at the end of a round."""
         rounds = self.rounds
-        reason = ExitReason(rounds.stop) if rounds is not None and rounds.apart else self.policy.wish(votes)
+        reason = (
+            ExitReason(rounds.stop_reason)
+            if rounds is not None and rounds.takes_local_steps
+            else self.policy.wish(votes)
+        )
         if reason is not ExitReason.NONE:
             return reason
         interval = self.config.training.exit_interval

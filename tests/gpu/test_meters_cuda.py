@@ -48,7 +48,7 @@ def _steps(config: RunConfig, topology: Topology, warm: int, count: int, vocab: 
         train_step(engines, taken, iteration, 1e-3, 0.0)
     ledger.clock.synchronize()
     seconds = time.perf_counter() - began
-    accounts = ledger.take().values()
+    accounts = ledger.take_totals().values()
     return {
         "seconds": seconds,
         "computed": ledger.take_computed(),

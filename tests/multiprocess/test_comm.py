@@ -81,8 +81,8 @@ def _mixed_rounds() -> list[str]:
             wrong.append(f"tensor {i}")
     n = group.size
     if n == 1:
-        return wrong + [str(ledger.accounts)] * bool(ledger.take())
-    account = ledger.take()["dp-grad"]
+        return wrong + [str(ledger.accounts)] * bool(ledger.take_totals())
+    account = ledger.take_totals()["dp-grad"]
     three = sum((n - 1) * 8 * k + (8 if group.rank == 0 else 0) + (n - 1) * 8 * k for k in (6, 4))
     reduced = [2 * (n - 1) * 8 * k // n for k in (5 + 0, 6 + 4)]
     if account["raw_bytes"] != 1000 or account["wire_bytes"] != three + sum(reduced):
@@ -143,11 +143,11 @@ def _reduce_in_odd_orders(sharded: bool) -> list[str]:
     for step in range(2):
         for i, flat in enumerate(flats):
             flat.copy_(_values(100 * step + 10 * group.rank + i, (sizes[i],)))
-        reducer.begin(step, 1.0)
+        reducer.begin_step(step, 1.0)
         order = [(i * (group.rank + 1) + group.rank) % 3 for i in range(2)]
         for i in order:
             reducer.mark_ready(i)
-        reducer.finish()
+        reducer.finish_reduction()
         for i, flat in enumerate(flats):
             wanted = torch.stack([_values(100 * step + 10 * rank + i, (sizes[i],)) for rank in range(group.size)]).sum(
                 dim=0
@@ -156,7 +156,7 @@ def _reduce_in_odd_orders(sharded: bool) -> list[str]:
             own = slice(group.rank * share, (group.rank + 1) * share) if sharded else slice(None)
             if not torch.allclose(flat[own], wanted[own], atol=1e-12):
                 wrong.append(f"step {step} bucket {i}")
-    sent = ledger.take()["dp-grad"]
+    sent = ledger.take_totals()["dp-grad"]
     formula = 2 * sum((1 if sharded else 2) * (group.size - 1) * 8 * size // group.size for size in sizes)
     if (sent["wire_bytes"], sent["raw_bytes"]) != (formula, formula):
         wrong.append(f"{sent} instead of {formula}")
@@ -196,7 +196,7 @@ def _gather_lossy() -> list[str]:
     out = torch.empty(2 * group.size, 3)
     result = PendingGather(HalfCodec(), x, CompressorState(), None, group, ledger, Point.PARAM_GATHER, out=out).wait()
     wanted = torch.cat([_values(rank, (2, 3)).float().half().float() for rank in range(group.size)])
-    account = ledger.take()["param-gather"]
+    account = ledger.take_totals()["param-gather"]
     wrong = [] if torch.equal(result, wanted) and result is out else ["values"]
     if (account["wire_bytes"], account["raw_bytes"]) != ((group.size - 1) * 12, (group.size - 1) * 24):
         wrong.append(str(account))
@@ -221,7 +221,7 @@ def _channel(scale: float) -> list[str]:
     channel = PipelineChannel(group, other, plan, ledger, [SHAPE], torch.float32, torch.device("cpu"))
     wrong = []
     for step in range(2):
-        channel.begin(scale)
+        channel.begin_step(scale)
         positions = [Position(step, 0, m, 3) for m in range(3)]
         sending, receiving = (
             (channel.forward, channel.backward) if group.rank == 0 else (channel.backward, channel.forward)
@@ -243,7 +243,7 @@ def _channel(scale: float) -> list[str]:
     counts = [state.count("count") for state in channel.states()]
     if counts != [6, 6]:
         wrong.append(f"messages seen: {counts}")
-    account = ledger.take()[sending.point.value]
+    account = ledger.take_totals()[sending.point.value]
     if (account["messages"], account["wire_bytes"], account["raw_bytes"]) != (6, 6 * 48, 6 * 96):
         wrong.append(str(account))
     return wrong
@@ -259,7 +259,7 @@ def _first_visits(first_bits: int, dtype: torch.dtype) -> tuple[Tensor, int]:
     if group.rank == 0:
         channel.send(message, x)
         channel.flush()
-        return x, int(ledger.take()["pp-forward"]["wire_bytes"])
+        return x, int(ledger.take_totals()["pp-forward"]["wire_bytes"])
     channel.post([message])
     return channel.recv(message), 0
 

@@ -470,7 +470,7 @@ def _clipped_sum(layout: dict[str, int], max_norm: float) -> tuple[list[float], 
             tied = slot.spec.tied_copy
             mine = _local(gradient(dp.rank, slot), slot) / dp.size
             buffer.grads_flat[slot.start : slot.stop] = 0.0 if tied else mine.flatten()
-    assert sync.finish(64.0 * engines.holds_loss * (engines.topology.tp.rank == 0))
+    assert sync.finish_reduction(64.0 * engines.holds_loss * (engines.topology.tp.rank == 0))
     worst = 0.0
     for buffer in engines.buffers:
         for slot in slots:

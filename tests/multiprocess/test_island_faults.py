@@ -41,11 +41,11 @@ def _dies(island: Island, islands: Islands, phase: str) -> None:
     assert rounds is not None
     due = f"{DEATH}/0/0"
     arrive, settle, exchange, put, apply = (
-        islands.arrive,
-        islands.settle,
-        rounds.sync.exchange,
+        islands.report_to_round,
+        islands.decide_outcome,
+        rounds.sync.finish_transfer,
         islands.place.put,
-        rounds.sync.apply,
+        rounds.sync.apply_mean,
     )
     at: dict[str, str] = {"key": ""}
 
@@ -78,8 +78,8 @@ def _dies(island: Island, islands: Islands, phase: str) -> None:
         if (phase, at["key"]) == ("applied", due):
             _kill()
 
-    islands.arrive, islands.settle, islands.place.put = arriving, settling, putting  # type: ignore[method-assign,assignment]
-    rounds.sync.exchange, rounds.sync.apply = exchanging, applying  # type: ignore[method-assign]
+    islands.report_to_round, islands.decide_outcome, islands.place.put = arriving, settling, putting  # type: ignore[method-assign,assignment]
+    rounds.sync.finish_transfer, rounds.sync.apply_mean = exchanging, applying  # type: ignore[method-assign]
 
 
 def _run(port: int, number: int, out: str, phase: str, changes: Changes) -> None:
@@ -87,7 +87,7 @@ def _run(port: int, number: int, out: str, phase: str, changes: Changes) -> None
     die_with_parent()
     torch.set_num_threads(1)
     islands = meet(port, number, 2, quorum=1, seconds=SECONDS)
-    begins = islands.begin(0, False, {})
+    begins = islands.begin_generation(0, False, {})
     island = build_island(merged(OUTER, changes), islands, number, 2)
     if phase:
         _dies(island, islands, phase)

@@ -99,7 +99,7 @@ def test_islands_on_gpus_exchange_the_same_through_the_machines_memory(words: st
     plain, staged = (train_islands(3, changes, 9, device=device) for device in ("cpu", "cuda"))
     for one, other in zip(plain, staged, strict=True):
         assert type(other.rounds.islands._group) is StagedGroup  # type: ignore[union-attr]
-        assert one.rounds.sync.flight is other.rounds.sync.flight is None  # type: ignore[union-attr]
+        assert one.rounds.sync.in_flight is other.rounds.sync.in_flight is None  # type: ignore[union-attr]
         assert one.losses == other.losses
         assert torch.equal(one.engines.buffers[0].params_flat, other.engines.buffers[0].params_flat)
         sent = [island.engines.ledger.accounts[Point.OUTER].wire_bytes for island in (one, other)]
@@ -184,7 +184,7 @@ def test_what_is_sent_and_what_is_left_is_what_was_meant(codec: str) -> None:
     def anchors(island: Island) -> dict[str, Tensor]:
         outer = island.engines.outer
         assert outer is not None
-        pairs = zip(outer.optimizer.shards, outer.outer.anchor, strict=True)
+        pairs = zip(outer.optimizer.shards, outer.outer.outer_params, strict=True)
         return {shard.slot.logical_name: x.clone().view(shard.slot.param.shape) for shard, x in pairs}
 
     def look(island: Island, done: int) -> None:
@@ -228,10 +228,10 @@ def test_all_legs_of_a_transfer_are_on_their_way_while_training_goes_on(
 
     def look(island: Island, done: int) -> None:
         assert island.rounds is not None
-        sync, flight = island.rounds.sync, island.rounds.sync.flight
-        if flight is None:
+        sync, in_flight = island.rounds.sync, island.rounds.sync.in_flight
+        if in_flight is None:
             return
-        turns = sync.fragments[flight.fragment].reducer._turns
+        turns = sync.fragments[in_flight.fragment].reducer._turns
         together.wait()
         last = time.monotonic() + 30.0
         for pending in turns:
@@ -241,7 +241,7 @@ def test_all_legs_of_a_transfer_are_on_their_way_while_training_goes_on(
                 time.sleep(0.01)
             may_come.add(pending.reduction)
         together.wait()
-        if done == flight.sent + 3:
+        if done == in_flight.sent + 3:
             left.append(len(turns))
 
     monkeypatch.setattr(PackedReduction, "arrived", arrived_this_step)
@@ -381,7 +381,7 @@ def test_a_round_that_fails_again_and_again_ends_both_islands() -> None:
             tried[number] += 1
             raise CommunicationError("too slow")
 
-        sync.exchange = exchange  # type: ignore[method-assign,assignment]
+        sync.finish_transfer = exchange  # type: ignore[method-assign,assignment]
 
     with pytest.raises(QuorumError, match=r"islands 0, 1 has failed 4 times: each transfer .* 10; raise that"):
         train_islands(2, _outer("identity,every=4"), before_round=spoil)
@@ -445,11 +445,11 @@ def _spoil_what_is_sent(island: Island, value: float, by: str, once: bool) -> No
     """Makes an island send something else than what its norm was measured of."""
     sync = island.engines.outer
     assert sync is not None
-    send = sync.send
+    send = sync.start_transfer
 
     def spoiled(number: int, group: Any, iteration: int) -> None:
         if once:
-            sync.send = send  # type: ignore[method-assign]
+            sync.start_transfer = send  # type: ignore[method-assign]
         if by == "values":
             for bucket in sync.fragments[number].spoken:
                 bucket.reduced.flat[3] = value
@@ -467,7 +467,7 @@ def _spoil_what_is_sent(island: Island, value: float, by: str, once: bool) -> No
         finally:
             del group.all_reduce
 
-    sync.send = spoiled  # type: ignore[method-assign]
+    sync.start_transfer = spoiled  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("value", [float("nan"), 1e30])
@@ -568,7 +568,7 @@ def test_an_island_that_comes_after_the_end_is_sent_the_last_state() -> None:
 
     def first() -> Island:
         islands = meet(store.port, 0, 2, quorum=1, seconds=2.0)
-        assert islands.begin(0, False, {})
+        assert islands.begin_generation(0, False, {})
         island = train_island(build_island(changes, islands, 0, 2), ITERATIONS)
         assert island.rounds is not None
         island.rounds.end = RunEnd("/saved/island_0", 60.0)
@@ -581,11 +581,11 @@ def test_an_island_that_comes_after_the_end_is_sent_the_last_state() -> None:
 
     def second() -> Island:
         early = meet(store.port, 1, 2, quorum=1)
-        assert early.begin(0, False, {})
+        assert early.begin_generation(0, False, {})
         early.leave()
         assert at_end.wait(60)
         islands = meet(store.port, 1, 2, quorum=1)
-        assert not islands.begin(0, False, {})
+        assert not islands.begin_generation(0, False, {})
         island = build_island(changes, islands, 1, 2)
         assert island.rounds is not None
         assert island.rounds.join()
@@ -607,7 +607,7 @@ def test_an_island_that_stays_for_late_ones_ends_when_the_meeting_place_does() -
     """Its run is saved: one line, and no error."""
     store, changes = serve("127.0.0.1", 0), _outer("identity,every=4")
     islands = [meet(store.port, number, 2, quorum=1, seconds=1.0) for number in (0, 1)]
-    in_threads([partial(each.begin, 0, False, {}) for each in islands])
+    in_threads([partial(each.begin_generation, 0, False, {}) for each in islands])
     islands[1].leave()
     island = train_island(build_island(changes, islands[0], 0, 2), 4)
     assert island.rounds is not None
@@ -630,7 +630,7 @@ def test_a_state_that_is_not_finite_is_not_taken_over(monkeypatch: pytest.Monkey
 
     def first() -> None:
         islands = meet(store.port, 0, 2, quorum=1, seconds=2.0)
-        assert islands.begin(0, False, {})
+        assert islands.begin_generation(0, False, {})
         island = build_island(changes, islands, 0, 2)
         begun.set()
         train_island(island, 4)
@@ -642,12 +642,12 @@ def test_a_state_that_is_not_finite_is_not_taken_over(monkeypatch: pytest.Monkey
 
     def second() -> None:
         early = meet(store.port, 1, 2, quorum=1)
-        assert early.begin(0, False, {})
+        assert early.begin_generation(0, False, {})
         early.leave()
         assert begun.wait(60)
         time.sleep(3.0)
         islands = meet(store.port, 1, 2, quorum=1)
-        assert not islands.begin(0, False, {})
+        assert not islands.begin_generation(0, False, {})
         island = build_island(changes, islands, 1, 2)
         assert island.rounds is not None
         island.rounds.join()

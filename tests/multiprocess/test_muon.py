@@ -16,8 +16,8 @@ MATRICES = 4 * 12 * 32**2
 def _sent(parallel: dict[str, Any], precision: dict[str, Any]) -> int:
     engines = tiny_engines({"optimizer": {"optimizer": "muon"}, "parallel": parallel, "precision": precision})
     seen: list[dict[str, Any]] = []
-    engines.ledger.take()
-    tiny_train(engines, 1, after_step=lambda e: seen.append(e.ledger.take().get("optimizer", {"wire_bytes": 0})))
+    engines.ledger.take_totals()
+    tiny_train(engines, 1, after_step=lambda e: seen.append(e.ledger.take_totals().get("optimizer", {"wire_bytes": 0})))
     return int(seen[0]["wire_bytes"])
 
 

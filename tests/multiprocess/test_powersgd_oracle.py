@@ -98,8 +98,8 @@ def _ours(steps: int, starts: dict[str, Tensor], feedback: str) -> list[dict[str
     for step in range(steps):
         for place in places:
             flat[place.start : place.stop].view(place.shape).copy_(_gradient(place.name, step, rank) / size)
-        reducer.begin(step, 1.0)
-        reducer.finish()
+        reducer.begin_step(step, 1.0)
+        reducer.finish_reduction()
         for unit in reducer.units[0]:
             unit.state.commit()
         averages.append({place.name: flat[place.start : place.stop].view(place.shape).clone() for place in places})

@@ -68,10 +68,10 @@ def _cost(spec: str) -> tuple[int, int, int]:
     mode = _LargestAllocation()
     for step in range(4):
         flat.copy_(torch.randn(position, generator=torch.Generator().manual_seed(10 * step + group.rank)))
-        reducer.begin(step, 2.0, checks=True)
+        reducer.begin_step(step, 2.0, checks=True)
         mode.nbytes = 0
         with mode:
-            reducer.finish()
+            reducer.finish_reduction()
         if reducer.wants_update:
             reducer.observe()
         for state in states:

@@ -130,7 +130,7 @@ def _steps(changes: dict[str, dict[str, Any]]) -> dict[str, Any]:
             began = time.now
         taken = take_batches(batches, count, engines.topology.device)
         train_step(engines, taken, iteration, config.optimizer.lr, config.optimizer.weight_decay)
-    accounts = engines.ledger.take().values()
+    accounts = engines.ledger.take_totals().values()
     told = {
         "computing": engines.ledger.take_computed(),
         "coding": sum(account["coded_s"] for account in accounts),

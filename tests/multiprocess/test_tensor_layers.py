@@ -94,7 +94,7 @@ def _feed_forward(sequence_parallel: bool, asynchronous: bool) -> list[str]:
         ring = (n - 1) * activation // n
         # f and g: an all-reduce is two rings; a gather or a reduce-scatter is one.
         forward, backward = (2 * ring, 3 * ring) if sequence_parallel else (2 * ring, 2 * ring)
-        taken = {point: account["wire_bytes"] for point, account in setting.ledger.take().items()}
+        taken = {point: account["wire_bytes"] for point, account in setting.ledger.take_totals().items()}
         if taken != {"tp-forward": forward, "tp-backward": backward}:
             setting.wrong.append(f"{taken} instead of {forward} and {backward}")
     return setting.wrong

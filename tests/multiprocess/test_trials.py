@@ -165,11 +165,11 @@ def _reduce_twice(spec: str, then: str) -> tuple[Tensor, Tensor, bool]:
         all_ranks = [torch.randn(197, generator=torch.Generator().manual_seed(7 * iteration + r)) for r in range(2)]
         meant += torch.stack(all_ranks).sum(dim=0)
         flat.copy_(all_ranks[group.rank])
-        plan.begin(iteration)
+        plan.begin_step(iteration)
         if iteration == 1 and then == "exact":
             plan.tune(Point.DP_GRAD, None)
-        reducer.begin(iteration, 1.0)
-        reducer.finish()
+        reducer.begin_step(iteration, 1.0)
+        reducer.finish_reduction()
         summed += flat
         for units in reducer.units:
             for unit in units:

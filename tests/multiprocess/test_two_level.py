@@ -73,7 +73,7 @@ def _plug_in(dp: int) -> list[str]:
     PackedReduction(jobs, group, ledger, Point.DP_GRAD).finish()
     wanted = [dp * torch.arange(size, dtype=torch.float64) + 10 * sum(range(dp)) for size in (5, 3, 4)]
     wrong = [str(x) for x, total in zip(xs, wanted, strict=True) if not torch.equal(x, total)]
-    account = ledger.take()["dp-grad"]
+    account = ledger.take_totals()["dp-grad"]
     assert group.split is not None
     g = group.split.node.size
     # 9 numbers of the plug-ins are summed inside; 16 bytes of ranks are gathered, as many sent by the first.
@@ -162,10 +162,10 @@ def _sent(changes: Changes) -> tuple[dict[str, float], list[int]]:
     """This rank's account of gradients over three steps, and the lengths of its buckets."""
     engines = tiny_engines(changes)
     tiny_train(engines, 1)
-    engines.ledger.take()
+    engines.ledger.take_totals()
     lengths = [bucket.stop - bucket.start for buffer in engines.buffers for bucket in buffer.buckets]
     seen: list[dict[str, float]] = []
-    tiny_train(engines, 3, after_step=lambda e: seen.append(e.ledger.take()["dp-grad"]))
+    tiny_train(engines, 3, after_step=lambda e: seen.append(e.ledger.take_totals()["dp-grad"]))
     assert all(account["wire_bytes"] == seen[0]["wire_bytes"] for account in seen)
     return seen[0], lengths
 

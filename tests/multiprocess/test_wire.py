@@ -112,10 +112,10 @@ def _training(changes: dict[str, dict[str, Any]]) -> tuple[int, int]:
     count = config.training.global_batch_size // (config.training.micro_batch_size * engines.topology.layout.dp)
 
     def steps(first: int, last: int) -> int:
-        engines.ledger.take()
+        engines.ledger.take_totals()
         for iteration in range(first, last):
             train_step(engines, take_batches(batches, count, engines.topology.device), iteration, 1e-3, 0.1)
-        return int(sum(account["wire_bytes"] for account in engines.ledger.take().values()))
+        return int(sum(account["wire_bytes"] for account in engines.ledger.take_totals().values()))
 
     steps(0, 2)
     return _counted(lambda: steps(2, 5))
@@ -218,8 +218,8 @@ def _sent_of(specs: list[str], *shapes: tuple[int, ...]) -> int:
         places.append(Place(f"p{number}", places[-1].stop if places else 0, shape))
     plan = CompressionPlan(read_specs(specs, Registry(BUILTIN), RunLength()))
     reducer = GradReducer([GradBucket(torch.randn(places[-1].stop), tuple(places))], group, plan, ledger, sharded=False)
-    reducer.begin(0, 1.0)
-    reducer.finish()
+    reducer.begin_step(0, 1.0)
+    reducer.finish_reduction()
     return ledger.accounts[Point.DP_GRAD].wire_bytes
 
 

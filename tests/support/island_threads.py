@@ -18,7 +18,7 @@ from megatron.data.batch import Batch
 from megatron.diloco.joining import Joining
 from megatron.diloco.membership import Islands
 from megatron.diloco.rounds import Rounds
-from megatron.diloco.store import MeetingPlace, serve
+from megatron.diloco.store import IslandStore, serve
 from megatron.training.assembly import Engines
 from megatron.training.step import take_batches, train_step
 from tests.support.tiny import tiny_checkpoints, tiny_engines, tiny_tensors
@@ -154,7 +154,7 @@ def meet(
     port: int, number: int, count: int, quorum: int | None = None, seconds: float = 10.0, device: str = "cpu"
 ) -> Islands:
     """An island's membership, before it has come to the start."""
-    place = MeetingPlace("127.0.0.1", port, 10.0)
+    place = IslandStore("127.0.0.1", port, 10.0)
     return Islands(place, number, count, quorum or count, seconds, 20.0, None, torch.device(device))
 
 
@@ -197,7 +197,7 @@ def train_islands(
 
     def run(number: int) -> Island:
         islands = meet(store.port, number, count, quorum, device=device)
-        assert islands.begin(0, False, {})
+        assert islands.begin_generation(0, False, {})
         island = build_island(changes, islands, number, count)
         try:
             return train_island(island, iterations, before_round=before_round)

@@ -14,7 +14,7 @@ from megatron.compression.options import opt
 from megatron.compression.points import Point
 from megatron.compression.registry import Registration, Registry
 from megatron.compression.sample_cache import SampleCache
-from megatron.compression.state import CompressorState, both
+from megatron.compression.state import CompressorState, combine_keys
 
 _CACHE = "samples"
 
@@ -49,7 +49,9 @@ class SignDelta(Codec):
 
     def launches(self, shape: torch.Size, state: CompressorState, keys: Sequence[Hashable]) -> Hashable:
         samples = [sample for key in keys for sample in _samples(key)]
-        return both(state.layout(self.traits.steady), tuple(self._cache(state).foresee(samples, _row(shape).numel())))
+        return combine_keys(
+            state.layout(self.traits.steady), tuple(self._cache(state).foresee(samples, _row(shape).numel()))
+        )
 
     def empty_payload(
         self, shape: torch.Size, dtype: torch.dtype, device: torch.device, state: CompressorState, key: Hashable

@@ -23,7 +23,7 @@ class DeadlockError(Exception):
 
 
 @dataclass(eq=False)
-class Flight:
+class InFlightFragment:
     """A send or a receive that was issued."""
 
     rank: int
@@ -45,10 +45,10 @@ class Fabric:
     waiting: dict[int, tuple[str, Callable[[], bool]]] = field(default_factory=dict)
     left: int = 0
     stuck: str | None = None
-    streams: dict[tuple[str, int, int], deque[Flight]] = field(default_factory=lambda: defaultdict(deque))
+    streams: dict[tuple[str, int, int], deque[InFlightFragment]] = field(default_factory=lambda: defaultdict(deque))
     """Of a group, a rank and its peer."""
 
-    def issue(self, flight: Flight, group: str, peer: int) -> None:
+    def issue(self, flight: InFlightFragment, group: str, peer: int) -> None:
         """Puts a message on its rank's device, and carries out what has found its other end."""
         with self.lock:
             own, other = self.streams[group, flight.rank, peer], self.streams[group, peer, flight.rank]
@@ -101,7 +101,7 @@ class SpinningDevice:
 
     def __init__(self, fabric: Fabric, rank: int) -> None:
         self.fabric, self.rank = fabric, rank
-        self.flights: list[Flight] = []
+        self.flights: list[InFlightFragment] = []
         self.loaded: set[Hashable] = set()
         self.violations: list[str] = []
         self.ahead = 0
@@ -117,7 +117,7 @@ class SpinningDevice:
         self.fabric.wait(self.rank, what, lambda: all(flight.done for flight in self.flights))
         self.loaded.add(kernel)
 
-    def put(self, flight: Flight, group: str, peer: int) -> Pending:
+    def put(self, flight: InFlightFragment, group: str, peer: int) -> Pending:
         """Issues a message."""
         self.flights = [other for other in self.flights if not other.done or (other.receives and not other.known)]
         self.flights.append(flight)
@@ -128,7 +128,7 @@ class SpinningDevice:
 @dataclass
 class _Work:
     device: SpinningDevice
-    flight: Flight
+    flight: InFlightFragment
 
     def wait(self) -> None:
         """What is computed from now on waits on the device. The host goes on, and need not know when that is over."""
@@ -168,7 +168,7 @@ class SpinningLink(Group):
 
     def _put(self, receives: bool, x: Tensor, peer: int, tag: int, upwards: bool) -> Pending:
         what = f"{'receive from' if receives else 'send to'} rank {peer} at {self.name} {tag}"
-        return self.device.put(Flight(self.rank, receives, x, tag, what), f"{self.name} {upwards}", peer)
+        return self.device.put(InFlightFragment(self.rank, receives, x, tag, what), f"{self.name} {upwards}", peer)
 
 
 def run_threads(size: int, rank_main: Callable[[SpinningDevice], Any]) -> list[Any]:

@@ -244,6 +244,6 @@ def tiny_train(
         losses.append(outcome.loss)
         named.append(outcome.losses)
         norms.append(outcome.grad_norm if outcome.grad_norm is not None else float("nan"))
-    accounts = engines.ledger.take()
+    accounts = engines.ledger.take_totals()
     sent, raw = ({p: account[kind] for p, account in accounts.items()} for kind in ("wire_bytes", "raw_bytes"))
     return Trace(losses, norms, sent, raw, named)

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from megatron.compression.points import Point
-from megatron.compression.state import CompressorState, both
+from megatron.compression.state import CompressorState, combine_keys
 from megatron.distributed.group import Group, Pending
 from megatron.distributed.ledger import Ledger
 from megatron.distributed.policy import CompressionPlan
@@ -18,7 +18,7 @@ from megatron.parallel.data.buffer import Bucket, BucketKind, FlatBuffer, ParamS
 from megatron.parallel.data.clipping import clip_replica
 from megatron.parallel.data.controllers import Controllers, ReducedPoint
 from megatron.parallel.data.reducer import GradBucket, GradReducer, Place
-from megatron.parallel.data.sync_warmup import JointSteps, alone
+from megatron.parallel.data.sync_warmup import SyncWarmup, alone
 from megatron.parallel.data.tied_embedding import EmbeddingSync
 from megatron.parallel.data.trial import TriedReduction, tried_bucket, tried_embedding
 
@@ -67,7 +67,7 @@ class GradientSync:
         overlap: bool,
         reduce: bool = True,
         clip_grad: float = 0.0,
-        joint: JointSteps | None = None,
+        joint: SyncWarmup | None = None,
     ) -> None:
         self.joint = alone() if joint is None else joint
         self.buffers = buffers
@@ -116,27 +116,31 @@ class GradientSync:
         stages = self.topology.layout.pp > 1
         return [point for point, on in ((Point.DP_GRAD, replicas), (Point.EMBED_GRAD, stages)) if on]
 
-    def begin(self, iteration: int, scale: float) -> None:
+    def begin_step(self, iteration: int, scale: float) -> None:
         """Begins a step; its gradients carry the loss scale ``scale``."""
         self._iteration, self._scale = iteration, scale
         # Islands in step sum shares of the gradients, which replicas then exchange. A fused embedding is whole.
-        adds = self.joint.on and not self.joint.compressed
+        adds = self.joint.active and not self.joint.compressed
         self._shares = self.sharded or (adds and not self.plan.fused_embedding)
         # Decided for the whole mesh, not for this stage: all ranks ask, or none.
         points = (point for point in (Point.DP_GRAD, Point.EMBED_GRAD) if self.plan.on(point, iteration))
         self._asks = any(self.plan.rounds(point).finalizes for point in points)
         # The residual of the islands' compressor must not absorb a gradient that is not finite.
-        self._asks |= self.joint.on and self.joint.compressed
+        self._asks |= self.joint.active and self.joint.compressed
         for reducer in self.reducers:
             reducer.sharded = self._shares
-            reducer.begin(iteration, scale, self._asks)
+            reducer.begin_step(iteration, scale, self._asks)
         for tied in self.ties:
-            tied.sync.begin(iteration)
+            tied.sync.begin_step(iteration)
 
-    def kind(self) -> list[Hashable]:
+    def launch_signature(self) -> list[Hashable]:
         """Keys of the kernels launched during backward: a part of the step's kind for each chunk."""
         in_backward = self.overlap and not self.clips_first
-        return [both(number, reducer.kind()) for number, reducer in enumerate(self.reducers) if in_backward]
+        return [
+            combine_keys(number, reducer.launch_signature())
+            for number, reducer in enumerate(self.reducers)
+            if in_backward
+        ]
 
     def states(self) -> Iterator[CompressorState]:
         """States of the gradients' compressors."""
@@ -186,7 +190,7 @@ class GradientSync:
             if buffer.chunk == chunk and self._reduces(buffer):
                 buffer.notify_when_full(partial(_launch_full, buffer, reducer))
 
-    def finish(self, counted: float) -> bool:
+    def finish_reduction(self, counted: float) -> bool:
         """Leaves reduced gradients in the buckets (with ``sharded``: in this rank's shares).
 
         Args:
@@ -208,15 +212,15 @@ class GradientSync:
                 reducer.launch()
             else:
                 for untouched in reducer.buckets:
-                    reducer.check(untouched.flat)
+                    reducer.record_finite(untouched.flat)
         all_finite = not self._asks or self._agree_all_finite(counted)
         for buffer, reducer in zip(self.buffers, self.reducers, strict=True):
             if self._reduces(buffer):
-                reducer.finish(all_finite)
+                reducer.finish_reduction(all_finite)
         for tied in self.ties if all_finite else ():
             share = tied.buffer.grads_of(tied.bucket)[own_share(tied.bucket, self.group, self._shares)]
             tied.sync.all_reduce(share, tied.shape, self._scale)
-        if self.joint.on and not self.joint.compressed and all_finite:
+        if self.joint.active and not self.joint.compressed and all_finite:
             self._add_islands()
         self.controllers.after_reduction(self._iteration, self._scale, all_finite, self._reduced)
         return all_finite
@@ -234,7 +238,7 @@ class GradientSync:
         contributed_shares = [
             share for share, stages in zip(shares, holders, strict=True) if stages is None or stages.rank == 0
         ]
-        self.joint.add(contributed_shares, Point.OUTER)
+        self.joint.all_reduce(contributed_shares, Point.OUTER)
         for (buffer, _), grads, share, stages in zip(buckets, bucket_grads, shares, holders, strict=True):
             if stages is not None:
                 self._hand_on(stages.broadcast(share), Point.EMBED_GRAD)
@@ -283,7 +287,7 @@ class GradientSync:
         pending = self.world.all_reduce(pair)
         self.ledger.sent(Point.CONTROL, pending.sent_bytes)
         self.ledger.wait(Point.CONTROL, pending)
-        self.joint.add([pair])
+        self.joint.all_reduce([pair])
         bad_count, all_counted = pair.tolist()
         return bad_count == 0 and all_counted > 0
 

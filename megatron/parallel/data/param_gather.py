@@ -20,7 +20,7 @@ from megatron.parallel.data.gradient_sync import own_share
 from megatron.parallel.data.param_shards import ParamShard
 
 
-class ParamPublisher:
+class ParamAllGather:
     """Copies main values into the model and, when the optimizer is sharded, all-gathers the shares.
 
     With a compressor at ``PARAM_GATHER`` every rank sends the difference between its main values and the model's, and

@@ -15,7 +15,7 @@ from megatron.compression.api import RoundCompressor
 from megatron.compression.approximation import write
 from megatron.compression.identity import IdentityRounds
 from megatron.compression.points import Point
-from megatron.compression.state import CompressorState, both
+from megatron.compression.state import CompressorState, combine_keys
 from megatron.distributed.group import Group, num_bytes
 from megatron.distributed.ledger import Ledger
 from megatron.distributed.policy import CompressionPlan
@@ -89,14 +89,14 @@ class Unit:
             return flat
         return flat[self.places[0].start : self.places[-1].stop].view(len(self.places), *self.places[0].shape)
 
-    def take(self, flat: Tensor, scale: float) -> Tensor:
+    def unscaled_view(self, flat: Tensor, scale: float) -> Tensor:
         """The unit's unscaled gradients in fp32 or fp64; they share the bucket's memory if the dtype allows."""
         gradients = self.view(flat)
         x = gradients if gradients.dtype == torch.float64 else gradients.float()
         return x if scale == 1.0 else x.mul_(1.0 / scale)
 
-    def give(self, flat: Tensor, x: Tensor, scale: float) -> None:
-        """Write the reduced gradients ``x``, in the memory returned by ``take``, back to the bucket."""
+    def write_back(self, flat: Tensor, x: Tensor, scale: float) -> None:
+        """Write the reduced gradients ``x``, in the memory of ``unscaled_view``, back to the bucket."""
         write(x if scale == 1.0 else x.mul_(scale), self.view(flat))
 
 
@@ -170,7 +170,7 @@ class GradReducer:
                 shapes.setdefault(param.shape, []).append(param)
         return [Unit(tuple(places)) for places in shapes.values()]
 
-    def begin(self, iteration: int, scale: float, checks: bool = False, early: bool = False) -> None:
+    def begin_step(self, iteration: int, scale: float, checks: bool = False, early: bool = False) -> None:
         """Begin a step.
 
         Args:
@@ -184,10 +184,10 @@ class GradReducer:
         self._checks = checks
         self._finite = []
 
-    def kind(self) -> Hashable:
+    def launch_signature(self) -> Hashable:
         """Key of the kernels launched by a ready bucket: a part of the step's kind."""
         used = [(index, *pair) for index, units in enumerate(self.units) for pair in self._used(units)]
-        launches = both(*(compressor.launches(unit.state) for _, unit, compressor in used))
+        launches = combine_keys(*(compressor.launches(unit.state) for _, unit, compressor in used))
         if launches is None:
             return None
         compressed_units = tuple((index, unit.shape, type(compressor)) for index, unit, compressor in used)
@@ -231,7 +231,7 @@ class GradReducer:
         """Pass the optimizer's update, which has replaced the gradients in the buckets, to the compressor."""
         for bucket, units in zip(self.buckets, self.units, strict=True):
             for unit in units:
-                self.compressor.observe(unit.take(bucket.flat, 1.0), unit.state)
+                self.compressor.observe(unit.unscaled_view(bucket.flat, 1.0), unit.state)
 
     def mark_ready(self, index: int) -> None:
         """Mark the local gradient of bucket ``index`` as final, and launch all buckets that are next in order.
@@ -249,7 +249,7 @@ class GradReducer:
         for index in range(len(self.buckets)):
             self.mark_ready(index)
 
-    def check(self, flat: Tensor) -> None:
+    def record_finite(self, flat: Tensor) -> None:
         """Record whether a local gradient is finite, if the step checks gradients."""
         if self._checks:
             with self.ledger.encoding(self.point):
@@ -261,13 +261,15 @@ class GradReducer:
         return torch.stack([none, *self._finite]).amin()
 
     def _launch(self, bucket: GradBucket, units: Sequence[Unit]) -> _PendingBucket:
-        self.check(bucket.flat)
+        self.record_finite(bucket.flat)
         if bucket.skipped:
             return _PendingBucket(None, [])
         serving = self._used(units)
         used = [unit for unit, _ in serving]
         with self.ledger.encoding(self.point):
-            reductions = [TensorReduction(c, unit.take(bucket.flat, self._scale), unit.state) for unit, c in serving]
+            reductions = [
+                TensorReduction(c, unit.unscaled_view(bucket.flat, self._scale), unit.state) for unit, c in serving
+            ]
         reductions += [
             TensorReduction(IdentityRounds(), bucket.flat[span], CompressorState()) for span in _rest(bucket, used)
         ]
@@ -277,7 +279,7 @@ class GradReducer:
         packed = PackedReduction(reductions, self.group, self.ledger, self.point, shares, raw_bytes=raw)
         return _PendingBucket(packed, used)
 
-    def finish(self, finite: bool = True) -> None:
+    def finish_reduction(self, finite: bool = True) -> None:
         """Wait for all buckets and leave the reduced gradients in them; their contents are undefined if not ``finite``.
 
         Buckets take turns, a round each, so that coding a bucket hides the messages of the others. Intra-node rounds
@@ -309,7 +311,7 @@ class GradReducer:
         self._turns.clear()
 
     def exchange(self, wait: bool = True) -> bool:
-        """Run all rounds of all buckets, which take turns. Results take effect only in ``settle``.
+        """Run all rounds of all buckets, which take turns. Results take effect only in ``write_results``.
 
         Args:
             wait: False advances only as far as possible without blocking; all ranks still start collectives in the
@@ -335,7 +337,7 @@ class GradReducer:
         """Squared norm of the result of ``exchange``; buckets and states are unchanged."""
         return sum(pending.reduction.squared_norm() for pending in self._pending if pending.reduction is not None)
 
-    def settle(self) -> None:
+    def write_results(self) -> None:
         """Write the result of ``exchange`` to the buckets, and commit the compressors' states."""
         for bucket, pending in zip(self.buckets, self._pending, strict=True):
             self._end(bucket, pending)
@@ -375,7 +377,7 @@ class GradReducer:
         pending.reduction.finish()
         with self.ledger.decoding(self.point):
             for unit, reduced in zip(pending.units, pending.reduction.reductions, strict=False):
-                unit.give(bucket.flat, reduced.x, self._scale)
+                unit.write_back(bucket.flat, reduced.x, self._scale)
 
 
 def _rest(bucket: GradBucket, units: Sequence[Unit]) -> list[slice]:

@@ -13,7 +13,7 @@ from megatron.distributed.group import Group
 from megatron.distributed.ledger import Ledger
 
 
-class JointSteps:
+class SyncWarmup:
     """Sums over all islands in synchronous steps; no-ops in the other steps.
 
     Args:
@@ -28,35 +28,35 @@ class JointSteps:
     def __init__(self, count: int, steps: int, ledger: Ledger, compressed: bool = False) -> None:
         self.count, self.steps, self.ledger, self.compressed = count, steps, ledger, compressed
         self.group: Group | None = None
-        self.on = False
+        self.active = False
 
-    def begin(self, iteration: int) -> None:
+    def begin_step(self, iteration: int) -> None:
         """Begin a step (0-based), or an evaluation (-1), which each island runs separately."""
-        self.on = self.group is not None and 0 <= iteration < self.steps
+        self.active = self.group is not None and 0 <= iteration < self.steps
 
     @property
     def islands(self) -> int:
         """Number of islands that share this step."""
-        return self.count if self.on else 1
+        return self.count if self.active else 1
 
-    def add(self, tensors: list[Tensor], point: Point = Point.CONTROL) -> None:
+    def all_reduce(self, tensors: list[Tensor], point: Point = Point.CONTROL) -> None:
         """Sum tensors over the islands in a synchronous step, in place, with bitwise identical results on all islands.
 
         Raises:
             CommunicationError: when an island is gone.
         """
-        if not self.on:
+        if not self.active:
             return
         group = self.group
         assert group is not None
-        with self.together():
+        with self.explain_errors():
             pending = [group.all_reduce(x) for x in tensors]
             for communication in pending:
                 self.ledger.sent(point, communication.sent_bytes)
                 self.ledger.wait(point, communication)
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def explain_errors(self) -> Iterator[None]:
         """Add an explanation to communication errors in a synchronous step.
 
         Raises:
@@ -71,6 +71,6 @@ class JointSteps:
             ) from error
 
 
-def alone() -> JointSteps:
-    """``JointSteps`` of a run without islands."""
-    return JointSteps(1, 0, Ledger())
+def alone() -> SyncWarmup:
+    """``SyncWarmup`` of a run without islands."""
+    return SyncWarmup(1, 0, Ledger())

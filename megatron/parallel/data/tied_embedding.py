@@ -39,7 +39,7 @@ class EmbeddingSync:
         self.state = CompressorState()
         self._on = False
 
-    def begin(self, iteration: int) -> None:
+    def begin_step(self, iteration: int) -> None:
         """Begin a step (0-based)."""
         self._on = self.plan.compressed(Point.EMBED_GRAD) and self.plan.on(Point.EMBED_GRAD, iteration)
 
@@ -50,7 +50,7 @@ class EmbeddingSync:
 
     def observe(self, update: Tensor, shape: tuple[int, ...]) -> None:
         """Pass the optimizer's update of the embedding, flat and padded, to the compressor."""
-        self.plan.rounds(Point.EMBED_GRAD).observe(self._unit(shape).take(update, 1.0), self.state)
+        self.plan.rounds(Point.EMBED_GRAD).observe(self._unit(shape).unscaled_view(update, 1.0), self.state)
 
     def _unit(self, shape: tuple[int, ...]) -> Unit:
         return Unit((Place("embedding", 0, shape),), self.state)
@@ -69,10 +69,10 @@ class EmbeddingSync:
             return
         unit = self._unit(shape)
         with self.ledger.encoding(Point.EMBED_GRAD):
-            x = unit.take(grad, scale)
+            x = unit.unscaled_view(grad, scale)
         self._all_reduce(TensorReduction(compressor, x, self.state), count * grad.element_size())
         with self.ledger.decoding(Point.EMBED_GRAD):
-            unit.give(grad, x, scale)
+            unit.write_back(grad, x, scale)
 
     def _all_reduce(self, reduction: TensorReduction, exact_bytes: int) -> None:
         raw = self._raw_bytes(exact_bytes)

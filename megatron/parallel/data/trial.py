@@ -58,8 +58,8 @@ def tried_bucket(
 
     def run(copy: Tensor) -> None:
         copied.flat = copy
-        reducer.begin(0, scale)
-        reducer.finish()
+        reducer.begin_step(0, scale)
+        reducer.finish_reduction()
 
     return TriedReduction(
         flat, local_range, fill, run, group.size, [unit.state for units in reducer.units for unit in units]
@@ -71,7 +71,7 @@ def tried_embedding(
 ) -> TriedReduction:
     """Trial of the all-reduce of a tied embedding's gradient; ``grad`` is this rank's part."""
     tried = EmbeddingSync(sync.group, plan, sync.ledger, sync.replicas)
-    tried.begin(0)
+    tried.begin_step(0)
     return TriedReduction(
         grad,
         slice(0, grad.numel()),

@@ -15,7 +15,7 @@ from megatron.compression.points import EXPERT_POINTS, Point
 from megatron.compression.state import CompressorState
 from megatron.distributed.group import Group, NodeSplit, num_bytes
 from megatron.distributed.ledger import Ledger
-from megatron.distributed.message_seeds import StepDraws
+from megatron.distributed.message_seeds import MessageSeeds
 from megatron.distributed.policy import CompressionPlan
 
 _EXACT_CODEC = IdentityCodec()
@@ -44,11 +44,11 @@ class RowCoding:
     def __init__(self, plan: CompressionPlan) -> None:
         self._plan = plan
         self._on = dict.fromkeys(EXPERT_POINTS, False)
-        self.draws = StepDraws()
+        self.draws = MessageSeeds()
 
-    def begin(self, iteration: int) -> None:
+    def begin_step(self, iteration: int) -> None:
         """Begin a step; -1 stands for an evaluation."""
-        self.draws.begin(iteration)
+        self.draws.begin_step(iteration)
         for point in self._on:
             covered = self._plan.covers(point, self._plan.stage)
             self._on[point] = covered and self._plan.activation(point).on(iteration)
@@ -219,15 +219,15 @@ class ExpertComm:
         return self.group.size
 
     @property
-    def draws(self) -> StepDraws:
+    def draws(self) -> MessageSeeds:
         """Seeds of random numbers, shared with the messages of the tensor-parallel points."""
         return self._coding.draws
 
-    def begin(self, iteration: int) -> None:
+    def begin_step(self, iteration: int) -> None:
         """Begin a step; -1 stands for an evaluation."""
-        self._coding.begin(iteration)
+        self._coding.begin_step(iteration)
 
-    def count(self, chosen: Tensor, experts: int, most: int | None = None, total: int | None = None) -> Tensor:
+    def count_rows(self, chosen: Tensor, experts: int, most: int | None = None, total: int | None = None) -> Tensor:
         """Count the rows of each expert, int64, from the expert of each row; the index ``experts`` means no expert.
 
         Args:

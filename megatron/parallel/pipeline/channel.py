@@ -94,7 +94,7 @@ class PipelineChannel:
         self.forward = direction(Point.PP_FWD, forward_link, following, previous)
         self.backward = direction(Point.PP_BWD, backward_link, previous, following)
 
-    def begin(self, scale: float) -> None:
+    def begin_step(self, scale: float) -> None:
         """Begin a step with the loss scale ``scale`` in the gradients; reset the residuals that last a single step."""
         self._scale = scale
         for way in (self.forward, self.backward):
@@ -129,7 +129,7 @@ class PipelineChannel:
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
         return wide, self._scale if way.point is Point.PP_BWD else 1.0
 
-    def kind(self, sent: Sequence[Message], received: Sequence[Message]) -> list[Hashable]:
+    def launch_signature(self, sent: Sequence[Message], received: Sequence[Message]) -> list[Hashable]:
         """Key of the kernels that a step's messages launch on this rank, with a part for each sender and receiver.
 
         Args:

@@ -202,7 +202,7 @@ class _StepMessages:
         if engine.loads_late and self.channel is not None:
             sent = [message for op in ops if (message := self._message(op, incoming=False)) is not None]
             received = [message for messages in self._coming.values() for message in messages]
-            self._kind = [*kind, *self.channel.kind(sent, received)]
+            self._kind = [*kind, *self.channel.launch_signature(sent, received)]
             self._ahead = self._completed.know(self._kind)
 
     def _message(self, op: PipelineOp, incoming: bool) -> Message | None:

@@ -81,22 +81,22 @@ class TensorComm:
         self._on = dict.fromkeys(points, False)
         self._place: tuple[str, ...] = ()
 
-    def begin(self, iteration: int) -> None:
+    def begin_step(self, iteration: int) -> None:
         """Begin a step; -1 stands for an evaluation."""
-        self.experts.begin(iteration)
+        self.experts.begin_step(iteration)
         for point in self._on:
             covered = self.plan.covers(point, self.plan.stage)
             self._on[point] = covered and self.plan.activation(point).on(iteration)
 
-    def kind(self, length: int) -> list[Hashable]:
+    def launch_signature(self, length: int) -> list[Hashable]:
         """Key of the kernels launched by a step's collectives: a part of the step's kind for each point.
 
         Args:
             length: sequence length of the step, which determines the shapes of the reduced tensors.
         """
-        return [self._kind(point, on, length) for point, on in self._on.items()]
+        return [self._point_signature(point, on, length) for point, on in self._on.items()]
 
-    def _kind(self, point: Point, on: bool, length: int) -> Hashable:
+    def _point_signature(self, point: Point, on: bool, length: int) -> Hashable:
         if not on:
             return point, None, length
         rounds = self.plan.specs[point].registration.rounds

@@ -48,7 +48,7 @@ class LogitsSpace:
     def __init__(self) -> None:
         self._held: Tensor | None = None
 
-    def take(self, x_th: Tensor, tokens: int, vocab: int) -> Tensor:
+    def scratch(self, x_th: Tensor, tokens: int, vocab: int) -> Tensor:
         """Uninitialized (tokens, vocab) with the dtype and device of ``x_th``; invalidates the previous result."""
         if not x_th.is_cpu:
             return x_th.new_empty((tokens, vocab))
@@ -191,7 +191,7 @@ def _fused_forward(
     if with_grad:
         grad_x, grad_w = x_th.new_empty(x_th.shape), _gradient_space(weight_vh, groups, place_vh)
     grad_bias = None if bias_v is None else torch.zeros_like(bias_v, dtype=accumulate)
-    space = logits_space.take(x_th, groups[0].stop if groups else 0, weight_vh.shape[0])
+    space = logits_space.scratch(x_th, groups[0].stop if groups else 0, weight_vh.shape[0])
     for group in groups:
         logits = product(x_th[group], weight_vh.t(), space[: group.stop - group.start])
         if bias_v is not None:

@@ -15,7 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 _NAME = "_grad_place"
 
 
-class GradPlace:
+class GradSlot:
     """The place of a parameter's gradient in a step; initially uninitialized.
 
     Args:
@@ -43,7 +43,7 @@ class GradPlace:
         except RuntimeError:  # autograd.grad, which returns the gradient to its caller
             return False
 
-    def take(self) -> bool:
+    def claim(self) -> bool:
         """Whether this use gets the memory: two uses of a parameter have separate gradients, which autograd adds."""
         self._uses += 1
         return self._uses == 1
@@ -77,10 +77,10 @@ class GradPlace:
 
 def offer(param: nn.Parameter, space: Tensor) -> None:
     """Offers memory for the next gradient of a parameter; its contents may be overwritten."""
-    last: GradPlace | None = vars(param).get(_NAME)
+    last: GradSlot | None = vars(param).get(_NAME)
     if last is not None:
         last.lose()
-    setattr(param, _NAME, GradPlace(param, space))
+    setattr(param, _NAME, GradSlot(param, space))
 
 
 def withdraw(param: nn.Parameter, kept: bool) -> None:
@@ -89,7 +89,7 @@ def withdraw(param: nn.Parameter, kept: bool) -> None:
     Raises:
         RuntimeError: when rows were added there to a gradient that is not kept.
     """
-    grad_place: GradPlace | None = vars(param).pop(_NAME, None)
+    grad_place: GradSlot | None = vars(param).pop(_NAME, None)
     if grad_place is not None and not kept and grad_place.lose():
         raise RuntimeError(
             "rows were added to a tied weight's gradient, and autograd has made another one of it without them: use "
@@ -97,7 +97,7 @@ def withdraw(param: nn.Parameter, kept: bool) -> None:
         )
 
 
-def _place_of(weight: Tensor) -> GradPlace | None:
+def _place_of(weight: Tensor) -> GradSlot | None:
     """The offered place of the gradient of ``weight``, of its size and dtype, or None.
 
     Args:
@@ -106,7 +106,7 @@ def _place_of(weight: Tensor) -> GradPlace | None:
     # A gradient that is itself differentiated needs separate memory, and compiled code plans its memory itself.
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
         return None
-    grad_place: GradPlace | None = getattr(weight if weight._base is None else weight._base, _NAME, None)
+    grad_place: GradSlot | None = getattr(weight if weight._base is None else weight._base, _NAME, None)
     if grad_place is None or not weight.is_contiguous():
         return None
     return grad_place if weight.numel() == grad_place.space.numel() and weight.dtype == grad_place.space.dtype else None
@@ -118,7 +118,7 @@ def take(weight: Tensor) -> Tensor | None:
     The caller must write the whole gradient there and return it to autograd in the same backward.
     """
     grad_place = _place_of(weight)
-    if grad_place is None or not grad_place.accumulates() or not grad_place.take():
+    if grad_place is None or not grad_place.accumulates() or not grad_place.claim():
         return None
     return grad_place.hand_over().view(weight.shape)
 
@@ -134,7 +134,7 @@ def add_to(weight: Tensor) -> Tensor | None:
     return None if memory is None else memory.view(weight.shape)
 
 
-def take_ahead(weight: Tensor) -> GradPlace | None:
+def take_ahead(weight: Tensor) -> GradSlot | None:
     """The place of a gradient computed in the forward pass, or None; backward returns the result of ``hand_over``."""
     grad_place = _place_of(weight)
-    return grad_place if grad_place is not None and grad_place.take() else None
+    return grad_place if grad_place is not None and grad_place.claim() else None

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.compression.api import Codec, CodecTraits, Content, Payload, RoundCompressor
+from megatron.compression.api import Codec, CodecTraits, Payload, RoundCompressor, SampleKey
 from megatron.compression.contract import noise
 from megatron.compression.delta import DeltaCodec, DeltaConfig, TokenDeltaCodec
 from megatron.compression.error_feedback import ErrorFeedback, ErrorFeedbackCodec
@@ -69,7 +69,7 @@ def _messages(codec: Codec) -> tuple[Watched, Watched]:
     sender, receiver = Watched(), Watched()
     states = CompressorState(), CompressorState()
     for step in range(STEPS):
-        keys = [Content((10 * (step % 5) + message, 10 * (step % 5) + message + 5)) for message in range(MESSAGES)]
+        keys = [SampleKey((10 * (step % 5) + message, 10 * (step % 5) + message + 5)) for message in range(MESSAGES)]
         for key in keys:
             key.tokens_sb, key.vocab_size = torch.arange(16).view(8, 2) + key[0], 64
         xs = [noise(tuple(SHAPE), torch.float32, 10 * step + message) for message in range(MESSAGES)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.compression.api import Codec, Content
+from megatron.compression.api import Codec, SampleKey
 from megatron.compression.delta import DeltaCodec, DeltaConfig, DeltaLowBitsConfig
 from megatron.compression.error_feedback import RESIDUAL, ErrorFeedbackCodec, MessageResidual
 from megatron.compression.fixpoint import FixpointCodec, FixpointConfig
@@ -22,7 +22,7 @@ SKIPPED = (3, 8)
 """A step that is undone at a new length, and one at a length that is known."""
 
 
-def _step(codec: Codec, ends: tuple[CompressorState, CompressorState], xs: list[Tensor], keys: list[Content]) -> None:
+def _step(codec: Codec, ends: tuple[CompressorState, CompressorState], xs: list[Tensor], keys: list[SampleKey]) -> None:
     """Messages of one step, whose receives are all posted first; the ends must get the same."""
     cpu, dtype = torch.device("cpu"), torch.float32
     buffers = [codec.empty_payload(x.shape, dtype, cpu, ends[1], key) for x, key in zip(xs, keys, strict=True)]
@@ -41,7 +41,7 @@ def test_both_ends_agree_while_sequences_grow(name: str) -> None:
     codec = MORE_CODECS[name]() if name in MORE_CODECS else make_codec(name)
     ends = CompressorState(), CompressorState()
     for step, length in enumerate(LENGTHS):
-        keys = [Content((2 * message, 2 * message + 1)) for message in range(3)]
+        keys = [SampleKey((2 * message, 2 * message + 1)) for message in range(3)]
         xs = [noise((length, 2, 24), torch.float32, 10 * step + message) for message in range(3)]
         for key in keys:
             key.tokens_sb, key.vocab_size = torch.arange(2 * length).view(length, 2) % 64, 64
@@ -70,7 +70,7 @@ MEMORIES: dict[str, Callable[[], DeltaConfig]] = {
 def test_samples_at_another_length_are_sent_whole_and_remembered_anew(name: str) -> None:
     codec = DeltaCodec(MEMORIES[name]())
     ends = CompressorState(), CompressorState()
-    key, known = Content((7, 9)), []
+    key, known = SampleKey((7, 9)), []
     for step, length in enumerate((4, 4, 8, 8, 8)):
         shape = torch.Size((length, 2, 24))
         x = noise(tuple(shape), torch.float32, step)

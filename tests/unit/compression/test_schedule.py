@@ -40,11 +40,11 @@ def test_the_plan_follows() -> None:
     plan = CompressionPlan({Point.PP_FWD: _spec("pp-forward=fixpoint,bits=8@0/4@7,warmup=2")})
     seen = []
     for iteration in (0, 6, 7, -1, 8):
-        plan.begin(iteration)
+        plan.begin_step(iteration)
         seen.append(plan.codec(Point.PP_FWD).config.bits)
     assert seen == [8, 8, 4, 4, 4]
     first = plan.codec(Point.PP_FWD)
-    plan.begin(9)
+    plan.begin_step(9)
     assert plan.codec(Point.PP_FWD) is first
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron.base.errors import UserError
-from megatron.compression.api import Content
+from megatron.compression.api import SampleKey
 from megatron.compression.delta import DeltaConfig, DeltaLowBitsConfig, TokenDeltaCodec
 from megatron.compression.fixpoint import FixpointConfig, Quantizer
 from megatron.compression.state import CompressorState
@@ -21,13 +21,13 @@ S, B, H, V = 6, 2, 16, 11
 SHAPE = torch.Size((S, B, H))
 
 
-def _content(tokens_sb: Tensor) -> Content:
-    key = Content(range(tokens_sb.shape[1]))
+def _content(tokens_sb: Tensor) -> SampleKey:
+    key = SampleKey(range(tokens_sb.shape[1]))
     key.tokens_sb, key.vocab_size = tokens_sb, V
     return key
 
 
-def _message(step: int, spread: float = 0.1) -> tuple[Tensor, Content]:
+def _message(step: int, spread: float = 0.1) -> tuple[Tensor, SampleKey]:
     """Activations that their tokens explain, but for the spread."""
     generator = torch.Generator().manual_seed(step)
     tokens_sb = torch.randint(0, V, (S, B), generator=generator)
@@ -35,7 +35,7 @@ def _message(step: int, spread: float = 0.1) -> tuple[Tensor, Content]:
     return of_token_vh[tokens_sb] + spread * torch.randn(SHAPE, generator=generator), _content(tokens_sb)
 
 
-def _sent(codec: TokenDeltaCodec, x: Tensor, ends: tuple[CompressorState, CompressorState], key: Content) -> Tensor:
+def _sent(codec: TokenDeltaCodec, x: Tensor, ends: tuple[CompressorState, CompressorState], key: SampleKey) -> Tensor:
     payload = codec.encode(x, ends[0], key)
     room = codec.empty_payload(x.shape, x.dtype, x.device, ends[1], key)
     assert room.wire.shape == payload.wire.shape

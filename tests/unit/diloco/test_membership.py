@@ -22,10 +22,18 @@ import torch.distributed as dist
 from megatron.base.errors import UserError
 from megatron.diloco import startup as starting
 from megatron.diloco.groups import CPU, group_apart
-from megatron.diloco.membership import Islands, Welcome
-from megatron.diloco.round_decision import ABSURD, Arrival, Decision, RoundOutcome, Vote, judge, judge_mean
-from megatron.diloco.startup import QuorumError, StartLimits, judge_iteration, judge_start, refusal_of
-from megatron.diloco.store import _PREFIX, SILENT_SECONDS, MeetingPlace, Pulses, serve
+from megatron.diloco.membership import Islands, JoinReply
+from megatron.diloco.round_decision import (
+    OUTLIER_RATIO,
+    Decision,
+    RoundOutcome,
+    RoundReport,
+    Vote,
+    check_mean,
+    select_members,
+)
+from megatron.diloco.startup import QuorumError, StartLimits, choose_iteration, choose_start, refusal_of
+from megatron.diloco.store import _PREFIX, SILENT_SECONDS, HeartbeatMonitor, IslandStore, serve
 from megatron.distributed.errors import CommunicationError
 from megatron.distributed.store import OWN_INTERFACE
 
@@ -46,7 +54,7 @@ def _ignore(line: str) -> None:
 def _island(
     port: int, number: int, count: int, quorum: int, seconds: float = 1.0, tell: Callable[[str], None] = _ignore
 ) -> Islands:
-    place = MeetingPlace("127.0.0.1", port, 10.0)
+    place = IslandStore("127.0.0.1", port, 10.0)
     return Islands(place, number, count, quorum, seconds, 5.0, None, tell=tell)
 
 
@@ -76,7 +84,7 @@ def test_the_meeting_place_listens_at_its_own_address_alone() -> None:
     # Another process may listen at one of these ports of another address; a store that did so would at all five.
     assert any(all(_refuses(other, store.port) for other in ("127.0.0.1", "127.0.0.3")) for store in stores)
     store = stores[0]
-    MeetingPlace("127.0.0.2", store.port, 10.0).put("key", 1)
+    IslandStore("127.0.0.2", store.port, 10.0).put("key", 1)
     with pytest.raises(CommunicationError, match=rf"cannot be at 127\.0\.0\.2:{store.port}: .*in use"):
         serve("127.0.0.2", store.port)
     with pytest.raises(CommunicationError, match=r"cannot be at 192\.0\.2\.1:0: .*assign requested address"):
@@ -106,9 +114,9 @@ def test_islands_talk_over_the_address_that_reaches_the_meeting_place(monkeypatc
     place is served at every address."""
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     store = serve("127.0.0.4", 0)
-    place, other = (MeetingPlace("127.0.0.4", store.port, 10.0) for _ in range(2))
+    place, other = (IslandStore("127.0.0.4", store.port, 10.0) for _ in range(2))
     assert place.own_address() == "127.0.0.1"  # the kernel's choice for every address of loopback
-    monkeypatch.setattr(MeetingPlace, "own_address", lambda self: "127.0.0.5")
+    monkeypatch.setattr(IslandStore, "own_address", lambda self: "127.0.0.5")
     before = _listening()
     pair = [Islands(at, number, 2, 2, 5.0, 5.0, None) for number, at in enumerate((place, other))]
     groups = _together(*(lambda i=i: i.group_of((0, 1), "pair", 5.0) for i in pair))
@@ -121,7 +129,7 @@ def test_islands_talk_over_the_address_that_reaches_the_meeting_place(monkeypatc
     assert place.own_address() == "127.0.0.1"
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     everywhere = serve("0.0.0.0", 0)
-    assert MeetingPlace("0.0.0.0", everywhere.port, 10.0).own_address() is None
+    assert IslandStore("0.0.0.0", everywhere.port, 10.0).own_address() is None
 
 
 def test_a_listener_that_is_no_meeting_place_is_given_the_time_limit_and_no_more() -> None:
@@ -130,7 +138,7 @@ def test_a_listener_that_is_no_meeting_place_is_given_the_time_limit_and_no_more
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port, began = listener.getsockname()[1], time.monotonic()
         with pytest.raises(CommunicationError, match=rf"127\.0\.0\.1:{port} .* not answered .* within 1 s: another"):
-            MeetingPlace("127.0.0.1", port, 1.0, told.append)
+            IslandStore("127.0.0.1", port, 1.0, told.append)
         assert time.monotonic() - began < 15
     assert told == [f"waiting for the islands' meeting place at 127.0.0.1:{port}, 1 s at most"]
 
@@ -142,7 +150,7 @@ def test_a_meeting_place_that_falls_silent_is_given_the_time_limit_and_no_more()
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         try:
-            place = MeetingPlace("127.0.0.1", int(server.stdout.readline()), 1.0)
+            place = IslandStore("127.0.0.1", int(server.stdout.readline()), 1.0)
             place.put("key", 1)
             os.kill(server.pid, signal.SIGSTOP)
             # The signal is delivered some time after kill() has returned; until then the server still answers.
@@ -164,7 +172,7 @@ def test_a_reader_that_never_reads_is_cut_off_before_it_fills_the_memory() -> No
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         try:
-            place = MeetingPlace("127.0.0.1", int(server.stdout.readline()), 20.0)
+            place = IslandStore("127.0.0.1", int(server.stdout.readline()), 20.0)
             place.put("key", "x" * (1 << 20))
             before = _resident(server.pid)
             # Requests of torch's store: one that says who asks, and many for a value.
@@ -202,49 +210,67 @@ def _resident(pid: int) -> int:
 
 def test_a_meeting_place_may_have_an_address_of_ipv6() -> None:
     store = serve("::1", 0)
-    place = MeetingPlace("::1", store.port, 10.0)
+    place = IslandStore("::1", store.port, 10.0)
     place.put("key", 1)
     assert place.get("key") == 1
     assert place.where == f"[::1]:{store.port}"
 
 
 def test_differences_that_are_not_finite_or_absurd_are_left_out() -> None:
-    came = {0: Arrival(1.0, 2.0), 1: Arrival(math.nan, 3.0), 2: Arrival(2.0, 4.0), 3: Arrival(ABSURD * 3, 5.0)}
-    found = judge(came)
+    came = {
+        0: RoundReport(1.0, 2.0),
+        1: RoundReport(math.nan, 3.0),
+        2: RoundReport(2.0, 4.0),
+        3: RoundReport(OUTLIER_RATIO * 3, 5.0),
+    }
+    found = select_members(came)
     assert found.members == (0, 2)
     assert set(found.left_out) == {1, 3}
     assert found.mean_loss == 3.0
     assert found.stop == 0
-    assert Decision.decode(judge({0: Arrival(1.0, 2.0), 1: Arrival(math.nan, 2.0, stop=3)}).encode()).stop == 3
+    assert (
+        Decision.decode(select_members({0: RoundReport(1.0, 2.0), 1: RoundReport(math.nan, 2.0, stop=3)}).encode()).stop
+        == 3
+    )
     assert str(Decision.decode(found.encode())) == str(found)
     with pytest.raises(ValueError, match="no island has a finite difference"):
-        judge({0: Arrival(math.inf, 1.0)})
-    assert judge({0: Arrival(0.0, 1.0), 1: Arrival(5.0, 1.0), 2: Arrival(0.0, 1.0)}).members == (0, 1, 2)
-    assert judge({0: Arrival(1e-9, 1.0), 1: Arrival(5.0, 1.0)}).members == (0, 1)  # of two nobody knows which is odd
+        select_members({0: RoundReport(math.inf, 1.0)})
+    assert select_members({0: RoundReport(0.0, 1.0), 1: RoundReport(5.0, 1.0), 2: RoundReport(0.0, 1.0)}).members == (
+        0,
+        1,
+        2,
+    )
+    assert select_members({0: RoundReport(1e-9, 1.0), 1: RoundReport(5.0, 1.0)}).members == (
+        0,
+        1,
+    )  # of two nobody knows which is odd
     # More than 100 times the median; of four the lower one, so that two that are odd do not vouch for each other.
     four = [1.0, 2.0, 2.0 * 100, 2.0 * 101]
-    assert judge({k: Arrival(norm, 1.0) for k, norm in enumerate(four)}).members == (0, 1, 2)
-    assert judge({k: Arrival(norm, 1.0) for k, norm in enumerate([1.0, 2.0, 300.0, 400.0])}).members == (0, 1)
+    assert select_members({k: RoundReport(norm, 1.0) for k, norm in enumerate(four)}).members == (0, 1, 2)
+    assert select_members({k: RoundReport(norm, 1.0) for k, norm in enumerate([1.0, 2.0, 300.0, 400.0])}).members == (
+        0,
+        1,
+    )
 
 
 def test_of_two_differences_the_last_mean_tells_which_one_is_odd() -> None:
-    came = {0: Arrival(1.0, 1.0), 1: Arrival(1e30, 1.0)}
-    assert judge(came, 2.0).members == (0,)
-    assert "5e+29 times that of the last mean" in judge(came, 2.0).left_out[1]
-    assert judge({0: Arrival(1e30, 1.0), 1: Arrival(1e30, 1.0)}, 2.0).members == (0, 1)
-    assert judge({0: Arrival(1e30, 1.0)}, 2.0).members == (0,)
+    came = {0: RoundReport(1.0, 1.0), 1: RoundReport(1e30, 1.0)}
+    assert select_members(came, 2.0).members == (0,)
+    assert "5e+29 times that of the last mean" in select_members(came, 2.0).left_out[1]
+    assert select_members({0: RoundReport(1e30, 1.0), 1: RoundReport(1e30, 1.0)}, 2.0).members == (0, 1)
+    assert select_members({0: RoundReport(1e30, 1.0)}, 2.0).members == (0,)
     # In the first round the parameters do, which may be small, and change a lot.
-    assert judge(came, 0.0, 10.0).members == (0,)
-    assert judge(came, 0.0, 10.0).left_out == {
+    assert select_members(came, 0.0, 10.0).members == (0,)
+    assert select_members(came, 0.0, 10.0).left_out == {
         1: "the norm of its difference is 1e+30, 1e+29 times that of the parameters"
     }
-    assert judge({0: Arrival(1.0, 1.0), 1: Arrival(900.0, 1.0)}, 0.0, 10.0).members == (0, 1)
-    assert judge({0: Arrival(0.1, 1.0), 1: Arrival(1100.0, 1.0)}, 20.0, 10.0).members == (0, 1)
+    assert select_members({0: RoundReport(1.0, 1.0), 1: RoundReport(900.0, 1.0)}, 0.0, 10.0).members == (0, 1)
+    assert select_members({0: RoundReport(0.1, 1.0), 1: RoundReport(1100.0, 1.0)}, 20.0, 10.0).members == (0, 1)
 
 
 def test_a_mean_is_judged_by_what_all_members_mean_by_usual() -> None:
     def outcome(mean_norm: float, *usual: float) -> RoundOutcome:
-        return judge_mean([Vote(False, mean_norm, one) for one in usual])
+        return check_mean([Vote(False, mean_norm, one) for one in usual])
 
     assert outcome(math.nan, 1.0, 1.0) is outcome(math.inf, 1.0) is RoundOutcome.SPOILED
     assert outcome(1e29, 1.0, 1.0, 1.0) is RoundOutcome.SPOILED
@@ -254,7 +280,7 @@ def test_a_mean_is_judged_by_what_all_members_mean_by_usual() -> None:
     )  # which one of them says of itself proves nothing
     assert outcome(500.0, 1.0, 1000.0) is RoundOutcome.COUNTS  # of two nobody knows
     assert outcome(5.0, 0.0, 0.0) is RoundOutcome.COUNTS
-    assert judge_mean([Vote(True, math.nan, 1.0), GOOD]) is RoundOutcome.FAILED
+    assert check_mean([Vote(True, math.nan, 1.0), GOOD]) is RoundOutcome.FAILED
 
 
 @pytest.mark.parametrize("text", ["[1]", "{", "[[], 1, 2]", '["x", "1", 0]', "null", "1e999", "[" * 5000])
@@ -265,7 +291,7 @@ def test_what_no_island_writes_is_one_line(port: int, text: str) -> None:
     two.leave()
     one.place.box.set("1/0/arrived/1", text)
     with pytest.raises(CommunicationError, match=r"holds something else than an island writes, at 1/0/arrived/1: "):
-        one.arrive("1/0", Arrival(1.0, 1.0))
+        one.report_to_round("1/0", RoundReport(1.0, 1.0))
     one.leave()
 
 
@@ -286,8 +312,8 @@ def test_what_no_island_writes_at_the_start_is_one_line(port: int, key: str, tex
     name, limits = key.split("/")[0], StartLimits(2, 2, 5.0)
     own: dict[str, Any] = {"start": [0, False, {}, ""], "iteration": [1]}
     judges = {
-        "start": partial(judge_start, limits=limits),
-        "iteration": partial(judge_iteration, limits=limits, all_below=0),
+        "start": partial(choose_start, limits=limits),
+        "iteration": partial(choose_iteration, limits=limits, all_below=0),
     }
     with pytest.raises(CommunicationError, match=f"holds something else than an island writes, at {name}"):
         one.start._wait_for_all(name, own[name], judges[name])
@@ -295,7 +321,7 @@ def test_what_no_island_writes_at_the_start_is_one_line(port: int, key: str, tex
 
 
 def test_decisions_that_no_island_makes_are_refused() -> None:
-    good = judge({0: Arrival(1.0, 1.0), 1: Arrival(1.0, 1.0)}).encode()
+    good = select_members({0: RoundReport(1.0, 1.0), 1: RoundReport(1.0, 1.0)}).encode()
     changes: list[dict[str, Any]] = [
         {"members": []},
         {"members": [0, 7]},
@@ -306,28 +332,28 @@ def test_decisions_that_no_island_makes_are_refused() -> None:
         with pytest.raises((ValueError, TypeError, LookupError)):
             Decision.decode({**good, **change})
     with pytest.raises(ValueError, match="island 3 is none of islands"):
-        Welcome.read({"source": 3, "round": "1/0/0", "members": [0, 1], "problem": ""})
+        JoinReply.read({"source": 3, "round": "1/0/0", "members": [0, 1], "problem": ""})
 
 
 def test_a_round_of_all_and_one_without_an_island_that_is_gone(port: int) -> None:
     one, two, three = (_island(port, number, 3, 2) for number in range(3))
     assert _together(*(lambda i=i: i.begin(5, False, {"--lr": "1"}) for i in (one, two, three))) == [True] * 3
-    found = _together(*(lambda i=i: i.arrive("5/0", Arrival(1.0, float(i.island))) for i in (one, two, three)))
+    found = _together(*(lambda i=i: i.arrive("5/0", RoundReport(1.0, float(i.island))) for i in (one, two, three)))
     assert [d.members for d in found] == [(0, 1, 2)] * 3
     votes = _together(*(lambda i=i: i.settle("5/0", (0, 1, 2), Vote(i is two)) for i in (one, two, three)))
     assert votes == [RoundOutcome.FAILED] * 3
     three.leave()
     began = time.monotonic()
-    found = _together(*(lambda i=i: i.arrive("5/1", Arrival(1.0, 0.0)) for i in (one, two)))
+    found = _together(*(lambda i=i: i.arrive("5/1", RoundReport(1.0, 0.0)) for i in (one, two)))
     assert 0.9 < time.monotonic() - began < 5
     assert [d.members for d in found] == [(0, 1)] * 2
     assert _together(*(lambda i=i: i.settle("5/1", (0, 1), GOOD) for i in (one, two))) == [RoundOutcome.COUNTS] * 2
     # The next round waits for the last one's members alone.
     began = time.monotonic()
-    _together(*(lambda i=i: i.arrive("6/0", Arrival(1.0, 0.0)) for i in (one, two)))
+    _together(*(lambda i=i: i.arrive("6/0", RoundReport(1.0, 0.0)) for i in (one, two)))
     assert time.monotonic() - began < 0.9
     # The island that comes too late learns that it has no part in it.
-    assert three.arrive("6/0", Arrival(1.0, 0.0)).members == (0, 1)
+    assert three.report_to_round("6/0", RoundReport(1.0, 0.0)).members == (0, 1)
 
 
 def test_fewer_than_the_quorum_end_with_a_reason(port: int) -> None:
@@ -335,7 +361,7 @@ def test_fewer_than_the_quorum_end_with_a_reason(port: int) -> None:
     _together(*(lambda i=i: i.begin(0, False, {}) for i in (one, two)))
     two.leave()
     with pytest.raises(QuorumError, match="1 of 2 islands came to a round within 1 s, and --islands-quorum is 2"):
-        one.arrive("1/0", Arrival(1.0, 1.0))
+        one.report_to_round("1/0", RoundReport(1.0, 1.0))
 
 
 @pytest.mark.parametrize(
@@ -363,13 +389,13 @@ def test_islands_with_different_weights_or_a_problem_of_one_end_at_the_start(por
     for island in pair:
         island.leave()
     pair[0].place.end_generation(1)
-    other = MeetingPlace("127.0.0.1", port, 10.0)
+    other = IslandStore("127.0.0.1", port, 10.0)
     other.take_generation(other.newest_generation())
     other.put(refusal_of(1), "--load x: damaged")
     began = time.monotonic()
     again = _island(port, 0, 2, 1)
     with pytest.raises(UserError, match=r"^island 1: --load x: damaged$"):
-        again.begin(3, False, {})
+        again.begin_generation(3, False, {})
     assert time.monotonic() - began < 3
 
 
@@ -404,11 +430,11 @@ def test_islands_go_on_from_the_newest_checkpoint_that_enough_of_them_have(
 
 def test_too_few_islands_go_on_from_no_checkpoint() -> None:
     """One that does not come is named."""
-    late = judge_iteration({0: [20]}, StartLimits(2, 1, 5.0), 30)
+    late = choose_iteration({0: [20]}, StartLimits(2, 1, 5.0), 30)
     assert late.problem.startswith("island 1 did not come within 5 s")
-    assert judge_iteration({0: [20]}, StartLimits(2, 1, 5.0), 0).iteration == 20
-    assert judge_iteration({0: [20], 1: []}, StartLimits(3, 2, 5.0), 0).iteration == 20
-    assert judge_iteration({0: [20], 1: []}, StartLimits(3, 2, 5.0), 30).problem.startswith("island 2 did not come")
+    assert choose_iteration({0: [20]}, StartLimits(2, 1, 5.0), 0).iteration == 20
+    assert choose_iteration({0: [20], 1: []}, StartLimits(3, 2, 5.0), 0).iteration == 20
+    assert choose_iteration({0: [20], 1: []}, StartLimits(3, 2, 5.0), 30).problem.startswith("island 2 did not come")
 
 
 @pytest.mark.parametrize("decides", [0, 1])
@@ -418,16 +444,19 @@ def test_whether_all_are_needed_is_what_those_ahead_say(port: int, decides: int)
 
     def begin(island: Islands) -> bool:
         time.sleep(0.0 if island.island == decides else 0.4)
-        return island.begin(9 if island.island == 0 else 3, island.island == 1, {}, str(island.island))
+        return island.begin_generation(9 if island.island == 0 else 3, island.island == 1, {}, str(island.island))
 
     assert _together(*(lambda i=i: begin(i) for i in pair)) == [True, False]
 
 
 def test_of_two_that_wait_to_join_as_the_same_island_the_first_ends(port: int) -> None:
     one, two, three = (_island(port, number, 2, 1) for number in (0, 1, 1))
-    assert _together(lambda: one.begin(5, False, {}), lambda: two.begin(3, False, {})) == [True, False]
+    assert _together(lambda: one.begin_generation(5, False, {}), lambda: two.begin_generation(3, False, {})) == [
+        True,
+        False,
+    ]
     found: list[Any] = []
-    waits = threading.Thread(target=lambda: found.extend(_together(two.ask_to_join)))
+    waits = threading.Thread(target=lambda: found.extend(_together(two.request_to_join)))
     waits.start()
     while not one.place.get("joining/1"):
         time.sleep(0.02)
@@ -453,17 +482,20 @@ def test_all_agree_on_who_is_behind_and_whether_they_go_in_step(port: int, in_st
 
 def test_an_island_that_is_behind_joins(port: int) -> None:
     one, two = (_island(port, number, 2, 1) for number in range(2))
-    assert _together(lambda: one.begin(5, False, {}), lambda: two.begin(3, False, {})) == [True, False]
+    assert _together(lambda: one.begin_generation(5, False, {}), lambda: two.begin_generation(3, False, {})) == [
+        True,
+        False,
+    ]
     two.expected = ()  # as one that was started again
 
     def go_on() -> list[tuple[int, int]]:
         time.sleep(0.3)  # the other one asks first
-        decision = one.arrive("6/0", Arrival(1.0, 1.0))
+        decision = one.report_to_round("6/0", RoundReport(1.0, 1.0))
         assert decision.members == (0,)
-        assert one.settle("6/0", decision.members, GOOD) is RoundOutcome.COUNTS
-        return one.let_in()
+        assert one.decide_outcome("6/0", decision.members, GOOD) is RoundOutcome.COUNTS
+        return one.admit_islands()
 
-    let_in, answer = _together(go_on, two.ask_to_join)
+    let_in, answer = _together(go_on, two.request_to_join)
     assert let_in == [(1, 1)]
     assert answer[0] == 1
     assert (answer[1].source, answer[1].round) == (0, "6/0")
@@ -472,7 +504,7 @@ def test_an_island_that_is_behind_joins(port: int) -> None:
 
         def come(island: Islands, key: str = key, first: Islands = first) -> Decision:
             time.sleep(0.0 if island is first else 0.4)
-            return island.arrive(key, Arrival(1.0, 1.0))
+            return island.report_to_round(key, RoundReport(1.0, 1.0))
 
         found = _together(*(lambda i=i, come=come: come(i) for i in (one, two)))
         assert [d.members for d in found] == [(0, 1)] * 2
@@ -484,13 +516,13 @@ def test_an_island_that_is_behind_joins(port: int) -> None:
 
 def test_an_island_that_does_not_come_to_the_start_ends_or_spares_the_others(port: int) -> None:
     """By the quorum, after the time limit."""
-    alone = Islands(MeetingPlace("127.0.0.1", port, 10.0), 0, 2, 2, 1.0, 0.3, None)
+    alone = Islands(IslandStore("127.0.0.1", port, 10.0), 0, 2, 2, 1.0, 0.3, None)
     with pytest.raises(UserError, match=r"^island 1 did not come within 0.3 s .*; start all of them, or lower the quo"):
-        alone.begin(0, False, {})
+        alone.begin_generation(0, False, {})
     alone.leave()
     alone.place.end_generation(1)
-    spared = Islands(MeetingPlace("127.0.0.1", port, 10.0), 0, 2, 1, 1.0, 0.3, None)
-    assert spared.begin(0, False, {}) is True
+    spared = Islands(IslandStore("127.0.0.1", port, 10.0), 0, 2, 1, 1.0, 0.3, None)
+    assert spared.begin_generation(0, False, {}) is True
     assert spared.expected == (0,)
     spared.leave()
 
@@ -499,7 +531,7 @@ def test_an_island_whose_launcher_has_ended_is_not_waited_for(port: int) -> None
     """Unless it comes all the same."""
 
     def start(number: int) -> starting.IslandStart:
-        place = MeetingPlace("127.0.0.1", port, 10.0)
+        place = IslandStore("127.0.0.1", port, 10.0)
         return starting.IslandStart(place, number, StartLimits(2, 2, 30.0), lambda call: call(), _ignore)
 
     one, two = start(0), start(1)
@@ -526,7 +558,7 @@ def test_islands_whose_start_failed_may_begin_another_one(port: int, monkeypatch
     monkeypatch.setattr(starting, "SILENT_SECONDS", 2.0)
 
     def start(number: int, seconds: float) -> starting.IslandStart:
-        place = MeetingPlace("127.0.0.1", port, 10.0)
+        place = IslandStore("127.0.0.1", port, 10.0)
         return starting.IslandStart(place, number, StartLimits(2, 2, seconds), lambda call: call(), _ignore)
 
     alone = start(0, 0.3)
@@ -545,13 +577,13 @@ def test_islands_whose_start_failed_may_begin_another_one(port: int, monkeypatch
 
 def test_who_is_silent_or_waits_to_join_is_not_waited_for(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though the time limit is far away; an island of other flags is not let in, and only the first member lets in."""
-    monkeypatch.setattr(Pulses.silent, "__defaults__", (2.0,))
+    monkeypatch.setattr(HeartbeatMonitor.silent, "__defaults__", (2.0,))
     assert SILENT_SECONDS == 10
     one, two, three = (_island(port, number, 3, 1, seconds=25.0) for number in range(3))
     assert _together(*(lambda i=i: i.begin(5, False, {"--lr": "1"}) for i in (one, two, three))) == [True] * 3
     three.leave()
     began = time.monotonic()
-    found = _together(*(lambda i=i: i.arrive("6/0", Arrival(1.0, 0.0)) for i in (one, two)))
+    found = _together(*(lambda i=i: i.arrive("6/0", RoundReport(1.0, 0.0)) for i in (one, two)))
     assert [d.members for d in found] == [(0, 1)] * 2
     assert time.monotonic() - began < 20
     assert _together(*(lambda i=i: i.settle("6/0", (0, 1), GOOD) for i in (one, two))) == [RoundOutcome.COUNTS] * 2
@@ -559,21 +591,21 @@ def test_who_is_silent_or_waits_to_join_is_not_waited_for(port: int, monkeypatch
     again.place.take_generation(1)
     again._identity = {"--lr": "2"}
     asked: list[Any] = []
-    waits = threading.Thread(target=lambda: asked.extend(_together(again.ask_to_join)))
+    waits = threading.Thread(target=lambda: asked.extend(_together(again.request_to_join)))
     waits.start()
     while not one.place.get("joining/2"):
         time.sleep(0.02)
-    assert two.let_in() == []
+    assert two.admit_islands() == []
     assert one.place.get("welcome/1") is None
-    assert one.let_in() == []
+    assert one.admit_islands() == []
     waits.join(20)
     assert isinstance(asked[0], UserError)
     assert "island 2 and the others do not agree: --lr is 2 and 1" in str(asked[0])
     # Island 1 dies in its own steps, and waits to come back long before it would be silent.
-    monkeypatch.setattr(Pulses.silent, "__defaults__", (100.0,))
+    monkeypatch.setattr(HeartbeatMonitor.silent, "__defaults__", (100.0,))
     two._take_ticket()
     began = time.monotonic()
-    assert one.arrive("7/0", Arrival(1.0, 0.0)).members == (0,)
+    assert one.report_to_round("7/0", RoundReport(1.0, 0.0)).members == (0,)
     assert time.monotonic() - began < 5
     for island in (one, two):
         island.leave()
@@ -585,10 +617,10 @@ def test_a_generation_that_nobody_is_left_of_ends(port: int, monkeypatch: pytest
     assert _together(*(lambda i=i: i.begin(0, True, {}) for i in first)) == [True, True]
     first[0].place.put("local", True)  # they go in step no more, so that another one may join
     with pytest.raises(UserError, match="--island 0: there is an island 0 already; give each its own number"):
-        _island(port, 0, 2, 2).begin(0, True, {})
+        _island(port, 0, 2, 2).begin_generation(0, True, {})
     first[1].leave()
     again = _island(port, 1, 2, 2)
-    assert again.begin(0, True, {}) is False  # the other one is alive
+    assert again.begin_generation(0, True, {}) is False  # the other one is alive
     for island in first:
         island.leave()
     second = [_island(port, number, 2, 2) for number in range(2)]
@@ -606,9 +638,9 @@ def test_an_island_that_is_late_learns_where_the_state_of_the_others_is(
     pair = [_island(port, number, 2, 1) for number in range(2)]
     assert _together(*(lambda i=i: i.begin(700, False, {}) for i in pair)) == [True, True]
     pair[1].leave()
-    assert pair[0].arrive("1200/0/0", Arrival(1.0, 1.0)).members == (0,)
-    assert pair[0].settle("1200/0/0", (0,), GOOD) is RoundOutcome.COUNTS
-    assert pair[0].finish(1200, "/runs/saved/island_0") == [1]
+    assert pair[0].report_to_round("1200/0/0", RoundReport(1.0, 1.0)).members == (0,)
+    assert pair[0].decide_outcome("1200/0/0", (0,), GOOD) is RoundOutcome.COUNTS
+    assert pair[0].announce_end(1200, "/runs/saved/island_0") == [1]
     assert pair[0].still_late()
     pair[0].leave()
     late = [750, 500]
@@ -635,6 +667,6 @@ def test_waiting_says_for_whom_and_how_long(port: int) -> None:
     _together(*(lambda i=i: i.begin(0, False, {}) for i in pair))
     assert told == []
     pair[1].leave()
-    pair[0].arrive("1/0", Arrival(1.0, 1.0))
+    pair[0].report_to_round("1/0", RoundReport(1.0, 1.0))
     assert told == ["waiting for island 1 to come to a round, 4 s at most"]
     pair[0].leave()

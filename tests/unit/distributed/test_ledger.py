@@ -17,10 +17,10 @@ def test_accounts_add_up_by_point() -> None:
     ledger.sent(Point.DP_GRAD, 10, 40)
     ledger.sent(Point.DP_GRAD, 5)
     ledger.sent(Point.PP_FWD, 7, 7)
-    taken = ledger.take()
+    taken = ledger.take_totals()
     assert sorted(taken) == ["dp-grad", "pp-forward"]
     assert (taken["dp-grad"]["messages"], taken["dp-grad"]["wire_bytes"], taken["dp-grad"]["raw_bytes"]) == (2, 15, 45)
-    assert ledger.take() == {}
+    assert ledger.take_totals() == {}
 
 
 def _fails_late() -> None:
@@ -36,7 +36,7 @@ def test_waits_and_codecs_are_timed_even_when_they_fail() -> None:
     for timed in (ledger.encoding, ledger.decoding):
         with contextlib.suppress(RuntimeError), timed(Point.TP_FWD):
             _fails_late()
-    account = ledger.take()["tp-forward"]
+    account = ledger.take_totals()["tp-forward"]
     assert account["waited_s"] >= 0.01
     assert account["coded_s"] >= 0.02
 
@@ -47,11 +47,11 @@ def test_a_rank_that_only_receives_has_an_account() -> None:
     ledger.wait(Point.PP_FWD, Pending(None, 0, "receive"))
     with ledger.decoding(Point.PP_FWD):
         pass
-    taken = ledger.take()
+    taken = ledger.take_totals()
     assert taken.keys() == {"pp-forward"}
     assert taken["pp-forward"]["waited_s"] > 0
     assert taken["pp-forward"]["messages"] == 0
-    assert ledger.take() == {}
+    assert ledger.take_totals() == {}
 
 
 def _landing(device: FakeDevice, moment: float) -> Pending:
@@ -74,14 +74,14 @@ def test_a_devices_times_are_those_of_its_stream_and_add_up() -> None:
     ledger = Ledger(clock=device.clock())
     with never_waited_for(device):
         _step(ledger, device)
-        assert ledger.take()["pp-forward"]["waited_s"] == 0.0  # nothing has happened yet
+        assert ledger.take_totals()["pp-forward"]["waited_s"] == 0.0  # nothing has happened yet
         device.now = 3.2  # computing, the wait, and a part of decoding are over
-        assert (ledger.take_computed(), ledger.take()["pp-forward"]["waited_s"]) == (1.0, 2.0)
+        assert (ledger.take_computed(), ledger.take_totals()["pp-forward"]["waited_s"]) == (1.0, 2.0)
         device.now = 9.0
     ledger.clock.read()
     assert ledger.accounts[Point.PP_FWD].coded_s == 0.5
     assert ledger.take_computed() == 2.0
-    assert ledger.take() == {}
+    assert ledger.take_totals() == {}
 
 
 def test_blocks_inside_others_do_not_count_twice() -> None:
@@ -95,7 +95,7 @@ def test_blocks_inside_others_do_not_count_twice() -> None:
             ledger.wait(Point.TP_BWD, Pending(None, 1, "send", finish=lambda: now.__setitem__(0, now[0] + 100.0)))
             now[0] += 20.0
         now[0] += 2.0
-    account = ledger.take()["tp-backward"]
+    account = ledger.take_totals()["tp-backward"]
     assert (ledger.take_computed(), account["coded_s"], account["waited_s"]) == (3.0, 30.0, 100.0)
     assert ledger.take_computed() == 0.0
 
@@ -109,7 +109,7 @@ def test_what_happens_aside_does_not_count_even_when_it_is_read_late() -> None:
         ledger.sent(Point.PP_FWD, 70)
         _step(ledger, device)
     device.now = 99.0
-    account = ledger.take()["pp-forward"]
+    account = ledger.take_totals()["pp-forward"]
     assert (account["wire_bytes"], account["waited_s"], ledger.take_computed()) == (5, 2.0, 3.0)
 
 
@@ -119,7 +119,7 @@ def test_a_cleared_ledger_forgets_what_is_read_late() -> None:
     _step(ledger, device)
     ledger.clear()
     device.now = 99.0
-    assert (ledger.take(), ledger.take_computed()) == ({}, 0.0)
+    assert (ledger.take_totals(), ledger.take_computed()) == ({}, 0.0)
 
 
 def test_decoding_counts_where_nothing_was_waited_for() -> None:
@@ -129,17 +129,17 @@ def test_decoding_counts_where_nothing_was_waited_for() -> None:
     ledger.wait(Point.PP_BWD, Pending(None, 0, "receive from rank 1"))
     with ledger.decoding(Point.PP_BWD):
         now[0] += 1.0
-    assert ledger.take()["pp-backward"]["coded_s"] == 1.0
+    assert ledger.take_totals()["pp-backward"]["coded_s"] == 1.0
 
 
 def test_a_point_without_traffic_has_no_account() -> None:
     ledger = Ledger()
     with ledger.encoding(Point.DP_GRAD):
         pass
-    assert ledger.take() == {}
+    assert ledger.take_totals() == {}
 
 
 def test_a_group_of_one_waits_for_nothing() -> None:
     ledger = Ledger()
     ledger.wait(Point.DP_GRAD, Pending(None, 0, NOTHING))
-    assert ledger.take() == {}
+    assert ledger.take_totals() == {}

@@ -129,7 +129,9 @@ def test_rows_that_ended_stay_where_they_are_and_others_grow() -> None:
 
 
 def test_recordings_go_with_their_memory() -> None:
-    space = Workspaces(Recorder()).take(2, 8, lambda capacity: KVCache({0: None}, (2, 1, 8, 2), torch.float32, CPU))
+    space = Workspaces(Recorder()).workspace(
+        2, 8, lambda capacity: KVCache({0: None}, (2, 1, 8, 2), torch.float32, CPU)
+    )
     space.cache.start([1, 1])
     results = [space.step([0, 0], lambda: torch.zeros(2)) for _ in range(2)]
     space.cache.lengths = [1, 1]  # the same shape again

@@ -57,9 +57,9 @@ def _comm(spread: Spread, size: int = 4) -> DryExpertComm:
 
 def test_one_expert_is_fuller_than_the_others() -> None:
     comm = _comm(Spread(2.5))
-    counts = comm.count(torch.empty(100, 2, device="meta"), 8)
+    counts = comm.count_rows(torch.empty(100, 2, device="meta"), 8)
     assert counts.tolist() == [62, 20, 20, 20, 20, 20, 19, 19]
-    assert comm.count(torch.empty(200, device="meta"), 8, 20).tolist() == [20, 20, 20, 20, 20, 20, 19, 19]
+    assert comm.count_rows(torch.empty(200, device="meta"), 8, 20).tolist() == [20, 20, 20, 20, 20, 20, 19, 19]
     came_re = comm.ranks.exchange_counts(counts.view(4, 2))
     assert came_re.tolist() == [[62, 20]] * 4
 
@@ -91,12 +91,12 @@ def test_rows_of_a_node_are_those_of_all_choices(imbalance: float, k: int, nodes
         if imbalance > 1 or most is None:  # or all experts were full
             wanted = _expected(tokens, k, experts, nodes, full, kept)
             assert rows_n.tolist() == pytest.approx(wanted, abs=1.0)
-        counts = comm.count(chosen, experts, most)
+        counts = comm.count_rows(chosen, experts, most)
         assert choices_n.tolist() == counts.view(nodes, -1).sum(1).tolist()
         assert (rows_n <= choices_n).all()
         # Those that come to the first node, of as many ranks as there are nodes.
         local, most_here = experts // nodes, None if most is None else nodes * most
-        here = comm.count(torch.empty(0, device="meta"), local, most_here, nodes * int(choices_n[0]))
+        here = comm.count_rows(torch.empty(0, device="meta"), local, most_here, nodes * int(choices_n[0]))
         assert here.tolist() == pytest.approx([nodes * count for count in counts[:local].tolist()], abs=2 * nodes)
 
 

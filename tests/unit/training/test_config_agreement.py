@@ -11,7 +11,7 @@ from megatron.base.errors import UserError
 from megatron.distributed.errors import CommunicationError
 from megatron.distributed.process_group import LaunchEnvironment
 from megatron.training import config_agreement as meeting
-from megatron.training.config_agreement import Meeting
+from megatron.training.config_agreement import RankAgreement
 
 
 @pytest.mark.parametrize("gone", [0, 1])
@@ -21,7 +21,7 @@ def test_a_failure_names_its_rank_and_is_one_line(gone: int, bad_input: bool, mo
     monkeypatch.setattr(meeting, "meet", lambda env, minutes: store)
 
     def rank(number: int) -> str:
-        here = Meeting(LaunchEnvironment(number, 2, number), 0.2)
+        here = RankAgreement(LaunchEnvironment(number, 2, number), 0.2)
         if number == gone:
             assert here.refuse("KeyError: 'x'\nmore of it", bad_input=bad_input)
             return ""

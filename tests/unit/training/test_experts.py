@@ -26,12 +26,12 @@ def _tally() -> ExpertTally:
 
 
 def _step(tally: ExpertTally, counts: Sequence[Sequence[list[int]]], taken: bool = True, again: bool = False) -> None:
-    tally.begin()
+    tally.begin_step()
     for micro_batch, of_layers in enumerate(counts):
         for _ in range(1 + again):
             for layer, one in enumerate(of_layers):
                 tally.seen[layer, micro_batch] = (torch.tensor(one), torch.zeros(2))
-    tally.finish(len(counts), taken)
+    tally.finish_step(len(counts), taken)
 
 
 def _shares(tally: ExpertTally) -> dict[int, list[float]]:
@@ -81,7 +81,7 @@ def test_the_loss_is_weighed_and_that_of_a_micro_batch() -> None:
     for micro_batch in range(3):
         for layer in range(2):
             tally.seen[layer, micro_batch] = (torch.tensor([1, 1]), torch.tensor([2.0 + layer, 4.0 * micro_batch]))
-    named, loads = tally.finish(3, taken=True)
+    named, loads = tally.finish_step(3, taken=True)
     assert named == {MOE_LOSS: pytest.approx(0.5 * (2 + 3) + 0.25 * 2 * 4)}
     assert loads == {0: (3.0, 3.0), 1: (3.0, 3.0)}
 

@@ -125,8 +125,8 @@ def test_the_end_of_a_step_completes_its_gradients() -> None:
     engines = tiny_engines({})
     for buffer in engines.buffers:
         _stale(buffer)
-    engines.sync.begin(0, 1.0)
-    assert engines.sync.finish(1.0)
+    engines.sync.begin_step(0, 1.0)
+    assert engines.sync.finish_reduction(1.0)
     assert not any(buffer.grads_flat.any() for buffer in engines.buffers)
 
 

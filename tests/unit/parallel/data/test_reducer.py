@@ -87,11 +87,11 @@ def events_of(*levels: Level, finite: bool = True) -> tuple[list[str], list[str]
     buckets = [GradBucket(torch.ones(size)) for size in (1, 2, 3)]
     plan = cast(CompressionPlan, Plan(Levels(levels, events)))
     reducer = GradReducer(buckets, cast(Group, group), plan, Ledger(), sharded=False)
-    reducer.begin(0, 1.0)
+    reducer.begin_step(0, 1.0)
     for index in range(3):
         reducer.mark_ready(index)
     backward = list(events)
-    reducer.finish(finite)
+    reducer.finish_reduction(finite)
     return backward, events[len(backward) :]
 
 

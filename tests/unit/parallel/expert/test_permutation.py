@@ -59,8 +59,8 @@ def test_counting_does_not_look_at_the_numbers() -> None:
     """On a device the host would wait for them, layer by layer."""
     comm = ExpertComm(single_process().ep, Ledger(), CompressionPlan({}))
     chosen_tk = torch.tensor([[0, 2], [2, 4], [4, 2]])
-    assert comm.count(chosen_tk, 4).tolist() == [1, 0, 3, 0]
-    assert comm.count(chosen_tk.to("meta"), 4).shape == (4,)
+    assert comm.count_rows(chosen_tk, 4).tolist() == [1, 0, 3, 0]
+    assert comm.count_rows(chosen_tk.to("meta"), 4).shape == (4,)
 
 
 def test_no_row_and_no_choice() -> None:

@@ -24,7 +24,7 @@ def _gathered(
     compress = [f"{where}={name},rounding=stochastic" for where in ("tp-forward", "tp-backward")]
     specs = read_specs(compress, Registry(BUILTIN), RunLength(10))
     comm = TensorComm(single_process("cpu").tp, Ledger(), CompressionPlan(specs))
-    comm.begin(iteration)
+    comm.begin_step(iteration)
     comm.begin_micro_batch(micro_batch)
     return comm.at(place).start_gather(torch.linspace(-1, 1, 512).view(8, 1, 64), point).wait()
 

@@ -83,12 +83,12 @@ def test_calls_that_share_memory_for_logits_are_those_that_do_not() -> None:
 
 def test_memory_for_logits_is_kept() -> None:
     space, x_th = LogitsSpace(), _rand(1, S, H)
-    first = space.take(x_th, S, PADDED)
+    first = space.scratch(x_th, S, PADDED)
     assert first.shape == (S, PADDED)
-    assert space.take(x_th, S - 1, PADDED).data_ptr() == first.data_ptr()
-    assert space.take(x_th, S, PADDED).data_ptr() == first.data_ptr()
-    assert space.take(x_th.double(), S, PADDED).dtype == torch.float64
-    assert space.take(x_th.to("meta"), S, PADDED).is_meta
+    assert space.scratch(x_th, S - 1, PADDED).data_ptr() == first.data_ptr()
+    assert space.scratch(x_th, S, PADDED).data_ptr() == first.data_ptr()
+    assert space.scratch(x_th.double(), S, PADDED).dtype == torch.float64
+    assert space.scratch(x_th.to("meta"), S, PADDED).is_meta
 
 
 def test_gradients_in_fp16_do_not_vanish_before_the_loss_scale() -> None:
