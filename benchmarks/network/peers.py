@@ -20,6 +20,7 @@ from megatron.distributed.policy import CompressionPlan
 from megatron.distributed.topology import Topology
 from megatron.models.context import ForwardContext
 from megatron.models.losses import Targets
+from megatron.models.rank_context import RankContext
 from megatron.models.stages import build_stages
 from megatron.parallel.tensor.collectives import TensorComm
 
@@ -33,9 +34,8 @@ class _Ours(nn.Module):
     def __init__(self, plan: dict[str, Any], config: RunConfig, topology: Topology) -> None:
         super().__init__()
         comm = TensorComm(topology.tp, Ledger(), CompressionPlan({}))
-        (self.stage,) = build_stages(
-            config.model, config.recompute, topology.layout, 0, plan["vocab"], comm, topology.device, torch.float32, 1
-        )
+        rank = RankContext(config.model, comm, topology.device, torch.float32, config.recompute)
+        (self.stage,) = build_stages(rank, topology.layout, 0, plan["vocab"], 1)
 
     def forward(self, batch: Batch) -> Tensor:
         out_sbh = self.stage(batch.tokens_bs, ForwardContext())

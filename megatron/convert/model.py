@@ -12,7 +12,6 @@ from torch import Tensor
 
 from megatron.base.errors import UserError
 from megatron.config.model import ModelConfig
-from megatron.config.recompute import RecomputeConfig
 from megatron.config.run import run_around
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.convert.safetensors_file import DTYPES
@@ -20,6 +19,7 @@ from megatron.distributed.group import Group
 from megatron.distributed.ledger import Ledger
 from megatron.distributed.policy import CompressionPlan
 from megatron.kernels.dtypes import name_of_dtype
+from megatron.models.rank_context import RankContext
 from megatron.models.stage import StagePart
 from megatron.models.stages import make_stage
 from megatron.parallel.tensor.collectives import TensorComm
@@ -94,7 +94,7 @@ def tensors_of(model: ModelConfig, vocab_size: int) -> dict[str, ParamSpec]:
     comm = TensorComm(Group(None, (0,), 0, "this process", "none"), Ledger(), CompressionPlan({}, 0, 1))
     meta, stage_part = torch.device("meta"), StagePart(range(model.num_layers))
     shard = VocabShard(vocab_size, vocab_size, comm)
-    stage = make_stage(model, stage_part, shard, comm, meta, torch.float32, RecomputeConfig())
+    stage = make_stage(RankContext(model, comm, meta, torch.float32), stage_part, shard)
     buffers = {name: ParamSpec(tuple(buffer.shape)) for name, buffer in stage.named_buffers()}
     return dict(collect_specs(stage).values()) | buffers
 

@@ -22,6 +22,10 @@ class MessageSeeds:
         """Begin a step; -1 stands for an evaluation."""
         self.iteration, self.micro_batch = max(iteration, 0), 0
 
+    def begin_micro_batch(self, micro_batch: int) -> None:
+        """Begin the forward or the backward of a micro-batch of the step."""
+        self.micro_batch = micro_batch
+
     def state(self, *message: int | str) -> CompressorState:
         """Compressor state for a single message, equal on sender and receiver.
 

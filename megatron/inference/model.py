@@ -19,7 +19,6 @@ from megatron.checkpoint.model_state import MODEL, model_tensors
 from megatron.checkpoint.vocabulary import saved_entries
 from megatron.compression.points import Point
 from megatron.config.parallel import ParallelConfig
-from megatron.config.recompute import RecomputeConfig
 from megatron.config.run import RunConfig, run_around
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.config.training import TrainingConfig
@@ -32,6 +31,7 @@ from megatron.inference.steps import Workspace, Workspaces, record_on_cuda
 from megatron.models.context import ForwardContext
 from megatron.models.gpt import GPTStage
 from megatron.models.kv_cache import KVCache
+from megatron.models.rank_context import RankContext
 from megatron.models.stage import Stage
 from megatron.models.stages import build_stages
 from megatron.parallel.pipeline.channel import Message, PipelineChannel
@@ -196,17 +196,8 @@ def load_model(
     entries = together(group, lambda: saved_entries(root, chosen))
     vocabulary, flags = together(group, lambda: _vocabulary(config, tokenizer, entries))
     ledger, plan, dtype = Ledger(), CompressionPlan({}), config.precision.params_dtype
-    (stage,) = build_stages(
-        config.model,
-        RecomputeConfig(),
-        topology.layout,
-        topology.coordinates.pp,
-        entries,
-        TensorComm(topology.tp, ledger, plan),
-        topology.device,
-        dtype,
-        None,
-    )
+    rank = RankContext(config.model, TensorComm(topology.tp, ledger, plan), topology.device, dtype)
+    (stage,) = build_stages(rank, topology.layout, topology.coordinates.pp, entries, None)
     assert isinstance(stage, GPTStage)
     load_weights(stage, root, chosen, topology, log)
     channel = None

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron.config.model import ModelConfig
 from megatron.kernels.soft_cap import soft_capped
 from megatron.models.context import AttentionDropout, ForwardContext
 from megatron.models.norm import Norm
+from megatron.models.rank_context import RankContext
 from megatron.models.rotary import apply_rotary
-from megatron.parallel.tensor.collectives import TensorComm
 from megatron.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.tensor.random import DropoutKeys, SiteKeys, keyed_seed
 from megatron.parallel.tensor.shards import ShardedModule
@@ -24,7 +23,7 @@ class Attention(ShardedModule, ABC):
     """Core attention of queries, keys and values. Subclasses define the projections.
 
     Args:
-        config: the model.
+        rank: the rank's model, communication and device.
         layer: global number of the layer, a key of its dropout masks.
         causal: whether queries attend to no later positions of the same sequence.
         recompute_core: whether backward recomputes the attention probabilities instead of storing them.
@@ -34,18 +33,19 @@ class Attention(ShardedModule, ABC):
     """Key of the dropout masks within a layer."""
     dense: RowParallelLinear
 
-    def __init__(self, config: ModelConfig, layer: int, comm: TensorComm, causal: bool, recompute_core: bool) -> None:
+    def __init__(self, rank: RankContext, layer: int, causal: bool) -> None:
         super().__init__()
+        config = rank.config
         self.layer = layer
-        self.comm = comm
+        self.comm = rank.tensor
         self.head_dim = config.kv_channels
-        self.groups = config.num_query_groups // comm.size
+        self.groups = config.num_query_groups // rank.tensor.size
         self.queries_per_group = config.num_attention_heads // config.num_query_groups
         self.causal = causal
         self.divisor = math.sqrt(config.query_pre_attn_scalar or self.head_dim)
         self.cap = config.attn_logit_softcapping
         self.dropout = config.attention_dropout
-        self.recompute_core = recompute_core
+        self.recompute_core = rank.recompute.recompute_granularity == "selective"
 
     def dropout_keys(self, keys: DropoutKeys) -> AttentionDropout:
         """Keys of the dropout masks of this rank's heads, or the seed of the fused CUDA kernel.
@@ -135,31 +135,25 @@ class SelfAttention(Attention):
     slice by groups is contiguous and does not depend on the number of ranks.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        comm: TensorComm,
-        device: torch.device,
-        dtype: torch.dtype,
-        causal: bool,
-        recompute_core: bool,
-    ) -> None:
-        super().__init__(config, layer, comm, causal, recompute_core)
+    def __init__(self, rank: RankContext, layer: int, causal: bool) -> None:
+        super().__init__(rank, layer, causal)
+        config = rank.config
         self.window = config.window_of(layer)
         rows = config.num_query_groups * (self.queries_per_group + 2) * self.head_dim
         width = config.num_attention_heads * self.head_dim
         biased = config.add_bias_linear or config.add_qkv_bias
         blocks = tuple(count * self.head_dim for count in (self.queries_per_group, 1, 1))
         self.query_key_value = ColumnParallelLinear(
-            (rows, config.hidden_size), biased, comm, device, dtype, blocks=blocks
+            (rows, config.hidden_size), biased, rank.tensor, rank.device, rank.dtype, blocks=blocks
         )
         self.q_layernorm: Norm | None = None
         self.k_layernorm: Norm | None = None
         if config.qk_layernorm:
-            self.q_layernorm = Norm(config, comm, device, dtype, of_heads=True)
-            self.k_layernorm = Norm(config, comm, device, dtype, of_heads=True)
-        self.dense = RowParallelLinear(width, config.hidden_size, config.add_bias_linear, comm, device, dtype)
+            self.q_layernorm = Norm(rank, of_heads=True)
+            self.k_layernorm = Norm(rank, of_heads=True)
+        self.dense = RowParallelLinear(
+            width, config.hidden_size, config.add_bias_linear, rank.tensor, rank.device, rank.dtype
+        )
 
     def forward(
         self,
@@ -200,23 +194,18 @@ class CrossAttention(Attention):
 
     site = "cross-attention"
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        comm: TensorComm,
-        device: torch.device,
-        dtype: torch.dtype,
-        recompute_core: bool,
-    ) -> None:
-        super().__init__(config, layer, comm, False, recompute_core)
+    def __init__(self, rank: RankContext, layer: int) -> None:
+        super().__init__(rank, layer, causal=False)
+        config = rank.config
         width = config.num_attention_heads * self.head_dim
         rows, hidden = config.num_query_groups * 2 * self.head_dim, config.hidden_size
         biased = config.add_bias_linear or config.add_qkv_bias
-        self.query = ColumnParallelLinear((width, hidden), biased, comm, device, dtype)
+        self.query = ColumnParallelLinear((width, hidden), biased, rank.tensor, rank.device, rank.dtype)
         blocks = (self.head_dim, self.head_dim)
-        self.key_value = ColumnParallelLinear((rows, hidden), biased, comm, device, dtype, entered=True, blocks=blocks)
-        self.dense = RowParallelLinear(width, hidden, config.add_bias_linear, comm, device, dtype)
+        self.key_value = ColumnParallelLinear(
+            (rows, hidden), biased, rank.tensor, rank.device, rank.dtype, entered=True, blocks=blocks
+        )
+        self.dense = RowParallelLinear(width, hidden, config.add_bias_linear, rank.tensor, rank.device, rank.dtype)
 
     def forward(
         self, x_sbh: Tensor, context: ForwardContext, dropout: AttentionDropout | None

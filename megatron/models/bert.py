@@ -6,32 +6,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.config.model import ModelConfig
-from megatron.config.recompute import RecomputeConfig
 from megatron.models.losses import LossSum, StageLoss, Targets, token_weights
 from megatron.models.norm import Norm
+from megatron.models.rank_context import RankContext
 from megatron.models.stage import Stage, StagePart
-from megatron.parallel.tensor.collectives import TensorComm
 from megatron.parallel.tensor.cross_entropy import head_loss
 from megatron.parallel.tensor.embedding import VocabShard
 from megatron.parallel.tensor.shards import ParamSpec, ShardedModule, with_partial_grad
 
 
 class WholeLinear(ShardedModule):
-    """Linear layer with bias, replicated on tensor-parallel ranks: (..., in) -> (..., out).
+    """Linear layer with bias, replicated on tensor-parallel ranks: (..., h) -> (..., out).
 
     Under sequence parallelism each rank sees a slice of the sequence, so parameter gradients are partial sums.
     """
 
-    def __init__(
-        self, in_features: int, out_features: int, comm: TensorComm, device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, rank: RankContext, out_features: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty((out_features, in_features), device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype))
+        self.weight = nn.Parameter(
+            torch.empty((out_features, rank.config.hidden_size), device=rank.device, dtype=rank.dtype)
+        )
+        self.bias = nn.Parameter(torch.zeros(out_features, device=rank.device, dtype=rank.dtype))
         for name, param in self.named_parameters():
             spec = ParamSpec(tuple(param.shape))
-            self.specs[name] = with_partial_grad(spec) if comm.sequence_parallel else spec
+            self.specs[name] = with_partial_grad(spec) if rank.tensor.sequence_parallel else spec
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
@@ -43,14 +41,13 @@ class LMHead(ShardedModule):
     GELU is approximate if the layers use approximate GELU, else exact.
     """
 
-    def __init__(
-        self, config: ModelConfig, shard: VocabShard, comm: TensorComm, device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, rank: RankContext, shard: VocabShard) -> None:
         super().__init__()
+        config = rank.config
         self.approximate = "tanh" if config.activation == "gelu_tanh" else "none"
-        self.dense = WholeLinear(config.hidden_size, config.hidden_size, comm, device, dtype)
-        self.layernorm = Norm(config, comm, device, dtype)
-        self.bias, self.specs["bias"] = shard.bias(device, dtype)
+        self.dense = WholeLinear(rank, config.hidden_size)
+        self.layernorm = Norm(rank)
+        self.bias, self.specs["bias"] = shard.bias(rank.device, rank.dtype)
 
     def forward(self, x_sbh: Tensor) -> Tensor:
         result: Tensor = self.layernorm(F.gelu(self.dense(x_sbh), approximate=self.approximate))
@@ -60,10 +57,10 @@ class LMHead(ShardedModule):
 class BinaryHead(nn.Module):
     """Sentence-order head: first position (b, h) -> logits (b, 2)."""
 
-    def __init__(self, hidden: int, comm: TensorComm, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, rank: RankContext) -> None:
         super().__init__()
-        self.pooler = WholeLinear(hidden, hidden, comm, device, dtype)
-        self.order = WholeLinear(hidden, 2, comm, device, dtype)
+        self.pooler = WholeLinear(rank, rank.config.hidden_size)
+        self.order = WholeLinear(rank, 2)
 
     def forward(self, first_bh: Tensor) -> Tensor:
         result: Tensor = self.order(torch.tanh(self.pooler(first_bh)))
@@ -73,21 +70,12 @@ class BinaryHead(nn.Module):
 class BertStage(Stage):
     """A stage of BERT."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        part: StagePart,
-        shard: VocabShard,
-        comm: TensorComm,
-        device: torch.device,
-        dtype: torch.dtype,
-        recompute: RecomputeConfig,
-    ) -> None:
-        super().__init__(config, part, shard, comm, device, dtype, recompute)
+    def __init__(self, rank: RankContext, part: StagePart, shard: VocabShard) -> None:
+        super().__init__(rank, part, shard)
         if part.last:
-            self.lm_head = LMHead(config, shard, comm, device, dtype)
-            if config.bert_binary_head:
-                self.binary_head = BinaryHead(config.hidden_size, comm, device, dtype)
+            self.lm_head = LMHead(rank, shard)
+            if rank.config.bert_binary_head:
+                self.binary_head = BinaryHead(rank)
 
     def counts(self, targets: Targets) -> Tensor:
         masked = targets.mask_bs.sum()

@@ -5,15 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import replace
 
-import torch
 from torch import Tensor, nn
 
-from megatron.config.model import ModelConfig
 from megatron.models.attention import CrossAttention, SelfAttention
 from megatron.models.context import ForwardContext, LayerDropout
 from megatron.models.experts import Experts
 from megatron.models.mlp import MLP
 from megatron.models.norm import Norm
+from megatron.models.rank_context import RankContext
 from megatron.parallel.tensor.collectives import TensorComm
 from megatron.parallel.tensor.random import SiteKeys
 
@@ -34,11 +33,11 @@ class Layer(nn.Module, ABC):
     """Keys of the dropout masks of the residual branches within a layer."""
     self_attention: SelfAttention
 
-    def __init__(self, config: ModelConfig, layer: int, comm: TensorComm) -> None:
+    def __init__(self, rank: RankContext, layer: int) -> None:
         super().__init__()
         self.layer = layer
-        self.comm = comm
-        self.dropout = config.hidden_dropout
+        self.comm = rank.tensor
+        self.dropout = rank.config.hidden_dropout
 
     @abstractmethod
     def forward(
@@ -81,33 +80,21 @@ class TransformerLayer(Layer):
     With sandwich norms, the outputs of attention and MLP are also normalized, before dropout.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        comm: TensorComm,
-        device: torch.device,
-        dtype: torch.dtype,
-        recompute_core: bool,
-        causal: bool,
-    ) -> None:
-        super().__init__(config, layer, comm)
+    def __init__(self, rank: RankContext, layer: int, causal: bool) -> None:
+        super().__init__(rank, layer)
+        config = rank.config
         self.parallel = config.parallel_residual
-        self.input_layernorm = Norm(config, comm, device, dtype)
-        self.self_attention = SelfAttention(
-            config, layer, comm.at(f"{layer}.self_attention"), device, dtype, causal, recompute_core
-        )
-        self.post_attention_layernorm = Norm(config, comm, device, dtype)
+        self.input_layernorm = Norm(rank)
+        self.self_attention = SelfAttention(rank.at(f"{layer}.self_attention"), layer, causal)
+        self.post_attention_layernorm = Norm(rank)
         self.mlp: MLP | Experts = (
-            Experts(config, layer, comm.at(f"{layer}.mlp"), device, dtype)
-            if layer in config.expert_layers
-            else MLP(config, comm.at(f"{layer}.mlp"), device, dtype)
+            Experts(rank.at(f"{layer}.mlp"), layer) if layer in config.expert_layers else MLP(rank.at(f"{layer}.mlp"))
         )
         self.post_self_attn_layernorm: Norm | None = None
         self.post_mlp_layernorm: Norm | None = None
         if config.sandwich_norm:
-            self.post_self_attn_layernorm = Norm(config, comm, device, dtype)
-            self.post_mlp_layernorm = Norm(config, comm, device, dtype)
+            self.post_self_attn_layernorm = Norm(rank)
+            self.post_mlp_layernorm = Norm(rank)
 
     def _attended(
         self,
@@ -139,20 +126,10 @@ class DecoderLayer(TransformerLayer):
 
     sites = (*TransformerLayer.sites, "cross-attention-output")
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        comm: TensorComm,
-        device: torch.device,
-        dtype: torch.dtype,
-        recompute_core: bool,
-    ) -> None:
-        super().__init__(config, layer, comm, device, dtype, recompute_core, causal=True)
-        self.cross_attention = CrossAttention(
-            config, layer, comm.at(f"{layer}.cross_attention"), device, dtype, recompute_core
-        )
-        self.post_cross_attention_layernorm = Norm(config, comm, device, dtype)
+    def __init__(self, rank: RankContext, layer: int) -> None:
+        super().__init__(rank, layer, causal=True)
+        self.cross_attention = CrossAttention(rank.at(f"{layer}.cross_attention"), layer)
+        self.post_cross_attention_layernorm = Norm(rank)
 
     def dropout_keys(self, context: ForwardContext) -> LayerDropout | None:
         """See ``TransformerLayer``."""

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from megatron.config.kinds import ModelType
 from megatron.config.model import ModelConfig
-from megatron.config.recompute import RecomputeConfig
 from megatron.models.losses import LossSum, StageLoss, Targets, token_weights
+from megatron.models.rank_context import RankContext
 from megatron.models.stage import Stage, StagePart
-from megatron.parallel.tensor.collectives import TensorComm, sum_exact
+from megatron.parallel.tensor.collectives import sum_exact
 from megatron.parallel.tensor.embedding import VocabShard
 
 TASK_HEAD = "classification_head."
@@ -55,15 +55,16 @@ class ClassificationHead(nn.Module):
     the same outputs and full gradients of the head's parameters.
     """
 
-    def __init__(self, config: ModelConfig, comm: TensorComm, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, rank: RankContext) -> None:
         super().__init__()
-        self.comm = comm
+        config = rank.config
+        self.comm = rank.tensor
         self.pooling = POOLING[config.model_type]
         self.dropout = config.hidden_dropout if self.pooling.dropout else 0.0
         hidden = config.hidden_size
         if self.pooling.activation is not None:
-            self.pooler = _linear(hidden, hidden, True, device, dtype)
-        self.classifier = _linear(hidden, config.num_outputs, self.pooling.bias, device, dtype)
+            self.pooler = _linear(hidden, hidden, True, rank.device, rank.dtype)
+        self.classifier = _linear(hidden, config.num_outputs, self.pooling.bias, rank.device, rank.dtype)
 
     def forward(self, x_sbh: Tensor, targets: Targets) -> Tensor:
         x_bh = self._pooled(x_sbh, targets.lengths_b)
@@ -106,19 +107,10 @@ class ClassifierStage(Stage):
     Models with a different body are subclasses.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        part: StagePart,
-        shard: VocabShard,
-        comm: TensorComm,
-        device: torch.device,
-        dtype: torch.dtype,
-        recompute: RecomputeConfig,
-    ) -> None:
-        super().__init__(config, part, shard, comm, device, dtype, recompute)
-        if part.last and config.task_head != "none":
-            self.classification_head = ClassificationHead(config, comm, device, dtype)
+    def __init__(self, rank: RankContext, part: StagePart, shard: VocabShard) -> None:
+        super().__init__(rank, part, shard)
+        if part.last and rank.config.task_head != "none":
+            self.classification_head = ClassificationHead(rank)
 
     def counts(self, targets: Targets) -> Tensor:
         return targets.mask_bs.sum().unsqueeze(0)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.models.kv_cache import KVCache
+from megatron.parallel.expert.router import ExpertContext
 from megatron.parallel.tensor.random import DropoutKeys, SiteKeys
 
 
@@ -23,24 +24,6 @@ class EncoderOutput:
 
     entered_sbh: Tensor
     segment_ids_bs: Tensor | None
-
-
-@dataclass(frozen=True)
-class ExpertContext:
-    """Training state of layers with experts.
-
-    Args:
-        micro_batch: number of the micro-batch in the step.
-        loss_grad: gradient of the objective, also used for the layers' auxiliary losses; a scalar.
-        shares: by layer, each expert's share of the previous step's choices, float64; empty in the first step.
-        seen: output by (layer, micro-batch): number of tokens routed to each expert, int64, and unweighted auxiliary
-            losses of the layer (``ModelConfig.expert_losses``). Recomputation writes the same values again.
-    """
-
-    micro_batch: int
-    loss_grad: Tensor
-    shares: Mapping[int, Tensor]
-    seen: dict[tuple[int, int], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)

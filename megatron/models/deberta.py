@@ -8,8 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.config.model import ModelConfig
-from megatron.config.recompute import RecomputeConfig
 from megatron.models.block import Layer, hidden_dropout
 from megatron.models.classification import ClassifierStage
 from megatron.models.context import ForwardContext, LayerDropout
@@ -17,6 +15,7 @@ from megatron.models.disentangled import DisentangledAttention, RelativePosition
 from megatron.models.embedding import Embedding
 from megatron.models.mlp import MLP
 from megatron.models.norm import Norm
+from megatron.models.rank_context import RankContext
 from megatron.models.stage import StagePart
 from megatron.parallel.tensor.collectives import TensorComm
 from megatron.parallel.tensor.embedding import VocabShard
@@ -38,15 +37,12 @@ class NormedEmbedding(Embedding):
 
     def __init__(
         self,
-        config: ModelConfig,
+        rank: RankContext,
         shard: VocabShard,
-        comm: TensorComm,
-        device: torch.device,
-        dtype: torch.dtype,
         copy: bool = False,
     ) -> None:
-        super().__init__(config, shard, comm, device, dtype, copy)
-        self.layernorm = Norm(config, comm, device, dtype)
+        super().__init__(rank, shard, copy)
+        self.layernorm = Norm(rank)
 
     def _summed(self, tokens_bs: Tensor, context: ForwardContext, site: str) -> Tensor:
         return without_padding(self.layernorm(super()._summed(tokens_bs, context, site)), context, self.comm)
@@ -58,14 +54,15 @@ class Convolution(ShardedModule):
     It is replicated on tensor-parallel ranks.
     """
 
-    def __init__(self, config: ModelConfig, comm: TensorComm, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, rank: RankContext) -> None:
         super().__init__()
-        self.comm = comm
+        config = rank.config
+        self.comm = rank.tensor
         self.dropout = config.hidden_dropout
         shape = (config.hidden_size, config.hidden_size, config.conv_kernel_size)
-        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.zeros(config.hidden_size, device=device, dtype=dtype))
-        self.layernorm = Norm(config, comm, device, dtype)
+        self.weight = nn.Parameter(torch.empty(shape, device=rank.device, dtype=rank.dtype))
+        self.bias = nn.Parameter(torch.zeros(config.hidden_size, device=rank.device, dtype=rank.dtype))
+        self.layernorm = Norm(rank)
 
     def forward(self, x_sbh: Tensor, out_sbh: Tensor, context: ForwardContext, keys: SiteKeys | None) -> Tensor:
         """Normalized sum of the first layer's output ``out_sbh`` and the convolution of its input ``x_sbh``."""
@@ -80,25 +77,15 @@ class DebertaLayer(Layer):
 
     sites = (*Layer.sites, "convolution")
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        comm: TensorComm,
-        device: torch.device,
-        dtype: torch.dtype,
-        recompute_core: bool,
-    ) -> None:
-        super().__init__(config, layer, comm)
-        self.self_attention = DisentangledAttention(
-            config, layer, comm.at(f"{layer}.self_attention"), device, dtype, False, recompute_core
-        )
-        self.post_attention_layernorm = Norm(config, comm, device, dtype)
-        self.mlp = MLP(config, comm.at(f"{layer}.mlp"), device, dtype)
-        self.output_layernorm = Norm(config, comm, device, dtype)
+    def __init__(self, rank: RankContext, layer: int) -> None:
+        super().__init__(rank, layer)
+        self.self_attention = DisentangledAttention(rank.at(f"{layer}.self_attention"), layer, causal=False)
+        self.post_attention_layernorm = Norm(rank)
+        self.mlp = MLP(rank.at(f"{layer}.mlp"))
+        self.output_layernorm = Norm(rank)
         self.convolution: Convolution | None = None
-        if layer == 0 and config.conv_kernel_size:
-            self.convolution = Convolution(config, comm, device, dtype)
+        if layer == 0 and rank.config.conv_kernel_size:
+            self.convolution = Convolution(rank)
 
     def forward(
         self,
@@ -123,22 +110,12 @@ class DebertaStage(ClassifierStage):
     embedding_type = NormedEmbedding
     ends_with_norm = False
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        part: StagePart,
-        shard: VocabShard,
-        comm: TensorComm,
-        device: torch.device,
-        dtype: torch.dtype,
-        recompute: RecomputeConfig,
-    ) -> None:
-        super().__init__(config, part, shard, comm, device, dtype, recompute)
-        self.relative_positions = RelativePositions(config, part.first, comm, device, dtype)
+    def __init__(self, rank: RankContext, part: StagePart, shard: VocabShard) -> None:
+        super().__init__(rank, part, shard)
+        self.relative_positions = RelativePositions(rank, part.first)
 
-    def _make_layer(self, number: int, device: torch.device) -> Layer:
-        recompute_core = self.recompute.recompute_granularity == "selective"
-        return DebertaLayer(self.config, number, self.comm, device, self.dtype, recompute_core)
+    def _make_layer(self, rank: RankContext, number: int) -> Layer:
+        return DebertaLayer(rank, number)
 
     def _positions(self, x_sbh: Tensor, context: ForwardContext) -> Mapping[int, tuple[Tensor, Tensor]]:
         """Relative-position table, and its row for each pair of tokens; the same for all layers."""

@@ -14,7 +14,7 @@ from megatron.distributed.layout import Tie
 from megatron.models.attention import SelfAttention
 from megatron.models.context import AttentionDropout, ForwardContext
 from megatron.models.norm import Norm
-from megatron.parallel.tensor.collectives import TensorComm
+from megatron.models.rank_context import RankContext
 from megatron.parallel.tensor.shards import ParamSpec, ShardedModule
 
 _TERMS = 3
@@ -43,22 +43,20 @@ class RelativePositions(ShardedModule):
     """Normalized relative-position table: () -> (2 span, h). All stages hold a tied copy.
 
     Args:
-        config: the model.
+        rank: the rank's model, communication and device. Each rank computes the gradient of its heads.
         first: whether this is the first stage.
-        comm: the tensor-parallel communication. Each rank computes the gradient of its heads.
     """
 
-    def __init__(
-        self, config: ModelConfig, first: bool, comm: TensorComm, device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, rank: RankContext, first: bool) -> None:
         super().__init__()
+        config = rank.config
         shape = (2 * config.relative_span, config.hidden_size)
-        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-        self.layernorm = Norm(config, comm, device, dtype)
+        self.weight = nn.Parameter(torch.empty(shape, device=rank.device, dtype=rank.dtype))
+        self.layernorm = Norm(rank)
         for module in (self, self.layernorm):
             for name, param in module.named_parameters(recurse=False):
                 module.specs[name] = ParamSpec(
-                    tuple(param.shape), partial_grad=comm.size > 1, tied_copy=not first, tied=Tie.DISTANCES
+                    tuple(param.shape), partial_grad=rank.tensor.size > 1, tied_copy=not first, tied=Tie.DISTANCES
                 )
 
     def forward(self) -> Tensor:

@@ -12,7 +12,7 @@ from megatron.config.model import ModelConfig
 from megatron.distributed.layout import Tie
 from megatron.models.block import hidden_dropout
 from megatron.models.context import ForwardContext
-from megatron.parallel.tensor.collectives import TensorComm
+from megatron.models.rank_context import RankContext
 from megatron.parallel.tensor.embedding import VocabParallelEmbedding, VocabShard, rows_of
 from megatron.parallel.tensor.shards import ParamSpec, ShardedModule, with_partial_grad
 
@@ -24,33 +24,33 @@ class Embedding(ShardedModule):
     """Embeddings of tokens, positions and token types, with dropout: (b, s) -> (s, b, h), or this rank's slice of s.
 
     Args:
-        config: the model.
+        rank: the model, and the rank's communication and device.
         shard: rows of the vocabulary on this rank.
         copy: whether this is a tied copy; another stage holds the tables first.
     """
 
     def __init__(
         self,
-        config: ModelConfig,
+        rank: RankContext,
         shard: VocabShard,
-        comm: TensorComm,
-        device: torch.device,
-        dtype: torch.dtype,
         copy: bool = False,
     ) -> None:
         super().__init__()
-        self.comm = comm
+        config = rank.config
+        self.comm = rank.tensor
         self.dropout = config.hidden_dropout
-        self.residual_dtype = config.residual_dtype(dtype)
-        self.scale = embedding_scale(config, dtype)
+        self.residual_dtype = config.residual_dtype(rank.dtype)
+        self.scale = embedding_scale(config, rank.dtype)
         tied = config.ties_embeddings
-        self.word_embeddings = VocabParallelEmbedding(shard, config.hidden_size, tied, comm, device, dtype, copy)
+        self.word_embeddings = VocabParallelEmbedding(
+            shard, config.hidden_size, tied, rank.tensor, rank.device, rank.dtype, copy
+        )
         self.position_embeddings: PositionEmbedding | None = None
         if config.position_embedding_type == "learned_absolute":
-            self.position_embeddings = PositionEmbedding(config, comm, device, dtype, copy)
+            self.position_embeddings = PositionEmbedding(rank, copy)
         self.tokentype_embeddings: TypeEmbedding | None = None
         if config.num_tokentypes:
-            self.tokentype_embeddings = TypeEmbedding(config, comm, device, dtype)
+            self.tokentype_embeddings = TypeEmbedding(rank)
 
     def forward(self, tokens_bs: Tensor, context: ForwardContext, site: str = "embedding") -> Tensor:
         """Embed tokens; ``site`` is the key of the dropout masks and of the messages' compression noise."""
@@ -81,12 +81,13 @@ def embedding_scale(config: ModelConfig, dtype: torch.dtype) -> float | None:
 class _Table(ShardedModule):
     """A table of ``rows`` learned vectors, replicated on tensor-parallel ranks."""
 
-    def __init__(self, rows: int, hidden: int, comm: TensorComm, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, rank: RankContext, rows: int) -> None:
         super().__init__()
-        self.comm = comm
-        self.weight = nn.Parameter(torch.empty((rows, hidden), device=device, dtype=dtype))
+        hidden = rank.config.hidden_size
+        self.comm = rank.tensor
+        self.weight = nn.Parameter(torch.empty((rows, hidden), device=rank.device, dtype=rank.dtype))
         spec = ParamSpec((rows, hidden))
-        self.specs["weight"] = with_partial_grad(spec) if comm.sequence_parallel else spec
+        self.specs["weight"] = with_partial_grad(spec) if rank.tensor.sequence_parallel else spec
 
     def look_up(self, index_sb: Tensor) -> Tensor:
         """Vectors of this rank's slice of a sequence."""
@@ -96,8 +97,8 @@ class _Table(ShardedModule):
 class TypeEmbedding(_Table):
     """A learned vector per token type."""
 
-    def __init__(self, config: ModelConfig, comm: TensorComm, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__(config.num_tokentypes, config.hidden_size, comm, device, dtype)
+    def __init__(self, rank: RankContext) -> None:
+        super().__init__(rank, rank.config.num_tokentypes)
 
     def forward(self, types_bs: Tensor) -> Tensor:
         """Vectors (s, b, h) of the types."""
@@ -107,11 +108,9 @@ class TypeEmbedding(_Table):
 class PositionEmbedding(_Table):
     """A learned vector per position, shared by encoder and decoder."""
 
-    def __init__(
-        self, config: ModelConfig, comm: TensorComm, device: torch.device, dtype: torch.dtype, copy: bool
-    ) -> None:
-        super().__init__(config.max_position_embeddings, config.hidden_size, comm, device, dtype)
-        if config.decoder_layers:
+    def __init__(self, rank: RankContext, copy: bool) -> None:
+        super().__init__(rank, rank.config.max_position_embeddings)
+        if rank.config.decoder_layers:
             self.specs["weight"] = replace(self.specs["weight"], tied=Tie.POSITIONS, tied_copy=copy)
 
     def forward(self, tokens_bs: Tensor, context: ForwardContext) -> Tensor:
@@ -128,14 +127,12 @@ class OutputWeight(ShardedModule):
 
     def __init__(
         self,
-        config: ModelConfig,
+        rank: RankContext,
         shard: VocabShard,
-        device: torch.device,
-        dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        tied = config.ties_embeddings
-        self.weight = shard.weight(config.hidden_size, device, dtype)
-        self.specs["weight"] = shard.spec(config.hidden_size, tied=tied, tied_copy=tied)
+        tied, hidden = rank.config.ties_embeddings, rank.config.hidden_size
+        self.weight = shard.weight(hidden, rank.device, rank.dtype)
+        self.specs["weight"] = shard.spec(hidden, tied=tied, tied_copy=tied)
         if tied:
             self.logical_names["weight"] = TIED_NAME

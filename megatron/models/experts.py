@@ -17,11 +17,10 @@ from torch import Tensor, nn
 
 from megatron.base.option import is_unset
 from megatron.compression.points import Point
-from megatron.config.model import ModelConfig
 from megatron.models.context import ForwardContext
 from megatron.models.mlp import ACTIVATIONS, MLP
-from megatron.models.router import Router, Routing
-from megatron.parallel.expert.dispatcher import Leg, RowExchange
+from megatron.models.rank_context import RankContext
+from megatron.parallel.expert.dispatcher import ExpertComm, Leg, RowExchange
 from megatron.parallel.expert.permutation import (
     Choices,
     choices_by_node,
@@ -31,7 +30,8 @@ from megatron.parallel.expert.permutation import (
     dispatched,
     order_of,
 )
-from megatron.parallel.tensor.collectives import TensorComm, enter_parallel_region, leave_parallel_region
+from megatron.parallel.expert.router import Router, Routing
+from megatron.parallel.tensor.collectives import enter_parallel_region, leave_parallel_region
 from megatron.parallel.tensor.grouped import batched_linear, grouped_linear, groups_products, recurring
 from megatron.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear, linear
 from megatron.parallel.tensor.shards import ParamSpec, ShardedModule, with_partial_grad
@@ -44,23 +44,20 @@ class Expert(nn.Module):
     """Weights of an expert.
 
     Args:
-        config: the model.
-        comm: the tensor-parallel ranks; each holds a slice of the inner width.
-        device, dtype: device and dtype of the parameters.
+        rank: the model and its setting; each tensor-parallel rank holds a slice of the inner width.
         unshared: only this tensor-parallel rank holds the expert, with its full width.
     """
 
-    def __init__(
-        self, config: ModelConfig, comm: TensorComm, device: torch.device, dtype: torch.dtype, unshared: bool = False
-    ) -> None:
+    def __init__(self, rank: RankContext, unshared: bool = False) -> None:
         super().__init__()
-        comm = comm.alone() if unshared else comm
+        config = rank.config
+        comm = rank.tensor.alone() if unshared else rank.tensor
         width, hidden = config.moe_ffn_hidden_size, config.hidden_size
         shape: tuple[int, ...] = (2, width, hidden) if config.gated else (width, hidden)
         self.comm = comm
         self.activation = ACTIVATIONS[config.activation]
-        self.dense_h_to_4h = ColumnParallelLinear(shape, config.add_bias_linear, comm, device, dtype)
-        self.dense_4h_to_h = RowParallelLinear(width, hidden, config.add_bias_linear, comm, device, dtype)
+        self.dense_h_to_4h = ColumnParallelLinear(shape, config.add_bias_linear, comm, rank.device, rank.dtype)
+        self.dense_4h_to_h = RowParallelLinear(width, hidden, config.add_bias_linear, comm, rank.device, rank.dtype)
         if config.add_bias_linear and comm.size > 1:
             # Only the first rank adds the bias: outputs are weighted before they are summed over the ranks.
             self.dense_4h_to_h.specs["bias"] = with_partial_grad(ParamSpec((hidden,)))
@@ -132,15 +129,13 @@ def _legs(sent: tuple[int, ...], received: tuple[int, ...], layer: int) -> tuple
 class _Coefficients(ShardedModule):
     """A linear layer with few outputs, replicated on tensor-parallel ranks: (s, b, h) -> (s, b, outputs)."""
 
-    def __init__(
-        self, config: ModelConfig, outputs: int, bias: bool, comm: TensorComm, device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, rank: RankContext, outputs: int, bias: bool) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(outputs, config.hidden_size, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.zeros(outputs, device=device, dtype=dtype)) if bias else None
+        self.weight = nn.Parameter(torch.empty(outputs, rank.config.hidden_size, device=rank.device, dtype=rank.dtype))
+        self.bias = nn.Parameter(torch.zeros(outputs, device=rank.device, dtype=rank.dtype)) if bias else None
         for name, param in self.named_parameters():
             spec = ParamSpec(tuple(param.shape))
-            self.specs[name] = with_partial_grad(spec) if comm.sequence_parallel else spec
+            self.specs[name] = with_partial_grad(spec) if rank.tensor.sequence_parallel else spec
 
     def forward(self, x_sbh: Tensor) -> Tensor:
         return F.linear(x_sbh, self.weight, self.bias)
@@ -150,45 +145,34 @@ class Experts(nn.Module):
     """Feed-forward part of a layer with experts: (s, b, h) -> (s, b, h), biases included.
 
     Args:
-        config: the model.
+        rank: the model, and the rank's communication and device.
         layer: number of the layer.
-        comm: the tensor- and expert-parallel communication.
-        device, dtype: device and dtype of the parameters.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        comm: TensorComm,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, rank: RankContext, layer: int) -> None:
         super().__init__()
-        self.config, self.layer, self.comm = config, layer, comm
-        self.expert_comm = comm.experts
+        config = rank.config
+        self.config, self.layer, self.comm = config, layer, rank.tensor
+        self.expert_comm = rank.expert or ExpertComm.local(rank.tensor.ledger, rank.tensor.plan)
         self.count = config.expert_layers[layer]
-        self.local = self.count // comm.experts.size
-        first = comm.experts.group.rank * self.local
-        self.router = Router(config, layer, self.count, comm, device, dtype)
+        self.local = self.count // self.expert_comm.size
+        first = self.expert_comm.group.rank * self.local
+        self.router = Router(config, layer, self.count, rank.tensor, rank.device, rank.dtype)
         self.experts = nn.ModuleDict(
-            {
-                str(number): Expert(config, comm, device, dtype, comm.experts.folded)
-                for number in range(first, first + self.local)
-            }
+            {str(number): Expert(rank, self.expert_comm.folded) for number in range(first, first + self.local)}
         )
         self.shared: MLP | None = None
         self.mixing: _Coefficients | None = None
         width = config.ffn_hidden_size if config.mlp_type == "residual" else config.moe_shared_expert_intermediate_size
         if not is_unset(width):
-            self.shared = MLP(replace(config, ffn_hidden_size=width), comm.at("shared"), device, dtype)
+            self.shared = MLP(replace(rank.at("shared"), config=replace(config, ffn_hidden_size=width)))
             if config.mlp_type == "residual":
-                self.mixing = _Coefficients(config, 2, True, comm, device, dtype)
+                self.mixing = _Coefficients(rank, 2, True)
             elif config.moe_shared_expert_gate:
-                self.mixing = _Coefficients(config, 1, False, comm, device, dtype)
+                self.mixing = _Coefficients(rank, 1, False)
 
     def forward(self, x_sbh: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
-        routing = self.router(x_sbh, context)
+        routing = self.router(x_sbh, context.dropout, context.experts)
         if self.expert_comm.folded:
             out_sbh = self._folded(x_sbh, routing)
         else:

@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.config.model import ModelConfig
 from megatron.models.context import ForwardContext
-from megatron.parallel.tensor.collectives import TensorComm
+from megatron.models.rank_context import RankContext
 from megatron.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.tensor.shards import ShardedModule
 
@@ -83,15 +82,16 @@ class MLP(ShardedModule):
     (2, ffn, h) does not depend on their number.
     """
 
-    def __init__(self, config: ModelConfig, comm: TensorComm, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, rank: RankContext) -> None:
         super().__init__()
+        config = rank.config
         shape: tuple[int, ...] = (config.ffn_hidden_size, config.hidden_size)
         if config.gated:
             shape = (2, *shape)
         self.activation = ACTIVATIONS[config.activation]
-        self.dense_h_to_4h = ColumnParallelLinear(shape, config.add_bias_linear, comm, device, dtype)
+        self.dense_h_to_4h = ColumnParallelLinear(shape, config.add_bias_linear, rank.tensor, rank.device, rank.dtype)
         self.dense_4h_to_h = RowParallelLinear(
-            config.ffn_hidden_size, config.hidden_size, config.add_bias_linear, comm, device, dtype
+            config.ffn_hidden_size, config.hidden_size, config.add_bias_linear, rank.tensor, rank.device, rank.dtype
         )
 
     def forward(self, x_sbh: Tensor, context: ForwardContext | None = None) -> tuple[Tensor, Tensor | None]:

@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.config.model import ModelConfig
-from megatron.parallel.tensor.collectives import TensorComm
+from megatron.models.rank_context import RankContext
 from megatron.parallel.tensor.shards import ParamSpec, ShardedModule, with_partial_grad
 
 
@@ -22,23 +21,21 @@ class Norm(ShardedModule):
 
     def __init__(
         self,
-        config: ModelConfig,
-        comm: TensorComm,
-        device: torch.device,
-        dtype: torch.dtype,
+        rank: RankContext,
         of_heads: bool = False,
     ) -> None:
         super().__init__()
+        config = rank.config
         hidden = config.kv_channels if of_heads else config.hidden_size
         self.eps = config.norm_epsilon
         self.centered = config.normalization == "LayerNorm"
         self.shape = (hidden,)
         self.one_plus = config.apply_layernorm_1p
-        self.weight = nn.Parameter(torch.full(self.shape, 1.0 - self.one_plus, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.zeros(hidden, device=device, dtype=dtype)) if self.centered else None
+        self.weight = nn.Parameter(torch.full(self.shape, 1.0 - self.one_plus, device=rank.device, dtype=rank.dtype))
+        self.bias = nn.Parameter(torch.zeros(hidden, device=rank.device, dtype=rank.dtype)) if self.centered else None
         spec = ParamSpec(self.shape)
         for name in ("weight", "bias") if self.centered else ("weight",):
-            partial = comm.size > 1 if of_heads else comm.sequence_parallel
+            partial = rank.tensor.size > 1 if of_heads else rank.tensor.sequence_parallel
             self.specs[name] = with_partial_grad(spec) if partial else spec
 
     def forward(self, x_sbh: Tensor) -> Tensor:

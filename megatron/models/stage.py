@@ -12,16 +12,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.compression.points import Point
-from megatron.config.model import ModelConfig
-from megatron.config.recompute import RecomputeConfig
 from megatron.kernels.soft_cap import soft_cap_
 from megatron.models.block import DecoderLayer, Layer, TransformerLayer
 from megatron.models.context import ForwardContext
 from megatron.models.embedding import Embedding, OutputWeight
 from megatron.models.losses import StageLoss, Targets
 from megatron.models.norm import Norm
+from megatron.models.rank_context import RankContext
 from megatron.models.rotary import rotary_tables
-from megatron.parallel.tensor.collectives import TensorComm
 from megatron.parallel.tensor.cross_entropy import LogitsSpace
 from megatron.parallel.tensor.embedding import VocabShard
 from megatron.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
@@ -49,49 +47,39 @@ class Stage(nn.Module, ABC):
     Subclasses define the losses of each kind of model.
 
     Args:
-        config: the model.
+        rank: the model, and the rank's communication, device and recomputation.
         part: part of the model in this chunk; ``StagePart(range(total_layers))`` is the whole model.
         shard: rows of the vocabulary on this rank.
-        recompute: activation recomputation.
     """
 
     embedding_type: ClassVar[type[Embedding]] = Embedding
     ends_with_norm: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        part: StagePart,
-        shard: VocabShard,
-        comm: TensorComm,
-        device: torch.device,
-        dtype: torch.dtype,
-        recompute: RecomputeConfig,
-    ) -> None:
+    def __init__(self, rank: RankContext, part: StagePart, shard: VocabShard) -> None:
         super().__init__()
+        config = rank.config
         self.config = config
         self.part = part
         self.shard = shard
-        self.comm = comm
-        self.dtype = dtype
-        self.recompute = recompute
+        self.comm = rank.tensor
+        self.dtype = rank.dtype
+        self.recompute = rank.recompute
         self.logits_space = LogitsSpace()
         tied = config.ties_embeddings
         embeds = part.first or config.begins_decoder(part.layers)
         if embeds:
-            self.embedding = self.embedding_type(config, shard, comm, device, dtype, copy=not part.first)
-        self.layers = nn.ModuleDict({str(n): self._make_layer(n, device) for n in part.layers})
+            self.embedding = self.embedding_type(rank, shard, copy=not part.first)
+        self.layers = nn.ModuleDict({str(n): self._make_layer(rank, n) for n in part.layers})
         if part.last:
             if self.ends_with_norm:
-                self.final_layernorm = Norm(config, comm, device, dtype)
+                self.final_layernorm = Norm(rank)
             if config.predicts_words and not (tied and embeds):
-                self.output_layer = OutputWeight(config, shard, device, dtype)
+                self.output_layer = OutputWeight(rank, shard)
 
-    def _make_layer(self, number: int, device: torch.device) -> Layer:
-        config, recompute_core = self.config, self.recompute.recompute_granularity == "selective"
-        if number in config.decoder_layers:
-            return DecoderLayer(config, number, self.comm, device, self.dtype, recompute_core)
-        return TransformerLayer(config, number, self.comm, device, self.dtype, recompute_core, config.causal)
+    def _make_layer(self, rank: RankContext, number: int) -> Layer:
+        if number in rank.config.decoder_layers:
+            return DecoderLayer(rank, number)
+        return TransformerLayer(rank, number, rank.config.causal)
 
     @property
     def output_weight(self) -> Tensor:

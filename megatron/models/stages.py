@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor
 
 from megatron.config.model import ModelConfig
-from megatron.config.recompute import RecomputeConfig
 from megatron.config.vocabulary import check_vocabulary
 from megatron.distributed.layout import Layout
 from megatron.models.bert import BertStage
 from megatron.models.classification import ClassifierStage
 from megatron.models.deberta import DebertaStage
 from megatron.models.gpt import GPTStage
+from megatron.models.rank_context import RankContext
 from megatron.models.stage import Stage, StagePart
 from megatron.models.t5 import T5Stage
-from megatron.parallel.tensor.collectives import TensorComm
 from megatron.parallel.tensor.embedding import VocabShard
 from megatron.parallel.tensor.random import Draw, fill_keyed, normal, uniform
 from megatron.parallel.tensor.shards import ParamSpec, collect_specs
@@ -59,48 +57,31 @@ def padded_vocab_size(vocab_size: int, multiple: int, tp: int) -> int:
     return -(-vocab_size // step) * step
 
 
-def build_stages(
-    config: ModelConfig,
-    recompute: RecomputeConfig,
-    layout: Layout,
-    pp: int,
-    vocab_size: int,
-    comm: TensorComm,
-    device: torch.device,
-    dtype: torch.dtype,
-    seed: int | None,
-) -> list[Stage]:
+def build_stages(rank: RankContext, layout: Layout, pp: int, vocab_size: int, seed: int | None) -> list[Stage]:
     """Build this pipeline rank's chunks in order; initialize weights unless ``seed`` is None.
 
     Raises:
         UserError: when a rank would hold no rows of the vocabulary.
     """
-    check_vocabulary(vocab_size, config.make_vocab_size_divisible_by, comm.size)
-    shard = VocabShard(vocab_size, padded_vocab_size(vocab_size, config.make_vocab_size_divisible_by, comm.size), comm)
+    config = rank.config
+    check_vocabulary(vocab_size, config.make_vocab_size_divisible_by, rank.tensor.size)
+    padded_size = padded_vocab_size(vocab_size, config.make_vocab_size_divisible_by, rank.tensor.size)
+    shard = VocabShard(vocab_size, padded_size, rank.tensor)
     stages: list[Stage] = []
     for chunk in range(layout.chunks):
-        chunk_part = stage_part(config, layout, pp, chunk)
-        stage = make_stage(config, chunk_part, shard, comm, device, dtype, recompute)
+        stage = make_stage(rank, stage_part(config, layout, pp, chunk), shard)
         if seed is not None:
             initialize(stage, config, seed)
         stages.append(stage)
     return stages
 
 
-def make_stage(
-    config: ModelConfig,
-    part: StagePart,
-    shard: VocabShard,
-    comm: TensorComm,
-    device: torch.device,
-    dtype: torch.dtype,
-    recompute: RecomputeConfig,
-) -> Stage:
-    """Build a stage of the configured kind of model, with uninitialized weights; see ``Stage``."""
+def make_stage(rank: RankContext, part: StagePart, shard: VocabShard) -> Stage:
+    """Build a stage of the configured type of model, with uninitialized weights; see ``Stage``."""
     language: dict[str, type[Stage]] = {"gpt": GPTStage, "bert": BertStage, "t5": T5Stage, "deberta": DebertaStage}
-    of_samples = not config.predicts_words and config.model_type != "deberta"
-    kind = ClassifierStage if of_samples else language[config.model_type]
-    return kind(config, part, shard, comm, device, dtype, recompute)
+    of_samples = not rank.config.predicts_words and rank.config.model_type != "deberta"
+    stage_type = ClassifierStage if of_samples else language[rank.config.model_type]
+    return stage_type(rank, part, shard)
 
 
 def initialize(stage: Stage, config: ModelConfig, seed: int) -> None:

@@ -8,14 +8,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron.config.model import ModelConfig
-from megatron.config.recompute import RecomputeConfig
 from megatron.models.block import Layer
 from megatron.models.context import EncoderOutput, ForwardContext
 from megatron.models.losses import LossSum, StageLoss, Targets, token_weights
 from megatron.models.norm import Norm
+from megatron.models.rank_context import RankContext
 from megatron.models.stage import Stage, StagePart
-from megatron.parallel.tensor.collectives import TensorComm, enter_parallel_region
+from megatron.parallel.tensor.collectives import enter_parallel_region
 from megatron.parallel.tensor.cross_entropy import head_loss
 from megatron.parallel.tensor.embedding import VocabShard
 from megatron.parallel.tensor.shards import ShardedModule
@@ -37,26 +36,18 @@ class T5Stage(Stage):
     Under sequence parallelism it is the concatenation of the rank's slices of both.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        part: StagePart,
-        shard: VocabShard,
-        comm: TensorComm,
-        device: torch.device,
-        dtype: torch.dtype,
-        recompute: RecomputeConfig,
-    ) -> None:
-        super().__init__(config, part, shard, comm, device, dtype, recompute)
+    def __init__(self, rank: RankContext, part: StagePart, shard: VocabShard) -> None:
+        super().__init__(rank, part, shard)
+        config = rank.config
         decoder = config.decoder_layers
         layers = self._layers()
         self.encoder_size = sum(layer.layer not in decoder for layer in layers)
         self.begins_decoder = config.begins_decoder(part.layers)
         self.ends_encoder = decoder.start - 1 in part.layers
         if self.ends_encoder:
-            self.encoder_final_layernorm = Norm(config, comm, device, dtype)
+            self.encoder_final_layernorm = Norm(rank)
         if part.last:
-            self.lm_head = OutputBias(shard, device, dtype)
+            self.lm_head = OutputBias(shard, rank.device, rank.dtype)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Encoder tokens (b, s') on the first stage, or the previous stage's output, to activations: (s', b, h) of the

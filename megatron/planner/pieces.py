@@ -18,6 +18,7 @@ from megatron.distributed.group import num_bytes
 from megatron.distributed.policy import CompressionPlan
 from megatron.models.context import ExpertContext, ForwardContext
 from megatron.models.losses import Targets
+from megatron.models.rank_context import RankContext
 from megatron.models.stage import Stage, StagePart
 from megatron.models.stages import make_stage, padded_vocab_size
 from megatron.parallel.data.buffer import BucketKind, FlatBuffer, named_params
@@ -103,14 +104,16 @@ class Pieces:
             self.plan,
             sequence_parallel=config.parallel.sequence_parallel,
             asynchronous=config.parallel.async_tensor_model_parallel_allreduce,
-            experts=self.stand.experts(ep, meter, self.plan, self.spread, config.parallel.folds_experts),
         )
+        expert_comm = self.stand.experts(ep, meter, self.plan, self.spread, config.parallel.folds_experts)
         comm.begin_step(self.iteration)
+        expert_comm.begin_step(self.iteration)
         padded = padded_vocab_size(self.vocab_size, config.model.make_vocab_size_divisible_by, tp)
         shard = VocabShard(self.vocab_size, padded, comm)
         dtype = config.precision.params_dtype
         stage_part = _part(config.model, name)
-        stage = make_stage(config.model, stage_part, shard, comm, self.stand.torch_device, dtype, recompute)
+        rank = RankContext(config.model, comm, self.stand.torch_device, dtype, recompute, expert_comm)
+        stage = make_stage(rank, stage_part, shard)
         params = named_params(collect_specs(stage), stage)
         if own is not None:
             params = [param for param in params if (ep > 1 and param[2].of_expert) is own]

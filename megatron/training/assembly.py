@@ -20,8 +20,10 @@ from megatron.diloco.outer_sync import OuterSync
 from megatron.distributed.clock import clock_of
 from megatron.distributed.layout import Layout
 from megatron.distributed.ledger import Ledger
+from megatron.distributed.message_seeds import MessageSeeds
 from megatron.distributed.policy import CompressionPlan
 from megatron.distributed.topology import Topology
+from megatron.models.rank_context import RankContext
 from megatron.models.stage import Stage
 from megatron.models.stages import boundary_lengths, build_stages, padded_vocab_size
 from megatron.optimizer.loss_scale import LossScale, build_loss_scale
@@ -75,6 +77,7 @@ class Engines:
     replicas: TorchReplicas | None
     channel: PipelineChannel | None
     comm: TensorComm
+    expert_comm: ExpertComm
     plan: CompressionPlan
     experts: ExpertTally
     joint: SyncWarmup
@@ -94,6 +97,7 @@ class Engines:
         self.plan.begin_step(iteration)
         self.joint.begin_step(iteration)
         self.comm.begin_step(iteration)
+        self.expert_comm.begin_step(iteration)
         self.sync.begin_step(iteration, scale)
         if self.channel is not None:
             self.channel.shapes = _message_shapes(self.config, self.topology.layout, seq_length)
@@ -182,8 +186,15 @@ def build_engines(
     specs = config.compression.specs(length or RunLength(config.training.planned_iters))
     plan = CompressionPlan(specs, topology.coordinates.pp, layout.pp)
     joint = _build_joint(config, plan, ledger)
-    comm = _tensor_comm(config, topology, ledger, plan)
-    stages = _build_stages(config, topology, vocab_size, comm)
+    seeds = MessageSeeds()
+    comm = TensorComm(
+        topology.tp, ledger, plan, parallel.sequence_parallel, parallel.async_tensor_model_parallel_allreduce, seeds
+    )
+    expert_comm = ExpertComm(topology.ep, ledger, plan, parallel.moe_two_stage, layout.folded, seeds)
+    rank = RankContext(
+        config.model, comm, topology.device, config.precision.params_dtype, config.recompute, expert_comm
+    )
+    stages = _build_stages(config, topology, vocab_size, rank)
     torch_ddp = parallel.ddp_impl == "torch" and layout.dp > 1
     sharded = parallel.use_distributed_optimizer and layout.dp > 1
     buffers = _build_buffers(config, topology, stages, sharded or config.islands.several)
@@ -212,12 +223,13 @@ def build_engines(
         buffers=buffers,
         sync=sync,
         pipeline=PipelineEngine(
-            layout, topology.coordinates.pp, channel, comm.begin_micro_batch, sync.before_last_backward
+            layout, topology.coordinates.pp, channel, seeds.begin_micro_batch, sync.before_last_backward
         ),
         optimizer=optimizer,
         replicas=TorchReplicas(stages[0], topology.dp, ledger) if torch_ddp else None,
         channel=channel,
         comm=comm,
+        expert_comm=expert_comm,
         plan=plan,
         experts=ExpertTally(config.model, stages, topology, ledger, joint),
         joint=joint,
@@ -232,31 +244,9 @@ def _build_joint(config: RunConfig, plan: CompressionPlan, ledger: Ledger) -> Sy
     return SyncWarmup(config.islands.islands, steps, ledger, compressed)
 
 
-def _tensor_comm(config: RunConfig, topology: Topology, ledger: Ledger, plan: CompressionPlan) -> TensorComm:
-    """Build the tensor-parallel points, and the points of experts."""
-    return TensorComm(
-        topology.tp,
-        ledger,
-        plan,
-        sequence_parallel=config.parallel.sequence_parallel,
-        asynchronous=config.parallel.async_tensor_model_parallel_allreduce,
-        experts=ExpertComm(topology.ep, ledger, plan, config.parallel.moe_two_stage, topology.layout.folded),
-    )
-
-
-def _build_stages(config: RunConfig, topology: Topology, vocab_size: int, comm: TensorComm) -> list[Stage]:
+def _build_stages(config: RunConfig, topology: Topology, vocab_size: int, rank: RankContext) -> list[Stage]:
     """Build this rank's model chunks, with 8-bit linear layers and compiled layers if configured."""
-    stages = build_stages(
-        config.model,
-        config.recompute,
-        topology.layout,
-        topology.coordinates.pp,
-        vocab_size,
-        comm,
-        topology.device,
-        config.precision.params_dtype,
-        config.training.seed,
-    )
+    stages = build_stages(rank, topology.layout, topology.coordinates.pp, vocab_size, config.training.seed)
     compiles = _compiles(config, topology.device)
     for stage in stages:
         stage.compute_in_fp8(config.precision.fp8)

@@ -133,7 +133,7 @@ def node_notes(plan: CompressionPlan, topology: Topology) -> list[str]:
 
 def stage_notes(engines: Engines) -> list[str]:
     """A note on how two-stage dispatch of rows uses the run's nodes."""
-    comm, mode = engines.comm.experts, engines.config.parallel.moe_two_stage
+    comm, mode = engines.expert_comm, engines.config.parallel.moe_two_stage
     split = comm.group.split
     if split is None:
         return []

@@ -104,7 +104,7 @@ def _experts(engines: Engines, point: Point) -> Shares:
     done = plan.covers(point, plan.stage) and plan.ever_compresses(point, row, engines.config.precision.params_dtype)
     coded, total = 0.0, 0.0
     for layer in (n for stage in engines.stages for n in stage.part.layers if n in model.expert_layers):
-        between, inside = _rows_of_token(engines.comm.experts, model.expert_layers[layer], model.moe_router_topk)
+        between, inside = _rows_of_token(engines.expert_comm, model.expert_layers[layer], model.moe_router_topk)
         coded += between * done * model.hidden_size
         total += (between + inside) * model.hidden_size
     return coded, total, 0

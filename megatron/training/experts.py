@@ -11,10 +11,10 @@ from megatron.compression.points import Point
 from megatron.config.model import ModelConfig
 from megatron.distributed.ledger import Ledger
 from megatron.distributed.topology import Topology
-from megatron.models.context import ExpertContext
 from megatron.models.experts import Experts
 from megatron.models.stage import Stage
 from megatron.parallel.data.sync_warmup import SyncWarmup, alone
+from megatron.parallel.expert.router import ExpertContext
 from megatron.training.metrics import ExpertLoads
 
 MOE_LOSS = "moe loss"

@@ -16,6 +16,7 @@ from megatron.distributed.policy import CompressionPlan
 from megatron.distributed.topology import single_process
 from megatron.models.context import ForwardContext
 from megatron.models.experts import Experts
+from megatron.models.rank_context import RankContext
 from megatron.parallel.tensor.collectives import TensorComm
 from tests.multiprocess import test_experts as experts
 
@@ -32,7 +33,8 @@ def test_layouts_agree(world_size: int) -> None:
 def _layer(dtype: torch.dtype, **form: Any) -> Experts:
     """A layer with experts of random weights."""
     device, config = torch.device("cuda"), resolve_model(ModelConfig(num_layers=1, num_attention_heads=4, **form))
-    layer = Experts(config, 0, TensorComm(single_process(device).tp, Ledger(), CompressionPlan({})), device, dtype)
+    comm = TensorComm(single_process(device).tp, Ledger(), CompressionPlan({}))
+    layer = Experts(RankContext(config, comm, device, dtype), 0)
     for param in layer.parameters():
         torch.nn.init.normal_(param, std=0.05)
     return layer

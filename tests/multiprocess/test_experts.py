@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megatron.compression.points import EXPERT_POINTS
-from megatron.models.router import Router
 from megatron.parallel.expert.dispatcher import RowExchange
+from megatron.parallel.expert.router import Router
 from megatron.training.assembly import Engines
 from megatron.training.replica_check import disagreements
 from tests.support.spawn import run_ranks

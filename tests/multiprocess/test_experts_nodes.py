@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron.compression.points import EXPERT_POINTS
 from megatron.models.experts import Experts
-from megatron.models.router import Routing
+from megatron.parallel.expert.router import Routing
 from tests.multiprocess.test_experts import CAPACITY, CODED, DIST, FOLDED, MOE, SP, UNIFORM, _parallel
 from tests.support.cli import run_cli
 from tests.support.corpus import tiny_flags, write_documents
@@ -45,7 +45,7 @@ LAYOUTS: dict[tuple[int, int], dict[str, tuple[Changes, Changes]]] = {
 
 def _run_all(runs: dict[str, Changes], iterations: int) -> tuple[dict[str, Trace], int]:
     traces = {name: tiny_run(changes, iterations, masked=True) for name, changes in runs.items()}
-    comm = tiny_engines(next(iter(runs.values()))).comm.experts
+    comm = tiny_engines(next(iter(runs.values()))).expert_comm
     return traces, 0 if comm.nodes is None else comm.nodes.size
 
 

@@ -41,14 +41,14 @@ class Leg:
 class RowCoding:
     """Codecs of the four expert-parallel points; stateless, because recomputation repeats the forward messages."""
 
-    def __init__(self, plan: CompressionPlan) -> None:
+    def __init__(self, plan: CompressionPlan, seeds: MessageSeeds | None = None) -> None:
         self._plan = plan
         self._on = dict.fromkeys(EXPERT_POINTS, False)
-        self.draws = MessageSeeds()
+        self.seeds = seeds or MessageSeeds()
 
     def begin_step(self, iteration: int) -> None:
         """Begin a step; -1 stands for an evaluation."""
-        self.draws.begin_step(iteration)
+        self.seeds.begin_step(iteration)
         for point in self._on:
             covered = self._plan.covers(point, self._plan.stage)
             self._on[point] = covered and self._plan.activation(point).on(iteration)
@@ -59,7 +59,7 @@ class RowCoding:
 
     def state(self, point: Point, *message: int) -> CompressorState:
         """State for a message, identified by ``message`` within the point."""
-        return self.draws.state(point.value, *message) if self._on.get(point) else CompressorState()
+        return self.seeds.state(point.value, *message) if self._on.get(point) else CompressorState()
 
 
 class RowExchange:
@@ -187,6 +187,7 @@ class ExpertComm:
         two_stage: when to dispatch in two stages: if both stages have several ranks (``auto``), whenever the ranks
             span nodes (``on``), or never (``off``).
         folded: tensor-parallel ranks hold separate experts, and send separate tokens.
+        seeds: seeds of stochastic codecs, shared with the other points of the same layers.
 
     ``ranks`` exchanges rows among the ranks of the last stage: the whole group, or this rank's node. ``nodes``
     exchanges rows among the ranks with this local position on all nodes; None in a single stage.
@@ -199,10 +200,11 @@ class ExpertComm:
         plan: CompressionPlan,
         two_stage: Literal["auto", "on", "off"] = "off",
         folded: bool = False,
+        seeds: MessageSeeds | None = None,
     ) -> None:
         self.group = group
         self.folded = folded
-        self._coding = RowCoding(plan)
+        self._coding = RowCoding(plan, seeds)
         split = group.split if two_stage != "off" else None
         self.nodes: RowExchange | None = None
         self.ranks = RowExchange(group, ledger, self._coding)
@@ -218,10 +220,10 @@ class ExpertComm:
         """Number of ranks that share the experts."""
         return self.group.size
 
-    @property
-    def draws(self) -> MessageSeeds:
-        """Seeds of random numbers, shared with the messages of the tensor-parallel points."""
-        return self._coding.draws
+    @classmethod
+    def local(cls, ledger: Ledger, plan: CompressionPlan) -> ExpertComm:
+        """The points of a rank that holds all experts."""
+        return cls(Group(None, (0,), 0, "expert-parallel", "none"), ledger, plan)
 
     def begin_step(self, iteration: int) -> None:
         """Begin a step; -1 stands for an evaluation."""

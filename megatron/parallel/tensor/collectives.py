@@ -24,9 +24,9 @@ from megatron.compression.state import CompressorState
 from megatron.distributed.compressed_gather import PendingGather
 from megatron.distributed.group import Group, num_bytes
 from megatron.distributed.ledger import Ledger
+from megatron.distributed.message_seeds import MessageSeeds
 from megatron.distributed.policy import CompressionPlan
 from megatron.distributed.round_driver import PackedReduction, TensorReduction
-from megatron.parallel.expert.dispatcher import ExpertComm
 
 _EXACT_ROUNDS = IdentityRounds()
 _EXACT_CODEC = IdentityCodec()
@@ -59,7 +59,7 @@ class TensorComm:
         plan: the compressors of ``TP_FWD`` and ``TP_BWD``, and their activation.
         sequence_parallel: activations between parallel regions are split along the sequence.
         asynchronous: backward collectives overlap with the matrix products of the weight gradients.
-        experts: the expert-parallel points of the same layers; None if this rank holds all experts.
+        seeds: seeds of stochastic compressors, shared with the other points of the same layers.
     """
 
     def __init__(
@@ -69,21 +69,21 @@ class TensorComm:
         plan: CompressionPlan,
         sequence_parallel: bool = False,
         asynchronous: bool = True,
-        experts: ExpertComm | None = None,
+        seeds: MessageSeeds | None = None,
     ) -> None:
         self.group = group
         self.ledger = ledger
         self.plan = plan
         self.sequence_parallel = sequence_parallel and group.size > 1
         self.asynchronous = asynchronous
-        self.experts = experts or ExpertComm(Group(None, (0,), 0, "expert-parallel", "none"), ledger, plan)
+        self.seeds = seeds or MessageSeeds()
         points = (Point.TP_FWD, Point.TP_BWD)
         self._on = dict.fromkeys(points, False)
         self._place: tuple[str, ...] = ()
 
     def begin_step(self, iteration: int) -> None:
         """Begin a step; -1 stands for an evaluation."""
-        self.experts.begin_step(iteration)
+        self.seeds.begin_step(iteration)
         for point in self._on:
             covered = self.plan.covers(point, self.plan.stage)
             self._on[point] = covered and self.plan.activation(point).on(iteration)
@@ -102,10 +102,6 @@ class TensorComm:
         rounds = self.plan.specs[point].registration.rounds
         launches = () if rounds is None else self.plan.rounds(point).launches(CompressorState())
         return None if launches is None else (point, self.plan.options(point), launches, length)
-
-    def begin_micro_batch(self, micro_batch: int) -> None:
-        """Begin the forward or the backward of a micro-batch of the step."""
-        self.experts.draws.micro_batch = micro_batch
 
     def at(self, place: str) -> TensorComm:
         """The points for a location in the model, with separate random seeds for its messages."""
@@ -157,7 +153,7 @@ class TensorComm:
         """Compressor state for a single collective."""
         if not self._on[point]:
             return CompressorState()
-        return self.experts.draws.state(point.value, self.group.ranks[0], *self._place)
+        return self.seeds.state(point.value, self.group.ranks[0], *self._place)
 
     def gather_codec(self, point: Point) -> Codec:
         """Codec of this step's all-gathers."""

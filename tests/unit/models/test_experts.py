@@ -19,9 +19,11 @@ from megatron.config.resolve_model import resolve_model
 from megatron.distributed.ledger import Ledger
 from megatron.distributed.policy import CompressionPlan
 from megatron.distributed.topology import single_process
-from megatron.models.context import ExpertContext, ForwardContext
+from megatron.models.context import ForwardContext
 from megatron.models.experts import Expert, Experts
+from megatron.models.rank_context import RankContext
 from megatron.parallel.data.buffer import FlatBuffer, named_params
+from megatron.parallel.expert.router import ExpertContext
 from megatron.parallel.tensor.collectives import TensorComm
 from megatron.parallel.tensor.grouped import adjacent, stacked
 from megatron.parallel.tensor.random import DropoutKeys
@@ -46,7 +48,7 @@ def _layer(**changes: Any) -> Experts:
     config = resolve_model(ModelConfig(**given))
     check_model(config)
     comm = TensorComm(single_process("cpu").tp, Ledger(), CompressionPlan({}))
-    layer = Experts(config, 0, comm, torch.device("cpu"), torch.float64)
+    layer = Experts(RankContext(config, comm, torch.device("cpu"), torch.float64), 0)
     generator = torch.Generator().manual_seed(3)
     for param in layer.parameters():
         param.data = torch.randn(param.shape, generator=generator, dtype=torch.float64) * 0.5
@@ -222,7 +224,7 @@ def test_a_capacity_that_is_a_whole_number_is_not_rounded_up() -> None:
     x_sbh = torch.randn(50, 1, HIDDEN, dtype=torch.float64)
     for factor, capacity in ((1.1, 55), (1.11, 56), (0.3, 15)):
         layer = _layer(num_experts=[2], moe_expert_capacity_factor=factor, moe_min_capacity=1)
-        assert layer.router(x_sbh, _step({})).capacity == capacity
+        assert layer.router(x_sbh, step=_step({}).experts).capacity == capacity
 
 
 def test_evaluation_has_a_capacity_of_its_own() -> None:
@@ -256,7 +258,7 @@ def test_evaluation_has_a_capacity_of_its_own() -> None:
 def test_weights_of_experts(form: dict[str, Any], weights_of: Any) -> None:
     layer = _layer(**form)
     x_sbh = _input()
-    routing = layer.router(x_sbh, ForwardContext())
+    routing = layer.router(x_sbh)
     for number, x_h in enumerate(x_sbh.flatten(0, 1)):
         logits = layer.router.weight @ x_h
         chosen = _chosen(logits.tolist(), layer.config.moe_router_topk)
@@ -267,11 +269,11 @@ def test_weights_of_experts(form: dict[str, Any], weights_of: Any) -> None:
 def test_biases_choose_experts_and_weigh_nothing() -> None:
     layer = _layer(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)
     x_sbh = _input()
-    before = layer.router(x_sbh, ForwardContext())
+    before = layer.router(x_sbh)
     bias = layer.router.expert_bias
     assert bias is not None
     bias[1] = 10.0
-    after = layer.router(x_sbh, ForwardContext())
+    after = layer.router(x_sbh)
     assert (after.experts_tk == 1).any(-1).all()
     assert not (before.experts_tk == 1).any(-1).all()
     scores_te = (x_sbh.flatten(0, 1) @ layer.router.weight.t()).sigmoid().gather(1, after.experts_tk)
@@ -283,7 +285,7 @@ def test_scores_of_logits_that_underflow_have_gradients(score: str) -> None:
     layer = _layer(moe_router_score_function=score)
     layer.float().router.weight.data.fill_(-100.0)
     x_sbh = torch.full((2, 1, HIDDEN), 10.0, requires_grad=True)
-    routing = layer.router(x_sbh, ForwardContext())
+    routing = layer.router(x_sbh)
     (routing.weights_tk.sum() + routing.losses.sum()).backward()
     assert x_sbh.grad is not None
     assert x_sbh.grad.isfinite().all()
@@ -302,7 +304,7 @@ def test_what_the_router_reads_is_jittered_in_training_alone() -> None:
 
     with mock.patch.object(layer.router, "_weights", noting):
         for keys in (None, DropoutKeys(1, (0, 1, 2))):
-            layer.router(x_sbh, ForwardContext(dropout=keys))
+            layer.router(x_sbh, keys)
     exact, jittered = seen
     assert (exact == 1.0).all()
     assert jittered.unique().numel() > 0.9 * jittered.numel()
@@ -321,7 +323,7 @@ def test_a_token_chooses_within_its_groups(score: str, experts: int, groups: int
     assert bias is not None
     bias.copy_(torch.randn(experts, generator=torch.Generator().manual_seed(4)) * 0.05 - 2.0)
     x_sbh, differ = _input(), 0
-    found_tk = layer.router(x_sbh, ForwardContext()).experts_tk
+    found_tk = layer.router(x_sbh).experts_tk
     of_scores = {"softmax": lambda x: x.softmax(0), "sigmoid": torch.sigmoid, "sqrtsoftplus": lambda x: x.exp().log1p()}
     for number, x_h in enumerate(x_sbh.flatten(0, 1)):
         scores = of_scores[score](layer.router.weight @ x_h)

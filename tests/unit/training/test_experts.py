@@ -14,6 +14,7 @@ from megatron.distributed.ledger import Ledger
 from megatron.distributed.policy import CompressionPlan
 from megatron.distributed.topology import single_process
 from megatron.models.experts import Experts
+from megatron.models.rank_context import RankContext
 from megatron.models.stage import Stage
 from megatron.parallel.tensor.collectives import TensorComm
 from megatron.training.experts import MOE_LOSS, ExpertTally
@@ -60,7 +61,7 @@ def test_biases_move_towards_balance() -> None:
     given |= {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 4}
     config, topology = resolve_model(ModelConfig(**given, moe_router_bias_update_rate=0.25)), single_process("cpu")
     comm = TensorComm(topology.tp, Ledger(), CompressionPlan({}))
-    layer = Experts(config, 0, comm, torch.device("cpu"), torch.float32)
+    layer = Experts(RankContext(config, comm, torch.device("cpu"), torch.float32), 0)
     tally = ExpertTally(config, cast("list[Stage]", [layer]), topology, Ledger())
     bias = layer.router.expert_bias
     assert bias is not None

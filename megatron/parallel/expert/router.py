@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from megatron.config.experts import GLOBAL_LOSS, Z_LOSS
 from megatron.config.model import ModelConfig
-from megatron.models.context import ForwardContext
 from megatron.parallel.tensor.collectives import TensorComm, enter_parallel_region
+from megatron.parallel.tensor.random import DropoutKeys
 from megatron.parallel.tensor.shards import ParamSpec, ShardedModule, with_partial_grad
 
 
@@ -35,6 +35,24 @@ _SCORES: Mapping[str, Callable[[Tensor], Tensor]] = {
     "sqrtsoftplus": _sqrt_softplus,
 }
 """``--moe-router-score-function``: logits (t, experts) to scores."""
+
+
+@dataclass(frozen=True)
+class ExpertContext:
+    """Training state of layers with experts.
+
+    Args:
+        micro_batch: number of the micro-batch in the step.
+        loss_grad: gradient of the objective, also used for the layers' auxiliary losses; a scalar.
+        shares: by layer, each expert's share of the previous step's choices, float64; empty in the first step.
+        seen: output by (layer, micro-batch): number of tokens routed to each expert, int64, and unweighted auxiliary
+            losses of the layer (``ModelConfig.expert_losses``). Recomputation writes the same values again.
+    """
+
+    micro_batch: int
+    loss_grad: Tensor
+    shares: Mapping[int, Tensor]
+    seen: dict[tuple[int, int], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -93,28 +111,34 @@ class Router(ShardedModule):
         bias = torch.zeros(experts, device=device, dtype=torch.promote_types(dtype, torch.float32))
         self.register_buffer("expert_bias", bias if config.moe_router_enable_expert_bias else None)
 
-    def forward(self, x_sbh: Tensor, context: ForwardContext) -> Routing:
-        """Routing of all tokens of the micro-batch; under sequence parallelism ``x_sbh`` is this rank's slice."""
+    def forward(self, x_sbh: Tensor, dropout: DropoutKeys | None = None, step: ExpertContext | None = None) -> Routing:
+        """Routing of all tokens of the micro-batch.
+
+        Args:
+            x_sbh: activations; this rank's slice of s under sequence parallelism.
+            dropout: keys of the input's jitter; None in evaluation.
+            step: training state; None in evaluation.
+        """
         wide = torch.promote_types(x_sbh.dtype, torch.float32)
-        local = F.linear(self._jittered(x_sbh.to(wide), context), self.weight.to(wide))
+        local = F.linear(self._jittered(x_sbh.to(wide), dropout), self.weight.to(wide))
         logits_sbe = enter_parallel_region(local, self.comm, exact=True)
         logits_te = logits_sbe.flatten(0, 1)
         scores_te = _SCORES[self.config.moe_router_score_function](logits_te)
         ranking_te = scores_te.detach() if self.expert_bias is None else scores_te.detach() + self.expert_bias
         experts_tk = self._within_groups(ranking_te).topk(self.config.moe_router_topk, dim=-1).indices
         weights_tk = self._weights(logits_te, scores_te, experts_tk)
-        capacity = self._capacity(experts_tk.numel(), context.experts is not None)
+        capacity = self._capacity(experts_tk.numel(), step is not None)
         kept_tk = None if capacity is None else self._kept(experts_tk, weights_tk.detach(), capacity)
-        before = None if context.experts is None else context.experts.shares.get(self.layer)
+        before = None if step is None else step.shares.get(self.layer)
         losses = self._losses(logits_te, scores_te, experts_tk, logits_sbe.shape[1], before)
         return Routing(experts_tk, weights_tk, kept_tk, capacity, losses)
 
-    def _jittered(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:
+    def _jittered(self, x_sbh: Tensor, dropout: DropoutKeys | None) -> Tensor:
         eps = self.config.moe_input_jitter_eps
-        if not eps or context.dropout is None:
+        if not eps or dropout is None:
             return x_sbh
         num_slices = self.comm.size if self.comm.sequence_parallel else 1
-        keys = context.dropout.at((self.layer, "router"))
+        keys = dropout.at((self.layer, "router"))
         noise_bsh = keys.uniform(0, (x_sbh.shape[0] * num_slices, x_sbh.shape[2]), 1.0 - eps, 1.0 + eps, x_sbh)
         noise_sbh = noise_bsh.transpose(0, 1)
         return x_sbh * (self.comm.own_part(noise_sbh) if num_slices > 1 else noise_sbh)
