@@ -188,9 +188,7 @@ def test_every_package_s_readme_names_its_modules() -> None:
         if package.name in ("compression", "config", "planner", "tokenizer"):
             continue  # many files of a kind, which the README describes together
         for module in package.glob("*.py"):
-            assert module.name == "__init__.py" or f"{module.name}`" in readme, (
-                f"{module}: not in the README"
-            )
+            assert module.name == "__init__.py" or f"{module.name}`" in readme, f"{module}: not in the README"
 
 
 @pytest.mark.parametrize("model", ["355M", "2.0B"])
