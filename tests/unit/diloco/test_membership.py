@@ -287,7 +287,7 @@ def test_a_mean_is_judged_by_what_all_members_mean_by_usual() -> None:
 def test_what_no_island_writes_is_one_line(port: int, text: str) -> None:
     """Whoever reaches the meeting place may put anything there."""
     one, two = (_island(port, number, 2, 2) for number in range(2))
-    _together(*(lambda i=i: i.begin(0, False, {}) for i in (one, two)))
+    _together(*(lambda i=i: i.begin_generation(0, False, {}) for i in (one, two)))
     two.leave()
     one.place.box.set("1/0/arrived/1", text)
     with pytest.raises(CommunicationError, match=r"holds something else than an island writes, at 1/0/arrived/1: "):
@@ -337,20 +337,26 @@ def test_decisions_that_no_island_makes_are_refused() -> None:
 
 def test_a_round_of_all_and_one_without_an_island_that_is_gone(port: int) -> None:
     one, two, three = (_island(port, number, 3, 2) for number in range(3))
-    assert _together(*(lambda i=i: i.begin(5, False, {"--lr": "1"}) for i in (one, two, three))) == [True] * 3
-    found = _together(*(lambda i=i: i.arrive("5/0", RoundReport(1.0, float(i.island))) for i in (one, two, three)))
+    assert (
+        _together(*(lambda i=i: i.begin_generation(5, False, {"--lr": "1"}) for i in (one, two, three))) == [True] * 3
+    )
+    found = _together(
+        *(lambda i=i: i.report_to_round("5/0", RoundReport(1.0, float(i.island))) for i in (one, two, three))
+    )
     assert [d.members for d in found] == [(0, 1, 2)] * 3
-    votes = _together(*(lambda i=i: i.settle("5/0", (0, 1, 2), Vote(i is two)) for i in (one, two, three)))
+    votes = _together(*(lambda i=i: i.decide_outcome("5/0", (0, 1, 2), Vote(i is two)) for i in (one, two, three)))
     assert votes == [RoundOutcome.FAILED] * 3
     three.leave()
     began = time.monotonic()
-    found = _together(*(lambda i=i: i.arrive("5/1", RoundReport(1.0, 0.0)) for i in (one, two)))
+    found = _together(*(lambda i=i: i.report_to_round("5/1", RoundReport(1.0, 0.0)) for i in (one, two)))
     assert 0.9 < time.monotonic() - began < 5
     assert [d.members for d in found] == [(0, 1)] * 2
-    assert _together(*(lambda i=i: i.settle("5/1", (0, 1), GOOD) for i in (one, two))) == [RoundOutcome.COUNTS] * 2
+    assert (
+        _together(*(lambda i=i: i.decide_outcome("5/1", (0, 1), GOOD) for i in (one, two))) == [RoundOutcome.COUNTS] * 2
+    )
     # The next round waits for the last one's members alone.
     began = time.monotonic()
-    _together(*(lambda i=i: i.arrive("6/0", RoundReport(1.0, 0.0)) for i in (one, two)))
+    _together(*(lambda i=i: i.report_to_round("6/0", RoundReport(1.0, 0.0)) for i in (one, two)))
     assert time.monotonic() - began < 0.9
     # The island that comes too late learns that it has no part in it.
     assert three.report_to_round("6/0", RoundReport(1.0, 0.0)).members == (0, 1)
@@ -358,7 +364,7 @@ def test_a_round_of_all_and_one_without_an_island_that_is_gone(port: int) -> Non
 
 def test_fewer_than_the_quorum_end_with_a_reason(port: int) -> None:
     one, two = (_island(port, number, 2, 2) for number in range(2))
-    _together(*(lambda i=i: i.begin(0, False, {}) for i in (one, two)))
+    _together(*(lambda i=i: i.begin_generation(0, False, {}) for i in (one, two)))
     two.leave()
     with pytest.raises(QuorumError, match="1 of 2 islands came to a round within 1 s, and --islands-quorum is 2"):
         one.report_to_round("1/0", RoundReport(1.0, 1.0))
@@ -375,7 +381,7 @@ def test_islands_that_cannot_go_together_all_say_so(
     port: int, positions: tuple[int, int], in_step: bool, quorum: int, reason: str
 ) -> None:
     pair = [_island(port, number, 2, quorum) for number in range(2)]
-    starts = [lambda i=i: i.begin(positions[i.island], in_step, {"--lr": str(i.island)}) for i in pair]
+    starts = [lambda i=i: i.begin_generation(positions[i.island], in_step, {"--lr": str(i.island)}) for i in pair]
     for error in _together(*starts):
         assert isinstance(error, UserError)
         assert reason in str(error)
@@ -383,7 +389,7 @@ def test_islands_that_cannot_go_together_all_say_so(
 
 def test_islands_with_different_weights_or_a_problem_of_one_end_at_the_start(port: int) -> None:
     pair = [_island(port, number, 2, 1) for number in range(2)]
-    for error in _together(*(lambda i=i: i.begin(3, False, {}, f"{i.island}") for i in pair)):
+    for error in _together(*(lambda i=i: i.begin_generation(3, False, {}, f"{i.island}") for i in pair)):
         assert isinstance(error, UserError)
         assert "islands 0 and 1 begin at iteration 3 with different weights" in str(error)
     for island in pair:
@@ -471,7 +477,10 @@ def test_of_two_that_wait_to_join_as_the_same_island_the_first_ends(port: int) -
 def test_all_agree_on_who_is_behind_and_whether_they_go_in_step(port: int, in_step: bool) -> None:
     """Those that are furthest say whether they do."""
     islands = [_island(port, number, 3, 3) for number in range(3)]
-    calls = [lambda i=i: i.begin(5 if i.island else 0, in_step or not i.island, {}, str(i.island > 0)) for i in islands]
+    calls = [
+        lambda i=i: i.begin_generation(5 if i.island else 0, in_step or not i.island, {}, str(i.island > 0))
+        for i in islands
+    ]
     assert _together(*calls) == [False, True, True]
     assert [(island.expected, island.behind, island.in_step) for island in islands] == [((1, 2), (0,), in_step)] * 3
     assert [island.lets_in for island in islands] == [False, True, False]
@@ -509,7 +518,7 @@ def test_an_island_that_is_behind_joins(port: int) -> None:
         found = _together(*(lambda i=i, come=come: come(i) for i in (one, two)))
         assert [d.members for d in found] == [(0, 1)] * 2
         assert (
-            _together(*(lambda i=i, key=key: i.settle(key, (0, 1), GOOD) for i in (one, two)))
+            _together(*(lambda i=i, key=key: i.decide_outcome(key, (0, 1), GOOD) for i in (one, two)))
             == [RoundOutcome.COUNTS] * 2
         )
 
@@ -580,13 +589,17 @@ def test_who_is_silent_or_waits_to_join_is_not_waited_for(port: int, monkeypatch
     monkeypatch.setattr(HeartbeatMonitor.silent, "__defaults__", (2.0,))
     assert SILENT_SECONDS == 10
     one, two, three = (_island(port, number, 3, 1, seconds=25.0) for number in range(3))
-    assert _together(*(lambda i=i: i.begin(5, False, {"--lr": "1"}) for i in (one, two, three))) == [True] * 3
+    assert (
+        _together(*(lambda i=i: i.begin_generation(5, False, {"--lr": "1"}) for i in (one, two, three))) == [True] * 3
+    )
     three.leave()
     began = time.monotonic()
-    found = _together(*(lambda i=i: i.arrive("6/0", RoundReport(1.0, 0.0)) for i in (one, two)))
+    found = _together(*(lambda i=i: i.report_to_round("6/0", RoundReport(1.0, 0.0)) for i in (one, two)))
     assert [d.members for d in found] == [(0, 1)] * 2
     assert time.monotonic() - began < 20
-    assert _together(*(lambda i=i: i.settle("6/0", (0, 1), GOOD) for i in (one, two))) == [RoundOutcome.COUNTS] * 2
+    assert (
+        _together(*(lambda i=i: i.decide_outcome("6/0", (0, 1), GOOD) for i in (one, two))) == [RoundOutcome.COUNTS] * 2
+    )
     again = _island(port, 2, 3, 1, seconds=25.0)
     again.place.take_generation(1)
     again._identity = {"--lr": "2"}
@@ -614,7 +627,7 @@ def test_who_is_silent_or_waits_to_join_is_not_waited_for(port: int, monkeypatch
 def test_a_generation_that_nobody_is_left_of_ends(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(starting, "SILENT_SECONDS", 3.0)
     first = [_island(port, number, 2, 2) for number in range(2)]
-    assert _together(*(lambda i=i: i.begin(0, True, {}) for i in first)) == [True, True]
+    assert _together(*(lambda i=i: i.begin_generation(0, True, {}) for i in first)) == [True, True]
     first[0].place.put("local", True)  # they go in step no more, so that another one may join
     with pytest.raises(UserError, match="--island 0: there is an island 0 already; give each its own number"):
         _island(port, 0, 2, 2).begin_generation(0, True, {})
@@ -624,7 +637,7 @@ def test_a_generation_that_nobody_is_left_of_ends(port: int, monkeypatch: pytest
     for island in first:
         island.leave()
     second = [_island(port, number, 2, 2) for number in range(2)]
-    assert _together(*(lambda i=i: i.begin(4, True, {}) for i in second)) == [True, True]
+    assert _together(*(lambda i=i: i.begin_generation(4, True, {}) for i in second)) == [True, True]
     assert [island.place.generation for island in second] == [2, 2]
     for island in second:
         island.leave()
@@ -636,7 +649,7 @@ def test_an_island_that_is_late_learns_where_the_state_of_the_others_is(
     """It would wait for islands that never come; one with that state may begin a longer run."""
     monkeypatch.setattr(starting, "SILENT_SECONDS", 1.0)
     pair = [_island(port, number, 2, 1) for number in range(2)]
-    assert _together(*(lambda i=i: i.begin(700, False, {}) for i in pair)) == [True, True]
+    assert _together(*(lambda i=i: i.begin_generation(700, False, {}) for i in pair)) == [True, True]
     pair[1].leave()
     assert pair[0].report_to_round("1200/0/0", RoundReport(1.0, 1.0)).members == (0,)
     assert pair[0].decide_outcome("1200/0/0", (0,), GOOD) is RoundOutcome.COUNTS
@@ -664,7 +677,7 @@ def test_an_island_that_is_late_learns_where_the_state_of_the_others_is(
 def test_waiting_says_for_whom_and_how_long(port: int) -> None:
     told: list[str] = []
     pair = [_island(port, number, 2, 1, 4.0, told.append if number == 0 else _ignore) for number in range(2)]
-    _together(*(lambda i=i: i.begin(0, False, {}) for i in pair))
+    _together(*(lambda i=i: i.begin_generation(0, False, {}) for i in pair))
     assert told == []
     pair[1].leave()
     pair[0].report_to_round("1/0", RoundReport(1.0, 1.0))
