@@ -41,7 +41,6 @@ from benchmarks.network.islands_cases import (
     global_batch,
     name_of,
 )
-from benchmarks.network.islands_plan import measured_hosts, predicted
 from benchmarks.network.islands_report import IslandsRow, Pace, compared, dp_pace, local_pace, phases, write
 from benchmarks.network.run import START_SECONDS, STEP_SECONDS, steps_taken, workers
 from benchmarks.network.setups import islands_data
@@ -175,22 +174,6 @@ def measure(
     return compared(found, BASELINE.name)
 
 
-def planned(runner: Runner, found: Sequence[IslandsRow], cases: Sequence[IslandsCase]) -> list[IslandsRow]:
-    """The rows with what the planner says of their iterations.
-
-    Raises:
-        LabError: when the hosts cannot be measured.
-    """
-    own = {case.name: runner.run(case, 1, None) for case in cases}
-    specs = {spec for run in own.values() if run.case.has_islands for spec in run.case.specs(run.iterations)}
-    cluster = measured_hosts(runner.hosts, sorted(specs), runner.out)
-    said = [predicted(own[row.case], cluster, row.rate) for row in found]
-    return [
-        replace(row, planned_in_step=in_step, planned_local=local)
-        for row, (in_step, local) in zip(found, said, strict=True)
-    ]
-
-
 def links_of(runner: Runner, wanted: Sequence[Links], alike: bool) -> list[Links]:
     """The links here.
 
@@ -307,7 +290,6 @@ def run() -> int:
         runner = Runner(lab, out, options.iterations, options.longer)
         every = links_of(runner, options.links, options.alike)
         found = measure(runner, options.cases, every, options.whole, options.seeds)
-    found = planned(runner, found, options.cases)
     peers = [] if options.no_peers else measure_peers(hosts, every, 2)
     print(write(found, peers, out, BASELINE.name))
     return 0

@@ -69,7 +69,6 @@ class IslandsRow:
         case: its name.
         seed: its seed.
         links: name of the links.
-        rate: bits per second of the slowest one.
         measured: whether the whole run was on these links; else its times are computed from paces.
         log: its log, with the times of these links.
         in_step, local: seconds of an iteration before the first local step, and from there on.
@@ -81,13 +80,11 @@ class IslandsRow:
         after: iterations to the goal; None when it was not reached.
         goal_minutes: minutes to the goal.
         times: the baseline's minutes to the goal over these.
-        planned_in_step, planned_local: the planner's seconds of an iteration.
     """
 
     case: str
     seed: int
     links: str
-    rate: int
     measured: bool
     log: str
     in_step: float | None
@@ -103,8 +100,6 @@ class IslandsRow:
     after: int | None = None
     goal_minutes: float | None = None
     times: float | None = None
-    planned_in_step: float | None = None
-    planned_local: float | None = None
 
     @staticmethod
     def of(
@@ -130,7 +125,7 @@ class IslandsRow:
             (None, None) if pace is None else (pace.seconds, pace.mb) for pace in (first, local)
         )
         return IslandsRow(
-            run.case.name, run.seed, links.name, links.slowest, paces is None, str(log),
+            run.case.name, run.seed, links.name, paces is None, str(log),
             in_step, in_step_mb, seconds, mb, counted["counter"] / 1e6, counted["ledger"] / 1e6, run.iterations,
             60 * curves.train[-1].hours, curves.valid[-1].loss,
         )  # fmt: skip
@@ -217,10 +212,8 @@ def framed(ledger_mb: float) -> float:
 TABLE = Table(
     Column("case", "case"),
     Column("s / iteration, first", "in_step", ".2f"),
-    Column("planned", "planned_in_step", ".2f"),
     Column("MB", "in_step_mb", ".3f"),
     Column("local", "local", ".3f"),
-    Column("planned", "planned_local", ".3f"),
     Column("MB", "local_mb", ".3f"),
     Column("counter / ledger", lambda row: row["counted_mb"] / framed(row["ledger_mb"]), ".3f"),
     Column("iterations", "iterations"),

@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron.compression.points import Point
 from megatron.config.islands import IslandsConfig
 from megatron.config.recompute import RecomputeConfig
 from megatron.config.run import RunConfig
@@ -53,6 +54,12 @@ class Choice:
     def world_size(self) -> int:
         """Number of ranks of an island."""
         return self.tp * self.pp * self.dp
+
+    @property
+    def outer_spec(self) -> str:
+        """The spec of the point ``outer``, which islands exchange by; "" without islands."""
+        outer_specs = (spec for spec in self.specs if spec.startswith(f"{Point.OUTER.value}="))
+        return next(outer_specs, "") if self.islands > 1 else ""
 
     @property
     def layout(self) -> tuple[int, int, int]:

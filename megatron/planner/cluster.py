@@ -303,7 +303,7 @@ def check_sites(cluster: Cluster) -> None:
     if cluster.sites > 1 and cluster.gpus % (cluster.sites * cluster.gpus_per_node):
         raise UserError(
             f"sites {cluster.sites}: {cluster.gpus} devices in nodes of {cluster.gpus_per_node} are not as many whole "
-            "nodes a site; change sites, gpus or gpus_per_node in the cluster file, or --sites"
+            "nodes a site; change sites, gpus or gpus_per_node in the cluster file, or --gpus"
         )
 
 

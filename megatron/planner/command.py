@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 import os
 import sys
 import time
@@ -33,6 +32,7 @@ import torch
 from megatron.base.atomic import check_writable, write_whole
 from megatron.base.errors import UserError
 from megatron.base.kinds import Kind
+from megatron.compression.points import Point
 from megatron.config.flags import ParsedRun, parse_args
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
@@ -40,12 +40,11 @@ from megatron.distributed.process_group import LaunchEnvironment, init_process_g
 from megatron.distributed.topology import build_topology
 from megatron.planner.choice import Choice, choice_of, of_first_island
 from megatron.planner.cluster import MOST_GPUS, Cluster, Device, assumed_rates, check_sites, read_cluster, write_cluster
-from megatron.planner.compare import MOST_LOSS, compare_with_one_node, search_all, without_outer
 from megatron.planner.growth import growth
 from megatron.planner.measure import described, measure_all
 from megatron.planner.predict import Prediction, Predictor
-from megatron.planner.report import breakdown, reason, table
-from megatron.planner.search import SPEC_SETS, with_experts
+from megatron.planner.report import breakdown, compare_with_one_node, reason, table
+from megatron.planner.search import SPEC_SETS, search, with_experts
 from megatron.tokenizer.build import build_tokenizer
 from megatron.tokenizer.vocabulary import model_entries
 from megatron.training.assembly import layout_of
@@ -68,15 +67,6 @@ def parser() -> argparse.ArgumentParser:
     cli.add_argument("--cluster", required=True, metavar="FILE", help="YAML description of the cluster")
     cli.add_argument("--measure", action="store_true", help="measure this machine and write its rates to --cluster")
     cli.add_argument("--gpus", type=int, metavar="N", help="devices, instead of the cluster file's")
-    cli.add_argument("--sites", type=int, metavar="N", help="sites, instead of the cluster file's; 1 is none")
-    cli.add_argument(
-        "--max-loss-increase",
-        type=float,
-        default=MOST_LOSS,
-        metavar="PERCENT",
-        help="most that islands, which are searched where a cluster has sites, may be predicted to cost of the "
-        f"validation loss ({MOST_LOSS:g})",
-    )
     cli.add_argument("--no-search", action="store_true", help="predict the run as it is, and nothing else")
     cli.add_argument("--top", type=int, default=5, metavar="N", help="layouts that are shown, each at its fastest (5)")
     cli.add_argument(
@@ -170,18 +160,27 @@ def spec_sets(options: argparse.Namespace, config: RunConfig) -> list[tuple[str,
     Raises:
         UserError: when a set cannot be parsed, or training would reject it.
     """
+    configured = tuple(config.compression.compress)
     if options.specs is None:
-        usual = with_experts(config.model, SPEC_SETS)
-        return list(dict.fromkeys([*usual, tuple(config.compression.compress)]))
-    if options.no_search:
+        sets = [*with_experts(config.model, SPEC_SETS), configured]
+    elif options.no_search:
         raise UserError("--specs names what is searched; leave it out, or --no-search")
-    sets = [tuple(text.split()) for text in options.specs]
-    for specs in sets:
+    else:
+        sets = [tuple(text.split()) for text in options.specs]
+    if config.islands.several:
+        # Islands exchange by the run's own spec, unless a set has another.
+        outer = tuple(spec for spec in configured if _is_outer(spec))
+        sets = [specs if any(map(_is_outer, specs)) else (*specs, *outer) for specs in sets]
+    for specs in sets if options.specs is not None else ():
         try:
-            searchable(config, without_outer(config, specs))
+            searchable(config, specs)
         except UserError as error:
             raise UserError(str(error).replace("--compress", "--specs", 1)) from error
-    return sets
+    return list(dict.fromkeys(sets))
+
+
+def _is_outer(spec: str) -> bool:
+    return spec.startswith(f"{Point.OUTER.value}=")
 
 
 def imbalance_of(text: str, model: ModelConfig) -> float:
@@ -226,11 +225,8 @@ def plannable(config: RunConfig, gpus: int) -> RunConfig:
     Raises:
         UserError: when training or the planner would reject it on these devices.
     """
-    islands = config.islands.islands
-    if gpus % islands:
-        raise UserError(f"--islands {islands} does not divide the {gpus} devices; take a multiple")
     # The target is the cluster, regardless of this machine's devices.
-    resolved = of_first_island(config).resolve(gpus // islands, cuda_available=True)
+    resolved = of_first_island(config).resolve(gpus // config.islands.islands, cuda_available=True)
     recompute = resolved.recompute
     if recompute.recompute_granularity == "full" and (
         recompute.recompute_method == "block" or recompute.recompute_num_layers != 1
@@ -272,7 +268,8 @@ def searchable(config: RunConfig, specs: Sequence[str] = ()) -> RunConfig:
     Raises:
         UserError: when the configuration is invalid, or training would reject the compressors on every layout.
     """
-    return plannable(Choice(1, 1, 1, specs=tuple(specs)).configure(config), 1)
+    islands = config.islands.islands
+    return plannable(Choice(1, 1, 1, specs=tuple(specs), islands=islands).configure(config), islands)
 
 
 def show(
@@ -306,13 +303,13 @@ def show(
     if options.no_search:
         return predictions
     start = time.perf_counter()
-    result, line = search_all(predictor, sets, options.top, options.max_loss_increase)
+    result = search(predictor, sets, options.top)
     spent = time.perf_counter() - start
     print(
         f"\nthe fastest of each of the fastest layouts, of {result.considered} choices ({result.predicted} predicted "
         f"in {spent:.1f} s, {result.too_large} too large, the others ruled out by their lower bounds):"
     )
-    print(f"{table(result.best, memory)}\n{line}\nthe fastest:\n{breakdown(result.best[0], predictor.cluster, config)}")
+    print(f"{table(result.best, memory)}\n\nthe fastest:\n{breakdown(result.best[0], predictor.cluster, config)}")
     if len(result.best) > 1:
         print(f"the runner-up is {reason(result.best[0], result.best[1])}")
     print(compare_with_one_node(predictor, result.best[0]), end="")
@@ -342,7 +339,9 @@ def run(options: argparse.Namespace) -> None:
         config = dataclasses.replace(config, tokenizer=tokenizer)
     cluster = read_cluster(path) if path.exists() or not options.measure else _this_machine()
     gpus = options.gpus or cluster.gpus
-    planned = dataclasses.replace(cluster, gpus=gpus, sites=options.sites or cluster.sites)
+    if gpus % config.islands.islands:
+        raise UserError(f"--islands {config.islands.islands} does not divide the {gpus} devices; take a multiple")
+    planned = dataclasses.replace(cluster, gpus=gpus)
     check_sites(planned)
     try:
         base, refusal = plannable(config, gpus), None
@@ -358,7 +357,7 @@ def run(options: argparse.Namespace) -> None:
         if measured is None:
             return
         print(f"measured; written to {path}\n")
-        planned = dataclasses.replace(measured, gpus=gpus, sites=planned.sites)
+        planned = dataclasses.replace(measured, gpus=gpus)
     else:
         print(assumed_rates(path, planned), end="")
     if refusal is not None:
@@ -373,12 +372,10 @@ def run(options: argparse.Namespace) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     cli = parser()
     options = cli.parse_args(arguments)
-    for name in ("gpus", "top", "vocab_size", "sites"):
+    for name in ("gpus", "top", "vocab_size"):
         value = getattr(options, name)
         if value is not None and value < 1:
             cli.error(f"--{name.replace('_', '-')} {value}: give at least 1")
-    if not 0 <= options.max_loss_increase < math.inf:
-        cli.error(f"--max-loss-increase {options.max_loss_increase:g}: give a number of percent, 0 or more")
     if options.gpus is not None and options.gpus > MOST_GPUS:
         cli.error(f"--gpus {options.gpus}: give at most {MOST_GPUS:,}")
     try:

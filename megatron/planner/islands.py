@@ -19,14 +19,13 @@ from megatron.planner.stages import Stages, sent_bytes
 FIRST, OF_EXPERTS, ALL = "first", "experts", "all"
 """Replicas that communicate for a stage of an island: the first, one per distinct set of experts, or all."""
 
-_ASKED = 6
-_ASKED_OF_EACH = 4
+_REQUESTS, _REQUESTS_PER_ISLAND = 6, 4
 """Requests per round to the rendezvous server: a fixed number, and a number for each island."""
 
-_MOVED = 40
+_UPDATE_BYTES = 40
 """Bytes read and written per updated fp32 parameter in a round: pseudo-gradient, outer step, parameters."""
 
-_SMALL = 64.0
+_TOTALS_BYTES = 64.0
 """Bytes of a small vector of totals."""
 
 
@@ -85,8 +84,6 @@ class OuterPlan:
         in_step_bytes, round_bytes: bytes that leave an island in a synchronous iteration, and in a round.
         mean_bytes: bytes that leave an island per iteration, on average.
         memory_bytes: anchor, momentum, residual and pseudo-gradients on the fullest rank.
-        loss_percent: predicted increase of the loss, in percent; None where no similar run was measured.
-        beyond: settings outside the measured range.
     """
 
     every: int
@@ -100,23 +97,16 @@ class OuterPlan:
     round_bytes: float
     mean_bytes: float
     memory_bytes: float
-    loss_percent: float | None = None
-    beyond: tuple[str, ...] = ()
-
-    @property
-    def iterations(self) -> int:
-        """Iterations of the run."""
-        return self.in_step + self.local
 
     @property
     def mean_in_step_s(self) -> float:
         """Mean seconds that synchronous sums add to an iteration."""
-        return self.in_step * self.in_step_s / self.iterations
+        return self.in_step * self.in_step_s / (self.in_step + self.local)
 
     @property
     def mean_rounds_s(self) -> float:
         """Mean seconds that rounds add to an iteration."""
-        return self.run_s / self.iterations
+        return self.run_s / (self.in_step + self.local)
 
 
 @dataclass(frozen=True)
@@ -138,46 +128,34 @@ class OuterTerms:
     transfers: tuple[Transfer, ...]
     memory_bytes: float
 
-    @property
-    def local(self) -> int:
-        """Iterations in which islands train independently."""
-        return self.schedule.end - self.schedule.start
-
-    def sendings(self) -> list[int]:
-        """Number of times each fragment is sent before the end of the run, when all fragments are sent again."""
-        count = len(self.transfers)
-        turns = max(self.local - 1, 0) // self.schedule.options.turn
-        return [turns // count + (fragment < turns % count) for fragment in range(count)]
-
-    def waited_s(self, step_s: float) -> list[float]:
-        """Seconds for which training waits for each fragment."""
-        delay = self.schedule.options.delay
-        return [self.inside_s + transfer.coding_s + transfer.waited_s(delay, step_s) for transfer in self.transfers]
-
-    def rounds_s(self, step_s: float) -> float:
-        """Seconds that rounds add to the run; the last fragments are always waited for, regardless of ``delay``."""
-        usual = sum(n * wait for n, wait in zip(self.sendings(), self.waited_s(step_s), strict=True))
-        last = sum(self.inside_s + transfer.coding_s + sum(transfer.rounds_s) for transfer in self.transfers)
-        return usual + (last if self.local else 0.0)
-
-    def added_s(self, step_s: float) -> float:
-        """Mean seconds that islands add to an iteration, given seconds per step; not increasing in ``step_s``."""
-        return (self.schedule.start * self.in_step_s + self.rounds_s(step_s)) / self.schedule.end
-
     def plan(self, step_s: float) -> OuterPlan:
-        """The outer plan of a run, without the predicted loss."""
-        start, last = self.schedule.start, 1 if self.local else 0
-        sent = sum((n + last) * transfer.nbytes for n, transfer in zip(self.sendings(), self.transfers, strict=True))
+        """The outer plan of a run with ``step_s`` seconds per step of an island."""
+        options, start = self.schedule.options, self.schedule.start
+        local_steps, count = self.schedule.end - start, len(self.transfers)
+        # Before the end of the run, fragments are sent in turn; at the end, all are sent again.
+        turns = max(local_steps - 1, 0) // options.turn
+        sendings = [turns // count + (fragment < turns % count) for fragment in range(count)]
+        fixed_s = [self.inside_s + transfer.coding_s for transfer in self.transfers]
+        waited_s = [
+            fixed + transfer.waited_s(options.delay, step_s)
+            for fixed, transfer in zip(fixed_s, self.transfers, strict=True)
+        ]
+        transfer_s = sum(sum(transfer.rounds_s) for transfer in self.transfers)
+        round_bytes = sum(transfer.nbytes for transfer in self.transfers)
+        run_s = sum(n * seconds for n, seconds in zip(sendings, waited_s, strict=True))
+        sent = sum(n * transfer.nbytes for n, transfer in zip(sendings, self.transfers, strict=True))
+        if local_steps:  # The last transfers are always waited for, regardless of ``delay``.
+            run_s, sent = run_s + sum(fixed_s) + transfer_s, sent + round_bytes
         return OuterPlan(
-            self.schedule.options.every,
+            options.every,
             start,
-            self.local,
+            local_steps,
             self.in_step_s,
-            sum(self.waited_s(step_s)),
-            sum(sum(transfer.rounds_s) for transfer in self.transfers),
-            self.rounds_s(step_s),
+            sum(waited_s),
+            transfer_s,
+            run_s,
             self.in_step_bytes,
-            sum(transfer.nbytes for transfer in self.transfers),
+            round_bytes,
             (start * self.in_step_bytes + sent) / self.schedule.end,
             self.memory_bytes,
         )
@@ -192,9 +170,7 @@ class OuterCosts:
 
     def __init__(self, stages: Stages) -> None:
         self.stages = stages
-        self._in_step: dict[Choice, tuple[float, float]] = {}
-        self._transfers: dict[object, Transfer] = {}
-        self._terms: dict[tuple[Choice, str], OuterTerms] = {}
+        self._terms: dict[Choice, OuterTerms] = {}
         self._crowds: dict[object, list[tuple[Wire, list[Counter[tuple[str, int]]]]]] = {}
 
     @property
@@ -204,17 +180,14 @@ class OuterCosts:
 
     def in_step(self, choice: Choice) -> tuple[float, float]:
         """Seconds that exact sums of each replica's share add to a synchronous step, and bytes leaving an island."""
-        key = layout_of(choice)
-        if key not in self._in_step:
-            shares = []
-            for stage in range(key.pp):
-                duplicates = self._tied(key) if stage == key.pp - 1 else 0
-                for elements, replicas in self.stages.parts(key, stage):
-                    nbytes = (elements - duplicates) * self.stages.grad_bytes / replicas
-                    shares.append(Share(ALL, stage, Collective("all-reduce", nbytes)))
-                    duplicates = 0
-            self._in_step[key] = self._seconds(key, shares) + self._totals_s(key), self._sent(key, shares)
-        return self._in_step[key]
+        shares = []
+        for stage in range(choice.pp):
+            duplicates = self._tied(choice) if stage == choice.pp - 1 else 0
+            for elements, replicas in self.stages.parts(choice, stage):
+                nbytes = (elements - duplicates) * self.stages.grad_bytes / replicas
+                shares.append(Share(ALL, stage, Collective("all-reduce", nbytes)))
+                duplicates = 0
+        return self._seconds(choice, shares) + self._totals_s(choice), self._sent(choice, shares)
 
     def _compressed_in_step(self, choice: Choice, transfers: Sequence[Transfer]) -> tuple[float, float]:
         """``in_step`` where the compressor of ``outer`` sums the gradients."""
@@ -224,25 +197,32 @@ class OuterCosts:
         return seconds + self._totals_s(choice), sum(transfer.nbytes for transfer in transfers)
 
     def _totals_s(self, choice: Choice) -> float:
-        return 2 * self._seconds(choice, [Share(FIRST, 0, Collective("all-reduce", _SMALL))])
+        return 2 * self._seconds(choice, [Share(FIRST, 0, Collective("all-reduce", _TOTALS_BYTES))])
 
     def _tied(self, choice: Choice) -> float:
         duplicated = self.stages.book.tied and choice.pp > 1
         return self.stages.tied_elements(replace(choice, sharded=False)) if duplicated else 0
 
-    def terms(self, choice: Choice, outer: str) -> OuterTerms:
-        """Cached terms of the outer plans of a layout and a spec of ``outer``."""
-        key = layout_of(choice), outer
+    def terms(self, choice: Choice) -> OuterTerms:
+        """Terms of the outer plans of a choice with a spec of ``outer``, cached for all choices of the same layout."""
+        plain = Choice(choice.tp, choice.pp, choice.dp, choice.ep, islands=choice.islands, folded=choice.folded)
+        key = replace(
+            plain,
+            chunks=choice.chunks,
+            sequence_parallel=choice.sequence_parallel,
+            sharded=choice.sharded,
+            specs=(choice.outer_spec,),
+        )
         if key not in self._terms:
-            self._terms[key] = self._found(replace(key[0], specs=(outer,)))
+            self._terms[key] = self._compute_terms(key)
         return self._terms[key]
 
-    def _found(self, choice: Choice) -> OuterTerms:
+    def _compute_terms(self, choice: Choice) -> OuterTerms:
         iterations = self.stages.config.training.planned_iters
         assert iterations is not None
         spec = self.stages.book.specs(choice)[Point.OUTER]
         schedule = RoundSchedule(spec.outer, min(spec.activation.warmup_iters, iterations), iterations)
-        transfers = [self.transfer(choice, fragment) for fragment in range(spec.outer.fragments)]
+        transfers = [self._transfer(choice, fragment, spec.outer.fragments) for fragment in range(spec.outer.fragments)]
         copies = 0 if spec.outer.offload else spec.outer.copies
         memory = self._memory_bytes(choice, copies, transfers)
         inside_s = self._inside_s(choice, spec.outer.fragments)
@@ -257,18 +237,8 @@ class OuterCosts:
         difference = self.width * max(self.stages.elements(choice, rank) for rank in ranks) / len(transfers)
         return outer_state + difference + sum(transfer.kept for transfer in transfers)
 
-    def transfer(self, choice: Choice, fragment: int) -> Transfer:
-        """Cached exchange of a fragment with the other islands."""
-        spec = self.stages.book.specs(choice)[Point.OUTER]
-        layout = (choice.mesh, choice.chunks, choice.sequence_parallel, choice.islands)
-        activation = (spec.activation.first_stages, spec.activation.last_stages)
-        codec = (spec.name, repr(spec.options), repr(spec.schedules), spec.feedback, activation)
-        key = (*layout, *codec, spec.outer.fragments, fragment)
-        if key not in self._transfers:
-            self._transfers[key] = self._exchanged(choice, fragment, spec.outer.fragments)
-        return self._transfers[key]
-
-    def _exchanged(self, choice: Choice, fragment: int, fragments: int) -> Transfer:
+    def _transfer(self, choice: Choice, fragment: int, fragments: int) -> Transfer:
+        """The exchange of a fragment with the other islands."""
         book = self.stages.book
         rounds: list[list[Share]] = []
         coding_s = state_bytes = 0.0
@@ -314,10 +284,10 @@ class OuterCosts:
         """Seconds of a fragment's round besides transfers: pseudo-gradient, rendezvous, outer step, local traffic."""
         wires = wires_of(self.stages.cluster, choice)
         local_s = max(self._told_on(choice, stage, fragments, wires) for stage in range(choice.pp))
-        requests = _ASKED + _ASKED_OF_EACH * choice.islands
+        requests = _REQUESTS + _REQUESTS_PER_ISLAND * choice.islands
         meeting = 2 * requests * max(wire.latency_s for wire, _ in self._crowd(choice))
         tied_s = wires.ends.collective("broadcast", self._tied(choice) * self.width / fragments, 2)
-        return local_s + tied_s + meeting + wires.world.collective("all-reduce", _SMALL, choice.world_size)
+        return local_s + tied_s + meeting + wires.world.collective("all-reduce", _TOTALS_BYTES, choice.world_size)
 
     def _told_on(self, choice: Choice, stage: int, fragments: int, wires: Wires) -> float:
         stages, seconds = self.stages, 0.0
@@ -327,7 +297,7 @@ class OuterCosts:
             if choice.sharded:
                 seconds += wire.collective("all-reduce", nbytes, size)
                 seconds += wire.collective("all-gather", float(elements * stages.param_bytes), size)
-        moved = stages.owned(choice, stage) * _MOVED * self.width / 4 / fragments
+        moved = stages.owned(choice, stage) * _UPDATE_BYTES * self.width / 4 / fragments
         return seconds + moved / (stages.cluster.device.memory_gbyte_per_s * 1e9)
 
     def _sent(self, choice: Choice, shares: Sequence[Share]) -> float:
@@ -359,12 +329,6 @@ class OuterCosts:
                 (wire, _blocks(speakers, size)) for size, wire in _links(self.stages.cluster, choice.world_size)
             ]
         return self._crowds[key]
-
-
-def layout_of(choice: Choice) -> Choice:
-    """The fields of a choice that determine communication between islands; the others are reset."""
-    plain = Choice(choice.tp, choice.pp, choice.dp, choice.ep, islands=choice.islands, folded=choice.folded)
-    return replace(plain, chunks=choice.chunks, sequence_parallel=choice.sequence_parallel, sharded=choice.sharded)
 
 
 def _speakers(choice: Choice) -> list[tuple[int, str, int]]:

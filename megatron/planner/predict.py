@@ -14,7 +14,6 @@ from megatron.planner.choice import Choice
 from megatron.planner.cluster import Cluster
 from megatron.planner.costs import Wires, wires_of
 from megatron.planner.fill import leaving, memory, traffic
-from megatron.planner.island_loss import IslandLoss
 from megatron.planner.islands import OuterCosts, OuterPlan
 from megatron.planner.simulate import Pipeline, RankTimes
 from megatron.planner.stages import StageCost, Stages, collective_seconds
@@ -71,7 +70,6 @@ class Predictor(Stages):
         self._bounds: dict[tuple[Choice, int], float] = {}
         self._times: dict[Choice, Sequence[RankTimes]] = {}
         self._memory: dict[Choice, float] = {}
-        self.losses = IslandLoss()
         self.outer = OuterCosts(self)
 
     def lower_bound(self, choice: Choice) -> float:
@@ -95,7 +93,8 @@ class Predictor(Stages):
     def memory_bytes(self, choice: Choice) -> float:
         """Bytes on the fullest rank; cached, because a search repeatedly needs the bytes without compressors."""
         if choice not in self._memory:
-            self._memory[choice] = sum(memory(self, choice).values())
+            outer_bytes = self.outer.terms(choice).memory_bytes if choice.outer_spec else 0.0
+            self._memory[choice] = sum(memory(self, choice).values()) + outer_bytes
         return self._memory[choice]
 
     def predict(self, choice: Choice) -> Prediction:
@@ -104,10 +103,9 @@ class Predictor(Stages):
         Raises:
             UserError: when a compressor cannot be planned.
         """
-        if choice.islands > 1 and Point.OUTER in self.book.specs(choice):
-            outer = outer_spec(choice)
-            inner = dataclasses.replace(choice, specs=tuple(spec for spec in choice.specs if spec != outer))
-            return self.with_outer(self.predict(inner), outer)
+        if choice.outer_spec:
+            inner_specs = tuple(spec for spec in choice.specs if spec != choice.outer_spec)
+            return self._with_outer(self.predict(dataclasses.replace(choice, specs=inner_specs)), choice)
         wires = wires_of(self.cluster, choice)
         pipeline = self.pipeline(choice, wires)
         times = self.times(choice, pipeline)
@@ -146,30 +144,20 @@ class Predictor(Stages):
             self._mfu(choice, seconds),
         )
 
-    def _outer_plan(self, inner: Prediction, outer: str) -> OuterPlan:
-        """Outer plan of a layout with a spec of the point ``outer``, with the predicted loss."""
-        choice = dataclasses.replace(inner.choice, specs=(*inner.choice.specs, outer))
-        plan = self.outer.terms(choice, outer).plan(inner.seconds)
-        spec = self.book.specs(choice)[Point.OUTER]
-        penalty = self.losses.of_spec(spec, choice.islands, plan.iterations)
-        if penalty is None:
-            return plan
-        return dataclasses.replace(plan, loss_percent=penalty.percent, beyond=penalty.beyond)
-
-    def with_outer(self, inner: Prediction, outer: str) -> Prediction:
+    def _with_outer(self, inner: Prediction, choice: Choice) -> Prediction:
         """Predict the mean iteration of a run with islands.
 
         Args:
             inner: the prediction of a step of an island.
-            outer: the spec of ``--compress outer=``.
+            choice: the choice with its spec of ``outer``.
         """
-        plan = self._outer_plan(inner, outer)
+        plan = self.outer.terms(choice).plan(inner.seconds)
         seconds = inner.seconds + plan.mean_in_step_s + plan.mean_rounds_s
-        sent = plan.mean_bytes / inner.choice.world_size
+        sent = plan.mean_bytes / choice.world_size
         across = {Point.OUTER.value: sent} if self.cluster.gpus > self.cluster.gpus_per_node else {}
         return dataclasses.replace(
             inner,
-            choice=dataclasses.replace(inner.choice, specs=(*inner.choice.specs, outer)),
+            choice=choice,
             seconds=seconds,
             parts={**inner.parts, "in step": plan.mean_in_step_s, "rounds": plan.mean_rounds_s},
             memory={**inner.memory, "islands": plan.memory_bytes},
@@ -272,11 +260,6 @@ class Predictor(Stages):
             world_size=choice.world_size,
         )
         return rate / self.cluster.device.peak_tflops
-
-
-def outer_spec(choice: Choice) -> str:
-    """The ``--compress outer=`` spec of a choice, which must have it."""
-    return next(spec for spec in choice.specs if spec.startswith(f"{Point.OUTER.value}="))
 
 
 def _forth_and_back(choice: Choice) -> Choice:

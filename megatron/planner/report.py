@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
+from megatron.base.errors import UserError
+from megatron.config.islands import IslandsConfig
 from megatron.config.run import RunConfig
 from megatron.planner.choice import Choice
 from megatron.planner.cluster import Cluster
-from megatron.planner.island_loss import MEASURED_ON
-from megatron.planner.predict import Prediction
+from megatron.planner.predict import Prediction, Predictor
+from megatron.planner.search import search
 
 _LOSS = (
     "these compressors change the loss, by how much is not predicted: docs/compression.md says what was measured, and "
@@ -64,15 +66,13 @@ def flags(choice: Choice) -> str:
 
 def table(predictions: Sequence[Prediction], memory_gib: float) -> str:
     """Format a table with a line for each prediction, fastest first."""
-    islands = any(prediction.outer is not None for prediction in predictions)
-    columns = ("s/iter", "tokens/s", "MFU", "GiB", *(("loss",) if islands else ()), "layout", "compressed")
+    columns = ("s/iter", "tokens/s", "MFU", "GiB", "layout", "compressed")
     rows = [
         (
             f"{prediction.seconds:.3f}",
             f"{prediction.tokens_per_s:,.0f}",
             f"{prediction.mfu:.1%}",
             f"{prediction.memory_bytes / 2**30:.1f}",
-            *((cost(prediction),) if islands else ()),
             described(prediction.choice),
             " ".join(prediction.choice.specs) or "nothing",
         )
@@ -85,22 +85,7 @@ def table(predictions: Sequence[Prediction], memory_gib: float) -> str:
         cells = (cell.rjust(w) if r else cell.ljust(w) for cell, w, r in zip(row, widths, right, strict=True))
         return "  ".join(cells).rstrip()
 
-    notes = [f"(a device may fill {memory_gib:.0f} GiB)"]
-    if islands:
-        notes.append(
-            f"(loss: what islands cost of it, as measured with {MEASURED_ON}; taken to be the same for this model; "
-            "* beyond what was measured)"
-        )
-    return "\n".join([line(columns), *map(line, rows), *notes])
-
-
-def cost(one: Prediction) -> str:
-    """Format the predicted loss increase in percent; a star marks an extrapolation beyond the measurements."""
-    if one.outer is None:
-        return "-"
-    if one.outer.loss_percent is None:
-        return "?"
-    return f"+{one.outer.loss_percent:.1f}%{'*' if one.outer.beyond else ''}"
+    return "\n".join([line(columns), *map(line, rows), f"(a device may fill {memory_gib:.0f} GiB)"])
 
 
 def island_lines(one: Prediction, cluster: Cluster) -> list[str]:
@@ -109,17 +94,13 @@ def island_lines(one: Prediction, cluster: Cluster) -> list[str]:
     assert plan is not None
     inner = one.seconds - plan.mean_in_step_s - plan.mean_rounds_s
     hidden = f", of {plan.transfer_s:.3f} s of transfers" if plan.transfer_s else ""
-    lines = [
+    return [
         f"  islands {plan.in_step:,} iterations in step of {inner + plan.in_step_s:.3f} s, then {plan.local:,} of "
         f"{inner:.3f} s; training waits {plan.round_s:.3f} s for a round of {plan.every}{hidden}",
         f"  link    of an island: {plan.mean_bytes / 1e6:,.1f} MB in a mean iteration; "
         f"{plan.in_step_bytes / 1e6:,.1f} MB in each in step, {plan.round_bytes / 1e6:,.1f} MB in a round",
+        f"  start   {start(choice, cluster)} FLAGS (of the first island; others: --islands-address)",
     ]
-    if plan.loss_percent is None:
-        lines.append("  loss    nothing like it was measured")
-    else:
-        lines.append(f"  loss    {plan.loss_percent:+.1f}%{''.join(f'; extrapolated: {why}' for why in plan.beyond)}")
-    return [*lines, f"  start   {start(choice, cluster)} FLAGS (of the first island; others: --islands-address)"]
 
 
 def start(choice: Choice, cluster: Cluster) -> str:
@@ -131,25 +112,6 @@ def start(choice: Choice, cluster: Cluster) -> str:
         f"python tools/launch.py --island 0 --islands {choice.islands} --serve-islands HOST:29600 {node_flags}"
         f"--nproc-per-node {ranks_per_node} pretrain_gpt.py --config FILE"
     )
-
-
-def verdict(best: Prediction, islands: Prediction | None, why: str) -> str:
-    """Summarize in a line whether islands are worth it.
-
-    Args:
-        best: the fastest single run.
-        islands: the fastest run with islands; None without candidates.
-        why: the reason for the lack of candidates.
-    """
-    if islands is None:
-        return f"islands: not worth it: {why}"
-    ratio = best.seconds / islands.seconds
-    if ratio <= 1:
-        return (
-            f"islands: not worth it: the fastest take {islands.seconds:.3f} s an iteration (loss {cost(islands)}), one "
-            f"run over everything {best.seconds:.3f} s"
-        )
-    return f"islands: {ratio:.2f} x faster than one run over everything, at {cost(islands)} loss"
 
 
 def unset(choice: Choice, config: RunConfig) -> list[str]:
@@ -212,3 +174,26 @@ def reason(best: Prediction, other: Prediction) -> str:
 
 def _sorted(gained: Mapping[str, float]) -> list[tuple[str, float]]:
     return sorted(gained.items(), key=lambda item: -item[1])
+
+
+def compare_with_one_node(predictor: Predictor, best: Prediction) -> str:
+    """Compare the fastest run on a single node with the fastest on all; "" for a cluster of a single node.
+
+    Args:
+        predictor: predictor of the run.
+        best: the fastest run on the whole cluster.
+    """
+    cluster = predictor.cluster
+    if cluster.gpus <= cluster.gpus_per_node:
+        return ""
+    node = dataclasses.replace(cluster, gpus=cluster.gpus_per_node, sites=1)
+    config = dataclasses.replace(predictor.config, islands=IslandsConfig())
+    try:
+        single = search(Predictor(config, node, predictor.vocab_size, predictor.book.imbalance), [()], 1).best[0]
+    except UserError as error:
+        return f"one node alone: {error}\n"
+    ratio = single.seconds / best.seconds
+    comparison = f"all {cluster.gpus} devices are {ratio:.2f} x as fast"
+    if ratio < 1:
+        comparison = f"{1 / ratio:.2f} x as fast as all {cluster.gpus} devices: leave the other nodes out"
+    return f"\none node alone, with the same global batch: {comparison}\n{table([single], cluster.device.memory_gib)}\n"

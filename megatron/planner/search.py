@@ -15,7 +15,6 @@ from megatron.config.recompute import RecomputeConfig
 from megatron.config.run import RunConfig
 from megatron.planner.choice import Choice, choice_of
 from megatron.planner.cluster import Cluster
-from megatron.planner.islands import layout_of
 from megatron.planner.predict import Prediction, Predictor
 
 SPEC_SETS: tuple[tuple[str, ...], ...] = (
@@ -67,11 +66,8 @@ _BESIDE_EXPERTS: tuple[tuple[str, ...], ...] = (
 MICRO_BATCHES = (1, 2, 4, 8)
 CHUNKS = (1, 2, 3, 4, 6, 8)
 
-_HIDES_ALL = 1e9
-"""Seconds of a step long enough to hide every transfer that can be hidden."""
-
-Layout = tuple[int, int, int, int]
-"""Number of islands, and tensor-, pipeline- and data-parallel sizes."""
+Layout = tuple[int, int, int]
+"""Tensor-, pipeline- and data-parallel sizes."""
 
 _RECOMPUTE = (RecomputeConfig(), RecomputeConfig(recompute_granularity="full", recompute_method="uniform"))
 """Selective recomputation is not searched: fused attention leaves it nothing to save."""
@@ -94,17 +90,15 @@ class Found:
     too_large: int
 
 
-def choices(
-    config: RunConfig, cluster: Cluster, spec_sets: Sequence[tuple[str, ...]], islands: int = 1
-) -> Iterator[Choice]:
+def choices(config: RunConfig, cluster: Cluster, spec_sets: Sequence[tuple[str, ...]]) -> Iterator[Choice]:
     """Enumerate all ways to run a model on a cluster that divide evenly.
 
     Args:
-        config: resolved configuration; only its model and global batch size matter.
-        cluster: the cluster; all devices are used.
+        config: resolved configuration; only its model, global batch size and number of islands matter.
+        cluster: the cluster; all devices are used, in equal parts by the islands.
         spec_sets: sets of compressors that may be used together.
-        islands: number of islands, which share devices and batch.
     """
+    islands = config.islands.islands
     model, world, batch = config.model, cluster.gpus // islands, config.training.global_batch_size // islands
     lengths = lengths_of(config.curriculum, model.seq_length).lengths
     most = max(cluster.gpus_per_node, config.parallel.tensor_model_parallel_size)
@@ -161,7 +155,7 @@ def _schedules(layers: int, plain: Choice) -> Iterator[Choice]:
 def _useful(spec_sets: Sequence[tuple[str, ...]], choice: Choice) -> list[tuple[str, ...]]:
     """Distinct sets of compressors, without those at points that send nothing in this choice."""
     silent = [
-        Point.OUTER.value,  # islands get an outer spec of the search, independent of the set
+        *((Point.OUTER.value,) if choice.islands == 1 else ()),
         *(("pp-forward", "pp-backward", "embedding") if choice.pp == 1 else ()),
         *(("dp-grad",) if choice.dp == 1 else ()),
         *(("param-gather",) if not choice.sharded else ("embedding",)),
@@ -188,13 +182,8 @@ def with_experts(model: ModelConfig, spec_sets: Sequence[tuple[str, ...]]) -> li
 def _given(config: RunConfig, cluster: Cluster) -> Iterator[Choice]:
     """The configured run, whether or not the enumeration includes it."""
     choice = choice_of(config, cluster.gpus)
-    if choice.world_size == cluster.gpus and not has_outer(choice.specs) and _refusal(config, choice) is None:
+    if choice.world_size * choice.islands == cluster.gpus and _refusal(config, choice) is None:
         yield choice
-
-
-def has_outer(specs: Sequence[str]) -> bool:
-    """Whether any of the specs is of the point ``outer``."""
-    return any(spec.startswith(f"{Point.OUTER.value}=") for spec in specs)
 
 
 def divisors(n: int) -> list[int]:
@@ -206,7 +195,6 @@ def search(
     spec_sets: Sequence[tuple[str, ...]] = SPEC_SETS,
     top: int = 10,
     memory_gib: float | None = None,
-    outers: Mapping[int, Sequence[str]] | None = None,
 ) -> Found:
     """Find the fastest layouts that fit, each with its fastest settings, by exact branch and bound.
 
@@ -215,16 +203,14 @@ def search(
         spec_sets: sets of compressors that may be used together.
         top: number of layouts to return.
         memory_gib: memory that a rank may fill; default: the device's.
-        outers: candidate specs of ``outer`` by number of islands; None for a single run over all devices.
 
     Raises:
         UserError: when nothing fits.
     """
     config, cluster = predictor.config, predictor.cluster
     limit = (cluster.device.memory_gib if memory_gib is None else memory_gib) * 2**30
-    bounds = Bounds(predictor, outers or {})
-    possible = dict.fromkeys(_possible(config, cluster, spec_sets, outers))
-    queue = [(bounds.of(choice), number, choice) for number, choice in enumerate(possible)]
+    possible = dict.fromkeys([*choices(config, cluster, spec_sets), *_given(config, cluster)])
+    queue = [(predictor.lower_bound(choice), number, choice) for number, choice in enumerate(possible)]
     considered = len(queue)
     heapq.heapify(queue)
     best: dict[Layout, Prediction] = {}
@@ -235,8 +221,7 @@ def search(
         most = _slowest(best, top)
         if bound >= most:
             break
-        layout = choice.islands, *choice.layout
-        incumbent = best.get(layout)
+        incumbent = best.get(choice.layout)
         if incumbent is not None and bound >= incumbent.seconds:
             continue
         # Compressor state adds to this; it is computed only if the rest fits.
@@ -248,32 +233,16 @@ def search(
             too_large += 1
             continue
         predicted += 1
-        prediction = _predicted(predictor, choice, outers, limit)
-        if prediction is None:
-            too_large += 1
-            continue
+        prediction = predictor.predict(choice)
         if prediction.seconds >= (most if incumbent is None else incumbent.seconds):
             continue
-        if (refused := _refusal(config, prediction.choice)) is None:
-            best[layout] = prediction
+        if (refused := _refusal(config, choice)) is None:
+            best[choice.layout] = prediction
         refusal = refused or refusal
     if not best:
         raise UserError(_nothing(config, cluster, considered, refusal, smallest, limit))
     fastest = sorted(best.values(), key=lambda candidate: candidate.seconds)
     return Found(fastest[:top], considered, predicted, too_large)
-
-
-def _possible(
-    config: RunConfig,
-    cluster: Cluster,
-    spec_sets: Sequence[tuple[str, ...]],
-    outers: Mapping[int, Sequence[str]] | None,
-) -> Iterator[Choice]:
-    """Enumerate the choices of a search."""
-    for count in [1] if outers is None else outers:
-        yield from choices(config, cluster, spec_sets, count)
-    if outers is None:
-        yield from _given(config, cluster)
 
 
 def _nothing(
@@ -292,58 +261,6 @@ def _nothing(
         f"nothing fits into {limit / 2**30:.0f} GiB: the smallest of {considered} choices needs "
         f"{smallest / 2**30:.0f} GiB a device; take more devices, or larger ones"
     )
-
-
-class Bounds:
-    """Lower bounds on choices; with islands, including the minimum that communication between them adds.
-
-    Args:
-        predictor: predictor of the choices.
-        outers: see ``search``.
-    """
-
-    def __init__(self, predictor: Predictor, outers: Mapping[int, Sequence[str]]) -> None:
-        self._predictor, self._outers = predictor, outers
-        self._least: dict[Choice, float] = {}
-
-    def of(self, choice: Choice) -> float:
-        """Lower bound on a choice, in seconds."""
-        bound = self._predictor.lower_bound(choice)
-        if choice.islands == 1:
-            return bound
-        costs, key = self._predictor.outer, layout_of(choice)
-        if key not in self._least:
-            texts = self._outers[choice.islands]
-            self._least[key] = min(costs.terms(key, text).added_s(_HIDES_ALL) for text in texts)
-        return bound + self._least[key]
-
-
-def _predicted(
-    predictor: Predictor, choice: Choice, outers: Mapping[int, Sequence[str]] | None, limit: float
-) -> Prediction | None:
-    """Predict a choice that fits without outer state; None where no run with islands fits."""
-    prediction = predictor.predict(choice)
-    return prediction if outers is None else fastest_outer(predictor, prediction, outers[choice.islands], limit)
-
-
-def fastest_outer(
-    predictor: Predictor, inner: Prediction, outers: Sequence[str], limit: float = math.inf
-) -> Prediction | None:
-    """Predict islands of a layout with the fastest spec of ``outer`` that fits; None if none fits.
-
-    Args:
-        predictor: predictor of the layout.
-        inner: the prediction of a step of an island.
-        outers: candidate specs.
-        limit: bytes that a rank may fill.
-    """
-    best: tuple[float, str] | None = None
-    for text in outers:
-        terms = predictor.outer.terms(inner.choice, text)
-        seconds = terms.added_s(inner.seconds)
-        if inner.memory_bytes + terms.memory_bytes <= limit and (best is None or seconds < best[0]):
-            best = seconds, text
-    return None if best is None else predictor.with_outer(inner, best[1])
 
 
 def _slowest(best: Mapping[Layout, Prediction], top: int) -> float:

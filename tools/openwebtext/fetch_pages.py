@@ -77,11 +77,6 @@ def _extract(page: Page) -> dict[str, str]:
     return {"url": page.url, "text": text}
 
 
-def _lost(page: Page) -> dict[str, str]:
-    """Of a page whose process was killed: libraries of C may crash at some, and will again."""
-    return {"url": page.url, "failed": "cannot be taken apart"}
-
-
 def _settled(rows: Iterable[dict[str, str]], is_up: Callable[[], bool]) -> Iterator[dict[str, str]]:
     """Lines for the record. Those of hosts that cannot be reached wait until another can be.
 
@@ -209,7 +204,7 @@ def run(options: argparse.Namespace) -> Report:
 
         pages = fetch_all(missing(), fetch, limits.connections, limits.delay, limits.patience)
         with progress((), "pages", "page") as bar:
-            for found in _settled(in_processes(_extract, pages, options.workers, _quiet, lost=_lost), is_up):
+            for found in _settled(in_processes(_extract, pages, options.workers, _quiet), is_up):
                 record.add(found)
                 bar.update()
         report = _write(options.input, wanted, record, output)

@@ -22,16 +22,13 @@ from benchmarks.network.islands_cases import (
     IslandsRun,
     Links,
 )
-from benchmarks.network.islands_plan import predicted
 from benchmarks.network.islands_report import IslandsRow, Pace, compared, dp_pace, framed, local_pace, over_seeds, write
-from benchmarks.network.run import PAYLOAD
 from benchmarks.network.setups import H100_BF16
 from megatron.compression.outer import RoundSchedule
 from megatron.compression.points import Point
 from megatron.compression.schedule import RunLength
 from megatron.config.flags import parse_args
 from megatron.distributed.layout import Layout
-from megatron.planner.cluster import Cluster, LinkSpec
 
 ITERATIONS = 240
 ISLANDS = IslandsCase("islands", "outer=fixpoint,bits=4,every=2", 0.25, every=2)
@@ -221,20 +218,3 @@ def test_links_as_slow_as_those_of_a_published_system(tmp_path: Path) -> None:
         (found,) = links_of(Still(hosts), wanted, True)
         assert found.rates == pytest.approx([80e6 / (ratio * 0.5), 8e6 / (ratio * 0.5)], abs=1)
         assert links_of(Still(hosts), wanted, False) == wanted
-
-
-def test_the_planner_is_asked_for_the_link_between_the_hosts(tmp_path: Path) -> None:
-    """Of a slower link, all that steps in step take longer is the sum of the gradients; of local ones, a round of
-    30."""
-    run = _run(IslandsCase("exact", "outer=identity,every=30", 1 / 3), tmp_path)
-    hosts = Cluster("hosts", HOSTS * STAGES, STAGES, across=LinkSpec(10.0, 20.0))
-    times = {rate: predicted(run, hosts, rate) for rate in (1e7, 1e8)}
-    sent = 4 * 5_263_360 * 8
-    for number, rounds in enumerate((1, 30)):
-        fast, slow = (times[rate][number] for rate in (1e8, 1e7))
-        assert fast is not None
-        assert slow is not None
-        assert slow - fast == pytest.approx(sent * (1e-7 - 1e-8) / PAYLOAD / rounds, rel=0.01)
-    assert predicted(_run(BASELINE, tmp_path), hosts, 1e7) == (None, None)
-    assert predicted(_run(replace(ISLANDS, in_step=0.0), tmp_path), hosts, 1e7)[0] is None
-    assert predicted(_run(IN_STEP, tmp_path), hosts, 1e7)[1] is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import subprocess
@@ -10,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,6 @@ from typing import Any
 import pytest
 
 from megatron.base.errors import UserError
-from megatron.data.interrupt import SIGNALS
 from megatron.data.lines import writing
 from megatron.data.processes import ProcessKilled, in_processes
 from tests.support.cleanup import have_ended, heed_signals
@@ -32,30 +29,32 @@ def _double(number: Any) -> Any:
     return 2 * number
 
 
-def _die(number: int) -> int:
-    if number == 3:
+def _kill_this_process(item: tuple[int, bytes]) -> int:
+    if item[0] == 3:
         os.kill(os.getpid(), signal.SIGKILL)
-    return number
+    return item[0]
 
 
 def test_results_come_in_order_and_errors_as_they_are() -> None:
     assert list(in_processes(_double, range(50), 2)) == list(range(0, 100, 2))
-    found: list[int] = []
+    results: list[int] = []
     with pytest.raises(UserError, match="77"):
-        found.extend(in_processes(_double, range(100), 2))
-    assert found == list(range(0, 154, 2))
-    with pytest.raises(RuntimeError, match="TypeError"):
+        results.extend(in_processes(_double, range(100), 2))
+    assert results == list(range(0, 154, 2))
+    with pytest.raises(TypeError):
         list(in_processes(_double, ["x", None], 2))
 
 
-def test_a_killed_process_is_one_line_or_one_result() -> None:
-    with pytest.raises(UserError, match=r"was killed .*--workers"):
-        list(in_processes(_die, range(20), 2))
-    found = list(in_processes(_die, range(20), 2, lost=lambda number: -number))
-    assert found == [0, 1, 2, -3, *range(4, 20)]
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("item_bytes", [0, 5_000_000])
+def test_a_killed_process_is_one_line(item_bytes: int) -> None:
+    """Also when the next items are larger than a pipe holds."""
+    items = ((number, bytes(item_bytes)) for number in range(20))
+    with pytest.raises(ProcessKilled, match=r"was killed .*--workers"):
+        list(in_processes(_kill_this_process, items, 2))
 
 
-def _die_in_the_middle_of_the_answer(number: int) -> int:
+def _die_in_the_middle_of_the_result(number: int) -> int:
     def send_half(self: Any, message: bytes) -> None:
         os.write(self.fileno(), message[: len(message) // 2])
         os.kill(os.getpid(), signal.SIGKILL)
@@ -67,9 +66,18 @@ def _die_in_the_middle_of_the_answer(number: int) -> int:
 
 
 @pytest.mark.timeout(60)
-def test_a_process_that_was_killed_in_the_middle_of_its_answer_was_killed() -> None:
-    found = list(in_processes(_die_in_the_middle_of_the_answer, range(20), 2, lost=lambda number: -number))
-    assert found == [0, 1, 2, -3, *range(4, 20)]
+def test_a_process_killed_in_the_middle_of_its_result_is_one_line() -> None:
+    with pytest.raises(ProcessKilled):
+        list(in_processes(_die_in_the_middle_of_the_result, range(20), 2))
+
+
+def _raise_memory_error(number: int) -> None:
+    raise MemoryError
+
+
+def test_a_process_without_memory_is_one_line() -> None:
+    with pytest.raises(ProcessKilled, match=r"out of memory.*--workers"):
+        list(in_processes(_raise_memory_error, range(5), 2))
 
 
 def _dies_or_sleeps(dies: bool) -> None:
@@ -78,11 +86,10 @@ def _dies_or_sleeps(dies: bool) -> None:
     time.sleep(600)
 
 
+@pytest.mark.timeout(60)
 def test_a_killed_process_is_said_before_earlier_ones_have_ended() -> None:
-    start = time.monotonic()
     with pytest.raises(ProcessKilled):
         list(in_processes(_dies_or_sleeps, [False, True], 2))
-    assert time.monotonic() - start < 300
 
 
 def _waits_for(file: Path) -> bool:
@@ -91,7 +98,7 @@ def _waits_for(file: Path) -> bool:
     return True
 
 
-def test_who_waits_is_idle_now_and_then(tmp_path: Path) -> None:
+def test_idle_is_called_while_waiting(tmp_path: Path) -> None:
     files = [tmp_path / "a", tmp_path / "b"]
 
     def idle() -> None:
@@ -109,46 +116,9 @@ def test_processes_may_have_processes() -> None:
     assert list(in_processes(_with_children, [1, 5], 2)) == [[_double(1), _double(2)], [_double(5), _double(6)]]
 
 
-def test_killed_processes_leave_no_open_files() -> None:
-    results = in_processes(_die, [3] * 45, 2, lost=abs)
-    next(results)
-    before = len(list(Path("/proc/self/fd").iterdir()))
-    for _ in range(40):
-        next(results)
-    # Those of two that are being started; what belonged to the last ones that died is closed in the background, or once
-    # the traceback of its error is collected.
-    deadline = time.monotonic() + 20.0
-    while (still := len(list(Path("/proc/self/fd").iterdir()))) > before + 24 and time.monotonic() < deadline:
-        gc.collect()
-        time.sleep(0.1)
-    assert still <= before + 24
-
-
-def test_a_signal_finds_no_lock_taken() -> None:
-    """Python's own locks stay taken for ever when the exception of a signal comes at the wrong moment."""
-    results = in_processes(_double, count(100), 2)
-    assert [next(results) for _ in range(20)] == list(range(200, 240, 2))
-    unsafe: set[str] = set()
-
-    def look(frame: Any, *_: object) -> None:
-        name = frame.f_globals["__name__"]
-        disturbed = not set(SIGNALS) <= set(signal.pthread_sigmask(signal.SIG_BLOCK, []))
-        if disturbed and name.partition(".")[0] in ("concurrent", "multiprocessing", "threading", "queue"):
-            unsafe.add(f"{name}.{frame.f_code.co_name}")
-
-    sys.setprofile(look)
-    try:
-        more = [next(results) for _ in range(40)]
-    finally:
-        sys.setprofile(None)
-    assert more == list(range(240, 320, 2))
-    assert not unsafe
-
-
 WRITES = """
 import itertools, sys
 from megatron.data.processes import in_processes
-from megatron.data.interrupt import SIGNALS
 from megatron.data.lines import writing
 from megatron.data.cleaning.command import Report, Tool, add_common
 

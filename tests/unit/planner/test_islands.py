@@ -1,4 +1,4 @@
-"""Islands on sites behind slower links: what is predicted, what is found, and what is said."""
+"""Predicted time, bytes and memory of islands on sites behind slower links."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from megatron.config.flags import parse_args
 from megatron.launcher.islands import launch_parser, wrong_islands
 from megatron.models.stages import padded_vocab_size
 from megatron.planner.choice import Choice, of_first_island
-from megatron.planner.cluster import Cluster, LinkSpec, check_sites, hop_wire, read_cluster, wire_between, write_cluster
+from megatron.planner.cluster import LinkSpec, check_sites, hop_wire, read_cluster, wire_between, write_cluster
 from megatron.planner.command import main
 from megatron.planner.islands import Transfer
-from megatron.planner.predict import Prediction, Predictor
-from megatron.planner.report import flags, start, verdict
-from megatron.planner.search import Bounds, choices, search
+from megatron.planner.predict import Predictor
+from megatron.planner.report import flags, start
+from megatron.planner.search import choices, search
 from tests.unit.planner.support import CLUSTER, VOCAB, small_run
 
 pytestmark = pytest.mark.slow
@@ -143,84 +143,31 @@ def test_a_transfer_behind_steps_is_cheaper() -> None:
     assert seconds[0] > seconds[1] > seconds[2]
 
 
-OUTERS = {2: ["outer=identity,outer-preset=diloco,every=5", SPEC, "outer=fixpoint,bits=4,every=20,fragments=4,delay=2"]}
+ISLANDS: dict[str, Any] = {"islands": {"islands": 2, "island": 0, "islands_address": "localhost:29600"}}
 
 
-def test_the_search_of_islands_leaves_nothing_faster_out() -> None:
-    config = small_run(model={"num_layers": 4}, training={"global_batch_size": 8})
-    predictor = Predictor(config, SITES, VOCAB)
-    sets = ((), ("pp-forward=fixpoint,bits=4", "dp-grad=powersgd,rank=2"))
-    found = search(predictor, sets, top=3, outers=OUTERS)
-    fastest: dict[tuple[int, int, int], float] = {}
-    bounds = Bounds(predictor, OUTERS)
-    for choice in choices(config, SITES, sets, 2):
-        for text in OUTERS[2]:
-            one = predictor.predict(replace(choice, specs=(*choice.specs, text)))
-            assert bounds.of(choice) <= one.seconds
-            fastest[choice.layout] = min(one.seconds, fastest.get(choice.layout, math.inf))
-    assert [one.seconds for one in found.best] == pytest.approx(sorted(fastest.values())[:3])
-    assert {one.choice.islands for one in found.best} == {2}
-    plain = search(predictor, sets, top=3)
-    assert {one.choice.islands for one in plain.best} == {1}
-
-
-def test_what_fills_memory_rules_islands_out() -> None:
-    config = small_run()
-    predictor = Predictor(config, SITES, VOCAB)
-    one = search(predictor, ((),), top=1, outers=OUTERS).best[0]
-    least = (one.memory_bytes - 1) / 2**30
-    assert search(predictor, ((),), top=1, memory_gib=least, outers=OUTERS).best[0].choice != one.choice
+def test_the_search_finds_the_fastest_layouts_of_the_islands_of_the_run() -> None:
+    """Every choice predicted, including memory of the outer optimizer."""
+    small: dict[str, Any] = {"model": {"num_layers": 2}, "training": {"global_batch_size": 8}}
+    predictor = Predictor(small_run(4, (SPEC,), **small, **ISLANDS), SITES, VOCAB)
+    sets = ((SPEC,), ("pp-forward=fixpoint,bits=4", "dp-grad=powersgd,rank=2", SPEC))
+    predictions = [predictor.predict(choice) for choice in choices(predictor.config, SITES, sets)]
+    assert all(one.choice.islands == 2 and one.outer is not None for one in predictions)
+    assert all(predictor.lower_bound(one.choice) <= one.seconds for one in predictions)
+    limits = sorted(one.memory_bytes for one in predictions)
+    for limit in (limits[-1], limits[len(limits) // 2]):
+        fastest: dict[tuple[int, int, int], float] = {}
+        for one in (one for one in predictions if one.memory_bytes <= limit):
+            fastest[one.choice.layout] = min(one.seconds, fastest.get(one.choice.layout, math.inf))
+        best = search(predictor, sets, top=3, memory_gib=limit / 2**30).best
+        assert [one.seconds for one in best] == pytest.approx(sorted(fastest.values())[:3])
     with pytest.raises(UserError, match="nothing fits"):
-        search(predictor, ((),), top=1, memory_gib=1e-6, outers=OUTERS)
-
-
-def _plan(folder: Path, capsys: pytest.CaptureFixture[str], cluster: Cluster, *words: str, **sections: Any) -> str:
-    (folder / "run.yaml").write_text(small_run(**sections).to_yaml())
-    (folder / "cluster.yaml").write_text(write_cluster(cluster))
-    files = ["--config", str(folder / "run.yaml"), "--cluster", str(folder / "cluster.yaml")]
-    assert main([*files, "--specs", "", *words, "--json", str(folder / "plan.json")]) == 0
-    return capsys.readouterr().out
-
-
-def _said(shown: str) -> str:
-    (line,) = [line for line in shown.splitlines() if line.startswith("islands: ")]
-    return line
-
-
-def test_the_plan_says_whether_islands_are_worth_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    # Fast links have nothing to save; on slow ones sums in step are compressed.
-    wide = {"hidden_size": 256}
-    fast = _plan(tmp_path, capsys, replace(SITES, across=FAST, between_sites=FAST), model=wide)
-    assert _said(fast).startswith("islands: not worth it: the fastest take ")
-    slow = _plan(tmp_path, capsys, replace(SITES, between_sites=LinkSpec(0.05, 20.0)), model=wide)
-    assert " x faster than one run over everything, at +" in _said(slow)
-    assert ",in-step=compressed" in slow
-    # Few layers, so that stages cannot be the way out, and a link that one sum at each step is too much for.
-    long: dict[str, Any] = {"training": {"train_iters": 1000}, "model": {"num_layers": 1, "hidden_size": 256}}
-    shown = _plan(tmp_path, capsys, SITES, **long)
-    assert " x faster than one run over everything, at +" in _said(shown)
-    best = json.loads((tmp_path / "plan.json").read_text())[1]
-    assert best["choice"]["islands"] == 2
-    assert best["outer"]["loss_percent"] <= 2
-    assert "extrapolated: 2 islands, measured with 4" in shown
-    none = _plan(tmp_path, capsys, SITES, "--max-loss-increase", "0.1", **long)
-    assert "not worth it: none is predicted to cost at most 0.1% of the loss; the least is " in _said(none)
-    short = _plan(tmp_path, capsys, SITES, training={"train_iters": 3})
-    assert _said(short) == "islands: not worth it: the run is shorter than a round"
-    assert "islands: " not in _plan(tmp_path, capsys, CLUSTER)
-
-
-def test_a_set_of_a_user_is_tried_whatever_it_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    spec = "outer=powersgd,rank=4,every=25"
-    shown = _plan(tmp_path, capsys, SITES, "--specs", spec, "--top", "50", "--max-loss-increase", "0")
-    rows = [line for line in shown.splitlines() if "2 islands" in line]
-    assert rows
-    assert all(spec in row and "  ?  " in row for row in rows)
+        search(predictor, sets, memory_gib=(limits[0] - 1) / 2**30)
 
 
 def test_the_flags_of_islands_are_those_of_training(tmp_path: Path) -> None:
-    predictor = Predictor(small_run(), SITES, VOCAB)
-    one = search(predictor, ((),), top=1, outers={2: [SPEC]}).best[0]
+    predictor = Predictor(small_run(4, (SPEC,), **ISLANDS), SITES, VOCAB)
+    one = search(predictor, ((SPEC,),), top=1).best[0]
     run = tmp_path / "run.yaml"
     run.write_text(small_run().to_yaml())
     words = f"{start(one.choice, SITES)} {flags(one.choice)}".replace("--config FILE", f"--config {run}").split()
@@ -235,49 +182,57 @@ def test_the_flags_of_islands_are_those_of_training(tmp_path: Path) -> None:
     assert one.choice.resolve(small_run()).training.global_batch_size == resolved.training.global_batch_size == 32
 
 
-def test_a_run_of_islands_is_predicted_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files: dict[str, Any] = {"islands": {"islands": 2, "island": 0, "islands_address": "localhost:29600"}}
-    config = small_run(4, (SPEC,), **files)
-    (tmp_path / "run.yaml").write_text(config.to_yaml())
-    (tmp_path / "cluster.yaml").write_text(write_cluster(SITES))
-    words = ["--config", str(tmp_path / "run.yaml"), "--cluster", str(tmp_path / "cluster.yaml")]
-    assert main([*words, "--no-search"]) == 0
+def _words(folder: Path, **sections: Any) -> list[str]:
+    (folder / "run.yaml").write_text(small_run(4 if sections else 8, (SPEC,) if sections else (), **sections).to_yaml())
+    (folder / "cluster.yaml").write_text(write_cluster(SITES))
+    return ["--config", str(folder / "run.yaml"), "--cluster", str(folder / "cluster.yaml")]
+
+
+def test_a_run_of_islands_is_predicted_and_its_layouts_searched(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = _words(tmp_path, **ISLANDS)
+    faster = "outer=fixpoint,bits=4,every=30,in-step=compressed"
+    sets = ["--specs", "", "--specs", faster]
+    assert main([*words, *sets, "--top", "50", "--json", str(tmp_path / "plan.json")]) == 0
     shown = capsys.readouterr().out
     assert "2 islands, tp 1, pp 1, dp 4, 4 micro-batches of 1" in shown
     assert "33 iterations in step of " in shown
-    assert main([*words, "--no-search", "--gpus", "9", "--sites", "1"]) == 2
-    assert "--islands 2 does not divide the 9 devices" in capsys.readouterr().err
+    given, *found = json.loads((tmp_path / "plan.json").read_text())
+    assert given["choice"]["specs"] == [SPEC]
+    assert {one["choice"]["islands"] for one in found} == {2}
+    assert {tuple(one["choice"]["specs"]) for one in found} <= {(SPEC,), (faster,)}
+    assert found[0]["choice"]["specs"] == [faster]
+    for more in ([], ["--no-search"]):
+        assert main([*words, *more, "--gpus", "9"]) == 2
+        assert "--islands 2 does not divide the 9 devices" in capsys.readouterr().err
+
+
+def test_a_run_of_one_world_is_searched_without_islands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*_words(tmp_path), "--specs", ""]) == 0
+    assert "islands" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("specs", "says"),
     [
-        (["--sites", "3"], "sites 3: 8 devices in nodes of 2"),
-        (["--specs", "outer=zip"], "no compressor is named 'zip'"),
-        (["--specs", "outer=identity,every=0"], "every"),
+        ("outer=zip", "no compressor is named 'zip'"),
+        ("outer=identity,every=0", "every"),
+        ("outer=identity,every=10,outer-preset=diloco", "there is one; add --islands"),
     ],
 )
-def test_what_is_wrong_of_sites_is_one_line(
-    words: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_wrong_set_with_outer_is_one_line(
+    specs: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "run.yaml").write_text(small_run().to_yaml())
-    (tmp_path / "cluster.yaml").write_text(write_cluster(SITES))
-    assert main(["--config", str(tmp_path / "run.yaml"), "--cluster", str(tmp_path / "cluster.yaml"), *words]) == 2
+    assert main([*_words(tmp_path), "--specs", specs]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("plan: error: ")
     assert says in line
 
 
-def test_numbers_that_cannot_be_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for words, says in ((["--sites", "0"], "--sites 0: give"), (["--max-loss-increase", "nan"], "give a number of")):
-        with pytest.raises(SystemExit) as ended:
-            main(["--config", "x", "--cluster", "y", *words])
-        assert ended.value.code == 2
-        assert says in capsys.readouterr().err
-
-
-def test_a_verdict_of_equals() -> None:
-    config = small_run()
-    one: Prediction = Predictor(config, SITES, VOCAB).predict(_choice())
-    assert "not worth it" in verdict(one, one, "")
-    assert verdict(replace(one, seconds=2 * one.seconds), one, "").startswith("islands: 2.00 x faster")
+@pytest.mark.parametrize("option", [["--sites", "2"], ["--max-loss-increase", "2"]])
+def test_options_of_a_search_over_islands_are_unknown(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--config", "x", "--cluster", "y", *option])
+    assert ended.value.code == 2
+    assert f"unrecognized arguments: {' '.join(option)}" in capsys.readouterr().err
