@@ -67,13 +67,13 @@ def placed(stages: int, micro_batches: int) -> list[Placed]:
         for stage, ops in enumerate(schedules):
             while reached[stage] < len(ops):
                 op = ops[reached[stage]]
-                source = (op.forward, stage - 1 if op.forward else stage + 1, op.micro_batch)
+                source = (op.is_forward, stage - 1 if op.is_forward else stage + 1, op.micro_batch)
                 has_source = 0 <= source[1] < stages
                 if has_source and source not in ended:
                     break
                 start = max(free[stage], ended[source] if has_source else 0.0)
-                end = start + (FORWARD if op.forward else BACKWARD)
-                ended[op.forward, stage, op.micro_batch] = free[stage] = end
+                end = start + (FORWARD if op.is_forward else BACKWARD)
+                ended[op.is_forward, stage, op.micro_batch] = free[stage] = end
                 found.append(Placed(stage, op, start, end, stage > 0 and op in epilogue(ops)))
                 reached[stage] += 1
     return found
@@ -85,7 +85,7 @@ def draw_schedule() -> Any:
     axes = figure.add_subplot()
     operations = placed(STAGES, MICRO_BATCHES)
     for one in operations:
-        color = COLORS[5] if one.op.forward else "#F3C9A5"
+        color = COLORS[5] if one.op.is_forward else "#F3C9A5"
         axes.barh(
             one.stage, one.end - one.start, left=one.start, height=0.82, color=COLORS[1] if one.late else color,
             edgecolor="white", hatch="///" if one.late else None, linewidth=1.0,

@@ -35,7 +35,7 @@ def most_held(kind: str, pp: int, rank: int, chunks: int, micro_batches: int) ->
     """Peak number of chunk activations that a rank holds."""
     activations = peak = 0
     for op in _operations(kind, pp, rank, chunks, micro_batches):
-        activations += 1 if op.forward else -1
+        activations += 1 if op.is_forward else -1
         peak = max(peak, activations)
     return peak
 

@@ -187,7 +187,7 @@ class _Flow:
 
 def _epilogue_begins(ops: Sequence[PipelineOp]) -> int:
     """Number of operations up to the last forward, after which nothing overlaps backward messages."""
-    return max((index for index, op in enumerate(ops) if op.forward), default=-1) + 1
+    return max((index for index, op in enumerate(ops) if op.is_forward), default=-1) + 1
 
 
 class _Play:
@@ -243,8 +243,8 @@ class _Play:
     def _needs(self, number: int, op: PipelineOp) -> Message | None:
         """The message that an operation waits for; None where it needs none."""
         virtual = op.chunk * self.pipeline.stages + number
-        boundary = virtual - 1 if op.forward else virtual
-        return (op.forward, boundary, op.micro_batch) if 0 <= boundary < self.last else None
+        boundary = virtual - 1 if op.is_forward else virtual
+        return (op.is_forward, boundary, op.micro_batch) if 0 <= boundary < self.last else None
 
     def _do(self, _: float, number: int, needs: Message | None) -> None:
         pipeline, rank = self.pipeline, self.ranks[number]
@@ -254,16 +254,16 @@ class _Play:
             arrival, decode = self.arrived.pop(needs)
             rank.clock = max(rank.clock, arrival) + decode
             rank.coding += decode
-        spent = (pipeline.forward_s if op.forward else pipeline.backward_s)[virtual]
+        spent = (pipeline.forward_s if op.is_forward else pipeline.backward_s)[virtual]
         rank.clock += spent
         rank.busy += spent
-        boundary = virtual if op.forward else virtual - 1
+        boundary = virtual if op.is_forward else virtual - 1
         if 0 <= boundary < self.last:
-            hop = pipeline.hops(op.forward, boundary, not op.forward and rank.next >= rank.late)
+            hop = pipeline.hops(op.is_forward, boundary, not op.is_forward and rank.next >= rank.late)
             rank.clock += hop.encode_s
             rank.coding += hop.encode_s
-            receiver = (number + (1 if op.forward else -1)) % pipeline.stages
-            self._at(rank.clock, self._send, number, receiver, (op.forward, boundary, op.micro_batch), hop)
+            receiver = (number + (1 if op.is_forward else -1)) % pipeline.stages
+            self._at(rank.clock, self._send, number, receiver, (op.is_forward, boundary, op.micro_batch), hop)
         rank.next += 1
         self._queue(number)
 

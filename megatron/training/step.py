@@ -271,12 +271,12 @@ def _forward_backward(
     engines.experts.begin_step()
     divisors = _divisors(engines, batches)
     table = engines.pipeline.timetable(config.parallel.pipeline_schedule, count)
-    kind = [
+    signatures = [
         ("training", count, length, _shapes(batches)),
         *engines.comm.launch_signature(length),
         *engines.sync.launch_signature(),
     ]
-    kind += _kinds_of_experts(engines)
+    signatures += _expert_signatures(engines)
     # A micro-batch's objective is its share of the batch mean, times the number of micro-batches. Auxiliary losses of
     # expert layers, means over all tokens of a micro-batch, have the same gradient.
     loss_grad = torch.tensor(
@@ -289,12 +289,12 @@ def _forward_backward(
     ]
     with timers("forward-backward", level=1):
         span = pipeline_span(timers, engines.ledger)
-        engines.pipeline.run(table, programs, iteration, count, loss_grad, kind, span=span)
+        engines.pipeline.run(table, programs, iteration, count, loss_grad, signatures, span=span)
     return programs[-1]
 
 
-def _kinds_of_experts(engines: Engines) -> list[Hashable]:
-    """Contribution of expert layers to the step's kind: None for unknown, since their shapes change every step."""
+def _expert_signatures(engines: Engines) -> list[Hashable]:
+    """Launch signatures of expert layers: None, since their shapes change in every step."""
     return [None] if engines.experts.on else []
 
 
@@ -340,9 +340,9 @@ def evaluation_step(
     engines.begin_step(-1, length)
     programs = [ChunkProgram(stage, batches, None, engines) for stage in engines.stages]
     table = engines.pipeline.timetable(None, len(batches))
-    kind = [("evaluation", len(batches), length, _shapes(batches)), *engines.comm.launch_signature(length)]
-    kind += _kinds_of_experts(engines)
-    engines.pipeline.run(table, programs, -1, len(batches), None, kind)
+    signatures = [("evaluation", len(batches), length, _shapes(batches)), *engines.comm.launch_signature(length)]
+    signatures += _expert_signatures(engines)
+    engines.pipeline.run(table, programs, -1, len(batches), None, signatures)
     engines.end_step(taken=False)
     if outputs is not None and engines.holds_loss and engines.topology.tp.rank == 0:
         outputs += [(batches[number].draw_ids_b, found_bc) for number, found_bc in programs[-1].outputs.items()]

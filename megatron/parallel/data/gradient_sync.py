@@ -134,7 +134,7 @@ class GradientSync:
             tied.sync.begin_step(iteration)
 
     def launch_signature(self) -> list[Hashable]:
-        """Keys of the kernels launched during backward: a part of the step's kind for each chunk."""
+        """Launch signatures of the kernels that each chunk's buckets launch during backward."""
         in_backward = self.overlap and not self.clips_first
         return [
             combine_keys(number, reducer.launch_signature())

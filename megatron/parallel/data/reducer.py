@@ -185,7 +185,7 @@ class GradReducer:
         self._finite = []
 
     def launch_signature(self) -> Hashable:
-        """Key of the kernels launched by a ready bucket: a part of the step's kind."""
+        """Launch signature of the kernels that a ready bucket launches."""
         used = [(index, *pair) for index, units in enumerate(self.units) for pair in self._used(units)]
         launches = combine_keys(*(compressor.launches(unit.state) for _, unit, compressor in used))
         if launches is None:

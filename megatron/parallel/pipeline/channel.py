@@ -139,16 +139,16 @@ class PipelineChannel:
         for sends, messages in ((True, sent), (False, received)):
             for message in messages:
                 ends.setdefault((message.way.point, message.position.boundary, sends), []).append(message)
-        kinds = [self._kind_of_end(end, messages) for end, messages in ends.items()]
+        signatures = [self._end_signature(end, messages) for end, messages in ends.items()]
         if self.parts is not None:
-            kinds += [self._kind_of_gather(point, boundary) for point, boundary, sends in ends if not sends]
-        return kinds
+            signatures += [self._gather_signature(point, boundary) for point, boundary, sends in ends if not sends]
+        return signatures
 
-    def _kind_of_gather(self, point: Point, boundary: int) -> Hashable:
+    def _gather_signature(self, point: Point, boundary: int) -> Hashable:
         assert self.parts is not None
         return point, "gather", tuple(self.shapes[boundary]), self.parts.gather_codec(_GATHERED_AT[point])
 
-    def _kind_of_end(self, end: tuple[Point, int, bool], messages: Sequence[Message]) -> Hashable:
+    def _end_signature(self, end: tuple[Point, int, bool], messages: Sequence[Message]) -> Hashable:
         way, (_, boundary, sends) = messages[0].way, end
         state = (way.sent if sends else way.received).setdefault(boundary, CompressorState())
         keys: dict[Codec, list[Hashable]] = {}

@@ -13,8 +13,8 @@ from torch import Tensor
 from megatron.distributed.layout import Layout
 from megatron.distributed.policy import Position
 from megatron.parallel.pipeline.channel import Direction, Message, PipelineChannel
-from megatron.parallel.pipeline.first_launches import CompletedKinds
-from megatron.parallel.pipeline.schedule import PipelineOp, forward_only, training_schedule
+from megatron.parallel.pipeline.first_launches import CompletedLaunches
+from megatron.parallel.pipeline.schedule import Pass, PipelineOp, forward_only, training_schedule
 from megatron.parallel.pipeline.timetable import Timetable, timetable
 
 
@@ -53,7 +53,7 @@ class PipelineEngine:
             gradients.
 
     Attributes:
-        loads_late: the device loads kernels at their first launch, as CUDA does; see ``kinds``.
+        loads_late: the device loads kernels at their first launch, as CUDA does; see ``first_launches``.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class PipelineEngine:
         self.before_micro_batch = before_micro_batch
         self.before_last_backward = before_last_backward
         self.loads_late = channel is not None and channel.device.type == "cuda"
-        self.completed = CompletedKinds()
+        self.completed = CompletedLaunches()
         self._timetables: dict[tuple[str | None, int], Timetable] = {}
 
     def timetable(self, kind: str | None, num_micro_batches: int) -> Timetable:
@@ -94,7 +94,7 @@ class PipelineEngine:
         iteration: int,
         num_micro_batches: int,
         loss_grad: Tensor | None,
-        kind: Sequence[Hashable],
+        signatures: Sequence[Hashable],
         span: Span = untimed,
     ) -> None:
         """Runs a step.
@@ -105,14 +105,14 @@ class PipelineEngine:
             iteration: training iteration; -1 in evaluation.
             num_micro_batches: micro-batches of the step.
             loss_grad: gradient of each micro-batch's scalar; None when nothing is differentiated.
-            kind: parts of the step's kind (``kinds``), for the kernels that the programs and their callees launch. The
-                engine adds the messages' parts.
+            signatures: launch signatures (``first_launches``) of the programs and their callees; the engine adds those
+                of the messages.
             span: times forward-compute, forward-recv, forward-send, and the same of backward.
         """
         ops = table.schedules[self.stage]
         activations: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
-        backwards_left = [sum(not op.forward and op.chunk == c for op in ops) for c in range(self.layout.chunks)]
-        run = _StepMessages(self, table, iteration, num_micro_batches, programs, kind)
+        backwards_left = [sum(not op.is_forward and op.chunk == c for op in ops) for c in range(self.layout.chunks)]
+        run = _StepMessages(self, table, iteration, num_micro_batches, programs, signatures)
         if ops:
             run.expect(ops[0])
         for op, following in zip(ops, [*ops[1:], None], strict=True):
@@ -121,7 +121,7 @@ class PipelineEngine:
                 run.expect(following)
             slot = (op.chunk, op.micro_batch)
             self.before_micro_batch(op.micro_batch)
-            if op.forward:
+            if op.is_forward:
                 with span("forward-recv", op):
                     x_sbh = run.receive(op)
                 if x_sbh is not None and loss_grad is not None:
@@ -175,7 +175,7 @@ class _StepMessages:
         iteration: int,
         num_micro_batches: int,
         programs: Sequence[StageProgram],
-        kind: Sequence[Hashable],
+        signatures: Sequence[Hashable],
     ) -> None:
         self.channel = engine.channel
         self.layout = engine.layout
@@ -190,30 +190,30 @@ class _StepMessages:
             forward: deque(
                 message
                 for op in ops
-                if op.forward is forward and (message := self._message(op, incoming=True)) is not None
+                if op.is_forward is forward and (message := self._message(op, incoming=True)) is not None
             )
             for forward in (True, False)
         }
         self._posted = {True: 0, False: 0}
         self._received = {True: 0, False: 0}
         self._completed = engine.completed
-        self._kind: list[Hashable] = []
+        self._signatures: list[Hashable] = []
         self._ahead = True
         if engine.loads_late and self.channel is not None:
             sent = [message for op in ops if (message := self._message(op, incoming=False)) is not None]
             received = [message for messages in self._coming.values() for message in messages]
-            self._kind = [*kind, *self.channel.launch_signature(sent, received)]
-            self._ahead = self._completed.know(self._kind)
+            self._signatures = [*signatures, *self.channel.launch_signature(sent, received)]
+            self._ahead = self._completed.covers(self._signatures)
 
     def _message(self, op: PipelineOp, incoming: bool) -> Message | None:
         """The message of an operation's input, or of its output; None at the model's ends."""
         stage = self.layout.virtual_stage(self.stage, op.chunk)
-        before = op.forward == incoming
+        before = op.is_forward == incoming
         boundary = stage - 1 if before else stage
         if self.channel is None or not 0 <= boundary < self.layout.num_virtual_stages - 1:
             return None
         key = self.programs[op.chunk].key(op.micro_batch, boundary)
-        return Message(self._way(op.forward), self._position(op, boundary, incoming), key)
+        return Message(self._way(op.is_forward), self._position(op, boundary, incoming), key)
 
     def _way(self, forward: bool) -> Direction:
         assert self.channel is not None
@@ -221,9 +221,9 @@ class _StepMessages:
 
     def _position(self, op: PipelineOp, boundary: int, incoming: bool) -> Position:
         late = False
-        if not op.forward:
+        if not op.is_forward:
             sender = self.layout.virtual_stage(self.stage, op.chunk) + incoming
-            sent = PipelineOp(False, sender // self.layout.pp, op.micro_batch)
+            sent = PipelineOp(Pass.BACKWARD, sender // self.layout.pp, op.micro_batch)
             late = sent in self.epilogues[sender % self.layout.pp]
         return Position(self.iteration, boundary, op.micro_batch, self.num_micro_batches, late)
 
@@ -252,7 +252,7 @@ class _StepMessages:
         message = self._message(op, incoming=True)
         if self.channel is None or message is None:
             return None
-        self._received[op.forward] += 1
+        self._received[op.is_forward] += 1
         return self.channel.recv(message)
 
     def send(self, op: PipelineOp, x: Tensor) -> None:
@@ -266,4 +266,4 @@ class _StepMessages:
         if self.channel is not None:
             self.channel.flush()
             self.channel.synchronize()
-        self._completed.add(self._kind)
+        self._completed.record(self._signatures)

@@ -7,14 +7,15 @@ result of that kernel: a deadlock. So:
 
     **While a receive is pending, nothing is launched that this rank has not launched before.**
 
-A step has a kind: everything that decides which kernels its operations launch. In a step of a kind that this rank has
-completed before (``CompletedKinds``), receives are posted ahead of their use, so that they overlap with computing. In
-any other step, before each operation the rank posts the receives of the messages that are due (``Timetable``: those
-sent by operations of a lower level) and waits on the host until all have arrived; then it launches. At a step's end
-the host waits for the last receives. CPUs load nothing, so there every kind counts as completed.
+A step has launch signatures, which determine the kernels that its operations launch. If this rank has completed steps
+with all of them before (``CompletedLaunches``), it posts receives ahead of their use, so that they overlap with
+computing. In any other step, before each operation the rank posts the receives of the messages that are due
+(``Timetable``: those sent by operations of a lower level) and waits on the host until all have arrived; then it
+launches. At a step's end the host waits for the last receives. CPUs load nothing, so there every signature counts as
+completed.
 
-**Ranks need not agree** about the kind, and no rank is told another's: in either case messages are posted in the order
-in which they are sent, and a rank that posts ahead also posts the due receives.
+**Ranks need not agree** about the signatures, and no rank is told another's: in either case messages are posted in the
+order in which they are sent, and a rank that posts ahead also posts the due receives.
 
 **There is no deadlock**, whatever is loaded when. Let every launch of an unknown kernel wait until nothing of its rank
 is left on the device, and look at the lowest level at which any rank stands. (1) All messages that are due at this
@@ -33,7 +34,7 @@ receiver needs after another message that this rank has not computed yet.
 Each direction of travel, and each way around the ring of virtual stages, has a separate process group; torch gives
 each pair of ranks in a process group a separate communicator and stream. So no message is queued behind a message of
 another direction, and none takes a kernel's place: a process has a hardware queue for each of its streams
-(``topology.launch.open_queues``).
+(``distributed.process_group.open_queues``).
 """
 
 from __future__ import annotations
@@ -41,29 +42,29 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Hashable
 
-MOST_KINDS = 4096
-"""Number of parts remembered. A forgotten part costs overlap in one step, and nothing else."""
+MAX_SIGNATURES = 4096
+"""Number of signatures remembered. A forgotten signature costs overlap in a step, and nothing else."""
 
 
-class CompletedKinds:
-    """Kinds of the steps that this rank has completed, as sets of parts.
+class CompletedLaunches:
+    """Launch signatures of the steps that this rank has completed.
 
-    Each part stands for a set of launches (of the model, of an end of a boundary, of a group's compressors), which it
-    determines completely. None stands for unpredictable launches, and is never known.
+    Each stands for a set of launches (of the model, of an end of a boundary, of a group's compressors), which it
+    determines completely. None stands for unpredictable launches, and is never covered.
     """
 
     def __init__(self) -> None:
-        self._parts: OrderedDict[Hashable, None] = OrderedDict()
+        self._signatures: OrderedDict[Hashable, None] = OrderedDict()
 
-    def know(self, parts: Collection[Hashable]) -> bool:
+    def covers(self, signatures: Collection[Hashable]) -> bool:
         """Whether all kernels that a step will launch were launched before."""
-        return all(kind_part is not None and kind_part in self._parts for kind_part in parts)
+        return all(signature is not None and signature in self._signatures for signature in signatures)
 
-    def add(self, parts: Collection[Hashable]) -> None:
-        """Adds the parts of a step that has completed."""
-        for kind_part in parts:
-            if kind_part is not None:
-                self._parts[kind_part] = None
-                self._parts.move_to_end(kind_part)
-        while len(self._parts) > MOST_KINDS:
-            self._parts.popitem(last=False)
+    def record(self, signatures: Collection[Hashable]) -> None:
+        """Adds the signatures of a step that has completed."""
+        for signature in signatures:
+            if signature is not None:
+                self._signatures[signature] = None
+                self._signatures.move_to_end(signature)
+        while len(self._signatures) > MAX_SIGNATURES:
+            self._signatures.popitem(last=False)

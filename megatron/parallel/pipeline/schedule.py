@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 
+class Pass(enum.Enum):
+    """Kind of computation of an operation."""
+
+    FORWARD = enum.auto()
+    BACKWARD = enum.auto()
+
+
 @dataclass(frozen=True)
 class PipelineOp:
-    """The forward or backward of a micro-batch through a chunk."""
+    """A pass of a micro-batch through a chunk."""
 
-    forward: bool
+    computation: Pass
     chunk: int
     micro_batch: int
+
+    @property
+    def is_forward(self) -> bool:
+        return self.computation is Pass.FORWARD
 
 
 def forward_only(chunks: int, pp: int, num_micro_batches: int) -> list[PipelineOp]:
     """The evaluation schedule: groups of ``pp`` micro-batches (the last may be smaller), chunk after chunk."""
     groups = [range(m, min(m + pp, num_micro_batches)) for m in range(0, num_micro_batches, pp)]
-    return [PipelineOp(True, c, m) for group in groups for c in range(chunks) for m in group]
+    return [PipelineOp(Pass.FORWARD, c, m) for group in groups for c in range(chunks) for m in group]
 
 
 def gpipe(num_micro_batches: int) -> list[PipelineOp]:
     """All forwards, then all backwards (Huang et al. 2019)."""
     order = range(num_micro_batches)
-    return [PipelineOp(True, 0, m) for m in order] + [PipelineOp(False, 0, m) for m in order]
+    return [PipelineOp(Pass.FORWARD, 0, m) for m in order] + [PipelineOp(Pass.BACKWARD, 0, m) for m in order]
 
 
 def one_f_one_b(pp: int, stage: int, num_micro_batches: int) -> list[PipelineOp]:
@@ -34,8 +46,8 @@ def one_f_one_b(pp: int, stage: int, num_micro_batches: int) -> list[PipelineOp]
     """
     return _alternate(
         warm_up=min(num_micro_batches, pp - stage - 1),
-        forwards=[PipelineOp(True, 0, m) for m in range(num_micro_batches)],
-        backwards=[PipelineOp(False, 0, m) for m in range(num_micro_batches)],
+        forwards=[PipelineOp(Pass.FORWARD, 0, m) for m in range(num_micro_batches)],
+        backwards=[PipelineOp(Pass.BACKWARD, 0, m) for m in range(num_micro_batches)],
     )
 
 
@@ -47,8 +59,8 @@ def eager_one_f_one_b(pp: int, stage: int, num_micro_batches: int) -> list[Pipel
     """
     return _alternate(
         warm_up=min(num_micro_batches, 2 * (pp - stage - 1)),
-        forwards=[PipelineOp(True, 0, m) for m in range(num_micro_batches)],
-        backwards=[PipelineOp(False, 0, m) for m in range(num_micro_batches)],
+        forwards=[PipelineOp(Pass.FORWARD, 0, m) for m in range(num_micro_batches)],
+        backwards=[PipelineOp(Pass.BACKWARD, 0, m) for m in range(num_micro_batches)],
     )
 
 
@@ -60,15 +72,15 @@ def interleaved(pp: int, stage: int, chunks: int, num_micro_batches: int) -> lis
     total = num_micro_batches * chunks
     return _alternate(
         warm_up=min(total, (pp - stage - 1) * 2 + (chunks - 1) * pp),
-        forwards=[_interleaved_op(k, pp, chunks, forward=True) for k in range(total)],
-        backwards=[_interleaved_op(k, pp, chunks, forward=False) for k in range(total)],
+        forwards=[_interleaved_op(k, pp, chunks, Pass.FORWARD) for k in range(total)],
+        backwards=[_interleaved_op(k, pp, chunks, Pass.BACKWARD) for k in range(total)],
     )
 
 
-def _interleaved_op(k: int, pp: int, chunks: int, *, forward: bool) -> PipelineOp:
+def _interleaved_op(k: int, pp: int, chunks: int, computation: Pass) -> PipelineOp:
     group, position = divmod(k, pp * chunks)
-    chunk = position // pp
-    return PipelineOp(forward, chunk if forward else chunks - 1 - chunk, group * pp + position % pp)
+    chunk = position // pp if computation is Pass.FORWARD else chunks - 1 - position // pp
+    return PipelineOp(computation, chunk, group * pp + position % pp)
 
 
 def _alternate(warm_up: int, forwards: list[PipelineOp], backwards: list[PipelineOp]) -> list[PipelineOp]:
@@ -112,5 +124,5 @@ def epilogue(ops: Sequence[PipelineOp]) -> frozenset[PipelineOp]:
 
     With 1F1B these are stage s's last min(M, P - s) of M micro-batches (Optimus-CC, Song et al. 2023, section 5.1).
     """
-    last = max((index for index, op in enumerate(ops) if op.forward), default=-1)
-    return frozenset(op for op in ops[last + 1 :] if not op.forward)
+    last = max((index for index, op in enumerate(ops) if op.is_forward), default=-1)
+    return frozenset(op for op in ops[last + 1 :] if not op.is_forward)

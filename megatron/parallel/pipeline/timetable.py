@@ -55,7 +55,7 @@ def timetable(layout: Layout, schedules: Sequence[Sequence[PipelineOp]]) -> Time
 
 
 def _place(layout: Layout, stage: int, op: PipelineOp) -> _Place:
-    return op.forward, layout.virtual_stage(stage, op.chunk), op.micro_batch
+    return op.is_forward, layout.virtual_stage(stage, op.chunk), op.micro_batch
 
 
 def _source(layout: Layout, position: _Place) -> _Place | None:

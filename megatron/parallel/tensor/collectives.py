@@ -89,7 +89,7 @@ class TensorComm:
             self._on[point] = covered and self.plan.activation(point).on(iteration)
 
     def launch_signature(self, length: int) -> list[Hashable]:
-        """Key of the kernels launched by a step's collectives: a part of the step's kind for each point.
+        """Launch signatures of a step's collectives, one for each point.
 
         Args:
             length: sequence length of the step, which determines the shapes of the reduced tensors.

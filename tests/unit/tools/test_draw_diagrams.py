@@ -28,9 +28,9 @@ def test_the_schedule_is_1f1b() -> None:
     (micro-batches + stages - 1) forwards and backwards."""
     found = placed(STAGES, MICRO_BATCHES)
     assert len(found) == 2 * STAGES * MICRO_BATCHES
-    ends = {(one.op.forward, one.stage, one.op.micro_batch): one.end for one in found}
+    ends = {(one.op.is_forward, one.stage, one.op.micro_batch): one.end for one in found}
     for one in found:
-        before = (one.op.forward, one.stage - 1 if one.op.forward else one.stage + 1, one.op.micro_batch)
+        before = (one.op.is_forward, one.stage - 1 if one.op.is_forward else one.stage + 1, one.op.micro_batch)
         assert one.start >= ends.get(before, 0.0)
     for stage in range(STAGES):
         own = [one for one in found if one.stage == stage]

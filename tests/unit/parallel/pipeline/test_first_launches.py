@@ -24,7 +24,7 @@ from megatron.distributed.policy import CompressionPlan
 from megatron.parallel.pipeline import engine as engine_module
 from megatron.parallel.pipeline.channel import PipelineChannel
 from megatron.parallel.pipeline.engine import PipelineEngine
-from megatron.parallel.pipeline.first_launches import MOST_KINDS, CompletedKinds
+from megatron.parallel.pipeline.first_launches import MAX_SIGNATURES, CompletedLaunches
 from megatron.parallel.pipeline.timetable import Due, Timetable, timetable
 from tests.support.spinning import DeadlockError, SpinningDevice, SpinningLink, run_threads
 
@@ -227,7 +227,7 @@ def test_ranks_need_not_agree_about_what_they_know(case: Case, ahead: int, monke
 
     def forget(engine: PipelineEngine, device: SpinningDevice, step: int) -> None:
         if random.Random(f"{ahead} {device.rank} {step}").random() < 0.4:
-            engine.completed = CompletedKinds()
+            engine.completed = CompletedLaunches()
             device.loaded.clear()
 
     for violations, _, _ in run_threads(case.pp, _rank(case, forget)):
@@ -272,7 +272,7 @@ def test_receives_that_are_posted_only_when_needed_would_deadlock() -> None:
         counts, found = {True: 0, False: 0}, []
         for op in table.schedules[stage]:
             at = layout.virtual_stage(stage, op.chunk)
-            counts[op.forward] += at > 0 if op.forward else at < last
+            counts[op.is_forward] += at > 0 if op.is_forward else at < last
             found.append(Due(counts[True], counts[False]))
         return tuple(found)
 
@@ -281,7 +281,7 @@ def test_receives_that_are_posted_only_when_needed_would_deadlock() -> None:
         return replace(table, due=tuple(needed(table, stage, layout) for stage in range(layout.pp)))
 
     def forget_all(engine: PipelineEngine, device: SpinningDevice, step: int) -> None:
-        engine.completed = CompletedKinds()
+        engine.completed = CompletedLaunches()
         device.loaded.clear()
 
     with mock.patch.object(engine_module, "timetable", late), pytest.raises(DeadlockError, match=r"loads .* send to"):
@@ -289,10 +289,10 @@ def test_receives_that_are_posted_only_when_needed_would_deadlock() -> None:
 
 
 def test_what_was_forgotten_is_only_unknown() -> None:
-    kinds = CompletedKinds()
-    kinds.add(["first", None])
-    assert kinds.know(["first"])
-    assert not kinds.know(["first", None])
-    kinds.add(range(MOST_KINDS))
-    assert not kinds.know(["first"])
-    assert kinds.know([MOST_KINDS - 1])
+    kinds = CompletedLaunches()
+    kinds.record(["first", None])
+    assert kinds.covers(["first"])
+    assert not kinds.covers(["first", None])
+    kinds.record(range(MAX_SIGNATURES))
+    assert not kinds.covers(["first"])
+    assert kinds.covers([MAX_SIGNATURES - 1])

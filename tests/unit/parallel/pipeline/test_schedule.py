@@ -34,14 +34,14 @@ class Case:
 
     def incoming(self, stage: int, op: PipelineOp) -> Message | None:
         virtual = op.chunk * self.pp + stage
-        return self._message(op, virtual - 1 if op.forward else virtual)
+        return self._message(op, virtual - 1 if op.is_forward else virtual)
 
     def outgoing(self, stage: int, op: PipelineOp) -> Message | None:
         virtual = op.chunk * self.pp + stage
-        return self._message(op, virtual if op.forward else virtual - 1)
+        return self._message(op, virtual if op.is_forward else virtual - 1)
 
     def _message(self, op: PipelineOp, boundary: int) -> Message | None:
-        return (op.forward, boundary, op.micro_batch) if 0 <= boundary < self.pp * self.chunks - 1 else None
+        return (op.is_forward, boundary, op.micro_batch) if 0 <= boundary < self.pp * self.chunks - 1 else None
 
     def ends(self, message: Message) -> tuple[int, int]:
         """Sender and receiver."""
@@ -102,7 +102,7 @@ def rank_program(case: Case, stage: int, wires: Wires, ahead: int, keep: int | N
     for op in ops:
         message = case.incoming(stage, op)
         if message is not None:
-            coming[op.forward].append(message)
+            coming[op.is_forward].append(message)
     posted = {True: 0, False: 0}
     for op in ops:
         for forward, messages in coming.items():
@@ -112,12 +112,12 @@ def rank_program(case: Case, stage: int, wires: Wires, ahead: int, keep: int | N
         needed = case.incoming(stage, op)
         if needed is not None:
             yield lambda m=needed: m in wires.arrived  # type: ignore[misc]
-            posted[op.forward] -= 1
+            posted[op.is_forward] -= 1
         result = case.outgoing(stage, op)
         if result is not None:
             wires.issue(stage, "send", result)
             if keep is not None:
-                yield lambda f=op.forward: wires.leaving(stage, f) <= keep  # type: ignore[misc]
+                yield lambda f=op.is_forward: wires.leaving(stage, f) <= keep  # type: ignore[misc]
 
 
 def finishes(
@@ -150,12 +150,12 @@ def _tagged(message: Message) -> Hashable:
 @given(cases())
 def test_every_operation_runs_once_and_forward_comes_first(case: Case) -> None:
     for schedule in case.schedules():
-        forwards = [(op.chunk, op.micro_batch) for op in schedule if op.forward]
-        backwards = [(op.chunk, op.micro_batch) for op in schedule if not op.forward]
+        forwards = [(op.chunk, op.micro_batch) for op in schedule if op.is_forward]
+        backwards = [(op.chunk, op.micro_batch) for op in schedule if not op.is_forward]
         everything = Counter((c, m) for c in range(case.chunks) for m in range(case.count))
         assert Counter(forwards) == everything
         assert Counter(backwards) == (Counter() if case.kind == "eval" else everything)
-        place = {(op.forward, op.chunk, op.micro_batch): i for i, op in enumerate(schedule)}
+        place = {(op.is_forward, op.chunk, op.micro_batch): i for i, op in enumerate(schedule)}
         assert all(place[True, c, m] < place[False, c, m] for c, m in backwards)
 
 
@@ -190,9 +190,9 @@ def test_both_ends_of_a_link_agree_on_the_order(case: Case) -> None:
         for op in schedule:
             out, needed = case.outgoing(stage, op), case.incoming(stage, op)
             if out is not None:
-                sent[(op.forward, *case.ends(out))].append(out)
+                sent[(op.is_forward, *case.ends(out))].append(out)
             if needed is not None:
-                received[(op.forward, *case.ends(needed))].append(needed)
+                received[(op.is_forward, *case.ends(needed))].append(needed)
     assert sent == received
 
 
@@ -200,7 +200,7 @@ def _held(schedule: list[PipelineOp]) -> int:
     """Most activations that are held at once."""
     held = most = 0
     for op in schedule:
-        held += 1 if op.forward else -1
+        held += 1 if op.is_forward else -1
         most = max(most, held)
     return most
 
@@ -231,7 +231,7 @@ def _duration(case: Case, forward: int, backward: int, message: int = 0) -> int:
                     break
                 op = queue.popleft()
                 start = max(clock[stage], ready[needed] if needed is not None else 0)
-                clock[stage] = start + (forward if op.forward else backward)
+                clock[stage] = start + (forward if op.is_forward else backward)
                 out = case.outgoing(stage, op)
                 if out is not None:
                     ready[out] = clock[stage] + message

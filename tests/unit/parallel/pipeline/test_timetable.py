@@ -7,7 +7,7 @@ from hypothesis import given
 
 from megatron.distributed.layout import Layout
 from megatron.parallel.pipeline.engine import POSTED_AHEAD
-from megatron.parallel.pipeline.schedule import PipelineOp
+from megatron.parallel.pipeline.schedule import Pass, PipelineOp
 from megatron.parallel.pipeline.timetable import Timetable, timetable
 from tests.unit.parallel.pipeline.test_schedule import Case, Message, cases
 
@@ -28,8 +28,8 @@ def test_what_an_operation_needs_is_due_and_little_else(case: Case) -> None:
             assert min(waiting) >= 0
             assert max(waiting) <= (POSTED_AHEAD if case.chunks == 1 else 2 * POSTED_AHEAD)
             if case.incoming(stage, op) is not None:
-                received[op.forward] += 1
-                assert counts[op.forward] >= received[op.forward]
+                received[op.is_forward] += 1
+                assert counts[op.is_forward] >= received[op.is_forward]
 
 
 @given(cases())
@@ -52,13 +52,13 @@ def _all_due_sent(case: Case, table: Timetable, stage: int, at: int, sent: set[M
         return False
     due = table.due[stage][at]
     for forward, count in ((True, due.forward), (False, due.backward)):
-        coming = [case.incoming(stage, op) for op in table.schedules[stage] if op.forward is forward]
+        coming = [case.incoming(stage, op) for op in table.schedules[stage] if op.is_forward is forward]
         if not sent.issuperset([message for message in coming if message is not None][:count]):
             return False
     return True
 
 
 def test_stages_that_wait_for_each_other_have_no_timetable() -> None:
-    forward, backward = PipelineOp(True, 0, 0), PipelineOp(False, 0, 0)
+    forward, backward = PipelineOp(Pass.FORWARD, 0, 0), PipelineOp(Pass.BACKWARD, 0, 0)
     with pytest.raises(ValueError, match="wait for each other"):
         timetable(Layout(pp=2), [[backward, forward], [forward, backward]])
