@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
 
 from megatron.distributed.group import Group
-from megatron.parallel.tensor.grad_space import offer, withdraw
+from megatron.parallel.tensor.main_grad import MainGrad, attach
 from megatron.parallel.tensor.shards import ParamSpec
 
 _ALIGNED = 8
@@ -82,7 +83,8 @@ class FlatBuffer:
 
     After construction the parameters are views into ``params_flat``; where the dtypes agree their ``grad`` is a view
     into ``grads_flat`` that autograd accumulates into, else a hook adds each gradient there. On CPUs, where clearing
-    and adding are expensive, the first gradient of a step overwrites the previous contents instead.
+    and adding are expensive, the first gradient of a step overwrites the previous contents instead, and backward
+    functions write it themselves (``MainGrad``).
     """
 
     def __init__(
@@ -107,42 +109,69 @@ class FlatBuffer:
         self._on_bucket_full: Callable[[int], None] | None = None
         self._missing: list[int] = []
         self._replaces = replaces_grads(first.device)
-        self._main_grads: list[tuple[nn.Parameter, Tensor]] = []
-        self._without: set[nn.Parameter] = set()  # parameters with a main gradient still to be overwritten
+        self._main_grads: list[tuple[nn.Parameter, MainGrad]] = []
+        self._nodes: list[Node] = []
         for index, bucket in enumerate(self.buckets):
             for slot in bucket.slots:
                 self._adopt(slot, index)
 
     def _adopt(self, slot: ParamSlot, bucket: int) -> None:
         """Moves a parameter into the flat tensors and hooks its gradient."""
-        view = self.params_flat[slot.start : slot.stop].view(slot.param.shape)
-        view.copy_(slot.param.data)
-        slot.param.data = view
-        main_grad = self.grads_flat[slot.start : slot.stop].view(slot.param.shape)
-        self._main_grads.append((slot.param, main_grad))
+        param = slot.param
+        view = self.params_flat[slot.start : slot.stop].view(param.shape)
+        view.copy_(param.data)
+        param.data = view
+        memory = self.grads_flat[slot.start : slot.stop].view(param.shape)
+        main_grad = attach(param, memory) if self.direct and self._replaces else MainGrad(memory)
+        self._main_grads.append((param, main_grad))
         if self.direct:
-            slot.param.grad = main_grad
+            param.grad = memory
+        if not param.requires_grad:
+            return
+        has_finished = False  # in the running backward
 
-        def accumulated(param: nn.Parameter) -> None:
-            if not self.direct:
-                self._convert(param, main_grad)
-            elif param.grad is not main_grad:
-                _replace(main_grad, param)
+        def before_accumulation(gradients: Sequence[Tensor | None]) -> None:
+            """Have autograd add to what functions have written; without a gradient of autograd's, finish here."""
+            nonlocal has_finished
+            has_finished = gradients[0] is None
+            if self.direct and main_grad.open and main_grad.written:
+                param.grad = memory
+            if has_finished:
+                finish()
+
+        def after_accumulation(param: nn.Parameter) -> None:
+            """Take a gradient that autograd has stored; it calls this without any, too, from torch 2.12 on."""
+            if has_finished:
+                return
+            grad = param.grad
+            if grad is not None and grad is not memory:
+                self._take(param, main_grad, grad)
+            finish()
+
+        def finish() -> None:
             if self._on_bucket_full is not None:
                 self._missing[bucket] -= 1
                 if self._missing[bucket] == 0:
                     self._on_bucket_full(bucket)
 
-        slot.param.register_post_accumulate_grad_hook(accumulated)
+        # The node lives as long as somebody holds it, and its hooks with it.
+        node = get_gradient_edge(param).node
+        node.register_prehook(before_accumulation)
+        self._nodes.append(node)
+        param.register_post_accumulate_grad_hook(after_accumulation)
 
-    def _convert(self, param: nn.Parameter, main_grad: Tensor) -> None:
-        """Moves a gradient of another dtype: a step's first overwrites the main gradient, later gradients are added."""
-        grad, param.grad = param.grad, None
-        if grad is not None and param in self._without:
-            self._without.remove(param)
-            main_grad.copy_(grad)
-        elif grad is not None:
-            _add_converted(main_grad, grad)
+    def _take(self, param: nn.Parameter, main_grad: MainGrad, grad: Tensor) -> None:
+        """Moves a gradient from memory of autograd's to the main gradient."""
+        if self.direct:
+            main_grad.accumulate(lambda _: grad)
+            param.grad = main_grad.memory if main_grad.written else None
+            return
+        param.grad = None
+        if main_grad.written or not main_grad.open:
+            _add_converted(main_grad.memory, grad)
+        else:
+            main_grad.memory.copy_(grad)
+            main_grad.written = True
 
     def begin_grads(self) -> None:
         """Begins a step's gradients; also drops the pending notification of an abandoned step.
@@ -156,10 +185,7 @@ class FlatBuffer:
             return
         for param, main_grad in self._main_grads:
             param.grad = None
-            if self.direct:
-                offer(param, main_grad)
-            else:
-                self._without.add(param)
+            main_grad.begin()
         for bucket in self.buckets:
             self.grads_flat[bucket.slots[-1].stop : bucket.stop].zero_()
 
@@ -168,13 +194,9 @@ class FlatBuffer:
         if not self._replaces:
             return
         for param, main_grad in self._main_grads:
-            if self.direct and param.grad is None:
-                main_grad.zero_()
-                param.grad = main_grad
-                withdraw(param, kept=False)
-            elif param in self._without:
-                main_grad.zero_()
-        self._without.clear()
+            main_grad.complete()
+            if self.direct:
+                param.grad = main_grad.memory
 
     def notify_when_full(self, on_bucket_full: Callable[[int], None]) -> None:
         """Announces the step's last backward: calls back with each bucket that it completes."""
@@ -197,16 +219,6 @@ def _add_converted(main_grad: Tensor, grad: Tensor) -> None:
             chunk.add_(addend)
     else:
         main_grad.add_(grad)
-
-
-def _replace(main_grad: Tensor, param: nn.Parameter) -> None:
-    """Stores a parameter's first gradient of a step, unless it lies there already and others are added to it."""
-    assert param.grad is not None
-    in_place = param.grad.data_ptr() == main_grad.data_ptr()
-    withdraw(param, in_place)
-    if not in_place:
-        main_grad.copy_(param.grad)
-    param.grad = main_grad
 
 
 def _kind(spec: ParamSpec, tensor_parallel: bool) -> BucketKind:

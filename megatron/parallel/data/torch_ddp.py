@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megatron.compression.points import Point
 from megatron.distributed.group import Group, num_bytes
 from megatron.distributed.ledger import Ledger
+from megatron.parallel.tensor.main_grad import detach
 
 
 class TorchReplicas:
@@ -29,6 +30,8 @@ class TorchReplicas:
         self.group = group
         self.ledger = ledger
         device = next(model.parameters()).device
+        for param in model.parameters():
+            detach(param)  # torch reduces what autograd stores
         self.wrapped = DistributedDataParallel(
             model,
             device_ids=[device.index] if device.type == "cuda" else None,

@@ -25,7 +25,7 @@ from megatron.kernels.products import add_product_, product
 from megatron.kernels.soft_cap import slope_of_capped, soft_cap_
 from megatron.parallel.tensor.collectives import TensorComm
 from megatron.parallel.tensor.embedding import VocabShard
-from megatron.parallel.tensor.grad_space import take, take_ahead
+from megatron.parallel.tensor.main_grad import main_grad_of, store_grad
 
 _GROUP_ELEMENTS = {"cpu": 1 << 26}
 """Number of logits per matrix product: 256 MiB in fp32 on a CPU, four times as many elsewhere."""
@@ -92,8 +92,9 @@ class _HeadLoss(torch.autograd.Function):
         ctx.comm, ctx.shape, ctx.valid_rows, ctx.biased = comm, full.shape, shard.valid_rows, bias_v is not None
         ctx.cap = cap
         if comm.size == 1:
-            ctx.place = take_ahead(weight) if with_grad else None
-            into = None if ctx.place is None else ctx.place.space.view(weight.shape)
+            ctx.main_grad = main_grad_of(weight) if with_grad else None
+            ctx.claim = None if ctx.main_grad is None else ctx.main_grad.claim()
+            into = None if ctx.claim is None else ctx.main_grad.memory.view(weight.shape)
             inputs = (x_th, weight, bias_v, labels_t, weights_t, shard, space, cap)
             losses_t, grads = _fused_forward(*inputs, with_grad, into)
             if with_grad:
@@ -113,9 +114,12 @@ class _HeadLoss(torch.autograd.Function):
         comm: TensorComm = ctx.comm
         if comm.size == 1:
             unit, grad_x, grad_weight, grad_bias = ctx.saved_tensors
-            if ctx.place is not None:
-                grad_weight = ctx.place.hand_over().view(-1, ctx.shape[-1])
             _scale_((grad_x, grad_weight, grad_bias), grad * unit)
+            if ctx.claim is not None:
+                ctx.main_grad.settle(ctx.claim, lambda memory: _scale_((memory,), grad * unit))
+            elif ctx.main_grad is not None and ctx.main_grad.open and not torch.is_grad_enabled():
+                ctx.main_grad.accumulate(lambda _: grad_weight.view(ctx.main_grad.memory.shape))
+                grad_weight = None
             return grad_x.view(ctx.shape), grad_weight, grad_bias, *(None,) * 7
         x_sbh, weight, weights_t, logits, lse_t, labels_t = ctx.saved_tensors
         full = comm.gather(x_sbh, Point.TP_BWD) if comm.sequence_parallel else x_sbh
@@ -125,7 +129,8 @@ class _HeadLoss(torch.autograd.Function):
         cross_entropy(logits, labels_t, ctx.valid_rows, lse_t, weights_t=scale_t)
         if slope is not None:
             logits.mul_(slope)
-        grad_x, grad_weight = product(logits, weight), product(logits.t(), x_th, take(weight))
+        grad_x = product(logits, weight)
+        grad_weight = store_grad(weight, lambda out: product(logits.t(), x_th, out))
         grad_bias = _sum_of_rows(logits).to(logits.dtype) if ctx.biased else None
         grad_x = grad_x.view(ctx.shape)
         pending = comm.start_reduce(grad_x, Point.TP_BWD, scatter=comm.sequence_parallel)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megatron.distributed.layout import Tie
 from megatron.parallel.tensor.collectives import TensorComm, leave_parallel_region
-from megatron.parallel.tensor.grad_space import add_to, take
+from megatron.parallel.tensor.main_grad import main_grad_of
 from megatron.parallel.tensor.shards import ParamSpec, ShardedModule
 
 
@@ -30,14 +30,11 @@ class _Rows(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
         weight, index = ctx.saved_tensors
         rows = index.flatten(), grad.reshape(-1, grad.shape[-1])
-        table_grad = add_to(weight)
-        if table_grad is not None:
-            table_grad.index_add_(0, *rows)
-            return None, None
-        fresh = take(weight)
-        if fresh is None:
+        main_grad = main_grad_of(weight)
+        if main_grad is None:
             return torch.ops.aten.embedding_dense_backward(grad, index, weight.shape[0], -1, False), None
-        return fresh.zero_().index_add_(0, *rows), None
+        main_grad.add_rows(*rows)
+        return None, None
 
 
 class _SortedRows(torch.autograd.Function):

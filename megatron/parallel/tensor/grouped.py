@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.kernels.products import grouped_product
-from megatron.parallel.tensor.grad_space import take
+from megatron.parallel.tensor.main_grad import main_grad_of, store_grad
 
 _ROW_STEP = 32
 """Least step between padded row counts, which keeps the number of different counts small."""
@@ -92,14 +93,16 @@ class _GroupedLinear(torch.autograd.Function):
         rows, ends_g, *weights = ctx.saved_tensors
         grad = grad.contiguous()
         grad_rows = grouped_product(grad, stacked(weights), ends_g)
-        grads_goi = grouped_product(grad.t(), rows, ends_g, _space_of(weights))
-        return grad_rows, None, *grads_goi.unbind()
+        main_grads = [main_grad for main_grad in map(main_grad_of, weights) if main_grad is not None]
+        memory = [main_grad.memory for main_grad in main_grads if not main_grad.written]
+        in_place = len(memory) == len(weights) and adjacent(memory)
+        grads_goi = grouped_product(grad.t(), rows, ends_g, stacked(memory) if in_place else None)
+        pairs = zip(weights, grads_goi.unbind(), strict=True)
+        return grad_rows, None, *(store_grad(weight, partial(_computed, grad_oi)) for weight, grad_oi in pairs)
 
 
-def _space_of(weights: Sequence[Tensor]) -> Tensor | None:
-    """The memory offered for the gradients of all weights, (n, *shape), if it is contiguous; else None."""
-    spaces = [space for space in map(take, weights) if space is not None]
-    return stacked(spaces) if len(spaces) == len(weights) and adjacent(spaces) else None
+def _computed(grad_oi: Tensor, _: Tensor | None) -> Tensor:
+    return grad_oi
 
 
 def grouped_linear(rows: Tensor, weights: Sequence[Tensor], counts_g: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from megatron.compression.points import Point
 from megatron.kernels.fp8 import fits
 from megatron.kernels.products import multiplies
 from megatron.parallel.tensor.collectives import TensorComm, leave_parallel_region
-from megatron.parallel.tensor.grad_space import take
+from megatron.parallel.tensor.main_grad import store_grad
 from megatron.parallel.tensor.products import EXACT, LinearProducts, Recipe, products_of
 from megatron.parallel.tensor.shards import ParamSpec, ShardedModule, with_partial_grad
 
@@ -38,7 +38,7 @@ class _Linear(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad_sbo: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, grad_sbo: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
         x_sbh, weight, *scales = ctx.saved_tensors
         comm: TensorComm | None = ctx.comm
         products: LinearProducts = ctx.products
@@ -46,7 +46,8 @@ class _Linear(torch.autograd.Function):
         grad_x, grad_scales = products.grad_input(grad_sbo, weight, tuple(scales))
         full = x_sbh if gathering is None else gathering.wait()
         pending = None if comm is None else comm.start_reduce(grad_x, Point.TP_BWD, scatter=comm.sequence_parallel)
-        grad_weight = products.grad_weight(grad_sbo, full, (*scales, *grad_scales), take(weight))
+        all_scales = (*scales, *grad_scales)
+        grad_weight = store_grad(weight, lambda out: products.grad_weight(grad_sbo, full, all_scales, out))
         grad_bias = grad_sbo.reshape(-1, grad_sbo.shape[-1]).sum(dim=0) if ctx.has_bias else None
         return grad_x if pending is None else pending.wait(), grad_weight, grad_bias, None, None
 

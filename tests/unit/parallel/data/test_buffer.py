@@ -14,9 +14,9 @@ from megatron.distributed.group import Group
 from megatron.distributed.topology import single_process
 from megatron.kernels import native
 from megatron.parallel.data.buffer import FlatBuffer
-from megatron.parallel.tensor.grad_space import take
 from megatron.parallel.tensor.grouped import grouped_linear
 from megatron.parallel.tensor.linear import linear
+from megatron.parallel.tensor.main_grad import main_grad_of
 from megatron.parallel.tensor.shards import ParamSpec
 from tests.support.products import need_products, products_chosen
 from tests.support.tiny import tiny_engines
@@ -56,7 +56,7 @@ def test_the_first_gradient_takes_the_place_of_what_was_there_and_others_are_add
         assert torch.equal(_grads_of(buffer, param), torch.full(param.shape, value))
         assert param.grad is not None
         assert param.grad.data_ptr() == _grads_of(buffer, param).data_ptr()
-        assert take(param) is None
+        assert main_grad_of(param) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

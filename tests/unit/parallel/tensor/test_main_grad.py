@@ -1,4 +1,4 @@
-"""The first gradient of a step in its place: of an output layer, whose forward pass computes it, and of embeddings."""
+"""Gradients that backward functions write into the bucket; an output layer computes its gradient in the forward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from megatron.distributed.ledger import Ledger
 from megatron.distributed.policy import CompressionPlan
 from megatron.distributed.topology import single_process
-from megatron.parallel.data import buffer as buffers
 from megatron.parallel.data.buffer import FlatBuffer
 from megatron.parallel.tensor import cross_entropy
 from megatron.parallel.tensor import linear as linears
@@ -71,27 +70,20 @@ class Step:
     """A parameter in a buffer whose gradients have begun, on top of what another step has left.
 
     Attributes:
-        kept: whether each gradient of the step that came first lay in its place, as autograd had it.
+        seen: gradients that autograd has stored.
     """
 
-    def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, *shape: int, count: int = 1, dtype: torch.dtype = torch.float64
-    ) -> None:
+    def __init__(self, *shape: int, count: int = 1, dtype: torch.dtype = torch.float64) -> None:
         draws = [_draws(*(shape or (VOCAB, WIDTH)), seed=99 + number) for number in range(count)]
         params = [nn.Parameter(draw.to(dtype)) for draw in draws]
         self.weight, self.params = params[0], params
-        self.kept: list[bool] = []
-        withdraw = buffers.withdraw
-
-        def watched(param: nn.Parameter, kept: bool) -> None:
-            self.kept.append(kept)
-            withdraw(param, kept)
-
-        monkeypatch.setattr(buffers, "withdraw", watched)
+        self.seen: list[Tensor] = []
         specs = [
             (f"experts.{number}.w", f"experts.{number}.w", ParamSpec(tuple(param.shape), of_expert=count > 1), param)
             for number, param in enumerate(params)
         ]
+        for param in params:
+            param.register_hook(lambda grad: self.seen.append(grad) if grad is not None else None)
         self.buffer = FlatBuffer(specs, dtype, single_process("cpu").dp, None)
         self.buffer.grads_flat.fill_(torch.nan)
         self.buffer.begin_grads()
@@ -112,50 +104,64 @@ def _wanted(weight: nn.Parameter, use: Use, *numbers: int) -> Tensor:
 
 
 @pytest.mark.parametrize("use", [_head, _rows, _tied])
-def test_micro_batches_one_by_one_and_several_on_the_way(use: Use, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = Step(monkeypatch)
+def test_micro_batches_one_by_one_and_several_on_the_way(use: Use) -> None:
+    step = Step()
     for number in (1, 2):
         use(step.weight, number).backward()
     losses = [use(step.weight, number) for number in (3, 4)]
     for loss in losses:
         loss.backward()
-    assert step.kept == [True]
+    assert not step.seen
     torch.testing.assert_close(step.end(), _wanted(step.weight, use, 1, 2, 3, 4), rtol=1e-12, atol=1e-14)
     step.buffer.begin_grads()
     losses = [use(step.weight, number) for number in (5, 6)]
     for loss in losses:
         loss.backward()
-    # Of two output layers on the way autograd may add up the gradients, so rows go to memory of their own.
-    assert step.kept == [True, use is not _tied]
+    assert not step.seen
     torch.testing.assert_close(step.end(), _wanted(step.weight, use, 5, 6), rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("use", [_head, _tied])
-def test_a_forward_pass_without_backward_changes_nothing(use: Use, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = Step(monkeypatch)
+def test_a_forward_pass_without_backward_changes_nothing(use: Use) -> None:
+    step = Step()
     use(step.weight, 1)
     use(step.weight, 2).backward()
     torch.testing.assert_close(step.end(), _wanted(step.weight, use, 2), rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("use", [_head, _tied])
-def test_a_gradient_that_was_overwritten_is_refused(use: Use, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = Step(monkeypatch)
-    first, second = (use(step.weight, number) for number in (1, 2))
-    second.backward()
-    with pytest.raises(RuntimeError, match="overwritten: call backward once, in the order"):
-        first.backward()
-    step.buffer.begin_grads()
+def test_backwards_in_another_order_than_their_forwards(use: Use) -> None:
+    """The first forward has claimed the memory; the gradient of the second waits beside it."""
+    step = Step()
+    first, second, third = (use(step.weight, number) for number in (1, 2, 3))
+    for loss in (second, third, first):
+        loss.backward()
+    assert not step.seen
+    torch.testing.assert_close(step.end(), _wanted(step.weight, use, 1, 2, 3), rtol=1e-12, atol=1e-14)
+
+
+def test_a_claim_without_backward_loses_no_gradient_of_others() -> None:
+    step = Step()
+    _head(step.weight, 1)
+    _rows(step.weight, 2).backward()
+    (3.0 * step.weight).sum().backward()
+    wanted = _wanted(step.weight, _rows, 2) + 3.0
+    torch.testing.assert_close(step.end(), wanted, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("use", [_head, _tied])
+def test_a_gradient_of_a_step_that_is_over_is_refused(use: Use) -> None:
+    step = Step()
     early = use(step.weight, 3)
     step.buffer.begin_grads()
-    with pytest.raises(RuntimeError, match="overwritten: call backward once, in the order"):
+    with pytest.raises(RuntimeError, match="overwritten: call backward once, between"):
         early.backward()
 
 
 @pytest.mark.parametrize("use", [_head, _tied])
-def test_a_second_backward_is_refused(use: Use, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_backward_is_refused(use: Use) -> None:
     """What lies in the place by then is the gradient of the step, or of the next one."""
-    step = Step(monkeypatch)
+    step = Step()
     loss = use(step.weight, 1)
     loss.backward(retain_graph=True)
     for begins in (False, True):
@@ -166,25 +172,26 @@ def test_a_second_backward_is_refused(use: Use, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("use", [_head, _rows, _tied])
-def test_several_losses_in_one_backward(use: Use, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = Step(monkeypatch)
+def test_several_losses_in_one_backward(use: Use) -> None:
+    step = Step()
     (8.0 * (use(step.weight, 1) + use(step.weight, 2))).backward()
     torch.testing.assert_close(step.end(), 8.0 * _wanted(step.weight, use, 1, 2), rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("use", [_head, _rows, _tied])
-@pytest.mark.parametrize("recorded", [False, True])
-def test_gradients_that_their_caller_keeps(use: Use, recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = Step(monkeypatch)
-    (own,) = torch.autograd.grad(use(step.weight, 1), step.weight, create_graph=recorded)
+def test_gradients_outside_a_step_go_to_their_caller(use: Use) -> None:
+    step = Step()
     use(step.weight, 2).backward()
-    torch.testing.assert_close(own.detach(), _wanted(step.weight, use, 1), rtol=1e-12, atol=1e-14)
-    torch.testing.assert_close(step.end(), _wanted(step.weight, use, 2), rtol=1e-12, atol=1e-14)
+    total = step.end()
+    (grad,) = torch.autograd.grad(use(step.weight, 1), step.weight)
+    torch.testing.assert_close(grad, _wanted(step.weight, use, 1), rtol=1e-12, atol=1e-14)
+    assert step.weight.grad is not None
+    assert torch.equal(step.weight.grad, total)
 
 
 @pytest.mark.parametrize("use", [_head, _tied])
-def test_frozen_weights(use: Use, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = Step(monkeypatch)
+def test_frozen_weights(use: Use) -> None:
+    step = Step()
     step.weight.requires_grad_(False)
     x_sbh = _draws(TOKENS, 1, WIDTH, seed=1).requires_grad_()
     _head(step.weight, 1, x_sbh if use is _head else x_sbh + rows_of(step.weight, _tokens(2))).backward()
@@ -192,36 +199,16 @@ def test_frozen_weights(use: Use, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not step.end().any()
 
 
-@pytest.mark.parametrize("use", [_rows, _tied])
-def test_a_backward_that_fails_leaves_nothing_behind(use: Use, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = Step(monkeypatch)
-
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, weight: Tensor) -> Tensor:
-            return weight.view_as(weight)
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            raise ZeroDivisionError
-
-    failing = Fails.apply(step.weight).sum()  # made first, and so reached last
-    with pytest.raises(ZeroDivisionError):
-        (use(step.weight, 1) + failing).backward()
-    use(step.weight, 2).backward()
-    torch.testing.assert_close(step.end(), _wanted(step.weight, use, 2), rtol=1e-12, atol=1e-14)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("groups", [1, 3])
 def test_groups_of_tokens(dtype: torch.dtype, groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same gradient as in memory of its own, to the bit: in bf16 summed in fp32."""
     monkeypatch.setattr(cross_entropy, "_groups", partial(_in_groups, groups))
-    step = Step(monkeypatch, dtype=dtype)
+    step = Step(dtype=dtype)
     other = nn.Parameter(step.weight.detach().clone())
     for weight in (step.weight, other):
         _head(weight, 1, _draws(TOKENS, 1, WIDTH, seed=1).to(dtype)).backward()
-    assert step.kept == [True]
+    assert not step.seen
     assert other.grad is not None
     assert torch.equal(step.end(), other.grad)
 
@@ -230,47 +217,49 @@ def _in_groups(groups: int, tokens: int, *_: Any) -> list[slice]:
     return [slice(first, first + tokens // groups) for first in range(0, tokens, tokens // groups)]
 
 
-def test_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = Step(monkeypatch)
+def test_no_tokens() -> None:
+    step = Step()
     comm = TensorComm(single_process("cpu").tp, Ledger(), CompressionPlan({}))
     none = torch.zeros(0, 1, dtype=torch.float64)
     x_sbh = torch.zeros(0, 1, WIDTH, dtype=torch.float64)
     head_loss(x_sbh, step.weight, none.long(), none, comm, VocabShard(VOCAB, VOCAB, comm))[0].backward()
-    assert step.kept == [True]
+    assert not step.seen
     assert not step.end().any()
 
 
-def test_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = Step(monkeypatch)
+def test_one_row() -> None:
+    step = Step()
     rows_of(step.weight, torch.tensor(3)).sum().backward()
     assert torch.equal(step.end().sum(1), torch.eye(VOCAB, dtype=torch.float64)[3] * WIDTH)
 
 
-def test_another_use_of_tied_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Autograd adds its gradient up in memory of its own, where what is added to the place would be missing."""
-    step = Step(monkeypatch)
-    loss = _tied(step.weight, 1) + 3.0 * step.weight.sum()
-    with pytest.raises(RuntimeError, match="rows were added to a tied weight's gradient, and autograd"):
-        loss.backward()
+@pytest.mark.parametrize("use", [_head, _rows, _tied])
+@pytest.mark.parametrize("first", [False, True])
+def test_what_autograd_stores_is_added(use: Use, first: bool) -> None:
+    """In the same backward, whichever of both comes first, and in later ones."""
+    step = Step()
+    plain = 3.0 * step.weight.sum()
+    (plain + use(step.weight, 1) if first else use(step.weight, 1) + plain).backward()
+    assert step.seen
+    use(step.weight, 2).backward()
+    (2.0 * step.weight.sum()).backward()
+    torch.testing.assert_close(step.end(), _wanted(step.weight, use, 1, 2) + 5.0, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("use", [_head, _rows, _tied])
-def test_hooks_see_and_change_whole_gradients(use: Use, monkeypatch: pytest.MonkeyPatch) -> None:
-    step, seen = Step(monkeypatch), list[Tensor]()
-
-    def doubled(grad: Tensor) -> Tensor:
-        seen.append(grad.clone())
-        return 2.0 * grad
-
-    step.weight.register_hook(doubled)
+def test_a_bucket_is_full_once_all_functions_have_written(use: Use) -> None:
+    step = Step()
     use(step.weight, 1).backward()
-    wanted = _wanted(step.weight, use, 1)
-    torch.testing.assert_close(seen, [wanted], rtol=1e-12, atol=1e-14)
-    torch.testing.assert_close(step.end(), 2.0 * wanted, rtol=1e-12, atol=1e-14)
+    full: list[Tensor] = []
+    step.buffer.notify_when_full(lambda _: full.append(step.buffer.grads_flat.clone()))
+    (use(step.weight, 2) + use(step.weight, 3)).backward()
+    wanted = _wanted(step.weight, use, 1, 2, 3).flatten()
+    torch.testing.assert_close(full, [wanted], rtol=1e-12, atol=1e-13)
 
 
-def test_gradients_of_rows_that_are_differentiated(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = Step(monkeypatch)
+def test_gradients_of_rows_that_are_differentiated() -> None:
+    step = Step()
+    step.end()
     (grad,) = torch.autograd.grad(_rows(step.weight, 1).square(), step.weight, create_graph=True)
     (second,) = torch.autograd.grad(grad.square().sum(), step.weight)
     other = nn.Parameter(step.weight.detach().clone())
@@ -279,21 +268,15 @@ def test_gradients_of_rows_that_are_differentiated(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-def test_torchs_products_write_to_the_place(grouped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchs_products_write_to_the_bucket(grouped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linears, "_PLACED", 1)
-    step = Step(monkeypatch, 6, WIDTH, count=3 if grouped else 1)
+    step = Step(6, WIDTH, count=3 if grouped else 1)
     counts = torch.tensor([5, 0, 7])
-    kept: list[Tensor] = []
-    for number in (0, 1, 2):
+    for number in (1, 2):
         x = _draws(TOKENS, WIDTH, seed=number)
         out = grouped_linear(x, step.params, counts) if grouped else linear(x, step.weight, None)
-        if number == 0:  # their caller keeps them
-            kept.extend(torch.autograd.grad(out.square().sum(), step.params))
-            unchanged = [grad.clone() for grad in kept]
-        else:
-            out.square().sum().backward()
-    assert all(map(torch.equal, kept, unchanged))
-    assert step.kept == [True] * len(step.params)
+        out.square().sum().backward()
+    assert not step.seen
     step.end()
     ends = [0, *counts.cumsum(0).tolist()] if grouped else [0, TOKENS]
     for param, begin, end in zip(step.params, ends[:-1], ends[1:], strict=True):
