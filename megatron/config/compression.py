@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron.base.option import Condition, option
-from megatron.config.conditions import given
+from megatron.config.conditions import needs
 from megatron.config.logs import LoggingConfig
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
@@ -45,7 +45,7 @@ class CompressionConfig:
         repeatable=True,
         contents="file",
         metavar="FILE",
-        only_if=(given("compression.compress"),),
+        only_if=(needs("compression.compress"),),
     )
     eval_compressed: bool = option(
         False,

@@ -25,7 +25,7 @@ def _listed(names: Iterable[str]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
-def given(*paths: str) -> Condition:
+def needs(*paths: str) -> Condition:
     """One of the settings is switched on, above 0, or given at all."""
     return Condition(lambda run, _: any(_value(run, path) for path in paths), f"without {_listed(map(_flag, paths))}")
 

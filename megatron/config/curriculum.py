@@ -15,7 +15,7 @@ from typing import Literal
 
 from megatron.base.errors import UserError
 from megatron.base.option import derived, option
-from megatron.config.conditions import given, unless, when
+from megatron.config.conditions import needs, unless, when
 from megatron.config.lengths import LengthSchedule
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
@@ -33,7 +33,7 @@ _NEEDS = {
 }
 
 
-_LEARNING = given("curriculum.curriculum_learning")
+_LEARNING = needs("curriculum.curriculum_learning")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import Literal
 
 from megatron.base.errors import UserError
 from megatron.base.option import Condition, derived, option
-from megatron.config.conditions import WORDS, given, unless
+from megatron.config.conditions import WORDS, needs, unless
 
 _BLEND = "PATH ..., or WEIGHT PATH WEIGHT PATH ..."
 LEAST_WEIGHT, MOST_WEIGHT = 1e-12, 1e12
@@ -62,7 +62,7 @@ class DataConfig:
     split: str = option(
         "969,30,1",
         "Shares of documents for training, validation and test under --data-path.",
-        only_if=(given("data.data_path", "data.mock_data"),),
+        only_if=(needs("data.data_path", "data.mock_data"),),
     )
     data_cache_path: str | None = derived(
         "nothing is cached",

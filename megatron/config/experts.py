@@ -7,7 +7,7 @@ from typing import Literal, TypeVar
 
 from megatron.base.numerals import MOST
 from megatron.base.option import Condition, derived, option
-from megatron.config.conditions import EXPERTS, given, unless
+from megatron.config.conditions import EXPERTS, needs, unless
 
 GLOBAL_LOSS, Z_LOSS = "global_aux_loss", "z"
 """Names of expert losses: the load-balancing loss over a global batch, and the z-loss against large logits."""
@@ -110,7 +110,7 @@ class ExpertsConfig:
         1e-3,
         "Step of --moe-router-enable-expert-bias in each iteration.",
         minimum=0,
-        only_if=(EXPERTS, given("model.moe_router_enable_expert_bias")),
+        only_if=(EXPERTS, needs("model.moe_router_enable_expert_bias")),
     )
     moe_router_load_balancing_type: list[Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"]] = option(  # noqa: RUF009
         ["aux_loss"],

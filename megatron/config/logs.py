@@ -7,13 +7,13 @@ from typing import Literal
 
 from megatron.base.errors import UserError
 from megatron.base.option import derived, option
-from megatron.config.conditions import given
+from megatron.config.conditions import needs
 from megatron.config.parallel import ParallelConfig
 
 _OF_ONE = "only the last rank writes it"
 
 
-_CURVES = (given("logging.tensorboard_dir", "logging.wandb_project", "logging.mlflow_experiment"),)
+_CURVES = (needs("logging.tensorboard_dir", "logging.wandb_project", "logging.mlflow_experiment"),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class LoggingConfig:
     timing_log_option: Literal["max", "minmax", "all"] = option(
         "minmax",
         "Report timers as the maximum over ranks, the minimum and maximum, or each rank's.",
-        only_if=(given("logging.timing_log_level"),),
+        only_if=(needs("logging.timing_log_level"),),
     )
     tensorboard_dir: str | None = derived(
         "no TensorBoard", "Folder for TensorBoard events.", metavar="FOLDER", may_differ=_OF_ONE
@@ -46,7 +46,7 @@ class LoggingConfig:
         unit="records",
         minimum=1,
         maximum=10**6,
-        only_if=(given("logging.tensorboard_dir"),),
+        only_if=(needs("logging.tensorboard_dir"),),
     )
     wandb_project: str | None = derived(
         "no Weights & Biases",
@@ -60,14 +60,14 @@ class LoggingConfig:
         "Name of the run in --wandb-project.",
         metavar="NAME",
         may_differ=_OF_ONE,
-        only_if=(given("logging.wandb_project"),),
+        only_if=(needs("logging.wandb_project"),),
     )
     wandb_save_dir: str | None = derived(
         "wandb in the current folder",
         "Folder for the files of --wandb-project.",
         metavar="FOLDER",
         may_differ=_OF_ONE,
-        only_if=(given("logging.wandb_project"),),
+        only_if=(needs("logging.wandb_project"),),
     )
     mlflow_experiment: str | None = derived(
         "no MLflow",
@@ -135,14 +135,14 @@ class LoggingConfig:
         "tools/plot_grad_distribution.py draws it).",
     )
     log_gradients_interval: int = option(
-        100, "Iterations between records.", unit="iterations", minimum=1, only_if=(given("logging.log_gradients"),)
+        100, "Iterations between records.", unit="iterations", minimum=1, only_if=(needs("logging.log_gradients"),)
     )
     log_gradients_density: float = option(
         0.01,
         "Share of each matrix that counts as largest.",
         above=0,
         maximum=1,
-        only_if=(given("logging.log_gradients"),),
+        only_if=(needs("logging.log_gradients"),),
     )
     log_gradients_bins: int = option(
         0,
@@ -160,10 +160,10 @@ class LoggingConfig:
         may_differ="each rank writes a file of its own, on whatever disk is near",
     )
     profile_step_start: int = option(
-        10, "First iteration of the trace, counted from 0.", minimum=0, only_if=(given("logging.profile_trace"),)
+        10, "First iteration of the trace, counted from 0.", minimum=0, only_if=(needs("logging.profile_trace"),)
     )
     profile_step_end: int = option(
-        12, "First iteration after the trace.", minimum=1, only_if=(given("logging.profile_trace"),)
+        12, "First iteration after the trace.", minimum=1, only_if=(needs("logging.profile_trace"),)
     )
     progress_bar: Literal["auto", "on", "off"] = option(
         "auto",

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Literal
 
 from megatron.base.errors import UserError
 from megatron.base.option import derived, option
-from megatron.config.conditions import given, unless
+from megatron.config.conditions import needs, unless
 
 if TYPE_CHECKING:
     import torch
 
 
-_DYNAMIC_SCALE = given("precision.fp16"), unless("precision.loss_scale")
+_DYNAMIC_SCALE = needs("precision.fp16"), unless("precision.loss_scale")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -250,26 +250,28 @@ def run_sections() -> dict[str, type]:
 
 
 def notes_without_effect(
-    given: RunConfig, resolved: RunConfig, explicit: Collection[str], world_size: int
+    unresolved: RunConfig, resolved: RunConfig, explicit: Collection[str], world_size: int
 ) -> list[str]:
     """Notes on explicit flags without effect, grouped by reason, so that no flag is silently ignored.
 
     Settings that would silently change the training are refused elsewhere; these change nothing, which may surprise.
 
     Args:
-        given: the unresolved configuration.
+        unresolved: the configuration before resolving.
         resolved: the resolved configuration.
         explicit: dotted names of the fields set by flags and files; a field set to its default is not reported.
         world_size: number of processes.
     """
     flags_by_reason: dict[str, list[str]] = {}
     for section, cls in run_sections().items():
+        values = getattr(unresolved, section)
         for described in field_options(section, cls):
-            if described.path not in explicit or getattr(getattr(given, section), described.name) == described.default:
+            if described.path not in explicit or getattr(values, described.name) == described.default:
                 continue
-            unmet = (c for c in described.option.only_if if not c.holds(resolved, world_size))
-            if (condition := next(unmet, None)) is not None:
-                flags_by_reason.setdefault(condition.otherwise, []).append(f"--{described.flag}")
+            for condition in described.option.only_if:
+                if not condition.holds(resolved, world_size):
+                    flags_by_reason.setdefault(condition.otherwise, []).append(f"--{described.flag}")
+                    break
     return [
         f"{', '.join(flags)}: no effect{'' if reason.startswith(('without', 'beside')) else ','} {reason}"
         for reason, flags in flags_by_reason.items()
