@@ -11,12 +11,25 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
+from collections.abc import Callable
 from functools import cache, cached_property
 from typing import Any, Literal
 
 from megatron.base.kinds import Kind
 
 _METADATA_KEY = "option"
+
+
+@dataclasses.dataclass(frozen=True)
+class Condition:
+    """A condition under which an option has an effect.
+
+    holds: the condition, on the resolved configuration and the number of processes.
+    otherwise: the reason, after "no effect", where it does not hold.
+    """
+
+    holds: Callable[[Any, int], bool]
+    otherwise: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,6 +47,7 @@ class Option:
     whole_ramp: a ramp of the number has integer values only.
     when_unset: for a derived field, a description of the derived value.
     no_effect: the reason why the flag has no effect; reported once when it is given.
+    only_if: conditions without which the flag has no effect; reported when it is given.
     contents: "file" for paths of files, "blend" for weights and prefixes of datasets: their contents must be equal on
         all ranks, but not their paths; all other values must be equal themselves.
     may_differ: the reason why values may differ between ranks.
@@ -58,6 +72,7 @@ class Option:
     whole_ramp: bool = False
     when_unset: str = ""
     no_effect: str = ""
+    only_if: tuple[Condition, ...] = ()
     contents: str = ""
     may_differ: str = ""
     checkpoint: str = ""

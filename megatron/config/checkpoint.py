@@ -6,8 +6,16 @@ import os
 from dataclasses import dataclass, replace
 
 from megatron.base.errors import UserError
-from megatron.base.option import derived, field_options, option
+from megatron.base.option import Condition, derived, field_options, option
 from megatron.base.words import Note
+
+_RESUMED_RUN = Condition(
+    lambda run, _: run.checkpoint.resumes, "nothing of it is loaded anyway (--load without --finetune does that)"
+)
+_OTHER_FOLDER = Condition(
+    lambda run, _: not (run.checkpoint.resumes and run.checkpoint.saves_where_it_loads),
+    "--load goes on from the checkpoints of --save",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +34,7 @@ class CheckpointConfig:
         False,
         "Save into a folder that holds checkpoints of another run; those of iterations that this run saves, too, are "
         "replaced. Without it such a folder is refused, unless --load resumes from it.",
+        only_if=(_OTHER_FOLDER,),
     )
     finetune: bool = option(False, "Load the weights only: counters, optimizer, random state and schedules start anew.")
     pretrained_checkpoint: str | None = derived(
@@ -44,7 +53,7 @@ class CheckpointConfig:
         "Do not save the random state.",
         no_effect="randomness is drawn from the seed and what it is for, so there is no random state",
     )
-    no_load_optim: bool = option(False, "Do not load the optimizer.")
+    no_load_optim: bool = option(False, "Do not load the optimizer.", only_if=(_RESUMED_RUN,))
     no_load_rng: bool = option(
         False,
         "Do not load the random state.",
@@ -53,6 +62,7 @@ class CheckpointConfig:
     no_load_lr_state: bool = option(
         False,
         "Do not load the position in the learning-rate schedule: warm-up and decay begin anew while iterations go on.",
+        only_if=(_RESUMED_RUN,),
     )
     use_checkpoint_args: bool = option(False, "Take the model's shape from the checkpoint instead of from the flags.")
     exit_on_missing_checkpoint: bool = option(
@@ -70,6 +80,11 @@ class CheckpointConfig:
         unit="checkpoints",
         minimum=1,
     )
+
+    @property
+    def resumes(self) -> bool:
+        """Whether a checkpoint is loaded with its counters and schedules."""
+        return self.load is not None and not self.finetune
 
     @property
     def saves_where_it_loads(self) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megatron.base.option import option
+from megatron.base.option import Condition, option
+from megatron.config.conditions import needs
 from megatron.config.logs import LoggingConfig
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
@@ -15,6 +16,15 @@ if TYPE_CHECKING:  # the compressors import torch; parsing flags must not
     from megatron.compression.points import Point
     from megatron.compression.schedule import RunLength
     from megatron.compression.spec import Spec
+
+
+def _compresses_forward(run: Run, _: int) -> bool:
+    points = [spec.partition("=")[0].strip().lower() for spec in run.compression.compress]
+    forward = ("pp-forward", "tp-forward", "ep-dispatch", "ep-combine", "experts")
+    return any(point.startswith(forward) and not point.endswith("-backward") for point in points)
+
+
+_FORWARD_COMPRESSOR = Condition(_compresses_forward, "without a compressor of what goes forward")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +45,13 @@ class CompressionConfig:
         repeatable=True,
         contents="file",
         metavar="FILE",
+        only_if=(needs("compression.compress"),),
     )
     eval_compressed: bool = option(
         False,
         "Compress pp-forward, tp-forward, ep-dispatch-forward and ep-combine-forward in evaluation too, as eval=on "
         "does for each; else evaluation is uncompressed.",
+        only_if=(_FORWARD_COMPRESSOR,),
     )
 
     def specs(self, length: RunLength) -> dict[Point, Spec]:

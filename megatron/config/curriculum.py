@@ -15,6 +15,7 @@ from typing import Literal
 
 from megatron.base.errors import UserError
 from megatron.base.option import derived, option
+from megatron.config.conditions import needs, unless, when
 from megatron.config.lengths import LengthSchedule
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
@@ -32,6 +33,9 @@ _NEEDS = {
 }
 
 
+_LEARNING = needs("curriculum.curriculum_learning")
+
+
 @dataclass(frozen=True, kw_only=True)
 class CurriculumConfig:
     """Sequence lengths that grow over the first part of the run, up to --seq-length. Evaluations have that length."""
@@ -40,12 +44,21 @@ class CurriculumConfig:
     curriculum_type: Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"] = option(
         "fixed_linear",
         "How the length grows: linearly, as a root of the steps, by a list, or by a function of your own.",
+        only_if=(_LEARNING,),
     )
     curriculum_seqlen_min: int | None = derived(
-        "needed by fixed_linear and fixed_root", "Length of the first sequences.", unit="tokens", minimum=1
+        "needed by fixed_linear and fixed_root",
+        "Length of the first sequences.",
+        unit="tokens",
+        minimum=1,
+        only_if=(_LEARNING, when("curriculum.curriculum_type", "fixed_linear", "fixed_root")),
     )
     curriculum_seqlen_step: int = option(
-        8, "Lengths are multiples of this number; of 8 and more, they suit tensor cores.", unit="tokens", minimum=1
+        8,
+        "Lengths are multiples of this number; of 8 and more, they suit tensor cores.",
+        unit="tokens",
+        minimum=1,
+        only_if=(_LEARNING, when("curriculum.curriculum_type", "fixed_linear", "fixed_root")),
     )
     curriculum_seqlen_steps: int | None = derived(
         "needed, but for fixed_discrete",
@@ -53,15 +66,21 @@ class CurriculumConfig:
         unit="iterations",
         minimum=1,
         maximum=_MOST_STEPS,
+        only_if=(_LEARNING, unless("curriculum.curriculum_type", "fixed_discrete")),
     )
     curriculum_root_degree: float = option(
-        2.0, "Degree of the root of fixed_root: 2 is the square root, 1 is linear.", minimum=1, maximum=100
+        2.0,
+        "Degree of the root of fixed_root: 2 is the square root, 1 is linear.",
+        minimum=1,
+        maximum=100,
+        only_if=(_LEARNING, when("curriculum.curriculum_type", "fixed_root")),
     )
     curriculum_discrete_seqlens: list[int] | None = derived(  # noqa: RUF009
         "needed by fixed_discrete",
         "The lengths in their order; the last one is --seq-length.",
         unit="tokens",
         minimum=1,
+        only_if=(_LEARNING, when("curriculum.curriculum_type", "fixed_discrete")),
     )
     curriculum_discrete_steps: list[int] | None = derived(  # noqa: RUF009
         "needed by fixed_discrete",
@@ -69,6 +88,7 @@ class CurriculumConfig:
         unit="iterations",
         minimum=1,
         maximum=_MOST_STEPS,
+        only_if=(_LEARNING, when("curriculum.curriculum_type", "fixed_discrete")),
     )
     curriculum_function: str | None = derived(
         "needed by custom",
@@ -76,6 +96,7 @@ class CurriculumConfig:
         "first --curriculum-seqlen-steps steps, before the run begins.",
         metavar="FILE",
         contents="file",
+        only_if=(_LEARNING, when("curriculum.curriculum_type", "custom")),
     )
 
 

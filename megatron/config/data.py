@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.base.errors import UserError
-from megatron.base.option import derived, option
+from megatron.base.option import Condition, derived, option
+from megatron.config.conditions import WORDS, needs, unless
 
 _BLEND = "PATH ..., or WEIGHT PATH WEIGHT PATH ..."
 LEAST_WEIGHT, MOST_WEIGHT = 1e-12, 1e12
@@ -26,6 +27,12 @@ class DatasetBlend:
 
     paths: tuple[str, ...]
     weights: tuple[float, ...] | None = None
+
+
+_MASKED_WORDS = Condition(lambda run, _: not run.model.causal, "only BERT and T5 mask words")
+_DOCUMENTS_IN_A_ROW = Condition(
+    lambda run, _: run.model.causal, "a sample of BERT or T5 does not go over the end of a document"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +55,15 @@ class DataConfig:
         False, "Train on tokens drawn from --seed in place of files, divided by --split; for a first try of a cluster."
     )
     multiple_validation_sets: bool = option(
-        False, "Report the losses on each dataset of --valid-data-path (or --data-path) apart; they take no weights."
+        False,
+        "Report the losses on each dataset of --valid-data-path (or --data-path) apart; they take no weights.",
+        only_if=(unless("validation.eval_iters", 0),),
     )
-    split: str = option("969,30,1", "Shares of documents for training, validation and test under --data-path.")
+    split: str = option(
+        "969,30,1",
+        "Shares of documents for training, validation and test under --data-path.",
+        only_if=(needs("data.data_path", "data.mock_data"),),
+    )
     data_cache_path: str | None = derived(
         "nothing is cached",
         "Folder for cached sample indices.",
@@ -73,12 +86,26 @@ class DataConfig:
         "single",
         "Epochs as --sample-order makes them (single), or the same samples in each, reshuffled (cyclic).",
     )
-    reset_position_ids: bool = option(False, "Restart positions after each end of document.")
-    reset_attention_mask: bool = option(False, "Attend only within a document.")
-    eod_mask_loss: bool = option(False, "No loss where the input is an end of document.")
-    mask_prob: float = option(0.15, "BERT and T5: share of the tokens that are to be predicted.", above=0, below=1)
+    reset_position_ids: bool = option(
+        False, "Restart positions after each end of document.", only_if=(_DOCUMENTS_IN_A_ROW,)
+    )
+    reset_attention_mask: bool = option(False, "Attend only within a document.", only_if=(_DOCUMENTS_IN_A_ROW,))
+    eod_mask_loss: bool = option(
+        False, "No loss where the input is an end of document.", only_if=(_DOCUMENTS_IN_A_ROW,)
+    )
+    mask_prob: float = option(
+        0.15,
+        "BERT and T5: share of the tokens that are to be predicted.",
+        above=0,
+        below=1,
+        only_if=(_MASKED_WORDS, WORDS),
+    )
     short_seq_prob: float = option(
-        0.1, "BERT and T5: share of the samples that are shorter than they could be.", minimum=0, maximum=1
+        0.1,
+        "BERT and T5: share of the samples that are shorter than they could be.",
+        minimum=0,
+        maximum=1,
+        only_if=(_MASKED_WORDS, WORDS),
     )
     sample_order: Literal["lazy", "fixed", "megatron"] = option(
         "lazy",

@@ -6,10 +6,16 @@ from dataclasses import dataclass, fields, replace
 from typing import Literal, TypeVar
 
 from megatron.base.numerals import MOST
-from megatron.base.option import derived, option
+from megatron.base.option import Condition, derived, option
+from megatron.config.conditions import EXPERTS, needs, unless
 
 GLOBAL_LOSS, Z_LOSS = "global_aux_loss", "z"
 """Names of expert losses: the load-balancing loss over a global batch, and the z-loss against large logits."""
+
+
+_CAPACITY = Condition(
+    lambda run, _: run.model.moe_expert_capacity_factor or run.model.moe_eval_capacity_factor, "no token is dropped"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +36,7 @@ class ExpertsConfig:
         unit="layers",
         minimum=1,
         checkpoint="shape",
+        only_if=(EXPERTS,),
     )
     moe_layer_freq: int = option(
         1,
@@ -37,26 +44,44 @@ class ExpertsConfig:
         unit="layers",
         minimum=1,
         checkpoint="shape",
+        only_if=(EXPERTS,),
     )
     moe_ffn_hidden_size: int = derived(
-        "--ffn-hidden-size", "Inner width of an expert.", minimum=1, maximum=4 * MOST, checkpoint="shape"
+        "--ffn-hidden-size",
+        "Inner width of an expert.",
+        minimum=1,
+        maximum=4 * MOST,
+        checkpoint="shape",
+        only_if=(EXPERTS,),
     )
     moe_router_topk: int = option(
-        2, "Experts that each token goes to.", minimum=1, maximum=MOST, aliases=("topk",), checkpoint="shape"
+        2,
+        "Experts that each token goes to.",
+        minimum=1,
+        maximum=MOST,
+        aliases=("topk",),
+        checkpoint="shape",
+        only_if=(EXPERTS,),
     )
     moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = option(
         "softmax",
         "Function that turns the router's logits into scores; sqrtsoftplus is the square root of log(1 + exp(logit)).",
         checkpoint="shape",
+        only_if=(EXPERTS,),
     )
     moe_router_pre_softmax: bool = option(
         False,
         "Weigh a token's experts by the softmax over all experts, not over its own alone. Always so with "
         "--moe-router-topk 1.",
         checkpoint="shape",
+        only_if=(EXPERTS, unless("model.moe_router_topk", 1)),
     )
     moe_router_topk_scaling_factor: float = option(
-        1.0, "Factor of the weights of a token's experts.", above=0, checkpoint="shape"
+        1.0,
+        "Factor of the weights of a token's experts.",
+        above=0,
+        checkpoint="shape",
+        only_if=(EXPERTS,),
     )
     moe_router_num_groups: int | None = derived(
         "a token chooses among all experts",
@@ -64,6 +89,7 @@ class ExpertsConfig:
         minimum=1,
         maximum=MOST,
         checkpoint="shape",
+        only_if=(EXPERTS,),
     )
     moe_router_group_topk: int | None = derived(
         "needed by --moe-router-num-groups",
@@ -71,51 +97,74 @@ class ExpertsConfig:
         minimum=1,
         maximum=MOST,
         checkpoint="shape",
+        only_if=(EXPERTS,),
     )
     moe_router_enable_expert_bias: bool = option(
         False,
         "Balance experts by a bias of each, which counts in the choice of experts alone, and grows where they get less "
         "than their share.",
         checkpoint="shape",
+        only_if=(EXPERTS,),
     )
     moe_router_bias_update_rate: float = option(
-        1e-3, "Step of --moe-router-enable-expert-bias in each iteration.", minimum=0
+        1e-3,
+        "Step of --moe-router-enable-expert-bias in each iteration.",
+        minimum=0,
+        only_if=(EXPERTS, needs("model.moe_router_enable_expert_bias")),
     )
     moe_router_load_balancing_type: list[Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"]] = option(  # noqa: RUF009
         ["aux_loss"],
         "Loss that balances experts: over the tokens of a micro-batch (aux_loss), over those of each sequence "
         "(seq_aux_loss), over those of the whole global batch before (global_aux_loss), several of them, or none.",
+        only_if=(EXPERTS,),
     )
     moe_aux_loss_coeff: list[float] = option(  # noqa: RUF009
         [1e-2],
         "Weight of the loss that balances experts; of several, one for all or one each.",
         minimum=0,
         aliases=("moe-loss-coeff",),
+        only_if=(EXPERTS, unless("model.moe_router_load_balancing_type", "none")),
     )
     moe_z_loss_coeff: float = option(
-        0.0, "Weight of the loss that keeps the router's logits small, such as 1e-3.", minimum=0
+        0.0,
+        "Weight of the loss that keeps the router's logits small, such as 1e-3.",
+        minimum=0,
+        only_if=(EXPERTS,),
     )
     moe_input_jitter_eps: float = option(
-        0.0, "Multiply what the router reads by random numbers within this of 1 in training.", minimum=0, below=1
+        0.0,
+        "Multiply what the router reads by random numbers within this of 1 in training.",
+        minimum=0,
+        below=1,
+        only_if=(EXPERTS,),
     )
     moe_expert_capacity_factor: float = derived(
         "no token is dropped",
         "Tokens of a micro-batch that an expert takes, over its equal share; the others skip it.",
         above=0,
         aliases=("moe-train-capacity-factor",),
+        only_if=(EXPERTS,),
     )
     moe_eval_capacity_factor: float = derived(
-        "--moe-expert-capacity-factor", "The same in evaluation and generation.", above=0
+        "--moe-expert-capacity-factor",
+        "The same in evaluation and generation.",
+        above=0,
+        only_if=(EXPERTS,),
     )
-    moe_min_capacity: int = option(4, "Tokens that an expert always takes.", unit="tokens", minimum=1)
+    moe_min_capacity: int = option(
+        4, "Tokens that an expert always takes.", unit="tokens", minimum=1, only_if=(EXPERTS, _CAPACITY)
+    )
     moe_token_drop_policy: Literal["probs", "position"] = option(
-        "probs", "Tokens that an expert drops beyond its capacity: those of the lowest weights, or the last ones."
+        "probs",
+        "Tokens that an expert drops beyond its capacity: those of the lowest weights, or the last ones.",
+        only_if=(EXPERTS, _CAPACITY),
     )
     mlp_type: Literal["standard", "residual"] = option(
         "standard",
         "residual: beside the experts an MLP that all tokens go through, mixed with them by learned weights of each "
         "token (PR-MoE).",
         checkpoint="shape",
+        only_if=(EXPERTS,),
     )
     moe_shared_expert_intermediate_size: int = derived(
         "no shared expert",
@@ -123,9 +172,13 @@ class ExpertsConfig:
         minimum=1,
         maximum=4 * MOST,
         checkpoint="shape",
+        only_if=(EXPERTS,),
     )
     moe_shared_expert_gate: bool = option(
-        False, "Weigh the shared expert by a learned number of each token.", checkpoint="shape"
+        False,
+        "Weigh the shared expert by a learned number of each token.",
+        checkpoint="shape",
+        only_if=(EXPERTS,),
     )
 
     @property

@@ -17,9 +17,8 @@ from megatron.base.fields import check_fields, check_required
 from megatron.base.option import FieldOption
 from megatron.base.words import spell
 from megatron.config.collect import FlagTable, Source, Target, collect_yaml
-from megatron.config.idle import idle_notes
 from megatron.config.kinds import PROGRAMS, ModelType
-from megatron.config.run import RunConfig, run_sections
+from megatron.config.run import RunConfig, notes_without_effect, run_sections
 from megatron.config.translate import TRANSLATOR
 from megatron.config.translate.rules import SWITCH, VALUE, VALUES, Explicit, OldFlag, Translator
 
@@ -55,7 +54,7 @@ class ParsedRun:
     def resolve(self, world_size: int, *, cuda_available: bool = False) -> RunConfig:
         """Resolve the configuration; automatic choices and settings without effect are added to `notes`."""
         resolved = self.config.resolve(world_size, cuda_available=cuda_available, notes=self.notes)
-        self.notes += idle_notes(self.config, resolved, self.explicit, world_size)
+        self.notes += notes_without_effect(self.config, resolved, self.explicit, world_size)
         return resolved
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from megatron.base.addresses import EXAMPLE, read_address
 from megatron.base.errors import UserError
 from megatron.base.numerals import read_whole
-from megatron.base.option import derived, option
+from megatron.base.option import Condition, derived, option
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.training import TrainingConfig
@@ -25,6 +25,9 @@ _SHARE_OF_TIMEOUT = 0.9
 ISLAND_VARIABLE = "MEGATRON_ISLAND"
 ADDRESS_VARIABLE = "MEGATRON_ISLANDS_ADDRESS"
 """Environment variables set by tools/launch.py: number of the island, and address of the rendezvous of islands."""
+
+
+_ISLANDS = Condition(lambda run, _: run.islands.several, "there is one island")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +66,7 @@ class IslandsConfig:
         unit="seconds",
         minimum=1,
         maximum=86_400,
+        only_if=(_ISLANDS,),
     )
 
     islands_linger_seconds: float = option(
@@ -71,6 +75,7 @@ class IslandsConfig:
         unit="seconds",
         minimum=0,
         maximum=604_800,
+        only_if=(_ISLANDS,),
     )
 
     @property

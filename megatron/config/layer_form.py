@@ -6,7 +6,18 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.base.numerals import MOST
-from megatron.base.option import derived, option
+from megatron.base.option import Condition, derived, option
+
+_GELU_WITH_BIAS = Condition(
+    lambda run, _: (
+        run.model.add_bias_linear and not (run.model.gated or run.model.squared_relu or run.model.openai_gelu)
+    ),
+    "beside another activation or --disable-bias-linear",
+)
+_GELU_IN_EXACT_FORM = Condition(
+    lambda run, _: not (run.model.bias_gelu_fusion and run.model.add_bias_linear),
+    "GELU has its tanh form anyway, but with --no-bias-gelu-fusion or --disable-bias-linear",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +45,7 @@ class LayerFormConfig:
     )
     swiglu: bool = option(False, "Gated MLP: SiLU(gate) * up instead of GELU.", checkpoint="shape")
     geglu: bool = option(False, "Gated MLP: GELU(gate) * up, the GELU in its tanh form (Gemma).", checkpoint="shape")
-    openai_gelu: bool = option(False, "GELU in its tanh form.", checkpoint="shape")
+    openai_gelu: bool = option(False, "GELU in its tanh form.", checkpoint="shape", only_if=(_GELU_IN_EXACT_FORM,))
     squared_relu: bool = option(False, "Squared ReLU instead of GELU.", checkpoint="shape")
     bias_gelu_fusion: bool = option(
         True,
@@ -43,6 +54,7 @@ class LayerFormConfig:
         flag="no-bias-gelu-fusion",
         off_switch=True,
         checkpoint="shape",
+        only_if=(_GELU_WITH_BIAS,),
     )
     add_bias_linear: bool = option(
         True,

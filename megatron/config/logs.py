@@ -7,9 +7,13 @@ from typing import Literal
 
 from megatron.base.errors import UserError
 from megatron.base.option import derived, option
+from megatron.config.conditions import needs
 from megatron.config.parallel import ParallelConfig
 
 _OF_ONE = "only the last rank writes it"
+
+
+_CURVES = (needs("logging.tensorboard_dir", "logging.wandb_project", "logging.mlflow_experiment"),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,13 +32,21 @@ class LoggingConfig:
     timing_log_option: Literal["max", "minmax", "all"] = option(
         "minmax",
         "Report timers as the maximum over ranks, the minimum and maximum, or each rank's.",
+        only_if=(needs("logging.timing_log_level"),),
     )
     tensorboard_dir: str | None = derived(
         "no TensorBoard", "Folder for TensorBoard events.", metavar="FOLDER", may_differ=_OF_ONE
     )
-    tensorboard_log_interval: int = option(1, "Iterations between TensorBoard records.", unit="iterations", minimum=1)
+    tensorboard_log_interval: int = option(
+        1, "Iterations between TensorBoard records.", unit="iterations", minimum=1, only_if=_CURVES
+    )
     tensorboard_queue_size: int = option(
-        1000, "Records that TensorBoard's writer holds before it writes.", unit="records", minimum=1, maximum=10**6
+        1000,
+        "Records that TensorBoard's writer holds before it writes.",
+        unit="records",
+        minimum=1,
+        maximum=10**6,
+        only_if=(needs("logging.tensorboard_dir"),),
     )
     wandb_project: str | None = derived(
         "no Weights & Biases",
@@ -44,10 +56,18 @@ class LoggingConfig:
         may_differ=_OF_ONE,
     )
     wandb_exp_name: str | None = derived(
-        "Weights & Biases chooses", "Name of the run in --wandb-project.", metavar="NAME", may_differ=_OF_ONE
+        "Weights & Biases chooses",
+        "Name of the run in --wandb-project.",
+        metavar="NAME",
+        may_differ=_OF_ONE,
+        only_if=(needs("logging.wandb_project"),),
     )
     wandb_save_dir: str | None = derived(
-        "wandb in the current folder", "Folder for the files of --wandb-project.", metavar="FOLDER", may_differ=_OF_ONE
+        "wandb in the current folder",
+        "Folder for the files of --wandb-project.",
+        metavar="FOLDER",
+        may_differ=_OF_ONE,
+        only_if=(needs("logging.wandb_project"),),
     )
     mlflow_experiment: str | None = derived(
         "no MLflow",
@@ -56,26 +76,32 @@ class LoggingConfig:
         metavar="NAME",
         may_differ=_OF_ONE,
     )
-    log_timers_to_tensorboard: bool = option(False, "Write timers to TensorBoard.")
-    log_batch_size_to_tensorboard: bool = option(False, "Write the batch size to TensorBoard.")
+    log_timers_to_tensorboard: bool = option(False, "Write timers to TensorBoard.", only_if=_CURVES)
+    log_batch_size_to_tensorboard: bool = option(False, "Write the batch size to TensorBoard.", only_if=_CURVES)
     log_learning_rate_to_tensorboard: bool = option(
         True,
         "Do not write the learning rate to TensorBoard.",
         flag="no-log-learning-rate-to-tensorboard",
         aliases=("no-log-learnig-rate-to-tensorboard",),
         off_switch=True,
+        only_if=_CURVES,
     )
     log_loss_scale_to_tensorboard: bool = option(
         True,
         "Do not write the loss scale to TensorBoard.",
         flag="no-log-loss-scale-to-tensorboard",
         off_switch=True,
+        only_if=_CURVES,
     )
-    log_validation_ppl_to_tensorboard: bool = option(False, "Write the validation perplexity to TensorBoard.")
+    log_validation_ppl_to_tensorboard: bool = option(
+        False, "Write the validation perplexity to TensorBoard.", only_if=_CURVES
+    )
     log_memory_to_tensorboard: bool = option(
         False, "Write memory use to TensorBoard.", no_effect="memory is always written"
     )
-    log_world_size_to_tensorboard: bool = option(False, "Write the number of processes to TensorBoard.")
+    log_world_size_to_tensorboard: bool = option(
+        False, "Write the number of processes to TensorBoard.", only_if=_CURVES
+    )
     log_txt_file: str | None = derived(
         "none", "Append the log lines to this text file.", metavar="FILE", may_differ=_OF_ONE
     )
@@ -108,8 +134,16 @@ class LoggingConfig:
         "them that was there the last time, and their share of the norm (in --log-json-file; "
         "tools/plot_grad_distribution.py draws it).",
     )
-    log_gradients_interval: int = option(100, "Iterations between records.", unit="iterations", minimum=1)
-    log_gradients_density: float = option(0.01, "Share of each matrix that counts as largest.", above=0, maximum=1)
+    log_gradients_interval: int = option(
+        100, "Iterations between records.", unit="iterations", minimum=1, only_if=(needs("logging.log_gradients"),)
+    )
+    log_gradients_density: float = option(
+        0.01,
+        "Share of each matrix that counts as largest.",
+        above=0,
+        maximum=1,
+        only_if=(needs("logging.log_gradients"),),
+    )
     log_gradients_bins: int = option(
         0,
         "Also record how many of the largest are in each of so many equal parts of a matrix, for the heat map of "
@@ -125,8 +159,12 @@ class LoggingConfig:
         metavar="FOLDER",
         may_differ="each rank writes a file of its own, on whatever disk is near",
     )
-    profile_step_start: int = option(10, "First iteration of the trace, counted from 0.", minimum=0)
-    profile_step_end: int = option(12, "First iteration after the trace.", minimum=1)
+    profile_step_start: int = option(
+        10, "First iteration of the trace, counted from 0.", minimum=0, only_if=(needs("logging.profile_trace"),)
+    )
+    profile_step_end: int = option(
+        12, "First iteration after the trace.", minimum=1, only_if=(needs("logging.profile_trace"),)
+    )
     progress_bar: Literal["auto", "on", "off"] = option(
         "auto",
         "A progress bar: only on a terminal (auto), always or never.",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from megatron.base.numerals import MOST
 from megatron.base.option import derived, option, required
+from megatron.config.conditions import HALF_PRECISION, WORDS, unless, when
 from megatron.config.experts import ExpertsConfig
 from megatron.config.kinds import ModelType, TaskHead, kind_text
 from megatron.config.layer_form import LayerFormConfig
@@ -43,6 +44,7 @@ class ModelConfig(LayerFormConfig, ExpertsConfig):
         minimum=1,
         maximum=MOST_LAYERS,
         checkpoint="shape",
+        only_if=(when("model.model_type", "t5"),),
     )
     hidden_size: int = required("Width of the residual stream.", minimum=1, maximum=MOST, checkpoint="shape")
     ffn_hidden_size: int = derived(
@@ -79,6 +81,7 @@ class ModelConfig(LayerFormConfig, ExpertsConfig):
         minimum=3,
         maximum=MOST,
         checkpoint="default",
+        only_if=(when("model.model_type", "t5"),),
     )
     max_position_embeddings: int = derived(
         "--seq-length, or --decoder-seq-length where that is longer",
@@ -99,6 +102,7 @@ class ModelConfig(LayerFormConfig, ExpertsConfig):
         above=0,
         aliases=("rotary-position-embeddings-theta",),
         checkpoint="shape",
+        only_if=(when("model.position_embedding_type", "rope"),),
     )
     rope_local_base_freq: float | None = derived(
         "--rotary-base",
@@ -189,6 +193,7 @@ class ModelConfig(LayerFormConfig, ExpertsConfig):
         above=0,
         aliases=("output-logit-softcapping",),
         checkpoint="shape",
+        only_if=(WORDS,),
     )
     bert_binary_head: bool = option(
         True,
@@ -196,6 +201,7 @@ class ModelConfig(LayerFormConfig, ExpertsConfig):
         flag="bert-no-binary-head",
         off_switch=True,
         checkpoint="shape",
+        only_if=(when("model.model_type", "bert"),),
     )
     num_tokentypes: int = derived(
         "2 for BERT with its binary head, else 0",
@@ -211,6 +217,7 @@ class ModelConfig(LayerFormConfig, ExpertsConfig):
         minimum=0,
         maximum=MOST,
         checkpoint="shape",
+        only_if=(when("model.model_type", "deberta"),),
     )
     max_relative_positions: int | None = derived(
         "--max-position-embeddings for DeBERTa",
@@ -219,6 +226,7 @@ class ModelConfig(LayerFormConfig, ExpertsConfig):
         minimum=1,
         maximum=MOST,
         checkpoint="shape",
+        only_if=(when("model.model_type", "deberta"),),
     )
     conv_kernel_size: int = option(
         0,
@@ -227,6 +235,7 @@ class ModelConfig(LayerFormConfig, ExpertsConfig):
         minimum=0,
         maximum=255,
         checkpoint="shape",
+        only_if=(when("model.model_type", "deberta"),),
     )
     task_head: TaskHead = option(  # noqa: RUF009
         "none",
@@ -245,10 +254,17 @@ class ModelConfig(LayerFormConfig, ExpertsConfig):
         False,
         "Keep the residual stream in fp32 with --fp16 or --bf16; stages then exchange fp32.",
         checkpoint="default",
+        only_if=(HALF_PRECISION,),
     )
     attention_dropout: float = option(0.1, "Dropout probability of the attention weights.", minimum=0, below=1)
     hidden_dropout: float = option(0.1, "Dropout probability of embeddings and residual branches.", minimum=0, below=1)
-    init_method_std: float = option(0.02, "Standard deviation of the initial weights.", minimum=0, maximum=1e6)
+    init_method_std: float = option(
+        0.02,
+        "Standard deviation of the initial weights.",
+        minimum=0,
+        maximum=1e6,
+        only_if=(unless("model.init_method_xavier_uniform"),),
+    )
     init_method_xavier_uniform: bool = option(False, "Draw the initial weights from Xavier's uniform law.")
     make_vocab_size_divisible_by: int = option(
         128,

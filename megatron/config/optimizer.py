@@ -6,9 +6,24 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from megatron.base.errors import UserError
-from megatron.base.option import derived, is_unset, option, required
+from megatron.base.option import Condition, derived, is_unset, option, required
 from megatron.base.words import Note
+from megatron.config.conditions import unless, when
 from megatron.config.training import TrainingConfig
+
+_ADAM = (when("optimizer.optimizer", "adam", "muon"),)
+_MUON = (when("optimizer.optimizer", "muon"),)
+_LAMB = (when("optimizer.optimizer", "lamb"),)
+_WSD = (when("optimizer.lr_decay_style", "WSD"),)
+_WARM_UP = Condition(lambda run, _: run.optimizer.warms_up, "there is no warm-up (--lr-warmup-iters and the like)")
+_DECAY_LENGTH = Condition(
+    lambda run, _: run.optimizer.lr_decay_style != "constant" or run.optimizer.lr_warmup_fraction is not None,
+    "beside --lr-decay-style constant",
+)
+_LOADED_SCHEDULE = Condition(
+    lambda run, _: run.checkpoint.resumes and not run.checkpoint.no_load_lr_state,
+    "no schedule is loaded (--load without --finetune and --no-load-lr-state does that)",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +37,9 @@ class OptimizerConfig:
         "orthogonalizes the momenta of the layers' matrices, and is AdamW for everything else.",
     )
     lr: float = required("Highest learning rate.", minimum=0, maximum=1e4)
-    min_lr: float = option(0.0, "Lowest learning rate of the decay.", minimum=0)
+    min_lr: float = option(
+        0.0, "Lowest learning rate of the decay.", minimum=0, only_if=(unless("optimizer.lr_decay_style", "constant"),)
+    )
     decoupled_lr: float | None = derived(
         "--lr",
         "Highest learning rate of the input embeddings and the output layer; its warm-up and decay are those of --lr.",
@@ -30,7 +47,10 @@ class OptimizerConfig:
         maximum=1e4,
     )
     decoupled_min_lr: float | None = derived(
-        "--min-lr", "Lowest learning rate of the decay of --decoupled-lr.", minimum=0
+        "--min-lr",
+        "Lowest learning rate of the decay of --decoupled-lr.",
+        minimum=0,
+        only_if=(unless("optimizer.lr_decay_style", "constant"),),
     )
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = option(
         "linear",
@@ -40,24 +60,42 @@ class OptimizerConfig:
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = option(
         "exponential",
         "Shape of the decay of --lr-decay-style WSD.",
+        only_if=_WSD,
     )
     lr_wsd_decay_iters: int | None = derived(
-        "unused", "Length of the decay of --lr-decay-style WSD.", unit="iterations", minimum=1
+        "unused",
+        "Length of the decay of --lr-decay-style WSD.",
+        unit="iterations",
+        minimum=1,
+        only_if=_WSD,
     )
     lr_wsd_decay_samples: int | None = derived(
-        "unused", "Length of the decay of --lr-decay-style WSD.", unit="samples", minimum=1
+        "unused",
+        "Length of the decay of --lr-decay-style WSD.",
+        unit="samples",
+        minimum=1,
+        only_if=_WSD,
     )
     lr_decay_iters: int | None = derived(
-        "--train-iters", "Length of warm-up and decay together.", unit="iterations", minimum=1
+        "--train-iters",
+        "Length of warm-up and decay together.",
+        unit="iterations",
+        minimum=1,
+        only_if=(_DECAY_LENGTH,),
     )
     lr_decay_samples: int | None = derived(
-        "--train-samples", "Length of warm-up and decay together.", unit="samples", minimum=1
+        "--train-samples",
+        "Length of warm-up and decay together.",
+        unit="samples",
+        minimum=1,
+        only_if=(_DECAY_LENGTH,),
     )
     lr_decay_tokens: int | None = derived(
         "unused",
         "Length of warm-up and decay together. Needs --train-samples or --train-tokens.",
         unit="tokens",
         minimum=1,
+        only_if=(_DECAY_LENGTH,),
     )
     lr_warmup_fraction: float | None = derived(
         "unused", "Warm-up as a share of the decay's length.", minimum=0, below=1
@@ -70,8 +108,13 @@ class OptimizerConfig:
         unit="tokens",
         minimum=0,
     )
-    lr_warmup_init: float = option(0.0, "Learning rate at which the warm-up begins.", minimum=0)
-    weight_decay: float = option(0.01, "Weight decay; biases and norms have none.", minimum=0)
+    lr_warmup_init: float = option(0.0, "Learning rate at which the warm-up begins.", minimum=0, only_if=(_WARM_UP,))
+    weight_decay: float = option(
+        0.01,
+        "Weight decay; biases and norms have none.",
+        minimum=0,
+        only_if=(when("optimizer.weight_decay_incr_style", "constant"),),
+    )
     start_weight_decay: float = derived("--weight-decay", "First weight decay of a growing one.", minimum=0)
     end_weight_decay: float = derived("--weight-decay", "Last weight decay of a growing one.", minimum=0)
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = option(
@@ -79,15 +122,19 @@ class OptimizerConfig:
         "How weight decay grows over the run.",
     )
     clip_grad: float = option(1.0, "Gradients are clipped to this global norm; 0 turns clipping off.", minimum=0)
-    adam_beta1: float = option(0.9, "Decay of Adam's first moment.", minimum=0, below=1)
-    adam_beta2: float = option(0.999, "Decay of Adam's second moment.", minimum=0, below=1)
-    adam_eps: float = option(1e-8, "Adam's epsilon, added to the root of the second moment.", above=0)
-    lamb_beta1: float = option(0.9, "Decay of LAMB's first moment.", minimum=0, below=1)
-    lamb_beta2: float = option(0.9, "Decay of LAMB's second moment.", minimum=0, below=1)
-    lamb_eps: float = option(1e-8, "LAMB's epsilon, added to the root of the second moment.", above=0)
-    sgd_momentum: float = option(0.9, "Momentum of --optimizer sgd.", minimum=0, below=1)
-    muon_momentum: float = option(0.95, "Decay of Muon's momentum.", minimum=0, below=1)
-    muon_nesterov: bool = option(True, "Muon without Nesterov's momentum.", flag="no-muon-nesterov", off_switch=True)
+    adam_beta1: float = option(0.9, "Decay of Adam's first moment.", minimum=0, below=1, only_if=_ADAM)
+    adam_beta2: float = option(0.999, "Decay of Adam's second moment.", minimum=0, below=1, only_if=_ADAM)
+    adam_eps: float = option(1e-8, "Adam's epsilon, added to the root of the second moment.", above=0, only_if=_ADAM)
+    lamb_beta1: float = option(0.9, "Decay of LAMB's first moment.", minimum=0, below=1, only_if=_LAMB)
+    lamb_beta2: float = option(0.9, "Decay of LAMB's second moment.", minimum=0, below=1, only_if=_LAMB)
+    lamb_eps: float = option(1e-8, "LAMB's epsilon, added to the root of the second moment.", above=0, only_if=_LAMB)
+    sgd_momentum: float = option(
+        0.9, "Momentum of --optimizer sgd.", minimum=0, below=1, only_if=(when("optimizer.optimizer", "sgd"),)
+    )
+    muon_momentum: float = option(0.95, "Decay of Muon's momentum.", minimum=0, below=1, only_if=_MUON)
+    muon_nesterov: bool = option(
+        True, "Muon without Nesterov's momentum.", flag="no-muon-nesterov", off_switch=True, only_if=_MUON
+    )
     muon_num_ns_steps: int = option(
         5,
         "Newton-Schulz iterations that orthogonalize a matrix.",
@@ -95,44 +142,59 @@ class OptimizerConfig:
         unit="iterations",
         minimum=1,
         maximum=100,
+        only_if=_MUON,
     )
     muon_scale_mode: Literal["spectral", "shape_scaling", "unit_rms_norm"] = option(
         "spectral",
         "Scale of an orthogonalized matrix, by which --lr is multiplied: the root of its larger side, of rows over "
         "columns but at least 1, or of rows over columns.",
+        only_if=_MUON,
     )
     muon_extra_scale_factor: float = option(
         0.2,
         "Factor of that scale. 0.2 with spectral gives updates as large as AdamW's, so that one --lr and one "
         "--weight-decay serve all parameters; Megatron-Core's default is 1.",
         above=0,
+        only_if=_MUON,
     )
     muon_split_qkv: bool = option(
         True,
         "Orthogonalize the fused projection of queries, keys and values as one matrix; else each on its own.",
         flag="muon-no-split-qkv",
         off_switch=True,
+        only_if=_MUON,
     )
     muon_fp32_matmul_prec: Literal["medium", "highest"] | None = derived(
         "medium with --bf16 or --fp16, else highest",
         "Precision of the Newton-Schulz iterations: bf16, or that of the optimizer's values.",
+        only_if=_MUON,
     )
-    use_apex: bool = option(False, "Use apex's FusedAdam and FusedLayerNorm where apex is installed.")
+    use_apex: bool = option(
+        False,
+        "Use apex's FusedAdam and FusedLayerNorm where apex is installed.",
+        only_if=(when("optimizer.optimizer", "adam"),),
+    )
     override_opt_param_scheduler: bool = option(
         False,
         "On resuming, take the schedules from the flags instead of from the checkpoint.",
         aliases=("override-lr-scheduler",),
+        only_if=(_LOADED_SCHEDULE,),
     )
     use_checkpoint_opt_param_scheduler: bool = option(
         False,
         "On resuming, take the schedules from the checkpoint whatever the flags say.",
         aliases=("use-checkpoint-lr-scheduler",),
+        only_if=(_LOADED_SCHEDULE,),
     )
     use_new_lr: bool = option(
-        False, "On resuming, take --lr and --decoupled-lr from the flags whatever the checkpoint says."
+        False,
+        "On resuming, take --lr and --decoupled-lr from the flags whatever the checkpoint says.",
+        only_if=(_LOADED_SCHEDULE,),
     )
     use_new_min_lr: bool = option(
-        False, "On resuming, take --min-lr and --decoupled-min-lr from the flags whatever the checkpoint says."
+        False,
+        "On resuming, take --min-lr and --decoupled-min-lr from the flags whatever the checkpoint says.",
+        only_if=(_LOADED_SCHEDULE,),
     )
 
     @property

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron.base.errors import UserError
-from megatron.base.option import derived, is_unset, option
+from megatron.base.option import Condition, derived, is_unset, option
 from megatron.base.words import Note
+from megatron.config.conditions import EXPERTS, HALF_PRECISION, SEVERAL_PROCESSES, unless, when
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.split import check_not_interleaved, check_split, split_rank
@@ -15,6 +16,18 @@ from megatron.config.split import check_not_interleaved, check_split, split_rank
 MOST_PROCESSES = 1 << 20
 MOST_MINUTES = 60 * 24 * 366
 """Maximum time-out, within the range of the clocks of all libraries."""
+
+
+_STAGES = Condition(lambda run, _: run.parallel.pipeline_model_parallel_size > 1, "there is one pipeline stage")
+_TENSOR_RANKS = Condition(
+    lambda run, _: run.parallel.tensor_model_parallel_size > 1, "there is one tensor-parallel rank"
+)
+_REPLICAS = Condition(lambda run, world_size: run.data_parallel_size(world_size) > 1, "there is one replica")
+_BUCKETS = Condition(lambda run, _: run.parallel.ddp_impl == "local", "beside --DDP-impl torch, which has its own")
+_SPREAD_EXPERTS = Condition(
+    lambda run, _: run.parallel.expert_model_parallel_size > 1,
+    "every replica holds all experts (--expert-model-parallel-size)",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +45,7 @@ class ParallelConfig:
         "Pipeline stage at which T5's decoder begins; the encoder has those before it.",
         unit="stages",
         minimum=0,
+        only_if=(when("model.model_type", "t5"), _STAGES),
     )
     num_layers_per_virtual_pipeline_stage: int | None = derived(
         "no interleaving",
@@ -49,6 +63,7 @@ class ParallelConfig:
         "1f1b",
         "Order of forward and backward passes. Interleaving is 1f1b with virtual stages; eager-1f1b hides messages "
         "over slow links behind twice the warm-up, for up to twice the activations.",
+        only_if=(_STAGES,),
     )
     expert_model_parallel_size: int = option(
         1,
@@ -66,12 +81,14 @@ class ParallelConfig:
         unit="processes",
         minimum=1,
         maximum=MOST_PROCESSES,
+        only_if=(EXPERTS,),
     )
     moe_two_stage: Literal["auto", "on", "off"] = option(
         "auto",
         "Send each token once to a node, whatever experts it has there; ranks of the node hand it on, and add up what "
         "its experts there make of it. auto: where nodes hold several of the processes that share experts; on: also "
         "where they hold one of them, so that a token is sent once for all of that one's experts; off: to each expert.",
+        only_if=(_SPREAD_EXPERTS,),
     )
     sequence_parallel: bool = option(
         False, "Split the sequence over the tensor-parallel processes outside attention and MLP."
@@ -80,12 +97,14 @@ class ParallelConfig:
         False,
         "Split each pipeline message over the tensor-parallel processes: each sends its part of the sequence, and the "
         "parts are gathered where they arrive.",
+        only_if=(_STAGES, _TENSOR_RANKS, unless("parallel.sequence_parallel")),
     )
     async_tensor_model_parallel_allreduce: bool = option(
         True,
         "Do not overlap the tensor-parallel all-reduce of input gradients with the computation of weight gradients.",
         flag="no-async-tensor-model-parallel-allreduce",
         off_switch=True,
+        only_if=(_TENSOR_RANKS,),
     )
     gradient_accumulation_fusion: bool = option(
         True,
@@ -99,16 +118,28 @@ class ParallelConfig:
         "Data parallelism: our contiguous buckets (local) or torch's DistributedDataParallel (torch).",
         flag="DDP-impl",
     )
-    overlap_grad_reduce: bool = option(False, "Overlap the reduction of gradients with the backward pass.")
+    overlap_grad_reduce: bool = option(
+        False, "Overlap the reduction of gradients with the backward pass.", only_if=(_REPLICAS, _BUCKETS)
+    )
     ddp_bucket_size: int | None = derived(
-        "chosen from the model's size", "Size of a gradient bucket.", unit="elements", minimum=1
+        "chosen from the model's size",
+        "Size of a gradient bucket.",
+        unit="elements",
+        minimum=1,
+        only_if=(_BUCKETS,),
     )
     no_allreduce: bool = option(
-        False, "Do not all-reduce gradients over the data-parallel group, to time a step without it; replicas diverge."
+        False,
+        "Do not all-reduce gradients over the data-parallel group, to time a step without it; replicas diverge.",
+        only_if=(_REPLICAS,),
     )
-    use_distributed_optimizer: bool = option(False, "Shard the optimizer state over the data-parallel processes.")
+    use_distributed_optimizer: bool = option(
+        False, "Shard the optimizer state over the data-parallel processes.", only_if=(_REPLICAS,)
+    )
     accumulate_allreduce_grads_in_fp32: bool = option(
-        False, "Accumulate and reduce gradients in fp32. Always on with --bf16."
+        False,
+        "Accumulate and reduce gradients in fp32. Always on with --bf16.",
+        only_if=(HALF_PRECISION,),
     )
     distributed_backend: Literal["nccl", "gloo"] = derived(
         "nccl when CUDA is there, else gloo",
@@ -120,6 +151,7 @@ class ParallelConfig:
         unit="minutes",
         minimum=0.01,
         maximum=MOST_MINUTES,
+        only_if=(SEVERAL_PROCESSES,),
     )
     peer_timeout_seconds: float = option(
         20.0,
@@ -129,6 +161,7 @@ class ParallelConfig:
         unit="seconds",
         minimum=3,
         maximum=86_400,
+        only_if=(SEVERAL_PROCESSES,),
     )
     local_rank: int | None = derived(
         "LOCAL_RANK of the environment",

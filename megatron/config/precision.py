@@ -7,9 +7,13 @@ from typing import TYPE_CHECKING, Literal
 
 from megatron.base.errors import UserError
 from megatron.base.option import derived, option
+from megatron.config.conditions import needs, unless
 
 if TYPE_CHECKING:
     import torch
+
+
+_DYNAMIC_SCALE = needs("precision.fp16"), unless("precision.loss_scale")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,13 +31,25 @@ class PrecisionConfig:
     loss_scale: float | None = derived(
         "a dynamic scale", "Constant loss scale for --fp16; a power of two is best.", above=0
     )
-    initial_loss_scale: float = option(2.0**32, "First value of the dynamic loss scale.", above=0)
-    min_loss_scale: float = option(1.0, "The dynamic loss scale never falls below this.", above=0)
+    initial_loss_scale: float = option(
+        2.0**32, "First value of the dynamic loss scale.", above=0, only_if=_DYNAMIC_SCALE
+    )
+    min_loss_scale: float = option(
+        1.0, "The dynamic loss scale never falls below this.", above=0, only_if=_DYNAMIC_SCALE
+    )
     loss_scale_window: int = option(
-        1000, "The dynamic loss scale doubles after this many clean iterations.", unit="iterations", minimum=1
+        1000,
+        "The dynamic loss scale doubles after this many clean iterations.",
+        unit="iterations",
+        minimum=1,
+        only_if=_DYNAMIC_SCALE,
     )
     hysteresis: int = option(
-        2, "Overflows that are tolerated before the loss scale halves.", unit="iterations", minimum=1
+        2,
+        "Overflows that are tolerated before the loss scale halves.",
+        unit="iterations",
+        minimum=1,
+        only_if=_DYNAMIC_SCALE,
     )
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -246,6 +247,35 @@ def run_sections() -> dict[str, type]:
             raise TypeError(f"RunConfig.{entry.name} must be built by its dataclass")
         sections[entry.name] = factory
     return sections
+
+
+def notes_without_effect(
+    unresolved: RunConfig, resolved: RunConfig, explicit: Collection[str], world_size: int
+) -> list[str]:
+    """Notes on explicit flags without effect, grouped by reason, so that no flag is silently ignored.
+
+    Settings that would silently change the training are refused elsewhere; these change nothing, which may surprise.
+
+    Args:
+        unresolved: the configuration before resolving.
+        resolved: the resolved configuration.
+        explicit: dotted names of the fields set by flags and files; a field set to its default is not reported.
+        world_size: number of processes.
+    """
+    flags_by_reason: dict[str, list[str]] = {}
+    for section, cls in run_sections().items():
+        values = getattr(unresolved, section)
+        for described in field_options(section, cls):
+            if described.path not in explicit or getattr(values, described.name) == described.default:
+                continue
+            for condition in described.option.only_if:
+                if not condition.holds(resolved, world_size):
+                    flags_by_reason.setdefault(condition.otherwise, []).append(f"--{described.flag}")
+                    break
+    return [
+        f"{', '.join(flags)}: no effect{'' if reason.startswith(('without', 'beside')) else ','} {reason}"
+        for reason, flags in flags_by_reason.items()
+    ]
 
 
 def run_around(model: ModelConfig, **sections: Any) -> RunConfig:

@@ -8,6 +8,7 @@ from typing import Literal
 from megatron.base.errors import UserError
 from megatron.base.numerals import MOST
 from megatron.base.option import derived, option
+from megatron.config.conditions import when
 
 # Required fields by tokenizer type.
 _NEEDS: dict[str, tuple[str, ...]] = {
@@ -52,9 +53,15 @@ class TokenizerConfig:
         aliases=("vocab",),
         contents="file",
         checkpoint="default",
+        only_if=(when("tokenizer.tokenizer_type", "GPT2BPETokenizer", "BertWordPieceLowerCase", "BertWordPieceCase"),),
     )
     merge_file: str | None = derived(
-        "none", "BPE merges (merges.txt).", metavar="FILE", contents="file", checkpoint="default"
+        "none",
+        "BPE merges (merges.txt).",
+        metavar="FILE",
+        contents="file",
+        checkpoint="default",
+        only_if=(when("tokenizer.tokenizer_type", "GPT2BPETokenizer"),),
     )
     tokenizer_model: str | None = derived(
         "none",
@@ -62,6 +69,16 @@ class TokenizerConfig:
         metavar="PATH",
         contents="file",
         checkpoint="default",
+        only_if=(
+            when(
+                "tokenizer.tokenizer_type",
+                "SentencePieceTokenizer",
+                "GPTSentencePieceTokenizer",
+                "Llama2Tokenizer",
+                "HFTokenizer",
+                "HuggingFaceTokenizer",
+            ),
+        ),
     )
     vocab_size: int | None = derived(
         "the tokenizer's",
@@ -79,6 +96,16 @@ class TokenizerConfig:
         minimum=0,
         maximum=MOST,
         checkpoint="default",
+        only_if=(
+            when(
+                "tokenizer.tokenizer_type",
+                "SentencePieceTokenizer",
+                "GPTSentencePieceTokenizer",
+                "Llama2Tokenizer",
+                "BertWordPieceLowerCase",
+                "BertWordPieceCase",
+            ),
+        ),
     )
 
     def with_type(self) -> TokenizerConfig:

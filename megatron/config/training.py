@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron.base.errors import UserError
-from megatron.base.option import derived, is_unset, option, required
+from megatron.base.option import Condition, derived, is_unset, option, required
 from megatron.base.words import Note
 from megatron.config.batch_size import BatchSizeSchedule, read_steps
+from megatron.config.conditions import SEVERAL_PROCESSES
 from megatron.config.lengths import LengthSchedule
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
@@ -25,6 +26,18 @@ MOST_BATCH = 1 << 20
 """Maximum size of a global batch or micro-batch."""
 MOST_SAMPLES = 10**12
 MOST_TOKENS = 10**16
+
+
+_COMPILER = Condition(
+    lambda run, _: (
+        run.training.compile == "on"
+        or (
+            run.parallel.distributed_backend == "nccl"
+            and why_not_compiled(run.training, run.parallel, run.model) is None
+        )
+    ),
+    "layers are compiled by themselves only on CUDA, with one tensor-parallel rank",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +107,7 @@ class TrainingConfig:
         metavar="N",
         unit="iterations",
         minimum=1,
+        only_if=(SEVERAL_PROCESSES,),
     )
     max_skipped_steps: int = option(
         10,
@@ -134,6 +148,7 @@ class TrainingConfig:
         "auto",
         "Compile each transformer layer by torch.compile. auto does where CUDA and Triton are, with one "
         "tensor-parallel rank, without attention dropout and --deterministic-mode.",
+        only_if=(_COMPILER,),
     )
     empty_unused_memory_level: int = option(
         0,

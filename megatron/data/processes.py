@@ -26,13 +26,24 @@ class ProcessKilled(UserError):
     """Raised when a worker process was killed, usually by the out-of-memory killer, or ran out of memory."""
 
 
-def _start_worker(prepare: Callable[..., None] | None, arguments: Sequence[Any]) -> None:
+_worker: dict[str, Any] = {}
+"""State of a worker process, set at startup."""
+
+
+def _start_worker(
+    function: Callable[[Any], Any], prepare: Callable[..., None] | None, arguments: Sequence[Any]
+) -> None:
     """Initializes a worker process; the parent handles the signals of the terminal, and ends the worker."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     Thread(target=_exit_with_parent, daemon=True).start()  # the executor's workers would outlive a killed parent
+    _worker["function"] = function
     if prepare is not None:
         prepare(*arguments)
+
+
+def _call(item: Any) -> Any:
+    return _worker["function"](item)
 
 
 def _exit_with_parent() -> None:
@@ -69,7 +80,8 @@ def in_processes(
         yield from map(function, items)
         return
     other_children = set(active_children())
-    executor = ProcessPoolExecutor(workers, get_context("forkserver"), _start_worker, (prepare, arguments))
+    startup = (function, prepare, arguments)  # sent once to each process, not with each item
+    executor = ProcessPoolExecutor(workers, get_context("forkserver"), _start_worker, startup)
     result_queue: Any = executor._result_queue
     processes: set[BaseProcess] = set()
     pending: deque[Future[R]] = deque()
@@ -86,7 +98,7 @@ def in_processes(
 
     try:
         for item in items:
-            pending.append(executor.submit(function, item))
+            pending.append(executor.submit(_call, item))
             processes.update(set(active_children()) - other_children)
             yield from finished(4 * workers)
         yield from finished(0)

@@ -5,15 +5,15 @@
     python tools/openwebtext/fetch_pages.py clean_urls.txt pages.jsonl.zst --connections 128 \\
         --user-agent "name-of-your-lab (mail@lab.edu)"
 
-Reads a URL a line, as blacklist_urls.py writes them. Each host is asked once at a time, with a pause between two pages
-(--delay), and only for what its robots.txt allows (--ignore-robots asks for all); so are those that redirections lead
-to. trafilatura takes the text out of a page, without menus and comments; plain texts stay as they are. Pages that are
-too large, too slow, of another kind or of a private network are left out; the report counts them by reason.
+Reads a URL a line, as blacklist_urls.py writes them. Each host is asked for one page at a time, with a pause between
+two pages (--delay), and only for what its robots.txt allows (--ignore-robots asks for all), redirections included.
+trafilatura takes the text out of a page, without menus and comments; plain texts stay as they are. Pages that are too
+large, too slow, of another kind or of a private network are left out; the report counts them by reason.
 
 What is fetched is in OUTPUT.fetched, not compressed, until all is: the same command goes on where an earlier one was
-interrupted. Memory: about 180 bytes for each URL, 10,000 URLs ahead, and the pages on their way (--max-bytes each, at
-most --connections and 4 for each of the --workers). Hosts take turns among these 10,000 URLs: shuffle a list in which
-those of a host stand together.
+interrupted. Hosts with the most pages are asked first, as many at a time as there are --connections. Memory: about 350
+bytes for each URL, and the pages on their way (--max-bytes each, at most 3 for each of the --connections and 4 for each
+of the --workers).
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -37,8 +36,8 @@ from megatron.base.errors import UserError
 from megatron.base.fields import check_fields
 from megatron.base.option import field_options
 from megatron.data.cleaning.command import Report, Tool, add_common, check_apart, progress
-from megatron.data.cleaning.fetching import OF_PAGES, UNREACHED, Limits, Page, fetch_all, host_of
 from megatron.data.cleaning.filtering import encode
+from megatron.data.cleaning.pages import OF_PAGES, UNREACHED, Limits, Page, host_of
 from megatron.data.lines import lines, writing
 from megatron.data.processes import in_processes
 from tools.openwebtext.blacklist_urls import page_of
@@ -46,46 +45,44 @@ from tools.openwebtext.blacklist_urls import page_of
 GOES_ON = "what is fetched is kept; the same command goes on"
 
 _OUTAGE = 100
-"""Hosts in a row that cannot be reached, after which one that could be is asked again."""
+"""Consecutive unreachable hosts after which a host that was reachable is asked again."""
 
-_BEGIN, _LIMITS = b'{"url": "', b'{"limits": '
-"""Of a line of the record, and of its first."""
+_ROW, _HEADER = b'{"url": "', b'{"limits": '
+"""First bytes of a line of the record, and of its first line."""
 
 
-def _quiet() -> None:
+def _silence_libraries() -> None:
     import trafilatura
 
-    for name in (trafilatura.__name__, "urllib3"):  # what becomes of each page is in the report
+    for name in (trafilatura.__name__, "urllib3"):  # the report counts each page
         logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def _extract(page: Page) -> dict[str, str]:
-    """The line of the record: a URL with its text, or with the reason why there is none."""
+    """Row of the record: a URL with its text, or with the reason why there is none."""
     if page.failed:
         return {"url": page.url, "failed": page.failed}
-    if page.kind == "text/plain":
+    if page.media_type == "text/plain":
         text = page.body.decode("utf-8", "replace").strip()
     else:
         import trafilatura
 
         try:
             text = trafilatura.extract(page.body, include_comments=False, deduplicate=False) or ""
-        except Exception:  # of lxml and of others: a page may be anything
+        except Exception:  # pages may trigger any error of lxml and others
             text = ""
-    if not text:
-        return {"url": page.url, "failed": "without a text"}
-    return {"url": page.url, "text": text}
+    return {"url": page.url, "text": text} if text else {"url": page.url, "failed": "without a text"}
 
 
-def _settled(rows: Iterable[dict[str, str]], is_up: Callable[[], bool]) -> Iterator[dict[str, str]]:
-    """Lines for the record. Those of hosts that cannot be reached wait until another can be.
+def _check_network(rows: Iterable[dict[str, str]], is_up: Callable[[], bool]) -> Iterator[dict[str, str]]:
+    """Passes rows on; those of unreachable hosts wait until another host is reached.
 
     Args:
-        rows: as they come.
-        is_up: whether a host that could be reached still can.
+        rows: rows of the record.
+        is_up: whether a host that was reachable still is.
 
     Raises:
-        UserError: when the network seems to be down; what waits is asked for again by the next run.
+        UserError: when the network seems to be down; the waiting rows are left to the next run.
     """
     waiting: list[dict[str, str]] = []
     hosts: set[str] = set()
@@ -105,129 +102,100 @@ def _settled(rows: Iterable[dict[str, str]], is_up: Callable[[], bool]) -> Itera
     yield from waiting
 
 
-class _Record:
-    """What was fetched, a line each, on disk as it comes; the first line says within what limits.
+def _read_record(path: Path, stream: BinaryIO, limits: Limits) -> dict[bytes, str]:
+    """Reads what an interrupted run recorded, and removes the half line at its end; a new record gets its first line.
+
+    Returns:
+        The page of each URL that was fetched, and the URL where it has a text.
 
     Raises:
-        UserError: when the file is another, or of other limits.
+        UserError: when the file is no record, or has other limits.
     """
-
-    def __init__(self, path: Path, stream: BinaryIO, limits: Limits) -> None:
-        self.path, self.stream = path, stream
-        self.done: set[bytes] = set()
-        self.reached = ""
-        """The last URL whose page was had."""
-        first = _LIMITS + json.dumps(limits.of_pages).encode() + b"}\n"
-        whole = 0
-        for line in stream:
-            half = not line.endswith(b"\n")  # left by an interrupted run
-            try:
-                if not line.startswith((_BEGIN if whole else _LIMITS)[: len(line)]):
-                    raise ValueError
-                if whole and not half:
-                    self._take(json.loads(line))
-            except (ValueError, AttributeError) as error:
-                raise UserError(f"{path}: is no record of an interrupted run; remove it") from error
-            if not (whole or half) and line != first:
-                raise UserError(
-                    f"{path}: was begun with another --max-bytes, --ignore-robots or --allow-private-hosts; "
-                    "give those again, or remove it"
-                )
-            whole += 0 if half else len(line)
-        stream.seek(whole)
-        stream.truncate()
-        if not whole:
-            stream.write(first)
-
-    def _take(self, found: dict[str, str]) -> None:
-        self.done.add(page_of(found["url"]))
-        if "text" in found:
-            self.reached = found["url"]
-
-    def add(self, found: dict[str, str]) -> None:
-        self.stream.write(encode(found) + b"\n")
-        self.stream.flush()
-        self._take(found)
-
-    def rows(self) -> Iterator[dict[str, str]]:
-        self.stream.seek(0)
-        self.stream.readline()
-        yield from map(json.loads, self.stream)
-
-
-@contextmanager
-def _recording(path: Path, limits: Limits) -> Iterator[_Record]:
-    """The record of one run at a time.
-
-    Raises:
-        UserError: when it cannot be written, or another run does.
-    """
-    try:
-        with path.open("a+b") as stream, holding(path, where_there_are_locks=True):
-            if not path.exists() or not os.path.samestat(path.stat(), os.fstat(stream.fileno())):
-                raise UserError(f"{path}: another run has just ended; start again")
-            stream.seek(0)
-            yield _Record(path, stream, limits)
-    except BlockingIOError as error:
-        raise UserError(f"{path}: another run is fetching these pages; wait for it") from error
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror or error}") from error
+    header = _HEADER + json.dumps(limits.of_pages).encode() + b"}\n"
+    end, pages = 0, dict[bytes, str]()
+    for line in stream:
+        is_complete = line.endswith(b"\n")
+        try:
+            if not line.startswith((_ROW if end else _HEADER)[: len(line)]):
+                raise ValueError
+            if end and is_complete:
+                row = json.loads(line)
+                pages[page_of(row["url"])] = row["url"] if "text" in row else ""
+        except (ValueError, AttributeError) as error:
+            raise UserError(f"{path}: is no record of an interrupted run; remove it") from error
+        if not end and is_complete and line != header:
+            raise UserError(
+                f"{path}: was begun with another --max-bytes, --ignore-robots or --allow-private-hosts; "
+                "give those again, or remove it"
+            )
+        end += len(line) if is_complete else 0
+    stream.truncate(end)
+    if not end:
+        stream.write(header)
+    return pages
 
 
 def run(options: argparse.Namespace) -> Report:
     """Fetches the pages of a file of URLs.
 
     Raises:
-        UserError: when the file cannot be read, or no page can be fetched.
+        UserError: when the file cannot be read, no page can be fetched, or another run fetches them.
     """
-    from megatron.data.cleaning.requesting import Fetcher
+    from megatron.data.cleaning.fetching import Fetcher
+
+    _silence_libraries()
+    fetch = Fetcher(options.limits)
+    next(lines(options.input), None)  # a file that cannot be read leaves no record, which other limits would not fit
+    path = _record_of(Path(options.output))
+    try:
+        with path.open("a+b") as stream, holding(path, where_there_are_locks=True):
+            if not path.exists() or not os.path.samestat(path.stat(), os.fstat(stream.fileno())):
+                raise UserError(f"{path}: another run has just ended; start again")
+            stream.seek(0)
+            return _fetch(options, fetch, path, stream)
+    except BlockingIOError as error:
+        raise UserError(f"{path}: another run is fetching these pages; wait for it") from error
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}") from error
+
+
+def _fetch(options: argparse.Namespace, fetch: Callable[[str], Page], path: Path, record: BinaryIO) -> Report:
+    from megatron.data.cleaning.fetching import fetch_all
 
     limits: Limits = options.limits
-    output = Path(options.output)
-    next(lines(options.input), None)  # a file that cannot be read leaves no record, which other limits would not fit
-    wanted: set[bytes] = set()
-    fetch = Fetcher(limits)
-    _quiet()
-    with _recording(_record_of(output), limits) as record:
+    fetched = _read_record(path, record, limits)
+    reached_urls = [url for url in fetched.values() if url][-1:]
+    urls: dict[bytes, str] = {}
+    for line in lines(options.input):
+        url = line.decode("utf-8", "replace")
+        urls.setdefault(page_of(url), url)
+    missing = [url for page, url in urls.items() if page not in fetched]
+    del fetched
 
-        def missing() -> Iterator[str]:
-            for line in lines(options.input):
-                url = line.decode("utf-8", "replace")
-                page = page_of(url)
-                if page not in wanted:
-                    wanted.add(page)
-                    if page not in record.done:
-                        yield url
+    def is_up() -> bool:
+        return bool(reached_urls) and fetch(reached_urls[0]).failed not in UNREACHED
 
-        def is_up() -> bool:
-            return bool(record.reached) and fetch(record.reached).failed not in UNREACHED
-
-        pages = fetch_all(missing(), fetch, limits.connections, limits.delay, limits.patience)
-        with progress((), "pages", "page") as bar:
-            for found in _settled(in_processes(_extract, pages, options.workers, _quiet), is_up):
-                record.add(found)
-                bar.update()
-        report = _write(options.input, wanted, record, output)
-        record.path.unlink(missing_ok=True)
-    return report
-
-
-def _write(source: str, wanted: set[bytes], record: _Record, output: Path) -> Report:
-    """The texts of all pages that are wanted, and what became of the others."""
+    pages = fetch_all(missing, fetch, limits.connections, limits.delay, limits.patience)
+    rows = in_processes(_extract, pages, options.workers, _silence_libraries)
+    for row in _check_network(progress(rows, "pages", "page"), is_up):
+        record.write(encode(row) + b"\n")
+        record.flush()
+        if "text" in row:
+            reached_urls = [row["url"]]
     report = Report(pages=0, written=0)
-    with writing(output) as write:
-        for row in record.rows():
-            if page_of(row["url"]) not in wanted:
-                continue
-            report.add("pages")
-            if "failed" in row:
-                report.add(row["failed"])
-            else:
-                report.add("written")
-                write(encode(row))
+    record.seek(0)
+    record.readline()
+    with writing(options.output) as write:
+        for row in map(json.loads, record):
+            if page_of(row["url"]) in urls:
+                report.add("pages")
+                report.add(row.get("failed", "written"))
+                if "text" in row:
+                    write(encode(row))
         if not report["written"]:
-            record.path.unlink(missing_ok=True)  # so that all are asked for again when the network is back
-            raise UserError(f"{source}: no page could be fetched ({report})")
+            path.unlink()  # so that all are asked for again when the network is back
+            raise UserError(f"{options.input}: no page could be fetched ({report})")
+    path.unlink()
     return report
 
 

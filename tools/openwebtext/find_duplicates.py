@@ -11,21 +11,18 @@ similarity 0.5, 0.7, 0.8 and 0.9 meet in a band with probability 0.01, 0.25, 0.6
 
 --save-fingerprints keeps the fingerprints, so that a later run compares new documents with old ones without their
 texts; similarities to those are estimated from the fingerprints (with 100 seeds to about 0.05).
-Memory: 4 bytes a seed and about 150 more for each document (550 with 100 seeds), 300 to 500 for each pair found, and in
-each process 32 for each document, up to 100 MB and about 30 bytes for each character of the longest text; besides, what
---load-fingerprints reads is there twice for a moment, and --save-fingerprints holds the documents' names. Texts wait in
-a file without a name in the folder of the output; processes share it, and the fingerprints. Pairs come in the order of
-the documents, those of --load-fingerprints first.
+Memory: 4 bytes a seed and about 250 more for each document (650 with 100 seeds; twice that for a moment), 300 to 500
+for each pair found, and in each process 16 for each document, the shingles of 1,000 texts (8 bytes for each character)
+and about 30 bytes for each character of the longest text. Texts wait in a file without a name in the folder of the
+output. Pairs come in the order of the documents, those of --load-fingerprints first.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import sys
 import tempfile
-from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,101 +39,28 @@ from numpy.typing import NDArray
 
 from megatron.base.errors import UserError
 from megatron.data.cleaning.command import Report, Tool, add_common, check_apart, progress
-from megatron.data.cleaning.comparing import Comparison, Texts, merged
+from megatron.data.cleaning.comparing import Comparison, merge_matches
 from megatron.data.cleaning.filtering import BAD_LINE, FilePart, encode, in_chunks, of_each, parts_of
-from megatron.data.cleaning.fingerprints import Index, signatures
+from megatron.data.cleaning.fingerprints import Fingerprints, load_fingerprints, signatures
 from megatron.data.lines import writing
 from megatron.data.processes import in_processes
 
-MOST_SEEDS = 10_000
+MAX_SEEDS = 10_000
 _BUCKETS = 256
-"""Buckets that a process is given at a time."""
+"""Buckets of a work item."""
 
 
 @dataclass(frozen=True)
-class _Fingerprint:
-    """What is read of some lines, of which two fields must be text, the name and the text of a document.
-
-    It gives these two, fingerprints and sizes, and the number of lines that are no documents.
-    """
+class _Fingerprinting:
+    """Computes keys, texts, fingerprints and sizes of the documents in some lines, and the number of bad lines."""
 
     seeds: int
     seed: int
     skip_bad: bool
 
     def __call__(self, part: FilePart) -> tuple[list[list[str]], NDArray[np.uint32], NDArray[np.int64], int]:
-        found, bad = of_each(lambda row, line, where: [row[key] for key in part.keys], part, self.skip_bad)
-        return found, *signatures([text for _, text in found], self.seeds, self.seed), bad
-
-
-class Corpus:
-    """Documents whose fingerprints are in memory and whose keys and texts are in a file.
-
-    Args:
-        spill: a temporary file.
-        seeds: numbers of a fingerprint.
-    """
-
-    def __init__(self, spill: BinaryIO, seeds: int) -> None:
-        self.spill = spill
-        self._seeds = seeds
-        # Arrays that grow where they are: parts that are put together at the end would be there twice.
-        self._places, self._sizes, self._rows = array("q"), array("q"), array("I")
-        self._end = 0
-
-    def __len__(self) -> int:
-        return len(self._sizes)
-
-    def take(self, rows: NDArray[np.uint32], sizes: NDArray[np.int64]) -> None:
-        """Takes the fingerprints and the sizes of the next documents."""
-        self._rows.frombytes(rows.reshape(-1).view(np.uint8).data)
-        self._sizes.frombytes(sizes.view(np.uint8).data)
-
-    def add(self, key: str, text: str | None) -> None:
-        """Puts a document into the file; None stands for a text that is not there."""
-        packed = [key.encode("utf-8", "surrogatepass"), (text or "").encode("utf-8", "surrogatepass")]
-        self.spill.write(b"".join(packed))
-        self._places.extend((self._end, len(packed[0]), -1 if text is None else len(packed[1])))
-        self._end += sum(map(len, packed))
-
-    def index(self, seed: int) -> tuple[Index, NDArray[np.int64]]:
-        """All fingerprints, and where the documents are: the offset and the lengths of key and text (-1: none)."""
-        self.spill.flush()
-        rows = np.frombuffer(self._rows, dtype=np.uint32).reshape(-1, self._seeds)
-        index = Index(rows, np.frombuffer(self._sizes, dtype=np.int64), seed)
-        return index, np.frombuffer(self._places, dtype=np.int64).reshape(-1, 3)
-
-
-def read_all(options: argparse.Namespace, corpus: Corpus, report: Report) -> None:
-    """Fingerprints all inputs.
-
-    Raises:
-        UserError: naming the file and the line that is no document.
-    """
-
-    inputs = zip(options.inputs[::2], options.inputs[1::2], strict=True)
-    parts = (part for path, name in inputs for part in parts_of(path, name, options.key))
-    work = _Fingerprint(options.num_seeds, options.seed, options.skip_bad_lines)
-    with progress((), "fingerprints") as bar:
-        for found, rows, sizes, bad in in_processes(work, parts, options.workers):
-            if bad:
-                report.add(BAD_LINE, bad)
-            corpus.take(rows, sizes)
-            for key, text in found:
-                corpus.add(key, text)
-            bar.update(len(found))
-
-
-def _digest(key: str) -> int:
-    return int.from_bytes(hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
-
-
-def _repeated(texts: Texts, count: int) -> NDArray[np.bool_]:
-    """Documents whose key an earlier one has."""
-    hashes = np.fromiter((_digest(texts.key(number)) for number in range(count)), np.uint64, count)
-    repeated = np.ones(count, dtype=bool)
-    repeated[np.unique(hashes, return_index=True)[1]] = False
-    return repeated
+        documents, num_bad = of_each(lambda row, line, where: [row[key] for key in part.keys], part, self.skip_bad)
+        return documents, *signatures([text for _, text in documents], self.seeds, self.seed), num_bad
 
 
 def check(options: argparse.Namespace) -> None:
@@ -147,8 +71,8 @@ def check(options: argparse.Namespace) -> None:
     """
     if len(options.inputs) % 2:
         raise UserError("--inputs: give a file and the field that names its documents, then the next file and field")
-    if not 1 <= options.num_seeds <= MOST_SEEDS:
-        raise UserError(f"--num-seeds {options.num_seeds}: give 1 to {MOST_SEEDS}")
+    if not 1 <= options.num_seeds <= MAX_SEEDS:
+        raise UserError(f"--num-seeds {options.num_seeds}: give 1 to {MAX_SEEDS}")
     if not 0 <= options.seed < 1 << 64:
         raise UserError(f"--seed {options.seed}: give 0 to {(1 << 64) - 1}")
     if options.num_bands < 1 or options.num_seeds % options.num_bands:
@@ -164,74 +88,85 @@ def check(options: argparse.Namespace) -> None:
 
 
 @contextmanager
-def _scratch(folder: Path) -> Iterator[tuple[BinaryIO, str]]:
-    """A file that goes with this process, however that ends, and where other processes find it meanwhile.
+def _scratch_file(folder: Path) -> Iterator[tuple[BinaryIO, str]]:
+    """A nameless file, which disappears with this process, and a path by which other processes can open it.
 
     Raises:
         UserError: when the disk is full.
     """
     try:
         with tempfile.TemporaryFile(dir=folder) as stream:
-            yield stream, f"/proc/{os.getpid()}/fd/{stream.fileno()}"  # it has no name in the folder
+            yield stream, f"/proc/{os.getpid()}/fd/{stream.fileno()}"
     except OSError as error:
         raise UserError(f"{folder}: {error.strerror or error}") from error
 
 
 def run(options: argparse.Namespace) -> Report:
-    """Finds the duplicates of some files.
-
-    Raises:
-        UserError: for files that cannot be read or written.
-    """
+    """Finds the duplicates of some files."""
     report = Report()
     folder = Path(options.output or options.save_fingerprints).resolve().parent
-    with _scratch(folder) as (spill, spilled), _scratch(folder) as (prints, printed):
-        corpus = Corpus(spill, options.num_seeds)
+    with _scratch_file(folder) as (texts, texts_path), _scratch_file(folder) as (rows_file, rows_path):
+        keys: list[str] = []
+        rows, sizes = [np.empty((0, options.num_seeds), np.uint32)], [np.empty(0, np.int64)]
         if options.load_fingerprints:
-            old, keys = Index.load(Path(options.load_fingerprints), options.num_seeds, options.seed)
-            corpus.take(old.rows, old.sizes)
-            for key in keys:
-                corpus.add(key, None)
-            del old, keys
-        read_all(options, corpus, report)
-        if not len(corpus):
+            loaded, keys = load_fingerprints(Path(options.load_fingerprints), options.num_seeds, options.seed)
+            rows, sizes = [loaded.rows], [loaded.sizes]
+        num_loaded = len(keys)
+        lengths = [0] * num_loaded
+        inputs = zip(options.inputs[::2], options.inputs[1::2], strict=True)
+        parts = (part for path, name in inputs for part in parts_of(path, name, options.key))
+        fingerprinting = _Fingerprinting(options.num_seeds, options.seed, options.skip_bad_lines)
+        with progress((), "fingerprints") as bar:
+            for documents, part_rows, part_sizes, num_bad in in_processes(fingerprinting, parts, options.workers):
+                if num_bad:
+                    report.add(BAD_LINE, num_bad)
+                rows.append(part_rows)
+                sizes.append(part_sizes)
+                for key, text in documents:
+                    keys.append(key)
+                    lengths.append(texts.write(text.encode("utf-8", "surrogatepass")))
+                bar.update(len(documents))
+        if not keys:
             raise UserError("the inputs hold no document")
-        index, places = corpus.index(options.seed)
-        report.add("documents", len(places))
-        report.add("bytes of fingerprints a document", index.bytes_per_document)
-        texts = Texts(spilled, places)
+        texts.flush()
+        fingerprints = Fingerprints(np.concatenate(rows), np.concatenate(sizes))
+        del rows, sizes
+        report.add("documents", len(keys))
+        report.add("bytes of fingerprints a document", 4 * options.num_seeds + 8)
         if options.save_fingerprints:
-            index.save(Path(options.save_fingerprints), [texts.key(number) for number in range(len(places))])
+            fingerprints.save(Path(options.save_fingerprints), keys, options.seed)
         if options.output:
-            np.save(prints, index.rows)
-            prints.flush()
-            of_run = (options.jaccard, options.heuristic_iter, options.seed)
-            compare = Comparison(spilled, places, printed, index.sizes, *of_run)
-            _write_duplicates(options, texts, index, compare, report)
-        texts.stream.close()
+            np.save(rows_file, fingerprints.rows)
+            rows_file.flush()
+            bounds = np.cumsum([0, *lengths])
+            compare = Comparison(
+                texts_path, bounds, num_loaded, rows_path, fingerprints.sizes,
+                options.jaccard, options.heuristic_iter, options.seed,
+            )  # fmt: skip
+            _write_duplicates(options, keys, fingerprints, compare, report)
     return report
 
 
 def _write_duplicates(
-    options: argparse.Namespace, texts: Texts, index: Index, compare: Comparison, report: Report
+    options: argparse.Namespace, keys: list[str], fingerprints: Fingerprints, compare: Comparison, report: Report
 ) -> None:
-    # Not of compare.index, which would go to every process with all its rows.
-    left_out = _repeated(texts, len(texts.places))
-    if left_out.any():
-        report.add("repeated names, of which the first counts", int(left_out.sum()))
-        example = texts.key(int(left_out.argmax()))
+    first_documents = {key: number for number, key in reversed(list(enumerate(keys)))}
+    documents = np.sort(np.fromiter(first_documents.values(), np.int64))
+    del first_documents
+    if num_repeated := len(keys) - len(documents):
+        report.add("repeated names, of which the first counts", num_repeated)
+        example = keys[int(np.setdiff1d(np.arange(len(keys)), documents)[0])]
         print(
-            f"find_duplicates: warning: {left_out.sum():,} documents are not compared, since an earlier one has their "
+            f"find_duplicates: warning: {num_repeated:,} documents are not compared, since an earlier one has their "
             f"name ({example!r} first); give each a name of its own (add_id.py does)",
             file=sys.stderr,
         )
-    buckets = progress(index.buckets(options.num_bands, left_out), "buckets", "bucket")
+    buckets = progress(fingerprints.buckets(options.num_bands, documents), "buckets", "bucket")
     workers = options.workers if options.jaccard_parallel else 1
-    results = in_processes(compare, in_chunks(buckets, _BUCKETS), workers)
     report.add("pairs", 0)
     with writing(options.output) as write:
-        for first, others in merged(results).items():
-            write(encode({texts.key(first): [{texts.key(other): round(value, 6)} for other, value in others]}))
+        for first, others in merge_matches(in_processes(compare, in_chunks(buckets, _BUCKETS), workers)).items():
+            write(encode({keys[first]: [{keys[other]: round(value, 6)} for other, value in others.items()]}))
             report.add("pairs", len(others))
 
 

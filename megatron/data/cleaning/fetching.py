@@ -1,235 +1,216 @@
-"""Scheduling of page requests: round-robin over hosts with pauses, redirections and retries."""
+"""Page downloads with requests: bounded size and time, public hosts only, and according to robots.txt."""
 
 from __future__ import annotations
 
-import heapq
+import ipaddress
+import socket
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterable
-from dataclasses import dataclass, replace
-from itertools import islice
-from queue import Empty, SimpleQueue
-from urllib.parse import urlsplit
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from functools import lru_cache
+from queue import Empty, Queue, SimpleQueue
+from typing import Any
+from urllib.parse import urljoin, urlsplit
 
-from megatron.base.option import option
+import requests
+from protego import Protego
+from requests.adapters import HTTPAdapter
+from requests.utils import requote_uri
+from urllib3.connection import HTTPConnection, HTTPSConnection
+from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
+from urllib3.exceptions import NameResolutionError
+from urllib3.exceptions import TimeoutError as ReadTimeout
 
-WINDOW = 10_000
-"""URLs held in memory; URLs of ready hosts go first."""
+from megatron.data.cleaning.pages import UNREACHED, Limits, Page, host_of
 
-UNREACHED = ("could not be reached", "timed out", "of a host that does not answer")
-"""Failure reasons of pages whose host, or the network, is down."""
-
-OF_PAGES = ("max_bytes", "robots", "private")
-"""Fields of ``Limits`` that affect which pages are downloaded."""
-
-_HOPELESS = 6
-"""Consecutive requests without an answer after which a host's remaining pages are skipped."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits of page fetching; each field is a flag."""
-
-    # Each connection takes a thread and one or two of typically 1,024 open files.
-    connections: int = option(32, "connections at once", metavar="N", minimum=1, maximum=400)
-    delay: float = option(1.0, "seconds between pages of a host", metavar="S", minimum=0, maximum=3600)
-    timeout: float = option(
-        10.0, "seconds of silence; a page may take three times as long", metavar="S", minimum=0.1, maximum=3600
-    )
-    max_bytes: int = option(5_000_000, "bytes of a page, at most", metavar="N", minimum=1, maximum=1_000_000_000)
-    agent: str = option("megatron-cc", "told to the sites", flag="user-agent", metavar="NAME")
-    robots: bool = option(True, "do not ask for robots.txt", flag="ignore-robots", off_switch=True)
-    private: bool = option(
-        False, "fetch from hosts of this machine and its own network, too", flag="allow-private-hosts"
-    )
-
-    @property
-    def of_pages(self) -> list[int]:
-        """Values of the ``OF_PAGES`` fields."""
-        return [getattr(self, name) for name in OF_PAGES]
-
-    @property
-    def patience(self) -> float:
-        """Total timeout of a request in seconds, name resolution and slow headers included."""
-        return 12 * self.timeout
+_MAX_UNANSWERED = 6
+"""Consecutive pages without an answer after which a host's remaining pages are skipped."""
+_REDIRECTIONS, _RETRIES = 5, 2
+_MAX_ROBOTS_BYTES = 500_000
+_MEDIA_TYPES = ("text/html", "application/xhtml+xml", "text/plain")
+_BUSY = (429, 502, 503, 504)
 
 
-@dataclass(frozen=True)
-class Page:
-    """Result of a request.
-
-    Args:
-        url: requested URL.
-        body: bytes of the page; empty after a failure.
-        kind: media type of the body.
-        failed: short failure reason for the counts; empty on success.
-        then: next URL to request: the target of a redirection, or the same URL for a retry.
-    """
-
-    url: str
-    body: bytes = b""
-    kind: str = ""
-    failed: str = ""
-    then: str = ""
-
-    @property
-    def answered(self) -> bool:
-        """Whether the host answered with more than a busy status."""
-        return self.then != self.url and self.failed not in UNREACHED
+class _Refused(Exception):
+    """Raised with the reason for a page that must not be fetched."""
 
 
-def host_of(url: str) -> str:
-    """Name and port of a URL's host; empty if it has none."""
+class _Busy(Exception):
+    """Raised with the reason for a page that may be available later."""
+
+
+def _check_public(address: str) -> None:
+    if not ipaddress.ip_address(address.split("%")[0]).is_global:
+        raise _Refused("of a private network")
+
+
+class _Connection(HTTPConnection):
+    """Connection to public hosts only. Checks the peer address, since a name may resolve differently each time."""
+
+    def _new_conn(self) -> socket.socket:
+        with suppress(ValueError):  # a name instead of an address
+            _check_public(self._dns_host)
+        connection = super()._new_conn()
+        try:
+            _check_public(connection.getpeername()[0])
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+
+class _SecureConnection(_Connection, HTTPSConnection):
+    pass
+
+
+class _Pool(HTTPConnectionPool):
+    ConnectionCls = _Connection
+
+
+class _SecurePool(HTTPSConnectionPool):
+    ConnectionCls = _SecureConnection
+
+
+class Fetcher:
+    """Thread-safe page fetcher without cookies and credentials; proxies must block private hosts themselves."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self._session = requests.Session()
+        self._session.headers["User-Agent"] = limits.agent
+        for scheme in ("http://", "https://"):
+            adapter = HTTPAdapter(pool_connections=limits.connections, pool_maxsize=1)
+            if not limits.private:
+                adapter.poolmanager.pool_classes_by_scheme = {"http": _Pool, "https": _SecurePool}
+            self._session.mount(scheme, adapter)
+        self._rules = lru_cache(1000)(self._load_rules)
+
+    def __call__(self, url: str) -> Page:
+        """Fetches a page; failures are reported in the result."""
+        target = url
+        try:
+            for _ in range(1 + _REDIRECTIONS):
+                site = f"{urlsplit(target).scheme}://{host_of(target)}"
+                if self.limits.robots and not self._rules(site).can_fetch(target, self.limits.agent):
+                    return Page(url, failed="refused by robots.txt")
+                with self._get(target) as response:
+                    target = self._redirect_target(target, response)
+                    if not target:
+                        return self._page(url, response)
+            return Page(url, failed="redirected too often")
+        except _Refused as refused:
+            return Page(url, failed=str(refused))
+        except _Busy as busy:
+            return Page(url, failed=str(busy), retry=True)
+        except Exception as error:  # sites may trigger any error of requests, urllib3, http.client, idna or ipaddress
+            timed_out = isinstance(error, (requests.Timeout, ReadTimeout))
+            is_unknown_name = isinstance(getattr(next(iter(error.args), None), "reason", None), NameResolutionError)
+            permanent = is_unknown_name or isinstance(error, requests.exceptions.SSLError)
+            retry = isinstance(error, requests.ConnectionError) and not permanent
+            return Page(url, failed="timed out" if timed_out else "could not be reached", retry=retry)
+
+    def _page(self, url: str, response: requests.Response) -> Page:
+        if response.status_code != 200:
+            reason = f"answered with status {response.status_code}"
+            return Page(url, failed=reason, retry=response.status_code in _BUSY)
+        media_type = response.headers.get("Content-Type", "text/html").split(";")[0].strip().lower()
+        if media_type not in _MEDIA_TYPES:
+            return Page(url, failed="no text but another kind of file")
+        body = self._read_body(response, self.limits.max_bytes)
+        return Page(url, failed="too large") if len(body) > self.limits.max_bytes else Page(url, body, media_type)
+
+    def _get(self, url: str) -> requests.Response:
+        """Sends a request; the body is not read yet. Session.get would read the bodies of redirections of any size."""
+        request = self._session.prepare_request(requests.Request("GET", url, auth=lambda prepared: prepared))
+        settings: dict[str, Any] = {}  # from the environment: proxies, certificates
+        settings.update(self._session.merge_environment_settings(str(request.url), {}, True, None, None))
+        return self._session.get_adapter(str(request.url)).send(request, timeout=self.limits.timeout, **settings)
+
+    def _redirect_target(self, url: str, response: requests.Response) -> str:
+        """Target URL of a redirection; empty for other responses."""
+        target = self._session.get_redirect_target(response)
+        return urljoin(url, requote_uri(target)) if target else ""
+
+    def _read_body(self, response: requests.Response, max_bytes: int) -> bytes:
+        """Reads the decompressed body within bounded time; stops once it is longer than ``max_bytes``."""
+        deadline = time.monotonic() + 3 * self.limits.timeout
+        body = bytearray()
+        # read1 returns the available bytes, so that slow sites do not evade the deadline.
+        while len(body) <= max_bytes and (chunk := response.raw.read1(1 << 16, decode_content=True)):
+            body += chunk
+            if time.monotonic() > deadline:
+                raise _Refused("timed out")
+        return bytes(body)
+
+    def _load_rules(self, site: str) -> Protego:
+        """Robots rules of a site: a missing file allows everything; a server error makes the site busy."""
+        url = site + "/robots.txt"
+        for _ in range(1 + _REDIRECTIONS):
+            with self._get(url) as response:
+                if response.status_code >= 500 or response.status_code in _BUSY:
+                    raise _Busy(f"robots.txt: answered with status {response.status_code}")
+                if response.status_code == 200:
+                    body = self._read_body(response, _MAX_ROBOTS_BYTES)[:_MAX_ROBOTS_BYTES]
+                    return Protego.parse(body.decode("utf-8-sig", "replace"))
+                url = self._redirect_target(url, response)
+            if not url:
+                break
+        return Protego.parse("")
+
+
+def _fetch_in_time(fetch: Callable[[str], Page], url: str, patience: float) -> Page:
+    """Fetches a page in a thread of its own, which is abandoned after ``patience`` seconds."""
+    answers: SimpleQueue[Page] = SimpleQueue()
+    threading.Thread(target=lambda: answers.put(fetch(url)), daemon=True).start()
     try:
-        return urlsplit(url).netloc.rsplit("@", 1)[-1].lower()
-    except ValueError:
-        return ""
-
-
-@dataclass(eq=False)
-class Quest:
-    """A pending page.
-
-    Args:
-        begun: original URL.
-        url: next URL to request: the original, or the target of a redirection.
-        redirections, retries: remaining redirections and retries.
-    """
-
-    begun: str
-    url: str
-    redirections: int = 5
-    retries: int = 2
-
-    def goes_on(self, page: Page) -> bool:
-        """Updates the quest after an answer; returns whether to send another request."""
-        if not page.then:
-            return False
-        if page.then == self.url:
-            self.retries -= 1
-        else:
-            self.redirections -= 1
-        self.url = page.then
-        return min(self.retries, self.redirections) >= 0
-
-
-class Frontier:
-    """Queue of pages: round-robin over hosts, at most a single request per host at a time, with pauses in between.
-
-    Args:
-        urls: URLs, read a window ahead.
-        delay: seconds between the end of a request to a host and the next request.
-        window: number of pages in memory.
-    """
-
-    def __init__(self, urls: Iterable[str], delay: float, window: int = WINDOW) -> None:
-        self._urls = iter(urls)
-        self._delay, self._window = delay, window
-        self._waiting: dict[str, deque[Quest]] = {}
-        self._ready: list[tuple[float, int, str]] = []
-        self._free_at: dict[str, float] = {}
-        self._silent: dict[str, int] = {}
-        self._count = self._turn = 0
-
-    def add(self, quest: Quest, now: float) -> None:
-        """Appends a page to its host's queue, and a new host to the queue of hosts."""
-        host = host_of(quest.url)
-        self._count += 1
-        if host in self._waiting:
-            self._waiting[host].append(quest)
-            return
-        self._waiting[host] = deque([quest])
-        self._queue(host, self._free_at.get(host, now))
-
-    def _queue(self, host: str, at: float) -> None:
-        self._turn += 1
-        heapq.heappush(self._ready, (at, self._turn, host))
-
-    def take(self, now: float) -> Quest | None:
-        """Pops a page whose host is ready; None if no host is ready."""
-        if self._count <= self._window // 2:  # refill by half windows, to read the file less often
-            for url in islice(self._urls, self._window - self._count):
-                self.add(Quest(url, url), now)
-        if not self._ready or self._ready[0][0] > now:
-            return None
-        _, _, host = heapq.heappop(self._ready)
-        self._count -= 1
-        return self._waiting[host].popleft()
-
-    def release(self, url: str, now: float, answered: bool = True) -> None:
-        """Marks a request as finished and frees its host after the delay."""
-        host = host_of(url)
-        at = now if self.hopeless(url) else now + self._delay
-        self._silent[host] = 0 if answered else self._silent.get(host, 0) + 1
-        if self._waiting.get(host):
-            self._queue(host, at)
-            return
-        for table in (self._waiting, self._silent, self._free_at):
-            table.pop(host, None)
-        self._free_at[host] = at
-        for name in list(islice(self._free_at, 2)):  # oldest first
-            if self._free_at[name] <= now:
-                del self._free_at[name]
-
-    def hopeless(self, url: str) -> bool:
-        """Whether a URL's host failed to answer ``_HOPELESS`` requests in a row."""
-        return self._silent.get(host_of(url), 0) >= _HOPELESS
-
-    def wait(self, now: float) -> float | None:
-        """Seconds until a host is ready; None if no host is queued."""
-        return max(self._ready[0][0] - now, 0.0) if self._ready else None
+        return answers.get(timeout=patience)
+    except Empty:
+        return Page(url, failed="timed out")
 
 
 def fetch_all(
     urls: Iterable[str], fetch: Callable[[str], Page], connections: int, delay: float, patience: float = 120.0
-) -> Generator[Page, None, None]:
-    """Fetches pages in parallel; yields them in order of completion.
+) -> Iterator[Page]:
+    """Fetches pages in parallel, those of a host one after another; yields them in order of completion.
 
     Args:
-        urls: URLs, read on demand.
+        urls: URLs, all of which are held in memory.
         fetch: thread-safe function that fetches a URL and reports failures in its result.
-        connections: maximum number of concurrent requests.
+        connections: number of hosts that are asked at a time.
         delay: seconds between two requests to a host.
         patience: seconds after which a request is abandoned.
     """
-    frontier = Frontier(urls, delay)
-    answers: SimpleQueue[tuple[Quest, Page]] = SimpleQueue()
-    deadlines: dict[Quest, float] = {}  # earliest first
+    urls_by_host: dict[str, list[str]] = defaultdict(list)
+    for url in urls:
+        urls_by_host[host_of(url)].append(url)
+    hosts: SimpleQueue[list[str]] = SimpleQueue()
+    for host_urls in sorted(urls_by_host.values(), key=len, reverse=True):  # those that take longest first
+        hosts.put(host_urls)
+    pages: Queue[Page] = Queue(2 * connections)
 
-    def ask(quest: Quest) -> None:
-        answers.put((quest, fetch(quest.url)))
-
-    while True:
-        quest = frontier.take(time.monotonic()) if len(deadlines) < connections else None
-        if quest is not None and not frontier.hopeless(quest.url):
-            deadlines[quest] = time.monotonic() + patience
-            # A daemon thread per request: requests may be abandoned, and all are when the user interrupts.
-            threading.Thread(target=ask, args=(quest,), daemon=True).start()
-            continue
-        if quest is not None:
-            page = Page(quest.url, failed="of a host that does not answer")
-        else:
-            current_time = time.monotonic()
-            pauses = [next(iter(deadlines.values())) - current_time] if deadlines else []
-            pause = frontier.wait(current_time) if len(deadlines) < connections else None
-            pauses += [pause] if pause is not None else []
-            if not pauses:
-                return
+    def fetch_hosts() -> None:
+        while True:
             try:
-                quest, page = answers.get(timeout=max(min(pauses), 0.0))
+                host_urls = hosts.get_nowait()
             except Empty:
-                quest = next(
-                    (running_quest for running_quest, deadline in deadlines.items() if deadline <= time.monotonic()),
-                    None,
-                )
-                if quest is None:
-                    continue
-                page = Page(quest.url, failed="timed out")
-            if deadlines.pop(quest, None) is None:
-                continue  # abandoned earlier
-        frontier.release(quest.url, time.monotonic(), page.answered)
-        if quest.goes_on(page):
-            frontier.add(quest, time.monotonic())
-        else:
-            yield replace(page, url=quest.begun, then="")
+                return
+            pause, num_unanswered = 0.0, 0
+            for url in host_urls:
+                page = Page(url, failed="of a host that does not answer")
+                for _ in range(1 + _RETRIES):
+                    if num_unanswered == _MAX_UNANSWERED:
+                        break
+                    time.sleep(pause)
+                    page, pause = _fetch_in_time(fetch, url, patience), delay
+                    num_unanswered = num_unanswered + 1 if page.failed in UNREACHED else 0
+                    if not page.retry:
+                        break
+                pages.put(page)
+
+    for _ in range(min(connections, len(urls_by_host))):
+        # Daemon threads, which a user who interrupts the program need not wait for.
+        threading.Thread(target=fetch_hosts, daemon=True).start()
+    for _ in range(sum(map(len, urls_by_host.values()))):
+        yield pages.get()

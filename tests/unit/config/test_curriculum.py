@@ -265,5 +265,5 @@ def test_notes_on_what_a_curriculum_does_not_read() -> None:
     run = read_run(PARSER, f"{BASE} {LINEAR} --curriculum-root-degree 3 --train-iters 9".split())
     run.resolve(1)
     assert [note for note in run.notes if "--curriculum" in note] == [
-        "--curriculum-root-degree: no effect without --curriculum-learning by --curriculum-type fixed_root"
+        "--curriculum-root-degree: no effect without --curriculum-type fixed_root"
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -172,12 +173,25 @@ def test_both_ways_to_interleave(by_iterations: list[str], flags: str) -> None:
     assert config.parallel.num_layers_per_virtual_pipeline_stage == 2
 
 
-def test_idle_tensorboard_switches_are_noted(by_iterations: list[str]) -> None:
-    parsed = parse_args([*by_iterations, "--log-timers-to-tensorboard"])
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("", "no layer has experts (--num-experts)"),
+        ("--num-experts 8", "every replica holds all experts (--expert-model-parallel-size)"),
+    ],
+)
+def test_codecs_of_experts_are_noted_where_no_rows_travel(by_iterations: list[str], words: str, reason: str) -> None:
+    parsed = parse_args([*by_iterations, "--compress", "ep-dispatch-forward=fixpoint", *words.split()])
+    parsed.resolve(2)
+    assert f"--compress ep-dispatch-forward=fixpoint: no effect, {reason}" in parsed.notes
+
+
+def test_a_saved_configuration_is_read_back_without_a_note(by_iterations: list[str], tmp_path: Path) -> None:
+    saved = tmp_path / "run.yaml"
+    saved.write_text(_resolve(by_iterations, 1).to_yaml())
+    parsed = parse_args(["--config", str(saved)])
     parsed.resolve(1)
-    assert parsed.notes == [
-        "--log-timers-to-tensorboard: no effect without --tensorboard-dir, --wandb-project or --mlflow-experiment"
-    ]
+    assert parsed.notes == []
 
 
 @pytest.mark.parametrize(

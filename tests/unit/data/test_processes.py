@@ -108,6 +108,20 @@ def test_idle_is_called_while_waiting(tmp_path: Path) -> None:
     assert list(in_processes(_waits_for, files, 2, idle=idle)) == [True, True]
 
 
+class _CallCounter:
+    """Number of calls in the same process."""
+
+    calls = 0
+
+    def __call__(self, number: int) -> int:
+        self.calls += 1
+        return self.calls
+
+
+def test_a_function_reaches_each_process_once_and_keeps_its_state() -> None:
+    assert sum(calls == 1 for calls in in_processes(_CallCounter(), range(20), 2)) <= 2
+
+
 def _with_children(number: int) -> list[int]:
     return list(in_processes(_double, [number, number + 1], 2))
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import pickle
 import random
 import subprocess
 import sys
@@ -18,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import cleaning as bench
-from megatron.data.cleaning import comparing, fingerprints
-from megatron.data.cleaning.fingerprints import shingle_hashes, signatures, similarity
+from megatron.data.cleaning.comparing import similarity
+from megatron.data.cleaning.fingerprints import shingle_hashes, signatures
 from tests.support.disk import largest_file
 from tests.unit.openwebtext.support import read, refused, write
 from tools.openwebtext import find_duplicates, group_duplicate_url, remove_group_duplicates
@@ -57,15 +55,13 @@ def test_fingerprints_estimate_similarities() -> None:
         assert (row == rows[0]).mean() == pytest.approx(expected, abs=0.04)
 
 
-def test_long_texts_are_hashed_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    generator = random.Random(2)
-    texts = ["", "abc", *("".join(generator.choices("abcdé ", k=size)) for size in (5, 36, 400, 37, 1))]
-    whole, sets = signatures(texts, 20, 3), [fingerprints.shingle_set(text) for text in texts]
-    monkeypatch.setattr(fingerprints, "_PIECE", 32)
-    pieces = signatures(texts, 20, 3)
-    assert (pieces[0] == whole[0]).all()
-    assert (pieces[1] == whole[1]).all()
-    assert all(np.array_equal(fingerprints.shingle_set(text), one) for text, one in zip(texts, sets, strict=True))
+def test_fingerprints_are_those_that_earlier_versions_saved() -> None:
+    rows, sizes = signatures(["The old house by the river", "abc"], 4, 1234)
+    assert rows.tolist() == [
+        [8765096, 148770431, 183317939, 2536109],
+        [3084181924, 1048407559, 4189813623, 4194449484],
+    ]
+    assert sizes.tolist() == [22, 1]
 
 
 def corpus(seed: int, count: int = 120) -> list[dict[str, Any]]:
@@ -156,66 +152,15 @@ def test_fingerprints_of_another_shape_are_refused(
     assert f"--load-fingerprints {saved}" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_each_pair_is_compared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = corpus(4, 60)
-    rows += [{"url": f"again-{row['url']}", "text": row["text"]} for row in rows]
-    asked: list[str] = []
-
-    def count(a: Any, b: Any, kind: str) -> float:
-        asked.append(kind)
-        return similarity(a, b, kind)
-
-    monkeypatch.setattr(comparing, "similarity", count)
-    flags = ["--inputs", write(tmp_path / "in", rows), "url", "--num-bands", "20", "--workers", "1"]
-    assert find_duplicates.main([*flags, "--heuristic-iter", "-1", "--output", str(tmp_path / "out")]) == 0
-    # Of the four documents of each text and its copy, equal ones are settled without their shingles.
-    assert len(exact(rows, 0.5)) == 60 + 20 * 5
-    assert len(asked) <= 20 * 4
-
-
-def test_processes_are_not_sent_the_fingerprints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They share them, in a file."""
-    sent: list[int] = []
-    in_processes = find_duplicates.in_processes
-
-    def look(function: Any, items: Any, workers: int) -> Any:
-        chunks = iter(items)
-        first = next(chunks, None)  # what it is made of may be looked up first
-        sent.append(len(pickle.dumps(function)))
-        return in_processes(function, [] if first is None else itertools.chain([first], chunks), workers)
-
-    monkeypatch.setattr(find_duplicates, "in_processes", look)
-    rows = corpus(1)
-    flags = ["--inputs", write(tmp_path / "in", rows), "url", "--output", str(tmp_path / "out"), "--workers", "2"]
-    assert find_duplicates.main([*flags, "--num-seeds", "1000", "--jaccard-parallel"]) == 0
-    assert len(sent) == 2
-    assert max(sent) < 100 * len(rows)  # of 4,000 bytes each
-
-
-def test_a_process_keeps_the_latest_shingles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comparing, "_MOST_HASHES", 25)
-    spill = tmp_path / "texts"
-    spill.write_bytes(b"".join(b"k" + bytes(range(64 + 20 * n, 78 + 20 * n)) for n in range(3)))
-    places = np.array([(15 * number, 1, 14) for number in range(3)] + [(0, 1, -1)])
-    texts = comparing.Texts(str(spill), places)
-    sets: list[Any] = [texts.shingles(number) for number in range(3)]
-    assert texts.shingles(2) is sets[2]
-    assert texts.shingles(1) is sets[1]
-    assert texts.shingles(0) is not sets[0]
-    again: Any = texts.shingles(0)
-    assert np.array_equal(again, sets[0])
-    assert texts.shingles(3) is None
-
-
 def test_nothing_waits_in_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
-    merged = find_duplicates.merged
+    merge_matches = find_duplicates.merge_matches
 
     def look(pairs: Any) -> Any:
         seen.extend(entry.name for entry in tmp_path.iterdir())
-        return merged(pairs)
+        return merge_matches(pairs)
 
-    monkeypatch.setattr(find_duplicates, "merged", look)
+    monkeypatch.setattr(find_duplicates, "merge_matches", look)
     flags = ["--inputs", write(tmp_path / "in", corpus(1, 6)), "url", "--output", str(tmp_path / "out")]
     assert find_duplicates.main([*flags, "--workers", "1"]) == 0
     # A killed process leaves no texts there.
@@ -271,9 +216,10 @@ def test_only_what_was_compared_is_removed(tmp_path: Path, capsys: pytest.Captur
     data = write(tmp_path / "in", [{"url": "a", "text": one}, {"url": "b", "text": one}, {"url": "b", "text": other}])
     pairs, groups, out = (str(tmp_path / name) for name in ("pairs", "groups", "out"))
     assert find_duplicates.main(["--inputs", data, "url", "--output", pairs, "--workers", "1"]) == 0
-    said = capsys.readouterr().err
-    assert "1 documents are not compared" in said
-    assert "'b'" in said
+    captured = capsys.readouterr()
+    assert "1 documents are not compared" in captured.err
+    assert "'b'" in captured.err
+    assert "1 repeated names" in captured.out
     assert group_duplicate_url.main([pairs, groups]) == 0
     assert remove_group_duplicates.main([groups, data, out]) == 0
     assert [row["text"] for row in read(out)] == [one, other]
@@ -310,16 +256,6 @@ def test_similarities_that_are_none(value: str, tmp_path: Path, capsys: pytest.C
     assert "line 2" in refused(group_duplicate_url, [str(pairs), out], capsys)
     assert group_duplicate_url.main([str(pairs), out, "--skip-bad-lines"]) == 0
     assert read(out) == [{"0": ["a", "b"]}]
-
-
-def test_the_first_of_documents_with_one_key_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = " ".join(WORDS[:100])
-    rows = [{"url": "a", "text": text}, {"url": "a", "text": text}, {"url": "b", "text": text}]
-    out = tmp_path / "out"
-    flags = ["--inputs", write(tmp_path / "in", rows), "url", "--output", str(out), "--workers", "1"]
-    assert find_duplicates.main(flags) == 0
-    assert "1 repeated names" in capsys.readouterr().out
-    assert bench.pairs_of(out) == {("a", "b")}
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,7 @@ def test_a_library_that_is_missing_is_one_line(
     library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, library, None)
-    monkeypatch.delitem(sys.modules, "megatron.data.cleaning.requesting")
+    monkeypatch.delitem(sys.modules, "megatron.data.cleaning.fetching", raising=False)
     (tmp_path / "urls").write_text("http://127.0.0.1:9/\n")
     assert fetched(tmp_path / "urls", tmp_path / "out") == 2
     assert f"error: {library} is missing: pip install -e '.[cleaning]'" in capsys.readouterr().err

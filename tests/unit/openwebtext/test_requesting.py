@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import socket
 import time
+from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from megatron.data.cleaning.fetching import Limits, Page, fetch_all
-from megatron.data.cleaning.requesting import Fetcher
+from megatron.data.cleaning.fetching import Fetcher, fetch_all
+from megatron.data.cleaning.pages import Limits, Page, host_of
 from tests.unit.openwebtext.site import Site
 
 PATIENT = Limits(delay=0.0, timeout=20.0, private=True, max_bytes=1_000_000)
@@ -74,14 +76,13 @@ def test_a_name_whose_address_changes_is_not_asked(site: str, monkeypatch: pytes
     assert not Site.asked
 
 
-@pytest.mark.parametrize(("error", "again"), [(socket.EAI_NONAME, False), (socket.EAI_AGAIN, True)])
-def test_names_that_do_not_exist_are_looked_up_once(error: int, again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_that_do_not_exist_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def look_up(*_: object, **__: object) -> None:
-        raise socket.gaierror(error, "as on the network")
+        raise socket.gaierror(socket.EAI_NONAME, "as on the network")
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     url = "http://no-such-host.example.org/"
-    assert Fetcher(Limits())(url) == Page(url, failed="could not be reached", then=url if again else "")
+    assert Fetcher(Limits())(url) == Page(url, failed="could not be reached")
 
 
 @pytest.mark.parametrize(
@@ -101,8 +102,43 @@ def test_one_request_at_a_time_to_a_host_and_several_hosts_at_once(site: str) ->
     assert Site.asked["/robots.txt"] == 4
 
 
-def test_redirections_heed_the_hosts_that_they_lead_to(site: str) -> None:
-    urls = [f"http://127.0.0.{1 + number}:{site}/away/story{number}" for number in range(20)]
-    found = list(fetch_all(urls, Fetcher(PATIENT), connections=16, delay=0.0))
-    assert {page.url: b"family number" in page.body for page in found} == dict.fromkeys(urls, True)
-    assert set(Site.most_at_once.values()) == {1}
+def test_a_page_is_asked_for_a_few_times_and_a_silent_host_is_given_up() -> None:
+    requests: Counter[str] = Counter()
+
+    def fetch(url: str) -> Page:
+        requests[url] += 1
+        if "busy" in url:
+            return Page(url, failed="answered with status 503", retry=True)
+        if "dead" in url:
+            return Page(url, failed="could not be reached", retry=True)
+        if "stuck" in url:
+            time.sleep(20)
+        return Page(url, b"x")
+
+    urls = [f"http://{host}/{number}" for host in ("busy", "dead", "stuck", "alive") for number in range(10)]
+    start = time.monotonic()
+    pages = list(fetch_all(urls, fetch, connections=8, delay=0.0, patience=0.3))
+    assert time.monotonic() - start < 15
+    assert sorted(page.url for page in pages) == sorted(urls)
+    assert {requests[url] for url in urls if "busy" in url} == {1 + 2}
+    assert sum(requests[url] for url in urls if "dead" in url) == 6
+    assert Counter((host_of(page.url), page.failed) for page in pages) == {
+        ("busy", "answered with status 503"): 10,
+        ("dead", "could not be reached"): 2,
+        ("dead", "of a host that does not answer"): 8,
+        ("stuck", "timed out"): 6,
+        ("stuck", "of a host that does not answer"): 4,
+        ("alive", ""): 10,
+    }
+
+
+def test_there_is_a_pause_between_two_pages_of_a_host() -> None:
+    moments: dict[str, list[float]] = {"a": [], "b": []}
+
+    def fetch(url: str) -> Page:
+        moments[host_of(url)].append(time.monotonic())
+        return Page(url, b"x")
+
+    list(fetch_all([f"http://{host}/{number}" for number in range(4) for host in "ab"], fetch, 2, delay=0.1))
+    for times in moments.values():
+        assert all(later - earlier >= 0.1 for earlier, later in pairwise(times))

@@ -1,0 +1,52 @@
+"""Conditions under which settings have an effect: the ``only_if`` of their declarations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import reduce
+from typing import Any
+
+from megatron.base.option import Condition
+
+
+def _value(run: Any, path: str) -> object:
+    """Value of the field with the dotted name ``path``; of a list with a single element, that element."""
+    value = reduce(getattr, path.split("."), run)
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+def _flag(path: str, *values: object) -> str:
+    name = f"--{path.partition('.')[2].replace('_', '-')}"
+    return f"{name} {_listed(map(str, values))}" if values else name
+
+
+def _listed(names: Iterable[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def needs(*paths: str) -> Condition:
+    """One of the settings is switched on, above 0, or given at all."""
+    return Condition(lambda run, _: any(_value(run, path) for path in paths), f"without {_listed(map(_flag, paths))}")
+
+
+def when(path: str, *values: object) -> Condition:
+    """The setting has one of these values."""
+    return Condition(lambda run, _: _value(run, path) in values, f"without {_flag(path, *values)}")
+
+
+def unless(path: str, *values: object) -> Condition:
+    """The setting has none of these values; without ``values``: it is switched off, 0, or not given."""
+
+    def holds(run: Any, _: int) -> bool:
+        return _value(run, path) not in values if values else not _value(run, path)
+
+    return Condition(holds, f"beside {_flag(path, *values)}")
+
+
+EXPERTS = Condition(lambda run, _: run.model.has_experts, "no layer has experts (--num-experts)")
+WORDS = Condition(lambda run, _: run.model.predicts_words, "beside a task, whose outputs are no words")
+HALF_PRECISION = Condition(
+    lambda run, _: run.precision.fp16 or run.precision.bf16, "this is fp32 anyway, but with --fp16 or --bf16"
+)
+SEVERAL_PROCESSES = Condition(lambda _, world_size: world_size > 1, "there is one process")
