@@ -22,7 +22,6 @@ from megatron.distributed.agreement import any_rank, gather_texts
 from megatron.distributed.errors import CommunicationError
 from megatron.distributed.group import Group
 from megatron.distributed.ledger import Ledger
-from megatron.distributed.policy import CompressionPlan
 from megatron.distributed.topology import Topology
 from megatron.kernels.dtypes import dtype_from_name, name_of_dtype
 from megatron.optimizer.inner import state_names
@@ -41,7 +40,7 @@ class Joining:
     sends to the same rank of the other island.
 
     Args:
-        topology, ledger, plan: this rank's groups, its accounting, and its compressors.
+        topology, ledger: this rank's groups, and its accounting.
         stages: this rank's part of the model.
         optimizer: the inner optimizer.
         sync: its part in rounds.
@@ -54,7 +53,6 @@ class Joining:
         self,
         topology: Topology,
         ledger: Ledger,
-        plan: CompressionPlan,
         stages: Sequence[nn.Module],
         optimizer: Optimizer,
         sync: OuterSync,
@@ -62,7 +60,7 @@ class Joining:
         parts: StatefulParts,
         tell: Callable[[str], None],
     ) -> None:
-        self.topology, self.ledger, self.plan, self.stages = topology, ledger, plan, stages
+        self.topology, self.ledger, self.stages = topology, ledger, stages
         self.optimizer, self.sync, self.islands, self.parts, self.tell = optimizer, sync, islands, parts, tell
 
     def admit_islands_at_start(self) -> None:
@@ -156,7 +154,6 @@ class Joining:
             for state, tensors, counts in zip(self.sync.states(), states, counters, strict=True):
                 state.tensors, state.counters = tensors, {str(name): int(count) for name, count in counts.items()}
             self.parts.load_state_dict(common, _SCOPES)
-            self.plan.skipped = int(common["progress"]["skipped"])
         if self.sync.outer.begun:
             self.sync.load_outer_params()
         else:

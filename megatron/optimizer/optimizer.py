@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron.compression.points import Point
 from megatron.config.optimizer import OptimizerConfig
 from megatron.distributed.ledger import Ledger
 from megatron.distributed.policy import CompressionPlan
@@ -20,6 +19,7 @@ from megatron.optimizer.inner import make_inner, set_hyperparameters, step_inner
 from megatron.optimizer.loss_scale import LossScale
 from megatron.optimizer.matrix_gather import MatrixGather
 from megatron.optimizer.norm_reducer import ParamNormReducer
+from megatron.optimizer.step_summary import NO_VOTES, StepSummary, StopVotes
 from megatron.optimizer.update_direction import begin_directions, end_directions
 from megatron.parallel.data.buffer import FlatBuffer
 from megatron.parallel.data.param_gather import ParamAllGather, separates
@@ -37,7 +37,7 @@ class StepTotals:
         grad_sq: sum of squares of the scaled gradients of the whole model.
         params_sq: sum of squares of the parameters; None unless requested.
         num_zeros: number of gradient elements that are exactly zero; None unless requested.
-        votes: sum of the votes passed to ``Optimizer.step``.
+        votes: requests to stop, of all ranks.
         loss_scale: loss scale of the step.
         grad_norm: global L2 norm of the unscaled gradients before clipping; None if the update was skipped, because a
             gradient is not finite or nothing counts in any loss.
@@ -50,7 +50,7 @@ class StepTotals:
     grad_sq: float
     params_sq: float | None
     num_zeros: float | None
-    votes: float
+    votes: StopVotes
     loss_scale: float
     grad_norm: float | None = None
     finite: bool = True
@@ -131,7 +131,7 @@ class Optimizer:
         iteration: int,
         lr: float,
         weight_decay: float,
-        vote: float = 0.0,
+        votes: StopVotes = NO_VOTES,
         publish_update: bool = False,
         freeze_variance: bool = False,
         clipped: bool = False,
@@ -145,7 +145,7 @@ class Optimizer:
                 another rank reports them).
             iteration: 0-based; decides whether parameters are gathered compressed.
             lr, weight_decay: learning rate and weight decay of this step.
-            vote: a number to all-reduce over the ranks together with the other totals.
+            votes: this rank's request to stop, summed over the ranks together with the other totals.
             freeze_variance: leave Adam's second moments as they are, once an update has been taken.
             clipped: the gradients were clipped before they were all-reduced.
             all_finite: False when all ranks already know that the gradients are not finite, or that nothing counts.
@@ -153,7 +153,7 @@ class Optimizer:
                 from the parameters, divided by the learning rate, at any learning rate.
             decoupled_lr: learning rate of input embeddings and the output layer; None: ``lr``.
         """
-        totals = self._world_totals(losses, vote)
+        totals = self._world_totals(losses, votes)
         scale = totals.loss_scale
         finite = all_finite and math.isfinite(totals.grad_sq)
         totals = replace(totals, finite=finite, scale_can_fall=self.loss_scale.can_fall)
@@ -180,35 +180,24 @@ class Optimizer:
         else:
             step_inner(self.inner, self.shards, divisor)
 
-    def _world_totals(self, losses: Mapping[str, tuple[float, float]], vote: float) -> StepTotals:
-        """All-reduces a small vector over the world, so that every rank takes the same decisions; islands that go in
-        step have equal gradients, and sum only the other totals."""
+    def _world_totals(self, losses: Mapping[str, tuple[float, float]], votes: StopVotes) -> StepTotals:
         counted_shards = self._counted()
-        grad_sq = sum_of_squares([shard.grad for shard in counted_shards])
-        params_sq = sum_of_squares([shard.main for shard in counted_shards]) if self.log_params_norm else 0.0
-        zeros = _zeros([shard.grad for shard in counted_shards]) if self.log_num_zeros else 0.0
-        values = [*(number for pair in losses.values() for number in pair), vote, grad_sq, params_sq, zeros]
-        *pairs, votes, grad_sq, params_sq, zeros = self.sum_over_world(values, own=3)
-        sums, counts = pairs[::2], pairs[1::2]
-        return StepTotals(
-            {name: total / count if count else 0.0 for name, total, count in zip(losses, sums, counts, strict=True)},
-            sum(counts),
-            grad_sq,
-            params_sq if self.log_params_norm else None,
-            zeros if self.log_num_zeros else None,
+        summary = StepSummary(
+            losses,
             votes,
+            sum_of_squares([shard.grad for shard in counted_shards]),
+            sum_of_squares([shard.main for shard in counted_shards]) if self.log_params_norm else 0.0,
+            _zeros([shard.grad for shard in counted_shards]) if self.log_num_zeros else 0.0,
+        ).all_reduce(self.topology, self.ledger, self.joint)
+        return StepTotals(
+            {name: total / count if count else 0.0 for name, (total, count) in summary.losses.items()},
+            sum(count for _, count in summary.losses.values()),
+            summary.grad_sq,
+            summary.params_sq if self.log_params_norm else None,
+            summary.num_zeros if self.log_num_zeros else None,
+            summary.votes,
             self.loss_scale.scale,
         )
-
-    def sum_over_world(self, values: Sequence[float], own: int = 0) -> list[float]:
-        """Sums numbers over the world, and all but the last ``own`` numbers also over the islands that go in step."""
-        vector = torch.tensor(values, dtype=torch.float64, device=self.topology.device)
-        pending = self.topology.world.all_reduce(vector)
-        self.ledger.sent(Point.CONTROL, pending.sent_bytes)
-        self.ledger.wait(Point.CONTROL, pending)
-        self.joint.all_reduce([vector[: len(values) - own]])
-        result: list[float] = vector.tolist()
-        return result
 
     def _counted(self) -> list[ParamShard]:
         """The shards that this rank counts in norms."""

@@ -173,7 +173,6 @@ def begin_rounds(
         joining = Joining(
             engines.topology,
             engines.ledger,
-            engines.plan,
             engines.stages,
             engines.optimizer,
             outer,

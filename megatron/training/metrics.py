@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 
 from megatron.config.model import CLASSIFICATION_LOSS, REGRESSION_LOSS
+from megatron.optimizer.step_summary import NO_VOTES, StopVotes
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class StepMetrics:
     params_norm: float | None = None  # if requested, as num_zeros
     num_zeros: float | None = None
     expert_loads: ExpertLoads = field(default_factory=dict)  # for layers with experts
-    votes: float = 0.0  # votes to stop, all-reduced
+    votes: StopVotes = NO_VOTES  # requests to stop, of all ranks
     iterations: int = 1
     skipped_iterations: int = 0  # steps without an update, since a gradient was not finite
     nan_iterations: int = 0  # steps in a window with a loss that is not finite

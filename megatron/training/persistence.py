@@ -68,6 +68,7 @@ class RunCheckpoints:
         self.engines = engines
         self.schedule = schedule
         self.progress = progress
+        engines.plan.count_skipped = lambda: progress.skipped
         self.log = log
         self.lock = lock
         self.group = engines.topology.control.pg
@@ -215,7 +216,6 @@ class RunCheckpoints:
         if not weights_only:
             self._load_compressors(islands or (root,), iteration)
         self.parts.load_state_dict(common, self._scopes())
-        self.engines.plan.skipped = self.progress.skipped
         if differing:
             ours, theirs = (", ".join(words) for words in zip(*differing.values(), strict=True))
             self.log(

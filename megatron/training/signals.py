@@ -14,6 +14,8 @@ from enum import IntEnum
 from types import FrameType, TracebackType
 from typing import Any
 
+from megatron.optimizer.step_summary import StopVotes
+
 
 class ExitReason(IntEnum):
     """The reason why a run ends before its last iteration. The greatest reason wins when ranks differ."""
@@ -24,12 +26,6 @@ class ExitReason(IntEnum):
     SIGNAL = 3
     KILL_SWITCH = 4
     DIVERGED = 5
-
-
-_SIGNAL_VOTE = 2.0**20
-"""A vote that exceeds the sum of all ranks' votes for the time limit."""
-_SWITCH_VOTE = 2.0**40
-"""A vote that exceeds the sum of all ranks' votes for a signal."""
 
 
 class ExitSignals:
@@ -99,22 +95,22 @@ class ExitPolicy:
             return ExitReason.INTERVAL
         return ExitReason.NONE
 
-    def vote(self, iteration: int, signalled: bool) -> float:
-        """This rank's vote to stop after ``iteration`` iterations; the votes of all ranks are summed."""
+    def vote(self, iteration: int, signalled: bool) -> StopVotes:
+        """This rank's request to stop after ``iteration`` iterations; those of all ranks are summed."""
         if self.kill_switch_file is not None and os.path.exists(self.kill_switch_file):
-            return _SWITCH_VOTE
+            return StopVotes(kill_switch=1.0)
         if signalled:
-            return _SIGNAL_VOTE
-        return 1.0 if self.decide(iteration) is ExitReason.DURATION else 0.0
+            return StopVotes(signal=1.0)
+        return StopVotes(duration=float(self.decide(iteration) is ExitReason.DURATION))
 
     @staticmethod
-    def wish(votes: float) -> ExitReason:
-        """Decode the sum of all votes into the reason to stop of some rank."""
-        if votes >= _SWITCH_VOTE:
+    def reason(votes: StopVotes) -> ExitReason:
+        """The greatest reason for which some rank asks to stop."""
+        if votes.kill_switch:
             return ExitReason.KILL_SWITCH
-        if votes >= _SIGNAL_VOTE:
+        if votes.signal:
             return ExitReason.SIGNAL
-        return ExitReason.DURATION if votes > 0 else ExitReason.NONE
+        return ExitReason.DURATION if votes.duration else ExitReason.NONE
 
     def explain(self, reason: ExitReason, iteration: int, saved_to: str | None = None) -> str:
         """A log line that explains a reason, and says where the run is saved."""

@@ -16,6 +16,7 @@ from megatron.distributed.ledger import Ledger
 from megatron.models.context import ForwardContext
 from megatron.models.losses import LossSum, Targets
 from megatron.models.stage import Stage
+from megatron.optimizer.step_summary import NO_VOTES, StopVotes
 from megatron.parallel.pipeline.engine import Span
 from megatron.parallel.pipeline.schedule import PipelineOp
 from megatron.parallel.tensor.random import DropoutKeys
@@ -161,7 +162,7 @@ def train_step(
     lr: float,
     weight_decay: float,
     decoupled_lr: float | None = None,
-    vote: float = 0.0,
+    votes: StopVotes = NO_VOTES,
     timers: Timers | None = None,
     seq_length: int | None = None,
 ) -> StepMetrics:
@@ -173,7 +174,7 @@ def train_step(
         engines: engines of this rank.
         batches: micro-batches of this rank.
         iteration, lr, weight_decay, decoupled_lr: 0-based number of this step, and its rates (see ``Optimizer.step``).
-        vote: a number to be all-reduced over the ranks, together with others.
+        votes: this rank's request to stop.
         timers, seq_length: timers of the step's phases; tokens of each sample, None for the full length.
     """
     ledger, config = engines.ledger, engines.config
@@ -189,7 +190,7 @@ def train_step(
             lr=lr,
             weight_decay=weight_decay,
             decoupled_lr=decoupled_lr,
-            vote=vote,
+            votes=votes,
             publish_update=engines.sync.wants_update,
             freeze_variance=engines.sync.freezes_variance,
             clipped=engines.sync.clips_first,
@@ -198,7 +199,6 @@ def train_step(
     if not totals.skipped and engines.sync.wants_update:
         engines.sync.observe_update()
     own_losses, loads = engines.experts.finish_step(len(batches), not totals.skipped)
-    engines.plan.skipped += totals.skipped
     engines.end_step(taken=not totals.skipped)
     return StepMetrics(
         iteration=iteration + 1,

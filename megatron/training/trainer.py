@@ -18,6 +18,7 @@ from megatron.diloco.startup import QuorumError
 from megatron.distributed.errors import CommunicationError
 from megatron.distributed.topology import Topology
 from megatron.optimizer.schedules import LRSchedule
+from megatron.optimizer.step_summary import StepSummary, StopVotes
 from megatron.training.assembly import Engines
 from megatron.training.divergence import DivergenceCheck
 from megatron.training.evaluation import EvaluationSet, evaluate, mean_losses, test_sets, validation_sets
@@ -193,20 +194,19 @@ class Trainer:
             reason = self._skip_iteration(self._vote(signals))
         return reason
 
-    def _skip_iteration(self, vote: float) -> ExitReason:
+    def _skip_iteration(self, votes: StopVotes) -> ExitReason:
         """Count the samples of an iteration as consumed without a step, and do everything else that is due."""
         done, engines = self.progress.iteration, self.engines
         if self.rounds is not None:
             self.rounds.before_step(done)
         engines.joint.begin_step(done)
         with engines.ledger.uncounted():
-            (votes,) = engines.optimizer.sum_over_world([vote])
+            votes = StepSummary(votes=votes).all_reduce(engines.topology, engines.ledger, engines.joint).votes
         self._count_iteration(taken=False)
         self.progress.skipped += 1
-        engines.plan.skipped += 1
         self.reporter.report_if_due(done + 1)
         if self.rounds is not None:
-            self.rounds.stop_request = max(self.rounds.stop_request, self.policy.wish(votes))
+            self.rounds.stop_request = max(self.rounds.stop_request, self.policy.reason(votes))
             self._joins = not self._round(lambda rounds: rounds.after_step(done + 1, math.nan))
         return ExitReason.NONE if self._joins else self._after_step(votes)
 
@@ -255,11 +255,11 @@ class Trainer:
             self._round(Rounds.finish_transfer)
         self.checkpoints.save()
 
-    def _vote(self, signals: ExitSignals | None) -> float:
+    def _vote(self, signals: ExitSignals | None) -> StopVotes:
         """This rank's vote to stop after the next iteration."""
         return self.policy.vote(self.progress.iteration + 1, signals is not None and signals.received is not None)
 
-    def _iteration(self, batches: MicroBatches, vote: float) -> ExitReason:
+    def _iteration(self, batches: MicroBatches, votes: StopVotes) -> ExitReason:
         """Run an optimizer step and everything that is due after it."""
         config, progress, timers = self.config, self.progress, self.timers
         size = self.sizes.batches.at(progress.consumed_samples)
@@ -271,7 +271,7 @@ class Trainer:
             self.rounds.before_step(progress.iteration)
         rates = self.schedule.rates
         metrics = train_step(
-            self.engines, step_batches, progress.iteration, *rates, vote=vote, timers=timers, seq_length=length
+            self.engines, step_batches, progress.iteration, *rates, votes=votes, timers=timers, seq_length=length
         )
         self._count_iteration()
         if not metrics.skipped:
@@ -279,7 +279,7 @@ class Trainer:
         warning = self.divergence.after_step(metrics)
         diverged = self.divergence.problem is not None
         if self.rounds is not None and not diverged:
-            self.rounds.stop_request = max(self.rounds.stop_request, self.policy.wish(metrics.votes))
+            self.rounds.stop_request = max(self.rounds.stop_request, self.policy.reason(metrics.votes))
             self._joins = not self._round(lambda rounds: rounds.after_step(progress.iteration, metrics.loss))
             if self._joins:
                 return ExitReason.NONE
@@ -304,11 +304,11 @@ class Trainer:
             self.reporter.line(warning)
         return ExitReason.DIVERGED if diverged else self._after_step(metrics.votes)
 
-    def _after_step(self, votes: float) -> ExitReason:
+    def _after_step(self, votes: StopVotes) -> ExitReason:
         """Do the work that is due after a reported step; return the reason to stop now.
 
         Args:
-            votes: sum of the votes to stop.
+            votes: requests to stop, of all ranks.
         """
         config, progress, timers = self.config, self.progress, self.timers
         if progress.iteration % config.validation.eval_interval == 0:
@@ -326,13 +326,13 @@ class Trainer:
         samples = self.train_set.epoch_samples
         return self.progress.consumed_samples / samples if samples else None
 
-    def _reason(self, votes: float) -> ExitReason:
+    def _reason(self, votes: StopVotes) -> ExitReason:
         """Return the reason to stop now. Islands that take local steps stop together, at the end of a round."""
         rounds = self.rounds
         reason = (
             ExitReason(rounds.stop_reason)
             if rounds is not None and rounds.takes_local_steps
-            else self.policy.wish(votes)
+            else self.policy.reason(votes)
         )
         if reason is not ExitReason.NONE:
             return reason

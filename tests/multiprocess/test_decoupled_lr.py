@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron.optimizer.optimizer import Optimizer, StepTotals
+from megatron.optimizer.step_summary import StopVotes
 from megatron.training.step import take_batches, train_step
 from tests.support.corpus import tiny_flags, write_documents
 from tests.support.spawn import RankFailure, run_ranks
@@ -54,7 +55,7 @@ class _PlainAdam:
             param.grad = None
         means = {name: total / count for name, (total, count) in losses.items()}
         counted = sum(count for _, count in losses.values())
-        return StepTotals(means, counted, float(norm) ** 2, None, None, 0.0, 1.0, grad_norm=float(norm))
+        return StepTotals(means, counted, float(norm) ** 2, None, None, StopVotes(), 1.0, grad_norm=float(norm))
 
 
 def _losses(changes: Sections, plain: bool = False) -> list[float]:

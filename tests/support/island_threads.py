@@ -115,7 +115,6 @@ def build_island(changes: Changes, islands: Islands | None, number: int = 0, cou
             joining = Joining(
                 engines.topology,
                 engines.ledger,
-                engines.plan,
                 engines.stages,
                 engines.optimizer,
                 engines.outer,

@@ -13,6 +13,7 @@ from megatron.config.batch_size import BatchSizeSchedule
 from megatron.config.lengths import LengthSchedule
 from megatron.config.skipped import SkippedIterations
 from megatron.config.steps import StepSizes
+from megatron.optimizer.step_summary import StopVotes
 from megatron.training.signals import ExitReason
 from megatron.training.trainer import Trainer
 from tests.unit.training.test_golden_metrics import Clock, Run
@@ -40,7 +41,7 @@ def test_a_line_that_is_due_at_an_iteration_without_a_step_is_not_lost(
     trainer._count_iteration = lambda taken: Trainer._count_iteration(trainer, taken)
     for iteration in range(1, 13):
         if iteration in skipped:
-            Trainer._skip_iteration(trainer, 0.0)
+            Trainer._skip_iteration(trainer, StopVotes())
         else:
             run.step(4.0 - iteration, 1.0, 1e-3)
     run.reporter.close()
