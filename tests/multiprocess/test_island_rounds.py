@@ -482,7 +482,7 @@ def test_an_island_that_sends_something_else_than_it_says_is_found_and_left_out(
         if island.engines.config.islands.island == spoiler and done == 4 and len(island.losses) == 4:
             _spoil_what_is_sent(island, value, by, once=False)
         elif any("joined" in line for line, _ in island.told):
-            island.engines.outer.__dict__.pop("send", None)
+            island.engines.outer.__dict__.pop("start_transfer", None)
 
     training = {"global_batch_size": 2 * count, "train_iters": 12}
     words = "identity,every=4,outer-lr=0.5,outer-momentum=0.8"
