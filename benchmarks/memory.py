@@ -70,7 +70,7 @@ def formula_bytes(engines: Engines) -> int:
         options = reducer.compressor.config
         for units in reducer.units:
             for unit in units:
-                for place in unit.places:
+                for place in unit.ranges:
                     n, m = matrix_shape(place.shape)
                     total += 4 * n * m
                     total += 4 * m * min(n, m, options.rank) if hasattr(options, "rank") else 0

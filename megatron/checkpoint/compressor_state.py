@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.checkpoint.compressor_place import COUNTER, OF_SAMPLES, PREFIX, StatePlace
 from megatron.checkpoint.files import Iteration
 from megatron.checkpoint.load import load_tensors, saved_shapes
 from megatron.checkpoint.logical import LogicalShard
+from megatron.checkpoint.state_slice import COUNTER, OF_SAMPLES, PREFIX, StateSlice
 from megatron.compression.error_feedback import RESIDUAL
 from megatron.compression.points import Point
 from megatron.compression.state import CompressorState
@@ -32,7 +32,7 @@ from megatron.distributed.layout import Coordinates, Layout
 from megatron.kernels.dtypes import dtype_from_name, name_of_dtype
 from megatron.parallel.data.buffer import ParamSlot
 from megatron.parallel.data.gradient_sync import GradientSync
-from megatron.parallel.data.reducer import GradReducer, Unit
+from megatron.parallel.data.reducer import GradReducer, ParamStack
 from megatron.parallel.pipeline.channel import Direction, PipelineChannel
 
 Log = Callable[[str], None]
@@ -71,16 +71,16 @@ class CompressorCheckpoint:
     def tensors(self, group: dist.ProcessGroup | None = None) -> dict[str, LogicalShard]:
         """Committed state tensors, by name. Every rank of the group calls this."""
         shards: dict[str, LogicalShard] = {}
-        tied: dict[str, tuple[StatePlace, str, Tensor]] = {}
-        for state_place in self._places():
-            slices = {kind: state_place.part(kind, tensor) for kind, tensor in state_place.state.portable().items()}
-            if state_place.leads:
-                counters = state_place.state.counters.items()
+        tied: dict[str, tuple[StateSlice, str, Tensor]] = {}
+        for state_slice in self._slices():
+            slices = {kind: state_slice.part(kind, tensor) for kind, tensor in state_slice.state.portable().items()}
+            if state_slice.leads:
+                counters = state_slice.state.counters.items()
                 slices |= {COUNTER + kind: torch.tensor([count], dtype=torch.int64) for kind, count in counters}
             for kind, local in slices.items():
-                shards[state_place.label(kind)] = state_place.shard(kind, local)
-                if state_place.stage[1] > 1 and kind not in state_place.index_sets:
-                    tied[state_place.label(kind)] = state_place, kind, local
+                shards[state_slice.label(kind)] = state_slice.shard(kind, local)
+                if state_slice.stage[1] > 1 and kind not in state_slice.index_sets:
+                    tied[state_slice.label(kind)] = state_slice, kind, local
         if group is not None and self.layout.ties and self.sync.plan.compressed(Point.DP_GRAD):
             self._settle(shards, tied, group)
         return shards
@@ -88,7 +88,7 @@ class CompressorCheckpoint:
     def _settle(
         self,
         shards: dict[str, LogicalShard],
-        tied: Mapping[str, tuple[StatePlace, str, Tensor]],
+        tied: Mapping[str, tuple[StateSlice, str, Tensor]],
         group: dist.ProcessGroup,
     ) -> None:
         """Makes the stages that hold a parameter agree on the state to save for it.
@@ -98,24 +98,24 @@ class CompressorCheckpoint:
         """
         buckets = [(buffer.group, bucket) for buffer in self.sync.buffers for bucket in buffer.buckets]
         places = [self._without_state(slot, replicas) for replicas, bucket in buckets for slot in bucket.slots]
-        held_places = {state_place.name: state_place for state_place in places if state_place.stage[1] > 1}
+        held_slices = {state_slice.name: state_slice for state_slice in places if state_slice.stage[1] > 1}
         types = {label: name_of_dtype(shards[label].dtype) for label in tied}
         forms = {label: [list(shards[label].global_shape), kind] for label, kind in types.items()}
-        rows = [json.loads(text) for text in gather_texts(group, json.dumps([sorted(held_places), forms]))]
+        rows = [json.loads(text) for text in gather_texts(group, json.dumps([sorted(held_slices), forms]))]
         for label in sorted({label for _, row in rows for label in row}):
             name, _, kind = label.removeprefix(PREFIX).rpartition("|")
             stage_forms = [row.get(label) for held_names, row in rows if name in held_names]
-            if name not in held_places or all(form == stage_forms[0] for form in stage_forms):
+            if name not in held_slices or all(form == stage_forms[0] for form in stage_forms):
                 continue
             if kind == RESIDUAL:
-                state_place, form = held_places[name], next(form for form in stage_forms if form is not None)
-                if label not in shards and state_place.slot is not None:
-                    zeros = torch.zeros(state_place.slot.param.shape, dtype=dtype_from_name(form[1]))
-                    shards[label] = state_place.shard(RESIDUAL, zeros)
+                state_slice, form = held_slices[name], next(form for form in stage_forms if form is not None)
+                if label not in shards and state_slice.slot is not None:
+                    zeros = torch.zeros(state_slice.slot.param.shape, dtype=dtype_from_name(form[1]))
+                    shards[label] = state_slice.shard(RESIDUAL, zeros)
             elif label in tied:
-                tied_place, _, local = tied[label]
+                tied_slice, _, local = tied[label]
                 del shards[label]
-                shards[tied_place.apart.label(kind)] = tied_place.apart.shard(kind, local)
+                shards[tied_slice.apart.label(kind)] = tied_slice.apart.shard(kind, local)
 
     def load(self, root: str | Path, iteration: Iteration, group: dist.ProcessGroup | None, log: Log) -> None:
         """Restores this run's compressor state from a checkpoint. Every rank of the group calls this.
@@ -127,7 +127,7 @@ class CompressorCheckpoint:
         if not saved:
             return
         device = self.sync.buffers[0].params_flat.device
-        entries = [_Loaded(item) for state_place in self._places() for item in _wanted(saved, state_place, device)]
+        entries = [_Loaded(item) for state_slice in self._slices() for item in _wanted(saved, state_slice, device)]
         for turn in range(_largest(group, max([len(entry.item.sources) for entry in entries] + [1]))):
             slices = {entry.item.name: entry.item.room() for entry in entries if turn < len(entry.item.sources)}
             active = [entry for entry in entries if entry.item.name in slices]
@@ -143,7 +143,7 @@ class CompressorCheckpoint:
             entry.put()
         _warn(set(saved), {entry.item.name for entry in entries}, group, log)
 
-    def _places(self) -> Iterator[StatePlace]:
+    def _slices(self) -> Iterator[StateSlice]:
         dp, tp = (self.layout.dp, self.at.dp), (self.layout.tp, self.at.tp)
         holders, holder = (dp[0], tp[0]), (dp[1], tp[1])
         for buffer, reducer in zip(self.sync.buffers, self.sync.reducers, strict=True):
@@ -153,9 +153,9 @@ class CompressorCheckpoint:
                     yield from self._of_unit(unit, slots, bucket.stop - bucket.start, reducer, self._without_state)
         for fragment in self.outer.fragments if self.outer is not None else ():
             reducer = fragment.reducer
-            for spoken, units in zip(fragment.spoken, reducer.units, strict=True):
-                starts = zip(spoken.reduced.places, spoken.slots, strict=True)
-                slots = {tensor_place.start: slot for tensor_place, slot in starts}
+            for spoken, units in zip(fragment.exchanged_buckets, reducer.units, strict=True):
+                starts = zip(spoken.reduced.ranges, spoken.slots, strict=True)
+                slots = {param_range.start: slot for param_range, slot in starts}
                 for unit in units:
                     yield from self._of_unit(unit, slots, spoken.length, reducer, self._of_island)
         for tied in self.sync.ties if self.sync.plan.compressed(Point.EMBED_GRAD) else ():
@@ -164,7 +164,7 @@ class CompressorCheckpoint:
             at = (group.rank, tp[1])
             index_sets = self.sync.plan.rounds(Point.EMBED_GRAD).traits.index_sets
             size = (group.size, tp[0])
-            yield StatePlace(name, tied.sync.state, size, at, index=0, whole=1, slot=slot, index_sets=index_sets)
+            yield StateSlice(name, tied.sync.state, size, at, index=0, length=1, slot=slot, index_sets=index_sets)
         for way in (self.channel.forward, self.channel.backward) if self.channel is not None else ():
             if self.channel is not None and self.channel.plan.compressed(way.point):
                 for end, states, boundary in self._ends(way):
@@ -173,42 +173,42 @@ class CompressorCheckpoint:
                     suffix = "" if self.channel.parts is None else ".part"
                     name = f"{way.point.value}.layer{self.first_layers[boundary + 1]}.{end}{suffix}"
                     means = dict(self.channel.plan.codec(way.point).traits.means)
-                    yield StatePlace(name, state, holders, holder, means=means, cut=self.cut)
+                    yield StateSlice(name, state, holders, holder, means=means, cut=self.cut)
 
     def _of_unit(
         self,
-        unit: Unit,
+        unit: ParamStack,
         slots: Mapping[int, ParamSlot],
         length: int,
         reducer: GradReducer,
-        place_of: Callable[[ParamSlot, Group], StatePlace],
-    ) -> Iterator[StatePlace]:
+        place_of: Callable[[ParamSlot, Group], StateSlice],
+    ) -> Iterator[StateSlice]:
         """Places of a unit's stacked parameters, or of all parameters of its bucket of ``length`` elements."""
-        starts = [tensor_place.start for tensor_place in unit.places] or sorted(slots)
+        starts = [param_range.start for param_range in unit.ranges] or sorted(slots)
         for index, start in enumerate(starts):
             slot = slots[start]
             yield replace(
                 place_of(slot, reducer.group),
                 state=unit.state,
-                index=index if unit.places else None,
-                span=None if unit.places else (start, start + slot.stop - slot.start),
-                whole=len(starts) if unit.places else length,
+                index=index if unit.ranges else None,
+                span=None if unit.ranges else (start, start + slot.stop - slot.start),
+                length=len(starts) if unit.ranges else length,
                 leads=index == 0,
                 index_sets=reducer.compressor.traits.index_sets,
             )
 
-    def _of_island(self, slot: ParamSlot, islands: Group) -> StatePlace:
+    def _of_island(self, slot: ParamSlot, islands: Group) -> StateSlice:
         """The place of a parameter's state at ``OUTER``: a single holder, since each island has its own checkpoint."""
         name, holder = f"{Point.OUTER.value}.{slot.logical_name}", (0, self.at.tp)
-        return StatePlace(name, CompressorState(), holders=(1, self.layout.tp), holder=holder, slot=slot)
+        return StateSlice(name, CompressorState(), holders=(1, self.layout.tp), holder=holder, slot=slot)
 
-    def _without_state(self, slot: ParamSlot, replicas: Group) -> StatePlace:
+    def _without_state(self, slot: ParamSlot, replicas: Group) -> StateSlice:
         """The place, still without state, of a parameter at ``DP_GRAD``, reduced over ``replicas``."""
         # All stages of a tied embedding contribute to the same sum, each with its own residual.
         stages = (self.at.pp,) if slot.spec.tied is None else self.layout.holders(slot.spec.tied)
         stage = stages.index(self.at.pp)
         tp, rank = (1, 0) if slot.spec.unshared else (self.layout.tp, self.at.tp)
-        return StatePlace(
+        return StateSlice(
             f"{Point.DP_GRAD.value}.{slot.logical_name}",
             CompressorState(),
             holders=(replicas.size * len(stages), tp),
@@ -240,7 +240,7 @@ class _Wanted:
         device: device of the run's parameters.
     """
 
-    place: StatePlace
+    place: StateSlice
     kind: str
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -325,13 +325,13 @@ class _Wanted:
             previous = state.tensors.get(self.kind)
             state.tensors[self.kind] = indices if previous is None else torch.cat([previous, indices]).sort().values
             return
-        if target.whole == 0:
+        if target.length == 0:
             state.tensors[self.kind] = part
             return
         if self.kind not in state.tensors:
             trailing_shape = part.shape if target.index is not None else ()
             state.tensors[self.kind] = torch.zeros(
-                (target.whole, *trailing_shape), dtype=part.dtype, device=part.device
+                (target.length, *trailing_shape), dtype=part.dtype, device=part.device
             )
         target.part(self.kind, state.tensors[self.kind]).copy_(part)
 
@@ -367,7 +367,7 @@ class _Loaded:
 
 
 def _wanted(
-    saved: Mapping[str, tuple[tuple[int, ...], torch.dtype]], place: StatePlace, device: torch.device
+    saved: Mapping[str, tuple[tuple[int, ...], torch.dtype]], place: StateSlice, device: torch.device
 ) -> Iterator[_Wanted]:
     """Checkpoint tensors of a place that this layout can restore."""
     for name, (shape, dtype) in saved.items():

@@ -16,7 +16,7 @@ from megatron.distributed.ledger import Ledger
 from megatron.distributed.policy import CompressionPlan
 from megatron.parallel.data.buffer import Bucket, FlatBuffer, ParamSlot
 from megatron.parallel.data.param_shards import ParamShard
-from megatron.parallel.data.reducer import GradBucket, GradReducer, Place
+from megatron.parallel.data.reducer import GradBucket, GradReducer, ParamRange
 
 _LAYER = re.compile(r"layers\.(\d+)\.")
 
@@ -31,8 +31,8 @@ def fragment_of(name: str, layers: int, fragments: int) -> int:
 
 
 @dataclass(frozen=True)
-class ShardPlace:
-    """The place of a shard of this rank in a fragment.
+class ShardRange:
+    """Range of a fragment's bucket that holds a shard of this rank.
 
     Args:
         index: number of the shard.
@@ -74,7 +74,7 @@ class FragmentBucket:
     @property
     def length(self) -> int:
         """Number of elements."""
-        return self.reduced.places[-1].stop
+        return self.reduced.ranges[-1].stop
 
 
 class Fragment:
@@ -110,24 +110,24 @@ class Fragment:
             if (fragment_bucket := _bucket(buffer, bucket, number, fragments, layers, ties)) is not None
         ]
         locations = {
-            id(slot): (at, slot_place.start)
+            id(slot): (at, param_range.start)
             for at, bucket in enumerate(self.buckets)
-            for slot, slot_place in zip(bucket.slots, bucket.reduced.places, strict=True)
+            for slot, param_range in zip(bucket.slots, bucket.reduced.ranges, strict=True)
         }
-        self.places = [
-            ShardPlace(index, at, start + shard.start, start + shard.stop, shard)
+        self.shard_ranges = [
+            ShardRange(index, at, start + shard.start, start + shard.stop, shard)
             for index, shard in enumerate(shards)
             if (location := locations.get(id(shard.slot))) is not None
             for at, start in (location,)
         ]
-        self.spoken = [bucket for bucket in self.buckets if bucket.leads and bucket.owns]
+        self.exchanged_buckets = [bucket for bucket in self.buckets if bucket.leads and bucket.owns]
         alone = Group(None, (0,), 0, "islands", "none")
-        buckets = [bucket.reduced for bucket in self.spoken]
+        buckets = [bucket.reduced for bucket in self.exchanged_buckets]
         self.reducer = GradReducer(buckets, alone, plan, ledger, sharded=False, point=Point.OUTER)
 
-    def part(self, place: ShardPlace) -> Tensor:
+    def shard_view(self, shard_range: ShardRange) -> Tensor:
         """A shard's range of its bucket."""
-        return self.buckets[place.bucket].reduced.flat[place.start : place.stop]
+        return self.buckets[shard_range.bucket].reduced.flat[shard_range.start : shard_range.stop]
 
 
 def _bucket(
@@ -136,15 +136,15 @@ def _bucket(
     slots = tuple(slot for slot in bucket.slots if fragment_of(slot.logical_name, layers, fragments) == number)
     if not slots:
         return None
-    places: list[Place] = []
+    ranges: list[ParamRange] = []
     for slot in slots:
-        start = places[-1].stop if places else 0
-        places.append(Place(slot.logical_name, start, tuple(slot.param.shape)))
+        start = ranges[-1].stop if ranges else 0
+        ranges.append(ParamRange(slot.logical_name, start, tuple(slot.param.shape)))
     tie = slots[0].spec.tied
     tie = tie if tie in ties else None
     # All stages that hold a tied embedding have equal copies, so it crosses between islands once.
     reduces = tie is None or ties[tie].rank == 0
-    return FragmentBucket(buffer, slots, GradBucket(bucket_memory(buffer, 0), tuple(places)), tie, reduces)
+    return FragmentBucket(buffer, slots, GradBucket(bucket_memory(buffer, 0), tuple(ranges)), tie, reduces)
 
 
 def bucket_memory(buffer: FlatBuffer, length: int) -> Tensor:

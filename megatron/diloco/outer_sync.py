@@ -122,8 +122,8 @@ class OuterSync:
         for name, x in self._others[number].items():
             self._means[name].copy_(x)
         with self.ledger.encoding(Point.OUTER):
-            for shard_place in fragment.places:
-                self.outer.write_pseudo_gradient(shard_place.index, fragment.part(shard_place))
+            for shard_range in fragment.shard_ranges:
+                self.outer.write_pseudo_gradient(shard_range.index, fragment.shard_view(shard_range))
         self._gather_replica_shares(fragment)
 
     def _gather_replica_shares(self, fragment: Fragment) -> None:
@@ -148,15 +148,15 @@ class OuterSync:
         """
         for number, fragment in enumerate(self.fragments):
             self.allocate_buffers(number)
-            for shard_place in fragment.places:
-                fragment.part(shard_place).copy_(shard_place.shard.grad)
+            for shard_range in fragment.shard_ranges:
+                fragment.shard_view(shard_range).copy_(shard_range.shard.grad)
             self._gather_replica_shares(fragment)
             fragment.reducer.group = group
             fragment.reducer.begin_step(iteration, scale, early=True)
             fragment.reducer.exchange()
             self.accept_mean(number, 1)
-            for shard_place in fragment.places:
-                shard_place.shard.grad.copy_(fragment.part(shard_place))
+            for shard_range in fragment.shard_ranges:
+                shard_range.shard.grad.copy_(fragment.shard_view(shard_range))
             self.free_buffers(number)
 
     def copy_outer_params(self) -> None:
@@ -180,7 +180,9 @@ class OuterSync:
         """L2 norm of the difference of a fragment, over the whole island."""
         fragment, tp = self.fragments[number], self.topology.tp.rank
         counted_tensors = [
-            fragment.part(shard_place) for shard_place in fragment.places if shard_place.shard.counts_in_norm(tp)
+            fragment.shard_view(shard_range)
+            for shard_range in fragment.shard_ranges
+            if shard_range.shard.counts_in_norm(tp)
         ]
         return math.sqrt(self._summed(sum_of_squares(counted_tensors)))
 
@@ -188,9 +190,9 @@ class OuterSync:
         """L2 norm of the anchor of a fragment, over the whole island."""
         fragment, tp = self.fragments[number], self.topology.tp.rank
         counted_tensors = [
-            self.outer.outer_params[shard_place.index]
-            for shard_place in fragment.places
-            if shard_place.shard.counts_in_norm(tp)
+            self.outer.outer_params[shard_range.index]
+            for shard_range in fragment.shard_ranges
+            if shard_range.shard.counts_in_norm(tp)
         ]
         return math.sqrt(self._summed(sum_of_squares(counted_tensors)))
 
@@ -275,9 +277,9 @@ class OuterSync:
     def apply_mean(self, number: int, mixing: float) -> None:
         """Takes the outer step of a fragment, with the mean that ``accept_mean`` left."""
         fragment = self.fragments[number]
-        for shard_place in fragment.places:
-            self.outer.step(shard_place.index, fragment.part(shard_place))
-            self.outer.mix(shard_place.index, mixing)
+        for shard_range in fragment.shard_ranges:
+            self.outer.step(shard_range.index, fragment.shard_view(shard_range))
+            self.outer.mix(shard_range.index, mixing)
         for name, x in self._others[number].items():
             x.copy_(self._means[name])
         self.free_buffers(number)
@@ -303,7 +305,7 @@ class OuterSync:
         if self.in_flight is None or not self.in_flight.arrived:
             return {}
         fragment = self.fragments[self.in_flight.fragment]
-        return {shard_place.index: fragment.part(shard_place) for shard_place in fragment.places}
+        return {shard_range.index: fragment.shard_view(shard_range) for shard_range in fragment.shard_ranges}
 
     def means_of_others(self) -> dict[str, Tensor]:
         """The same for tensors that are not parameters, by name."""

@@ -129,10 +129,10 @@ def _sums(spec: Spec, reducers: Sequence[GradReducer]) -> Shares:
         for bucket, units in zip(reducer.buckets, reducer.units, strict=True):
             if bucket.skipped:
                 continue
-            length = bucket.flat.numel() or bucket.places[-1].stop
+            length = bucket.flat.numel() or bucket.ranges[-1].stop
             total += length
-            done += sum(unit.places[-1].stop - unit.places[0].start if unit.places else length for unit in units)
-            shapes |= {slot.shape for slot in bucket.places if len(slot.shape) > 1}
+            done += sum(unit.ranges[-1].stop - unit.ranges[0].start if unit.ranges else length for unit in units)
+            shapes |= {slot.shape for slot in bucket.ranges if len(slot.shape) > 1}
     return float(done), float(total), max((highest_rank(spec, shape) for shape in shapes), default=0)
 
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from megatron.base.errors import UserError
 from megatron.base.stateful import Scope, StatefulParts
-from megatron.checkpoint.compressor_place import PREFIX
 from megatron.checkpoint.compressor_state import CompressorCheckpoint
 from megatron.checkpoint.files import Iteration, checkpoint_folder, newest_before, saved_iterations
 from megatron.checkpoint.folder_lock import FolderLock
@@ -31,6 +30,7 @@ from megatron.checkpoint.model_state import (
 )
 from megatron.checkpoint.save import COMMON
 from megatron.checkpoint.saver import CheckpointSaver
+from megatron.checkpoint.state_slice import PREFIX
 from megatron.compression.error_feedback import RESIDUAL
 from megatron.config.merge import differing_flags
 from megatron.config.run import RunConfig

@@ -24,7 +24,7 @@ from megatron.distributed.ledger import Ledger
 from megatron.distributed.policy import CompressionPlan, Position
 from megatron.distributed.round_driver import PackedReduction, TensorReduction
 from megatron.distributed.work import Work
-from megatron.parallel.data.reducer import GradBucket, GradReducer, Place
+from megatron.parallel.data.reducer import GradBucket, GradReducer, ParamRange
 from megatron.parallel.pipeline.channel import Message, PipelineChannel
 from tests.support.spawn import run_ranks
 
@@ -137,7 +137,7 @@ def _reduce_in_odd_orders(sharded: bool) -> list[str]:
     group, ledger = _group(), Ledger()
     sizes = [12, 24, 6, 36]
     flats = [_values(10 * group.rank + i, (size,)) for i, size in enumerate(sizes)]
-    buckets = [GradBucket(flat, (Place(f"p{i}", 0, (flat.numel(),)),)) for i, flat in enumerate(flats)]
+    buckets = [GradBucket(flat, (ParamRange(f"p{i}", 0, (flat.numel(),)),)) for i, flat in enumerate(flats)]
     reducer = GradReducer(buckets, group, CompressionPlan({}), ledger, sharded)
     wrong = []
     for step in range(2):

@@ -171,13 +171,13 @@ def test_what_is_sent_and_what_is_left_is_what_was_meant(codec: str) -> None:
         found = {name: torch.zeros_like(x) for name, x in island.params.items()}
         assert island.engines.outer is not None
         for fragment in island.engines.outer.fragments:
-            for spoken, units in zip(fragment.spoken, fragment.reducer.units, strict=True):
+            for spoken, units in zip(fragment.exchanged_buckets, fragment.reducer.units, strict=True):
                 for unit in units:
                     if RESIDUAL not in unit.state.tensors:
                         continue
                     flat = unit.state.tensors[RESIDUAL].reshape(-1)
-                    first = unit.places[0].start if unit.places else 0
-                    for place in unit.places or spoken.reduced.places:
+                    first = unit.ranges[0].start if unit.ranges else 0
+                    for place in unit.ranges or spoken.reduced.ranges:
                         found[place.name] = flat[place.start - first : place.stop - first].view(place.shape).clone()
         return found
 
@@ -451,7 +451,7 @@ def _spoil_what_is_sent(island: Island, value: float, by: str, once: bool) -> No
         if once:
             sync.start_transfer = send  # type: ignore[method-assign]
         if by == "values":
-            for bucket in sync.fragments[number].spoken:
+            for bucket in sync.fragments[number].exchanged_buckets:
                 bucket.reduced.flat[3] = value
             send(number, group, iteration)
             return

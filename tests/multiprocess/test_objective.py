@@ -86,7 +86,7 @@ def _residuals(engines: Engines) -> dict[str, Tensor]:
         for bucket, unit in ((bucket, unit) for bucket, units in pairs for unit in units):
             left = unit.state.tensors[RESIDUAL].flatten().clone()
             engines.topology.dp.all_reduce(left).wait()
-            places = unit.places or bucket.places
+            places = unit.ranges or bucket.ranges
             for place in places:
                 part = left[place.start - places[0].start : place.stop - places[0].start]
                 found[place.name] = part.view(place.shape)

@@ -16,7 +16,7 @@ from megatron.compression.spec import read_specs
 from megatron.distributed.group import Group
 from megatron.distributed.ledger import Ledger
 from megatron.distributed.policy import CompressionPlan
-from megatron.parallel.data.reducer import GradBucket, GradReducer, Place
+from megatron.parallel.data.reducer import GradBucket, GradReducer, ParamRange
 from tests.support.spawn import run_ranks
 
 SHAPES = {"a": (12, 8), "b": (12, 8), "c": (20, 6), "bias": (7,), "tiny": (2, 2)}
@@ -88,12 +88,12 @@ def _ours(steps: int, starts: dict[str, Tensor], feedback: str) -> list[dict[str
     plan = CompressionPlan(read_specs([text], Registry(BUILTIN), RunLength()))
     places, position = [], 0
     for name, shape in SHAPES.items():
-        places.append(Place(name, position, shape))
+        places.append(ParamRange(name, position, shape))
         position += torch.Size(shape).numel()
     flat = torch.zeros(position)
     reducer = GradReducer([GradBucket(flat, tuple(places))], group, plan, Ledger(), sharded=False)
     for unit in reducer.units[0]:
-        unit.state.tensors["q"] = torch.stack([starts[place.name] for place in unit.places])
+        unit.state.tensors["q"] = torch.stack([starts[place.name] for place in unit.ranges])
     averages = []
     for step in range(steps):
         for place in places:

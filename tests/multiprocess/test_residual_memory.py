@@ -18,7 +18,7 @@ from megatron.compression.state import CompressorState
 from megatron.distributed.group import Group
 from megatron.distributed.ledger import Ledger
 from megatron.distributed.policy import CompressionPlan
-from megatron.parallel.data.reducer import GradBucket, GradReducer, Place
+from megatron.parallel.data.reducer import GradBucket, GradReducer, ParamRange
 from megatron.training.assembly import Engines
 from tests.support.spawn import run_ranks
 from tests.support.tiny import tiny_engines, tiny_train
@@ -59,7 +59,7 @@ def _cost(spec: str) -> tuple[int, int, int]:
     group = Group(dist.group.WORLD, tuple(range(dist.get_world_size())), dist.get_rank(), "dp", "gloo")
     places, position = [], 0
     for number, shape in enumerate(SHAPES):
-        places.append(Place(f"p{number}", position, shape))
+        places.append(ParamRange(f"p{number}", position, shape))
         position = places[-1].stop
     flat = torch.zeros(position)
     plan = CompressionPlan(read_specs([spec], Registry(BUILTIN), RunLength()))

@@ -20,7 +20,7 @@ from megatron.distributed.clock import HostClock
 from megatron.distributed.group import Group
 from megatron.distributed.ledger import Ledger
 from megatron.distributed.policy import CompressionPlan
-from megatron.parallel.data.reducer import GradBucket, GradReducer, Place
+from megatron.parallel.data.reducer import GradBucket, GradReducer, ParamRange
 from megatron.training.assembly import Engines
 from tests.support.spawn import run_ranks
 from tests.support.tiny import Trace, tiny_engines, tiny_train
@@ -157,7 +157,7 @@ def _reduce_twice(spec: str, then: str) -> tuple[Tensor, Tensor, bool]:
     """What two reductions sum, what they should sum, and whether a residual is left."""
     group = Group(dist.group.WORLD, tuple(range(dist.get_world_size())), dist.get_rank(), "dp", "gloo")
     plan = CompressionPlan(read_specs([spec], build_registry([]), RunLength(10)))
-    places = (Place("a", 0, (12, 8)), Place("b", 96, (12, 8)), Place("c", 192, (5,)))
+    places = (ParamRange("a", 0, (12, 8)), ParamRange("b", 96, (12, 8)), ParamRange("c", 192, (5,)))
     flat = torch.empty(197)
     reducer = GradReducer([GradBucket(flat, places)], group, plan, Ledger(), False)
     summed, meant = torch.zeros(197), torch.zeros(197)

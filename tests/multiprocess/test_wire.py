@@ -22,7 +22,7 @@ from megatron.compression.spec import read_specs
 from megatron.distributed.group import Group, Pending
 from megatron.distributed.ledger import Ledger
 from megatron.distributed.policy import CompressionPlan
-from megatron.parallel.data.reducer import GradBucket, GradReducer, Place
+from megatron.parallel.data.reducer import GradBucket, GradReducer, ParamRange
 from megatron.training.step import take_batches, train_step
 from tests.support.spawn import run_ranks
 from tests.support.tiny import tiny_batches, tiny_engines
@@ -213,9 +213,9 @@ def _sent_of(specs: list[str], *shapes: tuple[int, ...]) -> int:
     size = dist.get_world_size()
     group = Group(dist.group.WORLD, tuple(range(size)), dist.get_rank(), "everyone", "gloo")
     ledger = Ledger()
-    places: list[Place] = []
+    places: list[ParamRange] = []
     for number, shape in enumerate(shapes):
-        places.append(Place(f"p{number}", places[-1].stop if places else 0, shape))
+        places.append(ParamRange(f"p{number}", places[-1].stop if places else 0, shape))
     plan = CompressionPlan(read_specs(specs, Registry(BUILTIN), RunLength()))
     reducer = GradReducer([GradBucket(torch.randn(places[-1].stop), tuple(places))], group, plan, ledger, sharded=False)
     reducer.begin_step(0, 1.0)

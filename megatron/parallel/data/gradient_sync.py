@@ -17,7 +17,7 @@ from megatron.distributed.topology import Topology
 from megatron.parallel.data.buffer import Bucket, BucketKind, FlatBuffer, ParamSlot
 from megatron.parallel.data.clipping import clip_replica
 from megatron.parallel.data.controllers import Controllers, ReducedPoint
-from megatron.parallel.data.reducer import GradBucket, GradReducer, Place
+from megatron.parallel.data.reducer import GradBucket, GradReducer, ParamRange
 from megatron.parallel.data.sync_warmup import SyncWarmup, alone
 from megatron.parallel.data.tied_embedding import EmbeddingSync
 from megatron.parallel.data.trial import TriedReduction, tried_bucket, tried_embedding
@@ -310,7 +310,7 @@ def _launch_full(buffer: FlatBuffer, reducer: GradReducer, index: int) -> None:
 def reduced_bucket(buffer: FlatBuffer, bucket: Bucket, fused_embedding: bool) -> GradBucket:
     """Converts a bucket for the reducer."""
     places = tuple(
-        Place(slot.logical_name, slot.start - bucket.start, tuple(slot.param.shape)) for slot in bucket.slots
+        ParamRange(slot.logical_name, slot.start - bucket.start, tuple(slot.param.shape)) for slot in bucket.slots
     )
     return GradBucket(buffer.grads_of(bucket), places, fused_embedding and bucket.kind is BucketKind.TIED)
 

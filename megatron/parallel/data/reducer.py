@@ -24,7 +24,7 @@ from megatron.kernels.ops import finite_norm
 
 
 @dataclass(frozen=True)
-class Place:
+class ParamRange:
     """Position of a parameter's gradient in its bucket.
 
     Args:
@@ -54,12 +54,12 @@ class GradBucket:
     """
 
     flat: Tensor
-    places: tuple[Place, ...] = ()
+    ranges: tuple[ParamRange, ...] = ()
     skipped: bool = False
 
 
 @dataclass
-class Unit:
+class ParamStack:
     """Unit of compression: a stack of equally shaped parameters of a bucket, or a whole bucket.
 
     Args:
@@ -70,24 +70,24 @@ class Unit:
         ValueError: when the parameters are not adjacent.
     """
 
-    places: tuple[Place, ...] = ()
+    ranges: tuple[ParamRange, ...] = ()
     state: CompressorState = field(default_factory=CompressorState)
 
     def __post_init__(self) -> None:
-        for before, after in itertools.pairwise(self.places):
+        for before, after in itertools.pairwise(self.ranges):
             if before.stop != after.start:
                 raise ValueError(f"{before.name} and {after.name} do not lie one behind the other in their bucket")
 
     @property
     def shape(self) -> tuple[int, ...] | None:
         """Shape of each parameter; None for a whole bucket."""
-        return self.places[0].shape if self.places else None
+        return self.ranges[0].shape if self.ranges else None
 
     def view(self, flat: Tensor) -> Tensor:
         """View of the unit in the bucket: (k, *shape), or the whole bucket."""
-        if not self.places:
+        if not self.ranges:
             return flat
-        return flat[self.places[0].start : self.places[-1].stop].view(len(self.places), *self.places[0].shape)
+        return flat[self.ranges[0].start : self.ranges[-1].stop].view(len(self.ranges), *self.ranges[0].shape)
 
     def unscaled_view(self, flat: Tensor, scale: float) -> Tensor:
         """The unit's unscaled gradients in fp32 or fp64; they share the bucket's memory if the dtype allows."""
@@ -110,7 +110,7 @@ class _PendingBucket:
     """
 
     reduction: PackedReduction | None
-    units: list[Unit]
+    units: list[ParamStack]
 
 
 class GradReducer:
@@ -158,17 +158,17 @@ class GradReducer:
         """The compressor, with this iteration's options."""
         return self.plan.rounds(self.point)
 
-    def _units(self, bucket: GradBucket) -> list[Unit]:
+    def _units(self, bucket: GradBucket) -> list[ParamStack]:
         """Compressed units of a bucket; parameters in no unit are reduced exactly."""
         if not self.plan.covers(self.point, self.plan.stage) or bucket.skipped:
             return []
         if not self.compressor.traits.batched:
-            return [Unit()]
-        shapes: dict[tuple[int, ...], list[Place]] = {}
-        for param in bucket.places:
+            return [ParamStack()]
+        shapes: dict[tuple[int, ...], list[ParamRange]] = {}
+        for param in bucket.ranges:
             if self.plan.ever_compresses(self.point, param.shape):
                 shapes.setdefault(param.shape, []).append(param)
-        return [Unit(tuple(places)) for places in shapes.values()]
+        return [ParamStack(tuple(places)) for places in shapes.values()]
 
     def begin_step(self, iteration: int, scale: float, checks: bool = False, early: bool = False) -> None:
         """Begin a step.
@@ -194,7 +194,7 @@ class GradReducer:
         options = self.plan.options(self.point) if self._on else None
         return self.point, options, self._scale == 1.0, self._checks, compressed_units, launches
 
-    def _used(self, units: Sequence[Unit]) -> list[tuple[Unit, RoundCompressor]]:
+    def _used(self, units: Sequence[ParamStack]) -> list[tuple[ParamStack, RoundCompressor]]:
         """Units of a bucket that are compressed in this step, with the compressor of each."""
         serving = ((unit, self.plan.serving(self.point, unit.shape, unit.state)) for unit in units if self._on)
         return [(unit, compressor) for unit, compressor in serving if compressor is not None]
@@ -203,8 +203,8 @@ class GradReducer:
         """Parameter names (of a stack or a whole bucket) and state of each unit."""
         for bucket, units in zip(self.buckets, self.units, strict=True):
             for unit in units:
-                names = [param.name for param in unit.places]
-                bucket_names = [param.name for param in bucket.places]
+                names = [param.name for param in unit.ranges]
+                bucket_names = [param.name for param in bucket.ranges]
                 yield (
                     names
                     or [bucket_names[0] if len(bucket_names) == 1 else f"{bucket_names[0]} ... {bucket_names[-1]}"],
@@ -260,7 +260,7 @@ class GradReducer:
         none = self.buckets[0].flat.new_ones((), dtype=torch.float64)
         return torch.stack([none, *self._finite]).amin()
 
-    def _launch(self, bucket: GradBucket, units: Sequence[Unit]) -> _PendingBucket:
+    def _launch(self, bucket: GradBucket, units: Sequence[ParamStack]) -> _PendingBucket:
         self.record_finite(bucket.flat)
         if bucket.skipped:
             return _PendingBucket(None, [])
@@ -275,7 +275,7 @@ class GradReducer:
         ]
         raw = (1 if self.sharded else 2) * (self.group.size - 1) * num_bytes(bucket.flat) // self.group.size
         # Stacks do not align with the ranks' shares of the bucket, so every rank needs all sums.
-        shares = self.sharded and not any(unit.places for unit in used)
+        shares = self.sharded and not any(unit.ranges for unit in used)
         packed = PackedReduction(reductions, self.group, self.ledger, self.point, shares, raw_bytes=raw)
         return _PendingBucket(packed, used)
 
@@ -380,15 +380,15 @@ class GradReducer:
                 unit.write_back(bucket.flat, reduced.x, self._scale)
 
 
-def _rest(bucket: GradBucket, units: Sequence[Unit]) -> list[slice]:
+def _rest(bucket: GradBucket, units: Sequence[ParamStack]) -> list[slice]:
     """Ranges of a bucket outside the compressed units, which are reduced exactly."""
     if not units:
         return [slice(0, bucket.flat.numel())]
-    if any(not unit.places for unit in units):
+    if any(not unit.ranges for unit in units):
         return []
-    compressed = {param.start for unit in units for param in unit.places}
+    compressed = {param.start for unit in units for param in unit.ranges}
     spans: list[slice] = []
-    for param in bucket.places:
+    for param in bucket.ranges:
         if param.start in compressed:
             continue
         adjoins = bool(spans) and spans[-1].stop == param.start

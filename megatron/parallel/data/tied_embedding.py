@@ -13,7 +13,7 @@ from megatron.distributed.group import Group, num_bytes
 from megatron.distributed.ledger import Ledger
 from megatron.distributed.policy import CompressionPlan
 from megatron.distributed.round_driver import PackedReduction, TensorReduction
-from megatron.parallel.data.reducer import Place, Unit
+from megatron.parallel.data.reducer import ParamRange, ParamStack
 
 
 class EmbeddingSync:
@@ -52,8 +52,8 @@ class EmbeddingSync:
         """Pass the optimizer's update of the embedding, flat and padded, to the compressor."""
         self.plan.rounds(Point.EMBED_GRAD).observe(self._unit(shape).unscaled_view(update, 1.0), self.state)
 
-    def _unit(self, shape: tuple[int, ...]) -> Unit:
-        return Unit((Place("embedding", 0, shape),), self.state)
+    def _unit(self, shape: tuple[int, ...]) -> ParamStack:
+        return ParamStack((ParamRange("embedding", 0, shape),), self.state)
 
     def all_reduce(self, grad: Tensor, shape: tuple[int, ...], scale: float) -> None:
         """All-reduce ``grad`` (flat, contiguous; a parameter of ``shape`` and padding) over the group, in place.

@@ -47,7 +47,7 @@ def tried_bucket(
     flat, size = bucket.flat, group.size if sharded else 1
     share = flat.numel() // size
     local_range = slice(group.rank * share, (group.rank + 1) * share) if sharded else slice(0, flat.numel())
-    copied = GradBucket(flat, bucket.places)
+    copied = GradBucket(flat, bucket.ranges)
     reducer = GradReducer([copied], group, plan, ledger, sharded)
 
     def fill(copy: Tensor) -> None:

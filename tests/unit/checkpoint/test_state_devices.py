@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.checkpoint.compressor_place import COUNTER, StatePlace
 from megatron.checkpoint.compressor_state import _Wanted
+from megatron.checkpoint.state_slice import COUNTER, StateSlice
 from megatron.compression.delta import DeltaCodec, DeltaConfig
 from megatron.compression.error_feedback import RESIDUAL
 from megatron.compression.sample_cache import SampleCache
@@ -32,7 +32,7 @@ def test_loaded_state_is_where_it_is_used(kind: str, shape: tuple[int, ...], dev
     """Factors, residuals and moments on the device, whether they are a stack's or stand alone."""
     state = CompressorState()
     stacked = whole if device == "meta" else 0
-    place = StatePlace("dp-grad.weight", state, (2, 1), (0, 0), index=1 if stacked else None, whole=stacked)
+    place = StateSlice("dp-grad.weight", state, (2, 1), (0, 0), index=1 if stacked else None, length=stacked)
     dtype = torch.int64 if kind.endswith("ids") or kind.startswith(COUNTER) else torch.float32
     wanted = _Wanted(place, kind, shape, dtype, META)
     wanted.put(room := wanted.room())

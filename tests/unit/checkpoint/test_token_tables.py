@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.compressor_place import StatePlace
 from megatron.checkpoint.compressor_state import _Loaded, _Wanted
+from megatron.checkpoint.state_slice import StateSlice
 from megatron.compression.state import CompressorState
 from megatron.compression.token_means import COUNTS, MEANS
 
 
 def _wanted(kind: str, saved: tuple[int, int], now: tuple[int, int], at: tuple[int, int], cut: bool) -> _Wanted:
-    place = StatePlace("pp-forward.layer2.sender", CompressorState(), now, at, means={MEANS: COUNTS}, cut=cut)
+    place = StateSlice("pp-forward.layer2.sender", CompressorState(), now, at, means={MEANS: COUNTS}, cut=cut)
     shape = (*saved, 5, 3) if kind == MEANS else (*saved, 5)
     return _Wanted(place, kind, shape, torch.float32, torch.device("cpu"))
 

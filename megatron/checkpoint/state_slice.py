@@ -19,7 +19,7 @@ OF_SAMPLES = (".ids", ".rows")
 
 
 @dataclass(frozen=True)
-class StatePlace:
+class StateSlice:
     """A named slice of a compressor's state.
 
     Args:
@@ -44,7 +44,7 @@ class StatePlace:
     holder: tuple[int, int]
     index: int | None = None
     span: tuple[int, int] | None = None
-    whole: int = 0
+    length: int = 0
     slot: ParamSlot | None = None
     leads: bool = True
     index_sets: tuple[str, ...] = ()
@@ -60,7 +60,7 @@ class StatePlace:
         return f"{PREFIX}{self.name}{holder}|{kind}"
 
     @property
-    def apart(self) -> StatePlace:
+    def apart(self) -> StateSlice:
         """The same place under a stage-specific name, for stages with different states."""
         at, stages = self.stage
         replicas = self.holders[0] // stages
