@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.turns import in_turns, timed
+from megatron.config.tokenizer import TokenizerConfig
 from megatron.data.indexed import IndexedDataset, IndexedWriter, best_dtype
 from megatron.data.preprocess.encoding import EncodeOptions
 from megatron.data.preprocess.pipeline import EncodingJob, run
@@ -66,12 +67,9 @@ def pipeline(corpus: Path, vocab_file: Path, merge_file: Path, prefix: Path) -> 
     """Runs the tool with one worker."""
     options = EncodeOptions(
         json_keys=("text",),
-        tokenizer_type="GPT2BPETokenizer",
-        vocab_file=str(vocab_file),
-        merge_file=str(merge_file),
-        tokenizer_model=None,
-        vocab_size=None,
-        vocab_extra_ids=0,
+        tokenizer=TokenizerConfig(
+            tokenizer_type="GPT2BPETokenizer", vocab_file=str(vocab_file), merge_file=str(merge_file)
+        ),
         append_eod=True,
         split_sentences=False,
         keep_newlines=False,

@@ -3,53 +3,69 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from megatron.base.errors import UserError
 from megatron.compression.points import EXPERTS, Point
 from megatron.compression.schedule import RunLength
 from megatron.compression.spec import Spec, specs_by_point
-from megatron.config.compression import Run
+from megatron.config.compression import CompressionConfig
+from megatron.config.model import ModelConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.training import TrainingConfig
 
 
-def check_compression(config: Run, world_size: int, note: Callable[[str], None]) -> Mapping[Point, Spec]:
+def check_compression(
+    compression: CompressionConfig,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    training: TrainingConfig,
+    settings: Mapping[str, Any],
+    world_size: int,
+    note: Callable[[str], None],
+) -> Mapping[Point, Spec]:
     """Check that every compressor can work in this run, and note those without traffic.
 
     Returns the spec of each point. Raises UserError for a spec that cannot work.
+
+    Args:
+        compression, model, parallel, training: sections of the resolved configuration.
+        settings: the values of all sections by field name.
+        world_size: number of processes.
+        note: receives the notes.
     """
-    specs = config.compression.specs(RunLength(config.training.planned_iters))
-    flags = {name: value for section in config.to_dict().values() for name, value in section.items()}
-    for text in config.compression.compress:
+    specs = compression.specs(RunLength(training.planned_iters))
+    for text in compression.compress:
         if text.partition("=")[0].strip().lower() == EXPERTS:
             note(f"--compress {text} stands for {' '.join(specs_by_point(text))}")
-    _check_probe(config, specs)
+    if settings["check_orth_error_acti"]:
+        _check_probe(parallel, specs.get(Point.PP_BWD))
     for point, spec in specs.items():
         flag = f"--compress {point.value}={spec.name}"
-        _check_stages(config, spec, flag, note)
-        _check_rank(config, spec, flag)
-        idle = _nothing_to_do(config, world_size, point)
-        if idle and not spec.identity:
-            note(f"{flag}: no effect, {idle}")
+        _check_stages(parallel, spec, flag, note)
+        _check_rank(model, spec, flag)
+        reason = _nothing_to_do(model, parallel, world_size, point)
+        if reason and not spec.identity:
+            note(f"{flag}: no effect, {reason}")
         if point is Point.DP_GRAD:
-            _check_experts(config, spec, flag)
-        if point is Point.DP_GRAD and config.parallel.ddp_impl == "torch" and not spec.identity:
+            _check_experts(parallel, spec, flag)
+        if point is Point.DP_GRAD and parallel.ddp_impl == "torch" and not spec.identity:
             raise UserError(f"{flag}: --DDP-impl torch reduces gradients itself; use --DDP-impl local")
-        problem = spec.compressor().check(point, flags)
+        problem = spec.compressor().check(point, settings)
         if problem:
             raise UserError(f"{flag}: {problem}")
         if point is Point.EMBED_GRAD:
-            _check_embedding(config, spec, flag)
+            _check_embedding(parallel, spec, flag)
         if point in (Point.TP_FWD, Point.TP_BWD):
-            _check_tensor(config, spec, flag)
+            _check_tensor(parallel, spec, flag)
         if point is Point.PARAM_GATHER:
-            _check_gather(config, spec, flag)
+            _check_gather(model, parallel, spec, flag)
     return specs
 
 
-def _check_probe(config: Run, specs: Mapping[Point, Spec]) -> None:
-    spec = specs.get(Point.PP_BWD)
-    if not config.logging.check_orth_error_acti:
-        return
-    if spec is None or spec.identity or config.parallel.pipeline_model_parallel_size == 1:
+def _check_probe(parallel: ParallelConfig, spec: Spec | None) -> None:
+    """Check that --check-orth-error-acti has the compressor of the activation gradients to look at."""
+    if spec is None or spec.identity or parallel.pipeline_model_parallel_size == 1:
         raise UserError(
             "--check-orth-error-acti: nothing is compressed on the way back; add --compress pp-backward=lowrank and "
             "--pipeline-model-parallel-size of at least 2"
@@ -58,14 +74,13 @@ def _check_probe(config: Run, specs: Mapping[Point, Spec]) -> None:
         raise UserError("--check-orth-error-acti: looks at all micro-batches; leave when=epilogue out")
 
 
-def _nothing_to_do(config: Run, world_size: int, point: Point) -> str:
+def _nothing_to_do(model: ModelConfig, parallel: ParallelConfig, world_size: int, point: Point) -> str:
     """Reason why a point has no traffic in this run; empty if it has."""
-    parallel = config.parallel
     if point in (Point.PP_FWD, Point.PP_BWD) and parallel.pipeline_model_parallel_size == 1:
         return "there is one pipeline stage"
     if point in (Point.TP_FWD, Point.TP_BWD) and parallel.tensor_model_parallel_size == 1:
         return "there is one tensor-parallel rank"
-    if point.of_experts and not config.model.has_experts:
+    if point.of_experts and not model.has_experts:
         return "no layer has experts (--num-experts)"
     if point.of_experts and parallel.expert_model_parallel_size == 1:
         return "every replica holds all experts (--expert-model-parallel-size)"
@@ -73,17 +88,17 @@ def _nothing_to_do(config: Run, world_size: int, point: Point) -> str:
         return "--no-allreduce leaves the sums out"
     if point is Point.PARAM_GATHER and not parallel.use_distributed_optimizer:
         return "every replica updates all parameters without --use-distributed-optimizer"
-    if point in (Point.DP_GRAD, Point.PARAM_GATHER) and config.data_parallel_size(world_size) == 1:
+    if point in (Point.DP_GRAD, Point.PARAM_GATHER) and parallel.data_parallel_size(world_size) == 1:
         return "there is one replica"
     if point is Point.EMBED_GRAD and parallel.pipeline_model_parallel_size == 1:
         return "the embedding is on one pipeline stage only"
-    if point is Point.EMBED_GRAD and not (config.model.ties_embeddings or config.model.shares_distances):
+    if point is Point.EMBED_GRAD and not (model.ties_embeddings or model.shares_distances):
         return "the embeddings are not tied"
     return ""
 
 
-def _check_stages(config: Run, spec: Spec, flag: str, note: Callable[[str], None]) -> None:
-    stages = config.parallel.pipeline_model_parallel_size
+def _check_stages(parallel: ParallelConfig, spec: Spec, flag: str, note: Callable[[str], None]) -> None:
+    stages = parallel.pipeline_model_parallel_size
     for count, side in ((spec.activation.first_stages, "first"), (spec.activation.last_stages, "last")):
         if count is not None and stages == 1:
             note(f"{flag}: stages={side}:{count} has no effect, there is one pipeline stage")
@@ -94,10 +109,10 @@ def _check_stages(config: Run, spec: Spec, flag: str, note: Callable[[str], None
             )
 
 
-def _check_rank(config: Run, spec: Spec, flag: str) -> None:
+def _check_rank(model: ModelConfig, spec: Spec, flag: str) -> None:
     """Check the rank of low-rank factors: it cannot exceed the hidden size, a dimension of every compressed matrix."""
     rank = max((getattr(options, "rank", 0) for options in spec.variants()), default=0)
-    hidden = config.model.hidden_size
+    hidden = model.hidden_size
     if rank > hidden:
         raise UserError(
             f"{flag}: rank={rank} is above the rank of any matrix of a model of --hidden-size {hidden}; "
@@ -105,8 +120,8 @@ def _check_rank(config: Run, spec: Spec, flag: str) -> None:
         )
 
 
-def _check_experts(config: Run, spec: Spec, flag: str) -> None:
-    size = config.parallel.expert_model_parallel_size
+def _check_experts(parallel: ParallelConfig, spec: Spec, flag: str) -> None:
+    size = parallel.expert_model_parallel_size
     if size > 1 and spec.rounds().traits.clips_first:
         raise UserError(
             f"{flag}: clips each replica's gradient before it is reduced, and with --expert-model-parallel-size "
@@ -114,31 +129,30 @@ def _check_experts(config: Run, spec: Spec, flag: str) -> None:
         )
 
 
-def _check_embedding(config: Run, spec: Spec, flag: str) -> None:
+def _check_embedding(parallel: ParallelConfig, spec: Spec, flag: str) -> None:
     compressed = spec.fused or not spec.identity
-    if compressed and config.parallel.use_distributed_optimizer:
+    if compressed and parallel.use_distributed_optimizer:
         raise UserError(
             f"{flag}: with --use-distributed-optimizer the stages exchange only their shares of the embedding; "
             "leave the spec or the distributed optimizer out"
         )
-    if spec.fused and config.parallel.ddp_impl == "torch":
+    if spec.fused and parallel.ddp_impl == "torch":
         raise UserError(f"{flag}: --DDP-impl torch reduces the embedding itself; use --DDP-impl local")
 
 
-def _check_tensor(config: Run, spec: Spec, flag: str) -> None:
-    if config.parallel.message_parts > 1 and spec.registration.codec is None:
+def _check_tensor(parallel: ParallelConfig, spec: Spec, flag: str) -> None:
+    if parallel.message_parts > 1 and spec.registration.codec is None:
         raise UserError(
-            f"{flag}: {config.parallel.splitting_flag} gathers activations, which {spec.name} cannot carry; "
-            "use fixpoint"
+            f"{flag}: {parallel.splitting_flag} gathers activations, which {spec.name} cannot carry; use fixpoint"
         )
 
 
-def _check_gather(config: Run, spec: Spec, flag: str) -> None:
+def _check_gather(model: ModelConfig, parallel: ParallelConfig, spec: Spec, flag: str) -> None:
     """Check that all stages holding the tied embedding receive the same values."""
-    stages, parallel = config.parallel.pipeline_model_parallel_size, config.parallel
-    on_all_stages = config.model.shares_distances
-    tied = stages > 1 and (config.model.ties_embeddings or on_all_stages)
-    decoder = (parallel.pipeline_model_parallel_split_rank or 0) if config.model.decoder_layers else 0
+    stages = parallel.pipeline_model_parallel_size
+    on_all_stages = model.shares_distances
+    tied = stages > 1 and (model.ties_embeddings or on_all_stages)
+    decoder = (parallel.pipeline_model_parallel_split_rank or 0) if model.decoder_layers else 0
     holders = range(stages) if on_all_stages else sorted({0, decoder, stages - 1})
     covered = {spec.activation.covers_stage(stage, stages) for stage in holders}
     if tied and parallel.use_distributed_optimizer and not spec.identity and len(covered) > 1:

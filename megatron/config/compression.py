@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from megatron.base.option import Condition, option
 from megatron.config.conditions import needs
-from megatron.config.logs import LoggingConfig
-from megatron.config.model import ModelConfig
-from megatron.config.parallel import ParallelConfig
-from megatron.config.training import TrainingConfig
 
 if TYPE_CHECKING:  # the compressors import torch; parsing flags must not
     from megatron.compression.points import Point
@@ -18,7 +14,7 @@ if TYPE_CHECKING:  # the compressors import torch; parsing flags must not
     from megatron.compression.spec import Spec
 
 
-def _compresses_forward(run: Run, _: int) -> bool:
+def _compresses_forward(run: Any, _: int) -> bool:
     points = [spec.partition("=")[0].strip().lower() for spec in run.compression.compress]
     forward = ("pp-forward", "tp-forward", "ep-dispatch", "ep-combine", "experts")
     return any(point.startswith(forward) and not point.endswith("-backward") for point in points)
@@ -67,28 +63,3 @@ class CompressionConfig:
         if self.eval_compressed:
             return {point: spec.in_evaluation() for point, spec in specs.items()}
         return specs
-
-
-class Run(Protocol):
-    """Part of RunConfig that the compressor checks read; importing RunConfig here would be circular."""
-
-    @property
-    def model(self) -> ModelConfig: ...
-
-    @property
-    def parallel(self) -> ParallelConfig: ...
-
-    @property
-    def training(self) -> TrainingConfig: ...
-
-    @property
-    def logging(self) -> LoggingConfig: ...
-
-    @property
-    def compression(self) -> CompressionConfig: ...
-
-    def data_parallel_size(self, world_size: int) -> int:
-        """Number of data-parallel replicas among `world_size` processes."""
-
-    def to_dict(self) -> dict[str, dict[str, Any]]:
-        """Sections as dictionaries of plain types."""

@@ -228,7 +228,8 @@ def _check(run: RunConfig, world_size: int, cuda_available: bool, note: Note) ->
     check_checkpoint(run.checkpoint)
     if run.checkpoint.moe_use_upcycling:
         check_upcycling(run.model)
-    specs = check_compression(run, world_size, note)
+    settings = {name: value for section in run.to_dict().values() for name, value in section.items()}
+    specs = check_compression(run.compression, run.model, run.parallel, run.training, settings, world_size, note)
     check_islands(run.islands, run.parallel, run.training, run.model, specs)
 
 

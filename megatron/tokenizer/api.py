@@ -1,4 +1,4 @@
-"""Interfaces of tokenizers and of their flags."""
+"""Interface of tokenizers."""
 
 from __future__ import annotations
 
@@ -50,34 +50,6 @@ class PieceLookup(Protocol):
 
     def id_of(self, piece: str) -> int | None:
         """Id of a piece, or None."""
-
-
-class TokenizerFlags(Protocol):
-    """Fields of the tokenizer section."""
-
-    @property
-    def tokenizer_type(self) -> str | None:
-        """Name of the tokenizer's type."""
-
-    @property
-    def vocab_file(self) -> str | None:
-        """Path of a vocab.json or a WordPiece vocab.txt."""
-
-    @property
-    def merge_file(self) -> str | None:
-        """Path of a BPE merges.txt."""
-
-    @property
-    def tokenizer_model(self) -> str | None:
-        """Path of a SentencePiece model or a Hugging Face folder."""
-
-    @property
-    def vocab_size(self) -> int | None:
-        """Number of vocabulary entries of the model; for the NullTokenizer, number of ids in the text."""
-
-    @property
-    def vocab_extra_ids(self) -> int:
-        """Number of extra ids at the end of the vocabulary."""
 
 
 def required_path(value: str | None, flag: str, tokenizer: str, *, folder: bool = False) -> Path:

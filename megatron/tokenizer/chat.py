@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.base.errors import UserError
+from megatron.config.tokenizer import TokenizerConfig
 from megatron.tokenizer import chat_render
-from megatron.tokenizer.api import TokenizerFlags
 from megatron.tokenizer.special_tokens import read_special_tokens
 
 _SECONDS = 10.0
@@ -82,7 +82,7 @@ def read_chat_template(folder: Path) -> ChatTemplate | None:
     return ChatTemplate(source, special.by_kind) if isinstance(source, str) else None
 
 
-def open_chat_template(flags: TokenizerFlags) -> ChatTemplate | None:
+def open_chat_template(flags: TokenizerConfig) -> ChatTemplate | None:
     """Reads the chat template of a tokenizer; None if it has no template.
 
     Only Hugging Face folders are supported: templates write special tokens as text, and other tokenizers do not parse

@@ -6,10 +6,10 @@ import dataclasses
 
 from megatron.base.errors import UserError
 from megatron.config.tokenizer import TokenizerConfig
-from megatron.tokenizer.api import Tokenizer, TokenizerFlags
+from megatron.tokenizer.api import Tokenizer
 
 
-def model_entries(flags: TokenizerFlags, tokenizer: Tokenizer) -> int:
+def model_entries(flags: TokenizerConfig, tokenizer: Tokenizer) -> int:
     """Vocabulary entries of the model before padding: --vocab-size if set, otherwise those of the tokenizer.
 
     Additional rows have no text, as in models that were published with padding.

@@ -62,8 +62,8 @@ def run(options: argparse.Namespace) -> Report:
         check_space(plan.files, folder)
         for remote in plan.files:
             print(f"{remote.path.name}: {fetch(web, remote)}", flush=True)
-            report.add("files")
-            report.add("bytes", remote.path.stat().st_size)
+            report["files"] += 1
+            report["bytes"] += remote.path.stat().st_size
         plan.then()
         print(f"next: {plan.next}", flush=True)
     return report

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 from itertools import count
-from typing import Any
 
 if __name__ == "__main__":
     from _clone import start_program
@@ -16,25 +15,21 @@ if __name__ == "__main__":
     start_program("tools.openwebtext.add_id")
 
 from megatron.data.cleaning.command import Report, Tool, add_common, check_apart
-from megatron.data.cleaning.filtering import Judged, encode, judge_all
+from megatron.data.cleaning.filtering import Judge, Judged, encode, judge_all
 from megatron.data.lines import writing
 
 
-class Numbering:
-    """Gives each document its number, from 1."""
-
-    def __init__(self, prefix: str) -> None:
-        self._prefix, self._numbers = prefix, count(1)
-
-    def __call__(self, found: dict[str, Any], line: bytes, where: str) -> Judged:
-        return Judged((encode({**found, "adlr_id": f"{self._prefix}-{next(self._numbers):010d}"}),))
+def numbering(prefix: str) -> Judge:
+    """Judge that gives each document its number, from 1."""
+    numbers = count(1)
+    return lambda row, *_: Judged((encode({**row, "adlr_id": f"{prefix}-{next(numbers):010d}"}),))
 
 
 def run(options: argparse.Namespace) -> Report:
     """Numbers the documents of a file."""
     check_apart([options.input_file], [options.output_file, options.report])
     with writing(options.output_file) as write:
-        return judge_all(Numbering(options.id_prefix), [options.input_file], write, skip_bad=options.skip_bad_lines)
+        return judge_all(numbering(options.id_prefix), [options.input_file], write, skip_bad=options.skip_bad_lines)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

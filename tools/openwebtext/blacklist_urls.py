@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-from collections.abc import Collection
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,62 +31,61 @@ from megatron.data.lines import lines, writing
 LISTS = Path(__file__).resolve().parent / "lists"
 
 
-def words_of(path: str | Path) -> frozenset[str]:
-    """The words of a file, one a line.
+MIN_CHARACTERS = 9
+"""Minimum length of a URL."""
 
-    Raises:
-        UserError: when it cannot be read.
-    """
+
+def words_of(path: str | Path) -> frozenset[str]:
+    """Words of a file, one per line."""
     return frozenset(line.decode("utf-8", "replace").strip(".").lower() for line in lines(path))
 
 
-LEAST = 9
-"""Characters of a URL that is kept."""
-
-
 @cache
-def _parts() -> Any:
-    """Cuts a host into its parts, by the public suffixes as the package knows them; nothing is fetched."""
+def _host_parser() -> Any:
+    """Splits a host by the public suffixes in the package; nothing is fetched."""
     import tldextract
 
     return tldextract.TLDExtract(suffix_list_urls=())
 
 
-def reason_against(url: str, domains: Collection[str], extensions: Collection[str]) -> str | None:
-    """Why a URL is left out, if it is.
+def url_filter(domain_files: list[Path], extension_files: list[Path]) -> Callable[[str], str | None]:
+    """Function that returns the reason why a URL is left out, if it is.
 
     Args:
-        url: of a page.
-        domains: registered names to leave out, whatever stands before and behind them.
-        extensions: endings of files to leave out.
+        domain_files: files of registered names to leave out, whatever stands before and behind them.
+        extension_files: files of endings of files to leave out.
     """
-    if len(url) < LEAST:
-        return "too short"
-    try:
-        parts = urlsplit(url)
-        host = parts.hostname
-    except ValueError:
-        return "malformed"
-    if parts.scheme not in ("http", "https") or not host or any(c.isspace() for c in url):
-        return "malformed"
-    name = _parts()(host)
-    if not name.domain or not (name.suffix or host.replace(".", "").isdigit() or ":" in host):
-        return "malformed"
-    if name.domain.lower() in domains:
-        return "of a site without texts"
-    last = parts.path.rsplit("/", 1)[-1]
-    if "." in last and last.rsplit(".", 1)[-1].lower() in extensions:
-        return "of a file that is no page"
-    return None
+    domains = frozenset[str]().union(*map(words_of, domain_files))
+    extensions = frozenset[str]().union(*map(words_of, extension_files))
+
+    def reason_against(url: str) -> str | None:
+        if len(url) < MIN_CHARACTERS:
+            return "too short"
+        try:
+            parts = urlsplit(url)
+            host = parts.hostname
+        except ValueError:
+            return "malformed"
+        if parts.scheme not in ("http", "https") or not host or any(c.isspace() or c == "\ufffd" for c in url):
+            return "malformed"
+        name = _host_parser()(host)
+        if not name.domain or not (name.suffix or host.replace(".", "").isdigit() or ":" in host):
+            return "malformed"
+        if name.domain.lower() in domains:
+            return "of a site without texts"
+        _, dot, extension = parts.path.rsplit("/", 1)[-1].rpartition(".")
+        return "of a file that is no page" if dot and extension.lower() in extensions else None
+
+    return reason_against
 
 
 def page_of(url: str) -> bytes:
-    """A fingerprint of the page that a URL leads to, whatever part of it."""
+    """Fingerprint of the page that a URL leads to, whatever part of it."""
     return hashlib.blake2b(url.split("#", 1)[0].encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def files_of(folder: Path) -> list[Path]:
-    """The files of URLs in a folder."""
+    """Files of URLs in a folder."""
     ends = (".txt", ".txt.gz", ".txt.zst")
     return sorted(path for path in folder.glob("*.txt*") if path.name.endswith(ends) and not path.name.startswith("."))
 
@@ -98,31 +97,24 @@ def run(options: argparse.Namespace) -> Report:
         UserError: when there are none.
     """
     folder = Path(options.input)
-    own = Path(options.output).resolve()
-    files = [path for path in files_of(folder) if path.resolve() != own]
+    files = [path for path in files_of(folder) if path.resolve() != Path(options.output).resolve()]
     if not files:
         raise UserError(f"{folder}: holds no .txt files")
     check_apart([*files, options.domains_file, options.extensions_file], [options.output, options.report])
-    domains, extensions = words_of(LISTS / "domains.txt"), words_of(LISTS / "extensions.txt")
-    if options.domains_file is not None:
-        domains |= words_of(options.domains_file)
-    if options.extensions_file is not None:
-        extensions |= words_of(options.extensions_file)
+    reason_against = url_filter(
+        [LISTS / "domains.txt", *filter(None, [options.domains_file])],
+        [LISTS / "extensions.txt", *filter(None, [options.extensions_file])],
+    )
     report, seen = Report(URLs=0), set[bytes]()
     with writing(options.output) as write:
         for line in progress((line for path in files for line in lines(path)), "URLs", "URL"):
-            report.add("URLs")
             url = line.decode("utf-8", "replace")
-            reason = "malformed" if "\ufffd" in url else reason_against(url, domains, extensions)
             fingerprint = page_of(url)
-            if reason is None and fingerprint in seen:
-                reason = "repeated"
-            if reason is not None:
-                report.add(reason)
-                continue
-            seen.add(fingerprint)
-            write(url.encode())
-            report.add("written")
+            reason = reason_against(url) or ("repeated" if fingerprint in seen else None)
+            report.update(["URLs", reason or "written"])
+            if reason is None:
+                seen.add(fingerprint)
+                write(url.encode())
     return report
 
 

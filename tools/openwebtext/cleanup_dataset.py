@@ -37,7 +37,7 @@ _WORD, _MARK = re.compile(r"[^\W_]+"), re.compile(r"[^\w\s]+|_+")
 
 @cache
 def _tokenizer(vocab: str, merges: str) -> Tokenizer:
-    """GPT-2's; the check of the flags and the work share it."""
+    """GPT-2's tokenizer, shared by the check of the flags and the work."""
     flags = TokenizerConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=vocab, merge_file=merges)
     return build_tokenizer(flags)
 
@@ -49,43 +49,38 @@ class Cleanup:
     Args:
         key: field that holds the text.
         language: its ISO 639-1 code.
-        least: tokens of a text that is kept.
-        tokenizer: makes what counts them; without, words and marks are counted.
+        min_tokens: minimum number of tokens.
+        tokenizer: builds the tokenizer that counts them; without, words and marks are counted.
     """
 
     key: str
     language: str
-    least: int
+    min_tokens: int
     tokenizer: Callable[[], Tokenizer] | None
 
     def long_enough(self, text: str) -> bool:
-        """Whether a text has the tokens that are asked for."""
-        # Every word is at least a token, so most texts need no tokenizer.
-        words = sum(1 for _ in zip(_WORD.finditer(text), range(self.least), strict=False))
-        if words >= self.least:
+        """Whether a text has the minimum number of tokens."""
+        num_words = len(_WORD.findall(text))
+        if num_words >= self.min_tokens:  # every word is at least a token, so most texts need no tokenizer
             return True
         if self.tokenizer is not None:
-            return len(self.tokenizer().tokenize(text)) >= self.least
-        return words + sum(1 for _ in _MARK.finditer(text)) >= self.least
+            return len(self.tokenizer().tokenize(text)) >= self.min_tokens
+        return num_words + len(_MARK.findall(text)) >= self.min_tokens
 
-    def __call__(self, found: dict[str, Any], line: bytes, where: str) -> Judged:
+    def __call__(self, row: dict[str, Any], line: bytes, where: str) -> Judged:
         import ftfy
 
-        text = ftfy.fix_text(found[self.key])
-        fixed = ("fixed",) if text != found[self.key] else ()
+        text = ftfy.fix_text(row[self.key])
+        fixed = ("fixed",) if text != row[self.key] else ()
         if not is_language(text, self.language):
             return Judged(reasons=(*fixed, "in another language"))
         if not self.long_enough(text):
             return Judged(reasons=(*fixed, "too short"))
-        return Judged((encode({**found, self.key: text}) if fixed else line,), reasons=fixed)
+        return Judged((encode({**row, self.key: text}) if fixed else line,), reasons=fixed)
 
 
 def check(options: argparse.Namespace) -> None:
-    """Checks the flags.
-
-    Raises:
-        UserError: when they make no sense, or the vocabulary cannot be read.
-    """
+    """Checks the flags, and that the vocabulary can be read."""
     check_apart([options.input, options.vocab_file, options.merge_file], [options.output, options.report])
     if (options.vocab_file is None) != (options.merge_file is None):
         raise UserError("--vocab-file and --merge-file belong together: give both, or none")
@@ -99,16 +94,9 @@ def run(options: argparse.Namespace) -> Report:
     """Cleans a file."""
     tokenizer = partial(_tokenizer, options.vocab_file, options.merge_file) if options.vocab_file is not None else None
     cleanup = Cleanup(options.key, options.language, options.min_tokens, tokenizer)
+    settings: dict[str, Any] = {"workers": options.workers, "skip_bad": options.skip_bad_lines, "label": "cleanup"}
     with writing(options.output) as write:
-        return judge_all(
-            cleanup,
-            [options.input],
-            write,
-            keys=[options.key],
-            workers=options.workers,
-            skip_bad=options.skip_bad_lines,
-            what="cleanup",
-        )
+        return judge_all(cleanup, [options.input], write, keys=[options.key], **settings)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -43,37 +43,37 @@ RULES: dict[str, Callable[[str], bool]] = {
     "remove_256_javascript": lambda text: len(text) < 256 and "javascript" in text.lower(),
     "remove_512_non_english": lambda text: len(text) < 512 and not is_language(text, "en"),
 }
-"""Whether a text is dropped, by the task."""
+"""Conditions under which a text is dropped, by the task."""
 
 TASKS = (*RULES, "ftfy_fix_text", "general_cleaning")
 
 
 @dataclass(frozen=True)
 class Fix:
-    """Repairs a document's text, and drops it if it is of a kind; ``key`` is the field that holds it."""
+    """Repairs a document's text, and drops it if a rule says so; ``key`` is the field that holds it."""
 
     key: str
     tasks: tuple[str, ...]
 
-    def repaired(self, text: str) -> str:
-        """A text after all repairs that were asked for."""
+    def repair(self, text: str) -> str:
+        """Applies the selected repairs to a text."""
         if "ftfy_fix_text" in self.tasks:
             import ftfy
 
             text = ftfy.fix_text(text)
         return _RUNS.sub(" ", text) if "general_cleaning" in self.tasks else text
 
-    def __call__(self, found: dict[str, Any], line: bytes, where: str) -> Judged:
-        text = self.repaired(found[self.key])
-        fixed = ("fixed",) if text != found[self.key] else ()
+    def __call__(self, row: dict[str, Any], line: bytes, where: str) -> Judged:
+        text = self.repair(row[self.key])
+        fixed = ("fixed",) if text != row[self.key] else ()
         reason = next((name for name, drops in RULES.items() if name in self.tasks and drops(text)), None)
         if reason is not None:
             return Judged(dropped=line, reasons=(*fixed, reason))
-        return Judged((encode({**found, self.key: text}) if fixed else line,), reasons=fixed)
+        return Judged((encode({**row, self.key: text}) if fixed else line,), reasons=fixed)
 
 
-def names(path: Path, folder: Path) -> tuple[Path, Path]:
-    """Where the kept and the dropped documents of a file go: its name, before all endings, with a word added."""
+def output_paths(path: Path, folder: Path) -> tuple[Path, Path]:
+    """Paths for the kept and the dropped documents of a file: its name, before all endings, with a word added."""
     packed = path.suffix if path.suffix in (".gz", ".zst") else ""
     plain = Path(path.name.removesuffix(packed))
     ends = plain.suffix + packed
@@ -87,10 +87,10 @@ def run(options: argparse.Namespace) -> Report:
         UserError: for files that cannot be read or written.
     """
     folder = Path(options.output_path)
-    places = [names(Path(path), folder) for path in options.input_files]
-    if len(set(places)) < len(places):
+    outputs = [output_paths(Path(path), folder) for path in options.input_files]
+    if len(set(outputs)) < len(outputs):
         raise UserError("--input-files: two files would have the same output; give them other names")
-    check_apart(options.input_files, [*(path for pair in places for path in pair), options.report])
+    check_apart(options.input_files, [*(path for pair in outputs for path in pair), options.report])
     for path in options.input_files:
         if not Path(path).exists():
             raise UserError(f"{path}: No such file or directory")
@@ -98,22 +98,13 @@ def run(options: argparse.Namespace) -> Report:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--output-path {folder}: {error.strerror}; name a folder that can be written") from error
-    total = Report()
+    report = Report()
     fix = Fix(options.key, tuple(options.tasks))
-    for path, (cleaned, filtered) in zip(options.input_files, places, strict=True):
+    settings: dict[str, Any] = {"workers": options.workers, "skip_bad": options.skip_bad_lines}
+    for path, (cleaned, filtered) in zip(options.input_files, outputs, strict=True):
         with writing(cleaned) as keep, writing(filtered) as drop:
-            judge_all(
-                fix,
-                [path],
-                keep,
-                drop,
-                keys=[options.key],
-                workers=options.workers,
-                skip_bad=options.skip_bad_lines,
-                what=Path(path).name,
-                report=total,
-            )
-    return total
+            report.update(judge_all(fix, [path], keep, drop, keys=[options.key], label=Path(path).name, **settings))
+    return report
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

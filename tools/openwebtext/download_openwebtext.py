@@ -31,18 +31,13 @@ from megatron.data.lines import writing
 
 
 def rows(options: argparse.Namespace) -> Iterable[dict[str, Any]]:
-    """The rows of the data set.
-
-    Raises:
-        UserError: when it cannot be had.
-    """
+    """Rows of the data set."""
     from datasets import load_dataset
 
     try:
         yield from load_dataset(options.dataset, split=options.split, streaming=True)
-    except Exception as error:  # of the network, of files, of names: each library below has its own
-        reason = first_line(error)
-        raise UserError(f"--dataset {options.dataset} --split {options.split}: {reason}") from error
+    except Exception as error:  # network, file or name errors: each library raises other types
+        raise UserError(f"--dataset {options.dataset} --split {options.split}: {first_line(error)}") from error
 
 
 def _as_text(value: object) -> str:
@@ -69,35 +64,27 @@ def line_of(row: dict[str, Any]) -> bytes:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Checks that nothing is written into a data set of this machine, or over one of its files.
-
-    Raises:
-        UserError: naming the flag whose file would be, or that makes no sense.
-    """
+    """Checks that nothing is written into a data set of this machine, or over one of its files."""
     check_at_least(options, limit=1)
     if not os.path.exists(options.dataset):
         return
     folder = Path(os.path.realpath(options.dataset))
-    read = {os.path.realpath(path) for path in folder.rglob("*")}  # what links lead to may be elsewhere
+    read_paths = {os.path.realpath(path) for path in folder.rglob("*")}  # links may lead elsewhere
     for flag, path in (("--output", options.output), ("--report", options.report)):
-        place = Path(os.path.realpath(path)) if path is not None else None
-        if place is not None and (folder in (place, *place.parents) or str(place) in read):
+        target = Path(os.path.realpath(path)) if path is not None else None
+        if target is not None and (folder in (target, *target.parents) or str(target) in read_paths):
             raise UserError(f"{flag} {path}: is in --dataset {options.dataset}, which is read; name a file elsewhere")
 
 
 def run(options: argparse.Namespace) -> Report:
-    """Writes the data set.
-
-    Raises:
-        UserError: when it cannot be had or written.
-    """
+    """Writes the data set."""
     report = Report(written=0)
     with writing(options.output) as write:
         for number, row in enumerate(progress(islice(rows(options), options.limit), "rows", "row")):
             if row.get("url") is None:
                 row["url"] = f"{Path(options.dataset).name}/{options.split}/{number}"
             write(line_of(row))
-            report.add("written")
+            report["written"] += 1
     return report
 
 

@@ -188,8 +188,8 @@ def _fetch(options: argparse.Namespace, fetch: Callable[[str], Page], path: Path
     with writing(options.output) as write:
         for row in map(json.loads, record):
             if page_of(row["url"]) in urls:
-                report.add("pages")
-                report.add(row.get("failed", "written"))
+                report["pages"] += 1
+                report[row.get("failed", "written")] += 1
                 if "text" in row:
                     write(encode(row))
         if not report["written"]:

@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -43,30 +44,27 @@ _ENDS = ".!?"
 
 
 def words_of(text: str) -> tuple[list[str], list[int]]:
-    """The words of a text in lower case, and where each begins."""
-    words, starts = [], []
-    for match in _WORD.finditer(text):
-        words.append(match.group().lower())
-        starts.append(match.start())
-    return words, starts
+    """Words of a text in lower case, and their positions."""
+    matches = list(_WORD.finditer(text))
+    return [match.group().lower() for match in matches], [match.start() for match in matches]
 
 
-def ngrams_of(texts: Iterable[str], longest: int, shortest: int) -> dict[str, int]:
-    """Runs of words of tasks' texts, none counted yet."""
-    found: dict[str, int] = {}
+def ngrams_of(texts: Iterable[str], max_words: int, min_words: int) -> dict[str, int]:
+    """Runs of words of tasks' texts, with counts of 0."""
+    ngrams: dict[str, int] = {}
     for text in texts:
         words, _ = words_of(text)
-        size = min(longest, len(words))
-        if size >= shortest:
-            found.update((" ".join(words[i : i + size]), 0) for i in range(len(words) - size + 1))
-    return found
+        size = min(max_words, len(words))
+        if size >= min_words:
+            ngrams.update((" ".join(words[i : i + size]), 0) for i in range(len(words) - size + 1))
+    return ngrams
 
 
 @dataclass(frozen=True)
 class Search:
-    """A search for runs of words in documents' texts; ``key`` is the field that holds them.
+    """Finds runs of words in documents' texts; ``key`` is the field that holds them.
 
-    As a judge it is the first pass over the data, which keeps the runs that were found.
+    As a judge it is the first pass over the data; its output lines are the runs in the documents.
     """
 
     key: str
@@ -74,21 +72,21 @@ class Search:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Words of the runs, longer ones first."""
+        """Numbers of words of the runs, in descending order."""
         return sorted({ngram.count(" ") + 1 for ngram in self.ngrams}, reverse=True)
 
     def hits(self, text: str) -> Iterator[tuple[str, int, int]]:
-        """Runs of words that are looked for: each with where it begins and ends in the text; longer ones first."""
-        (words, starts), ngrams, sizes = words_of(text), self.ngrams, self.sizes
+        """Runs of words in a text, each with its start and end; of those with one start, longer ones first."""
+        words, starts = words_of(text)
         for first in range(len(words)):
-            for size in sizes:
+            for size in self.sizes:
                 ngram = " ".join(words[first : first + size])
-                if first + size <= len(words) and ngram in ngrams:
+                if first + size <= len(words) and ngram in self.ngrams:
                     last = first + size - 1
                     yield ngram, starts[first], starts[last] + len(words[last])
 
-    def __call__(self, found: dict[str, Any], line: bytes, where: str) -> Judged:
-        return Judged(tuple(ngram.encode() for ngram, _, _ in self.hits(found[self.key])))
+    def __call__(self, row: dict[str, Any], line: bytes, where: str) -> Judged:
+        return Judged(tuple(ngram.encode() for ngram, _, _ in self.hits(row[self.key])))
 
 
 @dataclass(frozen=True)
@@ -96,84 +94,74 @@ class NgramCut(Search):
     """The second pass: keeps, cuts or drops a document.
 
     Args:
-        each_side: characters that go with a run.
-        least: characters of a piece, of which those that are kept have more.
-        most_pieces: of a document that is kept.
+        each_side: characters that are cut with a run.
+        min_length: characters that a remaining piece must exceed.
+        max_pieces: maximum number of pieces of a document.
     """
 
     each_side: int
-    least: int
-    most_pieces: int
+    min_length: int
+    max_pieces: int
 
     def pieces(self, text: str) -> list[str] | None:
-        """What is left of a text without the runs and their surroundings; None when nothing has to go."""
-        left: list[str] = []
-        start, touched = 0, False
+        """Remaining pieces of a text without the runs and their surroundings; None if it holds no run."""
+        pieces: list[str] = []
+        start, has_hit = 0, False
         for _, begin, end in self.hits(text):
-            touched = True
+            has_hit = True
             before = begin - self.each_side
             while before > start and text[before] not in _ENDS:
                 before -= 1
             if before > start:
-                left.append(text[start : before + 1])
+                pieces.append(text[start : before + 1])
             # A run that begins where the last one's surroundings end makes them longer.
             after = end + self.each_side
             while after < len(text) and text[after] not in _ENDS:
                 after += 1
             start = max(start, after + 1)
-        if not touched:
-            return None
-        left.append(text[start:])
-        return [piece for piece in left if len(piece) > self.least]
+        pieces.append(text[start:])
+        return [piece for piece in pieces if len(piece) > self.min_length] if has_hit else None
 
-    def __call__(self, found: dict[str, Any], line: bytes, where: str) -> Judged:
-        left = self.pieces(found[self.key])
-        if left is None:
+    def __call__(self, row: dict[str, Any], line: bytes, where: str) -> Judged:
+        pieces = self.pieces(row[self.key])
+        if pieces is None:
             return Judged((line,))
-        if len(left) > self.most_pieces:
+        if len(pieces) > self.max_pieces:
             return Judged(reasons=("in too many pieces",))
-        if not left:
+        if not pieces:
             return Judged(reasons=("without a piece left",))
-        rows = ({**found, self.key: piece.strip(), "split_id": number} for number, piece in enumerate(left))
+        rows = ({**row, self.key: piece.strip(), "split_id": number} for number, piece in enumerate(pieces))
         return Judged(tuple(map(encode, rows)), reasons=("cut",))
 
 
-def _saved(path: str) -> dict[str, int]:
-    """What --save-dictionary wrote."""
+def _load_dictionary(path: str) -> dict[str, int]:
+    """Reads a file written by --save-dictionary."""
     try:
-        found = json.loads(b"\n".join(lines(path)))
+        ngrams = json.loads(b"\n".join(lines(path)))
     except (ValueError, RecursionError) as error:
         reason = error if isinstance(error, UserError) else f"{path}: is no JSON ({error})"
         raise UserError(f"--load-dictionary {reason}") from error
-    if not isinstance(found, dict) or not all(type(times) is int and times >= 0 for times in found.values()):
+    if not isinstance(ngrams, dict) or not all(type(times) is int and times >= 0 for times in ngrams.values()):
         raise UserError(f"--load-dictionary {path}: is no output of --save-dictionary, of runs and their numbers")
-    return found
+    return ngrams
 
 
 def dictionary(options: argparse.Namespace) -> dict[str, int]:
-    """The runs of all tasks, counted when they come from a file.
-
-    Raises:
-        UserError: for tasks and files that cannot be had.
-    """
-    sizes = (options.max_ngram_size, options.min_ngram_size)
-    found = _saved(options.load_dictionary) if options.load_dictionary else {}
-    for name in options.tasks:
-        texts = texts_of_file(options.lambada_path, "text") if name == "lambada" else texts_of_task(name)
-        found |= {k: v for k, v in ngrams_of(texts, *sizes).items() if k not in found}
-    for path, key in zip(options.task_files[::2], options.task_files[1::2], strict=True):
-        found |= {k: v for k, v in ngrams_of(texts_of_file(path, key), *sizes).items() if k not in found}
-    if not found:
+    """Runs of all tasks, counted when they come from a file."""
+    saved_ngrams = _load_dictionary(options.load_dictionary) if options.load_dictionary else {}
+    texts = [
+        texts_of_file(options.lambada_path, "text") if name == "lambada" else texts_of_task(name)
+        for name in options.tasks
+    ]
+    texts += map(texts_of_file, options.task_files[::2], options.task_files[1::2])
+    ngrams = ngrams_of(chain.from_iterable(texts), options.max_ngram_size, options.min_ngram_size) | saved_ngrams
+    if not ngrams:
         raise UserError("there is nothing to look for: give --tasks, --task-files or --load-dictionary")
-    return found
+    return ngrams
 
 
 def check(options: argparse.Namespace) -> None:
-    """Checks the flags, and reads what is looked for into ``options.dictionary``.
-
-    Raises:
-        UserError: when they make no sense, or the texts of a task cannot be had.
-    """
+    """Checks the flags, and reads the runs into ``options.dictionary``."""
     if not 1 <= options.min_ngram_size <= options.max_ngram_size:
         raise UserError(
             f"--min-ngram-size {options.min_ngram_size}: give 1 to --max-ngram-size {options.max_ngram_size}"
@@ -192,28 +180,24 @@ def check(options: argparse.Namespace) -> None:
 
 
 def run(options: argparse.Namespace) -> Report:
-    """Filters a file.
-
-    Raises:
-        UserError: for files that cannot be read or written.
-    """
+    """Filters a file."""
     path, key = options.dedup_dataset
-    found = options.dictionary
+    ngrams = options.dictionary
     shared: dict[str, Any] = {"keys": [key], "workers": options.num_threads, "skip_bad": options.skip_bad_lines}
     if not options.load_dictionary:
         counts: Counter[bytes] = Counter()
-        search = Search(key, frozenset(found))
-        judge_all(search, [path], lambda ngram: counts.update([ngram]), what="counting", **shared)
-        found = {ngram: counts[ngram.encode()] for ngram in found}
+        search = Search(key, frozenset(ngrams))
+        judge_all(search, [path], lambda ngram: counts.update([ngram]), label="counting", **shared)
+        ngrams = {ngram: counts[ngram.encode()] for ngram in ngrams}
     if options.save_dictionary:
         with writing(options.save_dictionary) as write:
-            write(json.dumps(found, ensure_ascii=False).encode())
-    wanted = frozenset(ngram for ngram, seen in found.items() if seen < options.key_threshold)
-    cut = NgramCut(key, wanted, options.remove_char_each_side, options.filter_text_char_len, options.splits_count)
+            write(json.dumps(ngrams, ensure_ascii=False).encode())
+    rare = frozenset(ngram for ngram, times in ngrams.items() if times < options.key_threshold)
+    cut = NgramCut(key, rare, options.remove_char_each_side, options.filter_text_char_len, options.splits_count)
     with writing(options.output) as write:
-        report = judge_all(cut, [path], write, what="filtering", **shared)
-    report.add("runs of words looked for", len(wanted))
-    report.add("phrases that stay", len(found) - len(wanted))
+        report = judge_all(cut, [path], write, label="filtering", **shared)
+    report["runs of words looked for"] += len(rare)
+    report["phrases that stay"] += len(ngrams) - len(rare)
     return report
 
 

@@ -119,7 +119,7 @@ def run(options: argparse.Namespace) -> Report:
         with progress((), "fingerprints") as bar:
             for documents, part_rows, part_sizes, num_bad in in_processes(fingerprinting, parts, options.workers):
                 if num_bad:
-                    report.add(BAD_LINE, num_bad)
+                    report[BAD_LINE] += num_bad
                 rows.append(part_rows)
                 sizes.append(part_sizes)
                 for key, text in documents:
@@ -131,8 +131,8 @@ def run(options: argparse.Namespace) -> Report:
         texts.flush()
         fingerprints = Fingerprints(np.concatenate(rows), np.concatenate(sizes))
         del rows, sizes
-        report.add("documents", len(keys))
-        report.add("bytes of fingerprints a document", 4 * options.num_seeds + 8)
+        report["documents"] += len(keys)
+        report["bytes of fingerprints a document"] += 4 * options.num_seeds + 8
         if options.save_fingerprints:
             fingerprints.save(Path(options.save_fingerprints), keys, options.seed)
         if options.output:
@@ -154,7 +154,7 @@ def _write_duplicates(
     documents = np.sort(np.fromiter(first_documents.values(), np.int64))
     del first_documents
     if num_repeated := len(keys) - len(documents):
-        report.add("repeated names, of which the first counts", num_repeated)
+        report["repeated names, of which the first counts"] += num_repeated
         example = keys[int(np.setdiff1d(np.arange(len(keys)), documents)[0])]
         print(
             f"find_duplicates: warning: {num_repeated:,} documents are not compared, since an earlier one has their "
@@ -163,11 +163,11 @@ def _write_duplicates(
         )
     buckets = progress(fingerprints.buckets(options.num_bands, documents), "buckets", "bucket")
     workers = options.workers if options.jaccard_parallel else 1
-    report.add("pairs", 0)
+    report["pairs"] = 0
     with writing(options.output) as write:
         for first, others in merge_matches(in_processes(compare, in_chunks(buckets, _BUCKETS), workers)).items():
             write(encode({keys[first]: [{keys[other]: round(value, 6)} for other, value in others.items()]}))
-            report.add("pairs", len(others))
+            report["pairs"] += len(others)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

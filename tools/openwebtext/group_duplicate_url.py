@@ -26,14 +26,10 @@ from megatron.data.cleaning.filtering import BAD_LINE, encode, of_each, parts_of
 from megatron.data.lines import writing
 
 
-def pairs_of(found: dict[str, Any], line: bytes, where: str) -> list[tuple[str, str, float]]:
-    """Two names and their similarity each.
-
-    Raises:
-        UserError: when a line is none of find_duplicates.py's.
-    """
+def pairs_of(row: dict[str, Any], line: bytes, where: str) -> list[tuple[str, str, float]]:
+    """Pairs of names and their similarities in a line of find_duplicates.py's output."""
     try:
-        pairs = [(name, *pair) for name, others in found.items() for other in others for pair in other.items()]
+        pairs = [(name, *pair) for name, others in row.items() for other in others for pair in other.items()]
         if all(type(value) in (int, float) and 0 <= value <= 1 for _, _, value in pairs):
             return pairs
     except (AttributeError, TypeError):
@@ -42,41 +38,33 @@ def pairs_of(found: dict[str, Any], line: bytes, where: str) -> list[tuple[str, 
 
 
 def check(options: argparse.Namespace) -> None:
-    """Checks the flags.
-
-    Raises:
-        UserError: when they make no sense.
-    """
+    """Checks the flags."""
     if not 0 <= options.threshold <= 1:
         raise UserError(f"threshold {options.threshold:g}: give a similarity from 0 to 1")
     check_apart([options.input], [options.output, options.report])
 
 
 def run(options: argparse.Namespace) -> Report:
-    """Groups the pairs of a file.
-
-    Raises:
-        UserError: naming the line that is none of find_duplicates.py's.
-    """
+    """Groups the pairs of a file."""
     from networkx.utils import UnionFind
 
-    linked, report = UnionFind(), Report(pairs=0)
+    links, report = UnionFind(), Report(pairs=0)
     for part in parts_of(options.input):
-        found, bad = of_each(pairs_of, part, options.skip_bad_lines)
-        if bad:
-            report.add(BAD_LINE, bad)
-        for name, other, value in chain.from_iterable(found):
-            report.add("pairs")
+        lines_of_pairs, num_bad = of_each(pairs_of, part, options.skip_bad_lines)
+        if num_bad:
+            report[BAD_LINE] += num_bad
+        for name, other, value in chain.from_iterable(lines_of_pairs):
+            report["pairs"] += 1
             if value >= options.threshold:
-                linked.union(name, other)
+                links.union(name, other)
     groups: dict[str, list[str]] = {}
-    for name in linked:  # in the order in which they were met
-        groups.setdefault(linked[name], []).append(name)
+    for name in links:  # in order of first occurrence
+        groups.setdefault(links[name], []).append(name)
     with writing(options.output) as write:
         for number, names in enumerate(names for names in groups.values() if len(names) > 1):
             write(encode({str(number): names}))
-            report.add("groups")
-            report.add("documents in groups", len(names))
+            report["groups"] += 1
+            report["documents in groups"] += len(names)
     return report
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import re
 from pathlib import Path
-from typing import Any
 
 if __name__ == "__main__":
     from _clone import start_program
@@ -25,29 +24,23 @@ from megatron.data.cleaning.filtering import Judged, judge_all
 from megatron.data.lines import writing
 
 
-def keep(found: dict[str, Any], line: bytes, where: str) -> Judged:
-    """Every document stays as it is."""
-    return Judged((line,))
-
-
 def run(options: argparse.Namespace) -> Report:
     """Merges the files of a folder.
 
     Raises:
-        UserError: when there are none, or one is no JSON lines.
+        UserError: when there are none, or the lines of a file are no JSON objects.
     """
     output = Path(options.output_file).resolve()
-    pattern = re.compile(r".+\.jsonl?(\.gz|\.zst)?")
+    pattern = re.compile(r"[^.].*(?<!_filtered)\.jsonl?(\.gz|\.zst)?")
     folder = Path(options.json_path)
-    files = sorted(path for path in folder.iterdir() if pattern.fullmatch(path.name)) if folder.is_dir() else []
-    files = [path for path in files if path.resolve() != output and not path.name.startswith(".")]
-    files = [path for path in files if not path.name.split(".json")[0].endswith("_filtered")]
+    paths = sorted(folder.iterdir()) if folder.is_dir() else []
+    files = [path for path in paths if pattern.fullmatch(path.name) and path.resolve() != output]
     if not files:
         raise UserError(f"--json_path {folder}: holds no .json or .jsonl files")
     check_apart(files, [options.output_file, options.report])
-    report = Report(files=len(files))
     with writing(options.output_file) as write:
-        return judge_all(keep, files, write, skip_bad=options.skip_bad_lines, report=report)
+        counts = judge_all(lambda row, line, where: Judged((line,)), files, write, skip_bad=options.skip_bad_lines)
+    return Report({"files": len(files), **counts})
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

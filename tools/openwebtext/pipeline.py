@@ -63,18 +63,14 @@ from tools.openwebtext import (
     group_duplicate_url,
     remove_group_duplicates,
 )  # fmt: skip
-from tools.openwebtext.add_id import Numbering
+from tools.openwebtext.add_id import numbering
 from tools.openwebtext.blacklist_urls import page_of
 
 REPORT = "report.json"
-
 STEPS = "steps"
-"""Folder of what lies between the steps, in that of the result."""
-
+"""Folder of the intermediate files, in that of the result."""
 KEY = "cleaning_key"
-"""Field that names a document between the steps: URLs may be missing, or repeated."""
-
-
+"""Field that names a document in the intermediate files: URLs may be missing, or repeated."""
 OUTPUTS = {
     "blacklist_urls": "urls.txt",
     "fetch_pages": "pages.jsonl.zst",
@@ -87,22 +83,20 @@ OUTPUTS = {
     "filter_ngrams": "filtered.jsonl.zst",
     "shuffle": "train_data.json",
 }
-"""The files that the steps write, the last one into the folder of the result."""
-
-
+"""Output file of each step; that of the last one is in the folder of the result."""
 _PARTS = 64
-"""Of a file that is shuffled."""
+"""Number of temporary files of a shuffle."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step.
+    """A step of a cleaning.
 
     Args:
-        name: of it.
-        output: the file that it writes, complete or not at all.
-        settings: what its output depends on besides its inputs.
-        run: does it.
+        name: name of the step.
+        output: its output file, complete or missing.
+        settings: values besides its inputs on which its output depends.
+        run: does the work.
         check: raises a UserError for flags that it cannot run with.
     """
 
@@ -114,116 +108,108 @@ class Step:
 
 
 def merge(paths: Sequence[str | Path], urls: Path | None, output: Path, skip_bad: bool) -> Report:
-    """Puts the documents of some files into one, each with a key of its own; with ``urls``, only pages of those.
-
-    Raises:
-        UserError: naming the line that is no document.
-    """
+    """Merges the documents of files and gives each a unique key; with ``urls``, only pages of those."""
     allowed = None if urls is None else {page_of(url.decode("utf-8", "replace")) for url in lines(urls)}
     numbers = count(1)
 
-    def judge(found: dict[str, Any], line: bytes, where: str) -> Judged:
-        url = found.get("url")
+    def judge(row: dict[str, Any], line: bytes, where: str) -> Judged:
+        url = row.get("url")
         if allowed is not None and not (isinstance(url, str) and page_of(url) in allowed):
             return Judged(reasons=("of URLs that are left out" if url else "without a url",))
-        return Judged((encode({**found, KEY: str(next(numbers))}),))
+        return Judged((encode({**row, KEY: str(next(numbers))}),))
 
     with writing(output) as write:
-        return judge_all(judge, paths, write, keys=["text"], skip_bad=skip_bad, what="merge")
+        return judge_all(judge, paths, write, keys=["text"], skip_bad=skip_bad, label="merge")
 
 
 def shuffled(source: Path, seed: int) -> Iterator[bytes]:
-    """The lines of a file in random order. Each goes to a random part of many; one is in memory at a time."""
+    """Lines of a file in random order; each goes to a random temporary file, and these are shuffled in memory."""
     generator = random.Random(seed)
-    with ExitStack() as opened:
-        # Without names, so that none is left whatever ends this.
-        parts = [opened.enter_context(tempfile.TemporaryFile(dir=source.parent)) for _ in range(_PARTS)]
+    with ExitStack() as stack:
+        # Without names, so that none is left behind.
+        parts = [stack.enter_context(tempfile.TemporaryFile(dir=source.parent)) for _ in range(_PARTS)]
         for line in lines(source):
             parts[generator.randrange(_PARTS)].write(line + b"\n")
         for part in parts:
             part.seek(0)
-            own = part.read().split(b"\n")[:-1]
-            generator.shuffle(own)
-            yield from own
+            part_lines = part.read().split(b"\n")[:-1]
+            generator.shuffle(part_lines)
+            yield from part_lines
 
 
 def shuffle_and_number(source: Path, output: Path, prefix: str, seed: int) -> Report:
-    """The last step."""
-    report, number = Report(written=0), Numbering(prefix)
+    """Runs the last step."""
+    report, judge = Report(written=0), numbering(prefix)
     with writing(output) as write:
         for line in shuffled(source, seed):
-            found = parse_json(line)
-            del found[KEY]
-            for kept in number(found, line, "").kept:
-                write(kept)
-                report.add("written")
+            row = parse_json(line)
+            del row[KEY]
+            write(judge(row, line, "").kept[0])
+            report["written"] += 1
     return report
 
 
 def steps_of(options: argparse.Namespace) -> list[Step]:
-    """The steps that the flags ask for, each reading what the one before it wrote."""
-    folder = Path(os.path.abspath(options.output_path))  # so that no name begins as a flag does
-    out = {name: folder / STEPS / file for name, file in OUTPUTS.items()} | {"shuffle": folder / OUTPUTS["shuffle"]}
+    """Steps of a cleaning; each reads the output of the one before it."""
+    folder = Path(os.path.abspath(options.output_path))  # absolute, so that no name begins as a flag does
+    outputs = {name: folder / STEPS / file for name, file in OUTPUTS.items()} | {"shuffle": folder / OUTPUTS["shuffle"]}
     workers = [f"--workers={options.workers}"]
     steps: list[Step] = []
 
-    def add(module: Any, words: Sequence[str | Path | None], free: Sequence[str] = ()) -> Path:
-        """Adds a tool, whose output is None among the words; paths and free words do not change what it writes."""
+    def add(module: Any, words: Sequence[str | Path | None], free_words: Sequence[str] = ()) -> Path:
+        """Adds a tool, whose output is None among the words; paths and free words do not change its output."""
         name, tool = module.__name__.rpartition(".")[2], module.main
-        flags = tool.parse([*free, *(str(word or out[name]) for word in words)])
+        flags = tool.parse([*free_words, *(str(word or outputs[name]) for word in words)])
         settings = [word for word in words if isinstance(word, str)]
-        steps.append(Step(name, out[name], settings, lambda: tool.run(flags), lambda: tool.check(flags)))
-        return out[name]
+        steps.append(Step(name, outputs[name], settings, lambda: tool.run(flags), lambda: tool.check(flags)))
+        return outputs[name]
 
     pages, urls = options.json, None
     if options.urls:
         urls = add(blacklist_urls, ["--", options.urls, None])
     if not pages:
-        counted, free = fetch_pages.words_of(options)
-        pages, urls = [add(fetch_pages, [*counted, "--", urls, None], [*free, *workers])], None
-    now = out["merge"]
-    steps.append(Step("merge", now, [options.json, options.urls],
-                      lambda: merge(pages, urls, out["merge"], options.skip_bad_lines)))  # fmt: skip
+        page_words, free_words = fetch_pages.words_of(options)
+        pages, urls = [add(fetch_pages, [*page_words, "--", urls, None], [*free_words, *workers])], None
+    data = outputs["merge"]
+    steps.append(Step("merge", data, [options.json, options.urls],
+                      lambda: merge(pages, urls, outputs["merge"], options.skip_bad_lines)))  # fmt: skip
     vocabulary = [f"--{name}-file={path}" for name, path in
                   (("vocab", options.vocab_file), ("merge", options.merge_file)) if path is not None]  # fmt: skip
-    now = add(cleanup_dataset, [f"--language={options.language}", f"--min-tokens={options.min_tokens}", *vocabulary,
-                                "--", now, None], workers)  # fmt: skip
+    data = add(cleanup_dataset, [f"--language={options.language}", f"--min-tokens={options.min_tokens}", *vocabulary,
+                                 "--", data, None], workers)  # fmt: skip
     if options.fix_tasks:
-        now = add(cleanup_fix_dataset, ["--input-files", now, "--output-path", now.parent,
-                                        "--tasks", *options.fix_tasks], workers)  # fmt: skip
-    pairs = add(find_duplicates, ["--inputs", now, KEY, "--output", None, "--heuristic-iter=-1", "--jaccard-parallel",
+        data = add(cleanup_fix_dataset, ["--input-files", data, "--output-path", data.parent,
+                                         "--tasks", *options.fix_tasks], workers)  # fmt: skip
+    pairs = add(find_duplicates, ["--inputs", data, KEY, "--output", None, "--heuristic-iter=-1", "--jaccard-parallel",
                                   f"--num-bands={options.num_bands}", f"--num-seeds={options.num_seeds}",
                                   f"--seed={options.seed}"], workers)  # fmt: skip
     groups = add(group_duplicate_url, ["--", pairs, None, str(options.threshold)])
-    now = add(remove_group_duplicates, [f"--key={KEY}", "--", groups, now, None])
+    data = add(remove_group_duplicates, [f"--key={KEY}", "--", groups, data, None])
     if options.lambada_path or options.task_files:
         lambada = ["--tasks", "lambada", f"--lambada-path={options.lambada_path}"] if options.lambada_path else []
-        now = add(filter_ngrams, ["--dedup-dataset", now, "text", "--output", None, *lambada,
-                                  "--task-files", *options.task_files], workers)  # fmt: skip
-    last = now
-    steps.append(Step("shuffle", out["shuffle"], [options.seed, options.id_prefix],
-                      lambda: shuffle_and_number(last, out["shuffle"], options.id_prefix, options.seed)))  # fmt: skip
+        data = add(filter_ngrams, ["--dedup-dataset", data, "text", "--output", None, *lambada,
+                                   "--task-files", *options.task_files], workers)  # fmt: skip
+    last_data = data
+    prefix, seed, result = options.id_prefix, options.seed, outputs["shuffle"]
+    steps.append(Step("shuffle", result, [seed, prefix], lambda: shuffle_and_number(last_data, result, prefix, seed)))
     return steps
 
 
 def _inputs_of(options: argparse.Namespace) -> list[Any]:
-    """Names, sizes and times of the files that a cleaning begins with."""
+    """Names, sizes and modification times of the input files."""
     paths = [Path(path) for path in options.json]
     if options.urls:
         paths += [*blacklist_urls.files_of(Path(options.urls)), *sorted(blacklist_urls.LISTS.glob("*.txt"))]
     paths += [Path(path) for path in (options.lambada_path, options.vocab_file, options.merge_file) if path]
     paths += [Path(path) for path in options.task_files[::2]]
-    found = []
     for path in paths:
         if not path.is_file():
             raise UserError(f"{path}: No such file")
-        state = path.stat()
-        found.append([str(path), state.st_size, state.st_mtime_ns])
-    return found
+    return [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in paths]
 
 
 def stamps_of(steps: Sequence[Step], options: argparse.Namespace) -> list[str]:
-    """What each step's output depends on, as text: the inputs, and the settings of the steps up to it."""
+    """Digest, for each step, of the inputs and the settings of the steps up to it."""
     digest = hashlib.blake2b(json.dumps(_inputs_of(options)).encode())
     stamps = []
     for step in steps:
@@ -232,56 +218,38 @@ def stamps_of(steps: Sequence[Step], options: argparse.Namespace) -> list[str]:
     return stamps
 
 
-def _report_of(path: Path) -> dict[str, dict[str, Any]]:
-    """What the steps of an earlier cleaning left.
+def _read_report(path: Path) -> dict[str, dict[str, Any]]:
+    """Report of an earlier cleaning, by step.
 
     Raises:
         UserError: when the file is another.
     """
     try:
-        found: Any = json.loads(path.read_text()) if path.exists() else {}
-    except (OSError, ValueError, RecursionError):
-        found = None
-    if not (isinstance(found, dict) and found.keys() <= OUTPUTS.keys() and all(map(_is_entry, found.values()))):
-        raise UserError(f"{path}: is no report of an earlier cleaning; remove it, or name another folder")
-    return dict(found)
-
-
-def _is_entry(step: Any) -> bool:
-    return isinstance(step, dict) and isinstance(step.get("stamp"), str) and isinstance(step.get("counts"), dict)
-
-
-def _clear(folder: Path) -> None:
-    """Removes what lies between the steps, and the folder if nothing else is in it."""
-    for name in [*OUTPUTS.values(), "clean_filtered.jsonl.zst"]:
-        (folder / name).unlink(missing_ok=True)
-        remove_leftovers(folder / name, "partial", Path.unlink)
-    with suppress(OSError):
-        folder.rmdir()
+        report = json.loads(path.read_text()) if path.exists() else {}
+        for name, entry in report.items():
+            if not (name in OUTPUTS and isinstance(entry["stamp"], str) and isinstance(entry["counts"], dict)):
+                raise ValueError
+    except (OSError, ValueError, RecursionError, AttributeError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: is no report of an earlier cleaning; remove it, or name another folder") from error
+    return dict(report)
 
 
 def run(options: argparse.Namespace) -> Report:
-    """Runs all steps that are not done.
-
-    Raises:
-        UserError: for files that cannot be read or written.
-    """
+    """Runs all steps that are not done."""
     if not (options.json or options.urls):
         raise UserError("--json is missing (or --urls, whose pages are then fetched)")
     folder = Path(options.output_path)
-    path = folder / REPORT
     steps = steps_of(options)
-    between = (folder / STEPS).resolve()
     inputs = [name for name, *_ in _inputs_of(options)]
-    check_apart(inputs, [path, *(step.output for step in steps), options.report])
+    check_apart(inputs, [folder / REPORT, *(step.output for step in steps), options.report])
     for name in inputs:
-        if between in Path(name).resolve().parents:
+        if (folder / STEPS).resolve() in Path(name).resolve().parents:
             raise UserError(f"{name}: is in the folder of what lies between the steps; move it to another")
     for step in steps:
         step.check()
-    _report_of(path)
+    _read_report(folder / REPORT)
     try:
-        between.mkdir(parents=True, exist_ok=True)
+        (folder / STEPS).mkdir(parents=True, exist_ok=True)
         with holding(folder, where_there_are_locks=True):
             return _run_steps(options, steps)
     except BlockingIOError as error:
@@ -291,27 +259,25 @@ def run(options: argparse.Namespace) -> Report:
 
 
 def _run_steps(options: argparse.Namespace, steps: Sequence[Step]) -> Report:
-    folder = Path(options.output_path)
-    path = folder / REPORT
-    done = _report_of(path)
+    path = Path(options.output_path) / REPORT
+    old_report = _read_report(path)
     stamps = stamps_of(steps, options)
-    matches = [done.get(step.name, {}).get("stamp") == stamp for step, stamp in zip(steps, stamps, strict=True)]
-    first = len(steps)
+    matches = [old_report.get(step.name, {}).get("stamp") == stamp for step, stamp in zip(steps, stamps, strict=True)]
+    num_done = len(steps)
     if not (all(matches) and steps[-1].output.exists()):
-        there = [match and step.output.exists() for step, match in zip(steps, matches, strict=True)]
-        first = there.index(False)
-    report = {step.name: done[step.name] for step in steps[:first]}
+        done = [match and step.output.exists() for step, match in zip(steps, matches, strict=True)]
+        num_done = done.index(False)
+    report = {step.name: old_report[step.name] for step in steps[:num_done]}
 
     def save() -> None:
         with writing(path) as write:
             write(json.dumps(report, indent=1).encode())
 
-    if first < len(steps):
-        save()  # so that no step counts as done by what an earlier cleaning wrote into the files that are now replaced
-    for number, (step, stamp) in enumerate(zip(steps, stamps, strict=True)):
-        if number < first:
-            print(f"{step.name}: done before", flush=True)
-            continue
+    for step in steps[:num_done]:
+        print(f"{step.name}: done before", flush=True)
+    if num_done < len(steps):
+        save()  # so that no step counts as done by an earlier cleaning whose files are now replaced
+    for step, stamp in list(zip(steps, stamps, strict=True))[num_done:]:
         start = time.monotonic()
         counts = step.run()
         seconds = round(time.monotonic() - start, 1)
@@ -319,9 +285,14 @@ def _run_steps(options: argparse.Namespace, steps: Sequence[Step]) -> Report:
         print(f"{step.name}: {counts} ({seconds:.1f} s)", flush=True)
         save()
     if not options.keep:
-        _clear((folder / STEPS).resolve())
-    read, written = report["merge"]["counts"]["documents"], report["shuffle"]["counts"]["written"]
-    return Report({"documents read": read, "documents in train_data.json": written})
+        folder = (Path(options.output_path) / STEPS).resolve()
+        for name in [*OUTPUTS.values(), "clean_filtered.jsonl.zst"]:
+            (folder / name).unlink(missing_ok=True)
+            remove_leftovers(folder / name, "partial", Path.unlink)
+        with suppress(OSError):  # other files may be in it
+            folder.rmdir()
+    num_read, num_written = report["merge"]["counts"]["documents"], report["shuffle"]["counts"]["written"]
+    return Report({"documents read": num_read, "documents in train_data.json": num_written})
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -30,33 +30,29 @@ def duplicates_in(groups: str) -> set[str]:
     Raises:
         UserError: naming the line that is no group.
     """
-    gone: set[str] = set()
+    duplicates: set[str] = set()
     for number, line in numbered_lines(groups):
         where = f"{groups}, line {number}"
         for names in document(line, where, skippable=False).values():
             if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
                 raise UserError(f"{where}: is no line of group_duplicate_url.py's output")
-            gone.update(names[1:])
-    return gone
+            duplicates.update(names[1:])
+    return duplicates
 
 
 def run(options: argparse.Namespace) -> Report:
-    """Removes the duplicates of a file.
-
-    Raises:
-        UserError: naming the line that is no group or no document.
-    """
+    """Removes the duplicates of a file."""
     check_apart([options.groups, options.data], [options.output, options.report])
-    gone = duplicates_in(options.groups)
-    met: set[str] = set()
+    duplicates, removed = duplicates_in(options.groups), set[str]()
 
-    def judge(found: dict[str, Any], line: bytes, where: str) -> Judged:
-        name = found[options.key]
-        if name in gone:
-            gone.remove(name)
-            met.add(name)
-            return Judged(reasons=("duplicates",))
-        return Judged((line,), reasons=("that repeat a duplicate's name and stay",) if name in met else ())
+    def judge(row: dict[str, Any], line: bytes, where: str) -> Judged:
+        name = row[options.key]
+        if name in removed:
+            return Judged((line,), reasons=("that repeat a duplicate's name and stay",))
+        if name not in duplicates:
+            return Judged((line,))
+        removed.add(name)
+        return Judged(reasons=("duplicates",))
 
     with writing(options.output) as write:
         return judge_all(judge, [options.data], write, keys=[options.key], skip_bad=options.skip_bad_lines)

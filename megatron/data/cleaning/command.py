@@ -1,4 +1,4 @@
-"""What all cleaning tools have in common: flags, checks before the work, counts, and what is said at the end."""
+"""Common parts of the cleaning tools: flags, checks before the work, counts, and the last line."""
 
 from __future__ import annotations
 
@@ -27,16 +27,13 @@ _WRITTEN = ("output", "output_file", "save_fingerprints", "save_dictionary", "re
 class Report(Counter[str]):
     """Counts of a cleaning step, in order of first occurrence."""
 
-    def add(self, what: str, count: int = 1) -> None:
-        self[what] += count
-
     def __str__(self) -> str:
         return ", ".join(f"{count:,} {name}" for name, count in self.items())
 
 
-def progress(items: Iterable[T], what: str, unit: str = "document") -> Any:
+def progress(items: Iterable[T], label: str, unit: str = "document") -> Any:
     """Wraps items in a progress bar, which prints a line every 30 s if there is no terminal."""
-    return tqdm(items, unit=unit, desc=what, mininterval=1.0 if sys.stderr.isatty() else 30.0)
+    return tqdm(items, unit=unit, desc=label, mininterval=1.0 if sys.stderr.isatty() else 30.0)
 
 
 def add_common(parser: argparse.ArgumentParser, *, workers: bool = True, bad_lines: bool = True) -> None:
@@ -53,17 +50,13 @@ def add_common(parser: argparse.ArgumentParser, *, workers: bool = True, bad_lin
     parser.add_argument("--report", metavar="FILE", help="write the counts there as JSON")
 
 
-def check_at_least(options: argparse.Namespace, **least: int) -> None:
-    """Checks minimum values of numeric flags.
-
-    Args:
-        options: the flags.
-        least: minimum value by flag name.
+def check_at_least(options: argparse.Namespace, **minimums: int) -> None:
+    """Checks minimum values of numeric flags, given by name.
 
     Raises:
         UserError: naming the first flag below its minimum.
     """
-    for name, minimum in least.items():
+    for name, minimum in minimums.items():
         if (value := getattr(options, name)) is not None and value < minimum:
             raise UserError(f"--{name.replace('_', '-')} {value}: give at least {minimum}")
 

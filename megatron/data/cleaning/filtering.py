@@ -52,61 +52,37 @@ def document(line: bytes, where: str, *keys: str, skippable: bool = True) -> dic
     return record
 
 
-class _StandIns:
-    """Placeholders in JSON for numbers that are inserted afterwards in their original form.
+def encode(record: dict[str, Any], default: Callable[[Any], Any] | None = None) -> bytes:
+    """Encodes a JSON line in UTF-8; lone surrogates stay escaped, and a ``Numeral`` keeps its original form.
 
     Args:
-        default: converts other values that JSON cannot represent.
-    """
-
-    def __init__(self, default: Callable[[Any], Any] | None) -> None:
-        self._default = default
-        self._mark = secrets.token_hex(16)  # random, so it occurs in no text
-        self._numerals: list[str] = []
-
-    def __call__(self, value: Any) -> Any:
-        if isinstance(value, Numeral):
-            self._numerals.append(value.text)
-            return f"{self._mark}{len(self._numerals) - 1}"
-        if self._default is None:
-            raise TypeError(f"values of type {type(value).__name__}")
-        return self._default(value)
-
-    def replace(self, text: str) -> str:
-        """Replaces the placeholders in a text by the numbers."""
-        if not self._numerals:
-            return text
-        return re.sub(f'"{self._mark}([0-9]+)"', lambda match: self._numerals[int(match[1])], text)
-
-
-def encode(found: dict[str, Any], default: Callable[[Any], Any] | None = None) -> bytes:
-    """Encodes a JSON line in UTF-8; lone surrogates stay escaped.
-
-    Args:
-        found: object of the line; a ``Numeral`` in it is written in its original form.
+        record: object of the line.
         default: converts values that JSON cannot represent.
     """
-    stand_ins = _StandIns(default)
-    text = stand_ins.replace(json.dumps(found, ensure_ascii=False, default=stand_ins))
-    try:
-        return text.encode()
-    except UnicodeEncodeError:
-        return stand_ins.replace(json.dumps(found, default=stand_ins)).encode()
+    mark = secrets.token_hex(16)  # random, so it occurs in no text
+    numerals: list[str] = []
 
+    def replace_numeral(value: Any) -> Any:
+        if isinstance(value, Numeral):
+            numerals.append(value.text)
+            return f"{mark}{len(numerals) - 1}"
+        if default is None:
+            raise TypeError(f"values of type {type(value).__name__}")
+        return default(value)
 
-def _size(item: object) -> int:
-    if isinstance(item, tuple):
-        return sum(map(_size, item))
-    return len(item) if isinstance(item, bytes) else 0
+    text = json.dumps(record, ensure_ascii=False, default=replace_numeral)
+    if numerals:
+        text = re.sub(f'"{mark}([0-9]+)"', lambda match: numerals[int(match[1])], text)
+    return text.encode("utf-8", "backslashreplace")
 
 
 def in_chunks(items: Iterable[T], size: int = _CHUNK) -> Iterator[list[T]]:
-    """Groups consecutive items into lists of at most ``size`` items, which hold about a megabyte of lines at most."""
+    """Groups consecutive items into lists of at most ``size`` items, or about a megabyte of numbered lines."""
     chunk: list[T] = []
     chunk_bytes = 0
     for item in items:
         chunk.append(item)
-        chunk_bytes += _size(item)
+        chunk_bytes += len(item[1]) if isinstance(item, tuple) else 0
         if len(chunk) == size or chunk_bytes >= _CHUNK_BYTES:
             yield chunk
             chunk, chunk_bytes = [], 0
@@ -143,11 +119,7 @@ class FilePart:
 
 
 def parts_of(path: str | Path, *keys: str) -> Iterator[FilePart]:
-    """Splits the lines of a file into chunks.
-
-    Raises:
-        UserError: when the file cannot be read.
-    """
+    """Splits the lines of a file into chunks."""
     return (FilePart(str(path), keys, chunk) for chunk in in_chunks(numbered_lines(path)))
 
 
@@ -191,13 +163,12 @@ def judge_all(
     judge: Judge,
     paths: Iterable[str | Path],
     write: Callable[[bytes], None],
-    drop: Callable[[bytes], None] | None = None,
+    drop: Callable[[bytes], None] = lambda line: None,
     *,
     keys: Sequence[str] = (),
     workers: int = 1,
     skip_bad: bool,
-    what: str = "documents",
-    report: Report | None = None,
+    label: str = "documents",
 ) -> Report:
     """Judges every line of files and writes the results in order.
 
@@ -208,27 +179,24 @@ def judge_all(
         keys: fields that must be strings.
         workers: number of processes.
         skip_bad: count lines that are not documents instead of raising an error.
-        what: label of the progress bar.
-        report: report to add the counts to (default: a new report).
+        label: label of the progress bar.
 
     Raises:
         UserError: naming the file and the line that is not a document.
     """
-    report = Report() if report is None else report
-    report.update(documents=0, written=0)
+    report = Report(documents=0, written=0)
     file_parts = (file_part for path in paths for file_part in parts_of(path, *keys))
-    with progress((), what) as bar:
+    with progress((), label) as bar:
         for results, num_bad in in_processes(_JudgePart(judge, skip_bad), file_parts, workers):
-            report.add("documents", len(results) + num_bad)
+            report.update({"documents": len(results) + num_bad})
             if num_bad:
-                report.add(BAD_LINE, num_bad)
+                report.update({BAD_LINE: num_bad})
             for result in results:
-                for reason in result.reasons:
-                    report.add(reason)
+                report.update(result.reasons)
+                report["written"] += len(result.kept)
                 for kept_line in result.kept:
-                    report.add("written")
                     write(kept_line)
-                if drop is not None and result.dropped is not None:
+                if result.dropped is not None:
                     drop(result.dropped)
             bar.update(len(results) + num_bad)
     return report

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import difflib
 import os
 import sys
 from typing import NoReturn
 
 from megatron.base.errors import UserError
+from megatron.config.tokenizer import TokenizerConfig
 from megatron.data.interrupt import run_command
 from megatron.data.preprocess.encoding import EncodeOptions
 from megatron.data.preprocess.pipeline import EncodingJob, Totals, output_prefixes, run, run_partitions
@@ -188,8 +190,12 @@ def preprocess(args: argparse.Namespace) -> Totals:
         UserError: when the input is invalid, or a file cannot be read or written.
     """
     files = expand_inputs(args.input)
-    names = EncodeOptions.__dataclass_fields__
-    options = EncodeOptions(**{**{name: getattr(args, name) for name in names}, "json_keys": tuple(args.json_keys)})
+    tokenizer = TokenizerConfig(
+        **{field.name: getattr(args, field.name) for field in dataclasses.fields(TokenizerConfig)}
+    )
+    options = EncodeOptions(
+        tuple(args.json_keys), tokenizer, args.append_eod, args.split_sentences, args.keep_newlines, args.lang
+    )
     if args.split_sentences and load_punkt(args.lang) is None:
         print(
             f"note: there is no Punkt model for {args.lang} on this machine, so sentences are split by rules. "

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from megatron.base.errors import UserError
 from megatron.base.text_file import parse_json
+from megatron.config.tokenizer import TokenizerConfig
 from megatron.data.idx_format import best_dtype
 from megatron.data.lines import MARK
 from megatron.data.preprocess.reading import Block, InputRange
@@ -21,15 +22,10 @@ from megatron.tokenizer.build import build_tokenizer
 
 @dataclass(frozen=True)
 class EncodeOptions:
-    """Encoding options; each field is the flag of the same name."""
+    """Encoding options: the tokenizer, and flags by name."""
 
     json_keys: tuple[str, ...]
-    tokenizer_type: str
-    vocab_file: str | None
-    merge_file: str | None
-    tokenizer_model: str | None
-    vocab_size: int | None
-    vocab_extra_ids: int
+    tokenizer: TokenizerConfig
     append_eod: bool
     split_sentences: bool
     keep_newlines: bool
@@ -109,7 +105,7 @@ class Encoder:
 
     def __init__(self, options: EncodeOptions) -> None:
         self.options = options
-        self.tokenizer = build_tokenizer(options)
+        self.tokenizer = build_tokenizer(options.tokenizer)
         self.dtype = best_dtype(self.tokenizer.vocab_size)
         self._split = sentence_splitter(options.lang, options.keep_newlines) if options.split_sentences else None
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from megatron.config.data import DataConfig
+from megatron.config.tokenizer import TokenizerConfig
 from megatron.data.indexed import IndexedWriter
 from megatron.tokenizer.build import build_tokenizer
 from megatron.tokenizer.wordpiece import BertWordPieceTokenizer
@@ -22,8 +22,9 @@ def tokenizer(folder: Path, extra_ids: int = 0) -> BertWordPieceTokenizer:
     """A tokenizer of 60 words and 30 pieces."""
     vocab = folder / "vocab.txt"
     vocab.write_text("\n".join(TOKENS))
-    flags = {"vocab_file": str(vocab), "merge_file": None, "tokenizer_model": None, "vocab_size": None}
-    made = build_tokenizer(SimpleNamespace(tokenizer_type="BertWordPieceCase", vocab_extra_ids=extra_ids, **flags))
+    made = build_tokenizer(
+        TokenizerConfig(tokenizer_type="BertWordPieceCase", vocab_file=str(vocab), vocab_extra_ids=extra_ids)
+    )
     assert isinstance(made, BertWordPieceTokenizer)
     return made
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.base.errors import UserError
+from megatron.config.tokenizer import TokenizerConfig
 from megatron.tokenizer.api import Tokenizer
 from megatron.tokenizer.build import TOKENIZER_TYPES, build_tokenizer
 from megatron.tokenizer.wordpiece import word_piece_ids
@@ -34,15 +34,8 @@ ENGLISH = st.lists(
 ).map("".join)
 
 
-def flags(name: str | None, **given_flags: Any) -> SimpleNamespace:
-    values: dict[str, Any] = {
-        "vocab_file": None,
-        "merge_file": None,
-        "tokenizer_model": None,
-        "vocab_size": None,
-        "vocab_extra_ids": 0,
-    }
-    return SimpleNamespace(tokenizer_type=name, **{**values, **{k: _text(v) for k, v in given_flags.items()}})
+def flags(name: Any, **given_flags: Any) -> TokenizerConfig:
+    return TokenizerConfig(tokenizer_type=name, **{k: _text(v) for k, v in given_flags.items()})
 
 
 def _text(value: Any) -> Any:
