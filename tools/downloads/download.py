@@ -4,15 +4,17 @@
     python tools/downloads/download.py vocab
     python tools/downloads/download.py wikipedia 20231101.de --shards 1 --output-dir /data
 
-Says first what comes from where and where it goes. Started again it goes on where it stopped, and compares what is
-there with what is published. --dry-run only says.
+Says first what comes from where and where it goes. curl downloads the files. Started again it goes on where it stopped,
+and compares what is there with what is published. --dry-run only says.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
-import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -20,75 +22,124 @@ if __name__ == "__main__":
 
     start_program("tools.downloads.download")
 
+from megatron.base.atomic import holding
 from megatron.base.errors import UserError
 from megatron.data.cleaning.command import Report, Tool, check_at_least
-from tools.downloads.catalog import KINDS
-from tools.downloads.fetching import Remote, Web, fetch
+from tools.downloads.catalog import DATA, KINDS, REPO, Remote
 
 MIRROR = "DATASET_MIRROR"
-"""The variable that names a mirror, as --mirror does."""
+"""Environment variable that names a mirror, as --mirror does."""
+
+_CURL = [
+    "curl", "--fail", "--location", "--proto-redir", "=http,https", "--globoff", "--connect-timeout", "60",
+    "--speed-limit", "1", "--speed-time", "60", "--retry", "4", "--continue-at", "-",
+    "--write-out", "%{http_code} %{errormsg}",
+]  # fmt: skip
+_NO_RANGES = 33
+"""Exit status of curl when a server cannot send a part of a file."""
+
+
+def fetch(remote: Remote, url: str) -> str:
+    """Downloads a file with curl, unless it is there, and verifies it.
+
+    Returns:
+        Size and digest, for the user.
+
+    Raises:
+        UserError: when it cannot be downloaded, or differs from the published file.
+    """
+    if remote.path.exists():
+        return f"{_verify(remote, remote.path, 'move it away')}; it was there"
+    part = remote.path.with_name(remote.path.name + ".part")
+    part.parent.mkdir(parents=True, exist_ok=True)
+    part.touch()
+    try:
+        with holding(part, where_there_are_locks=True):
+            _download(url, part, remote.size)
+            try:
+                summary = _verify(remote, part, "it is removed, run it again to download it once more")
+            except UserError:
+                part.unlink()
+                raise
+            part.replace(remote.path)
+            return summary
+    except BlockingIOError as error:
+        raise UserError(f"{remote.path}: another process is downloading it") from error
+
+
+def _download(url: str, part: Path, size: int | None) -> None:
+    """Completes a partial file; goes on after an interruption as long as something arrives."""
+    progress = ["--progress-bar"] if sys.stderr.isatty() else ["--silent"]
+    while (have := part.stat().st_size) != size:
+        try:
+            curl = subprocess.run([*_CURL, *progress, "--output", part, url], stdout=subprocess.PIPE, text=True)
+        except FileNotFoundError as error:
+            raise UserError("curl is missing: install it") from error
+        status, _, message = curl.stdout.partition(" ")
+        if curl.returncode == 0 or status == "416":  # nothing is missing; if nothing fits, verifying says so
+            return
+        if curl.returncode == _NO_RANGES:
+            os.truncate(part, 0)
+        elif part.stat().st_size == have:
+            raise UserError(f"{url}: {message.strip() or 'curl failed'}; run it again to go on")
+
+
+def _verify(remote: Remote, path: Path, advice: str) -> str:
+    """Compares a file with the published size and digest."""
+    size = path.stat().st_size
+    if remote.size not in (None, size):
+        raise UserError(f"{remote.path}: has {size:,} bytes, but {remote.size:,} are published; {advice}")
+    name, _, published = remote.digest.partition(":")
+    content = hashlib.sha1(b"blob %d\0" % size) if name == "git" else hashlib.sha256()
+    with path.open("rb") as file:
+        while data := file.read(1 << 20):
+            content.update(data)
+    digest = content.hexdigest()
+    if published and digest != published:
+        raise UserError(f"{remote.path}: its {name} is {digest}, but {published} is published; {advice}")
+    note = "as published" if published else "none is published to compare with"
+    return f"{size:,} bytes, {name or 'sha256'} {digest}, {note}"
 
 
 def check(options: argparse.Namespace) -> None:
-    """Checks the flags.
-
-    Raises:
-        UserError: when they name what there is not.
-    """
+    """Checks the flags."""
     kind = KINDS[options.what]
     if options.name is not None and options.name not in kind.names and "*" not in kind.names:
         raise UserError(f"{options.what} {options.name}: give {' or '.join(kind.names)}")
-    if options.shards is not None and not kind.shards:
+    if options.shards is not None and not kind.has_shards:
         raise UserError(f"--shards: {options.what} does not come in shards; drop it")
     check_at_least(options, shards=1)
+    options.mirror = (options.mirror or os.environ.get(MIRROR) or "").rstrip("/")
+    if options.mirror and not options.mirror.startswith(("http://", "https://")):
+        raise UserError(f"--mirror {options.mirror}: is no address of a web server")
 
 
 def run(options: argparse.Namespace) -> Report:
-    """Downloads a set.
-
-    Raises:
-        UserError: when it cannot be had.
-    """
+    """Downloads a set."""
     kind = KINDS[options.what]
     name = options.name or kind.names[0]
-    web = Web(options.mirror or os.environ.get(MIRROR) or None)
-    folder = Path(options.output_dir).absolute() if options.output_dir is not None else kind.folder(name)
-    plan = kind.plan(web, name, folder, options.shards)
-    for remote in plan.files:
+    default_folder = REPO / "checkpoints" / name if options.what == "ckpt" else DATA
+    plan = kind.plan(options.mirror, name, Path(options.output_dir or default_folder).absolute(), options.shards)
+    urls = [
+        options.mirror + remote.url.removeprefix("https:/") if options.mirror else remote.url for remote in plan.files
+    ]
+    for remote, url in zip(plan.files, urls, strict=True):
         size = f"{remote.size:,} bytes" if remote.size is not None else "of a size that the server tells"
-        print(f"{web.address(remote.url)}\n  -> {remote.path}, {size}", flush=True)
+        print(f"{url}\n  -> {remote.path}, {size}", flush=True)
     report = Report(files=0)
     if not options.dry_run:
-        check_space(plan.files, folder)
-        for remote in plan.files:
-            print(f"{remote.path.name}: {fetch(web, remote)}", flush=True)
+        for remote, url in zip(plan.files, urls, strict=True):
+            print(f"{remote.path.name}: {fetch(remote, url)}", flush=True)
             report["files"] += 1
             report["bytes"] += remote.path.stat().st_size
-        plan.then()
+        plan.finish()
         print(f"next: {plan.next}", flush=True)
     return report
 
 
-def check_space(files: list[Remote], folder: Path) -> None:
-    """Checks that the disk has room for what is still to come, as far as sizes are known.
-
-    Raises:
-        UserError: when it has not.
-    """
-    missing = sum(
-        (file.size or 0) - (file.part.stat().st_size if file.part.exists() else 0)
-        for file in files
-        if not file.path.exists()
-    )
-    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    free = shutil.disk_usage(there).free
-    if missing > free:
-        raise UserError(f"{folder}: has room for {free:,} bytes, and {missing:,} are to come; give --output-dir")
-
-
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    what = "; ".join(f"{name}: {kind.about} ({', '.join(kind.names)})" for name, kind in KINDS.items())
-    parser.add_argument("what", choices=KINDS, metavar="WHAT", help=what)
+    kinds = "; ".join(f"{name}: {kind.about} ({', '.join(kind.names)})" for name, kind in KINDS.items())
+    parser.add_argument("what", choices=KINDS, metavar="WHAT", help=kinds)
     parser.add_argument("name", nargs="?", metavar="NAME", help="which (the first); * is any that there is on the hub")
     parser.add_argument("--output-dir", metavar="DIR", help="where to (dataset/, checkpoints go to checkpoints/NAME)")
     parser.add_argument(

@@ -22,20 +22,18 @@ class Published:
 
     Attributes:
         files: contents by path.
-        asked: paths asked for, each with its Range and If-Range.
+        requests: paths asked for, without queries, each with its Range.
         breaks: bytes of an answer after which the connection ends, for each of the next answers with a path.
         statuses: statuses of the next answers with a path.
-        raw: whole answers by path, in place of files.
-        ranges, tags, lengths: whether it knows of parts, names versions, and says how long a file is.
+        ranges, lengths: whether it knows of parts, and says how long a file is.
     """
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
-        self.asked: list[tuple[str, str | None, str | None]] = []
+        self.requests: list[tuple[str, str | None]] = []
         self.breaks: dict[str, list[int]] = {}
         self.statuses: dict[str, list[int]] = {}
-        self.raw: dict[str, bytes] = {}
-        self.ranges = self.tags = self.lengths = True
+        self.ranges = self.lengths = True
         self.address = ""
 
     def add_hub(self, kind: str, repository: str, files: dict[str, bytes], folder: str = "", large: str = "") -> None:
@@ -49,8 +47,8 @@ class Published:
                 digest = hashlib.sha256(data).hexdigest()
                 entry |= {"oid": "0" * 40, "lfs": {"oid": digest, "size": len(data), "pointerSize": 134}}
             entries.append(entry)
-        where = f"/huggingface.co/api/{kind}/{repository}/tree/main" + (f"/{folder}" if folder else "")
-        self.files[where] = json.dumps(entries).encode()
+        path = f"/huggingface.co/api/{kind}/{repository}/tree/main" + (f"/{folder}" if folder else "")
+        self.files[path] = json.dumps(entries).encode()
 
 
 @contextmanager
@@ -65,46 +63,34 @@ def serving() -> Iterator[Published]:
             pass
 
         def do_GET(self) -> None:
-            published.asked.append((self.path, self.headers["Range"], self.headers["If-Range"]))
-            waiting = published.statuses.get(self.path)
-            if self.path in published.raw:
-                self.wfile.write(published.raw[self.path])
-                self.close_connection = True
-            elif waiting:
-                self._answer(waiting.pop(0), b"", {"Retry-After": "3"})
-            elif self.path not in published.files:
-                self._answer(404, b"", {})
+            path = self.path.split("?")[0]
+            published.requests.append((path, self.headers["Range"]))
+            if published.statuses.get(path):
+                self._answer(published.statuses[path].pop(0), b"", {})
+            elif path in published.files:
+                self._send(path, published.files[path])
             else:
-                self._send(published.files[self.path])
+                self._answer(404, b"", {})
 
-        def _send(self, data: bytes) -> None:
-            tag = f'"{git_name(data)}"'
-            headers = {"ETag": tag} if published.tags else {}
+        def _send(self, path: str, data: bytes) -> None:
             wanted = re.fullmatch(r"bytes=(\d+)-", self.headers["Range"] or "")
-            same = self.headers["If-Range"] in (None, tag)
-            if wanted is None or not published.ranges or not same:
-                self._answer(200, data, headers)
-                return
-            begin = int(wanted[1])
-            if begin >= len(data):
+            begin = int(wanted[1]) if wanted and published.ranges else 0
+            if begin > len(data) - 1 and wanted:
                 self._answer(416, b"", {"Content-Range": f"bytes */{len(data)}"})
                 return
-            extent = f"bytes {begin}-{len(data) - 1}/{len(data)}"
-            self._answer(206, data[begin:], {**headers, "Content-Range": extent})
+            extent = {"Content-Range": f"bytes {begin}-{len(data) - 1}/{len(data)}"} if begin else {}
+            breaks = published.breaks.get(path)
+            self._answer(206 if begin else 200, data[begin:], extent, breaks.pop(0) if breaks else None)
 
-        def _answer(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+        def _answer(self, status: int, body: bytes, headers: dict[str, str], end: int | None = None) -> None:
             self.send_response(status)
-            following = published.files.get(f"{self.path}#next")
-            if following is not None:
-                self.send_header("Link", f'<https://huggingface.co{following.decode()}>; rel="next"')
             for name, value in headers.items():
                 self.send_header(name, value)
             if published.lengths:
                 self.send_header("Content-Length", str(len(body)))
             self.send_header("Connection", "close")
             self.end_headers()
-            breaks = published.breaks.get(self.path)
-            self.wfile.write(body[: breaks.pop(0)] if breaks and body else body)
+            self.wfile.write(body[:end])
             self.close_connection = True
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)

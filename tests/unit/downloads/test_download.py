@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import io
 import json
 import lzma
 import os
+import random
 import re
-import shutil
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron.base.errors import UserError
 from tests.support.cli import REPO
+from tests.support.disk import largest_file
 from tests.support.shared import shared_path
 from tests.unit.downloads.server import Published
 from tools.downloads import catalog
-from tools.downloads.download import MIRROR, main
+from tools.downloads.catalog import Remote
+from tools.downloads.download import MIRROR, fetch, main
 
 SCRIPTS = sorted((REPO / "dataset").glob("*.sh"))
 HOMES = {"huggingface.co", "s3.amazonaws.com", "api.ngc.nvidia.com"}
@@ -31,7 +36,7 @@ NGC = "/api.ngc.nvidia.com/v2/models/nvidia/megatron_lm_345m/versions/v0.0/zip"
 
 
 def _run(published: Published, folder: Path, *words: str) -> int:
-    return main([*words, "--mirror", published.address, "--output-dir", str(folder)])
+    return main(["--mirror", published.address, "--output-dir", str(folder), *words])
 
 
 def _error(capsys: pytest.CaptureFixture[str]) -> str:
@@ -72,16 +77,6 @@ def test_gpt2s_vocabulary(published: Published, tmp_path: Path, capsys: pytest.C
     assert said.endswith("download: 2 files, 1,498,619 bytes\n")
 
 
-def test_another_vocabulary_is_refused(
-    published: Published, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    published.files[f"{S3}/gpt2-vocab.json"] = bytes(1_042_301)
-    assert _run(published, tmp_path, "vocab") == 2
-    error = _error(capsys)
-    assert error.startswith(f"download: error: {tmp_path}/gpt2-vocab.json: its sha256 is ")
-    assert not list(tmp_path.iterdir())
-
-
 def test_berts_vocabularies(published: Published, tmp_path: Path) -> None:
     for case in ("cased", "uncased"):
         files = {"vocab.txt": f"[PAD]\n{case}\n".encode(), "config.json": b"{}"}
@@ -103,27 +98,22 @@ def test_a_checkpoint_in_an_archive_is_unpacked(published: Published, tmp_path: 
     assert _run(published, tmp_path, "ckpt") == 0
     assert (tmp_path / "release/mp_rank_00/model_optim_rng.pt").read_bytes() == bytes(1000)
     assert (tmp_path / "latest_checkpointed_iteration.txt").stat().st_mtime_ns == times
-    assert len(published.asked) == 1
+    assert len(published.requests) == 1
 
 
-@pytest.mark.parametrize(
-    ("archive", "message"),
-    [
-        (b"<html>sorry</html>", "is no sound zip file"),
-        (
-            _zip({"../outside": bytes(100)}),
-            "would write ../outside outside of its folder",
-        ),
-    ],
-)
-def test_an_archive_that_is_not_sound(
-    published: Published, tmp_path: Path, archive: bytes, message: str, capsys: pytest.CaptureFixture[str]
+def test_an_archive_that_is_no_archive(
+    published: Published, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    published.files[NGC] = archive
-    folder = tmp_path / "checkpoint"
-    assert _run(published, folder, "ckpt") == 2
-    assert message in _error(capsys)
-    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["megatron_lm_345m_v0.0.zip"]
+    published.files[NGC] = b"<html>sorry</html>"
+    assert _run(published, tmp_path, "ckpt") == 2
+    assert "is no sound zip file" in _error(capsys)
+    assert [path.name for path in tmp_path.iterdir()] == ["megatron_lm_345m_v0.0.zip"]
+
+
+def test_an_archive_never_writes_outside_of_its_folder(published: Published, tmp_path: Path) -> None:
+    published.files[NGC] = _zip({"../outside": bytes(100)})
+    assert _run(published, tmp_path / "checkpoint", "ckpt") == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
 def test_an_archive_with_a_damaged_file(
@@ -172,11 +162,11 @@ def test_wikipedia_becomes_lines(published: Published, tmp_path: Path, capsys: p
     second = f"/huggingface.co/datasets/wikimedia/wikipedia/resolve/main/{sorted(files)[1]}"
     published.statuses[second] = [403]
     assert _run(published, tmp_path, "wikipedia", "20231101.de") == 2
-    assert "answered with status 403" in _error(capsys)
+    assert "returned error: 403; run it again to go on" in _error(capsys)
     assert not (tmp_path / "wikipedia.jsonl").exists()
-    published.asked.clear()
+    published.requests.clear()
     assert _run(published, tmp_path, "wikipedia", "20231101.de") == 0
-    assert [path.rsplit("/", 1)[1] for path, _, _ in published.asked] == [
+    assert [path.rsplit("/", 1)[1] for path, _ in published.requests] == [
         "20231101.de",
         "train-00001-of-00003.parquet",
         "train-00002-of-00003.parquet",
@@ -211,7 +201,7 @@ def test_a_text_that_cannot_be_unpacked(tmp_path: Path) -> None:
     packed = tmp_path / "x.jsonl.xz"
     packed.write_bytes(lzma.compress(os.urandom(5000))[:-100])
     with pytest.raises(UserError, match=r"x.jsonl.xz: is no sound xz file"):
-        catalog.first_lines(packed, tmp_path / "x.jsonl", 10**6)
+        catalog.write_first_lines(packed, tmp_path / "x.jsonl", 10**6)
     assert not (tmp_path / "x.jsonl").exists()
 
 
@@ -221,6 +211,7 @@ def test_a_text_that_cannot_be_unpacked(tmp_path: Path) -> None:
         (["vocab", "gpt3"], "vocab gpt3: give gpt2 or bert"),
         (["ckpt", "--shards", "2"], "--shards: ckpt does not come in shards; drop it"),
         (["wikipedia", "--shards", "0"], "--shards 0: give at least 1"),
+        (["vocab", "--mirror", "mirror.example"], "--mirror mirror.example: is no address of a web server"),
     ],
 )
 def test_flags_that_make_no_sense(
@@ -228,17 +219,108 @@ def test_flags_that_make_no_sense(
 ) -> None:
     assert _run(published, tmp_path, *words) == 2
     assert _error(capsys) == f"download: error: {message}"
-    assert published.asked == []
+    assert published.requests == []
 
 
-def test_a_disk_without_room_is_said_before_anything_is_downloaded(
-    published: Published, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+DATA = random.Random(0).randbytes(1_000_000)
+
+
+@pytest.fixture
+def remote(published: Published, tmp_path: Path) -> Remote:
+    """A file of the server and where it goes."""
+    published.files["/host/file"] = DATA
+    return Remote("https://host/file", tmp_path / "file", len(DATA), f"sha256:{hashlib.sha256(DATA).hexdigest()}")
+
+
+def _ranges(published: Published) -> list[str | None]:
+    return [wanted for _, wanted in published.requests]
+
+
+def test_a_file_arrives_whole_and_is_asked_for_once(published: Published, remote: Remote, tmp_path: Path) -> None:
+    url = f"{published.address}/host/file"
+    assert fetch(remote, url) == f"1,000,000 bytes, sha256 {remote.digest[7:]}, as published"
+    assert remote.path.read_bytes() == DATA
+    assert fetch(remote, url).endswith("as published; it was there")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert len(published.requests) == 1
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_a_connection_that_breaks_is_gone_on_with(ranges: bool, published: Published, remote: Remote) -> None:
+    published.breaks["/host/file"], published.ranges = [400_000, 300_000][: 1 + ranges], ranges
+    fetch(remote, f"{published.address}/host/file")
+    assert remote.path.read_bytes() == DATA
+    if ranges:
+        assert _ranges(published) == [None, "bytes=400000-", "bytes=700000-"]
+
+
+def test_a_later_call_goes_on(published: Published, remote: Remote) -> None:
+    published.breaks["/host/file"] = [400_000, 0]
+    with pytest.raises(UserError, match="run it again to go on"):
+        fetch(remote, f"{published.address}/host/file")
+    assert remote.path.with_name("file.part").read_bytes() == DATA[:400_000]
+    published.requests.clear()
+    fetch(remote, f"{published.address}/host/file")
+    assert _ranges(published) == ["bytes=400000-"]
+    assert remote.path.read_bytes() == DATA
+
+
+def test_a_complete_part_of_unknown_size_only_gets_its_name(published: Published, remote: Remote) -> None:
+    """A call may have been killed before it gave the name."""
+    remote.path.with_name("file.part").write_bytes(DATA)
+    fetch(replace(remote, size=None), f"{published.address}/host/file")
+    assert remote.path.read_bytes() == DATA
+
+
+def test_a_busy_server_is_asked_again(published: Published, remote: Remote) -> None:
+    published.statuses["/host/file"] = [503]
+    fetch(remote, f"{published.address}/host/file")
+    assert remote.path.read_bytes() == DATA
+
+
+def test_a_missing_file_is_said_in_one_line(published: Published, remote: Remote) -> None:
+    with pytest.raises(UserError, match=r"/host/other: .*404; run it again") as caught:
+        fetch(remote, f"{published.address}/host/other")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("data", [DATA[:-1] + b"!", DATA + b"more", DATA[:10]])
+def test_another_content_is_refused_and_removed(data: bytes, published: Published, remote: Remote) -> None:
+    published.files["/host/file"] = data
+    with pytest.raises(UserError, match=r"published; it is removed|run it again to go on"):
+        fetch(remote, f"{published.address}/host/file")
+    assert not remote.path.exists()
+
+
+def test_a_file_that_was_there_is_never_overwritten(published: Published, remote: Remote) -> None:
+    remote.path.write_bytes(b"mine")
+    with pytest.raises(UserError, match="has 4 bytes, but 1,000,000 are published; move it away"):
+        fetch(remote, f"{published.address}/host/file")
+    assert remote.path.read_bytes() == b"mine"
+
+
+def test_one_process_at_a_time(published: Published, remote: Remote) -> None:
+    with remote.path.with_name("file.part").open("wb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="file: another process is downloading it"):
+            fetch(remote, f"{published.address}/host/file")
+
+
+def test_a_full_disk_is_one_line_and_what_is_there_is_kept(published: Published, remote: Remote) -> None:
+    with largest_file(1 << 18), pytest.raises(UserError, match="run it again to go on"):
+        fetch(remote, f"{published.address}/host/file")
+    fetch(remote, f"{published.address}/host/file")
+    assert _ranges(published)[-1] == f"bytes={1 << 18}-"
+    assert remote.path.read_bytes() == DATA
+
+
+def test_a_hub_that_sends_no_list_is_one_line(
+    published: Published, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1_498_618))
-    assert _run(published, tmp_path / "new", "vocab") == 2
-    assert _error(capsys).endswith("has room for 1,498,618 bytes, and 1,498,619 are to come; give --output-dir")
-    assert published.asked == []
+    published.files["/huggingface.co/api/models/openai-community/gpt2/tree/main"] = b"<html>"
+    for name in ("gpt2", "gpt2-xl"):
+        assert _run(published, tmp_path, "ckpt", name) == 2
+        assert f"openai-community/{name} on the hub: " in _error(capsys)
 
 
 def test_each_kind_has_a_script() -> None:
@@ -256,7 +338,7 @@ def test_each_script_says_what_it_would_do(kind: str, published: Published) -> N
     published.add_hub("datasets", "bigscience/misc-test-data", {"stas/oscar-1GB.jsonl.xz": b""}, "stas")
     done = _script(f"download_{kind}.sh", published, "--dry-run")
     assert done.returncode == 0, done.stderr
-    assert all("/api/" in path for path, _, _ in published.asked)
+    assert all("/api/" in path for path, _ in published.requests)
     addresses = re.findall(rf"^{published.address}/([^/]+)/\S+\n  -> {REPO}/(\w+)/", done.stdout, re.MULTILINE)
     assert addresses
     for home, folder in addresses:
