@@ -11,9 +11,13 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Sequence
 from importlib import import_module
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NoReturn
+
+from megatron.base.words import spell
 
 ISLANDS_LAUNCHER = "MEGATRON_ISLANDS_LAUNCHER"
 """Variable with the process id of the launcher of all islands; each island's launcher ends with it."""
@@ -106,8 +110,19 @@ def launch() -> NoReturn:
     start_program("megatron.launcher.command")
 
 
+def _requests_losses(words: Sequence[str]) -> bool:
+    """Whether Optimus-CC's ``--get_val_ppls`` asks for the losses of checkpoints, as ``val_check_gpt.py`` measures."""
+    for word, following in zip_longest(words, words[1:], fillvalue=""):
+        flag, equals, value = word.partition("=")
+        if flag.startswith("--") and spell(flag) == "get-val-ppls":
+            return (value if equals else following).lower() not in ("false", "no", "off", "0")
+    return False
+
+
 def train() -> NoReturn:
-    start_program("megatron.evaluation.pretrain_command")
+    """The program of pretrain_gpt.py."""
+    losses = _requests_losses(sys.argv[1:])
+    start_program("megatron.evaluation.sweep_command" if losses else "megatron.training.pretrain")
 
 
 def train_bert() -> NoReturn:

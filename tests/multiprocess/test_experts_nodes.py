@@ -91,7 +91,7 @@ def _accounts(runs: dict[str, Changes], steps: int) -> dict[str, tuple[dict[Any,
             accounts: Counter[tuple[str, str]] = Counter()
 
             def add(engines: Any, accounts: Counter[tuple[str, str]] = accounts) -> None:
-                for point, account in engines.ledger.take().items():
+                for point, account in engines.ledger.take_totals().items():
                     for kind in ("wire_bytes", "inside_bytes", "raw_bytes"):
                         accounts[point, kind] += account[kind]
 
