@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.tables import Column, Table
-from megatron.base.errors import UserError
-from megatron.base.markdown import table_after
 from megatron.training.plots import COLORS, new_figure, save_figure
 
 
@@ -109,28 +106,6 @@ def summary(kinds: Sequence[OpSummary]) -> str:
 def _text(span: Span, digits: int) -> str:
     low, high = span
     return f"{low:.{digits}f}" if low == high else f"{low:.{digits}f} to {high:.{digits}f}"
-
-
-def read_summary(text: str) -> list[OpSummary]:
-    """Reads the summaries in a text that holds a table of ``summary``.
-
-    Raises:
-        UserError: when it holds no such table.
-    """
-    kinds = []
-    for row in table_after(text, head=KINDS.head().splitlines()[0]):
-        gbps, of_limit, twin = (_span(row[column.title]) for column in KINDS.columns[2:5])
-        times, _, name = row["x others"].partition(" x ")
-        rival = _span(times) if name else (0.0, 0.0)
-        kinds.append(OpSummary(row["operation"], row["setting"], gbps, of_limit, twin, rival, name))
-    return kinds
-
-
-def _span(text: str) -> Span:
-    numbers = [float(number) for number in re.findall(r"[\d.]+", text)]
-    if not numbers:
-        raise UserError(f"{text!r} is no range of numbers")
-    return numbers[0], numbers[-1]
 
 
 FAMILIES = {

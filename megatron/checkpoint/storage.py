@@ -41,7 +41,6 @@ from megatron.base.errors import first_line
 from megatron.base.regular import open_regular
 from megatron.checkpoint.files import write_synced
 from megatron.checkpoint.manifest import MANIFEST, Manifest, StoredItem
-from megatron.checkpoint.torch_stream import TORCH_METADATA, header, torch_metadata
 
 READ_BYTES = 1 << 24
 
@@ -122,9 +121,6 @@ class ShardWriter(StorageWriter):
             for item in items:
                 value = planner.resolve_data(item)
                 assert isinstance(value, Tensor)
-                before = header(value.dtype, value.shape)
-                write_all(stream, memoryview(before))
-                offset += len(before)
                 data = bytes_of(value)
                 write_all(stream, data)
                 stored = StoredItem(path.name, offset, len(data), zlib.crc32(data))
@@ -154,7 +150,7 @@ class ShardWriter(StorageWriter):
             tensors={n: entry for n, entry in entries.items() if isinstance(entry, TensorStorageMetadata)},
             items={(i.fqn, tuple(i.offset or ())): s for i, s in stored.items()},
         )
-        for name, data in {**self.documents, TORCH_METADATA: torch_metadata(manifest)}.items():
+        for name, data in self.documents.items():
             write_synced(self.folder / name, data)
             manifest.documents[name] = StoredItem(name, 0, len(data), zlib.crc32(data))
         for item in [*manifest.documents.values(), *stored.values()]:

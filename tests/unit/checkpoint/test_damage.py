@@ -103,17 +103,6 @@ def test_a_longer_file_is_found(root: Path) -> None:
     assert_refused(root, "shard_00000.bin")
 
 
-def test_damage_in_what_only_other_tools_read_does_not_matter(root: Path) -> None:
-    shard = root / "iter_0000002" / "shard_00000.bin"
-    data, stored = bytearray(shard.read_bytes()), set(_stored(shard))
-    for position in range(len(data)):
-        data[position] ^= position not in stored
-    shard.write_bytes(data)
-    other = root / "iter_0000002" / ".metadata"
-    other.write_bytes(bytes(other.stat().st_size))
-    load_everything(root)
-
-
 def test_damage_in_what_is_not_loaded_does_not_matter(root: Path) -> None:
     path = root / "iter_0000002" / "shard_00000.bin"
     content = json.loads((path.parent / "metadata.json").read_text())["content"]
