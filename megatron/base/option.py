@@ -53,6 +53,7 @@ class Option:
     may_differ: the reason why values may differ between ranks.
     checkpoint: "shape" if a checkpoint decides the value under --use-checkpoint-args, "default" if it only
         provides the value when the flag is not given.
+    common: group of the short --help that shows the flag; "" for a flag that only --help all shows.
     """
 
     help: str
@@ -76,6 +77,7 @@ class Option:
     contents: str = ""
     may_differ: str = ""
     checkpoint: str = ""
+    common: str = ""
 
 
 _UNDECLARED = Option(help="")

@@ -99,4 +99,6 @@ class CastRounds(TwoStepSum):
 def register(registry: Registry) -> None:
     """Register ``cast``."""
     points = frozenset(point for point in Point if point.compressible)
-    registry.register("cast", Registration(CastConfig, codec=CastCodec, rounds=CastRounds, points=points))
+    registry.register(
+        "cast", Registration(CastConfig, codec=CastCodec, rounds=CastRounds, points=points, example="dp-grad=cast")
+    )

@@ -83,7 +83,7 @@ class DeltaConfig(FixpointConfig):
 
 @dataclass(frozen=True)
 class DeltaLowBitsConfig(DeltaConfig):
-    """The same with a quantized memory."""
+    """The compressor delta with a quantized memory."""
 
     cache_bits: int = opt(4, "bits of each remembered number; 0 keeps cache-dtype", minimum=0, maximum=8)
 
@@ -316,5 +316,7 @@ def register(registry: Registry) -> None:
                 advice="samples are met again in activations only",
                 instead=("fixpoint",),
                 needs="predict=sample only with --sample-order fixed, for several epochs",
+                source="AQ-SGD, Wang et al. 2022, algorithm 1",
+                example=f"pp-forward={name},bits=4",
             ),
         )

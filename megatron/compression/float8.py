@@ -116,4 +116,14 @@ class Float8Rounds(TwoStepSum):
 def register(registry: Registry) -> None:
     """Register ``float8``."""
     points = frozenset(point for point in Point if point.compressible)
-    registry.register("float8", Registration(Float8Config, codec=Float8Codec, rounds=Float8Rounds, points=points))
+    registry.register(
+        "float8",
+        Registration(
+            Float8Config,
+            codec=Float8Codec,
+            rounds=Float8Rounds,
+            points=points,
+            source="Micikevicius et al. 2022; e8m0 scales: OCP microscaling specification, 2023",
+            example="pp-backward=float8,format=e5m2",
+        ),
+    )

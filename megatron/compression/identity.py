@@ -15,7 +15,7 @@ from megatron.compression.state import CompressorState
 
 @dataclass(frozen=True)
 class IdentityConfig:
-    """The identity has no options."""
+    """Uncompressed traffic."""
 
 
 class IdentityRounds(RoundCompressor):
@@ -66,6 +66,7 @@ def register(registry: Registry) -> None:
                 codec=IdentityCodec,
                 rounds=IdentityRounds,
                 no_feedback="leaves no error",
+                example=f"dp-grad={name}",
                 identity=True,
             ),
         )

@@ -1,71 +1,113 @@
-"""Text of ``--list-compressors``: points, compressors, options and defaults."""
+"""Text of ``--list-compressors``: compressors and points, a line each, or the options of a name."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from megatron.base.errors import UserError
 from megatron.base.option import FieldOption, field_options
+from megatron.base.words import nearest, spell
 from megatron.compression.outer import PRESET, PRESETS
 from megatron.compression.points import EXPERT_CODECS, EXPERT_LEGS, EXPERTS, Point
 from megatron.compression.registry import Registry
 from megatron.compression.spec import COMMON, FUSED, OF_POINT, serves, specs_by_point
 
-_TOGETHER = (
-    "any compressors at different points, on any tensor-, pipeline- and data-parallel layout, with any precision",
-    "--use-distributed-optimizer: all but compressors at embedding; param-gather has traffic only with it",
-    "--sequence-parallel: its gathers at tp-forward and tp-backward take cast, fixpoint and float8, not powersgd",
-    "--DDP-impl torch: nothing at dp-grad, and no fused embedding",
-    "which to use, by traffic and link: docs/compression.md, Which one to use",
-)
+_TENSOR_PARALLEL = "under --sequence-parallel it gathers, by cast, fixpoint or float8"
+_CONDITIONS: Mapping[Point, str] = {
+    Point.DP_GRAD: "not with --DDP-impl torch",
+    Point.EMBED_GRAD: "not with --use-distributed-optimizer; not fused with --DDP-impl torch",
+    Point.TP_FWD: _TENSOR_PARALLEL,
+    Point.TP_BWD: _TENSOR_PARALLEL,
+    Point.PARAM_GATHER: "only with --use-distributed-optimizer",
+}
+"""Flags of a run that decide whether a point is compressed."""
 
 
-def describe(registry: Registry) -> str:
-    """Text that lists points, compressors, options and defaults."""
-    lines = ["--compress POINT=NAME[,key=value...], once for each point", "", "points:"]
-    for point in Point:
-        if point.compressible:
-            names = [name for name in registry.names if serves(registry[name], point, name)]
-            extra = [FUSED] if point is Point.EMBED_GRAD else []
-            lines.append(f"  {point.value:<20} {', '.join(extra + names)}")
+def list_names(registry: Registry) -> str:
+    """Text with a line for each compressor and for each point."""
+    lines = ["--compress POINT=NAME[,key=value...], once for each point; --list-compressors NAME shows its options", ""]
+    lines += ["compressors:", *(f"  {name:<20} {summary_of(registry, name)}" for name in registry.names)]
+    lines += ["", "points:"]
+    lines += [f"  {point.value:<20} {', '.join(names_at(registry, point))}" for point in Point if point.compressible]
     lines += [f"  {name:<20} both of {', '.join(leg.value for leg in legs)}" for name, legs in EXPERT_LEGS.items()]
     lines += [f"  {f'{EXPERTS}={word}':<20} {' '.join(specs_by_point(f'{EXPERTS}={word}'))}" for word in EXPERT_CODECS]
-    lines += ["", "options of every compressor:"]
-    lines += [f"  {key:<16} {text}" for key, text in COMMON.items()]
-    needs: dict[str, list[str]] = {}
-    for name in registry.names:
-        needs.setdefault(registry[name].needs, []).append(name)
-    requirements = [f"{', '.join(names)}: {text}" for text, names in needs.items() if text]
-    lines += ["", "what goes together:", *(f"  {line}" for line in (*_TOGETHER, *requirements))]
-    for point, cls in OF_POINT.items():
-        lines += [
-            "",
-            f"{point.value}: {(cls.__doc__ or '').strip().splitlines()[0]} Options of the point, beside those of ",
-        ]
-        lines[-1] += "its compressor:"
-        lines += _options_of(point.value, cls)
-        lines += [f"  {PRESET:<16} {'|'.join(PRESETS)}: stands for"]
-        lines += [f"    {name:<14} {','.join(f'{k}={v}' for k, v in words.items())}" for name, words in PRESETS.items()]
-    for name in registry.names:
-        registration = registry[name]
-        summary = (registration.config.__doc__ or "").strip().splitlines()[0]
-        lines += ["", f"{name}: {summary}"]
-        lines += _options_of(name, registration.config)
-        usual = [f"{kind} at {point.value}" for point, kind in registration.feedback.items() if kind != "off"]
-        if usual:
-            lines.append(f"  {'error-feedback':<16} default {', '.join(usual)}")
     return "\n".join(lines)
 
 
-def _options_of(name: str, cls: type[Any]) -> list[str]:
-    """A line for each option."""
-    lines = []
-    for option in field_options(name, cls):
-        default = ("on" if option.default else "off") if isinstance(option.default, bool) else option.default
-        default = option.option.when_unset if default is None else default
-        over = " (may change: 64@0/32@1000 or 64~8@1000)" if option.option.scheduled else ""
-        lines.append(f"  {option.flag:<16} {_kind(option)}, default {default}: {option.option.help}{over}")
-    return lines
+def describe_name(registry: Registry, name: str) -> str:
+    """Text about a compressor, or about a point and the options of its own.
+
+    Raises:
+        UserError: if the name is neither a compressor nor a point.
+    """
+    points = {point.value: point for point in Point if point.compressible}
+    known_names = {spell(known): known for known in (*registry.names, *points)}
+    if spell(name) not in known_names:
+        near = nearest(name, list(known_names.values()))
+        raise UserError(f"--list-compressors {name}: no such compressor or point{near}; --list-compressors names all")
+    name = known_names[spell(name)]
+    if name in points:
+        return "\n".join(_describe_point(registry, points[name]))
+    registration = registry[name]
+    lines = [f"{name}: {summary_of(registry, name)}", "", "points:"]
+    for point in points.values():
+        if serves(registration, point, name):
+            defaults = [] if point in OF_POINT else [f"error-feedback={registration.usual_feedback(point)}"]
+            lines.append(f"  {point.value:<20} {'; '.join([*defaults, *_conditions(point)])}".rstrip())
+    details = (("needs", registration.needs), ("source", registration.source), ("example", registration.example))
+    lines += ["", *(f"{title}: {text}" for title, text in details if text)]
+    lines += ["", "options:", *options_lines(name, registration.config)]
+    return "\n".join([*lines, *_common_lines()])
 
 
-def _kind(option: FieldOption) -> str:
+def _describe_point(registry: Registry, point: Point) -> list[str]:
+    names = ", ".join(names_at(registry, point))
+    lines = [f"{point.value}: {names}", *_conditions(point)]
+    if point in OF_POINT:
+        lines += ["", (OF_POINT[point].__doc__ or "").strip().splitlines()[0], ""]
+        lines += ["options of the point, beside those of its compressor:", *options_lines(point.value, OF_POINT[point])]
+        lines.append(f"  {PRESET:<16} {'|'.join(PRESETS)}: stands for")
+        lines += [f"    {name:<14} {','.join(f'{k}={v}' for k, v in words.items())}" for name, words in PRESETS.items()]
+    return [*lines, *_common_lines()]
+
+
+def _conditions(point: Point) -> list[str]:
+    return [_CONDITIONS[point]] if point in _CONDITIONS else []
+
+
+def _common_lines() -> list[str]:
+    return ["", "options of every compressor:", *(f"  {key:<16} {text}" for key, text in COMMON.items())]
+
+
+def names_at(registry: Registry, point: Point) -> list[str]:
+    """Names that ``--compress POINT=NAME`` takes at a point."""
+    names = [name for name in registry.names if serves(registry[name], point, name)]
+    return [FUSED, *names] if point is Point.EMBED_GRAD else names
+
+
+def summary_of(registry: Registry, name: str) -> str:
+    """The first line of the docstring of a compressor's options."""
+    return (registry[name].config.__doc__ or "").strip().splitlines()[0]
+
+
+def options_lines(name: str, cls: type[Any]) -> list[str]:
+    """A line for each option of an options class."""
+    lines = [
+        f"  {option.flag:<16} {option_values(option)}, default {option_default(option)}: {option.option.help}"
+        + (" (may change: 64@0/32@1000 or 64~8@1000)" if option.option.scheduled else "")
+        for option in field_options(name, cls)
+    ]
+    return lines or ["  none"]
+
+
+def option_default(option: FieldOption) -> str:
+    """Default of a compressor's option, as a spec writes it, or the description of a derived one."""
+    if option.is_switch:
+        return "on" if option.default else "off"
+    return option.option.when_unset if option.default is None else str(option.default)
+
+
+def option_values(option: FieldOption) -> str:
+    """Values that a compressor's option takes: its choices, or their type."""
     return "on|off" if option.is_switch else "|".join(option.choices) or option.element.__name__

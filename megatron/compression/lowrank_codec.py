@@ -22,7 +22,7 @@ from megatron.kernels.ops import orthonormalize
 
 @dataclass(frozen=True)
 class LowRankConfig:
-    """Two thin factors of one power iteration."""
+    """Two thin factors of a message, by a power iteration."""
 
     rank: int = opt(16, "columns of the factors", minimum=1, scheduled=True)
     warm_start: bool = opt(True, "begin each message at the last one's factor")
@@ -135,5 +135,7 @@ def register(registry: Registry) -> None:
             codec=LowRankCodec,
             points=frozenset({Point.PP_FWD, Point.PP_BWD}),
             instead=("powersgd", "fixpoint"),
+            source="Optimus-CC, Song et al. 2023, section 5.1",
+            example="pp-backward=lowrank,rank=16,when=epilogue",
         ),
     )

@@ -21,7 +21,7 @@ from megatron.compression.state import CompressorState
 
 @dataclass(frozen=True)
 class ParameterServerConfig:
-    """An exact sum at a parameter server, to which gradients are sent and from which their sum comes back."""
+    """Exact sums of gradients at parameter servers."""
 
     server: Literal["central", "sharded"] = opt(
         "sharded", "central: the first replica, whose link carries the gradients of all; sharded: each, for its part"
@@ -82,5 +82,7 @@ def register(registry: Registry) -> None:
             points=frozenset({Point.DP_GRAD}),
             no_feedback="leaves no error",
             instead=("none",),
+            source="AQ-SGD's --dp-mode, Wang et al. 2022",
+            example="dp-grad=parameter-server,server=central",
         ),
     )

@@ -26,6 +26,8 @@ class Registration:
         instead: alternatives for the other points, as specs without the point, best first. An error message names the
             first that the point accepts.
         needs: flags that it requires, for ``--list-compressors``; ``Compressor.check`` enforces them.
+        source: the paper or specification.
+        example: a spec with the point, as ``--compress`` takes it.
         identity: it does not change the traffic.
     """
 
@@ -38,6 +40,8 @@ class Registration:
     advice: str = ""
     instead: tuple[str, ...] = ()
     needs: str = ""
+    source: str = ""
+    example: str = ""
     identity: bool = False
 
     def usual_feedback(self, point: Point) -> str:

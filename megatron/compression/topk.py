@@ -174,7 +174,15 @@ def register(registry: Registry) -> None:
     feedback = dict.fromkeys(points, "local")
     registry.register(
         "topk",
-        Registration(TopKConfig, rounds=TopK, points=points, feedback=feedback, instead=("fixpoint",)),
+        Registration(
+            TopKConfig,
+            rounds=TopK,
+            points=points,
+            feedback=feedback,
+            instead=("fixpoint",),
+            source="Aji and Heafield 2017; deep gradient compression, Lin et al. 2018",
+            example="dp-grad=topk,density=1~0.01@500",
+        ),
     )
     registry.register(
         "stable-topk",
@@ -185,5 +193,7 @@ def register(registry: Registry) -> None:
             feedback=feedback,
             advice="only all-reduces of gradients share one choice of coordinates",
             instead=("fixpoint",),
+            source="Radius, Zheng et al. 2025, section 4",
+            example="dp-grad=stable-topk,density=0.1,interval=20,flush=rotate",
         ),
     )

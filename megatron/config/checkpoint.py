@@ -22,11 +22,15 @@ _OTHER_FOLDER = Condition(
 class CheckpointConfig:
     """Checkpoints: their folder holds iter_NNNNNNN folders and the name of the last complete one."""
 
-    save: str | None = derived("nothing is saved", "Folder to save into.", metavar="FOLDER")
+    save: str | None = derived("nothing is saved", "Folder to save into.", metavar="FOLDER", common="save and resume")
     save_interval: int | None = derived(
-        "only at the end", "Number of iterations between checkpoints.", unit="iterations", minimum=1
+        "only at the end",
+        "Number of iterations between checkpoints.",
+        unit="iterations",
+        minimum=1,
+        common="save and resume",
     )
-    load: str | None = derived("start afresh", "Folder to resume from.", metavar="FOLDER")
+    load: str | None = derived("start afresh", "Folder to resume from.", metavar="FOLDER", common="save and resume")
     ckpt_step: int | None = derived(
         "the newest", "Iteration of the checkpoint of --load.", unit="iterations", minimum=0, aliases=("iteration",)
     )
@@ -36,7 +40,11 @@ class CheckpointConfig:
         "replaced. Without it such a folder is refused, unless --load resumes from it.",
         only_if=(_OTHER_FOLDER,),
     )
-    finetune: bool = option(False, "Load the weights only: counters, optimizer, random state and schedules start anew.")
+    finetune: bool = option(
+        False,
+        "Load the weights only: counters, optimizer, random state and schedules start anew.",
+        common="save and resume",
+    )
     pretrained_checkpoint: str | None = derived(
         "random weights",
         "Folder of a checkpoint that a run begins with, as with --finetune, where --load holds none yet.",
@@ -64,7 +72,9 @@ class CheckpointConfig:
         "Do not load the position in the learning-rate schedule: warm-up and decay begin anew while iterations go on.",
         only_if=(_RESUMED_RUN,),
     )
-    use_checkpoint_args: bool = option(False, "Take the model's shape from the checkpoint instead of from the flags.")
+    use_checkpoint_args: bool = option(
+        False, "Take the model's shape from the checkpoint instead of from the flags.", common="save and resume"
+    )
     exit_on_missing_checkpoint: bool = option(
         False, "Stop when --load holds no checkpoint, instead of starting afresh."
     )

@@ -31,9 +31,10 @@ class CompressionConfig:
         [],
         "Compress a communication point, such as dp-grad=powersgd,rank=32 or pp-forward=fixpoint,bits=4, or what goes "
         "to experts and back: experts=default. "
-        "--list-compressors prints all points, compressors and options.",
+        "--list-compressors prints all points and compressors.",
         repeatable=True,
         metavar="POINT=SPEC",
+        common="compress",
     )
     compress_module: list[str] = option(  # noqa: RUF009
         [],

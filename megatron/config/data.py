@@ -40,7 +40,11 @@ class DataConfig:
     """Datasets and how they are read. A path is the prefix of a .bin/.idx pair."""
 
     data_path: list[str] = option(  # noqa: RUF009
-        [], "Dataset prefix, or a blend of several; divided by --split.", metavar=_BLEND, contents="blend"
+        [],
+        "Dataset prefix, or a blend of several; divided by --split.",
+        metavar=_BLEND,
+        contents="blend",
+        common="data",
     )
     train_data_path: list[str] = option(  # noqa: RUF009
         [], "Datasets for training only.", metavar=_BLEND, contents="blend"
@@ -63,6 +67,7 @@ class DataConfig:
         "969,30,1",
         "Shares of documents for training, validation and test under --data-path.",
         only_if=(needs("data.data_path", "data.mock_data"),),
+        common="data",
     )
     data_cache_path: str | None = derived(
         "nothing is cached",

@@ -29,6 +29,7 @@ class ExpertsConfig:
         minimum=1,
         maximum=MOST,
         checkpoint="shape",
+        common="experts",
     )
     expert_interval: int = option(
         1,
@@ -62,6 +63,7 @@ class ExpertsConfig:
         aliases=("topk",),
         checkpoint="shape",
         only_if=(EXPERTS,),
+        common="experts",
     )
     moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = option(
         "softmax",

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
-import shutil
-import textwrap
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NoReturn
@@ -14,13 +13,21 @@ from typing import Any, NoReturn
 from megatron.base.documents import read_yaml
 from megatron.base.errors import ErrorList, UserError
 from megatron.base.fields import check_fields, check_required
-from megatron.base.option import FieldOption
 from megatron.base.words import spell
-from megatron.config.collect import FlagTable, Source, Target, collect_yaml
+from megatron.config.collect import FlagTable, Source, collect_yaml
+from megatron.config.help import (
+    HelpFormatter,
+    HelpGroup,
+    add_target,
+    all_groups,
+    common_groups,
+    pointers,
+    selected_groups,
+)
 from megatron.config.kinds import PROGRAMS, ModelType
 from megatron.config.run import RunConfig, notes_without_effect, run_sections
 from megatron.config.translate import TRANSLATOR
-from megatron.config.translate.rules import SWITCH, VALUE, VALUES, Explicit, OldFlag, Translator
+from megatron.config.translate.rules import Explicit, OldFlag, Translator
 
 _EPILOG = (
     "Hyphens and underscores are alike in flag names, integers may contain underscores, and a switch may be "
@@ -69,7 +76,12 @@ class FlagParser:
 
     def __init__(self, table: FlagTable, prog: str, description: str) -> None:
         self.table = table
-        self._argparse = _build_argparse(table, prog, description)
+        self._prog = prog
+        self._description = description
+        self._argparse = self._build_argparse(all_groups(table))
+        for old in table.translator.flags:
+            if not old.help:
+                add_target(self._argparse, old, argparse.SUPPRESS)
 
     def parse(self, argv: Sequence[str], *, check: bool = True) -> ParsedSections:
         """Parse a command line, without the program name.
@@ -101,9 +113,59 @@ class FlagParser:
                 check_fields(name, values)
         return parsed
 
-    def format_help(self) -> str:
-        """Text of --help."""
-        return self._argparse.format_help()
+    def format_help(self, group: str = "") -> str:
+        """Text of ``--help GROUP``: the flags of a group, of all groups, or those that most runs need.
+
+        Raises:
+            UserError: if no group has this name.
+        """
+        is_short = not group and common_groups(self.table)
+        epilog = pointers(self.table) if is_short else _EPILOG
+        return self._build_argparse(selected_groups(self.table, group), epilog).format_help()
+
+    def _build_argparse(self, groups: Sequence[HelpGroup], epilog: str = "") -> argparse.ArgumentParser:
+        """Argparse parser of the flags of these groups and of those outside of the configuration."""
+        parser = _OneLineErrors(
+            prog=self._prog,
+            usage=f"{self._prog} [--config FILE.yaml] [flags]",
+            description=self._description,
+            epilog=epilog,
+            formatter_class=HelpFormatter,
+            allow_abbrev=False,
+            add_help=False,
+        )
+        general = parser.add_argument_group("general")
+        general.add_argument(
+            "--help",
+            "-h",
+            action=_PrintAction,
+            nargs="?",
+            text=lambda name, _: self.format_help(name),
+            metavar="GROUP",
+            help="Show the flags that most runs need, those of a group, or all of them (--help all), and exit.",
+        )
+        general.add_argument(
+            "--config",
+            metavar="FILE",
+            action="append",
+            default=[],
+            help="YAML file with the same names; flags win over it.",
+        )
+        if "compression" in self.table.sections:
+            general.add_argument(
+                "--list-compressors",
+                "--list_compressors",
+                action=_PrintAction,
+                nargs="?",
+                text=_list_compressors,
+                metavar="NAME",
+                help="Print the communication points and the compressors, or the options of a compressor, and exit.",
+            )
+        for group in groups:
+            arguments = parser.add_argument_group(group.title, group.about)
+            for target in group.targets:
+                add_target(arguments, target)
+        return parser
 
     def _normalize(self, argv: Sequence[str], errors: ErrorList) -> list[str]:
         """Rewrite every flag to its canonical spelling for argparse. Unknown flags and their arguments are dropped and
@@ -121,7 +183,9 @@ class FlagParser:
             elif is_known:
                 words.append(f"--{spell(name)}{equals}{value}")
             else:
-                errors.messages.append(f"unknown flag {name}{self.table.nearest_flag(name)}; --help lists all flags")
+                errors.messages.append(
+                    f"unknown flag {name}{self.table.nearest_flag(name)}; --help all lists all flags"
+                )
         return words
 
     def _merge(self, sources: list[Source]) -> ParsedSections:
@@ -190,89 +254,15 @@ def read_run(parser: FlagParser, argv: Sequence[str]) -> ParsedRun:
     return ParsedRun(config=RunConfig(**parsed.sections), notes=parsed.notes, explicit=parsed.explicit)
 
 
-_NARGS = {SWITCH: "?", VALUE: None, VALUES: "*"}
+class _PrintAction(argparse.Action):
+    """Action that prints a text about the name behind its flag, or a general one without a name, and exits.
 
+    text: function of the name and the flags before it, which makes the text.
+    """
 
-def _build_argparse(table: FlagTable, prog: str, description: str) -> argparse.ArgumentParser:
-    parser = _OneLineErrors(
-        prog=prog,
-        usage=f"{prog} [--config FILE.yaml] [flags]",
-        description=description,
-        epilog=_EPILOG,
-        formatter_class=_HelpFormatter,
-        allow_abbrev=False,
-        add_help=False,
-    )
-    general = parser.add_argument_group("general")
-    general.add_argument("--help", "-h", action="help", help="Show this text and exit.")
-    general.add_argument(
-        "--config",
-        metavar="FILE",
-        action="append",
-        default=[],
-        help="YAML file with the same names; flags win over it.",
-    )
-    if "compression" in table.sections:
-        general.add_argument(
-            "--list-compressors",
-            "--list_compressors",
-            action=_ListCompressors,
-            nargs=0,
-            help="Print the communication points, the compressors and their options, and exit.",
-        )
-    for section, cls in table.sections.items():
-        group = parser.add_argument_group(section, _first_line(cls))
-        for described in table.fields.values():
-            if described.section == section:
-                _add_field(group, described)
-    documented_flags = [old for old in table.translator.flags if old.help]
-    if documented_flags:
-        group = parser.add_argument_group("shorthand and old names")
-        for old in documented_flags:
-            _add(group, (old.name,), old, _NARGS[old.arity], "VALUE", old.help)
-    for old in table.translator.flags:
-        if not old.help:
-            _add(parser, (old.name,), old, _NARGS[old.arity], "VALUE", argparse.SUPPRESS)
-    return parser
-
-
-def _add_field(group: argparse._ArgumentGroup, described: FieldOption) -> None:
-    nargs: int | str | None = None
-    if described.is_switch:
-        nargs = "?"
-    elif described.is_list and not described.option.repeatable:
-        nargs = described.option.count or "+"
-    text = f"{described.option.help} {help_details(described)}".strip()
-    _add(group, described.flags, described, nargs, metavar_of(described), text)
-
-
-def _add(
-    container: argparse._ActionsContainer,
-    flags: Sequence[str],
-    target: Target,
-    nargs: int | str | None,
-    metavar: str,
-    help: str,
-) -> None:
-    spellings = [f"--{flags[0]}", *(f"--{spell(flag)}" for flag in flags)]
-    container.add_argument(
-        *dict.fromkeys(spellings),
-        action=_Record,
-        dest="events",
-        default=argparse.SUPPRESS,
-        target=target,
-        nargs=nargs,
-        metavar=metavar,
-        help=help.replace("%", "%%"),
-    )
-
-
-class _Record(argparse.Action):
-    """Action that appends (target, spelling, words) to the event list of the namespace."""
-
-    def __init__(self, *args: Any, target: Target, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, text: Callable[[str, argparse.Namespace], str], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.target = target
+        self.text = text
 
     def __call__(
         self,
@@ -281,27 +271,19 @@ class _Record(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        texts = [] if values is None else [values] if isinstance(values, str) else list(values)
-        namespace.events.append((self.target, option_string, texts))
+        sys.stdout.write(self.text(values or "", namespace))
+        parser.exit()
 
 
-class _ListCompressors(argparse.Action):
-    """Action that prints the values of --compress, including earlier --compress-module files, and exits."""
+def _list_compressors(name: str, namespace: argparse.Namespace) -> str:
+    """Text of ``--list-compressors NAME``, with the compressors of earlier --compress-module files."""
+    from megatron.compression.listing import describe_name, list_names
+    from megatron.compression.plugins import build_registry
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        from megatron.compression.listing import describe
-        from megatron.compression.plugins import build_registry
-
-        files = [
-            text for _, flag, texts in namespace.events if spell(flag) == spell("compress-module") for text in texts
-        ]
-        parser.exit(message=describe(build_registry(files)) + "\n")
+    module_flag = spell("compress-module")
+    files = [text for _, flag, texts in namespace.events if spell(flag) == module_flag for text in texts]
+    registry = build_registry(files)
+    return (describe_name(registry, name) if name else list_names(registry)) + "\n"
 
 
 class _OneLineErrors(argparse.ArgumentParser):
@@ -309,80 +291,4 @@ class _OneLineErrors(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         match = re.fullmatch(r"argument (--[^/:\s]+)[^:]*: (.*)", message, flags=re.DOTALL)
-        raise UserError(f"{match[1]}: {match[2]}" if match else f"{message}; --help lists all flags")
-
-
-class _HelpFormatter(argparse.HelpFormatter):
-    """Help formatter that shows only the canonical spelling of a flag, and no value for switches."""
-
-    def __init__(self, prog: str) -> None:
-        width = max(60, min(shutil.get_terminal_size().columns, 110))
-        super().__init__(prog, max_help_position=34, width=width)
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        # Multi-line text is already formatted.
-        return text if "\n" in text else super()._fill_text(text, width, indent)
-
-    def _split_lines(self, text: str, width: int) -> list[str]:
-        # Do not break flags at hyphens.
-        return textwrap.wrap(text, width, break_on_hyphens=False)
-
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        if not action.option_strings or not isinstance(action, _Record):
-            return super()._format_action_invocation(action)
-        if action.nargs == "?":
-            return action.option_strings[0]
-        return f"{action.option_strings[0]} {action.metavar}"
-
-
-def metavar_of(described: FieldOption) -> str:
-    """Placeholder for the value of a flag in the help text; empty for a switch."""
-    if described.is_switch:
-        return ""
-    if described.option.metavar:
-        return described.option.metavar
-    if described.choices and len("|".join(described.choices)) <= 45:
-        return "|".join(described.choices)
-    return {int: "N", float: "X"}.get(described.element, "TEXT")
-
-
-def help_details(described: FieldOption) -> str:
-    """Bracketed details after the help of a flag: choices, unit, default, aliases."""
-    details = []
-    option = described.option
-    if described.choices and len("|".join(described.choices)) > 45:
-        details.append(f"one of {', '.join(described.choices)}")
-    if option.unit:
-        details.append(option.unit)
-    default = default_text(described)
-    if default:
-        details.append(default if default == "required" else f"default: {default}")
-    if option.aliases:
-        details.append("also " + ", ".join(f"--{alias}" for alias in option.aliases))
-    return f"({'; '.join(details)})" if details else ""
-
-
-def default_text(described: FieldOption) -> str:
-    """Default value in the help text; empty for a switch that is off by default."""
-    if described.is_switch:
-        return described.option.when_unset
-    if described.option.required:
-        return "required"
-    if described.option.when_unset:
-        return described.option.when_unset
-    if described.is_list:
-        return " ".join(map(str, described.default)) or "none"
-    return number_text(described.default)
-
-
-def number_text(value: Any) -> str:
-    """Short text of a default value: 2**32, 1e-05, 0.1; strings unchanged."""
-    if isinstance(value, float) and value >= 2**16 and value.is_integer():
-        integer = int(value)
-        if integer & (integer - 1) == 0:
-            return f"2**{integer.bit_length() - 1}"
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _first_line(cls: type) -> str:
-    return (cls.__doc__ or "").strip().splitlines()[0]
+        raise UserError(f"{match[1]}: {match[2]}" if match else f"{message}; --help all lists all flags")

@@ -41,6 +41,7 @@ class IslandsConfig:
         "outer=... says. tools/launch.py --islands starts all of them on one machine.",
         minimum=1,
         maximum=MOST_ISLANDS,
+        common="compress",
     )
     island: int | None = derived(
         f"{ISLAND_VARIABLE} of the environment, which tools/launch.py sets",

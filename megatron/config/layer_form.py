@@ -24,7 +24,9 @@ _GELU_IN_EXACT_FORM = Condition(
 class LayerFormConfig:
     """Layer-architecture fields of the model; ``ModelConfig`` inherits them."""
 
-    normalization: Literal["LayerNorm", "RMSNorm"] = option("LayerNorm", "Normalization layer.", checkpoint="shape")
+    normalization: Literal["LayerNorm", "RMSNorm"] = option(
+        "LayerNorm", "Normalization layer.", checkpoint="shape", common="model form"
+    )
     apply_layernorm_1p: bool = option(
         False,
         "Normalization layers multiply by 1 + weight, and their weights start at 0 (Gemma).",
@@ -43,7 +45,7 @@ class LayerFormConfig:
         aliases=("layernorm-epsilon",),
         checkpoint="shape",
     )
-    swiglu: bool = option(False, "Gated MLP: SiLU(gate) * up instead of GELU.", checkpoint="shape")
+    swiglu: bool = option(False, "Gated MLP: SiLU(gate) * up instead of GELU.", checkpoint="shape", common="model form")
     geglu: bool = option(False, "Gated MLP: GELU(gate) * up, the GELU in its tanh form (Gemma).", checkpoint="shape")
     openai_gelu: bool = option(False, "GELU in its tanh form.", checkpoint="shape", only_if=(_GELU_IN_EXACT_FORM,))
     squared_relu: bool = option(False, "Squared ReLU instead of GELU.", checkpoint="shape")

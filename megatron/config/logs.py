@@ -20,7 +20,9 @@ _CURVES = (needs("logging.tensorboard_dir", "logging.wandb_project", "logging.ml
 class LoggingConfig:
     """The log line, timers, TensorBoard and files."""
 
-    log_interval: int = option(100, "Iterations between log lines.", unit="iterations", minimum=1)
+    log_interval: int = option(
+        100, "Iterations between log lines.", unit="iterations", minimum=1, common="evaluate and log"
+    )
     log_params_norm: bool = option(False, "Log the norm of the parameters.")
     log_num_zeros_in_grad: bool = option(False, "Log the number of zeros in the gradients.")
     timing_log_level: int = option(
@@ -35,7 +37,11 @@ class LoggingConfig:
         only_if=(needs("logging.timing_log_level"),),
     )
     tensorboard_dir: str | None = derived(
-        "no TensorBoard", "Folder for TensorBoard events.", metavar="FOLDER", may_differ=_OF_ONE
+        "no TensorBoard",
+        "Folder for TensorBoard events.",
+        metavar="FOLDER",
+        may_differ=_OF_ONE,
+        common="evaluate and log",
     )
     tensorboard_log_interval: int = option(
         1, "Iterations between TensorBoard records.", unit="iterations", minimum=1, only_if=_CURVES
@@ -106,7 +112,11 @@ class LoggingConfig:
         "none", "Append the log lines to this text file.", metavar="FILE", may_differ=_OF_ONE
     )
     log_json_file: str | None = derived(
-        "none", "Append one JSON object a log line to this file.", metavar="FILE", may_differ=_OF_ONE
+        "none",
+        "Append one JSON object a log line to this file.",
+        metavar="FILE",
+        may_differ=_OF_ONE,
+        common="evaluate and log",
     )
     print_config: bool = option(
         False, "Print every setting at the start, not only those that differ from the defaults.", may_differ=_OF_ONE
@@ -114,6 +124,7 @@ class LoggingConfig:
     log_comm: bool = option(
         False,
         "After each log line, log the bytes, times and residuals of each communication point.",
+        common="evaluate and log",
     )
     peak_tflops: float | None = derived(
         "the device's, where its name is known",

@@ -36,6 +36,7 @@ class ModelConfig(LayerFormConfig, ExpertsConfig):
         maximum=MOST_LAYERS,
         aliases=("encoder-num-layers",),
         checkpoint="shape",
+        common="model size",
     )
     decoder_num_layers: int | None = derived(
         "--num-layers for T5",
@@ -46,15 +47,20 @@ class ModelConfig(LayerFormConfig, ExpertsConfig):
         checkpoint="shape",
         only_if=(when("model.model_type", "t5"),),
     )
-    hidden_size: int = required("Width of the residual stream.", minimum=1, maximum=MOST, checkpoint="shape")
+    hidden_size: int = required(
+        "Width of the residual stream.", minimum=1, maximum=MOST, checkpoint="shape", common="model size"
+    )
     ffn_hidden_size: int = derived(
         "4 * hidden size; with --swiglu or --geglu, 8/3 * hidden size rounded down to a multiple of 64",
         "Inner width of the MLP.",
         minimum=1,
         maximum=4 * MOST,
         checkpoint="shape",
+        common="model size",
     )
-    num_attention_heads: int = required("Number of query heads.", minimum=1, maximum=MOST, checkpoint="shape")
+    num_attention_heads: int = required(
+        "Number of query heads.", minimum=1, maximum=MOST, checkpoint="shape", common="model size"
+    )
     num_query_groups: int = derived(
         "one per attention head",
         "Number of key/value heads (grouped-query attention). It must divide --num-attention-heads.",
@@ -62,6 +68,7 @@ class ModelConfig(LayerFormConfig, ExpertsConfig):
         maximum=MOST,
         aliases=("num-key-value-heads",),
         checkpoint="shape",
+        common="model size",
     )
     kv_channels: int = derived(
         "hidden size / attention heads", "Width of one attention head.", minimum=1, maximum=MOST, checkpoint="shape"
@@ -73,6 +80,7 @@ class ModelConfig(LayerFormConfig, ExpertsConfig):
         maximum=MOST,
         aliases=("encoder-seq-length",),
         checkpoint="default",
+        common="model size",
     )
     decoder_seq_length: int | None = derived(
         "needed by T5",
@@ -90,11 +98,13 @@ class ModelConfig(LayerFormConfig, ExpertsConfig):
         minimum=1,
         maximum=MOST,
         checkpoint="shape",
+        common="model size",
     )
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = option(
         "learned_absolute",
         "Kind of position embedding.",
         checkpoint="shape",
+        common="model form",
     )
     rotary_base: float = option(
         10000.0,
@@ -179,7 +189,7 @@ class ModelConfig(LayerFormConfig, ExpertsConfig):
         checkpoint="shape",
     )
     untie_embeddings_and_output_weights: bool = option(
-        False, "Give the output layer weights of its own.", checkpoint="shape"
+        False, "Give the output layer weights of its own.", checkpoint="shape", common="model form"
     )
     apply_embedding_scaling: bool = option(
         False,

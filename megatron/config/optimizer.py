@@ -35,10 +35,15 @@ class OptimizerConfig:
         "adam is AdamW (decoupled weight decay); lamb scales its direction, for each matrix, by the norm of weights "
         "over that of the direction; muon "
         "orthogonalizes the momenta of the layers' matrices, and is AdamW for everything else.",
+        common="learning rate",
     )
-    lr: float = required("Highest learning rate.", minimum=0, maximum=1e4)
+    lr: float = required("Highest learning rate.", minimum=0, maximum=1e4, common="learning rate")
     min_lr: float = option(
-        0.0, "Lowest learning rate of the decay.", minimum=0, only_if=(unless("optimizer.lr_decay_style", "constant"),)
+        0.0,
+        "Lowest learning rate of the decay.",
+        minimum=0,
+        only_if=(unless("optimizer.lr_decay_style", "constant"),),
+        common="learning rate",
     )
     decoupled_lr: float | None = derived(
         "--lr",
@@ -56,6 +61,7 @@ class OptimizerConfig:
         "linear",
         "Shape of the decay after the warm-up; WSD (warm-up, stable, decay) is constant until the last "
         "--lr-wsd-decay-iters or --lr-wsd-decay-samples.",
+        common="learning rate",
     )
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = option(
         "exponential",
@@ -98,9 +104,11 @@ class OptimizerConfig:
         only_if=(_DECAY_LENGTH,),
     )
     lr_warmup_fraction: float | None = derived(
-        "unused", "Warm-up as a share of the decay's length.", minimum=0, below=1
+        "unused", "Warm-up as a share of the decay's length.", minimum=0, below=1, common="learning rate"
     )
-    lr_warmup_iters: int = option(0, "Length of the linear warm-up.", unit="iterations", minimum=0)
+    lr_warmup_iters: int = option(
+        0, "Length of the linear warm-up.", unit="iterations", minimum=0, common="learning rate"
+    )
     lr_warmup_samples: int = option(0, "Length of the linear warm-up.", unit="samples", minimum=0)
     lr_warmup_tokens: int | None = derived(
         "unused",
@@ -114,6 +122,7 @@ class OptimizerConfig:
         "Weight decay; biases and norms have none.",
         minimum=0,
         only_if=(when("optimizer.weight_decay_incr_style", "constant"),),
+        common="learning rate",
     )
     start_weight_decay: float = derived("--weight-decay", "First weight decay of a growing one.", minimum=0)
     end_weight_decay: float = derived("--weight-decay", "Last weight decay of a growing one.", minimum=0)
@@ -121,9 +130,13 @@ class OptimizerConfig:
         "constant",
         "How weight decay grows over the run.",
     )
-    clip_grad: float = option(1.0, "Gradients are clipped to this global norm; 0 turns clipping off.", minimum=0)
+    clip_grad: float = option(
+        1.0, "Gradients are clipped to this global norm; 0 turns clipping off.", minimum=0, common="learning rate"
+    )
     adam_beta1: float = option(0.9, "Decay of Adam's first moment.", minimum=0, below=1, only_if=_ADAM)
-    adam_beta2: float = option(0.999, "Decay of Adam's second moment.", minimum=0, below=1, only_if=_ADAM)
+    adam_beta2: float = option(
+        0.999, "Decay of Adam's second moment.", minimum=0, below=1, only_if=_ADAM, common="learning rate"
+    )
     adam_eps: float = option(1e-8, "Adam's epsilon, added to the root of the second moment.", above=0, only_if=_ADAM)
     lamb_beta1: float = option(0.9, "Decay of LAMB's first moment.", minimum=0, below=1, only_if=_LAMB)
     lamb_beta2: float = option(0.9, "Decay of LAMB's second moment.", minimum=0, below=1, only_if=_LAMB)

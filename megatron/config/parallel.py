@@ -35,10 +35,20 @@ class ParallelConfig:
     """Tensor, pipeline and data parallelism. The data-parallel size is what the world size leaves."""
 
     tensor_model_parallel_size: int = option(
-        1, "Tensor-parallel size: processes that share each layer.", unit="processes", minimum=1, maximum=MOST_PROCESSES
+        1,
+        "Tensor-parallel size: processes that share each layer.",
+        unit="processes",
+        minimum=1,
+        maximum=MOST_PROCESSES,
+        common="layout",
     )
     pipeline_model_parallel_size: int = option(
-        1, "Pipeline-parallel size: number of pipeline stages.", unit="stages", minimum=1, maximum=MOST_PROCESSES
+        1,
+        "Pipeline-parallel size: number of pipeline stages.",
+        unit="stages",
+        minimum=1,
+        maximum=MOST_PROCESSES,
+        common="layout",
     )
     pipeline_model_parallel_split_rank: int | None = derived(
         "in the middle",
@@ -52,6 +62,7 @@ class ParallelConfig:
         "Interleave: each stage holds several chunks of this many layers. Needs at least 2 stages.",
         unit="layers",
         minimum=1,
+        common="layout",
     )
     virtual_pipeline_model_parallel_size: int | None = derived(
         "no interleaving",
@@ -64,6 +75,7 @@ class ParallelConfig:
         "Order of forward and backward passes. Interleaving is 1f1b with virtual stages; eager-1f1b hides messages "
         "over slow links behind twice the warm-up, for up to twice the activations.",
         only_if=(_STAGES,),
+        common="layout",
     )
     expert_model_parallel_size: int = option(
         1,
@@ -73,6 +85,7 @@ class ParallelConfig:
         minimum=1,
         maximum=MOST_PROCESSES,
         aliases=("moe-expert-parallel-size", "ep-world-size"),
+        common="experts",
     )
     expert_tensor_parallel_size: int | None = derived(
         "--tensor-model-parallel-size",
@@ -91,7 +104,7 @@ class ParallelConfig:
         only_if=(_SPREAD_EXPERTS,),
     )
     sequence_parallel: bool = option(
-        False, "Split the sequence over the tensor-parallel processes outside attention and MLP."
+        False, "Split the sequence over the tensor-parallel processes outside attention and MLP.", common="layout"
     )
     scatter_gather_tensors_in_pipeline: bool = option(
         False,
@@ -119,7 +132,10 @@ class ParallelConfig:
         flag="DDP-impl",
     )
     overlap_grad_reduce: bool = option(
-        False, "Overlap the reduction of gradients with the backward pass.", only_if=(_REPLICAS, _BUCKETS)
+        False,
+        "Overlap the reduction of gradients with the backward pass.",
+        only_if=(_REPLICAS, _BUCKETS),
+        common="layout",
     )
     ddp_bucket_size: int | None = derived(
         "chosen from the model's size",
@@ -134,7 +150,7 @@ class ParallelConfig:
         only_if=(_REPLICAS,),
     )
     use_distributed_optimizer: bool = option(
-        False, "Shard the optimizer state over the data-parallel processes.", only_if=(_REPLICAS,)
+        False, "Shard the optimizer state over the data-parallel processes.", only_if=(_REPLICAS,), common="layout"
     )
     accumulate_allreduce_grads_in_fp32: bool = option(
         False,

@@ -20,13 +20,14 @@ _DYNAMIC_SCALE = needs("precision.fp16"), unless("precision.loss_scale")
 class PrecisionConfig:
     """The format of parameters and activations: fp32 unless one of the switches says otherwise."""
 
-    fp16: bool = option(False, "Train in fp16 with a loss scale.")
-    bf16: bool = option(False, "Train in bf16; gradients accumulate in fp32.")
+    fp16: bool = option(False, "Train in fp16 with a loss scale.", common="precision")
+    bf16: bool = option(False, "Train in bf16; gradients accumulate in fp32.", common="precision")
     fp64: bool = option(False, "Train in float64 everywhere: a test mode that shows errors hidden by rounding.")
     fp8: Literal["tensorwise", "rowwise"] | None = derived(
         "all products in the training precision",
         "With --bf16, on GPUs of compute capability 8.9 or more: compute the products of the layers' linear parts from "
         "8-bit numbers, with one scale for each tensor, or one for each row (and weight gradients in bf16).",
+        common="precision",
     )
     loss_scale: float | None = derived(
         "a dynamic scale", "Constant loss scale for --fp16; a power of two is best.", above=0

@@ -19,6 +19,7 @@ class RecomputeConfig:
         "nothing is recomputed",
         "Recompute whole layers (full) or the attention core only (selective).",
         aliases=("activations-checkpoint-granularity",),
+        common="layout",
     )
     recompute_method: Literal["uniform", "block"] | None = derived(
         "uniform with --recompute-granularity full",

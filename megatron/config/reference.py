@@ -7,7 +7,8 @@ from itertools import groupby
 
 from megatron.base.markdown import markdown_table
 from megatron.base.option import FieldOption
-from megatron.config.flags import default_text, metavar_of, run_table
+from megatron.config.flags import run_table
+from megatron.config.help import default_text, metavar_of
 from megatron.config.translate.known import KNOWN_FLAGS
 from megatron.config.translate.rules import SWITCH, KnownFlag
 from megatron.config.translate.shortcuts import SHORTCUTS

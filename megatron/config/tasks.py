@@ -65,16 +65,20 @@ TASKS: Mapping[str, Task] = {
 class TaskConfig:
     """Fine-tuning for a task."""
 
-    task: str = required("The task: " + ", ".join(TASKS) + ".", metavar="TASK")
+    task: str = required("The task: " + ", ".join(TASKS) + ".", metavar="TASK", common="task")
     epochs: int = required(
-        "Passes over the training data; 0 evaluates the checkpoint of --load.", unit="epochs", minimum=0, maximum=10**6
+        "Passes over the training data; 0 evaluates the checkpoint of --load.",
+        unit="epochs",
+        minimum=0,
+        maximum=10**6,
+        common="task",
     )
     train_data: list[str] = option(  # noqa: RUF009
-        [], "Files (RACE: folders) of training samples.", metavar="FILE", contents="file"
+        [], "Files (RACE: folders) of training samples.", metavar="FILE", contents="file", common="task"
     )
     valid_data: list[str] = option(  # noqa: RUF009
         [], "Files (RACE: folders) that are evaluated after each epoch, each by itself.", metavar="FILE",
-        contents="file",
+        contents="file", common="task",
     )  # fmt: skip
     keep_last_batch: bool = option(
         False,

@@ -45,6 +45,7 @@ class TokenizerConfig:
         "none: give --vocab-size",
         "Tokenizer; the last three are other names of SentencePieceTokenizer, twice, and HFTokenizer.",
         checkpoint="default",
+        common="data",
     )
     vocab_file: str | None = derived(
         "none",
@@ -54,6 +55,7 @@ class TokenizerConfig:
         contents="file",
         checkpoint="default",
         only_if=(when("tokenizer.tokenizer_type", "GPT2BPETokenizer", "BertWordPieceLowerCase", "BertWordPieceCase"),),
+        common="data",
     )
     merge_file: str | None = derived(
         "none",
@@ -62,6 +64,7 @@ class TokenizerConfig:
         contents="file",
         checkpoint="default",
         only_if=(when("tokenizer.tokenizer_type", "GPT2BPETokenizer"),),
+        common="data",
     )
     tokenizer_model: str | None = derived(
         "none",
@@ -79,6 +82,7 @@ class TokenizerConfig:
                 "HuggingFaceTokenizer",
             ),
         ),
+        common="data",
     )
     vocab_size: int | None = derived(
         "the tokenizer's",

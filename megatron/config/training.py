@@ -45,7 +45,11 @@ class TrainingConfig:
     """Batch sizes and length of the run, which is counted in iterations or in samples, never in both."""
 
     micro_batch_size: int = required(
-        "Samples in one forward pass of one data-parallel replica.", unit="samples", minimum=1, maximum=MOST_BATCH
+        "Samples in one forward pass of one data-parallel replica.",
+        unit="samples",
+        minimum=1,
+        maximum=MOST_BATCH,
+        common="batch and length",
     )
     global_batch_size: int = derived(
         "micro batch size * data-parallel size",
@@ -53,6 +57,7 @@ class TrainingConfig:
         unit="samples",
         minimum=1,
         maximum=MOST_BATCH,
+        common="batch and length",
     )
     rampup_batch_size: list[int] | None = derived(  # noqa: RUF009
         "no ramp-up",
@@ -62,6 +67,7 @@ class TrainingConfig:
         metavar="START INCREMENT SAMPLES",
         minimum=0,
         maximum=MOST_SAMPLES,
+        common="batch and length",
     )
     step_batch_size_schedule: str | None = derived(
         "one size",
@@ -70,10 +76,20 @@ class TrainingConfig:
         metavar="TOKENS:SIZE...",
     )
     train_iters: int | None = derived(
-        "--train-samples decides", "Length of the run.", unit="iterations", minimum=1, maximum=MOST_ITERATIONS
+        "--train-samples decides",
+        "Length of the run.",
+        unit="iterations",
+        minimum=1,
+        maximum=MOST_ITERATIONS,
+        common="batch and length",
     )
     train_samples: int | None = derived(
-        "--train-iters decides", "Length of the run.", unit="samples", minimum=1, maximum=MOST_SAMPLES
+        "--train-iters decides",
+        "Length of the run.",
+        unit="samples",
+        minimum=1,
+        maximum=MOST_SAMPLES,
+        common="batch and length",
     )
     train_tokens: int | None = derived(
         "no limit",
@@ -82,6 +98,7 @@ class TrainingConfig:
         unit="tokens",
         minimum=1,
         maximum=MOST_TOKENS,
+        common="batch and length",
     )
     exit_interval: int | None = derived(
         "never", "Save and exit at iterations that are multiples of this number.", unit="iterations", minimum=1
@@ -94,7 +111,9 @@ class TrainingConfig:
         metavar="FILE",
         may_differ="any machine's switch ends the run",
     )
-    seed: int = option(1234, "Seed of initialization, dropout and data order.", minimum=0, maximum=2**32 - 1)
+    seed: int = option(
+        1234, "Seed of initialization, dropout and data order.", minimum=0, maximum=2**32 - 1, common="batch and length"
+    )
     deterministic_mode: bool = option(
         False,
         "Compute the same bits each time, on GPUs too (CPUs do so anyway): only operations that add in a fixed order. "

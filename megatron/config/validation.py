@@ -15,7 +15,12 @@ class ValidationConfig:
     """Intervals and sizes of evaluations."""
 
     eval_iters: int = option(
-        100, "Batches of each evaluation; 0 turns evaluation off.", unit="iterations", minimum=0, maximum=10**6
+        100,
+        "Batches of each evaluation; 0 turns evaluation off.",
+        unit="iterations",
+        minimum=0,
+        maximum=10**6,
+        common="evaluate and log",
     )
     eval_interval: int = option(
         1000,
@@ -23,6 +28,7 @@ class ValidationConfig:
         unit="iterations",
         minimum=1,
         only_if=(_EVALUATIONS, unless("validation.skip_train")),
+        common="evaluate and log",
     )
     full_validation: bool = option(
         False,

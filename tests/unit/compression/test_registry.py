@@ -10,7 +10,7 @@ import pytest
 from megatron.base.errors import UserError
 from megatron.compression.builtin import BUILTIN
 from megatron.compression.identity import IdentityCodec, IdentityConfig
-from megatron.compression.listing import describe
+from megatron.compression.listing import list_names
 from megatron.compression.points import EXPERT_POINTS, Point
 from megatron.compression.registry import Registration, Registry
 from megatron.compression.schedule import RunLength
@@ -92,7 +92,7 @@ def test_one_word_chooses_the_codecs_of_all_legs_of_experts(word: str, fewest: i
     assert bits[Point.EP_DISPATCH_FWD] == bits[Point.EP_COMBINE_BWD] == fewest
     assert bits[Point.EP_COMBINE_FWD] == bits[Point.EP_DISPATCH_BWD] == 2 * fewest
     assert {spec.activation.warmup_iters for spec in specs.values()} == {3}
-    listed = next(line for line in describe(registry).splitlines() if f"experts={word}" in line)
+    listed = next(line for line in list_names(registry).splitlines() if f"experts={word}" in line)
     assert read_specs(listed.split()[1:], registry, RunLength(10)) == read_specs(
         [f"experts={word}"], registry, RunLength(10)
     )

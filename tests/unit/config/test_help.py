@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from megatron.config import build_run_parser, parse_args
+from megatron.base.errors import UserError
+from megatron.base.option import field_options
+from megatron.compression.builtin import BUILTIN
+from megatron.compression.outer import OuterOptions
+from megatron.compression.points import Point
+from megatron.compression.registry import Registry
+from megatron.compression.schedule import RunLength
+from megatron.compression.spec import COMMON, read_specs, serves
+from megatron.config import build_parser, build_run_parser, option, parse_args
+from megatron.config.help import COMMON_GROUPS
 from megatron.config.others import flags_of_others_markdown
 from megatron.config.reference import flags_markdown
 from megatron.config.run import run_sections
+from megatron.config.tasks import task_parser
 from megatron.config.translate import TRANSLATOR
 from megatron.config.translate.known import KNOWN_FLAGS
 from megatron.config.translate.shortcuts import SHORTCUTS
@@ -23,7 +35,115 @@ REPOSITORY = Path(__file__).parents[3]
 @pytest.fixture
 def text(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("COLUMNS", "100")
-    return build_run_parser().format_help()
+    return build_run_parser().format_help("all")
+
+
+COMMON_FLAGS = {
+    "data": "data-path split tokenizer-type vocab-file merge-file tokenizer-model",
+    "model size": "num-layers hidden-size ffn-hidden-size num-attention-heads num-query-groups seq-length "
+    "max-position-embeddings",
+    "model form": "normalization swiglu position-embedding-type untie-embeddings-and-output-weights",
+    "batch and length": "micro-batch-size global-batch-size rampup-batch-size train-iters train-samples train-tokens "
+    "seed",
+    "learning rate": "optimizer lr min-lr lr-decay-style lr-warmup-fraction lr-warmup-iters weight-decay clip-grad "
+    "adam-beta2",
+    "layout": "tensor-model-parallel-size pipeline-model-parallel-size num-layers-per-virtual-pipeline-stage "
+    "pipeline-schedule sequence-parallel overlap-grad-reduce use-distributed-optimizer recompute-granularity",
+    "experts": "num-experts moe-router-topk expert-model-parallel-size",
+    "precision": "fp16 bf16 fp8",
+    "save and resume": "save save-interval load finetune use-checkpoint-args",
+    "evaluate and log": "log-interval tensorboard-dir log-json-file log-comm eval-iters eval-interval",
+    "compress": "compress islands",
+}
+"""Flags of the short --help, by group, in order."""
+
+
+def test_the_short_help_shows_sixty_flags_in_the_order_of_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    lines = build_run_parser().format_help().splitlines()
+    shown: dict[str, list[str]] = {}
+    for line in lines:
+        if line.endswith(":") and not line.startswith(" "):
+            flags = shown.setdefault(line[:-1], [])
+        elif line.startswith("  --") and "general" in shown:
+            flags.append(line.split()[0].removeprefix("--"))
+    assert shown.pop("general") == ["help", "config", "list-compressors"]
+    assert shown == {group: flags.split() for group, flags in COMMON_FLAGS.items()}
+    assert sum(map(len, shown.values())) == 60
+
+
+def test_the_short_help_names_the_longer_ones() -> None:
+    joined = " ".join(build_run_parser().format_help().split())
+    names = re.findall(r"[a-z_]+", joined.partition("those of a group: ")[2])
+    assert "--help all shows every flag" in joined
+    assert names == [*run_sections(), *TRANSLATOR.sections(), "shorthand"]
+    assert set(re.findall(r"more: ((?:--help [a-z]+(?:, )?)+)", joined)) <= {
+        ", ".join(f"--help {name}" for name in group)
+        for group in (
+            *([name] for name in names),
+            *(["data", "tokenizer"], ["parallel", "recompute"], ["model", "parallel"]),
+            *(["logging", "validation"], ["compression", "islands"]),
+        )
+    }
+
+
+@pytest.mark.parametrize("name", [*run_sections(), *TRANSLATOR.sections(), "shorthand"])
+def test_help_of_a_group_shows_its_flags_alone(name: str) -> None:
+    parser = build_run_parser()
+    shown = [line.split()[0] for line in parser.format_help(name).splitlines() if line.startswith("  --")]
+    fields = [f"--{field.flag}" for field in parser.table.fields.values() if field.section == name]
+    assert shown[3:] == (fields or [f"--{entry.name}" for entry in SHORTCUTS])
+    assert len(shown) > 3
+
+
+def test_every_option_names_a_group_that_exists() -> None:
+    table = task_parser().table
+    titles = {field.option.common for field in table.fields.values()}
+    assert titles == {"", *COMMON_GROUPS}
+
+
+def test_a_group_of_the_short_help_can_be_shown_alone() -> None:
+    assert "--pipeline-schedule" in build_run_parser().format_help("layout")
+    assert "--hidden-size" not in build_run_parser().format_help("layout")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (
+            ["--help", "optimiser"],
+            "--help optimiser: no such group; the nearest is optimizer; the groups are all, model, ",
+        ),
+        (["-h", "all-flags"], "--help all-flags: no such group; the groups are all, model, "),
+        (["--list-compressors", "powersdg"], "no such compressor or point; the nearest is powersgd; "),
+        (["--list-compressors", "dp-gard"], "no such compressor or point; the nearest is dp-grad; "),
+    ],
+)
+def test_an_unknown_group_or_compressor_is_one_line_with_the_nearest_name(argv: list[str], message: str) -> None:
+    with pytest.raises(UserError) as refused:
+        parse_args(argv)
+    assert message in str(refused.value)
+    assert len(str(refused.value).splitlines()) == 1
+
+
+def test_an_unknown_group_ends_the_program_with_status_2() -> None:
+    script = REPOSITORY / "pretrain_gpt.py"
+    done = subprocess.run([sys.executable, str(script), "--help", "optimiser"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "the nearest is optimizer" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_programs_without_common_flags_show_all_of_theirs() -> None:
+    @dataclass(frozen=True)
+    class Sampling:
+        """Sampling."""
+
+        top_k: int = option(0, "Candidates.")
+
+    parser = build_parser({"sampling": Sampling}, "sample.py", "Draw text.")
+    assert "--top-k" in parser.format_help()
+    assert parser.format_help("all") == parser.format_help()
 
 
 def test_help_is_grouped_by_section(text: str) -> None:
@@ -40,7 +160,7 @@ def test_help_names_every_flag_once_at_the_start_of_a_line(text: str) -> None:
     shown = [line.split()[0] for line in text.splitlines() if line.startswith("  --")]
     table = build_run_parser().table
     wanted = [f"--{field.flag}" for field in table.fields.values()] + [f"--{entry.name}" for entry in SHORTCUTS]
-    assert shown == ["--help,", "--config", "--list-compressors,", *wanted]
+    assert shown == ["--help", "--config", "--list-compressors", *wanted]
 
 
 def test_help_hides_what_has_no_effect(text: str) -> None:
@@ -64,7 +184,47 @@ def test_help_prints_and_exits(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         parse_args(["--help"])
     assert caught.value.code == 0
-    assert capsys.readouterr().out.startswith("usage: pretrain_gpt.py [--config FILE.yaml] [flags]")
+    assert capsys.readouterr().out == build_run_parser().format_help()
+    with pytest.raises(SystemExit):
+        parse_args(["--help=all"])
+    assert capsys.readouterr().out == build_run_parser().format_help("all")
+
+
+def test_compressors_are_listed_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_args(["--list-compressors"])
+    assert caught.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    for name in (*BUILTIN, *(point.value for point in Point if point.compressible)):
+        assert len([line for line in lines if line.startswith(f"  {name} ")]) == 1
+
+
+@pytest.mark.parametrize("name", sorted(BUILTIN))
+def test_a_compressor_s_options_are_listed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_args(["--list-compressors", name.replace("-", "_").upper()])
+    text = capsys.readouterr().out
+    registration = BUILTIN[name]
+    blocks = {block.splitlines()[0]: block.splitlines()[1:] for block in text.split("\n\n")}
+    flags = [option.flag for option in field_options(name, registration.config)] or ["none"]
+    assert [line.split()[0] for line in blocks["options:"]] == flags
+    assert [line.split()[0] for line in blocks["points:"]] == [
+        point.value for point in Point if point.compressible and serves(registration, point, name)
+    ]
+    assert [line.split()[0] for line in blocks["options of every compressor:"]] == list(COMMON)
+    assert registration.needs in text
+    assert registration.source in text
+    example = text.partition("\nexample: ")[2].splitlines()[0]
+    (spec,) = read_specs([example], Registry(BUILTIN), RunLength(1000)).values()
+    assert spec.name == name
+
+
+def test_a_point_s_own_options_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_args(["--list-compressors", "outer"])
+    text = capsys.readouterr().out
+    for option_of_point in field_options("outer", OuterOptions):
+        assert f"\n  {option_of_point.flag} " in text
 
 
 def test_parsing_does_not_import_torch() -> None:
