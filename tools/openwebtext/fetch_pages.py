@@ -11,7 +11,7 @@ trafilatura takes the text out of a page, without menus and comments; plain text
 large, too slow, of another kind or of a private network are left out; the report counts them by reason.
 
 What is fetched is in OUTPUT.fetched, not compressed, until all is: the same command goes on where an earlier one was
-interrupted. Hosts with the most pages are asked first, as many at a time as there are --connections. Memory: about 350
+interrupted. Hosts take turns, those with the most pages first, eight for each of the --connections. Memory: about 350
 bytes for each URL, and the pages on their way (--max-bytes each, at most 3 for each of the --connections and 4 for each
 of the --workers).
 """

@@ -27,6 +27,8 @@ from megatron.data.cleaning.pages import UNREACHED, Limits, Page, host_of
 
 _MAX_UNANSWERED = 6
 """Consecutive pages without an answer after which a host's remaining pages are skipped."""
+_HOSTS_PER_CONNECTION, _MAX_HOSTS = 8, 1000
+"""Hosts that take turns: for each connection, and in all."""
 _REDIRECTIONS, _RETRIES = 5, 2
 _MAX_ROBOTS_BYTES = 500_000
 _MEDIA_TYPES = ("text/html", "application/xhtml+xml", "text/plain")
@@ -178,7 +180,7 @@ def fetch_all(
     Args:
         urls: URLs, all of which are held in memory.
         fetch: thread-safe function that fetches a URL and reports failures in its result.
-        connections: number of hosts that are asked at a time.
+        connections: maximum number of concurrent requests.
         delay: seconds between two requests to a host.
         patience: seconds after which a request is abandoned.
     """
@@ -189,6 +191,7 @@ def fetch_all(
     for host_urls in sorted(urls_by_host.values(), key=len, reverse=True):  # those that take longest first
         hosts.put(host_urls)
     pages: Queue[Page] = Queue(2 * connections)
+    slots = threading.Semaphore(connections)
 
     def fetch_hosts() -> None:
         while True:
@@ -198,19 +201,23 @@ def fetch_all(
                 return
             pause, num_unanswered = 0.0, 0
             for url in host_urls:
-                page = Page(url, failed="of a host that does not answer")
-                for _ in range(1 + _RETRIES):
+                for attempt in range(1 + _RETRIES):
                     if num_unanswered == _MAX_UNANSWERED:
+                        pages.put(Page(url, failed="of a host that does not answer"))
                         break
                     time.sleep(pause)
-                    page, pause = _fetch_in_time(fetch, url, patience), delay
-                    num_unanswered = num_unanswered + 1 if page.failed in UNREACHED else 0
-                    if not page.retry:
+                    with slots:  # until the page is taken, so that few pages are in memory
+                        page, pause = _fetch_in_time(fetch, url, patience), delay
+                        num_unanswered = num_unanswered + 1 if page.failed in UNREACHED else 0
+                        is_last = not page.retry or attempt == _RETRIES
+                        if is_last:
+                            pages.put(page)
+                    if is_last:
                         break
-                pages.put(page)
 
-    for _ in range(min(connections, len(urls_by_host))):
-        # Daemon threads, which a user who interrupts the program need not wait for.
+    # More threads than connections, since most of them pause. Daemon threads, which a user who interrupts the program
+    # need not wait for.
+    for _ in range(min(_HOSTS_PER_CONNECTION * connections, _MAX_HOSTS, len(urls_by_host))):
         threading.Thread(target=fetch_hosts, daemon=True).start()
     for _ in range(sum(map(len, urls_by_host.values()))):
         yield pages.get()

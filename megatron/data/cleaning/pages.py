@@ -19,7 +19,7 @@ class Limits:
     """Limits of page fetching; each field is a flag."""
 
     # Each connection takes two threads and one or two of typically 1,024 open files.
-    connections: int = option(32, "hosts asked at once", metavar="N", minimum=1, maximum=400)
+    connections: int = option(32, "connections at once", metavar="N", minimum=1, maximum=400)
     delay: float = option(1.0, "seconds between pages of a host", metavar="S", minimum=0, maximum=3600)
     timeout: float = option(
         10.0, "seconds of silence; a page may take three times as long", metavar="S", minimum=0.1, maximum=3600

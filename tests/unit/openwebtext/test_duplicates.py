@@ -64,14 +64,14 @@ def test_fingerprints_are_those_that_earlier_versions_saved() -> None:
     assert sizes.tolist() == [22, 1]
 
 
-def corpus(seed: int, count: int = 120) -> list[dict[str, Any]]:
+def corpus(seed: int, count: int = 120, max_removed: int = 7) -> list[dict[str, Any]]:
     """Random texts, every third followed by a copy with a few words changed."""
     generator, rows = random.Random(seed), []
     for number in range(count):
         words = generator.sample(WORDS, 150)
         rows.append({"url": f"u{number}", "text": " ".join(words)})
         if number % 3 == 0:
-            words[: generator.randrange(8)] = []
+            words[: generator.randrange(max_removed + 1)] = []
             rows.append({"url": f"u{number}-copy", "text": " ".join(words)})
     generator.shuffle(rows)
     return rows
@@ -87,12 +87,13 @@ def exact(rows: list[dict[str, Any]], threshold: float) -> set[tuple[str, str]]:
     }
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
-def test_pairs_are_the_exact_ones(workers: str, tmp_path: Path) -> None:
-    rows = corpus(1)
+@pytest.mark.parametrize(("workers", "bands", "max_removed"), [("1", "100", 100), ("2", "20", 7)])
+def test_pairs_are_the_exact_ones(workers: str, bands: str, max_removed: int, tmp_path: Path) -> None:
+    """With as many bands as seeds, also those that are barely similar."""
+    rows = corpus(1, max_removed=max_removed)
     one, two = write(tmp_path / "a.jsonl.gz", rows[:70]), write(tmp_path / "b.jsonl", rows[70:])
     out = tmp_path / "out.jsonl"
-    flags = ["--inputs", one, "url", two, "url", "--output", str(out), "--heuristic-iter", "-1", "--num-bands", "20"]
+    flags = ["--inputs", one, "url", two, "url", "--output", str(out), "--heuristic-iter", "-1", "--num-bands", bands]
     assert find_duplicates.main([*flags, "--workers", workers, "--jaccard-parallel"]) == 0
     assert bench.pairs_of(out) == exact(rows, 0.5)
     texts = {row["url"]: runs(row["text"]) for row in rows}

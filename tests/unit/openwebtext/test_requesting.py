@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections import Counter
 from dataclasses import replace
@@ -130,6 +131,25 @@ def test_a_page_is_asked_for_a_few_times_and_a_silent_host_is_given_up() -> None
         ("stuck", "of a host that does not answer"): 4,
         ("alive", ""): 10,
     }
+
+
+def test_hosts_that_pause_leave_the_connections_to_others() -> None:
+    running, most_at_once = [0], [0]
+    lock = threading.Lock()
+
+    def fetch(url: str) -> Page:
+        with lock:
+            running[0] += 1
+            most_at_once[0] = max(most_at_once[0], running[0])
+        time.sleep(0.005)
+        with lock:
+            running[0] -= 1
+        return Page(url, b"x")
+
+    start = time.monotonic()
+    list(fetch_all([f"http://h{host}/{page}" for host in range(30) for page in range(2)], fetch, 4, delay=0.5))
+    assert time.monotonic() - start < 2.5  # of the 3.5 that four hosts at a time would take
+    assert most_at_once[0] <= 4
 
 
 def test_there_is_a_pause_between_two_pages_of_a_host() -> None:
