@@ -202,6 +202,18 @@ def test_a_stopped_group_of_processes_says_one_line(tmp_path: Path) -> None:
         assert have_ended(pids)
 
 
+def test_a_tool_whose_worker_is_killed_says_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    with running(tmp_path) as (process, pids):
+        assert process.stdout is not None
+        worker, _ = map(int, process.stdout.readline().split())
+        os.kill(worker, signal.SIGKILL)
+        _, said = process.communicate(timeout=20)
+        assert said == "writes: error: a process was killed (out of memory?); give fewer --workers\n"
+        assert process.returncode == 2
+        assert have_ended(pids)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["writes.py"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [[], ["--busy"]])
 def test_a_killed_tool_leaves_no_process(words: list[str], tmp_path: Path) -> None:
