@@ -32,7 +32,7 @@ from megatron.distributed.layout import Coordinates, Layout
 from megatron.kernels.dtypes import dtype_from_name, name_of_dtype
 from megatron.parallel.data.buffer import ParamSlot
 from megatron.parallel.data.gradient_sync import GradientSync
-from megatron.parallel.data.reducer import GradReducer, ParamStack
+from megatron.parallel.data.reducer import BucketReducer, ParamStack
 from megatron.parallel.pipeline.channel import Direction, PipelineChannel
 
 Log = Callable[[str], None]
@@ -152,12 +152,11 @@ class CompressorCheckpoint:
                 for unit in units:
                     yield from self._of_unit(unit, slots, bucket.stop - bucket.start, reducer, self._without_state)
         for fragment in self.outer.fragments if self.outer is not None else ():
-            reducer = fragment.reducer
-            for spoken, units in zip(fragment.exchanged_buckets, reducer.units, strict=True):
-                starts = zip(spoken.reduced.ranges, spoken.slots, strict=True)
+            for bucket, units in zip(fragment.exchanged_buckets, fragment.reducer.units, strict=True):
+                starts = zip(bucket.reduced.ranges, bucket.slots, strict=True)
                 slots = {param_range.start: slot for param_range, slot in starts}
                 for unit in units:
-                    yield from self._of_unit(unit, slots, spoken.length, reducer, self._of_island)
+                    yield from self._of_unit(unit, slots, bucket.length, fragment.reducer, self._of_island)
         for tied in self.sync.ties if self.sync.plan.compressed(Point.EMBED_GRAD) else ():
             group, slot = tied.sync.group, tied.slot
             name = f"{Point.EMBED_GRAD.value}.{slot.logical_name}"
@@ -180,7 +179,7 @@ class CompressorCheckpoint:
         unit: ParamStack,
         slots: Mapping[int, ParamSlot],
         length: int,
-        reducer: GradReducer,
+        reducer: BucketReducer,
         place_of: Callable[[ParamSlot, Group], StateSlice],
     ) -> Iterator[StateSlice]:
         """Places of a unit's stacked parameters, or of all parameters of its bucket of ``length`` elements."""

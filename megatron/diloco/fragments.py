@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.compression.points import Point
+from megatron.diloco.pseudo_grad_reducer import PseudoGradReducer
 from megatron.distributed.group import Group
 from megatron.distributed.layout import Tie
 from megatron.distributed.ledger import Ledger
 from megatron.distributed.policy import CompressionPlan
 from megatron.parallel.data.buffer import Bucket, FlatBuffer, ParamSlot
 from megatron.parallel.data.param_shards import ParamShard
-from megatron.parallel.data.reducer import GradBucket, GradReducer, ParamRange
+from megatron.parallel.data.reducer import GradBucket, ParamRange
 
 _LAYER = re.compile(r"layers\.(\d+)\.")
 
@@ -88,7 +88,7 @@ class Fragment:
         ties: the group of stages that hold a tied embedding, by embedding.
         plan, ledger: the compressor of ``OUTER``, and where bytes are counted.
 
-    ``spoken`` are the buckets that this rank exchanges with other islands, by its ``reducer``.
+    ``exchanged_buckets`` are the buckets that this rank exchanges with other islands, by its ``reducer``.
     """
 
     def __init__(
@@ -121,9 +121,7 @@ class Fragment:
             for at, start in (location,)
         ]
         self.exchanged_buckets = [bucket for bucket in self.buckets if bucket.leads and bucket.owns]
-        alone = Group(None, (0,), 0, "islands", "none")
-        buckets = [bucket.reduced for bucket in self.exchanged_buckets]
-        self.reducer = GradReducer(buckets, alone, plan, ledger, sharded=False, point=Point.OUTER)
+        self.reducer = PseudoGradReducer([bucket.reduced for bucket in self.exchanged_buckets], plan, ledger)
 
     def shard_view(self, shard_range: ShardRange) -> Tensor:
         """A shard's range of its bucket."""

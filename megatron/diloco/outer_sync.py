@@ -151,8 +151,7 @@ class OuterSync:
             for shard_range in fragment.shard_ranges:
                 fragment.shard_view(shard_range).copy_(shard_range.shard.grad)
             self._gather_replica_shares(fragment)
-            fragment.reducer.group = group
-            fragment.reducer.begin_step(iteration, scale, early=True)
+            fragment.reducer.begin_round(group, iteration, scale, early=True)
             fragment.reducer.exchange()
             self.accept_mean(number, 1)
             for shard_range in fragment.shard_ranges:
@@ -228,8 +227,7 @@ class OuterSync:
             CommunicationError: when an island is gone.
         """
         reducer = self.fragments[number].reducer
-        reducer.group = group
-        reducer.begin_step(iteration, 1.0)
+        reducer.begin_round(group, iteration)
         reducer.exchange(wait=False)
 
     def advance_transfer(self, number: int) -> None:
@@ -255,7 +253,7 @@ class OuterSync:
 
     def discard_transfer(self, number: int) -> None:
         """Discards an exchange that does not count."""
-        self.fragments[number].reducer.drop()
+        self.fragments[number].reducer.discard()
 
     @torch.no_grad()
     def accept_mean(self, number: int, contributors: int) -> None:

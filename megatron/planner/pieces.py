@@ -22,8 +22,8 @@ from megatron.models.rank_context import RankContext
 from megatron.models.stage import Stage, StagePart
 from megatron.models.stages import make_stage, padded_vocab_size
 from megatron.parallel.data.buffer import BucketKind, FlatBuffer, named_params
+from megatron.parallel.data.grad_reducer import GradReducer
 from megatron.parallel.data.gradient_sync import main_grad_dtype, reduced_bucket
-from megatron.parallel.data.reducer import GradReducer
 from megatron.parallel.data.tied_embedding import EmbeddingSync
 from megatron.parallel.tensor.collectives import TensorComm
 from megatron.parallel.tensor.embedding import VocabShard

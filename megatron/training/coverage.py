@@ -15,7 +15,7 @@ from megatron.compression.linalg import matrix_shape
 from megatron.compression.points import Point
 from megatron.compression.spec import Spec
 from megatron.parallel.data.param_gather import compresses
-from megatron.parallel.data.reducer import GradReducer
+from megatron.parallel.data.reducer import BucketReducer
 from megatron.parallel.expert.dispatcher import ExpertComm
 from megatron.parallel.pipeline.schedule import epilogue, training_schedule
 from megatron.training.assembly import Engines
@@ -121,7 +121,7 @@ def _rows_of_token(comm: ExpertComm, experts: int, k: int) -> tuple[float, float
     return (nodes - 1) * (1 - missed), handed_on
 
 
-def _sums(spec: Spec, reducers: Sequence[GradReducer]) -> Shares:
+def _sums(spec: Spec, reducers: Sequence[BucketReducer]) -> Shares:
     """The shares of gradients, or of islands' differences, whose buckets are allocated during rounds only."""
     done, total = 0, 0
     shapes: set[tuple[int, ...]] = set()

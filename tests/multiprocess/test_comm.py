@@ -24,7 +24,8 @@ from megatron.distributed.ledger import Ledger
 from megatron.distributed.policy import CompressionPlan, Position
 from megatron.distributed.round_driver import PackedReduction, TensorReduction
 from megatron.distributed.work import Work
-from megatron.parallel.data.reducer import GradBucket, GradReducer, ParamRange
+from megatron.parallel.data.grad_reducer import GradReducer
+from megatron.parallel.data.reducer import GradBucket, ParamRange
 from megatron.parallel.pipeline.channel import Message, PipelineChannel
 from tests.support.spawn import run_ranks
 

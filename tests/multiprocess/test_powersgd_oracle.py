@@ -16,7 +16,8 @@ from megatron.compression.spec import read_specs
 from megatron.distributed.group import Group
 from megatron.distributed.ledger import Ledger
 from megatron.distributed.policy import CompressionPlan
-from megatron.parallel.data.reducer import GradBucket, GradReducer, ParamRange
+from megatron.parallel.data.grad_reducer import GradReducer
+from megatron.parallel.data.reducer import GradBucket, ParamRange
 from tests.support.spawn import run_ranks
 
 SHAPES = {"a": (12, 8), "b": (12, 8), "c": (20, 6), "bias": (7,), "tiny": (2, 2)}

@@ -18,7 +18,8 @@ from megatron.compression.state import CompressorState
 from megatron.distributed.group import Group
 from megatron.distributed.ledger import Ledger
 from megatron.distributed.policy import CompressionPlan
-from megatron.parallel.data.reducer import GradBucket, GradReducer, ParamRange
+from megatron.parallel.data.grad_reducer import GradReducer
+from megatron.parallel.data.reducer import GradBucket, ParamRange
 from megatron.training.assembly import Engines
 from tests.support.spawn import run_ranks
 from tests.support.tiny import tiny_engines, tiny_train

@@ -22,7 +22,8 @@ from megatron.compression.spec import read_specs
 from megatron.distributed.group import Group, Pending
 from megatron.distributed.ledger import Ledger
 from megatron.distributed.policy import CompressionPlan
-from megatron.parallel.data.reducer import GradBucket, GradReducer, ParamRange
+from megatron.parallel.data.grad_reducer import GradReducer
+from megatron.parallel.data.reducer import GradBucket, ParamRange
 from megatron.training.step import take_batches, train_step
 from tests.support.spawn import run_ranks
 from tests.support.tiny import tiny_batches, tiny_engines

@@ -17,7 +17,8 @@ from megatron.distributed.topology import Topology
 from megatron.parallel.data.buffer import Bucket, BucketKind, FlatBuffer, ParamSlot
 from megatron.parallel.data.clipping import clip_replica
 from megatron.parallel.data.controllers import Controllers, ReducedPoint
-from megatron.parallel.data.reducer import GradBucket, GradReducer, ParamRange
+from megatron.parallel.data.grad_reducer import GradReducer
+from megatron.parallel.data.reducer import GradBucket, ParamRange
 from megatron.parallel.data.sync_warmup import SyncWarmup, alone
 from megatron.parallel.data.tied_embedding import EmbeddingSync
 from megatron.parallel.data.trial import TriedReduction, tried_bucket, tried_embedding

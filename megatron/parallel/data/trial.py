@@ -15,7 +15,8 @@ from megatron.distributed.group import Group
 from megatron.distributed.ledger import Ledger
 from megatron.distributed.policy import CompressionPlan
 from megatron.kernels.ops import finite_norm
-from megatron.parallel.data.reducer import GradBucket, GradReducer
+from megatron.parallel.data.grad_reducer import GradReducer
+from megatron.parallel.data.reducer import GradBucket
 from megatron.parallel.data.tied_embedding import EmbeddingSync
 
 

@@ -15,7 +15,8 @@ from megatron.compression.state import CompressorState
 from megatron.distributed.group import Group, Pending
 from megatron.distributed.ledger import Ledger
 from megatron.distributed.policy import CompressionPlan
-from megatron.parallel.data.reducer import GradBucket, GradReducer
+from megatron.parallel.data.grad_reducer import GradReducer
+from megatron.parallel.data.reducer import GradBucket
 
 
 @dataclass

@@ -1,0 +1,87 @@
+"""Bucketed reduction of pseudo-gradients over islands, whose results count only once all islands agree."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from megatron.compression.points import Point
+from megatron.distributed.group import Group
+from megatron.distributed.ledger import Ledger
+from megatron.distributed.policy import CompressionPlan
+from megatron.parallel.data.reducer import BucketReducer, GradBucket, PendingBucket
+
+
+class PseudoGradReducer(BucketReducer):
+    """Reduction over the members of a round: ``begin_round``, ``exchange`` until it is complete, then ``write_results``
+    or ``discard``.
+
+    Args:
+        buckets, plan, ledger: see ``BucketReducer``.
+    """
+
+    def __init__(self, buckets: Sequence[GradBucket], plan: CompressionPlan, ledger: Ledger) -> None:
+        super().__init__(buckets, Group(None, (0,), 0, "islands", "none"), plan, ledger, False, Point.OUTER)
+        self._turns: deque[PendingBucket] = deque()
+
+    def begin_round(self, group: Group, iteration: int, scale: float = 1.0, early: bool = False) -> None:
+        """Begin a round.
+
+        Args:
+            group: this rank on all members.
+            iteration: 0-based.
+            scale: the loss scale of gradients.
+            early: compress even before the end of the point's warm-up.
+        """
+        self.group = group
+        self._on = early or self.plan.on(self.point, iteration)
+        self._scale = scale
+
+    def exchange(self, wait: bool = True) -> bool:
+        """Run all rounds of all buckets, which take turns. Results take effect only in ``write_results``.
+
+        Args:
+            wait: False advances only as far as possible without blocking; all ranks still start collectives in the
+                same order.
+
+        Returns:
+            Whether all rounds have completed.
+        """
+        if len(self._pending) < len(self.buckets):
+            for bucket, units in zip(self.buckets, self.units, strict=True):
+                self._pending.append(self._launch(bucket, units))
+            self._turns.extend(pending for _, pending in self._under_way())
+        while self._turns:
+            first = self._turns[0]
+            assert first.reduction is not None
+            if not wait and not first.reduction.arrived():
+                return False
+            self._turns.popleft()
+            if self._advance(first, True):
+                self._turns.append(first)
+        return True
+
+    def squared_norm(self) -> float:
+        """Squared norm of the result of ``exchange``; buckets and states are unchanged."""
+        return sum(pending.reduction.squared_norm() for pending in self._pending if pending.reduction is not None)
+
+    def write_results(self) -> None:
+        """Write the result of ``exchange`` to the buckets, and commit the compressors' states."""
+        for bucket, pending in zip(self.buckets, self._pending, strict=True):
+            self._end(bucket, pending)
+        self._forget()
+        for state in self.states():
+            state.commit()
+
+    def discard(self) -> None:
+        """Discard a reduction that failed on any rank: roll back the states; bucket contents are undefined."""
+        for pending in self._pending:
+            if pending.reduction is not None:
+                pending.reduction.close()
+        self._forget()
+        for state in self.states():
+            state.rollback()
+
+    def _forget(self) -> None:
+        self._pending = []
+        self._turns.clear()
