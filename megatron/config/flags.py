@@ -32,7 +32,7 @@ from megatron.config.translate.rules import Explicit, OldFlag, Translator
 _EPILOG = (
     "Hyphens and underscores are alike in flag names, integers may contain underscores, and a switch may be "
     "given a value (--swiglu false). Flags win over --config, which wins over defaults. Flags of Megatron "
-    "that are accepted without effect, or refused, are listed in docs/flags.md."
+    "that are accepted without effect, or refused, are listed in docs/reference/flags.md."
 )
 
 

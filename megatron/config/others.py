@@ -1,4 +1,4 @@
-"""Generator of docs/flags-of-others.md: the status of every flag of predecessor systems.
+"""Generator of docs/reference/flags-of-others.md: the status of every flag of predecessor systems.
 
 The lists in `translate/others` contain flag names, arities and defaults. Statuses are not guessed: each flag is parsed
 by the parser of training runs or of tasks.
@@ -198,7 +198,7 @@ def fates() -> dict[str, tuple[Fate, list[str]]]:
 
 
 def flags_of_others_markdown() -> str:
-    """Content of docs/flags-of-others.md."""
+    """Content of docs/reference/flags-of-others.md."""
     statuses = fates()
     rows = [
         (

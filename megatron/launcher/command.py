@@ -4,8 +4,8 @@
 
 All flags but those of islands are torchrun's (``--help`` lists them): --nnodes, --node-rank, --master-addr,
 --max-restarts ... On one machine nothing listens but at loopback addresses, on several the first machine listens at
---master-addr (docs/security.md). ``--islands 2 --nproc-per-node 4`` starts two islands of two ranks, each under a
-launcher of its own: one that fails leaves the other, and the exit status is 0 when one of them has come to the end.
+--master-addr (docs/guides/security.md). ``--islands 2 --nproc-per-node 4`` starts two islands of two ranks, each under
+a launcher of its own: one that fails leaves the other, and the exit status is 0 when one of them has come to the end.
 
 SIGTERM and SIGUSR1 are passed on to the ranks, as SIGTERM. Under --exit-signal-handler they save and end, and so does
 the launcher, with status 0; a second such signal gives them --shutdown-timeout seconds. The exit status is
