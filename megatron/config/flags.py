@@ -198,7 +198,7 @@ class FlagParser:
         self.table.translator.translate(explicit, rules, notes.append)
         sections = {
             section: cls(**{path.partition(".")[2]: explicit[path] for path in explicit if _in(path, section)})
-            for section, cls in self.table.own.items()
+            for section, cls in self.table.own_sections.items()
         }
         return ParsedSections(sections=sections, notes=notes, explicit=set(explicit))
 

@@ -140,7 +140,7 @@ def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessF
     by_time = sorted(failures.items(), key=lambda item: (item[1].exitcode == -signal.SIGTERM, item[1].timestamp))
     rank, first = by_time[0]
     if first.exitcode == EXIT_PEER_LOST:
-        messages = (str(_left(failure).get("message", "")) for _, failure in by_time)
+        messages = (str(_error_file_content(failure).get("message", "")) for _, failure in by_time)
         blamed_ranks = (each for message in messages for each in ranks_blamed(message))
         rank = next((each for each in blamed_ranks if each in failures), rank)
     return rank, failures[rank]
@@ -148,11 +148,11 @@ def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessF
 
 def _explain(error: ChildFailedError, rank: int, failure: ProcessFailure) -> str | None:
     """The reason why a rank failed; None if the last line on the screen already says it."""
-    message = str(_left(failure).get("message", ""))
+    message = str(_error_file_content(failure).get("message", ""))
     reason = message.removeprefix("error: ")
     # A single rank prints the reason, common to all ranks, as its last line, maybe with the name of the rank that it
     # is about. Other lines are printed among those of other ranks.
-    error_files = [_left(each) for each in error.failures.values()]
+    error_files = [_error_file_content(each) for each in error.failures.values()]
     printed = any(
         content.get("extraInfo", {}).get("printed") and reason in str(content.get("message", ""))
         for content in error_files
@@ -168,7 +168,7 @@ def _explain(error: ChildFailedError, rank: int, failure: ProcessFailure) -> str
     return f"{rank_name} ended with status {failure.exitcode}"
 
 
-def _left(failure: ProcessFailure) -> dict[str, Any]:
+def _error_file_content(failure: ProcessFailure) -> dict[str, Any]:
     """The content of a rank's error file."""
     message: object = failure.message if failure.error_file != NO_FILE else None
     return message if isinstance(message, dict) else {}
