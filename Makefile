@@ -10,7 +10,7 @@ GPU_WORKERS := -n 5 --no-loadscope-reorder
 ARGS ?=
 export PYTHON
 
-.PHONY: help quickstart test test-gpu test-faults lint format bench-train bench-kernels bench-memory bench-cleaning bench-convergence bench-lep bench-generate bench-network bench-gpu bench-time-to-loss bench-islands clean clean-all
+.PHONY: help quickstart test test-gpu test-faults lint format docs bench-train bench-kernels bench-memory bench-cleaning bench-convergence bench-lep bench-generate bench-network bench-gpu bench-time-to-loss bench-islands clean clean-all
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -33,6 +33,9 @@ lint:  ## check style, types and import layers
 
 format:  ## rewrite the sources in the project's style
 	@$(RUN) --extras test,lint -- tools/lint.py --fix
+
+docs:  ## build the site of docs/ into site/
+	@NO_MKDOCS_2_WARNING=1 $(RUN) --extras docs -- -m mkdocs build --strict $(ARGS)
 
 bench-train:  ## measure training speed beside Hugging Face's GPT-2
 	@$(RUN) --extras test,lint -- -m benchmarks.train $(ARGS)

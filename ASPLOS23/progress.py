@@ -42,7 +42,7 @@ def run_shown(words: Sequence[str], env: Mapping[str, str], cwd: Path, log: Path
                     continue
                 before, done, whole, loss = done, int(found[1]), int(found[2]), float(found[3])
                 bar = bar or ProgressBar(whole, name=name)
-                if bar.shown:
+                if bar.is_shown:
                     bar.update(loss=loss, steps=done - before)
                 elif done * _LINES // whole > before * _LINES // whole:
                     print(f"{name}: iteration {done} of {whole}, lm loss {loss:.4f}", flush=True)

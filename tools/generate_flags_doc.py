@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write docs/flags.md and docs/flags-of-others.md from the configuration; --check says whether they are current."""
+"""Write the generated pages and tables of docs/reference; --check says whether they are current."""
 
 from __future__ import annotations
 
@@ -12,11 +12,24 @@ if __name__ == "__main__":
 
     start_program("tools.generate_flags_doc")
 
+from megatron.compression.builtin import BUILTIN
+from megatron.compression.reference import page_with_tables
+from megatron.compression.registry import Registry
 from megatron.config.others import flags_of_others_markdown
 from megatron.config.reference import flags_markdown
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
-DOCUMENTS = {DOCS / "flags.md": flags_markdown, DOCS / "flags-of-others.md": flags_of_others_markdown}
+REFERENCE = Path(__file__).resolve().parents[1] / "docs" / "reference"
+COMPRESSORS = tuple(name for name in sorted(BUILTIN) if (REFERENCE / "compressors" / f"{name}.md").is_file())
+"""Compressors with a page."""
+
+
+def documents() -> dict[Path, str]:
+    """The content of each document with a generated part."""
+    pages = {REFERENCE / "flags.md": flags_markdown(), REFERENCE / "flags-of-others.md": flags_of_others_markdown()}
+    for name in COMPRESSORS:
+        path = REFERENCE / "compressors" / f"{name}.md"
+        pages[path] = page_with_tables(path.read_text(encoding="utf-8"), Registry(BUILTIN), name)
+    return pages
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -25,13 +38,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="Write nothing; fail when a file is out of date.")
     check = parser.parse_args(argv).check
     old = 0
-    for document, make in DOCUMENTS.items():
-        wanted = make()
-        if not check:
-            document.parent.mkdir(exist_ok=True)
-            document.write_text(wanted, encoding="utf-8")
+    for document, content in documents().items():
+        is_current = document.is_file() and document.read_text(encoding="utf-8") == content
+        if not check and not is_current:
+            document.write_text(content, encoding="utf-8")
             print(f"wrote {document}")
-        elif not document.is_file() or document.read_text(encoding="utf-8") != wanted:
+        elif not is_current:
             print(f"{document} is out of date; run python tools/generate_flags_doc.py", file=sys.stderr)
             old += 1
     return int(old > 0)

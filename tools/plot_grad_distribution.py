@@ -80,7 +80,7 @@ def read_series(events: Sequence[Record]) -> tuple[float, dict[str, Series]]:
                 if figure == "places":
                     continue
                 if figure not in found:
-                    raise UserError(f"{figures.place}: {figure} is none of {', '.join(found)}; delete the line")
+                    raise UserError(f"{figures.location}: {figure} is none of {', '.join(found)}; delete the line")
                 kind = found[figure].setdefault(kind_of(name), {})
                 kind.setdefault(iteration, []).append(figures.number(figure))
     return events[-1].number("density"), found
@@ -162,8 +162,8 @@ def read_places(events: Sequence[Record], only: str | None) -> Places:
                 counts.append(figures.numbers("places"))
                 if len(counts[-1]) != len(counts[0]) or not counts[0] or any(map(math.isnan, counts[-1])):
                     raise UserError(
-                        f"{figures.place}: places: {len(counts[-1])} counts, where as many whole numbers are wanted as "
-                        f"before ({len(counts[0])}); give the log of one run"
+                        f"{figures.location}: places: {len(counts[-1])} counts, where as many whole numbers are wanted "
+                        f"as before ({len(counts[0])}); give the log of one run"
                     )
     if not found:
         raise UserError("--places: no places in the log; run with --log-gradients-bins 200")

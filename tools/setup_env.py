@@ -283,7 +283,7 @@ def environment(python: Interpreter) -> dict[str, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--extras", default="", help="comma-separated: cleaning, evaluation, server, tasks, test, lint (none)"
+        "--extras", default="", help="comma-separated: cleaning, docs, evaluation, server, tasks, test, lint (none)"
     )
     parser.add_argument("--oracle", action="store_true", help=f"also fetch {' and '.join(ORACLES)} for comparisons")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- and the arguments of Python to run")

@@ -18,12 +18,12 @@ _LONGEST_NUMBER = 400
 """Maximum digits of an integer: no real setting has more, and Python does not print integers of thousands of digits."""
 
 
-def read_settings(path: str | Path, where: str, kind: str) -> str:
+def read_settings(path: str | Path, location: str, kind: str) -> str:
     """Reads the text of a file.
 
     Args:
         path: path of the document.
-        where: start of error messages, which names the file.
+        location: start of error messages, which names the file.
         kind: kind of the document: "YAML" or "JSON".
 
     Raises:
@@ -32,32 +32,32 @@ def read_settings(path: str | Path, where: str, kind: str) -> str:
     try:
         data = read_regular(path, _LARGEST + 1)
     except OSError as error:
-        raise UserError(f"{where}: cannot be read ({error.strerror}); give a {kind} file") from None
+        raise UserError(f"{location}: cannot be read ({error.strerror}); give a {kind} file") from None
     except ValueError as error:  # a null character in the path
-        raise UserError(f"{where!r}: cannot be read ({error}); give a {kind} file") from None
+        raise UserError(f"{location!r}: cannot be read ({error}); give a {kind} file") from None
     if len(data) > _LARGEST:
-        raise UserError(f"{where}: is larger than {_LARGEST:,} bytes; give a {kind} file of settings")
+        raise UserError(f"{location}: is larger than {_LARGEST:,} bytes; give a {kind} file of settings")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise UserError(f"{where}: is not UTF-8 text; give a {kind} file") from None
+        raise UserError(f"{location}: is not UTF-8 text; give a {kind} file") from None
 
 
-def read_json(path: str | Path, where: str) -> dict[str, Any]:
+def read_json(path: str | Path, location: str) -> dict[str, Any]:
     """Reads a JSON file that holds a mapping.
 
     Raises:
-        UserError: when it cannot be read or holds no mapping; the message starts with ``where``, which names the file.
+        UserError: when it cannot be read or holds no mapping; the message starts with ``location``.
     """
-    text = read_settings(path, where, "JSON")
+    text = read_settings(path, location, "JSON")
     try:
         content = json.loads(text, object_pairs_hook=_without_doubles)
     except RecursionError:
-        raise UserError(f"{where}: is nested too deeply; correct the file") from None
+        raise UserError(f"{location}: is nested too deeply; correct the file") from None
     except ValueError as error:
-        raise UserError(f"{where}: is not valid JSON ({str(error).splitlines()[0]}); correct the file") from None
+        raise UserError(f"{location}: is not valid JSON ({str(error).splitlines()[0]}); correct the file") from None
     if not isinstance(content, dict):
-        raise UserError(f"{where}: expected names and values, not a {type(content).__name__}")
+        raise UserError(f"{location}: expected names and values, not a {type(content).__name__}")
     return content
 
 
@@ -109,26 +109,26 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     return parse_yaml(read_settings(path, str(path), "YAML"), str(path))
 
 
-def parse_yaml(text: str, where: str) -> dict[str, Any]:
+def parse_yaml(text: str, location: str) -> dict[str, Any]:
     """Parses YAML text that holds a mapping; empty text gives an empty mapping.
 
     Raises:
-        UserError: when it holds no mapping; the message starts with ``where``.
+        UserError: when it holds no mapping; the message starts with ``location``.
     """
     try:
         content = yaml.load(text, Loader=_PlainLoader)
     except yaml.YAMLError as error:
-        raise UserError(f"{where}: is not valid YAML ({_one_line(error)}); correct the file") from None
+        raise UserError(f"{location}: is not valid YAML ({_one_line(error)}); correct the file") from None
     except RecursionError:
-        raise UserError(f"{where}: is nested too deeply; give sections of names and values") from None
+        raise UserError(f"{location}: is nested too deeply; give sections of names and values") from None
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         # Errors of the loader's own constructors: numbers of 5,000 digits, invalid dates, odd tags.
         reason = first_line(error)
-        raise UserError(f"{where}: holds a value that cannot be read ({reason}); correct the file") from None
+        raise UserError(f"{location}: holds a value that cannot be read ({reason}); correct the file") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise UserError(f"{where}: expected names and values, not a {type(content).__name__}")
+        raise UserError(f"{location}: expected names and values, not a {type(content).__name__}")
     return content
 
 

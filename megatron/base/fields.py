@@ -16,38 +16,38 @@ _SINGLE = (2.0**-126, 2.0**126)
 """Range of magnitudes that single precision, used for nearly every number, represents in full precision."""
 
 
-def from_text(field: FieldOption, texts: Sequence[str], where: str) -> Any:
+def from_text(field: FieldOption, texts: Sequence[str], location: str) -> Any:
     """Parses the value of ``field`` from words. A switch without a word is on.
 
-    ``where``, such as "--num-layers", starts the message of the UserError that a bad word raises.
+    ``location``, such as "--num-layers", starts the message of the UserError that a bad word raises.
     Returns the value of the field: a switch that turns a default off gives False.
     """
     if field.is_switch:
-        value = field.kind.from_text(texts[0] if texts else "true", where)
+        value = field.kind.from_text(texts[0] if texts else "true", location)
         return not value if field.option.off_switch else value
     if field.is_list:
-        values = [field.kind.from_text(text, where) for text in texts]
-        _check_count(field, values, where)
+        values = [field.kind.from_text(text, location) for text in texts]
+        _check_count(field, values, location)
         return values
-    return field.kind.from_text(texts[0], where)
+    return field.kind.from_text(texts[0], location)
 
 
-def from_plain(field: FieldOption, value: Any, where: str) -> Any:
+def from_plain(field: FieldOption, value: Any, location: str) -> Any:
     """Reads the value of ``field`` from YAML or a dictionary."""
     if value is None:
         return list(field.default) if isinstance(field.default, list) else field.default
     if field.is_list:
         items = value if isinstance(value, list) else [value]
-        values = [field.kind.from_plain(item, where) for item in items]
-        _check_count(field, values, where)
+        values = [field.kind.from_plain(item, location) for item in items]
+        _check_count(field, values, location)
         return values
-    return field.kind.from_plain(value, where)
+    return field.kind.from_plain(value, location)
 
 
-def _check_count(field: FieldOption, values: Sequence[Any], where: str) -> None:
+def _check_count(field: FieldOption, values: Sequence[Any], location: str) -> None:
     count = field.option.count
     if count is not None and len(values) != count:
-        raise UserError(f"{where}: expected {count} values, got {len(values)}")
+        raise UserError(f"{location}: expected {count} values, got {len(values)}")
 
 
 def check_fields(section: str, values: Any) -> None:
@@ -87,17 +87,19 @@ def check_required(section: str, values: Any) -> None:
         raise UserError(f"{', '.join(missing)} {verb} required and {verb} not given")
 
 
-def section_from_plain(section: str, cls: type, values: dict[str, Any], where: str) -> Any:
+def section_from_plain(section: str, cls: type, values: dict[str, Any], location: str) -> Any:
     """Builds the dataclass ``cls`` from plain values under its field names, all of which must be known.
 
     Raises:
-        UserError: when a name is unknown or a value of the wrong type; the message starts with ``where``.
+        UserError: when a name is unknown or a value of the wrong type; the message starts with ``location``.
     """
     fields = {field.name: field for field in field_options(section, cls)}
     unknown = sorted(set(values) - set(fields))
     if unknown:
-        raise UserError(f"{where}: unknown key {section}.{unknown[0]}{nearest(unknown[0], list(fields))}")
-    converted = {name: from_plain(fields[name], value, f"{where}: {section}.{name}") for name, value in values.items()}
+        raise UserError(f"{location}: unknown key {section}.{unknown[0]}{nearest(unknown[0], list(fields))}")
+    converted = {
+        name: from_plain(fields[name], value, f"{location}: {section}.{name}") for name, value in values.items()
+    }
     return cls(**converted)
 
 

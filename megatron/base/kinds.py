@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.base.errors import UserError
 from megatron.base.numerals import checked_number, checked_whole, read_number, read_whole
-from megatron.base.words import shortened, shown, spell
+from megatron.base.words import format_value, shortened, spell
 
 _TRUE = frozenset({"true", "yes", "on", "1"})
 _FALSE = frozenset({"false", "no", "off", "0"})
@@ -46,53 +46,53 @@ class Kind:
         limits = (("at least", self.minimum), ("above", self.above), ("at most", self.maximum), ("below", self.below))
         return " and ".join(f"{words} {_bound(bound)}" for words, bound in limits if bound is not None)
 
-    def from_text(self, text: str, where: str) -> Any:
+    def from_text(self, text: str, location: str) -> Any:
         """Parses a word of a command line or a spec; ``check_bounds`` checks bounds."""
         if self.element is bool:
-            return _boolean(text, where)
+            return _boolean(text, location)
         if self.element in (int, float):
             try:
                 return read_whole(text) if self.element is int else read_number(text)
             except ValueError as error:
-                raise UserError(f"{where}: {shortened(text)!r} {error}") from None
+                raise UserError(f"{location}: {shortened(text)!r} {error}") from None
         if self.choices:
-            return _choice(self.choices, text, where)
+            return _choice(self.choices, text, location)
         if not text.strip():
             raise UserError(
-                f"{where}: the value is empty; is a shell variable not set? Give {self.name}, or leave it out"
+                f"{location}: the value is empty; is a shell variable not set? Give {self.name}, or leave it out"
             )
-        return _printable(text, where)
+        return _printable(text, location)
 
-    def from_plain(self, value: Any, where: str) -> Any:
+    def from_plain(self, value: Any, location: str) -> Any:
         """Reads a value of hand-written YAML, which may mix up texts, numbers and switches."""
         if isinstance(value, (list, dict)):
-            raise self._unfit(value, where)
+            raise self._unfit(value, location)
         if isinstance(value, bool):
             if self.element is bool:
                 return value
             word = "on" if value else "off"  # YAML 1.1 reads a bare on or off as a boolean
             if word not in self.choices:
-                raise self._unfit(value, where)
+                raise self._unfit(value, location)
             return word
         if isinstance(value, (int, float)) and self.element is bool:
             if isinstance(value, float) or value not in (0, 1):
-                raise self._unfit(value, where)
+                raise self._unfit(value, location)
             return bool(value)
         if isinstance(value, (int, float)):
-            number = self._number(value, where)
-            return number if self.element in (int, float) else self.from_text(repr(number), where)
-        return self.from_text(str(value), where)
+            number = self._number(value, location)
+            return number if self.element in (int, float) else self.from_text(repr(number), location)
+        return self.from_text(str(value), location)
 
-    def from_json(self, value: Any, where: str) -> Any:
+    def from_json(self, value: Any, location: str) -> Any:
         """Reads a value written by a program, which must have exactly this type and be within the bounds."""
         right = isinstance(value, _PYTHON_TYPES[self.element]) and (self.element is bool or not isinstance(value, bool))
         if not right:
-            raise self._unfit(value, where)
-        number = self._number(value, where) if self.element in (int, float) else value
-        self.check_bounds(value, where)
-        return _choice(self.choices, value, where) if self.choices else number
+            raise self._unfit(value, location)
+        number = self._number(value, location) if self.element in (int, float) else value
+        self.check_bounds(value, location)
+        return _choice(self.choices, value, location) if self.choices else number
 
-    def check_bounds(self, value: Any, where: str) -> None:
+    def check_bounds(self, value: Any, location: str) -> None:
         """Checks that a number is within the bounds; texts and switches have no bounds."""
         inside = (
             (self.minimum is None or value >= self.minimum)
@@ -101,9 +101,9 @@ class Kind:
             and (self.below is None or value < self.below)
         )
         if not inside:
-            raise UserError(f"{where} is {_given(value)}; it must be {self.bounds}")
+            raise UserError(f"{location} is {_format_number(value)}; it must be {self.bounds}")
 
-    def _number(self, value: float, where: str) -> float:
+    def _number(self, value: float, location: str) -> float:
         """Converts a number of a document to a 64-bit int or a finite float."""
         try:
             if self.element is float:
@@ -115,46 +115,46 @@ class Kind:
                     raise ValueError("is not an integer")
                 return checked_whole(int(value))
         except ValueError as error:
-            raise UserError(f"{where}: {shown(value)} {error}") from None
+            raise UserError(f"{location}: {format_value(value)} {error}") from None
         return value
 
-    def _unfit(self, value: Any, where: str) -> UserError:
+    def _unfit(self, value: Any, location: str) -> UserError:
         if isinstance(value, (list, dict)):
-            return UserError(f"{where}: expected {self.name}, not {shown(value)}")
+            return UserError(f"{location}: expected {self.name}, not {format_value(value)}")
         verb = "is neither true nor false" if self.element is bool else f"is not {self.name}"
-        return UserError(f"{where}: {shown(value)} {verb}")
+        return UserError(f"{location}: {format_value(value)} {verb}")
 
 
-def _boolean(text: str, where: str) -> bool:
+def _boolean(text: str, location: str) -> bool:
     word = text.lower()
     if word in _TRUE:
         return True
     if word in _FALSE:
         return False
-    raise UserError(f"{where}: {shortened(text)!r} is neither true nor false")
+    raise UserError(f"{location}: {shortened(text)!r} is neither true nor false")
 
 
-def _printable(text: str, where: str) -> str:
+def _printable(text: str, location: str) -> str:
     """Checks that a text can be used in logs and file names."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise UserError(f"{where}: {text!r} is not UTF-8; use other characters") from None
+        raise UserError(f"{location}: {text!r} is not UTF-8; use other characters") from None
     if "\0" in text:
-        raise UserError(f"{where}: {shortened(text)!r} holds a null character; leave it out")
+        raise UserError(f"{location}: {shortened(text)!r} holds a null character; leave it out")
     return text
 
 
-def _choice(choices: Sequence[str], text: str, where: str) -> str:
+def _choice(choices: Sequence[str], text: str, location: str) -> str:
     for choice in choices:
         if spell(choice) == spell(text):
             return choice
-    raise UserError(f"{where}: {shortened(text)!r} is not one of {', '.join(choices)}")
+    raise UserError(f"{location}: {shortened(text)!r} is not one of {', '.join(choices)}")
 
 
 def _bound(number: float) -> str:
     return f"{number:_}" if isinstance(number, int) and number >= 1000 else f"{number:g}"
 
 
-def _given(number: float) -> str:
+def _format_number(number: float) -> str:
     return f"{number:_}" if isinstance(number, int) or abs(number) < 1e15 else f"{number:g}"

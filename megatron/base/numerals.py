@@ -10,7 +10,7 @@ LARGEST = (1 << 63) - 1
 MOST = 1 << 24
 """Upper limit of sizes of models, vocabularies and runs; the product of any two fits into 64 bits."""
 _LONGEST = 64
-_WHOLE = re.compile(r"[+-]?[0-9]+(_[0-9]+)*", re.ASCII)
+_INTEGER = re.compile(r"[+-]?[0-9]+(_[0-9]+)*", re.ASCII)
 _DIGITS = r"[0-9]+(?:_[0-9]+)*"
 _NUMBER = re.compile(rf"[+-]?({_DIGITS}\.?(?:{_DIGITS})?|\.{_DIGITS})([eE][+-]?[0-9]+)?", re.ASCII)
 
@@ -22,7 +22,7 @@ def read_whole(text: str) -> int:
         ValueError: when it is no integer; the message follows the text: "is not an integer" or "is too large".
     """
     text = text.strip()
-    if not _WHOLE.fullmatch(text):
+    if not _INTEGER.fullmatch(text):
         raise ValueError("is not an integer")
     if len(text) > _LONGEST:
         raise ValueError("is too large an integer")

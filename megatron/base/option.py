@@ -1,7 +1,7 @@
 """Options: dataclass fields that declare their flag, unit, bounds and help text.
 
 A section of the configuration is a frozen dataclass whose fields are made by ``option``, ``required`` or
-``derived``. Everything else (the argument parser, the YAML reader, ``--help``, ``docs/flags.md``, the range
+``derived``. Everything else (the argument parser, the YAML reader, ``--help``, ``docs/reference/flags.md``, the range
 checks) is generated from these declarations. The annotation of a field is its type in a *resolved*
 configuration: a required or derived field is None until then.
 """

@@ -48,13 +48,13 @@ class StatefulParts:
     def __init__(self) -> None:
         self._parts: dict[str, _StatefulPart] = {}
 
-    def register(self, name: str, part: Stateful, scope: Scope) -> None:
+    def register(self, name: str, stateful: Stateful, scope: Scope) -> None:
         """Registers an object.
 
         Raises:
             ValueError: when the name is taken.
         """
-        self.register_value(name, part.state_dict, part.load_state_dict, scope)
+        self.register_value(name, stateful.state_dict, stateful.load_state_dict, scope)
 
     def register_value(
         self, name: str, save: Callable[[], Any], load: Callable[[Any], None] | None, scope: Scope

@@ -8,7 +8,7 @@ from typing import Any
 from megatron.base.errors import UserError
 from megatron.base.kinds import Kind
 from megatron.base.numerals import MOST
-from megatron.base.words import shown
+from megatron.base.words import format_value
 
 
 class Values(Mapping[str, Any]):
@@ -18,13 +18,13 @@ class Values(Mapping[str, Any]):
 
     Args:
         content: content of a document.
-        place: name of the document in messages; empty if the caller adds it.
+        location: name of the document in messages; empty if the caller adds it.
         remedy: end of messages, with the remedy for a bad value.
     """
 
-    def __init__(self, content: Mapping[str, Any], place: str = "", remedy: str = "") -> None:
+    def __init__(self, content: Mapping[str, Any], location: str = "", remedy: str = "") -> None:
         self._content = content
-        self.place = place
+        self.location = location
         self._remedy = f"; {remedy}" if remedy else ""
 
     def __getitem__(self, name: str) -> Any:
@@ -46,21 +46,21 @@ class Values(Mapping[str, Any]):
 
     def integer(self, name: str, default: int | None = None, *, least: int | None = 1, most: int | None = MOST) -> int:
         """An integer in a range."""
-        return int(self._one(name, default, Kind(element=int, minimum=least, maximum=most)))
+        return int(self._read_value(name, default, Kind(element=int, minimum=least, maximum=most)))
 
     def number(
         self, name: str, default: float | None = None, *, least: float | None = None, most: float | None = None
     ) -> float:
         """A finite number in a range."""
-        return float(self._one(name, default, Kind(element=float, minimum=least, maximum=most)))
+        return float(self._read_value(name, default, Kind(element=float, minimum=least, maximum=most)))
 
     def flag(self, name: str, default: bool | None = None) -> bool:
         """A boolean."""
-        return bool(self._one(name, default, Kind(element=bool)))
+        return bool(self._read_value(name, default, Kind(element=bool)))
 
     def text(self, name: str, default: str | None = None) -> str:
         """A text."""
-        return str(self._one(name, default, Kind(element=str)))
+        return str(self._read_value(name, default, Kind(element=str)))
 
     def texts(self, name: str) -> list[str]:
         """A list of texts."""
@@ -79,11 +79,11 @@ class Values(Mapping[str, Any]):
         mapping: Mapping[str, Any] = self._of_type(name, default, Mapping, "names and values")
         return mapping
 
-    def wrong(self, what: str) -> UserError:
+    def wrong(self, problem: str) -> UserError:
         """The error of a bad value, with the place before and the remedy after."""
-        return UserError(f"{self.place}: {what}{self._remedy}" if self.place else f"{what}{self._remedy}")
+        return UserError(f"{self.location}: {problem}{self._remedy}" if self.location else f"{problem}{self._remedy}")
 
-    def _one(self, name: str, default: Any, kind: Kind) -> Any:
+    def _read_value(self, name: str, default: Any, kind: Kind) -> Any:
         return self._fit(kind, self._content[name], name) if self.has(name) else self._instead(name, default)
 
     def _instead(self, name: str, default: Any) -> Any:
@@ -101,5 +101,5 @@ class Values(Mapping[str, Any]):
         if not self.has(name):
             return self._instead(name, default)
         if not isinstance(self._content[name], expected_type):
-            raise self.wrong(f"{name}: expected {description}, not {shown(self._content[name])}")
+            raise self.wrong(f"{name}: expected {description}, not {format_value(self._content[name])}")
         return self._content[name]

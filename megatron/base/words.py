@@ -19,11 +19,11 @@ def spell(name: str) -> str:
     return name.removeprefix("--").replace("_", "-").lower()
 
 
-def nearest(name: str, known: Sequence[str], prefix: str = "") -> str:
+def nearest(name: str, known_names: Sequence[str], prefix: str = "") -> str:
     """The text "; the nearest is ..." for a misspelled ``name``; empty if no known name is close."""
     import difflib
 
-    spelled = {spell(candidate): candidate for candidate in known}
+    spelled = {spell(candidate): candidate for candidate in known_names}
     word = spell(name)
     longer = [candidate for candidate in spelled if candidate.startswith(word) and len(word) > _SHORT]
     close = [
@@ -50,7 +50,7 @@ def shortened(text: str, most: int = 60) -> str:
     return text if len(text) <= most else f"{text[:most]}..."
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value of a document for a message, shortened if long."""
     if isinstance(value, bool):
         return str(value).lower()

@@ -73,7 +73,9 @@ class CompressorCheckpoint:
         shards: dict[str, LogicalShard] = {}
         tied: dict[str, tuple[StateSlice, str, Tensor]] = {}
         for state_slice in self._slices():
-            slices = {kind: state_slice.part(kind, tensor) for kind, tensor in state_slice.state.portable().items()}
+            slices = {
+                kind: state_slice.read_slice(kind, tensor) for kind, tensor in state_slice.state.portable().items()
+            }
             if state_slice.leads:
                 counters = state_slice.state.counters.items()
                 slices |= {COUNTER + kind: torch.tensor([count], dtype=torch.int64) for kind, count in counters}
@@ -127,7 +129,9 @@ class CompressorCheckpoint:
         if not saved:
             return
         device = self.sync.buffers[0].params_flat.device
-        entries = [_Loaded(item) for state_slice in self._slices() for item in _wanted(saved, state_slice, device)]
+        entries = [
+            _Loaded(item) for state_slice in self._slices() for item in _loadable_states(saved, state_slice, device)
+        ]
         for turn in range(_largest(group, max([len(entry.item.sources) for entry in entries] + [1]))):
             slices = {entry.item.name: entry.item.room() for entry in entries if turn < len(entry.item.sources)}
             active = [entry for entry in entries if entry.item.name in slices]
@@ -138,7 +142,7 @@ class CompressorCheckpoint:
             for entry in active:
                 entry.add(slices[entry.item.name], slices.get(entry.item.counts))
         for item in (entry.item for entry in entries if entry.item.kind.startswith(COUNTER)):
-            item.place.state.counters.pop(item.kind.removeprefix(COUNTER), None)
+            item.state_slice.state.counters.pop(item.kind.removeprefix(COUNTER), None)
         for entry in entries:
             entry.put()
         _warn(set(saved), {entry.item.name for entry in entries}, group, log)
@@ -169,7 +173,7 @@ class CompressorCheckpoint:
                 for end, states, boundary in self._ends(way):
                     state = states.setdefault(boundary, CompressorState())
                     # State of whole messages cannot be used for partial messages, nor the other way around.
-                    suffix = "" if self.channel.parts is None else ".part"
+                    suffix = "" if self.channel.tensor_comm is None else ".part"
                     name = f"{way.point.value}.layer{self.first_layers[boundary + 1]}.{end}{suffix}"
                     means = dict(self.channel.plan.codec(way.point).traits.means)
                     yield StateSlice(name, state, holders, holder, means=means, cut=self.cut)
@@ -229,17 +233,17 @@ class CompressorCheckpoint:
 
 
 @dataclass(frozen=True)
-class _Wanted:
+class _LoadableState:
     """A checkpoint tensor that this rank can restore, in full or in part.
 
     Args:
-        place: place of the tensor in this rank's state.
+        state_slice: place of the tensor in this rank's state.
         kind: name of the tensor in the state.
         shape, dtype: shape (with the holder dimensions) and dtype in the checkpoint.
         device: device of the run's parameters.
     """
 
-    place: StateSlice
+    state_slice: StateSlice
     kind: str
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -247,7 +251,7 @@ class _Wanted:
 
     @property
     def name(self) -> str:
-        return self.place.label(self.kind)
+        return self.state_slice.label(self.kind)
 
     @property
     def fits(self) -> bool:
@@ -258,33 +262,33 @@ class _Wanted:
             return False
         if self.kind.endswith(OF_SAMPLES):
             return True
-        if self._like_param and self.place.slot is not None:
-            return self.shape[1:] == self.place.slot.spec.logical_shape
-        return self.shape[1] == self.place.holders[1] or self._of_means
+        if self._like_param and self.state_slice.slot is not None:
+            return self.shape[1:] == self.state_slice.slot.spec.logical_shape
+        return self.shape[1] == self.state_slice.holders[1] or self._of_means
 
     @property
     def counts(self) -> str:
         """Name of the counts of a table of means; empty for other tensors."""
-        return self.place.label(self.place.means[self.kind]) if self.kind in self.place.means else ""
+        return self.state_slice.label(self.state_slice.means[self.kind]) if self.kind in self.state_slice.means else ""
 
     @property
     def _of_means(self) -> bool:
-        return self.kind in self.place.means or self.kind in self.place.means.values()
+        return self.kind in self.state_slice.means or self.kind in self.state_slice.means.values()
 
     @property
     def _like_param(self) -> bool:
-        return self.place.slot is not None and self.kind in (RESIDUAL, *self.place.index_sets)
+        return self.state_slice.slot is not None and self.kind in (RESIDUAL, *self.state_slice.index_sets)
 
     @property
     def sources(self) -> Sequence[tuple[int, int]]:
         """Holders whose slices are combined into this rank's slice."""
-        (row, column), rows, columns = self.place.holder, self.shape[0], self.place.holders[1]
-        if self.kind in self.place.index_sets or self.kind.endswith(OF_SAMPLES):
+        (row, column), rows, columns = self.state_slice.holder, self.shape[0], self.state_slice.holders[1]
+        if self.kind in self.state_slice.index_sets or self.kind.endswith(OF_SAMPLES):
             return [(0, column)]
-        same_rows = rows == self.place.holders[0]
+        same_rows = rows == self.state_slice.holders[0]
         if self._of_means:
             # The columns must be equal in this run, but the saved columns may be means of different values.
-            alone = self.place.cut and self.shape[1] == columns
+            alone = self.state_slice.cut and self.shape[1] == columns
             source_columns = (column,) if alone else range(self.shape[1])
             return [(at, other) for at in ((row,) if same_rows else range(rows)) for other in source_columns]
         if same_rows:
@@ -298,66 +302,66 @@ class _Wanted:
             return torch.zeros(self.shape, dtype=self.dtype)
         if self.kind.startswith(COUNTER):
             return torch.zeros(self.shape[2:], dtype=self.dtype)
-        slot = self.place.slot if self._like_param else None
+        slot = self.state_slice.slot if self._like_param else None
         shape = self.shape[2:] if slot is None else slot.param.shape
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
-    def shard(self, part: Tensor, at: tuple[int, int]) -> LogicalShard:
+    def shard(self, values: Tensor, at: tuple[int, int]) -> LogicalShard:
         """The slice as a shard of the saved tensor, at the holder's indices."""
         if self.kind.endswith(OF_SAMPLES):
-            return self.place.shard(self.kind, part)
-        columns = self.place.holders[1] if self._like_param else self.shape[1]
-        return replace(self.place, holders=(self.shape[0], columns)).shard(self.kind, part, at)
+            return self.state_slice.shard(self.kind, values)
+        columns = self.state_slice.holders[1] if self._like_param else self.shape[1]
+        return replace(self.state_slice, holders=(self.shape[0], columns)).shard(self.kind, values, at)
 
-    def put(self, part: Tensor) -> None:
+    def put(self, values: Tensor) -> None:
         """Writes a slice to its place, allocating the whole stack or bucket first if needed."""
-        target, state = self.place, self.place.state
+        target, state = self.state_slice, self.state_slice.state
         if self.kind.startswith(COUNTER):
             # Another parameter may have led the stack or bucket; if there were several, keep the greatest count.
             kind = self.kind.removeprefix(COUNTER)
-            state.counters[kind] = max(state.counters.get(kind, 0), int(part))
+            state.counters[kind] = max(state.counters.get(kind, 0), int(values))
             return
         if self.kind == RESIDUAL and self.shape[0] != target.holders[0]:
-            part.div_(target.holders[0])
+            values.div_(target.holders[0])
         if self.kind in target.index_sets and target.index is not None:
-            indices = part.view(-1).nonzero().view(-1) + target.index * part.numel()
+            indices = values.view(-1).nonzero().view(-1) + target.index * values.numel()
             previous = state.tensors.get(self.kind)
             state.tensors[self.kind] = indices if previous is None else torch.cat([previous, indices]).sort().values
             return
         if target.length == 0:
-            state.tensors[self.kind] = part
+            state.tensors[self.kind] = values
             return
         if self.kind not in state.tensors:
-            trailing_shape = part.shape if target.index is not None else ()
+            trailing_shape = values.shape if target.index is not None else ()
             state.tensors[self.kind] = torch.zeros(
-                (target.length, *trailing_shape), dtype=part.dtype, device=part.device
+                (target.length, *trailing_shape), dtype=values.dtype, device=values.device
             )
-        target.part(self.kind, state.tensors[self.kind]).copy_(part)
+        target.read_slice(self.kind, state.tensors[self.kind]).copy_(values)
 
 
 class _Loaded:
     """Accumulates the slices that were read for a wanted tensor."""
 
-    def __init__(self, item: _Wanted) -> None:
+    def __init__(self, item: _LoadableState) -> None:
         self.item = item
         self._value: Tensor | None = None
         self._weights: Tensor | None = None
 
-    def add(self, part: Tensor, counts: Tensor | None) -> None:
+    def add(self, values: Tensor, counts: Tensor | None) -> None:
         """Adds a holder's slice; ``counts`` are the counts of a table of means.
 
         Equal slices stay bitwise unchanged. Counts take the maximum, so that equal counts are not added twice.
         """
         if self._value is None:
-            self._value, self._weights = part, counts
+            self._value, self._weights = values, counts
         elif counts is not None and self._weights is not None:
             self._weights = self._weights + counts
-            share = (counts / self._weights.clamp(min=1)).view(-1, *[1] * (part.dim() - 1))
-            self._value.add_(share * (part - self._value))
+            share = (counts / self._weights.clamp(min=1)).view(-1, *[1] * (values.dim() - 1))
+            self._value.add_(share * (values - self._value))
         elif self.item.kind == RESIDUAL:
-            self._value.add_(part)
+            self._value.add_(values)
         else:
-            self._value = torch.maximum(self._value, part)
+            self._value = torch.maximum(self._value, values)
 
     def put(self) -> None:
         """Writes the accumulated tensor to its place."""
@@ -365,13 +369,13 @@ class _Loaded:
             self.item.put(self._value)
 
 
-def _wanted(
-    saved: Mapping[str, tuple[tuple[int, ...], torch.dtype]], place: StateSlice, device: torch.device
-) -> Iterator[_Wanted]:
+def _loadable_states(
+    saved: Mapping[str, tuple[tuple[int, ...], torch.dtype]], state_slice: StateSlice, device: torch.device
+) -> Iterator[_LoadableState]:
     """Checkpoint tensors of a place that this layout can restore."""
     for name, (shape, dtype) in saved.items():
-        for candidate in (place, place.apart) if place.stage[1] > 1 else (place,):
-            item = _Wanted(candidate, name.rpartition("|")[2], shape, dtype, device)
+        for candidate in (state_slice, state_slice.apart) if state_slice.stage[1] > 1 else (state_slice,):
+            item = _LoadableState(candidate, name.rpartition("|")[2], shape, dtype, device)
             if name == item.name and item.fits:
                 yield item
 

@@ -90,7 +90,7 @@ def fallback(root: Path, broken: Iteration | None, flag: str | None = None) -> s
         flag: flag that named it, if any; then the tracker was not read, and may name an intact checkpoint.
     """
     if flag is not None or _asked_for(root, broken):
-        return _others(root, broken, flag)
+        return _list_complete(root, broken, flag)
     saved = [iteration for iteration in saved_iterations(root) if iteration != broken]
     if isinstance(broken, int):
         saved.sort(key=lambda iteration: (iteration > broken, -iteration))
@@ -109,7 +109,7 @@ def _asked_for(root: Path, broken: Iteration | None) -> bool:
     return broken is not None and tracked not in (None, broken)
 
 
-def _others(root: Path, broken: Iteration | None, flag: str | None) -> str:
+def _list_complete(root: Path, broken: Iteration | None, flag: str | None) -> str:
     """End of an error message that lists the complete checkpoints, newest first."""
     complete = [iteration for iteration in complete_iterations(root) if iteration != broken]
     if not complete:

@@ -55,13 +55,13 @@ class Owner:
         """This process as an owner."""
         number = os.getpid()
         started = time.strftime("%Y-%m-%d %H:%M:%S")
-        return Owner(socket.gethostname(), _place(), number, _born(number), started, uuid.uuid4().hex)
+        return Owner(socket.gethostname(), _identify_boot(), number, _born(number), started, uuid.uuid4().hex)
 
     def __str__(self) -> str:
         return f"process {self.process} on {self.host}, since {self.started}"
 
 
-def _place() -> str:
+def _identify_boot() -> str:
     """Identifies this boot of the machine and its process namespace; the host name if not on Linux."""
     with suppress(OSError):
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"

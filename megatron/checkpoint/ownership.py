@@ -61,7 +61,7 @@ def check_replaces_nothing(config: CheckpointConfig) -> None:
         UserError: when it would replace others; the message names the flags to continue from and to replace them.
     """
     assert config.save is not None
-    newest = _held(Path(config.save))
+    newest = _newest_checkpoint_name(Path(config.save))
     if newest is None or config.overwrite_checkpoints:
         return
     if config.saves_where_it_loads:
@@ -76,7 +76,7 @@ def check_replaces_nothing(config: CheckpointConfig) -> None:
     )
 
 
-def _held(root: Path) -> str | None:
+def _newest_checkpoint_name(root: Path) -> str | None:
     """Name of the newest checkpoint in a folder, complete or not; None if there is none."""
     saved = saved_iterations(root)
     if saved:

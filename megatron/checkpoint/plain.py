@@ -39,17 +39,17 @@ def decode_plain(data: bytes) -> Any:
         raise ValueError(str(error)) from error
 
 
-def _to_json(value: Any, where: str) -> Any:
+def _to_json(value: Any, location: str) -> Any:
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, list | tuple) and type(value) in (list, tuple):
-        items = [_to_json(item, f"{where}[{i}]") for i, item in enumerate(value)]
+        items = [_to_json(item, f"{location}[{i}]") for i, item in enumerate(value)]
         return items if isinstance(value, list) else {TUPLE: items}
     if isinstance(value, dict):
         plain_keys = all(type(key) is str and not key.startswith("$") for key in value)
         if plain_keys:
-            return {key: _to_json(item, f"{where}[{key!r}]") for key, item in value.items()}
-        pairs = [[_to_json(k, f"{where} key"), _to_json(v, f"{where}[{k!r}]")] for k, v in value.items()]
+            return {key: _to_json(item, f"{location}[{key!r}]") for key, item in value.items()}
+        pairs = [[_to_json(k, f"{location} key"), _to_json(v, f"{location}[{k!r}]")] for k, v in value.items()]
         return {DICT: pairs}
     if isinstance(value, bytes | bytearray):
         return {BYTES: base64.b64encode(value).decode()}
@@ -57,7 +57,7 @@ def _to_json(value: Any, where: str) -> Any:
         raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         data = base64.b64encode(raw.numpy().tobytes()).decode()
         return {TENSOR: [name_of_dtype(value.dtype), list(value.shape), data]}
-    raise TypeError(f"{where} is a {type(value).__name__}; a checkpoint holds plain types and tensors only")
+    raise TypeError(f"{location} is a {type(value).__name__}; a checkpoint holds plain types and tensors only")
 
 
 def _from_json(value: Any) -> Any:

@@ -67,7 +67,7 @@ class StateSlice:
         holders, holder = (replicas, self.holders[1]), (self.holder[0] - at * replicas, self.holder[1])
         return replace(self, name=f"{self.name}.{at}of{stages}", holders=holders, holder=holder, stage=(0, 1))
 
-    def part(self, kind: str, tensor: Tensor) -> Tensor:
+    def read_slice(self, kind: str, tensor: Tensor) -> Tensor:
         """This place's slice of a state tensor; for a set of indices, a uint8 mask of the parameter."""
         if kind in self.index_sets and self.slot is not None and self.index is not None:
             count = self.slot.param.numel()
@@ -83,17 +83,19 @@ class StateSlice:
             return tensor[self.span[0] : self.span[1]].view(self.slot.param.shape)
         return tensor
 
-    def shard(self, kind: str, part: Tensor, at: tuple[int, int] | None = None) -> LogicalShard:
+    def shard(self, kind: str, values: Tensor, at: tuple[int, int] | None = None) -> LogicalShard:
         """The logical shard of a slice, at this rank's holder indices, or at ``at`` when reading another holder's."""
         at = self.holder if at is None else at
         if kind.endswith(OF_SAMPLES):
-            return LogicalShard(tuple(part.shape), part.dtype, [TensorBox((0,) * part.dim(), part.detach())])
+            return LogicalShard(tuple(values.shape), values.dtype, [TensorBox((0,) * values.dim(), values.detach())])
         if kind in self.index_sets and self.slot is not None:
             spec = self.slot.spec
-            return shard_of_local(part.unsqueeze(0), (0, *spec.offsets()), (1, *spec.logical_shape))
+            return shard_of_local(values.unsqueeze(0), (0, *spec.offsets()), (1, *spec.logical_shape))
         if kind == RESIDUAL and self.slot is not None:
             spec = self.slot.spec
             offsets, shape = (at[0], *spec.offsets()), (self.holders[0], *spec.logical_shape)
-            return shard_of_local(part.unsqueeze(0), offsets, shape)
-        offsets = (*at, *([0] * part.dim()))
-        return LogicalShard((*self.holders, *part.shape), part.dtype, [TensorBox(offsets, part.detach()[None, None])])
+            return shard_of_local(values.unsqueeze(0), offsets, shape)
+        offsets = (*at, *([0] * values.dim()))
+        return LogicalShard(
+            (*self.holders, *values.shape), values.dtype, [TensorBox(offsets, values.detach()[None, None])]
+        )

@@ -222,12 +222,15 @@ def check_state_of_messages(make: MakeCodec, shape: Sequence[int], dtype: torch.
     repeated = send(codec, x, sender, receiver, key)
     _require(torch.equal(skipped, repeated), f"a skipped step leaves a trace{_STAGED}")
     other = send(make(), x, *resumed, key)
-    _require(torch.equal(repeated, other), f"a run that goes on from a checkpoint sends something else{_KEPT}")
-    _require(contents(sender) == contents(resumed[0]), f"a run that goes on from a checkpoint has another state{_KEPT}")
+    _require(torch.equal(repeated, other), f"a run that goes on from a checkpoint sends something else{_STATE_ADVICE}")
+    _require(
+        contents(sender) == contents(resumed[0]),
+        f"a run that goes on from a checkpoint has another state{_STATE_ADVICE}",
+    )
 
 
 _STAGED = "; write state with state.stage, and change no tensor that state.get returned"
-_KEPT = "; keep what must survive in the state, not in the compressor"
+_STATE_ADVICE = "; keep what must survive in the state, not in the compressor"
 
 
 def check_memory(make: MakeCodec, shape: Sequence[int]) -> None:
@@ -289,7 +292,7 @@ def inputs_of(compressor: RoundCompressor, shape: Sequence[int], dtype: torch.dt
     return [noise(shape, dtype, seed) for seed in seeds]
 
 
-def _whole(totals: Sequence[Tensor], shares: bool) -> Tensor:
+def _full_sum(totals: Sequence[Tensor], shares: bool) -> Tensor:
     """The full sum, concatenated from the ranks' shares if ``shares``."""
     if not shares:
         _require(all(torch.equal(total, totals[0]) for total in totals), "the ranks have different sums")
@@ -308,7 +311,7 @@ def check_sum(
         xs = inputs_of(compressor, shape, dtype, range(ranks * step, ranks * (step + 1)))
         inputs = torch.stack(xs)
         results = run_lockstep(compressor, xs, states, sharded)
-        total = _whole([result.total for result in results], sharded and inputs[0].numel() % ranks == 0)
+        total = _full_sum([result.total for result in results], sharded and inputs[0].numel() % ranks == 0)
         same_kind = (total.shape, total.dtype) == (inputs[0].shape, dtype)
         _require(same_kind, f"the sum is {tuple(total.shape)} {total.dtype} for {tuple(inputs[0].shape)} {dtype}")
         _require(
@@ -334,15 +337,15 @@ def check_state_of_sums(make: MakeRounds, shape: Sequence[int], dtype: torch.dty
         state.commit()
     resumed = [saved_and_loaded(state) for state in states]
     xs = inputs_of(compressor, shape, dtype, range(10, 12))
-    skipped = run_lockstep(compressor, [x.clone() for x in xs], states, taken=False)[0].total.clone()
+    skipped = run_lockstep(compressor, [x.clone() for x in xs], states, step_taken=False)[0].total.clone()
     for state in states:
         state.rollback()
     repeated = run_lockstep(compressor, [x.clone() for x in xs], states)[0].total.clone()
     _require(torch.equal(skipped, repeated), f"a skipped step leaves a trace{_STAGED}")
     other = run_lockstep(make(), [x.clone() for x in xs], resumed)[0].total
-    _require(torch.equal(repeated, other), f"a run that goes on from a checkpoint computes another sum{_KEPT}")
+    _require(torch.equal(repeated, other), f"a run that goes on from a checkpoint computes another sum{_STATE_ADVICE}")
     equal = [contents(state) for state in states] == [contents(state) for state in resumed]
-    _require(equal, f"a run that goes on from a checkpoint has another state{_KEPT}")
+    _require(equal, f"a run that goes on from a checkpoint has another state{_STATE_ADVICE}")
 
 
 class _Run:
@@ -358,7 +361,7 @@ class _Run:
         """Run and commit a step."""
         xs = [noise(self.shape, torch.float64, seed + rank) for rank in range(len(states))]
         self.meant += torch.stack(xs).sum(dim=0)
-        total = _whole([result.total for result in run_lockstep(self.compressor, xs, states)], False)
+        total = _full_sum([result.total for result in run_lockstep(self.compressor, xs, states)], False)
         self.summed += total
         for state in states:
             if self.compressor.traits.observes:

@@ -21,7 +21,7 @@ def random_bases(k: int, m: int, r: int, seed: int, name: str, like: Tensor) -> 
         The matrices; they may be cached and must not be changed.
     """
     # Stateless messages need the same matrix each time, and a copy to a GPU makes the host wait.
-    return (_kept if k == 1 else _drawn)((k, m, r), f"{seed}/{name}", like.device, like.dtype)
+    return (_cached_matrix if k == 1 else _drawn)((k, m, r), f"{seed}/{name}", like.device, like.dtype)
 
 
 def _drawn(shape: tuple[int, int, int], name: str, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -30,7 +30,7 @@ def _drawn(shape: tuple[int, int, int], name: str, device: torch.device, dtype: 
     return torch.randn(shape, generator=generator, dtype=torch.float32).to(device=device, dtype=dtype)
 
 
-_kept = functools.lru_cache(maxsize=32)(_drawn)
+_cached_matrix = functools.lru_cache(maxsize=32)(_drawn)
 
 
 def matrix_shape(shape: tuple[int, ...] | torch.Size) -> tuple[int, int]:

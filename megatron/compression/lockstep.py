@@ -27,30 +27,30 @@ def run_lockstep(
     xs: Sequence[Tensor],
     states: Sequence[CompressorState],
     sharded: bool = False,
-    taken: bool = True,
+    step_taken: bool = True,
     nodes: tuple[tuple[int, ...], ...] = (),
-    asked: list[Request] | None = None,
+    requests: list[Request] | None = None,
 ) -> list[Summed]:
     """Run a compressor in lockstep, and return each rank's result.
 
-    ``xs`` hold the sums afterwards, unless an input is nonfinite or the step is not ``taken``. With ``sharded``, a
+    ``xs`` hold the sums afterwards, unless an input is nonfinite or the step is not ``step_taken``. With ``sharded``, a
     reduce-scatter serves the requests that allow it, and elements of other ranks' shares become NaN. ``nodes`` are the
-    ranks by node, passed only to compressors that declare levels. The requests of rank 0 are appended to ``asked``.
+    ranks by node, passed only to compressors that declare levels. The requests of rank 0 are appended to ``requests``.
 
     Raises:
         CompressorFault: when the ranks' sequences of requests differ, or when ``finalize`` does not leave the sum in
             ``xs``.
     """
-    taken = taken and all(bool(torch.isfinite(x).all()) for x in xs)
+    step_taken = step_taken and all(bool(torch.isfinite(x).all()) for x in xs)
     inputs = [x.clone() for x in xs]
     all_peers = [Peers(rank, len(xs), nodes if compressor.traits.levels else (), sharded) for rank in range(len(xs))]
-    aggregates = _rounds(compressor, xs, states, all_peers, [] if asked is None else asked)
+    aggregates = _rounds(compressor, xs, states, all_peers, [] if requests is None else requests)
     results = []
     for rank, (x, aggregate) in enumerate(zip(xs, aggregates, strict=True)):
         total = dense(aggregate.total, x)
         local = inputs[rank] if aggregate.local is None else dense(aggregate.local, x)
         results.append(Summed(total, local))
-        if taken:
+        if step_taken:
             compressor.finalize(x, aggregate, states[rank], all_peers[rank])
             read = _read(x.numel(), all_peers[rank])
             if not torch.allclose(x.view(-1)[read], total.view(-1)[read], rtol=0, atol=0, equal_nan=True):

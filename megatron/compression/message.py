@@ -48,13 +48,13 @@ class ScaledCodes:
         """Views of scales and codes for writing a message; the padding is zeroed."""
         if self._filled < self.nbytes:
             wire[self._filled :] = 0
-        return self._parts(wire)
+        return self._split_wire(wire)
 
     def to_read(self, wire: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Scales and codes of a message; copies if the message is not aligned to 4 bytes."""
-        return self._parts(wire.clone() if wire.storage_offset() % 4 else wire)
+        return self._split_wire(wire.clone() if wire.storage_offset() % 4 else wire)
 
-    def _parts(self, wire: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    def _split_wire(self, wire: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         filled = wire if wire.numel() == self._filled else wire[: self._filled]
         sections = filled.split(self._sizes)
         scales = [self._scales_in(section) for section in sections[: len(self.scales)]]
@@ -77,9 +77,9 @@ class Rounding(Protocol):
         """Seed of stochastic rounding."""
 
 
-def message_seed(seed: int, *parts: object) -> int:
+def message_seed(seed: int, *names: object) -> int:
     """63-bit seed derived from the run's seed and the name of the message."""
-    digest = hashlib.blake2b(repr((seed, *parts)).encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(repr((seed, *names)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 

@@ -94,13 +94,13 @@ class RunLength:
 _EPOCHS = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*epochs?")
 
 
-def read_iterations(text: str, length: RunLength, where: str) -> int:
+def read_iterations(text: str, length: RunLength, location: str) -> int:
     """Parse a number of iterations: ``500``, a fraction of the run (``0.1``), or epochs (``1epochs``).
 
     Args:
         text: the user's text.
         length: length of the run.
-        where: prefix of error messages.
+        location: prefix of error messages.
 
     Raises:
         UserError: for any other text, or for a fraction of a run whose length in iterations is unknown.
@@ -109,12 +109,12 @@ def read_iterations(text: str, length: RunLength, where: str) -> int:
         try:
             return read_whole(text)
         except ValueError as error:
-            raise UserError(f"{where}: {error}") from None
+            raise UserError(f"{location}: {error}") from None
     epochs = _EPOCHS.fullmatch(text)
     if epochs:
         count = float(epochs[1])
         if count > _MOST_EPOCHS:
-            raise UserError(f"{where}: at most {_MOST_EPOCHS:g} epochs")
+            raise UserError(f"{location}: at most {_MOST_EPOCHS:g} epochs")
         return 0 if length.iterations_of is None else length.iterations_of(count)
     try:
         fraction = read_number(text)
@@ -122,12 +122,12 @@ def read_iterations(text: str, length: RunLength, where: str) -> int:
         fraction = -1.0
     if not 0.0 <= fraction <= 1.0:
         raise UserError(
-            f"{where}: write a number of iterations, a fraction of the run such as 0.1, or epochs such as 1epochs"
+            f"{location}: write a number of iterations, a fraction of the run such as 0.1, or epochs such as 1epochs"
         )
     if length.train_iters is None:
         if fraction == 0.0:
             return 0
-        raise UserError(f"{where}: a fraction needs --train-iters; write a number of iterations instead")
+        raise UserError(f"{location}: a fraction needs --train-iters; write a number of iterations instead")
     return int(fraction * length.train_iters)
 
 
@@ -139,12 +139,12 @@ class Schedule:
         steps: (first iteration, value) in order, the first from iteration 0.
         ramp: (from, to, n): geometrically within the n iterations after the compressor's warm-up; its k-th value is
             from (to / from) ^ ((k + 1) / (n + 1)), as Lin et al. 2018 (section 3.4) let a density fall.
-        whole: the ramp's values are rounded to whole numbers.
+        integral: the ramp's values are rounded to whole numbers.
     """
 
     steps: tuple[tuple[int, float], ...] = ()
     ramp: tuple[float, float, int] | None = None
-    whole: bool = False
+    integral: bool = False
 
     def at(self, iteration: int, warmup: int = 0) -> float:
         """Value at an iteration (0-based), for a compressor that is on from iteration ``warmup``."""
@@ -152,7 +152,7 @@ class Schedule:
             start, end, length = self.ramp
             done = min(max(iteration - warmup, 0) + 1, length + 1) / (length + 1)
             value = end if done == 1.0 else start * (end / start) ** done
-            return float(round(value)) if self.whole else value
+            return float(round(value)) if self.integral else value
         return [value for first, value in self.steps if first <= iteration][-1]
 
     @property

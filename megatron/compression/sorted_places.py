@@ -55,9 +55,9 @@ class SortedPlaces:
         octets = -(-self.rows * self.count // 8)
         return -(-self.rows * self.unary_bits // 8), octets * max(self.low_bits - 8, 0), octets * min(self.low_bits, 8)
 
-    def encode(self, places_rc: Tensor, parts: Sequence[Tensor]) -> None:
+    def encode(self, places_rc: Tensor, sections: Sequence[Tensor]) -> None:
         """Write the sections of the message, uint8, with ``sizes`` bytes."""
-        unary, high, low = parts
+        unary, high, low = sections
         if unary.numel():
             rows_r1 = torch.arange(self.rows, device=places_rc.device).unsqueeze(1) * self.unary_bits
             at_rc = rows_r1 + torch.arange(self.count, device=places_rc.device)
@@ -70,12 +70,12 @@ class SortedPlaces:
         if low.numel():
             pack_bits((low_values & 0xFF).to(torch.uint8), min(self.low_bits, 8), low)
 
-    def decode(self, parts: Sequence[Tensor]) -> Tensor:
+    def decode(self, sections: Sequence[Tensor]) -> Tensor:
         """Decode the positions of a message, (rows, count), int32."""
-        unary, high, low = parts
+        unary, high, low = sections
         total, device = self.rows * self.count, low.device
         if unary.numel():
-            places_rc = _ones(unary, total).view(self.rows, self.count)
+            places_rc = _find_set_bits(unary, total).view(self.rows, self.count)
             places_rc -= torch.arange(self.rows, dtype=torch.int32, device=device).unsqueeze(1) * self.unary_bits
             places_rc -= torch.arange(self.count, dtype=torch.int32, device=device)
             places_rc <<= self.low_bits
@@ -88,7 +88,7 @@ class SortedPlaces:
         return places_rc.clamp_(0, self.most)  # a corrupt message cannot give positions out of range
 
 
-def _ones(packed: Tensor, total: int) -> Tensor:
+def _find_set_bits(packed: Tensor, total: int) -> Tensor:
     """Positions of the ``total`` 1 bits among packed bits, ascending, int32."""
     kind: dict[str, Any] = {"dtype": torch.int32, "device": packed.device}
     bits_v8 = torch.arange(256, **kind).unsqueeze(1) >> torch.arange(8, **kind) & 1

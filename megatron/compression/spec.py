@@ -193,7 +193,7 @@ def read_spec(text: str, registry: Registry, length: RunLength) -> Spec:
     if not equals or not name:
         raise UserError("write POINT=NAME[,key=value...], such as dp-grad=powersgd,rank=32")
     point = _point(point_name)
-    values = _given(words)
+    values = _parse_values(words)
     alias = point is Point.EMBED_GRAD and name == FUSED
     try:
         registration = registry["none" if alias else name]
@@ -241,7 +241,7 @@ def read_spec(text: str, registry: Registry, length: RunLength) -> Spec:
     return spec
 
 
-def _given(words: Sequence[str]) -> dict[str, str]:
+def _parse_values(words: Sequence[str]) -> dict[str, str]:
     """Parse ``key=value`` words."""
     values: dict[str, str] = {}
     for word in words:
@@ -285,8 +285,8 @@ def _schedules(registration: Registration, name: str, values: dict[str, str], le
         if not options[key].option.scheduled:
             able = ", ".join(flag for flag, option in options.items() if option.option.scheduled) or "none"
             raise UserError(f"{key}={text}: {key} cannot change over the run; of {name}'s options can: {able}")
-        schedule = replace(read_schedule(text, length), whole=options[key].option.whole_ramp)
-        if schedule.ramp and schedule.whole and any(value % 1 for value in schedule.values):
+        schedule = replace(read_schedule(text, length), integral=options[key].option.whole_ramp)
+        if schedule.ramp and schedule.integral and any(value % 1 for value in schedule.values):
             raise UserError(
                 f"{key}={text}: a ramp of {key} goes through whole numbers; use those, or steps for a fraction"
             )

@@ -14,9 +14,9 @@ from megatron.compression.health import ResidualHealth
 from megatron.compression.sample_cache import SampleCache
 
 
-def combine_keys(*parts: Hashable) -> Hashable:
+def combine_keys(*keys: Hashable) -> Hashable:
     """Combine parts of a key; None if any part is None (unknown)."""
-    return None if None in parts else parts
+    return None if None in keys else keys
 
 
 @dataclass

@@ -27,4 +27,4 @@ def mixture(low: Grid, high: Grid, tile: int, bits: float, count: int) -> Mixtur
     budget = int(bits * (-(-low.coded(count) // 8)))
     spare = budget - map_bytes(without_extra.tiles) - low.code_bytes(count)
     extra_tiles = min(spare // (tile // 8), without_extra.tiles)
-    return replace(without_extra, more=extra_tiles) if extra_tiles > 0 else None
+    return replace(without_extra, extended_tiles=extra_tiles) if extra_tiles > 0 else None

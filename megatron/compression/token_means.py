@@ -32,8 +32,8 @@ def learn(state: CompressorState, tokens_n: Tensor, x_nh: Tensor, vocab_size: in
         vocab_size: size of the vocabulary.
         horizon: number of a token's activations after which older activations are forgotten.
     """
-    means_vh = _own(state, MEANS, x_nh.new_zeros((vocab_size, x_nh.shape[1])))
-    counts_v = _own(state, COUNTS, x_nh.new_zeros(vocab_size))
+    means_vh = _writable_table(state, MEANS, x_nh.new_zeros((vocab_size, x_nh.shape[1])))
+    counts_v = _writable_table(state, COUNTS, x_nh.new_zeros(vocab_size))
     sorted_n, order_n = tokens_n.sort(stable=True)
     x_nh = x_nh[order_n]
     finite_n = x_nh.isfinite().all(dim=1)
@@ -50,7 +50,7 @@ def learn(state: CompressorState, tokens_n: Tensor, x_nh: Tensor, vocab_size: in
     counts_v.index_add_(0, token_n, new_n)
 
 
-def _own(state: CompressorState, name: str, empty: Tensor) -> Tensor:
+def _writable_table(state: CompressorState, name: str, empty: Tensor) -> Tensor:
     """The step's copy of a table, for in-place updates; initially ``empty``."""
     newest = state.get(name)
     if newest is not None and newest is not state.tensors.get(name):

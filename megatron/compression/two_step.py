@@ -58,17 +58,17 @@ class Messages(Approximation):
     spans: Sequence[slice]
 
     def write_to(self, out: Tensor) -> None:
-        for wire, chunk in self._parts(out):
+        for wire, chunk in self._wires_and_values(out):
             self.format.decode(wire, chunk.shape, chunk)
 
     def subtract_from(self, x: Tensor, share: float = 1.0) -> None:
-        for wire, chunk in self._parts(x):
+        for wire, chunk in self._wires_and_values(x):
             if abs(share) == 1.0:
                 self.format.add_to(chunk, wire, negative=share > 0)
             else:
                 chunk.sub_(self.format.decode(wire, chunk.shape), alpha=share)
 
-    def _parts(self, x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def _wires_and_values(self, x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         flat = x.view(-1)
         yield from ((wire, flat[span]) for wire, span in zip(self.wires, self.spans, strict=True))
 
@@ -95,33 +95,33 @@ class _Hop:
         level: the ranks that take part.
         format: format of the messages.
         rows: for each of these ranks, the chunks that it sums, numbered by the group rank that finally owns them.
-        place: this rank's index among them.
+        index: this rank's index among them.
     """
 
     level: Level
     format: Format
     rows: Sequence[tuple[int, ...]]
-    place: int
+    index: int
 
     def encode(
-        self, parts: Mapping[int, Tensor], longest: int, seeds: Mapping[int, int | None], transformed: bool
+        self, chunks: Mapping[int, Tensor], longest: int, seeds: Mapping[int, int | None], transformed: bool
     ) -> Tensor:
         """Encode chunks into messages, a row for each rank; the message of a shorter chunk is padded."""
-        format, device = self.format.plain if transformed else self.format, next(iter(parts.values())).device
+        format, device = self.format.plain if transformed else self.format, next(iter(chunks.values())).device
         size = self.format.nbytes(torch.Size((longest,)))
         wires = torch.empty((len(self.rows), len(self.rows[0]), size), dtype=torch.uint8, device=device)
         for row, numbers in zip(wires, self.rows, strict=True):
             for wire, number in zip(row, numbers, strict=True):
-                x = parts[number]
+                x = chunks[number]
                 filled = format.nbytes(x.shape)
                 format.encode(x, seeds[number], wire=wire[:filled])
                 if filled < size:
                     wire[filled:] = 0
         return wires
 
-    def in_order(self, parts: Mapping[int, Tensor]) -> list[Tensor]:
+    def in_order(self, chunks: Mapping[int, Tensor]) -> list[Tensor]:
         """Chunks in the order of their messages."""
-        return [parts[number] for row in self.rows for number in row]
+        return [chunks[number] for row in self.rows for number in row]
 
     def messages(self, wires: Tensor, spans: Sequence[slice], rows: Sequence[tuple[int, ...]]) -> Messages:
         """Wrap wires, row by row, as messages of the rows' chunks."""
@@ -131,7 +131,7 @@ class _Hop:
     def summed(self, received: Tensor, flat: Tensor, spans: Sequence[slice], transformed: bool) -> dict[int, Tensor]:
         """Sums of the messages received for this rank's chunks, optionally still transformed."""
         sums = {}
-        for index, number in enumerate(self.rows[self.place]):
+        for index, number in enumerate(self.rows[self.index]):
             count, format = flat[spans[number]].numel(), self.format
             if transformed:
                 count, format = format.coded(count), format.plain
@@ -149,12 +149,12 @@ class _Shortened:
     Args:
         sent: messages of the sums.
         sums_n: the sums, in the order of the messages.
-        taken: the received messages that were summed.
+        messages: the received messages that were summed.
     """
 
     sent: Messages
     sums_n: Sequence[Tensor]
-    taken: Messages
+    messages: Messages
 
     def errors(self) -> tuple[list[Approximation], list[Approximation]]:
         """Errors of the messages, decoded minus exact sums, as (positive terms, negative terms).
@@ -163,7 +163,7 @@ class _Shortened:
         """
         format = self.sent.format
         if format.plain is not format:
-            return [self.sent], [self.taken]
+            return [self.sent], [self.messages]
         sums = zip(self.sums_n, self.sent.wires, self.sent.spans, strict=True)
         return [], [_Share(span, format.add_to(x_n, wire, negative=True)) for x_n, wire, span in sums]
 
@@ -238,7 +238,7 @@ class TwoStepSum(RoundCompressor):
             if number:
                 shortened.append(_Shortened(messages[-1], hop.in_order(chunks), inputs[-1]))
             received = yield Request(wires, Op.EXCHANGE, level=hop.level)
-            inputs.append(hop.messages(received, spans, [hop.rows[hop.place]] * len(hop.rows)))
+            inputs.append(hop.messages(received, spans, [hop.rows[hop.index]] * len(hop.rows)))
             chunks = hop.summed(received, flat, spans, transformed=not (shares and hop is hops[-1]))
         if shares:
             total: Approximation = _Share(spans[peers.rank], chunks[peers.rank])

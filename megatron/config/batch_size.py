@@ -154,7 +154,7 @@ def read_steps(text: str, seq_length: int) -> list[tuple[int, int]]:
     flag = f"--step-batch-size-schedule {text}"
     steps = []
     for word in text.replace(",", " ").split():
-        numbers = [_whole(number_text) for number_text in word.split(":")]
+        numbers = [_parse_integer(number_text) for number_text in word.split(":")]
         if len(numbers) != 2 or None in numbers or numbers[1] == 0:
             raise UserError(f"{flag}: {word} is not THRESHOLD:SIZE, such as 250B:1536; correct it")
         threshold, size = (number or 0 for number in numbers)
@@ -171,7 +171,7 @@ def read_steps(text: str, seq_length: int) -> list[tuple[int, int]]:
     return steps
 
 
-def _whole(word: str) -> int | None:
+def _parse_integer(word: str) -> int | None:
     """Integer value of a word with an optional suffix; None if it is not an integer."""
     match = _NUMBER.fullmatch(word.upper())
     number = Fraction(match[1]) * _SUFFIXES[match[2]] if match else None

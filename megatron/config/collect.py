@@ -18,14 +18,14 @@ Target = FieldOption | OldFlag
 class FlagTable:
     """Table of accepted flag and field spellings with their targets.
 
-    own: section name -> dataclass of `option` fields; `sections` also holds the sections of the translator. Clashing
-    spellings are a programming error and raise ValueError.
+    own_sections: section name -> dataclass of `option` fields; `sections` also holds the translator's sections.
+    Clashing spellings are a programming error and raise ValueError.
     """
 
-    def __init__(self, own: dict[str, type], translator: Translator) -> None:
-        self.own = own
+    def __init__(self, own_sections: dict[str, type], translator: Translator) -> None:
+        self.own_sections = own_sections
         self.translator = translator
-        self.sections = {**own, **translator.sections()}
+        self.sections = {**own_sections, **translator.sections()}
         self.fields: dict[str, FieldOption] = {}
         self._by_flag: dict[str, Target] = {}
         self._by_field_name: dict[str, FieldOption] = {}

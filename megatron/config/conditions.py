@@ -21,8 +21,8 @@ def _flag(path: str, *values: object) -> str:
 
 
 def _listed(names: Iterable[str]) -> str:
-    *others, last = names
-    return f"{', '.join(others)} or {last}" if others else last
+    *first_names, last = names
+    return f"{', '.join(first_names)} or {last}" if first_names else last
 
 
 def needs(*paths: str) -> Condition:

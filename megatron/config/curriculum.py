@@ -40,7 +40,7 @@ _LEARNING = needs("curriculum.curriculum_learning")
 class CurriculumConfig:
     """Sequence lengths that grow over the first part of the run, up to --seq-length. Evaluations have that length."""
 
-    curriculum_learning: bool = option(False, "Begin with short sequences; see docs/curriculum.md.")
+    curriculum_learning: bool = option(False, "Begin with short sequences; see docs/guides/curriculum.md.")
     curriculum_type: Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"] = option(
         "fixed_linear",
         "How the length grows: linearly, as a root of the steps, by a list, or by a function of your own.",

@@ -217,6 +217,6 @@ class ExpertsConfig:
 _Model = TypeVar("_Model", bound=ExpertsConfig)
 
 
-def with_experts_of(given: ExpertsConfig, model: _Model) -> _Model:
+def with_experts_of(experts: ExpertsConfig, model: _Model) -> _Model:
     """Copy of a model with the expert fields of another."""
-    return replace(model, **{field.name: getattr(given, field.name) for field in fields(ExpertsConfig)})
+    return replace(model, **{field.name: getattr(experts, field.name) for field in fields(ExpertsConfig)})

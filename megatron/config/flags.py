@@ -32,7 +32,7 @@ from megatron.config.translate.rules import Explicit, OldFlag, Translator
 _EPILOG = (
     "Hyphens and underscores are alike in flag names, integers may contain underscores, and a switch may be "
     "given a value (--swiglu false). Flags win over --config, which wins over defaults. Flags of Megatron "
-    "that are accepted without effect, or refused, are listed in docs/flags.md."
+    "that are accepted without effect, or refused, are listed in docs/reference/flags.md."
 )
 
 
@@ -198,7 +198,7 @@ class FlagParser:
         self.table.translator.translate(explicit, rules, notes.append)
         sections = {
             section: cls(**{path.partition(".")[2]: explicit[path] for path in explicit if _in(path, section)})
-            for section, cls in self.table.own.items()
+            for section, cls in self.table.own_sections.items()
         }
         return ParsedSections(sections=sections, notes=notes, explicit=set(explicit))
 

@@ -26,13 +26,16 @@ def kind_text(model_type: str, task_head: str = "none", task_classes: int = 0) -
     return model_type if task_head == "none" else f"{model_type} for {task_head}{of}"
 
 
-def check_kind(where: str, found: str, wanted: str, instead: str = "") -> None:
-    """Check that the model of a checkpoint is of the wanted kind; raise UserError starting with ``where`` otherwise.
+def check_kind(location: str, saved_kind: str, expected_kind: str, instead: str = "") -> None:
+    """Check that the model of a checkpoint is of the wanted kind; raise UserError starting with ``location`` otherwise.
 
     ``instead`` replaces the default advice of the message.
     """
-    if found != wanted:
-        raise UserError(f"{where} holds a model of kind {found}, not {wanted}; {instead or _instead(found, wanted)}")
+    if saved_kind != expected_kind:
+        raise UserError(
+            f"{location} holds a model of kind {saved_kind}, not {expected_kind}; "
+            f"{instead or _instead(saved_kind, expected_kind)}"
+        )
 
 
 def _instead(saved_kind: str, wanted_kind: str) -> str:

@@ -46,14 +46,14 @@ class LengthSchedule:
 
     def at(self, iteration: int) -> int:
         """Length of a step."""
-        return self.lengths[self._place(iteration)]
+        return self.lengths[self._index(iteration)]
 
     def until(self, iteration: int) -> int | None:
         """Next iteration with another length; None if there is none."""
-        following = self._place(iteration) + 1
+        following = self._index(iteration) + 1
         return self.first[following] if following < len(self.first) else None
 
-    def _place(self, iteration: int) -> int:
+    def _index(self, iteration: int) -> int:
         return bisect_right(self.first, iteration) - 1
 
     @property

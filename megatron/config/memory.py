@@ -25,7 +25,7 @@ class Need:
     """Memory item: its bytes, its purpose, and the flags that determine it."""
 
     nbytes: int
-    what: str
+    description: str
     flags: tuple[str, ...]
 
 
@@ -72,23 +72,30 @@ def least_needs(config: RunConfig, world_size: int, vocab_size: int | None = Non
     experts = ("num_experts", "moe_ffn_hidden_size") if model.has_experts else ()
     shape = ("num_layers", "hidden_size", "ffn_hidden_size", *experts, "num_attention_heads", "kv_channels")
     return [
-        Need(numbers // tensor * matrix_parameter_size, "the weights of its layers", _given(model, *shape)),
+        Need(numbers // tensor * matrix_parameter_size, "the weights of its layers", _format_flags(model, *shape)),
         Need(
             -(-entries // step) * step // tensor * model.hidden_size * parameter_size,
             "the embedding",
-            (f"--vocab-size {entries}", *_given(model, "make_vocab_size_divisible_by", "hidden_size")),
+            (f"--vocab-size {entries}", *_format_flags(model, "make_vocab_size_divisible_by", "hidden_size")),
         ),
         Need(
             positions * model.hidden_size * parameter_size,
             "the positions",
-            _given(model, "max_position_embeddings", "hidden_size"),
+            _format_flags(model, "max_position_embeddings", "hidden_size"),
         ),
         Need(
             tokens * row * width,
             "one micro-batch",
-            (*_given(training, "micro_batch_size"), *_given(model, "seq_length", "hidden_size", "ffn_hidden_size")),
+            (
+                *_format_flags(training, "micro_batch_size"),
+                *_format_flags(model, "seq_length", "hidden_size", "ffn_hidden_size"),
+            ),
         ),
-        Need(batch * 8, "the tokens of a step", (*_given(training, "global_batch_size"), *_given(model, "seq_length"))),
+        Need(
+            batch * 8,
+            "the tokens of a step",
+            (*_format_flags(training, "global_batch_size"), *_format_flags(model, "seq_length")),
+        ),
     ]
 
 
@@ -105,11 +112,11 @@ def _of_experts(config: RunConfig, layers: range) -> int:
     return matrices * sum(widths)
 
 
-def _given(section: object, *names: str) -> tuple[str, ...]:
-    return tuple(f"--{name.replace('_', '-')} {_shown(getattr(section, name))}" for name in names)
+def _format_flags(section: object, *names: str) -> tuple[str, ...]:
+    return tuple(f"--{name.replace('_', '-')} {_format_value(getattr(section, name))}" for name in names)
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
@@ -183,13 +190,15 @@ def _bytes_of_rounds(config: RunConfig, replicas: int) -> int:
     return (0 if offloaded else number * options.copies) // replicas + number // options.fragments
 
 
-def check_memory(config: RunConfig, world_size: int, there_is: int, where: str, vocab_size: int | None = None) -> None:
+def check_memory(
+    config: RunConfig, world_size: int, there_is: int, location: str, vocab_size: int | None = None
+) -> None:
     """Check that a run fits into memory; raise UserError with the bytes otherwise.
 
     Args:
         config, world_size, vocab_size: see ``least_needs``.
         there_is: available bytes per rank.
-        where: location of this memory, for the message.
+        location: location of this memory, for the message.
     """
     needs = least_needs(config, world_size, vocab_size)
     total = sum(need.nbytes for need in needs)
@@ -197,9 +206,9 @@ def check_memory(config: RunConfig, world_size: int, there_is: int, where: str, 
         return
     largest = max(needs, key=lambda need: need.nbytes)
     raise UserError(
-        f"each rank needs at least {in_words(total)} of memory, and there are {in_words(there_is)} {where}; "
-        f"{in_words(largest.nbytes)} of it are {largest.what} ({', '.join(largest.flags)}): lower these, or split "
-        "the model over more processes (--tensor-model-parallel-size, --pipeline-model-parallel-size, "
+        f"each rank needs at least {in_words(total)} of memory, and there are {in_words(there_is)} {location}; "
+        f"{in_words(largest.nbytes)} of it are {largest.description} ({', '.join(largest.flags)}): lower these, or "
+        "split the model over more processes (--tensor-model-parallel-size, --pipeline-model-parallel-size, "
         "--use-distributed-optimizer)"
     )
 

@@ -1,4 +1,4 @@
-"""Generator of docs/flags-of-others.md: the status of every flag of predecessor systems.
+"""Generator of docs/reference/flags-of-others.md: the status of every flag of predecessor systems.
 
 The lists in `translate/others` contain flag names, arities and defaults. Statuses are not guessed: each flag is parsed
 by the parser of training runs or of tasks.
@@ -19,7 +19,7 @@ from megatron.base.words import spell
 from megatron.config.flags import FlagParser, build_run_parser
 from megatron.config.tasks import PROGRAM, task_parser
 from megatron.config.translate.not_offered import NOT_OFFERED
-from megatron.config.translate.rules import GIVEN, SWITCH, KnownFlag, Shortcut
+from megatron.config.translate.rules import ARGUMENT, SWITCH, KnownFlag, Shortcut
 
 LISTS = Path(__file__).parent / "translate" / "others"
 
@@ -120,7 +120,7 @@ def fate_of(theirs: TheirFlag, parser: FlagParser) -> Fate:
         raise TypeError(f"--{theirs.name}: a {type(target).__name__} has no place in this table")
     if target.option.no_effect:
         return Fate("no effect", target.option.no_effect)
-    if target.section not in parser.table.own:
+    if target.section not in parser.table.own_sections:
         return Fate("works under another name", target.option.help)
     _expect(target.path in parsed.explicit, words)
     if spell(target.flag) == spell(theirs.name):
@@ -161,7 +161,7 @@ def _values(theirs: TheirFlag, target: object, parser: FlagParser) -> list[str]:
     if isinstance(target, Shortcut):
         if target.choices:
             return [next(iter(target.choices))]
-        value_path = next(path for path, word in target.sets.items() if word == GIVEN)
+        value_path = next(path for path, word in target.sets.items() if word == ARGUMENT)
         return _values(theirs, parser.table.fields[value_path], parser)
     if not isinstance(target, FieldOption):
         return ["1"]
@@ -198,7 +198,7 @@ def fates() -> dict[str, tuple[Fate, list[str]]]:
 
 
 def flags_of_others_markdown() -> str:
-    """Content of docs/flags-of-others.md."""
+    """Content of docs/reference/flags-of-others.md."""
     statuses = fates()
     rows = [
         (

@@ -93,21 +93,21 @@ class RunConfig:
         return {name: section_to_plain(getattr(self, name)) for name in run_sections()}
 
     @classmethod
-    def from_dict(cls, values: object, where: str = "configuration") -> RunConfig:
+    def from_dict(cls, values: object, location: str = "configuration") -> RunConfig:
         """Inverse of `to_dict`. Missing sections and fields take their defaults.
 
         Raises UserError starting with `where` for an unknown name or a value of the wrong type.
         """
         sections = run_sections()
         if not isinstance(values, dict):
-            raise UserError(f"{where}: expected sections ({', '.join(sections)}), not a {type(values).__name__}")
+            raise UserError(f"{location}: expected sections ({', '.join(sections)}), not a {type(values).__name__}")
         built = {}
         for name, content in values.items():
             if name not in sections:
-                raise UserError(f"{where}: unknown section {name}{nearest(str(name), list(sections))}")
+                raise UserError(f"{location}: unknown section {name}{nearest(str(name), list(sections))}")
             if not isinstance(content, dict):
-                raise UserError(f"{where}: section {name} must hold names and values")
-            built[name] = section_from_plain(name, sections[name], content, where)
+                raise UserError(f"{location}: section {name} must hold names and values")
+            built[name] = section_from_plain(name, sections[name], content, location)
         return cls(**built)
 
     def to_yaml(self) -> str:
@@ -115,14 +115,14 @@ class RunConfig:
         return dump_yaml(self.to_dict())
 
     @classmethod
-    def from_yaml(cls, text: str, where: str = "configuration") -> RunConfig:
+    def from_yaml(cls, text: str, location: str = "configuration") -> RunConfig:
         """Inverse of `to_yaml`. Raises UserError starting with `where` for invalid text."""
-        return cls.from_dict(parse_yaml(text, where), where)
+        return cls.from_dict(parse_yaml(text, location), location)
 
     @classmethod
     def load_yaml(cls, path: str | Path) -> RunConfig:
         """Read a file written from `to_yaml`. Raises UserError naming the file if it cannot be read."""
-        return cls.from_dict(read_yaml(path), where=str(path))
+        return cls.from_dict(read_yaml(path), location=str(path))
 
     def describe(self, *, defaults: bool = True) -> str:
         """Table of the values by section for the top of a log; without `defaults`, only non-default values."""
@@ -135,7 +135,7 @@ def describe_section(name: str, section: Any, *, defaults: bool) -> str:
     values, default = section_to_plain(section), section_to_plain(type(section)())
     keys = sorted(values, key=lambda key: key not in type(section).__annotations__)  # inherited fields last
     lines = [
-        f"  {key} {'.' * (46 - len(key))} {_shown(values[key])}"
+        f"  {key} {'.' * (46 - len(key))} {_format_value(values[key])}"
         for key in keys
         if defaults or values[key] != default[key]
     ]
@@ -233,7 +233,7 @@ def _check(run: RunConfig, world_size: int, cuda_available: bool, note: Note) ->
     check_islands(run.islands, run.parallel, run.training, run.model, specs)
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, list):
         return " ".join(map(str, value)) or "none"
     return "none" if value is None else str(value)

@@ -35,9 +35,9 @@ class SkippedIterations:
     def __contains__(self, iteration: int) -> bool:
         return any(first <= iteration <= last for first, last in self.ranges)
 
-    def count(self, begun: int, done: int) -> int:
-        """Number of skipped iterations after iteration ``begun``, up to and including iteration ``done``."""
-        return sum(max(min(last, done) - max(first - 1, begun), 0) for first, last in self.ranges)
+    def count(self, start: int, done: int) -> int:
+        """Number of skipped iterations after iteration ``start``, up to and including iteration ``done``."""
+        return sum(max(min(last, done) - max(first - 1, start), 0) for first, last in self.ranges)
 
     def until(self, done: int) -> int | None:
         """Next iteration count, above ``done``, at which a skipped range begins or ends; None if there is none."""

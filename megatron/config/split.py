@@ -8,17 +8,17 @@ from megatron.config.model import ModelConfig
 _FLAG = "--pipeline-model-parallel-split-rank"
 
 
-def split_rank(given: int | None, pipeline: int, model: ModelConfig) -> int | None:
+def split_rank(configured: int | None, pipeline: int, model: ModelConfig) -> int | None:
     """First stage of the decoder, by default in the middle; None for a pipeline without a split.
 
     Args:
-        given: --pipeline-model-parallel-split-rank.
+        configured: --pipeline-model-parallel-split-rank.
         pipeline: number of stages.
         model: the model, for its decoder layers.
     """
     if pipeline == 1 or not model.decoder_layers:
         return None
-    return pipeline // 2 if given is None else given
+    return pipeline // 2 if configured is None else configured
 
 
 def check_split(split: int, pipeline: int, model: ModelConfig) -> None:

@@ -19,14 +19,14 @@ class Stretch:
         samples: samples over all replicas.
         micro_batches: micro-batches per replica.
         length: tokens per sample.
-        taken: false for skipped steps; their samples still count as consumed.
+        updates: false for skipped steps; their samples still count as consumed.
     """
 
     iterations: int
     samples: int
     micro_batches: int
     length: int
-    taken: bool = True
+    updates: bool = True
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class StepSizes:
         return sum(
             stretch.samples * stretch.length
             for stretch in self.ahead(iteration, consumed_samples, iterations)
-            if stretch.taken
+            if stretch.updates
         )
 
     def within(self, tokens: int, iteration: int = 0, consumed_samples: int = 0) -> tuple[int, int]:

@@ -208,13 +208,13 @@ def _check_given(task: TaskConfig, run: ParsedRun, explicit: Collection[str]) ->
         raise UserError("--sample-order megatron: is an order of pretraining; give lazy or fixed")
 
 
-def sized(parsed: ParsedRun, given: TaskConfig, world_size: int, samples: tuple[int, int]) -> RunConfig:
+def sized(parsed: ParsedRun, task: TaskConfig, world_size: int, samples: tuple[int, int]) -> RunConfig:
     """Unresolved run configuration of a task with its batches, iterations and evaluations.
 
     Micro-batch and global batch are multiplied by the number of sequences per sample, as in Megatron.
 
     Args:
-        parsed, given: results of ``parse_task``; the model may come from a checkpoint.
+        parsed, task: results of ``parse_task``; the model may come from a checkpoint.
         world_size: number of processes.
         samples: training samples per epoch, and validation samples.
 
@@ -229,14 +229,14 @@ def sized(parsed: ParsedRun, given: TaskConfig, world_size: int, samples: tuple[
         raise UserError("not given but required: --micro-batch-size; add it")
     replicas = max(config.replicas(world_size), 1)
     size = training.global_batch_size or training.micro_batch_size * replicas
-    steps = -(-samples[0] // size) if given.keep_last_batch else samples[0] // size
-    if given.epochs and not steps:
+    steps = -(-samples[0] // size) if task.keep_last_batch else samples[0] // size
+    if task.epochs and not steps:
         raise UserError(
             f"--train-data holds {samples[0]} samples, less than one global batch of {size}: lower "
             "--global-batch-size, or add --keep-last"
         )
     checkpoint, optimizer = config.checkpoint, config.optimizer
-    if given.epochs == 0:
+    if task.epochs == 0:
         # Only the weights are needed, but the schedule must be valid for a run of a single iteration.
         loads = checkpoint.load is not None
         checkpoint = replace(checkpoint, no_load_optim=loads, no_load_lr_state=loads, exit_on_missing_checkpoint=loads)
@@ -249,13 +249,13 @@ def sized(parsed: ParsedRun, given: TaskConfig, world_size: int, samples: tuple[
             training,
             micro_batch_size=training.micro_batch_size * each,
             global_batch_size=size * each,
-            train_iters=max(given.epochs * steps, 1),
+            train_iters=max(task.epochs * steps, 1),
         ),
         validation=replace(
             validation,
             eval_iters=-(-samples[1] // size),
             eval_interval=max(steps, 1),
-            skip_train=validation.skip_train or given.epochs == 0,
+            skip_train=validation.skip_train or task.epochs == 0,
         ),
         checkpoint=checkpoint,
         optimizer=optimizer,

@@ -117,7 +117,7 @@ class TrainingConfig:
     deterministic_mode: bool = option(
         False,
         "Compute the same bits each time, on GPUs too (CPUs do so anyway): only operations that add in a fixed order. "
-        "Slower; see docs/gpu.md.",
+        "Slower; see docs/guides/gpus.md.",
     )
     check_replicas: int | None = derived(
         "never",

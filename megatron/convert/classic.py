@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron.base.errors import UserError
 from megatron.base.values import Values
-from megatron.base.words import shown
+from megatron.base.words import format_value
 from megatron.checkpoint.files import TRACKER, Iteration, folder_name, iteration_of, tracked_text
 from megatron.config.model import ModelConfig
 from megatron.convert.model import Entry, Weights, model_of, stacks_gate_and_up, tensors_of
@@ -341,7 +341,7 @@ def _model_of(args: Values) -> ModelConfig:
             raise UserError(f"{name} cannot be converted: our models do not compute that")
     experts = args.get("num_experts")
     if experts not in (None, 1, [1]):
-        raise UserError(f"num_experts {shown(experts)} cannot be converted: only models without experts can")
+        raise UserError(f"num_experts {format_value(experts)} cannot be converted: only models without experts can")
     values: dict[str, object] = {name: args.integer(name) for name in _SIZES if args.has(name)}
     values |= {name: args.flag(name, False) for name in _FLAGS if args.has(name)}
     values |= {ours: args.number(theirs) for theirs, ours in _NUMBERS.items() if args.has(theirs)}

@@ -53,13 +53,13 @@ class _RankFile:
     records: dict[int, str]
     crcs: dict[str, int] = field(default_factory=dict)
 
-    def fill(self, name: str, part: Tensor, zeros: int = 0) -> None:
+    def fill(self, name: str, values: Tensor, zeros: int = 0) -> None:
         """Writes a tensor's bytes at its offset, followed by ``zeros`` zero elements.
 
         Raises:
             ValueError: when they do not fill the reserved space exactly.
         """
-        data, padding = bytes_of(part), bytes(zeros * part.element_size())
+        data, padding = bytes_of(values), bytes(zeros * values.element_size())
         if len(data) + len(padding) != self.sizes[name]:
             raise ValueError(f"{name} has {len(data) + len(padding)} bytes, its room {self.sizes[name]}")
         with self.path.open("r+b") as stream:
@@ -129,7 +129,7 @@ def write_classic(weights: Weights, root: Path, tp: int, pp: int, done: Callable
                     shard = tensor[t * rows : (t + 1) * rows]
                     file.fill(key, shard, (rows - shard.shape[0]) * model.hidden_size)
                 else:
-                    file.fill(key, _part(name, tensor, specs[name], model, t, tp))
+                    file.fill(key, _tensor_shard(name, tensor, specs[name], model, t, tp))
         done(tensor.numel() * tensor.element_size())
     for file in files.values():
         file.seal()
@@ -169,7 +169,7 @@ def _check_has_a_form(model: ModelConfig) -> None:
         )
 
 
-def _part(name: str, tensor: Tensor, spec: ParamSpec, model: ModelConfig, t: int, tp: int) -> Tensor:
+def _tensor_shard(name: str, tensor: Tensor, spec: ParamSpec, model: ModelConfig, t: int, tp: int) -> Tensor:
     """A tensor-parallel rank's slice of a tensor."""
     shard = tensor if spec.dim is None else tensor.chunk(tp, dim=spec.dim)[t]
     return shard.flatten(0, 1) if stacks_gate_and_up(model, name) else shard
@@ -186,7 +186,7 @@ def _laid_out(
     def space(name: str, key: str | None = None) -> Tensor:
         # Memory that is never touched is never allocated.
         tensor = torch.empty(specs[name].logical_shape, dtype=weights.entries[name].dtype, device="meta")
-        shard = _part(name, tensor, specs[name], model, t, tp)
+        shard = _tensor_shard(name, tensor, specs[name], model, t, tp)
         room[key or name] = torch.empty(shard.shape, dtype=shard.dtype)
         return room[key or name]
 

@@ -206,11 +206,11 @@ def _opened(path: Path) -> Any:
         raise UserError(f"{path}: cannot be read ({error}); fetch the file again") from error
 
 
-def _dtype_of(name: str, where: str) -> torch.dtype:
+def _dtype_of(name: str, location: str) -> torch.dtype:
     for dtype, dtype_name in DTYPES.items():
         if dtype_name == name:
             return dtype
-    raise UserError(f"{where} is of type {name}, which cannot be converted")
+    raise UserError(f"{location} is of type {name}, which cannot be converted")
 
 
 def _load_pickled(path: Path) -> dict[str, Stored]:

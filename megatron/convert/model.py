@@ -46,7 +46,7 @@ class Entry:
             return self
         return Entry(self.shape, dtype, lambda: self.read().to(dtype))
 
-    def checked(self, name: str, where: Path) -> Entry:
+    def checked(self, name: str, location: Path) -> Entry:
         """The same tensor; reading it raises ``UserError`` if a value is infinite or NaN in its precision."""
 
         def read() -> Tensor:
@@ -54,7 +54,7 @@ class Entry:
             if not bool(torch.isfinite(tensor).all()):
                 precision = name_of_dtype(self.dtype)
                 raise UserError(
-                    f"{where}: {name} holds infinite or NaN values in {precision}; "
+                    f"{location}: {name} holds infinite or NaN values in {precision}; "
                     "convert another checkpoint, or to a precision with a larger range (--dtype)"
                 )
             return tensor
@@ -104,7 +104,7 @@ def stacks_gate_and_up(model: ModelConfig, name: str) -> bool:
     return model.gated and "dense_h_to_4h" in name
 
 
-def check_complete(weights: Weights, where: str) -> None:
+def check_complete(weights: Weights, location: str) -> None:
     """Checks names and shapes against the configuration, and dtypes against those of weights.
 
     Raises:
@@ -113,15 +113,17 @@ def check_complete(weights: Weights, where: str) -> None:
     expected = tensors_of(weights.model, weights.vocab_size)
     for name, spec in expected.items():
         if name not in weights.entries:
-            raise UserError(f"{where}: the model has no {name}; the configuration beside it is of another model")
+            raise UserError(f"{location}: the model has no {name}; the configuration beside it is of another model")
         entry_shape, dtype, shape = weights.entries[name].shape, weights.entries[name].dtype, spec.logical_shape
         if entry_shape != shape:
-            raise UserError(f"{where}: {name} has shape {entry_shape}, the configuration asks for {shape}")
+            raise UserError(f"{location}: {name} has shape {entry_shape}, the configuration asks for {shape}")
         if dtype not in DTYPES:
-            raise UserError(f"{where}: {name} holds {str(dtype).removeprefix('torch.')}, which is no type of weights")
+            raise UserError(
+                f"{location}: {name} holds {str(dtype).removeprefix('torch.')}, which is no type of weights"
+            )
     extra = sorted(set(weights.entries) - set(expected))
     if extra:
-        raise UserError(f"{where}: {extra[0]} has no place in a model of this configuration")
+        raise UserError(f"{location}: {extra[0]} has no place in a model of this configuration")
 
 
 def model_of(**values: object) -> ModelConfig:

@@ -53,11 +53,11 @@ class ExpertNames:
 
     Args:
         inside: module of the layer that holds the experts.
-        parts: names of an expert's gate, value and output projections.
+        projections: names of an expert's gate, value and output projections.
     """
 
     inside: str
-    parts: tuple[str, str, str]
+    projections: tuple[str, str, str]
 
 
 _GATED = ("gate_proj", "up_proj", "down_proj")
@@ -194,7 +194,7 @@ def _expert_rules(model: ModelConfig, layer: int, names: ExpertNames) -> Iterato
     for number in range(count):
         expert = f"experts.{number}."
         yield from _gated_mlp(
-            model, f"{our_prefix}{expert}", f"{their_prefix}{expert}", names.parts, model.moe_ffn_hidden_size
+            model, f"{our_prefix}{expert}", f"{their_prefix}{expert}", names.projections, model.moe_ffn_hidden_size
         )
     shared = model.moe_shared_expert_intermediate_size
     if not is_unset(shared):

@@ -58,7 +58,7 @@ class DatasetKind(Protocol):
     def count(self, indexed: IndexedDataset) -> int:
         """Number of units (sequences or documents) in the file that --split divides."""
 
-    def part(self, indexed: IndexedDataset, begin: int, end: int, name: str) -> DatasetPart:
+    def make_part(self, indexed: IndexedDataset, begin: int, end: int, name: str) -> DatasetPart:
         """The units [begin, end) of a file."""
 
 
@@ -112,9 +112,11 @@ def build_splits(
     check_data_given(data)
     check_data(data, skip_train=True)
     if data.blend is not None:
-        splits = [builder.part(data.blend, number, bounds) for number, bounds in enumerate(split_bounds(data.shares))]
+        splits = [
+            builder.read_split(data.blend, number, bounds) for number, bounds in enumerate(split_bounds(data.shares))
+        ]
     else:
-        splits = [builder.part(blend, number, (0.0, 1.0)) for number, blend in enumerate(data.separate_blends)]
+        splits = [builder.read_split(blend, number, (0.0, 1.0)) for number, blend in enumerate(data.separate_blends)]
     samples = train_valid_test_num_samples
     train, valid, test = (
         None if split is None else builder.dataset(split, samples[number]) for number, split in enumerate(splits)
@@ -141,7 +143,7 @@ class _SplitSources:
 
     number: int
     weights: Sequence[float] | None
-    parts: list[DatasetPart]
+    dataset_parts: list[DatasetPart]
 
 
 @dataclass
@@ -153,7 +155,9 @@ class _Builder:
     check_tokens: bool
     opened: dict[str, IndexedDataset] = field(default_factory=dict)
 
-    def part(self, blend: DatasetBlend | None, number: int, bounds: tuple[float, float] | None) -> _SplitSources | None:
+    def read_split(
+        self, blend: DatasetBlend | None, number: int, bounds: tuple[float, float] | None
+    ) -> _SplitSources | None:
         """Parts of all paths within ``bounds``; None if the split is empty."""
         if bounds is None or blend is None:
             return None
@@ -162,7 +166,7 @@ class _Builder:
             indexed = self._open(path)
             # Megatron rounds halves to even.
             begin, end = (round(bound * float(self.kind.count(indexed))) for bound in bounds)
-            dataset_parts.append(self.kind.part(indexed, begin, end, f"{indexed.prefix} ({SPLIT_NAMES[number]})"))
+            dataset_parts.append(self.kind.make_part(indexed, begin, end, f"{indexed.prefix} ({SPLIT_NAMES[number]})"))
         empty_names = [dataset_part.name for dataset_part in dataset_parts if dataset_part.is_empty]
         if not empty_names:
             return _SplitSources(number, blend.weights, dataset_parts)
@@ -175,12 +179,12 @@ class _Builder:
     def dataset(self, split: _SplitSources, num_samples: int | None) -> Dataset:
         """Builds the dataset of a split; blends it when the split has several paths."""
         # megatron-core also blends a single weighted path of --data-path, with its margin.
-        if split.number == 1 and self.data.multiple_validation_sets and len(split.parts) > 1:
+        if split.number == 1 and self.data.multiple_validation_sets and len(split.dataset_parts) > 1:
             return self._read_apart(split, num_samples)
         if num_samples is None:
             return self._read_once(split)
         single_blend = split.weights is not None and bool(self.data.data_path) and self.data.sample_order == "megatron"
-        if len(split.parts) == 1 and not single_blend:
+        if len(split.dataset_parts) == 1 and not single_blend:
             return self._single(split, 0, num_samples)
         if self.data.sample_order == "megatron":
             return self._megatron_blend(split, num_samples)
@@ -188,7 +192,7 @@ class _Builder:
 
     def _read_apart(self, split: _SplitSources, num_samples: int | None) -> BlendedDataset:
         """Concatenates the datasets of a split for separate evaluation, each with ``num_samples`` draws."""
-        single_splits = [_SplitSources(split.number, None, [dataset_part]) for dataset_part in split.parts]
+        single_splits = [_SplitSources(split.number, None, [dataset_part]) for dataset_part in split.dataset_parts]
         return self._one_of_each([self._single(single_split, 0, num_samples) for single_split in single_splits])
 
     def _one_of_each(self, datasets: Sequence[FileSamples]) -> BlendedDataset:
@@ -198,13 +202,15 @@ class _Builder:
 
     def _read_once(self, split: _SplitSources) -> Dataset:
         """One epoch of each path of a split, ignoring weights; skips paths that are too short for a sample."""
-        datasets = [self._single(split, path_index, None) for path_index in range(len(split.parts))]
+        datasets = [self._single(split, path_index, None) for path_index in range(len(split.dataset_parts))]
         if len(datasets) == 1:
             return datasets[0]
         return self._one_of_each([dataset for dataset in datasets if len(dataset)] or datasets)
 
     def _lazy_blend(self, split: _SplitSources, num_samples: int) -> BlendedDataset:
-        weights = split.weights or [max(float(dataset_part.epoch_samples()), 1.0) for dataset_part in split.parts]
+        weights = split.weights or [
+            max(float(dataset_part.epoch_samples()), 1.0) for dataset_part in split.dataset_parts
+        ]
         blend = LazyBlend(weights, num_samples)
         draws = blend.counts()
         return BlendedDataset(
@@ -212,7 +218,7 @@ class _Builder:
         )
 
     def _megatron_blend(self, split: _SplitSources, num_samples: int) -> BlendedDataset:
-        path_indices = range(len(split.parts))
+        path_indices = range(len(split.dataset_parts))
         if split.weights is None:
             datasets = [self._single(split, path_index, None) for path_index in path_indices]
             weights = [float(len(dataset)) for dataset in datasets]
@@ -236,7 +242,7 @@ class _Builder:
 
     def _single(self, split: _SplitSources, path_index: int, num_samples: int | None) -> FileSamples:
         # Paths of a blend and splits of a file must not share a shuffle.
-        return split.parts[path_index].dataset(num_samples, mix(self.seed, split.number, path_index))
+        return split.dataset_parts[path_index].dataset(num_samples, mix(self.seed, split.number, path_index))
 
     def _open(self, path: str) -> IndexedDataset:
         indexed = self.opened.get(path)
@@ -265,7 +271,7 @@ class _GPTKind:
         """See ``DatasetKind``: counts sequences, as Megatron does."""
         return len(indexed)
 
-    def part(self, indexed: IndexedDataset, begin: int, end: int, name: str) -> _GPTPart:
+    def make_part(self, indexed: IndexedDataset, begin: int, end: int, name: str) -> _GPTPart:
         """See ``DatasetKind``."""
         return _GPTPart(self, indexed, Documents(indexed.lengths[begin:end], begin, name))
 

@@ -126,7 +126,7 @@ class _MaskedKind:
         """See ``DatasetKind``: counts documents, as megatron-core does."""
         return indexed.num_documents
 
-    def part(self, indexed: IndexedDataset, begin: int, end: int, name: str) -> _MaskedPart:
+    def make_part(self, indexed: IndexedDataset, begin: int, end: int, name: str) -> _MaskedPart:
         """See ``DatasetKind``."""
         documents = SentenceDocuments(indexed.lengths, indexed.doc_idx[begin : end + 1], name)
         return _MaskedPart(self, indexed, documents)

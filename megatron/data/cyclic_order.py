@@ -41,7 +41,7 @@ class _Passes(Generic[Epoch]):
     def __len__(self) -> int:
         return self._num_samples if self.epoch_samples else 0
 
-    def _place(self, index: int) -> int:
+    def _sample_index(self, index: int) -> int:
         """Index of a draw's sample within the epoch.
 
         Raises:
@@ -62,7 +62,7 @@ class CyclicOrder(_Passes[SampleOrder]):
         Raises:
             IndexError: when the index is outside the order.
         """
-        return self._epoch.sample_id(self._place(index))
+        return self._epoch.sample_id(self._sample_index(index))
 
     def spans(self, sample_id: int) -> Iterator[Span]:
         """See ``SampleOrder``."""
@@ -86,7 +86,7 @@ class CyclicSentences(_Passes[SentenceOrder]):
 
     def sentences(self, sample_id: int) -> Sentences:
         """See ``SentenceOrder``."""
-        return self._epoch.sentences(self._epoch.sample_id(self._place(sample_id)))
+        return self._epoch.sentences(self._epoch.sample_id(self._sample_index(sample_id)))
 
     def random(self, sample_id: int) -> np.random.RandomState:
         """See ``SentenceOrder``."""

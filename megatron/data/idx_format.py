@@ -131,9 +131,9 @@ def read_index(path: Path) -> IndexTable:
     raise damaged(path, "does not start with the magic bytes of an index (MMIDIDX or TNTIDX)")
 
 
-def damaged(path: Path, what: str) -> UserError:
+def damaged(path: Path, problem: str) -> UserError:
     """Error for a damaged file."""
-    return UserError(f"{path}: {what}. Restore the file or write it again with tools/preprocess_data.py")
+    return UserError(f"{path}: {problem}. Restore the file or write it again with tools/preprocess_data.py")
 
 
 def _read_mmap(path: Path, raw: NDArray[np.uint8], head: bytes) -> IndexTable:

@@ -51,7 +51,7 @@ class WholeBatches:
 
     def sample_id(self, index: int) -> int:
         """See ``SampleSource``."""
-        return self._dataset.sample_id(self._place(index))
+        return self._dataset.sample_id(self._sample_index(index))
 
     def __getitem__(self, index: int) -> NDArray[np.int64]:
         """Row of draw ``index``."""
@@ -59,7 +59,7 @@ class WholeBatches:
 
     def read(self, index: int, out_t: NDArray[Any]) -> None:
         """See ``SampleSource``."""
-        self._dataset.read(self._place(index), out_t)
+        self._dataset.read(self._sample_index(index), out_t)
 
     def collate(
         self, rows_bt: NDArray[np.int64], sample_ids_b: NDArray[np.int64], draw_ids_b: NDArray[np.int64]
@@ -73,7 +73,7 @@ class WholeBatches:
         order_b = None if batch.order_b is None else batch.order_b.masked_fill(fills_b, NO_ORDER)
         return replace(batch, loss_mask_bs=mask_bs, order_b=order_b)
 
-    def _place(self, index: int) -> int:
+    def _sample_index(self, index: int) -> int:
         if not 0 <= index < self._length:
             raise IndexError(f"sample {index} of {self._length}")
         return index % len(self._dataset)

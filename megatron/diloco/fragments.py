@@ -57,14 +57,14 @@ class FragmentBucket:
         slots: the parameters, in the order of the bucket.
         reduced: the reducer's bucket; it has no memory between rounds.
         tie: the tied embedding in the bucket; None for other parameters.
-        owns: whether this stage reduces it.
+        is_owner: whether this stage reduces it.
     """
 
     buffer: FlatBuffer
     slots: tuple[ParamSlot, ...]
     reduced: GradBucket
     tie: Tie | None
-    owns: bool
+    is_owner: bool
 
     @property
     def leads(self) -> bool:
@@ -120,8 +120,15 @@ class Fragment:
             if (location := locations.get(id(shard.slot))) is not None
             for at, start in (location,)
         ]
+<<<<<<< HEAD
         self.exchanged_buckets = [bucket for bucket in self.buckets if bucket.leads and bucket.owns]
         self.reducer = PseudoGradReducer([bucket.reduced for bucket in self.exchanged_buckets], plan, ledger)
+=======
+        self.exchanged_buckets = [bucket for bucket in self.buckets if bucket.leads and bucket.is_owner]
+        alone = Group(None, (0,), 0, "islands", "none")
+        buckets = [bucket.reduced for bucket in self.exchanged_buckets]
+        self.reducer = GradReducer(buckets, alone, plan, ledger, sharded=False, point=Point.OUTER)
+>>>>>>> main
 
     def shard_view(self, shard_range: ShardRange) -> Tensor:
         """A shard's range of its bucket."""

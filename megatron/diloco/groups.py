@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 def group_apart(
     store: dist.Store,
     members: Sequence[int],
-    own: int,
+    own_island: int,
     name: str,
     seconds: float,
     address: str | None,
@@ -31,7 +31,7 @@ def group_apart(
     Args:
         store: store of the group's members alone.
         members: numbers of the members, which messages name.
-        own: this member's number.
+        own_island: this member's number.
         name: name of the group.
         seconds: longest time to make the group, and timeout of its operations.
         address: address of this machine at which the others reach this process; None for gloo's own choice.
@@ -41,7 +41,7 @@ def group_apart(
         CommunicationError: when a member does not come.
     """
     ranks = tuple(members)
-    rank = ranks.index(own)
+    rank = ranks.index(own_island)
     if len(ranks) == 1:
         return Group(None, ranks, rank, name, "none")
     timeout = timedelta(seconds=seconds)

@@ -45,7 +45,7 @@ class Joining:
         optimizer: the inner optimizer.
         sync: its part in rounds.
         islands: the other islands.
-        parts: checkpoint state besides tensors.
+        stateful_parts: checkpoint state besides tensors.
         tell: prints a line, on the rank that speaks.
     """
 
@@ -57,11 +57,17 @@ class Joining:
         optimizer: Optimizer,
         sync: OuterSync,
         islands: Islands,
-        parts: StatefulParts,
+        stateful_parts: StatefulParts,
         tell: Callable[[str], None],
     ) -> None:
         self.topology, self.ledger, self.stages = topology, ledger, stages
-        self.optimizer, self.sync, self.islands, self.parts, self.tell = optimizer, sync, islands, parts, tell
+        self.optimizer, self.sync, self.islands, self.stateful_parts, self.tell = (
+            optimizer,
+            sync,
+            islands,
+            stateful_parts,
+            tell,
+        )
 
     def admit_islands_at_start(self) -> None:
         """Before the first step, send the state to islands that have come to the start without it."""
@@ -111,13 +117,13 @@ class Joining:
                 problem = next(text for text in gather_texts(self.islands.control, problem) if text)
                 self.tell(f"warning: joining has failed {failures} of {MOST_JOINS} times: {problem}")
                 continue
-            iteration = self.parts.state_dict()["progress"]["iteration"]
+            iteration = self.stateful_parts.state_dict()["progress"]["iteration"]
             self.tell(f"joined the other islands at iteration {iteration}, with the state of island {welcome.source}")
             return True
         raise CommunicationError(f"joining the other islands has failed {MOST_JOINS} times; the last time: {problem}")
 
     def _tensors(self) -> Iterator[Tensor]:
-        if not self.sync.outer.begun:  # islands take steps together, and there is no anchor yet
+        if not self.sync.outer.has_outer_params:  # islands take steps together, and there is no anchor yet
             yield from self.sync.outer.mains
         for tensors in self.sync.outer.tensors().values():
             yield from tensors
@@ -129,9 +135,9 @@ class Joining:
             yield from stage.buffers()
 
     def _send(self, group: Group, ticket: int) -> None:
-        meeting_place, rank = self.islands.place, self.islands.rank
+        meeting_place, rank = self.islands.store, self.islands.rank
         if rank == 0:
-            meeting_place.put(f"stream/{ticket}/parts", self.parts.state_dict())
+            meeting_place.put(f"stream/{ticket}/parts", self.stateful_parts.state_dict())
         states = [{name: x for name, x in state.portable().items() if name != RESIDUAL} for state in self.sync.states()]
         forms = [
             {name: [list(x.shape), name_of_dtype(x.dtype)] for name, x in state_tensors.items()}
@@ -153,8 +159,8 @@ class Joining:
                 raise ValueError("some of it is not finite")
             for state, tensors, counts in zip(self.sync.states(), states, counters, strict=True):
                 state.tensors, state.counters = tensors, {str(name): int(count) for name, count in counts.items()}
-            self.parts.load_state_dict(common, _SCOPES)
-        if self.sync.outer.begun:
+            self.stateful_parts.load_state_dict(common, _SCOPES)
+        if self.sync.outer.has_outer_params:
             self.sync.load_outer_params()
         else:
             self.sync.publish_params()
@@ -187,7 +193,7 @@ class Joining:
             if time.monotonic() > deadline:
                 raise CommunicationError(f"island has sent nothing within {self.islands.seconds:g} s")
 
-        return self.islands.place.wait_for(key, check)
+        return self.islands.store.wait_for(key, check)
 
 
 @contextmanager

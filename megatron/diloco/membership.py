@@ -54,7 +54,7 @@ class Islands:
     """This island's view of all islands. Every rank of the island has an instance; all call its methods alike.
 
     Args:
-        place: the meeting place of the islands.
+        store: the meeting place of the islands.
         island, count: this island's number, and the number of islands.
         quorum: fewest islands of a round.
         seconds: longest time that a round waits for an island.
@@ -69,7 +69,7 @@ class Islands:
 
     def __init__(
         self,
-        place: IslandStore,
+        store: IslandStore,
         island: int,
         count: int,
         quorum: int,
@@ -79,7 +79,7 @@ class Islands:
         device: torch.device = CPU,
         tell: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self.place, self.island, self.count, self.quorum = place, island, count, quorum
+        self.store, self.island, self.count, self.quorum = store, island, count, quorum
         self.seconds = seconds
         self.control, self.rank = control, rank_of(control)
         self.device, self.tell = device, tell
@@ -89,7 +89,7 @@ class Islands:
         self.last_round = ""
         self._group: Group | None = None
         self._identity: Mapping[str, str] = {}
-        self.start = IslandStart(place, island, StartLimits(count, quorum, start_seconds), self._share, tell)
+        self.start = IslandStart(store, island, StartLimits(count, quorum, start_seconds), self._share, tell)
 
     def begin_generation(self, iteration: int, in_step: bool, identity: Mapping[str, str], weights: str = "") -> bool:
         """Begins a generation with the others, unless they have a newer state or a generation is running.
@@ -141,14 +141,14 @@ class Islands:
     def _arrive(
         self, key: str, own_arrival: RoundReport, decide: Callable[[Mapping[int, RoundReport]], Decision]
     ) -> dict[str, Any]:
-        self.place.put(LOCAL, True)
-        self.place.put(f"{key}/arrived/{self.island}", own_arrival.encode())
+        self.store.put(LOCAL, True)
+        self.store.put(f"{key}/arrived/{self.island}", own_arrival.encode())
         awaited_islands = [k for k in self._awaited() if k != self.island]
-        pulses, deadline = HeartbeatMonitor(self.place, awaited_islands), time.monotonic() + self.seconds
+        pulses, deadline = HeartbeatMonitor(self.store, awaited_islands), time.monotonic() + self.seconds
         wait_notice = WaitNotice("to come to a round", self.seconds, self.tell)
 
         def look() -> None:
-            reports = {k: self.place.get(f"{key}/arrived/{k}", RoundReport.decode) for k in range(self.count)}
+            reports = {k: self.store.get(f"{key}/arrived/{k}", RoundReport.decode) for k in range(self.count)}
             arrivals = {k: arrival for k, arrival in reports.items() if arrival is not None}
             missing = {k for k in awaited_islands if k not in arrivals} - pulses.silent() - self._joining()
             wait_notice.look(missing)
@@ -162,19 +162,19 @@ class Islands:
                     f"--islands-quorum is {self.quorum}: start the others again, all from their checkpoints"
                 )
             try:
-                self.place.decide(f"{key}/members", decide(arrivals).encode())
+                self.store.decide(f"{key}/members", decide(arrivals).encode())
             except ValueError as error:
                 raise CommunicationError(f"{error}; lower --lr or outer-lr") from None
 
-        decision: dict[str, Any] = self.place.wait_for(f"{key}/members", look, Decision.decode)
+        decision: dict[str, Any] = self.store.wait_for(f"{key}/members", look, Decision.decode)
         return decision
 
     def _awaited(self) -> set[int]:
         """The islands of the last round, and those that joined after it; initially all that came to the start."""
         joined_islands = set() if self.last_round else set(self.behind)
         for k in range(self.count):
-            ticket = self.place.get(f"joining/{k}", int)
-            welcome = None if ticket is None else self.place.get(f"welcome/{ticket}", JoinReply.read)
+            ticket = self.store.get(f"joining/{k}", int)
+            welcome = None if ticket is None else self.store.get(f"welcome/{ticket}", JoinReply.read)
             if welcome is not None and welcome.round == self.last_round and not welcome.problem:
                 joined_islands.add(k)
         return joined_islands | set(self.expected)
@@ -186,8 +186,8 @@ class Islands:
     def _tickets(self) -> list[tuple[int, int]]:
         tickets = []
         for k in range(self.count):
-            ticket = self.place.get(f"joining/{k}", int)
-            if ticket is not None and self.place.get(f"welcome/{ticket}") is None:
+            ticket = self.store.get(f"joining/{k}", int)
+            if ticket is not None and self.store.get(f"welcome/{ticket}") is None:
                 tickets.append((k, ticket))
         return tickets
 
@@ -204,8 +204,8 @@ class Islands:
 
     def group_of(self, members: Sequence[int], key: str, seconds: float) -> Group:
         """A group of this rank on the given islands."""
-        store = dist.PrefixStore(f"{key}/{self.rank}", self.place.box)
-        return group_apart(store, members, self.island, "islands", seconds, self.place.own_address(), self.device)
+        store = dist.PrefixStore(f"{key}/{self.rank}", self.store.box)
+        return group_apart(store, members, self.island, "islands", seconds, self.store.own_address(), self.device)
 
     def decide_outcome(self, key: str, members: Sequence[int], vote: Vote) -> RoundOutcome:
         """Decides with the other members whether an attempt counts; the same on all of them.
@@ -226,19 +226,19 @@ class Islands:
     def _settle(self, key: str, members: Sequence[int], vote: Vote) -> str:
         takes_part = self.island in members
         if takes_part:
-            self.place.put(f"{key}/ok/{self.island}", vote.encode())
+            self.store.put(f"{key}/ok/{self.island}", vote.encode())
         # Members may take one time limit for the transfer, and another for the votes.
         deadline = time.monotonic() + self.seconds * (1 if takes_part else _WATCHING)
 
         def look() -> None:
-            votes = [self.place.get(f"{key}/ok/{k}", Vote.decode) for k in members]
+            votes = [self.store.get(f"{key}/ok/{k}", Vote.decode) for k in members]
             received_votes = [vote for vote in votes if vote is not None]
             if len(received_votes) == len(members):
-                self.place.decide(f"{key}/outcome", check_mean(received_votes))
+                self.store.decide(f"{key}/outcome", check_mean(received_votes))
             elif any(vote.failed for vote in received_votes) or time.monotonic() > deadline:
-                self.place.decide(f"{key}/outcome", RoundOutcome.FAILED)
+                self.store.decide(f"{key}/outcome", RoundOutcome.FAILED)
 
-        outcome: str = self.place.wait_for(f"{key}/outcome", look, RoundOutcome)
+        outcome: str = self.store.wait_for(f"{key}/outcome", look, RoundOutcome)
         return outcome
 
     # Joining.
@@ -249,11 +249,11 @@ class Islands:
         Raises:
             UserError: on every rank, when the other islands refuse this island.
         """
-        self.place.stop_beating()
+        self.store.stop_beating()
         self._group = None
         ticket = int(self._share(lambda: self._take_ticket()))
         peers = [k for k in range(self.count) if k != self.island]
-        pulses = HeartbeatMonitor(self.place, peers)
+        pulses = HeartbeatMonitor(self.store, peers)
         if self.rank == 0:
             self.tell(
                 f"waiting for {named(peers)} to let this one in at the end of a round, while any of them is alive"
@@ -261,8 +261,8 @@ class Islands:
         answer: JoinReply | None = None
         # Up to the duration of a round, which is longer than ranks may wait for a rank of their own island.
         while answer is None:
-            answer = self.place.get(f"welcome/{ticket}", JoinReply.read)
-            if answer is None and self.place.get(f"joining/{self.island}") != ticket:
+            answer = self.store.get(f"welcome/{ticket}", JoinReply.read)
+            if answer is None and self.store.get(f"joining/{self.island}") != ticket:
                 why = f"--island {self.island}: another process waits to join as island {self.island}; end one of them"
                 answer = JoinReply(self.island, "", (), why)
             if len(pulses.silent()) == len(peers) and answer is None:
@@ -275,13 +275,13 @@ class Islands:
             raise UserError(answer.problem)
         self.last_round, self.expected = answer.round, answer.members
         if self.rank == 0:
-            self.place.beat(self.island)
+            self.store.beat(self.island)
         return ticket, answer
 
     def _take_ticket(self) -> int:
-        ticket = self.place.count("tickets")
-        self.place.put(f"ticket/{ticket}", dict(self._identity))
-        self.place.put(f"joining/{self.island}", ticket)
+        ticket = self.store.count("tickets")
+        self.store.put(f"ticket/{ticket}", dict(self._identity))
+        self.store.put(f"joining/{self.island}", ticket)
         return ticket
 
     @property
@@ -299,11 +299,11 @@ class Islands:
         admitted_islands = []
         for k, ticket in self._tickets():
             problem = ""
-            for name, value in (self.place.get(f"ticket/{ticket}", dict) or {}).items():
+            for name, value in (self.store.get(f"ticket/{ticket}", dict) or {}).items():
                 if self._identity.get(name) != value:
                     own_value = self._identity.get(name)
                     problem = f"island {k} and the others do not agree: {name} is {value} and {own_value}"
-            self.place.put(f"welcome/{ticket}", asdict(JoinReply(self.island, self.last_round, self.expected, problem)))
+            self.store.put(f"welcome/{ticket}", asdict(JoinReply(self.island, self.last_round, self.expected, problem)))
             if not problem:
                 admitted_islands.append((k, ticket))
         return admitted_islands
@@ -326,7 +326,7 @@ class Islands:
         """
 
         def note() -> list[int]:
-            self.place.put(finish_of(self.island), [iteration, folder])
+            self.store.put(finish_of(self.island), [iteration, folder])
             return self._late()
 
         return [int(k) for k in self._share(note)]
@@ -336,11 +336,11 @@ class Islands:
         return self.lets_in and bool(self._share(self._late))
 
     def _late(self) -> list[int]:
-        return [k for k in range(self.count) if k not in self.expected and self.place.get(finish_of(k)) is None]
+        return [k for k in range(self.count) if k not in self.expected and self.store.get(finish_of(k)) is None]
 
     def leave(self) -> None:
         """Ends this island's participation."""
-        self.place.stop_beating()
+        self.store.stop_beating()
 
     def _share(self, call: Callable[[], Any]) -> Any:
         return share(self.control, call)

@@ -32,16 +32,16 @@ class OuterOptimizer:
         self.momentum: list[Tensor] = []
 
     @property
-    def begun(self) -> bool:
+    def has_outer_params(self) -> bool:
         """Whether there is an anchor."""
         return bool(self.outer_params)
 
     def copy_params(self) -> None:
         """Takes the current values as the anchor, without momentum."""
-        self.outer_params = [self._kept(main) for main in self.mains]
+        self.outer_params = [self._copy_to_outer_memory(main) for main in self.mains]
         self.momentum = [torch.zeros_like(x) for x in self.outer_params] if self.options.momentum else []
 
-    def _kept(self, x: Tensor) -> Tensor:
+    def _copy_to_outer_memory(self, x: Tensor) -> Tensor:
         """A copy in the memory of anchor and momentum."""
         return x.to("cpu" if self.options.offload else x.device, copy=True)
 
@@ -72,6 +72,6 @@ class OuterOptimizer:
         """State tensors for a checkpoint, by kind; a tensor of each kind for each of the values."""
         return (
             {"anchor": self.outer_params, **({"momentum": self.momentum} if self.momentum else {})}
-            if self.begun
+            if self.has_outer_params
             else {}
         )

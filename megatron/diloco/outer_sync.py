@@ -74,8 +74,8 @@ class OuterSync:
         plan, ledger: the compressor of ``OUTER``, and where bytes are counted.
         options: the point's options.
         layers: layers of the model.
-        others: tensors of the model that no gradient moves, by name: the biases of experts. Islands average them
-            exactly, without momentum.
+        untrained_tensors: tensors of the model that no gradient moves, by name: the biases of experts. Islands average
+            them exactly, without momentum.
 
     ``in_flight`` is the fragment in transit, ``round`` the number of iterations after which the last round was,
     ``together`` that after which all islands last had the anchor's values, and ``norms`` are the norms of the
@@ -91,7 +91,7 @@ class OuterSync:
         ledger: Ledger,
         options: OuterOptions,
         layers: int,
-        others: Mapping[str, Tensor] | None = None,
+        untrained_tensors: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.optimizer, self.topology, self.plan, self.ledger = optimizer, topology, plan, ledger
         self.options = options
@@ -105,7 +105,7 @@ class OuterSync:
             Fragment(number, count, layers, buffers, optimizer.shards, ties, plan, ledger) for number in range(count)
         ]
         self._others: list[dict[str, Tensor]] = [{} for _ in range(count)]
-        for name, x in (others or {}).items():
+        for name, x in (untrained_tensors or {}).items():
             self._others[fragment_of(name, layers, count)][name] = x
         self._means: dict[str, Tensor] = {}
 
@@ -264,7 +264,7 @@ class OuterSync:
             mean.div_(contributors)
         for bucket in fragment.buckets:
             flat = bucket.reduced.flat
-            if bucket.owns:
+            if bucket.is_owner:
                 if bucket.leads:
                     flat.div_(contributors)
                 self._wait(bucket.buffer.group.broadcast(flat))
@@ -313,7 +313,7 @@ class OuterSync:
         """State besides tensors for a checkpoint. A transfer that has not arrived is left out: it is sent again."""
         in_flight = self.in_flight if self.in_flight is not None and self.in_flight.arrived else None
         return {
-            "begun": self.outer.begun,
+            "begun": self.outer.has_outer_params,
             "round": self.last_round_iteration,
             "together": self.last_sync_iteration,
             "fragments": self.options.fragments,

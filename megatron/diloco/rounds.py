@@ -97,13 +97,13 @@ class Rounds:
 
     def before_step(self, iteration: int) -> None:
         """Take the anchor before the first local step (0-based)."""
-        if self.schedule.local(iteration) and not self.sync.outer.begun:
+        if self.schedule.local(iteration) and not self.sync.outer.has_outer_params:
             self.sync.copy_outer_params()
 
     @property
     def takes_local_steps(self) -> bool:
         """Whether islands take local steps, so that they know nothing of each other before the next round."""
-        return self.islands is not None and self.sync.outer.begun
+        return self.islands is not None and self.sync.outer.has_outer_params
 
     def after_step(self, done: int, loss: float) -> bool:
         """Send and apply the fragments that are due after ``done`` iterations of the run.
@@ -119,7 +119,7 @@ class Rounds:
             QuorumError: when there are too few islands.
             CommunicationError: when communication fails altogether.
         """
-        if not self.sync.outer.begun:
+        if not self.sync.outer.has_outer_params:
             return True
         if math.isfinite(loss):
             self._losses.append(loss)
@@ -132,11 +132,15 @@ class Rounds:
 
     def is_round_overdue(self, done: int) -> bool:
         """Whether a round that is due after ``done`` iterations is still missing."""
-        return self.sync.outer.begun and self.sync.last_round_iteration < done and bool(self.schedule.sent(done))
+        return (
+            self.sync.outer.has_outer_params
+            and self.sync.last_round_iteration < done
+            and bool(self.schedule.sent(done))
+        )
 
     def catch_up(self, done: int) -> bool:
         """Run the missing rounds that are due after ``done`` iterations; see ``after_step``."""
-        if self.sync.outer.begun and self.sync.last_round_iteration < done:
+        if self.sync.outer.has_outer_params and self.sync.last_round_iteration < done:
             for fragment in self.schedule.sent(done):
                 self._send(fragment, done, later=self.schedule.applied_at(done) > done)
             if self.schedule.sent(done):
@@ -177,7 +181,7 @@ class Rounds:
 
     def finish(self, iteration: int) -> None:
         """End the run, whose last checkpoint is saved: tell late islands where it is, and let them join."""
-        if self.islands is None or self.joining is None or not self.sync.outer.begun:
+        if self.islands is None or self.joining is None or not self.sync.outer.has_outer_params:
             return
         try:
             self._see_late_islands_in(self.islands, self.joining, iteration)

@@ -62,9 +62,9 @@ class StartLimits:
     quorum: int
     seconds: float
 
-    def missing(self, came: Mapping[int, Any]) -> list[int]:
+    def missing(self, arrived: Mapping[int, Any]) -> list[int]:
         """The islands that have not come."""
-        return [k for k in range(self.count) if k not in came]
+        return [k for k in range(self.count) if k not in arrived]
 
     def absence(self, missing: Sequence[int]) -> Start:
         """The start that fails because islands are missing."""
@@ -101,21 +101,21 @@ class Start:
         return Start(members, str(value["problem"]), iteration and int(iteration), behind, bool(value["in_step"]))
 
 
-def choose_iteration(came: Mapping[int, Sequence[int]], limits: StartLimits, all_below: float) -> Start:
+def choose_iteration(entries: Mapping[int, Sequence[int]], limits: StartLimits, all_below: float) -> Start:
     """Chooses the newest checkpoint that enough islands have: all of them while islands go in step, else a quorum.
 
     If there is none, chooses the newest of the most common checkpoints. Islands that lack it receive it, and lose the
     work that they have done since the last checkpoint in common.
 
     Args:
-        came: checkpoint iterations of the islands that came.
+        entries: checkpoint iterations of the islands that came.
         limits: limits of the start.
         all_below: the iteration below which all islands need the checkpoint.
     """
-    missing = limits.missing(came)
-    if missing and len(came) < limits.quorum:
+    missing = limits.missing(entries)
+    if missing and len(entries) < limits.quorum:
         return limits.absence(missing)
-    iterations_by_island = {k: set(map(int, iterations)) for k, iterations in came.items()}
+    iterations_by_island = {k: set(map(int, iterations)) for k, iterations in entries.items()}
     all_iterations = sorted(set().union(*iterations_by_island.values()), reverse=True)
     if not all_iterations:
         return Start()
@@ -124,43 +124,43 @@ def choose_iteration(came: Mapping[int, Sequence[int]], limits: StartLimits, all
     best = next(
         (i for i in all_iterations if holders[i] >= needed[i]), max(all_iterations, key=lambda i: (holders[i], i))
     )
-    return Start(iteration=best) if len(came) >= needed[best] else limits.absence(missing)
+    return Start(iteration=best) if len(entries) >= needed[best] else limits.absence(missing)
 
 
-def choose_start(came: Mapping[int, Any], limits: StartLimits) -> Start:
+def choose_start(entries: Mapping[int, Any], limits: StartLimits) -> Start:
     """Decides which islands begin: the furthest, if they agree. They send their state to the others.
 
     Args:
-        came: iteration, whether islands go in step from there, identity and weights of the islands that came.
+        entries: iteration, whether islands go in step from there, identity and weights of the islands that came.
         limits: limits of the start.
     """
-    first, ahead = min(came), max(iteration for iteration, *_ in came.values())
-    members = tuple(k for k, (iteration, *_) in sorted(came.items()) if iteration == ahead)
-    in_step = bool(came[members[0]][1])
+    first, ahead = min(entries), max(iteration for iteration, *_ in entries.values())
+    members = tuple(k for k, (iteration, *_) in sorted(entries.items()) if iteration == ahead)
+    in_step = bool(entries[members[0]][1])
     needed = limits.count if in_step else limits.quorum
-    for k, (_, _, identity, _) in came.items():
-        for name, value in came[first][2].items():
+    for k, (_, _, identity, _) in entries.items():
+        for name, value in entries[first][2].items():
             if identity.get(name) != value:
                 return Start(
                     problem=f"islands {first} and {k} do not agree: {name} is {value} and {identity.get(name)}"
                 )
-    missing = limits.missing(came)
-    if missing and len(came) < needed:
+    missing = limits.missing(entries)
+    if missing and len(entries) < needed:
         return limits.absence(missing)
-    other = next((k for k in members if came[k][3] != came[members[0]][3]), None)
+    other = next((k for k in members if entries[k][3] != entries[members[0]][3]), None)
     if other is not None:
         return Start(
             problem=f"islands {members[0]} and {other} begin at iteration {ahead} with different weights; load "
             "checkpoints of one run, and for new moments (--no-load-optim, --finetune) those of the end of a round"
         )
-    return Start(members, behind=tuple(k for k in sorted(came) if k not in members), in_step=in_step)
+    return Start(members, behind=tuple(k for k in sorted(entries) if k not in members), in_step=in_step)
 
 
 class IslandStart:
     """This island at the start of a generation. Every rank of the island has an instance; all call its methods alike.
 
     Args:
-        place: where the islands meet.
+        store: where the islands meet.
         island: number of this island.
         limits: limits of the start.
         share: runs a call on rank 0 of this island, and returns its result on all ranks.
@@ -169,20 +169,20 @@ class IslandStart:
 
     def __init__(
         self,
-        place: IslandStore,
+        store: IslandStore,
         island: int,
         limits: StartLimits,
         share: Callable[[Callable[[], Any]], Any],
         tell: Callable[[str], None],
     ) -> None:
-        self.place, self.island, self.limits, self.share, self.tell = place, island, limits, share, tell
+        self.store, self.island, self.limits, self.share, self.tell = store, island, limits, share, tell
         self._enters: bool | None = None
 
-    def choose_iteration(self, held: Sequence[int], all_below: float) -> int | None:
+    def choose_iteration(self, own_iterations: Sequence[int], all_below: float) -> int | None:
         """Comes to the start of a generation, and agrees with the others on the checkpoint to continue from.
 
         Args:
-            held: checkpoint iterations of this island.
+            own_iterations: checkpoint iterations of this island.
             all_below: the iteration below which all islands need the checkpoint, as they go in step from there.
 
         Returns:
@@ -193,16 +193,16 @@ class IslandStart:
             UserError: on every rank of all islands, when too few of them have come.
             CommunicationError: when the meeting place is gone.
         """
-        if not self._enter(max(held, default=0)):
+        if not self._enter(max(own_iterations, default=0)):
             return None
         select_members = partial(choose_iteration, limits=self.limits, all_below=all_below)
-        return self._agree("iteration", list(held), select_members).iteration
+        return self._agree("iteration", list(own_iterations), select_members).iteration
 
-    def begin_generation(self, own: Sequence[Any]) -> Start:
+    def begin_generation(self, own_entry: Sequence[Any]) -> Start:
         """Begins a generation with the others; returns which islands begin, none if a generation is running.
 
         Args:
-            own: this island's entry for ``choose_start``.
+            own_entry: this island's entry for ``choose_start``.
 
         Raises:
             UserError: on every rank of all islands, when they cannot go together.
@@ -210,7 +210,7 @@ class IslandStart:
         """
         if not self._enter():
             return Start()
-        return self._agree("start", list(own), partial(choose_start, limits=self.limits))
+        return self._agree("start", list(own_entry), partial(choose_start, limits=self.limits))
 
     def _enter(self, newest: int | None = None) -> bool:
         """Enters the newest generation, once; returns whether it has yet to begin.
@@ -219,9 +219,9 @@ class IslandStart:
             newest: iteration of this island's newest checkpoint, 0 without a checkpoint; None if unknown.
         """
         while self._enters is None:
-            number = int(self.share(lambda: self.place.newest_generation()))
-            self.place.take_generation(number)
-            problem = self.share(self._taken)
+            number = int(self.share(lambda: self.store.newest_generation()))
+            self.store.take_generation(number)
+            problem = self.share(self._duplicate_problem)
             if problem:
                 raise UserError(problem)
             going_on, problem = self.share(lambda: self._going_on(newest))
@@ -231,12 +231,12 @@ class IslandStart:
                 self._enters = going_on == "no"
         return self._enters
 
-    def _taken(self) -> str:
+    def _duplicate_problem(self) -> str:
         """An error message if another process is this island; empty otherwise."""
-        if self.place.count(f"came/{self.island}") > 1:  # this island's earlier process has ended, or still runs
-            before = self.place.pulse([self.island])
+        if self.store.count(f"came/{self.island}") > 1:  # this island's earlier process has ended, or still runs
+            before = self.store.pulse([self.island])
             time.sleep(_BEATS_OF_ANOTHER * BEAT_SECONDS)
-            if self.place.pulse([self.island]) != before:
+            if self.store.pulse([self.island]) != before:
                 return f"--island {self.island}: there is an island {self.island} already; give each its own number"
         return ""
 
@@ -248,14 +248,14 @@ class IslandStart:
             CommunicationError: when the generation's islands go in step and do not end.
         """
         peers = [k for k in range(self.limits.count) if k != self.island]
-        if self.place.get("start") is None and not self._start_failed(peers):
+        if self.store.get("start") is None and not self._start_failed(peers):
             return "no", ""
-        pulses, earlier_pulse = HeartbeatMonitor(self.place, peers), self.place.pulse(peers)
+        pulses, earlier_pulse = HeartbeatMonitor(self.store, peers), self.store.pulse(peers)
         deadline = time.monotonic() + self.limits.seconds
         announced = False
         while len(silent := pulses.silent(SILENT_SECONDS)) < len(peers):
             # While they go in step nobody can join: when any of them is gone, all end.
-            if self.place.get(LOCAL) and self.place.pulse(peers) != earlier_pulse:
+            if self.store.get(LOCAL) and self.store.pulse(peers) != earlier_pulse:
                 return "yes", ""
             alive = [k for k in peers if k not in silent]
             if time.monotonic() > deadline:
@@ -268,23 +268,23 @@ class IslandStart:
             time.sleep(POLL_SECONDS)
         problem = "" if newest is None else self._lateness(peers, newest)
         if not problem:
-            self.place.end_generation(self.place.generation)
+            self.store.end_generation(self.store.generation)
         return "ended", problem
 
     def _start_failed(self, peers: Sequence[int]) -> bool:
         """Whether islands agreed on a start that never came: it was refused, or all of them ended before it."""
-        decision = self.place.get("iteration", Start.read)
+        decision = self.store.get("iteration", Start.read)
         if decision is None or decision.problem:
             return decision is not None
-        earlier_pulse = self.place.pulse(peers)
+        earlier_pulse = self.store.pulse(peers)
         time.sleep(_BEATS_OF_ANOTHER * BEAT_SECONDS)
-        return self.place.pulse(peers) == earlier_pulse
+        return self.store.pulse(peers) == earlier_pulse
 
     def _lateness(self, peers: Sequence[int], newest: int) -> str:
         """The reason why this island cannot catch up with islands that have finished; empty if it need not."""
-        if self.place.get(finish_of(self.island)) is not None:
+        if self.store.get(finish_of(self.island)) is not None:
             return ""
-        ends = {k: end for k in peers if (end := self.place.get(finish_of(k), read_finish)) is not None}
+        ends = {k: end for k in peers if (end := self.store.get(finish_of(k), read_finish)) is not None}
         ahead = max(ends, key=lambda k: ends[k][0], default=None)
         if ahead is None or ends[ahead][0] <= newest:
             return ""
@@ -316,27 +316,27 @@ class IslandStart:
     def _wait_for_all(
         self, key: str, own_entry: Any, select_members: Callable[[Mapping[int, Any]], Start]
     ) -> dict[str, Any]:
-        self.place.put(refusal_of(self.island), "")
-        self.place.note_end(self.island, ended=False)
-        self.place.beat(self.island)
-        self.place.put(f"{key}/{self.island}", own_entry)
+        self.store.put(refusal_of(self.island), "")
+        self.store.note_end(self.island, has_ended=False)
+        self.store.beat(self.island)
+        self.store.put(f"{key}/{self.island}", own_entry)
         deadline = time.monotonic() + self.limits.seconds
         wait_notice = WaitNotice("to come to the start", self.limits.seconds, self.tell)
 
         def look() -> None:
-            entries = {k: self.place.get(f"{key}/{k}") for k in range(self.limits.count)}
+            entries = {k: self.store.get(f"{key}/{k}") for k in range(self.limits.count)}
             entries = {k: value for k, value in entries.items() if value is not None}
             wait_notice.look(self.limits.missing(entries))
-            refused = {k: why for k in range(self.limits.count) if (why := self.place.get(refusal_of(k)))}
+            refused = {k: why for k in range(self.limits.count) if (why := self.store.get(refusal_of(k)))}
             if refused:
                 problem = "; ".join(f"island {k}: {why}" for k, why in refused.items())
-                self.place.decide(key, asdict(Start(problem=problem)))
-            elif self.place.ended(self.limits.missing(entries)) or time.monotonic() > deadline:
-                with self.place.decoding(key):
+                self.store.decide(key, asdict(Start(problem=problem)))
+            elif self.store.have_ended(self.limits.missing(entries)) or time.monotonic() > deadline:
+                with self.store.decoding(key):
                     start = select_members(entries)
-                self.place.decide(key, asdict(start))
+                self.store.decide(key, asdict(start))
 
-        decision: dict[str, Any] = self.place.wait_for(key, look, Start.read)
+        decision: dict[str, Any] = self.store.wait_for(key, look, Start.read)
         return decision
 
 

@@ -51,9 +51,9 @@ def serve(host: str, port: int) -> dist.TCPStore:
     return store
 
 
-def note_end(store: dist.Store, island: int, ended: bool = True) -> None:
+def note_end(store: dist.Store, island: int, has_ended: bool = True) -> None:
     """Records an island's end for the process that serves the store; see ``IslandStore.note_end``."""
-    dist.PrefixStore(_PREFIX, store).set(_end_of(island), "1" if ended else "")
+    dist.PrefixStore(_PREFIX, store).set(_end_of(island), "1" if has_ended else "")
 
 
 def _end_of(island: int) -> str:
@@ -193,11 +193,11 @@ class IslandStore:
         with self.decoding(key):
             return json.loads(text)
 
-    def note_end(self, island: int, ended: bool = True) -> None:
+    def note_end(self, island: int, has_ended: bool = True) -> None:
         """Records that an island's launcher has ended and the island will not come; or that the island is back."""
-        self.reading(lambda: note_end(self._tcp, island, ended))
+        self.reading(lambda: note_end(self._tcp, island, has_ended))
 
-    def ended(self, islands: Iterable[int]) -> bool:
+    def have_ended(self, islands: Iterable[int]) -> bool:
         """Whether all of the given islands are known to have ended."""
         keys = [_end_of(island) for island in islands]
         return self.reading(lambda: all(self.root.check([key]) and self.root.get(key) == b"1" for key in keys))
@@ -250,22 +250,22 @@ class HeartbeatMonitor:
     """Watches whether islands are alive, by this process's clock.
 
     Args:
-        place: the meeting place with their heartbeats.
+        store: the meeting place with their heartbeats.
         islands: numbers of the islands.
     """
 
-    def __init__(self, place: IslandStore, islands: Collection[int]) -> None:
-        self._place = place
-        now = time.monotonic()
-        self._seen = {island: (count, now) for island, count in place.pulse(islands).items()}
-        self._read = now
+    def __init__(self, store: IslandStore, islands: Collection[int]) -> None:
+        self._place = store
+        current_time = time.monotonic()
+        self._seen = {island: (count, current_time) for island, count in store.pulse(islands).items()}
+        self._read = current_time
 
     def silent(self, seconds: float = SILENT_SECONDS) -> set[int]:
         """The islands without a new heartbeat for the given time."""
-        now = time.monotonic()
-        if now - self._read >= BEAT_SECONDS:
-            self._read = now
+        current_time = time.monotonic()
+        if current_time - self._read >= BEAT_SECONDS:
+            self._read = current_time
             for island, count in self._place.pulse(self._seen).items():
                 if count != self._seen[island][0]:
-                    self._seen[island] = (count, now)
-        return {island for island, (_, last) in self._seen.items() if now - last > seconds}
+                    self._seen[island] = (count, current_time)
+        return {island for island, (_, last) in self._seen.items() if current_time - last > seconds}

@@ -17,13 +17,13 @@ class WaitNotice:
     """Prints once which islands are awaited, soon after waiting begins.
 
     Args:
-        what: the awaited action, for people.
+        purpose: the awaited action, for people.
         seconds: time limit.
         tell: prints a line.
     """
 
-    def __init__(self, what: str, seconds: float, tell: Callable[[str], None]) -> None:
-        self._what, self._seconds, self._tell = what, seconds, tell
+    def __init__(self, purpose: str, seconds: float, tell: Callable[[str], None]) -> None:
+        self._what, self._seconds, self._tell = purpose, seconds, tell
         self._at: float | None = time.monotonic() + QUIET_SECONDS
 
     def look(self, missing: Collection[int]) -> None:

@@ -27,7 +27,7 @@ def size_of(group: dist.ProcessGroup | None) -> int:
     return 1 if group is None else dist.get_world_size(group)
 
 
-def communicating(what: str, call: Callable[[], T]) -> T:
+def communicating(operation: str, call: Callable[[], T]) -> T:
     """Runs a communicating call.
 
     Raises:
@@ -36,7 +36,7 @@ def communicating(what: str, call: Callable[[], T]) -> T:
     try:
         return call()
     except RuntimeError as error:
-        raise CommunicationError(f"{what} failed, a rank is gone or too slow: {first_line(error)}") from error
+        raise CommunicationError(f"{operation} failed, a rank is gone or too slow: {first_line(error)}") from error
 
 
 def any_rank(group: dist.ProcessGroup | None, flag: bool) -> bool:

@@ -52,7 +52,7 @@ class Clock(Protocol):
     def anchor(self) -> None:
         """Waits for the device, and aligns its time with the host's."""
 
-    def place(self, mark: Mark) -> float:
+    def host_time(self, mark: Mark) -> float:
         """Time of a mark on the host's clock (``time.perf_counter``), after ``anchor`` and ``synchronize``."""
 
 
@@ -60,11 +60,11 @@ class HostClock:
     """A clock of the host: the duration of a call is known when it returns.
 
     Args:
-        now: seconds of a monotonic clock.
+        read_seconds: seconds of a monotonic clock.
     """
 
-    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        self._now = now
+    def __init__(self, read_seconds: Callable[[], float] = time.perf_counter) -> None:
+        self._now = read_seconds
 
     def mark(self) -> float:
         return self._now()
@@ -81,7 +81,7 @@ class HostClock:
     def anchor(self) -> None:
         pass
 
-    def place(self, mark: float) -> float:
+    def host_time(self, mark: float) -> float:
         return mark
 
 
@@ -91,18 +91,18 @@ class DeviceClock:
     Args:
         event: makes an event that records the time.
         synchronize: waits for the device.
-        now: seconds of the host's clock.
+        read_seconds: seconds of the host's clock.
     """
 
     def __init__(
         self,
         event: Callable[[], Event],
         synchronize: Callable[[], None],
-        now: Callable[[], float] = time.perf_counter,
+        read_seconds: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._event = event
         self._synchronize = synchronize
-        self._now = now
+        self._now = read_seconds
         self._unread: deque[tuple[Event, Event, Tell]] = deque()
         self._anchor: tuple[Event, float] | None = None
 
@@ -129,7 +129,7 @@ class DeviceClock:
         self._synchronize()
         self._anchor = self.mark(), self._now()
 
-    def place(self, mark: Event) -> float:
+    def host_time(self, mark: Event) -> float:
         assert self._anchor is not None
         event, seconds = self._anchor
         return seconds + event.elapsed_time(mark) / 1e3

@@ -50,7 +50,7 @@ class Pending:
     Args:
         work: torch's handle; None when there is nothing to wait for.
         sent_bytes: bytes that this rank sends for it.
-        what: the operation and its group, for error messages.
+        description: the operation and its group, for error messages.
         finish: local work that completes the operation, run by ``wait``.
         started: ``time.perf_counter()`` at its start.
         marks: ``synchronize`` will be called, and the operation runs on a CUDA device.
@@ -58,7 +58,7 @@ class Pending:
 
     work: Work | None
     sent_bytes: int
-    what: str
+    description: str
     finish: Callable[[], object] | None = None
     started: float = field(default_factory=time.perf_counter)
     marks: bool = False
@@ -67,7 +67,7 @@ class Pending:
     @property
     def operation(self) -> str:
         """Name of the operation: all-reduce, send, ..."""
-        return self.what.split(" ", 1)[0]
+        return self.description.split(" ", 1)[0]
 
     def wait(self) -> None:
         """Waits until the result may be used: on CUDA, by kernels launched from now on.
@@ -108,7 +108,7 @@ class Pending:
         try:
             yield
         except RuntimeError as error:
-            raise CommunicationError(f"{self.what} failed: {reason(error)}") from error
+            raise CommunicationError(f"{self.description} failed: {reason(error)}") from error
 
     def done(self) -> bool:
         """Whether ``wait`` would not block."""
@@ -171,18 +171,18 @@ class Group:
     def size(self) -> int:
         return len(self.ranks)
 
-    def start(self, what: str, sent: int, call: Callable[[], Work | None]) -> Pending:
+    def start(self, operation: str, sent: int, call: Callable[[], Work | None]) -> Pending:
         """Starts an operation. Every operation passes here, so a subclass can override the transfer.
 
         Args:
-            what: the operation.
+            operation: the operation.
             sent: bytes that this rank sends for it.
             call: starts it in torch.
 
         Raises:
             CommunicationError: when it cannot be started.
         """
-        label = f"{what} over {self.name} (ranks {', '.join(map(str, self.ranks))})"
+        label = f"{operation} over {self.name} (ranks {', '.join(map(str, self.ranks))})"
         try:
             return Pending(call(), sent, label)
         except RuntimeError as error:
@@ -234,7 +234,7 @@ class Group:
         trip, which takes as long as the data queued at the link before it.
         """
 
-        def begun(step: int) -> Together:
+        def start_exchange(step: int) -> Together:
             to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
             receive_work = dist.irecv(into[source], group=self.pg, tag=_PARTNERS_TAG, group_src=source)
             send_work = dist.isend(out[to], group=self.pg, tag=_PARTNERS_TAG, group_dst=to)
@@ -243,11 +243,11 @@ class Group:
             return Together((receive_work, send_work))
 
         if self.size == 2:
-            return begun(1)
+            return start_exchange(1)
 
         def steps() -> None:
             for step in range(1, self.size):
-                begun(step).wait()
+                start_exchange(step).wait()
 
         if self._steps is None:
             self._steps = Steps()

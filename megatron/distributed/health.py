@@ -161,11 +161,11 @@ class Watch:
     def _loop(self) -> None:
         next_beat = time.monotonic()
         while not self._stop.is_set():
-            now = time.monotonic()
-            if now >= next_beat:
-                next_beat = now + BEAT_SECONDS
+            current_time = time.monotonic()
+            if current_time >= next_beat:
+                next_beat = current_time + BEAT_SECONDS
                 self._on_beat()
-            if now >= self._exit_at:
+            if current_time >= self._exit_at:
                 text = f"rank {self.rank}: {self._verdict}"
                 leave_reason(text)
                 self._print(text)

@@ -135,7 +135,7 @@ class Ledger:
         Raises:
             CommunicationError: when a peer is gone or too slow.
         """
-        if pending.what == NOTHING:
+        if pending.description == NOTHING:
             pending.wait()
             return
         self._books.took_part.add(point)

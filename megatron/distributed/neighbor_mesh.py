@@ -54,20 +54,20 @@ class Peer:
     link: socket.socket
     lines: list[str] = field(default_factory=list)
     closed: bool = False
-    _coming: bytes = b""
-    _going: bytes = b""
+    _received_bytes: bytes = b""
+    _unsent_bytes: bytes = b""
 
     def tell(self, line: str) -> None:
         """Sends a line, now or, if the send buffer is full, with a later line."""
-        if line or not self._going:  # heartbeats need not queue up
-            self._going += f"{line}\n".encode()
+        if line or not self._unsent_bytes:  # heartbeats need not queue up
+            self._unsent_bytes += f"{line}\n".encode()
         if not self.closed:
             try:
-                self._going = self._going[self.link.send(self._going) :]
+                self._unsent_bytes = self._unsent_bytes[self.link.send(self._unsent_bytes) :]
             except BlockingIOError:
                 pass  # nobody reads there: a later line will try again
             except OSError:
-                self._going = b""  # the connection has ended; reading finds that out, after the last lines
+                self._unsent_bytes = b""  # the connection has ended; reading finds that out, after the last lines
 
     def read(self) -> None:
         """Reads available data without waiting."""
@@ -77,9 +77,9 @@ class Peer:
             return
         except OSError:
             data = b""
-        *lines, self._coming = (self._coming + data).split(b"\n")
+        *lines, self._received_bytes = (self._received_bytes + data).split(b"\n")
         self.lines += [line.decode(errors="replace") for line in lines]
-        self.closed = not data or len(self._coming) > LONGEST_LINE
+        self.closed = not data or len(self._received_bytes) > LONGEST_LINE
 
 
 class Mesh:
@@ -200,7 +200,11 @@ class Mesh:
                 self._selector.unregister(link)
                 del self._strangers[link]
                 peer = self._add(rank, link)
-                peer.lines, peer._coming, peer.closed = stranger.lines, stranger._coming, stranger.closed
+                peer.lines, peer._received_bytes, peer.closed = (
+                    stranger.lines,
+                    stranger._received_bytes,
+                    stranger.closed,
+                )
                 if peer.closed:
                     self._forget(link)
                 return

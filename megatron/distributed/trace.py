@@ -153,13 +153,13 @@ class Trace(Observer):
     def _collect(self, iteration: int) -> None:
         """Convert the spans of an iteration to events."""
         for span in self._spans:
-            begin, end = self._micros(self._clock.place(span.start)), self._micros(self._clock.place(span.stop))
+            begin, end = self._micros(self._clock.host_time(span.start)), self._micros(self._clock.host_time(span.stop))
             duration = max(round(end - begin, 1), 0.0)
             event = {"name": span.name, "ph": "X", "pid": self.rank, "tid": 0, "ts": begin, "dur": duration}
             self._events.append({**event, "args": {"iteration": iteration, **span.args}})
         for flight in self._landed:
             self._flights += 1
-            begin, end = self._micros(flight.started), self._micros(self._clock.place(flight.stop))
+            begin, end = self._micros(flight.started), self._micros(self._clock.host_time(flight.stop))
             common = {"name": flight.name, "cat": flight.point, "pid": self.rank, "tid": 0}
             common["id"] = f"{self.rank}.{self._flights}"
             args = {"point": flight.point, "sent bytes": flight.sent_bytes, "iteration": iteration}

@@ -30,8 +30,8 @@ class Together:
     no thread.
     """
 
-    def __init__(self, parts: Sequence[Work]) -> None:
-        self._parts = parts
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._parts = works
         self._waiting: Future[None] | None = None
 
     def wait(self) -> None:

@@ -18,8 +18,8 @@ _PLAIN = (
 """Split numbers and words, and spaces around punctuation marks."""
 
 _PAIRS = tuple(
-    (re.compile(rf"{opening}\s*([^{inside}]*?)\s*{closing}"), rf"{left}\1{right}")
-    for opening, inside, closing, left, right in (
+    (re.compile(rf"{opening}\s*([^{inside}]*?)\s*{closing}"), rf"{opening_text}\1{closing_text}")
+    for opening, inside, closing, opening_text, closing_text in (
         (r"\(", r"\)", r"\)", "(", ")"),
         (r"\[", r"\]", r"\]", "[", "]"),
         (r"\{", r"\}", r"\}", "{", "}"),

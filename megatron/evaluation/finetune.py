@@ -44,12 +44,12 @@ class TaskData:
     """Labeled samples of a run.
 
     Args:
-        given: flags of the task.
+        task_config: flags of the task.
         task: definition of the task.
         training, validation: contents of the files.
     """
 
-    given: TaskConfig
+    task_config: TaskConfig
     task: Task
     training: Sequence[ExampleFile]
     validation: Sequence[ExampleFile]
@@ -78,13 +78,13 @@ class TaskData:
             most = self.task.most_first
             return TaskDataset(examples, order, epochs, tokenizer, model, most_first=most)
 
-        training = build(self.training, orders[0], self.given.epochs) if self.given.epochs else None
+        training = build(self.training, orders[0], self.task_config.epochs) if self.task_config.epochs else None
         return training, build(self.validation, orders[1], 1), None
 
     def _order(self, config: RunConfig, size: int) -> Epochs:
         """Training order, in batches of ``size`` samples."""
         recurring = config.data.sample_order == "fixed"
-        samples, keeps = _samples(self.training), self.given.keep_last_batch
+        samples, keeps = _samples(self.training), self.task_config.keep_last_batch
         return Epochs(samples, size, keep_last=keeps, recurring=recurring, seed=config.training.seed)
 
     def judge(self, outputs_nc: Tensor) -> dict[str, dict[str, float]]:
@@ -96,7 +96,7 @@ def _samples(files: Sequence[ExampleFile]) -> int:
     return sum(len(file.examples) for file in files)
 
 
-def read_data(given: TaskConfig, task: Task) -> TaskData:
+def read_data(task_config: TaskConfig, task: Task) -> TaskData:
     """Read the files that the flags name.
 
     Raises:
@@ -106,10 +106,10 @@ def read_data(given: TaskConfig, task: Task) -> TaskData:
     def read(paths: Sequence[str], flag: str) -> list[ExampleFile]:
         if task.folders:
             return [read_race(path, flag) for path in paths]
-        return [read_glue(given.task, path, flag) for path in paths]
+        return [read_glue(task_config.task, path, flag) for path in paths]
 
-    training = read(given.train_data, "--train-data") if given.epochs else []
-    return TaskData(given, task, training, read(given.valid_data, "--valid-data"))
+    training = read(task_config.train_data, "--train-data") if task_config.epochs else []
+    return TaskData(task_config, task, training, read(task_config.valid_data, "--valid-data"))
 
 
 def begin_with(parsed: ParsedRun, task: Task) -> tuple[str, Iteration] | None:
@@ -159,19 +159,19 @@ def _take_shape(parsed: ParsedRun, saved: RunConfig, root: str, iteration: Itera
     parsed.config = replace(merged, tokenizer=tokenizer)
 
 
-def check_batches(config: RunConfig, given: TaskConfig) -> None:
+def check_batches(config: RunConfig, task_config: TaskConfig) -> None:
     """Check that a resumed run has the same batches and epochs as before: its position is counted in them.
 
     Args:
         config: configuration returned by ``sized``.
-        given: flags of the task.
+        task_config: flags of the task.
 
     Raises:
         UserError: when batch size or epoch length differ.
     """
     checkpoint = config.checkpoint
     load = checkpoint.load
-    trains = given.epochs and not config.validation.skip_train
+    trains = task_config.epochs and not config.validation.skip_train
     if load is None or checkpoint.finetune or not trains or not _holds_checkpoint(checkpoint):
         return
     saved, iteration = saved_config(load, checkpoint.ckpt_step)

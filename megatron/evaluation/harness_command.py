@@ -110,18 +110,18 @@ def _loaded(load: Callable[[list[str]], Any], tasks: list[str]) -> Any:
         raise UserError(f"--tasks {' '.join(tasks)}: its data cannot be had ({reason})") from error
 
 
-def report(found: dict[str, Any] | UserError, flags: EvaluationFlags) -> None:
+def report(results: dict[str, Any] | UserError, flags: EvaluationFlags) -> None:
     """Print the harness's table, and write the results.
 
     Raises:
-        UserError: when ``found`` is a UserError, or the file cannot be written.
+        UserError: when ``results`` is a UserError, or the file cannot be written.
     """
     from lm_eval.utils import make_table
 
-    if isinstance(found, UserError):
-        raise found
-    print(make_table(found), flush=True)
-    contexts = found["contexts"]
+    if isinstance(results, UserError):
+        raise results
+    print(make_table(results), flush=True)
+    contexts = results["contexts"]
     if contexts["cut"]:
         print(
             f"note: the contexts of {contexts['cut']:,} of {contexts['requests']:,} requests are longer than the model "
@@ -131,7 +131,7 @@ def report(found: dict[str, Any] | UserError, flags: EvaluationFlags) -> None:
         )
     if flags.output:
         names = ("results", "versions", "n-shot", "n-samples", "contexts")
-        figures = {name: found[name] for name in names if name in found}
+        figures = {name: results[name] for name in names if name in results}
         write_whole(flags.output, json.dumps(figures, indent=1, default=str).encode(), "--output")
 
 

@@ -99,15 +99,15 @@ def check_together(sweep: SweepFlags, explicit: set[str], note: Callable[[str], 
         note("--experiment-name: no effect without --val-ppls-save-path")
 
 
-def _wanted(number: int, sweep: SweepFlags, last: float) -> bool:
+def _in_sweep(number: int, sweep: SweepFlags, last: float) -> bool:
     return sweep.first <= number <= last and (number - sweep.first) % sweep.step == 0
 
 
-def left_out(root: str, found: Sequence[int], sweep: SweepFlags) -> list[int]:
+def left_out(root: str, iterations: Sequence[int], sweep: SweepFlags) -> list[int]:
     """Iterations of the sweep with incomplete checkpoints."""
     last = sweep.last if sweep.last is not None else math.inf
     saved_numbers = sorted(saved_iterations(Path(root)))
-    return [number for number in saved_numbers if _wanted(number, sweep, last) and number not in found]
+    return [number for number in saved_numbers if _in_sweep(number, sweep, last) and number not in iterations]
 
 
 def chosen(root: str, sweep: SweepFlags) -> list[int]:
@@ -118,7 +118,7 @@ def chosen(root: str, sweep: SweepFlags) -> list[int]:
     """
     complete_numbers = sorted(complete_iterations(root))
     last = sweep.last if sweep.last is not None else max(complete_numbers, default=0)
-    iterations = [number for number in complete_numbers if _wanted(number, sweep, last)]
+    iterations = [number for number in complete_numbers if _in_sweep(number, sweep, last)]
     if not iterations:
         have = ", ".join(map(str, complete_numbers)) or "none"
         damaged = ", ".join(map(str, left_out(root, iterations, sweep)))
@@ -140,7 +140,7 @@ class Losses:
     path: Path
     settings: dict[str, Any]
     root: str
-    known: dict[int, tuple[float, str]] = field(default_factory=dict)
+    values: dict[int, tuple[float, str]] = field(default_factory=dict)
 
     def _weights(self, iteration: int) -> str:
         """Digest of a checkpoint's manifest, which contains the checksums of all tensors."""
@@ -162,7 +162,7 @@ class Losses:
         try:
             rows = json.loads(self.path.read_text())
             columns = zip(rows["val_iters"], rows["val_lmloss"], rows["val_checkpoints"], strict=True)
-            self.known = {int(n): (float(loss), str(weights)) for n, loss, weights in columns}
+            self.values = {int(n): (float(loss), str(weights)) for n, loss, weights in columns}
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise UserError(f"--output {self.path}: is no result of an earlier sweep; name another file") from error
         if any(rows.get(name) != value for name, value in self.settings.items()):
@@ -170,13 +170,13 @@ class Losses:
 
     def of(self, iteration: int) -> float | None:
         """Known loss of a checkpoint; None if it is unknown or the checkpoint has changed."""
-        loss, weights = self.known.get(iteration, (None, ""))
+        loss, weights = self.values.get(iteration, (None, ""))
         return loss if weights == self._weights(iteration) else None
 
     def add(self, iteration: int, loss: float) -> None:
         """Add a loss, and write the file."""
-        self.known[iteration] = (loss, self._weights(iteration))
-        rows = sorted((n, loss, weights) for n, (loss, weights) in self.known.items())
+        self.values[iteration] = (loss, self._weights(iteration))
+        rows = sorted((n, loss, weights) for n, (loss, weights) in self.values.items())
         values = {
             "val_iters": [n for n, _, _ in rows],
             "val_lmloss": [loss for _, loss, _ in rows],

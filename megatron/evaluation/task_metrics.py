@@ -19,12 +19,12 @@ from megatron.data.tasks.examples import ExampleFile
 
 def check_packages() -> None:
     """Check that the packages of the metrics are installed (else UserError)."""
-    missing = [name for name, module in (("scikit-learn", "sklearn"), ("scipy", "scipy")) if not _there(module)]
+    missing = [name for name, module in (("scikit-learn", "sklearn"), ("scipy", "scipy")) if not _is_installed(module)]
     if missing:
         raise UserError(f"tasks are judged by {' and '.join(missing)}: pip install 'megatron-cc[tasks]'")
 
 
-def _there(module: str) -> bool:
+def _is_installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 

@@ -19,15 +19,15 @@ from megatron.models.context import ForwardContext
 _PATHS = {"data_path", "train_data_path", "valid_data_path", "test_data_path"}
 
 
-def data_of(config: RunConfig, given: DataConfig, explicit: Collection[str]) -> DataConfig:
+def data_of(config: RunConfig, flags: DataConfig, explicit: Collection[str]) -> DataConfig:
     """Data section of a run, with overrides from flags.
 
     Args:
         config: configuration of the run.
-        given: values of the flags.
+        flags: values of the flags.
         explicit: dotted names of the flags that were set explicitly.
     """
-    changes = {name: getattr(given, name) for name in vars(given) if f"data.{name}" in explicit}
+    changes = {name: getattr(flags, name) for name in vars(flags) if f"data.{name}" in explicit}
     saved = config.data
     if _PATHS & set(changes):
         saved = replace(saved, data_path=[], train_data_path=[], valid_data_path=[], test_data_path=[], mock_data=False)

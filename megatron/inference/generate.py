@@ -74,19 +74,19 @@ class _TokenChooser:
         counted = sampling.adjusts and model.is_sampling_rank
         self._counts = TokenCounts(rows, self._entries, model.device) if counted else None
 
-    def choose(self, active: Sequence[int], logits_bv: Tensor, place: int) -> Tensor:
+    def choose(self, active: Sequence[int], logits_bv: Tensor, position: int) -> Tensor:
         """Sample the next token of the active rows, (b,).
 
         Args:
             active: indices of the rows.
             logits_bv: logits of the rows, (b, vocabulary).
-            place: number of tokens generated so far.
+            position: number of tokens generated so far.
         """
         numbers = [torch.rand((), generator=self._generators[i], dtype=torch.float64) for i in active]
         logits_bv = logits_bv[:, : self._entries]
         if self._counts is not None:
             logits_bv = self._counts.adjust(self._sampling, logits_bv, active)
-        tokens_b = self._sampling.after(place).choose(logits_bv, torch.stack(numbers))
+        tokens_b = self._sampling.after(position).choose(logits_bv, torch.stack(numbers))
         if self._counts is not None:
             self._counts.add(active, tokens_b)
         return tokens_b

@@ -112,7 +112,7 @@ class Session:
     def continuation(self, sample: Generated) -> str:
         return continuation(self.model.tokenizer, sample.tokens, sample.prompt_length)
 
-    def write(self, task: GenerationTaskFlags, parts: Sequence[str]) -> None:
+    def write(self, task: GenerationTaskFlags, texts: Sequence[str]) -> None:
         """Write the output file on the sampling rank; print its content if writing fails.
 
         Raises:
@@ -124,9 +124,9 @@ class Session:
         def write_file() -> None:
             try:
                 with atomic_write(Path(name)) as stream:
-                    stream.write("".join(parts).encode())
+                    stream.write("".join(texts).encode())
             except OSError as error:
-                print("".join(parts), end="", flush=True)
+                print("".join(texts), end="", flush=True)
                 raise UserError(f"{flag} {name}: {error.strerror}; the texts are printed instead") from error
 
         together(self.model.topology.control.pg, write_file if self.model.is_sampling_rank else lambda: None)
@@ -145,7 +145,7 @@ class Session:
         ]
         self.write(task, entries)
 
-    def _asked(self, patience_s: float) -> str:
+    def _read_prompt(self, patience_s: float) -> str:
         """Read a line on rank 0, which broadcasts regularly while it waits, so that the other ranks do not time out."""
         asking = "\nContext prompt (an empty line ends): "
         if self.model.topology.rank == 0:
@@ -166,7 +166,7 @@ class Session:
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="surrogateescape")  # an invalid line must not end the session
         while True:
-            text = self._asked(patience_s)
+            text = self._read_prompt(patience_s)
             if not text:
                 return
             if self.model.is_sampling_rank:

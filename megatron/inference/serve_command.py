@@ -106,10 +106,10 @@ def serve(model: LoadedModel, flags: ServerFlags, patience_s: float, listening: 
     from megatron.inference.server.listening import HTTPServer, configuration, room_for
     from megatron.tokenizer.chat import open_chat_template
 
-    def ended() -> None:
+    def request_exit() -> None:
         server.should_exit = True
 
-    worker = Worker(model, flags.max_queue, patience_s, ended)
+    worker = Worker(model, flags.max_queue, patience_s, request_exit)
     limits = RequestLimits(model.window, flags.max_tokens_to_oom)
     name = f"megatron-cc-{model.iteration}"
     template = open_chat_template(model.tokenizer_flags)
@@ -123,7 +123,7 @@ def serve(model: LoadedModel, flags: ServerFlags, patience_s: float, listening: 
     server = HTTPServer(config, worker, lambda: print(f"serving {name} at {url}", flush=True))
     for number in (signal.SIGINT, signal.SIGTERM):
         # uvicorn handles both while it runs, and raises them again afterwards; by then the server has ended.
-        signal.signal(number, lambda *_: ended())
+        signal.signal(number, lambda *_: request_exit())
     worker.start()
     server.run(sockets=[listening])
     worker.stop()

@@ -157,12 +157,12 @@ class Workspaces:
         return new_workspace
 
 
-def rows_to_keep(held: Sequence[int], wanted: Collection[int], recorded: bool) -> list[int] | None:
+def rows_to_keep(rows: Sequence[int], active_rows: Collection[int], recorded: bool) -> list[int] | None:
     """Indices of the rows to keep in memory after others have ended; None to keep all.
 
     If steps are recorded, ended rows are computed along until they are half of all rows: fewer rows need a new
     recording and are not faster.
     """
-    if len(wanted) == len(held) or (recorded and 2 * len(wanted) > len(held)):
+    if len(active_rows) == len(rows) or (recorded and 2 * len(active_rows) > len(rows)):
         return None
-    return [index for index, number in enumerate(held) if number in wanted]
+    return [index for index, number in enumerate(rows) if number in active_rows]

@@ -73,7 +73,7 @@ def quantize_tiles(
         native.operators().tile_errors(
             x, second, message.rotated, error_1t.view(-1), role, bits, *low_numbers, block, ratio, mixture.tile
         )
-        native.operators().mark_tiles(abs_topk(error_1t, mixture.more).view(-1), message.marked)
+        native.operators().mark_tiles(abs_topk(error_1t, mixture.extended_tiles).view(-1), message.marked)
         ratio = 0.0  # the bitmap of blocks is already written
     native.operators().quantize_tiles(
         x, second, *_streams(message), role, *_numbers(tiles.grid), block, ratio, *_wide(tiles), seed is not None,
@@ -100,7 +100,7 @@ def _streams(message: TiledMessage) -> tuple[Tensor, ...]:
 def _wide(tiles: Tiles) -> tuple[int, int, int]:
     """Kind of the grid with an extra bit, tile size, and number of tiles with an extra bit; zeros without a mixture."""
     mixture = tiles.mixture
-    return (mixture.high.kind, mixture.tile, mixture.more) if mixture else (GridKind.SYMMETRIC, 0, 0)
+    return (mixture.high.kind, mixture.tile, mixture.extended_tiles) if mixture else (GridKind.SYMMETRIC, 0, 0)
 
 
 def float8_encode(x: Tensor, codes: Tensor, scales: Tensor, form: float8.Float8, seed: int | None = None) -> None:

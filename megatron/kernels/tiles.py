@@ -58,14 +58,14 @@ class Mixture:
         high: grid of the tiles with an extra bit.
         tile: size of a tile.
         count: number of values, including the padding of a rotation's last block.
-        more: number of tiles with an extra bit.
+        extended_tiles: number of tiles with an extra bit.
     """
 
     low: Grid
     high: Grid
     tile: int
     count: int
-    more: int
+    extended_tiles: int
 
     @property
     def tiles(self) -> int:
@@ -75,18 +75,18 @@ class Mixture:
     @property
     def streams(self) -> tuple[tuple[Grid, int], ...]:
         """Grids and element counts of the two streams of a message."""
-        high = self.more * self.tile
+        high = self.extended_tiles * self.tile
         return (self.high, high), (self.low, self.count - high)
 
     def split(self, x_n: Tensor, marked_t: Tensor) -> tuple[Tensor, Tensor]:
         """Numbers of the marked tiles, and all other numbers."""
-        x_tn, size = x_n[: self.tiles * self.tile].view(-1, self.tile), self.more * self.tile
+        x_tn, size = x_n[: self.tiles * self.tile].view(-1, self.tile), self.extended_tiles * self.tile
         sorted_n = x_tn[self._order(marked_t)].view(-1)
         return sorted_n[:size], torch.cat([sorted_n[size:], x_n[self.tiles * self.tile :]])
 
     def join(self, marked_n: Tensor, others_n: Tensor, marked_t: Tensor) -> Tensor:
         """Inverse of ``split``."""
-        others_size = (self.tiles - self.more) * self.tile
+        others_size = (self.tiles - self.extended_tiles) * self.tile
         sorted_tn = torch.cat([marked_n, others_n[:others_size]]).view(-1, self.tile)
         x_tn = torch.empty_like(sorted_tn).index_copy_(0, self._order(marked_t), sorted_tn)
         return torch.cat([x_tn.view(-1), others_n[others_size:]])
@@ -213,7 +213,7 @@ def quantize_tiles(
 def _mixed(x_n: Tensor, message: TiledMessage, mixture: Mixture) -> tuple[Tensor, Tensor]:
     """Choose and mark the tiles that get an extra bit, and return the numbers of both streams."""
     x_n = torch.nn.functional.pad(x_n, (0, mixture.count - x_n.numel()))
-    chosen_1c = torch.empty((1, mixture.more), dtype=torch.int64, device=x_n.device)
+    chosen_1c = torch.empty((1, mixture.extended_tiles), dtype=torch.int64, device=x_n.device)
     reference.abs_topk(tile_errors(x_n, mixture.low, mixture.tile).view(1, -1), chosen_1c)
     mark_tiles(chosen_1c.view(-1), message.marked)
     return mixture.split(x_n, reference.unpack_bits(message.marked, 1, mixture.tiles) > 0)

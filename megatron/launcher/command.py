@@ -4,8 +4,8 @@
 
 All flags but those of islands are torchrun's (``--help`` lists them): --nnodes, --node-rank, --master-addr,
 --max-restarts ... On one machine nothing listens but at loopback addresses, on several the first machine listens at
---master-addr (docs/security.md). ``--islands 2 --nproc-per-node 4`` starts two islands of two ranks, each under a
-launcher of its own: one that fails leaves the other, and the exit status is 0 when one of them has come to the end.
+--master-addr (docs/guides/security.md). ``--islands 2 --nproc-per-node 4`` starts two islands of two ranks, each under
+a launcher of its own: one that fails leaves the other, and the exit status is 0 when one of them has come to the end.
 
 SIGTERM and SIGUSR1 are passed on to the ranks, as SIGTERM. Under --exit-signal-handler they save and end, and so does
 the launcher, with status 0; a second such signal gives them --shutdown-timeout seconds. The exit status is
@@ -140,7 +140,7 @@ def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessF
     by_time = sorted(failures.items(), key=lambda item: (item[1].exitcode == -signal.SIGTERM, item[1].timestamp))
     rank, first = by_time[0]
     if first.exitcode == EXIT_PEER_LOST:
-        messages = (str(_left(failure).get("message", "")) for _, failure in by_time)
+        messages = (str(_error_file_content(failure).get("message", "")) for _, failure in by_time)
         blamed_ranks = (each for message in messages for each in ranks_blamed(message))
         rank = next((each for each in blamed_ranks if each in failures), rank)
     return rank, failures[rank]
@@ -148,11 +148,11 @@ def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessF
 
 def _explain(error: ChildFailedError, rank: int, failure: ProcessFailure) -> str | None:
     """The reason why a rank failed; None if the last line on the screen already says it."""
-    message = str(_left(failure).get("message", ""))
+    message = str(_error_file_content(failure).get("message", ""))
     reason = message.removeprefix("error: ")
     # A single rank prints the reason, common to all ranks, as its last line, maybe with the name of the rank that it
     # is about. Other lines are printed among those of other ranks.
-    error_files = [_left(each) for each in error.failures.values()]
+    error_files = [_error_file_content(each) for each in error.failures.values()]
     printed = any(
         content.get("extraInfo", {}).get("printed") and reason in str(content.get("message", ""))
         for content in error_files
@@ -168,7 +168,7 @@ def _explain(error: ChildFailedError, rank: int, failure: ProcessFailure) -> str
     return f"{rank_name} ended with status {failure.exitcode}"
 
 
-def _left(failure: ProcessFailure) -> dict[str, Any]:
+def _error_file_content(failure: ProcessFailure) -> dict[str, Any]:
     """The content of a rank's error file."""
     message: object = failure.message if failure.error_file != NO_FILE else None
     return message if isinstance(message, dict) else {}

@@ -27,7 +27,15 @@ from megatron.launcher.signals import STOP_SIGNALS
 
 ISLAND, ADDRESS = "MEGATRON_ISLAND", "MEGATRON_ISLANDS_ADDRESS"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-_OWN = ("islands", "nproc-per-node", "nproc_per_node", "standalone", "serve-islands", "island", "islands-address")
+_ISLAND_FLAGS = (
+    "islands",
+    "nproc-per-node",
+    "nproc_per_node",
+    "standalone",
+    "serve-islands",
+    "island",
+    "islands-address",
+)
 
 Say = Callable[[str], None]
 
@@ -187,7 +195,7 @@ def _without_own(words: Sequence[str]) -> list[str]:
         name, equals, _ = word.lstrip("-").partition("=")
         if skip:
             skip = False
-        elif word.startswith("--") and name in _OWN:
+        elif word.startswith("--") and name in _ISLAND_FLAGS:
             skip = not equals and name != "standalone"
         else:
             remaining_words.append(word)

@@ -70,9 +70,9 @@ class BinaryHead(nn.Module):
 class BertStage(Stage):
     """A stage of BERT."""
 
-    def __init__(self, rank: RankContext, part: StagePart, shard: VocabShard) -> None:
-        super().__init__(rank, part, shard)
-        if part.last:
+    def __init__(self, rank: RankContext, stage_part: StagePart, shard: VocabShard) -> None:
+        super().__init__(rank, stage_part, shard)
+        if stage_part.last:
             self.lm_head = LMHead(rank, shard)
             if rank.config.bert_binary_head:
                 self.binary_head = BinaryHead(rank)

@@ -107,9 +107,9 @@ class ClassifierStage(Stage):
     Models with a different body are subclasses.
     """
 
-    def __init__(self, rank: RankContext, part: StagePart, shard: VocabShard) -> None:
-        super().__init__(rank, part, shard)
-        if part.last and rank.config.task_head != "none":
+    def __init__(self, rank: RankContext, stage_part: StagePart, shard: VocabShard) -> None:
+        super().__init__(rank, stage_part, shard)
+        if stage_part.last and rank.config.task_head != "none":
             self.classification_head = ClassificationHead(rank)
 
     def counts(self, targets: Targets) -> Tensor:

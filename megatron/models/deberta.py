@@ -110,9 +110,9 @@ class DebertaStage(ClassifierStage):
     embedding_type = NormedEmbedding
     ends_with_norm = False
 
-    def __init__(self, rank: RankContext, part: StagePart, shard: VocabShard) -> None:
-        super().__init__(rank, part, shard)
-        self.relative_positions = RelativePositions(rank, part.first)
+    def __init__(self, rank: RankContext, stage_part: StagePart, shard: VocabShard) -> None:
+        super().__init__(rank, stage_part, shard)
+        self.relative_positions = RelativePositions(rank, stage_part.first)
 
     def _make_layer(self, rank: RankContext, number: int) -> Layer:
         return DebertaLayer(rank, number)

@@ -297,7 +297,7 @@ class Experts(nn.Module):
         if step is None:
             return out_sbh
         counts = self.expert_comm.count_rows(routing.experts_tk, self.count)
-        step.seen[self.layer, step.micro_batch] = (counts, routing.losses.detach())
+        step.statistics[self.layer, step.micro_batch] = (counts, routing.losses.detach())
         loss_weights = tuple(config.expert_losses.values())
         if not any(loss_weights):
             return out_sbh

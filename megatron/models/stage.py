@@ -48,29 +48,29 @@ class Stage(nn.Module, ABC):
 
     Args:
         rank: the model, and the rank's communication, device and recomputation.
-        part: part of the model in this chunk; ``StagePart(range(total_layers))`` is the whole model.
+        stage_part: part of the model in this chunk; ``StagePart(range(total_layers))`` is the whole model.
         shard: rows of the vocabulary on this rank.
     """
 
     embedding_type: ClassVar[type[Embedding]] = Embedding
     ends_with_norm: ClassVar[bool] = True
 
-    def __init__(self, rank: RankContext, part: StagePart, shard: VocabShard) -> None:
+    def __init__(self, rank: RankContext, stage_part: StagePart, shard: VocabShard) -> None:
         super().__init__()
         config = rank.config
         self.config = config
-        self.part = part
+        self.part = stage_part
         self.shard = shard
         self.comm = rank.tensor
         self.dtype = rank.dtype
         self.recompute = rank.recompute
         self.logits_space = LogitsSpace()
         tied = config.ties_embeddings
-        embeds = part.first or config.begins_decoder(part.layers)
+        embeds = stage_part.first or config.begins_decoder(stage_part.layers)
         if embeds:
-            self.embedding = self.embedding_type(rank, shard, copy=not part.first)
-        self.layers = nn.ModuleDict({str(n): self._make_layer(rank, n) for n in part.layers})
-        if part.last:
+            self.embedding = self.embedding_type(rank, shard, copy=not stage_part.first)
+        self.layers = nn.ModuleDict({str(n): self._make_layer(rank, n) for n in stage_part.layers})
+        if stage_part.last:
             if self.ends_with_norm:
                 self.final_layernorm = Norm(rank)
             if config.predicts_words and not (tied and embeds):

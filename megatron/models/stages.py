@@ -76,12 +76,12 @@ def build_stages(rank: RankContext, layout: Layout, pp: int, vocab_size: int, se
     return stages
 
 
-def make_stage(rank: RankContext, part: StagePart, shard: VocabShard) -> Stage:
+def make_stage(rank: RankContext, stage_part: StagePart, shard: VocabShard) -> Stage:
     """Build a stage of the configured type of model, with uninitialized weights; see ``Stage``."""
     language: dict[str, type[Stage]] = {"gpt": GPTStage, "bert": BertStage, "t5": T5Stage, "deberta": DebertaStage}
     of_samples = not rank.config.predicts_words and rank.config.model_type != "deberta"
     stage_type = ClassifierStage if of_samples else language[rank.config.model_type]
-    return stage_type(rank, part, shard)
+    return stage_type(rank, stage_part, shard)
 
 
 def initialize(stage: Stage, config: ModelConfig, seed: int) -> None:

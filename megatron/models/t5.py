@@ -36,17 +36,17 @@ class T5Stage(Stage):
     Under sequence parallelism it is the concatenation of the rank's slices of both.
     """
 
-    def __init__(self, rank: RankContext, part: StagePart, shard: VocabShard) -> None:
-        super().__init__(rank, part, shard)
+    def __init__(self, rank: RankContext, stage_part: StagePart, shard: VocabShard) -> None:
+        super().__init__(rank, stage_part, shard)
         config = rank.config
         decoder = config.decoder_layers
         layers = self._layers()
         self.encoder_size = sum(layer.layer not in decoder for layer in layers)
-        self.begins_decoder = config.begins_decoder(part.layers)
-        self.ends_encoder = decoder.start - 1 in part.layers
+        self.begins_decoder = config.begins_decoder(stage_part.layers)
+        self.ends_encoder = decoder.start - 1 in stage_part.layers
         if self.ends_encoder:
             self.encoder_final_layernorm = Norm(rank)
-        if part.last:
+        if stage_part.last:
             self.lm_head = OutputBias(shard, rank.device, rank.dtype)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:

@@ -32,7 +32,7 @@ def set_steps_taken(inner: torch.optim.Optimizer, shards: Sequence[ParamShard], 
             state["step"] = torch.full_like(state["step"], float(count))
 
 
-def freeze(inner: torch.optim.Optimizer, shards: Sequence[ParamShard], whole: ParamNormReducer) -> None:
+def freeze(inner: torch.optim.Optimizer, shards: Sequence[ParamShard], norms: ParamNormReducer) -> None:
     """Prepares the second moments as divisors from now on.
 
     Elements without a gradient so far have a second moment of 0, and their first momentum would be divided by epsilon:
@@ -41,11 +41,11 @@ def freeze(inner: torch.optim.Optimizer, shards: Sequence[ParamShard], whole: Pa
     Args:
         inner: Adam.
         shards: the shards that this rank updates.
-        whole: computes sums over whole tensors from their shards.
+        norms: computes sums over whole tensors from their shards.
     """
     moments = [inner.state[shard.main]["exp_avg_sq"] for shard in shards]
-    sums_n = row_of([moment.sum(dtype=torch.float64) for moment in moments], whole.device)
-    for shard, second_moment, total in zip(shards, moments, whole(sums_n.unsqueeze(1)), strict=True):
+    sums_n = row_of([moment.sum(dtype=torch.float64) for moment in moments], norms.device)
+    for shard, second_moment, total in zip(shards, moments, norms(sums_n.unsqueeze(1)), strict=True):
         mean = total[0] / math.prod(shard.slot.spec.logical_shape)
         second_moment[second_moment == 0] = mean.to(second_moment.dtype)
 

@@ -17,14 +17,14 @@ from megatron.parallel.data.param_shards import ParamShard
 
 
 def make_inner(
-    shards: Sequence[ParamShard], config: OptimizerConfig, whole: ParamNormReducer, matrices: MatrixGather
+    shards: Sequence[ParamShard], config: OptimizerConfig, norms: ParamNormReducer, matrices: MatrixGather
 ) -> torch.optim.Optimizer:
     """Builds the optimizer over the shards' main values, its state allocated.
 
     Args:
         shards: the shards that this rank updates.
         config: algorithm and hyper-parameters.
-        whole: sums over the tensors that the shards are parts of.
+        norms: sums over the tensors that the shards are parts of.
         matrices: the matrices that they are parts of.
 
     Raises:
@@ -43,7 +43,7 @@ def make_inner(
     elif config.optimizer == "sgd":
         inner = torch.optim.SGD(groups, lr=config.lr, momentum=config.sgd_momentum, fused=True)
     elif config.optimizer == "lamb":
-        inner = Lamb(groups, shards, whole, config.lr, (config.lamb_beta1, config.lamb_beta2), config.lamb_eps)
+        inner = Lamb(groups, shards, norms, config.lr, (config.lamb_beta1, config.lamb_beta2), config.lamb_eps)
     elif config.optimizer == "muon":
         inner = Muon(groups, shards, matrices, config)
     else:

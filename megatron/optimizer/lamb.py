@@ -23,7 +23,7 @@ class Lamb(torch.optim.Optimizer):
     Args:
         groups: parameter groups, each with ``decays``.
         shards: the shards of the groups' main values.
-        whole: computes sums over whole tensors from their shards.
+        norms: computes sums over whole tensors from their shards.
         lr, betas, eps: hyper-parameters.
     """
 
@@ -31,13 +31,13 @@ class Lamb(torch.optim.Optimizer):
         self,
         groups: list[dict[str, Any]],
         shards: Sequence[ParamShard],
-        whole: ParamNormReducer,
+        norms: ParamNormReducer,
         lr: float,
         betas: tuple[float, float],
         eps: float,
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
-        self._shards, self._whole = list(shards), whole
+        self._shards, self._whole = list(shards), norms
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

@@ -87,15 +87,17 @@ class MatrixGather:
             buckets = [bucket for buffer in of_group for bucket in buffer.buckets]
             self._waves += _waves(held_ranges(buckets, replicas.size if replicas else 0), replicas, tp.size)
 
-    def change(self, parts: Sequence[Tensor | None], dtype: torch.dtype, change: Change) -> None:
+    def change(self, shard_values: Sequence[Tensor | None], dtype: torch.dtype, change: Change) -> None:
         """Changes matrices in place. A collective call of all ranks that hold parts of them.
 
         Args:
-            parts: flat values of a matrix for each matrix shard; None for other parameters.
+            shard_values: flat values of a matrix for each matrix shard; None for other parameters.
             dtype: dtype of the parts.
             change: called by the owner of a matrix, and by all tensor-parallel ranks where each holds the whole matrix.
         """
-        values_by_slot = {id(slot): flat for slot, flat in zip(self._slots, parts, strict=True) if flat is not None}
+        values_by_slot = {
+            id(slot): flat for slot, flat in zip(self._slots, shard_values, strict=True) if flat is not None
+        }
         empty = torch.empty(0, dtype=dtype, device=self._device)
         for wave in self._waves:
             if wave.replicas is None:

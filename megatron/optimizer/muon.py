@@ -48,17 +48,21 @@ class Muon(torch.optim.AdamW):
     Args:
         groups: parameter groups, each with ``decays``; the matrices are in the group with ``matrices``.
         shards: the shards of the groups' main values.
-        whole: assembles matrices from their shards.
+        matrices: assembles matrices from their shards.
         config: the hyper-parameters.
     """
 
     def __init__(
-        self, groups: list[dict[str, Any]], shards: Sequence[ParamShard], whole: MatrixGather, config: OptimizerConfig
+        self,
+        groups: list[dict[str, Any]],
+        shards: Sequence[ParamShard],
+        matrices: MatrixGather,
+        config: OptimizerConfig,
     ) -> None:
         betas = (config.adam_beta1, config.adam_beta2)
         super().__init__(groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=True)
         self._step_supports_amp_scaling = False  # gradients are divided before
-        self._shards, self._whole, self._config = list(shards), whole, config
+        self._shards, self._whole, self._config = list(shards), matrices, config
         self.directions: dict[int, Tensor] | None = None
         """The amounts subtracted from matrices, divided by the learning rate, without weight decay, by the id of the
         main values; None unless requested."""

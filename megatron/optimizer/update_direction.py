@@ -37,18 +37,18 @@ def begin_directions(inner: torch.optim.Optimizer, shards: Sequence[ParamShard],
 
 
 def end_directions(
-    inner: torch.optim.Optimizer, shards: Sequence[ParamShard], parts: Sequence[Tensor], frozen_at: int
+    inner: torch.optim.Optimizer, shards: Sequence[ParamShard], terms: Sequence[Tensor], frozen_at: int
 ) -> None:
     """Writes the directions of the step that was just taken to the shards' gradients.
 
     Args:
         inner, shards: the arguments of ``begin_directions``.
-        parts: the result of ``begin_directions``.
+        terms: the result of ``begin_directions``.
         frozen_at: the number of updates after which Adam's second moments were frozen; 0 when they were not.
     """
     groups = _groups(inner)
     count = steps_taken(inner, shards)
-    for shard, term in zip(shards, parts, strict=True):
+    for shard, term in zip(shards, terms, strict=True):
         state, group = inner.state[shard.main], groups[id(shard.main)]
         if "exp_avg_sq" in state:
             beta1, beta2 = group["betas"]

@@ -12,7 +12,7 @@ says; the file's comments are lost.
 
 Predicted are seconds of an iteration and what they are spent on, memory of the fullest device, bytes of each
 communication point, and MFU. The real model and compressors are run on tensors without contents for that, and the real
-pipeline schedules are played through. What a compressor does to the loss is not predicted: see docs/compression.md.
+pipeline schedules are played through. What a compressor does to the loss is not predicted: see docs/results/loss.md.
 """
 
 from __future__ import annotations

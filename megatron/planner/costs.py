@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,8 +20,7 @@ from megatron.distributed.policy import CompressionPlan
 from megatron.planner.choice import Choice
 from megatron.planner.cluster import CODING, Cluster, Wire, across_wire, hop_wire, inside_wire, site_wire, wire_between
 from megatron.planner.dry_run import DryStand, Spread
-from megatron.planner.names import EMBEDDING, EXPERTS, HEAD, kind_of
-from megatron.planner.piece_costs import MessageCost, PieceCost, ReductionCost
+from megatron.planner.piece_costs import EMBEDDING, EXPERTS, HEAD, MessageCost, PieceCost, ReductionCost, kind_of
 from megatron.planner.pieces import Pieces, message
 
 _T = TypeVar("_T")
@@ -103,9 +102,7 @@ class CostBook:
         self._stand = DryStand(cluster.device)
         self._specs: dict[str, tuple[Spec, ...]] = {}
         self._sets: dict[tuple[str, ...], dict[Point, Spec]] = {}
-        self._pieces: dict[object, PieceCost] = {}
-        self._reductions: dict[object, ReductionCost] = {}
-        self._messages: dict[object, MessageCost] = {}
+        self._costs: dict[object, Any] = {}
         self._levels: dict[object, Levels] = {}
 
     def specs(self, choice: Choice) -> dict[Point, Spec]:
@@ -117,6 +114,13 @@ class CostBook:
                     self._specs[text] = tuple(only.specs(self._length).values())
             self._sets[choice.specs] = {spec.point: spec for text in choice.specs for spec in self._specs[text]}
         return self._sets[choice.specs]
+
+    def _cached(self, key: tuple[object, ...], texts: tuple[str, ...], run: Callable[[], _T]) -> _T:
+        """The cost of a dry run with the specs ``texts``, run on first use; see ``planned``."""
+        if key not in self._costs:
+            self._costs[key] = planned(texts, run)
+        cost: _T = self._costs[key]
+        return cost
 
     def _text(self, choice: Choice, *points: Point) -> tuple[str, ...]:
         """Spec strings of a choice that serve any of the points."""
@@ -152,11 +156,9 @@ class CostBook:
             levels = self.expert_levels(choice)
             nodes = levels[Level.ACROSS][1] if levels else 0
             spread = Spread(1.0 if balanced else self.imbalance, nodes)
-        key = (name, *self._cut(choice, name), choice.micro_batch, recompute, texts, spread)
-        if key not in self._pieces:
-            specs = {point: spec for point, spec in self.specs(choice).items() if point in points}
-            self._pieces[key] = planned(texts, lambda: self._dry(choice, specs, spread=spread).piece(name))
-        return self._pieces[key]
+        key = ("piece", name, *self._cut(choice, name), choice.micro_batch, recompute, texts, spread)
+        specs = {point: spec for point, spec in self.specs(choice).items() if point in points}
+        return self._cached(key, texts, lambda: self._dry(choice, specs, spread=spread).piece(name))
 
     def reduction(self, choice: Choice, name: str, stage: int, own: bool = False) -> ReductionCost:
         """Cost of reducing a piece's gradients on a stage: over all replicas, or (``own``) gradients of experts that
@@ -173,16 +175,15 @@ class CostBook:
         if size == 1:
             return ReductionCost()
         replicas, nodes = _ranks(spec if covered else None, size, self.levels(choice, Point.DP_GRAD, own))
-        key = (name, *self._cut(choice, name), choice.sharded, fused, texts, replicas, nodes, own)
-        if key not in self._reductions:
-            used = {Point.DP_GRAD: spec} if spec is not None and covered else {}
-            self._reductions[key] = planned(
-                texts,
-                lambda: self._dry(choice, used, stage).reduction(
-                    name, sharded=choice.sharded, fused=fused, replicas=replicas, nodes=nodes, own=own
-                ),
-            )
-        return self._reductions[key]
+        key = (Point.DP_GRAD, name, *self._cut(choice, name), choice.sharded, fused, texts, replicas, nodes, own)
+        used = {Point.DP_GRAD: spec} if spec is not None and covered else {}
+        return self._cached(
+            key,
+            texts,
+            lambda: self._dry(choice, used, stage).reduction(
+                name, sharded=choice.sharded, fused=fused, replicas=replicas, nodes=nodes, own=own
+            ),
+        )
 
     def embedding_reduction(self, choice: Choice, shape: tuple[int, ...], elements: int) -> ReductionCost:
         """Cost of all-reducing the tied embedding's gradient over its holders."""
@@ -191,12 +192,10 @@ class CostBook:
         levels = self.levels(choice, Point.EMBED_GRAD)
         replicas, nodes = _ranks(self.specs(choice).get(Point.EMBED_GRAD), holders, levels)
         key = ("tied", shape, elements, texts, replicas, nodes)
-        if key not in self._reductions:
-            specs = {p: spec for p, spec in self.specs(choice).items() if not p.is_reduction or p is Point.EMBED_GRAD}
-            self._reductions[key] = planned(
-                texts, lambda: self._dry(choice, specs).embedding_reduction(shape, elements, replicas, nodes)
-            )
-        return self._reductions[key]
+        specs = {p: spec for p, spec in self.specs(choice).items() if not p.is_reduction or p is Point.EMBED_GRAD}
+        return self._cached(
+            key, texts, lambda: self._dry(choice, specs).embedding_reduction(shape, elements, replicas, nodes)
+        )
 
     def difference(self, choice: Choice, name: str, stage: int, own: bool = False) -> ReductionCost:
         """Cost of reducing a piece's pseudo-gradients over islands; ``own`` as in ``reduction``."""
@@ -207,16 +206,15 @@ class CostBook:
         # The traffic of a round does not depend on its length.
         sent = (spec.name, repr(spec.options), repr(spec.schedules), spec.feedback) if covered else ()
         key = (Point.OUTER, name, *self._cut(choice, name), choice.islands, fused, sent, own)
-        if key not in self._reductions:
-            used = {Point.OUTER: spec} if covered else {}
-            replicas, _ = _ranks(spec if covered else None, choice.islands, {})
-            self._reductions[key] = planned(
-                self._text(choice, Point.OUTER),
-                lambda: self._dry(choice, used, stage).reduction(
-                    name, fused=fused, replicas=replicas, own=own, point=Point.OUTER
-                ),
-            )
-        return self._reductions[key]
+        used = {Point.OUTER: spec} if covered else {}
+        replicas, _ = _ranks(spec if covered else None, choice.islands, {})
+        return self._cached(
+            key,
+            self._text(choice, Point.OUTER),
+            lambda: self._dry(choice, used, stage).reduction(
+                name, fused=fused, replicas=replicas, own=own, point=Point.OUTER
+            ),
+        )
 
     def levels(self, choice: Choice, point: Point, own: bool = False) -> Levels:
         """Wire and number of ranks at each level of a point's two-level sums; empty for single-level sums.
@@ -254,17 +252,20 @@ class CostBook:
         message_parts = choice.message_parts(self.config)
         model = self.config.model
         shape = torch.Size((model.seq_length // message_parts, choice.micro_batch, model.hidden_size))
-        key = (point, shape, texts)
-        if key not in self._messages:
-            specs = self.specs(choice) if compressed else {}
-            plan = CompressionPlan({p: spec for p, spec in specs.items() if p is point}, 0, choice.pp)
+        spec = self.specs(choice).get(point) if compressed else None
+        dtype = model.residual_dtype(self.config.precision.params_dtype)
+        return self._message(point, spec, choice.pp, texts, shape, dtype, choice.micro_batch, self.vocab_size)
+
+    def _message(
+        self, point: Point, spec: Spec | None, stages: int, texts: tuple[str, ...], shape: torch.Size, *content: Any
+    ) -> MessageCost:
+        def run() -> MessageCost:
+            plan = CompressionPlan({} if spec is None else {point: spec}, 0, stages)
             plan.begin_step(STEADY)
-            dtype = model.residual_dtype(self.config.precision.params_dtype)
-            self._messages[key] = planned(
-                texts,
-                lambda: message(plan.codec(point), shape, dtype, self._stand, choice.micro_batch, self.vocab_size),
-            )
-        return self._messages[key]
+            dtype, *samples = content
+            return message(plan.codec(point), shape, dtype, self._stand, *samples)
+
+        return self._cached((point, shape, texts), texts, run)
 
     def message_gather(self, choice: Choice, point: Point) -> MessageCost | None:
         """Cost of a rank's part of a pipeline message in the all-gather of the parts; None without an all-gather."""
@@ -279,16 +280,8 @@ class CostBook:
         spec = self.specs(choice).get(Point.PARAM_GATHER)
         covered = spec is not None and spec.activation.covers_stage(stage, choice.pp)
         texts = self._text(choice, Point.PARAM_GATHER) if covered else ()
-        key = (Point.PARAM_GATHER, elements, texts)
-        if key not in self._messages:
-            plan = CompressionPlan({Point.PARAM_GATHER: spec} if spec is not None and covered else {}, 0, 1)
-            plan.begin_step(STEADY)
-            dtype = self.config.precision.params_dtype
-            self._messages[key] = planned(
-                texts,
-                lambda: message(plan.codec(Point.PARAM_GATHER), torch.Size((elements,)), dtype, self._stand),
-            )
-        return self._messages[key]
+        dtype = self.config.precision.params_dtype
+        return self._message(Point.PARAM_GATHER, spec if covered else None, 1, texts, torch.Size((elements,)), dtype)
 
     def fused(self, choice: Choice) -> bool:
         """Whether a single fused all-reduce of the tied embedding's gradient spans all of its holders."""

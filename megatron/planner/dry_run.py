@@ -250,22 +250,23 @@ class DryStand:
         device: device whose rates apply.
     """
 
-    torch_device = META
-    repeats = 1
-    attention = staticmethod(fused_attention)
+    attention: Callable[..., Tensor] = staticmethod(fused_attention)
+    """The attention function, for ``ForwardContext``."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
+        self.torch_device = META
+        self.repeats = 1
 
-    def recorder(self) -> Recorder:
-        """A new recorder."""
+    def recorder(self) -> Any:
+        """A new recorder of the costs of the code inside its context."""
         return Recorder(self.device)
 
-    def group(self, size: int, recorder: Recorder, nodes: int = 0) -> Group:
+    def group(self, size: int, recorder: Any, nodes: int = 0) -> Group:
         """A stand-in group, split over nodes."""
         return DryGroup(size, recorder, nodes)
 
-    def experts(self, size: int, recorder: Recorder, plan: CompressionPlan, spread: Spread, folded: bool) -> ExpertComm:
+    def experts(self, size: int, recorder: Any, plan: CompressionPlan, spread: Spread, folded: bool) -> ExpertComm:
         """The expert-parallel points of a stand-in group."""
         group = DryGroup(size, recorder, spread.nodes, of_experts=True)
         return DryExpertComm(group, recorder.ledger, plan, spread.imbalance, folded)

@@ -14,7 +14,7 @@ from megatron.parallel.pipeline.schedule import PipelineOp, epilogue, training_s
 from megatron.planner.choice import Choice
 from megatron.planner.costs import INNER_POINTS, TP_POINTS, Wires
 from megatron.planner.dry_run import Tally
-from megatron.planner.names import EMBEDDING, HEAD
+from megatron.planner.piece_costs import EMBEDDING, HEAD
 from megatron.planner.stages import Stages, sent_bytes
 
 _IN_FLIGHT_GROUPS = 6

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+import numpy as np
+
 from megatron.config.curriculum import lengths_of
 from megatron.planner.choice import Choice
 from megatron.planner.predict import Predictor
@@ -38,13 +40,6 @@ class Growth:
         )
 
 
-def _of_length(predictor: Predictor, length: int) -> Predictor:
-    """Predictor of the same model on shorter sequences."""
-    config = predictor.config
-    model = dataclasses.replace(config.model, seq_length=length)
-    return Predictor(dataclasses.replace(config, model=model), predictor.cluster, predictor.vocab_size)
-
-
 def growth(predictor: Predictor, choice: Choice) -> Growth | None:
     """Predict the steps of a choice with growing sequences; None where they do not grow.
 
@@ -58,20 +53,14 @@ def growth(predictor: Predictor, choice: Choice) -> Growth | None:
     low, full = lengths.lengths[0], lengths.full
     message_parts = choice.message_parts(config)
     middle = max((low + full) // 2 // message_parts, 1) * message_parts
-    seconds = {length: _of_length(predictor, length).predict(choice).seconds for length in {low, middle, full}}
-
-    def at(length: int) -> float:
-        """Lagrange interpolation of the predicted times."""
-        total = 0.0
-        for node, value in seconds.items():
-            for other_node in seconds:
-                value *= (length - other_node) / (node - other_node) if other_node != node else 1.0
-            total += value
-        return total
-
+    seconds = {}
+    for length in sorted({low, middle, full}):
+        shorter = dataclasses.replace(config, model=dataclasses.replace(config.model, seq_length=length))
+        seconds[length] = Predictor(shorter, predictor.cluster, predictor.vocab_size).predict(choice).seconds
+    times = np.polynomial.Polynomial.fit(list(seconds), list(seconds.values()), len(seconds) - 1)
     ends = [min(end, iterations) for end in (*lengths.first[1:], iterations)]
     spent = sum(
-        (end - begin) * at(length)
+        (end - begin) * float(times(length))
         for length, begin, end in zip(lengths.lengths, lengths.first, ends, strict=True)
         if end > begin
     )

@@ -13,7 +13,7 @@ from megatron.planner.choice import Choice
 from megatron.planner.cluster import Cluster, Wire
 from megatron.planner.costs import Wires, wires_of
 from megatron.planner.dry_run import Collective
-from megatron.planner.names import EMBEDDING, HEAD, piece_of
+from megatron.planner.piece_costs import EMBEDDING, HEAD, piece_of
 from megatron.planner.stages import Stages, sent_bytes
 
 FIRST, OF_EXPERTS, ALL = "first", "experts", "all"
@@ -109,58 +109,6 @@ class OuterPlan:
         return self.run_s / (self.in_step + self.local)
 
 
-@dataclass(frozen=True)
-class OuterTerms:
-    """Terms of the outer plans of a layout and a spec of ``outer``, independent of the step time.
-
-    Args:
-        schedule: when fragments are sent.
-        in_step_s, in_step_bytes: see ``OuterPlan``.
-        inside_s: seconds of a fragment's round besides transfers.
-        transfers: the exchange of each fragment.
-        memory_bytes: see ``OuterPlan``.
-    """
-
-    schedule: RoundSchedule
-    in_step_s: float
-    in_step_bytes: float
-    inside_s: float
-    transfers: tuple[Transfer, ...]
-    memory_bytes: float
-
-    def plan(self, step_s: float) -> OuterPlan:
-        """The outer plan of a run with ``step_s`` seconds per step of an island."""
-        options, start = self.schedule.options, self.schedule.start
-        local_steps, count = self.schedule.end - start, len(self.transfers)
-        # Before the end of the run, fragments are sent in turn; at the end, all are sent again.
-        turns = max(local_steps - 1, 0) // options.turn
-        sendings = [turns // count + (fragment < turns % count) for fragment in range(count)]
-        fixed_s = [self.inside_s + transfer.coding_s for transfer in self.transfers]
-        waited_s = [
-            fixed + transfer.waited_s(options.delay, step_s)
-            for fixed, transfer in zip(fixed_s, self.transfers, strict=True)
-        ]
-        transfer_s = sum(sum(transfer.rounds_s) for transfer in self.transfers)
-        round_bytes = sum(transfer.nbytes for transfer in self.transfers)
-        run_s = sum(n * seconds for n, seconds in zip(sendings, waited_s, strict=True))
-        sent = sum(n * transfer.nbytes for n, transfer in zip(sendings, self.transfers, strict=True))
-        if local_steps:  # The last transfers are always waited for, regardless of ``delay``.
-            run_s, sent = run_s + sum(fixed_s) + transfer_s, sent + round_bytes
-        return OuterPlan(
-            options.every,
-            start,
-            local_steps,
-            self.in_step_s,
-            sum(waited_s),
-            transfer_s,
-            run_s,
-            self.in_step_bytes,
-            round_bytes,
-            (start * self.in_step_bytes + sent) / self.schedule.end,
-            self.memory_bytes,
-        )
-
-
 class OuterCosts:
     """The costs of the point ``outer`` for choices of several islands.
 
@@ -170,13 +118,51 @@ class OuterCosts:
 
     def __init__(self, stages: Stages) -> None:
         self.stages = stages
-        self._terms: dict[Choice, OuterTerms] = {}
+        self._transfers: dict[Choice, list[Transfer]] = {}
         self._crowds: dict[object, list[tuple[Wire, list[Counter[tuple[str, int]]]]]] = {}
 
     @property
     def width(self) -> int:
         """Bytes per element of a pseudo-gradient."""
         return max(self.stages.param_bytes, 4)
+
+    def plan(self, choice: Choice, step_s: float) -> OuterPlan:
+        """The outer plan of a choice with a spec of ``outer`` and ``step_s`` seconds per step of an island."""
+        iterations = self.stages.config.training.planned_iters
+        assert iterations is not None
+        spec, transfers = self.stages.book.specs(choice)[Point.OUTER], self.transfers(choice)
+        schedule = RoundSchedule(spec.outer, min(spec.activation.warmup_iters, iterations), iterations)
+        compressed = spec.outer.in_step == "compressed"
+        in_step_s, in_step_bytes = self._compressed_in_step(choice) if compressed else self.in_step(choice)
+        local_steps, count = schedule.end - schedule.start, len(transfers)
+        # Before the end of the run, fragments are sent in turn; at the end, all are sent again.
+        turns = max(local_steps - 1, 0) // spec.outer.turn
+        sendings = [turns // count + (fragment < turns % count) for fragment in range(count)]
+        inside_s = self._inside_s(choice, count)
+        fixed_s = [inside_s + transfer.coding_s for transfer in transfers]
+        waited_s = [
+            fixed + transfer.waited_s(spec.outer.delay, step_s)
+            for fixed, transfer in zip(fixed_s, transfers, strict=True)
+        ]
+        transfer_s = sum(sum(transfer.rounds_s) for transfer in transfers)
+        round_bytes = sum(transfer.nbytes for transfer in transfers)
+        run_s = sum(n * seconds for n, seconds in zip(sendings, waited_s, strict=True))
+        sent = sum(n * transfer.nbytes for n, transfer in zip(sendings, transfers, strict=True))
+        if local_steps:  # The last transfers are always waited for, regardless of ``delay``.
+            run_s, sent = run_s + sum(fixed_s) + transfer_s, sent + round_bytes
+        return OuterPlan(
+            spec.outer.every,
+            schedule.start,
+            local_steps,
+            in_step_s,
+            sum(waited_s),
+            transfer_s,
+            run_s,
+            in_step_bytes,
+            round_bytes,
+            (schedule.start * in_step_bytes + sent) / schedule.end,
+            self.memory_bytes(choice),
+        )
 
     def in_step(self, choice: Choice) -> tuple[float, float]:
         """Seconds that exact sums of each replica's share add to a synchronous step, and bytes leaving an island."""
@@ -189,9 +175,9 @@ class OuterCosts:
                 duplicates = 0
         return self._seconds(choice, shares) + self._totals_s(choice), self._sent(choice, shares)
 
-    def _compressed_in_step(self, choice: Choice, transfers: Sequence[Transfer]) -> tuple[float, float]:
+    def _compressed_in_step(self, choice: Choice) -> tuple[float, float]:
         """``in_step`` where the compressor of ``outer`` sums the gradients."""
-        wires = wires_of(self.stages.cluster, choice)
+        wires, transfers = wires_of(self.stages.cluster, choice), self.transfers(choice)
         seconds = max(self._told_on(choice, stage, 1, wires) for stage in range(choice.pp))
         seconds += sum(transfer.coding_s + sum(transfer.rounds_s) for transfer in transfers)
         return seconds + self._totals_s(choice), sum(transfer.nbytes for transfer in transfers)
@@ -203,39 +189,25 @@ class OuterCosts:
         duplicated = self.stages.book.tied and choice.pp > 1
         return self.stages.tied_elements(replace(choice, sharded=False)) if duplicated else 0
 
-    def terms(self, choice: Choice) -> OuterTerms:
-        """Terms of the outer plans of a choice with a spec of ``outer``, cached for all choices of the same layout."""
+    def memory_bytes(self, choice: Choice) -> float:
+        """Bytes of anchor, momentum, residuals and one fragment's pseudo-gradient on the fullest rank."""
+        options, transfers = self.stages.book.specs(choice)[Point.OUTER].outer, self.transfers(choice)
+        copies = 0 if options.offload else options.copies
+        outer_state = copies * self.width * max(self.stages.owned(choice, rank) for rank in range(choice.pp))
+        elements = max(self.stages.elements(choice, rank) for rank in range(choice.pp))
+        pseudo_gradient = self.width * elements / options.fragments
+        return outer_state + pseudo_gradient + sum(transfer.kept for transfer in transfers)
+
+    def transfers(self, choice: Choice) -> list[Transfer]:
+        """The exchange of each fragment, cached for all choices of the same layout."""
         plain = Choice(choice.tp, choice.pp, choice.dp, choice.ep, islands=choice.islands, folded=choice.folded)
         key = replace(
-            plain,
-            chunks=choice.chunks,
-            sequence_parallel=choice.sequence_parallel,
-            sharded=choice.sharded,
-            specs=(choice.outer_spec,),
+            plain, chunks=choice.chunks, sequence_parallel=choice.sequence_parallel, specs=(choice.outer_spec,)
         )
-        if key not in self._terms:
-            self._terms[key] = self._compute_terms(key)
-        return self._terms[key]
-
-    def _compute_terms(self, choice: Choice) -> OuterTerms:
-        iterations = self.stages.config.training.planned_iters
-        assert iterations is not None
-        spec = self.stages.book.specs(choice)[Point.OUTER]
-        schedule = RoundSchedule(spec.outer, min(spec.activation.warmup_iters, iterations), iterations)
-        transfers = [self._transfer(choice, fragment, spec.outer.fragments) for fragment in range(spec.outer.fragments)]
-        copies = 0 if spec.outer.offload else spec.outer.copies
-        memory = self._memory_bytes(choice, copies, transfers)
-        inside_s = self._inside_s(choice, spec.outer.fragments)
-        compressed = spec.outer.in_step == "compressed"
-        in_step = self._compressed_in_step(choice, transfers) if compressed else self.in_step(choice)
-        return OuterTerms(schedule, *in_step, inside_s, tuple(transfers), memory)
-
-    def _memory_bytes(self, choice: Choice, copies: int, transfers: Sequence[Transfer]) -> float:
-        """Bytes of anchor, momentum, residuals and one fragment's pseudo-gradient on the fullest rank."""
-        ranks = range(choice.pp)
-        outer_state = copies * self.width * max(self.stages.owned(choice, rank) for rank in ranks)
-        difference = self.width * max(self.stages.elements(choice, rank) for rank in ranks) / len(transfers)
-        return outer_state + difference + sum(transfer.kept for transfer in transfers)
+        if key not in self._transfers:
+            fragments = self.stages.book.specs(choice)[Point.OUTER].outer.fragments
+            self._transfers[key] = [self._transfer(key, number, fragments) for number in range(fragments)]
+        return self._transfers[key]
 
     def _transfer(self, choice: Choice, fragment: int, fragments: int) -> Transfer:
         """The exchange of a fragment with the other islands."""

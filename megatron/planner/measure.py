@@ -32,10 +32,9 @@ from megatron.planner.choice import Choice, choice_of
 from megatron.planner.cluster import CODING, PARTS, Cluster, Device, LinkSpec
 from megatron.planner.costs import STEADY, TP_POINTS, planned, wires_of
 from megatron.planner.dry_run import DryStand, Spread, Tally
-from megatron.planner.names import kind_of, piece_of
+from megatron.planner.piece_costs import kind_of, piece_of
 from megatron.planner.pieces import Pieces, message
 from megatron.planner.stages import Stages
-from megatron.planner.stand import Stand
 from megatron.training.traffic import gather_rows
 
 RATES = ("peak_tflops", "memory_gbyte_per_s", "op_us")
@@ -85,7 +84,7 @@ class ComputeMeter:
         return Tally(spent - coding - waited, coding, waited)
 
 
-class LiveStand:
+class LiveStand(DryStand):
     """A stand that runs pieces on a real device.
 
     Args:
@@ -185,7 +184,7 @@ class Corrections:
         self.book = self.stages.book
         self.layer = piece_of(config.model, 0)
 
-    def _pieces(self, specs: Mapping[Point, Spec], stand: Stand) -> Pieces:
+    def _pieces(self, specs: Mapping[Point, Spec], stand: DryStand) -> Pieces:
         plan = CompressionPlan(specs, 0, self.choice.pp)
         plan.begin_step(STEADY)
         return Pieces(self.choice.configure(self.config), self.vocab_size, stand, plan, STEADY)
@@ -207,13 +206,8 @@ class Corrections:
         elements = self.book.piece(self.choice, self.layer).parameters * self.config.model.num_layers
         elements = min(elements, _UPDATE_ELEMENTS)
         computed = elements * 36 / (self.device.memory_gbyte_per_s * 1e9)
-        factors["optimizer"] = _update_seconds(elements, self.stand, self._clears) / computed
+        factors["optimizer"] = _update_seconds(elements, self.stand) / computed
         return factors
-
-    @property
-    def _clears(self) -> bool:
-        """Whether a step clears its gradients."""
-        return not replaces_grads(self.stand.torch_device)
 
     def of_coding(self, text: str) -> float:
         """Measure the factor of a compressor's encoding and decoding."""
@@ -222,7 +216,7 @@ class Corrections:
         real = self._coding_s(point, spec, self.stand)
         return real / dry if dry and real else 1.0
 
-    def _coding_s(self, point: Point, spec: Spec, stand: Stand) -> float:
+    def _coding_s(self, point: Point, spec: Spec, stand: DryStand) -> float:
         pieces = self._pieces({point: spec}, stand)
         if point in TP_POINTS:
             piece = pieces.piece(self.layer)
@@ -242,8 +236,8 @@ class Corrections:
         return sent.encode_s + sent.decode_s
 
 
-def _update_seconds(elements: int, stand: LiveStand, clears: bool) -> float:
-    """Seconds of clearing fp32 gradients (with ``clears``), their norm, and Adam's update."""
+def _update_seconds(elements: int, stand: LiveStand) -> float:
+    """Seconds of Adam's update, the norm of fp32 gradients, and clearing them where training does."""
     parameter = stand.fill(torch.empty(elements, device=stand.torch_device)).requires_grad_()
     parameter.grad = stand.fill(torch.empty_like(parameter))
     inner = torch.optim.AdamW([parameter], lr=1e-3, fused=True)
@@ -252,7 +246,7 @@ def _update_seconds(elements: int, stand: LiveStand, clears: bool) -> float:
     def step() -> None:
         finite_norm(gradient)
         inner.step()
-        if clears:
+        if not replaces_grads(stand.torch_device):
             gradient.zero_()
 
     return 1.0 / rate_of(step, stand.recorder().synchronize)
@@ -317,11 +311,8 @@ def measure_all(
     """
     if topology is None:
         torch_device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        choice, stand, values = (
-            Choice(1, 1, 1, micro_batch=config.training.micro_batch_size),
-            LiveStand(torch_device),
-            {},
-        )
+        choice = Choice(1, 1, 1, micro_batch=config.training.micro_batch_size)
+        stand, values = LiveStand(torch_device), {}
     else:
         choice, stand = choice_of(config, topology.layout.world_size), LiveStand(topology.device, topology.tp)
         values = measure_links(topology, ranks_per_node)
@@ -345,7 +336,7 @@ def _means(values: dict[str, float], topology: Topology | None) -> dict[str, flo
 
 
 def described(found: Mapping[str, float], base: Cluster) -> Cluster:
-    """Return ``base`` with the measured values filled in.
+    """Return ``base`` with the measured values filled in; the rate of matrix products is taken as the peak.
 
     Args:
         found: the measured values.
@@ -359,19 +350,14 @@ def described(found: Mapping[str, float], base: Cluster) -> Cluster:
     corrections = {**base.corrections, **corrections}
     return dataclasses.replace(
         base,
-        device=_with_rates(base.device, found),
+        device=dataclasses.replace(
+            base.device,
+            peak_tflops=found["peak_tflops"],
+            efficiency=1.0,
+            memory_gbyte_per_s=found["memory_gbyte_per_s"],
+            op_us=found["op_us"],
+        ),
         inside=link("inside", base.inside),
         across=link("across", base.across),
         corrections=corrections,
-    )
-
-
-def _with_rates(device: Device, rates: Mapping[str, float]) -> Device:
-    """The device with measured rates; the measured rate of matrix products is taken as the peak."""
-    return dataclasses.replace(
-        device,
-        peak_tflops=rates["peak_tflops"],
-        efficiency=1.0,
-        memory_gbyte_per_s=rates["memory_gbyte_per_s"],
-        op_us=rates["op_us"],
     )

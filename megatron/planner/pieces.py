@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,10 +29,8 @@ from megatron.parallel.data.tied_embedding import EmbeddingSync
 from megatron.parallel.tensor.collectives import TensorComm
 from megatron.parallel.tensor.embedding import VocabShard
 from megatron.parallel.tensor.shards import collect_specs
-from megatron.planner.dry_run import SavedTensors, Spread, Tally
-from megatron.planner.names import EMBEDDING, HEAD, piece_of
-from megatron.planner.piece_costs import MessageCost, PieceCost, ReductionCost
-from megatron.planner.stand import Meter, Stand
+from megatron.planner.dry_run import DryStand, SavedTensors, Spread, Tally
+from megatron.planner.piece_costs import EMBEDDING, HEAD, MessageCost, PieceCost, ReductionCost, piece_of
 
 
 def _part(model: ModelConfig, name: str) -> StagePart:
@@ -47,8 +46,8 @@ class _Built:
 
     stage: Stage
     buffer: FlatBuffer
-    meter: Meter
-    stand: Stand
+    meter: Any
+    stand: DryStand
     config: RunConfig
 
 
@@ -68,7 +67,7 @@ class Pieces:
         self,
         config: RunConfig,
         vocab_size: int,
-        stand: Stand,
+        stand: DryStand,
         plan: CompressionPlan,
         iteration: int,
         spread: Spread | None = None,
@@ -250,7 +249,7 @@ def _own_parameters(built: _Built) -> int:
 
 
 def message(
-    codec: Codec, shape: torch.Size, dtype: torch.dtype, stand: Stand, keys: int = 1, vocab_size: int = 1
+    codec: Codec, shape: torch.Size, dtype: torch.dtype, stand: DryStand, keys: int = 1, vocab_size: int = 1
 ) -> MessageCost:
     """Run a message through a codec, in the steady state in which its content has been sent before.
 

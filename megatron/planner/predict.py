@@ -93,7 +93,7 @@ class Predictor(Stages):
     def memory_bytes(self, choice: Choice) -> float:
         """Bytes on the fullest rank; cached, because a search repeatedly needs the bytes without compressors."""
         if choice not in self._memory:
-            outer_bytes = self.outer.terms(choice).memory_bytes if choice.outer_spec else 0.0
+            outer_bytes = self.outer.memory_bytes(choice) if choice.outer_spec else 0.0
             self._memory[choice] = sum(memory(self, choice).values()) + outer_bytes
         return self._memory[choice]
 
@@ -151,7 +151,7 @@ class Predictor(Stages):
             inner: the prediction of a step of an island.
             choice: the choice with its spec of ``outer``.
         """
-        plan = self.outer.terms(choice).plan(inner.seconds)
+        plan = self.outer.plan(choice, inner.seconds)
         seconds = inner.seconds + plan.mean_in_step_s + plan.mean_rounds_s
         sent = plan.mean_bytes / choice.world_size
         across = {Point.OUTER.value: sent} if self.cluster.gpus > self.cluster.gpus_per_node else {}

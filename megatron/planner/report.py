@@ -14,7 +14,7 @@ from megatron.planner.predict import Prediction, Predictor
 from megatron.planner.search import search
 
 _LOSS = (
-    "these compressors change the loss, by how much is not predicted: docs/compression.md says what was measured, and "
+    "these compressors change the loss, by how much is not predicted: docs/results/loss.md says what was measured, and "
     "`make bench-convergence` measures it"
 )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron.base.errors import UserError
@@ -102,9 +102,11 @@ def choices(config: RunConfig, cluster: Cluster, spec_sets: Sequence[tuple[str, 
     model, world, batch = config.model, cluster.gpus // islands, config.training.global_batch_size // islands
     lengths = lengths_of(config.curriculum, model.seq_length).lengths
     most = max(cluster.gpus_per_node, config.parallel.tensor_model_parallel_size)
+    of_experts = (model.moe_ffn_hidden_size, model.moe_shared_expert_intermediate_size) if model.has_experts else ()
+    split_widths = [width for width in (model.ffn_hidden_size, *of_experts) if width]
     for tp in divisors(world):
         heads = model.num_attention_heads % tp == 0 and model.num_query_groups % tp == 0
-        if tp > most or not heads or any(width % tp for width in _widths(model)):
+        if tp > most or not heads or any(width % tp for width in split_widths):
             continue
         for pp in divisors(world // tp):
             dp = world // (tp * pp)
@@ -115,16 +117,9 @@ def choices(config: RunConfig, cluster: Cluster, spec_sets: Sequence[tuple[str, 
                 if batch // dp % micro_batch:
                     continue
                 count = batch // dp // micro_batch
-                plain = Choice(
-                    tp,
-                    pp,
-                    dp,
-                    micro_batch=micro_batch,
-                    micro_batches=count,
-                    sequence_parallel=parallel,
-                    islands=islands,
-                )
-                for base in _schedules(model.num_layers, replace(plain, overlap=dp > 1)):
+                plain = Choice(tp, pp, dp, micro_batch=micro_batch, micro_batches=count, islands=islands)
+                plain = replace(plain, sequence_parallel=parallel, overlap=dp > 1)
+                for base in _schedules(model.num_layers, plain):
                     yield from _variants(model, base, spec_sets)
 
 
@@ -167,23 +162,10 @@ def _useful(spec_sets: Sequence[tuple[str, ...]], choice: Choice) -> list[tuple[
     return list(dict.fromkeys(useful_sets))
 
 
-def _widths(model: ModelConfig) -> list[int]:
-    """Inner widths of the layers, split by tensor parallelism."""
-    of_experts = (model.moe_ffn_hidden_size, model.moe_shared_expert_intermediate_size) if model.has_experts else ()
-    return [width for width in (model.ffn_hidden_size, *of_experts) if width]
-
-
 def with_experts(model: ModelConfig, spec_sets: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Add ``EXPERT_SETS``, alone and combined with other compressors, for a model with experts."""
     expert_sets = [(*of_experts, *other_specs) for of_experts in EXPERT_SETS for other_specs in _BESIDE_EXPERTS]
     return [*spec_sets, *(expert_sets if model.has_experts else ())]
-
-
-def _given(config: RunConfig, cluster: Cluster) -> Iterator[Choice]:
-    """The configured run, whether or not the enumeration includes it."""
-    choice = choice_of(config, cluster.gpus)
-    if choice.world_size * choice.islands == cluster.gpus and _refusal(config, choice) is None:
-        yield choice
 
 
 def divisors(n: int) -> list[int]:
@@ -209,7 +191,11 @@ def search(
     """
     config, cluster = predictor.config, predictor.cluster
     limit = (cluster.device.memory_gib if memory_gib is None else memory_gib) * 2**30
-    possible = dict.fromkeys([*choices(config, cluster, spec_sets), *_given(config, cluster)])
+    possible = dict.fromkeys(choices(config, cluster, spec_sets))
+    configured = choice_of(config, cluster.gpus)
+    configured = replace(configured, specs=_useful([configured.specs], configured)[0])
+    if configured.world_size * configured.islands == cluster.gpus and _refusal(config, configured) is None:
+        possible[configured] = None  # whether or not the enumeration includes it
     queue = [(predictor.lower_bound(choice), number, choice) for number, choice in enumerate(possible)]
     considered = len(queue)
     heapq.heapify(queue)
@@ -218,7 +204,8 @@ def search(
     refusal: str | None = None
     while queue:
         bound, _, choice = heapq.heappop(queue)
-        most = _slowest(best, top)
+        # Seconds that a layout must undercut to be among the fastest.
+        most = sorted(known.seconds for known in best.values())[top - 1] if len(best) >= top else math.inf
         if bound >= most:
             break
         incumbent = best.get(choice.layout)
@@ -261,11 +248,6 @@ def _nothing(
         f"nothing fits into {limit / 2**30:.0f} GiB: the smallest of {considered} choices needs "
         f"{smallest / 2**30:.0f} GiB a device; take more devices, or larger ones"
     )
-
-
-def _slowest(best: Mapping[Layout, Prediction], top: int) -> float:
-    """Seconds that a layout must undercut to be among the fastest ``top``."""
-    return sorted(prediction.seconds for prediction in best.values())[top - 1] if len(best) >= top else math.inf
 
 
 def _refusal(config: RunConfig, choice: Choice) -> str | None:

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType
 
 from megatron.compression.api import Level
@@ -17,7 +18,7 @@ from megatron.planner.cluster import Cluster, Wire
 from megatron.planner.costs import INNER_POINTS, STEADY, CostBook, Levels, Wires
 from megatron.planner.dry_run import Collective
 from megatron.planner.matrix_work import MatrixWork, matrix_work
-from megatron.planner.names import EMBEDDING, HEAD, kind_of, piece_of, pieces_of
+from megatron.planner.piece_costs import EMBEDDING, HEAD, kind_of, piece_of, pieces_of
 from megatron.planner.simulate import Hop, Pipeline
 
 
@@ -133,27 +134,20 @@ class Stages:
         """The pipeline and the times of its chunks."""
         passes = self.passes(choice, wires)
         counts = [self.pieces_of(choice, virtual) for virtual in range(choice.pp * choice.chunks)]
-        hops: dict[tuple[bool, bool, Wire], Hop] = {}
-        hop_cache: dict[tuple[bool, int, bool], Hop] = {}
 
+        @cache
+        def hop_over(forward: bool, compressed: bool, wire: Wire) -> Hop:
+            point = Point.PP_FWD if forward else Point.PP_BWD
+            sent = self.book.message(choice, point, compressed)
+            factor = self.book.coding(choice, point) if compressed else 1.0
+            arrived_s = sent.decode_s * factor + self.gather_seconds(choice, point, wires)
+            return Hop(sent.encode_s * factor, sent.nbytes / wire.bytes_per_s, wire.latency_s, arrived_s)
+
+        @cache
         def hop(forward: bool, boundary: int, late: bool) -> Hop:
-            key = (forward, boundary, late)
-            if key not in hop_cache:
-                hop_cache[key] = looked_up(forward, boundary, late)
-            return hop_cache[key]
-
-        def looked_up(forward: bool, boundary: int, late: bool) -> Hop:
             point = Point.PP_FWD if forward else Point.PP_BWD
             on = self.compresses(choice, point, (boundary if forward else boundary + 1) % choice.pp, late)
-            wire = wires.hops[boundary % choice.pp]
-            if (forward, on, wire) not in hops:
-                sent = self.book.message(choice, point, on)
-                factor = self.book.coding(choice, point) if on else 1.0
-                arrived_s = sent.decode_s * factor + self.gather_seconds(choice, point, wires)
-                hops[forward, on, wire] = Hop(
-                    sent.encode_s * factor, sent.nbytes / wire.bytes_per_s, wire.latency_s, arrived_s
-                )
-            return hops[forward, on, wire]
+            return hop_over(forward, on, wires.hops[boundary % choice.pp])
 
         return Pipeline(
             choice.schedule,

@@ -89,7 +89,7 @@ def _load_encoder(folder: Path, special: SpecialTokens) -> Any:
     tokens = [AddedToken(**special.added[number]) for number in sorted(special.added)]
     tokens += [
         AddedToken(name, special=True)
-        for name in dict.fromkeys([*special.by_kind.values(), *special.others])
+        for name in dict.fromkeys([*special.by_kind.values(), *special.other_tokens])
         if name not in present and all(token.content != name for token in tokens)
     ]
     encoder.add_tokens([token for token in tokens if repr(token) != repr(present.get(token.content))])

@@ -27,20 +27,20 @@ class SpecialTokens:
     Args:
         by_kind: special tokens by kind (bos_token, eos_token ...).
         added: added tokens by id, each with the arguments of ``tokenizers.AddedToken``.
-        others: special tokens without a kind.
+        other_tokens: special tokens without a kind.
         config: content of tokenizer_config.json.
     """
 
     by_kind: Mapping[str, str] = field(default_factory=dict)
     added: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
-    others: tuple[str, ...] = ()
+    other_tokens: tuple[str, ...] = ()
     config: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def names(self) -> list[str]:
         """All tokens; tokens with an id come first, in id order."""
         added_names = [self.added[number]["content"] for number in sorted(self.added)]
-        return list(dict.fromkeys([*added_names, *self.by_kind.values(), *self.others]))
+        return list(dict.fromkeys([*added_names, *self.by_kind.values(), *self.other_tokens]))
 
 
 def read_special_tokens(folder: Path) -> SpecialTokens:

@@ -109,10 +109,10 @@ class Engines:
         if self.channel is not None:
             yield from self.channel.states()
 
-    def end_step(self, taken: bool) -> None:
+    def end_step(self, step_taken: bool) -> None:
         """End a step or an evaluation: commit the compressors' staged states, or roll them back without an update."""
         for state in self.compressor_states():
-            if taken:
+            if step_taken:
                 state.commit()
             else:
                 state.rollback()

@@ -27,7 +27,7 @@ LEAVE_SECONDS = 15.0
 """Time for which a rank that refuses waits until the other ranks know."""
 _PREFIX = "megatron-meeting"
 _MET, _REFUSED, _VERDICT, _HEARD = "met", "refused", "verdict", "heard"
-_SHOWN = 120
+_LONGEST = 120
 
 Identity = Mapping[str, str]
 """Values that must be the same on all ranks, by their names for the user, in the order of comparison."""
@@ -188,7 +188,7 @@ def _alike(texts: Sequence[str]) -> int:
 
 def _short(value: str, alike: int) -> str:
     """Shorten a long value to the text around the first character that differs."""
-    if len(value) <= _SHOWN:
+    if len(value) <= _LONGEST:
         return value
-    start = max(0, min(alike - _SHOWN // 2, len(value) - _SHOWN))
-    return "..." * (start > 0) + value[start : start + _SHOWN] + "..." * (start + _SHOWN < len(value))
+    start = max(0, min(alike - _LONGEST // 2, len(value) - _LONGEST))
+    return "..." * (start > 0) + value[start : start + _LONGEST] + "..." * (start + _LONGEST < len(value))

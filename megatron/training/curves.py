@@ -12,7 +12,7 @@ from typing import Any
 from megatron.base.errors import UserError, first_line
 from megatron.config.logs import LoggingConfig
 from megatron.training.metrics import Evaluation, StepMetrics, has_perplexity, perplexity
-from megatron.training.sink import Sink, known, slowest
+from megatron.training.sink import Sink, drop_missing, slowest
 
 
 class CurveSink(Sink, ABC):
@@ -55,7 +55,7 @@ class CurveSink(Sink, ABC):
             "params-norm": metrics.params_norm,
         }
         imbalances = {f"expert load max over mean/layer {n + 1}": x for n, x in metrics.expert_imbalances.items()}
-        values = {**metrics.losses, **known(optional), **imbalances}
+        values = {**metrics.losses, **drop_missing(optional), **imbalances}
         self._curves(metrics.iteration, values, samples=metrics.consumed_samples)
 
     def window(self, metrics: StepMetrics) -> None:
@@ -78,7 +78,7 @@ class CurveSink(Sink, ABC):
             "tokens per second per replica": metrics.tokens_per_second / self._dp_size,
             "TFLOPs per gpu (estimated)": metrics.benchmark_tflops,
             "model TFLOPs per device": metrics.model_tflops,
-            **known(optional),
+            **drop_missing(optional),
         }
         for name, point in metrics.traffic.items():
             values[f"bytes per iteration/{name}"] = point.wire_bytes

@@ -62,12 +62,12 @@ class ExpertTally:
         """Inputs of the layers for a micro-batch; see ``ExpertContext``."""
         return ExpertContext(micro_batch, loss_grad, self._shares, self.seen)
 
-    def finish_step(self, micro_batches: int, taken: bool) -> tuple[dict[str, float], ExpertLoads]:
+    def finish_step(self, micro_batches: int, step_taken: bool) -> tuple[dict[str, float], ExpertLoads]:
         """End a step; every rank calls it.
 
         Args:
             micro_batches: micro-batches of the step on each replica.
-            taken: the update was taken; otherwise biases do not change, and the step does not count as the last step.
+            step_taken: the update was taken; otherwise biases do not change, and the step is not the last step.
 
         Returns:
             The auxiliary loss by name, and the loads of the experts; equal on all ranks. Empty without experts.
@@ -93,7 +93,7 @@ class ExpertTally:
         loads = {
             layer: tuple(row[: numbers[layer]].tolist()) for layer, row in zip(self._layers, counts_le, strict=True)
         }
-        if taken:
+        if step_taken:
             self._keep(loads)
             if self._config.moe_router_enable_expert_bias:
                 self._move_biases(counts_le)

@@ -60,11 +60,11 @@ def model_size(engines: Engines) -> ModelSize:
     return ModelSize(int(total), int(largest))
 
 
-def format_size(size: ModelSize, tokens: int, seen: int) -> str:
+def format_size(size: ModelSize, tokens: int, earlier_tokens: int) -> str:
     """Format the size of a run like a section of its configuration."""
     rows = {"parameters": size.total, "parameters_on_the_fullest_rank": size.largest, "tokens_to_see": tokens}
-    if seen:
-        rows["tokens_seen_before"] = seen
+    if earlier_tokens:
+        rows["tokens_seen_before"] = earlier_tokens
     return "\n".join(["size:", *(f"  {name} {'.' * (46 - len(name))} {value:,}" for name, value in rows.items())])
 
 
@@ -121,10 +121,10 @@ class Forecast:
         """Time of a micro-batch relative to a micro-batch of full length."""
         return self._work(length) / self._work(self._sizes.lengths.full)
 
-    def pause(self, what: str, seconds: float) -> None:
+    def pause(self, activity: str, seconds: float) -> None:
         """Record the time of an evaluation, a save or a check."""
-        times, total = self._pauses.get(what, (0, 0.0))
-        self._pauses[what] = times + 1, total + seconds
+        times, total = self._pauses.get(activity, (0, 0.0))
+        self._pauses[activity] = times + 1, total + seconds
 
     def remaining_s(self, iteration: int, consumed_samples: int) -> float | None:
         """Seconds from an iteration's log line to the run's end; None before this process's first iteration."""
@@ -136,7 +136,7 @@ class Forecast:
         seconds = per_slot * sum(
             (ahead.micro_batches + ahead.iterations * self._filling) * self._share(ahead.length)
             for ahead in self._sizes.ahead(iteration, consumed_samples, remaining_iterations)
-            if ahead.taken
+            if ahead.updates
         )
         for activity, times in self.pauses_left(iteration).items():
             done, total = self._pauses.get(activity, (0, 0.0))
@@ -150,9 +150,9 @@ class Forecast:
         every, saves = config.validation.eval_interval, config.checkpoint.save_interval
         # The final checkpoint comes last, even if a save was due with the last iteration.
         return {
-            "evaluate": (_due(every, iteration - 1, last) if validates else 0) + validates + tests,
-            "save": (_due(saves, iteration - 1, last) + 1) if config.checkpoint.save else 0,
-            "check": _due(config.training.check_replicas, iteration, last),
+            "evaluate": (_count_due(every, iteration - 1, last) if validates else 0) + validates + tests,
+            "save": (_count_due(saves, iteration - 1, last) + 1) if config.checkpoint.save else 0,
+            "check": _count_due(config.training.check_replicas, iteration, last),
         }
 
     def _unmeasured_s(self, activity: str, per_slot: float) -> float:
@@ -164,15 +164,15 @@ class Forecast:
         return max(self._evaluation_rounds) * (count + self._filling) * per_slot * _FORWARD_SHARE
 
 
-def _due(every: int | None, iteration: int, last: int) -> int:
+def _count_due(every: int | None, iteration: int, last: int) -> int:
     return last // every - iteration // every if every else 0
 
 
-def format_estimate(iterations: int, left: int, seconds: float, now: datetime) -> str:
+def format_estimate(iterations: int, remaining: int, seconds: float, current_time: datetime) -> str:
     """Format the estimate so that no script mistakes it for a training line."""
     took = f"{seconds / 3600:.2f} hours" if seconds >= 36 else f"{seconds:.0f} seconds"
-    line = f" estimate after {iterations} iterations: {took} more for the other {left:,}"
+    line = f" estimate after {iterations} iterations: {took} more for the other {remaining:,}"
     try:
-        return f"{line}, until {now + timedelta(seconds=seconds):%Y-%m-%d %H:%M %Z}"
+        return f"{line}, until {current_time + timedelta(seconds=seconds):%Y-%m-%d %H:%M %Z}"
     except OverflowError:  # beyond the calendar
         return line

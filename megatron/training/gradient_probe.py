@@ -58,10 +58,10 @@ class GradientProbe(Observer):
             for slot in (slot for bucket in buffer.buckets for slot in bucket.slots if buffer.group.rank == 0):
                 if slot.param.dim() > 1:
                     grad = buffer.grads_flat[slot.start : slot.stop]
-                    statistics[slot.logical_name] = self._one(slot.logical_name, grad)
+                    statistics[slot.logical_name] = self._figures(slot.logical_name, grad)
         return statistics
 
-    def _one(self, name: str, grad: Tensor) -> Figures:
+    def _figures(self, name: str, grad: Tensor) -> Figures:
         grad = grad.float()
         places = abs_topk(grad.view(1, -1), max(int(self.density * grad.numel()), 1))[0]
         before = self._places.get(name)

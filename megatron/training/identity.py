@@ -59,7 +59,7 @@ def _flags(sections: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
             if option.contents:
                 files.append((option.contents, field.flag, value if isinstance(value, list) else [value]))
             elif not option.may_differ:
-                yield f"--{field.flag}", _shown(field, value)
+                yield f"--{field.flag}", _format_value(field, value)
     for kind, flag, words in files:
         present_words = [word for word in words if word is not None]
         yield f"the number of words of --{flag}", str(len(present_words))
@@ -75,7 +75,7 @@ def _flags(sections: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
                 yield f"file {number + 1} of --{flag}", contents(path)
 
 
-def _shown(field: FieldOption, value: Any) -> str:
+def _format_value(field: FieldOption, value: Any) -> str:
     if value is None:
         return "not given"
     if field.path == "compression.compress":

@@ -211,7 +211,7 @@ def reach_islands(
     assert section.island is not None
     seconds = longest_wait(config.parallel)
     islands = Islands(
-        IslandStore(*_where(config), seconds, log),
+        IslandStore(*_address(config), seconds, log),
         section.island,
         section.islands,
         section.quorum,
@@ -289,7 +289,7 @@ def meet_islands(engines: Engines, env: LaunchEnvironment, iteration: int, islan
     return Membership(islands, begins)
 
 
-def _where(config: RunConfig) -> tuple[str, int]:
+def _address(config: RunConfig) -> tuple[str, int]:
     """Return host and port of the meeting place."""
     assert config.islands.islands_address is not None
     return host_and_port(config.islands.islands_address, "--islands-address")
@@ -303,7 +303,7 @@ def refusing(config: RunConfig, topology: Topology) -> Iterator[None]:
     except UserError as error:
         if config.islands.several and not config.validation.skip_train and topology.rank == 0:
             with suppress(CommunicationError):
-                meeting_place = IslandStore(*_where(config), _SECONDS_TO_REFUSE)
+                meeting_place = IslandStore(*_address(config), _SECONDS_TO_REFUSE)
                 meeting_place.take_generation(meeting_place.newest_generation())
                 meeting_place.put(refusal_of(config.islands.island or 0), str(error))
         raise

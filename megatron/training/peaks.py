@@ -25,7 +25,7 @@ _HOPPER_SXM = Peaks(989.4, 989.4, 494.7, 66.9)
 _HOPPER_NVL = Peaks(835.5, 835.5, 417.5, 60.0)
 _CDNA3 = Peaks(1307.4, 1307.4, 653.7, 163.4)
 
-KNOWN: tuple[tuple[tuple[str, ...], Peaks], ...] = (
+DEVICE_PEAKS: tuple[tuple[tuple[str, ...], Peaks], ...] = (
     (("GB200",), Peaks(2500.0, 2500.0, 1250.0, 80.0)),
     (("B200",), Peaks(2250.0, 2250.0, 1125.0, 75.0)),
     (("GH200",), _HOPPER_SXM),
@@ -54,16 +54,16 @@ KNOWN: tuple[tuple[tuple[str, ...], Peaks], ...] = (
 )
 """Words of a device's name, and its rates; the first entry whose words all occur is used."""
 
-_OTHERS = {"MIG", "LAPTOP", "MAX", "MOBILE", "TI", "D", "64GB"}
+_VARIANT_WORDS = {"MIG", "LAPTOP", "MAX", "MOBILE", "TI", "D", "64GB"}
 """Words that mark variants and partitions of the devices above, which have other rates."""
 
 
 def peaks_of(name: str) -> Peaks | None:
     """The rates of a device by torch's name for it; None if unknown."""
     words = set(re.split(r"[^A-Z0-9]+", name.upper()))
-    if words & _OTHERS:
+    if words & _VARIANT_WORDS:
         return None
-    return next((peaks for needed, peaks in KNOWN if words.issuperset(needed)), None)
+    return next((peaks for needed, peaks in DEVICE_PEAKS if words.issuperset(needed)), None)
 
 
 def peak_tflops(name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:

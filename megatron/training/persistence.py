@@ -82,7 +82,7 @@ class RunCheckpoints:
             config.parallel.message_parts > 1,
             engines.outer,
         )
-        self.parts = _parts(engines, schedule, progress, log)
+        self.parts = _stateful_parts(engines, schedule, progress, log)
         self.saver: CheckpointSaver | None = None
         self.saved_iteration: int | None = None
         if self.config.save:
@@ -324,7 +324,9 @@ def _is_unused_by_tasks(name: str, weights: str) -> bool:
     return not name.startswith(weights) or name.removeprefix(weights).startswith(heads)
 
 
-def _parts(engines: Engines, schedule: LRSchedule, progress: Progress, log: Callable[[str], None]) -> StatefulParts:
+def _stateful_parts(
+    engines: Engines, schedule: LRSchedule, progress: Progress, log: Callable[[str], None]
+) -> StatefulParts:
     """The stateful parts of a run: everything that a checkpoint holds besides tensors."""
     optimizer, controllers, outer = engines.optimizer, engines.sync.controllers, engines.outer
 

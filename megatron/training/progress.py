@@ -54,7 +54,7 @@ class ProgressBar:
         return tqdm(total=total, initial=done, file=self._stream, unit="it", dynamic_ncols=True, desc=name)
 
     @property
-    def shown(self) -> bool:
+    def is_shown(self) -> bool:
         return self._bar is not None
 
     def update(self, *, loss: float | None = None, tokens_per_second: float | None = None, steps: int = 1) -> None:

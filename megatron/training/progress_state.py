@@ -74,12 +74,12 @@ class SavedCounters:
     separate_main: bool
 
     @staticmethod
-    def read(common: Mapping[str, Any], where: Path, *, optimizer: bool, counters: bool) -> SavedCounters:
+    def read(common: Mapping[str, Any], location: Path, *, optimizer: bool, counters: bool) -> SavedCounters:
         """Read a checkpoint's common values.
 
         Args:
             common: the values.
-            where: name of their source, for the message.
+            location: name of their source, for the message.
             optimizer: its state will be asked for.
             counters: the run's position will be asked for.
 
@@ -100,4 +100,4 @@ class SavedCounters:
             return SavedCounters(separate)
         except UserError as error:
             remedy = "load another checkpoint, or its weights alone with --finetune"
-            raise UserError(f"{where} is not what a run writes: {error}; {remedy}") from error
+            raise UserError(f"{location} is not what a run writes: {error}; {remedy}") from error

@@ -16,11 +16,11 @@ class Record(Values):
 
     Args:
         values: values of the event.
-        place: file and line, for messages.
+        location: file and line, for messages.
     """
 
-    def __init__(self, values: Mapping[str, Any], place: str) -> None:
-        super().__init__(values, place, "correct or delete the line")
+    def __init__(self, values: Mapping[str, Any], location: str) -> None:
+        super().__init__(values, location, "correct or delete the line")
 
     def iteration(self, default: int | None = None) -> int:
         """The iteration of the event; the default if it is missing.
@@ -45,7 +45,7 @@ class Record(Values):
         Raises:
             UserError: when it is not a list of figures.
         """
-        return [Record({name: figure}, self.place).number(name) for figure in self.listed(name)]
+        return [Record({name: figure}, self.location).number(name) for figure in self.listed(name)]
 
     def groups(self, name: str) -> dict[str, Record]:
         """Figures by name, such as those of each communication point.
@@ -53,8 +53,8 @@ class Record(Values):
         Raises:
             UserError: when they are not figures by name.
         """
-        groups = Record(self.table(name), f"{self.place}: {name}")
-        return {key: Record(groups.table(key), f"{groups.place} {key}") for key in groups}
+        groups = Record(self.table(name), f"{self.location}: {name}")
+        return {key: Record(groups.table(key), f"{groups.location} {key}") for key in groups}
 
 
 def _is_lost(value: Any) -> bool:

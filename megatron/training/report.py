@@ -176,11 +176,11 @@ class Reporter:
         self._step_started = time.perf_counter()
 
     @contextmanager
-    def paused(self, what: str) -> Iterator[None]:
+    def paused(self, activity: str) -> Iterator[None]:
         """Exclude the time spent inside, and the bytes moved, from the training figures.
 
         Args:
-            what: the activity: "evaluate", "save" or "check".
+            activity: the activity: "evaluate", "save" or "check".
         """
         began = time.perf_counter()
         with self.window.paused(), self.engines.ledger.uncounted():
@@ -188,7 +188,7 @@ class Reporter:
                 yield
             finally:
                 self._step_started = time.perf_counter()
-                self.forecast.pause(what, self._step_started - began)
+                self.forecast.pause(activity, self._step_started - began)
 
     def after_step(self, step: StepMetrics) -> None:
         """Record a step; report the window when a line is due."""

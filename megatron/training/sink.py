@@ -41,6 +41,6 @@ def slowest(metrics: StepMetrics) -> dict[str, float]:
     return {name: max(times) for name, times in metrics.timers_ms.items()}
 
 
-def known(values: Mapping[str, float | None]) -> dict[str, float]:
+def drop_missing(values: Mapping[str, float | None]) -> dict[str, float]:
     """The values that are not None."""
     return {name: value for name, value in values.items() if value is not None}

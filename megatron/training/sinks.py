@@ -21,7 +21,7 @@ from megatron.training.curves import TensorBoardSink, WandbSink
 from megatron.training.metrics import Evaluation, StepMetrics, format_evaluation_lines, format_train_line
 from megatron.training.mlflow_sink import MlflowSink
 from megatron.training.progress import ProgressBar
-from megatron.training.sink import Sink, known, slowest
+from megatron.training.sink import Sink, drop_missing, slowest
 
 
 class Sinks:
@@ -155,7 +155,7 @@ class JsonLinesSink(Sink):
             "learning_rate": metrics.learning_rate,
             "global_batch_size": metrics.global_batch_size,
             "loss_scale": metrics.loss_scale,
-            **known(optional),
+            **drop_missing(optional),
             **_loads(metrics),
             "skipped_iterations": metrics.skipped_iterations,
             "nan_iterations": metrics.nan_iterations,

@@ -199,7 +199,7 @@ def train_step(
     if not totals.skipped and engines.sync.wants_update:
         engines.sync.observe_update()
     own_losses, loads = engines.experts.finish_step(len(batches), not totals.skipped)
-    engines.end_step(taken=not totals.skipped)
+    engines.end_step(step_taken=not totals.skipped)
     return StepMetrics(
         iteration=iteration + 1,
         losses={**totals.losses, **own_losses},
@@ -298,7 +298,7 @@ def _expert_signatures(engines: Engines) -> list[Hashable]:
     return [None] if engines.experts.on else []
 
 
-_SHOWN = {
+_SPAN_NAMES = {
     "forward-compute": "forward",
     "backward-compute": "backward",
     "forward-send": "send",
@@ -314,7 +314,7 @@ def pipeline_span(timers: Timers, ledger: Ledger) -> Span:
     def span(name: str, op: PipelineOp) -> Iterator[None]:
         computing = ledger.computing() if name in _COMPUTING else nullcontext()
         op_labels = {"micro_batch": op.micro_batch, "chunk": op.chunk}
-        observer_span = ledger.span(_SHOWN[name], **op_labels) if name in _SHOWN else nullcontext()
+        observer_span = ledger.span(_SPAN_NAMES[name], **op_labels) if name in _SPAN_NAMES else nullcontext()
         with computing, timers(name, level=2), observer_span:
             yield
 
@@ -343,7 +343,7 @@ def evaluation_step(
     signatures = [("evaluation", len(batches), length, _shapes(batches)), *engines.comm.launch_signature(length)]
     signatures += _expert_signatures(engines)
     engines.pipeline.run(table, programs, -1, len(batches), None, signatures)
-    engines.end_step(taken=False)
+    engines.end_step(step_taken=False)
     if outputs is not None and engines.holds_loss and engines.topology.tp.rank == 0:
         outputs += [(batches[number].draw_ids_b, found_bc) for number, found_bc in programs[-1].outputs.items()]
     return _reported(engines, programs[-1])

@@ -202,7 +202,7 @@ class Trainer:
         engines.joint.begin_step(done)
         with engines.ledger.uncounted():
             votes = StepSummary(votes=votes).all_reduce(engines.topology, engines.ledger, engines.joint).votes
-        self._count_iteration(taken=False)
+        self._count_iteration(step_taken=False)
         self.progress.skipped += 1
         self.reporter.report_if_due(done + 1)
         if self.rounds is not None:
@@ -210,11 +210,11 @@ class Trainer:
             self._joins = not self._round(lambda rounds: rounds.after_step(done + 1, math.nan))
         return ExitReason.NONE if self._joins else self._after_step(votes)
 
-    def _count_iteration(self, taken: bool = True) -> None:
+    def _count_iteration(self, step_taken: bool = True) -> None:
         """Count the next iteration, its samples and, if a step was taken, the tokens that it trained on."""
         progress = self.progress
         size, length = self.sizes.batches.at(progress.consumed_samples), self.sizes.lengths.at(progress.iteration)
-        progress.consumed_tokens = progress.tokens(self.config.model.seq_length) + size * length * taken
+        progress.consumed_tokens = progress.tokens(self.config.model.seq_length) + size * length * step_taken
         progress.iteration += 1
         progress.consumed_samples += size
 

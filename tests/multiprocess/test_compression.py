@@ -627,8 +627,8 @@ def test_a_difference_is_found_and_named(where: str, name: str) -> None:
 
 
 def test_the_documented_compressor_trains(tmp_path: Path) -> None:
-    """The example of docs/writing-a-compressor.md, from its own text, through the command line."""
-    code = python_blocks("writing-a-compressor.md")[0]
+    """The example of docs/extend/compressor.md, from its own text, through the command line."""
+    code = python_blocks("extend/compressor.md")[0]
     for example in ("class Float8Config", "class RandomRowsConfig"):
         assert example in code
     codec = code[code.index("@dataclass") : code.index("@dataclass", code.index("@dataclass") + 1)]

@@ -44,7 +44,7 @@ def _dies(island: Island, islands: Islands, phase: str) -> None:
         islands.report_to_round,
         islands.decide_outcome,
         rounds.sync.finish_transfer,
-        islands.place.put,
+        islands.store.put,
         rounds.sync.apply_mean,
     )
     at: dict[str, str] = {"key": ""}
@@ -78,7 +78,7 @@ def _dies(island: Island, islands: Islands, phase: str) -> None:
         if (phase, at["key"]) == ("applied", due):
             _kill()
 
-    islands.report_to_round, islands.decide_outcome, islands.place.put = arriving, settling, putting  # type: ignore[method-assign,assignment]
+    islands.report_to_round, islands.decide_outcome, islands.store.put = arriving, settling, putting  # type: ignore[method-assign,assignment]
     rounds.sync.finish_transfer, rounds.sync.apply_mean = exchanging, applying  # type: ignore[method-assign]
 
 
@@ -96,7 +96,7 @@ def _run(port: int, number: int, out: str, phase: str, changes: Changes) -> None
         if phase == "step" and done == DEATH - 1:
             _kill()
         deadline = time.monotonic() + 60
-        while number == 0 and done == DEATH + 2 and not islands.place.get("joining/1") and time.monotonic() < deadline:
+        while number == 0 and done == DEATH + 2 and not islands.store.get("joining/1") and time.monotonic() < deadline:
             time.sleep(0.02)
 
     first = 0

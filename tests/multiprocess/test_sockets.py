@@ -1,4 +1,4 @@
-"""Who can reach a run's ports, and what those who can are able to do: docs/security.md is true."""
+"""Who can reach a run's ports, and what those who can are able to do: docs/guides/security.md is true."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _page() -> dict[str, tuple[str, str]]:
     """The table of the page: where each port is on one machine, and on several."""
     rows = [
         line.strip("| ").split(" | ")
-        for line in (REPO / "docs" / "security.md").read_text().splitlines()
+        for line in (REPO / "docs/guides/security.md").read_text().splitlines()
         if " | " in line
     ]
     return {row[0]: (row[1], row[2]) for row in rows[1:]}

@@ -63,7 +63,7 @@ class PretendedDevice(TorchDispatchMode):
         kind = (name, *((x.dtype, tuple(x.shape), x.stride()) for x in tensors))
         self.ahead = max(self.ahead, len(self._pending))
         if self._pending and kind not in self.loaded:
-            whose = ", ".join(pending.what for pending in self._pending)
+            whose = ", ".join(pending.description for pending in self._pending)
             self.violations.append(f"{self.step}: {name} {[tuple(x.shape) for x in tensors]} beside {whose}")
         self.loaded.add(kind)
 

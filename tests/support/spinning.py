@@ -148,7 +148,7 @@ class _SpinningPending(Pending):
     def synchronize(self) -> None:
         """The host learns that this receive is done, and all that were done before."""
         device = self.spinning.device
-        device.fabric.wait(device.rank, self.what, lambda: self.spinning.flight.done)
+        device.fabric.wait(device.rank, self.description, lambda: self.spinning.flight.done)
         for flight in device.flights:
             flight.known |= flight.done and flight.receives
 

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import yaml
+from torch.distributed.run import get_args_parser
 
+from megatron.base.documents import parse_yaml
+from megatron.base.errors import UserError
 from megatron.base.option import field_options
 from megatron.compression.builtin import BUILTIN
 from megatron.compression.outer import PRESETS, OuterOptions
+from megatron.compression.points import EXPERT_LEGS, EXPERTS, Point
 from megatron.compression.registry import Registry
 from megatron.compression.schedule import RunLength
 from megatron.compression.spec import read_specs, specs_by_point
+from megatron.config.compression import CompressionConfig
 from megatron.config.flags import parse_args, parse_program
 from megatron.config.kinds import PROGRAMS, ModelType
 from megatron.config.optimizer import OptimizerConfig
+from megatron.config.run import RunConfig
 from megatron.config.tasks import TaskCheckpointConfig, TaskConfig, parse_task, sized
 from megatron.config.translate.known import KNOWN_FLAGS
 from megatron.evaluation.command import ZeroShotFlags
@@ -27,10 +39,17 @@ from megatron.evaluation.sweep_command import SweepFlags
 from megatron.inference.flags import ModelFlags, SamplingFlags, parse_flags
 from megatron.inference.generate_command import DESCRIPTION, GenerationTaskFlags
 from megatron.inference.serve_command import ServerFlags
+from tests.support.documented import python_blocks
+from tools.site_hooks import on_page_markdown
 
 REPO = Path(__file__).resolve().parents[2]
-PAGES = ("architecture", "bert", "t5", "tasks", "moe", "muon", "islands", "guides/training")
-DOCUMENTS = [REPO / "README.md", *(REPO / "docs" / f"{name}.md" for name in PAGES)]
+GENERATED = ("docs/reference/flags.md", "docs/reference/flags-of-others.md")
+DOCUMENTS = {
+    str(path.relative_to(REPO)): path.read_text(encoding="utf-8")
+    for path in (REPO / "README.md", *sorted((REPO / "docs").rglob("*.md")))
+}
+WRITTEN = {name: text for name, text in DOCUMENTS.items() if name not in GENERATED}
+"""Documents without the generated ones."""
 
 TASK_EXAMPLES = {"finetune_mnli_distributed.sh": ("MNLI", 64), "finetune_race_distributed.sh": ("RACE", 128)}
 """Task, and sequences of a global batch."""
@@ -93,34 +112,98 @@ def test_every_example_is_tested() -> None:
         subprocess.run(["bash", "-n", str(folder / script)], check=True)
 
 
+def _blocks(text: str) -> list[tuple[str, str]]:
+    """Language and content of each code block."""
+    return re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
 def _commands(text: str) -> list[list[str]]:
-    blocks = re.findall(r"```\n(.*?)```", text, re.DOTALL)
-    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    return [shlex.split(line) for line in lines if line.startswith(("python ", "make "))]
+    """Commands of the code blocks, without sudo and comments. Words after an ellipsis belong to the same command."""
+    blocks = [block for language, block in _blocks(text) if language in ("", "bash")]
+    lines = [line.strip().removeprefix("sudo ") for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    return [shlex.split(line, comments=True) for line in lines if line.startswith(("python ", "make ", "examples/"))]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/guides/training.md"])
-def test_commands_for_beginners_parse(page: str) -> None:
-    commands = _commands((REPO / page).read_text())
-    assert len(commands) >= 5
-    targets = re.findall(r"^([a-z-]+):", (REPO / "Makefile").read_text(), re.MULTILINE)
-    for words in commands:
-        if words[0] == "make":
-            assert words[1] in targets
+COMMANDS = [(name, words) for name, text in WRITTEN.items() for words in _commands(text)]
+TRAINING = {"pretrain_gpt.py": "gpt", "pretrain_bert.py": "bert", "pretrain_t5.py": "t5"}
+
+
+def test_the_pages_have_commands() -> None:
+    pages = {name for name, _ in COMMANDS}
+    assert len(COMMANDS) >= 60
+    assert {"README.md", "docs/guides/training.md", *(f"docs/tutorial/{name}" for name in TUTORIALS)} <= pages
+
+
+TUTORIALS = ("first-run.md", "compress-a-run.md", "two-machines.md")
+
+
+@pytest.mark.parametrize(("page", "words"), COMMANDS, ids=lambda value: value if isinstance(value, str) else value[1])
+def test_commands_parse(page: str, words: list[str]) -> None:
+    """Each command names a file or a target that exists, and training commands have flags that exist and resolve."""
+    if words[0] == "make":
+        targets = re.findall(r"^([a-z-]+):", (REPO / "Makefile").read_text(), re.MULTILINE)
+        assert words[1] in targets
+        return
+    if words[0].startswith("examples/"):
+        assert (REPO / words[0]).is_file()
+        return
+    if words[1] == "-m":
+        assert importlib.util.find_spec(words[2]) is not None
+        return
+    assert (REPO / words[1]).is_file() or page == "docs/extend/compressor.md"
+    program = next((word for word in words if word in TRAINING), None)
+    if program is not None:
+        ranks = int(words[words.index("--nproc-per-node") + 1]) if "--nproc-per-node" in words else 1
+        _check_training(program, words[words.index(program) + 1 :], ranks)
+    elif words[1] == "tools/generate_samples_gpt.py":
+        parse_flags(words[2:], {"task": GenerationTaskFlags, "sampling": SamplingFlags}, words[1], DESCRIPTION)
+
+
+def _check_training(program: str, arguments: list[str], ranks: int) -> None:
+    kind = cast(ModelType, TRAINING[program])
+    is_complete = not {"...", "--config"} & set(arguments)
+    given = [word for word in arguments if word not in ("...", "&")]
+    if "--help" in given or "--list-compressors" in given:
+        return
+    if "--config" in given:
+        index = given.index("--config")
+        assert given[index + 1].endswith(".yaml")
+        del given[index : index + 2]
+    parsed = parse_program(given, kind)  # raises for a flag or a value that does not exist
+    read_specs(parsed.config.compression.compress, _registry(parsed.config), RunLength(1000))
+    if is_complete:
+        parsed.resolve(ranks)
+
+
+def _registry(config: RunConfig) -> Registry:
+    """The built-in compressors, and with --compress-module those of the page about writing them."""
+    registry = Registry(BUILTIN)
+    if config.compression.compress_module:
+        for block in python_blocks("extend/compressor.md")[:3]:
+            namespace: dict[str, Any] = {}
+            exec(block, namespace)
+            namespace["register"](registry)
+    return registry
+
+
+POINTS = "|".join([*(point.value for point in Point if point.compressible), *EXPERT_LEGS, EXPERTS])
+SPEC = re.compile(rf"(?<![\w-])((?:{POINTS})=[a-z][^\s`|;]*)")
+SPECS = [(name, match) for name, text in WRITTEN.items() for match in SPEC.findall(text)]
+
+
+def test_specs_are_accepted() -> None:
+    """All specs of --compress in the pages, in sentences and tables too."""
+    assert len(SPECS) >= 100
+    registry = _registry(RunConfig(compression=CompressionConfig(compress_module=["mine.py"])))
+    for page, text in SPECS:
+        spec = text.rstrip(".,:)")
+        if spec.endswith(("=...", "=SPEC")) or "=NAME" in spec:
             continue
-        assert (REPO / words[1]).is_file()
-        if words[1] == "pretrain_gpt.py":
-            parse_args(words[2:]).resolve(1)
-        elif words[1] == "tools/generate_samples_gpt.py":
-            parse_flags(words[2:], {"task": GenerationTaskFlags, "sampling": SamplingFlags}, words[1], DESCRIPTION)
-
-
-@pytest.mark.parametrize("page", ["README.md", "docs/guides/training.md", "docs/islands.md", "docs/moe.md"])
-def test_specs_for_beginners_are_accepted(page: str) -> None:
-    specs = re.findall(r"--compress ([a-z-]+=[a-z][^\s`]*)", (REPO / page).read_text())
-    assert specs
-    for spec in specs:
-        assert read_specs(specs_by_point(spec), Registry(BUILTIN), RunLength(1000)), spec
+        needs = ",warmup=10" if "quantized-adam" in spec and "warmup" not in spec else ""
+        try:
+            assert read_specs(specs_by_point(spec + needs), registry, RunLength(1000))
+        except UserError as error:
+            raise AssertionError(f"{page}: {error}") from error
 
 
 def _flags_of_sections() -> str:
@@ -131,26 +214,31 @@ def _flags_of_sections() -> str:
 
 
 def test_flags_named_in_documents_exist() -> None:
-    fields = (REPO / "docs" / "flags.md").read_text()
-    outside = {"--nproc-per-node", "--no-python", "--max-restarts", "--train-iters", "--signals-to-handle"}
-    for document in DOCUMENTS:
-        named = set(re.findall(r"(?<![\w-])--[a-zA-Z0-9_-]+", document.read_text()))
-        scripts = [
-            *(REPO / "tools").rglob("*.py"),
-            *(REPO / "benchmarks").rglob("*.py"),
-            *(REPO / "megatron").rglob("*command.py"),
-            *(REPO / "megatron" / "launcher").glob("*.py"),
-            REPO / "ASPLOS23" / "run.py",
-        ]
-        tools = "".join(path.read_text() for path in scripts) + _flags_of_sections()
+    fields = DOCUMENTS["docs/reference/flags.md"]
+    outside = {"--no-python", "--signals-to-handle", "--model_args", "--model"}
+    scripts = [
+        *(REPO / "tools").rglob("*.py"),
+        *(REPO / "benchmarks").rglob("*.py"),
+        *(REPO / "megatron").rglob("*command.py"),
+        *(REPO / "megatron" / "launcher").glob("*.py"),
+        *(REPO / "tests").glob("conftest.py"),
+        REPO / "ASPLOS23" / "run.py",
+    ]
+    tools = "".join(path.read_text() for path in scripts) + _flags_of_sections() + _flags_of_torchrun()
+    for name, text in WRITTEN.items():
+        named = set(re.findall(r"(?<![\w-])--[a-zA-Z][a-zA-Z0-9_-]*", text))
         for written in named - outside:
             flag = written.replace("_", "-")
             known = f"`{flag}`" in fields or f"{flag} " in fields or flag.strip("-") in KNOWN_FLAGS
-            assert known or f'"{flag.strip("-")}"' in tools or flag in tools, f"{document.name} names {flag}"
+            assert known or f'"{flag.strip("-")}"' in tools or flag in tools, f"{name} names {flag}"
+
+
+def _flags_of_torchrun() -> str:
+    return " ".join(flag.replace("_", "-") for flag in re.findall(r"--[a-z_-]+", get_args_parser().format_help()))
 
 
 def test_the_tables_of_muon_and_of_islands_have_the_programs_defaults() -> None:
-    muon, islands = ((REPO / "docs" / f"{name}.md").read_text() for name in ("muon", "islands"))
+    muon, islands = (DOCUMENTS[f"docs/guides/{name}.md"] for name in ("muon", "islands"))
     flags = dict(re.findall(r"^\| `--(muon-[a-z-]+)` \| `?([\w.]+)`? \|", muon, re.MULTILINE))
     names = ("muon_momentum", "muon_num_ns_steps", "muon_scale_mode", "muon_extra_scale_factor")
     optimizer, outer = OptimizerConfig(lr=1.0), OuterOptions()
@@ -170,13 +258,101 @@ def _in_words(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
+READMES = [
+    path
+    for pattern in ("*/README.md", "megatron/**/README.md", "examples/*/README.md", "tools/*/README.md")
+    for path in sorted(REPO.glob(pattern))
+]
+
+
+def _anchors(text: str) -> set[str]:
+    """Anchors of a page's headings, as GitHub and the site make them."""
+    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", prose, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+def test_links_and_anchors_lead_somewhere() -> None:
+    paths = [REPO / name for name in DOCUMENTS] + READMES
+    checked = 0
+    for path in dict.fromkeys(paths):
+        prose = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+        for target in re.findall(r"\]\(([^)\s]+)\)", prose):
+            assert not target.startswith("/"), f"{path} links to {target}"
+            if re.match(r"[a-z]+:", target):
+                continue
+            file, _, anchor = target.partition("#")
+            linked = path.parent / file if file else path
+            assert linked.exists(), f"{path} links to {target}"
+            if anchor:
+                assert anchor in _anchors(linked.read_text(encoding="utf-8")), f"{path} links to {target}"
+            checked += 1
+    assert checked >= 300
+
+
 def test_files_named_in_documents_exist() -> None:
-    for document in DOCUMENTS:
-        text = document.read_text()
-        for target in re.findall(r"\]\(([^)#]+)\)", text):
-            assert (document.parent / target).exists(), f"{document.name} links to {target}"
-        for path in re.findall(r"`((?:megatron|tools|docs|examples)/[\w/.]+)`", text):
-            assert (REPO / path).exists(), f"{document.name} names {path}"
+    for name, text in DOCUMENTS.items():
+        for path in re.findall(r"`((?:megatron|tools|docs|examples|tests|benchmarks)/[\w/.-]+)`", text):
+            assert (REPO / path).exists(), f"{name} names {path}"
+
+
+def test_code_blocks_are_whole() -> None:
+    """Fences come in pairs; blocks of Python compile, and those of YAML are YAML."""
+    for name, text in DOCUMENTS.items():
+        assert text.count("\n```") % 2 == 0, f"{name}: a code block is not closed"
+        for language, block in _blocks(text):
+            assert language in ("", "python", "yaml", "bash"), f"{name}: a block of {language}"
+            if language == "python":
+                compile(block, name, "exec")
+            elif language == "yaml":
+                assert isinstance(parse_yaml(block, name), dict)
+
+
+def test_the_tutorial_s_run_resolves() -> None:
+    block = DOCUMENTS["docs/tutorial/compress-a-run.md"].partition("```yaml\n")[2].partition("```")[0]
+    words = [text for key, value in parse_yaml(block, "run.yaml").items() for text in (f"--{key}", str(value))]
+    config = parse_args(words).resolve(2)
+    assert config.data_parallel_size(2) == 2
+
+
+def test_hardware_that_has_not_run_it_is_named_in_a_single_table() -> None:
+    pattern = re.compile(r"(not|never) (yet )?(been )?run on|on a GPU yet|\| not run \|", re.IGNORECASE)
+    found = {name for name, text in WRITTEN.items() if pattern.search(text)}
+    assert found == {"docs/guides/gpus.md"}
+    text = DOCUMENTS["docs/guides/gpus.md"]
+    table = text.partition("## What has run on which hardware")[2].partition("\n## ")[0]
+    assert not pattern.search(text.replace(table, ""))
+
+
+def test_pages_are_short() -> None:
+    """120 lines of README, 70 for a compressor, 250 for any other page; results hold tables."""
+    for name, text in WRITTEN.items():
+        lines = len(text.splitlines())
+        is_compressor = "compressors/" in name and not name.endswith("index.md")
+        limit = 120 if name == "README.md" else 70 if is_compressor else 350 if "extend/compressor" in name else 250
+        assert lines <= limit, f"{name} has {lines} lines"
+
+
+def test_the_site_has_every_page() -> None:
+    site = yaml.safe_load((REPO / "mkdocs.yml").read_text())
+    pages = re.findall(r"[\w/-]+\.md", json.dumps(site["nav"]))
+    assert sorted(f"docs/{page}" for page in pages) == sorted(name for name in DOCUMENTS if name != "README.md")
+
+
+def test_links_out_of_the_site_become_paths() -> None:
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="guides/experts.md"))
+    text = "[examples](../../examples/moe) and [GPUs](gpus.md#determinism) and [T](../tutorial/first-run.md), `a\\|b`"
+    wanted = "`examples/moe` and [GPUs](gpus.md#determinism) and [T](../tutorial/first-run.md), <code>a&#124;b</code>"
+    assert on_page_markdown(text, page=page) == wanted
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "site" / "guides" / "gpus.html").is_file()
 
 
 def test_every_package_s_readme_names_its_modules() -> None:

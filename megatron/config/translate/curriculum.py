@@ -26,29 +26,29 @@ _OLD_STEPS = "total_step"
 """Former name of ``total_curriculum_step``."""
 
 
-def read_curriculum(content: dict[str, Any], where: str, idle: Note) -> dict[str, Any] | None:
+def read_curriculum(content: dict[str, Any], location: str, idle: Note) -> dict[str, Any] | None:
     """Translate the curriculum of a file to values of our dotted fields; None if it is disabled.
 
     Args:
         content: value of ``curriculum_learning``.
-        where: its location, for messages.
+        location: its location, for messages.
         idle: called with each key without effect.
 
     Raises:
         UserError: when a key is missing, unknown or invalid; the message names it.
     """
-    _known(content, _KEYS, where)
-    values = Values(content, where)
+    _check_keys(content, _KEYS, location)
+    values = Values(content, location)
     if not values.flag("enabled"):
         return None
     if values.text("curriculum_type") != "seqlen":
-        raise UserError(f"{where}: curriculum_type {content['curriculum_type']!r} is not available; use seqlen")
-    kind = Kind(element=str, choices=_TYPES).from_json(values.text("schedule_type"), f"{where}: schedule_type")
+        raise UserError(f"{location}: curriculum_type {content['curriculum_type']!r} is not available; use seqlen")
+    kind = Kind(element=str, choices=_TYPES).from_json(values.text("schedule_type"), f"{location}: schedule_type")
     least, full = values.integer("min_difficulty"), values.integer("max_difficulty")
     settings: dict[str, Any] = {
         "curriculum_learning": True,
         "curriculum_type": kind,
-        **_schedule(values, kind, f"{where}: {_CONFIG}"),
+        **_schedule(values, kind, f"{location}: {_CONFIG}"),
     }
     if kind in ("fixed_linear", "fixed_root"):
         settings["curriculum_seqlen_min"] = least
@@ -58,7 +58,7 @@ def read_curriculum(content: dict[str, Any], where: str, idle: Note) -> dict[str
         try:
             lengths_of(CurriculumConfig(**settings), full, lambda name: key_of(name, kind))
         except UserError as error:
-            raise UserError(f"{where}: {error}") from error
+            raise UserError(f"{location}: {error}") from error
     return {**{f"{_SECTION}.{name}": value for name, value in settings.items()}, "model.seq_length": full}
 
 
@@ -68,7 +68,7 @@ def _schedule(values: Values, kind: str, location: str) -> dict[str, Any]:
     if _OLD_STEPS in content:
         content.setdefault("total_curriculum_step", content.pop(_OLD_STEPS))
     keys = _BY_TYPE[kind]
-    _known(content, tuple(keys.values()), location)
+    _check_keys(content, tuple(keys.values()), location)
     schedule = Values(content, location)
     kinds = {field.name: (field.kind, field.is_list) for field in field_options(_SECTION, CurriculumConfig)}
     settings: dict[str, Any] = {}
@@ -83,7 +83,7 @@ def _schedule(values: Values, kind: str, location: str) -> dict[str, Any]:
     return settings
 
 
-def _known(content: dict[str, Any], keys: tuple[str, ...], location: str) -> None:
+def _check_keys(content: dict[str, Any], keys: tuple[str, ...], location: str) -> None:
     for name in content:
         if name not in keys:
             raise UserError(f"{location}: {name} is not available; take it out of the file")

@@ -92,15 +92,15 @@ class _File:
     """DeepSpeed configuration file. Flags may repeat its values but not contradict them.
 
     Args:
-        given: flag values, including the path of the file.
+        flags: flag values, including the path of the file.
         explicit: explicit values of our fields; values of the file are added.
         note: called with a line on the keys that were used, and a line on keys without effect.
     """
 
-    def __init__(self, given: Theirs, explicit: Explicit, note: Note) -> None:
-        self.path = f"--deepspeed-config {given.deepspeed_config}"
-        self.content = read_json(given.deepspeed_config, self.path)
-        self.given = given
+    def __init__(self, flags: Theirs, explicit: Explicit, note: Note) -> None:
+        self.path = f"--deepspeed-config {flags.deepspeed_config}"
+        self.content = read_json(flags.deepspeed_config, self.path)
+        self.flags = flags
         self.explicit = explicit
         self.note = note
         self.taken: list[str] = []
@@ -139,7 +139,7 @@ class _File:
             raise UserError(f"{self.path}: {key}: {_INSTEAD.get(key, 'is not available; take it out of the file')}")
 
     def _set(self, key: str, path: str, value: Any) -> None:
-        self.given.settle(_BY, path, value, f"{self.path}: {key} {value}")
+        self.flags.settle(_BY, path, value, f"{self.path}: {key} {value}")
         self.taken.append(key)
 
     def _read(self, kind: Kind, key: str, value: Any) -> Any:
@@ -210,7 +210,7 @@ class _File:
         if on and self.explicit.get(other):
             raise UserError(f"{self.path}: {key} and --{other.partition('.')[2]} exclude each other; keep one format")
         if "enabled" in values:
-            self.given.settle(_BY, path, on, f"{self.path}: {key}.enabled {str(on).lower()}")
+            self.flags.settle(_BY, path, on, f"{self.path}: {key}.enabled {str(on).lower()}")
         (self.taken if on else self.idle).append(key)
         return on
 
@@ -218,7 +218,7 @@ class _File:
         values = dict(value) if isinstance(value, dict) else value
         if isinstance(values, dict):
             stage = values.get("stage", 0)
-            _zero(self.given, _BY, stage, f"{self.path}: {key}.stage {stage}", lambda line: None)
+            _zero(self.flags, _BY, stage, f"{self.path}: {key}.stage {stage}", lambda line: None)
             values = {name: entry for name, entry in values.items() if not name.startswith("stage3_")}
         self._mapping(key, values, _IDLE_ZERO.split())
         self.taken.append(f"{key}.stage")
@@ -234,7 +234,7 @@ class _File:
             return
         for path, setting in settings.items():
             name = key_of(path.partition(".")[2], settings["curriculum.curriculum_type"])
-            self.given.settle(_BY, path, setting, f"{location}.{name} {setting}")
+            self.flags.settle(_BY, path, setting, f"{location}.{name} {setting}")
         self.taken.append(key)
 
     def _data_types(self, key: str, value: Any) -> None:

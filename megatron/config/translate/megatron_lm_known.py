@@ -211,7 +211,7 @@ _HARMLESS = [
         values="memory-snapshot-path otel-service-name otel-span-groups train-sync-interval config-logger-dir",
     ),
     _harmless(
-        "see --log-interval, --log-memory-to-tensorboard and docs/flags.md for what is logged",
+        "see --log-interval, --log-memory-to-tensorboard and docs/reference/flags.md for what is logged",
         switches="log-progress disable-log-loss-scale-to-tensorboard log-device-memory-used log-max-attention-logit "
         "log-energy moe-routing-trace-capture-logits moe-routing-trace-capture-hidden-states "
         "moe-routing-trace-dump-weights",

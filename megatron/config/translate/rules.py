@@ -19,7 +19,7 @@ from megatron.base.words import Note
 SWITCH, VALUE, VALUES = "switch", "value", "values"
 """Number of words after a flag: none (or true or false), one, any number."""
 
-GIVEN = "{value}"
+ARGUMENT = "{value}"
 """Placeholder for the argument of a flag in the tables."""
 
 
@@ -100,17 +100,17 @@ class Shortcut(OldFlag):
         if self.choices and words[0].lower() not in self.choices:
             raise UserError(f"--{self.name} {words[0]}: choose from {', '.join(self.choices)}")
         argument = self.choices.get(words[0].lower(), words[0]) if words else ""
-        sets = {path: argument if word == GIVEN else word for path, word in self.sets.items()}
-        return Meaning(sets=sets, note=self.note.replace(GIVEN, " ".join(words)), rule=self.rule)
+        sets = {path: argument if word == ARGUMENT else word for path, word in self.sets.items()}
+        return Meaning(sets=sets, note=self.note.replace(ARGUMENT, " ".join(words)), rule=self.rule)
 
 
 def old_name(name: str, path: str, *, whose: str = "") -> Shortcut:
     """Alias for the flag of the field `path`: its name in system `whose`, or our old name, which is reported."""
     ours = flag(path.partition(".")[2])
     if whose:
-        return Shortcut(name=name, arity=VALUE, help=f"{whose}'s name of {ours}.", sets={path: GIVEN})
-    note = f"--{name} is an old name: taken as {ours} {GIVEN}"
-    return Shortcut(name=name, arity=VALUE, help=f"Old name of {ours}.", sets={path: GIVEN}, note=note)
+        return Shortcut(name=name, arity=VALUE, help=f"{whose}'s name of {ours}.", sets={path: ARGUMENT})
+    note = f"--{name} is an old name: taken as {ours} {ARGUMENT}"
+    return Shortcut(name=name, arity=VALUE, help=f"Old name of {ours}.", sets={path: ARGUMENT}, note=note)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,7 +234,7 @@ class Theirs:
         """Names of given fields that were never read, without fields that declare `no_effect`."""
         return [name for name in self.names if name not in self._read | self._idle]
 
-    def settle(self, name: str, path: str, value: Any, where: str) -> None:
+    def settle(self, name: str, path: str, value: Any, location: str) -> None:
         """Set our field `path` to `value`, the translation of their field `name`.
 
         The source of higher precedence wins. Raises UserError starting with `where` if a source contradicts itself.
@@ -247,7 +247,7 @@ class Theirs:
         elif previous_level == level and explicit[path] != value:
             ours = flag(path.partition(".")[2])
             value_text = "" if isinstance(explicit[path], bool) else f" {explicit[path]}"
-            raise UserError(f"{where} and {ours}{value_text} contradict each other; give only one of them")
+            raise UserError(f"{location} and {ours}{value_text} contradict each other; give only one of them")
 
 
 def flag(name: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron.base.errors import UserError
 from megatron.base.words import Note
-from megatron.config.translate.rules import GIVEN, VALUE, Explicit, Shortcut, old_name
+from megatron.config.translate.rules import ARGUMENT, VALUE, Explicit, Shortcut, old_name
 
 _POSITION = "model.position_embedding_type"
 _SCALING = "model.rotary_scaling"
@@ -46,7 +46,7 @@ SHORTCUTS: tuple[Shortcut, ...] = (
         name="activations-checkpoint-method",
         arity=VALUE,
         help="Same as --recompute-granularity full --recompute-method METHOD.",
-        sets={"recompute.recompute_granularity": "full", "recompute.recompute_method": GIVEN},
+        sets={"recompute.recompute_granularity": "full", "recompute.recompute_method": ARGUMENT},
     ),
     Shortcut(
         name="use-rotary-position-embeddings",
@@ -62,7 +62,7 @@ SHORTCUTS: tuple[Shortcut, ...] = (
         name="rotary-seq-len-interpolation-factor",
         arity=VALUE,
         help="Same as --rotary-scaling linear --rotary-scaling-factor FACTOR.",
-        sets={_SCALING: "linear", "model.rotary_scaling_factor": GIVEN},
+        sets={_SCALING: "linear", "model.rotary_scaling_factor": ARGUMENT},
     ),
     Shortcut(
         name="no-position-embedding",
@@ -90,7 +90,7 @@ SHORTCUTS: tuple[Shortcut, ...] = (
         name="fp8-format",
         arity=VALUE,
         help="Megatron-LM's: hybrid is the same as --fp8 tensorwise, e4m3 as --fp8 rowwise.",
-        sets={"precision.fp8": GIVEN},
+        sets={"precision.fp8": ARGUMENT},
         choices=_RECIPES,
     ),
     *(

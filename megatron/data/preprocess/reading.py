@@ -73,14 +73,14 @@ def expand_inputs(values: list[str]) -> list[str]:
     return files
 
 
-def divide(files: list[str], parts: int) -> list[list[InputRange]]:
-    """Divides the input into at most ``parts`` consecutive pieces of similar size.
+def divide(files: list[str], count: int) -> list[list[InputRange]]:
+    """Divides the input into at most ``count`` consecutive pieces of similar size.
 
     Plain files are cut at line starts; compressed files and standard input are not cut. Reading the pieces in sequence
     yields the lines of the files in order.
     """
     sizes = [0 if name == STDIN else os.path.getsize(name) for name in files]
-    share = max(1, -(-sum(sizes) // parts))
+    share = max(1, -(-sum(sizes) // count))
     pieces: list[list[InputRange]] = [[]]
     room = share
     for name, size in zip(files, sizes, strict=True):
@@ -89,13 +89,13 @@ def divide(files: list[str], parts: int) -> list[list[InputRange]]:
             room -= size
         else:
             start = 0
-            while size - start > room > 0 and len(pieces) < parts:
+            while size - start > room > 0 and len(pieces) < count:
                 pieces[-1].append(InputRange(name, start, start + room))
                 start, room = start + room, share
                 pieces.append([])
             pieces[-1].append(InputRange(name, start, None))
             room -= size - start
-        if room <= 0 and len(pieces) < parts:
+        if room <= 0 and len(pieces) < count:
             pieces.append([])
             room = share
     return [piece for piece in pieces if piece]

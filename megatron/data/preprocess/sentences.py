@@ -16,7 +16,7 @@ no nos nr fig figs eq eqs sec secs ch chap vol vols pp pg art ed eds trans vs v 
 jan feb mar apr jun jul aug sep sept oct nov dec mon tue tues wed thu thur thurs fri sat
 inc ltd co corp dept univ assn bros ave blvd rd est bzw usw vgl hrsg bd mme mlle sra sig dott
 """
-_KNOWN = frozenset(_ABBREVIATIONS.split())
+_ABBREVIATION_SET = frozenset(_ABBREVIATIONS.split())
 _WIDE = "\u3002\uff01\uff1f"  # Chinese and Japanese sentence ends, without a following space
 _CLOSING, _WIDE_CLOSING = r"\"'\u201d\u2019\u00bb)\]", r"\u300d\u300f\u201d\u2019\uff09"
 # Possible sentence ends, with closing quotes and brackets; an empty line always ends a sentence.
@@ -71,7 +71,7 @@ def _ends(text: str, begin: int, match: re.Match[str]) -> bool:
     if word is None:
         return True
     name = word[0]
-    return not (_DOTTED.fullmatch(name) or name.lower() in _KNOWN or (len(name) == 1 and name.isupper()))
+    return not (_DOTTED.fullmatch(name) or name.lower() in _ABBREVIATION_SET or (len(name) == 1 and name.isupper()))
 
 
 def _append(spans: Spans, text: str, begin: int, end: int) -> None:

@@ -121,7 +121,7 @@ def train(
     )
     all_texts = texts(names, keys, watch)
     chosen = all_texts if documents is None else islice(all_texts, documents * len(keys))
-    tokenizer.train_from_iterator(_then(chosen, merging), trainer)
+    tokenizer.train_from_iterator(_call_after(chosen, merging), trainer)
     _write(tokenizer.model, folder)
     return int(tokenizer.get_vocab_size())
 
@@ -142,7 +142,7 @@ def _write(model: Any, folder: Path) -> None:
                 stream.write((Path(temporary) / name).read_bytes())
 
 
-def _then(iterator: Iterator[str], done: Callable[[], None]) -> Iterator[str]:
+def _call_after(iterator: Iterator[str], done: Callable[[], None]) -> Iterator[str]:
     yield from iterator
     done()
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from megatron.base.errors import UserError
 from megatron.base.numerals import read_number
 from megatron.base.text_file import read_lines
-from megatron.base.words import shown
+from megatron.base.words import format_value
 from megatron.data.tasks.examples import Example, ExampleFile, clean_text
 
 _MOST_TORN = 0.01
@@ -137,7 +137,7 @@ def _example(form: GlueFormat, columns: _Columns, row: Sequence[str], location: 
 def _label(form: GlueFormat, word: str, location: str) -> int | float:
     if form.classes:
         if word not in form.classes:
-            raise UserError(f"{location}: the label {shown(word)} is none of {', '.join(form.classes)}")
+            raise UserError(f"{location}: the label {format_value(word)} is none of {', '.join(form.classes)}")
         return form.classes.index(word)
     minimum, maximum = form.bounds
     try:
@@ -145,5 +145,5 @@ def _label(form: GlueFormat, word: str, location: str) -> int | float:
     except ValueError:
         number = math.nan
     if not minimum <= number <= maximum:
-        raise UserError(f"{location}: the label {shown(word)} is no number from {minimum:g} to {maximum:g}")
+        raise UserError(f"{location}: the label {format_value(word)} is no number from {minimum:g} to {maximum:g}")
     return number

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.base.errors import UserError
 from megatron.base.text_file import parse_json, read_lines
-from megatron.base.words import shown
+from megatron.base.words import format_value
 from megatron.data.tasks.examples import Example, ExampleFile, clean_text
 
 CHOICES = 4
@@ -70,7 +70,7 @@ def _questions(line: str, location: str) -> Iterator[Example]:
         if len(texts) != CHOICES:
             raise UserError(f"{question_location}: has {len(texts)} options instead of {CHOICES}")
         if not isinstance(answer, str) or len(answer) != 1 or answer not in _LETTERS:
-            raise UserError(f"{question_location}: the answer {shown(answer)} is none of {', '.join(_LETTERS)}")
+            raise UserError(f"{question_location}: the answer {format_value(answer)} is none of {', '.join(_LETTERS)}")
         yield Example(tuple((_with(question, option), text) for option in texts), _LETTERS.index(answer))
 
 

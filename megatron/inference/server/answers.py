@@ -76,23 +76,23 @@ class CompletionAnswer:
     """Responses to a completion request.
 
     Args:
-        asked: the request.
+        completion: the request.
         model: name of the model.
         tokenizer: tokenizer of the model.
     """
 
     _prefix, _object, _event_object = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, asked: Completion, model: str, tokenizer: Tokenizer) -> None:
-        self.asked = asked
-        self.job = asked.job
+    def __init__(self, completion: Completion, model: str, tokenizer: Tokenizer) -> None:
+        self.completion = completion
+        self.job = completion.job
         self.model = model
         self.tokenizer = tokenizer
         self.id = f"{self._prefix}-{uuid.uuid4().hex}"
         self.created = int(time.time())
-        self._offsets = [0] * len(asked.job.prompts)
-        self._decoders = [TokenDecoder(tokenizer, prompt) for prompt in asked.job.prompts]
-        self._held: list[list[tuple[Token | int, TokenEntry]]] = [[] for _ in asked.job.prompts]
+        self._offsets = [0] * len(completion.job.prompts)
+        self._decoders = [TokenDecoder(tokenizer, prompt) for prompt in completion.job.prompts]
+        self._held: list[list[tuple[Token | int, TokenEntry]]] = [[] for _ in completion.job.prompts]
 
     def _frame(self, choices: list[dict[str, Any]], *, event: bool = False) -> dict[str, Any]:
         return {
@@ -145,12 +145,12 @@ class CompletionAnswer:
     def _content(self, text: str, event: bool) -> dict[str, Any]:
         return {"text": text}
 
-    def whole(self, results: Sequence[Result]) -> dict[str, Any]:
+    def full_response(self, results: Sequence[Result]) -> dict[str, Any]:
         """Complete response, without streaming."""
         choices = []
         for row, (prompt, result) in enumerate(zip(self.job.prompts, results, strict=True)):
             text, tokens = result.text, list[Token | int](result.sampled)
-            if self.asked.echo:
+            if self.completion.echo:
                 text = prompt_text(self.tokenizer, prompt) + text
                 tokens = [*prompt[:1], *result.prompt, *tokens]
                 self._decoders[row] = TokenDecoder(self.tokenizer)
@@ -158,13 +158,13 @@ class CompletionAnswer:
         return {**self._frame(choices), "usage": self._usage(results)}
 
     def _usage(self, results: Sequence[Result]) -> dict[str, int]:
-        prompts = sum(map(len, self.job.prompts[:: self.asked.n]))
+        prompts = sum(map(len, self.job.prompts[:: self.completion.n]))
         new = sum(len(result.sampled) for result in results)
         return {"prompt_tokens": prompts, "completion_tokens": new, "total_tokens": prompts + new}
 
     def begin(self) -> Iterator[dict[str, Any]]:
         """First events of a stream: the prompts, if they are echoed."""
-        if self.asked.echo:
+        if self.completion.echo:
             for row, prompt in enumerate(self.job.prompts):
                 yield self._event(row, prompt_text(self.tokenizer, prompt), [], None)
 
@@ -176,8 +176,8 @@ class CompletionAnswer:
         """Last events of a stream: held-back text, end-of-document tokens, finish reasons, and usage."""
         for row, result in enumerate(results):
             tokens = [] if result.end is None else [result.end]
-            yield self._event(row, result.rest, tokens, result.reason)
-        if self.asked.usage:
+            yield self._event(row, result.unstreamed_text, tokens, result.reason)
+        if self.completion.usage:
             yield {**self._frame([], event=True), "usage": self._usage(results)}
 
     def _event(self, row: int, text: str, tokens: Sequence[Token | int], reason: str | None) -> dict[str, Any]:

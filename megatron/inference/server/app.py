@@ -143,7 +143,7 @@ class Server:
         ]
         handlers: Any = {
             UserError: _refuse,
-            ClientDisconnect: _gone,
+            ClientDisconnect: _client_gone,
             HTTPException: _not_here,
             Exception: _failed,
         }
@@ -163,7 +163,7 @@ class Server:
                 "model": self.name,
                 "window": self.limits.window,
                 "busy": worker.busy,
-                "waiting": worker.waiting,
+                "waiting": worker.queued_jobs,
                 "served": worker.served,
                 "uptime_s": round(time.time() - self.started, 1),
             }
@@ -260,12 +260,12 @@ class Server:
 
     async def _answer(self, request: Request, answer: CompletionAnswer) -> Response:
         running = Running(self.worker, answer.job)
-        if answer.asked.stream:
+        if answer.completion.stream:
             return StreamingResponse(
                 _events(running, answer), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
             )
         results = await running.results(request)
-        return await run_in_threadpool(lambda: JSONResponse(answer.whole(results)))
+        return await run_in_threadpool(lambda: JSONResponse(answer.full_response(results)))
 
 
 async def _events(running: Running, answer: CompletionAnswer) -> AsyncIterator[str]:
@@ -317,5 +317,5 @@ async def _failed(request: Request, error: Exception) -> Response:
     return error_response(f"the server failed: {type(error).__name__}", 500)
 
 
-async def _gone(request: Request, error: ClientDisconnect) -> Response:
+async def _client_gone(request: Request, error: ClientDisconnect) -> Response:
     return Response(status_code=499)

@@ -44,7 +44,7 @@ def chat_job(body: object, template: ChatTemplate | None, tokenizer: Tokenizer, 
     if template is None:
         raise RequestError("the tokenizer of this model has no chat template; POST /v1/completions takes texts")
     fields = Fields(body)
-    fields.known([*CHAT_FIELDS, *SHARED_FIELDS])
+    fields.reject_unknown([*CHAT_FIELDS, *SHARED_FIELDS])
     for name, *neutral in (("tools", []), ("tool_choice", "none", "auto"), ("response_format", {"type": "text"})):
         fields.refuse(name, *neutral)
     options = Fields(
@@ -82,18 +82,18 @@ def _messages(fields: Fields) -> list[dict[str, Any]]:
 def _message(value: object, path: str) -> dict[str, Any]:
     message = Fields(value, path)
     present_fields = {name: content for name, content in message.items() if content is not None}
-    Fields(present_fields).known(["role", "content", "name"])
+    Fields(present_fields).reject_unknown(["role", "content", "name"])
     role, content = present_fields.get("role"), present_fields.get("content", "")
     if not isinstance(role, str) or not 0 < len(role) <= MAX_ROLE:
         raise RequestError(f"{path}: role must be a text of 1 to {MAX_ROLE} characters")
     if isinstance(content, list):
-        content = "\n".join(_part(item, path) for item in content)
+        content = "\n".join(_part_text(item, path) for item in content)
     if not isinstance(content, str) or not isinstance(present_fields.get("name", ""), str):
         raise RequestError(f"{path}: content must be a text, or a list of parts of the type text")
     return {**present_fields, "content": content}
 
 
-def _part(value: object, path: str) -> str:
+def _part_text(value: object, path: str) -> str:
     text = value.get("text") if isinstance(value, dict) and value.get("type") == "text" else None
     if not isinstance(text, str):
         raise RequestError(f"{path}: content must be a text, or a list of parts of the type text")

@@ -57,16 +57,16 @@ class AllowedHosts:
 
     Args:
         bound: address or name that the server listens at.
-        given: additional names; ``*`` allows any.
+        hosts: additional names; ``*`` allows any.
 
     Raises:
         UserError: when an additional name is not a host name.
     """
 
-    def __init__(self, bound: str, given: Sequence[str] = ()) -> None:
-        self._any = ANY in given
+    def __init__(self, bound: str, hosts: Sequence[str] = ()) -> None:
+        self._any = ANY in hosts
         self._names: set[str] = set()
-        for host in given:
+        for host in hosts:
             self._names.add(_plain_name(host))
         bound = bound.strip().lower()
         self._addresses = not is_loopback(bound)

@@ -52,15 +52,15 @@ class Fields(Values):
 
     Args:
         values: the request.
-        what: name of the request in messages.
+        subject: name of the request in messages.
 
     Raises:
         UserError: by every method, when a value has the wrong type.
     """
 
-    def __init__(self, values: object, what: str = "the request") -> None:
+    def __init__(self, values: object, subject: str = "the request") -> None:
         if not isinstance(values, dict):
-            raise RequestError(f"{what} must be a JSON object")
+            raise RequestError(f"{subject} must be a JSON object")
         super().__init__(values)
 
     def bounded_texts(self, name: str, most: int, longest: int) -> list[str]:
@@ -78,7 +78,7 @@ class Fields(Values):
         if self.has(name) and self[name] not in neutral:
             raise RequestError(f"{name} is not offered here; leave it out")
 
-    def known(self, names: Sequence[str]) -> None:
+    def reject_unknown(self, names: Sequence[str]) -> None:
         """Reject unknown fields; a misspelled field would silently have no effect."""
         unknown = sorted(set(self) - set(names))
         if unknown:
@@ -165,7 +165,7 @@ def megatron_job(body: object, tokenizer: Tokenizer, limits: RequestLimits) -> I
         UserError: when the request is invalid.
     """
     fields = Fields(body)
-    fields.known(MEGATRON_FIELDS)
+    fields.reject_unknown(MEGATRON_FIELDS)
     fields.refuse("beam_width", 0)
     fields.refuse("prevent_newline_after_colon", False)
     fields.listed("prompts")  # a bare text is not allowed
@@ -243,7 +243,7 @@ def completion_job(body: object, tokenizer: Tokenizer, limits: RequestLimits) ->
         UserError: when the request is invalid.
     """
     fields = Fields(body)
-    fields.known([*COMPLETION_FIELDS, *SHARED_FIELDS])
+    fields.reject_unknown([*COMPLETION_FIELDS, *SHARED_FIELDS])
     for name, *neutral in (("best_of", 1), ("suffix", "")):
         fields.refuse(name, *neutral)
     prompts = _completion_prompts(fields, tokenizer)

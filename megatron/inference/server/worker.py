@@ -32,7 +32,7 @@ class Result:
 
     Args:
         text: the continuation, cut before a stop string.
-        rest: end of ``text`` that was not streamed with a token.
+        unstreamed_text: end of ``text`` that was not streamed with a token.
         tokens: tokens of the continuation.
         reason: "stop" if the model ended the document or a stop string occurred, else "length".
         prompt: tokens of the prompt after the first, if their probabilities were requested.
@@ -40,7 +40,7 @@ class Result:
     """
 
     text: str
-    rest: str
+    unstreamed_text: str
     tokens: list[Token]
     reason: str
     prompt: list[Token]
@@ -89,18 +89,18 @@ class Worker:
 
     Args:
         model: the model, on its sampling rank.
-        waiting: maximum number of queued jobs; further jobs are refused.
+        max_queue: maximum number of queued jobs; further jobs are refused.
         patience_s: timeout in seconds after which the other ranks give up on this rank.
-        ended: called when the thread ends, for any reason.
+        on_end: called when the thread ends, for any reason.
     """
 
-    def __init__(self, model: LoadedModel, waiting: int, patience_s: float, ended: Callable[[], None]) -> None:
+    def __init__(self, model: LoadedModel, max_queue: int, patience_s: float, on_end: Callable[[], None]) -> None:
         self.model = model
         self.error: BaseException | None = None
         self.served = 0
-        self._ended = ended
+        self._ended = on_end
         self._patience_s = patience_s
-        self._queue: queue.Queue[Ticket] = queue.Queue(waiting)
+        self._queue: queue.Queue[Ticket] = queue.Queue(max_queue)
         self._stop = threading.Event()
         self._at_hand: Ticket | None = None
         self._thread = threading.Thread(target=self._main, name="generation", daemon=True)
@@ -131,7 +131,7 @@ class Worker:
         return self._at_hand is not None
 
     @property
-    def waiting(self) -> int:
+    def queued_jobs(self) -> int:
         """Number of jobs in the queue."""
         return self._queue.qsize()
 
@@ -149,7 +149,7 @@ class Worker:
         if self._stop.is_set():
             raise RequestError(_ENDS, 503)
         if self._queue.full():
-            raise RequestError(f"{self.waiting} requests are waiting; try again later", 503)
+            raise RequestError(f"{self.queued_jobs} requests are waiting; try again later", 503)
 
     def submit(self, ticket: Ticket) -> None:
         """Add a job to the queue.
@@ -161,7 +161,7 @@ class Worker:
         try:
             self._queue.put_nowait(ticket)
         except queue.Full as error:
-            raise RequestError(f"{self.waiting} requests are waiting; try again later", 503) from error
+            raise RequestError(f"{self.queued_jobs} requests are waiting; try again later", 503) from error
         if self._stop.is_set():
             self._turn_away()  # the thread may have emptied the queue already
 

@@ -270,12 +270,12 @@ def _equal_shapes_adjoin(members: Sequence[NamedParam]) -> list[NamedParam]:
     """
     shapes = list(dict.fromkeys(member[3].shape for member in members))
 
-    def place(numbered: tuple[int, NamedParam]) -> tuple[bool, bool, int, bool, list[str], int]:
+    def sort_key(numbered: tuple[int, NamedParam]) -> tuple[bool, bool, int, bool, list[str], int]:
         number, (name, _, spec, param) = numbered
         order = spec.of_expert, name.split(".")[-2:] if spec.of_expert else [], -number if spec.of_expert else number
         return bool(param.numel() % _ALIGNED), param.dim() < 2, shapes.index(param.shape), *order
 
-    return [member for _, member in sorted(enumerate(members), key=place)]
+    return [member for _, member in sorted(enumerate(members), key=sort_key)]
 
 
 def named_params(specs: Mapping[str, tuple[str, ParamSpec]], model: nn.Module) -> list[NamedParam]:

@@ -195,7 +195,8 @@ class BucketReducer:
                 TensorReduction(c, unit.unscaled_view(bucket.flat, self._scale), unit.state) for unit, c in serving
             ]
         reductions += [
-            TensorReduction(IdentityRounds(), bucket.flat[span], CompressorState()) for span in _rest(bucket, used)
+            TensorReduction(IdentityRounds(), bucket.flat[span], CompressorState())
+            for span in _uncompressed_ranges(bucket, used)
         ]
         raw = (1 if self.sharded else 2) * (self.group.size - 1) * num_bytes(bucket.flat) // self.group.size
         # Stacks do not align with the ranks' shares of the bucket, so every rank needs all sums.
@@ -228,7 +229,7 @@ class BucketReducer:
                 unit.write_back(bucket.flat, reduced.x, self._scale)
 
 
-def _rest(bucket: GradBucket, units: Sequence[ParamStack]) -> list[slice]:
+def _uncompressed_ranges(bucket: GradBucket, units: Sequence[ParamStack]) -> list[slice]:
     """Ranges of a bucket outside the compressed units, which are reduced exactly."""
     if not units:
         return [slice(0, bucket.flat.numel())]

@@ -26,7 +26,7 @@ class TriedReduction:
 
     Args:
         reduced: the step's reduced gradients, contiguous.
-        own: range of the gradients that this rank holds.
+        own_range: range of the gradients that this rank holds.
         fill: fills in the other ranks' ranges of a copy.
         run: reduces a copy over the group, in place.
         ranks: number of ranks of the group.
@@ -34,7 +34,7 @@ class TriedReduction:
     """
 
     reduced: Tensor
-    own: slice
+    own_range: slice
     fill: Callable[[Tensor], None]
     run: Callable[[Tensor], None]
     ranks: int
@@ -98,14 +98,14 @@ def run_trial(trial: Trial, reductions: Iterable[TriedReduction], world: Group, 
 
 def _run(trial: Trial, tried: TriedReduction, ledger: Ledger) -> Tensor:
     copy, reduced, seconds = torch.empty_like(tried.reduced), tried.reduced, []
-    error, norm = torch.zeros((), dtype=torch.float64), finite_norm(reduced[tried.own])[0].cpu()
+    error, norm = torch.zeros((), dtype=torch.float64), finite_norm(reduced[tried.own_range])[0].cpu()
     for repeat in range(trial.repeats):
         # Each rank contributes an equal part, so that the sum has the magnitude of the step's gradients.
-        copy[tried.own].copy_(reduced[tried.own]).div_(tried.ranks)
+        copy[tried.own_range].copy_(reduced[tried.own_range]).div_(tried.ranks)
         tried.fill(copy)
         seconds.append(_seconds(ledger, lambda: tried.run(copy)))
         if repeat == 0:
-            error = finite_norm(copy[tried.own].sub_(reduced[tried.own]))[0].cpu()
+            error = finite_norm(copy[tried.own_range].sub_(reduced[tried.own_range]))[0].cpu()
         for state in tried.states:
             state.commit()
     later = seconds[1:] or seconds

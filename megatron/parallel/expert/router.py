@@ -45,14 +45,14 @@ class ExpertContext:
         micro_batch: number of the micro-batch in the step.
         loss_grad: gradient of the objective, also used for the layers' auxiliary losses; a scalar.
         shares: by layer, each expert's share of the previous step's choices, float64; empty in the first step.
-        seen: output by (layer, micro-batch): number of tokens routed to each expert, int64, and unweighted auxiliary
-            losses of the layer (``ModelConfig.expert_losses``). Recomputation writes the same values again.
+        statistics: output by (layer, micro-batch): number of tokens routed to each expert, int64, and unweighted
+            auxiliary losses of the layer (``ModelConfig.expert_losses``). Recomputation writes the same values again.
     """
 
     micro_batch: int
     loss_grad: Tensor
     shares: Mapping[int, Tensor]
-    seen: dict[tuple[int, int], tuple[Tensor, Tensor]]
+    statistics: dict[tuple[int, int], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Router(ShardedModule):
         experts_tk = self._within_groups(ranking_te).topk(self.config.moe_router_topk, dim=-1).indices
         weights_tk = self._weights(logits_te, scores_te, experts_tk)
         capacity = self._capacity(experts_tk.numel(), step is not None)
-        kept_tk = None if capacity is None else self._kept(experts_tk, weights_tk.detach(), capacity)
+        kept_tk = None if capacity is None else self._mask_within_capacity(experts_tk, weights_tk.detach(), capacity)
         before = None if step is None else step.shares.get(self.layer)
         losses = self._losses(logits_te, scores_te, experts_tk, logits_sbe.shape[1], before)
         return Routing(experts_tk, weights_tk, kept_tk, capacity, losses)
@@ -175,7 +175,7 @@ class Router(ShardedModule):
         # Exact arithmetic, since 50 * 1.1 is 55.00000000000001.
         return max(config.moe_min_capacity, math.ceil(choices * Fraction(str(factor)) / self.experts))
 
-    def _kept(self, experts_tk: Tensor, weights_tk: Tensor, capacity: int) -> Tensor:
+    def _mask_within_capacity(self, experts_tk: Tensor, weights_tk: Tensor, capacity: int) -> Tensor:
         """Mask of the token-expert pairs within capacity."""
         chosen = experts_tk.flatten()
         by_weight = self.config.moe_token_drop_policy == "probs"

@@ -63,8 +63,8 @@ class PipelineChannel:
         shapes: shape of this rank's message of a micro-batch, (sequence, batch, hidden), by boundary. They may be
             changed between steps, identically on all ranks.
         dtype, device: dtype and device of activations and their gradients.
-        parts: the tensor-parallel ranks, if each sends an equal part of the sequence of a replicated activation, to be
-            all-gathered by the receivers. None if a message is this rank's full tensor.
+        tensor_comm: the tensor-parallel ranks, if each sends an equal part of the sequence of a replicated activation,
+            to be all-gathered by the receivers. None if a message is this rank's full tensor.
     """
 
     def __init__(
@@ -76,14 +76,14 @@ class PipelineChannel:
         shapes: Sequence[torch.Size],
         dtype: torch.dtype,
         device: torch.device,
-        parts: TensorComm | None = None,
+        tensor_comm: TensorComm | None = None,
     ) -> None:
         self.plan = plan
         self.ledger = ledger
         self.shapes = shapes
         self.dtype = dtype
         self.device = device
-        self.parts = parts
+        self.tensor_comm = tensor_comm
         self._scale = 1.0
         rank, size = forward_link.rank, forward_link.size
         following, previous = (rank + 1) % size, (rank - 1) % size
@@ -140,13 +140,13 @@ class PipelineChannel:
             for message in messages:
                 ends.setdefault((message.way.point, message.position.boundary, sends), []).append(message)
         signatures = [self._end_signature(end, messages) for end, messages in ends.items()]
-        if self.parts is not None:
+        if self.tensor_comm is not None:
             signatures += [self._gather_signature(point, boundary) for point, boundary, sends in ends if not sends]
         return signatures
 
     def _gather_signature(self, point: Point, boundary: int) -> Hashable:
-        assert self.parts is not None
-        return point, "gather", tuple(self.shapes[boundary]), self.parts.gather_codec(_GATHERED_AT[point])
+        assert self.tensor_comm is not None
+        return point, "gather", tuple(self.shapes[boundary]), self.tensor_comm.gather_codec(_GATHERED_AT[point])
 
     def _end_signature(self, end: tuple[Point, int, bool], messages: Sequence[Message]) -> Hashable:
         way, (_, boundary, sends) = messages[0].way, end
@@ -163,7 +163,7 @@ class PipelineChannel:
 
     def send(self, message: Message, x: Tensor) -> None:
         """Start sending ``x`` over a boundary, or this rank's part of it if tensor-parallel ranks split messages."""
-        x = x if self.parts is None else self.parts.own_part(x)
+        x = x if self.tensor_comm is None else self.tensor_comm.own_part(x)
         way, position, key = message.way, message.position, message.key
         codec = self._codec(way, position)
         dtype, scale = self._unscaled(way, codec)
@@ -228,9 +228,9 @@ class PipelineChannel:
             x = (x if scale == 1.0 else x * scale).to(self.dtype)
         for observer in self.ledger.observers:
             observer.on_receive(way.point, position, x)
-        if self.parts is None:
+        if self.tensor_comm is None:
             return x
-        return self.parts.at(f"boundary {position.boundary}").gather(x, _GATHERED_AT[way.point])
+        return self.tensor_comm.at(f"boundary {position.boundary}").gather(x, _GATHERED_AT[way.point])
 
     def flush(self, keep: int = 0) -> None:
         """Wait until at most ``keep`` sends of each direction are pending."""

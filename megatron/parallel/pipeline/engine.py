@@ -184,7 +184,7 @@ class _StepMessages:
         self.num_micro_batches = num_micro_batches
         self.programs = programs
         self.epilogues = table.epilogues
-        self._due = iter(table.due[self.stage])
+        self._due = iter(table.messages_due[self.stage])
         ops = table.schedules[self.stage]
         self._coming = {
             forward: deque(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from megatron.distributed.layout import Layout
 from megatron.parallel.pipeline.schedule import PipelineOp, epilogue
 
-_Place = tuple[bool, int, int]
+_Position = tuple[bool, int, int]
 """An operation's place in the model: (forward, virtual stage, micro-batch)."""
 
 
@@ -28,12 +28,12 @@ class Timetable:
     Args:
         schedules: operations of every stage, in order.
         epilogues: for every stage the operations with exposed messages.
-        due: for every stage and operation, the receives of messages that were sent before it.
+        messages_due: for every stage and operation, the receives of messages that were sent before it.
     """
 
     schedules: tuple[tuple[PipelineOp, ...], ...]
     epilogues: tuple[frozenset[PipelineOp], ...]
-    due: tuple[tuple[Due, ...], ...]
+    messages_due: tuple[tuple[Due, ...], ...]
 
 
 def timetable(layout: Layout, schedules: Sequence[Sequence[PipelineOp]]) -> Timetable:
@@ -50,23 +50,23 @@ def timetable(layout: Layout, schedules: Sequence[Sequence[PipelineOp]]) -> Time
     return Timetable(
         schedules=tuple(map(tuple, schedules)),
         epilogues=tuple(map(epilogue, schedules)),
-        due=tuple(tuple(_due(layout, schedules, levels, stage)) for stage in range(len(schedules))),
+        messages_due=tuple(tuple(_count_due(layout, schedules, levels, stage)) for stage in range(len(schedules))),
     )
 
 
-def _place(layout: Layout, stage: int, op: PipelineOp) -> _Place:
+def _position_of(layout: Layout, stage: int, op: PipelineOp) -> _Position:
     return op.is_forward, layout.virtual_stage(stage, op.chunk), op.micro_batch
 
 
-def _source(layout: Layout, position: _Place) -> _Place | None:
+def _source(layout: Layout, position: _Position) -> _Position | None:
     """The operation that sends the message needed by this operation; None at the model's ends."""
     forward, stage, micro_batch = position
     source = stage - 1 if forward else stage + 1
     return (forward, source, micro_batch) if 0 <= source < layout.num_virtual_stages else None
 
 
-def _levels(layout: Layout, schedules: Sequence[Sequence[PipelineOp]]) -> dict[_Place, int]:
-    levels: dict[_Place, int] = {}
+def _levels(layout: Layout, schedules: Sequence[Sequence[PipelineOp]]) -> dict[_Position, int]:
+    levels: dict[_Position, int] = {}
     reached = [0] * len(schedules)
     newest = [0] * len(schedules)
     progressed = True
@@ -74,7 +74,7 @@ def _levels(layout: Layout, schedules: Sequence[Sequence[PipelineOp]]) -> dict[_
         progressed = False
         for stage, ops in enumerate(schedules):
             while reached[stage] < len(ops):
-                position = _place(layout, stage, ops[reached[stage]])
+                position = _position_of(layout, stage, ops[reached[stage]])
                 source = _source(layout, position)
                 if source is not None and source not in levels:
                     break
@@ -87,8 +87,10 @@ def _levels(layout: Layout, schedules: Sequence[Sequence[PipelineOp]]) -> dict[_
     return levels
 
 
-def _due(layout: Layout, schedules: Sequence[Sequence[PipelineOp]], levels: dict[_Place, int], stage: int) -> list[Due]:
-    positions = [_place(layout, stage, op) for op in schedules[stage]]
+def _count_due(
+    layout: Layout, schedules: Sequence[Sequence[PipelineOp]], levels: dict[_Position, int], stage: int
+) -> list[Due]:
+    positions = [_position_of(layout, stage, op) for op in schedules[stage]]
     # A direction's messages come from a single rank, in the order in which it sends them: their levels ascend.
     sent: dict[bool, list[int]] = {True: [], False: []}
     for position in positions:

@@ -103,10 +103,10 @@ class TensorComm:
         launches = () if rounds is None else self.plan.rounds(point).launches(CompressorState())
         return None if launches is None else (point, self.plan.options(point), launches, length)
 
-    def at(self, place: str) -> TensorComm:
+    def at(self, location: str) -> TensorComm:
         """The points for a location in the model, with separate random seeds for its messages."""
         clone = copy(self)
-        clone._place = (*self._place, place)
+        clone._place = (*self._place, location)
         return clone
 
     def alone(self) -> TensorComm:

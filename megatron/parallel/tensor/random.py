@@ -19,9 +19,9 @@ _INIT_ROWS = 256
 """Rows drawn from a generator: a rank skips the blocks that it does not hold."""
 
 
-def keyed_seed(*parts: int | str) -> int:
+def keyed_seed(*names: int | str) -> int:
     """A 63-bit seed from the purpose of the numbers."""
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(repr(names).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 

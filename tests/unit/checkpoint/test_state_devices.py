@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.checkpoint.compressor_state import _Wanted
+from megatron.checkpoint.compressor_state import _LoadableState
 from megatron.checkpoint.state_slice import COUNTER, StateSlice
 from megatron.compression.delta import DeltaCodec, DeltaConfig
 from megatron.compression.error_feedback import RESIDUAL
@@ -34,7 +34,7 @@ def test_loaded_state_is_where_it_is_used(kind: str, shape: tuple[int, ...], dev
     stacked = whole if device == "meta" else 0
     place = StateSlice("dp-grad.weight", state, (2, 1), (0, 0), index=1 if stacked else None, length=stacked)
     dtype = torch.int64 if kind.endswith("ids") or kind.startswith(COUNTER) else torch.float32
-    wanted = _Wanted(place, kind, shape, dtype, META)
+    wanted = _LoadableState(place, kind, shape, dtype, META)
     wanted.put(room := wanted.room())
     assert room.device.type == device
     assert all(x.device.type == device for x in state.tensors.values())

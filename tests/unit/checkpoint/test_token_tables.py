@@ -7,16 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.compressor_state import _Loaded, _Wanted
+from megatron.checkpoint.compressor_state import _LoadableState, _Loaded
 from megatron.checkpoint.state_slice import StateSlice
 from megatron.compression.state import CompressorState
 from megatron.compression.token_means import COUNTS, MEANS
 
 
-def _wanted(kind: str, saved: tuple[int, int], now: tuple[int, int], at: tuple[int, int], cut: bool) -> _Wanted:
+def _wanted(kind: str, saved: tuple[int, int], now: tuple[int, int], at: tuple[int, int], cut: bool) -> _LoadableState:
     place = StateSlice("pp-forward.layer2.sender", CompressorState(), now, at, means={MEANS: COUNTS}, cut=cut)
     shape = (*saved, 5, 3) if kind == MEANS else (*saved, 5)
-    return _Wanted(place, kind, shape, torch.float32, torch.device("cpu"))
+    return _LoadableState(place, kind, shape, torch.float32, torch.device("cpu"))
 
 
 def _together(tables: list[Tensor], counts: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -27,7 +27,7 @@ def _together(tables: list[Tensor], counts: list[Tensor]) -> tuple[Tensor, Tenso
         seen.add(count.clone(), None)
     means.put()
     seen.put()
-    found = [one.item.place.state.tensors[one.item.kind] for one in (means, seen)]
+    found = [one.item.state_slice.state.tensors[one.item.kind] for one in (means, seen)]
     return found[0], found[1]
 
 

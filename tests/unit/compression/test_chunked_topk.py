@@ -191,7 +191,7 @@ def test_the_message_bit_by_bit(chunk: int, k: int, n: int, bits: int, wanted: i
     x = _noise(5, 1, 1, n).float()
     given = x.clone()
     compressor = ChunkedTopK(ChunkedTopKConfig(chunk=chunk, k=k, bits=bits))
-    (result,) = run_lockstep(compressor, [x], [CompressorState()], asked=asked)
+    (result,) = run_lockstep(compressor, [x], [CompressorState()], requests=asked)
     (request,) = asked
     assert request.op is Op.GATHER
     wire = bytes(request.tensor.numpy().tobytes())

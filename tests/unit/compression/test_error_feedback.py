@@ -43,7 +43,7 @@ def test_what_was_sent_and_the_residuals_are_what_was_meant(name: str, kind: str
         xs = [_noise(shape, 1000 * step + rank) for rank in range(ranks)]
         inputs = torch.stack(xs).sum(dim=0)
         taken = step % 10 != 7
-        total = run_lockstep(compressor, [x.clone() for x in xs], states, taken=taken)[0].total
+        total = run_lockstep(compressor, [x.clone() for x in xs], states, step_taken=taken)[0].total
         for state in states:
             state.commit() if taken else state.rollback()
         if taken:

@@ -57,7 +57,7 @@ def test_bytes_are_those_of_the_format(factors: Any, rank: int) -> None:
 
 
 def test_a_quarter_and_an_eighth_of_gpt2_smalls_factors() -> None:
-    """The table of docs/compression.md: rank 32, four replicas, all ranks together."""
+    """The table of docs/reference/compressors/factors.md: rank 32, four replicas, all ranks together."""
     matrices = [*(GPT2_LAYER * 12), (50304, 768), (1024, 768)]
     exact = 6 * 4 * (12 * (2304 + 768 + 3072 + 768 + 4 * 768) + 2 * 768)
     megabytes = {}

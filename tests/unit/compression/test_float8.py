@@ -89,7 +89,7 @@ def _about(figure: float) -> object:
 
 
 def test_fixed_point_is_better_without_outliers_and_floats_with_them() -> None:
-    """The figures of docs/compression.md."""
+    """The figures of docs/reference/compressors/float8.md."""
     x = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0))
     spiked = x.clone()
     spiked.view(-1, 128)[:, 5] *= 100

@@ -33,7 +33,7 @@ def _asked(server: str, sharded: bool = False) -> list[Request]:
     asked: list[Request] = []
     xs = [torch.ones(12) for _ in range(4)]
     compressor = ParameterServer(ParameterServerConfig(server))  # type: ignore[arg-type]
-    run_lockstep(compressor, xs, [CompressorState() for _ in xs], sharded, asked=asked)
+    run_lockstep(compressor, xs, [CompressorState() for _ in xs], sharded, requests=asked)
     return asked
 
 

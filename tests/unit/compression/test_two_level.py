@@ -200,7 +200,7 @@ def test_bytes_are_those_of_the_formula(nodes: int, ranks: int, sharded: bool) -
         states_of(size),
         sharded,
         nodes=nodes_of(nodes, ranks),
-        asked=asked,
+        requests=asked,
     )
     sent = {Level.NODE: 0, Level.ACROSS: 0}
     for request in asked:
@@ -279,7 +279,7 @@ def test_only_shares_are_exchanged_where_only_shares_are_read() -> None:
         compressor = FixpointRounds(FixpointSumConfig(levels="8/4") if nodes else FixpointConfig(bits=4))
         asked: list[Request] = []
         xs = [noise(4 * 64, rank) for rank in range(4)]
-        results = run_lockstep(compressor, xs, states_of(4), sharded=True, nodes=nodes, asked=asked)
+        results = run_lockstep(compressor, xs, states_of(4), sharded=True, nodes=nodes, requests=asked)
         assert {request.op for request in asked} == {Op.EXCHANGE}
         local = torch.stack([result.local for result in results]).sum(dim=0)
         for rank, result in enumerate(results):

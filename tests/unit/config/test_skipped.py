@@ -22,7 +22,7 @@ def test_steps_to_come_are_those_of_a_plain_loop(skipped: set[int], begun: int, 
     batches = BatchSizeSchedule(4, micro_batch_size=1, dp_size=1, rampup=(2, 1, 11))
     sizes = StepSizes(batches, LengthSchedule.constant(8), ranges)
     consumed = batches.ahead(0, begun).samples
-    taken = sum(one.iterations for one in sizes.ahead(begun, consumed, iterations) if one.taken)
+    taken = sum(one.iterations for one in sizes.ahead(begun, consumed, iterations) if one.updates)
     samples = sum(one.samples for one in sizes.ahead(begun, consumed, iterations))
     assert taken == sum(number not in skipped for number in range(begun + 1, begun + iterations + 1))
     assert samples == batches.ahead(consumed, iterations).samples

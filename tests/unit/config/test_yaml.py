@@ -147,7 +147,7 @@ def test_a_missing_or_binary_file_is_named(tmp_path: Path) -> None:
 )
 def test_from_dict_refuses_what_it_does_not_know(values: object, words: str) -> None:
     with pytest.raises(UserError) as caught:
-        RunConfig.from_dict(values, where="saved")
+        RunConfig.from_dict(values, location="saved")
     assert str(caught.value).startswith("saved: ")
     assert words in str(caught.value)
 

@@ -289,7 +289,7 @@ def test_what_no_island_writes_is_one_line(port: int, text: str) -> None:
     one, two = (_island(port, number, 2, 2) for number in range(2))
     _together(*(lambda i=i: i.begin_generation(0, False, {}) for i in (one, two)))
     two.leave()
-    one.place.box.set("1/0/arrived/1", text)
+    one.store.box.set("1/0/arrived/1", text)
     with pytest.raises(CommunicationError, match=r"holds something else than an island writes, at 1/0/arrived/1: "):
         one.report_to_round("1/0", RoundReport(1.0, 1.0))
     one.leave()
@@ -307,8 +307,8 @@ def test_what_no_island_writes_is_one_line(port: int, text: str) -> None:
 )
 def test_what_no_island_writes_at_the_start_is_one_line(port: int, key: str, text: str) -> None:
     one = _island(port, 0, 2, 2)
-    one.place.take_generation(1)
-    one.place.box.set(key, text)
+    one.store.take_generation(1)
+    one.store.box.set(key, text)
     name, limits = key.split("/")[0], StartLimits(2, 2, 5.0)
     own: dict[str, Any] = {"start": [0, False, {}, ""], "iteration": [1]}
     judges = {
@@ -394,7 +394,7 @@ def test_islands_with_different_weights_or_a_problem_of_one_end_at_the_start(por
         assert "islands 0 and 1 begin at iteration 3 with different weights" in str(error)
     for island in pair:
         island.leave()
-    pair[0].place.end_generation(1)
+    pair[0].store.end_generation(1)
     other = IslandStore("127.0.0.1", port, 10.0)
     other.take_generation(other.newest_generation())
     other.put(refusal_of(1), "--load x: damaged")
@@ -464,9 +464,9 @@ def test_of_two_that_wait_to_join_as_the_same_island_the_first_ends(port: int) -
     found: list[Any] = []
     waits = threading.Thread(target=lambda: found.extend(_together(two.request_to_join)))
     waits.start()
-    while not one.place.get("joining/1"):
+    while not one.store.get("joining/1"):
         time.sleep(0.02)
-    three.place.take_generation(1)
+    three.store.take_generation(1)
     three._take_ticket()
     waits.join(20)
     assert isinstance(found[0], UserError)
@@ -529,7 +529,7 @@ def test_an_island_that_does_not_come_to_the_start_ends_or_spares_the_others(por
     with pytest.raises(UserError, match=r"^island 1 did not come within 0.3 s .*; start all of them, or lower the quo"):
         alone.begin_generation(0, False, {})
     alone.leave()
-    alone.place.end_generation(1)
+    alone.store.end_generation(1)
     spared = Islands(IslandStore("127.0.0.1", port, 10.0), 0, 2, 1, 1.0, 0.3, None)
     assert spared.begin_generation(0, False, {}) is True
     assert spared.expected == (0,)
@@ -544,14 +544,14 @@ def test_an_island_whose_launcher_has_ended_is_not_waited_for(port: int) -> None
         return starting.IslandStart(place, number, StartLimits(2, 2, 30.0), lambda call: call(), _ignore)
 
     one, two = start(0), start(1)
-    one.place.note_end(1)
+    one.store.note_end(1)
     began = time.monotonic()
     with pytest.raises(UserError, match=r"^island 1 did not come .*, or ended before; start all of them"):
         one.choose_iteration([], 0)
     assert time.monotonic() - began < 5
-    one.place.end_generation(1)
+    one.store.end_generation(1)
     pair = [start(0), start(1)]
-    two.place.take_generation(2)
+    two.store.take_generation(2)
 
     def come(each: starting.IslandStart) -> int | None:
         time.sleep(0.0 if each.island else 0.5)
@@ -559,7 +559,7 @@ def test_an_island_whose_launcher_has_ended_is_not_waited_for(port: int) -> None
 
     assert _together(*(lambda each=each: come(each) for each in pair)) == [7, 7]
     for each in (one, *pair):
-        each.place.stop_beating()
+        each.store.stop_beating()
 
 
 def test_islands_whose_start_failed_may_begin_another_one(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -573,15 +573,15 @@ def test_islands_whose_start_failed_may_begin_another_one(port: int, monkeypatch
     alone = start(0, 0.3)
     with pytest.raises(UserError, match="island 1 did not come"):
         alone.choose_iteration([100], 0)
-    alone.place.stop_beating()
+    alone.store.stop_beating()
     both = [start(number, 30.0) for number in range(2)]
     assert _together(*(lambda each=each: each.choose_iteration([100], 0) for each in both)) == [100, 100]
     for each in both:  # and die before they have begun
-        each.place.stop_beating()
+        each.store.stop_beating()
     both = [start(number, 30.0) for number in range(2)]
     assert _together(*(lambda each=each: each.choose_iteration([90], 0) for each in both)) == [90, 90]
     for each in both:
-        each.place.stop_beating()
+        each.store.stop_beating()
 
 
 def test_who_is_silent_or_waits_to_join_is_not_waited_for(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -601,15 +601,15 @@ def test_who_is_silent_or_waits_to_join_is_not_waited_for(port: int, monkeypatch
         _together(*(lambda i=i: i.decide_outcome("6/0", (0, 1), GOOD) for i in (one, two))) == [RoundOutcome.COUNTS] * 2
     )
     again = _island(port, 2, 3, 1, seconds=25.0)
-    again.place.take_generation(1)
+    again.store.take_generation(1)
     again._identity = {"--lr": "2"}
     asked: list[Any] = []
     waits = threading.Thread(target=lambda: asked.extend(_together(again.request_to_join)))
     waits.start()
-    while not one.place.get("joining/2"):
+    while not one.store.get("joining/2"):
         time.sleep(0.02)
     assert two.admit_islands() == []
-    assert one.place.get("welcome/1") is None
+    assert one.store.get("welcome/1") is None
     assert one.admit_islands() == []
     waits.join(20)
     assert isinstance(asked[0], UserError)
@@ -628,7 +628,7 @@ def test_a_generation_that_nobody_is_left_of_ends(port: int, monkeypatch: pytest
     monkeypatch.setattr(starting, "SILENT_SECONDS", 3.0)
     first = [_island(port, number, 2, 2) for number in range(2)]
     assert _together(*(lambda i=i: i.begin_generation(0, True, {}) for i in first)) == [True, True]
-    first[0].place.put("local", True)  # they go in step no more, so that another one may join
+    first[0].store.put("local", True)  # they go in step no more, so that another one may join
     with pytest.raises(UserError, match="--island 0: there is an island 0 already; give each its own number"):
         _island(port, 0, 2, 2).begin_generation(0, True, {})
     first[1].leave()
@@ -638,7 +638,7 @@ def test_a_generation_that_nobody_is_left_of_ends(port: int, monkeypatch: pytest
         island.leave()
     second = [_island(port, number, 2, 2) for number in range(2)]
     assert _together(*(lambda i=i: i.begin_generation(4, True, {}) for i in second)) == [True, True]
-    assert [island.place.generation for island in second] == [2, 2]
+    assert [island.store.generation for island in second] == [2, 2]
     for island in second:
         island.leave()
 

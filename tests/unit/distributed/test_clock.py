@@ -16,7 +16,7 @@ def test_the_hosts_intervals_are_known_at_once() -> None:
     now[0] = 7.5
     clock.between(start, clock.mark(), told.append)
     assert told == [2.5]
-    assert clock.place(start) == 5.0
+    assert clock.host_time(start) == 5.0
 
 
 def test_a_devices_intervals_are_its_own_and_come_late() -> None:
@@ -71,7 +71,7 @@ def test_marks_are_placed_on_the_hosts_clock() -> None:
     device.launch(0.5)
     mark = clock.mark()
     clock.synchronize()
-    assert clock.place(mark) == pytest.approx(101.5)
+    assert clock.host_time(mark) == pytest.approx(101.5)
 
 
 def test_the_device_decides_which_clock() -> None:

@@ -55,7 +55,7 @@ def test_entries_of_tokens_lie_where_their_texts_do(
     tokenizer: SentencePieceTokenizer, prompt: int, echo: bool, end: bool
 ) -> None:
     answer, result = _answer(tokenizer, prompt, echo=echo, end=end)
-    (choice,) = answer.whole([result])["choices"]
+    (choice,) = answer.full_response([result])["choices"]
     entries: dict[str, Any] = choice["logprobs"]
     count = len(tokenizer.tokenize(TEXT)) - (0 if echo else prompt) + end
     assert {len(values) for values in entries.values()} == {count}
@@ -76,9 +76,9 @@ def test_a_prompt_that_ends_within_a_character_loses_none(tokenizer: SentencePie
     ids = tokenizer.tokenize(TEXT)
     within = ids.index(tokenizer.tokenize("€")[1]) + 1
     answer, result = _answer(tokenizer, within, echo=False, end=False)
-    assert answer.whole([result])["choices"][0]["text"] == "€ under a house"
+    assert answer.full_response([result])["choices"][0]["text"] == "€ under a house"
     echoed, result = _answer(tokenizer, within, echo=True, end=False)
-    assert echoed.whole([result])["choices"][0]["text"] == TEXT
+    assert echoed.full_response([result])["choices"][0]["text"] == TEXT
     whole = megatron_answer(echoed.job, [result], tokenizer)
     assert whole["text"] == [TEXT]
     assert "".join(whole["segments"][0]) == TEXT
@@ -98,12 +98,12 @@ def test_events_of_a_stream_have_the_entries_of_the_whole(
     stream = TextStream(tokenizer, context=ids[:3])
     texts = [stream.add(token.id) for token in result.tokens]
     rest = stream.finish()
-    result = dataclasses.replace(result, text="".join(texts) + rest, rest=rest)
+    result = dataclasses.replace(result, text="".join(texts) + rest, unstreamed_text=rest)
     assert ("\ufffd" in result.text) == (left_out in (4, 5)), "the cases end within and behind the character"
     answer, whole = (kind(Completion(job, 1, False, False, False), "name", tokenizer) for _ in range(2))
     events = [answer.streamed(StreamedToken(0, *pair)) for pair in zip(result.tokens, texts, strict=True)]
     events += list(answer.end([result]))
-    expected = whole.whole([result])["choices"][0]["logprobs"]
+    expected = whole.full_response([result])["choices"][0]["logprobs"]
     found = [event["choices"][0]["logprobs"] for event in events]
     lists = [name for name, values in expected.items() if values is not None]
     assert {name: [value for entry in found for value in entry[name]] for name in lists} == {
@@ -116,4 +116,4 @@ def test_events_of_a_stream_have_the_entries_of_the_whole(
 
 def test_the_end_of_document_counts_as_a_token(tokenizer: SentencePieceTokenizer) -> None:
     answer, result = _answer(tokenizer, 3, echo=False, end=True)
-    assert answer.whole([result])["usage"]["completion_tokens"] == len(result.tokens) + 1
+    assert answer.full_response([result])["usage"]["completion_tokens"] == len(result.tokens) + 1

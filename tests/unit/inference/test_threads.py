@@ -135,7 +135,7 @@ def test_chats_wait_for_their_template_without_threads_and_not_too_many_of_them(
     assert beside[0] == 200
     assert {status for status, _ in chats} == {200}
     assert template.most == 1
-    assert server.worker.waiting == 0
+    assert server.worker.queued_jobs == 0
 
 
 def test_a_refused_chat_lets_the_next_one_be_rendered() -> None:

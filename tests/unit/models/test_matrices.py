@@ -1,4 +1,4 @@
-"""What of each model Muon orthogonalizes: the table of docs/muon.md, parameter by parameter."""
+"""What of each model Muon orthogonalizes: the table of docs/guides/muon.md, parameter by parameter."""
 
 from __future__ import annotations
 

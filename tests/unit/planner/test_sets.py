@@ -29,7 +29,7 @@ GATHER = "param-gather=fixpoint,bits=4,group=2048"
 
 
 def test_the_documented_sets_are_those_that_are_tried() -> None:
-    page = (REPO / "docs" / "planner.md").read_text(encoding="utf-8")
+    page = (REPO / "docs/guides/planner.md").read_text(encoding="utf-8")
     block = page.partition("the sets of compressors are the run's own, none, and these:")[2].split("```")[1]
     assert block.split("\n")[1:-1] == [" ".join(specs) for specs in SPEC_SETS if specs]
 

@@ -12,7 +12,7 @@ from tools.draw_diagrams import COLOR, DIAGRAMS, MICRO_BATCHES, REPO, STAGES, ma
 def test_all_are_drawn_and_kept(tmp_path: Path) -> None:
     assert main(["--out", str(tmp_path)]) == 0
     assert {path.stem for path in tmp_path.iterdir()} == set(DIAGRAMS)
-    pages = "".join(path.read_text() for path in (REPO / "docs").glob("*.md"))
+    pages = "".join(path.read_text() for path in (REPO / "docs").rglob("*.md"))
     for path in tmp_path.iterdir():
         assert path.read_bytes()[:4] == b"\x89PNG"
         assert (REPO / "docs" / "images" / path.name).is_file()

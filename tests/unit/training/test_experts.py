@@ -82,7 +82,7 @@ def test_the_loss_is_weighed_and_that_of_a_micro_batch() -> None:
     for micro_batch in range(3):
         for layer in range(2):
             tally.seen[layer, micro_batch] = (torch.tensor([1, 1]), torch.tensor([2.0 + layer, 4.0 * micro_batch]))
-    named, loads = tally.finish_step(3, taken=True)
+    named, loads = tally.finish_step(3, step_taken=True)
     assert named == {MOE_LOSS: pytest.approx(0.5 * (2 + 3) + 0.25 * 2 * 4)}
     assert loads == {0: (3.0, 3.0), 1: (3.0, 3.0)}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.training.peaks import KNOWN, peak_tflops, peaks_of
+from megatron.training.peaks import DEVICE_PEAKS, peak_tflops, peaks_of
 from megatron.training.report import known_peak
 from tests.support.tiny import tiny_config
 
@@ -73,7 +73,7 @@ def test_the_precision_decides() -> None:
 
 
 def test_halves_are_never_slower_than_single_precision() -> None:
-    for _, peaks in KNOWN:
+    for _, peaks in DEVICE_PEAKS:
         assert peaks.fp16 == (peaks.bf16 or peaks.fp16)
         assert peaks.fp16 >= 2 * (peaks.tf32 or 0) * 0.98
         assert (peaks.tf32 or peaks.fp32) >= peaks.fp32

@@ -26,13 +26,13 @@ def test_no_bar_where_there_is_no_terminal() -> None:
     bar.update(loss=1.0)
     bar.write("a line")
     bar.close()
-    assert not bar.shown
+    assert not bar.is_shown
     assert stream.getvalue() == ""
     assert output.getvalue() == "a line\n"
 
 
 def test_off_means_off() -> None:
-    assert not ProgressBar(10, mode="off", stream=Terminal()).shown
+    assert not ProgressBar(10, mode="off", stream=Terminal()).is_shown
 
 
 def test_a_terminal_shows_progress_loss_and_speed() -> None:
@@ -69,6 +69,6 @@ def test_without_tqdm(monkeypatch: pytest.MonkeyPatch) -> None:
         return real_import(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", no_tqdm)
-    assert not ProgressBar(10, stream=Terminal()).shown
+    assert not ProgressBar(10, stream=Terminal()).is_shown
     with pytest.raises(UserError, match="pip install tqdm"):
         ProgressBar(10, mode="on", stream=io.StringIO())

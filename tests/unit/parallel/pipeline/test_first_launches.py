@@ -239,7 +239,7 @@ class Checked(engine_module._StepMessages):
 
     def __init__(self, engine: PipelineEngine, table: Timetable, *rest: Any) -> None:
         super().__init__(engine, table, *rest)
-        self.dues = list(table.due[engine.stage])
+        self.dues = list(table.messages_due[engine.stage])
 
     def post(self) -> None:
         super().post()
@@ -278,7 +278,7 @@ def test_receives_that_are_posted_only_when_needed_would_deadlock() -> None:
 
     def late(layout: Layout, schedules: Any) -> Timetable:
         table = timetable(layout, schedules)
-        return replace(table, due=tuple(needed(table, stage, layout) for stage in range(layout.pp)))
+        return replace(table, messages_due=tuple(needed(table, stage, layout) for stage in range(layout.pp)))
 
     def forget_all(engine: PipelineEngine, device: SpinningDevice, step: int) -> None:
         engine.completed = CompletedLaunches()

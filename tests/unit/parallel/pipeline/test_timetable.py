@@ -22,7 +22,7 @@ def test_what_an_operation_needs_is_due_and_little_else(case: Case) -> None:
     table = _table(case)
     for stage, schedule in enumerate(table.schedules):
         received = {True: 0, False: 0}
-        for op, due in zip(schedule, table.due[stage], strict=True):
+        for op, due in zip(schedule, table.messages_due[stage], strict=True):
             counts = {True: due.forward, False: due.backward}
             waiting = [counts[forward] - received[forward] for forward in (True, False)]
             assert min(waiting) >= 0
@@ -50,7 +50,7 @@ def test_what_is_due_was_sent_by_what_needs_nothing_more(case: Case) -> None:
 def _all_due_sent(case: Case, table: Timetable, stage: int, at: int, sent: set[Message]) -> bool:
     if at == len(table.schedules[stage]):
         return False
-    due = table.due[stage][at]
+    due = table.messages_due[stage][at]
     for forward, count in ((True, due.forward), (False, due.backward)):
         coming = [case.incoming(stage, op) for op in table.schedules[stage] if op.is_forward is forward]
         if not sent.issuperset([message for message in coming if message is not None][:count]):
