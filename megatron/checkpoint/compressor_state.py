@@ -156,11 +156,11 @@ class CompressorCheckpoint:
                 for unit in units:
                     yield from self._of_unit(unit, slots, bucket.stop - bucket.start, reducer, self._without_state)
         for fragment in self.outer.fragments if self.outer is not None else ():
-            for bucket, units in zip(fragment.exchanged_buckets, fragment.reducer.units, strict=True):
-                starts = zip(bucket.reduced.ranges, bucket.slots, strict=True)
+            for exchanged, units in zip(fragment.exchanged_buckets, fragment.reducer.units, strict=True):
+                starts = zip(exchanged.reduced.ranges, exchanged.slots, strict=True)
                 slots = {param_range.start: slot for param_range, slot in starts}
                 for unit in units:
-                    yield from self._of_unit(unit, slots, bucket.length, fragment.reducer, self._of_island)
+                    yield from self._of_unit(unit, slots, exchanged.length, fragment.reducer, self._of_island)
         for tied in self.sync.ties if self.sync.plan.compressed(Point.EMBED_GRAD) else ():
             group, slot = tied.sync.group, tied.slot
             name = f"{Point.EMBED_GRAD.value}.{slot.logical_name}"

@@ -120,15 +120,8 @@ class Fragment:
             if (location := locations.get(id(shard.slot))) is not None
             for at, start in (location,)
         ]
-<<<<<<< HEAD
-        self.exchanged_buckets = [bucket for bucket in self.buckets if bucket.leads and bucket.owns]
-        self.reducer = PseudoGradReducer([bucket.reduced for bucket in self.exchanged_buckets], plan, ledger)
-=======
         self.exchanged_buckets = [bucket for bucket in self.buckets if bucket.leads and bucket.is_owner]
-        alone = Group(None, (0,), 0, "islands", "none")
-        buckets = [bucket.reduced for bucket in self.exchanged_buckets]
-        self.reducer = GradReducer(buckets, alone, plan, ledger, sharded=False, point=Point.OUTER)
->>>>>>> main
+        self.reducer = PseudoGradReducer([bucket.reduced for bucket in self.exchanged_buckets], plan, ledger)
 
     def shard_view(self, shard_range: ShardRange) -> Tensor:
         """A shard's range of its bucket."""
