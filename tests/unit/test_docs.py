@@ -272,6 +272,10 @@ def _anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
 
 
+FOLDERS = ("megatron", "tools", "tests", "benchmarks", "examples", "tasks", "dataset", "ASPLOS23")
+"""Folders with files that the pages name without their folder."""
+
+
 def test_links_and_anchors_lead_somewhere() -> None:
     paths = [REPO / name for name in DOCUMENTS] + READMES
     checked = 0
@@ -291,9 +295,13 @@ def test_links_and_anchors_lead_somewhere() -> None:
 
 
 def test_files_named_in_documents_exist() -> None:
+    names = {path.name for folder in REPO.iterdir() for path in folder.rglob("*") if folder.name in FOLDERS}
+    names |= {path.name for path in REPO.iterdir()}
     for name, text in DOCUMENTS.items():
         for path in re.findall(r"`((?:megatron|tools|docs|examples|tests|benchmarks)/[\w/.-]+)`", text):
             assert (REPO / path).exists(), f"{name} names {path}"
+        for path in re.findall(r"`(\w+\.(?:py|sh))`", text):
+            assert path in names, f"{name} names {path}"
 
 
 def test_code_blocks_are_whole() -> None:
