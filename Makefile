@@ -40,7 +40,7 @@ docs:  ## build the site of docs/ into site/
 bench-train:  ## measure training speed beside Hugging Face's GPT-2
 	@$(RUN) --extras test,lint -- -m benchmarks.train $(ARGS)
 
-bench-kernels:  ## measure the compressors' kernels beside a copy and their pure-torch twins
+bench-kernels:  ## measure the compressors' kernels beside a copy and their reference implementations
 	@$(RUN) --extras test,lint -- -m benchmarks.kernels $(ARGS)
 
 bench-memory:  ## measure peak memory with and without compressors

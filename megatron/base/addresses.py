@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 
-from megatron.base.numerals import read_whole
+from megatron.base.parse_numbers import read_whole
 
 EXAMPLE = "write HOST:PORT, such as 10.0.0.1:29600 or [fd00::1]:29600, with a port from 1 to 65535"
 

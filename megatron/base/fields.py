@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from megatron.base.errors import UserError
 from megatron.base.option import FieldOption, field_options
-from megatron.base.words import nearest
+from megatron.base.user_text import nearest
 
 T = TypeVar("T")
 

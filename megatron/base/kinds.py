@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.base.errors import UserError
-from megatron.base.numerals import checked_number, checked_whole, read_number, read_whole
-from megatron.base.words import format_value, shortened, spell
+from megatron.base.parse_numbers import checked_number, checked_whole, read_number, read_whole
+from megatron.base.user_text import format_value, shortened, spell
 
 _TRUE = frozenset({"true", "yes", "on", "1"})
 _FALSE = frozenset({"false", "no", "off", "0"})

@@ -17,7 +17,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron.base.words import spell
+from megatron.base.user_text import spell
 
 ISLANDS_LAUNCHER = "MEGATRON_ISLANDS_LAUNCHER"
 """Variable with the process id of the launcher of all islands; each island's launcher ends with it."""

@@ -7,8 +7,8 @@ from typing import Any
 
 from megatron.base.errors import UserError
 from megatron.base.kinds import Kind
-from megatron.base.numerals import MOST
-from megatron.base.words import format_value
+from megatron.base.parse_numbers import MOST
+from megatron.base.user_text import format_value
 
 
 class Values(Mapping[str, Any]):

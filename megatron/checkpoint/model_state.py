@@ -73,7 +73,7 @@ def optimizer_tensors(optimizer: Optimizer) -> dict[str, LogicalShard]:
 
 
 OUTER = OPTIMIZER + "outer_"
-"""State of the outer optimizer: the anchor, its momentum, and a mean that waits to be applied."""
+"""State of the outer optimizer: the outer parameters, their momentum, and a mean that waits to be applied."""
 
 
 def outer_tensors(outer: OuterSync | None) -> dict[str, LogicalShard]:

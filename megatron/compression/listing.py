@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.base.errors import UserError
 from megatron.base.option import FieldOption, field_options
-from megatron.base.words import nearest, spell
+from megatron.base.user_text import nearest, spell
 from megatron.compression.outer import PRESET, PRESETS
 from megatron.compression.points import EXPERT_CODECS, EXPERT_LEGS, EXPERTS, Point
 from megatron.compression.registry import Registry

@@ -1,8 +1,8 @@
 """Options and schedule of the point ``outer``, the outer optimizer over islands.
 
-Islands take independent inner steps and exchange differences from a common anchor: DiLoCo (Douillard et al. 2023),
-streamed in fragments (Douillard et al. 2025), with other compressors and settings as in SparseLoCo (Sarfi et al. 2025)
-and MuLoCo (Therien et al. 2025).
+Islands take independent inner steps and exchange pseudo-gradients, their differences from common outer parameters:
+DiLoCo (Douillard et al. 2023), streamed in fragments (Douillard et al. 2025), with other compressors and settings as in
+SparseLoCo (Sarfi et al. 2025) and MuLoCo (Therien et al. 2025).
 """
 
 from __future__ import annotations
@@ -84,12 +84,12 @@ class OuterOptions:
 
     @property
     def meets(self) -> bool:
-        """Whether all islands equal the anchor after each round."""
+        """Whether all islands equal the outer parameters after each round."""
         return self.fragments == 1 and not self.delay and not self.mixing
 
     @property
     def copies(self) -> int:
-        """Copies kept of each parameter: the anchor, and momentum if used."""
+        """Copies kept of each parameter: the outer parameter, and momentum if used."""
         return 2 if self.momentum else 1
 
     @property

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron.base.errors import UserError
-from megatron.base.numerals import read_number, read_whole
-from megatron.base.words import shortened
+from megatron.base.parse_numbers import read_number, read_whole
+from megatron.base.user_text import shortened
 
 MOST_STAGES = 1 << 20
 _MOST_EPOCHS = 1e6

@@ -8,9 +8,9 @@ from typing import Any, cast, get_args
 
 from megatron.base.errors import UserError
 from megatron.base.fields import options_from_words
-from megatron.base.numerals import read_number
 from megatron.base.option import field_options
-from megatron.base.words import nearest
+from megatron.base.parse_numbers import read_number
+from megatron.base.user_text import nearest
 from megatron.compression.api import Codec, Compressor, Controller, RoundCompressor
 from megatron.compression.error_feedback import ErrorFeedback, ErrorFeedbackCodec, MessageResidual, SumResidual
 from megatron.compression.outer import NOT_OFFERED, PRESET, PRESETS, OuterOptions

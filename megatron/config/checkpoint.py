@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from megatron.base.errors import UserError
 from megatron.base.option import Condition, derived, field_options, option
-from megatron.base.words import Note
+from megatron.base.user_text import Note
 
 _RESUMED_RUN = Condition(
     lambda run, _: run.checkpoint.resumes, "nothing of it is loaded anyway (--load without --finetune does that)"

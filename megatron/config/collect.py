@@ -9,7 +9,7 @@ from typing import Any
 from megatron.base.errors import ErrorList, UserError
 from megatron.base.fields import from_plain, from_text
 from megatron.base.option import FieldOption, field_options
-from megatron.base.words import nearest, spell
+from megatron.base.user_text import nearest, spell
 from megatron.config.translate.rules import SWITCH, OldFlag, Rule, Translator
 
 Target = FieldOption | OldFlag

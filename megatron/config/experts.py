@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Literal, TypeVar
 
-from megatron.base.numerals import MOST
 from megatron.base.option import Condition, derived, option
+from megatron.base.parse_numbers import MOST
 from megatron.config.conditions import EXPERTS, needs, unless
 
 GLOBAL_LOSS, Z_LOSS = "global_aux_loss", "z"

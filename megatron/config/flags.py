@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from megatron.base.documents import read_yaml
 from megatron.base.errors import ErrorList, UserError
 from megatron.base.fields import check_fields, check_required
-from megatron.base.words import spell
+from megatron.base.user_text import spell
 from megatron.config.collect import FlagTable, Source, collect_yaml
 from megatron.config.help import (
     HelpFormatter,

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.base.errors import UserError
 from megatron.base.option import FieldOption
-from megatron.base.words import nearest, spell
+from megatron.base.user_text import nearest, spell
 from megatron.config.collect import FlagTable, Target
 from megatron.config.translate.rules import SWITCH, VALUE, VALUES
 

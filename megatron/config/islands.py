@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from megatron.base.addresses import EXAMPLE, read_address
 from megatron.base.errors import UserError
-from megatron.base.numerals import read_whole
 from megatron.base.option import Condition, derived, option
+from megatron.base.parse_numbers import read_whole
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.training import TrainingConfig

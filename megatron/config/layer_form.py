@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.base.numerals import MOST
 from megatron.base.option import Condition, derived, option
+from megatron.base.parse_numbers import MOST
 
 _GELU_WITH_BIAS = Condition(
     lambda run, _: (

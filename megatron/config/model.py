@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from megatron.base.numerals import MOST
 from megatron.base.option import derived, option, required
+from megatron.base.parse_numbers import MOST
 from megatron.config.conditions import HALF_PRECISION, WORDS, unless, when
 from megatron.config.experts import ExpertsConfig
 from megatron.config.kinds import ModelType, TaskHead, kind_text

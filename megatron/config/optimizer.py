@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from megatron.base.errors import UserError
 from megatron.base.option import Condition, derived, is_unset, option, required
-from megatron.base.words import Note
+from megatron.base.user_text import Note
 from megatron.config.conditions import unless, when
 from megatron.config.training import TrainingConfig
 

@@ -15,7 +15,7 @@ from typing import Literal
 from megatron.base.errors import UserError
 from megatron.base.markdown import markdown_table
 from megatron.base.option import FieldOption
-from megatron.base.words import spell
+from megatron.base.user_text import spell
 from megatron.config.flags import FlagParser, build_run_parser
 from megatron.config.tasks import PROGRAM, task_parser
 from megatron.config.translate.not_offered import NOT_OFFERED

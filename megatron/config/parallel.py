@@ -7,7 +7,7 @@ from typing import Literal
 
 from megatron.base.errors import UserError
 from megatron.base.option import Condition, derived, is_unset, option
-from megatron.base.words import Note
+from megatron.base.user_text import Note
 from megatron.config.conditions import EXPERTS, HALF_PRECISION, SEVERAL_PROCESSES, unless, when
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig

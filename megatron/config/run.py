@@ -11,9 +11,9 @@ from typing import Any
 from megatron.base.documents import dump_yaml, parse_yaml, read_yaml
 from megatron.base.errors import UserError
 from megatron.base.fields import check_fields, section_from_plain, section_to_plain
-from megatron.base.numerals import MOST
 from megatron.base.option import field_options
-from megatron.base.words import Note, nearest
+from megatron.base.parse_numbers import MOST
+from megatron.base.user_text import Note, nearest
 from megatron.config.check_experts import check_upcycling
 from megatron.config.check_model import check_model
 from megatron.config.checkpoint import CheckpointConfig, check_checkpoint, resolve_checkpoint

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron.base.errors import UserError
-from megatron.base.numerals import MOST
 from megatron.base.option import derived, option
+from megatron.base.parse_numbers import MOST
 from megatron.config.conditions import when
 
 # Required fields by tokenizer type.

@@ -7,7 +7,7 @@ from typing import Literal
 
 from megatron.base.errors import UserError
 from megatron.base.option import Condition, derived, is_unset, option, required
-from megatron.base.words import Note
+from megatron.base.user_text import Note
 from megatron.config.batch_size import BatchSizeSchedule, read_steps
 from megatron.config.conditions import SEVERAL_PROCESSES
 from megatron.config.lengths import LengthSchedule

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from megatron.base.errors import UserError
+from megatron.base.user_text import format_value
 from megatron.base.values import Values
-from megatron.base.words import format_value
 from megatron.checkpoint.files import TRACKER, Iteration, folder_name, iteration_of, tracked_text
 from megatron.config.model import ModelConfig
 from megatron.convert.model import Entry, Weights, model_of, stacks_gate_and_up, tensors_of

@@ -35,9 +35,9 @@ _SCOPES = (Scope.OPTIMIZER, Scope.SCHEDULE, Scope.POSITION)
 
 
 class Joining:
-    """Transfer of an island's state to an island that joins: the anchor with its momentum (the weights, before there is
-    an anchor), the inner optimizer, the compressors' states without residuals, and the position of the run. Every rank
-    sends to the same rank of the other island.
+    """Transfer of an island's state to an island that joins: the outer parameters with their momentum (the
+    weights, before there are outer parameters), the inner optimizer, the compressors' states without residuals, and the
+    position of the run. Every rank sends to the same rank of the other island.
 
     Args:
         topology, ledger: this rank's groups, and its accounting.
@@ -123,7 +123,7 @@ class Joining:
         raise CommunicationError(f"joining the other islands has failed {MOST_JOINS} times; the last time: {problem}")
 
     def _tensors(self) -> Iterator[Tensor]:
-        if not self.sync.outer.has_outer_params:  # islands take steps together, and there is no anchor yet
+        if not self.sync.outer.has_outer_params:  # islands take steps together, and there are no outer parameters yet
             yield from self.sync.outer.mains
         for tensors in self.sync.outer.tensors().values():
             yield from tensors

@@ -54,7 +54,7 @@ class Islands:
     """This island's view of all islands. Every rank of the island has an instance; all call its methods alike.
 
     Args:
-        store: the meeting place of the islands.
+        store: the islands' store.
         island, count: this island's number, and the number of islands.
         quorum: fewest islands of a round.
         seconds: longest time that a round waits for an island.
@@ -64,7 +64,7 @@ class Islands:
         tell: prints a line, on rank 0.
 
     ``expected`` are the islands of the last round, initially those that began; ``behind`` are those that came to the
-    start without the others' state, and ``in_step`` says that all islands go in step from there.
+    start without the others' state, and ``starts_synchronously`` says that the start is in the synchronous warm-up.
     """
 
     def __init__(
@@ -85,18 +85,20 @@ class Islands:
         self.device, self.tell = device, tell
         self.expected: tuple[int, ...] = ()
         self.behind: tuple[int, ...] = ()
-        self.in_step = False
+        self.starts_synchronously = False
         self.last_round = ""
         self._group: Group | None = None
         self._identity: Mapping[str, str] = {}
         self.start = IslandStart(store, island, StartLimits(count, quorum, start_seconds), self._share, tell)
 
-    def begin_generation(self, iteration: int, in_step: bool, identity: Mapping[str, str], weights: str = "") -> bool:
+    def begin_generation(
+        self, iteration: int, synchronous: bool, identity: Mapping[str, str], weights: str = ""
+    ) -> bool:
         """Begins a generation with the others, unless they have a newer state or a generation is running.
 
         Args:
             iteration: iterations that this island has completed.
-            in_step: the islands go in step from there, which needs all of them.
+            synchronous: the islands synchronize every step from there, which needs all of them.
             identity: settings that must be the same on all islands, by their user-facing names.
             weights: a fingerprint of the weights, which must be the same on all islands that begin.
 
@@ -108,8 +110,8 @@ class Islands:
             CommunicationError: when they do not come.
         """
         self._identity = identity
-        start = self.start.begin_generation([iteration, in_step, dict(identity), weights])
-        self.expected, self.behind, self.in_step = start.members, start.behind, start.in_step
+        start = self.start.begin_generation([iteration, synchronous, dict(identity), weights])
+        self.expected, self.behind, self.starts_synchronously = start.members, start.behind, start.in_step
         return self.island in self.expected
 
     # A round.
@@ -120,7 +122,7 @@ class Islands:
         arrival: RoundReport,
         last_norm: float = 0.0,
         without: int | None = None,
-        anchor_norm: float = 0.0,
+        outer_param_norm: float = 0.0,
     ) -> Decision:
         """Comes to (an attempt of) a round, and waits up to the time limit for the islands of the last round.
 
@@ -129,13 +131,13 @@ class Islands:
             arrival: this island's report; rank 0's counts.
             last_norm: norm of the last mean; 0 before the first mean.
             without: an island that comes and is left out, to see whether it spoils the mean.
-            anchor_norm: norm of the anchor; 0 if not needed.
+            outer_param_norm: norm of the outer parameters; 0 if not needed.
 
         Raises:
             QuorumError: when fewer than the quorum have come by the time limit.
-            CommunicationError: when no difference is finite, or the meeting place is gone.
+            CommunicationError: when no pseudo-gradient is finite, or the store is gone.
         """
-        decide = partial(select_members, last_norm=last_norm, anchor_norm=anchor_norm)
+        decide = partial(select_members, last_norm=last_norm, outer_param_norm=outer_param_norm)
         return Decision.decode(self._share(lambda: self._arrive(key, arrival, lambda a: decide(a).leave_out(without))))
 
     def _arrive(

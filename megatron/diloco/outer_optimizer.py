@@ -1,4 +1,4 @@
-"""The outer optimizer of islands: from differences of many steps to the anchor's next step. It never communicates."""
+"""The outer optimizer of islands: a step of the outer parameters from pseudo-gradients. It never communicates."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from megatron.compression.outer import OuterOptions
 
 
 class OuterOptimizer:
-    """Anchor and momentum of the values that this rank updates.
+    """Outer parameters and momentum of the values that this rank updates.
 
-    The anchor is the islands' common state; each island departs from it by its own inner steps. A round moves it by the
-    islands' average progress (Douillard et al. 2023, algorithm 1)::
+    The outer parameters are the islands' common state; each island departs from them by its own inner steps. A round
+    moves them by the islands' average progress (Douillard et al. 2023, algorithm 1)::
 
-        d = anchor - values, of each island, and D their mean
-        m = momentum m + D;  anchor -= lr (D + momentum m)      (Nesterov, as torch.optim.SGD has it)
-        values = mixing values + (1 - mixing) anchor
+        d = outer - values, of each island, and D their mean
+        m = momentum m + D;  outer -= lr (D + momentum m)      (Nesterov, as torch.optim.SGD has it)
+        values = alpha values + (1 - alpha) outer              (alpha: the option ``mixing``)
 
     Args:
         mains: the inner optimizer's values, fp32 or fp64, which this optimizer changes in place.
@@ -33,40 +33,36 @@ class OuterOptimizer:
 
     @property
     def has_outer_params(self) -> bool:
-        """Whether there is an anchor."""
+        """Whether the outer parameters exist."""
         return bool(self.outer_params)
 
     def copy_params(self) -> None:
-        """Takes the current values as the anchor, without momentum."""
-        self.outer_params = [self._copy_to_outer_memory(main) for main in self.mains]
+        """Copies the current values to the outer parameters, on the CPU with ``offload``, without momentum."""
+        self.outer_params = [main.to("cpu" if self.options.offload else main.device, copy=True) for main in self.mains]
         self.momentum = [torch.zeros_like(x) for x in self.outer_params] if self.options.momentum else []
 
-    def _copy_to_outer_memory(self, x: Tensor) -> Tensor:
-        """A copy in the memory of anchor and momentum."""
-        return x.to("cpu" if self.options.offload else x.device, copy=True)
-
     def write_pseudo_gradient(self, index: int, out: Tensor) -> None:
-        """Writes anchor - values of a tensor to ``out``."""
+        """Writes a tensor's pseudo-gradient, outer parameter - value, to ``out``."""
         torch.sub(self.outer_params[index].to(out.device), self.mains[index], out=out)
 
     def step(self, index: int, mean: Tensor) -> None:
-        """Moves the anchor of a tensor by the mean difference; overwrites ``mean``."""
-        anchor, options = self.outer_params[index], self.options
-        step = mean.to(anchor.device)
+        """Moves the outer parameters of a tensor by the mean pseudo-gradient; overwrites ``mean``."""
+        outer_param, options = self.outer_params[index], self.options
+        step = mean.to(outer_param.device)
         if options.momentum:
             momentum = self.momentum[index]
             momentum.mul_(options.momentum).add_(step)
             step = step.add_(momentum, alpha=options.momentum)
-        anchor.sub_(step, alpha=options.outer_lr)
+        outer_param.sub_(step, alpha=options.outer_lr)
 
-    def mix(self, index: int, mixing: float) -> None:
-        """Sets the values of a tensor to ``mixing`` * values + (1 - ``mixing``) * anchor."""
+    def update_params(self, index: int, alpha: float) -> None:
+        """Sets the values of a tensor to ``alpha`` * values + (1 - ``alpha``) * outer parameters."""
         main = self.mains[index]
-        anchor = self.outer_params[index].to(main.device)
-        if mixing:
-            main.mul_(mixing).add_(anchor, alpha=1.0 - mixing)
+        outer_param = self.outer_params[index].to(main.device)
+        if alpha:
+            main.mul_(alpha).add_(outer_param, alpha=1.0 - alpha)
         else:
-            main.copy_(anchor)
+            main.copy_(outer_param)
 
     def tensors(self) -> dict[str, list[Tensor]]:
         """State tensors for a checkpoint, by kind; a tensor of each kind for each of the values."""

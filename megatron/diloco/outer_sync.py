@@ -1,4 +1,4 @@
-"""Rounds of islands on one rank: from the differences of its shards to the anchor's next step."""
+"""Rounds of islands on one rank: from the pseudo-gradients of its shards to a step of the outer parameters."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class InFlightFragment:
         attempt: number of the attempt, from 0.
         members: the islands that take part.
         own_loss, mean_loss: training loss of this island since the last round, and the members' mean.
-        norm: L2 norm of this island's difference.
+        norm: L2 norm of this island's pseudo-gradient.
         failed: the exchange failed on this rank.
         arrived: the mean has arrived, and waits to be applied.
         without: an island that the attempt leaves out, to see whether it spoils the mean; None for none.
@@ -78,7 +78,7 @@ class OuterSync:
             them exactly, without momentum.
 
     ``in_flight`` is the fragment in transit, ``round`` the number of iterations after which the last round was,
-    ``together`` that after which all islands last had the anchor's values, and ``norms`` are the norms of the
+    ``together`` that after which all islands last had the outer parameters' values, and ``norms`` are the norms of the
     fragments' last means, 0 before the first.
     """
 
@@ -159,13 +159,13 @@ class OuterSync:
             self.free_buffers(number)
 
     def copy_outer_params(self) -> None:
-        """Begins local steps: takes the anchor. Residuals of gradients do not apply to differences, and are dropped."""
+        """Begins local steps: copies the outer parameters, and drops the residuals of gradients."""
         self.outer.copy_params()
         for state in self.states():
             state.tensors.pop(RESIDUAL, None)
 
     def allocate_buffers(self, number: int) -> None:
-        """Allocates a fragment's memory for differences."""
+        """Allocates a fragment's memory for pseudo-gradients."""
         for bucket in self.fragments[number].buckets:
             bucket.reduced.flat = bucket_memory(bucket.buffer, bucket.length)
         self._means = {name: torch.zeros_like(x, dtype=torch.float64) for name, x in self._others[number].items()}
@@ -186,7 +186,7 @@ class OuterSync:
         return math.sqrt(self._summed(sum_of_squares(counted_tensors)))
 
     def outer_param_norm(self, number: int) -> float:
-        """L2 norm of the anchor of a fragment, over the whole island."""
+        """L2 norm of the outer parameters of a fragment, over the whole island."""
         fragment, tp = self.fragments[number], self.topology.tp.rank
         counted_tensors = [
             self.outer.outer_params[shard_range.index]
@@ -272,12 +272,12 @@ class OuterSync:
                 self._wait(self.topology.embedding[bucket.tie].broadcast(flat))
 
     @torch.no_grad()
-    def apply_mean(self, number: int, mixing: float) -> None:
+    def apply_mean(self, number: int, alpha: float) -> None:
         """Takes the outer step of a fragment, with the mean that ``accept_mean`` left."""
         fragment = self.fragments[number]
         for shard_range in fragment.shard_ranges:
             self.outer.step(shard_range.index, fragment.shard_view(shard_range))
-            self.outer.mix(shard_range.index, mixing)
+            self.outer.update_params(shard_range.index, alpha)
         for name, x in self._others[number].items():
             x.copy_(self._means[name])
         self.free_buffers(number)
@@ -287,10 +287,10 @@ class OuterSync:
         self.optimizer.publisher.publish_exactly()
 
     def load_outer_params(self) -> None:
-        """Sets all values to the anchor's."""
+        """Sets all values to the outer parameters'."""
         with torch.no_grad():
             for index in range(len(self.outer.mains)):
-                self.outer.mix(index, 0.0)
+                self.outer.update_params(index, 0.0)
         self.publish_params()
 
     def _wait(self, pending: Pending) -> None:

@@ -21,7 +21,7 @@ class RoundReport:
     """An island's report when it comes to a round.
 
     Args:
-        norm: L2 norm of its difference.
+        norm: L2 norm of its pseudo-gradient.
         loss: its training loss; nan if unknown.
         stop: its greatest reason to end the run; 0 for none.
     """
@@ -59,8 +59,8 @@ class Vote:
     Args:
         failed: something failed there.
         mean_norm: L2 norm of the mean that it received.
-        usual_norm: the norm of the member's difference, or that of the last mean if larger: residuals delay part of a
-            difference.
+        usual_norm: the norm of the member's pseudo-gradient, or that of the last mean if larger: residuals delay part
+            of a pseudo-gradient.
     """
 
     failed: bool
@@ -97,7 +97,7 @@ class Decision:
     """Membership of a round; the same on all islands.
 
     Args:
-        members: numbers of the islands whose differences are summed.
+        members: numbers of the islands whose pseudo-gradients are summed.
         arrivals: the reports of the islands that came, by number.
         left_out: reasons why other islands that came take no part.
         without: an island that came and is left out, to see whether it spoils the mean; None for none.
@@ -149,16 +149,18 @@ class Decision:
         )
 
 
-def select_members(arrivals: Mapping[int, RoundReport], last_norm: float = 0.0, anchor_norm: float = 0.0) -> Decision:
+def select_members(
+    arrivals: Mapping[int, RoundReport], last_norm: float = 0.0, outer_param_norm: float = 0.0
+) -> Decision:
     """Decides which differences are summed: those that are finite and not absurdly large.
 
     Args:
         arrivals: the reports of the islands, by number.
-        last_norm: norm of the last mean, against which two islands' differences are judged; 0 before the first mean.
-        anchor_norm: norm of the islands' common values, used instead before the first mean; 0 where unknown.
+        last_norm: norm of the last mean, to judge two islands' pseudo-gradients by; 0 before the first mean.
+        outer_param_norm: norm of the islands' common values, used instead before the first mean; 0 where unknown.
 
     Raises:
-        ValueError: when no difference is finite.
+        ValueError: when no pseudo-gradient is finite.
     """
     finite = {k: a.norm for k, a in arrivals.items() if math.isfinite(a.norm)}
     left_out = {k: "its difference is not finite" for k in arrivals if k not in finite}
@@ -167,7 +169,7 @@ def select_members(arrivals: Mapping[int, RoundReport], last_norm: float = 0.0, 
     usual, of_what = statistics.median_low(finite.values()), "the median"
     if len(finite) == 2:  # nobody knows which is the outlier, unless a common norm is known
         common_norm, of_what = (
-            (last_norm, "that of the last mean") if last_norm else (anchor_norm, "that of the parameters")
+            (last_norm, "that of the last mean") if last_norm else (outer_param_norm, "that of the parameters")
         )
         usual = max(usual, common_norm) if common_norm else 0.0
     for k, norm in finite.items():

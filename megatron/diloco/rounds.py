@@ -62,8 +62,8 @@ class RunEnd:
 class Rounds:
     """The rounds of this island. Every rank of an island constructs them and calls the same methods.
 
-    An attempt counts when every rank of all members has done its part; compressors' states and the anchor change only
-    then. Otherwise the remaining members try again, with the same differences and residuals.
+    An attempt counts when every rank of all members has done its part; compressors' states and the outer parameters
+    change only then. Otherwise the remaining members try again, with the same pseudo-gradients and residuals.
 
     Args:
         sync: this rank's part in a round.
@@ -96,7 +96,7 @@ class Rounds:
         self._times = _Times(0.0)
 
     def before_step(self, iteration: int) -> None:
-        """Take the anchor before the first local step (0-based)."""
+        """Take the outer parameters before the first local step (0-based)."""
         if self.schedule.local(iteration) and not self.sync.outer.has_outer_params:
             self.sync.copy_outer_params()
 
@@ -192,7 +192,7 @@ class Rounds:
         """Announce the end to late islands, and wait for them as long as configured.
 
         Raises:
-            CommunicationError: when the meeting place is gone.
+            CommunicationError: when the store is gone.
         """
         late = islands.announce_end(iteration, self.end.folder)
         if not late:
@@ -229,8 +229,8 @@ class Rounds:
         if self.islands is not None:
             expected = self.islands.expected
             last_norm = self.sync.norms[fragment]
-            anchor_norm = 0.0 if last_norm else self.sync.outer_param_norm(fragment)
-            decision = self.islands.report_to_round(key, arrival, last_norm, without, anchor_norm)
+            outer_param_norm = 0.0 if last_norm else self.sync.outer_param_norm(fragment)
+            decision = self.islands.report_to_round(key, arrival, last_norm, without, outer_param_norm)
             self._report_absence(expected, decision)
         for island, why in decision.left_out.items():
             self.tell(f"warning: island {island} is left out of the round at iteration {done}: {why}", {})

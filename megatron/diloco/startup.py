@@ -25,7 +25,7 @@ from megatron.distributed.errors import CommunicationError
 
 _BEATS_OF_ANOTHER = 3
 LOCAL = "local"
-"""Key set once the islands no longer go in step."""
+"""Key set once the islands no longer synchronize every step."""
 
 
 class QuorumError(CommunicationError):
@@ -84,7 +84,7 @@ class Start:
         problem: the reason why no island may begin; empty if they may.
         iteration: iteration of the checkpoint from which islands continue; None if no island has a checkpoint.
         behind: the islands that came without that state; it is sent to them before the first step.
-        in_step: islands go in step from there.
+        in_step: islands synchronize every step from there.
     """
 
     members: tuple[int, ...] = ()
@@ -102,7 +102,7 @@ class Start:
 
 
 def choose_iteration(entries: Mapping[int, Sequence[int]], limits: StartLimits, all_below: float) -> Start:
-    """Chooses the newest checkpoint that enough islands have: all of them while islands go in step, else a quorum.
+    """Chooses the newest checkpoint that enough islands have: all islands in the synchronous warm-up, else a quorum.
 
     If there is none, chooses the newest of the most common checkpoints. Islands that lack it receive it, and lose the
     work that they have done since the last checkpoint in common.
@@ -131,7 +131,7 @@ def choose_start(entries: Mapping[int, Any], limits: StartLimits) -> Start:
     """Decides which islands begin: the furthest, if they agree. They send their state to the others.
 
     Args:
-        entries: iteration, whether islands go in step from there, identity and weights of the islands that came.
+        entries: iteration, whether islands synchronize every step from there, identity and weights, by island.
         limits: limits of the start.
     """
     first, ahead = min(entries), max(iteration for iteration, *_ in entries.values())
@@ -183,7 +183,7 @@ class IslandStart:
 
         Args:
             own_iterations: checkpoint iterations of this island.
-            all_below: the iteration below which all islands need the checkpoint, as they go in step from there.
+            all_below: the iteration below which all islands need the checkpoint: the end of the synchronous warm-up.
 
         Returns:
             See ``choose_iteration``; None if no island has a checkpoint, or if a generation is running, which this
@@ -191,7 +191,7 @@ class IslandStart:
 
         Raises:
             UserError: on every rank of all islands, when too few of them have come.
-            CommunicationError: when the meeting place is gone.
+            CommunicationError: when the store is gone.
         """
         if not self._enter(max(own_iterations, default=0)):
             return None
@@ -206,7 +206,7 @@ class IslandStart:
 
         Raises:
             UserError: on every rank of all islands, when they cannot go together.
-            CommunicationError: when the meeting place is gone.
+            CommunicationError: when the store is gone.
         """
         if not self._enter():
             return Start()
@@ -245,7 +245,7 @@ class IslandStart:
         why this island cannot begin another generation, empty if it can.
 
         Raises:
-            CommunicationError: when the generation's islands go in step and do not end.
+            CommunicationError: when the generation's islands synchronize every step and do not end.
         """
         peers = [k for k in range(self.limits.count) if k != self.island]
         if self.store.get("start") is None and not self._start_failed(peers):
@@ -254,7 +254,7 @@ class IslandStart:
         deadline = time.monotonic() + self.limits.seconds
         announced = False
         while len(silent := pulses.silent(SILENT_SECONDS)) < len(peers):
-            # While they go in step nobody can join: when any of them is gone, all end.
+            # During the synchronous warm-up nobody can join: when any of them is gone, all end.
             if self.store.get(LOCAL) and self.store.pulse(peers) != earlier_pulse:
                 return "yes", ""
             alive = [k for k in peers if k not in silent]
@@ -306,7 +306,7 @@ class IslandStart:
 
         Raises:
             UserError: on every rank of all islands, when they cannot go together.
-            CommunicationError: when the meeting place is gone.
+            CommunicationError: when the store is gone.
         """
         start = Start.read(self.share(lambda: self._wait_for_all(key, own_entry, select_members)))
         if start.problem:

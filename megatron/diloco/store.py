@@ -26,9 +26,9 @@ BEAT_SECONDS = 0.5
 SILENT_SECONDS = 10.0
 """Silence after which an island is no longer waited for."""
 _ANSWER_SECONDS = 60.0
-"""Longest time to wait for an answer of a meeting place."""
+"""Longest time to wait for an answer of a store."""
 _THREAD_SECONDS = 2.0
-"""Time to join the heartbeat thread, which may hang on a meeting place that does not answer."""
+"""Time to join the heartbeat thread, which may hang on a store that does not answer."""
 _GENERATION, _ALIVE = "generation", "alive"
 _PREFIX = "megatron-islands"
 
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 def serve(host: str, port: int) -> dist.TCPStore:
-    """Serves a meeting place at a single address of this machine; port 0 takes a free port.
+    """Serves a store at a single address of this machine; port 0 takes a free port.
 
     Raises:
         CommunicationError: when the address cannot be used.
@@ -62,13 +62,13 @@ def _end_of(island: int) -> str:
 
 
 class IslandStore:
-    """A process's view of the meeting place.
+    """A process's view of the store.
 
     A generation lasts from a start that islands take part in together to the end of the last of them: an island that
     comes later joins it, and if none is left, the next start begins another generation.
 
     Args:
-        host, port: address of the meeting place.
+        host, port: address of the store.
         seconds: longest time until it answers.
         tell: prints a line.
 
@@ -102,9 +102,9 @@ class IslandStore:
         self._beats: threading.Thread | None = None
 
     def own_address(self) -> str | None:
-        """This machine's address towards the meeting place, at which others reach this process.
+        """This machine's address towards the store, at which others reach this process.
 
-        None if it is unknown: the meeting place is served at every address, or the user has chosen an interface other
+        None if it is unknown: the store is served at every address, or the user has chosen an interface other
         than loopback, at which the ranks of a machine listen for each other.
         """
         own_interfaces = (None, "", loopback_interface(), os.environ.get(OWN_INTERFACE))
@@ -121,7 +121,7 @@ class IslandStore:
         """Runs a call of the store.
 
         Raises:
-            CommunicationError: when the meeting place is gone, or does not answer.
+            CommunicationError: when the store is gone, or does not answer.
         """
         try:
             return self._caller.call(call, self._seconds)
@@ -157,10 +157,10 @@ class IslandStore:
 
         Args:
             key: the key.
-            decode: parses and checks the value; anyone who reaches the meeting place may have written it.
+            decode: parses and checks the value; anyone who reaches the store may have written it.
 
         Raises:
-            CommunicationError: when the meeting place is gone, or the value is malformed.
+            CommunicationError: when the store is gone, or the value is malformed.
         """
         text = self.reading(lambda: self.box.get(key) if self.box.check([key]) else None)
         if text is None:
@@ -170,7 +170,7 @@ class IslandStore:
 
     @contextmanager
     def decoding(self, key: str) -> Iterator[None]:
-        """Context for parsing a value of this meeting place.
+        """Context for parsing a value of this store.
 
         Raises:
             CommunicationError: when no island would write such a value.
@@ -240,7 +240,7 @@ class IslandStore:
 
 
 def _beat(store: dist.Store, island: int, stop: threading.Event) -> None:
-    with suppress(RuntimeError):  # the training thread will report that the meeting place is gone
+    with suppress(RuntimeError):  # the training thread will report that the store is gone
         while not stop.is_set():
             store.add(f"{_ALIVE}/{island}", 1)
             stop.wait(BEAT_SECONDS)
@@ -250,7 +250,7 @@ class HeartbeatMonitor:
     """Watches whether islands are alive, by this process's clock.
 
     Args:
-        store: the meeting place with their heartbeats.
+        store: the store with their heartbeats.
         islands: numbers of the islands.
     """
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from megatron.base.documents import read_yaml
 from megatron.base.errors import UserError
 from megatron.base.option import derived, option, required
-from megatron.base.words import spell
+from megatron.base.user_text import spell
 from megatron.config.tasks import TASKS, task_name
 from megatron.evaluation import continuation, finetune, lambada, wikitext
 from megatron.inference.flags import ModelFlags, check_layout, open_model, parse_flags

@@ -29,23 +29,23 @@ class CheckpointLM(ContinuationRules):
         super().__init__()
         self.leader = leader
         self.batch = batch
-        self.own = leader.model.tokenizer
+        self.model_tokenizer = leader.model.tokenizer
         self.window = leader.model.window
 
     @property
     def eot_token_id(self) -> int:
-        return self.own.eod
+        return self.model_tokenizer.eod
 
     @property
     def prefix_token_id(self) -> int:
-        return start_token(self.own)
+        return start_token(self.model_tokenizer)
 
     @property
     def longest_continuation(self) -> int:
         return self.window
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        return self.own.tokenize(string)
+        return self.model_tokenizer.tokenize(string)
 
     def _score(self, pairs: Sequence[tuple[list[int], list[int]]], quiet: bool) -> list[tuple[float, bool]]:
         """Log-likelihood of each continuation, and whether greedy decoding would generate it."""
@@ -71,7 +71,9 @@ class CheckpointLM(ContinuationRules):
         owners, pairs = [], []
         for number, request in enumerate(requests):
             (text,) = request.args
-            windows = get_rolling_token_windows(self.own.tokenize(text), self.prefix_token_id, self.window, 1)
+            windows = get_rolling_token_windows(
+                self.model_tokenizer.tokenize(text), self.prefix_token_id, self.window, 1
+            )
             for window in windows:
                 context, continuation = make_disjoint_window(window)
                 owners.append(number)
@@ -89,7 +91,7 @@ class CheckpointLM(ContinuationRules):
             new = answer_length(options)
             # If the answer alone may fill the window, the window slides as the answer grows.
             room = self.window - new if new < self.window else self.window
-            tokens = self.own.tokenize(text)
+            tokens = self.model_tokenizer.tokenize(text)
             self.contexts.add(len(tokens), room)
             prompt = tokens[-room:] or [self.prefix_token_id]
             answers.append(
@@ -98,7 +100,7 @@ class CheckpointLM(ContinuationRules):
         return answers
 
     def _text(self, prompt: list[int], new: int, sampling: Sampling, stop: list[str], seed: int) -> str:
-        stream, pieces = TextStream(self.own, stop, prompt), list[str]()
+        stream, pieces = TextStream(self.model_tokenizer, stop, prompt), list[str]()
 
         def on_token(row: int, token: Any) -> bool:
             pieces.append(stream.add(token.id))

@@ -68,7 +68,7 @@ def scores(model: LoadedModel, windows: Sequence[Window], batch: int, measure: M
 
 def _counts(model: LoadedModel) -> bool:
     """Whether this rank reports for its replica: all tensor-parallel ranks of the last stage have the same results."""
-    return model.stage.part.last and model.topology.tp.rank == 0
+    return model.stage.stage_part.last and model.topology.tp.rank == 0
 
 
 def _mask(windows: Sequence[Window], longest: int, device: torch.device) -> Tensor:

@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from megatron.base.errors import UserError
-from megatron.base.words import short_names
+from megatron.base.user_text import short_names
 from megatron.config.tasks import Metric, Task
 from megatron.data.tasks.examples import ExampleFile
 

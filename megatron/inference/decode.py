@@ -54,7 +54,7 @@ class Decoder:
 
     def _step(self, space: Workspace, tokens: Sequence[int]) -> Tensor | None:
         """Logits after the newest token of every row in the cache."""
-        ends = self.model.stage.part.last
+        ends = self.model.stage.stage_part.last
 
         def compute() -> Tensor:
             space.cache.begin_step()

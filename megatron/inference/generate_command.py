@@ -70,13 +70,13 @@ class Session:
         self.model = model
         self.choice = choice
         self.batch = batch
-        self.begun = 0
+        self.started_samples = 0
 
     def continue_all(self, texts: Sequence[str], live: bool = False) -> list[Generated]:
         """Continue a batch of texts; ``live`` prints the first text token by token."""
         prompts = [self.model.tokenizer.tokenize(text) if text else [] for text in texts]
-        seeds = [self.choice.seed + self.begun + i for i in range(len(texts))]
-        self.begun += len(texts)
+        seeds = [self.choice.seed + self.started_samples + i for i in range(len(texts))]
+        self.started_samples += len(texts)
         stream = TextStream(self.model.tokenizer, context=prompts[0])
 
         def show(row: int, token: Token) -> bool:

@@ -90,7 +90,7 @@ class LoadedModel:
     @torch.no_grad()
     def hidden(self, tokens_bs: Tensor, context: ForwardContext) -> Tensor | None:
         """Run the model on tokens (b, s), equal on all ranks: hidden states (s, b, h) on the last stage, else None."""
-        stage_part, pp_rank = self.stage.part, self.topology.coordinates.pp
+        stage_part, pp_rank = self.stage.stage_part, self.topology.coordinates.pp
         x = tokens_bs
         if self.channel is not None:
             b, s = tokens_bs.shape
@@ -115,7 +115,7 @@ class LoadedModel:
 
         def cache(capacity: int) -> KVCache:
             shape = (rows, model.num_query_groups // self.topology.layout.tp, capacity, model.kv_channels)
-            windows = {layer: model.window_of(layer) for layer in self.stage.part.layers}
+            windows = {layer: model.window_of(layer) for layer in self.stage.stage_part.layers}
             return KVCache(windows, shape, self.stage.dtype, self.device, self.workspaces.block)
 
         return self.workspaces.workspace(rows, positions, cache)

@@ -59,7 +59,7 @@ class Stage(nn.Module, ABC):
         super().__init__()
         config = rank.config
         self.config = config
-        self.part = stage_part
+        self.stage_part = stage_part
         self.shard = shard
         self.comm = rank.tensor
         self.dtype = rank.dtype
@@ -114,7 +114,7 @@ class Stage(nn.Module, ABC):
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Tokens (b, s) on the first stage, activations (s, b, h) on the others, to activations (s, b, h)."""
-        x_sbh = self.embedding(x, context) if self.part.first else x
+        x_sbh = self.embedding(x, context) if self.stage_part.first else x
         return self._transform(self._layers(), x_sbh, context)
 
     def _transform(self, layers: Sequence[Layer], x_sbh: Tensor, context: ForwardContext) -> Tensor:
@@ -152,9 +152,9 @@ class Stage(nn.Module, ABC):
         else:
             length = x_sbh.shape[0] * (self.comm.size if self.comm.sequence_parallel else 1)
             positions_sb = torch.arange(length, device=x_sbh.device).unsqueeze(1)
-        is_local = {n: self.config.has_local_positions(n) for n in self.part.layers}
+        is_local = {n: self.config.has_local_positions(n) for n in self.stage_part.layers}
         tables = {kind: rotary_tables(positions_sb, self.config, self.dtype, kind) for kind in set(is_local.values())}
-        return {n: tables[is_local[n]] for n in self.part.layers}
+        return {n: tables[is_local[n]] for n in self.stage_part.layers}
 
     @abstractmethod
     def counts(self, targets: Targets) -> Tensor:

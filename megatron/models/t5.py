@@ -54,7 +54,7 @@ class T5Stage(Stage):
         encoder, (s + s', b, h) of decoder and encoder, or (s, b, h) of the decoder on the last stage."""
         layers = self._layers()
         if self.encoder_size:
-            x_sbh = self.embedding(x, context) if self.part.first else x
+            x_sbh = self.embedding(x, context) if self.stage_part.first else x
             x = self._transform(layers[: self.encoder_size], x_sbh, context)
             if self.ends_encoder:
                 x = self.encoder_final_layernorm(x)
@@ -75,7 +75,7 @@ class T5Stage(Stage):
         entered_sbh = enter_parallel_region(read_sbh.to(self.dtype), self.comm.at("memory"))
         memory = EncoderOutput(entered_sbh, context.segment_ids_bs)
         x_sbh = self._transform(layers, x_sbh, replace(decoder_context, memory=memory))
-        return x_sbh if self.part.last else torch.cat([x_sbh, read_sbh])
+        return x_sbh if self.stage_part.last else torch.cat([x_sbh, read_sbh])
 
     def _own_length(self, length: int) -> int:
         return length // (self.comm.size if self.comm.sequence_parallel else 1)

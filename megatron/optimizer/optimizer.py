@@ -106,9 +106,9 @@ class Optimizer:
         self.log_num_zeros = log_num_zeros
         self.shards = own_shards(buffers, self.sharded, separate=separates(plan, self.sharded))
         self.publisher = ParamAllGather(buffers, self.shards, plan, ledger, self.sharded)
-        self.whole = ParamNormReducer(self.shards, buffers, topology.tp, self.sharded, ledger)
+        self.norms = ParamNormReducer(self.shards, buffers, topology.tp, self.sharded, ledger)
         matrices = MatrixGather(self.shards, buffers, topology.tp, self.sharded, ledger)
-        self.inner = make_inner(self.shards, config, self.whole, matrices)
+        self.inner = make_inner(self.shards, config, self.norms, matrices)
         self.frozen_at = 0
 
     @property
@@ -173,7 +173,7 @@ class Optimizer:
 
     def _update(self, divisor: float, freeze_variance: bool) -> None:
         if freeze_variance and not self.frozen_at and self.steps:
-            freeze(self.inner, self.shards, self.whole)
+            freeze(self.inner, self.shards, self.norms)
             self.frozen_at = self.steps
         if freeze_variance and self.frozen_at:
             step_frozen(self.inner, self.shards, divisor, self.frozen_at)

@@ -310,7 +310,7 @@ def _passes(built: _Built) -> tuple[float, Tally, Tally]:
     )
     dtype = config.model.residual_dtype(stage.dtype)
     activation = torch.empty((length // sequence_parts, batch, config.model.hidden_size), dtype=dtype, device=device)
-    x: Tensor = tokens_bs if stage.part.first else built.stand.fill(activation).requires_grad_()
+    x: Tensor = tokens_bs if stage.stage_part.first else built.stand.fill(activation).requires_grad_()
     forwards: list[Tally] = []
     backwards: list[Tally] = []
     saved = SavedTensors()
@@ -319,11 +319,11 @@ def _passes(built: _Built) -> tuple[float, Tally, Tally]:
         hooks = torch.autograd.graph.saved_tensors_hooks(saved.add, lambda tensor: tensor)
         with meter:
             with hooks:
-                if stage.part.last:
+                if stage.stage_part.last:
                     out = stage.loss(x, targets).objective
                 else:
                     out = stage(x, context)
-            if stage.part.layers:
+            if stage.stage_part.layers:
                 saved.add(x)
             forwards.append(meter.take())
             torch.autograd.backward(out, torch.ones_like(out))

@@ -122,13 +122,13 @@ class Engines:
     @property
     def holds_loss(self) -> bool:
         """Whether this rank's last chunk computes the loss."""
-        return self.stages[-1].part.last
+        return self.stages[-1].stage_part.last
 
     @property
     def needs_tokens(self) -> bool:
         """Whether this rank reads tokens: for the embedding, the losses, attention, or its messages."""
         data, model = self.config.data, self.config.model
-        ends = any(stage.part.first or stage.part.last for stage in self.stages)
+        ends = any(stage.stage_part.first or stage.stage_part.last for stage in self.stages)
         attends = data.reset_position_ids or data.reset_attention_mask or not model.causal
         return ends or attends or self.keys_hold_tokens
 

@@ -103,7 +103,7 @@ def _experts(engines: Engines, point: Point) -> Shares:
     row = (1, model.hidden_size)
     done = plan.covers(point, plan.stage) and plan.ever_compresses(point, row, engines.config.precision.params_dtype)
     coded, total = 0.0, 0.0
-    for layer in (n for stage in engines.stages for n in stage.part.layers if n in model.expert_layers):
+    for layer in (n for stage in engines.stages for n in stage.stage_part.layers if n in model.expert_layers):
         between, inside = _rows_of_token(engines.expert_comm, model.expert_layers[layer], model.moe_router_topk)
         coded += between * done * model.hidden_size
         total += (between + inside) * model.hidden_size
@@ -151,7 +151,7 @@ def _tensor(engines: Engines, point: Point) -> Shares:
         return 0.0, 0.0, 0
     covered = engines.plan.covers(point, engines.plan.stage)
     done, total, highest = 0, 0, 0
-    for layer in (number for stage in engines.stages for number in stage.part.layers):
+    for layer in (number for stage in engines.stages for number in stage.stage_part.layers):
         length = model.labels_of(model.seq_length) if layer in model.decoder_layers else model.seq_length
         shape = (length, engines.config.training.micro_batch_size, model.hidden_size)
         total += length

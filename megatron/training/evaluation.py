@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.base.errors import UserError
-from megatron.base.words import short_names
+from megatron.base.user_text import short_names
 from megatron.compression.points import Point
 from megatron.config.run import RunConfig
 from megatron.data.build import Dataset, Datasets

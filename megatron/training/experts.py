@@ -22,7 +22,7 @@ MOE_LOSS = "moe loss"
 
 
 class ExpertTally:
-    """Counts the tokens of each expert in a step; ``seen`` holds the layers' counts (``ExpertContext``).
+    """Counts the tokens of each expert in a step; ``statistics`` holds the layers' counts (``ExpertContext``).
 
     Args:
         config: the model.
@@ -45,7 +45,7 @@ class ExpertTally:
         self._experts = {
             module.layer: module for stage in stages for module in stage.modules() if isinstance(module, Experts)
         }
-        self.seen: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self.statistics: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._last: ExpertLoads = {}
         self._shares: dict[int, Tensor] = {}
 
@@ -56,11 +56,11 @@ class ExpertTally:
 
     def begin_step(self) -> None:
         """Begin a step."""
-        self.seen.clear()
+        self.statistics.clear()
 
     def context(self, micro_batch: int, loss_grad: Tensor) -> ExpertContext:
         """Inputs of the layers for a micro-batch; see ``ExpertContext``."""
-        return ExpertContext(micro_batch, loss_grad, self._shares, self.seen)
+        return ExpertContext(micro_batch, loss_grad, self._shares, self.statistics)
 
     def finish_step(self, micro_batches: int, step_taken: bool) -> tuple[dict[str, float], ExpertLoads]:
         """End a step; every rank calls it.
@@ -76,10 +76,10 @@ class ExpertTally:
             return {}, {}
         weights = torch.tensor(list(self._config.expert_losses.values()), dtype=torch.float64)
         totals = torch.zeros(len(self._layers), self._most + len(weights), dtype=torch.float64)
-        if self._topology.tp.rank == 0 and self.seen:
-            tallies = [tally.double() for pair in self.seen.values() for tally in pair]
+        if self._topology.tp.rank == 0 and self.statistics:
+            tallies = [tally.double() for pair in self.statistics.values() for tally in pair]
             chunks = iter(torch.cat(tallies).cpu().split([len(tally) for tally in tallies]))  # a single device sync
-            for layer, _ in self.seen:
+            for layer, _ in self.statistics:
                 row, counts = totals[self._layers.index(layer)], next(chunks)
                 row[: len(counts)] += counts
                 row[self._most :] += next(chunks)

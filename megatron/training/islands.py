@@ -177,7 +177,7 @@ def begin_rounds(
             engines.optimizer,
             outer,
             islands,
-            checkpoints.parts,
+            checkpoints.stateful_parts,
             reporter.line,
         )
     if joining is not None and met.begins:
@@ -190,7 +190,7 @@ def begin_rounds(
 def reach_islands(
     config: RunConfig, topology: Topology, log: Callable[[str], None]
 ) -> tuple[RunConfig, Islands | None]:
-    """Connect to the islands' meeting place and agree on the newest checkpoint that enough islands have.
+    """Connect to the islands' store and agree on the newest checkpoint that enough islands have.
 
     Args:
         config: the resolved configuration.
@@ -203,7 +203,7 @@ def reach_islands(
 
     Raises:
         UserError: on every rank of all islands, when too few islands come.
-        CommunicationError: when the meeting place does not answer.
+        CommunicationError: when the store does not answer.
     """
     section = config.islands
     if not section.several or config.validation.skip_train:
@@ -231,7 +231,7 @@ def _with_checkpoint(config: RunConfig, islands: Islands, topology: Topology, lo
     local_iterations = together(group, lambda: _held_iterations(section) if topology.rank == 0 else [])
     iterations = json.loads(gather_texts(group, json.dumps(local_iterations))[0])
     outer = config.compression.specs(RunLength(config.training.planned_iters))[Point.OUTER]
-    # A new run from a checkpoint's weights starts with steps in common, or from an anchor that all islands have.
+    # A new run from a checkpoint's weights starts with steps in common, or from outer parameters that all islands have.
     chosen = islands.start.choose_iteration(iterations, math.inf if section.finetune else outer.activation.warmup_iters)
     if chosen is None or iterations[:1] == [chosen]:
         return config
@@ -284,13 +284,13 @@ def meet_islands(engines: Engines, env: LaunchEnvironment, iteration: int, islan
     begins = islands.begin_generation(
         iteration, in_step, _identity(config, env, engines.topology.device), _fingerprint(engines)
     )
-    if islands.in_step:
+    if islands.starts_synchronously:
         engines.joint.group = islands.group_of(range(islands.count), "joint", longest_wait(config.parallel))
     return Membership(islands, begins)
 
 
 def _address(config: RunConfig) -> tuple[str, int]:
-    """Return host and port of the meeting place."""
+    """Return host and port of the store."""
     assert config.islands.islands_address is not None
     return host_and_port(config.islands.islands_address, "--islands-address")
 
@@ -310,7 +310,7 @@ def refusing(config: RunConfig, topology: Topology) -> Iterator[None]:
 
 
 def _fingerprint(engines: Engines) -> str:
-    """Digest of the state that islands share at the start: the anchor, or the weights before there is an anchor."""
+    """Digest of the state that islands share at the start: the outer parameters, or the weights before those exist."""
     outer = engines.outer
     assert outer is not None
     common = outer.outer.outer_params or outer.outer.mains
@@ -321,8 +321,8 @@ def _fingerprint(engines: Engines) -> str:
 
 
 def _identity(config: RunConfig, env: LaunchEnvironment, device: torch.device) -> Mapping[str, str]:
-    """Settings that must be the same on all islands. Each island moves its own copy of the anchor, and kernels differ
-    from pure torch in the last digits."""
+    """Settings that must be the same on all islands. Each island moves its own copy of the outer
+    parameters, and kernels differ from pure torch in the last digits."""
     sections: dict[str, Any] = {name: getattr(config, name) for name in run_sections()}
     kernels = "none" if native.problem_on(device.type) else "compiled"
     everything = {"the number of processes": str(env.world_size), "kernels": kernels, **identity_of(sections)}

@@ -82,7 +82,7 @@ class RunCheckpoints:
             config.parallel.message_parts > 1,
             engines.outer,
         )
-        self.parts = _stateful_parts(engines, schedule, progress, log)
+        self.stateful_parts = _stateful_parts(engines, schedule, progress, log)
         self.saver: CheckpointSaver | None = None
         self.saved_iteration: int | None = None
         if self.config.save:
@@ -113,7 +113,7 @@ class RunCheckpoints:
         if not self.config.no_save_optim:
             tensors |= optimizer_tensors(self.engines.optimizer) | outer_tensors(self.engines.outer)
             tensors |= self.compressors.tensors(self.group)
-        common, last_update = self.parts.state_dict(), self.progress.last_update
+        common, last_update = self.stateful_parts.state_dict(), self.progress.last_update
         self.saver.save(iteration, tensors, common, self.config_yaml, last_update)
         self.saved_iteration = iteration
 
@@ -189,7 +189,7 @@ class RunCheckpoints:
         optimizer, iteration, common = self.engines.optimizer, saved.iteration, saved.common
         weights_only = self.config.loads_weights_only
         if not weights_only:
-            self.parts.check(common)
+            self.stateful_parts.check(common)
             check_optimizer(root, iteration, self.run_config, self.group)
         saved_main = saved.counters.separate_main
         if weights_only:  # a checkpoint of weights alone lacks fp32 values, even if its run had them
@@ -215,7 +215,7 @@ class RunCheckpoints:
         self._sync_weights(saved_main)
         if not weights_only:
             self._load_compressors(islands or (root,), iteration)
-        self.parts.load_state_dict(common, self._scopes())
+        self.stateful_parts.load_state_dict(common, self._scopes())
         if differing:
             ours, theirs = (", ".join(words) for words in zip(*differing.values(), strict=True))
             self.log(

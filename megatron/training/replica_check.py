@@ -62,7 +62,7 @@ def _digests(engines: Engines) -> Iterator[tuple[str, str]]:
         for name, buffer in stage.named_buffers():
             yield f"{name}@", _digest(buffer)
     channel, at = engines.channel, engines.topology.coordinates
-    for (layer, micro_batch), (counts, losses) in engines.experts.seen.items():
+    for (layer, micro_batch), (counts, losses) in engines.experts.statistics.items():
         location = f"layer {layer + 1}, micro-batch {micro_batch + 1} of replica {at.dp}"
         yield f"the routing of {location}@", _digest(torch.cat([counts.double(), losses.double()]))
     if channel is None:

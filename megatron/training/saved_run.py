@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron.base.errors import UserError
 from megatron.base.stateful import under_todays_names
-from megatron.base.words import Note
+from megatron.base.user_text import Note
 from megatron.checkpoint.files import Iteration, checkpoint_folder, iteration_of
 from megatron.checkpoint.find import read_tracker
 from megatron.checkpoint.load import load_common, saved_kind, saved_section, saved_shapes

@@ -94,7 +94,7 @@ class ChunkProgram:
 
     def forward(self, micro_batch: int, x_sbh: Tensor | None) -> Tensor:
         batch = self.batches[micro_batch]
-        x = batch.tokens_bs if self.stage.part.first else x_sbh
+        x = batch.tokens_bs if self.stage.stage_part.first else x_sbh
         assert x is not None
         replicas = self.engines.replicas
         run: nn.Module = self.stage
@@ -102,7 +102,7 @@ class ChunkProgram:
             replicas.all_reduce_in_backward(micro_batch == len(self.batches) - 1)
             run = replicas.wrapped
         out_sbh: Tensor = run(x, self._context(batch, micro_batch))
-        if not self.stage.part.last:
+        if not self.stage.stage_part.last:
             return out_sbh
         result = self.stage.loss(out_sbh, _targets(batch, self._keys(batch)), self.divisors)
         self.losses.append(result.sums)

@@ -73,8 +73,8 @@ def _dies(island: Island, islands: Islands, phase: str) -> None:
             _kill()
         return outcome
 
-    def applying(number: int, mixing: float) -> None:
-        apply(number, mixing)
+    def applying(number: int, alpha: float) -> None:
+        apply(number, alpha)
         if (phase, at["key"]) == ("applied", due):
             _kill()
 

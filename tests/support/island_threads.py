@@ -119,7 +119,7 @@ def build_island(changes: Changes, islands: Islands | None, number: int = 0, cou
                 engines.optimizer,
                 engines.outer,
                 islands,
-                checkpoints.parts,
+                checkpoints.stateful_parts,
                 island.say,
             )
         island.rounds = Rounds(engines.outer, schedule, islands, island.tell, joining)

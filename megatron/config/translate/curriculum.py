@@ -7,8 +7,8 @@ from typing import Any
 from megatron.base.errors import UserError
 from megatron.base.kinds import Kind
 from megatron.base.option import field_options
+from megatron.base.user_text import Note
 from megatron.base.values import Values
-from megatron.base.words import Note
 from megatron.config.curriculum import CurriculumConfig, lengths_of
 
 _NAME = "curriculum_learning"

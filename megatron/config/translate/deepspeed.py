@@ -11,7 +11,7 @@ from megatron.base.documents import read_json
 from megatron.base.errors import UserError
 from megatron.base.kinds import Kind
 from megatron.base.option import derived
-from megatron.base.words import Note
+from megatron.base.user_text import Note
 from megatron.config.translate.curriculum import key_of, read_curriculum
 from megatron.config.translate.rules import Dialect, Explicit, Theirs
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megatron.base.errors import UserError
 from megatron.base.option import derived, option
-from megatron.base.words import Note
+from megatron.base.user_text import Note
 from megatron.config.translate.rules import Dialect, Explicit, Theirs
 
 

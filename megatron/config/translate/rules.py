@@ -14,7 +14,7 @@ from typing import Any
 from megatron.base.errors import UserError
 from megatron.base.fields import check_fields
 from megatron.base.option import field_options
-from megatron.base.words import Note
+from megatron.base.user_text import Note
 
 SWITCH, VALUE, VALUES = "switch", "value", "values"
 """Number of words after a flag: none (or true or false), one, any number."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.base.errors import UserError
-from megatron.base.words import Note
+from megatron.base.user_text import Note
 from megatron.config.translate.rules import ARGUMENT, VALUE, Explicit, Shortcut, old_name
 
 _POSITION = "model.position_embedding_type"

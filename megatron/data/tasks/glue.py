@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.base.errors import UserError
-from megatron.base.numerals import read_number
+from megatron.base.parse_numbers import read_number
 from megatron.base.text_file import read_lines
-from megatron.base.words import format_value
+from megatron.base.user_text import format_value
 from megatron.data.tasks.examples import Example, ExampleFile, clean_text
 
 _MOST_TORN = 0.01

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.base.errors import UserError
 from megatron.base.text_file import parse_json, read_lines
-from megatron.base.words import format_value
+from megatron.base.user_text import format_value
 from megatron.data.tasks.examples import Example, ExampleFile, clean_text
 
 CHOICES = 4

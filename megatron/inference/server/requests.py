@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.base.errors import UserError
-from megatron.base.numerals import LARGEST
+from megatron.base.parse_numbers import LARGEST
+from megatron.base.user_text import nearest
 from megatron.base.values import Values
-from megatron.base.words import nearest
 from megatron.inference.jobs import InferenceJob
 from megatron.inference.sampling import Sampling
 from megatron.tokenizer.api import Tokenizer, start_token

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron.base.errors import UserError
-from megatron.base.numerals import MOST
+from megatron.base.parse_numbers import MOST
 from megatron.base.values import Values
 
 CONTENT = {"layers": 4, "lr": 1, "tied": False, "name": "x", "names": ["a", "b"], "rope": {"base": 1.5}, "gone": None}

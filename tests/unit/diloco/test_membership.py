@@ -482,7 +482,9 @@ def test_all_agree_on_who_is_behind_and_whether_they_go_in_step(port: int, in_st
         for i in islands
     ]
     assert _together(*calls) == [False, True, True]
-    assert [(island.expected, island.behind, island.in_step) for island in islands] == [((1, 2), (0,), in_step)] * 3
+    assert [(island.expected, island.behind, island.starts_synchronously) for island in islands] == [
+        ((1, 2), (0,), in_step)
+    ] * 3
     assert [island.lets_in for island in islands] == [False, True, False]
     assert islands[2]._awaited() == {0, 1, 2}
     for island in islands:

@@ -10,7 +10,7 @@ import torch
 from scipy.stats import pearsonr, spearmanr
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
-from megatron.base.words import short_names
+from megatron.base.user_text import short_names
 from megatron.config.tasks import TASKS
 from megatron.data.tasks.examples import Example, ExampleFile
 from megatron.evaluation.task_metrics import scores

@@ -31,7 +31,7 @@ def _step(tally: ExpertTally, counts: Sequence[Sequence[list[int]]], taken: bool
     for micro_batch, of_layers in enumerate(counts):
         for _ in range(1 + again):
             for layer, one in enumerate(of_layers):
-                tally.seen[layer, micro_batch] = (torch.tensor(one), torch.zeros(2))
+                tally.statistics[layer, micro_batch] = (torch.tensor(one), torch.zeros(2))
     tally.finish_step(len(counts), taken)
 
 
@@ -81,7 +81,10 @@ def test_the_loss_is_weighed_and_that_of_a_micro_batch() -> None:
     tally = ExpertTally(resolve_model(ModelConfig(**given)), [], single_process("cpu"), Ledger())
     for micro_batch in range(3):
         for layer in range(2):
-            tally.seen[layer, micro_batch] = (torch.tensor([1, 1]), torch.tensor([2.0 + layer, 4.0 * micro_batch]))
+            tally.statistics[layer, micro_batch] = (
+                torch.tensor([1, 1]),
+                torch.tensor([2.0 + layer, 4.0 * micro_batch]),
+            )
     named, loads = tally.finish_step(3, step_taken=True)
     assert named == {MOE_LOSS: pytest.approx(0.5 * (2 + 3) + 0.25 * 2 * 4)}
     assert loads == {0: (3.0, 3.0), 1: (3.0, 3.0)}
