@@ -48,7 +48,8 @@ class PseudoGradReducer(BucketReducer):
             Whether all rounds have completed.
         """
         if len(self._pending) < len(self.buckets):
-            for bucket, units in zip(self.buckets, self.units, strict=True):
+            launched = len(self._pending)
+            for bucket, units in zip(self.buckets[launched:], self.units[launched:], strict=True):
                 self._pending.append(self._launch(bucket, units))
             self._turns.extend(pending for _, pending in self._under_way())
         while self._turns:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -39,6 +39,13 @@ class Position:
     epilogue: bool = False
 
 
+@dataclass
+class SkippedSteps:
+    """Count of the steps of a run whose update was skipped."""
+
+    skipped: int = 0
+
+
 class CompressionPlan:
     """Compressors of all points.
 
@@ -46,14 +53,14 @@ class CompressionPlan:
         specs: the specs by point; traffic of other points is not compressed.
         stage, stages: this rank's pipeline stage, and the number of stages.
 
-    ``count_skipped`` returns the number of steps of the run with a skipped update.
+    ``steps`` counts skipped updates; a run has its ``Progress`` count them.
     """
 
     def __init__(self, specs: Mapping[Point, Spec], stage: int = 0, stages: int = 1) -> None:
         self.specs = dict(specs)
         self.stage = stage
         self.stages = stages
-        self.count_skipped: Callable[[], int] = lambda: 0
+        self.steps = SkippedSteps()
         self._iteration = 0
         self._tuned: dict[Point, dict[str, float]] = {}
         self._exact: set[Point] = set()
@@ -71,7 +78,7 @@ class CompressionPlan:
         not contribute to the moments.
         """
         counts_updates = iteration >= 0 and self.rounds(point).traits.freezes_variance
-        return self.activation(point).on(iteration - self.count_skipped() if counts_updates else iteration)
+        return self.activation(point).on(iteration - self.steps.skipped if counts_updates else iteration)
 
     def compressed(self, point: Point) -> bool:
         """Whether a point has a compressor other than the identity."""

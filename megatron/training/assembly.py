@@ -57,6 +57,7 @@ class Engines:
         optimizer: None without training.
         channel: messages to the neighboring stages; None with a single stage.
         comm: the tensor-parallel points.
+        expert_comm: the expert-parallel points.
         plan: the compressors of all points.
         experts: counts the tokens of each expert, in layers with experts.
         replicas: torch's DistributedDataParallel around the chunk, with ``--DDP-impl torch``.

@@ -18,7 +18,7 @@ class DivergenceCheck:
 
     Args:
         config: the limits.
-        progress: counters of the run; skipped steps are counted here.
+        progress: counters of the run; skipped steps in a row are counted here.
 
     ``problem`` says why the run has diverged; None while it has not.
     """
@@ -34,7 +34,6 @@ class DivergenceCheck:
         if not step.skipped:
             progress.last_update, progress.consecutive_skips = progress.iteration, 0
         else:
-            progress.skipped += 1
             # A step without any counted token is skipped as well, although all its numbers are finite.
             finite = step.finite_gradients and _has_finite_losses(step)
             progress.consecutive_skips += not finite and not step.searches_loss_scale

@@ -68,7 +68,7 @@ class RunCheckpoints:
         self.engines = engines
         self.schedule = schedule
         self.progress = progress
-        engines.plan.count_skipped = lambda: progress.skipped
+        engines.plan.steps = progress
         self.log = log
         self.lock = lock
         self.group = engines.topology.control.pg

@@ -9,18 +9,19 @@ from typing import Any
 
 from megatron.base.errors import UserError
 from megatron.base.values import Values
+from megatron.distributed.policy import SkippedSteps
 
 _MOST = 1 << 62
 
 
 @dataclass
-class Progress:
+class Progress(SkippedSteps):
     """Counters of a run.
 
     Args:
         iteration: optimizer steps attempted, those without an update included.
         consumed_samples: training samples used.
-        skipped: iterations without an update.
+        skipped: iterations without an update, counted by ``train_step``.
         consumed_tokens: tokens of these samples that were trained on; None in checkpoints that did not count them.
         consecutive_skips: steps skipped since the last update, except steps that search for a loss scale or in which
             no token counts.
@@ -31,7 +32,6 @@ class Progress:
 
     iteration: int = 0
     consumed_samples: int = 0
-    skipped: int = 0
     consumed_tokens: int | None = 0
     consecutive_skips: int = 0
     last_update: int = 0

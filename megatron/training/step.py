@@ -199,6 +199,7 @@ def train_step(
     if not totals.skipped and engines.sync.wants_update:
         engines.sync.observe_update()
     own_losses, loads = engines.experts.finish_step(len(batches), not totals.skipped)
+    engines.plan.steps.skipped += totals.skipped
     engines.end_step(step_taken=not totals.skipped)
     return StepMetrics(
         iteration=iteration + 1,
@@ -221,7 +222,7 @@ def _reduce(
     engines: Engines, last_chunk: ChunkProgram, iteration: int, timers: Timers
 ) -> tuple[dict[str, tuple[float, float]], bool]:
     """Reduce the gradients, over islands too while they take steps together; return this rank's losses, and the result
-    of ``GradientSync.finish``."""
+    of ``GradientSync.finish_reduction``."""
     reduction = "grads-reduce-scatter" if engines.optimizer.sharded else "grads-all-reduce"
     with engines.ledger.computing(), timers(reduction, level=1):
         losses = _reported(engines, last_chunk)

@@ -206,7 +206,9 @@ def tiny_checkpoints(engines: Engines, iteration: int = 0) -> RunCheckpoints:
     )
     consumed = iteration * training.global_batch_size
     schedule.step(consumed)
-    return RunCheckpoints(config, engines, schedule, Progress(iteration, consumed), lambda line: None)
+    return RunCheckpoints(
+        config, engines, schedule, Progress(iteration=iteration, consumed_samples=consumed), lambda line: None
+    )
 
 
 def tiny_run(changes: Mapping[str, Mapping[str, Any]], iterations: int, masked: bool = False) -> Trace:

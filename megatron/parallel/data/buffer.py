@@ -126,8 +126,6 @@ class FlatBuffer:
         self._main_grads.append((param, main_grad))
         if self.direct:
             param.grad = memory
-        if not param.requires_grad:
-            return
         has_finished = False  # in the running backward
 
         def before_accumulation(gradients: Sequence[Tensor | None]) -> None:
@@ -149,7 +147,9 @@ class FlatBuffer:
             finish()
 
         def finish() -> None:
-            if self._on_bucket_full is not None:
+            # Without a gradient, or while a forward's claim is open, the range is not final: the reducer launches the
+            # bucket when all backwards are over.
+            if self._on_bucket_full is not None and (main_grad.written or not main_grad.open):
                 self._missing[bucket] -= 1
                 if self._missing[bucket] == 0:
                     self._on_bucket_full(bucket)
@@ -163,8 +163,11 @@ class FlatBuffer:
     def _take(self, param: nn.Parameter, main_grad: MainGrad, grad: Tensor) -> None:
         """Moves a gradient from memory of autograd's to the main gradient."""
         if self.direct:
-            main_grad.accumulate(lambda _: grad)
-            param.grad = main_grad.memory if main_grad.written else None
+            if main_grad.open and not main_grad.written:
+                main_grad.accumulate(lambda _: grad.detach())
+            else:  # a recorded backward (create_graph) has added to the main gradient out of place
+                main_grad.memory.copy_(grad.detach())
+            param.grad = main_grad.memory if main_grad.written or not main_grad.open else None
             return
         param.grad = None
         if main_grad.written or not main_grad.open:

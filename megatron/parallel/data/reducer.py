@@ -47,7 +47,7 @@ class GradBucket:
 
     Args:
         flat: the gradients, contiguous.
-        places: the parameters in the bucket, in order; equal shapes are adjacent.
+        ranges: the parameters in the bucket, in order; equal shapes are adjacent.
         skipped: the bucket is reduced elsewhere (fused embedding).
     """
 
@@ -61,7 +61,7 @@ class ParamStack:
     """Unit of compression: a stack of equally shaped parameters of a bucket, or a whole bucket.
 
     Args:
-        places: the parameters, adjacent in the bucket; empty for a whole bucket.
+        ranges: the parameters, adjacent in the bucket; empty for a whole bucket.
         state: the compressor's state for the unit.
 
     Raises:

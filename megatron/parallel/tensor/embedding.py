@@ -15,11 +15,7 @@ from megatron.parallel.tensor.shards import ParamSpec, ShardedModule
 
 
 class _Rows(torch.autograd.Function):
-    """Rows of a table on a CPU; their gradients are added in place to the table's gradient.
-
-    The place holds the gradient of an output layer with the same weights, or zeros. Without such a place, the gradient
-    has separate memory.
-    """
+    """Rows of a table on a CPU; their gradients are added to the table's main gradient, if it has an open one."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, index: Tensor) -> Tensor:

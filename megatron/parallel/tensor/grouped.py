@@ -93,8 +93,12 @@ class _GroupedLinear(torch.autograd.Function):
         rows, ends_g, *weights = ctx.saved_tensors
         grad = grad.contiguous()
         grad_rows = grouped_product(grad, stacked(weights), ends_g)
-        main_grads = [main_grad for main_grad in map(main_grad_of, weights) if main_grad is not None]
-        memory = [main_grad.memory for main_grad in main_grads if not main_grad.written]
+        main_grads = [(weight, main_grad_of(weight)) for weight in weights]
+        memory = [
+            main_grad.memory.view(weight.shape)
+            for weight, main_grad in main_grads
+            if main_grad is not None and not main_grad.written
+        ]
         in_place = len(memory) == len(weights) and adjacent(memory)
         grads_goi = grouped_product(grad.t(), rows, ends_g, stacked(memory) if in_place else None)
         pairs = zip(weights, grads_goi.unbind(), strict=True)

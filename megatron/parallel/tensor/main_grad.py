@@ -3,10 +3,11 @@
 Autograd keeps a gradient in separate memory, to be copied or added to the bucket; and a C library returns blocks of an
 embedding gradient's size to the system, which clears the next block page by page. A function with a ``MainGrad`` for
 its weight writes there and returns None, as Megatron-LM's fused accumulation does. Autograd still runs the parameter's
-accumulation node and its hooks, without a gradient, after all functions of a backward have written.
+accumulation node, without a gradient, after all functions of a backward have written.
 
-While a step's gradients are open (``FlatBuffer.begin_grads`` to ``complete_grads``) only ``backward()`` may be called:
-``torch.autograd.grad`` for a weight would find None, and hooks on the weight see no gradient.
+While a step's gradients are open (``FlatBuffer.begin_grads`` to ``complete_grads``) only plain ``backward()`` may be
+called: ``torch.autograd.grad`` and ``backward(inputs=...)`` would write the gradients of all weights that they pass,
+and return none of them; hooks on a weight see None.
 """
 
 from __future__ import annotations

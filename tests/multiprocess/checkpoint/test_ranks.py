@@ -302,7 +302,7 @@ def save_async(root: str) -> None:
 def test_async_saves_equal_synchronous_ones(tmp_path: Path) -> None:
     run_ranks(2, save_async, str(tmp_path))
     paths = [p.relative_to(tmp_path / "sync") for p in (tmp_path / "sync").rglob("*") if p.is_file()]
-    assert len(paths) == 3 * 6 + 1
+    assert len(paths) == 3 * 5 + 1
     for path in paths:
         assert (tmp_path / "sync" / path).read_bytes() == (tmp_path / "async" / path).read_bytes()
 

@@ -38,7 +38,7 @@ def test_a_line_that_is_due_at_an_iteration_without_a_step_is_not_lost(
         _joins=False,
         _after_step=lambda votes: ExitReason.NONE,
     )
-    trainer._count_iteration = lambda taken: Trainer._count_iteration(trainer, taken)
+    trainer._count_iteration = lambda step_taken: Trainer._count_iteration(trainer, step_taken)
     for iteration in range(1, 13):
         if iteration in skipped:
             Trainer._skip_iteration(trainer, StopVotes())

@@ -246,6 +246,53 @@ def test_what_autograd_stores_is_added(use: Use, first: bool) -> None:
     torch.testing.assert_close(step.end(), _wanted(step.weight, use, 1, 2) + 5.0, rtol=1e-12, atol=1e-13)
 
 
+def test_a_recorded_backward_adds_once() -> None:
+    step = Step()
+    for recorded in (False, True, False):
+        (3.0 * step.weight.square().sum()).backward(create_graph=recorded)
+    torch.testing.assert_close(step.end(), 18.0 * step.weight.detach(), rtol=1e-12, atol=1e-14)
+
+
+class _WithoutGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        return weight.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
+def test_a_bucket_with_an_undefined_range_is_not_full() -> None:
+    """A parameter without a gradient, and a weight whose gradient of a forward pass still waits for its backward."""
+    step = Step()
+    full: list[int] = []
+    step.buffer.notify_when_full(full.append)
+    _WithoutGradient.apply(step.weight).backward()
+    assert not full
+    _head(step.weight, 1)
+    _rows(step.weight, 2).backward()
+    assert not full
+    torch.testing.assert_close(step.end(), _wanted(step.weight, _rows, 2), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_compiled_grouped_products_write_to_the_bucket(gated: bool) -> None:
+    """Sizes that the compiled operator takes."""
+    width, rows = 64, 256
+    step = Step(*((2, 32, width) if gated else (64, width)), count=2, dtype=torch.float32)
+    x = _draws(rows, width, seed=1).float()
+    counts = torch.tensor([100, 156])
+    grouped_linear(x, [param.flatten(0, -2) for param in step.params], counts).square().sum().backward()
+    assert not step.seen
+    step.end()
+    for param, part in zip(step.params, x.split(counts.tolist()), strict=True):
+        other = nn.Parameter(param.detach().clone())
+        (part @ other.flatten(0, -2).t()).square().sum().backward()
+        assert param.grad is not None
+        torch.testing.assert_close(param.grad, other.grad, rtol=1e-4, atol=1e-3)
+
+
 @pytest.mark.parametrize("use", [_head, _rows, _tied])
 def test_a_bucket_is_full_once_all_functions_have_written(use: Use) -> None:
     step = Step()
@@ -267,14 +314,18 @@ def test_gradients_of_rows_that_are_differentiated() -> None:
     torch.testing.assert_close(second, torch.autograd.grad(plain.square().sum(), other)[0], rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("shape", [(6, WIDTH), (2, 3, WIDTH)])
 @pytest.mark.parametrize("grouped", [False, True])
-def test_torchs_products_write_to_the_bucket(grouped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchs_products_write_to_the_bucket(
+    grouped: bool, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(linears, "_PLACED", 1)
-    step = Step(6, WIDTH, count=3 if grouped else 1)
+    step = Step(*shape, count=3 if grouped else 1)
     counts = torch.tensor([5, 0, 7])
     for number in (1, 2):
         x = _draws(TOKENS, WIDTH, seed=number)
-        out = grouped_linear(x, step.params, counts) if grouped else linear(x, step.weight, None)
+        weights = [param.flatten(0, -2) for param in step.params]  # a gated layer holds two projections
+        out = grouped_linear(x, weights, counts) if grouped else linear(x, weights[0], None)
         out.square().sum().backward()
     assert not step.seen
     step.end()
@@ -282,7 +333,7 @@ def test_torchs_products_write_to_the_bucket(grouped: bool, monkeypatch: pytest.
     for param, begin, end in zip(step.params, ends[:-1], ends[1:], strict=True):
         other = nn.Parameter(param.detach().clone())
         parts = [_draws(TOKENS, WIDTH, seed=number)[begin:end] for number in (1, 2)]
-        torch.stack([(x @ other.t()).square().sum() for x in parts]).sum().backward()
+        torch.stack([(x @ other.flatten(0, -2).t()).square().sum() for x in parts]).sum().backward()
         assert param.grad is not None
         assert other.grad is not None
         torch.testing.assert_close(param.grad, other.grad, rtol=1e-12, atol=1e-13)
