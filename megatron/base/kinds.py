@@ -49,7 +49,12 @@ class Kind:
     def from_text(self, text: str, location: str) -> Any:
         """Parses a word of a command line or a spec; ``check_bounds`` checks bounds."""
         if self.element is bool:
-            return _boolean(text, location)
+            word = text.lower()
+            if word in _TRUE:
+                return True
+            if word in _FALSE:
+                return False
+            raise UserError(f"{location}: {shortened(text)!r} is neither true nor false")
         if self.element in (int, float):
             try:
                 return read_whole(text) if self.element is int else read_number(text)
@@ -61,7 +66,14 @@ class Kind:
             raise UserError(
                 f"{location}: the value is empty; is a shell variable not set? Give {self.name}, or leave it out"
             )
-        return _printable(text, location)
+        # Texts go into logs and file names.
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise UserError(f"{location}: {text!r} is not UTF-8; use other characters") from None
+        if "\0" in text:
+            raise UserError(f"{location}: {shortened(text)!r} holds a null character; leave it out")
+        return text
 
     def from_plain(self, value: Any, location: str) -> Any:
         """Reads a value of hand-written YAML, which may mix up texts, numbers and switches."""
@@ -123,26 +135,6 @@ class Kind:
             return UserError(f"{location}: expected {self.name}, not {format_value(value)}")
         verb = "is neither true nor false" if self.element is bool else f"is not {self.name}"
         return UserError(f"{location}: {format_value(value)} {verb}")
-
-
-def _boolean(text: str, location: str) -> bool:
-    word = text.lower()
-    if word in _TRUE:
-        return True
-    if word in _FALSE:
-        return False
-    raise UserError(f"{location}: {shortened(text)!r} is neither true nor false")
-
-
-def _printable(text: str, location: str) -> str:
-    """Checks that a text can be used in logs and file names."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise UserError(f"{location}: {text!r} is not UTF-8; use other characters") from None
-    if "\0" in text:
-        raise UserError(f"{location}: {shortened(text)!r} holds a null character; leave it out")
-    return text
 
 
 def _choice(choices: Sequence[str], text: str, location: str) -> str:

@@ -72,10 +72,14 @@ _GENERAL = tuple(map(spell, ("config", "help", "list-compressors")))
 
 
 class FlagParser:
-    """Parser of flags and `--config` files into section instances."""
+    """Parser of flags and `--config` files into section instances.
 
-    def __init__(self, table: FlagTable, prog: str, description: str) -> None:
+    short_help: whether --help shows only the flags that most runs need, which their options name.
+    """
+
+    def __init__(self, table: FlagTable, prog: str, description: str, *, short_help: bool = False) -> None:
         self.table = table
+        self._short_groups = common_groups(table) if short_help else []
         self._prog = prog
         self._description = description
         self._argparse = self._build_argparse(all_groups(table))
@@ -119,9 +123,9 @@ class FlagParser:
         Raises:
             UserError: if no group has this name.
         """
-        is_short = not group and common_groups(self.table)
-        epilog = pointers(self.table) if is_short else _EPILOG
-        return self._build_argparse(selected_groups(self.table, group), epilog).format_help()
+        epilog = pointers(self.table) if self._short_groups and not group else _EPILOG
+        groups = selected_groups(self.table, group, self._short_groups)
+        return self._build_argparse(groups, epilog).format_help()
 
     def _build_argparse(self, groups: Sequence[HelpGroup], epilog: str = "") -> argparse.ArgumentParser:
         """Argparse parser of the flags of these groups and of those outside of the configuration."""
@@ -142,7 +146,9 @@ class FlagParser:
             nargs="?",
             text=lambda name, _: self.format_help(name),
             metavar="GROUP",
-            help="Show the flags that most runs need, those of a group, or all of them (--help all), and exit.",
+            help="Show the flags that most runs need, those of a group, or all of them (--help all), and exit."
+            if self._short_groups
+            else "Show all flags, or those of a group, and exit.",
         )
         general.add_argument(
             "--config",
@@ -221,7 +227,7 @@ def run_table() -> FlagTable:
 def build_run_parser(prog: str = PROGRAMS["gpt"], model_type: ModelType = "gpt") -> FlagParser:
     """Parser of training runs. Parsing does not modify it."""
     description = f"Pretrain a {model_type.upper()} with tensor, pipeline and data parallelism."
-    return FlagParser(run_table(), prog, description)
+    return FlagParser(run_table(), prog, description, short_help=True)
 
 
 def parse_args(argv: Sequence[str], *, prog: str = PROGRAMS["gpt"]) -> ParsedRun:

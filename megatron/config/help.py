@@ -63,7 +63,7 @@ def all_groups(table: FlagTable) -> list[HelpGroup]:
 
 
 def common_groups(table: FlagTable) -> list[HelpGroup]:
-    """Groups of the flags that most runs need; empty for a program without such flags."""
+    """Groups of the flags that most runs need."""
     groups = []
     for title in COMMON_GROUPS:
         fields = tuple(field for field in table.fields.values() if field.option.common == title)
@@ -73,18 +73,23 @@ def common_groups(table: FlagTable) -> list[HelpGroup]:
     return groups
 
 
-def selected_groups(table: FlagTable, name: str) -> list[HelpGroup]:
+def selected_groups(table: FlagTable, name: str, short_groups: Sequence[HelpGroup]) -> Sequence[HelpGroup]:
     """Groups that ``--help NAME`` shows, or --help if the name is empty.
+
+    Args:
+        table: flags of the program.
+        name: name of a group, "all", or "".
+        short_groups: groups of the short --help; empty if --help shows all flags.
 
     Raises:
         UserError: if no group has this name.
     """
     groups = all_groups(table)
     if not name:
-        return common_groups(table) or groups
+        return short_groups or groups
     if spell(name) == ALL:
         return groups
-    selected = [group for group in (*groups, *common_groups(table)) if spell(group.name) == spell(name)][:1]
+    selected = [group for group in (*groups, *short_groups) if spell(group.name) == spell(name)][:1]
     if not selected:
         names = [ALL, *(group.name for group in groups)]
         raise UserError(f"--help {name}: no such group{nearest(name, names)}; the groups are {', '.join(names)}")

@@ -135,7 +135,7 @@ def task_parser() -> FlagParser:
     names |= {flag.name for flag in _OTHER_TASKS}
     flags = (*(flag for flag in TRANSLATOR.flags if flag.name not in names), *_OTHER_TASKS)
     table = FlagTable(sections, Translator(flags=flags, dialects=TRANSLATOR.dialects))
-    return FlagParser(table, PROGRAM, f"Fine-tune a model for a task: {', '.join(TASKS)}.")
+    return FlagParser(table, PROGRAM, f"Fine-tune a model for a task: {', '.join(TASKS)}.", short_help=True)
 
 
 def parse_task(argv: Sequence[str]) -> tuple[ParsedRun, TaskConfig, Task]:

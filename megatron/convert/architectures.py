@@ -153,27 +153,23 @@ def hf_config(model: ModelConfig, vocab_size: int, dtype: torch.dtype, ids: Mapp
 def _fields_of(model: ModelConfig, kind: str, end: object) -> dict[str, Any]:
     """Fields of config.json that depend on the architecture."""
     if kind == "gpt2":
-        return _gpt2_config(model, end)
+        # A classifier reads the last token that is not padding, the end of text, so padding needs another id.
+        head = {} if model.predicts_words else {**head_words(model), "pad_token_id": int(end == 0)}
+        return {
+            "architectures": ["GPT2LMHeadModel" if model.predicts_words else _GPT2_CLASSIFIER],
+            "n_layer": model.num_layers,
+            "n_embd": model.hidden_size,
+            "n_head": model.num_attention_heads,
+            "n_inner": model.ffn_hidden_size,
+            "n_positions": model.max_position_embeddings,
+            "activation_function": gelu_name(model),
+            "layer_norm_epsilon": model.norm_epsilon,
+            "attn_pdrop": model.attention_dropout,
+            "resid_pdrop": model.hidden_dropout,
+            "embd_pdrop": model.hidden_dropout,
+            **head,
+        }
     return gemma_config(model, kind) if kind in (GEMMA2, GEMMA3) else rotary_config(model, kind)
-
-
-def _gpt2_config(model: ModelConfig, end: object) -> dict[str, Any]:
-    # A classifier reads the last token that is not padding, the end of text, so padding needs another id.
-    head = {} if model.predicts_words else {**head_words(model), "pad_token_id": int(end == 0)}
-    return {
-        "architectures": ["GPT2LMHeadModel" if model.predicts_words else _GPT2_CLASSIFIER],
-        "n_layer": model.num_layers,
-        "n_embd": model.hidden_size,
-        "n_head": model.num_attention_heads,
-        "n_inner": model.ffn_hidden_size,
-        "n_positions": model.max_position_embeddings,
-        "activation_function": gelu_name(model),
-        "layer_norm_epsilon": model.norm_epsilon,
-        "attn_pdrop": model.attention_dropout,
-        "resid_pdrop": model.hidden_dropout,
-        "embd_pdrop": model.hidden_dropout,
-        **head,
-    }
 
 
 # Hugging Face to Megatron-CC

@@ -180,7 +180,8 @@ class _Builder:
         """Builds the dataset of a split; blends it when the split has several paths."""
         # megatron-core also blends a single weighted path of --data-path, with its margin.
         if split.number == 1 and self.data.multiple_validation_sets and len(split.dataset_parts) > 1:
-            return self._read_apart(split, num_samples)
+            single_splits = [_SplitSources(split.number, None, [dataset_part]) for dataset_part in split.dataset_parts]
+            return self._one_of_each([self._single(single_split, 0, num_samples) for single_split in single_splits])
         if num_samples is None:
             return self._read_once(split)
         single_blend = split.weights is not None and bool(self.data.data_path) and self.data.sample_order == "megatron"
@@ -189,11 +190,6 @@ class _Builder:
         if self.data.sample_order == "megatron":
             return self._megatron_blend(split, num_samples)
         return self._lazy_blend(split, num_samples)
-
-    def _read_apart(self, split: _SplitSources, num_samples: int | None) -> BlendedDataset:
-        """Concatenates the datasets of a split for separate evaluation, each with ``num_samples`` draws."""
-        single_splits = [_SplitSources(split.number, None, [dataset_part]) for dataset_part in split.dataset_parts]
-        return self._one_of_each([self._single(single_split, 0, num_samples) for single_split in single_splits])
 
     def _one_of_each(self, datasets: Sequence[FileSamples]) -> BlendedDataset:
         """Blends datasets so that each of their draws is used exactly once."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
@@ -231,7 +231,15 @@ class Rounds:
             last_norm = self.sync.norms[fragment]
             outer_param_norm = 0.0 if last_norm else self.sync.outer_param_norm(fragment)
             decision = self.islands.report_to_round(key, arrival, last_norm, without, outer_param_norm)
-            self._report_absence(expected, decision)
+            # Islands of the last round that are missing from this round.
+            absent = [k for k in expected if k not in decision.arrivals]
+            if absent and absent != self._absent_islands:
+                peers = [k for k in decision.members if k != self.islands.island] if self.islands is not None else []
+                with_whom = f"with {named(peers)}" if peers else "alone"
+                self.tell(
+                    f"warning: {named(absent)} {'is' if len(absent) == 1 else 'are'} gone, going on {with_whom}", {}
+                )
+            self._absent_islands = absent
         for island, why in decision.left_out.items():
             self.tell(f"warning: island {island} is left out of the round at iteration {done}: {why}", {})
         watches = self.islands is not None and self.islands.island == decision.without
@@ -245,15 +253,6 @@ class Rounds:
         if not watches:
             in_flight.failed = not self._run_guarded(partial(self._start_transfer, in_flight, decision, key))
         return in_flight
-
-    def _report_absence(self, expected: Sequence[int], decision: Decision) -> None:
-        """Report the islands of the last round that are missing from this round."""
-        absent = [k for k in expected if k not in decision.arrivals]
-        if absent and absent != self._absent_islands:
-            peers = [k for k in decision.members if k != self.islands.island] if self.islands is not None else []
-            with_whom = f"with {named(peers)}" if peers else "alone"
-            self.tell(f"warning: {named(absent)} {'is' if len(absent) == 1 else 'are'} gone, going on {with_whom}", {})
-        self._absent_islands = absent
 
     def _leave(self) -> None:
         """Note that the others go on without this island."""
@@ -290,7 +289,12 @@ class Rounds:
                 self.tell(f"warning: {suspects.describe(in_flight.sent)}", {})
             else:
                 failures += 1
-                self._check_failures(in_flight, failures)
+                assert self.islands is not None
+                if failures == MOST_ATTEMPTS:
+                    raise QuorumError(
+                        f"a round of islands {_named(in_flight)} has failed {failures} times: each transfer has to end "
+                        f"within --islands-timeout-seconds {self.islands.seconds:g}; raise that, or send less at a time"
+                    )
                 self.tell(f"warning: a round of islands {_named(in_flight)} has failed, and is tried again", {})
             again = self._begin_attempt(in_flight.fragment, in_flight.sent, in_flight.attempt + 1, suspects.suspect)
             if again is None:
@@ -298,19 +302,6 @@ class Rounds:
             if again.members != in_flight.members:
                 failures = 0
             in_flight = again
-
-    def _check_failures(self, in_flight: InFlightFragment, failures: int) -> None:
-        """Check that another attempt is worthwhile.
-
-        Raises:
-            QuorumError: when the same islands have failed often enough.
-        """
-        assert self.islands is not None
-        if failures == MOST_ATTEMPTS:
-            raise QuorumError(
-                f"a round of islands {_named(in_flight)} has failed {failures} times: each transfer has to end within "
-                f"--islands-timeout-seconds {self.islands.seconds:g}; raise that, or send less at a time"
-            )
 
     def _outcome(self, in_flight: InFlightFragment) -> RoundOutcome:
         """End or watch the transfer of an attempt, and decide with the others whether it counts."""

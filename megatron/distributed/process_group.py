@@ -84,7 +84,9 @@ class LaunchEnvironment:
         if local is None:
             local = _number("SLURM_LOCALID") if local_rank is None else local_rank
         if world_size is not None:
-            _check_port()
+            port = _number("MASTER_PORT")
+            if port is not None and not 0 <= port < 1 << 16:
+                raise UserError(f"the environment variable MASTER_PORT is {port}; ports are 0 to 65535")
         local_world_size = _number("LOCAL_WORLD_SIZE")
         if local_world_size is None and "RANK" not in os.environ and _number("SLURM_STEP_NUM_NODES") == 1:
             local_world_size = world_size
@@ -109,17 +111,6 @@ def _node(rank: int, local_world_size: int | None) -> str:
     if number is None and local_world_size is not None and local_world_size > 0:
         number = rank // local_world_size
     return socket.gethostname() if number is None else str(number)
-
-
-def _check_port() -> None:
-    """Checks MASTER_PORT.
-
-    Raises:
-        UserError: when it is set to something that is not a port.
-    """
-    port = _number("MASTER_PORT")
-    if port is not None and not 0 <= port < 1 << 16:
-        raise UserError(f"the environment variable MASTER_PORT is {port}; ports are 0 to 65535")
 
 
 QUEUES = 32
@@ -199,7 +190,11 @@ def init_process_group(
     """
     timeout = timedelta(minutes=timeout_minutes)
     if env.one_machine:
-        _stay_on_this_machine()
+        # Binds gloo and NCCL to the loopback interface, unless the user has chosen another interface.
+        interface = loopback_interface()
+        if interface is not None:
+            for library in ("GLOO", "NCCL"):
+                os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface)
     store = meet(env, timeout_minutes) if store is None else store
     if not env.one_machine:
         _reach_other_machines(os.environ["MASTER_ADDR"])
@@ -207,14 +202,6 @@ def init_process_group(
         dist.init_process_group(backend, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
     except (RuntimeError, ValueError) as error:
         raise _cannot_join(env, error) from error
-
-
-def _stay_on_this_machine() -> None:
-    """Binds gloo and NCCL to the loopback interface, unless the user has chosen another interface."""
-    interface = loopback_interface()
-    if interface is not None:
-        for library in ("GLOO", "NCCL"):
-            os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface)
 
 
 def _reach_other_machines(master: str) -> None:

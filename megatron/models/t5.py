@@ -69,16 +69,13 @@ class T5Stage(Stage):
             read_sbh = x_sbh
             x_sbh = self.embedding(context.decoder_tokens_bs, decoder_context, site="decoder-embedding")
         else:
-            length = self._own_length(self.config.decoder_seq_length or 0)
+            length = (self.config.decoder_seq_length or 0) // (self.comm.size if self.comm.sequence_parallel else 1)
             x_sbh, read_sbh = x_sbh[:length], x_sbh[length:]
         # Enter the region once for all layers, so that they communicate neither the memory nor its gradient.
         entered_sbh = enter_parallel_region(read_sbh.to(self.dtype), self.comm.at("memory"))
         memory = EncoderOutput(entered_sbh, context.segment_ids_bs)
         x_sbh = self._transform(layers, x_sbh, replace(decoder_context, memory=memory))
         return x_sbh if self.stage_part.last else torch.cat([x_sbh, read_sbh])
-
-    def _own_length(self, length: int) -> int:
-        return length // (self.comm.size if self.comm.sequence_parallel else 1)
 
     def counts(self, targets: Targets) -> Tensor:
         return targets.mask_bs.sum().unsqueeze(0)

@@ -153,7 +153,23 @@ class Optimizer:
                 from the parameters, divided by the learning rate, at any learning rate.
             decoupled_lr: learning rate of input embeddings and the output layer; None: ``lr``.
         """
-        totals = self._world_totals(losses, votes)
+        counted_shards = self._counted()
+        summary = StepSummary(
+            losses,
+            votes,
+            sum_of_squares([shard.grad for shard in counted_shards]),
+            sum_of_squares([shard.main for shard in counted_shards]) if self.log_params_norm else 0.0,
+            _zeros([shard.grad for shard in counted_shards]) if self.log_num_zeros else 0.0,
+        ).all_reduce(self.topology, self.ledger, self.joint)
+        totals = StepTotals(
+            {name: total / count if count else 0.0 for name, (total, count) in summary.losses.items()},
+            sum(count for _, count in summary.losses.values()),
+            summary.grad_sq,
+            summary.params_sq if self.log_params_norm else None,
+            summary.num_zeros if self.log_num_zeros else None,
+            summary.votes,
+            self.loss_scale.scale,
+        )
         scale = totals.loss_scale
         finite = all_finite and math.isfinite(totals.grad_sq)
         totals = replace(totals, finite=finite, scale_can_fall=self.loss_scale.can_fall)
@@ -165,13 +181,6 @@ class Optimizer:
             divisor /= min(1.0, self.config.clip_grad / (norm + 1e-6))
         set_hyperparameters(self.inner, lr, weight_decay, decoupled_lr)
         published = begin_directions(self.inner, self.shards, divisor) if publish_update else []
-        self._update(divisor, freeze_variance)
-        if publish_update:
-            end_directions(self.inner, self.shards, published, self.frozen_at if freeze_variance else 0)
-        self.publisher.publish(iteration)
-        return replace(totals, grad_norm=norm)
-
-    def _update(self, divisor: float, freeze_variance: bool) -> None:
         if freeze_variance and not self.frozen_at and self.steps:
             freeze(self.inner, self.shards, self.norms)
             self.frozen_at = self.steps
@@ -179,25 +188,10 @@ class Optimizer:
             step_frozen(self.inner, self.shards, divisor, self.frozen_at)
         else:
             step_inner(self.inner, self.shards, divisor)
-
-    def _world_totals(self, losses: Mapping[str, tuple[float, float]], votes: StopVotes) -> StepTotals:
-        counted_shards = self._counted()
-        summary = StepSummary(
-            losses,
-            votes,
-            sum_of_squares([shard.grad for shard in counted_shards]),
-            sum_of_squares([shard.main for shard in counted_shards]) if self.log_params_norm else 0.0,
-            _zeros([shard.grad for shard in counted_shards]) if self.log_num_zeros else 0.0,
-        ).all_reduce(self.topology, self.ledger, self.joint)
-        return StepTotals(
-            {name: total / count if count else 0.0 for name, (total, count) in summary.losses.items()},
-            sum(count for _, count in summary.losses.values()),
-            summary.grad_sq,
-            summary.params_sq if self.log_params_norm else None,
-            summary.num_zeros if self.log_num_zeros else None,
-            summary.votes,
-            self.loss_scale.scale,
-        )
+        if publish_update:
+            end_directions(self.inner, self.shards, published, self.frozen_at if freeze_variance else 0)
+        self.publisher.publish(iteration)
+        return replace(totals, grad_norm=norm)
 
     def _counted(self) -> list[ParamShard]:
         """The shards that this rank counts in norms."""

@@ -57,7 +57,13 @@ class ScheduleValues:
                 f"the warm-up ({self.warmup_samples:g} samples) must be shorter than the decay length "
                 f"({self.decay_samples:g} samples): lower --lr-warmup-* or raise --lr-decay-*"
             )
-        self._check_annealing()
+        _one_of("--lr-wsd-decay-style", self.annealing_style, ANNEALING_STYLES)
+        longest = self.decay_samples - self.warmup_samples
+        if self.decay_style == "WSD" and not 0 < self.annealing_samples <= longest:
+            raise UserError(
+                f"--lr-wsd-decay-*: the decay of WSD takes {self.annealing_samples:g} samples; give more than 0, and "
+                f"no more than the {longest:g} after the warm-up"
+            )
         if not 0 <= self.start_weight_decay <= self.end_weight_decay:
             raise UserError(
                 f"--start-weight-decay {self.start_weight_decay:g} must lie between 0 and "
@@ -77,15 +83,6 @@ class ScheduleValues:
             for flag, value in ((low, lowest), ("--lr-warmup-init", self.warmup_init)):
                 if not 0 <= value <= highest:
                     raise UserError(f"{flag} {value:g} must lie between 0 and {high} {highest:g}")
-
-    def _check_annealing(self) -> None:
-        _one_of("--lr-wsd-decay-style", self.annealing_style, ANNEALING_STYLES)
-        longest = self.decay_samples - self.warmup_samples
-        if self.decay_style == "WSD" and not 0 < self.annealing_samples <= longest:
-            raise UserError(
-                f"--lr-wsd-decay-*: the decay of WSD takes {self.annealing_samples:g} samples; give more than 0, and "
-                f"no more than the {longest:g} after the warm-up"
-            )
 
     def lr_at(self, samples: float) -> float:
         """Learning rate after ``samples`` consumed samples: linear warm-up, then the decay style."""

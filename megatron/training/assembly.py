@@ -186,7 +186,9 @@ def build_engines(
     ledger = Ledger(clock := clock_of(topology.device), build_traces(config.logging, topology, clock))
     specs = config.compression.specs(length or RunLength(config.training.planned_iters))
     plan = CompressionPlan(specs, topology.coordinates.pp, layout.pp)
-    joint = _build_joint(config, plan, ledger)
+    steps, outer = plan.activation(Point.OUTER).warmup_iters, plan.specs.get(Point.OUTER)
+    compressed = outer is not None and outer.outer.in_step == "compressed"
+    joint = SyncWarmup(config.islands.islands, steps, ledger, compressed)
     seeds = MessageSeeds()
     comm = TensorComm(
         topology.tp, ledger, plan, parallel.sequence_parallel, parallel.async_tensor_model_parallel_allreduce, seeds
@@ -213,7 +215,18 @@ def build_engines(
         joint,
     )
     channel = _build_channel(config, topology, plan, ledger, comm) if layout.pp > 1 else None
-    optimizer = _build_optimizer(config, topology, buffers, plan, ledger, joint, sharded)
+    optimizer = Optimizer(
+        buffers,
+        topology,
+        config.optimizer,
+        _build_loss_scale(config),
+        plan,
+        ledger,
+        sharded=sharded,
+        log_params_norm=config.logging.log_params_norm,
+        log_num_zeros=config.logging.log_num_zeros_in_grad,
+        joint=joint,
+    )
     return Engines(
         config=config,
         topology=topology,
@@ -238,46 +251,26 @@ def build_engines(
     )
 
 
-def _build_joint(config: RunConfig, plan: CompressionPlan, ledger: Ledger) -> SyncWarmup:
-    """Build the steps that all islands take together."""
-    steps, outer = plan.activation(Point.OUTER).warmup_iters, plan.specs.get(Point.OUTER)
-    compressed = outer is not None and outer.outer.in_step == "compressed"
-    return SyncWarmup(config.islands.islands, steps, ledger, compressed)
-
-
 def _build_stages(config: RunConfig, topology: Topology, vocab_size: int, rank: RankContext) -> list[Stage]:
     """Build this rank's model chunks, with 8-bit linear layers and compiled layers if configured."""
     stages = build_stages(rank, topology.layout, topology.coordinates.pp, vocab_size, config.training.seed)
-    compiles = _compiles(config, topology.device)
+    choice, cuda = config.training.compile, topology.device.type == "cuda"
+    able = (
+        importlib.util.find_spec("triton") is not None
+        if cuda
+        else any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++")))
+    )
+    if choice == "on" and not able:
+        needed = "the package triton" if cuda else "a C++ compiler (g++, clang++ or what CXX names)"
+        raise UserError(f"--compile on: {needed} is not there; install it or leave the flag out")
+    compiles = choice == "on" or (
+        choice == "auto" and cuda and able and why_not_compiled(config.training, config.parallel, config.model) is None
+    )
     for stage in stages:
         stage.compute_in_fp8(config.precision.fp8)
         if compiles:
             stage.compile_layers(lengths_vary=config.curriculum.curriculum_learning)
     return stages
-
-
-def _build_optimizer(
-    config: RunConfig,
-    topology: Topology,
-    buffers: list[FlatBuffer],
-    plan: CompressionPlan,
-    ledger: Ledger,
-    joint: SyncWarmup,
-    sharded: bool,
-) -> Optimizer:
-    """Build the optimizer over this rank's buffers."""
-    return Optimizer(
-        buffers,
-        topology,
-        config.optimizer,
-        _build_loss_scale(config),
-        plan,
-        ledger,
-        sharded=sharded,
-        log_params_norm=config.logging.log_params_norm,
-        log_num_zeros=config.logging.log_num_zeros_in_grad,
-        joint=joint,
-    )
 
 
 def _build_outer(
@@ -295,26 +288,6 @@ def _build_outer(
     layers = config.model.num_layers
     named_buffers = {name: x for stage in stages for name, x in stage.named_buffers()}
     return OuterSync(buffers, optimizer, topology, plan, optimizer.ledger, spec.outer, layers, named_buffers)
-
-
-def _compiles(config: RunConfig, device: torch.device) -> bool:
-    """Whether the layers are compiled.
-
-    Raises:
-        UserError: when compiling was requested, but the device's compiler is missing.
-    """
-    choice, cuda = config.training.compile, device.type == "cuda"
-    able = (
-        importlib.util.find_spec("triton") is not None
-        if cuda
-        else any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++")))
-    )
-    if choice == "on" and not able:
-        needed = "the package triton" if cuda else "a C++ compiler (g++, clang++ or what CXX names)"
-        raise UserError(f"--compile on: {needed} is not there; install it or leave the flag out")
-    return choice == "on" or (
-        choice == "auto" and cuda and able and why_not_compiled(config.training, config.parallel, config.model) is None
-    )
 
 
 def _build_buffers(config: RunConfig, topology: Topology, stages: Sequence[Stage], shares: bool) -> list[FlatBuffer]:

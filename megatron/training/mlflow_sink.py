@@ -54,17 +54,15 @@ class MlflowSink(CurveSink):
         try:
             # The constructor's exceptions depend on the store in MLFLOW_TRACKING_URI: they may be of any type.
             self._client = mlflow.MlflowClient()
-            experiment_id = self._experiment_id(experiment)
+            existing = self._client.get_experiment_by_name(experiment)
+            experiment_id = str(
+                self._client.create_experiment(experiment) if existing is None else existing.experiment_id
+            )
             self.run_id = self._resume(run_id, experiment_id) or str(self._client.create_run(experiment_id).info.run_id)
         except Exception as error:
             raise UserError(
                 f"--mlflow-experiment {experiment}: {first_line(error)}; set MLFLOW_TRACKING_URI to a server"
             ) from error
-
-    def _experiment_id(self, experiment: str) -> str:
-        """Return the experiment's id, creating the experiment if missing."""
-        existing = self._client.get_experiment_by_name(experiment)
-        return str(self._client.create_experiment(experiment) if existing is None else existing.experiment_id)
 
     def _resume(self, run_id: str | None, experiment_id: str) -> str | None:
         """Resume a run; None if it does not exist, or belongs to another experiment."""

@@ -197,7 +197,10 @@ def run(
     with refusing(config, topology):
         log_config(config, [*notes, *filter(None, [check_kernels(topology)])], job.sections, log)
         config, islands = reach_islands(config, topology, rank_0_log(topology))
-        sizes = _step_sizes(config, topology, config.replicas(env.world_size))
+        skipped = SkippedIterations.parse(config.training.iterations_to_skip)
+        training, model = config.training, config.model
+        batches = batch_schedule(training, model.seq_length, training.micro_batch_size, config.replicas(env.world_size))
+        sizes = StepSizes(batches, _lengths(config, topology), skipped)
         saved = find_saved(config.checkpoint, topology, rank_0_log(topology))
         if saved is not None:
             check_saved_kind(config.checkpoint, saved, config.model.kind, topology)
@@ -219,7 +222,9 @@ def run(
         checkpoints = RunCheckpoints(config, engines, schedule, progress, rank_0_log(topology), lock)
         _begin(checkpoints, saved, folders_of_others(config, saved, topology, engines.joint.steps), job, log)
     met = meet_islands(engines, env, position.iteration, islands)
-    _open_logs(reporter, topology)
+    # Raises UserError on every rank when a log cannot be opened.
+    together(topology.control.pg, reporter.open)
+    reporter.share_tracked_runs()
     try:
         trainer_args = (config, engines, sizes, schedule, datasets, train_iters, progress, checkpoints, reporter)
         rounds = begin_rounds(engines, checkpoints, reporter, met, train_iters)
@@ -227,12 +232,6 @@ def run(
     finally:
         met.leave()
         reporter.close()
-
-
-def _open_logs(reporter: Reporter, topology: Topology) -> None:
-    """Open the run's logs. Raises UserError on every rank when a log cannot be opened."""
-    together(topology.control.pg, reporter.open)
-    reporter.share_tracked_runs()
 
 
 def _begin(
@@ -251,14 +250,6 @@ def _topology(config: RunConfig, layout: Layout, device: torch.device, env: Laun
     if env.world_size == 1:
         return single_process(device)
     return build_topology(layout, device, env.node, groups_by_node(config))
-
-
-def _step_sizes(config: RunConfig, topology: Topology, dp_size: int) -> StepSizes:
-    """The sizes of the run's steps; see ``_lengths`` for errors."""
-    skipped = SkippedIterations.parse(config.training.iterations_to_skip)
-    training, model = config.training, config.model
-    batches = batch_schedule(training, model.seq_length, training.micro_batch_size, dp_size)
-    return StepSizes(batches, _lengths(config, topology), skipped)
 
 
 def _lengths(config: RunConfig, topology: Topology) -> LengthSchedule:

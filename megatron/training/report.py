@@ -206,7 +206,10 @@ class Reporter:
         self.forecast.step(samples_before, step.seconds_per_iteration, step.seq_length)
         self.report_if_due(step.iteration)
         if self.forecast.done == FIRST_ESTIMATE:
-            self._report_estimate()
+            progress, remaining_iterations = self.progress, self.train_iters - self.progress.iteration
+            seconds = self.forecast.remaining_s(progress.iteration, progress.consumed_samples)
+            if remaining_iterations and seconds is not None:
+                self.line(format_estimate(FIRST_ESTIMATE, remaining_iterations, seconds, datetime.now().astimezone()))
 
     def report_if_due(self, iteration: int) -> None:
         """Report the window when a line is due at an iteration, even if the iteration was skipped."""
@@ -217,13 +220,6 @@ class Reporter:
         """Report the steps since the last line, at the end of training."""
         if not self.window.is_empty:
             self._report_window()
-
-    def _report_estimate(self) -> None:
-        """Print the first estimate of the run's remaining time."""
-        progress, remaining_iterations = self.progress, self.train_iters - self.progress.iteration
-        seconds = self.forecast.remaining_s(progress.iteration, progress.consumed_samples)
-        if remaining_iterations and seconds is not None:
-            self.line(format_estimate(FIRST_ESTIMATE, remaining_iterations, seconds, datetime.now().astimezone()))
 
     def _report_window(self) -> None:
         topology = self.engines.topology

@@ -112,7 +112,9 @@ class Trainer:
                     f"raise {flags} to go on"
                 )
         if reason is ExitReason.NONE:
-            self._final_evaluations()
+            for split, sets in (("validation", self.valid_sets), ("test", self.test_sets)):
+                if sets and self._judged_at != self.progress.iteration:
+                    self._evaluate(sets, 0, split, final=True)
         self.checkpoints.close()
         if reason is ExitReason.DIVERGED:
             raise DivergedError(self.divergence.explain(self.checkpoints.flags_to_go_back()))
@@ -148,7 +150,11 @@ class Trainer:
             self.reporter.start_training()
             if self.schedule.lr == 0.0 < self.schedule.values.max_lr and progress.iteration == 0:
                 self.reporter.line("note: the warm-up begins at a learning rate of 0: iteration 1 changes no weight")
-            self._catch_up()
+            # Joins other islands, or runs the round that was due after the checkpoint.
+            if self._joins:
+                self._join()
+            if self.rounds is not None:
+                self._joins = not self._round(lambda rounds: rounds.catch_up(self.progress.iteration))
             if self.config.validation.eval_at_start and progress.iteration == 0:
                 self._validate()
             while progress.iteration < self.train_iters and reason is ExitReason.NONE:
@@ -217,13 +223,6 @@ class Trainer:
         progress.consumed_tokens = progress.tokens(self.config.model.seq_length) + size * length * step_taken
         progress.iteration += 1
         progress.consumed_samples += size
-
-    def _catch_up(self) -> None:
-        """Join other islands before the first step, or run the round that was due after the checkpoint."""
-        if self._joins:
-            self._join()
-        if self.rounds is not None:
-            self._joins = not self._round(lambda rounds: rounds.catch_up(self.progress.iteration))
 
     def _join(self) -> None:
         """Join the other islands.
@@ -391,8 +390,3 @@ class Trainer:
         earlier = 0 if same else max(self.progress.iteration // validation.eval_interval - 1, 0)
         with self.reporter.paused("evaluate"), self.timers("evaluate"):
             self._evaluate(self.valid_sets, earlier * validation.eval_iters, "validation")
-
-    def _final_evaluations(self) -> None:
-        for split, sets in (("validation", self.valid_sets), ("test", self.test_sets)):
-            if sets and self._judged_at != self.progress.iteration:
-                self._evaluate(sets, 0, split, final=True)

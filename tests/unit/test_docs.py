@@ -39,6 +39,8 @@ from megatron.evaluation.sweep_command import SweepFlags
 from megatron.inference.flags import ModelFlags, SamplingFlags, parse_flags
 from megatron.inference.generate_command import DESCRIPTION, GenerationTaskFlags
 from megatron.inference.serve_command import ServerFlags
+from megatron.training.metrics import Evaluation, PointTraffic, StepMetrics
+from megatron.training.sinks import JsonLinesSink
 from tests.support.documented import python_blocks
 from tools.site_hooks import on_page_markdown
 
@@ -292,6 +294,23 @@ def test_links_and_anchors_lead_somewhere() -> None:
                 assert anchor in _anchors(linked.read_text(encoding="utf-8")), f"{path} links to {target}"
             checked += 1
     assert checked >= 300
+
+
+def test_every_field_of_the_json_lines_is_documented(tmp_path: Path) -> None:
+    page = DOCUMENTS["docs/reference/log-and-json.md"]
+    points = {"dp-grad": PointTraffic(2.0, 1.0, 0.1, 0.1, residual=1.0, staleness=1.0, inside_bytes=1.0)}
+    metrics = StepMetrics(
+        iteration=1, losses={"lm loss": 2.0}, global_batch_size=1, seq_length=8, loss_scale=1.0, grad_norm=1.0,
+        params_norm=1.0, num_zeros=1.0, expert_loads={0: [1.0, 1.0]}, epoch=0.5, curriculum_seqlen=8,
+        decoupled_learning_rate=0.1, mfu=0.5, remaining_seconds=1.0, memory_bytes=1, computed_s=0.1, traffic=points,
+        controllers={"dp-grad": {"rank": 4.0}}, timers_ms={"forward": [1.0]},
+    )  # fmt: skip
+    sink = JsonLinesSink(tmp_path / "log.jsonl")
+    sink.window(metrics)
+    sink.evaluation(Evaluation(iteration=1, losses={"lm loss": 2.0}, consumed_samples=1, samples=1))
+    train, validation = map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines())
+    for field in (*train, *validation, *train["comm"]["dp-grad"]):
+        assert f"`{field}`" in page, field
 
 
 def test_files_named_in_documents_exist() -> None:

@@ -62,36 +62,6 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    _add_input_flags(parser)
-    _add_tokenizer_flags(parser)
-    output = parser.add_argument_group("output")
-    output.add_argument("--output-prefix", required=True, metavar="PREFIX", help="start of the output files' names")
-    output.add_argument(
-        "--dataset-impl",
-        choices=("mmap", "lazy", "cached"),
-        default="mmap",
-        help="file format: mmap, or the legacy format that lazy and cached share (default: mmap)",
-    )
-    speed = parser.add_argument_group("speed")
-    speed.add_argument("--workers", type=int, default=1, metavar="N", help="processes that tokenize (default: 1)")
-    speed.add_argument(
-        "--partitions",
-        type=int,
-        default=1,
-        metavar="N",
-        help="parts of the input read at once, sharing the workers; the output is the same (default: 1)",
-    )
-    speed.add_argument(
-        "--log-interval",
-        type=int,
-        default=1000,
-        metavar="N",
-        help="documents between progress lines (default: 1000)",
-    )
-    return parser
-
-
-def _add_input_flags(parser: argparse.ArgumentParser) -> None:
     text = parser.add_argument_group("input")
     text.add_argument(
         "--input",
@@ -127,9 +97,6 @@ def _add_input_flags(parser: argparse.ArgumentParser) -> None:
         help="keep the white space between sentences, at the end of the first",
     )
     text.add_argument("--lang", default="english", help="language of the Punkt model (default: english)")
-
-
-def _add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("tokenizer")
     group.add_argument("--tokenizer-type", required=True, metavar="TYPE", help=f"one of {', '.join(TOKENIZER_TYPES)}")
     group.add_argument("--vocab-file", "--vocab", metavar="FILE", help="GPT-2's vocab.json, or BERT's vocab.txt")
@@ -150,6 +117,31 @@ def _add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="end each document that has tokens with the end-of-document token",
     )
+    output = parser.add_argument_group("output")
+    output.add_argument("--output-prefix", required=True, metavar="PREFIX", help="start of the output files' names")
+    output.add_argument(
+        "--dataset-impl",
+        choices=("mmap", "lazy", "cached"),
+        default="mmap",
+        help="file format: mmap, or the legacy format that lazy and cached share (default: mmap)",
+    )
+    speed = parser.add_argument_group("speed")
+    speed.add_argument("--workers", type=int, default=1, metavar="N", help="processes that tokenize (default: 1)")
+    speed.add_argument(
+        "--partitions",
+        type=int,
+        default=1,
+        metavar="N",
+        help="parts of the input read at once, sharing the workers; the output is the same (default: 1)",
+    )
+    speed.add_argument(
+        "--log-interval",
+        type=int,
+        default=1000,
+        metavar="N",
+        help="documents between progress lines (default: 1000)",
+    )
+    return parser
 
 
 def parse_flags(argv: list[str]) -> argparse.Namespace:

@@ -286,7 +286,22 @@ def openai_completion(
     if len(prompts) * n > MAX_PROMPTS:
         raise RequestError(f"there are {len(prompts)} prompts and n is {n}; at most {MAX_PROMPTS} texts are allowed")
     rows = [prompt for prompt in prompts for _ in range(n)]
-    sampling = _openai_sampling(fields, tokenizer)
+    temperature, top_p = _temperature(fields), _top_p(fields, 1.0)
+    top_k = max(fields.integer("top_k", 0, least=-1, most=MAX_TOP_K), 0)  # vLLM's clients send -1 for all
+    min_p = fields.number("min_p", 0.0, least=0, most=1)
+    # OpenAI's clients send top_p 0 for greedy decoding; in Megatron's API it disables top_p.
+    greedy = temperature == 0 or top_p == 0
+    sampling = Sampling(
+        temperature=1.0 if greedy else temperature,
+        top_k=0 if greedy else top_k,
+        top_p=0.0 if greedy or top_p == 1 else top_p,
+        greedy=greedy,
+        min_p=0.0 if greedy else min_p,
+        repetition_penalty=fields.number("repetition_penalty", 1.0, least=0.01, most=100),
+        presence_penalty=fields.number("presence_penalty", 0.0, least=-2, most=2),
+        frequency_penalty=fields.number("frequency_penalty", 0.0, least=-2, most=2),
+        logit_bias=_logit_bias(fields, tokenizer),
+    )
     stop = fields.bounded_texts("stop", MAX_STOP, MAX_STOP_LENGTH)
     _check_size(rows, new, limits)
     job = InferenceJob(
@@ -301,25 +316,6 @@ def openai_completion(
     )
     options = Fields(fields["stream_options"] if fields.has("stream_options") else {}, "stream_options")
     return Completion(job, n, fields.flag("stream", False), echo, options.flag("include_usage", False))
-
-
-def _openai_sampling(fields: Fields, tokenizer: Tokenizer) -> Sampling:
-    temperature, top_p = _temperature(fields), _top_p(fields, 1.0)
-    top_k = max(fields.integer("top_k", 0, least=-1, most=MAX_TOP_K), 0)  # vLLM's clients send -1 for all
-    min_p = fields.number("min_p", 0.0, least=0, most=1)
-    # OpenAI's clients send top_p 0 for greedy decoding; in Megatron's API it disables top_p.
-    greedy = temperature == 0 or top_p == 0
-    return Sampling(
-        temperature=1.0 if greedy else temperature,
-        top_k=0 if greedy else top_k,
-        top_p=0.0 if greedy or top_p == 1 else top_p,
-        greedy=greedy,
-        min_p=0.0 if greedy else min_p,
-        repetition_penalty=fields.number("repetition_penalty", 1.0, least=0.01, most=100),
-        presence_penalty=fields.number("presence_penalty", 0.0, least=-2, most=2),
-        frequency_penalty=fields.number("frequency_penalty", 0.0, least=-2, most=2),
-        logit_bias=_logit_bias(fields, tokenizer),
-    )
 
 
 def _logit_bias(fields: Fields, tokenizer: Tokenizer) -> list[tuple[int, float]]:

@@ -23,6 +23,7 @@ from megatron.config.help import COMMON_GROUPS
 from megatron.config.reference import flags_markdown
 from megatron.config.run import run_sections
 from megatron.config.tasks import task_parser
+from megatron.config.tokenizer import TokenizerConfig
 from megatron.config.translate import TRANSLATOR
 from megatron.config.translate.known import KNOWN_FLAGS
 from megatron.config.translate.shortcuts import SHORTCUTS
@@ -143,6 +144,13 @@ def test_programs_without_common_flags_show_all_of_theirs() -> None:
     parser = build_parser({"sampling": Sampling}, "sample.py", "Draw text.")
     assert "--top-k" in parser.format_help()
     assert parser.format_help("all") == parser.format_help()
+
+
+def test_a_program_with_a_section_of_training_runs_shows_all_of_its_flags() -> None:
+    parser = build_parser({"tokenizer": TokenizerConfig}, "sample.py", "Draw text.")
+    shown = [line.split()[0] for line in parser.format_help().splitlines() if line.startswith("  --")]
+    assert shown[2:] == [f"--{field.flag}" for field in parser.table.fields.values()]
+    assert parser.format_help() == parser.format_help("all")
 
 
 def test_help_is_grouped_by_section(text: str) -> None:
