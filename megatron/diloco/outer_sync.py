@@ -77,9 +77,9 @@ class OuterSync:
         untrained_tensors: tensors of the model that no gradient moves, by name: the biases of experts. Islands average
             them exactly, without momentum.
 
-    ``in_flight`` is the fragment in transit, ``last_round_iteration`` the number of iterations after which the last round
-    was, ``last_sync_iteration`` that after which all islands last had the outer parameters' values, and ``norms`` are the
-    norms of the fragments' last means, 0 before the first.
+    ``in_flight`` is the fragment in transit, ``last_round_iteration`` the number of iterations after which the last
+    round was, ``last_sync_iteration`` that after which all islands last had the outer parameters' values, and ``norms``
+    are the norms of the fragments' last means, 0 before the first.
     """
 
     def __init__(
