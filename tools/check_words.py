@@ -65,7 +65,7 @@ VAGUE_NAMES = frozenset(
         "wish",
     }
 )
-MAX_VAGUE_NAMES = 5.0
+MAX_VAGUE_NAMES = 1.0
 """Vague names per 1,000 lines."""
 MAX_WHAT = 5.0
 """Times that "what" stands in 10,000 words."""

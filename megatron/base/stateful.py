@@ -80,7 +80,7 @@ class StatefulParts:
         """The states of all registered parts."""
         return {name: entry.save() for name, entry in self._parts.items()}
 
-    def check(self, saved: Mapping[str, Any]) -> None:
+    def check_names(self, saved: Mapping[str, Any]) -> None:
         """Checks the names in a checkpoint against the registered parts, before any part is restored.
 
         Raises:

@@ -140,7 +140,7 @@ class CompressorCheckpoint:
             }
             load_tensors(root, iteration, read, group, strict=False, allow_unexpected=True)
             for entry in active:
-                entry.add(slices[entry.item.name], slices.get(entry.item.counts))
+                entry.add_slice(slices[entry.item.name], slices.get(entry.item.counts))
         for item in (entry.item for entry in entries if entry.item.kind.startswith(COUNTER)):
             item.state_slice.state.counters.pop(item.kind.removeprefix(COUNTER), None)
         for entry in entries:
@@ -347,7 +347,7 @@ class _Loaded:
         self._value: Tensor | None = None
         self._weights: Tensor | None = None
 
-    def add(self, values: Tensor, counts: Tensor | None) -> None:
+    def add_slice(self, values: Tensor, counts: Tensor | None) -> None:
         """Adds a holder's slice; ``counts`` are the counts of a table of means.
 
         Equal slices stay bitwise unchanged. Counts take the maximum, so that equal counts are not added twice.

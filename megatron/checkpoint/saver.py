@@ -61,7 +61,7 @@ class CheckpointSaver:
         last_update: int | None = None,
     ) -> None:
         """Waits for the previous save, then saves or starts a background save. See ``save_checkpoint``."""
-        self.wait()
+        self.finish_save()
         self._pending = save_checkpoint(
             self.root,
             iteration,
@@ -82,9 +82,9 @@ class CheckpointSaver:
         pending.
         """
         if self._pending is not None and not any_rank(self._group, not self._pending.done()):
-            self.wait()
+            self.finish_save()
 
-    def wait(self) -> None:
+    def finish_save(self) -> None:
         """Waits until no save is pending.
 
         Raises:

@@ -368,7 +368,7 @@ class _Run:
                 self.compressor.observe(total.clone(), state)
             state.commit()
 
-    def check(self, states: Sequence[CompressorState], when: str) -> None:
+    def check_sums(self, states: Sequence[CompressorState], when: str) -> None:
         """Check that compressed sums and residuals add up to the exact sums."""
         residual_sum = torch.stack([state.tensors[RESIDUAL] for state in states]).sum(dim=0)
         equal = torch.allclose(self.summed + residual_sum, self.meant, rtol=1e-5, atol=1e-4)
@@ -380,7 +380,7 @@ def check_feedback_of_sums(make: MakeRounds, shape: Sequence[int], kind: SumResi
     run, states = _Run(make, shape, kind), [CompressorState() for _ in range(3)]
     for step in range(6):
         run.step(3 * step, states)
-    run.check(states, "over six steps")
+    run.check_sums(states, "over six steps")
 
 
 def check_other_replicas(make: MakeRounds, shape: Sequence[int]) -> None:
@@ -397,4 +397,4 @@ def check_other_replicas(make: MakeRounds, shape: Sequence[int]) -> None:
         state.tensors[RESIDUAL] = residual_share.clone()
     for step in range(3):
         run.step(100 + 2 * step, fewer)
-    run.check(fewer, "with the state of other replicas")
+    run.check_sums(fewer, "with the state of other replicas")

@@ -123,7 +123,7 @@ class RankByEntropy:
         self.sum = 0.0
         self.count = 0
 
-    def add(self, entropy: float) -> None:
+    def add_entropy(self, entropy: float) -> None:
         """Add a measurement; nonfinite values are ignored."""
         if math.isfinite(entropy):
             self.sum += entropy
@@ -241,7 +241,7 @@ class RankController(Controller):
                 self.measured["first_error"] = yield from self._error(self.config.rank, reduced)
         if (reduced.iteration + 1) % self.config.sample_every == 0:
             entropy = (yield from self._measure(reduced)) - math.log(reduced.scale)
-            self.rule.add(entropy)
+            self.rule.add_entropy(entropy)
             if math.isfinite(entropy):
                 self.measured["entropy"] = entropy
         if (reduced.iteration + 1) % self.config.window == 0:

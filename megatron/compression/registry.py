@@ -48,7 +48,7 @@ class Registration:
         """Default residual at a point; for differences at ``outer``, the default for gradients."""
         return self.feedback.get(point, self.feedback.get(Point.DP_GRAD, "off") if point is Point.OUTER else "off")
 
-    def check(self, point: Point, name: str) -> None:
+    def check_point(self, point: Point, name: str) -> None:
         """Check that the compressor can serve a point.
 
         Raises:

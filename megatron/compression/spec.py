@@ -200,7 +200,7 @@ def read_spec(text: str, registry: Registry, length: RunLength) -> Spec:
     except KeyError as error:
         raise UserError(f"{error.args[0]}{nearest(name, registry.names)}") from None
     try:
-        registration.check(point, name)
+        registration.check_point(point, name)
     except UserError as error:
         fitting = [other for other in registry.names if serves(registry[other], point, other)]
         use = [f"; use {other}" for other in registration.instead if _takes(point, other, registry, length)][:1]
@@ -391,7 +391,7 @@ def _takes(point: Point, spec: str, registry: Registry, length: RunLength) -> bo
 
 def serves(registration: Registration, point: Point, name: str) -> bool:
     try:
-        registration.check(point, name)
+        registration.check_point(point, name)
     except UserError:
         return False
     return True

@@ -198,7 +198,7 @@ class FlagParser:
         explicit = Explicit()
         notes: list[str] = []
         for level, source in enumerate(sources):
-            explicit.add(source.values, level)
+            explicit.add_values(source.values, level)
             notes += [note for note in source.notes if note not in notes]
         rules = [rule for source in sources for rule in source.rules]
         self.table.translator.translate(explicit, rules, notes.append)

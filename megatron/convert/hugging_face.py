@@ -252,7 +252,7 @@ def write_hf(weights: Weights, folder: Path, done: Callable[[int], None], shard_
         for rule in shard:
             tensor = weights.entries[rule.ours].read()
             for (theirs, _), view in zip(rule.theirs, rule.split(tensor), strict=True):
-                file.add(theirs, view)
+                file.add_tensor(theirs, view)
                 places[theirs] = name
             done(tensor.numel() * tensor.element_size())
         file.close()

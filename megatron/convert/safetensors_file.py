@@ -44,7 +44,7 @@ class SafetensorsFile:
         self._stream: BinaryIO = path.open("wb")
         self._stream.write(len(text).to_bytes(8, "little") + text)
 
-    def add(self, name: str, view: Tensor) -> None:
+    def add_tensor(self, name: str, view: Tensor) -> None:
         """Writes the next tensor; ``view`` holds its elements in order, with any strides.
 
         Raises:

@@ -67,7 +67,7 @@ class TorchFile:
                 raise UserError(f"{self.path}: {name} is a tensor that is {kind}; only dense ones can be converted")
         return Stored(self, name, like.detach())
 
-    def check(self, name: str, like: Tensor) -> None:
+    def verify_checksum(self, name: str, like: Tensor) -> None:
         """Checks the storage of a tensor against the archive's checksums, once.
 
         Raises:
@@ -102,7 +102,7 @@ class Stored:
         Raises:
             UserError: when it is damaged.
         """
-        self.file.check(self.name, self.like)
+        self.file.verify_checksum(self.name, self.like)
         return self.like.resolve_neg().contiguous()
 
 

@@ -184,7 +184,7 @@ class Joining:
         for x in tensors:
             pending = group.broadcast(x, 0)
             self.ledger.sent(Point.OUTER, pending.sent_bytes)
-            self.ledger.wait(Point.OUTER, pending)
+            self.ledger.wait_for(Point.OUTER, pending)
 
     def _wait_for(self, key: str) -> Any:
         deadline = time.monotonic() + self.islands.seconds

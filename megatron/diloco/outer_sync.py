@@ -217,7 +217,7 @@ class OuterSync:
         total = torch.tensor([value], dtype=torch.float64, device=self.topology.device)
         pending = self.topology.world.all_reduce(total)
         self.ledger.sent(Point.CONTROL, pending.sent_bytes)
-        self.ledger.wait(Point.CONTROL, pending)
+        self.ledger.wait_for(Point.CONTROL, pending)
         return float(total) if float(total) >= 0 else math.nan
 
     def start_transfer(self, number: int, group: Group, iteration: int) -> None:
@@ -249,7 +249,7 @@ class OuterSync:
         for mean in self._means.values():
             pending = reducer.group.all_reduce(mean)
             self.ledger.sent(Point.OUTER, pending.sent_bytes)
-            self.ledger.wait(Point.OUTER, pending)
+            self.ledger.wait_for(Point.OUTER, pending)
 
     def discard_transfer(self, number: int) -> None:
         """Discards an exchange that does not count."""
@@ -296,7 +296,7 @@ class OuterSync:
     def _wait(self, pending: Pending) -> None:
         """Waits for a collective inside the island."""
         self.ledger.sent(Point.PARAM_GATHER, pending.sent_bytes)
-        self.ledger.wait(Point.PARAM_GATHER, pending)
+        self.ledger.wait_for(Point.PARAM_GATHER, pending)
 
     def means(self) -> dict[int, Tensor]:
         """Ranges of an arrived mean that is not applied yet, by shard number; empty otherwise."""

@@ -43,7 +43,7 @@ class Clock(Protocol):
     def between(self, start: Mark, stop: Mark, tell: Tell) -> None:
         """Calls ``tell`` with the seconds between two marks, as soon as ``read`` knows them."""
 
-    def read(self) -> None:
+    def report_known(self) -> None:
         """Reports the intervals known by now, without waiting."""
 
     def synchronize(self) -> None:
@@ -72,7 +72,7 @@ class HostClock:
     def between(self, start: float, stop: float, tell: Tell) -> None:
         tell(stop - start)
 
-    def read(self) -> None:
+    def report_known(self) -> None:
         pass
 
     def synchronize(self) -> None:
@@ -114,7 +114,7 @@ class DeviceClock:
     def between(self, start: Event, stop: Event, tell: Tell) -> None:
         self._unread.append((start, stop, tell))
 
-    def read(self) -> None:
+    def report_known(self) -> None:
         # The oldest first; if an interval is not known yet, neither are later intervals. Both ends are queried, since
         # start and stop may have been marked on different streams.
         while self._unread and self._unread[0][1].query() and self._unread[0][0].query():
@@ -123,7 +123,7 @@ class DeviceClock:
 
     def synchronize(self) -> None:
         self._synchronize()
-        self.read()
+        self.report_known()
 
     def anchor(self) -> None:
         self._synchronize()

@@ -54,7 +54,7 @@ class PendingGather:
 
     def wait(self) -> Tensor:
         """Wait, and return the gathered tensor."""
-        self.ledger.wait(self.point, self.pending)
+        self.ledger.wait_for(self.point, self.pending)
         with self.ledger.decoding(self.point):
             result = self.codec.decode_gathered(
                 Payload(self.wires), self.group.size, self.shape, self.dtype, self.state, self.key

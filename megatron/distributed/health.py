@@ -174,7 +174,7 @@ class Watch:
             if self._mesh is None:
                 self._stop.wait(BEAT_SECONDS)
             else:
-                self._mesh.wait(max(min(next_beat, self._exit_at) - time.monotonic(), 0.0))
+                self._mesh.wait_for_data(max(min(next_beat, self._exit_at) - time.monotonic(), 0.0))
                 for verdict in self._take_in():
                     self._conclude(verdict, self._grace_seconds)
 

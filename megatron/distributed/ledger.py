@@ -46,7 +46,7 @@ class _Books:
         self.took_part: set[Point] = set()
         self.computed_s = 0.0
 
-    def wait(self, point: Point, seconds: float) -> None:
+    def add_wait(self, point: Point, seconds: float) -> None:
         self.accounts[point].waited_s += seconds
 
     def code(self, point: Point, seconds: float) -> None:
@@ -129,7 +129,7 @@ class Ledger:
         account.inside_bytes += inside_bytes
         account.raw_bytes += wire_bytes if raw_bytes is None else raw_bytes
 
-    def wait(self, point: Point, pending: Pending) -> None:
+    def wait_for(self, point: Point, pending: Pending) -> None:
         """Wait for a communication, and time how long it blocks.
 
         Raises:
@@ -139,7 +139,7 @@ class Ledger:
             pending.wait()
             return
         self._books.took_part.add(point)
-        with self._timed(partial(self._books.wait, point), "wait", point):
+        with self._timed(partial(self._books.add_wait, point), "wait", point):
             pending.wait()
         for observer in self.observers:
             observer.on_complete(_FLIGHTS.get(pending.operation, pending.operation), point, pending)
@@ -172,7 +172,7 @@ class Ledger:
 
     def take_totals(self) -> dict[str, dict[str, float]]:
         """Return the accounts with traffic, by point name, and reset. A rank that only receives has only times."""
-        self.clock.read()
+        self.clock.report_known()
         books = self._books
         active = {
             point: totals for point, totals in books.accounts.items() if point in books.took_part or totals.waited_s
@@ -182,7 +182,7 @@ class Ledger:
 
     def take_computed(self) -> float:
         """Return the seconds of computing since the last call."""
-        self.clock.read()
+        self.clock.report_known()
         seconds, self._books.computed_s = self._books.computed_s, 0.0
         return seconds
 

@@ -69,7 +69,7 @@ class Peer:
             except OSError:
                 self._unsent_bytes = b""  # the connection has ended; reading finds that out, after the last lines
 
-    def read(self) -> None:
+    def read_lines(self) -> None:
         """Reads available data without waiting."""
         try:
             data = self.link.recv(1 << 16)
@@ -153,7 +153,7 @@ class Mesh:
         self._selector.register(link, selectors.EVENT_READ, peer)
         return peer
 
-    def wait(self, seconds: float) -> None:
+    def wait_for_data(self, seconds: float) -> None:
         """Reads until data has come, ``wake`` is called, or the time is over."""
         for key, _ in self._selector.select(seconds):
             if key.fileobj is self._listener:
@@ -162,7 +162,7 @@ class Mesh:
                 with suppress(BlockingIOError):
                     self._woken.recv(64)
             elif isinstance(key.data, Peer):
-                key.data.read()
+                key.data.read_lines()
                 if key.data.closed:
                     self._forget(key.data.link)
             elif isinstance(key.fileobj, socket.socket):
@@ -192,7 +192,7 @@ class Mesh:
         stranger = self._strangers.get(link)
         if stranger is None:  # evicted for a newer connection by the same wait
             return
-        stranger.read()
+        stranger.read_lines()
         if stranger.lines:
             name, _, token = stranger.lines.pop(0).partition(" ")
             rank = int(name) if name.isdecimal() and len(name) < 10 else -1
@@ -228,7 +228,7 @@ class Mesh:
             if not peer.closed:
                 with suppress(OSError):
                     peer.link.shutdown(socket.SHUT_WR)
-                peer.read()  # closing a connection with unread data resets it, which may overtake the last lines
+                peer.read_lines()  # closing a connection with unread data resets it, which may overtake the last lines
                 peer.link.close()
         for link in [*self._strangers, self._listener, self._waker, self._woken]:
             link.close()

@@ -136,7 +136,7 @@ class PackedReduction:
         pending, self._pending = self._pending, []
         results: dict[int, Tensor | None] = {}
         for started in pending:
-            self.ledger.wait(self.point, started.communication)
+            self.ledger.wait_for(self.point, started.communication)
             results.update((index, result.contiguous()) for index, result in started.results)
         self._resume(dict(sorted(results.items())))
         return bool(self._pending)

@@ -92,7 +92,7 @@ class CheckpointLM(ContinuationRules):
             # If the answer alone may fill the window, the window slides as the answer grows.
             room = self.window - new if new < self.window else self.window
             tokens = self.model_tokenizer.tokenize(text)
-            self.contexts.add(len(tokens), room)
+            self.contexts.count_context(len(tokens), room)
             prompt = tokens[-room:] or [self.prefix_token_id]
             answers.append(
                 self._text(prompt, new, _sampling(options), [until] if isinstance(until, str) else until, number)
@@ -103,7 +103,7 @@ class CheckpointLM(ContinuationRules):
         stream, pieces = TextStream(self.model_tokenizer, stop, prompt), list[str]()
 
         def on_token(row: int, token: Any) -> bool:
-            pieces.append(stream.add(token.id))
+            pieces.append(stream.add_token(token.id))
             return stream.stopped
 
         self.leader.do(InferenceJob([prompt], new, sampling, [seed]), on_token)

@@ -39,7 +39,7 @@ class ContextCounts:
     tokens_cut: int = 0
     most_tokens_cut: int = 0
 
-    def add(self, length: int, room: int) -> None:
+    def count_context(self, length: int, room: int) -> None:
         """Count a context of ``length`` tokens that is truncated to ``room`` tokens."""
         excess = max(length - room, 0)
         self.requests += 1
@@ -101,7 +101,7 @@ class ContinuationRules(TemplateLM):
                 )
             if texts is not None:
                 # The last token is predicted and not read.
-                self.contexts.add(len(context_ids), most + 1 - len(continuation_ids))
+                self.contexts.count_context(len(context_ids), most + 1 - len(continuation_ids))
 
 
 class ExportedLM(ContinuationRules, HFLM):
@@ -137,7 +137,7 @@ class ExportedLM(ContinuationRules, HFLM):
                     f"--tasks {request.task_name}: asks for answers of {new} tokens, and --via hf reads "
                     f"{self.longest_continuation} with their context; leave --via out, or the task"
                 )
-            self.contexts.add(len(self.tok_encode(text)), self.longest_continuation - new)
+            self.contexts.count_context(len(self.tok_encode(text)), self.longest_continuation - new)
         answers: list[str] = super().generate_until(requests, disable_tqdm=disable_tqdm)
         return answers
 

@@ -173,7 +173,7 @@ class Losses:
         loss, weights = self.values.get(iteration, (None, ""))
         return loss if weights == self._weights(iteration) else None
 
-    def add(self, iteration: int, loss: float) -> None:
+    def add_loss(self, iteration: int, loss: float) -> None:
         """Add a loss, and write the file."""
         self.values[iteration] = (loss, self._weights(iteration))
         rows = sorted((n, loss, weights) for n, (loss, weights) in self.values.items())
@@ -251,7 +251,7 @@ def sweep_all(flags: SweepFlags, model_flags: ModelFlags, parsed: ParsedSections
                 load_weights(model.stage, root, iteration, topology)
                 loaded = iteration
             loss = new_loss = mean_loss(model, dataset, samples, flags.micro_batch_size)
-            together(group, partial(losses.add, iteration, new_loss) if topology.rank == 0 else lambda: None)
+            together(group, partial(losses.add_loss, iteration, new_loss) if topology.rank == 0 else lambda: None)
         ppl = f" | lm loss PPL: {perplexity(loss):.6E}" if math.isfinite(loss) else ""
         lines.append(f"validation loss at iteration {iteration} | lm loss value: {loss:.6E}{ppl}")
     if topology.rank == 0:

@@ -88,7 +88,7 @@ class _TokenChooser:
             logits_bv = self._counts.adjust(self._sampling, logits_bv, active)
         tokens_b = self._sampling.after(position).choose(logits_bv, torch.stack(numbers))
         if self._counts is not None:
-            self._counts.add(active, tokens_b)
+            self._counts.count_tokens(active, tokens_b)
         return tokens_b
 
 

@@ -80,7 +80,7 @@ class Session:
         stream = TextStream(self.model.tokenizer, context=prompts[0])
 
         def show(row: int, token: Token) -> bool:
-            print(stream.add(token.id), end="", flush=True)
+            print(stream.add_token(token.id), end="", flush=True)
             return False
 
         results = generate(

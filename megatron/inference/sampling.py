@@ -153,6 +153,6 @@ class TokenCounts:
         """Apply biases and penalties to the logits of some rows."""
         return sampling.adjust(logits_bv, self._prompts_rv[list(rows)], self._counts_rv[list(rows)])
 
-    def add(self, rows: Sequence[int], tokens_b: Tensor) -> None:
+    def count_tokens(self, rows: Sequence[int], tokens_b: Tensor) -> None:
         """Count the next token of some rows."""
         self._counts_rv[list(rows), tokens_b.to(self._counts_rv.device)] += 1

@@ -33,9 +33,9 @@ class TokenDecoder:
         self._sent = 0  # characters of their text already returned
         self._pending = 0  # number of newest tokens that may end within a character
         for token in context[-_CONTEXT:]:
-            self.add(token)
+            self.add_token(token)
 
-    def add(self, token: int) -> str:
+    def add_token(self, token: int) -> str:
         """Add a token; return its text."""
         self._tokens.append(token)
         self._pending += 1
@@ -98,7 +98,7 @@ def _certain_text(text: str, tokens: int) -> str:
 def token_texts(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
     """Text of each token; concatenated, they are the text of the sequence."""
     decoder = TokenDecoder(tokenizer)
-    texts = [decoder.add(token) for token in tokens]
+    texts = [decoder.add_token(token) for token in tokens]
     if texts:
         texts[-1] += decoder.finish()
     return texts
@@ -107,14 +107,14 @@ def token_texts(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
 def prompt_text(tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
     """Text of the complete characters of a prompt; the continuation's text follows it."""
     decoder = TokenDecoder(tokenizer)
-    return "".join(map(decoder.add, prompt))
+    return "".join(map(decoder.add_token, prompt))
 
 
 class TextStream:
     """Streaming detokenizer: complete characters, up to a stop string.
 
-    A possible beginning of a stop string is held back. The concatenated texts of ``add`` and ``finish`` are the text of
-    all tokens, cut before the first stop string.
+    A possible beginning of a stop string is held back. The concatenated texts of ``add_token`` and ``finish`` are the
+    text of all tokens, cut before the first stop string.
 
     Args:
         tokenizer: tokenizer of the tokens.
@@ -128,9 +128,9 @@ class TextStream:
         self._decoder = TokenDecoder(tokenizer, context)
         self._held = ""
 
-    def add(self, token: int) -> str:
+    def add_token(self, token: int) -> str:
         """Add a token; return the text that becomes final."""
-        return "" if self.stopped else self._release(self._decoder.add(token), final=False)
+        return "" if self.stopped else self._release(self._decoder.add_token(token), final=False)
 
     def finish(self) -> str:
         """Return the remaining text."""
@@ -151,7 +151,7 @@ class TextStream:
 def continuation(tokenizer: Tokenizer, tokens: Sequence[int], prompt_length: int) -> str:
     """Text of a continuation, decoded in the context of its prompt."""
     stream = TextStream(tokenizer, context=tokens[:prompt_length])
-    return "".join(map(stream.add, tokens[prompt_length:])) + stream.finish()
+    return "".join(map(stream.add_token, tokens[prompt_length:])) + stream.finish()
 
 
 def is_text(text: str) -> bool:

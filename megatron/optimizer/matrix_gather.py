@@ -176,7 +176,7 @@ class MatrixGather:
         incoming[group.rank] = outgoing[group.rank]
         pending = group.exchange_parts(incoming, outgoing)
         self._ledger.sent(Point.OPTIMIZER, pending.sent_bytes)
-        self._ledger.wait(Point.OPTIMIZER, pending)
+        self._ledger.wait_for(Point.OPTIMIZER, pending)
         return [list(flat.split(list(counts))) for flat, counts in zip(incoming, sizes, strict=True)]
 
 

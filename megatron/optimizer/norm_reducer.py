@@ -70,7 +70,7 @@ class ParamNormReducer:
         gathered = rows.new_empty(group.size * rows.numel())
         pending = group.all_gather(gathered, rows.flatten())
         self._ledger.sent(Point.CONTROL, pending.sent_bytes)
-        self._ledger.wait(Point.CONTROL, pending)
+        self._ledger.wait_for(Point.CONTROL, pending)
         total, *other_shares = gathered.view(group.size, *rows.shape).unbind()
         for share in other_shares:
             total = total + share

@@ -56,7 +56,7 @@ class StepSummary:
         vector = torch.tensor(values, dtype=torch.float64, device=topology.device)
         pending = topology.world.all_reduce(vector)
         ledger.sent(Point.CONTROL, pending.sent_bytes)
-        ledger.wait(Point.CONTROL, pending)
+        ledger.wait_for(Point.CONTROL, pending)
         warmup.all_reduce([vector[: len(shared)]])
         *shared, grad_sq, params_sq, num_zeros = vector.tolist()
         sums = iter(shared)

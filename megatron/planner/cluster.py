@@ -69,7 +69,7 @@ class Cluster:
         inside, across: the links in a node and between nodes.
         sites: number of equally sized sites with slower links between them; 1 for none.
         between_sites: the link of a whole site to the others.
-        corrections: measured over predicted (``Device.seconds``) time, by part of the step (see ``PARTS``) and by
+        corrections: measured over predicted (``Device.seconds``) time, by part of the step (see ``STEP_PARTS``) and by
             compressor (``coding dp-grad=powersgd,rank=32``).
     """
 
@@ -88,19 +88,19 @@ class Cluster:
         """Number of devices per site."""
         return self.gpus // self.sites
 
-    def part(self, islands: int) -> Cluster:
+    def split_over_islands(self, islands: int) -> Cluster:
         """The part of the cluster that each of ``islands`` equal islands has."""
         return dataclasses.replace(self, gpus=self.gpus // islands, sites=max(self.sites // islands, 1))
 
-    def correction(self, part: str) -> float:
+    def correction(self, name: str) -> float:
         """The factor that scales a part's predicted time."""
-        return self.corrections.get(part, 1.0)
+        return self.corrections.get(name, 1.0)
 
 
 MOST_GPUS = 1_000_000
 """Maximum number of GPUs in a plan."""
 
-PARTS = (
+STEP_PARTS = (
     "embedding forward",
     "embedding backward",
     "layer forward",
@@ -258,8 +258,8 @@ def read_cluster(path: str | Path) -> Cluster:
     if not isinstance(corrections, dict) or not all(_positive(value) for value in corrections.values()):
         raise UserError(f"{path}: corrections must hold names and positive numbers")
     for name in corrections:
-        if name not in PARTS and not str(name).startswith(CODING):
-            raise UserError(f"{path}: corrections: {name!r} is none of {', '.join(PARTS)} or '{CODING}SPEC'")
+        if name not in STEP_PARTS and not str(name).startswith(CODING):
+            raise UserError(f"{path}: corrections: {name!r} is none of {', '.join(STEP_PARTS)} or '{CODING}SPEC'")
     cluster: Cluster = _section(Cluster, built, str(path))
     return dataclasses.replace(cluster, corrections={str(k): float(v) for k, v in corrections.items()})
 

@@ -238,26 +238,26 @@ def plannable(config: RunConfig, gpus: int) -> RunConfig:
     return resolved
 
 
-def check_kind(parsed: ParsedRun, where: str) -> None:
+def check_kind(parsed: ParsedRun, location: str) -> None:
     """Check that the planner supports the model type, and that the type is known: a configuration for
     ``pretrain_bert.py`` may omit it.
 
     Args:
         parsed: the user's configuration.
-        where: prefix of error messages.
+        location: prefix of error messages.
 
     Raises:
         UserError: when the type is unsupported or ambiguous.
     """
     kind = parsed.config.model.model_type
     if kind in ("t5", "deberta"):
-        raise UserError(f"{where}: model_type {kind} is not planned: its stages differ; try its layouts")
+        raise UserError(f"{location}: model_type {kind} is not planned: its stages differ; try its layouts")
     hints = [path.partition(".")[2] for path in _OF_NO_GPT if path in parsed.explicit]
     tokenizer = parsed.config.tokenizer.tokenizer_type or ""
     hints += [f"tokenizer_type {tokenizer}"] if tokenizer.startswith("BertWordPiece") else []
     if hints and "model.model_type" not in parsed.explicit:
         raise UserError(
-            f"{where}: {hints[0]} looks like another model than a GPT; write model_type: bert below model:, or "
+            f"{location}: {hints[0]} looks like another model than a GPT; write model_type: bert below model:, or "
             "model_type: gpt if it is one"
         )
 

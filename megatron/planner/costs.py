@@ -19,7 +19,7 @@ from megatron.distributed.nodes import positions_by_node
 from megatron.distributed.policy import CompressionPlan
 from megatron.planner.choice import Choice
 from megatron.planner.cluster import CODING, Cluster, Wire, across_wire, hop_wire, inside_wire, site_wire, wire_between
-from megatron.planner.dry_run import DryStand, Spread
+from megatron.planner.dry_run import DryBackend, ExpertLoad
 from megatron.planner.piece_costs import EMBEDDING, EXPERTS, HEAD, MessageCost, PieceCost, ReductionCost, kind_of
 from megatron.planner.pieces import Pieces, message
 
@@ -56,7 +56,7 @@ class Wires:
 def wires_of(cluster: Cluster, choice: Choice) -> Wires:
     """Wires inside an island of a choice. The rank order is tensor-parallel fastest, then data-parallel, then
     pipeline."""
-    cluster = cluster.part(choice.islands)
+    cluster = cluster.split_over_islands(choice.islands)
     replica = choice.tp * choice.dp
     dp = wire_between(cluster, choice.dp, choice.tp)
     # The first and the last stage; if both are in the same node, all stages are.
@@ -99,7 +99,7 @@ class CostBook:
         # The planned step is past all warm-ups, regardless of their length.
         self._length = RunLength(config.training.planned_iters or 1_000_000, lambda epochs: 1)
         self.imbalance = imbalance
-        self._stand = DryStand(cluster.device)
+        self._backend = DryBackend(cluster.device)
         self._specs: dict[str, tuple[Spec, ...]] = {}
         self._sets: dict[tuple[str, ...], dict[Point, Spec]] = {}
         self._costs: dict[object, Any] = {}
@@ -138,11 +138,13 @@ class CostBook:
         corrections = [self.cluster.correction(CODING + text) for text in self._text(choice, *points)]
         return max(corrections, default=1.0)
 
-    def _dry(self, choice: Choice, specs: Mapping[Point, Spec], stage: int = 0, spread: Spread | None = None) -> Pieces:
+    def _dry(
+        self, choice: Choice, specs: Mapping[Point, Spec], stage: int = 0, expert_load: ExpertLoad | None = None
+    ) -> Pieces:
         config = choice.configure(self.config)
         plan = CompressionPlan(specs, stage, choice.pp)
         plan.begin_step(STEADY)
-        return Pieces(config, self.vocab_size, self._stand, plan, STEADY, spread)
+        return Pieces(config, self.vocab_size, self._backend, plan, STEADY, expert_load)
 
     def piece(self, choice: Choice, name: str, balanced: bool = False) -> PieceCost:
         """Cost of a piece's forward and backward, on the rank of the fullest expert or (``balanced``) on an average
@@ -151,19 +153,19 @@ class CostBook:
         points = INNER_POINTS if of_experts else TP_POINTS
         texts = self._text(choice, *points)
         recompute = choice.recompute if name not in (EMBEDDING, HEAD) else None
-        spread = None
+        expert_load = None
         if of_experts:
             levels = self.expert_levels(choice)
             nodes = levels[Level.ACROSS][1] if levels else 0
-            spread = Spread(1.0 if balanced else self.imbalance, nodes)
-        key = ("piece", name, *self._cut(choice, name), choice.micro_batch, recompute, texts, spread)
+            expert_load = ExpertLoad(1.0 if balanced else self.imbalance, nodes)
+        key = ("piece", name, *self._cut(choice, name), choice.micro_batch, recompute, texts, expert_load)
         specs = {point: spec for point, spec in self.specs(choice).items() if point in points}
-        return self._cached(key, texts, lambda: self._dry(choice, specs, spread=spread).piece(name))
+        return self._cached(key, texts, lambda: self._dry(choice, specs, expert_load=expert_load).piece(name))
 
-    def reduction(self, choice: Choice, name: str, stage: int, own: bool = False) -> ReductionCost:
-        """Cost of reducing a piece's gradients on a stage: over all replicas, or (``own``) gradients of experts that
-        not all replicas hold, over the replicas that do."""
-        if (choice.ep == 1 or kind_of(name) != EXPERTS) and own:
+    def reduction(self, choice: Choice, name: str, stage: int, experts_only: bool = False) -> ReductionCost:
+        """Cost of reducing a piece's gradients on a stage: over all replicas, or (``experts_only``) gradients of
+        experts that not all replicas hold, over the replicas that do."""
+        if (choice.ep == 1 or kind_of(name) != EXPERTS) and experts_only:
             return ReductionCost()
         specs = self.specs(choice)
         spec = specs.get(Point.DP_GRAD)
@@ -171,17 +173,27 @@ class CostBook:
         texts = self._text(choice, Point.DP_GRAD) if covered else ()
         # Reduced by the fused embedding all-reduce, or with the embedding of a single stage.
         fused = self.fused(choice) or (self.tied and choice.pp == 1 and name == "head")
-        size = choice.expert_dp if own else choice.dp
+        size = choice.expert_dp if experts_only else choice.dp
         if size == 1:
             return ReductionCost()
-        replicas, nodes = _ranks(spec if covered else None, size, self.levels(choice, Point.DP_GRAD, own))
-        key = (Point.DP_GRAD, name, *self._cut(choice, name), choice.sharded, fused, texts, replicas, nodes, own)
+        replicas, nodes = _ranks(spec if covered else None, size, self.levels(choice, Point.DP_GRAD, experts_only))
+        key = (
+            Point.DP_GRAD,
+            name,
+            *self._cut(choice, name),
+            choice.sharded,
+            fused,
+            texts,
+            replicas,
+            nodes,
+            experts_only,
+        )
         used = {Point.DP_GRAD: spec} if spec is not None and covered else {}
         return self._cached(
             key,
             texts,
             lambda: self._dry(choice, used, stage).reduction(
-                name, sharded=choice.sharded, fused=fused, replicas=replicas, nodes=nodes, own=own
+                name, sharded=choice.sharded, fused=fused, replicas=replicas, nodes=nodes, experts_only=experts_only
             ),
         )
 
@@ -197,40 +209,40 @@ class CostBook:
             key, texts, lambda: self._dry(choice, specs).embedding_reduction(shape, elements, replicas, nodes)
         )
 
-    def difference(self, choice: Choice, name: str, stage: int, own: bool = False) -> ReductionCost:
-        """Cost of reducing a piece's pseudo-gradients over islands; ``own`` as in ``reduction``."""
+    def difference(self, choice: Choice, name: str, stage: int, experts_only: bool = False) -> ReductionCost:
+        """Cost of reducing a piece's pseudo-gradients over islands; ``experts_only`` as in ``reduction``."""
         spec = self.specs(choice)[Point.OUTER]
         covered = spec.activation.covers_stage(stage, choice.pp)
         # A tied embedding belongs to the stage with the word embeddings.
         fused = self.tied and name == HEAD
         # The traffic of a round does not depend on its length.
         sent = (spec.name, repr(spec.options), repr(spec.schedules), spec.feedback) if covered else ()
-        key = (Point.OUTER, name, *self._cut(choice, name), choice.islands, fused, sent, own)
+        key = (Point.OUTER, name, *self._cut(choice, name), choice.islands, fused, sent, experts_only)
         used = {Point.OUTER: spec} if covered else {}
         replicas, _ = _ranks(spec if covered else None, choice.islands, {})
         return self._cached(
             key,
             self._text(choice, Point.OUTER),
             lambda: self._dry(choice, used, stage).reduction(
-                name, fused=fused, replicas=replicas, own=own, point=Point.OUTER
+                name, fused=fused, replicas=replicas, experts_only=experts_only, point=Point.OUTER
             ),
         )
 
-    def levels(self, choice: Choice, point: Point, own: bool = False) -> Levels:
+    def levels(self, choice: Choice, point: Point, experts_only: bool = False) -> Levels:
         """Wire and number of ranks at each level of a point's two-level sums; empty for single-level sums.
 
-        With ``own``, for ranks that hold equal experts.
+        With ``experts_only``, for ranks that hold equal experts.
         """
         spec = self.specs(choice).get(point)
         if spec is None or not spec.rounds().traits.levels:
             return {}
         layout = choice.mesh
-        key = (point, layout, choice.islands, spec.fused, own)
+        key = (point, layout, choice.islands, spec.fused, experts_only)
         if key not in self._levels:
             embeddings = layout.fused_embedding_groups if spec.fused else layout.embedding_groups
-            replicas = layout.expert_dp_groups if own else layout.dp_groups
+            replicas = layout.expert_dp_groups if experts_only else layout.dp_groups
             groups = list((replicas if point is Point.DP_GRAD else embeddings)())
-            self._levels[key] = level_wires(self.cluster.part(choice.islands), groups, layout.world_size)
+            self._levels[key] = level_wires(self.cluster.split_over_islands(choice.islands), groups, layout.world_size)
         return self._levels[key]
 
     def expert_levels(self, choice: Choice) -> Levels:
@@ -241,7 +253,7 @@ class CostBook:
         key = (EXPERTS, choice.mesh, choice.islands)
         if key not in self._levels:
             groups = list(choice.mesh.ep_groups())
-            levels = level_wires(self.cluster.part(choice.islands), groups, choice.world_size)
+            levels = level_wires(self.cluster.split_over_islands(choice.islands), groups, choice.world_size)
             (_, local_ranks), (_, nodes) = levels[Level.NODE], levels[Level.ACROSS]
             self._levels[key] = levels if nodes > 1 and (local_ranks > 1 or setting == "on") else {}
         return self._levels[key]
@@ -263,7 +275,7 @@ class CostBook:
             plan = CompressionPlan({} if spec is None else {point: spec}, 0, stages)
             plan.begin_step(STEADY)
             dtype, *samples = content
-            return message(plan.codec(point), shape, dtype, self._stand, *samples)
+            return message(plan.codec(point), shape, dtype, self._backend, *samples)
 
         return self._cached((point, shape, texts), texts, run)
 

@@ -64,7 +64,7 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Spread:
+class ExpertLoad:
     """Distribution of tokens over experts, and of experts over nodes.
 
     Args:
@@ -77,7 +77,7 @@ class Spread:
 
 
 @dataclass
-class Tally:
+class CostTally:
     """Costs of a part of a step on a rank.
 
     Args:
@@ -99,7 +99,7 @@ class Tally:
     inside: dict[Point, int] = field(default_factory=dict)
 
     @staticmethod
-    def median(tallies: Sequence[Tally]) -> Tally:
+    def median(tallies: Sequence[CostTally]) -> CostTally:
         """Median of repeated tallies; the first is a warm-up and does not count unless it is the only tally.
 
         A mean would be distorted by a single repetition on a busy machine.
@@ -120,7 +120,7 @@ def _out_of_place(packet: Any) -> Any:
     return getattr(torch.ops.aten, name.rstrip("_"), packet) if name.endswith("_") else packet
 
 
-class Recorder(TorchDispatchMode):
+class OpRecorder(TorchDispatchMode):
     """Tally of the operations that run inside the context, with encoding and decoding counted separately.
 
     Args:
@@ -130,7 +130,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, device: Device) -> None:
         super().__init__()
         self.device = device
-        self.tally = Tally()
+        self.tally = CostTally()
         self.ledger: Ledger = _ToldLedger(self)
         self.coding = 0
 
@@ -149,16 +149,16 @@ class Recorder(TorchDispatchMode):
                 self.tally.seconds += seconds
         return out
 
-    def take(self) -> Tally:
+    def take(self) -> CostTally:
         """Return the tally since the last call."""
-        tally, self.tally = self.tally, Tally()
+        tally, self.tally = self.tally, CostTally()
         return tally
 
 
 class _ToldLedger(Ledger):
     """A ledger that reports coding and traffic to a recorder."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: OpRecorder) -> None:
         super().__init__()
         self.recorder = recorder
 
@@ -193,7 +193,7 @@ class DryGroup(Group):
     def __init__(
         self,
         size: int,
-        recorder: Recorder,
+        recorder: OpRecorder,
         nodes: int = 0,
         level: Level = Level.ALL,
         of_experts: bool = False,
@@ -210,11 +210,11 @@ class DryGroup(Group):
             across = DryGroup(nodes, recorder, level=Level.ACROSS, of_experts=of_experts, stride=each)
             self.split = NodeSplit(positions, node, across)
 
-    def start(self, what: str, sent: int, call: Callable[[], Work | None]) -> Pending:
-        rounds = 2 if what == "all-reduce" else 1
-        nbytes = sent if what == "broadcast" else sent * self.size / (rounds * (self.size - 1))
-        self._record(what, nbytes)
-        return Pending(None, sent, what)
+    def start(self, operation: str, sent: int, call: Callable[[], Work | None]) -> Pending:
+        rounds = 2 if operation == "all-reduce" else 1
+        nbytes = sent if operation == "broadcast" else sent * self.size / (rounds * (self.size - 1))
+        self._record(operation, nbytes)
+        return Pending(None, sent, operation)
 
     def _record(self, kind: str, nbytes: float) -> None:
         self.recorder.tally.collectives.append(Collective(kind, nbytes, self.level, self.of_experts))
@@ -243,8 +243,8 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool =
     return out
 
 
-class DryStand:
-    """A stand for dry runs: the meta device, stand-in groups, and operations timed at a device's rates.
+class DryBackend:
+    """A backend for dry runs: the meta device, stand-in groups, and operations timed at a device's rates.
 
     Args:
         device: device whose rates apply.
@@ -260,16 +260,18 @@ class DryStand:
 
     def recorder(self) -> Any:
         """A new recorder of the costs of the code inside its context."""
-        return Recorder(self.device)
+        return OpRecorder(self.device)
 
     def group(self, size: int, recorder: Any, nodes: int = 0) -> Group:
         """A stand-in group, split over nodes."""
         return DryGroup(size, recorder, nodes)
 
-    def experts(self, size: int, recorder: Any, plan: CompressionPlan, spread: Spread, folded: bool) -> ExpertComm:
+    def experts(
+        self, size: int, recorder: Any, plan: CompressionPlan, expert_load: ExpertLoad, folded: bool
+    ) -> ExpertComm:
         """The expert-parallel points of a stand-in group."""
-        group = DryGroup(size, recorder, spread.nodes, of_experts=True)
-        return DryExpertComm(group, recorder.ledger, plan, spread.imbalance, folded)
+        group = DryGroup(size, recorder, expert_load.nodes, of_experts=True)
+        return DryExpertComm(group, recorder.ledger, plan, expert_load.imbalance, folded)
 
     def fill(self, x: Tensor) -> Tensor:
         """Do nothing: meta tensors have no contents."""

@@ -13,7 +13,7 @@ from megatron.config.recompute import RecomputeConfig
 from megatron.parallel.pipeline.schedule import PipelineOp, epilogue, training_schedule
 from megatron.planner.choice import Choice
 from megatron.planner.costs import INNER_POINTS, TP_POINTS, Wires
-from megatron.planner.dry_run import Tally
+from megatron.planner.dry_run import CostTally
 from megatron.planner.piece_costs import EMBEDDING, HEAD
 from megatron.planner.stages import Stages, sent_bytes
 
@@ -141,7 +141,7 @@ def traffic(stages: Stages, choice: Choice, wires: Wires) -> dict[str, float]:
         by_point[Point.PARAM_GATHER.value] = sum(
             book.gathered(choice, -(-elements // size), rank).nbytes * (size - 1) / choice.pp
             for rank in range(choice.pp)
-            for elements, size in stages.parts(choice, rank)
+            for elements, size in stages.count_replicas(choice, rank)
         )
     for rank in range(choice.pp):
         exchanged = sum(work.to_replicas + work.to_tensors for work in stages.matrices(choice, rank))
@@ -149,7 +149,7 @@ def traffic(stages: Stages, choice: Choice, wires: Wires) -> dict[str, float]:
     return {point: nbytes for point, nbytes in by_point.items() if nbytes}
 
 
-def _inner(stages: Stages, choice: Choice, of: Callable[[Tally], Mapping[Point, int]], point: Point) -> float:
+def _inner(stages: Stages, choice: Choice, of: Callable[[CostTally], Mapping[Point, int]], point: Point) -> float:
     """Bytes of a point summed over all ranks' layers, micro-batches, forward and backward; ``of`` selects the tally."""
     total = 0.0
     for rank in range(choice.pp):

@@ -13,7 +13,7 @@ from megatron.planner.predict import Predictor
 
 
 @dataclass(frozen=True)
-class Growth:
+class GrowingLengths:
     """Iteration times of a run with growing sequences.
 
     Args:
@@ -40,7 +40,7 @@ class Growth:
         )
 
 
-def growth(predictor: Predictor, choice: Choice) -> Growth | None:
+def growth(predictor: Predictor, choice: Choice) -> GrowingLengths | None:
     """Predict the steps of a choice with growing sequences; None where they do not grow.
 
     The step time is assumed to be quadratic in the sequence length, like the number of operations.
@@ -64,4 +64,4 @@ def growth(predictor: Predictor, choice: Choice) -> Growth | None:
         for length, begin, end in zip(lengths.lengths, lengths.first, ends, strict=True)
         if end > begin
     )
-    return Growth(low, full, seconds[low], seconds[full], iterations, spent / iterations)
+    return GrowingLengths(low, full, seconds[low], seconds[full], iterations, spent / iterations)

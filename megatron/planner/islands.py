@@ -169,7 +169,7 @@ class OuterCosts:
         shares = []
         for stage in range(choice.pp):
             duplicates = self._tied(choice) if stage == choice.pp - 1 else 0
-            for elements, replicas in self.stages.parts(choice, stage):
+            for elements, replicas in self.stages.count_replicas(choice, stage):
                 nbytes = (elements - duplicates) * self.stages.grad_bytes / replicas
                 shares.append(Share(ALL, stage, Collective("all-reduce", nbytes)))
                 duplicates = 0
@@ -263,7 +263,9 @@ class OuterCosts:
 
     def _told_on(self, choice: Choice, stage: int, fragments: int, wires: Wires) -> float:
         stages, seconds = self.stages, 0.0
-        for (elements, size), wire in zip(stages.parts(choice, stage), (wires.dp, wires.expert_dp), strict=False):
+        for (elements, size), wire in zip(
+            stages.count_replicas(choice, stage), (wires.dp, wires.expert_dp), strict=False
+        ):
             nbytes = elements * self.width / fragments
             seconds += wire.collective("broadcast", nbytes, size)
             if choice.sharded:

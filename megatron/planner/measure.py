@@ -29,9 +29,9 @@ from megatron.kernels.products import product
 from megatron.parallel.data.buffer import replaces_grads
 from megatron.parallel.expert.dispatcher import ExpertComm
 from megatron.planner.choice import Choice, choice_of
-from megatron.planner.cluster import CODING, PARTS, Cluster, Device, LinkSpec
+from megatron.planner.cluster import CODING, STEP_PARTS, Cluster, Device, LinkSpec
 from megatron.planner.costs import STEADY, TP_POINTS, planned, wires_of
-from megatron.planner.dry_run import DryStand, Spread, Tally
+from megatron.planner.dry_run import CostTally, DryBackend, ExpertLoad
 from megatron.planner.piece_costs import kind_of, piece_of
 from megatron.planner.pieces import Pieces, message
 from megatron.planner.stages import Stages
@@ -50,8 +50,8 @@ _UPDATE_ELEMENTS = 1 << 24
 """Maximum number of parameters in the timed optimizer step."""
 
 
-class ComputeMeter:
-    """A meter of wall-clock time; time spent neither coding nor waiting counts as computing.
+class ComputeTimer:
+    """A timer of wall-clock time; time spent neither coding nor waiting counts as computing.
 
     Args:
         device: the device to synchronize and time.
@@ -62,7 +62,7 @@ class ComputeMeter:
         self.synchronize = self.ledger.clock.synchronize
         self._start = 0.0
 
-    def __enter__(self) -> ComputeMeter:
+    def __enter__(self) -> ComputeTimer:
         self._restart()
         return self
 
@@ -74,18 +74,18 @@ class ComputeMeter:
         self.ledger.clear()
         self._start = time.perf_counter()
 
-    def take(self) -> Tally:
+    def take(self) -> CostTally:
         """Return the times since the last call."""
         self.synchronize()
         spent = time.perf_counter() - self._start
         accounts = self.ledger.accounts.values()
         coding, waited = sum(account.coded_s for account in accounts), sum(account.waited_s for account in accounts)
         self._restart()
-        return Tally(spent - coding - waited, coding, waited)
+        return CostTally(spent - coding - waited, coding, waited)
 
 
-class LiveStand(DryStand):
-    """A stand that runs pieces on a real device.
+class LiveBackend(DryBackend):
+    """A backend that runs pieces on a real device.
 
     Args:
         device: torch's device.
@@ -100,9 +100,9 @@ class LiveStand(DryStand):
         self.repeats = repeats
         self.tp = tp
 
-    def recorder(self) -> ComputeMeter:
-        """A new meter."""
-        return ComputeMeter(self.torch_device)
+    def recorder(self) -> ComputeTimer:
+        """A new timer."""
+        return ComputeTimer(self.torch_device)
 
     def group(self, size: int, recorder: Any, nodes: int = 0) -> Group:
         """The group of the tensor-parallel ranks, or of this process alone; not split by node."""
@@ -110,7 +110,9 @@ class LiveStand(DryStand):
             return self.tp
         return Group(None, (0,), 0, "this process", "none")
 
-    def experts(self, size: int, recorder: Any, plan: CompressionPlan, spread: Spread, folded: bool) -> ExpertComm:
+    def experts(
+        self, size: int, recorder: Any, plan: CompressionPlan, expert_load: ExpertLoad, folded: bool
+    ) -> ExpertComm:
         """Expert points of this process alone: it holds its experts, and the router chooses by token contents."""
         return ExpertComm(self.group(1, recorder), recorder.ledger, plan)
 
@@ -131,17 +133,17 @@ def rate_of(run: Callable[[], object], synchronize: Callable[[], None]) -> float
     return count / (time.perf_counter() - start)
 
 
-def measure_device(dtype: torch.dtype, stand: LiveStand) -> Device:
+def measure_device(dtype: torch.dtype, backend: LiveBackend) -> Device:
     """Measure the rates of this process's device.
 
     Args:
         dtype: dtype of the training.
         stand: stand of the device.
     """
-    device, synchronize = stand.torch_device, stand.recorder().synchronize
+    device, synchronize = backend.torch_device, backend.recorder().synchronize
     cuda = device.type == "cuda"
     side = 8192 if cuda else 1024
-    a, b = (stand.fill(torch.empty((side, side), dtype=dtype, device=device)) for _ in range(2))
+    a, b = (backend.fill(torch.empty((side, side), dtype=dtype, device=device)) for _ in range(2))
     products = rate_of(lambda: product(a, b), synchronize)
     large = torch.zeros((1 << 28) if cuda else (1 << 23), device=device)
     other = torch.empty_like(large)
@@ -170,34 +172,36 @@ class Corrections:
         config: resolved configuration.
         vocab_size: entries of the vocabulary.
         choice: the layout; its compressors are ignored.
-        cluster: measured rates of the stand's devices and links.
+        cluster: measured rates of the backend's devices and links.
         stand: stand that measures real times.
     """
 
-    def __init__(self, config: RunConfig, vocab_size: int, choice: Choice, cluster: Cluster, stand: LiveStand) -> None:
+    def __init__(
+        self, config: RunConfig, vocab_size: int, choice: Choice, cluster: Cluster, backend: LiveBackend
+    ) -> None:
         self.config = config
         self.vocab_size = vocab_size
         self.choice = dataclasses.replace(choice, specs=())
         self.device = cluster.device
-        self.stand = stand
+        self.backend = backend
         self.stages = Stages(config, cluster, vocab_size)
         self.book = self.stages.book
         self.layer = piece_of(config.model, 0)
 
-    def _pieces(self, specs: Mapping[Point, Spec], stand: DryStand) -> Pieces:
+    def _pieces(self, specs: Mapping[Point, Spec], backend: DryBackend) -> Pieces:
         plan = CompressionPlan(specs, 0, self.choice.pp)
         plan.begin_step(STEADY)
-        return Pieces(self.choice.configure(self.config), self.vocab_size, stand, plan, STEADY)
+        return Pieces(self.choice.configure(self.config), self.vocab_size, backend, plan, STEADY)
 
     def of_parts(self) -> dict[str, float]:
-        """Measure the factor of each part of ``PARTS``, by name."""
+        """Measure the factor of each part of ``STEP_PARTS``, by name."""
         factors: dict[str, float] = {}
         names = self.stages.names
         for name in names:
             kind = kind_of(name)
             if f"{kind} forward" in factors:
                 continue
-            dry, real = self.book.piece(self.choice, name), self._pieces({}, self.stand).piece(name)
+            dry, real = self.book.piece(self.choice, name), self._pieces({}, self.backend).piece(name)
             factors[f"{kind} forward"] = real.forward.seconds / dry.forward.seconds
             factors[f"{kind} backward"] = real.backward.seconds / dry.backward.seconds
             if name == self.layer and self.choice.tp > 1:
@@ -206,18 +210,18 @@ class Corrections:
         elements = self.book.piece(self.choice, self.layer).parameters * self.config.model.num_layers
         elements = min(elements, _UPDATE_ELEMENTS)
         computed = elements * 36 / (self.device.memory_gbyte_per_s * 1e9)
-        factors["optimizer"] = _update_seconds(elements, self.stand) / computed
+        factors["optimizer"] = _update_seconds(elements, self.backend) / computed
         return factors
 
     def of_coding(self, text: str) -> float:
         """Measure the factor of a compressor's encoding and decoding."""
         ((point, spec),) = self.book.specs(dataclasses.replace(self.choice, specs=(text,))).items()
-        dry = planned((text,), lambda: self._coding_s(point, spec, DryStand(self.device)))
-        real = self._coding_s(point, spec, self.stand)
+        dry = planned((text,), lambda: self._coding_s(point, spec, DryBackend(self.device)))
+        real = self._coding_s(point, spec, self.backend)
         return real / dry if dry and real else 1.0
 
-    def _coding_s(self, point: Point, spec: Spec, stand: DryStand) -> float:
-        pieces = self._pieces({point: spec}, stand)
+    def _coding_s(self, point: Point, spec: Spec, backend: DryBackend) -> float:
+        pieces = self._pieces({point: spec}, backend)
         if point in TP_POINTS:
             piece = pieces.piece(self.layer)
             return piece.forward.coding_s + piece.backward.coding_s
@@ -232,24 +236,24 @@ class Corrections:
             # One row for each expert of a token; the number of rows per rank hardly affects the speed.
             shape = (model.moe_router_topk * model.seq_length * keys, 1, model.hidden_size)
         dtype = model.residual_dtype(self.config.precision.params_dtype)
-        sent = message(pieces.plan.codec(point), torch.Size(shape), dtype, stand, keys, self.vocab_size)
+        sent = message(pieces.plan.codec(point), torch.Size(shape), dtype, backend, keys, self.vocab_size)
         return sent.encode_s + sent.decode_s
 
 
-def _update_seconds(elements: int, stand: LiveStand) -> float:
+def _update_seconds(elements: int, backend: LiveBackend) -> float:
     """Seconds of Adam's update, the norm of fp32 gradients, and clearing them where training does."""
-    parameter = stand.fill(torch.empty(elements, device=stand.torch_device)).requires_grad_()
-    parameter.grad = stand.fill(torch.empty_like(parameter))
+    parameter = backend.fill(torch.empty(elements, device=backend.torch_device)).requires_grad_()
+    parameter.grad = backend.fill(torch.empty_like(parameter))
     inner = torch.optim.AdamW([parameter], lr=1e-3, fused=True)
     gradient = parameter.grad
 
     def step() -> None:
         finite_norm(gradient)
         inner.step()
-        if not replaces_grads(stand.torch_device):
+        if not replaces_grads(backend.torch_device):
             gradient.zero_()
 
-    return 1.0 / rate_of(step, stand.recorder().synchronize)
+    return 1.0 / rate_of(step, backend.recorder().synchronize)
 
 
 def measure_links(topology: Topology, ranks_per_node: int) -> dict[str, float]:
@@ -312,16 +316,16 @@ def measure_all(
     if topology is None:
         torch_device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         choice = Choice(1, 1, 1, micro_batch=config.training.micro_batch_size)
-        stand, values = LiveStand(torch_device), {}
+        backend, values = LiveBackend(torch_device), {}
     else:
-        choice, stand = choice_of(config, topology.layout.world_size), LiveStand(topology.device, topology.tp)
+        choice, backend = choice_of(config, topology.layout.world_size), LiveBackend(topology.device, topology.tp)
         values = measure_links(topology, ranks_per_node)
-    device = measure_device(config.precision.params_dtype, stand)
+    device = measure_device(config.precision.params_dtype, backend)
     # All ranks use the same rates, so that their corrections can be averaged.
     values |= _means({name: float(getattr(device, name)) for name in RATES}, topology)
     world = topology.layout.world_size if topology is not None else 1
     cluster = described(values, Cluster(gpus=world, gpus_per_node=ranks_per_node, device=device))
-    corrections = Corrections(config, vocab_size, choice, cluster, stand)
+    corrections = Corrections(config, vocab_size, choice, cluster, backend)
     values |= corrections.of_parts()
     values |= {CODING + text: corrections.of_coding(text) for text in specs}
     return _means(values, topology)
@@ -335,27 +339,27 @@ def _means(values: dict[str, float], topology: Topology | None) -> dict[str, flo
     return dict(zip(values, rows.nanmean(dim=0).tolist(), strict=True))
 
 
-def described(found: Mapping[str, float], base: Cluster) -> Cluster:
+def described(measured: Mapping[str, float], base: Cluster) -> Cluster:
     """Return ``base`` with the measured values filled in; the rate of matrix products is taken as the peak.
 
     Args:
-        found: the measured values.
+        measured: the measured values.
         base: the source of values that were not measured: names, sizes, links and corrections.
     """
 
     def link(side: str, default: LinkSpec) -> LinkSpec:
-        return LinkSpec(found[f"{side}_gbit"], found[f"{side}_us"]) if f"{side}_gbit" in found else default
+        return LinkSpec(measured[f"{side}_gbit"], measured[f"{side}_us"]) if f"{side}_gbit" in measured else default
 
-    corrections = {name: value for name, value in found.items() if name in PARTS or name.startswith(CODING)}
+    corrections = {name: value for name, value in measured.items() if name in STEP_PARTS or name.startswith(CODING)}
     corrections = {**base.corrections, **corrections}
     return dataclasses.replace(
         base,
         device=dataclasses.replace(
             base.device,
-            peak_tflops=found["peak_tflops"],
+            peak_tflops=measured["peak_tflops"],
             efficiency=1.0,
-            memory_gbyte_per_s=found["memory_gbyte_per_s"],
-            op_us=found["op_us"],
+            memory_gbyte_per_s=measured["memory_gbyte_per_s"],
+            op_us=measured["op_us"],
         ),
         inside=link("inside", base.inside),
         across=link("across", base.across),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron.config.model import ModelConfig
 from megatron.parallel.data.buffer import NamedParam
-from megatron.planner.dry_run import Collective, Tally
+from megatron.planner.dry_run import Collective, CostTally
 
 EMBEDDING, LAYER, HEAD = "embedding", "layer", "head"
 EXPERTS = "experts"
@@ -65,8 +65,8 @@ class PieceCost:
         params: the parameters in forward order, on the meta device in a dry run.
     """
 
-    forward: Tally
-    backward: Tally
+    forward: CostTally
+    backward: CostTally
     saved_bytes: float
     working_bytes: float
     parameters: int

@@ -29,11 +29,11 @@ from megatron.parallel.data.tied_embedding import EmbeddingSync
 from megatron.parallel.tensor.collectives import TensorComm
 from megatron.parallel.tensor.embedding import VocabShard
 from megatron.parallel.tensor.shards import collect_specs
-from megatron.planner.dry_run import DryStand, SavedTensors, Spread, Tally
+from megatron.planner.dry_run import CostTally, DryBackend, ExpertLoad, SavedTensors
 from megatron.planner.piece_costs import EMBEDDING, HEAD, MessageCost, PieceCost, ReductionCost, piece_of
 
 
-def _part(model: ModelConfig, name: str) -> StagePart:
+def _stage_part(model: ModelConfig, name: str) -> StagePart:
     """The part of the model for a piece; for a layer, the first of its kind."""
     layers = [layer for layer in range(model.num_layers) if piece_of(model, layer) == name][:1]
     of_layer = range(layers[0], layers[0] + 1) if layers else range(0)
@@ -42,12 +42,12 @@ def _part(model: ModelConfig, name: str) -> StagePart:
 
 @dataclass
 class _Built:
-    """A built piece with its meter."""
+    """A built piece with its recorder."""
 
     stage: Stage
     buffer: FlatBuffer
-    meter: Any
-    stand: DryStand
+    recorder: Any
+    backend: DryBackend
     config: RunConfig
 
 
@@ -67,67 +67,67 @@ class Pieces:
         self,
         config: RunConfig,
         vocab_size: int,
-        stand: DryStand,
+        backend: DryBackend,
         plan: CompressionPlan,
         iteration: int,
-        spread: Spread | None = None,
+        expert_load: ExpertLoad | None = None,
     ) -> None:
         # Fused dropout costs little, and the meta device would trace the CPU implementation.
         quiet = dataclasses.replace(config.model, attention_dropout=0.0, hidden_dropout=0.0)
         self.config = dataclasses.replace(config, model=quiet)
         self.vocab_size = vocab_size
-        self.stand = stand
+        self.backend = backend
         self.plan = plan
         self.iteration = iteration
-        self.spread = spread or Spread()
+        self.expert_load = expert_load or ExpertLoad()
 
     def _build(
         self,
         name: str,
         recompute: RecomputeConfig,
         shares: int = 1,
-        own: bool | None = None,
+        experts_only: bool | None = None,
         exact: bool = False,
     ) -> _Built | None:
         """Build a piece with a gradient buffer; None without matching parameters.
 
-        The buffer holds all parameters, or with ``own`` only expert parameters that not all replicas hold (True) or
-        the others (False). Gradients are at least fp32 where ``exact``.
+        The buffer holds all parameters, or by ``experts_only`` the expert parameters that not all replicas hold (True)
+        or the others (False). Gradients are at least fp32 where ``exact``.
         """
-        config, meter = self.config, self.stand.recorder()
+        config, recorder = self.config, self.backend.recorder()
         tp = config.parallel.tensor_model_parallel_size
         ep = config.parallel.expert_model_parallel_size
         comm = TensorComm(
-            self.stand.group(tp, meter),
-            meter.ledger,
+            self.backend.group(tp, recorder),
+            recorder.ledger,
             self.plan,
             sequence_parallel=config.parallel.sequence_parallel,
             asynchronous=config.parallel.async_tensor_model_parallel_allreduce,
         )
-        expert_comm = self.stand.experts(ep, meter, self.plan, self.spread, config.parallel.folds_experts)
+        expert_comm = self.backend.experts(ep, recorder, self.plan, self.expert_load, config.parallel.folds_experts)
         comm.begin_step(self.iteration)
         expert_comm.begin_step(self.iteration)
         padded = padded_vocab_size(self.vocab_size, config.model.make_vocab_size_divisible_by, tp)
         shard = VocabShard(self.vocab_size, padded, comm)
         dtype = config.precision.params_dtype
-        stage_part = _part(config.model, name)
-        rank = RankContext(config.model, comm, self.stand.torch_device, dtype, recompute, expert_comm)
+        stage_part = _stage_part(config.model, name)
+        rank = RankContext(config.model, comm, self.backend.torch_device, dtype, recompute, expert_comm)
         stage = make_stage(rank, stage_part, shard)
         params = named_params(collect_specs(stage), stage)
-        if own is not None:
-            params = [param for param in params if (ep > 1 and param[2].of_expert) is own]
-        if not params and own is not None:
+        if experts_only is not None:
+            params = [param for param in params if (ep > 1 and param[2].of_expert) is experts_only]
+        if not params and experts_only is not None:
             return None
         buffer = FlatBuffer(
             params,
             main_grad_dtype(dtype, exact or config.parallel.accumulate_allreduce_grads_in_fp32),
-            self.stand.group(shares, meter),
+            self.backend.group(shares, recorder),
             None,
             sharded=shares > 1,
             tensor_parallel=tp > 1,
         )
-        self.stand.fill(buffer.params_flat)
-        return _Built(stage, buffer, meter, self.stand, config)
+        self.backend.fill(buffer.params_flat)
+        return _Built(stage, buffer, recorder, self.backend, config)
 
     def piece(self, name: str) -> PieceCost:
         """Run forward and backward of a piece."""
@@ -160,7 +160,7 @@ class Pieces:
         fused: bool = False,
         replicas: int = 2,
         nodes: int = 0,
-        own: bool | None = None,
+        experts_only: bool | None = None,
         point: Point = Point.DP_GRAD,
     ) -> ReductionCost:
         """Run the reduction of a piece's gradients over replicas, in an ordinary step past all warm-ups.
@@ -171,26 +171,29 @@ class Pieces:
             fused: the tied embedding is reduced elsewhere.
             replicas: replicas in the reduction.
             nodes: number of nodes of the replicas, for two-level sums.
-            own: reduce only expert parameters that not all replicas hold (True), or the others (False); None for all.
+            experts_only: reduce only expert parameters that not all replicas hold (True), or the others (False);
+                None for all.
             point: point of the reduction: gradients, or pseudo-gradients over islands (``OUTER``).
         """
-        built = self._build(name, RecomputeConfig(), replicas if sharded else 1, own, exact=point is Point.OUTER)
+        built = self._build(
+            name, RecomputeConfig(), replicas if sharded else 1, experts_only, exact=point is Point.OUTER
+        )
         if built is None:
             return ReductionCost()
-        meter = built.meter
-        group = self.stand.group(replicas, meter, nodes)
+        recorder = built.recorder
+        group = self.backend.group(replicas, recorder, nodes)
         buckets = [reduced_bucket(built.buffer, bucket, fused) for bucket in built.buffer.buckets]
-        reducer = GradReducer(buckets, group, self.plan, meter.ledger, sharded, point)
-        first_tallies: list[Tally] = []
-        later_tallies: list[Tally] = []
-        for step in range(1 + self.stand.repeats):
-            self.stand.fill(built.buffer.grads_flat)
-            with meter:
+        reducer = GradReducer(buckets, group, self.plan, recorder.ledger, sharded, point)
+        first_tallies: list[CostTally] = []
+        later_tallies: list[CostTally] = []
+        for step in range(1 + self.backend.repeats):
+            self.backend.fill(built.buffer.grads_flat)
+            with recorder:
                 reducer.begin_step(self.iteration + step, 1.0, reducer.compressor.finalizes)
                 reducer.launch()
-                first_tallies.append(meter.take())
+                first_tallies.append(recorder.take())
                 reducer.finish_reduction(True)
-                later_tallies.append(meter.take())
+                later_tallies.append(recorder.take())
             if reducer.wants_update:
                 reducer.observe()
             for units in reducer.units:
@@ -198,7 +201,7 @@ class Pieces:
                     unit.state.commit()
                     # Skip the check that all ranks chose alike: it reads the choice, which does not exist here.
                     unit.state.counters.pop("unchecked", None)
-        first, later = Tally.median(first_tallies), Tally.median(later_tallies)
+        first, later = CostTally.median(first_tallies), CostTally.median(later_tallies)
         states = [unit.state for units in reducer.units for unit in units]
         return ReductionCost(
             tuple(collectives for collectives in (tuple(first.collectives), tuple(later.collectives)) if collectives),
@@ -218,24 +221,24 @@ class Pieces:
             replicas: number of holders in the all-reduce.
             nodes: number of nodes of the holders, for two-level sums.
         """
-        meter = self.stand.recorder()
-        sync = EmbeddingSync(self.stand.group(replicas, meter, nodes), self.plan, meter.ledger)
+        recorder = self.backend.recorder()
+        sync = EmbeddingSync(self.backend.group(replicas, recorder, nodes), self.plan, recorder.ledger)
         dtype = main_grad_dtype(
             self.config.precision.params_dtype, self.config.parallel.accumulate_allreduce_grads_in_fp32
         )
-        grad = torch.empty(elements, dtype=dtype, device=self.stand.torch_device)
-        tallies: list[Tally] = []
-        for step in range(1 + self.stand.repeats):
-            self.stand.fill(grad)
+        grad = torch.empty(elements, dtype=dtype, device=self.backend.torch_device)
+        tallies: list[CostTally] = []
+        for step in range(1 + self.backend.repeats):
+            self.backend.fill(grad)
             sync.begin_step(self.iteration + step)
-            with meter:
+            with recorder:
                 sync.all_reduce(grad, shape, 1.0)
-                tallies.append(meter.take())
+                tallies.append(recorder.take())
             if sync.wants_update:
                 sync.observe(grad, shape)
             sync.state.commit()
             sync.state.counters.pop("unchecked", None)
-        tally = Tally.median(tallies)
+        tally = CostTally.median(tallies)
         coding = tally.coding_s + tally.seconds
         return ReductionCost((tuple(tally.collectives),), coding, state_bytes=state_bytes(sync.state))
 
@@ -249,7 +252,7 @@ def _own_parameters(built: _Built) -> int:
 
 
 def message(
-    codec: Codec, shape: torch.Size, dtype: torch.dtype, stand: DryStand, keys: int = 1, vocab_size: int = 1
+    codec: Codec, shape: torch.Size, dtype: torch.dtype, backend: DryBackend, keys: int = 1, vocab_size: int = 1
 ) -> MessageCost:
     """Run a message through a codec, in the steady state in which its content has been sent before.
 
@@ -260,7 +263,7 @@ def message(
         keys: number of samples in the message.
         vocab_size: entries of the vocabulary of the samples' tokens.
     """
-    meter, device = stand.recorder(), stand.torch_device
+    recorder, device = backend.recorder(), backend.torch_device
     sender, receiver = CompressorState(), CompressorState()
     key = SampleKey(range(keys))
     if codec.traits.tokens:
@@ -268,25 +271,25 @@ def message(
         key.vocab_size = vocab_size
     wide = dtype if codec.traits.exact or dtype == torch.float64 else torch.float32
     nbytes = 0.0
-    encodes: list[Tally] = []
-    decodes: list[Tally] = []
-    for _ in range(1 + stand.repeats):
-        x = stand.fill(torch.empty(shape, dtype=dtype, device=device))
+    encodes: list[CostTally] = []
+    decodes: list[CostTally] = []
+    for _ in range(1 + backend.repeats):
+        x = backend.fill(torch.empty(shape, dtype=dtype, device=device))
         received = codec.empty_payload(shape, wide, device, receiver, key)
-        with meter:
+        with recorder:
             payload = codec.encode(x.to(wide), sender, key)
-            encodes.append(meter.take())
+            encodes.append(recorder.take())
             received.wire.copy_(payload.wire)
-            meter.take()
+            recorder.take()
             codec.decode(received, shape, wide, receiver, key).to(dtype)
-            decodes.append(meter.take())
+            decodes.append(recorder.take())
         nbytes = float(payload.nbytes)
         sender.commit()
         receiver.commit()
     kept_bytes = state_bytes(sender) + state_bytes(receiver)
     remembered = sum(num_bytes(tensor) for tensor in receiver.portable().values()) - state_bytes(receiver)
     return MessageCost(
-        nbytes, Tally.median(encodes).seconds, Tally.median(decodes).seconds, kept_bytes, remembered / keys
+        nbytes, CostTally.median(encodes).seconds, CostTally.median(decodes).seconds, kept_bytes, remembered / keys
     )
 
 
@@ -295,9 +298,9 @@ def state_bytes(state: CompressorState) -> float:
     return float(sum(num_bytes(tensor) for tensor in state.tensors.values()))
 
 
-def _passes(built: _Built) -> tuple[float, Tally, Tally]:
+def _passes(built: _Built) -> tuple[float, CostTally, CostTally]:
     """Run a piece; return the saved bytes, and the costs of a micro-batch's forward and backward."""
-    config, stage, meter, device = built.config, built.stage, built.meter, built.stand.torch_device
+    config, stage, recorder, device = built.config, built.stage, built.recorder, built.backend.torch_device
     batch, length = config.training.micro_batch_size, config.model.seq_length
     sequence_parts = stage.comm.size if stage.comm.sequence_parallel else 1
     tokens_bs = torch.zeros((batch, length), dtype=torch.int64, device=device)
@@ -306,18 +309,18 @@ def _passes(built: _Built) -> tuple[float, Tally, Tally]:
     segments_bs = None if config.model.causal else tokens_bs
     step = ExpertContext(0, torch.ones((), device=device), {}, {}) if config.model.has_experts else None
     context = ForwardContext(
-        segment_ids_bs=segments_bs, types_bs=tokens_bs, attention=built.stand.attention, experts=step
+        segment_ids_bs=segments_bs, types_bs=tokens_bs, attention=built.backend.attention, experts=step
     )
     dtype = config.model.residual_dtype(stage.dtype)
     activation = torch.empty((length // sequence_parts, batch, config.model.hidden_size), dtype=dtype, device=device)
-    x: Tensor = tokens_bs if stage.stage_part.first else built.stand.fill(activation).requires_grad_()
-    forwards: list[Tally] = []
-    backwards: list[Tally] = []
+    x: Tensor = tokens_bs if stage.stage_part.first else built.backend.fill(activation).requires_grad_()
+    forwards: list[CostTally] = []
+    backwards: list[CostTally] = []
     saved = SavedTensors()
-    for _ in range(built.stand.repeats):
+    for _ in range(built.backend.repeats):
         saved = SavedTensors(built.buffer.params_flat, tokens_bs, weights_bs)
         hooks = torch.autograd.graph.saved_tensors_hooks(saved.add, lambda tensor: tensor)
-        with meter:
+        with recorder:
             with hooks:
                 if stage.stage_part.last:
                     out = stage.loss(x, targets).objective
@@ -325,7 +328,7 @@ def _passes(built: _Built) -> tuple[float, Tally, Tally]:
                     out = stage(x, context)
             if stage.stage_part.layers:
                 saved.add(x)
-            forwards.append(meter.take())
+            forwards.append(recorder.take())
             torch.autograd.backward(out, torch.ones_like(out))
-            backwards.append(meter.take())
-    return float(saved.nbytes), Tally.median(forwards), Tally.median(backwards)
+            backwards.append(recorder.take())
+    return float(saved.nbytes), CostTally.median(forwards), CostTally.median(backwards)

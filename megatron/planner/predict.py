@@ -125,7 +125,7 @@ class Predictor(Stages):
             "compute": time.busy - exposed - tp_coding - experts,
             "tensor parallel": exposed,
             "expert parallel": experts,
-            "pipeline": time.waiting,
+            "pipeline": time.waiting_s,
             "coding": time.coding + tp_coding + stage.coding_s + embedding_s,
             "gradients": synced[slowest] - time.end - stage.coding_s - embedding_s,
             "optimizer": seconds - synced[slowest] - gather,
@@ -244,7 +244,7 @@ class Predictor(Stages):
         if not choice.sharded:
             return 0.0
         seconds = 0.0
-        for (elements, size), wire in zip(self.parts(choice, rank), (wires.dp, wires.expert_dp), strict=False):
+        for (elements, size), wire in zip(self.count_replicas(choice, rank), (wires.dp, wires.expert_dp), strict=False):
             share = self.book.gathered(choice, -(-elements // size), rank)
             coding = (share.encode_s + size * share.decode_s) * self.book.coding(choice, Point.PARAM_GATHER)
             seconds += (coding + wire.collective("all-gather", share.nbytes * size, size)) if size > 1 else 0.0

@@ -88,11 +88,11 @@ def table(predictions: Sequence[Prediction], memory_gib: float) -> str:
     return "\n".join([line(columns), *map(line, rows), f"(a device may fill {memory_gib:.0f} GiB)"])
 
 
-def island_lines(one: Prediction, cluster: Cluster) -> list[str]:
+def island_lines(prediction: Prediction, cluster: Cluster) -> list[str]:
     """Additional lines for a prediction with islands, and the command that starts the first island."""
-    plan, choice = one.outer, one.choice
+    plan, choice = prediction.outer, prediction.choice
     assert plan is not None
-    inner = one.seconds - plan.mean_in_step_s - plan.mean_rounds_s
+    inner = prediction.seconds - plan.mean_in_step_s - plan.mean_rounds_s
     hidden = f", of {plan.transfer_s:.3f} s of transfers" if plan.transfer_s else ""
     return [
         f"  islands {plan.in_step:,} iterations in step of {inner + plan.in_step_s:.3f} s, then {plan.local:,} of "
@@ -124,30 +124,30 @@ def unset(choice: Choice, config: RunConfig) -> list[str]:
     return unset_names
 
 
-def breakdown(one: Prediction, cluster: Cluster, config: RunConfig | None = None) -> str:
+def breakdown(prediction: Prediction, cluster: Cluster, config: RunConfig | None = None) -> str:
     """Format the breakdown of a prediction: time, memory, traffic, and the flags that select it.
 
     Args:
-        one: the prediction.
+        prediction: the prediction.
         cluster: the cluster of the prediction.
         config: the user's configuration to which the flags are added; None where it already selects this choice.
     """
-    time_shares = _shares(one.parts, one.seconds, lambda seconds: f"{seconds:.3f} s")
-    memory = _shares(one.memory, one.memory_bytes, lambda nbytes: f"{nbytes / 2**30:.2f} GiB")
+    time_shares = _shares(prediction.parts, prediction.seconds, lambda seconds: f"{seconds:.3f} s")
+    memory = _shares(prediction.memory, prediction.memory_bytes, lambda nbytes: f"{nbytes / 2**30:.2f} GiB")
     lines = [
-        f"  time    {one.seconds:.3f} s an iteration: {time_shares}",
-        f"  memory  {one.memory_bytes / 2**30:.1f} GiB on the fullest device: {memory}",
+        f"  time    {prediction.seconds:.3f} s an iteration: {time_shares}",
+        f"  memory  {prediction.memory_bytes / 2**30:.1f} GiB on the fullest device: {memory}",
     ]
-    for point, nbytes in one.sent.items():
-        across_bytes = one.across.get(point, 0.0)
+    for point, nbytes in prediction.sent.items():
+        across_bytes = prediction.across.get(point, 0.0)
         location = f"{across_bytes / 1e6:,.1f} MB of it across nodes" if across_bytes else "inside nodes"
         lines.append(f"  bytes   {point}: {nbytes / 1e6:,.1f} MB a device and iteration, {location}")
-    if one.outer is not None:
-        lines += island_lines(one, cluster)
-    if any(not spec.startswith("embedding=fused") for spec in one.choice.specs):
+    if prediction.outer is not None:
+        lines += island_lines(prediction, cluster)
+    if any(not spec.startswith("embedding=fused") for spec in prediction.choice.specs):
         lines.append(f"  loss    {_LOSS}")
-    lines.append(f"  flags   {flags(one.choice)}")
-    left_out = [] if config is None else unset(one.choice, config)
+    lines.append(f"  flags   {flags(prediction.choice)}")
+    left_out = [] if config is None else unset(prediction.choice, config)
     if left_out:
         lines.append(f"          without what the file says of {', '.join(left_out)} (--write leaves it out)")
     return "\n".join(lines)

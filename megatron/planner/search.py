@@ -205,7 +205,7 @@ def search(
     while queue:
         bound, _, choice = heapq.heappop(queue)
         # Seconds that a layout must undercut to be among the fastest.
-        most = sorted(known.seconds for known in best.values())[top - 1] if len(best) >= top else math.inf
+        most = sorted(prediction.seconds for prediction in best.values())[top - 1] if len(best) >= top else math.inf
         if bound >= most:
             break
         incumbent = best.get(choice.layout)

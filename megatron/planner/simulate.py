@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.parallel.pipeline.schedule import PipelineOp, training_schedule
 
-_WHOLE = 1024
+_MAX_FULL_FORWARDS = 1024
 """Maximum number of forward operations in a step that is simulated in full."""
 
 
@@ -49,7 +49,7 @@ class RankTimes:
     coding: float
 
     @property
-    def waiting(self) -> float:
+    def waiting_s(self) -> float:
         """Seconds of waiting for messages."""
         return self.end - self.busy - self.coding
 
@@ -96,7 +96,7 @@ class Pipeline:
 
     def run(self, micro_batches: int) -> list[RankTimes]:
         """Simulate a step; return the times of every rank."""
-        if self.kind == "gpipe" or micro_batches * len(self.forward_s) <= _WHOLE:
+        if self.kind == "gpipe" or micro_batches * len(self.forward_s) <= _MAX_FULL_FORWARDS:
             return self._play(micro_batches)
         return self._lengthened(micro_batches)
 
@@ -107,7 +107,7 @@ class Pipeline:
         pace of the slowest rank. Slightly faster ranks reach that pace late, so the pace is at least the computing and
         coding time of any rank.
         """
-        short, period = max(3 * self.stages + 12, _WHOLE // (2 * len(self.forward_s))), 2 * self.stages
+        short, period = max(3 * self.stages + 12, _MAX_FULL_FORWARDS // (2 * len(self.forward_s))), 2 * self.stages
         if self.chunks > 1:
             short = -(-short // self.stages) * self.stages
         if micro_batches <= short + period:
@@ -170,16 +170,16 @@ class _Flow:
     Args:
         sender, receiver: the ranks.
         queue: messages that have not been transferred yet, in order.
-        left: remaining transfer seconds of the first message at full rate.
+        remaining_s: remaining transfer seconds of the first message at full rate.
         rate: current transfer rate, as a share of an idle link's.
-        since: time at which ``left`` was computed.
+        since: time at which ``remaining_s`` was computed.
         version: number of changes of the rate.
     """
 
     sender: int
     receiver: int
     queue: deque[tuple[Message, Hop]] = field(default_factory=deque)
-    left: float = 0.0
+    remaining_s: float = 0.0
     rate: float = 1.0
     since: float = 0.0
     version: int = 0
@@ -274,7 +274,7 @@ class _Play:
         flow = self.flows.setdefault((number, to), _Flow(number, to))
         flow.queue.append((message, hop))
         if len(flow.queue) == 1:
-            flow.left, flow.since, flow.rate = hop.transfer_s, time, 0.0
+            flow.remaining_s, flow.since, flow.rate = hop.transfer_s, time, 0.0
             self.leaving[number].append(flow)
             self.arriving[to].append(flow)
             self._share(number, to, time)
@@ -284,7 +284,7 @@ class _Play:
         leaving, arriving = self.leaving[sender], self.arriving[receiver]
         flows = [*leaving, *(flow for flow in arriving if flow.sender != sender)]
         for flow in flows:
-            flow.left -= (time - flow.since) * flow.rate
+            flow.remaining_s -= (time - flow.since) * flow.rate
             flow.since = time
             flow.rate = 1.0 / max(len(self.leaving[flow.sender]), len(self.arriving[flow.receiver]))
             self._expect_end(flow)
@@ -292,7 +292,7 @@ class _Play:
     def _expect_end(self, flow: _Flow) -> None:
         flow.version += 1
         version = flow.version
-        self._at(flow.since + max(flow.left, 0.0) / flow.rate, self._end, flow, version)
+        self._at(flow.since + max(flow.remaining_s, 0.0) / flow.rate, self._end, flow, version)
 
     def _end(self, time: float, flow: _Flow, version: int) -> None:
         """Complete the first message of a flow, unless the rate has changed since the event was scheduled."""
@@ -301,7 +301,7 @@ class _Play:
         message, hop = flow.queue.popleft()
         self._arrive(message, hop, time + hop.latency_s)
         if flow.queue:
-            flow.left, flow.since = flow.queue[0][1].transfer_s, time
+            flow.remaining_s, flow.since = flow.queue[0][1].transfer_s, time
             self._expect_end(flow)
             return
         self.leaving[flow.sender].remove(flow)

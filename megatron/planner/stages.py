@@ -179,7 +179,7 @@ class Stages:
         tied = self.book.piece(choice, "embedding").tied_shape
         return total - (math.prod(tied) if tied and choice.pp == 1 else 0)
 
-    def parts(self, choice: Choice, rank: int) -> list[tuple[int, int]]:
+    def count_replicas(self, choice: Choice, rank: int) -> list[tuple[int, int]]:
         """(Number of parameters, number of replicas that hold them) on a pipeline rank: dense parameters on all
         replicas, expert parameters on those with equal experts."""
         contents = self.contents(choice, rank).items()
@@ -189,7 +189,9 @@ class Stages:
 
     def owned(self, choice: Choice, rank: int) -> float:
         """Number of parameters that a device updates: all of them, or its share."""
-        return sum(elements / (replicas if choice.sharded else 1) for elements, replicas in self.parts(choice, rank))
+        return sum(
+            elements / (replicas if choice.sharded else 1) for elements, replicas in self.count_replicas(choice, rank)
+        )
 
     def matrices(self, choice: Choice, rank: int) -> list[MatrixWork]:
         """Muon's work on the parameters of a device, dense and expert parameters apart as in ``parts``; empty for other
@@ -237,7 +239,7 @@ class Stages:
     def stage(self, choice: Choice, rank: int, wires: Wires) -> StageCost:
         """Costs of a pipeline rank's parameters and their gradient reduction."""
         counts = self.contents(choice, rank)
-        total = StageCost(counts, self.parts(choice, rank), [], 0.0, 0.0, 0.0, 0.0)
+        total = StageCost(counts, self.count_replicas(choice, rank), [], 0.0, 0.0, 0.0, 0.0)
         for of_experts, wire, size in ((False, wires.dp, choice.dp), (True, wires.expert_dp, choice.expert_dp)):
             total = self._with_reduction(choice, rank, total, of_experts, wire, size)
         levels = self.book.levels(choice, Point.DP_GRAD)

@@ -92,7 +92,7 @@ class Engines:
             seq_length: tokens of its samples, which decide the shapes of messages; None for the full length.
         """
         scale = self.optimizer.loss_scale.scale
-        self.ledger.clock.read()
+        self.ledger.clock.report_known()
         for observer in self.ledger.observers:
             observer.begin_step(iteration)
         self.plan.begin_step(iteration)

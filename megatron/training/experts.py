@@ -86,7 +86,7 @@ class ExpertTally:
         totals = totals.to(self._topology.device)
         pending = self._topology.world.all_reduce(totals)
         self._ledger.sent(Point.CONTROL, pending.sent_bytes)
-        self._ledger.wait(Point.CONTROL, pending)
+        self._ledger.wait_for(Point.CONTROL, pending)
         self._joint.all_reduce([totals])
         counts_le, losses_ln = totals[:, : self._most].cpu(), totals[:, self._most :].cpu()
         numbers = self._config.expert_layers

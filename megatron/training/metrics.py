@@ -166,7 +166,7 @@ class MetricsWindow:
         finally:
             self._paused_seconds += self._clock() - start
 
-    def add(self, step: StepMetrics) -> None:
+    def add_step(self, step: StepMetrics) -> None:
         """Add a step."""
         self._last = step
         self._iterations += 1

@@ -131,7 +131,7 @@ class RunCheckpoints:
     def close(self) -> None:
         """Wait for a background save."""
         if self.saver is not None:
-            self.saver.wait()
+            self.saver.finish_save()
 
     def flags_to_go_back(self) -> str | None:
         """Flags that load this run's newest checkpoint before its last update; None if there is none."""
@@ -189,7 +189,7 @@ class RunCheckpoints:
         optimizer, iteration, common = self.engines.optimizer, saved.iteration, saved.common
         weights_only = self.config.loads_weights_only
         if not weights_only:
-            self.stateful_parts.check(common)
+            self.stateful_parts.check_names(common)
             check_optimizer(root, iteration, self.run_config, self.group)
         saved_main = saved.counters.separate_main
         if weights_only:  # a checkpoint of weights alone lacks fp32 values, even if its run had them

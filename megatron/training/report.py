@@ -200,7 +200,7 @@ class Reporter:
         step_ended = time.perf_counter()
         step = replace(step, seconds_per_iteration=step_ended - self._step_started)
         self._step_started = step_ended
-        self.window.add(step)
+        self.window.add_step(step)
         self.sinks.step(step)
         samples_before = step.consumed_samples - step.global_batch_size
         self.forecast.step(samples_before, step.seconds_per_iteration, step.seq_length)

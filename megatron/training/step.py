@@ -254,7 +254,7 @@ def _divisors(engines: Engines, batches: Sequence[Batch]) -> Tensor | None:
     counts = torch.stack([engines.stages[-1].counts(_targets(batch)) for batch in batches]).double().sum(dim=0)
     pending = dp.all_reduce(counts)
     engines.ledger.sent(Point.CONTROL, pending.sent_bytes)
-    engines.ledger.wait(Point.CONTROL, pending)
+    engines.ledger.wait_for(Point.CONTROL, pending)
     engines.joint.all_reduce([counts])
     # A loss without any counted label is zero, whatever the divisor.
     return counts.clamp_(min=1.0) / (len(batches) * dp.size * engines.joint.islands)

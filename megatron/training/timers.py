@@ -79,7 +79,7 @@ class Timer:
             mark = self._clock.mark()
             self._clock.between(self._started, mark, self._add)
             self._started = mark
-        self._clock.read()
+        self._clock.report_known()
         total = self._total
         if reset:
             self._total = 0.0

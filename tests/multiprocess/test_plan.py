@@ -208,7 +208,7 @@ def test_parameters_are_those_of_the_ranks() -> None:
         stages = Predictor(config, Cluster(gpus=4), VOCAB)
         held = [stages.elements(choice, stage) for stage in range(choice.pp) for _ in range(4 // choice.pp)]
         assert held == [found[name] for found in ranks], name
-        parts = stages.parts(choice, 0)
+        parts = stages.count_replicas(choice, 0)
         assert sum(count for count, _ in parts) == held[0]
         if choice.ep > 1:
             assert [replicas for _, replicas in parts] == [choice.dp, choice.expert_dp]

@@ -203,7 +203,7 @@ def test_vague_words_are_found(tmp_path: Path) -> None:
     path.parent.mkdir()
     path.write_text("""def f(own):\n    \"\"\"What is sent.\"\"\"\n    rest = [one for one in own]  # what is left\n""")
     names, what = check_words(path.parent)
-    assert names == "megatron: 1000.0 vague names per 1,000 lines, more than 5; most in megatron/points.py (3)"
+    assert names == "megatron: 1000.0 vague names per 1,000 lines, more than 1; most in megatron/points.py (3)"
     assert what.endswith('"what" per 10,000 words, more than 5; most in megatron/points.py (2)')
     path.write_text("""def f(rows):\n    \"\"\"Message of rows.\"\"\"\n    return [row for row in rows]  # all\n""")
     assert check_words(path.parent) == []

@@ -33,7 +33,7 @@ class Explicit(dict[str, Any]):
         super().__init__()
         self.levels: dict[str, int] = {}
 
-    def add(self, values: Mapping[str, Any], level: int) -> None:
+    def add_values(self, values: Mapping[str, Any], level: int) -> None:
         """Add the values of a source, in ascending order of precedence."""
         self.update(values)
         self.levels.update(dict.fromkeys(values, level))

@@ -114,7 +114,7 @@ class CompletionAnswer:
             number, logprob = (token, None) if isinstance(token, int) else (token.id, token.logprob)
             top = () if isinstance(token, int) else token.top
             alternatives = [(other, decoder.preview(other), value) for other, value in top]
-            text = decoder.add(number)
+            text = decoder.add_token(number)
             held_entries.append((token, TokenEntry(text, self._offsets[row], logprob, alternatives)))
             self._offsets[row] += len(text)
         if decoder.is_within_character and not final:

@@ -199,7 +199,7 @@ class Worker:
         texts = [""] * len(streams)
 
         def on_token(row: int, token: Token) -> bool:
-            text = streams[row].add(token.id)
+            text = streams[row].add_token(token.id)
             texts[row] += text
             ticket.emit(StreamedToken(row, token, text))
             return streams[row].stopped or ticket.canceled.is_set() or self._stop.is_set()

@@ -112,7 +112,7 @@ class Controllers:
             return run_trial(request, tried, self.world, self.ledger)
         pending, result = start_request(request, self.world)
         self.ledger.sent(Point.CONTROL, pending.sent_bytes)
-        self.ledger.wait(Point.CONTROL, pending)
+        self.ledger.wait_for(Point.CONTROL, pending)
         return result
 
     def figures(self) -> dict[str, dict[str, float]]:

@@ -175,7 +175,7 @@ class GradientSync:
                     grads = buffer.grads_of(bucket)
                     pending = buffer.group.all_gather(grads, grads[own_share(bucket, buffer.group, True)])
                     self.ledger.sent(Point.DP_GRAD, pending.sent_bytes, 0)
-                    self.ledger.wait(Point.DP_GRAD, pending)
+                    self.ledger.wait_for(Point.DP_GRAD, pending)
         for reducer in self.reducers:
             if reducer.wants_update:
                 reducer.observe()
@@ -249,7 +249,7 @@ class GradientSync:
     def _hand_on(self, pending: Pending, point: Point) -> None:
         """Waits for the exchange of islands' sums inside this island."""
         self.ledger.sent(point, pending.sent_bytes, 0)
-        self.ledger.wait(point, pending)
+        self.ledger.wait_for(point, pending)
 
     def _reduced(self, point: Point) -> ReducedPoint:
         """The reduced gradients of a point: all of this rank's, or those of the tied embeddings."""
@@ -287,7 +287,7 @@ class GradientSync:
         pair = torch.stack([bad, torch.full_like(bad, counted)])
         pending = self.world.all_reduce(pair)
         self.ledger.sent(Point.CONTROL, pending.sent_bytes)
-        self.ledger.wait(Point.CONTROL, pending)
+        self.ledger.wait_for(Point.CONTROL, pending)
         self.joint.all_reduce([pair])
         bad_count, all_counted = pair.tolist()
         return bad_count == 0 and all_counted > 0
@@ -299,7 +299,7 @@ class GradientSync:
                 if bucket.slots[0].spec.partial_grad and self.tp.size > 1:
                     pending = self.tp.all_reduce(buffer.grads_of(bucket))
                     self.ledger.sent(Point.TP_BWD, pending.sent_bytes)
-                    self.ledger.wait(Point.TP_BWD, pending)
+                    self.ledger.wait_for(Point.TP_BWD, pending)
 
 
 def _launch_full(buffer: FlatBuffer, reducer: GradReducer, index: int) -> None:

@@ -53,7 +53,7 @@ class SyncWarmup:
             pending = [group.all_reduce(x) for x in tensors]
             for communication in pending:
                 self.ledger.sent(point, communication.sent_bytes)
-                self.ledger.wait(point, communication)
+                self.ledger.wait_for(point, communication)
 
     @contextmanager
     def explain_errors(self) -> Iterator[None]:

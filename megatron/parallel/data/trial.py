@@ -55,7 +55,7 @@ def tried_bucket(
         if sharded:
             pending = group.all_gather(copy, copy[local_range])
             ledger.sent(Point.DP_GRAD, pending.sent_bytes, 0)
-            ledger.wait(Point.DP_GRAD, pending)
+            ledger.wait_for(Point.DP_GRAD, pending)
 
     def run(copy: Tensor) -> None:
         copied.flat = copy
@@ -120,7 +120,7 @@ def meet(world: Group, ledger: Ledger) -> float:
 def _all_reduce_nothing(world: Group, ledger: Ledger) -> None:
     pending = world.all_reduce(torch.zeros(1))
     ledger.sent(Point.CONTROL, pending.sent_bytes)
-    ledger.wait(Point.CONTROL, pending)
+    ledger.wait_for(Point.CONTROL, pending)
 
 
 def _seconds(ledger: Ledger, call: Callable[[], None]) -> float:

@@ -94,7 +94,7 @@ class RowExchange:
         result = torch.empty_like(send_counts)
         pending = self.group.exchange(result, send_counts)
         self.ledger.sent(Point.CONTROL, pending.sent_bytes, inside_bytes=self._inside(pending.sent_bytes))
-        self.ledger.wait(Point.CONTROL, pending)
+        self.ledger.wait_for(Point.CONTROL, pending)
         return result.to(torch.int64)
 
     def move(self, rows: Tensor, leg: Leg) -> Tensor:
@@ -138,7 +138,7 @@ class RowExchange:
         pending = self.group.exchange_parts([_flat(x) for x in buffers], [_flat(x) for x in wires])
         raw = num_bytes(rows) - num_bytes(row_blocks[rank])
         self.ledger.sent(point, pending.sent_bytes, raw, self._inside(pending.sent_bytes))
-        self.ledger.wait(point, pending)
+        self.ledger.wait_for(point, pending)
         with self.ledger.decoding(point):
             for r, (out_block, wire) in enumerate(zip(out_blocks, buffers, strict=True)):
                 if r != rank and out_block.numel():

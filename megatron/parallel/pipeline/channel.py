@@ -178,7 +178,7 @@ class PipelineChannel:
         self.ledger.sent(way.point, payload.nbytes, num_bytes(x))
         way.sending.append((payload, pending))
         while way.sending and way.sending[0][1].done():
-            self.ledger.wait(way.point, way.sending.popleft()[1])
+            self.ledger.wait_for(way.point, way.sending.popleft()[1])
 
     def expect(self, message: Message) -> None:
         """Announce a message that will soon be sent."""
@@ -206,7 +206,7 @@ class PipelineChannel:
         for way in (self.forward, self.backward):
             for _, pending in way.posted.values():
                 if not pending.waited:
-                    self.ledger.wait(way.point, pending)
+                    self.ledger.wait_for(way.point, pending)
         self.synchronize()
 
     def synchronize(self) -> None:
@@ -220,7 +220,7 @@ class PipelineChannel:
         way, position, key = message.way, message.position, message.key
         payload, pending = way.posted.pop((position.boundary, position.micro_batch))
         if not pending.waited:
-            self.ledger.wait(way.point, pending)
+            self.ledger.wait_for(way.point, pending)
         codec = self._codec(way, position)
         dtype, scale = self._unscaled(way, codec)
         with self.ledger.decoding(way.point):
@@ -236,4 +236,4 @@ class PipelineChannel:
         """Wait until at most ``keep`` sends of each direction are pending."""
         for way in (self.forward, self.backward):
             while len(way.sending) > keep:
-                self.ledger.wait(way.point, way.sending.popleft()[1])
+                self.ledger.wait_for(way.point, way.sending.popleft()[1])

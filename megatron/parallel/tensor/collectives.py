@@ -172,7 +172,7 @@ class TensorComm:
         out = torch.empty((self.group.size * x.shape[0], *x.shape[1:]), dtype=x.dtype, device=x.device)
         pending = self.group.all_gather(out, x.contiguous())
         self.ledger.sent(Point.CONTROL, pending.sent_bytes)
-        self.ledger.wait(Point.CONTROL, pending)
+        self.ledger.wait_for(Point.CONTROL, pending)
         return out.view(self.group.size, *x.shape)
 
     def maxima_(self, x: Tensor) -> Tensor:
@@ -180,7 +180,7 @@ class TensorComm:
         if self.group.size > 1:
             pending = self.group.all_reduce(x, dist.ReduceOp.MAX)
             self.ledger.sent(Point.CONTROL, pending.sent_bytes)
-            self.ledger.wait(Point.CONTROL, pending)
+            self.ledger.wait_for(Point.CONTROL, pending)
         return x
 
     def own_part(self, x: Tensor) -> Tensor:

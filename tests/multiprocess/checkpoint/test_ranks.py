@@ -148,7 +148,7 @@ def fail_while_saving(root: str, failing: int, async_: bool) -> str:
     rank = dist.get_rank()
     saver = CheckpointSaver(root, dist.group.WORLD, async_=async_)
     saver.save(1, Rank(rank, 1, 2, 1, seed=1).shards(), {}, "")
-    saver.wait()
+    saver.finish_save()
 
     def full(stream: object, data: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -176,7 +176,7 @@ def fail_while_saving(root: str, failing: int, async_: bool) -> str:
     load_tensors(root, 1, held.shards(), dist.group.WORLD)
     held.check()
     saver.save(3, Rank(rank, 1, 2, 1, seed=3).shards(), {}, "")
-    saver.wait()
+    saver.finish_save()
     assert read_tracker(root) == 3
     return message
 
@@ -296,7 +296,7 @@ def save_async(root: str) -> None:
             "",
             dist.group.WORLD,
         )
-    saver.wait()
+    saver.finish_save()
 
 
 def test_async_saves_equal_synchronous_ones(tmp_path: Path) -> None:

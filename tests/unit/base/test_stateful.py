@@ -35,7 +35,7 @@ def test_what_is_registered_is_saved_and_comes_back() -> None:
     assert saved == {"one": {"count": 3}, "other": {"count": 4}, "kind": "a"}
     one, other = _Counter(), _Counter()
     parts = _parts(one, other)
-    parts.check(saved)
+    parts.check_names(saved)
     parts.load_state_dict(saved, [Scope.OPTIMIZER, Scope.POSITION])
     assert (one.count, other.count) == (3, 4)
 
@@ -48,7 +48,7 @@ def test_a_scope_that_is_not_asked_for_stays_as_it_is() -> None:
 
 def test_what_was_saved_and_is_not_restored_is_an_error() -> None:
     with pytest.raises(UserError, match=r"^third: .*cannot restore it; .*--finetune"):
-        _parts(_Counter(), _Counter()).check({"one": {}, "third": {}})
+        _parts(_Counter(), _Counter()).check_names({"one": {}, "third": {}})
 
 
 def test_what_is_registered_and_was_not_saved_is_an_error() -> None:

@@ -110,12 +110,12 @@ def test_a_really_full_disk(small_disk: Path, async_: bool) -> None:
     saver = CheckpointSaver(small_disk, async_=async_)
     for iteration in (1, 2):
         saver.save(iteration, shards(torch.full((size,), float(iteration))), {"g": iteration}, "")
-    saver.wait()
+    saver.finish_save()
     before = snapshot(small_disk)
 
     def third() -> None:
         saver.save(3, shards(torch.full((size,), 3.0)), {"g": 3}, "")
-        saver.wait()
+        saver.finish_save()
 
     with pytest.raises(UserError, match=r"shard_00000.bin: No space left on device"):
         third()

@@ -370,7 +370,7 @@ def test_saver(tmp_path: Path, async_: bool) -> None:
         for x in tensors.values():
             x.zero_()  # training goes on
         saver.poll()
-    saver.wait()
+    saver.finish_save()
     assert complete_iterations(tmp_path) == [3, 2]
     assert_holds(tmp_path, 2)
     assert_holds(tmp_path, 3)

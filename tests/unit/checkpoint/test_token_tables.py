@@ -23,8 +23,8 @@ def _together(tables: list[Tensor], counts: list[Tensor]) -> tuple[Tensor, Tenso
     holders: Any = (len(tables), 1)
     means, seen = (_Loaded(_wanted(kind, holders, (1, 1), (0, 0), False)) for kind in (MEANS, COUNTS))
     for table, count in zip(tables, counts, strict=True):
-        means.add(table.clone(), count.clone())
-        seen.add(count.clone(), None)
+        means.add_slice(table.clone(), count.clone())
+        seen.add_slice(count.clone(), None)
     means.put()
     seen.put()
     found = [one.item.state_slice.state.tensors[one.item.kind] for one in (means, seen)]

@@ -48,8 +48,8 @@ def _windows(rule: RankByEntropy, entropies: list[float]) -> list[int]:
     ranks = []
     for entropy in entropies:
         for _ in range(3):
-            rule.add(entropy)
-        rule.add(math.nan)
+            rule.add_entropy(entropy)
+        rule.add_entropy(math.nan)
         ranks.append(rule.close_window())
     return ranks
 
@@ -65,7 +65,7 @@ def test_the_linear_rule() -> None:
 def test_a_window_without_a_measurement_moves_nothing() -> None:
     rule = RankByEntropy(EDGCConfig(rank=64, min_rank=16), (512, 512))
     assert _windows(rule, [5.0, 4.0, 3.5]) == [64, 64, 60]
-    rule.add(math.nan)
+    rule.add_entropy(math.nan)
     assert rule.close_window() == 60
     assert rule.close_window() == 60
     assert _windows(rule, [3.5]) == [56]
@@ -75,7 +75,7 @@ def test_the_rank_waits_for_the_end_of_the_dense_warm_up() -> None:
     """Windows are measured from the start, but the first compressed step has the greatest rank."""
     rule = RankByEntropy(EDGCConfig(rank=64, min_rank=16), (512, 512))
     for entropy in (5.0, 4.0, 3.5, 3.4, 3.35):
-        rule.add(entropy)
+        rule.add_entropy(entropy)
         assert rule.close_window(moves=False) == 64
     assert _windows(rule, [3.3]) == [60]
 
@@ -101,7 +101,7 @@ def test_state_goes_through_json() -> None:
     config = EDGCConfig(rank=64, max_step=100)
     one, other = RankByEntropy(config, (64, 64)), RankByEntropy(config, (64, 64))
     _windows(one, [5.0, 4.0, 3.6])
-    one.add(3.3)
+    one.add_entropy(3.3)
     other.load_state_dict(json.loads(json.dumps(one.state_dict())))
     assert one.close_window() == other.close_window()
     assert one.state_dict() == other.state_dict()

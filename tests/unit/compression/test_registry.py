@@ -68,7 +68,7 @@ def _accepted(spec: str) -> bool:
 def test_a_point_takes_what_its_refusals_advise(point: Point, name: str) -> None:
     """Another spec that does something there, and every name that the refusal lists."""
     try:
-        BUILTIN[name].check(point, name)
+        BUILTIN[name].check_point(point, name)
     except UserError:
         with pytest.raises(UserError) as refused:
             read_spec(f"{point.value}={name}", Registry(BUILTIN), RunLength(1000))

@@ -26,14 +26,14 @@ def test_a_devices_intervals_are_its_own_and_come_late() -> None:
         start = clock.mark()
         device.launch(seconds)
         clock.between(start, clock.mark(), told.append)
-    clock.read()
+    clock.report_known()
     assert told == []
     device.now = 2.5  # the host went on; the device is in the second interval
-    clock.read()
+    clock.report_known()
     assert told == [2.0]
     device.now = 9.0
-    clock.read()
-    clock.read()
+    clock.report_known()
+    clock.report_known()
     assert told == [2.0, 3.0]
     assert device.synchronized == 0
 
@@ -44,10 +44,10 @@ def test_an_interval_that_ends_on_another_stream_waits_for_both_ends() -> None:
     stop = clock.mark()
     device.launch(1.0)
     clock.between(clock.mark(), stop, told.append)
-    clock.read()
+    clock.report_known()
     assert told == []
     device.now = 1.0
-    clock.read()
+    clock.report_known()
     assert len(told) == 1
 
 

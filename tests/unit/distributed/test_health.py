@@ -201,13 +201,13 @@ def test_a_stranger_may_speak_while_it_gives_way_to_another() -> None:
         where = mesh._listener.getsockname()
         links = [stack.enter_context(socket.create_connection(where, 5)) for _ in range(MOST_STRANGERS)]
         while len(mesh._strangers) < MOST_STRANGERS:
-            mesh.wait(1.0)
+            mesh.wait_for_data(1.0)
         stack.enter_context(socket.create_connection(where, 5))
         for link in links:
             link.sendall(b"0 wrong\n")
         time.sleep(0.1)
         for _ in range(4):
-            mesh.wait(0.1)
+            mesh.wait_for_data(0.1)
         assert len(mesh._strangers) <= 1
 
 

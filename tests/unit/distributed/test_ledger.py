@@ -32,7 +32,7 @@ def test_waits_and_codecs_are_timed_even_when_they_fail() -> None:
     ledger = Ledger()
     ledger.sent(Point.TP_FWD, 1)
     with contextlib.suppress(RuntimeError):
-        ledger.wait(Point.TP_FWD, Pending(None, 1, "send to rank 1", finish=_fails_late))
+        ledger.wait_for(Point.TP_FWD, Pending(None, 1, "send to rank 1", finish=_fails_late))
     for timed in (ledger.encoding, ledger.decoding):
         with contextlib.suppress(RuntimeError), timed(Point.TP_FWD):
             _fails_late()
@@ -44,7 +44,7 @@ def test_waits_and_codecs_are_timed_even_when_they_fail() -> None:
 def test_a_rank_that_only_receives_has_an_account() -> None:
     """The last stage sends no activations, but it waits for them and decodes them."""
     ledger = Ledger()
-    ledger.wait(Point.PP_FWD, Pending(None, 0, "receive"))
+    ledger.wait_for(Point.PP_FWD, Pending(None, 0, "receive"))
     with ledger.decoding(Point.PP_FWD):
         pass
     taken = ledger.take_totals()
@@ -63,7 +63,7 @@ def _step(ledger: Ledger, device: FakeDevice) -> None:
     """3 s of computing, of which 1 before a wait of 2 s and a decoding of 0.5 s, all of it queued at once."""
     with ledger.computing():
         device.launch(1.0)
-        ledger.wait(Point.PP_FWD, _landing(device, device.free + 2.0))
+        ledger.wait_for(Point.PP_FWD, _landing(device, device.free + 2.0))
         with ledger.decoding(Point.PP_FWD):
             device.launch(0.5)
         device.launch(2.0)
@@ -78,7 +78,7 @@ def test_a_devices_times_are_those_of_its_stream_and_add_up() -> None:
         device.now = 3.2  # computing, the wait, and a part of decoding are over
         assert (ledger.take_computed(), ledger.take_totals()["pp-forward"]["waited_s"]) == (1.0, 2.0)
         device.now = 9.0
-    ledger.clock.read()
+    ledger.clock.report_known()
     assert ledger.accounts[Point.PP_FWD].coded_s == 0.5
     assert ledger.take_computed() == 2.0
     assert ledger.take_totals() == {}
@@ -92,7 +92,7 @@ def test_blocks_inside_others_do_not_count_twice() -> None:
         now[0] += 1.0
         with ledger.encoding(Point.TP_BWD):
             now[0] += 10.0
-            ledger.wait(Point.TP_BWD, Pending(None, 1, "send", finish=lambda: now.__setitem__(0, now[0] + 100.0)))
+            ledger.wait_for(Point.TP_BWD, Pending(None, 1, "send", finish=lambda: now.__setitem__(0, now[0] + 100.0)))
             now[0] += 20.0
         now[0] += 2.0
     account = ledger.take_totals()["tp-backward"]
@@ -126,7 +126,7 @@ def test_decoding_counts_where_nothing_was_waited_for() -> None:
     """The message of a rank that only receives was there already."""
     now = [0.0]
     ledger = Ledger(clock=HostClock(lambda: now[0]))
-    ledger.wait(Point.PP_BWD, Pending(None, 0, "receive from rank 1"))
+    ledger.wait_for(Point.PP_BWD, Pending(None, 0, "receive from rank 1"))
     with ledger.decoding(Point.PP_BWD):
         now[0] += 1.0
     assert ledger.take_totals()["pp-backward"]["coded_s"] == 1.0
@@ -141,5 +141,5 @@ def test_a_point_without_traffic_has_no_account() -> None:
 
 def test_a_group_of_one_waits_for_nothing() -> None:
     ledger = Ledger()
-    ledger.wait(Point.DP_GRAD, Pending(None, 0, NOTHING))
+    ledger.wait_for(Point.DP_GRAD, Pending(None, 0, NOTHING))
     assert ledger.take_totals() == {}

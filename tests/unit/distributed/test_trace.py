@@ -38,7 +38,7 @@ def _steps(trace: Trace, count: int) -> int:
         with ledger.span("forward", micro_batch=0):
             with ledger.encoding(Point.PP_FWD):
                 time.sleep(0.002)
-            ledger.wait(Point.PP_FWD, Pending(None, 123, "send to rank 1"))
+            ledger.wait_for(Point.PP_FWD, Pending(None, 123, "send to rank 1"))
         trace.end_step()
         trace.begin_step(-1)
         with ledger.span("evaluation"):
@@ -119,7 +119,7 @@ def test_on_a_device_spans_are_of_its_time(tmp_path: Path) -> None:
                 device.launch(2.0)
                 landing = Pending(None, 8, "receive", finish=partial(device.wait_for, device.free + 3.0))
                 landing.started = device.now
-                ledger.wait(Point.PP_FWD, landing)
+                ledger.wait_for(Point.PP_FWD, landing)
             with ledger.span("send"):
                 device.launch(1.0)
         assert kernels.running

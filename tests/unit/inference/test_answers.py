@@ -42,7 +42,7 @@ def _answer(
     tokens = [_token(number, place) for place, number in enumerate(ids)]
     job = InferenceJob([ids[:prompt]], 99, Sampling(), [1], top=3, score=echo)
     stream = TextStream(tokenizer, context=ids[:prompt])
-    text = "".join(map(stream.add, ids[prompt:])) + stream.finish()
+    text = "".join(map(stream.add_token, ids[prompt:])) + stream.finish()
     scored = tokens[1:prompt] if echo else []
     result = Result(text, "", tokens[prompt:], "stop", scored, _token(EOS, 99) if end else None)
     return CompletionAnswer(Completion(job, 1, False, echo, False), "name", tokenizer), result
@@ -96,7 +96,7 @@ def test_events_of_a_stream_have_the_entries_of_the_whole(
     ids = tokenizer.tokenize(TEXT)
     job = InferenceJob([ids[:3]], 99, Sampling(), [1], top=3)
     stream = TextStream(tokenizer, context=ids[:3])
-    texts = [stream.add(token.id) for token in result.tokens]
+    texts = [stream.add_token(token.id) for token in result.tokens]
     rest = stream.finish()
     result = dataclasses.replace(result, text="".join(texts) + rest, unstreamed_text=rest)
     assert ("\ufffd" in result.text) == (left_out in (4, 5)), "the cases end within and behind the character"

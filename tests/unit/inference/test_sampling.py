@@ -124,7 +124,7 @@ def test_probabilities_are_those_of_transformers_processors(options: dict[str, A
     sampling = Sampling(**options)
     counts = TokenCounts(prompts.tolist(), 30, torch.device("cpu"))
     for tokens_b in continuations.T:
-        counts.add(range(6), tokens_b)
+        counts.count_tokens(range(6), tokens_b)
     found = sampling.probabilities(counts.adjust(sampling, logits, range(6)) if sampling.adjusts else logits)
     assert torch.allclose(found, expected.softmax(-1), atol=1e-6)
     if sampling.adjusts:
@@ -136,7 +136,7 @@ def test_penalties_count_the_continuation_and_not_the_prompt() -> None:
     sampling = Sampling(presence_penalty=0.5, frequency_penalty=0.25)
     counts = TokenCounts([[1, 2]], 6, torch.device("cpu"))
     for token in (3, 4, 3, 3):
-        counts.add([0], torch.tensor([token]))
+        counts.count_tokens([0], torch.tensor([token]))
     adjusted = counts.adjust(sampling, torch.ones(1, 6), [0])
     assert adjusted.tolist() == [[1, 1, 1, 1 - 0.5 - 0.75, 1 - 0.5 - 0.25, 1]]
 
@@ -151,7 +151,7 @@ def test_logits_in_float64_stay_so() -> None:
     assert Sampling(top_k=1).probabilities(logits).tolist() == [[0.0, 1.0, 0.0]]
     counts = TokenCounts([[2]], 3, logits.device)
     for _ in range(3):
-        counts.add([0], torch.tensor([1]))
+        counts.count_tokens([0], torch.tensor([1]))
     sampling = Sampling(presence_penalty=0.1, frequency_penalty=0.1, repetition_penalty=1.1, logit_bias=[(0, 0.1)])
     adjusted = counts.adjust(sampling, logits, [0])
     assert adjusted.dtype == torch.float64

@@ -36,7 +36,7 @@ def test_pieces_make_the_text_up_to_a_stop_string(bytes_tokenizer: Tokenizer, te
     stream = TextStream(bytes_tokenizer, stop)
     found = ""
     for token in bytes_tokenizer.tokenize(text):
-        found += stream.add(token)
+        found += stream.add_token(token)
         assert text.startswith(found)
     found += stream.finish()
     cuts = [at for at in (text.find(one) for one in stop) if at >= 0]
@@ -46,14 +46,14 @@ def test_pieces_make_the_text_up_to_a_stop_string(bytes_tokenizer: Tokenizer, te
 
 def test_parts_of_a_character_are_held_back_until_it_is_whole(bytes_tokenizer: Tokenizer) -> None:
     stream = TextStream(bytes_tokenizer)
-    pieces = [stream.add(token) for token in bytes_tokenizer.tokenize("a€b")]
+    pieces = [stream.add_token(token) for token in bytes_tokenizer.tokenize("a€b")]
     assert pieces == ["a", "", "", "€", "b"]
 
 
 def test_what_ends_within_a_character_is_shown_at_the_end(bytes_tokenizer: Tokenizer) -> None:
     stream = TextStream(bytes_tokenizer)
     for token in bytes_tokenizer.tokenize("a€")[:-1]:
-        stream.add(token)
+        stream.add_token(token)
     assert stream.finish() == "\ufffd"
 
 
@@ -79,7 +79,7 @@ def test_texts_of_tokens_are_transformers_incremental_decoding(
         assert "".join(texts) == tokenizer.detokenize(tokens)
         prompt, continuation_ids = tokens[:cut], tokens[cut:]
         decoder = TokenDecoder(tokenizer, prompt)
-        pieces = [decoder.add(token) for token in continuation_ids]
+        pieces = [decoder.add_token(token) for token in continuation_ids]
         assert pieces == texts[cut:]
         assert prompt_text(tokenizer, prompt) == "".join(texts[:cut])
     rust = Rust(models.BPE({"<|endoftext|>": 0, **{c: i + 1 for i, c in enumerate(ALPHABET)}}, []))
@@ -94,7 +94,7 @@ def test_spaces_and_characters_of_several_tokens_are_kept(llama_tokenizer: Token
     assert token_texts(llama_tokenizer, tokens) == ["the", " ", "d", "o", "g", " saw", " ", "", "", "€"]
     prompt, rest = tokens[:-2], tokens[-2:]
     stream = TextStream(llama_tokenizer, context=prompt)
-    assert prompt_text(llama_tokenizer, prompt) + "".join(map(stream.add, rest)) == "the dog saw €"
+    assert prompt_text(llama_tokenizer, prompt) + "".join(map(stream.add_token, rest)) == "the dog saw €"
 
 
 def test_a_token_without_a_text_takes_no_space_away(llama_tokenizer: Tokenizer) -> None:
@@ -107,7 +107,7 @@ def test_a_preview_is_the_text_that_adding_the_token_gives(llama_tokenizer: Toke
     decoder = TokenDecoder(llama_tokenizer)
     for token in llama_tokenizer.tokenize("the dog saw €"):
         text = decoder.preview(token)
-        assert text == decoder.preview(token) == decoder.add(token)
+        assert text == decoder.preview(token) == decoder.add_token(token)
 
 
 def test_a_continuation_is_written_as_behind_its_prompt() -> None:
@@ -152,7 +152,7 @@ def test_texts_of_broken_characters_make_the_text_of_all(tokens: list[int]) -> N
     decoder, texts = TokenDecoder(tokenizer), []
     for token in tokens:
         text = decoder.preview(token)
-        texts.append(decoder.add(token))
+        texts.append(decoder.add_token(token))
         assert texts[-1] == text
     assert "".join(texts) + decoder.finish() == tokenizer.detokenize(tokens)
 
@@ -170,6 +170,6 @@ def test_tokens_that_all_end_within_a_character_lose_none() -> None:
     parts = [data[:2], *(data[at : at + 3] for at in range(2, len(data), 3))]
     tokenizer = CountingTokenizer(parts)
     stream = TextStream(tokenizer)
-    pieces = [stream.add(token) for token in range(len(parts))]
+    pieces = [stream.add_token(token) for token in range(len(parts))]
     assert "".join(pieces) + stream.finish() == text
     assert pieces[6] == text[5]

@@ -20,7 +20,7 @@ from megatron.models.stages import padded_vocab_size
 from megatron.planner.choice import choice_of
 from megatron.planner.cluster import Cluster, LinkSpec, assumed_rates, read_cluster, write_cluster
 from megatron.planner.command import main
-from megatron.planner.dry_run import Tally
+from megatron.planner.dry_run import CostTally
 from tests.support.disk import largest_file
 from tests.unit.planner.support import CLUSTER, VOCAB, small_run
 
@@ -311,8 +311,8 @@ def test_measuring_keeps_what_it_does_not_measure(tmp_path: Path, monkeypatch: p
 
 
 def test_a_busy_moment_does_not_count() -> None:
-    tallies = [Tally(seconds=seconds) for seconds in (9.0, 1.0, 1.1, 50.0, 1.2, 1.05)]
-    assert Tally.median(tallies).seconds == 1.1
+    tallies = [CostTally(seconds=seconds) for seconds in (9.0, 1.0, 1.1, 50.0, 1.2, 1.05)]
+    assert CostTally.median(tallies).seconds == 1.1
 
 
 def test_a_reader_may_leave_early(tmp_path: Path) -> None:

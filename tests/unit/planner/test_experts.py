@@ -17,7 +17,7 @@ from megatron.distributed.policy import CompressionPlan
 from megatron.planner.choice import Choice
 from megatron.planner.cluster import LinkSpec, write_cluster
 from megatron.planner.command import imbalance_of, main
-from megatron.planner.dry_run import DryExpertComm, DryStand, Spread
+from megatron.planner.dry_run import DryBackend, DryExpertComm, ExpertLoad
 from megatron.planner.predict import Predictor
 from megatron.planner.search import EXPERT_SETS, SPEC_SETS, choices, with_experts
 from megatron.training.flops import model_flops_per_sample
@@ -48,15 +48,15 @@ def test_operations_are_what_the_formula_counts(precision: dict[str, Any], tp: i
     assert total * tp == pytest.approx(expected + tp * weighing + (tp - 1) * small, rel=2e-3)
 
 
-def _comm(spread: Spread, size: int = 4) -> DryExpertComm:
-    stand = DryStand(CLUSTER.device)
-    comm = stand.experts(size, stand.recorder(), CompressionPlan({}), spread, folded=False)
+def _comm(expert_load: ExpertLoad, size: int = 4) -> DryExpertComm:
+    backend = DryBackend(CLUSTER.device)
+    comm = backend.experts(size, backend.recorder(), CompressionPlan({}), expert_load, folded=False)
     assert isinstance(comm, DryExpertComm)
     return comm
 
 
 def test_one_expert_is_fuller_than_the_others() -> None:
-    comm = _comm(Spread(2.5))
+    comm = _comm(ExpertLoad(2.5))
     counts = comm.count_rows(torch.empty(100, 2, device="meta"), 8)
     assert counts.tolist() == [62, 20, 20, 20, 20, 20, 19, 19]
     assert comm.count_rows(torch.empty(200, device="meta"), 8, 20).tolist() == [20, 20, 20, 20, 20, 20, 19, 19]
@@ -82,7 +82,7 @@ def _expected(tokens: int, k: int, experts: int, nodes: int, full: float, kept: 
 def test_rows_of_a_node_are_those_of_all_choices(imbalance: float, k: int, nodes: int) -> None:
     """A token with several experts on a node is one row, and its choices are as many as in one stage."""
     tokens, experts = 10_000, 8
-    comm = _comm(Spread(imbalance, nodes), 8)
+    comm = _comm(ExpertLoad(imbalance, nodes), 8)
     chosen = torch.empty(tokens, k, device="meta")
     full = imbalance * k / experts
     for most in (None, round(0.75 * full * tokens)):
@@ -176,9 +176,9 @@ def test_whole_experts_are_planned() -> None:
     split = dataclasses.replace(choice, ep=2, folded=False)
     assert (split.expert_ranks, split.expert_dp) == (4, 2)
     whole, parts = folded.predict(choice), folded.predict(split)
-    assert [replicas for _, replicas in folded.parts(choice, 0)] == [4, 2]
+    assert [replicas for _, replicas in folded.count_replicas(choice, 0)] == [4, 2]
     # The other products' biases are in parts, too; a row-parallel bias is whole.
-    assert folded.parts(choice, 0)[1][0] == (2 * 8 + 2 * 16) // 4 * (2 * 64 * 128 + 128 + 64)
+    assert folded.count_replicas(choice, 0)[1][0] == (2 * 8 + 2 * 16) // 4 * (2 * 64 * 128 + 128 + 64)
     rows = 32 * 2 // 2 * 3 // 4
     assert whole.sent["ep-dispatch-forward"] == 4 * choice.micro_batches * rows * 64 * 4
     assert parts.sent["ep-dispatch-forward"] == 4 * choice.micro_batches * (32 * 2 // 2) * 64 * 4
@@ -188,7 +188,7 @@ def test_whole_experts_are_planned() -> None:
 def test_experts_are_reduced_over_the_replicas_that_hold_them() -> None:
     predictor, choice = predictor_of(small_run(model=MOE, parallel={"expert_model_parallel_size": 8}))
     whole = dataclasses.replace(choice, ep=1)
-    own = sum(count for count, replicas in predictor.parts(choice, 0) if replicas == 1)
+    own = sum(count for count, replicas in predictor.count_replicas(choice, 0) if replicas == 1)
     shared = predictor.elements(choice, 0) - own
     assert own == (2 * 8 + 2 * 16) // 8 * (2 * 64 * 128 + 128 + 64)
     # Parts that fill up groups of ranks come on top.

@@ -114,7 +114,7 @@ def test_a_run_is_its_phases() -> None:
     assert one.tokens_per_s == pytest.approx(32 * 32 / one.seconds)
     assert 101 * one.sent["outer"] * 4 == pytest.approx(33 * plan.in_step_bytes + rounds * plan.round_bytes)
     # The same inner layout on its own nodes, with half of the batch.
-    alone = Predictor(small_run(4, training={"global_batch_size": 16}), SITES.part(2), VOCAB)
+    alone = Predictor(small_run(4, training={"global_batch_size": 16}), SITES.split_over_islands(2), VOCAB)
     assert inner.seconds == pytest.approx(alone.predict(_choice(specs=(), islands=1)).seconds)
 
 

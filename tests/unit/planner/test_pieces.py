@@ -12,8 +12,8 @@ from megatron.base.errors import UserError
 from megatron.compression.points import Point
 from megatron.kernels.native import problem
 from megatron.planner.cluster import Device
-from megatron.planner.dry_run import DryStand, Recorder, Tally
-from megatron.planner.measure import LiveStand
+from megatron.planner.dry_run import CostTally, DryBackend, OpRecorder
+from megatron.planner.measure import LiveBackend
 from megatron.planner.pieces import Pieces
 from megatron.training.flops import model_flops_per_sample
 from megatron.training.report import model_shape
@@ -26,9 +26,9 @@ BERT = {"model_type": "bert"}  # of which each tensor-parallel rank computes the
 @pytest.mark.skipif(problem() is not None, reason="the compiled kernels are not in use")
 def test_loading_the_kernels_is_no_operation_of_a_step() -> None:
     """Else the first prediction of a process is slower than the same one later."""
-    with Recorder(Device()) as recorder:
+    with OpRecorder(Device()) as recorder:
         torch.ops.megatron_cc.sources()
-    assert recorder.take() == Tally()
+    assert recorder.take() == CostTally()
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_recomputing_costs_a_forward_and_saves_memory() -> None:
 def test_saved_bytes_are_those_of_a_real_run() -> None:
     config = small_run()
     predictor, choice = predictor_of(config)
-    real = Pieces(config, VOCAB, LiveStand(torch.device("cpu"), repeats=2), predictor.book._dry(choice, {}).plan, 50)
+    real = Pieces(config, VOCAB, LiveBackend(torch.device("cpu"), repeats=2), predictor.book._dry(choice, {}).plan, 50)
     # The CPU's fused attention keeps its own few bytes beside the output.
     assert real.piece("layer").saved_bytes == pytest.approx(predictor.book.piece(choice, "layer").saved_bytes, rel=0.02)
 
@@ -216,14 +216,14 @@ def test_the_memory_of_samples_counts() -> None:
 
 @pytest.mark.parametrize("coding", ["encoding", "decoding"])
 def test_coding_is_told_from_computing(coding: str) -> None:
-    stand = DryStand(Device(memory_gib=1.0))
-    meter = stand.recorder()
-    x = torch.empty(8, device=stand.torch_device)
-    with meter:
-        with getattr(meter.ledger, coding)(Point.DP_GRAD):
+    backend = DryBackend(Device(memory_gib=1.0))
+    recorder = backend.recorder()
+    x = torch.empty(8, device=backend.torch_device)
+    with recorder:
+        with getattr(recorder.ledger, coding)(Point.DP_GRAD):
             x + 1
-        coded = meter.take()
+        coded = recorder.take()
         x + 1
-        computed = meter.take()
+        computed = recorder.take()
     assert (coded.coding_s, coded.seconds) == (computed.seconds, 0.0)
     assert computed.seconds > computed.coding_s == 0.0

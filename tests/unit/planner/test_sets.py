@@ -16,8 +16,8 @@ from megatron.parallel.data.buffer import replaces_grads
 from megatron.planner import measure
 from megatron.planner.choice import Choice
 from megatron.planner.cluster import LinkSpec
-from megatron.planner.dry_run import DryStand
-from megatron.planner.measure import Corrections, LiveStand
+from megatron.planner.dry_run import DryBackend
+from megatron.planner.measure import Corrections, LiveBackend
 from megatron.planner.predict import Predictor
 from megatron.planner.search import SPEC_SETS, choices, search
 from tests.support.documented import REPO
@@ -63,7 +63,7 @@ OUTER = (
 @pytest.mark.parametrize("spec", [*sorted({spec for specs in SPEC_SETS for spec in specs}), *OUTER])
 def test_the_coding_of_a_set_can_be_measured(spec: str) -> None:
     config = small_run(1, model={"hidden_size": 256})
-    corrections = Corrections(config, VOCAB, Choice(1, 1, 1), CLUSTER, LiveStand(torch.device("cpu"), repeats=2))
+    corrections = Corrections(config, VOCAB, Choice(1, 1, 1), CLUSTER, LiveBackend(torch.device("cpu"), repeats=2))
     assert 0 < corrections.of_coding(spec) < math.inf
 
 
@@ -74,7 +74,7 @@ def test_the_measured_update_clears_gradients_where_training_does(precision: dic
     assert replaces_grads(torch.device("cpu"))
     assert not replaces_grads(torch.device("cuda"))
     config = small_run(1, precision=precision)
-    corrections = Corrections(config, VOCAB, Choice(1, 1, 1), CLUSTER, LiveStand(torch.device("cpu"), repeats=2))
+    corrections = Corrections(config, VOCAB, Choice(1, 1, 1), CLUSTER, LiveBackend(torch.device("cpu"), repeats=2))
     seen: list[torch.Tensor] = []
     replaces = mock.patch.object(measure, "replaces_grads", return_value=not clears)
     with replaces, mock.patch.object(measure, "finite_norm", seen.append):
@@ -121,13 +121,13 @@ def test_stages_that_are_left_out_gather_exactly() -> None:
 def test_what_sums_in_two_levels_send_is_found_on_few_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two nodes tell what any number of them send; with each replica, a dry run would take longer."""
     sizes: list[int] = []
-    group = DryStand.group
+    group = DryBackend.group
 
-    def told(self: DryStand, size: int, recorder: Any, nodes: int = 0) -> Any:
+    def told(self: DryBackend, size: int, recorder: Any, nodes: int = 0) -> Any:
         sizes.append(size)
         return group(self, size, recorder, nodes)
 
-    monkeypatch.setattr(DryStand, "group", told)
+    monkeypatch.setattr(DryBackend, "group", told)
     spec = "dp-grad=fixpoint,levels=8/4"
     for replicas in (8, 32):
         config = small_run(replicas, (spec,), training={"global_batch_size": 32})

@@ -97,7 +97,7 @@ def test_a_window_of_several_sizes_counts_each_step_by_its_own() -> None:
     window = MetricsWindow(lambda: now[0])
     for samples, length in ((2, 8), (4, 8), (4, 16), (4, 16)):
         now[0] += 0.5
-        window.add(dataclasses.replace(step(lm=1.0), global_batch_size=samples, seq_length=length))
+        window.add_step(dataclasses.replace(step(lm=1.0), global_batch_size=samples, seq_length=length))
     closed = window.close()
     assert closed.tokens_per_second == pytest.approx((16 + 32 + 64 + 64) / 2.0)
     assert closed.samples_per_second == pytest.approx(14 / 2.0)
@@ -183,10 +183,10 @@ class Clock:
 def test_window_means_leave_out_skipped_iterations() -> None:
     clock = Clock()
     window = MetricsWindow(clock)
-    window.add(step(lm=4.0, moe=1.0))
-    window.add(step(skipped=True, lm=math.inf, moe=1.0))
-    window.add(step(skipped=True, lm=9.0, moe=1.0))
-    window.add(step(lm=2.0, moe=0.5))
+    window.add_step(step(lm=4.0, moe=1.0))
+    window.add_step(step(skipped=True, lm=math.inf, moe=1.0))
+    window.add_step(step(skipped=True, lm=9.0, moe=1.0))
+    window.add_step(step(lm=2.0, moe=0.5))
     clock.now += 8.0
     summary = window.close()
     assert summary.losses == {"lm loss": 3.0, "moe loss": 0.75}
@@ -197,10 +197,10 @@ def test_window_means_leave_out_skipped_iterations() -> None:
 def test_a_window_starts_afresh_and_the_clock_stands_still_when_paused() -> None:
     clock = Clock()
     window = MetricsWindow(clock)
-    window.add(step(lm=4.0))
+    window.add_step(step(lm=4.0))
     clock.now += 5.0
     window.close()
-    window.add(step(lm=math.nan))
+    window.add_step(step(lm=math.nan))
     clock.now += 1.0
     with window.paused():
         clock.now += 50.0
@@ -213,7 +213,7 @@ def test_a_window_starts_afresh_and_the_clock_stands_still_when_paused() -> None
 
 def test_a_window_of_skipped_iterations_has_no_loss() -> None:
     window = MetricsWindow()
-    window.add(step(skipped=True, lm=math.nan))
+    window.add_step(step(skipped=True, lm=math.nan))
     assert window.close().losses == {}
     with pytest.raises(RuntimeError, match="before any iteration"):
         window.close()
