@@ -43,8 +43,8 @@ class MainGrad:
         self._claim = self._waiting = None
 
     def complete(self) -> None:
-        """Close the step's gradients; without any, the memory is zeroed."""
-        if not self.written:
+        """Close the step's gradients, if they are open; without any, the memory is zeroed."""
+        if self.open and not self.written:
             self.memory.zero_() if self._waiting is None else self.memory.copy_(self._waiting)
         self.open, self.written = False, True
         self._claim = self._waiting = None
