@@ -23,7 +23,7 @@ TARGET = "0x020b000000000000"
 """Oldest torch whose stable ABI the binding asks for: 2.11."""
 
 CPU_FLAGS = ["-std=c++17", "-O3", "-fopenmp", "-fvisibility=hidden"]
-# The same bits on every processor and in the pure-torch twins: no fused multiply-add, no reordering of sums.
+# The same bits on every processor and in the reference implementations: no fused multiply-add, no reordering of sums.
 CPU_FLAGS += ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 CUDA_FLAGS = ["-std=c++17", "-O3", "--fmad=false", "-Xcompiler=-fPIC,-fvisibility=hidden"]
 

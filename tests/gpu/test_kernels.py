@@ -25,7 +25,7 @@ def compiled_kernels() -> None:
 
 @pytest.mark.parametrize("role", [Role.PLAIN, Role.DELTA, Role.FEEDBACK])
 @pytest.mark.parametrize("seed", [None, (5 << 40) + 7])
-def test_codecs_give_the_twins_bits(role: Role, seed: int | None) -> None:
+def test_codecs_give_the_reference_bits(role: Role, seed: int | None) -> None:
     for number, grid in enumerate(checks.grids()):
         for count in (0, 1, 999, 70_001) if grid.layout is not ScaleLayout.CHANNEL else (0, 40, 100_000):
             dtype = checks.DTYPES[number % 3]
@@ -151,7 +151,7 @@ def test_codes_of_8_bit_floats_are_torchs(mantissa: int) -> None:
     float8_checks.check_codes(DEVICE, mantissa)
 
 
-def test_8_bit_floats_give_the_twins_bits() -> None:
+def test_8_bit_floats_give_the_reference_bits() -> None:
     float8_checks.check_formats(DEVICE, (0, 1, 999, 70_001))
     float8_checks.check_large_groups(DEVICE)
     float8_checks.check_unaligned(DEVICE)

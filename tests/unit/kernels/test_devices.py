@@ -67,7 +67,7 @@ def test_a_gpu_of_another_architecture_is_asked_once_and_named(gpu: Any) -> None
     assert native.devices() == {"cpu"}
 
 
-def test_its_tensors_go_to_the_twins(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_tensors_go_to_the_reference(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     operators = gpu(REFUSED)
     monkeypatch.setattr(native, "_KINDS", {"cpu": "CPU", "cuda": "CUDA"})
     traits = {"device": torch.device("cuda"), "dtype": torch.float32, "is_floating_point": lambda _: True}

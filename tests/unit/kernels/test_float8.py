@@ -1,4 +1,4 @@
-"""The kernels of 8-bit floats against their pure-torch twins, on the CPU; tests/gpu runs the same checks on CUDA."""
+"""The kernels of 8-bit floats against the reference, on the CPU; tests/gpu runs the same checks on CUDA."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEVICE = "cpu"
 
 @pytest.fixture(autouse=True)
 def _compiled() -> None:
-    """The twins must not stand in for what is tested."""
+    """The reference implementations must not stand in for what is tested."""
     assert native.problem() is None
 
 
@@ -34,7 +34,7 @@ def test_every_format_gives_the_twins_bits() -> None:
     checks.check_formats(DEVICE, (0, 1, 39, 1000, 5000))
 
 
-def test_large_groups_and_views_give_the_twins_bits() -> None:
+def test_large_groups_and_views_give_the_reference_bits() -> None:
     checks.check_large_groups(DEVICE)
     checks.check_unaligned(DEVICE)
 
@@ -49,7 +49,7 @@ def test_large_groups_and_views_give_the_twins_bits() -> None:
     power=st.integers(-150, 127),
     seed=st.integers(0, 99),
 )
-def test_special_numbers_give_the_twins_bits(
+def test_special_numbers_give_the_reference_bits(
     mantissa: int, group: int, scale: torch.dtype, count: int, dtype: torch.dtype, power: int, seed: int
 ) -> None:
     """Zeros of both signs, NaN, infinities, subnormal and huge ones."""

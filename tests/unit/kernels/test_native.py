@@ -1,4 +1,4 @@
-"""The compiled kernels against their pure-torch twins, on the CPU; tests/gpu runs the same checks on CUDA."""
+"""The compiled kernels against the reference implementations, on the CPU; tests/gpu runs the same checks on CUDA."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ DEVICE = "cpu"
 
 @pytest.fixture(autouse=True)
 def _compiled() -> None:
-    """The twins must not stand in for what is tested."""
+    """The reference implementations must not stand in for what is tested."""
     assert native.problem() is None
 
 
 @pytest.mark.parametrize("role", [Role.PLAIN, Role.DELTA, Role.FEEDBACK])
 @pytest.mark.parametrize("seed", [None, (5 << 40) + 7])
-def test_codecs_give_the_twins_bits(role: Role, seed: int | None) -> None:
+def test_codecs_give_the_reference_bits(role: Role, seed: int | None) -> None:
     """All widths, layouts, methods and grids, over lengths around the kernels' chunks, in all types."""
     for number, grid in enumerate(checks.grids()):
         for count in (0, 1, 39, 1000, 5000) if grid.layout is not ScaleLayout.CHANNEL else (0, 40, 1000, 5000):
@@ -41,21 +41,21 @@ def test_codecs_give_the_twins_bits(role: Role, seed: int | None) -> None:
             checks.check_codec(x, other, grid, role, seed, scale)
 
 
-def test_codecs_on_the_default_levels_give_the_twins_bits() -> None:
+def test_codecs_on_the_default_levels_give_the_reference_bits() -> None:
     checks.check_usual_codecs(DEVICE)
 
 
-def test_codecs_split_over_threads_give_the_twins_bits() -> None:
+def test_codecs_split_over_threads_give_the_reference_bits() -> None:
     for grid in (Grid(4), Grid(3, ScaleLayout.CHANNEL, 64), Grid(8, ScaleLayout.TENSOR), Grid(2, rotation=32)):
         checks.check_codec(checks.noise((1 << 17,), 1, DEVICE), None, grid, Role.PLAIN, None, torch.float32)
 
 
 @pytest.mark.parametrize("role", [Role.PLAIN, Role.DELTA, Role.FEEDBACK])
-def test_messages_that_decide_by_tiles_give_the_twins_bits(role: Role) -> None:
+def test_messages_that_decide_by_tiles_give_the_reference_bits(role: Role) -> None:
     tile_checks.check_tilings(DEVICE, (0, 5, 999, 5000), role)
 
 
-def test_tiles_split_over_threads_give_the_twins_bits() -> None:
+def test_tiles_split_over_threads_give_the_reference_bits() -> None:
     tile_checks.check_tilings(DEVICE, ((1 << 15) + 1000,), Role.PLAIN)
 
 
@@ -74,7 +74,9 @@ def test_errors_and_maps_of_tiles() -> None:
     power=st.integers(-40, 30),
     seed=st.integers(0, 99),
 )
-def test_special_numbers_give_the_twins_bits(grid: Grid, count: int, dtype: torch.dtype, power: int, seed: int) -> None:
+def test_special_numbers_give_the_reference_bits(
+    grid: Grid, count: int, dtype: torch.dtype, power: int, seed: int
+) -> None:
     """Zeros of both signs, NaN, infinities, subnormal and huge ones."""
     count = count // grid.group * grid.group if grid.layout is ScaleLayout.CHANNEL else count
     x = checks.spoil(checks.noise((count,), seed, DEVICE) * 2.0**power, seed).to(dtype)
