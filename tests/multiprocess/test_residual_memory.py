@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.compression.builtin import BUILTIN
@@ -20,6 +20,7 @@ from megatron.distributed.ledger import Ledger
 from megatron.distributed.policy import CompressionPlan
 from megatron.parallel.data.grad_reducer import GradReducer
 from megatron.parallel.data.reducer import GradBucket, ParamRange
+from megatron.parallel.tensor.main_grad import main_grad_of
 from megatron.training.assembly import Engines
 from tests.support.spawn import run_ranks
 from tests.support.tiny import tiny_engines, tiny_train
@@ -106,6 +107,14 @@ def _tensors_of(engines: Engines) -> list[dict[str, Tensor]]:
     return [{name: x.clone() for name, x in state.portable().items()} for state in engines.compressor_states()]
 
 
+def _infinite(param: nn.Parameter, gradient: Tensor | None) -> Tensor | None:
+    """An infinite gradient in place of autograd's or, without one, of the one written to the bucket."""
+    if gradient is not None:
+        return torch.full_like(gradient, torch.inf)
+    main_grad_of(param).memory.fill_(torch.inf)
+    return None
+
+
 def _spoilt_step(changes: dict[str, dict[str, Any]]) -> list[str]:
     """Trains, then takes a step in which the last rank's gradient is infinite; what changed by it."""
     engines = tiny_engines(changes)
@@ -115,7 +124,7 @@ def _spoilt_step(changes: dict[str, dict[str, Any]]) -> list[str]:
     handle = None
     if engines.topology.rank == engines.topology.layout.world_size - 1:
         param = next(p for p in engines.stages[-1].parameters() if p.dim() > 1)
-        handle = param.register_hook(lambda grad: torch.full_like(grad, torch.inf))
+        handle = param.register_hook(lambda gradient: _infinite(param, gradient))
     parameters = [buffer.params_flat.clone() for buffer in engines.buffers]
     tiny_train(engines, 1, epoch=8)
     if handle is not None:

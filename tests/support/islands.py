@@ -14,6 +14,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from megatron.checkpoint.manifest import read_manifest
+from megatron.checkpoint.storage import ShardReader
 from megatron.config.islands import ADDRESS_VARIABLE, ISLAND_VARIABLE
 from megatron.diloco.store import serve
 from tests.support.cli import CliResult, RankProcesses, launch_ranks_cli
@@ -91,11 +93,11 @@ def losses(path: Path) -> list[float]:
 def saved_tensors(root: Path, iteration: int, prefix: str = "") -> dict[str, Tensor]:
     """The logical tensors of a checkpoint whose names begin with ``prefix``."""
     folder = root / f"iter_{iteration:07d}"
-    metadata = dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
-    found: dict[str, Any] = {
-        name: torch.empty(one.size, dtype=one.properties.dtype)
-        for name, one in metadata.items()
-        if isinstance(one, TensorStorageMetadata) and name.startswith(prefix)
+    reader = ShardReader(folder, read_manifest(folder))
+    tensors: dict[str, Any] = {
+        name: torch.empty(metadata.size, dtype=metadata.properties.dtype)
+        for name, metadata in reader.read_metadata().state_dict_metadata.items()
+        if isinstance(metadata, TensorStorageMetadata) and name.startswith(prefix)
     }
-    dcp.load(found, storage_reader=dcp.FileSystemReader(str(folder)), no_dist=True)
-    return found
+    dcp.load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
