@@ -55,7 +55,7 @@ def read_json(path: str | Path, location: str) -> dict[str, Any]:
     except RecursionError:
         raise UserError(f"{location}: is nested too deeply; correct the file") from None
     except ValueError as error:
-        raise UserError(f"{location}: is not valid JSON ({str(error).splitlines()[0]}); correct the file") from None
+        raise UserError(f"{location}: is not valid JSON ({first_line(error)}); correct the file") from None
     if not isinstance(content, dict):
         raise UserError(f"{location}: expected names and values, not a {type(content).__name__}")
     return content

@@ -20,6 +20,11 @@ from megatron.base.kinds import Kind
 _METADATA_KEY = "option"
 
 
+def summary_of_class(cls: type) -> str:
+    """First line of a class's docstring; empty without one."""
+    return ((cls.__doc__ or "").strip().splitlines() or [""])[0]
+
+
 @dataclasses.dataclass(frozen=True)
 class Condition:
     """A condition under which an option has an effect.

@@ -70,6 +70,15 @@ def parse_json(text: str | bytes) -> Any:
     return json.loads(text, parse_int=_integer, parse_float=_fraction)
 
 
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty if the file is missing, or holds none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 def _integer(text: str) -> int | Numeral:
     return int(text) if len(text) <= _MOST_DIGITS and text != "-0" else Numeral(text)
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.base.errors import UserError
-from megatron.base.option import FieldOption, field_options
+from megatron.base.option import FieldOption, field_options, summary_of_class
 from megatron.base.user_text import nearest, spell
 from megatron.compression.outer import PRESET, PRESETS
 from megatron.compression.points import EXPERT_CODECS, EXPERT_LEGS, EXPERTS, Point
-from megatron.compression.registry import Registry
+from megatron.compression.registry import Registration, Registry
 from megatron.compression.spec import COMMON, FUSED, OF_POINT, serves, specs_by_point
 
 _TENSOR_PARALLEL = "under --sequence-parallel it gathers, by cast, fixpoint or float8"
@@ -51,10 +51,9 @@ def describe_name(registry: Registry, name: str) -> str:
         return "\n".join(_describe_point(registry, points[name]))
     registration = registry[name]
     lines = [f"{name}: {summary_of(registry, name)}", "", "points:"]
-    for point in points.values():
-        if serves(registration, point, name):
-            defaults = [] if point in OF_POINT else [f"error-feedback={registration.usual_feedback(point)}"]
-            lines.append(f"  {point.value:<20} {'; '.join([*defaults, *_conditions(point)])}".rstrip())
+    for point, feedback in points_of(registration, name).items():
+        defaults = [f"error-feedback={feedback}"] if feedback else []
+        lines.append(f"  {point.value:<20} {'; '.join([*defaults, *_conditions(point)])}".rstrip())
     details = (("needs", registration.needs), ("source", registration.source), ("example", registration.example))
     lines += ["", *(f"{title}: {text}" for title, text in details if text)]
     lines += ["", "options:", *options_lines(name, registration.config)]
@@ -65,7 +64,7 @@ def _describe_point(registry: Registry, point: Point) -> list[str]:
     names = ", ".join(names_at(registry, point))
     lines = [f"{point.value}: {names}", *_conditions(point)]
     if point in OF_POINT:
-        lines += ["", (OF_POINT[point].__doc__ or "").strip().splitlines()[0], ""]
+        lines += ["", summary_of_class(OF_POINT[point]), ""]
         lines += ["options of the point, beside those of its compressor:", *options_lines(point.value, OF_POINT[point])]
         lines.append(f"  {PRESET:<16} {'|'.join(PRESETS)}: stands for")
         lines += [f"    {name:<14} {','.join(f'{k}={v}' for k, v in words.items())}" for name, words in PRESETS.items()]
@@ -80,6 +79,15 @@ def _common_lines() -> list[str]:
     return ["", "options of every compressor:", *(f"  {key:<16} {text}" for key, text in COMMON.items())]
 
 
+def points_of(registration: Registration, name: str) -> dict[Point, str]:
+    """Points that a compressor serves, with its default error feedback; empty at points with feedback of their own."""
+    return {
+        point: "" if point in OF_POINT else registration.usual_feedback(point)
+        for point in Point
+        if point.compressible and serves(registration, point, name)
+    }
+
+
 def names_at(registry: Registry, point: Point) -> list[str]:
     """Names that ``--compress POINT=NAME`` takes at a point."""
     names = [name for name in registry.names if serves(registry[name], point, name)]
@@ -88,7 +96,7 @@ def names_at(registry: Registry, point: Point) -> list[str]:
 
 def summary_of(registry: Registry, name: str) -> str:
     """The first line of the docstring of a compressor's options."""
-    return (registry[name].config.__doc__ or "").strip().splitlines()[0]
+    return summary_of_class(registry[name].config)
 
 
 def options_lines(name: str, cls: type[Any]) -> list[str]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.base.errors import UserError
-from megatron.base.option import FieldOption
+from megatron.base.option import FieldOption, summary_of_class
 from megatron.base.user_text import nearest, spell
 from megatron.config.collect import FlagTable, Target
 from megatron.config.translate.rules import SWITCH, VALUE, VALUES
@@ -55,7 +55,7 @@ def all_groups(table: FlagTable) -> list[HelpGroup]:
     groups = []
     for section, cls in table.sections.items():
         fields = tuple(field for field in table.fields.values() if field.section == section)
-        groups.append(HelpGroup(section, section, _first_line(cls), fields))
+        groups.append(HelpGroup(section, section, summary_of_class(cls), fields))
     documented_flags = tuple(old for old in table.translator.flags if old.help)
     if documented_flags:
         groups.append(HelpGroup("shorthand", "shorthand and old names", "", documented_flags))
@@ -215,7 +215,3 @@ def number_text(value: Any) -> str:
         if integer & (integer - 1) == 0:
             return f"2**{integer.bit_length() - 1}"
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _first_line(cls: type) -> str:
-    return (cls.__doc__ or "").strip().splitlines()[0]

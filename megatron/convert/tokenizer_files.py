@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.base.errors import UserError
+from megatron.base.text_file import read_json_object
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.tokenizer.api import Tokenizer
 from megatron.tokenizer.build import build_tokenizer
@@ -57,7 +58,7 @@ def _is_plain_gpt2(folder: Path) -> bool:
     Qwen2, for example, uses another pre-tokenization.
     """
     special = read_special_tokens(folder)
-    content = _read_table(folder / "tokenizer.json")
+    content = read_json_object(folder / "tokenizer.json")
     listed = content.get("added_tokens")
     tokens = [token for token in listed if isinstance(token, dict)] if isinstance(listed, list) else []
     added = {str(token.get("content")) for token in tokens}
@@ -66,7 +67,10 @@ def _is_plain_gpt2(folder: Path) -> bool:
     named = special.config.get("tokenizer_class")
     if isinstance(named, str):
         return named.startswith("GPT2Tokenizer")
-    return not (folder / "tokenizer.json").is_file() or _read_table(folder / "config.json").get("model_type") == "gpt2"
+    return (
+        not (folder / "tokenizer.json").is_file()
+        or read_json_object(folder / "config.json").get("model_type") == "gpt2"
+    )
 
 
 def _lowers_case(folder: Path) -> bool | None:
@@ -78,24 +82,15 @@ def _lowers_case(folder: Path) -> bool | None:
         if named not in ("BertTokenizer", "BertTokenizerFast"):
             return None
     elif (folder / "tokenizer.json").is_file() and "bert" not in str(
-        _read_table(folder / "config.json").get("model_type")
+        read_json_object(folder / "config.json").get("model_type")
     ):
         return None
-    normalizer = _read_table(folder / "tokenizer.json").get("normalizer")
+    normalizer = read_json_object(folder / "tokenizer.json").get("normalizer")
     fallback = normalizer.get("lowercase", True) if isinstance(normalizer, dict) else True
     lowers_case = config.get("do_lower_case", fallback) is not False
     usual = config.get("strip_accents") in (None, lowers_case) and config.get("tokenize_chinese_chars") is not False
     words = set((folder / "vocab.txt").read_text(encoding="utf-8", errors="replace").split("\n"))
     return lowers_case if usual and not set(special.names) - words else None
-
-
-def _read_table(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty if there is none."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def built(tokenizer: TokenizerConfig, entries: int) -> Tokenizer | None:
@@ -135,7 +130,7 @@ def special_ids(tokenizer: TokenizerConfig, entries: int) -> dict[str, Any]:
             "eos_token_id": built_tokenizer.eod,
         }
     home = _home(tokenizer)
-    config = {} if home is None else _read_table(home / "config.json")
+    config = {} if home is None else read_json_object(home / "config.json")
     for name in _IDS:
         value = config.get(name)
         numbers = value if isinstance(value, list) and name == "eos_token_id" else [value]

@@ -99,7 +99,8 @@ def in_processes(
     try:
         for item in items:
             pending.append(executor.submit(_call, item))
-            processes.update(set(active_children()) - other_children)
+            if len(processes) < workers:  # the executor starts them one by one
+                processes.update(set(active_children()) - other_children)
             yield from finished(4 * workers)
         yield from finished(0)
     except BaseException as error:

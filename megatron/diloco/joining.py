@@ -21,11 +21,8 @@ from megatron.diloco.store import POLL_SECONDS
 from megatron.distributed.agreement import any_rank, gather_texts
 from megatron.distributed.errors import CommunicationError
 from megatron.distributed.group import Group
-from megatron.distributed.ledger import Ledger
-from megatron.distributed.topology import Topology
 from megatron.kernels.dtypes import dtype_from_name, name_of_dtype
 from megatron.optimizer.inner import state_names
-from megatron.optimizer.optimizer import Optimizer
 
 MOST_JOINS = 4
 """Attempts to join before the island gives up."""
@@ -40,9 +37,7 @@ class Joining:
     position of the run. Every rank sends to the same rank of the other island.
 
     Args:
-        topology, ledger: this rank's groups, and its accounting.
         stages: this rank's part of the model.
-        optimizer: the inner optimizer.
         sync: its part in rounds.
         islands: the other islands.
         stateful_parts: checkpoint state besides tensors.
@@ -51,23 +46,14 @@ class Joining:
 
     def __init__(
         self,
-        topology: Topology,
-        ledger: Ledger,
         stages: Sequence[nn.Module],
-        optimizer: Optimizer,
         sync: OuterSync,
         islands: Islands,
         stateful_parts: StatefulParts,
         tell: Callable[[str], None],
     ) -> None:
-        self.topology, self.ledger, self.stages = topology, ledger, stages
-        self.optimizer, self.sync, self.islands, self.stateful_parts, self.tell = (
-            optimizer,
-            sync,
-            islands,
-            stateful_parts,
-            tell,
-        )
+        self.stages, self.sync, self.islands = stages, sync, islands
+        self.stateful_parts, self.tell = stateful_parts, tell
 
     def admit_islands_at_start(self) -> None:
         """Before the first step, send the state to islands that have come to the start without it."""
@@ -127,7 +113,7 @@ class Joining:
             yield from self.sync.outer.mains
         for tensors in self.sync.outer.tensors().values():
             yield from tensors
-        optimizer = self.optimizer
+        optimizer = self.sync.optimizer
         for shard in optimizer.shards:
             for kind in state_names(optimizer.config, shard):
                 yield optimizer.inner.state[shard.main][kind]
@@ -135,15 +121,15 @@ class Joining:
             yield from stage.buffers()
 
     def _send(self, group: Group, ticket: int) -> None:
-        meeting_place, rank = self.islands.store, self.islands.rank
+        store, rank = self.islands.store, self.islands.rank
         if rank == 0:
-            meeting_place.put(f"stream/{ticket}/parts", self.stateful_parts.state_dict())
+            store.put(f"stream/{ticket}/parts", self.stateful_parts.state_dict())
         states = [{name: x for name, x in state.portable().items() if name != RESIDUAL} for state in self.sync.states()]
         forms = [
             {name: [list(x.shape), name_of_dtype(x.dtype)] for name, x in state_tensors.items()}
             for state_tensors in states
         ]
-        meeting_place.put(f"stream/{ticket}/forms/{rank}", [forms, [state.counters for state in self.sync.states()]])
+        store.put(f"stream/{ticket}/forms/{rank}", [forms, [state.counters for state in self.sync.states()]])
         self._broadcast(group, [*self._tensors(), *(x for state_tensors in states for x in state_tensors.values())])
 
     def _receive(self, group: Group, ticket: int) -> None:
@@ -167,9 +153,9 @@ class Joining:
 
     def _room(self, forms: Sequence[Mapping[str, Any]]) -> list[dict[str, Tensor]]:
         """Allocate the compressors' states; raises ValueError if they are larger than any compressor needs."""
-        device = self.topology.device
+        device = self.sync.topology.device
         sizes = [math.prod(shape) for form in forms for shape, _ in form.values()]
-        most = _MOST_COPIES * sum(main.numel() for main in self.sync.outer.mains) * self.topology.layout.dp
+        most = _MOST_COPIES * sum(main.numel() for main in self.sync.outer.mains) * self.sync.topology.layout.dp
         if any(size < 0 for size in sizes) or sum(sizes) > most + _MOST_BESIDE:
             raise ValueError(f"it has {sum(sizes):,} numbers of compressors")
         return [
@@ -183,8 +169,8 @@ class Joining:
     def _broadcast(self, group: Group, tensors: Sequence[Tensor]) -> None:
         for x in tensors:
             pending = group.broadcast(x, 0)
-            self.ledger.sent(Point.OUTER, pending.sent_bytes)
-            self.ledger.wait_for(Point.OUTER, pending)
+            self.sync.ledger.sent(Point.OUTER, pending.sent_bytes)
+            self.sync.ledger.wait_for(Point.OUTER, pending)
 
     def _wait_for(self, key: str) -> Any:
         deadline = time.monotonic() + self.islands.seconds

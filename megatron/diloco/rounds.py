@@ -234,7 +234,7 @@ class Rounds:
             # Islands of the last round that are missing from this round.
             absent = [k for k in expected if k not in decision.arrivals]
             if absent and absent != self._absent_islands:
-                peers = [k for k in decision.members if k != self.islands.island] if self.islands is not None else []
+                peers = [k for k in decision.members if k != self.islands.island]
                 with_whom = f"with {named(peers)}" if peers else "alone"
                 self.tell(
                     f"warning: {named(absent)} {'is' if len(absent) == 1 else 'are'} gone, going on {with_whom}", {}
@@ -335,15 +335,15 @@ class Rounds:
 
     def _apply_fragment(self, in_flight: InFlightFragment) -> None:
         """Apply a fragment, after waiting for its transfer."""
-        landed = in_flight if in_flight.arrived else self._finish_transfer(in_flight)
-        if landed is None:
+        complete_fragment = in_flight if in_flight.arrived else self._finish_transfer(in_flight)
+        if complete_fragment is None:
             return
-        last = landed.sent == self.schedule.end
-        self.sync.apply_mean(landed.fragment, 0.0 if last else self.sync.options.mixing)
+        last = complete_fragment.sent == self.schedule.end
+        self.sync.apply_mean(complete_fragment.fragment, 0.0 if last else self.sync.options.mixing)
         self.sync.publish_params()
         self.sync.in_flight = None
         self.synced = True
-        self._report(landed, last)
+        self._report(complete_fragment, last)
 
     def _report(self, in_flight: InFlightFragment, last: bool) -> None:
         options = self.sync.options

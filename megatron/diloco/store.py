@@ -255,7 +255,7 @@ class HeartbeatMonitor:
     """
 
     def __init__(self, store: IslandStore, islands: Collection[int]) -> None:
-        self._place = store
+        self._store = store
         current_time = time.monotonic()
         self._seen = {island: (count, current_time) for island, count in store.pulse(islands).items()}
         self._read = current_time
@@ -265,7 +265,7 @@ class HeartbeatMonitor:
         current_time = time.monotonic()
         if current_time - self._read >= BEAT_SECONDS:
             self._read = current_time
-            for island, count in self._place.pulse(self._seen).items():
+            for island, count in self._store.pulse(self._seen).items():
                 if count != self._seen[island][0]:
                     self._seen[island] = (count, current_time)
         return {island for island, (_, last) in self._seen.items() if current_time - last > seconds}

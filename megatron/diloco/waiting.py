@@ -23,11 +23,11 @@ class WaitNotice:
     """
 
     def __init__(self, purpose: str, seconds: float, tell: Callable[[str], None]) -> None:
-        self._what, self._seconds, self._tell = purpose, seconds, tell
+        self._purpose, self._seconds, self._tell = purpose, seconds, tell
         self._at: float | None = time.monotonic() + QUIET_SECONDS
 
     def look(self, missing: Collection[int]) -> None:
         """Prints the missing islands, if they have been awaited for a while."""
         if missing and self._at is not None and time.monotonic() > self._at:
             self._at = None
-            self._tell(f"waiting for {named(sorted(missing))} {self._what}, {self._seconds:g} s at most")
+            self._tell(f"waiting for {named(sorted(missing))} {self._purpose}, {self._seconds:g} s at most")

@@ -15,7 +15,7 @@ from megatron.parallel.tensor.embedding import VocabShard
 from megatron.parallel.tensor.shards import ParamSpec, ShardedModule, with_partial_grad
 
 
-class WholeLinear(ShardedModule):
+class ReplicatedLinear(ShardedModule):
     """Linear layer with bias, replicated on tensor-parallel ranks: (..., h) -> (..., out).
 
     Under sequence parallelism each rank sees a slice of the sequence, so parameter gradients are partial sums.
@@ -45,7 +45,7 @@ class LMHead(ShardedModule):
         super().__init__()
         config = rank.config
         self.approximate = "tanh" if config.activation == "gelu_tanh" else "none"
-        self.dense = WholeLinear(rank, config.hidden_size)
+        self.dense = ReplicatedLinear(rank, config.hidden_size)
         self.layernorm = Norm(rank)
         self.bias, self.specs["bias"] = shard.bias(rank.device, rank.dtype)
 
@@ -59,8 +59,8 @@ class BinaryHead(nn.Module):
 
     def __init__(self, rank: RankContext) -> None:
         super().__init__()
-        self.pooler = WholeLinear(rank, rank.config.hidden_size)
-        self.order = WholeLinear(rank, 2)
+        self.pooler = ReplicatedLinear(rank, rank.config.hidden_size)
+        self.order = ReplicatedLinear(rank, 2)
 
     def forward(self, first_bh: Tensor) -> Tensor:
         result: Tensor = self.order(torch.tanh(self.pooler(first_bh)))

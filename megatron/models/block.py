@@ -23,7 +23,7 @@ def hidden_dropout(x_sbh: Tensor, p: float, keys: SiteKeys | None, site: int, co
         return x_sbh
     num_slices = comm.size if comm.sequence_parallel else 1
     mask_sbh = keys.keep_mask(site, (x_sbh.shape[0] * num_slices, x_sbh.shape[2]), p, x_sbh).transpose(0, 1)
-    return x_sbh * (comm.own_part(mask_sbh) if num_slices > 1 else mask_sbh)
+    return x_sbh * (comm.local_slice(mask_sbh) if num_slices > 1 else mask_sbh)
 
 
 class Layer(nn.Module, ABC):

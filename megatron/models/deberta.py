@@ -28,7 +28,7 @@ def without_padding(x_sbh: Tensor, context: ForwardContext, comm: TensorComm) ->
     if context.segment_ids_bs is None:
         return x_sbh
     padded_sb = (context.segment_ids_bs != 0).t()
-    padded_sb = comm.own_part(padded_sb) if comm.sequence_parallel else padded_sb
+    padded_sb = comm.local_slice(padded_sb) if comm.sequence_parallel else padded_sb
     return x_sbh.masked_fill(padded_sb.unsqueeze(-1), 0.0)
 
 

@@ -91,7 +91,7 @@ class _Table(ShardedModule):
 
     def look_up(self, index_sb: Tensor) -> Tensor:
         """Vectors of this rank's slice of a sequence."""
-        return rows_of(self.weight, self.comm.own_part(index_sb) if self.comm.sequence_parallel else index_sb)
+        return rows_of(self.weight, self.comm.local_slice(index_sb) if self.comm.sequence_parallel else index_sb)
 
 
 class TypeEmbedding(_Table):

@@ -37,7 +37,7 @@ class Lamb(torch.optim.Optimizer):
         eps: float,
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
-        self._shards, self._whole = list(shards), norms
+        self._shards, self._norms = list(shards), norms
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -76,10 +76,10 @@ class Lamb(torch.optim.Optimizer):
 
     def _trust_ratios(self) -> Sequence[Tensor]:
         """|w| / |u| of the whole tensor of each shard, or 1 if either norm is 0."""
-        device = self._whole.device
+        device = self._norms.device
         weights = [finite_norm(shard.main)[0] for shard in self._shards]
         directions = [finite_norm(_grad(shard.main))[0] for shard in self._shards]
-        sums = self._whole(torch.stack([row_of(weights, device), row_of(directions, device)], dim=1))
+        sums = self._norms(torch.stack([row_of(weights, device), row_of(directions, device)], dim=1))
         nonzero = (sums > 0).all(dim=1)
         return torch.where(nonzero, (sums[:, 0] / sums[:, 1]).sqrt(), 1.0).unbind()
 

@@ -62,7 +62,7 @@ class Muon(torch.optim.AdamW):
         betas = (config.adam_beta1, config.adam_beta2)
         super().__init__(groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=True)
         self._step_supports_amp_scaling = False  # gradients are divided before
-        self._shards, self._whole, self._config = list(shards), matrices, config
+        self._shards, self._matrices, self._config = list(shards), matrices, config
         self.directions: dict[int, Tensor] | None = None
         """The amounts subtracted from matrices, divided by the learning rate, without weight decay, by the id of the
         main values; None unless requested."""
@@ -104,7 +104,7 @@ class Muon(torch.optim.AdamW):
         matrix_dtype = torch.bfloat16 if self._in_bf16 else main_dtype
         grads = [cast(Tensor, s.main.grad) if s.slot.spec.blocks else None for s in self._shards]
         matrices = [None if grad is None else grad.to(matrix_dtype) for grad in grads]
-        self._whole.change(matrices, matrix_dtype, self._orthogonalized)
+        self._matrices.change(matrices, matrix_dtype, self._orthogonalized)
         for grad, matrix in zip(grads, matrices, strict=True):
             if grad is not None and matrix is not None and matrix is not grad:
                 grad.copy_(matrix)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from megatron.base.errors import UserError
+from megatron.base.errors import UserError, first_line
 from megatron.compression.api import Level
 from megatron.compression.points import EXPERT_POINTS, Point
 from megatron.compression.schedule import RunLength
@@ -345,5 +345,5 @@ def planned(texts: tuple[str, ...], run: Callable[[], _T]) -> _T:
             raise
         raise UserError(
             f"--compress {' '.join(texts)}: cannot be planned, since what it sends depends on the numbers "
-            f"({str(error).splitlines()[0]}); leave it out, or time it in a short run"
+            f"({first_line(error)}); leave it out, or time it in a short run"
         ) from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.base.errors import UserError
+from megatron.base.text_file import read_json_object
 
 CONFIG, MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 _KINDS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -51,9 +51,9 @@ def read_special_tokens(folder: Path) -> SpecialTokens:
     Raises:
         UserError: when an added token has no text or no id.
     """
-    config = _read_table(folder / CONFIG)
+    config = read_json_object(folder / CONFIG)
     added_entries = config.get("added_tokens_decoder")
-    words = dict(config) if isinstance(added_entries, dict) else {**config, **_read_table(folder / MAP)}
+    words = dict(config) if isinstance(added_entries, dict) else {**config, **read_json_object(folder / MAP)}
     by_kind = {kind: text for kind in _KINDS if (text := _text_of(words.get(kind))) is not None}
     other_tokens = tuple(text for name in _LISTS for text in _texts_of(words.get(name)))
     if isinstance(added_entries, dict):
@@ -62,7 +62,7 @@ def read_special_tokens(folder: Path) -> SpecialTokens:
         special = {*by_kind.values(), *other_tokens}
         pairs = (
             (number, {"content": text, "special": text in special, "normalized": text not in special})
-            for text, number in _read_table(folder / ADDED).items()
+            for text, number in read_json_object(folder / ADDED).items()
         )
         added_tokens = dict(_checked_tokens(pairs, folder / ADDED))
     return SpecialTokens(by_kind, added_tokens, other_tokens, config)
@@ -86,12 +86,3 @@ def _text_of(value: Any) -> str | None:
 def _texts_of(value: Any) -> list[str]:
     values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return [text for item in values if (text := _text_of(item)) is not None]
-
-
-def _read_table(path: Path) -> dict[str, Any]:
-    """Reads the object of a JSON file; empty if the file is missing or invalid."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}

@@ -171,10 +171,7 @@ def begin_rounds(
     joining = None
     if islands is not None:
         joining = Joining(
-            engines.topology,
-            engines.ledger,
             engines.stages,
-            engines.optimizer,
             outer,
             islands,
             checkpoints.stateful_parts,

@@ -636,7 +636,7 @@ def test_a_state_that_is_not_finite_is_not_taken_over(monkeypatch: pytest.Monkey
         train_island(island, 4)
         assert island.rounds is not None
         island.rounds.sync.outer.momentum[0].view(-1)[0] = float("nan")
-        island.rounds.end = RunEnd("", 5.0)
+        island.rounds.end = RunEnd("", 10.0)  # the other one builds its model meanwhile
         island.rounds.finish(4)
         islands.leave()
 

@@ -40,7 +40,7 @@ class _Setting:
 
     def own_rows(self, x: Tensor) -> Tensor:
         """What this rank holds of an activation outside parallel regions."""
-        return self.comm.own_part(x) if self.comm.sequence_parallel else x
+        return self.comm.local_slice(x) if self.comm.sequence_parallel else x
 
     def check(self, what: str, got: Tensor | None, wanted: Tensor | None) -> None:
         assert got is not None

@@ -113,10 +113,7 @@ def build_island(changes: Changes, islands: Islands | None, number: int = 0, cou
         joining = None
         if islands is not None:
             joining = Joining(
-                engines.topology,
-                engines.ledger,
                 engines.stages,
-                engines.optimizer,
                 engines.outer,
                 islands,
                 checkpoints.stateful_parts,

@@ -138,7 +138,7 @@ class FlatBuffer:
                 finish()
 
         def after_accumulation(param: nn.Parameter) -> None:
-            """Take a gradient that autograd has stored; it calls this without any, too, from torch 2.12 on."""
+            """Take a gradient that autograd has stored; some versions of torch call this without any, too."""
             if has_finished:
                 return
             grad = param.grad
@@ -149,7 +149,7 @@ class FlatBuffer:
         def finish() -> None:
             # Without a gradient, or while a forward's claim is open, the range is not final: the reducer launches the
             # bucket when all backwards are over.
-            if self._on_bucket_full is not None and (main_grad.written or not main_grad.open):
+            if self._on_bucket_full is not None and main_grad.written:
                 self._missing[bucket] -= 1
                 if self._missing[bucket] == 0:
                     self._on_bucket_full(bucket)
@@ -162,19 +162,15 @@ class FlatBuffer:
 
     def _take(self, param: nn.Parameter, main_grad: MainGrad, grad: Tensor) -> None:
         """Moves a gradient from memory of autograd's to the main gradient."""
-        if self.direct:
-            if main_grad.open and not main_grad.written:
-                main_grad.accumulate(lambda _: grad.detach())
-            else:  # a recorded backward (create_graph) has added to the main gradient out of place
-                main_grad.memory.copy_(grad.detach())
-            param.grad = main_grad.memory if main_grad.written or not main_grad.open else None
-            return
         param.grad = None
-        if main_grad.written or not main_grad.open:
-            _add_converted(main_grad.memory, grad)
+        if not main_grad.written:
+            main_grad.accumulate(lambda _: grad.detach())
+        elif self.direct:  # a recorded backward (create_graph) has added to the main gradient out of place
+            main_grad.memory.copy_(grad.detach())
         else:
-            main_grad.memory.copy_(grad)
-            main_grad.written = True
+            _add_converted(main_grad.memory, grad)
+        if self.direct and main_grad.written:
+            param.grad = main_grad.memory
 
     def begin_grads(self) -> None:
         """Begins a step's gradients; also drops the pending notification of an abandoned step.

@@ -177,13 +177,10 @@ class BucketReducer:
         """Parameter names (of a stack or a whole bucket) and state of each unit."""
         for bucket, units in zip(self.buckets, self.units, strict=True):
             for unit in units:
-                names = [param.name for param in unit.ranges]
-                bucket_names = [param.name for param in bucket.ranges]
-                yield (
-                    names
-                    or [bucket_names[0] if len(bucket_names) == 1 else f"{bucket_names[0]} ... {bucket_names[-1]}"],
-                    unit.state,
-                )
+                names = [param.name for param in unit.ranges or bucket.ranges]
+                if not unit.ranges and len(names) > 1:
+                    names = [f"{names[0]} ... {names[-1]}"]
+                yield names, unit.state
 
     def _launch(self, bucket: GradBucket, units: Sequence[ParamStack]) -> PendingBucket:
         if bucket.skipped:

@@ -141,7 +141,7 @@ class Router(ShardedModule):
         keys = dropout.at((self.layer, "router"))
         noise_bsh = keys.uniform(0, (x_sbh.shape[0] * num_slices, x_sbh.shape[2]), 1.0 - eps, 1.0 + eps, x_sbh)
         noise_sbh = noise_bsh.transpose(0, 1)
-        return x_sbh * (self.comm.own_part(noise_sbh) if num_slices > 1 else noise_sbh)
+        return x_sbh * (self.comm.local_slice(noise_sbh) if num_slices > 1 else noise_sbh)
 
     def _within_groups(self, ranking_te: Tensor) -> Tensor:
         """Ranking scores, minus infinity outside the token's best groups (DeepSeek-V3, 2024, section 2.1.2): the groups

@@ -163,7 +163,7 @@ class PipelineChannel:
 
     def send(self, message: Message, x: Tensor) -> None:
         """Start sending ``x`` over a boundary, or this rank's part of it if tensor-parallel ranks split messages."""
-        x = x if self.tensor_comm is None else self.tensor_comm.own_part(x)
+        x = x if self.tensor_comm is None else self.tensor_comm.local_slice(x)
         way, position, key = message.way, message.position, message.key
         codec = self._codec(way, position)
         dtype, scale = self._unscaled(way, codec)

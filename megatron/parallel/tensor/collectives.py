@@ -183,7 +183,7 @@ class TensorComm:
             self.ledger.wait_for(Point.CONTROL, pending)
         return x
 
-    def own_part(self, x: Tensor) -> Tensor:
+    def local_slice(self, x: Tensor) -> Tensor:
         """This rank's equal part of dimension 0 (a view)."""
         return x if self.group.size == 1 else x.chunk(self.group.size, dim=0)[self.group.rank]
 
@@ -257,7 +257,7 @@ class _EnterExact(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         comm: TensorComm = ctx.comm
         total = comm.gather_exact(grad).sum(dim=0)
-        return (comm.own_part(total) if comm.sequence_parallel else total), None
+        return (comm.local_slice(total) if comm.sequence_parallel else total), None
 
 
 def enter_parallel_region(x_sbh: Tensor, comm: TensorComm, exact: bool = False) -> Tensor:

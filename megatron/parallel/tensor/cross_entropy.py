@@ -114,9 +114,10 @@ class _HeadLoss(torch.autograd.Function):
         comm: TensorComm = ctx.comm
         if comm.size == 1:
             unit, grad_x, grad_weight, grad_bias = ctx.saved_tensors
-            _scale_((grad_x, grad_weight, grad_bias), grad * unit)
+            factor = grad * unit
+            _scale_((grad_x, grad_weight, grad_bias), factor)
             if ctx.claim is not None:
-                ctx.main_grad.settle(ctx.claim, lambda memory: _scale_((memory,), grad * unit))
+                ctx.main_grad.settle(ctx.claim, lambda memory: _scale_((memory,), factor))
             elif ctx.main_grad is not None and ctx.main_grad.open and not torch.is_grad_enabled():
                 ctx.main_grad.accumulate(lambda _: grad_weight.view(ctx.main_grad.memory.shape))
                 grad_weight = None

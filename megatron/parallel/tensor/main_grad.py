@@ -21,7 +21,7 @@ _NAME = "main_grad"
 
 
 class MainGrad:
-    """A parameter's gradient in its bucket. Its contents are undefined until the first write of a step.
+    """A parameter's gradient in its bucket. Between ``begin`` and the first write of a step its contents are undefined.
 
     Args:
         memory: range of the bucket, in the parameter's shape and dtype.
@@ -33,7 +33,7 @@ class MainGrad:
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
-        self.open = self.written = False
+        self.open, self.written = False, True
         self._claim: object | None = None
         self._waiting: Tensor | None = None  # sum of gradients that came while the memory was claimed
 
@@ -43,8 +43,8 @@ class MainGrad:
         self._claim = self._waiting = None
 
     def complete(self) -> None:
-        """Close the step's gradients, if they are open; without any, the memory is zeroed."""
-        if self.open and not self.written:
+        """Close the step's gradients; without any, the memory is zeroed."""
+        if not self.written:
             self.memory.zero_() if self._waiting is None else self.memory.copy_(self._waiting)
         self.open, self.written = False, True
         self._claim = self._waiting = None
