@@ -111,7 +111,9 @@ def _infinite(param: nn.Parameter, gradient: Tensor | None) -> Tensor | None:
     """An infinite gradient in place of autograd's or, without one, of the one written to the bucket."""
     if gradient is not None:
         return torch.full_like(gradient, torch.inf)
-    main_grad_of(param).memory.fill_(torch.inf)
+    main_grad = main_grad_of(param)
+    assert main_grad is not None
+    main_grad.memory.fill_(torch.inf)
     return None
 
 
