@@ -37,7 +37,7 @@ from benchmarks.tables import Cells, Column, Table
 from benchmarks.train_sides import Shape
 from benchmarks.train_steps import process_step, rank_step, run_config
 from benchmarks.turns import Side, SideError, in_turns, step_together, timed
-from megatron.config.kinds import ModelType
+from megatron.config.model_types import ModelType
 from megatron.kernels import products as own_products
 from megatron.training.flops import model_flops_per_sample
 from megatron.training.report import model_shape

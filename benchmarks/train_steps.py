@@ -11,7 +11,7 @@ import torch
 from benchmarks.train_sides import Shape, peer_step
 from benchmarks.turns import Step
 from megatron.base.memory import keep_freed_memory
-from megatron.config.kinds import PROGRAMS, ModelType
+from megatron.config.model_types import PROGRAMS, ModelType
 from megatron.config.run import RunConfig
 from megatron.data.batch import Batch
 from megatron.distributed.process_group import LaunchEnvironment, init_process_group

@@ -23,13 +23,13 @@ def from_text(field: FieldOption, texts: Sequence[str], location: str) -> Any:
     Returns the value of the field: a switch that turns a default off gives False.
     """
     if field.is_switch:
-        value = field.kind.from_text(texts[0] if texts else "true", location)
+        value = field.value_type.from_text(texts[0] if texts else "true", location)
         return not value if field.option.off_switch else value
     if field.is_list:
-        values = [field.kind.from_text(text, location) for text in texts]
+        values = [field.value_type.from_text(text, location) for text in texts]
         _check_count(field, values, location)
         return values
-    return field.kind.from_text(texts[0], location)
+    return field.value_type.from_text(texts[0], location)
 
 
 def from_plain(field: FieldOption, value: Any, location: str) -> Any:
@@ -38,10 +38,10 @@ def from_plain(field: FieldOption, value: Any, location: str) -> Any:
         return list(field.default) if isinstance(field.default, list) else field.default
     if field.is_list:
         items = value if isinstance(value, list) else [value]
-        values = [field.kind.from_plain(item, location) for item in items]
+        values = [field.value_type.from_plain(item, location) for item in items]
         _check_count(field, values, location)
         return values
-    return field.kind.from_plain(value, location)
+    return field.value_type.from_plain(value, location)
 
 
 def _check_count(field: FieldOption, values: Sequence[Any], location: str) -> None:
@@ -62,11 +62,11 @@ def check_fields(section: str, values: Any) -> None:
         value, label = getattr(values, field.name), f"--{field.flag}"
         if value is None:
             if field.default is not None:
-                raise UserError(f"{label} has no value; give {field.kind.name}")
+                raise UserError(f"{label} has no value; give {field.value_type.name}")
             continue
         checked = from_plain(field, value, label)
         for number in checked if field.is_list else [checked]:
-            field.kind.check_bounds(number, label)
+            field.value_type.check_bounds(number, label)
             if isinstance(number, float) and number and not _SINGLE[0] <= abs(number) <= _SINGLE[1]:
                 raise UserError(f"{label} is {number:g}, which is beyond single precision; give a number that is meant")
 
@@ -121,5 +121,5 @@ def options_from_words(cls: type[T], words: Mapping[str, str], owner: str) -> T:
     for flag, word in words.items():
         field, label = fields[flag], f"{owner}: {flag}"
         built[field.name] = value = from_text(field, [word], label)
-        field.kind.check_bounds(value, label)
+        field.value_type.check_bounds(value, label)
     return cls(**built)

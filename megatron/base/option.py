@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import cache, cached_property
 from typing import Any, Literal
 
-from megatron.base.kinds import Kind
+from megatron.base.value_type import ValueType
 
 _METADATA_KEY = "option"
 
@@ -125,10 +125,10 @@ class FieldOption:
     choices: tuple[str, ...]
 
     @cached_property
-    def kind(self) -> Kind:
-        """The kind of the value, or of an element if ``is_list``."""
+    def value_type(self) -> ValueType:
+        """Type and bounds of the value, or of an element if ``is_list``."""
         option = self.option
-        return Kind(
+        return ValueType(
             element=self.element,
             choices=self.choices,
             minimum=option.minimum,

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron.base.errors import UserError
-from megatron.base.kinds import Kind
 from megatron.base.parse_numbers import MOST
 from megatron.base.user_text import format_value
+from megatron.base.value_type import ValueType
 
 
 class Values(Mapping[str, Any]):
@@ -46,29 +46,29 @@ class Values(Mapping[str, Any]):
 
     def integer(self, name: str, default: int | None = None, *, least: int | None = 1, most: int | None = MOST) -> int:
         """An integer in a range."""
-        return int(self._read_value(name, default, Kind(element=int, minimum=least, maximum=most)))
+        return int(self._read_value(name, default, ValueType(element=int, minimum=least, maximum=most)))
 
     def number(
         self, name: str, default: float | None = None, *, least: float | None = None, most: float | None = None
     ) -> float:
         """A finite number in a range."""
-        return float(self._read_value(name, default, Kind(element=float, minimum=least, maximum=most)))
+        return float(self._read_value(name, default, ValueType(element=float, minimum=least, maximum=most)))
 
     def flag(self, name: str, default: bool | None = None) -> bool:
         """A boolean."""
-        return bool(self._read_value(name, default, Kind(element=bool)))
+        return bool(self._read_value(name, default, ValueType(element=bool)))
 
     def text(self, name: str, default: str | None = None) -> str:
         """A text."""
-        return str(self._read_value(name, default, Kind(element=str)))
+        return str(self._read_value(name, default, ValueType(element=str)))
 
     def texts(self, name: str) -> list[str]:
         """A list of texts."""
-        return [self._fit(Kind(element=str), item, name) for item in self.listed(name)]
+        return [self._fit(ValueType(element=str), item, name) for item in self.listed(name)]
 
     def integers(self, name: str) -> list[int]:
         """A list of integers."""
-        return [self._fit(Kind(element=int), item, name) for item in self.listed(name)]
+        return [self._fit(ValueType(element=int), item, name) for item in self.listed(name)]
 
     def listed(self, name: str) -> list[Any]:
         """A list of unchecked values."""
@@ -83,17 +83,17 @@ class Values(Mapping[str, Any]):
         """The error of a bad value, with the place before and the remedy after."""
         return UserError(f"{self.location}: {problem}{self._remedy}" if self.location else f"{problem}{self._remedy}")
 
-    def _read_value(self, name: str, default: Any, kind: Kind) -> Any:
-        return self._fit(kind, self._content[name], name) if self.has(name) else self._instead(name, default)
+    def _read_value(self, name: str, default: Any, value_type: ValueType) -> Any:
+        return self._fit(value_type, self._content[name], name) if self.has(name) else self._instead(name, default)
 
     def _instead(self, name: str, default: Any) -> Any:
         if default is None:
             raise self.wrong(f"{name} is missing")
         return default
 
-    def _fit(self, kind: Kind, value: Any, name: str) -> Any:
+    def _fit(self, value_type: ValueType, value: Any, name: str) -> Any:
         try:
-            return kind.from_json(value, name)
+            return value_type.from_json(value, name)
         except UserError as error:
             raise self.wrong(str(error)) from None
 

@@ -32,7 +32,7 @@ from megatron.checkpoint.save import (
     silent,
 )
 from megatron.checkpoint.storage import ShardReader, check_file_sizes, check_items, read_item
-from megatron.config.kinds import kind_text
+from megatron.config.model_types import describe_model_type
 from megatron.config.resolve_model import fill_rotary_scaling
 from megatron.config.run import RunConfig
 from megatron.distributed.agreement import first_problem, gather_texts, raise_together, rank_of, size_of
@@ -146,7 +146,7 @@ def saved_kind(root: str | Path, iteration: Iteration, flag: str | None = None) 
     """
     model = saved_section(root, iteration, "model", flag)
     classes = model.get("task_classes", 0)
-    return kind_text(str(model.get("model_type", "gpt")), str(model.get("task_head", "none")), classes)
+    return describe_model_type(str(model.get("model_type", "gpt")), str(model.get("task_head", "none")), classes)
 
 
 def saved_section(root: str | Path, iteration: Iteration, section: str, flag: str | None = None) -> Mapping[str, Any]:

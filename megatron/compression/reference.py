@@ -46,7 +46,7 @@ def compressor_tables(registry: Registry, name: str) -> str:
 def _option_row(option: FieldOption) -> tuple[str, str, str, str]:
     choices = ("on", "off") if option.is_switch else option.choices
     values = ", ".join(f"`{choice}`" for choice in choices) or option_values(option)
-    kind = replace(option.kind, maximum=None) if option.kind.maximum == SEED else option.kind
+    kind = replace(option.value_type, maximum=None) if option.value_type.maximum == SEED else option.value_type
     bounds = f", {kind.bounds}" if kind.bounds else ""
     scheduled = "; may change over the run" if option.option.scheduled else ""
     return f"`{option.flag}`", values + bounds, option_default(option), option.option.help + scheduled

@@ -13,7 +13,7 @@ def check_experts(model: ModelConfig) -> None:
         return
     flag = f"--num-experts {' '.join(map(str, model.num_experts))}"
     if model.model_type != "gpt" or not model.predicts_words:
-        raise UserError(f"{flag}: only GPT has layers with experts; leave the flag out for {model.kind}")
+        raise UserError(f"{flag}: only GPT has layers with experts; leave the flag out for {model.type_and_task}")
     if model.expert_interval > 1 and model.moe_layer_freq > 1:
         raise UserError(
             f"--expert-interval {model.expert_interval} and --moe-layer-freq {model.moe_layer_freq} both say which "

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from megatron.base.errors import UserError
 from megatron.config.check_experts import check_experts
-from megatron.config.kinds import PROGRAMS
 from megatron.config.model import ModelConfig
+from megatron.config.model_types import PROGRAMS
 
 
 def check_model(model: ModelConfig) -> None:
@@ -73,7 +73,7 @@ def _check_kind(model: ModelConfig) -> None:
     }
     for flag, (is_set, feature) in gpt_flags.items():
         if is_set and model.model_type != "gpt":
-            raise UserError(f"{flag}: only GPT {feature}; leave it out for {model.kind}")
+            raise UserError(f"{flag}: only GPT {feature}; leave it out for {model.type_and_task}")
     if not model.causal and model.sliding_window is not None:
         kind = model.model_type.upper()
         raise UserError(

@@ -24,7 +24,7 @@ from megatron.config.help import (
     pointers,
     selected_groups,
 )
-from megatron.config.kinds import PROGRAMS, ModelType
+from megatron.config.model_types import PROGRAMS, ModelType
 from megatron.config.run import RunConfig, notes_without_effect, run_sections
 from megatron.config.translate import TRANSLATOR
 from megatron.config.translate.rules import Explicit, OldFlag, Translator

@@ -9,8 +9,8 @@ from megatron.base.option import derived, option, required
 from megatron.base.parse_numbers import MOST
 from megatron.config.conditions import HALF_PRECISION, WORDS, unless, when
 from megatron.config.experts import ExpertsConfig
-from megatron.config.kinds import ModelType, TaskHead, kind_text
 from megatron.config.layer_form import LayerFormConfig
+from megatron.config.model_types import ModelType, TaskHead, describe_model_type
 
 if TYPE_CHECKING:
     import torch
@@ -297,9 +297,9 @@ class ModelConfig(LayerFormConfig, ExpertsConfig):
         return self.model_type == "gpt"
 
     @property
-    def kind(self) -> str:
-        """Kind of the model, see ``kind_text``."""
-        return kind_text(self.model_type, self.task_head, self.task_classes)
+    def type_and_task(self) -> str:
+        """Type of the model with its task, see ``describe_model_type``."""
+        return describe_model_type(self.model_type, self.task_head, self.task_classes)
 
     @property
     def predicts_words(self) -> bool:

@@ -63,7 +63,7 @@ def _field_row(described: FieldOption) -> tuple[str, str, str, str]:
     aliases = ", ".join(f"`--{alias}`" for alias in described.option.aliases)
     default = default_text(described) or "off"
     meaning = described.option.help
-    details = [described.option.unit, described.kind.bounds]
+    details = [described.option.unit, described.value_type.bounds]
     if described.choices and "|" not in flag:
         details.append("one of " + ", ".join(described.choices))
     if described.option.off_switch:

@@ -13,8 +13,8 @@ from megatron.config.check_model import check_task_head
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.collect import FlagTable
 from megatron.config.flags import FlagParser, ParsedRun
-from megatron.config.kinds import TaskHead
 from megatron.config.model import ModelConfig
+from megatron.config.model_types import TaskHead
 from megatron.config.run import RunConfig, run_sections
 from megatron.config.translate import TRANSLATOR
 from megatron.config.translate.rules import SWITCH, VALUE, KnownFlag, Translator

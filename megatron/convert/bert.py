@@ -9,8 +9,8 @@ import torch
 
 from megatron.base.errors import UserError
 from megatron.base.values import Values
-from megatron.config.kinds import TaskHead
 from megatron.config.model import ModelConfig
+from megatron.config.model_types import TaskHead
 from megatron.convert.config_words import DTYPE_NAMES, gelu_name, is_tanh
 from megatron.convert.task_head import head_words, named_head
 

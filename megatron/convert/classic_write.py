@@ -145,7 +145,7 @@ def _check_has_a_form(model: ModelConfig) -> None:
     """
     forms = {flag.removeprefix("no --"): usual for flag, usual in usual_form(model).items()}
     other = {
-        f"model of kind {model.kind}": model.kind != "gpt",
+        f"model of kind {model.type_and_task}": model.type_and_task != "gpt",
         "--parallel-residual": model.parallel_residual,
         "--sliding-window": model.sliding_window is not None,
         "--num-experts": model.has_experts,

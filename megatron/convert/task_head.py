@@ -7,8 +7,8 @@ from typing import Any
 
 from megatron.base.errors import UserError
 from megatron.base.values import Values
-from megatron.config.kinds import TaskHead
 from megatron.config.model import ModelConfig
+from megatron.config.model_types import TaskHead
 
 
 def head_words(model: ModelConfig) -> dict[str, Any]:

@@ -18,9 +18,9 @@ from megatron.checkpoint.load import saved_config
 from megatron.checkpoint.vocabulary import saved_entries
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.flags import ParsedRun
-from megatron.config.kinds import check_kind
 from megatron.config.merge import merge_checkpoint_config
 from megatron.config.model import ModelConfig
+from megatron.config.model_types import check_model_type
 from megatron.config.run import RunConfig
 from megatron.config.tasks import Task, TaskConfig, parse_task, sized
 from megatron.convert.hugging_face import is_hf
@@ -125,7 +125,12 @@ def begin_with(parsed: ParsedRun, task: Task) -> tuple[str, Iteration] | None:
     load = checkpoint.load
     if load is not None and _holds_checkpoint(checkpoint):
         saved, iteration = saved_config(load, checkpoint.ckpt_step)
-        check_kind(f"--load {load}", saved.model.kind, model_config.kind, _other_type(saved.model, model_config))
+        check_model_type(
+            f"--load {load}",
+            saved.model.type_and_task,
+            model_config.type_and_task,
+            _other_type(saved.model, model_config),
+        )
         _take_shape(parsed, saved, load, iteration, task)
         return None
     folder = checkpoint.pretrained_checkpoint
@@ -139,7 +144,7 @@ def begin_with(parsed: ParsedRun, task: Task) -> tuple[str, Iteration] | None:
         )
     saved, iteration = saved_config(folder)
     flag = f"--pretrained-checkpoint {folder}"
-    check_kind(flag, saved.model.kind, model_config.model_type, _other_type(saved.model, model_config))
+    check_model_type(flag, saved.model.type_and_task, model_config.model_type, _other_type(saved.model, model_config))
     if saved.model.has_experts:
         raise UserError(f"{flag} holds a model with experts, which models of tasks have not; name a dense one's")
     _take_shape(parsed, saved, folder, iteration, task)

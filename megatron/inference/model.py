@@ -162,8 +162,10 @@ def inference_layout(config: RunConfig, tp: int, pp: int, world_size: int, backe
 
 def check_generates(config: RunConfig, root: str | Path) -> None:
     """Check that a saved model can generate text (else UserError)."""
-    if config.model.kind != "gpt":
-        raise UserError(f"--load {root} holds a model of kind {config.model.kind}, and only gpt generates text")
+    if config.model.type_and_task != "gpt":
+        raise UserError(
+            f"--load {root} holds a model of kind {config.model.type_and_task}, and only gpt generates text"
+        )
 
 
 def load_model(

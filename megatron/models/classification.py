@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.config.kinds import ModelType
 from megatron.config.model import ModelConfig
+from megatron.config.model_types import ModelType
 from megatron.models.losses import LossSum, StageLoss, Targets, token_weights
 from megatron.models.rank_context import RankContext
 from megatron.models.stage import Stage, StagePart

@@ -31,7 +31,7 @@ import torch
 
 from megatron.base.atomic import check_writable, write_whole
 from megatron.base.errors import UserError
-from megatron.base.kinds import Kind
+from megatron.base.value_type import ValueType
 from megatron.compression.points import Point
 from megatron.config.flags import ParsedRun, parse_args
 from megatron.config.model import ModelConfig
@@ -197,7 +197,7 @@ def imbalance_of(text: str, model: ModelConfig) -> float:
     if Path(text).is_file():
         imbalance = _logged_imbalance(Path(text), flag)
     else:
-        imbalance = Kind(element=float).from_text(text, f"{flag}, which is no file, either")
+        imbalance = ValueType(element=float).from_text(text, f"{flag}, which is no file, either")
     most = min(model.expert_layers.values()) / model.moe_router_topk
     if not 1 <= imbalance <= most:
         raise UserError(
@@ -238,7 +238,7 @@ def plannable(config: RunConfig, gpus: int) -> RunConfig:
     return resolved
 
 
-def check_kind(parsed: ParsedRun, location: str) -> None:
+def check_model_type(parsed: ParsedRun, location: str) -> None:
     """Check that the planner supports the model type, and that the type is known: a configuration for
     ``pretrain_bert.py`` may omit it.
 
@@ -332,7 +332,7 @@ def run(options: argparse.Namespace) -> None:
     if options.write and options.no_search:
         raise UserError("--write writes what the search finds; leave out --no-search")
     parsed = parse_args(["--config", options.config])
-    check_kind(parsed, f"--config {options.config}")
+    check_model_type(parsed, f"--config {options.config}")
     config = parsed.config
     if options.vocab_size and config.tokenizer.tokenizer_type is None:
         tokenizer = dataclasses.replace(config.tokenizer, vocab_size=options.vocab_size)

@@ -22,9 +22,9 @@ from megatron.checkpoint.vocabulary import saved_entries
 from megatron.config.curriculum import lengths_of
 from megatron.config.experts import with_experts_of
 from megatron.config.flags import ParsedRun, parse_program
-from megatron.config.kinds import ModelType, check_kind
 from megatron.config.lengths import LengthSchedule
 from megatron.config.merge import merge_checkpoint_config
+from megatron.config.model_types import ModelType, check_model_type
 from megatron.config.run import RunConfig, run_sections
 from megatron.config.skipped import SkippedIterations
 from megatron.config.steps import StepSizes
@@ -60,7 +60,7 @@ from megatron.training.persistence import RunCheckpoints
 from megatron.training.program import Ranks, run_program
 from megatron.training.progress_state import Progress
 from megatron.training.report import Reporter
-from megatron.training.saved_run import SavedRun, check_saved_kind, find_saved, with_pretrained
+from megatron.training.saved_run import SavedRun, check_saved_model_type, find_saved, with_pretrained
 from megatron.training.timers import Timers
 from megatron.training.trainer import Judge, Trainer
 
@@ -141,7 +141,7 @@ def resolve(parsed: ParsedRun, env: LaunchEnvironment) -> RunConfig:
         if checkpoint.load is None:
             raise UserError("--use-checkpoint-args takes the model's shape from --load, which is missing")
         saved, iteration = saved_config(checkpoint.load, checkpoint.ckpt_step)
-        check_kind(checkpoint.source, saved.model.kind, parsed.config.model.kind)
+        check_model_type(checkpoint.source, saved.model.type_and_task, parsed.config.model.type_and_task)
         if checkpoint.moe_use_upcycling:  # the experts come from the flags
             saved = replace(saved, model=with_experts_of(parsed.config.model, saved.model))
         parsed.config = merged = merge_checkpoint_config(parsed.config, parsed.explicit, saved)
@@ -203,7 +203,7 @@ def run(
         sizes = StepSizes(batches, _lengths(config, topology), skipped)
         saved = find_saved(config.checkpoint, topology, rank_0_log(topology))
         if saved is not None:
-            check_saved_kind(config.checkpoint, saved, config.model.kind, topology)
+            check_saved_model_type(config.checkpoint, saved, config.model.type_and_task, topology)
         position = saved.progress if saved is not None else Progress()
         train_iters = _iterations(config, sizes, position)
         datasets, vocab_size = together(

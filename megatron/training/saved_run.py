@@ -19,7 +19,7 @@ from megatron.checkpoint.model_state import MODEL, has_experts
 from megatron.checkpoint.save import COMMON
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.islands import IslandsConfig, folder_of
-from megatron.config.kinds import check_kind
+from megatron.config.model_types import check_model_type
 from megatron.config.run import RunConfig
 from megatron.distributed.agreement import gather_texts, together
 from megatron.distributed.topology import Topology
@@ -101,7 +101,7 @@ def find_saved(config: CheckpointConfig, topology: Topology, log: Callable[[str]
     return SavedRun(iteration, common, counters, progress)
 
 
-def check_saved_kind(config: CheckpointConfig, saved: SavedRun, kind: str, topology: Topology) -> None:
+def check_saved_model_type(config: CheckpointConfig, saved: SavedRun, kind: str, topology: Topology) -> None:
     """Check that a checkpoint's model is of the run's kind. A collective call.
 
     Raises:
@@ -110,7 +110,7 @@ def check_saved_kind(config: CheckpointConfig, saved: SavedRun, kind: str, topol
     root = config.load
     assert root is not None
     saved_model_kind = together(topology.control.pg, lambda: saved_kind(root, saved.iteration))
-    check_kind(config.source, saved_model_kind, kind)
+    check_model_type(config.source, saved_model_kind, kind)
 
 
 def check_optimizer(root: str, iteration: Iteration, config: RunConfig, group: dist.ProcessGroup | None) -> None:

@@ -10,7 +10,7 @@ import gc
 
 from megatron.compression.plugins import installed
 from megatron.config.flags import build_run_parser
-from megatron.config.kinds import PROGRAMS
+from megatron.config.model_types import PROGRAMS
 from megatron.training.identity import identity_of
 
 installed()

@@ -28,7 +28,7 @@ from megatron.compression.schedule import RunLength
 from megatron.compression.spec import read_specs, specs_by_point
 from megatron.config.compression import CompressionConfig
 from megatron.config.flags import parse_args, parse_program
-from megatron.config.kinds import PROGRAMS, ModelType
+from megatron.config.model_types import PROGRAMS, ModelType
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.run import RunConfig
 from megatron.config.tasks import TaskCheckpointConfig, TaskConfig, parse_task, sized

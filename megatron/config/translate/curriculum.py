@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.base.errors import UserError
-from megatron.base.kinds import Kind
 from megatron.base.option import field_options
 from megatron.base.user_text import Note
+from megatron.base.value_type import ValueType
 from megatron.base.values import Values
 from megatron.config.curriculum import CurriculumConfig, lengths_of
 
@@ -43,7 +43,7 @@ def read_curriculum(content: dict[str, Any], location: str, idle: Note) -> dict[
         return None
     if values.text("curriculum_type") != "seqlen":
         raise UserError(f"{location}: curriculum_type {content['curriculum_type']!r} is not available; use seqlen")
-    kind = Kind(element=str, choices=_TYPES).from_json(values.text("schedule_type"), f"{location}: schedule_type")
+    kind = ValueType(element=str, choices=_TYPES).from_json(values.text("schedule_type"), f"{location}: schedule_type")
     least, full = values.integer("min_difficulty"), values.integer("max_difficulty")
     settings: dict[str, Any] = {
         "curriculum_learning": True,
@@ -70,10 +70,10 @@ def _schedule(values: Values, kind: str, location: str) -> dict[str, Any]:
     keys = _BY_TYPE[kind]
     _check_keys(content, tuple(keys.values()), location)
     schedule = Values(content, location)
-    kinds = {field.name: (field.kind, field.is_list) for field in field_options(_SECTION, CurriculumConfig)}
+    value_types = {field.name: (field.value_type, field.is_list) for field in field_options(_SECTION, CurriculumConfig)}
     settings: dict[str, Any] = {}
     for name, key in keys.items():
-        element, is_list = kinds[name]
+        element, is_list = value_types[name]
         if is_list:
             settings[name] = [element.from_json(item, f"{location}: {key}") for item in schedule.listed(key)]
         elif not schedule.has(key):

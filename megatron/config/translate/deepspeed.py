@@ -9,9 +9,9 @@ from typing import Any
 
 from megatron.base.documents import read_json
 from megatron.base.errors import UserError
-from megatron.base.kinds import Kind
 from megatron.base.option import derived
 from megatron.base.user_text import Note
+from megatron.base.value_type import ValueType
 from megatron.config.translate.curriculum import key_of, read_curriculum
 from megatron.config.translate.rules import Dialect, Explicit, Theirs
 
@@ -77,9 +77,9 @@ _INSTEAD = {
     "data_efficiency": "of these, only sequences that grow are available; switch it off and use curriculum_learning",
 }
 
-_COUNT = Kind(element=int, minimum=1)
-_NUMBER, _SWITCH = Kind(element=float), Kind(element=bool)
-_POWER = Kind(element=float, minimum=0, maximum=127)
+_COUNT = ValueType(element=int, minimum=1)
+_NUMBER, _SWITCH = ValueType(element=float), ValueType(element=bool)
+_POWER = ValueType(element=float, minimum=0, maximum=127)
 
 _PRECISION = ("loss_scale_window", "hysteresis", "min_loss_scale")
 
@@ -142,7 +142,7 @@ class _File:
         self.flags.settle(_BY, path, value, f"{self.path}: {key} {value}")
         self.taken.append(key)
 
-    def _read(self, kind: Kind, key: str, value: Any) -> Any:
+    def _read(self, kind: ValueType, key: str, value: Any) -> Any:
         return kind.from_json(value, f"{self.path}: {key}")
 
     def _mapping(self, key: str, value: Any, known_names: Collection[str]) -> dict[str, Any]:

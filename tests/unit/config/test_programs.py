@@ -8,8 +8,8 @@ import pytest
 
 from megatron.base.errors import UserError
 from megatron.config.flags import parse_program
-from megatron.config.kinds import ModelType, check_kind
 from megatron.config.model import ModelConfig
+from megatron.config.model_types import ModelType, check_model_type
 from megatron.config.run import RunConfig
 
 _BASE = """
@@ -58,11 +58,11 @@ def test_a_configuration_from_before_there_were_kinds_is_of_gpt() -> None:
 
 
 def test_a_checkpoint_of_another_kind_is_refused() -> None:
-    check_kind("--load x", "bert", "bert")
+    check_model_type("--load x", "bert", "bert")
     with pytest.raises(UserError, match=r"^--load x holds a model of kind gpt, not bert; go on with it by"):
-        check_kind("--load x", "gpt", "bert")
+        check_model_type("--load x", "gpt", "bert")
     with pytest.raises(UserError, match=r"holds a model of kind new, not gpt; go on with it by another version"):
-        check_kind("--load x", "new", "gpt")
+        check_model_type("--load x", "new", "gpt")
 
 
 def test_bert_without_its_binary_head_has_no_token_types() -> None:

@@ -95,7 +95,7 @@ def test_the_exported_and_the_imported_model_compute_the_same(name: str, tmp_pat
     first, second = read_ours(saved), read_ours(tmp_path / "back")
     assert first.entries.keys() == second.entries.keys()
     assert all(torch.equal(first.entries[n].read(), second.entries[n].read()) for n in first.entries)
-    assert second.model.kind == first.model.kind
+    assert second.model.type_and_task == first.model.type_and_task
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.base.errors import UserError
-from megatron.base.kinds import Kind
+from megatron.base.value_type import ValueType
 
-RANK = Kind(element=int, minimum=1, maximum=128)
-SHARE = Kind(element=float, above=0, below=1)
-SWITCH, TEXT = Kind(element=bool), Kind(element=str)
-DEVICE = Kind(element=str, choices=("cpu", "cuda-graph", "off"))
+RANK = ValueType(element=int, minimum=1, maximum=128)
+SHARE = ValueType(element=float, above=0, below=1)
+SWITCH, TEXT = ValueType(element=bool), ValueType(element=str)
+DEVICE = ValueType(element=str, choices=("cpu", "cuda-graph", "off"))
 KINDS = [RANK, SHARE, SWITCH, TEXT, DEVICE]
 
 
@@ -31,13 +31,15 @@ KINDS = [RANK, SHARE, SWITCH, TEXT, DEVICE]
         (DEVICE, "off", [False, "OFF"], "off", "off"),
     ],
 )
-def test_each_source_writes_a_value_in_its_way(kind: Kind, text: str, plain: list[Any], exact: Any, value: Any) -> None:
+def test_each_source_writes_a_value_in_its_way(
+    kind: ValueType, text: str, plain: list[Any], exact: Any, value: Any
+) -> None:
     for found in (kind.from_text(text, "x"), *(kind.from_plain(one, "x") for one in plain), kind.from_json(exact, "x")):
         assert (found, type(found)) == (value, type(value))
 
 
 def test_what_a_program_wrote_is_not_guessed_at() -> None:
-    cases: list[tuple[Kind, list[Any]]] = [
+    cases: list[tuple[ValueType, list[Any]]] = [
         (RANK, ["12", 12.0, True, None, [1], {}]),
         (SHARE, ["0.5", True, None]),
         (SWITCH, [1, 0, "true", None]),
@@ -47,7 +49,7 @@ def test_what_a_program_wrote_is_not_guessed_at() -> None:
         for value in values:
             with pytest.raises(UserError):
                 kind.from_json(value, "x")
-    whole = Kind(element=float).from_json(2, "x")
+    whole = ValueType(element=float).from_json(2, "x")
     assert (whole, type(whole)) == (2.0, float)
 
 
@@ -64,7 +66,7 @@ def test_what_a_program_wrote_is_not_guessed_at() -> None:
         (DEVICE, "tpu", "tpu", "x: 'tpu' is not one of cpu, cuda-graph, off"),
     ],
 )
-def test_a_mistake_has_one_message_whatever_the_source(kind: Kind, text: str, value: Any, message: str) -> None:
+def test_a_mistake_has_one_message_whatever_the_source(kind: ValueType, text: str, value: Any, message: str) -> None:
     for read, given_value, shown in (
         (kind.from_text, text, repr(text)),
         (kind.from_plain, value, repr(value)),
@@ -84,7 +86,7 @@ def test_a_mistake_has_one_message_whatever_the_source(kind: Kind, text: str, va
         (SHARE, 1.0, "x is 1.0; it must be above 0 and below 1"),
     ],
 )
-def test_bounds_are_said_in_words(kind: Kind, value: float, message: str) -> None:
+def test_bounds_are_said_in_words(kind: ValueType, value: float, message: str) -> None:
     for check in (kind.check_bounds, kind.from_json):
         with pytest.raises(UserError) as caught:
             check(value, "x")
@@ -105,7 +107,7 @@ _VALUES = st.recursive(
 
 @settings(max_examples=200, deadline=None)
 @given(kind=st.sampled_from(KINDS), value=_VALUES)
-def test_any_value_is_read_or_refused_in_one_short_line(kind: Kind, value: Any) -> None:
+def test_any_value_is_read_or_refused_in_one_short_line(kind: ValueType, value: Any) -> None:
     reads = [kind.from_plain, kind.from_json] + ([kind.from_text] if isinstance(value, str) else [])
     for read in reads:
         try:

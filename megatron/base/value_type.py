@@ -17,10 +17,10 @@ _PYTHON_TYPES: dict[type, tuple[type, ...]] = {int: (int,), float: (int, float),
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind:
-    """The kind of a value: its type, and its choices or bounds.
+class ValueType:
+    """Type of a value, with its choices or bounds.
 
-    Every method raises UserError for a value that does not fit. The message begins with ``where``, which locates the
+    Every method raises UserError for a value that does not fit. The message begins with ``location``, which names the
     value: "--num-layers", "run.yaml: model.num_layers", "n_layer".
 
     element: int, float, bool or str.
@@ -37,7 +37,7 @@ class Kind:
 
     @property
     def name(self) -> str:
-        """Description of the kind, with its article: "an integer", "one of cpu, cuda"."""
+        """Description of the type, with its article: "an integer", "one of cpu, cuda"."""
         return f"one of {', '.join(self.choices)}" if self.choices else _NAMES[self.element]
 
     @property
