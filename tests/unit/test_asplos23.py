@@ -1,4 +1,4 @@
-"""The reports of ASPLOS23/ on logs that are not as they should be, and what its runner writes and refuses."""
+"""The reports of ASPLOS23/ on malformed logs, and its runner's files and refusals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PROBE = {"cosine_sim": [0.1, 0.2], "error_avg": [0.1, 0.1], "acti_delta_avg": [
 
 
 def _write_log(out: Path, experiment: str, scheme: str, **changed: Any) -> Path:
-    """A log of three iterations, some of whose fields are changed, or left out where they are "none"."""
+    """Write a log of three iterations with changed fields; fields that are "none" are left out."""
     events: list[dict[str, Any]] = []
     for iteration in (1, 2, 3):
         events.append({"kind": "train", "iteration": iteration, **_TRAIN})
@@ -52,7 +52,7 @@ def _report(out: Path, experiment: str) -> int:
         ({"comm": {}}, "| CB | 3 | 4.0000 | 4.0000 | 0.000 |  |"),
     ],
 )
-def test_a_run_that_diverged_is_reported(
+def test_a_diverged_run_is_reported(
     changed: dict[str, Any], row: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _write_log(tmp_path, "functionality", "CB", **changed)
@@ -74,7 +74,7 @@ def test_a_run_that_diverged_is_reported(
     ],
 )
 @pytest.mark.filterwarnings("error")
-def test_figures_that_are_not_there_leave_cells_empty(
+def test_missing_figures_leave_cells_empty(
     experiment: str, changed: dict[str, Any], row: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scheme = "CB-ALL" if experiment == "fig11" else "CB"
@@ -96,7 +96,7 @@ def test_figures_that_are_not_there_leave_cells_empty(
         ),
     ],
 )
-def test_a_record_that_is_not_one_is_named(
+def test_a_malformed_record_is_named(
     changed: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _write_log(tmp_path, "functionality", "CB", **changed)
@@ -107,7 +107,7 @@ def test_a_record_that_is_not_one_is_named(
 
 
 def _record_commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Notes what would be started."""
+    """Record the commands that would start."""
     started: list[list[str]] = []
 
     def note(words: list[str], **settings: Any) -> subprocess.CompletedProcess[str]:
@@ -136,7 +136,7 @@ def test_data_is_made_when_a_run_is_started(
     }
 
 
-def test_the_kernels_are_measured_only_when_asked(
+def test_the_kernels_are_measured_only_on_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started = _record_commands(monkeypatch)
@@ -173,7 +173,7 @@ def test_the_kernels_need_no_run(
         ["tbl2", "--model", "335M", "--data-path", "x", "--vocab-file", "v", "--merge-file", "m", "--slurm"],
     ],
 )
-def test_a_folder_that_cannot_be_written_is_said_in_a_line(
+def test_an_unwritable_folder_is_one_line(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started = _record_commands(monkeypatch)
@@ -185,7 +185,7 @@ def test_a_folder_that_cannot_be_written_is_said_in_a_line(
     assert not started
 
 
-def test_a_report_that_cannot_be_written_is_said_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unwritable_report_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _write_log(tmp_path, "functionality", "CB")
     (tmp_path / "functionality" / "toy" / "report.md").mkdir()
     assert _report(tmp_path, "functionality") == 1
@@ -195,7 +195,7 @@ def test_a_report_that_cannot_be_written_is_said_in_a_line(tmp_path: Path, capsy
 @pytest.mark.parametrize("kinds", [("train", "validation", "orthogonality"), ("train",)])
 @pytest.mark.filterwarnings("error")
 def test_every_experiment_has_a_report(kinds: tuple[str, ...], tmp_path: Path) -> None:
-    """Also when nothing but training has happened yet."""
+    """Also when only training has happened yet."""
     for name in names_in("experiments"):
         log = _write_log(tmp_path, name, read_experiment(name).schemes[-1])
         lines = [line for line in log.read_text().splitlines() if json.loads(line)["kind"] in kinds]
@@ -203,7 +203,7 @@ def test_every_experiment_has_a_report(kinds: tuple[str, ...], tmp_path: Path) -
         assert _report(tmp_path, name) == 0
 
 
-def test_a_local_run_shows_how_far_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_local_run_shows_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [
         f" iteration {number:8d}/      40 | consumed samples: {number:12d} | lm loss: {9 - number / 10:.6E} |"
         for number in range(1, 41)
@@ -211,9 +211,9 @@ def test_a_local_run_shows_how_far_it_is(tmp_path: Path, capsys: pytest.CaptureF
     script = f"print('noise\\n' + '\\n'.join({lines!r}))"
     status = run_shown([sys.executable, "-c", script], os.environ, tmp_path, tmp_path / "log", "fig10 toy CB")
     assert status == 0
-    first, *shown, last = capsys.readouterr().out.splitlines()
+    first, *progress, last = capsys.readouterr().out.splitlines()
     assert first == "fig10 toy CB: starting"
-    assert shown == [f"fig10 toy CB: iteration {n} of 40, lm loss {9 - n / 10:.4f}" for n in range(4, 41, 4)]
+    assert progress == [f"fig10 toy CB: iteration {n} of 40, lm loss {9 - n / 10:.4f}" for n in range(4, 41, 4)]
     assert re.fullmatch(r"fig10 toy CB: 40 iterations in \d+ s", last)
     assert (tmp_path / "log").read_text().splitlines() == ["noise", *lines]
 
@@ -230,7 +230,7 @@ def test_a_terminal_gets_a_bar(
     assert "iteration 1 of 2" not in printed.out
 
 
-def test_a_local_run_that_fails_says_why(
+def test_a_failed_local_run_shows_its_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(runner, "run_shown", lambda words, env, cwd, log, *_: log.write_text("error: it broke\n") and 2)
@@ -242,7 +242,7 @@ def test_a_local_run_that_fails_says_why(
 
 
 def _validated(out: Path, scheme: str, losses: dict[int, float], end: float | None) -> None:
-    """A log with evaluations on the way, and one of other samples at iteration 3."""
+    """A log with evaluations during training, and a log of other samples at iteration 3."""
     path = _write_log(out, "tbl2", scheme, lm_loss=None)
     lines = [line for line in path.read_text().splitlines() if json.loads(line)["kind"] == "train"]
     events: list[dict[str, Any]] = [
@@ -314,5 +314,5 @@ def test_runs_of_several_nodes_are_printed_for_each(capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize("experiment", names_in("experiments"))
 @pytest.mark.parametrize("model", names_in("models"))
 def test_every_case_has_gradients_to_average(experiment: str, model: str) -> None:
-    """With one replica, FE and SC would send what the schemes without them send."""
+    """With a single replica, FE and SC would send the same as schemes without them."""
     assert read_model(model, read_experiment(experiment).layouts.get(model)).replicas > 1

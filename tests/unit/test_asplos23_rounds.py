@@ -1,4 +1,4 @@
-"""Times of schemes that take turns on this machine: ASPLOS23/ on made-up seconds."""
+"""Times of schemes that take turns on this machine, from invented seconds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NOTE = "Links inside one machine are not shaped"
 
 
 def _write_seconds(log: Path, seconds: Sequence[float]) -> None:
-    """Writes a log of two slow iterations of a warm-up, then of these seconds."""
+    """Write a log of two slow warm-up iterations, then of these seconds."""
     log.parent.mkdir(parents=True, exist_ok=True)
     comm = {"dp-grad": {"raw_bytes": 2e6, "wire_bytes": 1e6, "coded_s": 0.01, "waited_s": 0.02}}
     events = [
@@ -47,9 +47,7 @@ def _report(out: Path, rounds: Mapping[str, Sequence[float]]) -> str:
         ([1.0, 2.0, 2.0], [1.0, 0.8, 0.9], "| CB | 0.9000 | 0.8000 to 1.0000 | 0.8700 | 0.0100 | 0.0200 | overlap |"),
     ],
 )
-def test_a_speedup_is_claimed_only_of_ranges_apart(
-    baseline: list[float], scheme: list[float], row: str, tmp_path: Path
-) -> None:
+def test_a_speedup_needs_disjoint_ranges(baseline: list[float], scheme: list[float], row: str, tmp_path: Path) -> None:
     text = _report(tmp_path, {"Baseline": baseline, "CB": scheme})
     head = (
         "| scheme | s / iteration | least to most | compute | coding | exposed: dp-grad | times as fast as Baseline |"
@@ -60,7 +58,7 @@ def test_a_speedup_is_claimed_only_of_ranges_apart(
     assert first.endswith("| 1.00 |")
 
 
-def test_a_report_of_local_rounds_says_what_they_measure(tmp_path: Path) -> None:
+def test_a_report_of_local_rounds_describes_the_measurement(tmp_path: Path) -> None:
     text = " ".join(_report(tmp_path, {"Baseline": [1.0, 1.0], "CB": [2.0, 2.0]}).split())
     assert "medians of rounds (up to 2), in which the schemes took turns" in text
     assert f"{_NOTE}, so differences are the cost of coding, not of the network." in text
@@ -69,7 +67,7 @@ def test_a_report_of_local_rounds_says_what_they_measure(tmp_path: Path) -> None
     assert (tools / "netlab.py").exists()
 
 
-def test_a_round_that_was_cut_short_does_not_count(tmp_path: Path) -> None:
+def test_an_unfinished_round_does_not_count(tmp_path: Path) -> None:
     _write_seconds(tmp_path / "fig10" / "toy" / "CB" / "round3" / "log.jsonl", [])
     assert "| CB | 2.0000 | 2.0000 to 2.0000 |" in _report(tmp_path, {"CB": [2.0, 2.0]})
 
@@ -79,7 +77,7 @@ def test_a_single_round_compares_nothing(tmp_path: Path) -> None:
     assert "| CB | 1.0000 | 1.0000 to 1.0000 | 0.9700 | 0.0100 | 0.0200 |  |" in text
 
 
-def test_one_run_of_each_scheme_has_the_range_of_its_iterations(tmp_path: Path) -> None:
+def test_single_runs_have_the_range_of_their_iterations(tmp_path: Path) -> None:
     """As on a cluster, of whose links nothing is known."""
     folder = tmp_path / "fig10" / "335M"
     _write_seconds(folder / "Baseline" / "log.jsonl", [2.0, 2.0, 1.0])
@@ -95,7 +93,7 @@ def test_one_run_of_each_scheme_has_the_range_of_its_iterations(tmp_path: Path) 
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Folders of the local runs that were started, each of which took as many seconds as runs had begun before."""
+    """Folders of the local runs that were started; each took as many seconds as runs had started before it."""
     folders: list[Path] = []
 
     def run(words: Sequence[str], env: Mapping[str, str], cwd: Path, log: Path, name: str) -> int:
@@ -116,7 +114,7 @@ def test_schemes_take_turns(tmp_path: Path, started: list[Path]) -> None:
     text = (folder / "report.md").read_text()
     assert "| Baseline | 3.0000 | 1.0000 to 5.0000 |" in text
     assert "| CB | 4.0000 | 2.0000 to 6.0000 |" in text
-    # Rounds of an earlier run are none of this one.
+    # Rounds of an earlier run do not belong to this run.
     assert main([*words, "--rounds", "2"]) == 0
     assert "| Baseline | 8.0000 | 7.0000 to 9.0000 |" in (folder / "report.md").read_text()
     started.clear()
@@ -150,7 +148,7 @@ def test_other_experiments_run_once(tmp_path: Path, started: list[Path]) -> None
         (["fig14", "--local", "--rounds", "2"], "--rounds is not for fig14"),
     ],
 )
-def test_rounds_that_cannot_be_are_refused_in_a_line(
+def test_impossible_rounds_are_one_line(
     words: list[str], message: str, tmp_path: Path, started: list[Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*words, "--out", str(tmp_path)]) == 1

@@ -62,46 +62,48 @@ print(json.dumps(found))
 """
 
 
-def _asked(commands: dict[str, str], folder: Path, variables: dict[str, str]) -> dict[str, tuple[int, str, list[str]]]:
-    """Status, output and search path of each command's --help, all of them in one process."""
+def _help_outputs(
+    commands: dict[str, str], folder: Path, variables: dict[str, str]
+) -> dict[str, tuple[int, str, list[str]]]:
+    """Status, output and search path of each command's --help, all of them in a single process."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
     command = [sys.executable, "-P"] if sys.version_info >= (3, 11) else [sys.executable]
     words = [*command, "-c", ASK_ALL, json.dumps(commands)]
     done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
-    found: dict[str, tuple[int, str, list[str]]] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    outputs: dict[str, tuple[int, str, list[str]]] = json.loads(done.stdout.splitlines()[-1])
+    return outputs
 
 
-def test_console_scripts_say_how_they_are_used(tmp_path: Path) -> None:
+def test_console_scripts_have_help(tmp_path: Path) -> None:
     assert "megatron-cc-train" in SCRIPTS
-    found = _asked(SCRIPTS, tmp_path, {"PYTHONPATH": str(REPO)})
-    assert set(found) == set(SCRIPTS)
-    for name, (status, text, _) in found.items():
+    outputs = _help_outputs(SCRIPTS, tmp_path, {"PYTHONPATH": str(REPO)})
+    assert set(outputs) == set(SCRIPTS)
+    for name, (status, text, _) in outputs.items():
         assert (status, text[:6]) == (0, "usage:"), name
 
 
 def test_programs_find_the_package_from_any_folder(tmp_path: Path) -> None:
     assert len(PROGRAMS) > 25
-    found = _asked({str(path): "" for path in PROGRAMS}, tmp_path, {})
-    assert set(found) == {str(path) for path in PROGRAMS}
-    for name, (status, text, path) in found.items():
+    outputs = _help_outputs({str(path): "" for path in PROGRAMS}, tmp_path, {})
+    assert set(outputs) == {str(path) for path in PROGRAMS}
+    for name, (status, text, path) in outputs.items():
         assert (status, text[:6]) == (0, "usage:"), name
         assert str(REPO) in path, f"{name} finds the package because another one did"
 
 
-def test_benchmarks_say_how_they_are_used() -> None:
+def test_benchmarks_have_help() -> None:
     assert "benchmarks.convergence" in BENCHMARKS
     assert len(BENCHMARKS) > 10
-    found = _asked(dict.fromkeys(BENCHMARKS, ""), REPO, {"PYTHONPATH": str(REPO)})
-    assert set(found) == set(BENCHMARKS)
-    for name, (status, text, _) in found.items():
+    outputs = _help_outputs(dict.fromkeys(BENCHMARKS, ""), REPO, {"PYTHONPATH": str(REPO)})
+    assert set(outputs) == set(BENCHMARKS)
+    for name, (status, text, _) in outputs.items():
         assert (status, text[:6]) == (0, "usage:"), name
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_console_scripts_are_in_the_wheel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is not in a package that setuptools is told of would be missing there."""
+    """Modules outside the packages that setuptools knows would be missing there."""
     entry = EntryPoint(name, SCRIPTS[name], "console_scripts")
     names = [entry.module]
     if entry.module == "megatron.base.start":

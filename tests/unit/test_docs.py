@@ -1,4 +1,4 @@
-"""Examples and documents say only what is so: their commands parse, their files exist."""
+"""Examples and documents match the project: their commands parse, their files exist."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ WORLDS = {
 
 
 def _recorded_arguments(script: Path, folder: Path, program: str) -> list[str]:
-    """Runs an example with a launcher that only writes down what it was asked to run."""
+    """Run an example with a launcher that only records its arguments."""
     record = folder / "argv"
     for name in ("python", "srun"):
         stub = folder / name
@@ -98,10 +98,10 @@ def test_examples_resolve_for_their_world(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", TASK_EXAMPLES)
 def test_examples_of_tasks_resolve_for_their_world(name: str, tmp_path: Path) -> None:
-    parsed, given, _ = parse_task(_recorded_arguments(REPO / "examples" / name, tmp_path, "tasks/main.py"))
-    parsed.config = sized(parsed, given, 8, (10**5, 10**4))
+    parsed, flags, _ = parse_task(_recorded_arguments(REPO / "examples" / name, tmp_path, "tasks/main.py"))
+    parsed.config = sized(parsed, flags, 8, (10**5, 10**4))
     config = parsed.resolve(8, cuda_available=True)
-    assert (given.task, config.training.global_batch_size) == TASK_EXAMPLES[name]
+    assert (flags.task, config.training.global_batch_size) == TASK_EXAMPLES[name]
     assert config.precision.bf16
     assert not [note for note in parsed.notes if "no effect" in note]
 
@@ -164,21 +164,21 @@ def test_commands_parse(page: str, words: list[str]) -> None:
 def _check_training(program: str, arguments: list[str], ranks: int) -> None:
     kind = cast(ModelType, TRAINING[program])
     is_complete = not {"...", "--config"} & set(arguments)
-    given = [word for word in arguments if word not in ("...", "&")]
-    if "--help" in given or "--list-compressors" in given:
+    words = [word for word in arguments if word not in ("...", "&")]
+    if "--help" in words or "--list-compressors" in words:
         return
-    if "--config" in given:
-        index = given.index("--config")
-        assert given[index + 1].endswith(".yaml")
-        del given[index : index + 2]
-    parsed = parse_program(given, kind)  # raises for a flag or a value that does not exist
+    if "--config" in words:
+        index = words.index("--config")
+        assert words[index + 1].endswith(".yaml")
+        del words[index : index + 2]
+    parsed = parse_program(words, kind)  # raises for a flag or a value that does not exist
     read_specs(parsed.config.compression.compress, _registry(parsed.config), RunLength(1000))
     if is_complete:
         parsed.resolve(ranks)
 
 
 def _registry(config: RunConfig) -> Registry:
-    """The built-in compressors, and with --compress-module those of the page about writing them."""
+    """The built-in compressors, and the --compress-module ones of the page about writing compressors."""
     registry = Registry(BUILTIN)
     if config.compression.compress_module:
         for block in python_blocks("extend/compressor.md")[:3]:
@@ -231,15 +231,15 @@ def test_flags_named_in_documents_exist() -> None:
         named = set(re.findall(r"(?<![\w-])--[a-zA-Z][a-zA-Z0-9_-]*", text))
         for written in named - outside:
             flag = written.replace("_", "-")
-            known = f"`{flag}`" in fields or f"{flag} " in fields or flag.strip("-") in KNOWN_FLAGS
-            assert known or f'"{flag.strip("-")}"' in tools or flag in tools, f"{name} names {flag}"
+            exists = f"`{flag}`" in fields or f"{flag} " in fields or flag.strip("-") in KNOWN_FLAGS
+            assert exists or f'"{flag.strip("-")}"' in tools or flag in tools, f"{name} names {flag}"
 
 
 def _flags_of_torchrun() -> str:
     return " ".join(flag.replace("_", "-") for flag in re.findall(r"--[a-z_-]+", get_args_parser().format_help()))
 
 
-def test_the_tables_of_muon_and_of_islands_have_the_programs_defaults() -> None:
+def test_tables_of_defaults_are_current() -> None:
     muon, islands = (DOCUMENTS[f"docs/guides/{name}.md"] for name in ("muon", "islands"))
     flags = dict(re.findall(r"^\| `--(muon-[a-z-]+)` \| `?([\w.]+)`? \|", muon, re.MULTILINE))
     names = ("muon_momentum", "muon_num_ns_steps", "muon_scale_mode", "muon_extra_scale_factor")
@@ -249,8 +249,8 @@ def test_the_tables_of_muon_and_of_islands_have_the_programs_defaults() -> None:
     assert {name: dict(pair.split("=") for pair in words.split(",")) for name, words in presets.items()} == PRESETS
     options: dict[str, str] = {}
     for written, cell in re.findall(r"^\| (`[a-z-]+`(?:, `[a-z-]+`)*) \| .* \| ([^|]+) \|$", islands, re.MULTILINE):
-        found = re.findall(r"`([a-z-]+)`", written)
-        options |= dict(zip(found, cell.split(", "), strict=False))
+        points = re.findall(r"`([a-z-]+)`", written)
+        options |= dict(zip(points, cell.split(", "), strict=False))
     defaults = {option.flag: option.default for option in field_options("outer", OuterOptions)}
     defaults |= {"outer-momentum": outer.momentum, "offload": "on" if outer.offload else "off"}
     assert {name: options[name] for name in defaults} == {name: _in_words(value) for name, value in defaults.items()}
@@ -278,7 +278,7 @@ FOLDERS = ("megatron", "tools", "tests", "benchmarks", "examples", "tasks", "dat
 """Folders with files that the pages name without their folder."""
 
 
-def test_links_and_anchors_lead_somewhere() -> None:
+def test_links_and_anchors_resolve() -> None:
     paths = [REPO / name for name in DOCUMENTS] + READMES
     checked = 0
     for path in dict.fromkeys(paths):
@@ -323,8 +323,8 @@ def test_files_named_in_documents_exist() -> None:
             assert path in names, f"{name} names {path}"
 
 
-def test_code_blocks_are_whole() -> None:
-    """Fences come in pairs; blocks of Python compile, and those of YAML are YAML."""
+def test_code_blocks_are_complete() -> None:
+    """Fences come in pairs; Python blocks compile, and YAML blocks parse."""
     for name, text in DOCUMENTS.items():
         assert text.count("\n```") % 2 == 0, f"{name}: a code block is not closed"
         for language, block in _blocks(text):
@@ -335,17 +335,17 @@ def test_code_blocks_are_whole() -> None:
                 assert isinstance(parse_yaml(block, name), dict)
 
 
-def test_the_tutorial_s_run_resolves() -> None:
+def test_the_run_of_the_tutorial_resolves() -> None:
     block = DOCUMENTS["docs/tutorial/compress-a-run.md"].partition("```yaml\n")[2].partition("```")[0]
     words = [text for key, value in parse_yaml(block, "run.yaml").items() for text in (f"--{key}", str(value))]
     config = parse_args(words).resolve(2)
     assert config.data_parallel_size(2) == 2
 
 
-def test_hardware_that_has_not_run_it_is_named_in_a_single_table() -> None:
+def test_untested_hardware_is_named_in_a_single_table() -> None:
     pattern = re.compile(r"(not|never) (yet )?(been )?run on|on a GPU yet|\| not run \|", re.IGNORECASE)
-    found = {name for name, text in WRITTEN.items() if pattern.search(text)}
-    assert found == {"docs/guides/gpus.md"}
+    pages = {name for name, text in WRITTEN.items() if pattern.search(text)}
+    assert pages == {"docs/guides/gpus.md"}
     text = DOCUMENTS["docs/guides/gpus.md"]
     table = text.partition("## What has run on which hardware")[2].partition("\n## ")[0]
     assert not pattern.search(text.replace(table, ""))
@@ -369,8 +369,8 @@ def test_the_site_has_every_page() -> None:
 def test_links_out_of_the_site_become_paths() -> None:
     page = SimpleNamespace(file=SimpleNamespace(src_uri="guides/experts.md"))
     text = "[examples](../../examples/moe) and [GPUs](gpus.md#determinism) and [T](../tutorial/first-run.md), `a\\|b`"
-    wanted = "`examples/moe` and [GPUs](gpus.md#determinism) and [T](../tutorial/first-run.md), <code>a&#124;b</code>"
-    assert on_page_markdown(text, page=page) == wanted
+    expected = "`examples/moe` and [GPUs](gpus.md#determinism) and [T](../tutorial/first-run.md), <code>a&#124;b</code>"
+    assert on_page_markdown(text, page=page) == expected
 
 
 @pytest.mark.slow
@@ -382,7 +382,7 @@ def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
     assert (tmp_path / "site" / "guides" / "gpus.html").is_file()
 
 
-def test_every_package_s_readme_names_its_modules() -> None:
+def test_every_package_readme_names_its_modules() -> None:
     packages = [path.parent for path in (REPO / "megatron").glob("*/__init__.py")]
     packages += [path.parent for path in (REPO / "megatron/parallel").glob("*/__init__.py")]
     assert len(packages) >= 19
@@ -397,7 +397,7 @@ def test_every_package_s_readme_names_its_modules() -> None:
 @pytest.mark.parametrize("model", ["355M", "2.0B"])
 @pytest.mark.parametrize("scheme", ["dense", "radius", "topk"])
 def test_radius_runs_resolve(model: str, scheme: str, tmp_path: Path) -> None:
-    """What examples/slurm/radius.sh submits, and where a run that is not dense begins."""
+    """The jobs of examples/slurm/radius.sh, and the start of its runs that are not dense."""
     record, dense, run = tmp_path / "argv", tmp_path / "dense", tmp_path / "run"
     (tmp_path / "sbatch").write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {shlex.quote(str(record))}\n')
     (tmp_path / "sbatch").chmod(0o755)
@@ -414,7 +414,7 @@ def test_radius_runs_resolve(model: str, scheme: str, tmp_path: Path) -> None:
         assert (run / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "70"
     assert done.returncode == 0, done.stderr
     words = record.read_text().splitlines()
-    given = ["--save", "checkpoints", *words[words.index("examples/slurm/pretrain_gpt.sbatch") + 1 :]]
-    config = parse_args(given).resolve(64, cuda_available=True)
+    arguments = ["--save", "checkpoints", *words[words.index("examples/slurm/pretrain_gpt.sbatch") + 1 :]]
+    config = parse_args(arguments).resolve(64, cuda_available=True)
     assert config.training.seed == 5
     assert bool(config.compression.compress) == (scheme != "dense")

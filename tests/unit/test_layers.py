@@ -48,7 +48,7 @@ print(json.dumps({
 
 
 def _lint(*arguments: str, folder: Path) -> str:
-    """What a check says about a folder; empty when it finds nothing."""
+    """A check's output about a folder; empty when the check passes."""
     env = {**os.environ, "PYTHONPATH": str(folder)}
     done = subprocess.run(
         [sys.executable, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=120
@@ -66,7 +66,7 @@ def test_the_sources_keep_the_rules() -> None:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """An empty project with the packages of this one, and its rules."""
+    """An empty project with this project's packages and rules."""
     for path in REPO.glob("megatron/*/__init__.py"):
         (tmp_path / "megatron" / path.parent.name).mkdir(parents=True)
         (tmp_path / "megatron" / path.parent.name / "__init__.py").touch()
@@ -77,8 +77,8 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _write(tree: Path, where: str, source: str) -> None:
-    path = tree / where
+def _write(tree: Path, relative: str, source: str) -> None:
+    path = tree / relative
     path.parent.mkdir(parents=True, exist_ok=True)
     (path.parent / "__init__.py").touch()
     path.write_text(source)
@@ -101,27 +101,27 @@ UPWARDS = [
 ]
 
 
-def test_every_import_upwards_is_found(tree: Path) -> None:
+def test_every_upward_import_is_reported(tree: Path) -> None:
     assert _lint(*IMPORTS, folder=tree) == "", "without them there is nothing to find"
     for number, (package, source, _) in enumerate(UPWARDS):
         _write(tree, f"megatron/{package}/module_{number}.py", source)
     _write(tree, "benchmarks/gpu/points.py", "from tools import launch")
     _write(tree, "benchmarks/points.py", "import ASPLOS23")
     _write(tree, "megatron/__init__.py", "from megatron.config import run")
-    said = " ".join(_lint(*IMPORTS, folder=tree).split())
+    output = " ".join(_lint(*IMPORTS, folder=tree).split())
     for number, (package, _, imported) in enumerate(UPWARDS):
-        assert f"megatron.{package}.module_{number} -> {imported} (l." in said, UPWARDS[number]
-    assert "benchmarks.gpu.points -> tools (l.1)" in said
-    assert "benchmarks.points -> ASPLOS23 (l.1)" in said
-    assert "megatron -> megatron.config (l.1)" in said
+        assert f"megatron.{package}.module_{number} -> {imported} (l." in output, UPWARDS[number]
+    assert "benchmarks.gpu.points -> tools (l.1)" in output
+    assert "benchmarks.points -> ASPLOS23 (l.1)" in output
+    assert "megatron -> megatron.config (l.1)" in output
 
 
-def test_a_package_without_a_layer_is_found(tree: Path) -> None:
+def test_a_package_without_a_layer_is_reported(tree: Path) -> None:
     _write(tree, "megatron/novelty/points.py", "import os")
     assert "novelty" in _lint(*IMPORTS, folder=tree)
 
 
-def test_imports_downwards_are_allowed(tree: Path) -> None:
+def test_downward_imports_are_allowed(tree: Path) -> None:
     _write(tree, "megatron/distributed/group.py", "")
     _write(tree, "megatron/parallel/reducer.py", "import torch.distributed\nfrom megatron.distributed import group")
     _write(tree, "megatron/parallel/points.py", "from . import reducer\nimport megatronics.parallel")
@@ -140,7 +140,7 @@ def test_imports_downwards_are_allowed(tree: Path) -> None:
         "if TYPE_CHECKING:\n    from megatron.parallel import one",
     ],
 )
-def test_a_circle_is_found_wherever_the_import_stands(tree: Path, back: str) -> None:
+def test_import_cycles_are_reported_wherever_they_are(tree: Path, back: str) -> None:
     _write(tree, "megatron/parallel/one.py", "from megatron.parallel.two import g")
     _write(tree, "megatron/parallel/two.py", back)
     assert "circles" in _lint(*IMPORTS, "--contract", "circles", folder=tree).lower()
@@ -156,17 +156,17 @@ def test_a_circle_is_found_wherever_the_import_stands(tree: Path, back: str) -> 
         "import torch\ntorch.distributed.barrier()",
     ],
 )
-def test_algorithms_that_communicate_are_found(tree: Path, package: str, source: str) -> None:
+def test_communicating_algorithms_are_reported(tree: Path, package: str, source: str) -> None:
     _write(tree, f"megatron/{package}/points.py", source)
     _write(tree, "megatron/parallel/points.py", source)
-    said = _lint("-m", "ruff", "check", "--select", "TID251", "--no-cache", ".", folder=tree)
-    assert "kernels and compressors never communicate" in said
-    assert f"megatron/{package}/points.py:" in said
-    assert "comm" not in said.replace("communicate", "")
+    output = _lint("-m", "ruff", "check", "--select", "TID251", "--no-cache", ".", folder=tree)
+    assert "kernels and compressors never communicate" in output
+    assert f"megatron/{package}/points.py:" in output
+    assert "comm" not in output.replace("communicate", "")
 
 
 @pytest.mark.slow
-def test_importing_everything_does_nothing() -> None:
+def test_importing_every_module_has_no_effect() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error::DeprecationWarning:megatron", "-c", IMPORT_EVERYTHING, *LATE_IMPORTS],
         cwd=REPO,
@@ -185,7 +185,7 @@ def test_importing_everything_does_nothing() -> None:
     assert report["unchanged"] == [True] * 4
 
 
-def test_what_is_too_long_is_found(tmp_path: Path) -> None:
+def test_long_files_and_functions_are_reported(tmp_path: Path) -> None:
     path = tmp_path / "megatron" / "comm" / "points.py"
     path.parent.mkdir(parents=True)
     path.write_text("def f():\n" + "    pass\n" * MAX_FUNCTION_LINES)
@@ -198,18 +198,18 @@ def test_what_is_too_long_is_found(tmp_path: Path) -> None:
     assert "invalid syntax" in check_repository(tmp_path)[0]
 
 
-def test_vague_words_are_found(tmp_path: Path) -> None:
+def test_vague_words_are_reported(tmp_path: Path) -> None:
     path = tmp_path / "megatron" / "points.py"
     path.parent.mkdir()
     path.write_text("""def f(own):\n    \"\"\"What is sent.\"\"\"\n    rest = [one for one in own]  # what is left\n""")
-    names, what = check_words(path.parent)
+    names, violations = check_words(path.parent)
     assert names == "megatron: 1000.0 vague names per 1,000 lines, more than 1; most in megatron/points.py (3)"
-    assert what.endswith('"what" per 10,000 words, more than 5; most in megatron/points.py (2)')
+    assert violations.endswith('"what" per 10,000 words, more than 5; most in megatron/points.py (2)')
     path.write_text("""def f(rows):\n    \"\"\"Message of rows.\"\"\"\n    return [row for row in rows]  # all\n""")
     assert check_words(path.parent) == []
 
 
-def test_public_classes_have_names_of_their_own(tmp_path: Path) -> None:
+def test_public_classes_have_unique_names(tmp_path: Path) -> None:
     for name, code in (("a", "class Part: ...\nclass _Own: ..."), ("b", "class _Own: ...\n\nclass Part: ...")):
         (tmp_path / "megatron" / name).mkdir(parents=True)
         (tmp_path / "megatron" / name / "x.py").write_text(code)

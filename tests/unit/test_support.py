@@ -48,7 +48,7 @@ def test_rendezvous_names_the_launchers_store() -> None:
 
 
 @pytest.mark.parametrize(("arguments", "passed"), [([], 1), (["--faults"], 2)])
-def test_fault_tests_run_only_when_asked_for(pytester: pytest.Pytester, arguments: list[str], passed: int) -> None:
+def test_fault_tests_run_only_on_request(pytester: pytest.Pytester, arguments: list[str], passed: int) -> None:
     pytester.makeconftest(CONFTEST.read_text())
     pytester.makeini("[pytest]\nmarkers = faults")
     pytester.makepyfile(MARKED_TESTS)
@@ -56,7 +56,7 @@ def test_fault_tests_run_only_when_asked_for(pytester: pytest.Pytester, argument
     result.assert_outcomes(passed=passed, skipped=2 - passed)
 
 
-def test_unit_leaves_out_what_is_slow_and_does_not_import_what_starts_ranks(pytester: pytest.Pytester) -> None:
+def test_unit_runs_neither_slow_tests_nor_imports_of_ranks(pytester: pytest.Pytester) -> None:
     pytester.makeconftest(CONFTEST.read_text())
     pytester.makeini("[pytest]\nmarkers = slow\ntestpaths = unit multiprocess")
     for folder in ("unit", "multiprocess"):
@@ -69,7 +69,7 @@ def test_unit_leaves_out_what_is_slow_and_does_not_import_what_starts_ranks(pyte
 
 
 def test_unit_tests_start_no_ranks() -> None:
-    """They may use what reads a command's result or names a port, but not what starts one."""
+    """They may use helpers that read a command's result or name a port, but none that starts a command."""
     starting = {"run_ranks", "run_cli", "launch_ranks_cli", "RankProcesses", "Forked", "warm_python", "train"}
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -204,6 +204,6 @@ def saved_model(folder: Path, model: dict[str, Any], precision: dict[str, Any] |
     return folder
 
 
-def convert(load: Path, save: Path, to: str, *more: str) -> None:
+def convert(load: Path, save: Path, to: str, *flags: str) -> None:
     """Runs the tool."""
-    assert main(["--load", str(load), "--save", str(save), "--to", to, *more]) == 0
+    assert main(["--load", str(load), "--save", str(save), "--to", to, *flags]) == 0

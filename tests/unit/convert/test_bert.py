@@ -33,27 +33,27 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def _ours(folder: Path, given: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+def _ours(folder: Path, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
     """Logits of tokens and of the order."""
     weights = read_ours(folder)
     fields = {name: getattr(weights.model, name) for name in vars(weights.model)}
     stage = tiny_engines({"model": {**fields, "make_vocab_size_divisible_by": 64}}).stages[0]
     assert isinstance(stage, BertStage)
     load_tensors(folder, weights.iteration, model_tensors([stage]), None)
-    context = ForwardContext(segment_ids_bs=given["segment_ids_bs"], types_bs=given["types_bs"])
+    context = ForwardContext(segment_ids_bs=batch["segment_ids_bs"], types_bs=batch["types_bs"])
     with torch.no_grad():
-        x_sbh = stage(given["tokens_bs"], context)
+        x_sbh = stage(batch["tokens_bs"], context)
     order = stage.order_logits(x_sbh) if weights.model.bert_binary_head else None
     return stage.logits(x_sbh).transpose(0, 1), order
 
 
-def _theirs(model: Any, given: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
-    text_bs = (given["segment_ids_bs"] == 0).long()
+def _theirs(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+    text_bs = (batch["segment_ids_bs"] == 0).long()
     with torch.no_grad():
-        found = model.eval()(input_ids=given["tokens_bs"], token_type_ids=given["types_bs"], attention_mask=text_bs)
-    if "logits" in found:
-        return found.logits, None
-    return found.prediction_logits, found.seq_relationship_logits
+        outputs = model.eval()(input_ids=batch["tokens_bs"], token_type_ids=batch["types_bs"], attention_mask=text_bs)
+    if "logits" in outputs:
+        return outputs.logits, None
+    return outputs.prediction_logits, outputs.seq_relationship_logits
 
 
 def _assert_equal(ours: tuple[Tensor, Tensor | None], theirs: tuple[Tensor, Tensor | None], text_bs: Tensor) -> None:
@@ -68,7 +68,7 @@ def _assert_equal(ours: tuple[Tensor, Tensor | None], theirs: tuple[Tensor, Tens
 def test_the_exported_and_the_imported_model_compute_the_same(name: str, tmp_path: Path) -> None:
     import transformers
 
-    saved, given = saved_model(tmp_path / "ours", KINDS[name]), tiny_pairs(range(3), LENGTH)
+    saved, batch = saved_model(tmp_path / "ours", KINDS[name]), tiny_pairs(range(3), LENGTH)
     convert(saved, tmp_path / "hf", "hf")
     convert(tmp_path / "hf", tmp_path / "back", "megatron-cc")
     (architecture,) = json.loads((tmp_path / "hf" / "config.json").read_text())["architectures"]
@@ -76,9 +76,9 @@ def test_the_exported_and_the_imported_model_compute_the_same(name: str, tmp_pat
     theirs, report = loaded
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
-    ours = _ours(saved, given)
-    _assert_equal(ours, _theirs(theirs, given), given["segment_ids_bs"] == 0)
-    assert torch.equal(_ours(tmp_path / "back", given)[0], ours[0])
+    ours = _ours(saved, batch)
+    _assert_equal(ours, _theirs(theirs, batch), batch["segment_ids_bs"] == 0)
+    assert torch.equal(_ours(tmp_path / "back", batch)[0], ours[0])
     first, second = read_ours(saved), read_ours(tmp_path / "back")
     assert first.entries.keys() == second.entries.keys()
     assert all(torch.equal(first.entries[n].read(), second.entries[n].read()) for n in first.entries)
@@ -101,12 +101,12 @@ def test_their_model_comes_in(name: str, tmp_path: Path) -> None:
     )
     theirs: Any = (MegatronBertForPreTraining if name == "two heads" else MegatronBertForMaskedLM)(config)
     with torch.no_grad():
-        for parameter in theirs.parameters():  # biases begin at zero, norms at one
+        for parameter in theirs.parameters():  # biases start at 0, norms at 1
             parameter.add_(torch.randn(parameter.shape), alpha=0.1)
     theirs.save_pretrained(tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "ours", "megatron-cc")
-    given = tiny_pairs(range(3), LENGTH)
-    _assert_equal(_ours(tmp_path / "ours", given), _theirs(theirs, given), given["segment_ids_bs"] == 0)
+    batch = tiny_pairs(range(3), LENGTH)
+    _assert_equal(_ours(tmp_path / "ours", batch), _theirs(theirs, batch), batch["segment_ids_bs"] == 0)
 
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "The", "cat", "##s", "caf\u00e9", "cafe"]
@@ -114,7 +114,7 @@ TEXT = "The cats, the Caf\u00e9"
 
 
 @pytest.mark.parametrize("type_", ["BertWordPieceLowerCase", "BertWordPieceCase"])
-def test_the_vocabulary_goes_along(type_: Any, tmp_path: Path) -> None:
+def test_the_vocabulary_is_copied(type_: Any, tmp_path: Path) -> None:
     import transformers
 
     vocab = tmp_path / "words of mine.txt"
@@ -129,15 +129,15 @@ def test_the_vocabulary_goes_along(type_: Any, tmp_path: Path) -> None:
     expected = build_tokenizer(flags)
     assert theirs.encode(TEXT, add_special_tokens=False) == expected.tokenize(TEXT)
     convert(tmp_path / "hf", tmp_path / "back", "megatron-cc")
-    found = saved_config(tmp_path / "back")[0].tokenizer
-    assert (found.tokenizer_type, found.vocab_file) == (type_, str(tmp_path / "hf" / "vocab.txt"))
-    assert found.vocab_size == VOCAB
-    assert build_tokenizer(found).tokenize(TEXT) == expected.tokenize(TEXT)
+    config = saved_config(tmp_path / "back")[0].tokenizer
+    assert (config.tokenizer_type, config.vocab_file) == (type_, str(tmp_path / "hf" / "vocab.txt"))
+    assert config.vocab_size == VOCAB
+    assert build_tokenizer(config).tokenize(TEXT) == expected.tokenize(TEXT)
 
 
 @pytest.mark.parametrize("entries", [len(WORDS), len(WORDS) + 2])
 def test_their_vocabulary_comes_in(entries: int, tmp_path: Path) -> None:
-    """A model of theirs has no entries for Megatron's [BOS] and [EOS], unless it came from there."""
+    """Their models have no entries for Megatron's [BOS] and [EOS] unless they were exported from here."""
     from transformers import BertTokenizer, MegatronBertConfig, MegatronBertForPreTraining
 
     shape: dict[str, Any] = {
@@ -167,7 +167,7 @@ def test_their_vocabulary_comes_in(entries: int, tmp_path: Path) -> None:
         {"tokenizer_class": "BertTokenizer", "additional_special_tokens": ["<new>"]},
     ],
 )
-def test_other_rules_for_words_are_not_taken_for_ours(config: dict[str, Any], tmp_path: Path) -> None:
+def test_tokenizers_with_other_word_rules_are_refused(config: dict[str, Any], tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     (tmp_path / "vocab.txt").write_text("\n".join(WORDS) + "\n", encoding="utf-8")
@@ -180,7 +180,7 @@ def test_other_rules_for_words_are_not_taken_for_ours(config: dict[str, Any], tm
     assert build_tokenizer(tokenizer).tokenize(text) == theirs
 
 
-def test_what_has_no_counterpart_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_models_without_a_counterpart_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     without = saved_model(tmp_path / "ours", {**BERT, "bert_binary_head": False})
     assert main(["--load", str(without), "--save", str(tmp_path / "hf"), "--to", "hf"]) == 2
     assert "closest to MegatronBert, which has --num-tokentypes of at least 2" in capsys.readouterr().err

@@ -69,7 +69,7 @@ def test_there_and_back(name: str, tp: int, pp: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", NOT_CLASSIC)
-def test_what_the_layout_cannot_say_is_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_models_outside_the_layout_are_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved = saved_model(tmp_path / "ours", NOT_CLASSIC[name])
     assert main(["--load", str(saved), "--save", str(tmp_path / "classic"), "--to", "classic"]) == 2
     assert "--to classic: that layout has no --" in capsys.readouterr().err
@@ -92,7 +92,7 @@ def test_a_model_without_an_iteration_is_a_release(tmp_path: Path, capsys: pytes
     assert "has no such checkpoint; it has release" in capsys.readouterr().err
 
 
-def test_names_and_shapes_are_those_of_the_layout(tmp_path: Path) -> None:
+def test_names_and_shapes_follow_the_layout(tmp_path: Path) -> None:
     classic = _classic(saved_model(tmp_path / "ours", {}, layers=4), tmp_path / "classic", 2, 2)
     assert (classic / "latest_checkpointed_iteration.txt").read_text().strip() == "7"
     folder = classic / "iter_0000007"
@@ -123,7 +123,7 @@ def _rewrite(path: Path, change: Any) -> None:
 
 @pytest.mark.parametrize("version", [0, 1.0, 2.0])
 def test_older_orders_of_the_fused_projection(version: float, tmp_path: Path) -> None:
-    """Version 0 had no number, and all queries first; version 1 had the three innermost."""
+    """Version 0 had no number and put all queries first; version 1 had the three innermost."""
     saved = saved_model(tmp_path / "ours", {})
     classic = _classic(saved, tmp_path / "classic", 2, 1)
     heads, width = HEADS // 2, HIDDEN // HEADS
@@ -147,7 +147,7 @@ def test_older_orders_of_the_fused_projection(version: float, tmp_path: Path) ->
     _assert_equal(read_ours(saved), read_ours(tmp_path / "back"))
 
 
-def test_interleaved_chunks_come_in_their_order(tmp_path: Path) -> None:
+def test_interleaved_chunks_are_ordered(tmp_path: Path) -> None:
     """Two stages of two chunks: chunk c of stage s holds virtual stage 2 c + s."""
     saved = saved_model(tmp_path / "ours", {}, layers=4)
     classic = _classic(saved, tmp_path / "classic", 1, 4)
@@ -163,8 +163,8 @@ def test_interleaved_chunks_come_in_their_order(tmp_path: Path) -> None:
     _assert_equal(read_ours(saved), read_ours(tmp_path / "back"))
 
 
-def test_what_else_a_file_holds_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random states as numpy arrays, and enums of a package that is not here when the file is read."""
+def test_other_contents_of_a_file_are_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random states as numpy arrays, and enums of a package that is missing here."""
     saved = saved_model(tmp_path / "ours", {})
     classic = _classic(saved, tmp_path / "classic", 1, 1)
     path = classic / "iter_0000007" / "mp_rank_00" / FILE
@@ -187,7 +187,7 @@ class _Evil:
 
 
 @pytest.mark.parametrize("how", ["code", "truncated", "gone", "no arguments", "fewer layers"])
-def test_what_is_wrong_is_said(how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_named(how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     classic = _classic(saved_model(tmp_path / "ours", {}), tmp_path / "classic", 2, 1)
     path = classic / "iter_0000007" / "mp_rank_00" / FILE
     if how == "code":
@@ -215,7 +215,7 @@ def test_what_is_wrong_is_said(how: str, tmp_path: Path, capsys: pytest.CaptureF
     assert "this must not run" not in out
 
 
-def test_the_vocabulary_can_be_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_vocabulary_can_be_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     classic = _classic(saved_model(tmp_path / "ours", {}), tmp_path / "classic", 1, 1)
     path = classic / "iter_0000007" / "mp_rank_00" / FILE
     _rewrite(path, lambda content: delattr(content["args"], "orig_vocab_size"))
@@ -229,22 +229,22 @@ def test_the_vocabulary_can_be_said(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_command_lines_of_the_forks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved = saved_model(tmp_path / "ours", {})
-    parts = _classic(saved, tmp_path / "parts", 2, 3)
-    words = ["-i", str(parts / "iter_0000007"), "-i_g", "1", "-p", "64", "--target-pipeline-model-parallel-size", "1"]
+    shards = _classic(saved, tmp_path / "parts", 2, 3)
+    words = ["-i", str(shards / "iter_0000007"), "-i_g", "1", "-p", "64", "--target-pipeline-model-parallel-size", "1"]
     run = ["--model-type", "GPT", "--num-layers", "3", "--hidden-size", "32", "--fp16"]
     assert main([*words, "-o", str(tmp_path / "merged"), *run]) == 0
     assert "not needed, the model is in the checkpoint: --num-layers 3" in capsys.readouterr().err
     assert (tmp_path / "merged" / "iter_0000007" / "mp_rank_00" / FILE).is_file()
     convert(tmp_path / "merged", tmp_path / "back", "megatron-cc")
     _assert_equal(read_ours(saved), read_ours(tmp_path / "back"))
-    for more, says in (
+    for flags, says in (
         (["--model-type", "BERT"], "--model-type BERT: the classic layout is GPT's alone"),
         (["--num-layer", "3", "--model-type", "GPT"], "--num-layer"),
         ([], "--to is missing"),
         (["--to", "classic", "--target-tensor-parallel-size", "0"], "give at least 1"),
         (["--to", "classic", "--target-tensor-parallel-size", "3"], "does not divide the 4 heads"),
     ):
-        assert main(["--load", str(saved), "--save", str(tmp_path / "x"), *more]) == 2
+        assert main(["--load", str(saved), "--save", str(tmp_path / "x"), *flags]) == 2
         error = capsys.readouterr().err.strip()
         assert says in error
         assert not (tmp_path / "x").exists()
@@ -257,15 +257,15 @@ ORACLE = os.environ.get("TRANSFORMERS_ORACLE")
 @pytest.mark.skipif(not ORACLE, reason="TRANSFORMERS_ORACLE names no folder with transformers 4.17")
 @pytest.mark.parametrize("fused_gelu", [True, False])
 def test_transformers_own_converter_reads_our_export(fused_gelu: bool, tmp_path: Path) -> None:
-    """The script of transformers 4.17, on its own, with the installed transformers below it."""
+    """The script of transformers 4.17 with the installed transformers below it."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    place = Path(str(ORACLE)) / "transformers/models/megatron_gpt2/convert_megatron_gpt2_checkpoint.py"
-    script = runpy.run_path(str(place))
+    script_path = Path(str(ORACLE)) / "transformers/models/megatron_gpt2/convert_megatron_gpt2_checkpoint.py"
+    script = runpy.run_path(str(script_path))
     saved = saved_model(tmp_path / "ours", {"bias_gelu_fusion": fused_gelu}, layers=4)
     classic = _classic(saved, tmp_path / "classic", 1, 1)
     state = _load(classic / "iter_0000007" / "mp_rank_00" / FILE)
-    # As its main function chooses; the sizes it takes from the arguments.
+    # As its main function chooses; the sizes come from the arguments.
     gelu = "gelu_fast" if state["args"].bias_gelu_fusion else "gelu"
     config = GPT2Config(activation_function=gelu)
     weights = script["convert_megatron_checkpoint"](None, state, config)
@@ -277,5 +277,5 @@ def test_transformers_own_converter_reads_our_export(fused_gelu: bool, tmp_path:
     model = load_model(saved, device=torch.device("cpu"))
     with torch.no_grad():
         expected = model.stage.logits(model.stage(tokens, ForwardContext())).transpose(0, 1)
-        found = theirs(input_ids=tokens).logits[..., :VOCAB]
-    assert float((found - expected).abs().max() / expected.abs().max()) < 1e-5
+        logits = theirs(input_ids=tokens).logits[..., :VOCAB]
+    assert float((logits - expected).abs().max() / expected.abs().max()) < 1e-5

@@ -1,4 +1,4 @@
-"""The converter's command line: where results go, what interrupts them, and flags that do not fit."""
+"""The converter's command line: destinations, interruptions, and conflicting flags."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved_model(tmp_path_factory.mktemp("saved") / "ours", {})
 
 
-def _said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line of a refusal."""
+def _refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Error line of a refused call."""
     capsys.readouterr()
     assert main(arguments) == 2
     *bar, line = capsys.readouterr().err.splitlines()
@@ -45,47 +45,47 @@ def _said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return line
 
 
-def test_a_checkpoint_without_a_tracker_is_found_as_in_training(saved: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_tracker_loads_as_in_training(saved: Path, tmp_path: Path) -> None:
     shutil.copytree(saved, tmp_path / "ours")
     (tmp_path / "ours" / "latest_checkpointed_iteration.txt").unlink()
     convert(tmp_path / "ours", tmp_path / "hf", "hf")
     assert (tmp_path / "hf" / "config.json").exists()
 
 
-def test_fp32_weights_are_those_of_the_optimizer_where_it_has_them(tmp_path: Path) -> None:
-    """A run in bf16 rounds its weights for each forward pass, and goes on from these."""
+def test_fp32_weights_come_from_the_optimizer_if_it_has_them(tmp_path: Path) -> None:
+    """A run in bf16 rounds its weights for each forward pass, and continues from the fp32 ones."""
     root = tmp_path / "ours"
     flags = tiny_flags(write_documents(tmp_path / "tiny"), train_iters=2, bf16=True, save=root, lr=1e-4)
     assert pretrain.main(flags) == 0
-    wanted = StoredTensors(root, 2).read(f"{MAIN}layers.1.mlp.dense_h_to_4h.weight").t()
-    assert not torch.equal(wanted, wanted.bfloat16())
+    expected = StoredTensors(root, 2).read(f"{MAIN}layers.1.mlp.dense_h_to_4h.weight").t()
+    assert not torch.equal(expected, expected.bfloat16())
     for dtype in (None, "fp32", "bf16"):
         assert main(["--load", str(root), "--save", str(tmp_path / f"{dtype}"), "--to", "hf", "--no-tokenizer",
                      *(["--dtype", dtype] if dtype else [])]) == 0  # fmt: skip
-        found = load_file(tmp_path / f"{dtype}" / "model.safetensors")["transformer.h.1.mlp.c_fc.weight"]
-        assert torch.equal(found, wanted if dtype == "fp32" else wanted.bfloat16())
+        exported = load_file(tmp_path / f"{dtype}" / "model.safetensors")["transformer.h.1.mlp.c_fc.weight"]
+        assert torch.equal(exported, expected if dtype == "fp32" else expected.bfloat16())
 
 
 @pytest.mark.parametrize("to", FORMATS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e6])
-def test_weights_that_are_no_numbers_are_refused(
+def test_weights_that_are_not_finite_are_refused(
     value: float, to: str, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """NaN and infinities of the source, and what overflows in the precision that is asked for."""
+    """NaN and infinities of the source, and overflow in the requested precision."""
     convert(saved, tmp_path / "hf", "hf")
     file = tmp_path / "hf" / "model.safetensors"
     tensors = load_file(file)
     tensors["transformer.h.0.ln_1.weight"][3] = value
     save_file(tensors, file, metadata={"format": "pt"})
     words = ["--load", str(tmp_path / "hf"), "--save", str(tmp_path / "out"), "--to", to, "--dtype"]
-    assert "input_layernorm.weight holds infinite or NaN values" in _said(capsys, *words, "fp16")
+    assert "input_layernorm.weight holds infinite or NaN values" in _refusal(capsys, *words, "fp16")
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
     if value == 1e6:
         assert main([*words, "fp32"]) == 0
 
 
 class _Bar:
-    """Sends this process a signal after a few tensors."""
+    """Progress bar that sends this process a signal after a few tensors."""
 
     number = signal.SIGINT
 
@@ -106,7 +106,7 @@ class _Bar:
 
 @pytest.fixture
 def usual_handlers() -> Iterator[None]:
-    """Those that a shell's child has, also where these tests run under nohup or in a background job."""
+    """A shell child's signal handlers, even if the tests run under nohup or in the background."""
     usual: dict[signal.Signals, Any] = {
         signal.SIGINT: signal.default_int_handler,
         signal.SIGTERM: signal.SIG_DFL,
@@ -155,14 +155,14 @@ def test_nohup_stays_in_force(saved: Path, tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("to", FORMATS)
 def test_a_killed_conversion_can_be_repeated(to: str, saved: Path, tmp_path: Path) -> None:
-    """What it left is removed; what another one, here or on another machine, holds and writes is not."""
+    """Its leftovers are removed; files that another process, here or on another machine, holds and writes are not."""
     pid = os.getpid()
-    gone, own, others = (tmp_path / f".out.{number}.partial" for number in (pid + 1, pid, pid + 2))
-    for folder in (gone, own, others):
+    stale, mine, foreign = (tmp_path / f".out.{number}.partial" for number in (pid + 1, pid, pid + 2))
+    for folder in (stale, mine, foreign):
         (folder / "iter_0000007").mkdir(parents=True)
-    with holding(others):
+    with holding(foreign):
         convert(saved, tmp_path / "out", to)
-    assert {path.name for path in tmp_path.iterdir()} == {"out", others.name}
+    assert {path.name for path in tmp_path.iterdir()} == {"out", foreign.name}
 
 
 @pytest.mark.slow
@@ -191,12 +191,12 @@ def test_save_can_be_an_empty_folder_or_a_link_to_one(to: str, saved: Path, tmp_
 
 
 @pytest.mark.parametrize("to", FORMATS)
-def test_save_names_a_file(to: str, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_save_must_not_name_a_file(to: str, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("mine")
-    where = str(tmp_path / "file")
-    assert f"--save {where}: is not a folder" in _said(capsys, "--load", str(saved), "--save", where, "--to", to)
-    below = f"{where}/below"
-    assert f"--save {below}: Not a directory" in _said(capsys, "--load", str(saved), "--save", below, "--to", to)
+    path = str(tmp_path / "file")
+    assert f"--save {path}: is not a folder" in _refusal(capsys, "--load", str(saved), "--save", path, "--to", to)
+    below = f"{path}/below"
+    assert f"--save {below}: Not a directory" in _refusal(capsys, "--load", str(saved), "--save", below, "--to", to)
     assert (tmp_path / "file").read_text() == "mine"
 
 
@@ -206,20 +206,20 @@ def test_a_full_disk_is_one_line(
     to: str, nbytes: int, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with largest_file(nbytes):
-        line = _said(capsys, "--load", str(saved), "--save", str(tmp_path / "out"), "--to", to)
+        line = _refusal(capsys, "--load", str(saved), "--save", str(tmp_path / "out"), "--to", to)
     assert str(tmp_path / "out") in line
     assert ".partial" not in line
     assert not list(tmp_path.iterdir())
 
 
-def test_a_classic_archive_that_cannot_be_written(
+def test_an_unwritable_classic_archive_is_one_line(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def full(*_: object) -> None:
         raise RuntimeError("[enforce fail at inline_container.cc:820] . PytorchStreamWriter failed writing file data/0")
 
     monkeypatch.setattr(torch, "save", full)
-    line = _said(capsys, "--load", str(saved), "--save", str(tmp_path / "out"), "--to", "classic")
+    line = _refusal(capsys, "--load", str(saved), "--save", str(tmp_path / "out"), "--to", "classic")
     assert line.endswith(f"--save {tmp_path / 'out'}: the file cannot be written; is the disk full?")
 
 
@@ -236,7 +236,7 @@ def test_flags_that_have_no_effect_are_refused(saved: Path, tmp_path: Path, caps
         (ranks, ["--iteration", "3"], f"--iteration 3: {ranks} is one checkpoint already"),
         (ranks.parent, ["--iteration", "3"], "has no such checkpoint; it has iter_0000007"),
     ):
-        assert says in _said(capsys, "--load", str(load), "--save", str(tmp_path / "x"), "--to", "hf", *flags)
+        assert says in _refusal(capsys, "--load", str(load), "--save", str(tmp_path / "x"), "--to", "hf", *flags)
         assert not (tmp_path / "x").exists()
 
 
@@ -246,7 +246,7 @@ def test_another_iteration_is_advised_by_the_flag(
     shutil.copytree(saved, tmp_path / "two")
     shutil.copytree(saved / "iter_0000007", tmp_path / "two" / "iter_0000003")
     words = ["--load", str(tmp_path / "two"), "--save", str(tmp_path / "x"), "--to", "hf", "--iteration", "5"]
-    line = _said(capsys, *words)
+    line = _refusal(capsys, *words)
     assert line.endswith(
         "iter_0000005 is not there; complete are, newest first: 7, 3; name one of them (--iteration 7)"
     )
@@ -260,8 +260,8 @@ def test_merging_takes_every_form_of_to(
     monkeypatch.setattr(sys, "argv", ["merge_mp_partitions.py", *words])
     monkeypatch.syspath_prepend(REPO / "tools")  # as Python does
     monkeypatch.setattr("megatron.base.start.end_program", sys.exit)  # which would end this process, tests and all
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as caught:
         runpy.run_path(str(REPO / "tools" / "merge_mp_partitions.py"), run_name="__main__")
-    assert ended.value.code == 0
+    assert caught.value.code == 0
     assert (tmp_path / "out" / "config.json").is_file() == (to == "hf")
     assert (tmp_path / "out" / "iter_0000007" / "mp_rank_00").is_dir() == (to == "classic")

@@ -1,4 +1,4 @@
-"""Damaged and crafted files: one line and status 2, or exactly the weights that were there; never a traceback."""
+"""Damaged and crafted files: one line and status 2, or exactly the stored weights; never a traceback."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ARCHIVE = pytest.mark.parametrize("archive", [True, False], ids=["archive", "bef
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One small model in every format that is read."""
+    """A small model in every format that can be read."""
     root = tmp_path_factory.mktemp("models")
     saved = saved_model(root / "ours", LLAMA, layers=1)
     convert(saved, root / "classic", "classic", "--target-tensor-model-parallel-size", "2")
@@ -45,7 +45,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: root / name for name in ("ours", "classic", "hf", "bin")}
 
 
-def _said(capsys: pytest.CaptureFixture[str], load: Path, to: str = "megatron-cc") -> str:
+def _refusal(capsys: pytest.CaptureFixture[str], load: Path, to: str = "megatron-cc") -> str:
     capsys.readouterr()
     save = load.parent / "out"
     assert main(["--load", str(load), "--save", str(save), "--to", to]) == 2
@@ -58,24 +58,24 @@ def _said(capsys: pytest.CaptureFixture[str], load: Path, to: str = "megatron-cc
 
 @pytest.fixture(scope="module")
 def no_bar() -> Iterator[None]:
-    """A progress bar is a line of standard error, too."""
+    """Silence the progress bar, which writes to standard error."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(command, "tqdm", lambda **_: _NoBar())
         yield
 
 
 class _NoBar(io.StringIO):
-    """Takes no notice."""
+    """Progress bar without output."""
 
     def update(self, count: int) -> None:
-        """As tqdm's."""
+        """Accept tqdm's arguments."""
 
 
 # Crafted files
 
 
 class _Tensor:
-    """Is pickled as a tensor over a storage, in any form, whether the storage holds it or not."""
+    """Pickled as a tensor view over a storage, in bounds or not."""
 
     def __init__(self, storage: torch.Tensor, offset: int, size: tuple[int, ...], stride: tuple[int, ...]) -> None:
         self.parts = (
@@ -112,7 +112,7 @@ def _load(path: Path) -> dict[str, Any]:
 @ARCHIVE
 @pytest.mark.parametrize("how", CRAFTED)
 @pytest.mark.filterwarnings("ignore")
-def test_a_classic_file_with_a_tensor_that_is_none(
+def test_a_classic_file_with_an_invalid_tensor_is_refused(
     how: str, archive: bool, models: dict[str, Path], tmp_path: Path, no_bar: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(models["classic"], tmp_path / "classic")
@@ -121,13 +121,13 @@ def test_a_classic_file_with_a_tensor_that_is_none(
     encoder = content["model"]["language_model"]["encoder"]
     encoder[NAME] = CRAFTED[how](encoder[NAME])
     torch.save(content, path, _use_new_zipfile_serialization=archive)
-    assert str(path) in _said(capfd, tmp_path / "classic")
+    assert str(path) in _refusal(capfd, tmp_path / "classic")
 
 
 @ARCHIVE
 @pytest.mark.parametrize("how", CRAFTED)
 @pytest.mark.filterwarnings("ignore")
-def test_a_hugging_face_file_with_a_tensor_that_is_none(
+def test_a_hugging_face_file_with_an_invalid_tensor_is_refused(
     how: str, archive: bool, models: dict[str, Path], tmp_path: Path, no_bar: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(models["bin"], tmp_path / "bin")
@@ -136,15 +136,15 @@ def test_a_hugging_face_file_with_a_tensor_that_is_none(
     name = "model.layers.0.mlp.down_proj.weight"
     content[name] = CRAFTED[how](content[name])
     torch.save(content, path, _use_new_zipfile_serialization=archive)
-    assert str(path) in _said(capfd, tmp_path / "bin")
+    assert str(path) in _refusal(capfd, tmp_path / "bin")
 
 
-def test_views_of_any_form_are_read_as_torch_reads_them(tmp_path: Path) -> None:
-    """Transposed, overlapping, part of a larger storage, and negated without being so in memory."""
-    whole = torch.arange(24.0).view(4, 6)
+def test_tensor_views_are_read_as_in_torch(tmp_path: Path) -> None:
+    """Transposed, overlapping, part of a larger storage, and lazily negated."""
+    base = torch.arange(24.0).view(4, 6)
     tensors = {
-        "transposed": whole.t(), "part": whole[1:3, 2:5], "repeated": whole[0].expand(3, 6),
-        "negated": torch.complex(whole, whole).conj().imag, "empty": whole[:0], "number": whole[2, 3],
+        "transposed": base.t(), "part": base[1:3, 2:5], "repeated": base[0].expand(3, 6),
+        "negated": torch.complex(base, base).conj().imag, "empty": base[:0], "number": base[2, 3],
     }  # fmt: skip
     assert tensors["negated"].is_neg()
     for archive in (True, False):
@@ -154,7 +154,7 @@ def test_views_of_any_form_are_read_as_torch_reads_them(tmp_path: Path) -> None:
             assert torch.equal(file.stored(name, file.content[name]).read(), tensor), (archive, name)
 
 
-def test_files_without_checksums_and_of_another_byte_order(tmp_path: Path) -> None:
+def test_files_without_checksums_and_big_endian_files(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     torch.serialization.set_crc32_options(False)
     try:
@@ -247,14 +247,14 @@ def _check(folder: Path, models: dict[str, Path], capfd: pytest.CaptureFixture[s
 
 @EXAMPLES
 @given(change=CHANGES)
-def test_a_damaged_safetensors_file_is_refused_or_read_as_it_is(
+def test_a_damaged_safetensors_file_is_refused_or_read_by_its_header(
     models: dict[str, Path],
     no_bar: None,
     tmp_path_factory: pytest.TempPathFactory,
     capfd: pytest.CaptureFixture[str],
     change: tuple[str, float, int],
 ) -> None:
-    """The format has no checksums: what its header describes is what is there, and must be what comes out."""
+    """The format has no checksums: the tensors must match the header."""
     folder = tmp_path_factory.mktemp("damaged")
     shutil.copytree(models["hf"], folder / "in")
     path = folder / "in" / "model.safetensors"

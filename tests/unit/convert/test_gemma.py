@@ -1,4 +1,4 @@
-"""The text of a Gemma 3 with images, a Gemma's precision, and its tokenizer."""
+"""The text model of a Gemma 3 with images, a Gemma's precision, and its tokenizer."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ def test_the_text_of_a_gemma_with_images(first: str, tmp_path: Path, capsys: pyt
     convert(tmp_path / "hf", tmp_path / "ours", "megatron-cc")
     assert f"note: the image encoder of {tmp_path / 'hf'} is left out" in capsys.readouterr().err
     with torch.no_grad():
-        wanted = theirs(input_ids=tokens_bs).logits
-    found = _logits(tmp_path / "ours", tokens_bs)
-    assert float((found - wanted).abs().max() / wanted.abs().max()) < 1e-5
+        expected = theirs(input_ids=tokens_bs).logits
+    logits = _logits(tmp_path / "ours", tokens_bs)
+    assert float((logits - expected).abs().max() / expected.abs().max()) < 1e-5
 
 
-def test_16_bits_are_as_near_as_those_of_transformers(tmp_path: Path) -> None:
+def test_16_bit_logits_are_as_accurate_as_in_transformers(tmp_path: Path) -> None:
     """The scale of embeddings is rounded to the weights' type; here the square root of 24 is 4.90625."""
     from transformers import AutoModelForCausalLM
 
@@ -89,13 +89,13 @@ def test_16_bits_are_as_near_as_those_of_transformers(tmp_path: Path) -> None:
     exact.get_input_embeddings().embed_scale.copy_(embed.embed_scale.bfloat16())
     tokens_bs = _tokens()
     with torch.no_grad():
-        wanted, near = exact.eval()(input_ids=tokens_bs).logits, theirs.eval()(input_ids=tokens_bs).logits.float()
-    found = _logits(saved, tokens_bs).float()
-    assert float((found - wanted).square().mean()) < 1.2 * float((near - wanted).square().mean())
+        expected, near = exact.eval()(input_ids=tokens_bs).logits, theirs.eval()(input_ids=tokens_bs).logits.float()
+    logits = _logits(saved, tokens_bs).float()
+    assert float((logits - expected).square().mean()) < 1.2 * float((near - expected).square().mean())
 
 
-def test_the_tokenizer_of_a_gemma_goes_along(tmp_path: Path) -> None:
-    """Pieces of words behind "\u2581" for a space, and bytes for what is in none."""
+def test_the_tokenizer_of_a_gemma_is_copied(tmp_path: Path) -> None:
+    """Word pieces with "▁" for a space, and bytes for everything else."""
     from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM, GemmaTokenizer
 
     pieces = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *(f"<0x{byte:02X}>" for byte in range(256))]
@@ -123,8 +123,8 @@ def test_the_tokenizer_of_a_gemma_goes_along(tmp_path: Path) -> None:
     assert [written[f"{name}_token_id"] for name in ("pad", "eos", "bos")] == [0, 1, 2]
 
 
-def test_a_vocabulary_of_the_default_size_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What a text_config leaves out is what transformers takes."""
+def test_a_vocabulary_of_the_default_size_is_expected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fields missing from a text_config have transformers' defaults."""
     theirs = _with_images()
     theirs.save_pretrained(tmp_path / "hf")
     path = tmp_path / "hf" / "config.json"

@@ -1,4 +1,4 @@
-"""Our models as Hugging Face folders and back: logits, every tensor, and what is said of files that are not right."""
+"""Our models as Hugging Face folders and back: logits, every tensor, and errors about bad files."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ ALL = MODELS | NOT_CLASSIC | WITH_EXPERTS
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_logits_of_the_exported_and_the_imported_model_are_ours(name: str, tmp_path: Path) -> None:
+def test_exported_and_imported_models_have_our_logits(name: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     saved = saved_model(tmp_path / "ours", ALL[name])
@@ -60,9 +60,9 @@ def test_logits_of_the_exported_and_the_imported_model_are_ours(name: str, tmp_p
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     with torch.no_grad():
-        found = theirs.eval()(input_ids=tokens).logits
-    assert found.shape == ours.shape
-    assert float((found - ours).abs().max() / ours.abs().max()) < 1e-5
+        logits = theirs.eval()(input_ids=tokens).logits
+    assert logits.shape == ours.shape
+    assert float((logits - ours).abs().max() / ours.abs().max()) < 1e-5
     assert torch.equal(_logits(tmp_path / "back", tokens), ours)
     first, second = read_ours(saved), read_ours(tmp_path / "back")
     assert first.entries.keys() == second.entries.keys()
@@ -71,7 +71,7 @@ def test_logits_of_the_exported_and_the_imported_model_are_ours(name: str, tmp_p
 
 
 def _not_in_a_config(model: ModelConfig) -> dict[str, Any]:
-    """What config.json does not say, and changes no number."""
+    """Fields that config.json lacks and that change no number."""
     return {
         "bias_gelu_fusion": model.bias_gelu_fusion,
         "hidden_dropout": 0.0,
@@ -236,7 +236,7 @@ def test_their_models_come_in(name: str, tmp_path: Path) -> None:
         }  # fmt: skip
     theirs: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**sizes, **changes}))
     with torch.no_grad():
-        for parameter in theirs.parameters():  # biases begin at zero, norms at one
+        for parameter in theirs.parameters():  # biases start at 0, norms at 1
             parameter.add_(torch.randn(parameter.shape), alpha=0.1)
     theirs.save_pretrained(tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "ours", "megatron-cc")
@@ -247,7 +247,7 @@ def test_their_models_come_in(name: str, tmp_path: Path) -> None:
     assert float((ours - expected).abs().max() / expected.abs().max()) < 1e-5
 
 
-def test_the_older_name_of_scaling_counts_as_in_transformers(tmp_path: Path) -> None:
+def test_the_older_name_of_rope_scaling_counts_as_in_transformers(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     saved = saved_model(tmp_path / "ours", {**LLAMA, "rotary_scaling": "linear", "rotary_scaling_factor": 3.0})
@@ -263,7 +263,7 @@ def test_the_older_name_of_scaling_counts_as_in_transformers(tmp_path: Path) -> 
     assert float((ours - expected).abs().max() / expected.abs().max()) < 1e-5
 
 
-def test_a_mistral_whose_layers_are_named_is_a_ministral_as_in_transformers(tmp_path: Path) -> None:
+def test_a_mistral_with_layer_types_is_a_ministral_as_in_transformers(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     convert(saved_model(tmp_path / "ours", NOT_CLASSIC["ministral"]), tmp_path / "hf", "hf")
@@ -291,9 +291,9 @@ def test_several_files_and_half_precision(tmp_path: Path) -> None:
 def test_precision_is_converted(tmp_path: Path) -> None:
     saved = saved_model(tmp_path / "ours", {})
     convert(saved, tmp_path / "half", "hf", "--dtype", "bf16")
-    half, whole = read_hf(tmp_path / "half"), read_ours(saved)
+    half, full = read_hf(tmp_path / "half"), read_ours(saved)
     name = "layers.1.mlp.dense_h_to_4h.weight"
-    assert torch.equal(half.entries[name].read(), whole.entries[name].read().bfloat16())
+    assert torch.equal(half.entries[name].read(), full.entries[name].read().bfloat16())
     assert json.loads((tmp_path / "half" / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
@@ -312,15 +312,15 @@ def test_old_files_of_torch_come_in(tmp_path: Path) -> None:
     assert all(torch.equal(first.entries[n].read(), second.entries[n].read()) for n in first.entries)
 
 
-def test_a_checkpoint_of_before_yarn_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_from_before_yarn_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its configuration lacks numbers that now have a default."""
-    given = {**LLAMA, "rotary_scaling": "llama3", "rotary_base": 20.0, "rotary_scaling_original_length": 24}
-    saved = saved_model(tmp_path / "ours", given)
+    flags = {**LLAMA, "rotary_scaling": "llama3", "rotary_base": 20.0, "rotary_scaling_original_length": 24}
+    saved = saved_model(tmp_path / "ours", flags)
     tokens = torch.randint(0, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(3))
     expected, read = _logits(saved, tokens), megatron.checkpoint.load.load_config_yaml
 
-    def without(*where: Any) -> str:
-        lines = read(*where).splitlines()
+    def without(*keys: Any) -> str:
+        lines = read(*keys).splitlines()
         return "\n".join(line for line in lines if "attention_factor" not in line and "round_to_int" not in line)
 
     monkeypatch.setattr(megatron.checkpoint.load, "load_config_yaml", without)
@@ -358,7 +358,7 @@ def test_several_files_of_torch_come_in(tmp_path: Path, capsys: pytest.CaptureFi
     assert "cannot be read safely" in capsys.readouterr().err
 
 
-def test_a_tied_head_of_its_own_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tied_head_with_other_weights_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from safetensors.torch import load_file, save_file
 
     convert(saved_model(tmp_path / "ours", {}), tmp_path / "hf", "hf")
@@ -411,9 +411,7 @@ def _damaged(folder: Path, how: str) -> None:
         ("fewer layers", "transformer.h.2.attn.c_attn.bias has no place in the model that config.json describes"),
     ],
 )
-def test_what_is_wrong_with_a_folder_is_said(
-    how: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_errors_in_a_folder_are_named(how: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     convert(saved_model(tmp_path / "ours", {}), tmp_path / "hf", "hf")
     _damaged(tmp_path / "hf", how)
     capsys.readouterr()
@@ -468,7 +466,7 @@ def test_biases_of_experts_stay_in_our_own_format(tmp_path: Path, capsys: pytest
         ({**SHARED, "moe_shared_expert_gate": False}, "closest to Mixtral, which has no --moe-shared-expert"),
     ],
 )
-def test_what_they_have_no_architecture_for_is_said(
+def test_models_without_a_hugging_face_architecture_are_refused(
     model: dict[str, Any], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved = saved_model(tmp_path / "ours", model)
@@ -479,7 +477,7 @@ def test_what_they_have_no_architecture_for_is_said(
     assert not list(tmp_path.glob(".*"))
 
 
-def test_a_damaged_checkpoint_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_checkpoint_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved = saved_model(tmp_path / "ours", {})
     shard = saved / "iter_0000007" / "shard_00000.bin"
     data = bytearray(shard.read_bytes())
@@ -490,7 +488,7 @@ def test_a_damaged_checkpoint_is_said(tmp_path: Path, capsys: pytest.CaptureFixt
     assert not (tmp_path / "hf").exists()
 
 
-def test_what_is_there_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_existing_files_are_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved = saved_model(tmp_path / "ours", {})
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "mine.txt").write_text("mine")

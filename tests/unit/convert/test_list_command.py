@@ -1,4 +1,4 @@
-"""What `ckpt.py ls` says of checkpoints, whole and damaged."""
+"""`ckpt.py ls` on intact and damaged checkpoints."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _listed(root: Path, *flags: str, capsys: pytest.CaptureFixture[str]) -> tupl
 
 
 def _damage(root: Path, iteration: int, shift: int = 0) -> None:
-    """Changes a byte of a tensor, or the length of its file."""
+    """Change a byte of a tensor, or the length of its file."""
     path = root / f"iter_{iteration:07d}" / "shard_00000.bin"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
@@ -83,20 +83,20 @@ def test_every_checkpoint_has_a_line_and_the_newest_a_description(
     assert "layers.0" not in out
 
 
-def test_all_of_it_as_json(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, found = _listed(root, "--verify", capsys=capsys)
-    assert (status, found["folder"], found["problem"]) == (0, str(root), None)
-    assert [one["iteration"] for one in found["checkpoints"]] == [100, 200, 300]
-    assert [one["newest"] for one in found["checkpoints"]] == [False, False, True]
-    one = found["checkpoints"][0]
-    assert (one["state"], one["ranks"]) == ("verified", 1)
-    assert one["kinds"]["model"] == {"tensors": 2, "numbers": 15, "bytes": 30, "dtypes": ["bfloat16"]}
-    assert one["shapes"]["compressor.dp-grad.residual"] == ["float32", [5]]
-    assert one["config"]["model"]["hidden_size"] == 64
+def test_json_holds_everything(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, listing = _listed(root, "--verify", capsys=capsys)
+    assert (status, listing["folder"], listing["problem"]) == (0, str(root), None)
+    assert [entry["iteration"] for entry in listing["checkpoints"]] == [100, 200, 300]
+    assert [entry["newest"] for entry in listing["checkpoints"]] == [False, False, True]
+    entry = listing["checkpoints"][0]
+    assert (entry["state"], entry["ranks"]) == ("verified", 1)
+    assert entry["kinds"]["model"] == {"tensors": 2, "numbers": 15, "bytes": 30, "dtypes": ["bfloat16"]}
+    assert entry["shapes"]["compressor.dp-grad.residual"] == ["float32", [5]]
+    assert entry["config"]["model"]["hidden_size"] == 64
     folder = root / "iter_0000100"
-    files = {path.name: path.stat().st_size for path in folder.iterdir() if path.name in one["files"]}
-    assert one["files"] == files
-    assert one["bytes"] == sum(files.values()) > 100
+    files = {path.name: path.stat().st_size for path in folder.iterdir() if path.name in entry["files"]}
+    assert entry["files"] == files
+    assert entry["bytes"] == sum(files.values()) > 100
 
 
 @pytest.mark.parametrize(("shift", "found_by"), [(0, "--verify"), (3, None)], ids=["a byte", "a length"])
@@ -104,18 +104,18 @@ def test_damage_is_found_by_sizes_or_by_reading(
     root: Path, capsys: pytest.CaptureFixture[str], shift: int, found_by: str | None
 ) -> None:
     _damage(root, 200, shift)
-    status, found = _listed(root, capsys=capsys)
+    status, listing = _listed(root, capsys=capsys)
     assert status == (0 if found_by else 2)
-    status, found = _listed(root, "--verify", capsys=capsys)
-    states = [one["state"] for one in found["checkpoints"]]
+    status, listing = _listed(root, "--verify", capsys=capsys)
+    states = [entry["state"] for entry in listing["checkpoints"]]
     assert (status, states) == (2, ["verified", "damaged", "verified"])
-    assert "iter_0000200/shard_00000.bin is " in found["checkpoints"][1]["problem"]
+    assert "iter_0000200/shard_00000.bin is " in listing["checkpoints"][1]["problem"]
     assert main(["ls", str(root), "--verify"]) == 2
     lines = capsys.readouterr().out.splitlines()
     assert "damaged: " in lines[1]
 
 
-def test_a_damaged_table_of_contents_is_told_of(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_table_of_contents_is_reported(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (root / "iter_0000300" / "metadata.json").write_text("{}")
     assert main(["ls", str(root)]) == 2
     line = capsys.readouterr().out.splitlines()[2]
@@ -132,32 +132,32 @@ def test_one_checkpoint_by_its_iteration_or_its_folder(root: Path, capsys: pytes
         assert "    hidden_size: 64\n" in out
 
 
-def test_a_tracker_that_names_nothing_is_told_of(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tracker_of_a_missing_checkpoint_is_reported(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tracker = root / "latest_checkpointed_iteration.txt"
     tracker.write_text("700")
     assert main(["ls", str(root)]) == 0
     assert f"warning: {tracker} names iteration 700, which is not there" in capsys.readouterr().out
     tracker.unlink()
-    _, found = _listed(root, capsys=capsys)
-    assert found["problem"] == f"{tracker} is missing: --load takes the newest complete checkpoint"
+    _, listing = _listed(root, capsys=capsys)
+    assert listing["problem"] == f"{tracker} is missing: --load takes the newest complete checkpoint"
 
 
-@pytest.mark.parametrize("held", ["foo", None])
-def test_a_tracker_that_load_refuses_is_told_of(
-    held: str | None, root: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("content", ["foo", None])
+def test_a_tracker_that_load_refuses_is_reported(
+    content: str | None, root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tracker = root / "latest_checkpointed_iteration.txt"
     tracker.unlink()
-    if held is None:
+    if content is None:
         tracker.mkdir()
     else:
-        tracker.write_text(held)
-    _, found = _listed(root, capsys=capsys)
-    said = "holds 'foo' instead of an iteration or 'release'" if held else "Is a directory"
-    assert str(tracker) in found["problem"]
-    assert said in found["problem"]
-    assert "takes the newest" not in found["problem"]
-    with pytest.raises(UserError, match=said):
+        tracker.write_text(content)
+    _, listing = _listed(root, capsys=capsys)
+    message = "holds 'foo' instead of an iteration or 'release'" if content else "Is a directory"
+    assert str(tracker) in listing["problem"]
+    assert message in listing["problem"]
+    assert "takes the newest" not in listing["problem"]
+    with pytest.raises(UserError, match=message):
         read_tracker(root)
 
 
@@ -193,7 +193,7 @@ def test_other_folders_are_named(
     assert error.count("\n") == 1
 
 
-def test_an_iteration_that_is_not_there_is_named(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_iteration_is_named(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ls", str(root), "--iteration", "150"]) == 2
     assert "--iteration 150: " in (error := capsys.readouterr().err)
     assert error.endswith("there are 100, 200, 300\n")

@@ -1,4 +1,4 @@
-"""Files of others that are not what they should be: one line each, and nothing is cut or changed in silence."""
+"""Malformed files of other programs: one line each, and nothing is cut or changed silently."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tests.unit.convert.support import EXPERTS, GEMMA, LLAMA, SHARED, convert, s
 FILE = "model_optim_rng.pt"
 
 
-def _said(capsys: pytest.CaptureFixture[str], load: Path, to: str = "megatron-cc") -> str:
-    """The one line of a refusal, which leaves nothing behind."""
+def _refusal(capsys: pytest.CaptureFixture[str], load: Path, to: str = "megatron-cc") -> str:
+    """Error line of a refused call, which leaves nothing behind."""
     capsys.readouterr()
     save = load.parent / "out"
     assert main(["--load", str(load), "--save", str(save), "--to", to]) == 2
@@ -129,7 +129,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ("llama", {"attention_bias": "no"}, "attention_bias: 'no' is neither true nor false"),
     ],
 )
-def test_a_configuration_of_other_kinds(
+def test_a_malformed_configuration_is_refused(
     kind: str,
     change: dict[str, Any],
     says: str,
@@ -140,7 +140,7 @@ def test_a_configuration_of_other_kinds(
     convert(models[kind], tmp_path / "hf", "hf")
     path = tmp_path / "hf" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    line = _said(capsys, tmp_path / "hf")
+    line = _refusal(capsys, tmp_path / "hf")
     assert f"{path}: {says}" in line
 
 
@@ -154,13 +154,13 @@ def test_a_configuration_of_other_kinds(
         ({"num_hidden_layers": 2, "layer_types": None}, "has no place in the model that config.json describes"),
     ],
 )
-def test_experts_that_are_not_those_of_the_configuration(
+def test_experts_that_contradict_the_configuration_are_refused(
     change: dict[str, Any], says: str, models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     convert(models["qwen2_moe"], tmp_path / "hf", "hf")
     path = tmp_path / "hf" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    assert says in _said(capsys, tmp_path / "hf")
+    assert says in _refusal(capsys, tmp_path / "hf")
 
 
 @pytest.mark.parametrize(
@@ -172,21 +172,23 @@ def test_experts_that_are_not_those_of_the_configuration(
         ({"transformer.wte.weight": "../x"}, "'../x' lies outside the folder"),
     ],
 )
-def test_an_index_of_other_kinds(
+def test_a_malformed_index_is_refused(
     weight_map: Any, says: str, models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     convert(models["gpt2"], tmp_path / "hf", "hf")
     index = tmp_path / "hf" / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": weight_map}))
-    assert f"{index}: {says}" in _said(capsys, tmp_path / "hf")
+    assert f"{index}: {says}" in _refusal(capsys, tmp_path / "hf")
 
 
-def test_a_part_that_is_a_pipe(models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_shard_that_is_a_pipe_is_refused(
+    models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     convert(models["gpt2"], tmp_path / "hf", "hf")
     names = load_file(tmp_path / "hf" / "model.safetensors")
     (tmp_path / "hf" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, "p")}))
     os.mkfifo(tmp_path / "hf" / "p")
-    assert f"{tmp_path / 'hf' / 'p'}: is not a file" in _said(capsys, tmp_path / "hf")
+    assert f"{tmp_path / 'hf' / 'p'}: is not a file" in _refusal(capsys, tmp_path / "hf")
 
 
 def _as_bin(folder: Path, change: Callable[[dict[str, Any]], Any], **how: Any) -> Path:
@@ -197,7 +199,7 @@ def _as_bin(folder: Path, change: Callable[[dict[str, Any]], Any], **how: Any) -
     return path
 
 
-def test_files_of_before_torch_1_6(models: dict[str, Path], tmp_path: Path) -> None:
+def test_files_from_before_torch_1_6_are_read(models: dict[str, Path], tmp_path: Path) -> None:
     convert(models["gpt2"], tmp_path / "hf", "hf")
     _as_bin(tmp_path / "hf", dict, _use_new_zipfile_serialization=False)
     convert(tmp_path / "hf", tmp_path / "back", "megatron-cc")
@@ -212,7 +214,7 @@ class _Evil:
 
 @pytest.mark.parametrize("archive", [True, False])
 @pytest.mark.parametrize("how", ["list", "code", "junk", "int64"])
-def test_weights_of_torch_that_are_none(
+def test_torch_files_without_weights_are_refused(
     how: str, archive: bool, models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     convert(models["gpt2"], tmp_path / "hf", "hf")
@@ -225,7 +227,7 @@ def test_weights_of_torch_that_are_none(
     path = _as_bin(tmp_path / "hf", changes[how], _use_new_zipfile_serialization=archive)
     if how == "junk":
         path.write_bytes(path.read_bytes()[:1000] if archive else b"junk" * 100)
-    line = _said(capsys, tmp_path / "hf")
+    line = _refusal(capsys, tmp_path / "hf")
     says = {
         "list": f"{path}: holds a list instead of tensors by name",
         "code": f"{path}: cannot be read safely: it names print",
@@ -281,8 +283,8 @@ def _set(name: str, value: Any) -> Callable[[dict[str, Any]], Any]:
 
 
 def _encoder(content: dict[str, Any]) -> dict[Any, Any]:
-    found: dict[Any, Any] = content["model"]["language_model"]["encoder"]
-    return found
+    encoder: dict[Any, Any] = content["model"]["language_model"]["encoder"]
+    return encoder
 
 
 QKV = "layers.0.self_attention.query_key_value.weight"
@@ -328,7 +330,7 @@ def _smaller_projection(content: dict[str, Any]) -> None:
         ),
     ],
 )
-def test_a_classic_file_of_other_kinds(
+def test_a_malformed_classic_file_is_refused(
     change: Callable[[dict[str, Any]], Any],
     says: str,
     models: dict[str, Path],
@@ -337,35 +339,35 @@ def test_a_classic_file_of_other_kinds(
 ) -> None:
     (path,) = _classic(models["gpt2"], tmp_path / "classic")
     _change(path, change)
-    line = _said(capsys, tmp_path / "classic")
+    line = _refusal(capsys, tmp_path / "classic")
     assert says in line
     assert str(tmp_path / "classic") in line
 
 
-def test_names_that_are_no_text_are_left_aside(models: dict[str, Path], tmp_path: Path) -> None:
+def test_names_that_are_not_text_are_ignored(models: dict[str, Path], tmp_path: Path) -> None:
     (path,) = _classic(models["gpt2"], tmp_path / "classic")
     _change(path, lambda content: _encoder(content).__setitem__(3, torch.ones(1)))
     convert(tmp_path / "classic", tmp_path / "back", "megatron-cc")
     assert read_ours(tmp_path / "back", None).entries.keys() == read_ours(models["gpt2"], None).entries.keys()
 
 
-def test_ranks_that_do_not_fit_together(
+def test_ranks_that_do_not_match_are_refused(
     models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stages = _classic(models["gpt2"], tmp_path / "stages" / "classic", pp=3)
     _change(stages[1], lambda content: content.update(model0=content.pop("model")))
-    assert f"{stages[1]}: model is not there" in _said(capsys, tmp_path / "stages" / "classic")
-    parts = _classic(models["gpt2"], tmp_path / "parts" / "classic", tp=2)
-    _change(parts[1], lambda content: _encoder(content).update({QKV: _encoder(content)[QKV].bfloat16()}))
-    line = _said(capsys, tmp_path / "parts" / "classic")
-    assert re.search(rf"{re.escape(str(parts[1]))}: {re.escape(QKV)} is torch.bfloat16, another rank's part", line)
+    assert f"{stages[1]}: model is not there" in _refusal(capsys, tmp_path / "stages" / "classic")
+    shards = _classic(models["gpt2"], tmp_path / "parts" / "classic", tp=2)
+    _change(shards[1], lambda content: _encoder(content).update({QKV: _encoder(content)[QKV].bfloat16()}))
+    line = _refusal(capsys, tmp_path / "parts" / "classic")
+    assert re.search(rf"{re.escape(str(shards[1]))}: {re.escape(QKV)} is torch.bfloat16, another rank's part", line)
 
 
 @pytest.mark.parametrize("text", ["²", "٣", "-1", "x"])
-def test_a_tracker_that_names_nothing(
+def test_a_tracker_of_a_missing_checkpoint_is_refused(
     text: str, models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _classic(models["gpt2"], tmp_path / "classic")
     (tmp_path / "classic" / "latest_checkpointed_iteration.txt").write_text(text, encoding="utf-8")
     assert find_classic(tmp_path / "classic") is None
-    assert "instead of an iteration" in _said(capsys, tmp_path / "classic")
+    assert "instead of an iteration" in _refusal(capsys, tmp_path / "classic")

@@ -1,4 +1,4 @@
-"""Added and special tokens of Hugging Face folders: ids as in transformers, and nothing lost on the way back."""
+"""Added and special tokens of Hugging Face folders: ids as in transformers, and a lossless way back."""
 
 from __future__ import annotations
 
@@ -79,9 +79,9 @@ def _older_files(folder: Path, base: int) -> None:
 
 
 def _named_only(folder: Path, base: int) -> None:
-    """Special tokens that have a name and no id, which come after the vocabulary."""
-    more = {"pad_token": "<|pad|>", "extra_special_tokens": ["<|im_start|>"]}
-    _write(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **SPECIAL, **more})
+    """Special tokens that have a name and no id, and come after the vocabulary."""
+    extra = {"pad_token": "<|pad|>", "extra_special_tokens": ["<|im_start|>"]}
+    _write(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **SPECIAL, **extra})
 
 
 KINDS = {form.__name__: form for form in (_in_config, _gpt2_class, _older_files, _named_only)}
@@ -98,7 +98,7 @@ def test_added_tokens_come_back(kind: str, tmp_path: Path) -> None:
 
 
 def _check_both_ways(folder: Path, tmp_path: Path, texts: list[str]) -> None:
-    """Compares the ids of training and those after a conversion there and back with those of transformers."""
+    """Compare the ids of training, and those after a conversion there and back, with transformers' ids."""
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     tokenizer = tokenizer_beside(folder)
     assert tokenizer.tokenizer_type == "HFTokenizer"
@@ -115,7 +115,7 @@ def _check_both_ways(folder: Path, tmp_path: Path, texts: list[str]) -> None:
     again = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
     assert [again.encode(text) for text in texts] == [theirs.encode(text) for text in texts]
     assert again.chat_template == theirs.chat_template
-    before, after = (json.loads((place / "config.json").read_text()) for place in (folder, tmp_path / "back"))
+    before, after = (json.loads((root / "config.json").read_text()) for root in (folder, tmp_path / "back"))
     names = ("bos_token_id", "eos_token_id")
     assert [after[name] for name in names] == [before[name] for name in names]
     convert(folder, tmp_path / "classic", "classic")
@@ -125,7 +125,7 @@ def _check_both_ways(folder: Path, tmp_path: Path, texts: list[str]) -> None:
 
 
 def _chat(folder: Path) -> list[int]:
-    """The greedy continuation of a chat prompt."""
+    """Greedy continuation of a chat prompt."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     prompt = tokenizer(CHAT, return_tensors="pt")
@@ -143,7 +143,7 @@ def test_reported_folders_come_back(name: str, tmp_path: Path) -> None:
 
 
 def test_plain_gpt2_files_come_back(tmp_path: Path) -> None:
-    """Files that say nothing but GPT-2 keep Megatron's tokenizer, and are all there after the way back."""
+    """Plain GPT-2 files keep Megatron's tokenizer, and are all there after the way back."""
     folder = tmp_path / "hf"
     folder.mkdir()
     _model(folder, _byte_level_files(folder), 0, 0)
@@ -179,7 +179,7 @@ def test_a_tokenizer_without_a_splitter_cannot_add_a_space(tmp_path: Path) -> No
         build_tokenizer(TokenizerConfig(tokenizer_type="HFTokenizer", tokenizer_model=str(tmp_path)))
 
 
-def test_a_template_that_is_none_is_not_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_malformed_template_is_not_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "hf"
     folder.mkdir()
     base = _byte_level_files(folder)

@@ -34,39 +34,39 @@ def _model(name: str) -> dict[str, Any]:
     return {"model_type": name.partition(",")[0], **MODELS[name][1]}
 
 
-def _given(model_type: str) -> dict[str, Tensor]:
-    """Samples of several lengths, their padding included."""
+def _batch(model_type: str) -> dict[str, Tensor]:
+    """Samples of several lengths, with their padding."""
     if model_type == "bert":
-        given = tiny_pairs(range(8), LENGTH)
-        return {**given, "lengths_b": (given["segment_ids_bs"] == 0).sum(dim=1)}
-    given, lengths_b = tiny_texts(range(8), LENGTH, False), torch.tensor([16, 3, 9, 2, 5, 16, 8, 7])
-    tokens_bs = given["tokens_bs"].clamp(1, END - 1)
+        batch = tiny_pairs(range(8), LENGTH)
+        return {**batch, "lengths_b": (batch["segment_ids_bs"] == 0).sum(dim=1)}
+    batch, lengths_b = tiny_texts(range(8), LENGTH, False), torch.tensor([16, 3, 9, 2, 5, 16, 8, 7])
+    tokens_bs = batch["tokens_bs"].clamp(1, END - 1)
     tokens_bs[torch.arange(LENGTH) >= lengths_b.unsqueeze(1) - 1] = END
     return {"tokens_bs": tokens_bs, "lengths_b": lengths_b}
 
 
-def _ours(folder: Path, given: dict[str, Tensor]) -> Tensor:
-    """What the head says of each sequence."""
+def _ours(folder: Path, batch: dict[str, Tensor]) -> Tensor:
+    """Head outputs of each sequence."""
     weights = read_ours(folder)
     fields = {name: getattr(weights.model, name) for name in vars(weights.model)}
     stage = tiny_engines({"model": {**fields, "make_vocab_size_divisible_by": 64}}).stages[0]
     assert isinstance(stage, ClassifierStage)
     load_tensors(folder, weights.iteration, model_tensors([stage]), None)
-    context = ForwardContext(segment_ids_bs=given.get("segment_ids_bs"), types_bs=given.get("types_bs"))
+    context = ForwardContext(segment_ids_bs=batch.get("segment_ids_bs"), types_bs=batch.get("types_bs"))
     labels = torch.zeros(8, 1, dtype=torch.int64)
     with torch.no_grad():
-        found = stage.loss(
-            stage(given["tokens_bs"], context), Targets(labels, torch.ones(8, 1), lengths_b=given["lengths_b"])
+        outputs = stage.loss(
+            stage(batch["tokens_bs"], context), Targets(labels, torch.ones(8, 1), lengths_b=batch["lengths_b"])
         )
-    assert found.outputs_bc is not None
-    return found.outputs_bc
+    assert outputs.outputs_bc is not None
+    return outputs.outputs_bc
 
 
-def _theirs(model: Any, given: dict[str, Tensor]) -> Tensor:
-    tokens_bs, padded_bs = given["tokens_bs"], torch.arange(LENGTH) >= given["lengths_b"].unsqueeze(1)
+def _theirs(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    tokens_bs, padded_bs = batch["tokens_bs"], torch.arange(LENGTH) >= batch["lengths_b"].unsqueeze(1)
     words: dict[str, Tensor] = {"attention_mask": (~padded_bs).long()}
-    if "types_bs" in given:
-        words["token_type_ids"] = given["types_bs"]
+    if "types_bs" in batch:
+        words["token_type_ids"] = batch["types_bs"]
     else:
         tokens_bs = tokens_bs.masked_fill(padded_bs, model.config.pad_token_id)
     if "MultipleChoice" in type(model).__name__:
@@ -81,7 +81,7 @@ def _theirs(model: Any, given: dict[str, Tensor]) -> Tensor:
 def test_the_exported_and_the_imported_model_compute_the_same(name: str, tmp_path: Path) -> None:
     import transformers
 
-    saved, given = saved_model(tmp_path / "ours", _model(name)), _given(_model(name)["model_type"])
+    saved, batch = saved_model(tmp_path / "ours", _model(name)), _batch(_model(name)["model_type"])
     convert(saved, tmp_path / "hf", "hf")
     convert(tmp_path / "hf", tmp_path / "back", "megatron-cc")
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["architectures"] == [MODELS[name][0]]
@@ -89,7 +89,7 @@ def test_the_exported_and_the_imported_model_compute_the_same(name: str, tmp_pat
     theirs, report = loaded
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
-    ours, expected = _ours(saved, given), _theirs(theirs, given)
+    ours, expected = _ours(saved, batch), _theirs(theirs, batch)
     assert ours.shape == expected.shape
     assert float((ours - expected).abs().max() / expected.abs().max()) < 1e-5
     first, second = read_ours(saved), read_ours(tmp_path / "back")
@@ -116,17 +116,17 @@ def test_their_model_comes_in(name: str, tmp_path: Path) -> None:
     form = transformers.GPT2Config if name.startswith("gpt") else transformers.MegatronBertConfig
     theirs: Any = getattr(transformers, architecture)(form(**sizes))
     with torch.no_grad():
-        for parameter in theirs.parameters():  # biases begin at zero, norms at one
+        for parameter in theirs.parameters():  # biases start at 0, norms at 1
             parameter.add_(torch.randn(parameter.shape), alpha=0.1)
     theirs.save_pretrained(tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "ours", "megatron-cc")
-    given = _given(_model(name)["model_type"])
-    ours, expected = _ours(tmp_path / "ours", given), _theirs(theirs, given)
+    batch = _batch(_model(name)["model_type"])
+    ours, expected = _ours(tmp_path / "ours", batch), _theirs(theirs, batch)
     assert float((ours - expected).abs().max() / expected.abs().max()) < 1e-5
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "said"),
+    ("name", "change", "message"),
     [
         ("bert, choices", {"num_choices": None}, "num_choices is missing; write the number of choices of a sample"),
         ("bert, choices", {"num_choices": 1}, "num_choices"),
@@ -135,7 +135,7 @@ def test_their_model_comes_in(name: str, tmp_path: Path) -> None:
     ],
 )
 def test_other_heads_are_refused_in_one_line(
-    name: str, change: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, change: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     convert(saved_model(tmp_path / "ours", _model(name)), tmp_path / "hf", "hf")
     file = tmp_path / "hf" / "config.json"
@@ -143,10 +143,10 @@ def test_other_heads_are_refused_in_one_line(
     capsys.readouterr()
     assert main(["--load", str(tmp_path / "hf"), "--save", str(tmp_path / "back"), "--to", "megatron-cc"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert said in line
+    assert message in line
 
 
-def test_a_gpt_that_chooses_has_no_counterpart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_gpt_with_a_choice_head_has_no_counterpart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved = saved_model(tmp_path / "ours", {"task_head": "choice", "task_classes": 4})
     assert main(["--load", str(saved), "--save", str(tmp_path / "hf"), "--to", "hf"]) == 2
     assert "closest to GPT-2, which has no --task-head choice" in capsys.readouterr().err

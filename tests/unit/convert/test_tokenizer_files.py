@@ -1,4 +1,4 @@
-"""The tokenizer of a converted checkpoint: where its files are looked for, and what is never copied."""
+"""The tokenizer of a converted checkpoint: the search for its files, and files that are never copied."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def classic(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _gpt2_files(folder: Path, entries: int) -> dict[str, Any]:
-    """Files of a tokenizer with so many entries, the last of which ends a document."""
+    """Files of a tokenizer with this many entries, the last of which ends a document."""
     folder.mkdir(exist_ok=True)
     words = [chr(97 + i % 26) * (1 + i // 26) for i in range(entries - 1)]
     (folder / "v.json").write_text(json.dumps({word: i for i, word in enumerate([*words, "<|endoftext|>"])}))
@@ -43,7 +43,7 @@ def _gpt2_files(folder: Path, entries: int) -> dict[str, Any]:
     return {"vocab_file": str(folder / "v.json"), "merge_file": str(folder / "m.txt")}
 
 
-def test_the_tokenizer_goes_along(tmp_path: Path) -> None:
+def test_the_tokenizer_is_copied(tmp_path: Path) -> None:
     saved = saved_model(tmp_path / "ours", {})
     files = _gpt2_files(tmp_path / "files", VOCAB - 10)
     weights = replace(read_ours(saved), tokenizer=TokenizerConfig(tokenizer_type="GPT2BPETokenizer", **files))
@@ -56,14 +56,14 @@ def test_the_tokenizer_goes_along(tmp_path: Path) -> None:
         config, _ = saved_config(tmp_path / f"back from {name}")
         assert config.tokenizer.tokenizer_type == "GPT2BPETokenizer"
         assert config.tokenizer.vocab_file == str(tmp_path / name / "vocab.json")
-        # The model is larger than the tokenizer, and stays so.
+        # The model remains larger than the tokenizer.
         assert config.tokenizer.vocab_size == VOCAB
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert (config["vocab_size"], config["eos_token_id"], config["bos_token_id"]) == (VOCAB, VOCAB - 11, VOCAB - 11)
 
 
-def test_a_tokenizer_that_is_none_is_not_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A checkpoint of somebody else may name any file of this machine, or bring a link to one."""
+def test_a_file_that_is_not_a_tokenizer_is_not_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A foreign checkpoint may name any file of this machine, or contain a link to it."""
     (tmp_path / "secret").write_text("root:x:0:0\n")
     weights = read_ours(saved_model(tmp_path / "ours", {}))
     files = _gpt2_files(tmp_path / "files", VOCAB)
@@ -137,8 +137,10 @@ def _three_words(folder: Path) -> None:
         (None, "gpt_neox", False, "GPT2BPETokenizer"),
     ],
 )
-def test_whose_vocab_json_it_is(named: str | None, model_type: str, fast: bool, type_: str, tmp_path: Path) -> None:
-    """Qwen2's folders have both files, too, and its words are not GPT-2's."""
+def test_the_owner_of_vocab_json_is_recognized(
+    named: str | None, model_type: str, fast: bool, type_: str, tmp_path: Path
+) -> None:
+    """Qwen2's folders have both files, too, and its words differ from GPT-2's."""
     _three_words(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": named} if named else {}))
@@ -156,15 +158,15 @@ def test_flags_and_files_beside_the_checkpoint_name_the_tokenizer(
     flags = ["--vocab-file", str(files / "vocab.json"), "--merge-file", str(files / "merges.txt")]
     convert(tmp_path / "classic", tmp_path / "flags", "hf", *flags)
     assert (tmp_path / "flags" / "vocab.json").is_file()
-    for number, place in enumerate((tmp_path / "classic", tmp_path / "classic" / "iter_0000007")):
-        _three_words(place)
+    for number, folder in enumerate((tmp_path / "classic", tmp_path / "classic" / "iter_0000007")):
+        _three_words(folder)
         convert(tmp_path / "classic", tmp_path / f"beside{number}", "hf")
         assert (tmp_path / f"beside{number}" / "merges.txt").is_file()
-        (place / "vocab.json").unlink()
+        (folder / "vocab.json").unlink()
         convert(tmp_path / "classic", tmp_path / f"half{number}", "hf")
         assert not (tmp_path / f"half{number}" / "merges.txt").exists()
     save = ["--load", str(tmp_path / "classic"), "--save", str(tmp_path / "x"), "--to", "hf"]
-    for more, says in (
+    for extra, says in (
         ([*flags, "--no-tokenizer"], "--no-tokenizer contradicts --vocab-file"),
         (["--vocab-file", "gone", *flags[2:]], "--vocab-file gone: no such file"),
         (flags[:2], "--tokenizer-type GPT2BPETokenizer needs --merge-file"),
@@ -174,7 +176,7 @@ def test_flags_and_files_beside_the_checkpoint_name_the_tokenizer(
         capsys.readouterr()
         if says == "cannot be":
             (files / "tokenizer.json").write_text("{")
-        assert main([*save, *more]) == 2
+        assert main([*save, *extra]) == 2
         error = capsys.readouterr().err
         assert says in error
         assert error.count("\n") == 1

@@ -1,4 +1,4 @@
-"""Small datasets, and the cases in which sample orders are compared with megatron-core's."""
+"""Small datasets, and the cases of the comparison of sample orders with megatron-core's."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from megatron.data.build import build_datasets
 from megatron.data.indexed import IndexedWriter
 
 
-def flags(**given: Any) -> DataConfig:
-    return DataConfig(**{"split": "969,30,1", "sample_order": "megatron", **given})
+def flags(**overrides: Any) -> DataConfig:
+    return DataConfig(**{"split": "969,30,1", "sample_order": "megatron", **overrides})
 
 
 def write(prefix: Path, lengths: list[int], first_token: int) -> str:
-    """Documents whose tokens are all different, so that a sample shows where it came from."""
+    """Write documents whose tokens are all different, so that a sample shows its origin."""
     with IndexedWriter(prefix) as writer:
         for length in lengths:
             writer.add_documents(np.arange(first_token, first_token + length), [length], [1])
@@ -26,7 +26,7 @@ def write(prefix: Path, lengths: list[int], first_token: int) -> str:
 
 
 def served(data: DataConfig, case: dict[str, Any]) -> list[list[list[int]] | None]:
-    parts = build_datasets(
+    splits = build_datasets(
         data,
         seq_length=case["seq_length"],
         seed=case["seed"],
@@ -34,7 +34,7 @@ def served(data: DataConfig, case: dict[str, Any]) -> list[list[list[int]] | Non
         eod_token=0,
         vocab_size=None,
     )
-    return [None if part is None else [part[i].tolist() for i in range(len(part))] for part in parts]
+    return [None if split is None else [split[i].tolist() for i in range(len(split))] for split in splits]
 
 
 def order_cases(tmp_path: Path) -> list[tuple[DataConfig, dict[str, Any]]]:
@@ -54,13 +54,13 @@ def order_cases(tmp_path: Path) -> list[tuple[DataConfig, dict[str, Any]]]:
         }
         cases.append((flags(data_path=[path], split=split), case))
 
-    # One epoch in part, one exactly, several with a barely and a mostly used last one.
-    for wanted in (1, 50, 190, 195, 200, 320, 400, 1000):
-        single(many, 20, [wanted, 11, 3], "8,1,1", 1234)
+    # Part of an epoch, a full epoch, several epochs whose last is barely or mostly used.
+    for count in (1, 50, 190, 195, 200, 320, 400, 1000):
+        single(many, 20, [count, 11, 3], "8,1,1", 1234)
     single(many, 20, [None, None, None], "969,30,1", 7)
     single(many, 1, [300, 5, 5], "7,3,1", 99)
-    for wanted in (3, 9, 25, 77):
-        single(holes, 16, [wanted, 0, 0], "1,0,0", 42)
+    for count in (3, 9, 25, 77):
+        single(holes, 16, [count, 0, 0], "1,0,0", 42)
     # Samples longer than an epoch.
     single(small, 500, [4, 0, 0], "100,0,0", 3)
 
@@ -70,15 +70,15 @@ def order_cases(tmp_path: Path) -> list[tuple[DataConfig, dict[str, Any]]]:
         ([small, small], [1.0, 1.0], 41),
         ([many], [1.0], 60),
     ]
-    for paths, weights, wanted in blends:
+    for paths, weights, count in blends:
         case = {
             "blend": [paths, weights],
             "split": "1,0,0",
-            "sizes": [wanted, 0, 0],
+            "sizes": [count, 0, 0],
             "seq_length": 20,
             "seed": 11,
         }
-        values = [part for pair in zip(map(str, weights), paths, strict=True) for part in pair]
+        values = [word for pair in zip(map(str, weights), paths, strict=True) for word in pair]
         cases.append((flags(data_path=values, split="1,0,0"), case))
     case = {"blend": [[many, small, holes], None], "split": "1,0,0", "sizes": [150, 0, 0], "seq_length": 20}
     cases.append((flags(data_path=[many, small, holes], split="1,0,0"), {**case, "seed": 11}))

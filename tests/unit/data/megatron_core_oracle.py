@@ -28,7 +28,7 @@ def core(name: str) -> Any:
 
 
 class StubTokenizer:
-    """What the dataset's configuration asks of a tokenizer."""
+    """Attributes of a tokenizer that the dataset's configuration reads."""
 
     vocab_size = None
     eod = 0
@@ -91,11 +91,11 @@ def gpt_samples(case: dict[str, Any]) -> dict[str, Any]:
 
 
 class WordPieces(StubTokenizer):
-    """What the masked datasets ask of a tokenizer; [PAD] is 0."""
+    """Attributes of a tokenizer that the masked datasets read; [PAD] is 0."""
 
     def __init__(self, case: dict[str, Any]) -> None:
         self.inv_vocab = dict(enumerate(case["tokens"]))
-        number = {token: place for place, token in self.inv_vocab.items()}
+        number = {token: token_id for token_id, token in self.inv_vocab.items()}
         self.pad = number["[PAD]"]
         self.cls, self.sep, self.mask = number["[CLS]"], number["[SEP]"], number["[MASK]"]
         self.bos, self.eos, self.eod = number["[BOS]"], number["[EOS]"], number["[EOS]"]
@@ -107,7 +107,7 @@ def masked_samples(case: dict[str, Any]) -> dict[str, Any]:
     import numpy as np
     import torch
 
-    # The order is built by rank 0 alone, which asks for its rank.
+    # Rank 0 alone builds the order.
     distributed: Any = torch.distributed
     distributed.get_rank = lambda: 0
     model = core(f"{case['model'].lower()}_dataset")
@@ -136,7 +136,7 @@ def masked_samples(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def masks(case: dict[str, Any]) -> dict[str, Any]:
-    """Attention mask, loss mask and positions of one sequence under all resets."""
+    """Attention mask, loss mask and positions of a sequence under all resets."""
     import torch
 
     attention, loss, positions = core("gpt_dataset")._get_ltor_masks_and_position_ids(

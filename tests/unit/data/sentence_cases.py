@@ -1,4 +1,4 @@
-"""Small files of sentences, a vocabulary of pieces of words, and the datasets of BERT and T5 over them."""
+"""Small files of sentences, a vocabulary of word pieces, and flags of datasets over them."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ def tokenizer(folder: Path, extra_ids: int = 0) -> BertWordPieceTokenizer:
     """A tokenizer of 60 words and 30 pieces."""
     vocab = folder / "vocab.txt"
     vocab.write_text("\n".join(TOKENS))
-    made = build_tokenizer(
+    wordpiece = build_tokenizer(
         TokenizerConfig(tokenizer_type="BertWordPieceCase", vocab_file=str(vocab), vocab_extra_ids=extra_ids)
     )
-    assert isinstance(made, BertWordPieceTokenizer)
-    return made
+    assert isinstance(wordpiece, BertWordPieceTokenizer)
+    return wordpiece
 
 
 def all_tokens(extra_ids: int) -> list[str]:
-    """The vocabulary by id, as the tokenizer completes it."""
+    """The vocabulary by id, with the tokenizer's additions."""
     return [*TOKENS, "[BOS]", "[EOS]", *(f"<extra_id_{number}>" for number in range(extra_ids))]
 
 
 def write_sentences(prefix: Path, documents: list[list[int]], seed: int = 0) -> str:
-    """Documents of sentences of these lengths, of random words and pieces."""
+    """Write documents of sentences of these lengths, of random words and pieces."""
     random = np.random.RandomState(seed)
     with IndexedWriter(prefix, dtype=np.dtype("uint16")) as writer:
         for lengths in documents:
@@ -44,7 +44,7 @@ def write_sentences(prefix: Path, documents: list[list[int]], seed: int = 0) -> 
 
 
 def random_documents(count: int, seed: int, most_sentences: int = 14) -> list[list[int]]:
-    """Documents of 0 to 13 sentences, some of which are too long, and one long document."""
+    """Documents of 0 to 13 sentences, some too long, and a long document."""
     random = np.random.RandomState(seed)
     documents = [random.randint(1, 30, size=random.randint(0, most_sentences)).tolist() for _ in range(count)]
     documents[3] = [5, 513, 7]
@@ -53,6 +53,5 @@ def random_documents(count: int, seed: int, most_sentences: int = 14) -> list[li
     return documents
 
 
-def flags(**given: Any) -> DataConfig:
-    """The data section."""
-    return DataConfig(**{"split": "969,30,1", "sample_order": "megatron", **given})
+def flags(**overrides: Any) -> DataConfig:
+    return DataConfig(**{"split": "969,30,1", "sample_order": "megatron", **overrides})

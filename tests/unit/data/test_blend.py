@@ -1,4 +1,4 @@
-"""Blends: shares at every prefix, each sample once, and the long greedy blend against the short way."""
+"""Blends: shares at every prefix, each sample once, and the parallel greedy blend against the serial one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_lazy_blend_does_not_drift_after_many_draws() -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(weights=WEIGHTS, draws=st.integers(0, 3000), stretches=st.integers(1, 40))
-def test_greedy_side_by_side_equals_one_after_the_other(weights: list[float], draws: int, stretches: int) -> None:
+def test_parallel_greedy_blend_equals_the_serial_blend(weights: list[float], draws: int, stretches: int) -> None:
     shares = normalize(weights)
     plain, cut = greedy_blend(shares, draws), greedy_blend(shares, draws, stretches)
     for name in ("dataset_index", "dataset_sample_index"):
@@ -48,7 +48,7 @@ def test_greedy_side_by_side_equals_one_after_the_other(weights: list[float], dr
         assert plain[name].tolist() == cut[name].tolist()
 
 
-def test_greedy_repairs_wrong_guesses() -> None:
+def test_parallel_greedy_blend_repairs_wrong_guesses() -> None:
     """With shares this small a stretch cannot know whether their draw has come: it is run again."""
     shares = normalize([1.0, 1e-4, 3e-4, 0.5])
     plain, cut = greedy_blend(shares, 20_000), greedy_blend(shares, 20_000, 333)
@@ -57,9 +57,9 @@ def test_greedy_repairs_wrong_guesses() -> None:
 
 def test_megatron_blend_numbers_the_draws_of_each_dataset() -> None:
     blend = MegatronBlend([3.0, 1.0, 1.0], 500)
-    seen = [0, 0, 0]
+    counts = [0, 0, 0]
     for k in range(500):
         dataset, number = blend[k]
-        assert number == seen[dataset]
-        seen[dataset] += 1
-    assert seen == [300, 100, 100]
+        assert number == counts[dataset]
+        counts[dataset] += 1
+    assert counts == [300, 100, 100]

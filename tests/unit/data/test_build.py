@@ -1,4 +1,4 @@
-"""From flags to datasets: splits, blends, and what is refused."""
+"""From flags to datasets: splits, blends, and refusals."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.support.shared import shared_path
 from tests.unit.data.cases import flags, write
 
 
-def build(data: Any, sizes: list[int | None], **more: Any) -> list[Dataset | None]:
-    arguments: dict[str, Any] = {"seq_length": 6, "seed": 1, "eod_token": 0, "vocab_size": None, **more}
+def build(data: Any, sizes: list[int | None], **options: Any) -> list[Dataset | None]:
+    arguments: dict[str, Any] = {"seq_length": 6, "seed": 1, "eod_token": 0, "vocab_size": None, **options}
     return list(build_datasets(data, train_valid_test_num_samples=sizes, **arguments))
 
 
@@ -31,42 +31,42 @@ def tokens_of(dataset: Dataset | None, count: int | None = None) -> set[int]:
 @pytest.mark.parametrize("order", ["lazy", "megatron"])
 def test_splits_take_separate_documents(tmp_path: Path, order: str) -> None:
     path = write(tmp_path / "data", [10] * 20, 0)
-    parts = build(flags(data_path=[path], split="7,2,1", sample_order=order), [60, 20, 9])
-    seen = [tokens_of(part) for part in parts]
-    # Documents 0 to 13, 14 to 17, 18 and 19. Every token is read, but for the tail of an epoch.
-    for tokens, (start, end) in zip(seen, [(0, 140), (140, 180), (180, 200)], strict=True):
+    splits = build(flags(data_path=[path], split="7,2,1", sample_order=order), [60, 20, 9])
+    split_tokens = [tokens_of(split) for split in splits]
+    # Documents 0 to 13, 14 to 17, 18 and 19. Every token is read, except the tail of an epoch.
+    for tokens, (start, end) in zip(split_tokens, [(0, 140), (140, 180), (180, 200)], strict=True):
         assert tokens <= set(range(start, end))
         assert len(tokens) > (end - start) - 6
 
 
 def test_split_of_the_real_index(tmp_path: Path) -> None:
-    found = shared_path("data/oscar_text_document.idx")
-    if found is None:
+    index_path = shared_path("data/oscar_text_document.idx")
+    if index_path is None:
         pytest.skip("no real index here")
-    (tmp_path / "oscar.idx").write_bytes(found.read_bytes())
+    (tmp_path / "oscar.idx").write_bytes(index_path.read_bytes())
     with open(tmp_path / "oscar.bin", "wb") as stream:
         stream.truncate(4_680_512)
     lengths = IndexedDataset(tmp_path / "oscar").lengths
     bounds = [(round(a * 790), round(b * 790)) for a, b in filter(None, split_bounds(parse_split("7,3,1")))]
     assert bounds == [(0, 503), (503, 718), (718, 790)]
     assert [int(lengths[a:b].sum()) for a, b in bounds] == [1_528_901, 642_952, 168_403]
-    parts = build(
+    splits = build(
         flags(data_path=[str(tmp_path / "oscar")], split="7,3,1", sample_order="lazy"),
         [300_000_000, None, None],
         seq_length=2048,
         vocab_size=50257,
     )
-    assert [len(part) for part in parts if part is not None] == [300_000_000, 642_951 // 2048, 168_402 // 2048]
-    assert parts[0] is not None
-    assert parts[0][299_999_999].shape == (2049,)
+    assert [len(split) for split in splits if split is not None] == [300_000_000, 642_951 // 2048, 168_402 // 2048]
+    assert splits[0] is not None
+    assert splits[0][299_999_999].shape == (2049,)
 
 
 @settings(max_examples=60, deadline=None)
 @given(shares=st.lists(st.just(0.0) | st.floats(1e-3, 1000), min_size=1, max_size=3).filter(any))
 def test_split_bounds_cover_everything_once(shares: list[float]) -> None:
     bounds = split_bounds(parse_split(",".join(map(str, shares))))
-    assert [part is None for part in bounds] == [share == 0 for share in [*shares, 0.0, 0.0][:3]]
-    inside = [part for part in bounds if part is not None]
+    assert [bound is None for bound in bounds] == [share == 0 for share in [*shares, 0.0, 0.0][:3]]
+    inside = [bound for bound in bounds if bound is not None]
     assert inside[0][0] == 0
     assert inside[-1][1] == pytest.approx(1)
     assert all(a[1] == b[0] for a, b in itertools.pairwise(inside))
@@ -135,7 +135,7 @@ def test_small_corpora_have_no_validation(tmp_path: Path) -> None:
         ({"data_path": ["P", "P"], "split": "1,0,0", "sample_order": "megatron"}, "Give each path a weight"),
     ],
 )
-def test_flags_that_cannot_work_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_invalid_flags_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     names = {"P": write(tmp_path / "full", [40] * 4, 0), "EMPTY": write(tmp_path / "empty", [0, 0], 0)}
     paths = {
         name: [names.get(value, value) for value in changes.get(name, [])] for name in ("data_path", "valid_data_path")

@@ -21,7 +21,7 @@ ORDERS = ["lazy", "fixed", "megatron"]
 
 
 def gpt(folder: Path, samples: int | None, words: list[str] | None = None, **options: Any) -> Dataset:
-    """A data set whose epoch has 61 samples of 8 tokens."""
+    """Dataset whose epoch has 61 samples of 8 tokens."""
     if words is None:
         words = [write(folder / "data", [37] * (TOKENS // 37) + [TOKENS % 37], 0)]
     data = flags(data_path=words, split="1,0,0", dataloader_type="cyclic", **options)
@@ -42,18 +42,18 @@ def rows(dataset: Dataset) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("order", ["lazy", "megatron"])
-def test_a_pass_holds_each_sample_of_the_epoch_once(tmp_path: Path, order: str) -> None:
+def test_each_pass_draws_every_sample_once(tmp_path: Path, order: str) -> None:
     train = gpt(tmp_path, 4 * EPOCH, sample_order=order)
     assert train.epoch_samples == EPOCH
     drawn = rows(train)
     passes = [drawn[begin : begin + EPOCH] for begin in range(0, len(drawn), EPOCH)]
-    assert len({tuple(map(tuple, one)) for one in passes}) == 4
-    assert all(sorted(one) == sorted(passes[0]) for one in passes)
+    assert len({tuple(map(tuple, epoch_rows)) for epoch_rows in passes}) == 4
+    assert all(sorted(epoch_rows) == sorted(passes[0]) for epoch_rows in passes)
     assert len({tuple(row) for row in passes[0]}) == EPOCH
     assert sorted(train.sample_id(index) for index in range(EPOCH)) == list(range(EPOCH))
 
 
-def test_the_recurring_order_is_passes_already(tmp_path: Path) -> None:
+def test_the_recurring_order_already_consists_of_passes(tmp_path: Path) -> None:
     cyclic = gpt(tmp_path, 130, sample_order="fixed")
     single, _, _ = build_datasets(
         flags(data_path=[str(tmp_path / "data")], split="1,0,0", sample_order="fixed"),
@@ -69,13 +69,13 @@ def test_the_recurring_order_is_passes_already(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_a_longer_run_begins_with_the_draws_of_a_shorter_one(tmp_path: Path, order: str) -> None:
+def test_a_longer_run_starts_with_the_draws_of_a_shorter_run(tmp_path: Path, order: str) -> None:
     short, long = (rows(gpt(tmp_path, samples, sample_order=order)) for samples in (40, 200))
     assert long[:40] == short
 
 
-def test_a_run_that_goes_on_with_more_iterations_reads_each_sample_once_a_pass(tmp_path: Path) -> None:
-    """The draws before the stop are of the shorter run's data set, and those behind it of the longer run's."""
+def test_an_extended_run_reads_each_sample_once_per_pass(tmp_path: Path) -> None:
+    """Draws before the stop come from the shorter run's dataset, those after it from the longer run's."""
     stop = 2 * EPOCH - 12
     drawn = rows(gpt(tmp_path, stop))[:stop] + rows(gpt(tmp_path, 3 * EPOCH))[stop:]
     for begin in range(0, 3 * EPOCH, EPOCH):
@@ -88,12 +88,12 @@ def test_a_run_that_goes_on_with_more_iterations_reads_each_sample_once_a_pass(t
         ("lazy", None),
         ("fixed", None),
         *((order, (0.2, 0.8)) for order in ORDERS),
-    ],  # megatron reads unweighted ones once
+    ],  # megatron reads datasets without weights once
 )
-def test_blends_pass_over_each_data_set_by_itself(
+def test_blends_pass_over_each_dataset_separately(
     tmp_path: Path, order: str, weights: tuple[float, float] | None
 ) -> None:
-    """A data set with a small weight is read to its end before a sample of it returns."""
+    """A dataset with a small weight is read to its end before a sample of it returns."""
     prefixes = [write(tmp_path / "a", [EPOCH * 8 + 1], 0), write(tmp_path / "b", [32 * 8 + 1], 10_000)]
     words = prefixes if weights is None else [str(weights[0]), prefixes[0], str(weights[1]), prefixes[1]]
     short, long = (gpt(tmp_path, samples, words, sample_order=order) for samples in (150, 600))
@@ -109,7 +109,7 @@ def test_blends_pass_over_each_data_set_by_itself(
 
 
 @pytest.mark.parametrize("order", ["lazy", "megatron"])
-def test_sentences_are_read_once_a_pass_with_other_masks(tmp_path: Path, order: str) -> None:
+def test_sentences_are_read_once_per_pass_with_new_masks(tmp_path: Path, order: str) -> None:
     path = write_sentences(tmp_path / "data", random_documents(50, 1))
 
     def bert(samples: int | None) -> Dataset:

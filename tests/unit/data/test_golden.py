@@ -22,11 +22,11 @@ DOCUMENTS: list[tuple[list[int], list[int]]] = [([3, 1, 2], [2, 1]), ([], []), (
 
 
 def digest(samples: list[list[int]] | None) -> str:
-    """Of all samples of a split, in order; a split without samples is the empty string."""
+    """SHA-256 of all samples of a split, in order; a split without samples is the empty string."""
     return hashlib.sha256(json.dumps(samples).encode()).hexdigest() if samples else ""
 
 
-def test_sample_orders_are_the_recorded_ones(tmp_path: Path) -> None:
+def test_sample_orders_equal_the_golden_ones(tmp_path: Path) -> None:
     recorded = json.loads(GOLDEN.read_text())["orders"]
     cases = order_cases(tmp_path)
     assert len(cases) == len(recorded)
@@ -34,7 +34,7 @@ def test_sample_orders_are_the_recorded_ones(tmp_path: Path) -> None:
         assert [digest(split) for split in served(data, case)] == answer, case
 
 
-def test_files_are_the_recorded_ones(tmp_path: Path) -> None:
+def test_files_equal_the_golden_ones(tmp_path: Path) -> None:
     for dtype, files in json.loads(GOLDEN.read_text())["files"].items():
         with IndexedWriter(tmp_path / "ours", dtype=np.dtype(dtype)) as writer:
             for tokens, lengths in DOCUMENTS:

@@ -1,4 +1,4 @@
-"""Sample orders: what both promise, the lazy one's cost, and the cache of the eager one."""
+"""Sample orders: guarantees of both, cost of the lazy order, and cache of the eager order."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def positions(order: SampleOrder, sample_id: int) -> list[tuple[int, int]]:
 @settings(max_examples=80, deadline=None)
 @given(lengths=LENGTHS, seq_length=st.integers(1, 40), epochs=st.integers(1, 5), seed=st.integers(0, 2**32 - 1))
 def test_lazy_epochs_hold_every_token_once(lengths: list[int], seq_length: int, epochs: int, seed: int) -> None:
-    """Put end to end, the samples are epochs of whole documents; neighbors share one token."""
+    """Put end to end, the samples are epochs of entire documents; neighbors share a token."""
     total = sum(lengths)
     samples = (epochs * total - 1) // seq_length
     order = LazyOrder(documents(lengths, 100), seq_length, seed, samples)
@@ -96,7 +96,7 @@ def test_fixed_epochs_are_shuffled_anew() -> None:
     assert [longer.sample_id(longer.epoch_samples + i) for i in range(64)] != epochs[0]
 
 
-def test_lazy_order_does_not_depend_on_how_long_the_run_is() -> None:
+def test_lazy_order_is_independent_of_the_run_length() -> None:
     short, long = (LazyOrder(documents([9, 30, 4, 18]), 5, 3, n) for n in (17, 4000))
     assert [short.sample_id(i) for i in range(17)] == [long.sample_id(i) for i in range(17)]
 
@@ -132,7 +132,7 @@ PINNED_STARTS = [
 
 
 def test_lazy_order_is_pinned() -> None:
-    """A run that is resumed by a later version must go on in the same order."""
+    """A run resumed by a later version must continue in the same order."""
     order = LazyOrder(documents([7, 12, 3, 20, 9]), 4, 1234, 30)
     assert [order.sample_id(i) for i in range(14)] == PINNED_IDS
     assert [next(iter(order.spans(i)))[:2] for i in range(14)] == PINNED_STARTS
@@ -149,7 +149,7 @@ def test_permutation_is_a_bijection(n: int, key: int) -> None:
 
 
 def test_permutation_mixes() -> None:
-    """No place is favored: over many keys each input reaches each output about equally often."""
+    """No position is favored: over many keys each input reaches each output about equally often."""
     n, keys = 13, 6000
     counts = np.zeros((n, n))
     for key in range(keys):
@@ -162,11 +162,11 @@ def test_permutation_mixes() -> None:
 
 
 def test_300_million_samples_start_at_once(tmp_path: Path) -> None:
-    """In a fresh process: what the first samples take beyond the imports. An index would take gigabytes."""
-    found = shared_path("data/oscar_text_document.idx")
+    """Memory of the first samples beyond the imports, in a fresh process. An index would take gigabytes."""
+    index_path = shared_path("data/oscar_text_document.idx")
     lengths = "np.random.RandomState(0).randint(1025, 4900, 790).astype(np.int32)"
-    if found is not None:
-        lengths = f"read_index(Path({str(found)!r})).lengths"
+    if index_path is not None:
+        lengths = f"read_index(Path({str(index_path)!r})).lengths"
     script = f"""
 import resource
 from pathlib import Path
@@ -188,17 +188,17 @@ print(len(order), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     assert int(kib) < 100 * 1024
 
 
-def test_no_tokens_is_refused() -> None:
+def test_documents_without_tokens_are_refused() -> None:
     for make in (LazyOrder, MegatronOrder):
         with pytest.raises(UserError, match="some documents: has no tokens"):
             make(documents([0, 0]), 4, 1, 3)
 
 
 @settings(max_examples=60, deadline=None)
-@given(lengths=LENGTHS, seq_length=st.integers(1, 20), wanted=st.integers(1, 200), seed=st.integers(0, 2**32 - 1))
-def test_megatron_order_serves_every_sample_once(lengths: list[int], seq_length: int, wanted: int, seed: int) -> None:
-    order = MegatronOrder(documents(lengths, 50), seq_length, seed, wanted)
-    assert len(order) >= wanted
+@given(lengths=LENGTHS, seq_length=st.integers(1, 20), samples=st.integers(1, 200), seed=st.integers(0, 2**32 - 1))
+def test_megatron_order_serves_every_sample_once(lengths: list[int], seq_length: int, samples: int, seed: int) -> None:
+    order = MegatronOrder(documents(lengths, 50), seq_length, seed, samples)
+    assert len(order) >= samples
     assert sorted(order.sample_id(index) for index in range(len(order))) == list(range(len(order)))
     stream: list[tuple[int, int]] = []
     for sample_id in range(len(order)):
@@ -206,7 +206,7 @@ def test_megatron_order_serves_every_sample_once(lengths: list[int], seq_length:
         assert len(sample) == seq_length + 1
         assert not stream or sample[0] == stream[-1]
         stream += sample[1:] if stream else sample
-    # What was left of the last epoch is shorter than a sample.
+    # The remainder of the last epoch is shorter than a sample.
     epochs = -(-len(stream) // sum(lengths))
     assert epochs * sum(lengths) - len(stream) < seq_length
     assert len(order.document_index) == epochs * len(lengths)
@@ -249,7 +249,7 @@ def test_a_damaged_cache_is_built_again(tmp_path: Path, damage: str) -> None:
 
 
 def test_a_cache_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
-    """A file in its place, a folder that takes no files, and a disk that is full; nothing is left half-written."""
+    """A file in its place, a folder that takes no files, and a full disk; nothing is left half-written."""
 
     def make(folder: Path) -> MegatronOrder:
         return MegatronOrder(documents([50] * 400), 4, 1, 4000, folder, {"file": 1})
@@ -264,7 +264,7 @@ def test_a_cache_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     assert len(make(tmp_path / "full")) == len(make(tmp_path / "full"))
 
 
-def test_an_order_that_fills_the_memory_is_refused_before_it_is_built() -> None:
+def test_an_order_larger_than_memory_is_refused_before_it_is_built() -> None:
     with pytest.raises(UserError, match=r"--sample-order megatron holds .* 100_000_\d+_\d+_\d+ samples .* use --samp"):
         MegatronOrder(documents([5, 9, 30]), 4, 1, 10**14)
     with pytest.raises(UserError, match="a blend: --sample-order megatron"):

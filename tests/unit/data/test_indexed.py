@@ -1,4 +1,4 @@
-"""Files: round trips, the layout on disk, and damage that must be found when a file is opened."""
+"""Indexed files: round trips, the layout on disk, and damage detected at opening."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_layout_of_the_legacy_index(tmp_path: Path) -> None:
     assert prefix.with_suffix(".idx").read_bytes() == expected
 
 
-def test_part_of_a_sequence(tmp_path: Path) -> None:
+def test_get_reads_a_slice_of_a_sequence(tmp_path: Path) -> None:
     for impl in ("mmap", "lazy", "cached"):
         dataset = IndexedDataset(write(tmp_path / impl, DOCUMENTS, impl))
         assert dataset.get(0, 1).tolist() == [6, 7]
@@ -94,9 +94,9 @@ def test_merge_appends_documents(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ending", [".idx", ".bin"])
 def test_every_truncation_is_refused(tmp_path: Path, impl: str, ending: str) -> None:
     path = write(tmp_path / "data", DOCUMENTS, impl).with_suffix(ending)
-    whole = path.read_bytes()
-    for size in [*range(len(whole)), len(whole) + 1]:
-        path.write_bytes((whole + b"\0")[:size])
+    content = path.read_bytes()
+    for size in [*range(len(content)), len(content) + 1]:
+        path.write_bytes((content + b"\0")[:size])
         with pytest.raises(UserError, match=path.name):
             IndexedDataset(tmp_path / "data")
 
@@ -105,10 +105,10 @@ def test_every_truncation_is_refused(tmp_path: Path, impl: str, ending: str) -> 
 def test_every_flipped_bit_of_the_index_is_refused_or_harmless(tmp_path: Path, impl: str) -> None:
     prefix = write(tmp_path / "data", DOCUMENTS, impl)
     path = prefix.with_suffix(".idx")
-    whole = path.read_bytes()
+    content = path.read_bytes()
     accepted, messages = 0, []
-    for bit in range(len(whole) * 8):
-        broken = bytearray(whole)
+    for bit in range(len(content) * 8):
+        broken = bytearray(content)
         broken[bit // 8] ^= 1 << (bit % 8)
         path.write_bytes(bytes(broken))
         try:
@@ -117,7 +117,7 @@ def test_every_flipped_bit_of_the_index_is_refused_or_harmless(tmp_path: Path, i
         except UserError as error:
             messages.append(str(error))
     assert all("data." in message and "\n" not in message for message in messages)
-    # What is left over: another type of the same size, and a document start that still lies between its
+    # The accepted flips: another type of the same size, and a document start that still lies between its
     # neighbors.
     assert accepted < 12
 
@@ -202,7 +202,7 @@ def test_a_clean_check_is_remembered_until_the_file_changes(tmp_path: Path, monk
     assert scans == [10, 11, 9, 9, 10]
 
 
-def test_nothing_half_written(tmp_path: Path) -> None:
+def test_a_failed_write_changes_nothing(tmp_path: Path) -> None:
     prefix = write(tmp_path / "data", DOCUMENTS)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.raises(ValueError, match="add up"), IndexedWriter(prefix) as writer:
@@ -228,10 +228,10 @@ def test_a_token_that_does_not_fit_is_refused(tmp_path: Path, token: int) -> Non
 
 def test_real_index(tmp_path: Path) -> None:
     """A real corpus: 790 documents, 2,340,256 tokens of uint16; written again, it is the same file."""
-    found = shared_path("data/oscar_text_document.idx")
-    if found is None:
+    index_path = shared_path("data/oscar_text_document.idx")
+    if index_path is None:
         pytest.skip("no real index here")
-    (tmp_path / "oscar.idx").write_bytes(found.read_bytes())
+    (tmp_path / "oscar.idx").write_bytes(index_path.read_bytes())
     with open(tmp_path / "oscar.bin", "wb") as stream:
         stream.truncate(4_680_512)
     dataset = IndexedDataset(tmp_path / "oscar")
@@ -241,7 +241,7 @@ def test_real_index(tmp_path: Path) -> None:
     dataset.check_token_range(50257)
     with IndexedWriter(tmp_path / "again", dtype=np.dtype("uint16")) as writer:
         writer.add_documents(np.zeros(2_340_256, dtype=np.uint16), dataset.lengths, np.diff(dataset.doc_idx))
-    assert (tmp_path / "again.idx").read_bytes() == found.read_bytes()
+    assert (tmp_path / "again.idx").read_bytes() == index_path.read_bytes()
 
 
 def test_dtype_codes_of_all_types(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The ends of commands that write whole files or none: one line, and a status that tells why."""
+"""Ends of commands that write complete files or none: a line, and a status that tells the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stream of micro-batches: the same samples in the same order on any layout, after any resume, at any speed."""
+"""Micro-batches: the same samples in the same order on any layout, after any resume, at any speed."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def sets(tmp_path_factory: pytest.TempPathFactory, train: Dataset) -> dict[str, 
     return {"single": train, "cyclic": dataset(tmp_path_factory.mktemp("cyclic"), dataloader_type="cyclic")}
 
 
-def stream(train: Dataset, micro: int, ranks: int, consumed: int, count: int, **more: Any) -> dict[int, list[int]]:
+def stream(train: Dataset, micro: int, ranks: int, consumed: int, count: int, **options: Any) -> dict[int, list[int]]:
     """Tokens by draw, of `count` micro-batches of all ranks."""
-    found: dict[int, list[int]] = {}
+    rows_by_draw: dict[int, list[int]] = {}
     for rank in range(ranks):
         with build_loader(
-            train, consumed_samples=consumed, micro_batch_size=micro, dp_rank=rank, dp_size=ranks, **more
+            train, consumed_samples=consumed, micro_batch_size=micro, dp_rank=rank, dp_size=ranks, **options
         ) as loader:
             for number in range(count):
                 batch = next(loader)
@@ -65,9 +65,9 @@ def stream(train: Dataset, micro: int, ranks: int, consumed: int, count: int, **
                 for draw, sample_id, tokens in zip(
                     batch.draw_ids_b.tolist(), batch.sample_ids_b.tolist(), batch.tokens_bs.tolist(), strict=True
                 ):
-                    assert draw not in found
-                    found[draw] = [sample_id, *tokens]
-    return found
+                    assert draw not in rows_by_draw
+                    rows_by_draw[draw] = [sample_id, *tokens]
+    return rows_by_draw
 
 
 @SHORT
@@ -82,15 +82,15 @@ def test_same_samples_on_any_layout_after_any_resume(
 ) -> None:
     micro, ranks = layout
     train = sets[kind]
-    whole = stream(train, 1, 1, 0, 64, num_workers=0)
-    part = stream(train, micro, ranks, consumed, (64 - consumed) // (micro * ranks), num_workers=workers)
-    assert part == {draw: sample for draw, sample in whole.items() if draw >= consumed}
+    expected = stream(train, 1, 1, 0, 64, num_workers=0)
+    rows_by_draw = stream(train, micro, ranks, consumed, (64 - consumed) // (micro * ranks), num_workers=workers)
+    assert rows_by_draw == {draw: sample for draw, sample in expected.items() if draw >= consumed}
 
 
 @pytest.mark.parametrize(("micro", "ranks"), [(1, 1), (2, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize("islands", [1, 2, 3])
 def test_an_island_has_the_same_samples_on_any_layout(train: Dataset, islands: int, micro: int, ranks: int) -> None:
-    """In each global batch, of which islands have equal parts; together they have all of it."""
+    """Islands have equal shares of each global batch, and together all of it."""
     size, consumed = 24, 12
     for island in range(islands):
         loaders = [
@@ -113,7 +113,7 @@ def test_an_island_has_the_same_samples_on_any_layout(train: Dataset, islands: i
             assert sorted(draws) == list(range(start + island, start + size, islands))
 
 
-def test_batch_holds_what_the_dataset_reads(train: Dataset) -> None:
+def test_batch_holds_the_samples_of_the_dataset(train: Dataset) -> None:
     loader = build_loader(train, consumed_samples=4, micro_batch_size=3, dp_rank=1, dp_size=2, num_workers=0)
     batch = next(loader)
     assert batch.tokens_bs is not None
@@ -168,7 +168,7 @@ class Failing(GPTDataset):
 
 
 @pytest.mark.parametrize("workers", [0, 3])
-def test_an_error_is_raised_in_its_turn(train: Dataset, workers: int) -> None:
+def test_an_error_is_raised_at_its_batch(train: Dataset, workers: int) -> None:
     assert isinstance(train, GPTDataset)
     broken = Failing(train.indexed, train.order, train.seq_length, train.collate_options)
     loader = build_loader(broken, consumed_samples=0, micro_batch_size=2, dp_rank=0, dp_size=1, num_workers=workers)
@@ -177,7 +177,7 @@ def test_an_error_is_raised_in_its_turn(train: Dataset, workers: int) -> None:
         next(loader)
 
 
-def test_close_lets_the_threads_go(train: Dataset) -> None:
+def test_close_ends_the_threads(train: Dataset) -> None:
     before = threading.active_count()
     loader = build_loader(train, consumed_samples=0, micro_batch_size=1, dp_rank=0, dp_size=1, num_workers=4)
     next(loader)
@@ -189,7 +189,7 @@ def test_close_lets_the_threads_go(train: Dataset) -> None:
         next(loader)
 
 
-def test_nothing_left_is_refused(train: Dataset) -> None:
+def test_a_consumed_dataset_is_refused(train: Dataset) -> None:
     with pytest.raises(UserError, match="60 of 64 samples are consumed"):
         build_loader(train, consumed_samples=60, micro_batch_size=3, dp_rank=0, dp_size=2)
 
@@ -202,7 +202,6 @@ def test_nothing_left_is_refused(train: Dataset) -> None:
     switches=st.tuples(st.booleans(), st.booleans(), st.booleans()),
 )
 def test_collate_token_by_token(rows: list[list[int]], switches: tuple[bool, bool, bool]) -> None:
-    """Against the definition, one token at a time."""
     reset_positions, reset_attention, mask_loss = switches
     ids = np.arange(len(rows), dtype=np.int64)
     batch = collate(np.array(rows), ids, ids, CollateOptions(0, reset_positions, reset_attention, mask_loss))
@@ -210,12 +209,12 @@ def test_collate_token_by_token(rows: list[list[int]], switches: tuple[bool, boo
     assert batch.loss_mask_bs is not None
     for row, sample in enumerate(rows):
         position, segment = 0, 0
-        for place, token in enumerate(sample[:-1]):
-            assert batch.position_ids_bs[row, place] == (position if reset_positions else place)
-            assert batch.loss_mask_bs[row, place] == (0.0 if mask_loss and token == 0 else 1.0)
+        for at, token in enumerate(sample[:-1]):
+            assert batch.position_ids_bs[row, at] == (position if reset_positions else at)
+            assert batch.loss_mask_bs[row, at] == (0.0 if mask_loss and token == 0 else 1.0)
             if reset_attention:
                 assert batch.segment_ids_bs is not None
-                assert batch.segment_ids_bs[row, place] == segment
+                assert batch.segment_ids_bs[row, at] == segment
                 assert batch.segment_ids_bs.dtype == torch.int32
             else:
                 assert batch.segment_ids_bs is None

@@ -1,4 +1,4 @@
-"""Datasets of BERT and T5: labels and spans restore the text, on any layout, in every order; what they refuse."""
+"""Datasets of BERT and T5: labels and spans restore the text, on any layout, in every order; refusals."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def t5(folder: Path, samples: int | None = 90, lengths: list[list[int]] | None =
     return train
 
 
-def whole(dataset: Dataset) -> Batch:
-    """All draws as one batch."""
+def as_one_batch(dataset: Dataset) -> Batch:
+    """All draws as a single batch."""
     with build_loader(
         dataset, consumed_samples=0, micro_batch_size=len(dataset), dp_rank=0, dp_size=1, num_workers=0
     ) as loader:
@@ -64,12 +64,12 @@ def words(tokens: list[int]) -> str:
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("binary_head", [True, False])
 def test_labels_restore_the_text_of_bert(tmp_path: Path, order: str, binary_head: bool) -> None:
-    batch = whole(bert(tmp_path, order=order, binary_head=binary_head))
+    batch = as_one_batch(bert(tmp_path, order=order, binary_head=binary_head))
     special = tokenizer(tmp_path).ids
     text = text_of(tmp_path)
     assert batch.order_b is not None
-    seen = set(batch.order_b.tolist())
-    assert seen == ({0, 1} if binary_head else {0})
+    orders = set(batch.order_b.tolist())
+    assert orders == ({0, 1} if binary_head else {0})
     names = ("tokens_bs", "labels_bs", "loss_mask_bs", "types_bs", "segment_ids_bs", "position_ids_bs")
     for swapped, row in zip(batch.order_b.tolist(), rows_of(batch, *names), strict=True):
         tokens, labels, mask, types, segments, positions = row
@@ -78,7 +78,7 @@ def test_labels_restore_the_text_of_bert(tmp_path: Path, order: str, binary_head
         assert positions == list(range(40))
         assert tokens[length:] == [special.pad] * (40 - length)
         restored = [label if counts else token for token, label, counts in zip(tokens, labels, mask, strict=True)]
-        ends = [place for place in range(length) if restored[place] == special.sep]
+        ends = [position for position in range(length) if restored[position] == special.sep]
         assert restored[0] == special.cls
         assert ends[-1] == length - 1
         assert len(ends) == 1 + binary_head
@@ -87,10 +87,10 @@ def test_labels_restore_the_text_of_bert(tmp_path: Path, order: str, binary_head
         assert all(words(half) in text for half in (first, second))
         assert min(first + second) >= FIRST_WORD  # no special token was masked
         assert sum(mask) <= max(1, round(0.15 * length))  # none where the only word has too many pieces
-        # Halves that nothing was cut off stand next to each other in the file.
+        # Halves without a cut stand next to each other in the file.
         if binary_head and length < 40 and words([*second, *first] if swapped else [*first, *second]) in text:
-            seen.discard(swapped)
-    assert not seen or not binary_head
+            orders.discard(swapped)
+    assert not orders or not binary_head
     assert batch.loss_mask_bs is not None
     assert batch.segment_ids_bs is not None
     assert batch.loss_mask_bs.sum() > 0.1 * (batch.segment_ids_bs == 0).sum()
@@ -98,7 +98,7 @@ def test_labels_restore_the_text_of_bert(tmp_path: Path, order: str, binary_head
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_spans_restore_the_text_of_t5(tmp_path: Path, order: str) -> None:
-    batch = whole(t5(tmp_path, order=order))
+    batch = as_one_batch(t5(tmp_path, order=order))
     special = tokenizer(tmp_path, EXTRA_IDS).ids
     text = text_of(tmp_path)
     names = ("tokens_bs", "segment_ids_bs", "decoder_tokens_bs", "decoder_segment_ids_bs", "labels_bs", "loss_mask_bs")
@@ -122,7 +122,7 @@ def test_spans_restore_the_text_of_t5(tmp_path: Path, order: str) -> None:
 
 
 def test_bert_replaces_as_often_as_its_paper(tmp_path: Path) -> None:
-    batch = whole(bert(tmp_path, samples=3000))
+    batch = as_one_batch(bert(tmp_path, samples=3000))
     assert batch.tokens_bs is not None
     assert batch.labels_bs is not None
     assert batch.loss_mask_bs is not None
@@ -130,7 +130,7 @@ def test_bert_replaces_as_often_as_its_paper(tmp_path: Path) -> None:
     tokens, labels = batch.tokens_bs[chosen], batch.labels_bs[chosen]
     mask = tokenizer(tmp_path).mask
     assert abs((tokens == mask).float().mean() - 0.8) < 0.02
-    # A random token may be the same one.
+    # A random token may equal the original.
     assert abs((tokens == labels).float().mean() - 0.1) < 0.02
     assert len(set(tokens.tolist())) == tokenizer(tmp_path).vocab_size
 
@@ -139,7 +139,7 @@ def test_bert_replaces_as_often_as_its_paper(tmp_path: Path) -> None:
 @pytest.mark.parametrize("make", [bert, t5])
 def test_draws_do_not_depend_on_layout_or_resume(tmp_path: Path, order: str, make: Any) -> None:
     dataset = make(tmp_path, order=order, samples=48)
-    expected = whole(dataset)
+    expected = as_one_batch(dataset)
     assert expected.tokens_bs is not None
     for ranks, micro, consumed in ((1, 3, 0), (2, 4, 16), (4, 2, 24)):
         for rank in range(ranks):
@@ -179,14 +179,14 @@ def row(dataset: Dataset, index: int) -> list[int]:
     return out_t.tolist()
 
 
-def test_splits_are_of_documents_and_blends_mix(tmp_path: Path) -> None:
-    one = write_sentences(tmp_path / "one", [[3, 4, 5]] * 10, 1)
-    two = write_sentences(tmp_path / "two", [[6, 7]] * 10, 2)
-    data = flags(data_path=[one], split="8,1,1", sample_order="lazy")
+def test_splits_take_documents_and_blends_mix(tmp_path: Path) -> None:
+    first = write_sentences(tmp_path / "one", [[3, 4, 5]] * 10, 1)
+    second = write_sentences(tmp_path / "two", [[6, 7]] * 10, 2)
+    data = flags(data_path=[first], split="8,1,1", sample_order="lazy")
     options: dict[str, Any] = {"seq_length": 20, "seed": 1, "tokenizer": tokenizer(tmp_path)}
-    parts = build_bert_datasets(data, train_valid_test_num_samples=[None] * 3, **options)
-    assert [len(part) for part in parts if part is not None] == [8, 1, 1]
-    data = flags(data_path=["1", one, "3", two], split="1,0,0", sample_order="lazy")
+    splits = build_bert_datasets(data, train_valid_test_num_samples=[None] * 3, **options)
+    assert [len(split) for split in splits if split is not None] == [8, 1, 1]
+    data = flags(data_path=["1", first, "3", second], split="1,0,0", sample_order="lazy")
     train, valid, _ = build_bert_datasets(data, train_valid_test_num_samples=[40, 0, 0], **options)
     assert valid is None
     assert train is not None
@@ -194,7 +194,7 @@ def test_splits_are_of_documents_and_blends_mix(tmp_path: Path) -> None:
     assert {length: lengths.count(length) for length in set(lengths) if length > 15} == {16: 30}
 
 
-def test_megatron_s_order_comes_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_megatron_order_comes_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_sentences(tmp_path / "data", random_documents(50, 1))
     data = flags(data_path=[path], split="1,0,0", data_cache_path=str(tmp_path / "cache"))
     options: dict[str, Any] = {"seq_length": 40, "seed": 5, "tokenizer": tokenizer(tmp_path)}
@@ -209,8 +209,8 @@ def test_megatron_s_order_comes_from_the_cache(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("decoder", [3, 4, 9])
-def test_spans_that_find_no_room_stay(tmp_path: Path, decoder: int) -> None:
-    batch = whole(t5(tmp_path, decoder_seq_length=decoder, extra_ids=2, mask_prob=0.9))
+def test_spans_without_room_stay_in_the_text(tmp_path: Path, decoder: int) -> None:
+    batch = as_one_batch(t5(tmp_path, decoder_seq_length=decoder, extra_ids=2, mask_prob=0.9))
     assert batch.decoder_segment_ids_bs is not None
     assert batch.labels_bs is not None
     sentinels = tokenizer(tmp_path, 2).ids.sentinels
@@ -239,7 +239,7 @@ def test_spans_that_find_no_room_stay(tmp_path: Path, decoder: int) -> None:
     ],
 )
 @pytest.mark.parametrize("order", ORDERS)
-def test_what_cannot_work_is_refused(
+def test_invalid_options_are_refused(
     tmp_path: Path, make: Any, options: dict[str, Any], message: str, order: str
 ) -> None:
     with pytest.raises(UserError, match=message) as caught:

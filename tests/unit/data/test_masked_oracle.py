@@ -21,9 +21,9 @@ pytestmark = [
 EXTRA_IDS = 40
 
 
-def bert_case(blend: list[Any], split: str, sizes: list[int], **more: Any) -> dict[str, Any]:
+def bert_case(blend: list[Any], split: str, sizes: list[int], **options: Any) -> dict[str, Any]:
     case = {"model": "BERT", "blend": blend, "split": split, "sizes": sizes, "seed": 1234, "seq_length": 48}
-    case |= {"mask_prob": 0.15, "short_seq_prob": 0.1, "classification_head": True, **more}
+    case |= {"mask_prob": 0.15, "short_seq_prob": 0.1, "classification_head": True, **options}
     head = case.pop("classification_head")
     case["more"] = {
         "classification_head": head,
@@ -33,9 +33,9 @@ def bert_case(blend: list[Any], split: str, sizes: list[int], **more: Any) -> di
     return case
 
 
-def t5_case(blend: list[Any], split: str, sizes: list[int], **more: Any) -> dict[str, Any]:
+def t5_case(blend: list[Any], split: str, sizes: list[int], **options: Any) -> dict[str, Any]:
     case = {"model": "T5", "blend": blend, "split": split, "sizes": sizes, "seed": 7, "seq_length": 64}
-    case |= {"mask_prob": 0.15, "short_seq_prob": 0.1, **more}
+    case |= {"mask_prob": 0.15, "short_seq_prob": 0.1, **options}
     case["more"] = {
         "sequence_length_decoder": 32,
         "masking_max_ngram": 10,
@@ -47,18 +47,18 @@ def t5_case(blend: list[Any], split: str, sizes: list[int], **more: Any) -> dict
 def all_cases(folder: Path) -> list[dict[str, Any]]:
     many = write_sentences(folder / "many", random_documents(60, 1), 1)
     few = write_sentences(folder / "few", random_documents(12, 2), 2)
-    one, blend = [[many], None], [[many, few], [0.3, 0.7]]
+    single, blend = [[many], None], [[many, few], [0.3, 0.7]]
     cases = [
-        bert_case(one, "8,1,1", [1, 9, 3]),
-        bert_case(one, "1,0,0", [400, 0, 0], seed=3),
-        bert_case(one, "1,0,0", [150, 0, 0], short_seq_prob=0.0),
-        bert_case(one, "1,0,0", [150, 0, 0], short_seq_prob=0.5, seq_length=20, mask_prob=0.4),
-        bert_case(one, "1,0,0", [120, 0, 0], classification_head=False),
-        bert_case(one, "1,0,0", [60, 0, 0], seq_length=512),
+        bert_case(single, "8,1,1", [1, 9, 3]),
+        bert_case(single, "1,0,0", [400, 0, 0], seed=3),
+        bert_case(single, "1,0,0", [150, 0, 0], short_seq_prob=0.0),
+        bert_case(single, "1,0,0", [150, 0, 0], short_seq_prob=0.5, seq_length=20, mask_prob=0.4),
+        bert_case(single, "1,0,0", [120, 0, 0], classification_head=False),
+        bert_case(single, "1,0,0", [60, 0, 0], seq_length=512),
         bert_case(blend, "1,0,0", [200, 0, 0]),
         bert_case([[few], [1.0]], "1,0,0", [30, 0, 0]),
-        t5_case(one, "8,1,1", [100, 9, 3]),
-        t5_case(one, "1,0,0", [300, 0, 0], short_seq_prob=0.5),
+        t5_case(single, "8,1,1", [100, 9, 3]),
+        t5_case(single, "1,0,0", [300, 0, 0], short_seq_prob=0.5),
         t5_case(blend, "1,0,0", [150, 0, 0], mask_prob=0.1),
     ]
     common: dict[str, Any] = {"what": "masked_samples", "cache": str(folder / "cache")}
@@ -84,7 +84,7 @@ def ours(folder: Path, case: dict[str, Any]) -> list[Dataset | None]:
     return list(build_t5_datasets(data, encoder_seq_length=case["seq_length"], decoder_seq_length=decoder, **options))
 
 
-# What megatron-core calls the parts of a batch.
+# megatron-core's names of a batch's tensors.
 BERT_NAMES = {"text": "tokens_bs", "types": "types_bs", "loss_mask": "loss_mask_bs"}
 T5_NAMES = {"text_enc": "tokens_bs", "text_dec": "decoder_tokens_bs", "loss_mask": "loss_mask_bs"}
 
@@ -101,7 +101,7 @@ def check_sample(dataset: Dataset, index: int, theirs: dict[str, Any], bert: boo
     masks = {"padding_mask": ("segment_ids_bs", "tokens_bs")} if bert else {"enc_mask": ("segment_ids_bs", "tokens_bs")}
     masks |= {} if bert else {"dec_mask": ("decoder_segment_ids_bs", "decoder_tokens_bs")}
     for their_name, (name, tokens) in masks.items():
-        # A [PAD] that was drawn in place of a masked token is padding there and text here.
+        # A [PAD] drawn in place of a masked token is padding there and text here.
         is_text_s = (getattr(batch, name)[0] == 0) & (getattr(batch, tokens)[0] != 0)
         assert is_text_s.int().tolist() == theirs[their_name], (index, name)
     if bert:

@@ -1,4 +1,4 @@
-"""N-grams of words: whole, apart from each other, no special tokens, as many as asked."""
+"""N-grams: entire words, disjoint, without special tokens, and as many as requested."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def masker(masking: WordMasking) -> WordMasker:
 
 
 def words_of(tokens: list[int]) -> list[list[int]]:
-    """Places of each word; a piece belongs to the word before it, special tokens between them or not."""
+    """Positions of each word; a piece belongs to the word before it, even across special tokens."""
     words: list[list[int]] = []
-    for place, token in enumerate(tokens):
+    for position, token in enumerate(tokens):
         if token in (CLS, SEP):
             continue
         if CONTINUES_V[token] and words:
-            words[-1].append(place)
+            words[-1].append(position)
         else:
-            words.append([place])
+            words.append([position])
     return words
 
 
@@ -38,41 +38,41 @@ def words_of(tokens: list[int]) -> list[list[int]]:
 def test_ngrams_are_whole_words_apart(tokens: list[int], masking: WordMasking, seed: int) -> None:
     target = len(tokens) + seed % 5
     random = np.random.RandomState(seed)
-    found = [ngram.tolist() for ngram in masker(masking).ngrams(np.array(tokens), target, random)]
+    ngrams = [ngram.tolist() for ngram in masker(masking).ngrams(np.array(tokens), target, random)]
     words = words_of(tokens)
-    for ngram in found:
+    for ngram in ngrams:
         first = next(number for number, word in enumerate(words) if word[0] == ngram[0])
-        taken = 0
-        while list(chain.from_iterable(words[first : first + taken])) != ngram:
-            taken += 1
-            assert taken <= masking.longest_ngram
-    masked = [place for ngram in found for place in ngram]
+        count = 0
+        while list(chain.from_iterable(words[first : first + count])) != ngram:
+            count += 1
+            assert count <= masking.longest_ngram
+    masked = [position for ngram in ngrams for position in ngram]
     assert len(masked) == len(set(masked))
-    assert not any(tokens[place] in (CLS, SEP) for place in masked)
-    wanted = max(1, round(len(tokens) * masking.probability))
-    wanted_exactly = min(wanted, masking.probability * target)
-    assert len(masked) <= wanted_exactly
-    if masking.longest_ngram == 1:  # longer ones are passed over where they meet others
-        left = [len(word) for word in words if word[0] not in masked]
-        assert all(len(masked) + size > wanted_exactly for size in left)
+    assert not any(tokens[position] in (CLS, SEP) for position in masked)
+    target_count = max(1, round(len(tokens) * masking.probability))
+    exact_count = min(target_count, masking.probability * target)
+    assert len(masked) <= exact_count
+    if masking.longest_ngram == 1:  # longer n-grams are skipped where they meet others
+        unmasked_sizes = [len(word) for word in words if word[0] not in masked]
+        assert all(len(masked) + size > exact_count for size in unmasked_sizes)
 
 
 def test_the_share_of_masked_tokens() -> None:
     tokens = np.random.RandomState(0).randint(WORDS[0], PIECES[-1] + 1, size=500)
     for masking in (WordMasking(0.15, 3, False), WordMasking(0.15, 10, True)):
         for seed in range(20):
-            found = masker(masking).ngrams(tokens, 512, np.random.RandomState(seed))
-            assert 73 <= sum(map(len, found)) <= 75
+            ngrams = masker(masking).ngrams(tokens, 512, np.random.RandomState(seed))
+            assert 73 <= sum(map(len, ngrams)) <= 75
 
 
 def test_the_sizes_of_ngrams() -> None:
-    """A third as often three words as one; geometric sizes have a mean of 5, clipped."""
+    """Uniform sizes have odds 6:3:2; geometric sizes have a mean of 5, clipped."""
     tokens = np.tile(np.arange(WORDS[0], WORDS[-1] + 1), 40)
     sizes: dict[bool, list[int]] = {False: [], True: []}
     for geometric, longest in ((False, 3), (True, 10)):
         chooser = masker(WordMasking(0.01, longest, geometric))
         for seed in range(1500):
-            # The first n-gram alone: later ones must fit.
+            # Only the first n-gram: later n-grams must fit.
             sizes[geometric].append(len(next(chooser.ngrams(tokens, 4000, np.random.RandomState(seed)))))
     counts = np.bincount(sizes[False], minlength=4)[1:] / 1500
     assert np.abs(counts - np.array([6, 3, 2]) / 11).max() < 0.05

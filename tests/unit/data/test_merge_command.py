@@ -1,4 +1,4 @@
-"""Joined data sets hold the documents of all, byte for byte; what cannot be joined is refused in one line."""
+"""Joined datasets hold all documents, byte for byte; refusals take a single line."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ from megatron.data.merge_command import main
 
 
 def write(prefix: Path, dtype: Any, seed: int, impl: str = "mmap", documents: int = 5) -> list[list[list[int]]]:
-    """A data set of documents of several sequences, one of them empty; returns its tokens."""
+    """Write documents of several sequences, including an empty one; returns their tokens."""
     random = np.random.RandomState(seed)
-    made = []
+    contents = []
     with IndexedWriter.like(_table(np.dtype(dtype), impl), prefix) as writer:
         for number in range(documents):
             lengths = random.randint(1, 6, size=number % 3).tolist()
             tokens = random.randint(0, 100, size=sum(lengths)).astype(dtype)
             writer.add_documents(tokens, lengths, [len(lengths)])
-            made.append([part.tolist() for part in np.split(tokens, np.cumsum(lengths)[:-1])] if lengths else [])
-    return made
+            contents.append(
+                [sequence.tolist() for sequence in np.split(tokens, np.cumsum(lengths)[:-1])] if lengths else []
+            )
+    return contents
 
 
 def _table(dtype: np.dtype[Any], impl: str) -> IndexTable:
@@ -45,18 +47,18 @@ def read(prefix: Path) -> list[list[list[int]]]:
 
 @pytest.mark.parametrize("impl", ["mmap", "lazy"])
 @pytest.mark.parametrize("dtype", DTYPES.values())
-def test_documents_of_all_in_the_order_of_their_names(tmp_path: Path, dtype: Any, impl: str) -> None:
-    parts = tmp_path / "parts"
-    documents = [write(parts / f"part{number}", dtype, number, impl) for number in range(3)]
-    assert main(["--input", str(parts), "--output-prefix", str(parts / "all")]) == 0
-    assert read(parts / "all") == [document for part in documents for document in part]
-    table, first = read_index(parts / "all.idx"), read_index(parts / "part0.idx")
+def test_documents_are_joined_in_the_order_of_file_names(tmp_path: Path, dtype: Any, impl: str) -> None:
+    folder = tmp_path / "parts"
+    documents = [write(folder / f"part{number}", dtype, number, impl) for number in range(3)]
+    assert main(["--input", str(folder), "--output-prefix", str(folder / "all")]) == 0
+    assert read(folder / "all") == [document for file_documents in documents for document in file_documents]
+    table, first = read_index(folder / "all.idx"), read_index(folder / "part0.idx")
     assert (table.dtype, table.legacy) == (first.dtype, first.legacy)
-    joined = b"".join((parts / f"part{number}.bin").read_bytes() for number in range(3))
-    assert (parts / "all.bin").read_bytes() == joined
-    before = (parts / "all.bin").read_bytes(), (parts / "all.idx").read_bytes()
-    assert main(["--input", str(parts), "--output_prefix", str(parts / "all")]) == 0  # its own output is not read
-    assert before == ((parts / "all.bin").read_bytes(), (parts / "all.idx").read_bytes())
+    joined = b"".join((folder / f"part{number}.bin").read_bytes() for number in range(3))
+    assert (folder / "all.bin").read_bytes() == joined
+    before = (folder / "all.bin").read_bytes(), (folder / "all.idx").read_bytes()
+    assert main(["--input", str(folder), "--output_prefix", str(folder / "all")]) == 0  # its own output is not read
+    assert before == ((folder / "all.bin").read_bytes(), (folder / "all.idx").read_bytes())
 
 
 def test_a_list_of_prefixes_keeps_its_order(tmp_path: Path) -> None:
@@ -83,7 +85,9 @@ def test_a_list_of_prefixes_keeps_its_order(tmp_path: Path) -> None:
         ("--prefixes {0}/mixed/one --unknown", "unrecognized arguments: --unknown"),
     ],
 )
-def test_what_cannot_be_joined(tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, says: str) -> None:
+def test_datasets_that_cannot_be_joined_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, says: str
+) -> None:
     write(tmp_path / "mixed" / "one", "uint16", 1)
     write(tmp_path / "mixed" / "two", "int32", 2)
     write(tmp_path / "formats" / "one", "int32", 1)
@@ -101,10 +105,8 @@ def test_what_cannot_be_joined(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert sorted(os.listdir(tmp_path)) == before
 
 
-def test_a_data_set_in_the_folder_is_not_taken_for_an_earlier_output(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """What the other data sets together do not make up is one of the data sets, which would be lost."""
+def test_a_dataset_in_the_folder_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A dataset other than the join of the others would be lost."""
     documents = [write(tmp_path / f"part{number}", "int32", number) for number in range(2)]
     flags = ["--input", str(tmp_path), "--output-prefix"]
     assert main([*flags, str(tmp_path / "part1")]) == 2
@@ -130,7 +132,7 @@ def test_an_output_without_a_name_is_refused(
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_all_that_is_missing_is_named_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_flags_are_named_together(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "--input" in line
@@ -138,7 +140,7 @@ def test_all_that_is_missing_is_named_at_once(capsys: pytest.CaptureFixture[str]
     assert "--output-prefix" in line
 
 
-def test_tokens_are_not_held_in_memory(tmp_path: Path) -> None:
+def test_tokens_are_copied_in_pieces(tmp_path: Path) -> None:
     tokens = np.zeros(4_000_000, dtype=np.int32)
     with IndexedWriter(tmp_path / "large") as writer:
         for _ in range(4):

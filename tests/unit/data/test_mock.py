@@ -1,4 +1,4 @@
-"""``--mock-data``: tokens of the vocabulary, the same wherever they are read, for every kind and order."""
+"""``--mock-data``: tokens of the vocabulary, equal on every read, for every kind and order."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ def test_three_splits_of_tokens_of_the_vocabulary(order: str) -> None:
     assert not np.array_equal(rows[0], np.stack([other[0][index] for index in range(20)]))
 
 
-def test_any_part_of_a_sequence_reads_alike() -> None:
+def test_slices_equal_the_full_sequence() -> None:
     mock = MockDataset(3, 50)
-    whole = mock.run(10, 13)
-    assert whole.tolist() == [token for number in range(10, 13) for token in mock[number].tolist()]
-    assert mock.get(11, 5, 7).tolist() == whole[SEQUENCE_TOKENS + 5 : SEQUENCE_TOKENS + 12].tolist()
+    tokens = mock.run(10, 13)
+    assert tokens.tolist() == [token for number in range(10, 13) for token in mock[number].tolist()]
+    assert mock.get(11, 5, 7).tolist() == tokens[SEQUENCE_TOKENS + 5 : SEQUENCE_TOKENS + 12].tolist()
     steps = np.diff(mock[4]) % 50
     assert set(steps.tolist()) == {1, 2, 3, 4, 5}
 
 
-def test_bert_reads_them_as_sentences(tmp_path: Path) -> None:
+def test_bert_reads_mock_sentences(tmp_path: Path) -> None:
     train, _, _ = build_bert_datasets(
         flags(mock_data=True, split="1,0,0", sample_order="lazy"),
         seq_length=64,
@@ -65,7 +65,7 @@ def test_bert_reads_them_as_sentences(tmp_path: Path) -> None:
     assert len({tuple(train[index].tolist()) for index in range(10)}) == 10
 
 
-def test_what_does_not_go_together_is_refused() -> None:
+def test_conflicting_flags_are_refused() -> None:
     check_data_given(DataConfig(mock_data=True))
     with pytest.raises(UserError, match=r"^--mock-data and --data-path exclude each other; leave one of them out$"):
         check_data(DataConfig(mock_data=True, data_path=["a"]), skip_train=False)

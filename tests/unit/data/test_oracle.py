@@ -25,19 +25,19 @@ pytestmark = [
 
 
 def ask(tmp_path: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Answers of megatron-core, from one process for all cases."""
-    asked, answered = tmp_path / "cases.json", tmp_path / "answers.json"
-    asked.write_text(json.dumps(cases))
+    """Answers of megatron-core, from a single process for all cases."""
+    cases_path, answers_path = tmp_path / "cases.json", tmp_path / "answers.json"
+    cases_path.write_text(json.dumps(cases))
     script = Path(__file__).with_name("megatron_core_oracle.py")
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(script), str(ORACLE), str(asked), str(answered)],
+        [sys.executable, "-W", "ignore", str(script), str(ORACLE), str(cases_path), str(answers_path)],
         cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=250,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return list(json.loads(answered.read_text()))
+    return list(json.loads(answers_path.read_text()))
 
 
 def file_cases(tmp_path: Path) -> list[dict[str, Any]]:
@@ -64,7 +64,7 @@ def mask_rows() -> list[list[int]]:
 
 
 class Answers:
-    """Every case and its answer, asked once."""
+    """Every case and its answer, from a single query."""
 
     def __init__(self, tmp_path: Path) -> None:
         self.tmp_path = tmp_path
@@ -93,7 +93,7 @@ def test_every_sample_equals_megatron_core(answers: Answers) -> None:
 def test_files_equal_megatron_core(answers: Answers) -> None:
     for number, dtype in enumerate(("uint16", "int32")):
         for ending in (".bin", ".idx"):
-            ours, theirs = (answers.tmp_path / f"{who}-{dtype}{ending}" for who in ("ours", "theirs"))
+            ours, theirs = (answers.tmp_path / f"{source}-{dtype}{ending}" for source in ("ours", "theirs"))
             assert ours.read_bytes() == theirs.read_bytes()
         dataset = IndexedDataset(answers.tmp_path / f"theirs-{dtype}")
         read = answers.files[2 * number + 1]

@@ -1,4 +1,4 @@
-"""Results come in order, and no process outlives the tool that started it, whatever ends that."""
+"""Results come in order, and no process outlives the tool that started it, whatever ends the tool."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_results_come_in_order_and_errors_as_they_are() -> None:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("item_bytes", [0, 5_000_000])
 def test_a_killed_process_is_one_line(item_bytes: int) -> None:
-    """Also when the next items are larger than a pipe holds."""
+    """Also when the next items are larger than a pipe."""
     items = ((number, bytes(item_bytes)) for number in range(20))
     with pytest.raises(ProcessKilled, match=r"was killed .*--workers"):
         list(in_processes(_kill_this_process, items, 2))
@@ -87,7 +87,7 @@ def _dies_or_sleeps(dies: bool) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_a_killed_process_is_said_before_earlier_ones_have_ended() -> None:
+def test_a_killed_process_is_reported_before_earlier_processes_end() -> None:
     with pytest.raises(ProcessKilled):
         list(in_processes(_dies_or_sleeps, [False, True], 2))
 
@@ -161,7 +161,7 @@ if __name__ == "__main__":
 
 @contextmanager
 def running(folder: Path, *words: str, **settings: Any) -> Iterator[tuple[subprocess.Popen[str], set[int]]]:
-    """A tool that writes for ever, and the processes that it has started."""
+    """A tool that writes forever, and its child processes."""
     script = folder / "writes.py"
     script.write_text(WRITES)
     process = subprocess.Popen(
@@ -186,29 +186,29 @@ def running(folder: Path, *words: str, **settings: Any) -> Iterator[tuple[subpro
 def test_a_stopped_tool_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
     with running(tmp_path) as (process, pids):
         process.send_signal(number)
-        _, said = process.communicate(timeout=20)
-        assert said == "writes: interrupted; no unfinished file is left\n"
+        _, stderr = process.communicate(timeout=20)
+        assert stderr == "writes: interrupted; no unfinished file is left\n"
         assert process.returncode == 130
         assert have_ended(pids)
     assert [entry.name for entry in tmp_path.iterdir()] == ["writes.py"]
 
 
-def test_a_stopped_group_of_processes_says_one_line(tmp_path: Path) -> None:
-    """As by Ctrl-C, which all processes see."""
+def test_an_interrupted_process_group_prints_one_line(tmp_path: Path) -> None:
+    """As by Ctrl-C, which reaches all processes."""
     with running(tmp_path, start_new_session=True) as (process, pids):
         os.killpg(process.pid, signal.SIGINT)
-        _, said = process.communicate(timeout=20)
-        assert said == "writes: interrupted; no unfinished file is left\n"
+        _, stderr = process.communicate(timeout=20)
+        assert stderr == "writes: interrupted; no unfinished file is left\n"
         assert have_ended(pids)
 
 
-def test_a_tool_whose_worker_is_killed_says_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_killed_worker_gives_one_line_and_no_files(tmp_path: Path) -> None:
     with running(tmp_path) as (process, pids):
         assert process.stdout is not None
         worker, _ = map(int, process.stdout.readline().split())
         os.kill(worker, signal.SIGKILL)
-        _, said = process.communicate(timeout=20)
-        assert said == "writes: error: a process was killed (out of memory?); give fewer --workers\n"
+        _, stderr = process.communicate(timeout=20)
+        assert stderr == "writes: error: a process was killed (out of memory?); give fewer --workers\n"
         assert process.returncode == 2
         assert have_ended(pids)
     assert [entry.name for entry in tmp_path.iterdir()] == ["writes.py"]
@@ -217,14 +217,14 @@ def test_a_tool_whose_worker_is_killed_says_one_line_and_leaves_nothing(tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [[], ["--busy"]])
 def test_a_killed_tool_leaves_no_process(words: list[str], tmp_path: Path) -> None:
-    """Neither one that is about to be asked, nor one that is at work for minutes."""
+    """Neither a process about to be asked, nor a process busy for minutes."""
     with running(tmp_path, *words) as (process, pids):
         while words and not (tmp_path / "out.busy").exists():
             time.sleep(0.01)
         process.kill()
         process.communicate(timeout=20)
         assert have_ended(pids)
-    (left,) = tmp_path.glob(".out.*.partial")
+    (partial_file,) = tmp_path.glob(".out.*.partial")
     with writing(tmp_path / "out"):
         pass
-    assert not left.exists()
+    assert not partial_file.exists()

@@ -1,4 +1,4 @@
-"""Documents of sentences cut into samples: against the rule, sentence by sentence."""
+"""Documents of sentences cut into samples, compared with the rule applied sentence by sentence."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ CUTS = st.builds(Cut, st.integers(2, 60), st.sampled_from([1, 2]), st.sampled_fr
 
 
 def sentence_documents(lengths: list[list[int]], before: int = 3) -> SentenceDocuments:
-    """Documents that begin with sentence number ``before`` of their file."""
+    """Documents whose first sentence has number ``before`` in its file."""
     flat = [9] * before + list(chain.from_iterable(lengths)) + [9]
-    starts = before + np.concatenate([[0], np.cumsum([len(one) for one in lengths])])
+    starts = before + np.concatenate([[0], np.cumsum([len(document_lengths) for document_lengths in lengths])])
     return SentenceDocuments(np.array(flat, dtype=np.int32), starts.astype(np.int64), "file (train)")
 
 
 def plainly(documents: SentenceDocuments, cut: Cut, target: Callable[[int], int]) -> list[list[int]]:
-    """One epoch by the rule; ``target`` is asked at the beginning of a document and after each sample."""
+    """Samples of an epoch by the rule; ``target`` is called at the start of a document and after each sample."""
     rows = []
     for first, last in zip(documents.starts_d[:-1].tolist(), documents.starts_d[1:].tolist(), strict=True):
         sentences = documents.lengths_s[first:last].tolist()
         if len(sentences) < cut.least_sentences or (len(sentences) > 1 and max(sentences) > 512):
             continue
-        begin, tokens, wanted = first, 0, target(first)
-        for place in range(first, last):
-            tokens += int(documents.lengths_s[place])
-            left, taken = last - place - 1, place + 1 - begin
-            if (tokens >= wanted and left > 1 and taken >= cut.least_sentences) or left == 0:
-                rows.append([begin, place + 1, wanted])
-                begin, tokens, wanted = place + 1, 0, target(place + 1)
+        begin, tokens, target_tokens = first, 0, target(first)
+        for sentence in range(first, last):
+            tokens += int(documents.lengths_s[sentence])
+            remaining, count = last - sentence - 1, sentence + 1 - begin
+            if (tokens >= target_tokens and remaining > 1 and count >= cut.least_sentences) or remaining == 0:
+                rows.append([begin, sentence + 1, target_tokens])
+                begin, tokens, target_tokens = sentence + 1, 0, target(sentence + 1)
     return rows
 
 
@@ -57,7 +57,7 @@ def megatron_targets(cut: Cut, seed: int) -> Callable[[int], int]:
 
 @settings(max_examples=150, deadline=None)
 @given(lengths=LENGTHS, cut=CUTS, num_samples=st.none() | st.integers(1, 40))
-def test_cut_in_order_is_the_rule(lengths: list[list[int]], cut: Cut, num_samples: int | None) -> None:
+def test_cut_in_order_follows_the_rule(lengths: list[list[int]], cut: Cut, num_samples: int | None) -> None:
     documents = sentence_documents(lengths)
     target = megatron_targets(cut, 5)
     expected = plainly(documents, cut, target)
@@ -72,7 +72,7 @@ def test_cut_in_order_is_the_rule(lengths: list[list[int]], cut: Cut, num_sample
 
 @settings(max_examples=150, deadline=None)
 @given(lengths=LENGTHS, cut=CUTS)
-def test_cut_at_once_is_the_rule_with_targets_by_place(lengths: list[list[int]], cut: Cut) -> None:
+def test_cut_at_once_follows_the_rule_with_positional_targets(lengths: list[list[int]], cut: Cut) -> None:
     documents = sentence_documents(lengths)
     try:
         rows = cut_at_once(documents, cut, 7).tolist()
@@ -85,7 +85,7 @@ def test_cut_at_once_is_the_rule_with_targets_by_place(lengths: list[list[int]],
         assert set(targets.values()) <= {cut.most_tokens}
 
 
-def test_targets_are_short_as_often_as_asked() -> None:
+def test_targets_are_short_with_the_given_probability() -> None:
     documents = sentence_documents([[5] * 20_000])
     for probability in (0.1, 0.5, 1.0):
         cut = Cut(50, 1, probability)
@@ -100,7 +100,7 @@ def test_chunks_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     random = np.random.RandomState(0)
     documents = sentence_documents([random.randint(1, 20, size=random.randint(0, 9)).tolist() for _ in range(200)])
     cut = Cut(30, 2, 0.1)
-    whole = cut_in_order(documents, cut, 1, 500), cut_at_once(documents, cut, 1)
+    expected = cut_in_order(documents, cut, 1, 500), cut_at_once(documents, cut, 1)
     monkeypatch.setattr("megatron.data.sentences._CHUNK_SENTENCES", 16)
-    parts = cut_in_order(documents, cut, 1, 500), cut_at_once(documents, cut, 1)
-    assert [rows.tolist() for rows in whole] == [rows.tolist() for rows in parts]
+    chunks = cut_in_order(documents, cut, 1, 500), cut_at_once(documents, cut, 1)
+    assert [rows.tolist() for rows in expected] == [rows.tolist() for rows in chunks]

@@ -1,4 +1,4 @@
-"""Files of fine-tuning tasks: what is read of them, what is refused, and in which order it is drawn."""
+"""Files of fine-tuning tasks: their contents, refusals, and the order of draws."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from tests.support.tasks import columns_of, write_race, write_tsv, write_vocabul
 def test_every_task_reads_the_columns_of_its_published_files(task: str, tmp_path: Path) -> None:
     path = write_tsv(tmp_path / "train.tsv", task, 12)
     lines = path.read_text().splitlines()[bool(columns_of(task)) :]
-    found = read_glue(task, str(path), "--train-data").examples
-    assert len(found) == 12
-    for line, example in zip(lines, found, strict=True):
+    examples = read_glue(task, str(path), "--train-data").examples
+    assert len(examples) == 12
+    for line, example in zip(lines, examples, strict=True):
         ((first, second),) = example.sequences
         assert first in line.split("\t")
         assert (second is None) is (task in ("SST-2", "CoLA"))
@@ -37,7 +37,7 @@ def test_every_task_reads_the_columns_of_its_published_files(task: str, tmp_path
         assert example.label == (kind % len(classes) if classes else kind % 11 / 2)
 
 
-def test_marks_line_ends_and_spaces_are_no_part_of_texts(tmp_path: Path) -> None:
+def test_byte_order_marks_line_ends_and_spaces_are_stripped(tmp_path: Path) -> None:
     path = tmp_path / "train.tsv"
     path.write_bytes('\ufeffsentence\tlabel\r\nA  text . It\u00a0 ends .\t1\r\n\u2028 "odd\x85\t0\r\n'.encode())
     texts = [example.sequences[0][0] for example in read_glue("SST-2", str(path), "--train-data").examples]
@@ -66,7 +66,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_file_that_is_not_of_the_format_is_refused_by_line(name: str, tmp_path: Path) -> None:
+def test_a_malformed_file_is_refused_by_line(name: str, tmp_path: Path) -> None:
     task, content, message = BAD[name]
     path = tmp_path / "bad.tsv"
     path.write_bytes(content)
@@ -79,21 +79,21 @@ def test_a_torn_line_of_qqp_is_left_out_with_a_note(tmp_path: Path) -> None:
     path = write_tsv(tmp_path / "train.tsv", "QQP", 300)
     lines = path.read_text().splitlines()
     path.write_text("\n".join([*lines[:5], "torn line", *lines[5:]]) + "\n")
-    found = read_glue("QQP", str(path), "--train-data")
-    assert len(found.examples) == 300
-    assert found.note == f"--train-data {path}: 1 torn lines are left out, the first at line 6"
+    data = read_glue("QQP", str(path), "--train-data")
+    assert len(data.examples) == 300
+    assert data.note == f"--train-data {path}: 1 torn lines are left out, the first at line 6"
 
 
 def test_race_puts_each_answer_into_its_question(tmp_path: Path) -> None:
     folder = write_race(tmp_path / "middle", 3, questions=2)
-    found = read_race(str(folder), "--train-data").examples
-    assert len(found) == 6
+    examples = read_race(str(folder), "--train-data").examples
+    assert len(examples) == 6
     passage = json.loads((folder / "0.txt").read_text())
-    for number, example in enumerate(found[:2]):
+    for number, example in enumerate(examples[:2]):
         options = passage["options"][number]
         assert example.label == "ABCD".index(passage["answers"][number])
-        asked = [f"w1 {one} w2 ?" if number else f"w3 w4 ? {one}" for one in options]
-        assert [first for first, _ in example.sequences] == asked
+        questions = [f"w1 {option} w2 ?" if number else f"w3 w4 ? {option}" for option in options]
+        assert [first for first, _ in example.sequences] == questions
         assert {second for _, second in example.sequences} == {clean_text(passage["article"])}
 
 
@@ -113,7 +113,7 @@ BAD_RACE = {
 
 
 @pytest.mark.parametrize("name", BAD_RACE)
-def test_a_passage_that_is_not_of_the_format_is_refused_by_line(name: str, tmp_path: Path) -> None:
+def test_a_malformed_passage_is_refused_by_line(name: str, tmp_path: Path) -> None:
     line, message = BAD_RACE[name]
     (tmp_path / "1.txt").write_text(f"{json.dumps(PASSAGE)}\n{line}\n")
     with pytest.raises(UserError, match=rf"^--valid-data {tmp_path / '1.txt'}, line 2.*{message}"):
@@ -141,7 +141,7 @@ AROUND = Separators(1, 2, 0)
         ([5, 6, 7, 8, 9, 10, 11], [12], [1, 5, 6, 7, 8, 9, 10, 2], 7),
     ],
 )
-def test_what_is_too_long_is_cut_off_the_end_as_in_megatron(
+def test_long_pairs_are_truncated_as_in_megatron(
     first: list[int], second: list[int] | None, tokens: list[int], of_first: int
 ) -> None:
     assert paired(first, second, 8, AROUND) == (tokens, of_first)
@@ -156,11 +156,11 @@ def test_an_epoch_draws_every_sample_once_and_fills_its_last_batch(keep_last: bo
     orders = []
     for epoch in range(3):
         places = [epochs.at(epoch * epochs.draws + draw) for draw in range(epochs.draws)]
-        counted = [place.sample for place in places if place.counts]
+        counted = [position.sample for position in places if position.counts]
         assert len(counted) == len(set(counted)) == (most if keep_last else epochs.draws)
-        assert all(place.counts for place in places[: len(counted)])
+        assert all(position.counts for position in places[: len(counted)])
         if recurring:
-            assert all(place.sample % 2 == draw % 2 for draw, place in enumerate(places))
+            assert all(position.sample % 2 == draw % 2 for draw, position in enumerate(places))
         orders.append(counted)
     assert orders[0] != orders[1] != orders[2]
     if not keep_last:

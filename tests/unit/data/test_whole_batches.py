@@ -1,4 +1,4 @@
-"""Data sets read once in whole batches: every sample counts once, whatever fills the last batch."""
+"""Datasets read once in full batches: every sample counts once, whatever fills the last batch."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def valid_set(words: list[str], samples: int | None, **options: Any) -> Dataset:
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_each_sample_counts_once(tmp_path: Path, order: str, ranks: int) -> None:
-    whole = WholeBatches(valid_set([write(tmp_path / "data", [37 * 8 + 1], 0)], None, sample_order=order), 8)
-    assert (len(whole), whole.real_samples) == (40, 37)
-    assert isinstance(whole, FilledSource)
+    filled = WholeBatches(valid_set([write(tmp_path / "data", [37 * 8 + 1], 0)], None, sample_order=order), 8)
+    assert (len(filled), filled.real_samples) == (40, 37)
+    assert isinstance(filled, FilledSource)
     firsts = []
     for rank in range(ranks):
-        with build_loader(whole, consumed_samples=0, micro_batch_size=4, dp_rank=rank, dp_size=ranks) as loader:
+        with build_loader(filled, consumed_samples=0, micro_batch_size=4, dp_rank=rank, dp_size=ranks) as loader:
             for batch in loader:
                 assert batch.tokens_bs is not None
                 assert batch.loss_mask_bs is not None
@@ -47,7 +47,7 @@ def test_each_sample_counts_once(tmp_path: Path, order: str, ranks: int) -> None
     assert sorted(firsts) == [sample * 8 for sample in range(37)]
 
 
-def test_draws_that_fill_have_no_order_of_sentences(tmp_path: Path) -> None:
+def test_filler_draws_have_no_sentence_order(tmp_path: Path) -> None:
     path = write_sentences(tmp_path / "data", random_documents(50, 1))
     _, valid, _ = build_bert_datasets(
         flags(train_data_path=[path], valid_data_path=[path], sample_order="lazy"),
@@ -57,8 +57,8 @@ def test_draws_that_fill_have_no_order_of_sentences(tmp_path: Path) -> None:
         tokenizer=tokenizer(tmp_path),
     )
     assert valid is not None
-    whole = WholeBatches(valid, len(valid) - 1)
-    with build_loader(whole, consumed_samples=0, micro_batch_size=len(whole), dp_rank=0, dp_size=1) as loader:
+    filled = WholeBatches(valid, len(valid) - 1)
+    with build_loader(filled, consumed_samples=0, micro_batch_size=len(filled), dp_rank=0, dp_size=1) as loader:
         batch = next(loader)
     assert batch.order_b is not None
     assert batch.order_b[: len(valid)].min() >= 0
@@ -67,7 +67,7 @@ def test_draws_that_fill_have_no_order_of_sentences(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("weighted", [True, False])
-def test_one_epoch_of_a_blend_is_each_sample_once(tmp_path: Path, order: str, weighted: bool) -> None:
+def test_a_blend_epoch_holds_each_sample_once(tmp_path: Path, order: str, weighted: bool) -> None:
     paths = [write(tmp_path / "a", [37 * 8 + 1], 0), write(tmp_path / "b", [5 * 8 + 1], 10_000)]
     words = ["0.2", paths[0], "0.8", paths[1]] if weighted else paths
     valid = valid_set(words, None, sample_order=order)
@@ -77,9 +77,7 @@ def test_one_epoch_of_a_blend_is_each_sample_once(tmp_path: Path, order: str, we
 
 @pytest.mark.parametrize("order", ["lazy", "megatron"])
 @pytest.mark.parametrize("short_first", [True, False])
-def test_one_epoch_of_a_blend_leaves_out_files_shorter_than_a_sample(
-    tmp_path: Path, order: str, short_first: bool
-) -> None:
+def test_a_blend_epoch_skips_files_shorter_than_a_sample(tmp_path: Path, order: str, short_first: bool) -> None:
     paths = [write(tmp_path / "a", [37 * 8 + 1], 0), write(tmp_path / "short", [5], 10_000)]
     valid = valid_set(paths[::-1] if short_first else paths, None, sample_order=order)
     assert sorted(int(valid[index][0]) for index in range(len(valid))) == [sample * 8 for sample in range(37)]
@@ -87,7 +85,7 @@ def test_one_epoch_of_a_blend_leaves_out_files_shorter_than_a_sample(
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("samples", [12, None])
-def test_sets_read_apart_have_as_many_draws_each(tmp_path: Path, order: str, samples: int | None) -> None:
+def test_separate_validation_sets_have_equally_many_draws(tmp_path: Path, order: str, samples: int | None) -> None:
     paths = [write(tmp_path / "a", [37 * 8 + 1], 0), write(tmp_path / "b", [5 * 8 + 1], 10_000)]
     valid = valid_set(paths, samples, sample_order=order, multiple_validation_sets=True)
     assert isinstance(valid, BlendedDataset)

@@ -1,4 +1,4 @@
-"""What the tests of downloads share."""
+"""Fixtures of the download tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A web server of published files, which fails as it is told."""
+"""A web server of published files, with failures on request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def git_name(data: bytes) -> str:
-    """The name that git has for a content."""
+    """Git's name of a content."""
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
@@ -73,9 +73,9 @@ def serving() -> Iterator[Published]:
                 self._answer(404, b"", {})
 
         def _send(self, path: str, data: bytes) -> None:
-            wanted = re.fullmatch(r"bytes=(\d+)-", self.headers["Range"] or "")
-            begin = int(wanted[1]) if wanted and published.ranges else 0
-            if begin > len(data) - 1 and wanted:
+            byte_range = re.fullmatch(r"bytes=(\d+)-", self.headers["Range"] or "")
+            begin = int(byte_range[1]) if byte_range and published.ranges else 0
+            if begin > len(data) - 1 and byte_range:
                 self._answer(416, b"", {"Content-Range": f"bytes */{len(data)}"})
                 return
             extent = {"Content-Range": f"bytes {begin}-{len(data) - 1}/{len(data)}"} if begin else {}

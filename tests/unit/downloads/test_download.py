@@ -1,4 +1,4 @@
-"""The scripts of dataset/, against a server of this machine: what they say, write, refuse."""
+"""The scripts of dataset/, against a server of this machine: messages, files and refusals."""
 
 from __future__ import annotations
 
@@ -53,14 +53,16 @@ def _zip(files: dict[str, bytes]) -> bytes:
 
 
 def _script(name: str, published: Published, *words: str) -> subprocess.CompletedProcess[str]:
-    """Runs a script of dataset/ as a user does, in another folder."""
+    """Run a script of dataset/ as a user does, in another folder."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     env = {**os.environ, "PATH": path, MIRROR: published.address, "PYTHONPATH": ""}
     command = ["bash", str(REPO / "dataset" / name), *words]
     return subprocess.run(command, cwd="/", env=env, capture_output=True, text=True, timeout=280)
 
 
-def test_gpt2s_vocabulary(published: Published, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_vocabulary_of_gpt2_is_downloaded(
+    published: Published, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     vocab, merges = shared_path("data/gpt2-vocab.json"), shared_path("data/gpt2-merges.txt")
     if vocab is None or merges is None:
         pytest.skip("GPT-2's vocabulary is not here")
@@ -71,19 +73,19 @@ def test_gpt2s_vocabulary(published: Published, tmp_path: Path, capsys: pytest.C
     assert _run(published, tmp_path, "vocab") == 0
     assert (tmp_path / "gpt2-vocab.json").read_bytes() == vocab.read_bytes()
     assert (tmp_path / "gpt2-merges.txt").read_bytes() == merges.read_bytes()
-    said = capsys.readouterr().out
-    assert f"{published.address}{S3}/gpt2-vocab.json\n  -> {tmp_path}/gpt2-vocab.json, 1,042,301 bytes\n" in said
-    assert said.count("as published\n") == 2
-    assert said.endswith("download: 2 files, 1,498,619 bytes\n")
+    output = capsys.readouterr().out
+    assert f"{published.address}{S3}/gpt2-vocab.json\n  -> {tmp_path}/gpt2-vocab.json, 1,042,301 bytes\n" in output
+    assert output.count("as published\n") == 2
+    assert output.endswith("download: 2 files, 1,498,619 bytes\n")
 
 
-def test_berts_vocabularies(published: Published, tmp_path: Path) -> None:
+def test_the_vocabularies_of_bert_are_downloaded(published: Published, tmp_path: Path) -> None:
     for case in ("cased", "uncased"):
         files = {"vocab.txt": f"[PAD]\n{case}\n".encode(), "config.json": b"{}"}
         published.add_hub("models", f"google-bert/bert-large-{case}", files)
     assert _run(published, tmp_path, "vocab", "bert") == 0
-    found = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    assert found == {f"bert-large-{case}-vocab.txt": f"[PAD]\n{case}\n" for case in ("cased", "uncased")}
+    contents = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert contents == {f"bert-large-{case}-vocab.txt": f"[PAD]\n{case}\n" for case in ("cased", "uncased")}
 
 
 def test_a_checkpoint_in_an_archive_is_unpacked(published: Published, tmp_path: Path) -> None:
@@ -101,7 +103,7 @@ def test_a_checkpoint_in_an_archive_is_unpacked(published: Published, tmp_path: 
     assert len(published.requests) == 1
 
 
-def test_an_archive_that_is_no_archive(
+def test_a_file_that_is_not_an_archive_is_refused(
     published: Published, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     published.files[NGC] = b"<html>sorry</html>"
@@ -116,7 +118,7 @@ def test_an_archive_never_writes_outside_of_its_folder(published: Published, tmp
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
-def test_an_archive_with_a_damaged_file(
+def test_an_archive_with_a_damaged_file_is_refused(
     published: Published, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     archive = bytearray(_zip({"model.pt": os.urandom(1000)}))
@@ -127,18 +129,22 @@ def test_an_archive_with_a_damaged_file(
     assert [path.name for path in tmp_path.iterdir()] == ["megatron_lm_345m_v0.0.zip"]
 
 
-def test_a_checkpoint_of_the_hub(published: Published, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_of_the_hub_is_downloaded(
+    published: Published, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     files = {name: name.encode() for name in ("config.json", "model.safetensors", "vocab.json", "merges.txt", "tf.h5")}
     published.add_hub("models", "openai-community/gpt2-medium", files, large=".safetensors")
     assert _run(published, tmp_path, "ckpt", "gpt2-medium") == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(set(files) - {"tf.h5"})
-    said = capsys.readouterr().out
-    assert "config.json: 11 bytes, git " in said
-    assert "model.safetensors: 17 bytes, sha256 " in said
-    assert f"--load {tmp_path} " in said
+    output = capsys.readouterr().out
+    assert "config.json: 11 bytes, git " in output
+    assert "model.safetensors: 17 bytes, sha256 " in output
+    assert f"--load {tmp_path} " in output
 
 
-def test_a_hub_without_the_file(published: Published, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_missing_from_the_hub_is_named(
+    published: Published, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     published.add_hub("models", "openai-community/gpt2", {"config.json": b"{}", "model.bin": b""})
     assert _run(published, tmp_path, "ckpt", "gpt2") == 2
     message = "openai-community/gpt2 on the hub has no model.safetensors; it has config.json, model.bin"
@@ -177,19 +183,19 @@ def test_wikipedia_becomes_lines(published: Published, tmp_path: Path, capsys: p
 
 
 @pytest.mark.slow
-def test_a_trial_of_openwebtext_and_then_the_rest(published: Published, tmp_path: Path) -> None:
+def test_some_shards_of_openwebtext_and_then_all(published: Published, tmp_path: Path) -> None:
     pytest.importorskip("datasets")
     files = {f"plain_text/train-0000{n}-of-00002.parquet": _parquet([{"text": f"text {n}"}]) for n in range(2)}
     published.add_hub("datasets", "Skylion007/openwebtext", files, "plain_text", ".parquet")
     texts = []
-    for more in (["--shards", "1"], []):
-        assert _run(published, tmp_path, "openwebtext", *more) == 0
+    for flags in (["--shards", "1"], []):
+        assert _run(published, tmp_path, "openwebtext", *flags) == 0
         lines = (tmp_path / "openwebtext.jsonl").read_text().splitlines()
         texts.append([json.loads(line)["text"] for line in lines])
     assert texts == [["text 0"], ["text 0", "text 1"]]
 
 
-def test_the_benchmarks_part_of_oscar(published: Published, tmp_path: Path) -> None:
+def test_the_oscar_subset_of_the_benchmark_is_downloaded(published: Published, tmp_path: Path) -> None:
     lines = [json.dumps({"text": f"document {number}"}) + "\n" for number in range(1000)]
     packed = lzma.compress("".join(lines).encode())
     published.add_hub("datasets", "bigscience/misc-test-data", {"stas/oscar-1GB.jsonl.xz": packed}, "stas", ".xz")
@@ -197,7 +203,7 @@ def test_the_benchmarks_part_of_oscar(published: Published, tmp_path: Path) -> N
     assert (tmp_path / "oscar-10MB.jsonl").read_text() == "".join(lines[:790])
 
 
-def test_a_text_that_cannot_be_unpacked(tmp_path: Path) -> None:
+def test_a_damaged_compressed_text_is_refused(tmp_path: Path) -> None:
     packed = tmp_path / "x.jsonl.xz"
     packed.write_bytes(lzma.compress(os.urandom(5000))[:-100])
     with pytest.raises(UserError, match=r"x.jsonl.xz: is no sound xz file"):
@@ -214,7 +220,7 @@ def test_a_text_that_cannot_be_unpacked(tmp_path: Path) -> None:
         (["vocab", "--mirror", "mirror.example"], "--mirror mirror.example: is no address of a web server"),
     ],
 )
-def test_flags_that_make_no_sense(
+def test_impossible_flags_are_refused(
     published: Published, tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _run(published, tmp_path, *words) == 2
@@ -227,16 +233,16 @@ DATA = random.Random(0).randbytes(1_000_000)
 
 @pytest.fixture
 def remote(published: Published, tmp_path: Path) -> Remote:
-    """A file of the server and where it goes."""
+    """A file of the server, and its destination."""
     published.files["/host/file"] = DATA
     return Remote("https://host/file", tmp_path / "file", len(DATA), f"sha256:{hashlib.sha256(DATA).hexdigest()}")
 
 
 def _ranges(published: Published) -> list[str | None]:
-    return [wanted for _, wanted in published.requests]
+    return [byte_range for _, byte_range in published.requests]
 
 
-def test_a_file_arrives_whole_and_is_asked_for_once(published: Published, remote: Remote, tmp_path: Path) -> None:
+def test_a_file_is_requested_once(published: Published, remote: Remote, tmp_path: Path) -> None:
     url = f"{published.address}/host/file"
     assert fetch(remote, url) == f"1,000,000 bytes, sha256 {remote.digest[7:]}, as published"
     assert remote.path.read_bytes() == DATA
@@ -246,7 +252,7 @@ def test_a_file_arrives_whole_and_is_asked_for_once(published: Published, remote
 
 
 @pytest.mark.parametrize("ranges", [True, False])
-def test_a_connection_that_breaks_is_gone_on_with(ranges: bool, published: Published, remote: Remote) -> None:
+def test_a_broken_connection_is_resumed(ranges: bool, published: Published, remote: Remote) -> None:
     published.breaks["/host/file"], published.ranges = [400_000, 300_000][: 1 + ranges], ranges
     fetch(remote, f"{published.address}/host/file")
     assert remote.path.read_bytes() == DATA
@@ -254,7 +260,7 @@ def test_a_connection_that_breaks_is_gone_on_with(ranges: bool, published: Publi
         assert _ranges(published) == [None, "bytes=400000-", "bytes=700000-"]
 
 
-def test_a_later_call_goes_on(published: Published, remote: Remote) -> None:
+def test_a_later_call_resumes(published: Published, remote: Remote) -> None:
     published.breaks["/host/file"] = [400_000, 0]
     with pytest.raises(UserError, match="run it again to go on"):
         fetch(remote, f"{published.address}/host/file")
@@ -265,48 +271,48 @@ def test_a_later_call_goes_on(published: Published, remote: Remote) -> None:
     assert remote.path.read_bytes() == DATA
 
 
-def test_a_complete_part_of_unknown_size_only_gets_its_name(published: Published, remote: Remote) -> None:
-    """A call may have been killed before it gave the name."""
+def test_a_complete_partial_file_is_only_renamed(published: Published, remote: Remote) -> None:
+    """A call may have been killed before the renaming."""
     remote.path.with_name("file.part").write_bytes(DATA)
     fetch(replace(remote, size=None), f"{published.address}/host/file")
     assert remote.path.read_bytes() == DATA
 
 
-def test_a_busy_server_is_asked_again(published: Published, remote: Remote) -> None:
+def test_a_busy_server_is_retried(published: Published, remote: Remote) -> None:
     published.statuses["/host/file"] = [503]
     fetch(remote, f"{published.address}/host/file")
     assert remote.path.read_bytes() == DATA
 
 
-def test_a_missing_file_is_said_in_one_line(published: Published, remote: Remote) -> None:
+def test_a_missing_file_is_one_line(published: Published, remote: Remote) -> None:
     with pytest.raises(UserError, match=r"/host/other: .*404; run it again") as caught:
         fetch(remote, f"{published.address}/host/other")
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("data", [DATA[:-1] + b"!", DATA + b"more", DATA[:10]])
-def test_another_content_is_refused_and_removed(data: bytes, published: Published, remote: Remote) -> None:
+def test_unexpected_content_is_refused_and_removed(data: bytes, published: Published, remote: Remote) -> None:
     published.files["/host/file"] = data
     with pytest.raises(UserError, match=r"published; it is removed|run it again to go on"):
         fetch(remote, f"{published.address}/host/file")
     assert not remote.path.exists()
 
 
-def test_a_file_that_was_there_is_never_overwritten(published: Published, remote: Remote) -> None:
+def test_existing_files_are_never_overwritten(published: Published, remote: Remote) -> None:
     remote.path.write_bytes(b"mine")
     with pytest.raises(UserError, match="has 4 bytes, but 1,000,000 are published; move it away"):
         fetch(remote, f"{published.address}/host/file")
     assert remote.path.read_bytes() == b"mine"
 
 
-def test_one_process_at_a_time(published: Published, remote: Remote) -> None:
+def test_a_folder_allows_one_process_at_a_time(published: Published, remote: Remote) -> None:
     with remote.path.with_name("file.part").open("wb") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         with pytest.raises(UserError, match="file: another process is downloading it"):
             fetch(remote, f"{published.address}/host/file")
 
 
-def test_a_full_disk_is_one_line_and_what_is_there_is_kept(published: Published, remote: Remote) -> None:
+def test_a_full_disk_is_one_line_and_keeps_the_partial_file(published: Published, remote: Remote) -> None:
     with largest_file(1 << 18), pytest.raises(UserError, match="run it again to go on"):
         fetch(remote, f"{published.address}/host/file")
     fetch(remote, f"{published.address}/host/file")
@@ -314,7 +320,7 @@ def test_a_full_disk_is_one_line_and_what_is_there_is_kept(published: Published,
     assert remote.path.read_bytes() == DATA
 
 
-def test_a_hub_that_sends_no_list_is_one_line(
+def test_a_hub_without_a_file_list_is_one_line(
     published: Published, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     published.files["/huggingface.co/api/models/openai-community/gpt2/tree/main"] = b"<html>"
@@ -329,8 +335,8 @@ def test_each_kind_has_a_script() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", catalog.KINDS)
-def test_each_script_says_what_it_would_do(kind: str, published: Published) -> None:
-    """And asks the mirror for nothing but lists; what it asks for is at homes that are known."""
+def test_each_script_announces_its_actions(kind: str, published: Published) -> None:
+    """Without requests to the mirror except for lists; other hosts must be known."""
     for case in ("cased", "uncased"):
         published.add_hub("models", f"google-bert/bert-large-{case}", {"vocab.txt": b""})
     published.add_hub("datasets", "wikimedia/wikipedia", {"20231101.en/t.parquet": b""}, "20231101.en")

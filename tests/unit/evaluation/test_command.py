@@ -48,7 +48,7 @@ def test_windows_predict_every_token_once_with_enough_before_it(count: int, leng
         ("the boys ' room", "the boys' room"),
     ],
 )  # fmt: skip
-def test_wikitexts_spelling_is_undone(published: str, usual: str) -> None:
+def test_the_spelling_of_wikitext_is_undone(published: str, usual: str) -> None:
     assert written(published) == usual
 
 
@@ -79,8 +79,8 @@ def test_wikitext_is_the_mean_over_all_tokens(
         new = min(LENGTH if not done else stride or LENGTH, len(tokens) - 1 - done)
         start = max(done - (LENGTH - (stride or LENGTH)), 0) if done else 0
         logprobs = _logits(model, tokens[start : done + new]).log_softmax(-1)
-        for place in range(done, done + new):
-            loss -= float(logprobs[place - start, tokens[place + 1]])
+        for position in range(done, done + new):
+            loss -= float(logprobs[position - start, tokens[position + 1]])
         done += new
     loss /= len(tokens) - 1
     flags = [
@@ -101,7 +101,7 @@ def test_wikitext_is_the_mean_over_all_tokens(
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_lambada_counts_the_texts_whose_end_is_the_likeliest(
+def test_lambada_counts_texts_with_the_likeliest_end(
     saved: Path, model: LoadedModel, strict: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     generator = torch.Generator().manual_seed(5)
@@ -125,9 +125,9 @@ def test_lambada_counts_the_texts_whose_end_is_the_likeliest(
     )
 
 
-def test_a_strict_word_of_several_tokens_must_be_found_whole() -> None:
+def test_every_token_of_a_strict_word_must_be_predicted() -> None:
     class Letters:
-        """A token for each character."""
+        """Tokenizer with a token for each character."""
 
         def tokenize(self, text: str) -> list[int]:
             return [ord(character) for character in text]
@@ -143,7 +143,7 @@ def test_a_strict_word_of_several_tokens_must_be_found_whole() -> None:
 
 @pytest.mark.parametrize("text", ["the old house", "the old  dog\n", " a €", "the 'dog'"])
 def test_a_strict_word_is_cut_from_the_tokens_of_the_whole_text(text: str, tmp_path: Path) -> None:
-    """A SentencePiece tokenizer with a dummy prefix splits a word otherwise where it begins a text."""
+    """A SentencePiece tokenizer with a dummy prefix splits a word differently at the start of a text."""
     write_sentence_piece(tmp_path / "tokenizer.model")
     tokenizer = SentencePieceTokenizer(tmp_path / "tokenizer.model")
     window = lambada.window_of(text, tokenizer, 100, strict=True)
@@ -155,9 +155,9 @@ def test_a_strict_word_is_cut_from_the_tokens_of_the_whole_text(text: str, tmp_p
     assert tokenizer.detokenize(window.tokens)[len(before) :] == f" {word}"
 
 
-def test_a_strict_word_has_the_token_that_it_shares_with_the_text_before() -> None:
+def test_a_strict_word_includes_the_token_shared_with_its_prefix() -> None:
     class Pairs:
-        """A token for each two characters."""
+        """Tokenizer with a token for each two characters."""
 
         def tokenize(self, text: str) -> list[int]:
             return [hash(text[i : i + 2]) for i in range(0, len(text), 2)]
@@ -174,17 +174,19 @@ def test_a_strict_word_has_the_token_that_it_shares_with_the_text_before() -> No
         continuation.QuestionOptions, st.integers(1, 20), st.integers(1, 5), st.integers(1, 4), st.integers(2, 5)
     ),
 )
-def test_questions_are_places_of_the_text_and_their_wrong_answers_come_from_elsewhere(
+def test_questions_are_passages_with_wrong_answers_from_elsewhere(
     documents: list[list[int]], places: continuation.QuestionOptions
 ) -> None:
     length = places.prompt + places.continuation
-    cuts = [tuple(one[i : i + length]) for one in documents for i in range(0, len(one) - length + 1, length)]
+    cuts = [
+        tuple(document[i : i + length]) for document in documents for i in range(0, len(document) - length + 1, length)
+    ]
     questions = continuation.questions_of(documents, places)
     assert len(questions) <= min(places.samples, len(cuts))
-    asked = iter(cuts)
+    expected = iter(cuts)
     for question in questions:
         true, *wrong = question.continuations
-        assert (*question.prompt, *true) in asked, "each place once, in the order of the text"
+        assert (*question.prompt, *true) in expected, "each place once, in the order of the text"
         assert len(wrong) == places.choices - 1
         assert true not in wrong
         assert all(any(cut[places.prompt :] == end for cut in cuts) for end in wrong)
@@ -201,7 +203,7 @@ def test_continuations_are_found_greedily_and_ranked_by_likelihood(
             best = int(_logits(model, tokens)[-1, :96].argmax())
             tokens.append(best if number >> step & 1 else (best + 7) % 96)
         documents.append(tokens)
-    documents.append(list(range(7)))  # one token short
+    documents.append(list(range(7)))  # a token short
     path = tmp_path / "texts.jsonl"
     path.write_text("".join(json.dumps({"text": " ".join(map(str, tokens))}) + "\n" for tokens in documents))
     sizes = ["--prompt-tokens", "5", "--continuation-tokens", "3", "--choices", "3", "--micro-batch-size", "4"]
@@ -210,8 +212,8 @@ def test_continuations_are_found_greedily_and_ranked_by_likelihood(
     exact, matches, ranked = 0, 0, 0
     for number, tokens in enumerate(documents[:9]):
         likelihoods = []
-        for place in (number, (number + 3) % 9, (number + 6) % 9):
-            row = [*tokens[:5], *documents[place][5:]]
+        for index in (number, (number + 3) % 9, (number + 6) % 9):
+            row = [*tokens[:5], *documents[index][5:]]
             logprobs = _logits(model, row).log_softmax(-1)
             likelihoods.append(sum(float(logprobs[i - 1, row[i]]) for i in range(5, 8)))
         ranked += likelihoods[0] > max(likelihoods[1:])
@@ -234,7 +236,7 @@ def test_continuations_are_found_greedily_and_ranked_by_likelihood(
 
 
 @pytest.mark.parametrize(
-    ("task", "content", "flags", "said"),
+    ("task", "content", "flags", "message"),
     [
         ("LAMBADA", '{"text": "1 2 3"}\n{"txt": "1 2"}\n', [], "line 2"),
         ("LAMBADA", '{"text": "1"}\n', [], "line 1"),
@@ -257,12 +259,12 @@ def test_continuations_are_found_greedily_and_ranked_by_likelihood(
 )
 def test_bad_input_is_one_line(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], task: str, content: str | bytes | None,
-    flags: list[str], said: str,
+    flags: list[str], message: str,
 ) -> None:  # fmt: skip
     path = tmp_path / "data"
     if content is not None:
         path.write_bytes(content.encode() if isinstance(content, str) else content)
     assert main(["--task", task, "--valid-data", str(path), "--load", str(saved), *flags]) == 2
     error = capsys.readouterr().err
-    assert said in error
+    assert message in error
     assert error.count("\n") == 1

@@ -1,4 +1,4 @@
-"""What DeBERTa cannot be fine-tuned with is said in one line, before anything begins."""
+"""Impossible DeBERTa fine-tunings are refused in one line, before anything starts."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ def _refused(folder: Path, capsys: pytest.CaptureFixture[str], **changes: Any) -
     return capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_hugging_face_folder_is_to_be_converted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_hugging_face_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text(json.dumps({"model_type": "deberta-v2"}))
-    said = _refused(tmp_path, capsys, pretrained_checkpoint=tmp_path / "hf")
-    assert f"--pretrained-checkpoint {tmp_path / 'hf'} is a Hugging Face folder; name the folder that" in said
-    assert "tools/ckpt_convert.py" in said
+    error = _refused(tmp_path, capsys, pretrained_checkpoint=tmp_path / "hf")
+    assert f"--pretrained-checkpoint {tmp_path / 'hf'} is a Hugging Face folder; name the folder that" in error
+    assert "tools/ckpt_convert.py" in error
 
 
-def test_a_tokenizer_without_its_pieces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = _refused(tmp_path, capsys)
-    assert "--tokenizer-type BertWordPieceLowerCase has no [CLS], [SEP], [PAD], which DeBERTa's texts" in said
+def test_a_tokenizer_without_its_model_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    error = _refused(tmp_path, capsys)
+    assert "--tokenizer-type BertWordPieceLowerCase has no [CLS], [SEP], [PAD], which DeBERTa's texts" in error
     (tmp_path / "spm.model").write_bytes(b"no model")
     tokenizer = {"tokenizer_type": "SentencePieceTokenizer", "vocab_file": None}
-    said = _refused(tmp_path, capsys, tokenizer_model=tmp_path / "spm.model", **tokenizer)
-    assert said.endswith(f"--tokenizer-model {tmp_path / 'spm.model'}: is no SentencePiece model")
+    error = _refused(tmp_path, capsys, tokenizer_model=tmp_path / "spm.model", **tokenizer)
+    assert error.endswith(f"--tokenizer-model {tmp_path / 'spm.model'}: is no SentencePiece model")
 
 
 @pytest.mark.parametrize(
-    ("model", "parallel", "said"),
+    ("model", "parallel", "message"),
     [
         ({"conv_kernel_size": 3}, {"sequence_parallel": True}, "--sequence-parallel: a convolution of"),
         ({"conv_kernel_size": 2}, {}, "--conv-kernel-size 2: has no middle"),
@@ -53,23 +53,25 @@ def test_a_tokenizer_without_its_pieces(tmp_path: Path, capsys: pytest.CaptureFi
         ({}, {"virtual_pipeline_model_parallel_size": 2}, "--virtual-pipeline-model-parallel-size 2: each stage of"),
     ],
 )
-def test_models_and_layouts(model: dict[str, Any], parallel: dict[str, Any], said: str) -> None:
+def test_unsupported_models_and_layouts_are_refused(
+    model: dict[str, Any], parallel: dict[str, Any], message: str
+) -> None:
     layout = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, **parallel}
     with pytest.raises(UserError) as refused:
         tiny_config({"model": {**DEBERTA, **model}, "parallel": layout}, 4)
-    assert str(refused.value).startswith(said)
+    assert str(refused.value).startswith(message)
 
 
 def _with(model: dict[str, Any], training: dict[str, Any]) -> RunConfig:
     return tiny_config({"model": {**DEBERTA, **model}, "training": training}, 1)
 
 
-def test_its_layers_are_not_compiled() -> None:
+def test_compiling_its_layers_is_refused() -> None:
     with pytest.raises(UserError, match="--compile on: DeBERTa's layers are not compiled"):
         _with({}, {"compile": "on"})
 
 
-def test_all_stages_gather_compressed_or_none() -> None:
+def test_all_stages_or_no_stages_gather_compressed() -> None:
     layout = {"pipeline_model_parallel_size": 3, "use_distributed_optimizer": True}
     sections = {"model": {**DEBERTA, "num_layers": 3}, "parallel": layout, "training": {"global_batch_size": 4}}
     for stages, refused in (("all", False), ("first:1", True)):

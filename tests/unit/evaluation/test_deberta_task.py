@@ -1,4 +1,4 @@
-"""A DeBERTa that was fine-tuned elsewhere is evaluated as it is there: texts, tokens, padding, head and scores."""
+"""A DeBERTa fine-tuned elsewhere evaluates as it does there: texts, tokens, padding, head and scores."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ from tests.support.deberta import write_deberta
 from tests.support.tasks import task_flags, write_tsv
 
 
-def test_a_fine_tuned_folder_has_the_losses_that_it_has_there(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_fine_tuned_folder_has_the_losses_of_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     theirs = write_deberta(tmp_path / "hf", head=True).eval()
     file = write_tsv(tmp_path / "dev.tsv", "RTE", 11)
     assert convert(["--load", str(tmp_path / "hf"), "--save", str(tmp_path / "ours"), "--to", "megatron-cc"]) == 0
     shape = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "vocab_file")
-    others = dict.fromkeys((*shape, "tokenizer_type", "make_vocab_size_divisible_by"))
+    unset = dict.fromkeys((*shape, "tokenizer_type", "make_vocab_size_divisible_by"))
     flags = task_flags(
         tmp_path,
         "RTE",
@@ -34,11 +32,11 @@ def test_a_fine_tuned_folder_has_the_losses_that_it_has_there(
         load=tmp_path / "ours",
         seq_length=40,
         finetune=True,
-        **others,
+        **unset,
     )
     assert main(flags) == 0
-    found = re.search(r"classification loss value: (\S+) ", capsys.readouterr().out)
-    assert found is not None
+    match = re.search(r"classification loss value: (\S+) ", capsys.readouterr().out)
+    assert match is not None
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "hf" / "spm.model"))
     losses = []
     for line in file.read_text().splitlines()[1:]:
@@ -48,4 +46,4 @@ def test_a_fine_tuned_folder_has_the_losses_that_it_has_there(
         with torch.no_grad():
             logits = theirs(torch.tensor([ids])).logits
         losses.append(F.cross_entropy(logits, torch.tensor([["entailment", "not_entailment"].index(label)])))
-    assert float(found[1]) == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
+    assert float(match[1]) == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)

@@ -1,4 +1,4 @@
-"""A GPT-2 is fine-tuned as Hugging Face's is: the losses of a plain loop over its classifier, step by step."""
+"""Fine-tuning of GPT-2 against a plain loop over Hugging Face's classifier, step by step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _read(path: Path) -> list[tuple[str, int]]:
 
 
 def _tokens(folder: Path, texts: list[str]) -> Tensor:
-    """Tokens of each text and the end of a text, and padding that the classifier does not take for them."""
+    """Tokens of each text and the end of a text, padded with a token that the classifier ignores."""
     from transformers import GPT2Tokenizer
 
     tokenizer: Any = GPT2Tokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"))
@@ -56,7 +56,7 @@ def _accuracy(theirs: Any, folder: Path, samples: list[tuple[str, int]]) -> floa
     return float((found_b == torch.tensor([label for _, label in samples])).double().mean())
 
 
-def test_losses_of_each_step_and_what_is_learned_are_hugging_faces(tmp_path: Path) -> None:
+def test_losses_and_weights_of_each_step_equal_hugging_face(tmp_path: Path) -> None:
     theirs = write_gpt2(tmp_path / "hf", head=True)
     files = write_tsv(tmp_path / "train.tsv", "CoLA", SAMPLES), write_tsv(tmp_path / "dev.tsv", "CoLA", 60, 1)
     assert convert(["--load", str(tmp_path / "hf"), "--save", str(tmp_path / "ours"), "--to", "megatron-cc"]) == 0

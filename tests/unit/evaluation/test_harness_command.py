@@ -1,4 +1,4 @@
-"""What stops an evaluation by lm-evaluation-harness, without the harness."""
+"""Errors of an evaluation by lm-evaluation-harness, without the harness."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from tests.unit.convert.support import saved_model
 FLAGS = EvaluationFlags(tasks=["a"])
 
 
-def test_the_task_whose_data_is_bad_is_named() -> None:
-    asked: list[list[str]] = []
+def test_the_task_with_bad_data_is_named() -> None:
+    calls: list[list[str]] = []
 
     def load(tasks: list[str]) -> list[str]:
-        asked.append(tasks)
+        calls.append(tasks)
         if "bad" in tasks:
             raise ValueError("no such file\nand more")
         return tasks
 
     assert harness_command._loaded(load, ["a", "b"]) == ["a", "b"]
-    assert asked == [["a", "b"]]
+    assert calls == [["a", "b"]]
     with pytest.raises(UserError, match=r"^--tasks bad: its data cannot be had \(no such file\)$"):
         harness_command._loaded(load, ["a", "bad", "b"])
 
 
-def test_why_an_export_is_refused_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_reason_of_a_refused_export_is_printed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved = saved_model(tmp_path / "saved", {"squared_relu": True})
     with pytest.raises(UserError, match="--squared-relu"):
         via_hf(str(saved), None, FLAGS)
     assert "error" not in capsys.readouterr().err
 
 
-def test_an_interrupted_export_is_no_refusal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_interrupted_export_is_not_a_refusal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -47,7 +47,7 @@ def test_an_interrupted_export_is_no_refusal(monkeypatch: pytest.MonkeyPatch, tm
 
 
 @pytest.mark.parametrize("cut", [0, 3])
-def test_cut_contexts_are_a_line_and_in_the_json(cut: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_truncated_contexts_are_reported(cut: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     contexts = {"requests": 48, "cut": cut, "tokens_cut": 19 * cut, "most_tokens_cut": 30, "window": 64}
     flags = EvaluationFlags(tasks=["a"], output=str(tmp_path / "out"))
     harness_command.report({"results": {}, "versions": {}, "n-shot": {}, "contexts": contexts}, flags)

@@ -1,4 +1,4 @@
-"""Flags of val_check_gpt.py, Optimus-CC's names among them, and the checkpoints that they choose."""
+"""Flags of val_check_gpt.py, including Optimus-CC's names, and the checkpoints that they select."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ def test_old_names_mean_the_new_ones() -> None:
         ("--val_ckpt_interval 2", "--load is required"),
     ],
 )
-def test_contradictions(words: str, message: str) -> None:
+def test_contradicting_flags_are_refused(words: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         _parsed(words)
 
 
-def test_a_name_without_a_folder_is_told_of() -> None:
+def test_a_name_without_a_folder_is_reported() -> None:
     assert _parsed("--load c --experiment_name e")[2] == ["--experiment-name: no effect without --val-ppls-save-path"]
 
 
@@ -75,11 +75,11 @@ def test_steps_count_from_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("several", [False, True])
-def test_other_samples_than_those_of_the_run_s_own_evaluations_are_told_of(full: bool, several: bool) -> None:
+def test_samples_other_than_those_of_the_run_are_noted(full: bool, several: bool) -> None:
     config = RunConfig(validation=ValidationConfig(full_validation=full))
     notes = notes_on_samples(config, DataConfig(multiple_validation_sets=several), 8)
     expected = [
         "note: the run had --full-validation; here 8 samples are measured, and not all",
         "note: the run had --multiple-validation-sets; here the sets are measured as one, not each by itself",
     ]
-    assert notes == [line for line, told in zip(expected, (full, several), strict=True) if told]
+    assert notes == [line for line, differs in zip(expected, (full, several), strict=True) if differs]

@@ -29,10 +29,10 @@ def test_classes(task: str) -> None:
     classes = TASKS[task].classes
     labels = [torch.randint(classes, (size,)).tolist() for size in (7, 12)]
     outputs = torch.randn(24, classes, dtype=torch.float64)  # the last five rows only fill a batch
-    found = outputs.argmax(dim=1).tolist()
+    predictions = outputs.argmax(dim=1).tolist()
     by_file = scores(TASKS[task], _files(labels), outputs)
     assert list(by_file) == ["0/dev.tsv", "1/dev.tsv"]
-    for (name, values), truth, guess in zip(by_file.items(), labels, (found[:7], found[7:19]), strict=True):
+    for (name, values), truth, guess in zip(by_file.items(), labels, (predictions[:7], predictions[7:19]), strict=True):
         expected = {"accuracy": accuracy_score(truth, guess)}
         if task == "QQP":
             expected["F1"] = f1_score(truth, guess)
@@ -58,7 +58,7 @@ def test_choices() -> None:
     assert values == {"accuracy": 0.5}
 
 
-def test_files_are_named_by_as_little_as_tells_them_apart() -> None:
+def test_files_are_named_by_the_shortest_unique_suffix() -> None:
     assert short_names(["MNLI/dev_matched.tsv", "MNLI/dev_mismatched.tsv"]) == ["dev_matched.tsv", "dev_mismatched.tsv"]
     assert short_names(["RACE/dev/high", "RACE/test/high"]) == ["dev/high", "test/high"]
     assert short_names(["a", "a"]) == ["a (1)", "a (2)"]

@@ -9,7 +9,7 @@ from tests.support.tiny import VOCAB, tiny_engines, tiny_train
 
 
 def trained_model(**precision: bool) -> LoadedModel:
-    """On this process; the arguments are flags of the precision."""
+    """Trained model on this process; the arguments are precision flags."""
     engines = tiny_engines({"precision": precision})
     tiny_train(engines, 10)
     stage = engines.stages[0]

@@ -1,4 +1,4 @@
-"""Answers of the completions API: every token has an entry, and its text and place are those in the text."""
+"""Answers of the completions API: every token has an entry with its text and position."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> SentencePieceTokenize
     return SentencePieceTokenizer(path)
 
 
-def _token(number: int, place: int) -> Token:
-    """A token with three alternatives, two of which are bytes."""
+def _token(number: int, position: int) -> Token:
+    """Token with three alternatives, two of them bytes."""
     top = ((number, -1.0), (EOS, -2.0), (200, -3.0), (201, -4.0))
-    return Token(number, -1.0 - place / 8, top)
+    return Token(number, -1.0 - position / 8, top)
 
 
 def _answer(
     tokenizer: SentencePieceTokenizer, prompt: int, *, echo: bool, end: bool
 ) -> tuple[CompletionAnswer, Result]:
-    """The answer to a prompt of so many tokens of the text, which the rest and the end of document continue."""
+    """Answer to a prompt of the first tokens of a text; the other tokens and the end of document continue it."""
     ids = tokenizer.tokenize(TEXT)
-    tokens = [_token(number, place) for place, number in enumerate(ids)]
+    tokens = [_token(number, position) for position, number in enumerate(ids)]
     job = InferenceJob([ids[:prompt]], 99, Sampling(), [1], top=3, score=echo)
     stream = TextStream(tokenizer, context=ids[:prompt])
     text = "".join(map(stream.add_token, ids[prompt:])) + stream.finish()
@@ -51,7 +51,7 @@ def _answer(
 @pytest.mark.parametrize("prompt", [0, 1, 7, 8, 9])
 @pytest.mark.parametrize("echo", [True, False])
 @pytest.mark.parametrize("end", [True, False])
-def test_entries_of_tokens_lie_where_their_texts_do(
+def test_token_entries_have_the_offsets_of_their_texts(
     tokenizer: SentencePieceTokenizer, prompt: int, echo: bool, end: bool
 ) -> None:
     answer, result = _answer(tokenizer, prompt, echo=echo, end=end)
@@ -72,41 +72,41 @@ def test_entries_of_tokens_lie_where_their_texts_do(
         assert entries["token_logprobs"][-1] == _token(EOS, 99).logprob
 
 
-def test_a_prompt_that_ends_within_a_character_loses_none(tokenizer: SentencePieceTokenizer) -> None:
+def test_a_prompt_ending_within_a_character_loses_no_token(tokenizer: SentencePieceTokenizer) -> None:
     ids = tokenizer.tokenize(TEXT)
     within = ids.index(tokenizer.tokenize("€")[1]) + 1
     answer, result = _answer(tokenizer, within, echo=False, end=False)
     assert answer.full_response([result])["choices"][0]["text"] == "€ under a house"
     echoed, result = _answer(tokenizer, within, echo=True, end=False)
     assert echoed.full_response([result])["choices"][0]["text"] == TEXT
-    whole = megatron_answer(echoed.job, [result], tokenizer)
-    assert whole["text"] == [TEXT]
-    assert "".join(whole["segments"][0]) == TEXT
+    full_answer = megatron_answer(echoed.job, [result], tokenizer)
+    assert full_answer["text"] == [TEXT]
+    assert "".join(full_answer["segments"][0]) == TEXT
 
 
 @pytest.mark.parametrize("kind", [CompletionAnswer, ChatAnswer])
 @pytest.mark.parametrize("end", [True, False])
 @pytest.mark.parametrize("left_out", [0, 4, 5, 6])
-def test_events_of_a_stream_have_the_entries_of_the_whole(
+def test_stream_events_add_up_to_the_full_answer(
     tokenizer: SentencePieceTokenizer, left_out: int, end: bool, kind: type[CompletionAnswer]
 ) -> None:
-    """Also where tokens end within a character: none is without an entry, and their texts are the text."""
+    """Also where tokens end within a character: each has an entry, and their texts add up to the text."""
     _, result = _answer(tokenizer, 3, echo=False, end=end)
     result = dataclasses.replace(result, tokens=result.tokens[: len(result.tokens) - left_out])
     ids = tokenizer.tokenize(TEXT)
     job = InferenceJob([ids[:3]], 99, Sampling(), [1], top=3)
     stream = TextStream(tokenizer, context=ids[:3])
     texts = [stream.add_token(token.id) for token in result.tokens]
-    rest = stream.finish()
-    result = dataclasses.replace(result, text="".join(texts) + rest, unstreamed_text=rest)
+    final = stream.finish()
+    result = dataclasses.replace(result, text="".join(texts) + final, unstreamed_text=final)
     assert ("\ufffd" in result.text) == (left_out in (4, 5)), "the cases end within and behind the character"
-    answer, whole = (kind(Completion(job, 1, False, False, False), "name", tokenizer) for _ in range(2))
+    answer, full_answer = (kind(Completion(job, 1, False, False, False), "name", tokenizer) for _ in range(2))
     events = [answer.streamed(StreamedToken(0, *pair)) for pair in zip(result.tokens, texts, strict=True)]
     events += list(answer.end([result]))
-    expected = whole.full_response([result])["choices"][0]["logprobs"]
-    found = [event["choices"][0]["logprobs"] for event in events]
+    expected = full_answer.full_response([result])["choices"][0]["logprobs"]
+    logprobs = [event["choices"][0]["logprobs"] for event in events]
     lists = [name for name, values in expected.items() if values is not None]
-    assert {name: [value for entry in found for value in entry[name]] for name in lists} == {
+    assert {name: [value for entry in logprobs for value in entry[name]] for name in lists} == {
         name: expected[name] for name in lists
     }
     assert {len(expected[name]) for name in lists} == {len(result.sampled)}

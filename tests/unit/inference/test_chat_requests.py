@@ -15,10 +15,10 @@ from megatron.tokenizer.null import NullTokenizer
 
 
 class FirstMessage(ChatTemplate):
-    """The first message as the prompt, without a process."""
+    """Chat template that renders the first message, without a process."""
 
     def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
-        """Returns the first message."""
+        """Return the first message."""
         return str(messages[0]["content"])
 
 

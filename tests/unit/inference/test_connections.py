@@ -1,4 +1,4 @@
-"""Connections that send nothing, or half of something, and those of others beside them."""
+"""Connections that send nothing or half a request, and other connections beside them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _until(condition: Callable[[], bool]) -> None:
 
 
 class Running:
-    """A server in a thread of its own, which listens."""
+    """Listening server in a thread of its own."""
 
     def __init__(self, body_s: float = 0.5, most: int = 8) -> None:
         self.listening = listen(ServerFlags(port=0))
@@ -54,18 +54,18 @@ class Running:
         _until(lambda: self.server.started)
 
     def open(self, data: bytes = b"", timeout: float = 20) -> socket.socket:
-        """A connection that sent something."""
+        """Connection that has sent ``data``."""
         opened = socket.create_connection(self.address, timeout=timeout)
         opened.sendall(data)
         return opened
 
     def ask(self, data: bytes) -> bytes:
-        """What one more connection hears."""
+        """Answer on another connection."""
         with closing(self.open(data)) as opened:
             return opened.recv(65536)
 
     def end(self) -> float:
-        """Seconds that it took to end."""
+        """Seconds that the end of the server takes."""
         began = time.monotonic()
         self.server.should_exit = True
         self.thread.join(20)
@@ -76,73 +76,73 @@ class Running:
 @pytest.fixture
 def running(monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
     monkeypatch.setattr(Connection, "HEAD_SECONDS", 1.0)
-    made = Running()
+    server = Running()
     try:
-        yield made
+        yield server
     finally:
-        made.end()
+        server.end()
 
 
 @pytest.mark.parametrize(
     "sent", [b"", HEALTH[:20], HEALTH + HEALTH[:20]], ids=["nothing", "a part", "a whole and more"]
 )
 def test_a_connection_without_a_request_is_closed(running: Running, sent: bytes) -> None:
-    # Less than the 10 s after which uvicorn closes one that was answered.
+    # Less than the 10 s after which uvicorn closes an answered connection.
     with closing(running.open(sent, timeout=5)) as opened:
         while opened.recv(65536):
             pass
 
 
-def test_trickling_does_not_keep_it_open(running: Running) -> None:
+def test_trickling_does_not_keep_a_connection_open(running: Running) -> None:
     began = time.monotonic()
     with closing(running.open()) as opened, suppress(ConnectionError):
         for byte in HEALTH * 10:
             opened.sendall(bytes([byte]))
             time.sleep(0.1)
-    assert time.monotonic() - began < 20  # of the 33 s that it would take
+    assert time.monotonic() - began < 20  # it would take 33 s
 
 
-def test_half_a_body_is_told_that_it_took_too_long(running: Running) -> None:
+def test_half_a_body_times_out_with_an_answer(running: Running) -> None:
     with closing(running.open(HEAD + b"{")) as opened:
         answer = b""
-        while part := opened.recv(65536):
-            answer += part
+        while chunk := opened.recv(65536):
+            answer += chunk
     assert answer.startswith(b"HTTP/1.1 408")
     assert b"0.5 s" in answer
 
 
 @pytest.mark.parametrize("sent", [b"", HEALTH[:20], HEAD + b"{"], ids=["nothing", "a part", "half a body"])
-def test_the_idle_give_way_to_others(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_connections_give_way_to_others(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Connection, "SPEAK_SECONDS", 0.0)
-    made = Running(body_s=60.0)
+    server = Running(body_s=60.0)
     idle: list[socket.socket] = []
     try:
         for _ in range(3):
-            idle += [made.open(sent) for _ in range(8)]
-            assert made.ask(HEALTH).startswith(b"HTTP/1.1 200")
+            idle += [server.open(sent) for _ in range(8)]
+            assert server.ask(HEALTH).startswith(b"HTTP/1.1 200")
     finally:
-        assert made.end() < 4.5  # and do not hold up the end, as requests may for 5 s
-        for one in idle:
-            one.close()
+        assert server.end() < 4.5  # and do not hold up the end, as requests may for 5 s
+        for connection in idle:
+            connection.close()
 
 
-def _burst(made: Running, clients: int) -> list[bytes]:
-    """What clients hear that all connect before any asks, as those do whom a busy machine lets wait."""
+def _burst(server: Running, clients: int) -> list[bytes]:
+    """Answers of clients that all connect before any of them asks, as on a busy machine."""
     body = b'{"prompt": "1 2", "max_tokens": 4, "temperature": 0}'
     request = HEAD.replace(b"99", str(len(body)).encode()) + body
-    opened = [made.open() for _ in range(clients)]
-    for one in opened:
-        one.sendall(request)
-    answers = [_whole(one) for one in opened]
-    for one in opened:
-        one.close()
+    opened = [server.open() for _ in range(clients)]
+    for connection in opened:
+        connection.sendall(request)
+    answers = [_read_answer(connection) for connection in opened]
+    for connection in opened:
+        connection.close()
     return answers
 
 
-def _whole(one: socket.socket) -> bytes:
-    """An answer, which may come in several pieces; what has come when the server closes."""
+def _read_answer(connection: socket.socket) -> bytes:
+    """An answer in any number of pieces, up to the close of the connection."""
     answer = b""
-    while piece := one.recv(65536):
+    while piece := connection.recv(65536):
         answer += piece
         head, end, body = answer.partition(b"\r\n\r\n")
         length = re.search(rb"content-length: *(\d+)", head.lower())
@@ -153,18 +153,18 @@ def _whole(one: socket.socket) -> bytes:
 
 @pytest.mark.parametrize("most", [ServerFlags().max_connections, 16], ids=["room for all", "no room"])
 def test_every_client_of_a_burst_is_answered(most: int) -> None:
-    made = Running(most=most)
+    server = Running(most=most)
     try:
-        answers = _burst(made, 300)
-        assert made.ask(HEALTH).startswith(b"HTTP/1.1 200")
+        answers = _burst(server, 300)
+        assert server.ask(HEALTH).startswith(b"HTTP/1.1 200")
     finally:
-        made.end()
+        server.end()
     assert {answer[:12] for answer in answers} == {b"HTTP/1.1 200", b"HTTP/1.1 503"}
     refused = [answer.lower() for answer in answers if answer.startswith(b"HTTP/1.1 503")]
     assert all(b"\r\nretry-after: 5\r\n" in answer and b'"server_error"' in answer for answer in refused)
 
 
-def test_room_is_what_open_files_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_connection_limit_follows_the_open_file_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = [(256, 4096)]
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda _, pair: limits.append(pair))
@@ -173,41 +173,41 @@ def test_room_is_what_open_files_allow(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (room_for(100), limits[-1]) == (100, (4096, 4096))
 
 
-def test_a_client_that_reads_nothing_is_dropped(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its answers fill the buffers on the way, and then its connection would stay for ever."""
+def test_a_client_that_never_reads_is_dropped(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answers fill the buffers on the way, and then its connection would stay forever."""
     monkeypatch.setattr(Connection, "WRITE_SECONDS", 0.3)
-    running.listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # which connections take over
+    running.listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # connections inherit this
     with closing(socket.socket()) as deaf:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         deaf.connect(running.address)
         deaf.settimeout(10)
         with pytest.raises(ConnectionError):
-            deaf.sendall(HEALTH * 2_000_000)  # the other side has had enough before
+            deaf.sendall(HEALTH * 2_000_000)  # the server closed the connection before
 
 
 @pytest.mark.parametrize("host", ["", " "])
 def test_an_empty_address_is_refused(host: str) -> None:
-    """It would be every address of this machine."""
+    """It would mean every address of this machine."""
     with pytest.raises(UserError, match="--host: the value is empty"):
         parse_flags(["--load", "x", "--host", host], {"server": ServerFlags}, "server", "")
 
 
-def test_a_strange_address_is_one_line() -> None:
+def test_an_invalid_address_is_one_line() -> None:
     for host in ("a..b", "x" * 70):
         with pytest.raises(UserError, match="choose others"):
             listen(ServerFlags(host=host, port=0))
 
 
-def test_all_who_wait_are_answered_when_the_server_ends() -> None:
-    made = Running()
+def test_waiting_clients_are_answered_when_the_server_ends() -> None:
+    server = Running()
     body = b'{"prompt": "1 2", "max_tokens": 1000000, "temperature": 0}'
     request = HEAD.replace(b"99", str(len(body)).encode()) + body
-    opened = [made.open(request)]
-    _until(lambda: b'"busy":true' in made.ask(HEALTH))
-    opened.append(made.open(request))
-    _until(lambda: b'"waiting":1' in made.ask(HEALTH))
-    assert made.end() < 4.5
-    answers = [one.recv(65536) for one in opened]
+    opened = [server.open(request)]
+    _until(lambda: b'"busy":true' in server.ask(HEALTH))
+    opened.append(server.open(request))
+    _until(lambda: b'"waiting":1' in server.ask(HEALTH))
+    assert server.end() < 4.5
+    answers = [connection.recv(65536) for connection in opened]
     assert answers[0].startswith(b"HTTP/1.1 200")
     assert answers[1].startswith(b"HTTP/1.1 503")
     assert b"the server ends" in answers[1]

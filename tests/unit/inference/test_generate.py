@@ -50,7 +50,7 @@ def test_a_batch_of_unequal_prompts_equals_each_alone_beyond_the_window(cached: 
 
 
 @pytest.mark.parametrize("name", [*NOT_CLASSIC, *WITH_EXPERTS, "qwen2, 2 groups, untied"])
-def test_every_kind_of_model_keeps_what_it_needs(name: str, tmp_path: Path) -> None:
+def test_the_cache_of_every_kind_of_model_suffices(name: str, tmp_path: Path) -> None:
     """Rows of unequal lengths, past a sliding window and then past the model's own."""
     saved = saved_model(tmp_path, {**MODELS, **NOT_CLASSIC, **WITH_EXPERTS}[name])
     model = load_model(saved, device=torch.device("cpu"))
@@ -73,7 +73,7 @@ def test_an_empty_prompt_starts_with_the_begin_token_where_there_is_one() -> Non
     assert sample.tokens == slowly(model, [7], 5)[1:]
 
 
-def test_the_end_of_document_ends_a_sample_and_is_left_out() -> None:
+def test_the_end_of_document_ends_a_sample_and_is_dropped() -> None:
     model = trained_model()
     with torch.no_grad():
         norm = model.stage.final_layernorm
@@ -90,13 +90,13 @@ def test_the_end_of_document_ends_a_sample_and_is_left_out() -> None:
     assert sample.end.logprob == pytest.approx(scored[-1].logprob, abs=1e-5)
 
 
-def test_a_stop_token_ends_a_sample_and_is_left_out() -> None:
+def test_a_stop_token_ends_a_sample_and_is_dropped() -> None:
     model = trained_model()
-    whole = slowly(model, [3, 8, 13], 9)
-    stop = whole[6]
-    place = whole.index(stop, 3)
+    tokens = slowly(model, [3, 8, 13], 9)
+    stop = tokens[6]
+    index = tokens.index(stop, 3)
     (sample, other) = generate(model, [[3, 8, 13], [5]], 9, GREEDY, stop_tokens=[stop])
-    assert sample.tokens == whole[:place]
+    assert sample.tokens == tokens[:index]
     assert sample.finished
     assert sample.end is not None
     assert sample.end.id == stop
@@ -118,36 +118,36 @@ def _penalized(model: LoadedModel, prompt: list[int], count: int) -> list[int]:
     return tokens
 
 
-def test_penalties_see_each_rows_own_tokens_when_others_have_ended() -> None:
+def test_penalties_count_the_tokens_of_each_row() -> None:
     model, sampling = trained_model(), Sampling(greedy=True, repetition_penalty=1.6, frequency_penalty=0.4)
     first, second = [3, 8, 13], [5]
     expected = [_penalized(model, prompt, 8) for prompt in (first, second)]
     assert expected[1] != slowly(model, second, 8)
-    found = generate(model, [first, second], 8, sampling)
-    assert [sample.tokens for sample in found] == expected
+    samples = generate(model, [first, second], 8, sampling)
+    assert [sample.tokens for sample in samples] == expected
     stop = next(token for token in expected[0][3:] if token not in expected[1])
-    found = generate(model, [first, second], 8, sampling, stop_tokens=[stop])
-    assert found[0].tokens == expected[0][: expected[0].index(stop, 3)]
-    assert found[1].tokens == expected[1]
+    samples = generate(model, [first, second], 8, sampling, stop_tokens=[stop])
+    assert samples[0].tokens == expected[0][: expected[0].index(stop, 3)]
+    assert samples[1].tokens == expected[1]
 
 
-def test_a_row_that_ends_leaves_the_others_what_they_are() -> None:
+def test_a_finished_row_does_not_change_the_others() -> None:
     model = trained_model()
     counts = {0: 3, 1: 11, 2: 5}
-    told: list[tuple[int, int]] = []
+    tokens: list[tuple[int, int]] = []
 
     def enough(row: int, token: Token) -> bool:
-        told.append((row, token.id))
-        return sum(other == row for other, _ in told) == counts[row]
+        tokens.append((row, token.id))
+        return sum(other == row for other, _ in tokens) == counts[row]
 
     samples = generate(model, PROMPTS, 11, GREEDY, on_token=enough)
     for row, (prompt, sample) in enumerate(zip(PROMPTS, samples, strict=True)):
         assert sample.tokens == slowly(model, prompt, counts[row])
-        assert [token for number, token in told if number == row] == sample.tokens[len(prompt) :]
+        assert [token for number, token in tokens if number == row] == sample.tokens[len(prompt) :]
         assert not sample.finished
 
 
-def test_seeds_repeat_whatever_a_text_is_batched_with() -> None:
+def test_seeds_repeat_in_any_batch() -> None:
     model = trained_model()
     rows = [sample.tokens for sample in generate(model, [[1]] * 3, 12, Sampling(), [4, 5, 4])]
     assert rows[0] == rows[2] != rows[1]
@@ -155,7 +155,7 @@ def test_seeds_repeat_whatever_a_text_is_batched_with() -> None:
     assert alone.tokens == rows[1]
 
 
-def test_probabilities_of_new_and_of_given_tokens_agree() -> None:
+def test_probabilities_of_generated_and_scored_tokens_agree() -> None:
     model = trained_model()
     samples = generate(model, PROMPTS, 5, Sampling(), [1, 2, 3], top=4)
     scored = score(model, [sample.tokens for sample in samples], top=4)
@@ -167,12 +167,12 @@ def test_probabilities_of_new_and_of_given_tokens_agree() -> None:
         for token, row in zip(tokens, expected, strict=True):
             assert token.logprob == pytest.approx(float(row[token.id]), abs=1e-5)
             assert [number for number, _ in token.top] == row.topk(4).indices.tolist()
-        for new, given in zip(sample.details, tokens[sample.prompt_length - 1 :], strict=True):
-            assert new.logprob == pytest.approx(given.logprob, abs=1e-4)
-            assert new.top[0][0] == given.top[0][0]
+        for detail, scored_token in zip(sample.details, tokens[sample.prompt_length - 1 :], strict=True):
+            assert detail.logprob == pytest.approx(scored_token.logprob, abs=1e-4)
+            assert detail.top[0][0] == scored_token.top[0][0]
 
 
-def test_probabilities_of_a_model_in_float64_have_its_precision() -> None:
+def test_probabilities_of_a_float64_model_have_its_precision() -> None:
     model = trained_model(fp64=True)
     samples = generate(model, PROMPTS, 5, Sampling(min_p=0.01, frequency_penalty=0.1), [1, 2, 3], top=4)
     scored = score(model, [sample.tokens for sample in samples], top=4)
@@ -184,12 +184,12 @@ def test_probabilities_of_a_model_in_float64_have_its_precision() -> None:
         for token, row in zip(tokens, expected, strict=True):
             values = [token.logprob, *(logprob for _, logprob in token.top)]
             assert values == pytest.approx([float(row[token.id]), *row.topk(4).values.tolist()], abs=1e-13)
-        for new, given in zip(sample.details, tokens[sample.prompt_length - 1 :], strict=True):
-            assert new.logprob == pytest.approx(given.logprob, abs=1e-12)
+        for detail, scored_token in zip(sample.details, tokens[sample.prompt_length - 1 :], strict=True):
+            assert detail.logprob == pytest.approx(scored_token.logprob, abs=1e-12)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama, 2 groups, untied", "gemma2", "gemma3"])
-def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+def test_greedy_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     saved = saved_model(tmp_path / "ours", {**MODELS, **NOT_CLASSIC}[name])
@@ -204,10 +204,11 @@ def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> N
         assert ours.tokens == [token for token in expected if token != model.tokenizer.eod]
 
 
-def test_checkpoints_that_hold_more_than_the_model_can_be_used(tmp_path: Path) -> None:
+def test_checkpoints_with_more_than_the_model_can_be_loaded(tmp_path: Path) -> None:
     engines = tiny_engines({})
     tensors = model_tensors(engines.stages)
-    more = {name: shard_of_local(torch.zeros(3), (0,), (3,)) for name in ("optimizer.exp_avg.x", "compressor.state|x")}
-    save_checkpoint(tmp_path, 3, {**tensors, **more}, {"separate_main": False}, engines.config.to_yaml())
+    names = ("optimizer.exp_avg.x", "compressor.state|x")
+    extra_shards = {name: shard_of_local(torch.zeros(3), (0,), (3,)) for name in names}
+    save_checkpoint(tmp_path, 3, {**tensors, **extra_shards}, {"separate_main": False}, engines.config.to_yaml())
     model = load_model(tmp_path, device=torch.device("cpu"))
     assert torch.equal(model.stage.output_weight, engines.stages[0].output_weight)

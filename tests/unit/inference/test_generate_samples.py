@@ -1,4 +1,4 @@
-"""The command that generates texts: what it refuses before it begins, and what it keeps when it cannot write."""
+"""The command that generates texts: refusals before it starts, and texts kept when it cannot write."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from tests.unit.inference.support import trained_model
 
 
 def refusal(**flags: object) -> str:
-    with pytest.raises(UserError) as found:
+    with pytest.raises(UserError) as caught:
         check(GenerationTaskFlags(**flags), SamplingFlags())  # type: ignore[arg-type]
-    return str(found.value)
+    return str(caught.value)
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def prompts(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "name", ["folder", "/", "/proc/zz", "nowhere/file", "prompts/file", "/dev/null", "x" * 256, "x" * 5000]
 )
-def test_what_cannot_be_written_is_refused_before_anything_is_generated(
+def test_an_unwritable_output_is_refused_before_generation(
     name: str, prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(prompts.parent)
@@ -51,12 +51,12 @@ def test_what_cannot_be_written_is_refused_before_anything_is_generated(
     assert sorted(os.listdir()) == ["folder", "prompts"]
 
 
-def test_the_usual_output_file_is_checked_too(prompts: Path) -> None:
+def test_the_default_output_file_is_checked_too(prompts: Path) -> None:
     Path(f"{prompts}.out").mkdir()
     assert f"{prompts}.out: is a folder" in refusal(sample_input_file=str(prompts))
 
 
-def test_what_can_be_written_is_left_as_it_is(prompts: Path) -> None:
+def test_a_writable_output_is_unchanged_by_the_check(prompts: Path) -> None:
     output = prompts.with_name("output")
     output.write_text("before")
     assert check(
@@ -70,23 +70,23 @@ def test_what_can_be_written_is_left_as_it_is(prompts: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["prompts", "link", "../{}/prompts"])
-def test_the_prompts_are_not_written_over(name: str, prompts: Path) -> None:
+def test_the_prompts_are_not_overwritten(name: str, prompts: Path) -> None:
     (prompts.parent / "link").symlink_to(prompts)
     output = prompts.parent / name.format(prompts.parent.name)
     assert "holds the prompts" in refusal(sample_input_file=str(prompts), sample_output_file=str(output))
 
 
-def test_the_line_that_is_no_utf8_is_named(prompts: Path) -> None:
+def test_the_line_with_invalid_utf8_is_named(prompts: Path) -> None:
     prompts.write_bytes(b"1\r\n2\n\xff\n4\n")
     assert refusal(sample_input_file=str(prompts)) == f"--sample-input-file {prompts}, line 3: is no UTF-8 text"
 
 
-def test_a_byte_order_mark_is_no_part_of_a_prompt(prompts: Path) -> None:
+def test_a_byte_order_mark_is_stripped_from_a_prompt(prompts: Path) -> None:
     prompts.write_bytes("\ufeff1 2\r\n\u2028 3\n".encode())
     assert read_prompts(str(prompts)) == ["1 2", "\u2028 3"]
 
 
-def test_a_byte_order_mark_is_no_part_of_what_is_typed(
+def test_a_byte_order_mark_is_stripped_from_typed_input(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     printed = []
@@ -99,11 +99,11 @@ def test_a_byte_order_mark_is_no_part_of_what_is_typed(
     assert printed[1] == printed[0]
 
 
-def test_a_prompt_that_is_no_utf8_is_refused() -> None:
+def test_a_prompt_with_invalid_utf8_is_refused() -> None:
     assert "--prompt: is no UTF-8 text" in refusal(prompt=os.fsdecode(b"\xff\xfe bad"))
 
 
-def test_a_full_disk_is_one_line_and_the_texts_are_printed(
+def test_a_full_disk_is_one_line_and_texts_are_printed(
     prompts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     @contextmanager
@@ -131,15 +131,15 @@ def test_flags_of_penalties_and_stop_tokens_reach_the_generation() -> None:
     }
     flags = SamplingFlags(**penalties, out_seq_length=6)
     assert flags.sampling() == Sampling(**penalties)
-    (whole,) = Session(model, SamplingFlags(greedy=True, out_seq_length=6), 1).continue_all(["1 2"])
-    stop = whole.tokens[4]
+    (sample,) = Session(model, SamplingFlags(greedy=True, out_seq_length=6), 1).continue_all(["1 2"])
+    stop = sample.tokens[4]
     flags = SamplingFlags(greedy=True, out_seq_length=6, stop_token_ids=[stop])
     (stopped,) = Session(model, flags, 1).continue_all(["1 2"])
     assert stopped.finished
-    assert stopped.tokens == whole.tokens[: whole.tokens.index(stop, 2)]
+    assert stopped.tokens == sample.tokens[: sample.tokens.index(stop, 2)]
 
 
-def test_a_line_that_is_no_utf8_is_asked_for_again(
+def test_a_typed_line_with_invalid_utf8_is_requested_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     typed = io.TextIOWrapper(io.BytesIO(b"\xff\xfe bad\n5 6\n\n"), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Which Host headers name the server, and what it says to others and to what it does not serve."""
+"""Accepted Host headers, and answers to other hosts and to unknown paths."""
 
 from __future__ import annotations
 
@@ -23,49 +23,49 @@ BROKEN = ["", " ", "localhost:5000:1", "localhost@evil.example", "[::1", "a b", 
 
 
 @pytest.mark.parametrize("bound", ["127.0.0.1", "localhost", "::1"])
-def test_a_server_of_this_machine_alone_goes_by_loopback_names(bound: str) -> None:
+def test_a_loopback_server_accepts_loopback_names(bound: str) -> None:
     hosts = AllowedHosts(bound)
-    assert [one for one in LOOPBACK if not hosts.allows(one)] == []
-    own = socket.gethostname() + ".example"
-    assert [one for one in [*FOREIGN, *BROKEN, "10.0.0.1", "[2001:db8::1]", own] if hosts.allows(one)] == []
+    assert [host for host in LOOPBACK if not hosts.allows(host)] == []
+    hostname = socket.gethostname() + ".example"
+    assert [host for host in [*FOREIGN, *BROKEN, "10.0.0.1", "[2001:db8::1]", hostname] if hosts.allows(host)] == []
 
 
 @pytest.mark.parametrize("bound", ["0.0.0.0", "10.1.2.3", "::", "node7.example"])
-def test_one_that_others_reach_goes_by_addresses_and_its_own_name_too(bound: str) -> None:
+def test_a_public_server_accepts_addresses_and_its_own_name(bound: str) -> None:
     hosts = AllowedHosts(bound)
     named = ["10.0.0.1:5000", "[2001:db8::1]:5000", socket.gethostname(), f"{bound}:5000"] if ":" not in bound else []
-    assert [one for one in [*LOOPBACK, *named] if not hosts.allows(one)] == []
-    assert [one for one in [*FOREIGN, *BROKEN, "node8.example", "1.2.3.4.5"] if hosts.allows(one)] == []
+    assert [host for host in [*LOOPBACK, *named] if not hosts.allows(host)] == []
+    assert [host for host in [*FOREIGN, *BROKEN, "node8.example", "1.2.3.4.5"] if hosts.allows(host)] == []
 
 
-def test_further_names_are_given() -> None:
+def test_further_names_can_be_allowed() -> None:
     hosts = AllowedHosts("127.0.0.1", ["Models.Example.org.", "10.0.0.1", "fe80::1"])
-    for one in ("models.example.org:443", "10.0.0.1", "[fe80::1]:5000", "localhost"):
-        assert hosts.allows(one)
+    for host in ("models.example.org:443", "10.0.0.1", "[fe80::1]:5000", "localhost"):
+        assert hosts.allows(host)
     assert not hosts.allows("example.org")
     assert not hosts.allows("10.0.0.2")
     assert AllowedHosts("127.0.0.1", ["*"]).allows("evil.example")
 
 
-@pytest.mark.parametrize("given", ["", "http://a.example", "a.example:5000", "a b", "a.example/x"])
-def test_what_is_no_name_is_refused(given: str) -> None:
+@pytest.mark.parametrize("name", ["", "http://a.example", "a.example:5000", "a b", "a.example/x"])
+def test_invalid_names_are_refused(name: str) -> None:
     with pytest.raises(UserError, match=r"--allowed-host .* is no name of a host"):
-        AllowedHosts("127.0.0.1", [given])
+        AllowedHosts("127.0.0.1", [name])
 
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Running]:
-    made = Running(most=64)
+    server = Running(most=64)
     try:
-        yield made
+        yield server
     finally:
-        made.end()
+        server.end()
 
 
 def _ask(running: Running, method: str, path: str, host: str = "localhost") -> tuple[int, Any, Any]:
     """Status, JSON, and headers."""
-    place, port = running.address
-    with closing(http.client.HTTPConnection(place, port, timeout=20)) as connection:
+    address, port = running.address
+    with closing(http.client.HTTPConnection(address, port, timeout=20)) as connection:
         connection.request(method, path, headers={"Host": host, "Content-Type": "application/json"})
         reply = connection.getresponse()
         text = reply.read()
@@ -73,10 +73,10 @@ def _ask(running: Running, method: str, path: str, host: str = "localhost") -> t
 
 
 @pytest.mark.parametrize("path", ["/", "/health", "/v1/models", "/nothing"])
-def test_a_foreign_name_reaches_nothing(running: Running, path: str) -> None:
-    status, found, _ = _ask(running, "GET", path, "evil.example:5000")
+def test_a_foreign_name_is_refused(running: Running, path: str) -> None:
+    status, answer, _ = _ask(running, "GET", path, "evil.example:5000")
     assert status == 403
-    assert "--allowed-host evil.example " in found["error"]["message"]
+    assert "--allowed-host evil.example " in answer["error"]["message"]
 
 
 def test_a_given_name_reaches_the_server(running: Running) -> None:
@@ -95,11 +95,11 @@ def test_a_given_name_reaches_the_server(running: Running) -> None:
         ("GET", "/api", 405, "method_not_supported", "there is no GET /api here"),
     ],
 )  # fmt: skip
-def test_what_is_not_served_is_said_as_openais_clients_read_it(
+def test_unknown_paths_give_errors_in_openai_format(
     running: Running, method: str, path: str, status: int, code: str, says: str
 ) -> None:
-    found, body, headers = _ask(running, method, path)
-    assert found == status
+    answer, body, headers = _ask(running, method, path)
+    assert answer == status
     assert headers["content-type"] == "application/json"
     assert body["error"] == {**body["error"], "type": "invalid_request_error", "param": None, "code": code}
     assert says in body["error"]["message"]
@@ -108,12 +108,12 @@ def test_what_is_not_served_is_said_as_openais_clients_read_it(
 
 
 def test_the_model_is_found_by_its_name(running: Running) -> None:
-    status, found, _ = _ask(running, "GET", "/v1/models/tiny")
-    assert (status, found["id"], found["object"]) == (200, "tiny", "model")
-    assert _ask(running, "GET", "/v1/models")[1]["data"] == [found]
+    status, answer, _ = _ask(running, "GET", "/v1/models/tiny")
+    assert (status, answer["id"], answer["object"]) == (200, "tiny", "model")
+    assert _ask(running, "GET", "/v1/models")[1]["data"] == [answer]
 
 
-def test_what_is_no_http_is_told_so_in_json(running: Running) -> None:
+def test_malformed_http_gives_an_error_in_json(running: Running) -> None:
     answer = running.ask(b"NONSENSE\r\n\r\n")
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400")
@@ -122,5 +122,5 @@ def test_what_is_no_http_is_told_so_in_json(running: Running) -> None:
 
 def test_a_fault_of_the_server_is_json(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(running.worker), "busy", property(lambda self: 1 / 0))
-    status, found, _ = _ask(running, "GET", "/health")
-    assert (status, found["error"]["type"]) == (500, "server_error")
+    status, answer, _ = _ask(running, "GET", "/health")
+    assert (status, answer["error"]["type"]) == (500, "server_error")

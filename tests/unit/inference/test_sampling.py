@@ -24,25 +24,25 @@ def test_top_k_keeps_the_likeliest_and_their_ratios() -> None:
     p = Sampling(top_k=7, temperature=0.5).probabilities(logits)
     full = (logits / 0.5).softmax(-1)
     for row, reference in zip(p, full, strict=True):
-        kept = set(reference.topk(7).indices.tolist())
-        assert set(row.nonzero().flatten().tolist()) == kept
-        indices = torch.tensor(sorted(kept))
+        ids = set(reference.topk(7).indices.tolist())
+        assert set(row.nonzero().flatten().tolist()) == ids
+        indices = torch.tensor(sorted(ids))
         assert torch.allclose(row[indices], reference[indices] / reference[indices].sum())
 
 
 @pytest.mark.parametrize("top_p", [0.01, 0.5, 0.9])
-def test_top_p_keeps_the_smallest_set_that_reaches_it(top_p: float) -> None:
+def test_top_p_keeps_the_smallest_sufficient_set(top_p: float) -> None:
     logits = torch.randn(6, 30, generator=torch.Generator().manual_seed(0)) * 3
     p = Sampling(top_p=top_p).probabilities(logits)
     for row, reference in zip(p, logits.softmax(-1), strict=True):
         order = reference.argsort(descending=True).tolist()
-        total, kept = 0.0, []
+        total, ids = 0.0, []
         for token in order:
             if total >= top_p:
                 break
-            kept.append(token)
+            ids.append(token)
             total += float(reference[token])
-        assert set(row.nonzero().flatten().tolist()) == set(kept)
+        assert set(row.nonzero().flatten().tolist()) == set(ids)
         assert float(row.sum()) == pytest.approx(1.0)
 
 
@@ -64,12 +64,12 @@ def test_greedy_takes_the_likeliest() -> None:
     assert torch.equal(Sampling(greedy=True).choose(logits, torch.rand(4)), logits.argmax(-1))
 
 
-def test_tokens_come_as_often_as_their_probabilities_say_and_improbable_ones_never() -> None:
+def test_token_frequencies_match_their_probabilities() -> None:
     sampling, logits = Sampling(top_k=5), torch.randn(1, 20, generator=torch.Generator().manual_seed(3))
     draws = torch.arange(10_000, dtype=torch.float64) / 10_000
     chosen = sampling.choose(logits.expand(10_000, -1), draws)
-    found = torch.bincount(chosen, minlength=20) / 10_000
-    assert torch.allclose(found, sampling.probabilities(logits)[0], atol=2e-4)
+    frequencies = torch.bincount(chosen, minlength=20) / 10_000
+    assert torch.allclose(frequencies, sampling.probabilities(logits)[0], atol=2e-4)
     assert sampling.choose(logits, torch.tensor([1 - 2**-53], dtype=torch.float64)) in logits.topk(5).indices
 
 
@@ -93,7 +93,7 @@ def test_top_p_decays_to_its_bound() -> None:
         ({"top_p": 0.5, "top_p_decay": 1.5}, "top_p_decay"),
     ],
 )
-def test_values_that_make_no_sense_are_refused(values: dict, flag: str) -> None:
+def test_impossible_values_are_refused(values: dict, flag: str) -> None:
     with pytest.raises(UserError, match=flag):
         Sampling(**values)
 
@@ -113,7 +113,7 @@ PROCESSORS: list[tuple[dict[str, Any], list[Any]]] = [
 
 
 @pytest.mark.parametrize(("options", "processors"), PROCESSORS, ids=[" ".join(options) for options, _ in PROCESSORS])
-def test_probabilities_are_those_of_transformers_processors(options: dict[str, Any], processors: list[Any]) -> None:
+def test_probabilities_equal_transformers_processors(options: dict[str, Any], processors: list[Any]) -> None:
     generator = torch.Generator().manual_seed(7)
     logits = torch.randn(6, 30, generator=generator) * 3
     prompts = torch.randint(0, 30, (6, 4), generator=generator)
@@ -125,11 +125,11 @@ def test_probabilities_are_those_of_transformers_processors(options: dict[str, A
     counts = TokenCounts(prompts.tolist(), 30, torch.device("cpu"))
     for tokens_b in continuations.T:
         counts.count_tokens(range(6), tokens_b)
-    found = sampling.probabilities(counts.adjust(sampling, logits, range(6)) if sampling.adjusts else logits)
-    assert torch.allclose(found, expected.softmax(-1), atol=1e-6)
+    probabilities = sampling.probabilities(counts.adjust(sampling, logits, range(6)) if sampling.adjusts else logits)
+    assert torch.allclose(probabilities, expected.softmax(-1), atol=1e-6)
     if sampling.adjusts:
         some = counts.adjust(sampling, logits[[4, 1]], [4, 1])
-        assert torch.equal(sampling.probabilities(some), found[[4, 1]])
+        assert torch.equal(sampling.probabilities(some), probabilities[[4, 1]])
 
 
 def test_penalties_count_the_continuation_and_not_the_prompt() -> None:
@@ -141,13 +141,13 @@ def test_penalties_count_the_continuation_and_not_the_prompt() -> None:
     assert adjusted.tolist() == [[1, 1, 1, 1 - 0.5 - 0.75, 1 - 0.5 - 0.25, 1]]
 
 
-def test_logits_in_float64_stay_so() -> None:
-    """Two tokens that only float64 tells apart, and fractions of it in penalties."""
+def test_float64_logits_keep_their_precision() -> None:
+    """Two tokens that only float64 tells apart, and penalties with fractions that need it."""
     logits = torch.tensor([[2.0, 2.0 + 1e-12, -1.0]], dtype=torch.float64)
     expected = (logits / 0.5).softmax(-1)
-    found = Sampling(temperature=0.5).probabilities(logits)
-    assert found.dtype == torch.float64
-    assert torch.equal(found, expected)
+    probabilities = Sampling(temperature=0.5).probabilities(logits)
+    assert probabilities.dtype == torch.float64
+    assert torch.equal(probabilities, expected)
     assert Sampling(top_k=1).probabilities(logits).tolist() == [[0.0, 1.0, 0.0]]
     counts = TokenCounts([[2]], 3, logits.device)
     for _ in range(3):
@@ -155,5 +155,5 @@ def test_logits_in_float64_stay_so() -> None:
     sampling = Sampling(presence_penalty=0.1, frequency_penalty=0.1, repetition_penalty=1.1, logit_bias=[(0, 0.1)])
     adjusted = counts.adjust(sampling, logits, [0])
     assert adjusted.dtype == torch.float64
-    wanted = [2.1, (2.0 + 1e-12) / 1.1 - 3 * 0.1 - 0.1, -1.0 * 1.1]
-    assert adjusted[0].tolist() == pytest.approx(wanted, abs=1e-14)
+    penalized = [2.1, (2.0 + 1e-12) / 1.1 - 3 * 0.1 - 0.1, -1.0 * 1.1]
+    assert adjusted[0].tolist() == pytest.approx(penalized, abs=1e-14)

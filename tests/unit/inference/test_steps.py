@@ -1,4 +1,4 @@
-"""Steps of generation that are recorded once for their shape: the same tokens, and as few recordings as said."""
+"""Generation steps recorded once per shape: the same tokens, and as few recordings as promised."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def recorded(model: LoadedModel, record: Record) -> LoadedModel:
 
 
 def never_ending(model: LoadedModel) -> LoadedModel:
-    """The same, whose texts are as long as they may be."""
+    """The model with texts as long as possible."""
     with torch.no_grad():
         model.stage.output_weight[model.tokenizer.eod] = 0.0
     return model
@@ -45,35 +45,35 @@ def never_ending(model: LoadedModel) -> LoadedModel:
 
 @pytest.mark.parametrize("name", [*MODELS, *NOT_CLASSIC])
 def test_every_kind_of_model_gives_the_same_tokens(name: str, tmp_path: Path) -> None:
-    """Rows of unequal lengths, past a sliding window and then past the model's own, two times in the same memory."""
+    """Rows of unequal lengths, past a sliding window and then past the model's own, twice in the same memory."""
     model = load_model(saved_model(tmp_path, {**MODELS, **NOT_CLASSIC}[name]), device=torch.device("cpu"))
     recorder = Recorder()
     replaying = recorded(model, recorder)
     for prompts in (PROMPTS, [[2, 2], [9, 8, 7], [6]]):
-        wanted = generate(model, prompts, 14, GREEDY, top=2)
-        found = generate(replaying, prompts, 14, GREEDY, top=2)
-        assert [sample.tokens for sample in found] == [sample.tokens for sample in wanted]
-        for ours, theirs in zip(found, wanted, strict=True):
-            for one, other in zip(ours.details, theirs.details, strict=True):
-                assert one.logprob == pytest.approx(other.logprob, abs=1e-5)
+        expected = generate(model, prompts, 14, GREEDY, top=2)
+        samples = generate(replaying, prompts, 14, GREEDY, top=2)
+        assert [sample.tokens for sample in samples] == [sample.tokens for sample in expected]
+        for ours, theirs in zip(samples, expected, strict=True):
+            for detail, other in zip(ours.details, theirs.details, strict=True):
+                assert detail.logprob == pytest.approx(other.logprob, abs=1e-5)
     assert recorder.replayed > 0
 
 
-def test_a_shape_is_recorded_once_and_kept_for_the_next_texts() -> None:
+def test_a_shape_is_recorded_once_for_all_texts() -> None:
     model = never_ending(trained_model())
     recorder = Recorder()
     replaying = recorded(model, recorder)
-    # Positions 3 to 11 are computed in steps, of 4, 8 and 12 positions; the first step of each is as it is.
+    # Positions 3 to 11 are computed in steps of 4, 8 and 12 positions; the first step of each is not recorded.
     (first,) = generate(replaying, [[1, 2, 3]], 10, GREEDY)
     assert len(first.tokens) == 13
-    assert (recorder.recorded, recorder.replayed) == (2, 6)  # one position of 4: seen, but not recorded
+    assert (recorder.recorded, recorder.replayed) == (2, 6)  # a position of 4: seen, but not recorded
     (again,) = generate(replaying, [[1, 2, 3]], 10, GREEDY)
     assert again.tokens == first.tokens
     assert (recorder.recorded, recorder.replayed) == (3, 6 + 9)
     for prompt in ([1], [9, 2]):  # other positions of the shapes that are recorded
-        (found,), (wanted,) = (generate(one, [prompt], 9, GREEDY) for one in (replaying, model))
-        assert found.tokens == wanted.tokens
-        logprobs = [[token.logprob for token in sample.details] for sample in (found, wanted)]
+        (recorded_sample,), (expected,) = (generate(variant, [prompt], 9, GREEDY) for variant in (replaying, model))
+        assert recorded_sample.tokens == expected.tokens
+        logprobs = [[token.logprob for token in sample.details] for sample in (recorded_sample, expected)]
         assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-5)
     assert recorder.recorded == 3
     generate(replaying, [[4], [5, 6]], 4, GREEDY)  # two rows: other memory
@@ -90,29 +90,29 @@ def test_a_text_that_ends_at_once_is_not_recorded() -> None:
     assert (recorder.recorded, recorder.replayed) == (0, 0)
 
 
-def test_rows_that_end_leave_the_others_what_they_are() -> None:
+def test_finished_rows_do_not_change_the_others() -> None:
     model = never_ending(trained_model())
     prompts = [[3], [8, 13], [5], [1, 2, 3], [7]]
     counts = [11, 3, 9, 5, 11]
 
     def stopping() -> Callable[[int, Token], bool]:
-        told = [0] * len(counts)
+        lengths = [0] * len(counts)
 
         def enough(row: int, token: Token) -> bool:
-            told[row] += 1
-            return told[row] == counts[row]
+            lengths[row] += 1
+            return lengths[row] == counts[row]
 
         return enough
 
     recorder = Recorder()
-    wanted = generate(model, prompts, 11, GREEDY, on_token=stopping())
-    found = generate(recorded(model, recorder), prompts, 11, GREEDY, on_token=stopping())
-    assert [sample.tokens for sample in found] == [sample.tokens for sample in wanted]
-    assert [len(sample.tokens) - len(prompt) for sample, prompt in zip(found, prompts, strict=True)] == counts
+    expected = generate(model, prompts, 11, GREEDY, on_token=stopping())
+    samples = generate(recorded(model, recorder), prompts, 11, GREEDY, on_token=stopping())
+    assert [sample.tokens for sample in samples] == [sample.tokens for sample in expected]
+    assert [len(sample.tokens) - len(prompt) for sample, prompt in zip(samples, prompts, strict=True)] == counts
     assert recorder.replayed > 5
 
 
-def test_rows_that_ended_stay_where_they_are_and_others_grow() -> None:
+def test_finished_rows_stay_in_place_while_others_grow() -> None:
     cache = KVCache({0: None}, (3, 1, 8, 2), torch.float32, torch.device("cpu"), block=4)
     cache.start([2, 5, 3])
     cache.grow_only([0, 2])
@@ -128,7 +128,7 @@ def test_rows_that_ended_stay_where_they_are_and_others_grow() -> None:
     assert cache.lengths == cache.positions_b1.flatten().tolist() == [2, 2]
 
 
-def test_recordings_go_with_their_memory() -> None:
+def test_recordings_are_freed_with_their_memory() -> None:
     space = Workspaces(Recorder()).workspace(
         2, 8, lambda capacity: KVCache({0: None}, (2, 1, 8, 2), torch.float32, CPU)
     )
@@ -136,13 +136,13 @@ def test_recordings_go_with_their_memory() -> None:
     results = [space.step([0, 0], lambda: torch.zeros(2)) for _ in range(2)]
     space.cache.lengths = [1, 1]  # the same shape again
     results += [space.step([0, 0], lambda: torch.zeros(2)) for _ in range(2)]
-    kept = weakref.ref(results[-1])
+    reference = weakref.ref(results[-1])
     results.clear()
     gc.collect()
-    assert kept() is not None
+    assert reference() is not None
     space.shrink([1])
     gc.collect()
-    assert kept() is None
+    assert reference() is None
 
 
 def test_rows_stay_in_memory_until_half_have_ended() -> None:
@@ -152,19 +152,19 @@ def test_rows_stay_in_memory_until_half_have_ended() -> None:
     assert rows_to_keep([4, 5, 6, 7], {4, 6, 7}, recorded=False) == [0, 2, 3]
 
 
-def test_what_cannot_be_recorded_is_computed_as_it_is_and_said_once(capsys: pytest.CaptureFixture[str]) -> None:
-    model, asked = never_ending(trained_model()), []
+def test_a_failed_recording_is_noted_once_and_computed_without(capsys: pytest.CaptureFixture[str]) -> None:
+    model, attempts = never_ending(trained_model()), []
 
     def refuse(compute: Callable[[], Tensor]) -> Recording:
-        asked.append(1)
+        attempts.append(1)
         raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
     replaying = recorded(model, refuse)
-    wanted = generate(model, [[1, 2, 3]], 10, GREEDY)
+    expected = generate(model, [[1, 2, 3]], 10, GREEDY)
     for _ in range(2):
-        assert generate(replaying, [[1, 2, 3]], 10, GREEDY)[0].tokens == wanted[0].tokens
+        assert generate(replaying, [[1, 2, 3]], 10, GREEDY)[0].tokens == expected[0].tokens
     assert generate(replaying, PROMPTS, 5, GREEDY)[0].tokens == generate(model, PROMPTS, 5, GREEDY)[0].tokens
-    assert len(asked) == 1
+    assert len(attempts) == 1
     note = "note: tokens are generated without CUDA graphs, slower: operation not permitted when stream is capturing\n"
     assert capsys.readouterr().err == note
 

@@ -1,4 +1,4 @@
-"""Streams of tokens as text, against the text of all tokens at once."""
+"""Streams of tokens as text, compared with the text of all tokens at once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 @pytest.fixture(scope="module")
 def bytes_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """GPT-2's, with a token for each byte, so that characters come in parts."""
+    """GPT-2's, with a token for each byte, so that characters come in several tokens."""
     folder = tmp_path_factory.mktemp("vocabulary")
     rust = Rust(models.BPE({"<|endoftext|>": 0, **{c: i + 1 for i, c in enumerate(ALPHABET)}}, []))
     rust.decoder = decoders.ByteLevel()
@@ -32,25 +32,25 @@ def bytes_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 @given(text=st.text(max_size=40), stop=st.lists(st.text(min_size=1, max_size=4), max_size=3))
-def test_pieces_make_the_text_up_to_a_stop_string(bytes_tokenizer: Tokenizer, text: str, stop: list[str]) -> None:
+def test_pieces_add_up_to_the_text_before_a_stop_string(bytes_tokenizer: Tokenizer, text: str, stop: list[str]) -> None:
     stream = TextStream(bytes_tokenizer, stop)
-    found = ""
+    output = ""
     for token in bytes_tokenizer.tokenize(text):
-        found += stream.add_token(token)
-        assert text.startswith(found)
-    found += stream.finish()
-    cuts = [at for at in (text.find(one) for one in stop) if at >= 0]
+        output += stream.add_token(token)
+        assert text.startswith(output)
+    output += stream.finish()
+    cuts = [at for at in (text.find(stop_string) for stop_string in stop) if at >= 0]
     assert stream.stopped == bool(cuts)
-    assert found == text[: min(cuts, default=len(text))]
+    assert output == text[: min(cuts, default=len(text))]
 
 
-def test_parts_of_a_character_are_held_back_until_it_is_whole(bytes_tokenizer: Tokenizer) -> None:
+def test_incomplete_characters_are_held_back(bytes_tokenizer: Tokenizer) -> None:
     stream = TextStream(bytes_tokenizer)
     pieces = [stream.add_token(token) for token in bytes_tokenizer.tokenize("a€b")]
     assert pieces == ["a", "", "", "€", "b"]
 
 
-def test_what_ends_within_a_character_is_shown_at_the_end(bytes_tokenizer: Tokenizer) -> None:
+def test_an_incomplete_last_character_is_shown_at_the_end(bytes_tokenizer: Tokenizer) -> None:
     stream = TextStream(bytes_tokenizer)
     for token in bytes_tokenizer.tokenize("a€")[:-1]:
         stream.add_token(token)
@@ -69,10 +69,10 @@ TEXTS = st.lists(st.one_of(st.sampled_from(WORDS), st.text(max_size=3)), max_siz
 
 
 @given(text=TEXTS, cut=st.integers(0, 30))
-def test_texts_of_tokens_are_transformers_incremental_decoding(
+def test_texts_of_tokens_equal_transformers_incremental_decoding(
     bytes_tokenizer: Tokenizer, llama_tokenizer: Tokenizer, text: str, cut: int
 ) -> None:
-    """Behind any prompt, one that ends within a character included."""
+    """After any prompt, even a prompt that ends within a character."""
     for tokenizer in (bytes_tokenizer, llama_tokenizer):
         tokens = tokenizer.tokenize(text)
         texts = token_texts(tokenizer, tokens)
@@ -89,28 +89,28 @@ def test_texts_of_tokens_are_transformers_incremental_decoding(
     assert token_texts(bytes_tokenizer, tokens) == [stream.step(rust, token) or "" for token in tokens]
 
 
-def test_spaces_and_characters_of_several_tokens_are_kept(llama_tokenizer: Tokenizer) -> None:
+def test_spaces_and_multi_token_characters_are_kept(llama_tokenizer: Tokenizer) -> None:
     tokens = llama_tokenizer.tokenize("the dog saw €")
     assert token_texts(llama_tokenizer, tokens) == ["the", " ", "d", "o", "g", " saw", " ", "", "", "€"]
-    prompt, rest = tokens[:-2], tokens[-2:]
+    prompt, tail = tokens[:-2], tokens[-2:]
     stream = TextStream(llama_tokenizer, context=prompt)
-    assert prompt_text(llama_tokenizer, prompt) + "".join(map(stream.add_token, rest)) == "the dog saw €"
+    assert prompt_text(llama_tokenizer, prompt) + "".join(map(stream.add_token, tail)) == "the dog saw €"
 
 
-def test_a_token_without_a_text_takes_no_space_away(llama_tokenizer: Tokenizer) -> None:
-    words, more = llama_tokenizer.tokenize("the house"), llama_tokenizer.tokenize("saw")
-    tokens = [*words, BOS, EOS, *more]
+def test_a_textless_token_removes_no_space(llama_tokenizer: Tokenizer) -> None:
+    words, continuation = llama_tokenizer.tokenize("the house"), llama_tokenizer.tokenize("saw")
+    tokens = [*words, BOS, EOS, *continuation]
     assert "".join(token_texts(llama_tokenizer, tokens)) == llama_tokenizer.detokenize(tokens) == "the house saw"
 
 
-def test_a_preview_is_the_text_that_adding_the_token_gives(llama_tokenizer: Tokenizer) -> None:
+def test_a_preview_equals_the_text_after_adding_the_token(llama_tokenizer: Tokenizer) -> None:
     decoder = TokenDecoder(llama_tokenizer)
     for token in llama_tokenizer.tokenize("the dog saw €"):
         text = decoder.preview(token)
         assert text == decoder.preview(token) == decoder.add_token(token)
 
 
-def test_a_continuation_is_written_as_behind_its_prompt() -> None:
+def test_a_continuation_is_written_as_after_its_prompt() -> None:
     tokenizer = NullTokenizer(100)
     assert tokenizer.detokenize([1, 2, 3]) == "1 2 3"
     assert continuation(tokenizer, [1, 2, 3], 1) == " 2 3"
@@ -118,23 +118,23 @@ def test_a_continuation_is_written_as_behind_its_prompt() -> None:
 
 
 class CountingTokenizer(NullTokenizer):
-    """A byte-level tokenizer without merges, and a token without a text; counts the tokens that it decodes."""
+    """Byte-level tokenizer without merges, with a textless token; counts the tokens that it decodes."""
 
     TEXTLESS = 256
 
-    def __init__(self, parts: list[bytes] | None = None) -> None:
+    def __init__(self, pieces: list[bytes] | None = None) -> None:
         super().__init__(300)
-        self.parts = [bytes([value]) for value in range(256)] if parts is None else parts
+        self.parts = [bytes([value]) for value in range(256)] if pieces is None else pieces
         self.decoded = 0
 
     def detokenize(self, tokens: Sequence[int]) -> str:
         self.decoded += len(tokens)
-        parts = [self.parts[token] for token in tokens if token != self.TEXTLESS]
-        return b"".join(parts).decode(errors="replace")
+        pieces = [self.parts[token] for token in tokens if token != self.TEXTLESS]
+        return b"".join(pieces).decode(errors="replace")
 
 
 @pytest.mark.parametrize("unit", [[0x80], [0xF0, 0x9F, 0x98], [CountingTokenizer.TEXTLESS], [0xE2, 256, 256]])
-def test_decoding_takes_work_in_proportion_to_the_tokens(unit: list[int]) -> None:
+def test_decoding_work_is_linear_in_the_tokens(unit: list[int]) -> None:
     work = []
     for count in (1000, 3000):
         tokenizer = CountingTokenizer()
@@ -147,7 +147,7 @@ def test_decoding_takes_work_in_proportion_to_the_tokens(unit: list[int]) -> Non
 
 
 @given(tokens=st.lists(st.sampled_from([0x61, 0x80, 0x82, 0xAC, 0xE2, 0xF0, 0x9F, 0x98, 256]), max_size=40))
-def test_texts_of_broken_characters_make_the_text_of_all(tokens: list[int]) -> None:
+def test_texts_of_broken_characters_add_up(tokens: list[int]) -> None:
     tokenizer = CountingTokenizer()
     decoder, texts = TokenDecoder(tokenizer), []
     for token in tokens:
@@ -157,19 +157,19 @@ def test_texts_of_broken_characters_make_the_text_of_all(tokens: list[int]) -> N
     assert "".join(texts) + decoder.finish() == tokenizer.detokenize(tokens)
 
 
-def test_characters_behind_many_broken_ones_are_whole() -> None:
+def test_characters_after_many_broken_ones_are_complete() -> None:
     tokens = [0x80] * 20 + list("😀€".encode())
     texts = token_texts(CountingTokenizer(), tokens)
     assert texts[20:] == ["\ufffd", "", "", "\ufffd" * 2 + "😀", "", "", "€"]
 
 
-def test_tokens_that_all_end_within_a_character_lose_none() -> None:
-    """Byte-level merges across characters, as Thai has them: each token ends one character and begins another."""
+def test_tokens_ending_within_characters_lose_nothing() -> None:
+    """Byte-level merges across characters, as in Thai: each token ends a character and begins another."""
     text = "กขคงจฉชซฌญฎฏฐฑฒณ"
     data = text.encode()
-    parts = [data[:2], *(data[at : at + 3] for at in range(2, len(data), 3))]
-    tokenizer = CountingTokenizer(parts)
+    byte_pieces = [data[:2], *(data[at : at + 3] for at in range(2, len(data), 3))]
+    tokenizer = CountingTokenizer(byte_pieces)
     stream = TextStream(tokenizer)
-    pieces = [stream.add_token(token) for token in range(len(parts))]
+    pieces = [stream.add_token(token) for token in range(len(byte_pieces))]
     assert "".join(pieces) + stream.finish() == text
     assert pieces[6] == text[5]

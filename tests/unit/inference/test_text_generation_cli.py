@@ -1,4 +1,4 @@
-"""The command line of the server: whatever answers, it says so in a line and by its status."""
+"""The server's command line: any answer gives a line and a status."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from tools.text_generation_cli import main
 
 @pytest.fixture(autouse=True)
 def without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the user's environment says."""
+    """Clear the proxies of the user's environment."""
     for name in ("NO_PROXY", "no_proxy"):
         monkeypatch.setenv(name, "*")
 
 
 @contextmanager
 def answering(*answers: bytes) -> Iterator[str]:
-    """The address of something that gives each connection the next of these answers."""
+    """Address of a server that gives each connection the next of these answers."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
         def run() -> None:
             for answer in answers:
                 connection, _ = listening.accept()
                 with connection, connection.makefile("rb") as request:
-                    # All of it: what is left unread would reset the connection.
+                    # Read everything: unread bytes would reset the connection.
                     length = 0
                     while (line := request.readline().strip()) != b"":
                         name, _, value = line.partition(b":")
@@ -56,7 +56,7 @@ def typed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "url", ["localhost:abc", "http://local host:5077", "ftp://localhost", "http://", "localhost:99999", "http://[::1"]
 )
-def test_an_address_that_is_none_is_refused_before_anything_is_asked(
+def test_an_invalid_address_is_refused_before_any_request(
     url: str, typed: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([url]) == 2
@@ -80,7 +80,7 @@ def test_an_address_that_is_none_is_refused_before_anything_is_asked(
         reply("\ufffd", length=1),
     ],
 )
-def test_what_is_no_answer_is_one_line(answer: bytes, typed: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_malformed_answer_is_one_line(answer: bytes, typed: None, capsys: pytest.CaptureFixture[str]) -> None:
     with answering(answer) as url:
         assert main([url, "--tokens-to-generate", "4"]) == 2
     err = capsys.readouterr().err
@@ -89,26 +89,24 @@ def test_what_is_no_answer_is_one_line(answer: bytes, typed: None, capsys: pytes
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answer", "message"),
     [
         (reply('{"message": "too long"}', "400 Bad"), "error 400: too long"),
         (reply("Service Unavailable", "503 Busy"), "error 503: Busy"),
         (reply('{"mess', "400 Bad", length=99), "error 400: Bad"),
     ],
 )
-def test_refused_prompts_show_in_the_status_and_the_others_are_answered(
-    answer: bytes, said: str, typed: None, capsys: pytest.CaptureFixture[str]
+def test_refused_prompts_set_the_status(
+    answer: bytes, message: str, typed: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with answering(answer, reply('{"text": ["3 4"]}')) as url:
         assert main([url, "--tokens-to-generate", "4"]) == 1
     out, err = capsys.readouterr()
-    assert said in err
+    assert message in err
     assert "Megatron Response:\n3 4\n" in out
 
 
-def test_bytes_that_are_no_text_are_not_sent(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_utf8_is_not_sent(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n1\n"), encoding="utf-8"))
     with answering(reply('{"text": ["1 2"]}')) as url:
         assert main([url, "--tokens-to-generate", "4"]) == 1

@@ -1,4 +1,4 @@
-"""The threads of the server: requests that take long leave the event loop to others."""
+"""The server's threads: slow requests leave the event loop to others."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ class RecordingTokenizer(NullTokenizer):
 
 
 class InstantWorker(Worker):
-    """A worker whose model says nothing, at once."""
+    """Worker whose model generates nothing, at once."""
 
     def submit(self, ticket: Ticket) -> None:
-        """Emits empty results."""
+        """Emit empty results."""
         ticket.emit([Result("", "", [], "length", []) for _ in ticket.job.prompts])
 
 
-def _server(template: ChatTemplate | None = None, waiting: int = 2) -> tuple[Server, RecordingTokenizer]:
+def _server(template: ChatTemplate | None = None, queue_size: int = 2) -> tuple[Server, RecordingTokenizer]:
     tokenizer = RecordingTokenizer()
     model: Any = SimpleNamespace(tokenizer=tokenizer)
-    worker = InstantWorker(model, waiting, 1.0, lambda: None)
+    worker = InstantWorker(model, queue_size, 1.0, lambda: None)
     return Server(worker, RequestLimits(64, 1000), 10_000, "m", AllowedHosts("127.0.0.1", ["*"]), template), tokenizer
 
 
@@ -92,7 +92,7 @@ def test_answers_are_decoded_beside_the_event_loop(path: str, body: dict[str, An
 
 
 class SlowTemplate(ChatTemplate):
-    """A template that is rendered when it may; counts how often at once."""
+    """Template rendered on release; counts concurrent renderings."""
 
     def __init__(self) -> None:
         super().__init__("", {})
@@ -101,7 +101,7 @@ class SlowTemplate(ChatTemplate):
         self._lock = threading.Lock()
 
     def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
-        """Returns a token, once released."""
+        """Return a token, once released."""
         with self._lock:
             self.rendering += 1
             self.most = max(self.most, self.rendering)
@@ -111,9 +111,9 @@ class SlowTemplate(ChatTemplate):
         return "1"
 
 
-def test_chats_wait_for_their_template_without_threads_and_not_too_many_of_them() -> None:
+def test_chats_wait_for_their_template_without_threads() -> None:
     template = SlowTemplate()
-    server, _ = _server(template, waiting=50)
+    server, _ = _server(template, queue_size=50)
 
     async def ask() -> tuple[list[tuple[int, str]], tuple[int, str], tuple[int, str]]:
         def chat() -> Coroutine[Any, Any, tuple[int, str]]:
@@ -141,7 +141,7 @@ def test_chats_wait_for_their_template_without_threads_and_not_too_many_of_them(
 def test_a_refused_chat_lets_the_next_one_be_rendered() -> None:
     template = SlowTemplate()
     template.released.set()
-    server, _ = _server(template, waiting=1)
+    server, _ = _server(template, queue_size=1)
 
     async def ask() -> list[int]:
         path, messages = "/v1/chat/completions", list[Any]([[], [{"role": "user", "content": "1"}]])

@@ -1,4 +1,4 @@
-"""Jobs one after the other, and what becomes of them when the server ends."""
+"""Jobs run one after the other; the end of the server ends them."""
 
 from __future__ import annotations
 
@@ -37,30 +37,30 @@ def working() -> Worker:
     return worker
 
 
-def begun(worker: Worker) -> Listener:
-    """A job that would go on for hours, at work."""
+def start_job(worker: Worker) -> Listener:
+    """Start a job that would take hours."""
     first = Listener(worker, ENDLESS)
     assert isinstance(first.events.get(timeout=20), StreamedToken)
     return first
 
 
-def test_the_job_at_hand_is_cut_short_and_those_that_wait_are_told() -> None:
+def test_the_running_job_is_cut_short_and_waiting_jobs_are_refused() -> None:
     worker = working()
-    first, second = begun(worker), Listener(worker, ENDLESS)
+    first, second = start_job(worker), Listener(worker, ENDLESS)
     worker.cut()
     (result,) = first.last()  # type: ignore[misc]
     assert 0 < len(result.tokens) < 10**6
-    told = second.last()
-    assert isinstance(told, Failed)
-    assert told.status == 503
-    assert "ends" in told.message
+    last_event = second.last()
+    assert isinstance(last_event, Failed)
+    assert last_event.status == 503
+    assert "ends" in last_event.message
     with pytest.raises(RequestError, match="ends") as refused:
         worker.submit(Ticket(ENDLESS, lambda event: None))
     assert refused.value.status == 503
     worker.stop()
 
 
-def test_those_that_wait_are_told_while_the_job_at_hand_is_slow() -> None:
+def test_waiting_jobs_are_refused_while_the_running_job_is_slow() -> None:
     """A forward pass of minutes notices nothing; the queue need not wait for it."""
     model = trained_model()
     worker, entered, go_on = Worker(model, 3, 60.0, lambda: None), threading.Event(), threading.Event()
@@ -75,36 +75,36 @@ def test_those_that_wait_are_told_while_the_job_at_hand_is_slow() -> None:
     assert entered.wait(20)
     second = Listener(worker, ENDLESS)
     worker.cut()
-    told = second.events.get(timeout=5)
-    assert isinstance(told, Failed)
-    assert told.status == 503
+    event = second.events.get(timeout=5)
+    assert isinstance(event, Failed)
+    assert event.status == 503
     assert first.events.empty()
     hook.remove()
     go_on.set()
     worker.stop()
 
 
-def test_whoever_waits_too_long_for_the_end_is_told() -> None:
+def test_a_job_that_outlasts_the_grace_period_is_ended() -> None:
     worker = working()
-    first = begun(worker)
+    first = start_job(worker)
     worker.give_up()
-    told = first.last()
-    assert isinstance(told, Failed)
-    assert told.status == 503
+    event = first.last()
+    assert isinstance(event, Failed)
+    assert event.status == 503
     worker.stop()
 
 
-def test_those_that_wait_are_told_when_the_server_fails() -> None:
+def test_waiting_jobs_are_refused_when_the_server_fails() -> None:
     model = trained_model()
-    ended: list[float] = []
-    worker = Worker(model, 3, 60.0, lambda: ended.append(time.monotonic()))
+    end_times: list[float] = []
+    worker = Worker(model, 3, 60.0, lambda: end_times.append(time.monotonic()))
     broken = InferenceJob([[1, 10**6]], 3, Sampling(), [1])  # there is no such token
     first, second = Listener(worker, broken), Listener(worker, ENDLESS)
     worker.start()
     for listener, status in ((first, 500), (second, 503)):
-        told = listener.last()
-        assert isinstance(told, Failed)
-        assert told.status == status
+        event = listener.last()
+        assert isinstance(event, Failed)
+        assert event.status == status
     worker.stop()
     assert worker.error is not None
-    assert ended
+    assert end_times

@@ -1,4 +1,4 @@
-"""A site for tests of what fetches."""
+"""A web site for tests of fetchers."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ ROBOTS = "User-agent: *\nDisallow: /secret\nAllow: /secret/open\nDisallow: /*.pd
 
 
 def page(number: int, repeat: int = 6) -> str:
-    story = "".join(f"<p>{STORY.format(f'{number}-{part}')}</p>" for part in range(repeat))
+    story = "".join(f"<p>{STORY.format(f'{number}-{paragraph}')}</p>" for paragraph in range(repeat))
     return f"<html><head><title>t</title></head><body><nav>Home About</nav><article>{story}</article></body></html>"
 
 
 class Site(BaseHTTPRequestHandler):
-    """A site whose paths say what they do."""
+    """Web site whose paths name their behavior."""
 
-    asked: ClassVar[Counter[str]] = Counter()
+    requests: ClassVar[Counter[str]] = Counter()
     at_once: ClassVar[Counter[str]] = Counter()
     most_at_once: ClassVar[Counter[str]] = Counter()
     lock = threading.Lock()
@@ -43,13 +43,13 @@ class Site(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         host = self.headers["Host"]
         with Site.lock:
-            Site.asked[self.path] += 1
+            Site.requests[self.path] += 1
             Site.at_once[host] += 1
             Site.most_at_once[host] = max(Site.most_at_once[host], Site.at_once[host])
         try:
             self.respond()
         except OSError:
-            pass  # the fetcher has gone, as it should
+            pass  # the fetcher has closed the connection, as it should
         finally:
             with Site.lock:
                 Site.at_once[host] -= 1
@@ -103,7 +103,7 @@ class Site(BaseHTTPRequestHandler):
         elif name == "stuck":
             time.sleep(120)
         elif name == "busy":
-            self.answer(503 if Site.asked[self.path] < 2 else 200, page(9).encode())
+            self.answer(503 if Site.requests[self.path] < 2 else 200, page(9).encode())
         elif name == "empty":
             self.answer(200, b"<html><body></body></html>")
         elif name == "garbage":

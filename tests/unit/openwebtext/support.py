@@ -1,4 +1,4 @@
-"""Small files for the cleaning tools, and what they say of them."""
+"""Small files for the cleaning tools, and the error of a refusal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FILL = "Nothing of this has been asked about. " * 12
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> str:
-    """A file of JSON lines; its name."""
+    """Write a file of JSON lines and return its name."""
     with writing(path) as line:
         for row in rows:
             line(json.dumps(row).encode())
@@ -31,13 +31,13 @@ def write(path: Path, rows: list[dict[str, Any]]) -> str:
 
 
 def read(path: Path | str) -> list[dict[str, Any]]:
-    """The rows of a file of JSON lines."""
+    """Rows of a file of JSON lines."""
     return [json.loads(line) for line in lines(path)]
 
 
 def refused(tool: Any, flags: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line that says why."""
+    """Error line of a refused call."""
     assert tool.main(flags) == 2
-    said = capsys.readouterr().err.splitlines()
-    assert sum("error" in line for line in said) == 1
-    return said[-1]
+    error_lines = capsys.readouterr().err.splitlines()
+    assert sum("error" in line for line in error_lines) == 1
+    return error_lines[-1]

@@ -1,4 +1,4 @@
-"""The cleaning tools, each against what its rules say of small files; and the faults of the scripts they replace."""
+"""The cleaning tools on small files by their rules, and the faults of the scripts they replace."""
 
 # ruff: noqa: RUF001
 
@@ -56,7 +56,7 @@ def test_urls(url: str, reason: str | None) -> None:
     assert blacklist_urls.url_filter(*lists)(url) == reason
 
 
-def test_url_lists_are_as_long_as_those_they_replace() -> None:
+def test_url_lists_are_as_long_as_the_replaced_lists() -> None:
     assert len(blacklist_urls.words_of(blacklist_urls.LISTS / "domains.txt")) >= 110
     assert len(blacklist_urls.words_of(blacklist_urls.LISTS / "extensions.txt")) >= 67
 
@@ -91,17 +91,17 @@ def test_cleanup_repairs_and_keeps_long_english_texts(workers: str, tmp_path: Pa
     ] * 20
     source, out, report = write(tmp_path / "in.gz", rows), tmp_path / "out.zst", tmp_path / "report"
     assert cleanup_dataset.main([source, str(out), "--workers", workers, "--report", str(report)]) == 0
-    found = read(out)
-    assert [row["url"] for row in found] == ["kept", "fixed"] * 20
-    assert found[1]["text"] == broken.replace("â‚¬", "€")
-    assert found[1]["more"] == 1
+    documents = read(out)
+    assert [row["url"] for row in documents] == ["kept", "fixed"] * 20
+    assert documents[1]["text"] == broken.replace("â‚¬", "€")
+    assert documents[1]["more"] == 1
     counts = json.loads(report.read_text())
     assert counts == {
         "documents": 100, "written": 40, "fixed": 20, "too short": 20, "in another language": 40,
     }  # fmt: skip
 
 
-def test_length_counts_tokens_where_there_is_a_vocabulary(tmp_path: Path) -> None:
+def test_length_counts_tokens_if_a_vocabulary_is_given(tmp_path: Path) -> None:
     class Letters:
         def tokenize(self, text: str) -> list[str]:
             return list(text)
@@ -126,14 +126,14 @@ def test_fixes_chain_and_files_are_named_after_their_inputs(tmp_path: Path) -> N
     new = tmp_path / "made" / "for it"
     flags = ["--input-files", source, "--output-path", str(new), "--workers", "1"]
     assert cleanup_fix_dataset.main([*flags, "--tasks", *tasks]) == 0
-    kept = read(new / "a.b_cleaned.jsonl.gz")
+    documents = read(new / "a.b_cleaned.jsonl.gz")
     # The script this replaces returned after its first fix.
-    assert kept[0]["text"] == "It is short and English,\nand costs €5."
-    assert len(kept) == 2
+    assert documents[0]["text"] == "It is short and English,\nand costs €5."
+    assert len(documents) == 2
     assert read(new / "a.b_filtered.jsonl.gz") == rows[:2]
 
 
-def test_what_is_read_is_not_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inputs_are_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sources = [write(tmp_path / name, [{"text": ENGLISH * 4}]) for name in ("a.jsonl", "a_cleaned.jsonl")]
     flags = ["--input-files", *sources, "--output-path", str(tmp_path), "--tasks", "remove_512"]
     assert cleanup_fix_dataset.main(flags) == 2
@@ -141,9 +141,7 @@ def test_what_is_read_is_not_written(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_missing_input_is_noticed_before_the_first_is_cleaned(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_input_is_refused_before_cleaning_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write(tmp_path / "a.jsonl", [{"text": ENGLISH * 4}])
     new = str(tmp_path / "new")
     flags = ["--input-files", source, str(tmp_path / "none"), "--output-path", new, "--tasks", "remove_512"]
@@ -152,7 +150,7 @@ def test_a_missing_input_is_noticed_before_the_first_is_cleaned(
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_impossible_output_folder_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write(tmp_path / "a.jsonl", [{"text": ENGLISH * 4}])
     for folder in (source, f"{source}/inside"):
         flags = ["--input-files", source, "--output-path", folder, "--tasks", "remove_512"]
@@ -166,18 +164,18 @@ def test_line_breaks_after_words_become_spaces() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [("{", "no JSON"), ("[1]", "no JSON object"), ('{"txt": "a"}', "'text'"), ('{"text": 3}', "'text'")],
 )
-def test_what_is_no_document_is_named_or_counted(
-    line: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_malformed_documents_are_named_or_counted(
+    line: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     path.write_text(json.dumps({"text": ENGLISH * 4}) + f"\n{line}\n")
     assert cleanup_dataset.main([str(path), str(out), "--workers", "2"]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert "line 2" in error
-    assert said in error
+    assert message in error
     assert not out.exists()
     assert cleanup_dataset.main([str(path), str(out), "--workers", "1", "--skip-bad-lines"]) == 0
     assert "1 bad lines skipped" in capsys.readouterr().out
@@ -187,7 +185,7 @@ def test_what_is_no_document_is_named_or_counted(
 # Groups of duplicates
 
 
-def test_groups_are_chains_of_links_and_one_of_each_stays(tmp_path: Path) -> None:
+def test_groups_are_chains_of_links_and_keep_one_document(tmp_path: Path) -> None:
     pairs = [
         {"a": [{"b": 0.9}, {"x": 0.6}]},
         {"c": [{"d": 0.8}]},
@@ -217,32 +215,32 @@ def _filter(tmp_path: Path, texts: list[str], tasks: list[str], *flags: str) -> 
     return read(out)
 
 
-def test_a_leak_is_cut_out_up_to_the_ends_of_sentences(tmp_path: Path) -> None:
+def test_a_leak_is_cut_out_to_the_ends_of_sentences(tmp_path: Path) -> None:
     leak = f"{FILL}We ask: {RUN.upper()}, then? {FILL}"
-    found = _filter(tmp_path, [leak, FILL], [f"{RUN} tell me"])
-    assert [row["n"] for row in found] == [0, 0, 1]
-    assert "split_id" not in found[2]
-    assert [row["split_id"] for row in found[:2]] == [0, 1]
-    for row in found[:2]:
+    pieces = _filter(tmp_path, [leak, FILL], [f"{RUN} tell me"])
+    assert [row["n"] for row in pieces] == [0, 0, 1]
+    assert "split_id" not in pieces[2]
+    assert [row["split_id"] for row in pieces[:2]] == [0, 1]
+    for row in pieces[:2]:
         assert "painted" not in row["text"].lower()
         assert row["text"].startswith("Nothing")
         assert row["text"].endswith(".")
         assert 200 < len(row["text"]) < len(FILL)
 
 
-def test_a_leak_that_is_longer_than_a_run_goes_to_its_end(tmp_path: Path) -> None:
+def test_a_leak_longer_than_a_run_is_cut_to_its_end(tmp_path: Path) -> None:
     # LAMBADA's shape: the last words of a passage are the answer.
     passage = " ".join(f"z{number}" for number in range(50)) + ". Then it was the young man called Gabriel"
-    found = _filter(tmp_path, [f"{FILL * 2}{passage}. {FILL * 2}"], [passage])
-    assert len(found) == 2
-    assert not any("Gabriel" in row["text"] or "z4" in row["text"] for row in found)
+    pieces = _filter(tmp_path, [f"{FILL * 2}{passage}. {FILL * 2}"], [passage])
+    assert len(pieces) == 2
+    assert not any("Gabriel" in row["text"] or "z4" in row["text"] for row in pieces)
 
 
 def test_short_runs_are_counted_within_long_ones(tmp_path: Path) -> None:
     eight = "one two three four five six seven eight"
     long = f"{eight} nine ten eleven twelve thirteen"
     texts = [f"{FILL}{long}. {FILL}"] * 10 + [f"{FILL}{eight}. {FILL}"]
-    # Both are phrases, though the short one never stands alone ten times.
+    # Both are phrases, though the short run never stands alone ten times.
     assert len(_filter(tmp_path, texts, [eight, long])) == 11
 
 
@@ -256,7 +254,7 @@ def test_short_tasks_count_from_eight_words_and_phrases_stay(tmp_path: Path) -> 
     assert len(_filter(tmp_path, texts * 10, [eight], "--key-threshold", "11")) == 20
 
 
-def test_documents_in_too_many_pieces_or_without_any_go(tmp_path: Path) -> None:
+def test_documents_in_too_many_or_no_pieces_are_dropped(tmp_path: Path) -> None:
     assert _filter(tmp_path, [f"Short. {RUN}. Short."], [RUN]) == []
     many = f"{FILL * 2}{RUN}. " * 11 + FILL
     assert _filter(tmp_path, [many], [RUN], "--key-threshold", "100") == []
@@ -274,20 +272,20 @@ def test_dictionaries_are_saved_with_their_counts(tmp_path: Path) -> None:
 
 
 @given(st.text(alphabet="ab .!?\n", max_size=300), st.integers(0, 30), st.integers(0, 20))
-def test_pieces_never_hold_what_was_found(text: str, each_side: int, least: int) -> None:
+def test_pieces_hold_no_hits(text: str, each_side: int, least: int) -> None:
     cut = filter_ngrams.NgramCut("text", frozenset(["a b a", "b b"]), each_side, least, 10)
-    left = cut.pieces(text)
-    if left is None:
+    pieces = cut.pieces(text)
+    if pieces is None:
         assert not list(cut.hits(text))
         return
-    for piece in left:
+    for piece in pieces:
         assert len(piece) > least
         assert piece in text
     if each_side:
-        assert not any(list(cut.hits(piece)) for piece in left)
+        assert not any(list(cut.hits(piece)) for piece in pieces)
 
 
-# The rest
+# Merging, numbering and downloading
 
 
 def test_numbers_and_merged_files(tmp_path: Path) -> None:
@@ -308,7 +306,7 @@ def test_numbers_and_merged_files(tmp_path: Path) -> None:
     assert [row["adlr_id"] for row in read(numbered)] == [f"owt-{n:010d}" for n in (1, 2, 3)]
 
 
-def test_data_sets_come_through_the_library(
+def test_datasets_come_through_the_library(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("datasets")
@@ -336,7 +334,7 @@ def test_data_sets_come_through_the_library(
         ("owt/train.jsonl", "--output", "owt/train.jsonl"),
     ],
 )
-def test_a_local_data_set_is_not_written_into(
+def test_a_local_dataset_is_not_written_into(
     dataset: str, flag: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -344,8 +342,8 @@ def test_a_local_data_set_is_not_written_into(
     monkeypatch.setattr(download_openwebtext, "rows", lambda _: pytest.fail("the data set is read"))
     Path("owt", "data").mkdir(parents=True)
     Path("link").symlink_to("owt")
-    for place in (Path("owt/train.jsonl"), Path("elsewhere.jsonl")):
-        place.write_text('{"text": "one"}\n')
+    for file in (Path("owt/train.jsonl"), Path("elsewhere.jsonl")):
+        file.write_text('{"text": "one"}\n')
     Path("owt/more.jsonl").symlink_to("../elsewhere.jsonl")
     outputs = {"--output": "out.jsonl", flag: name}
     flags = [word for pair in outputs.items() for word in pair]
@@ -356,7 +354,7 @@ def test_a_local_data_set_is_not_written_into(
     assert Path("owt/train.jsonl").read_text() == Path("elsewhere.jsonl").read_text() == '{"text": "one"}\n'
 
 
-def test_rows_that_json_has_no_form_for() -> None:
+def test_rows_are_converted_to_json() -> None:
     day = dt.datetime(2020, 1, 2, 3, 4, 5)
     row = {"text": "ä", "at": day, "parts": [{"day": day.date(), "price": decimal.Decimal("1.50")}]}
     assert json.loads(download_openwebtext.line_of(row)) == {
@@ -367,7 +365,7 @@ def test_rows_that_json_has_no_form_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tool", "flags", "said"),
+    ("tool", "flags", "message"),
     [
         (cleanup_dataset, ["none.jsonl", "out", "--workers", "1"], "No such file"),
         (cleanup_dataset, ["none.jsonl", "out", "--workers", "0"], "--workers 0"),
@@ -384,11 +382,11 @@ def test_rows_that_json_has_no_form_for() -> None:
     ],
 )
 def test_bad_flags_are_one_line(
-    tool: Any, flags: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    tool: Any, flags: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     assert tool.main(flags) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert said in error
+    assert message in error
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Fingerprints and duplicates against exact sets, and the whole pipeline."""
+"""Fingerprints and duplicates against exact sets."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def runs(text: str) -> set[str]:
 
 
 @given(st.text(max_size=60), st.text(max_size=60))
-def test_similarities_are_those_of_sets_of_five_characters(a: str, b: str) -> None:
+def test_similarities_compare_sets_of_five_characters(a: str, b: str) -> None:
     sets = [np.unique(shingle_hashes(text)) for text in (a, b)]
     first, second = runs(a), runs(b)
-    assert [len(one) for one in sets] == [len(first), len(second)]
+    assert [len(hashes) for hashes in sets] == [len(first), len(second)]
     shared = len(first & second)
-    for kind, whole in (
+    for kind, denominator in (
         ("union", len(first | second)), ("min", min(len(first), len(second))), ("max", max(len(first), len(second))),
     ):  # fmt: skip
-        assert similarity(sets[0], sets[1], kind) == pytest.approx(shared / whole)
+        assert similarity(sets[0], sets[1], kind) == pytest.approx(shared / denominator)
 
 
 def test_fingerprints_estimate_similarities() -> None:
@@ -55,7 +55,7 @@ def test_fingerprints_estimate_similarities() -> None:
         assert (row == rows[0]).mean() == pytest.approx(expected, abs=0.04)
 
 
-def test_fingerprints_are_those_that_earlier_versions_saved() -> None:
+def test_fingerprints_are_pinned() -> None:
     rows, sizes = signatures(["The old house by the river", "abc"], 4, 1234)
     assert rows.tolist() == [
         [8765096, 148770431, 183317939, 2536109],
@@ -88,23 +88,35 @@ def exact(rows: list[dict[str, Any]], threshold: float) -> set[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("workers", "bands", "max_removed"), [("1", "100", 100), ("2", "20", 7)])
-def test_pairs_are_the_exact_ones(workers: str, bands: str, max_removed: int, tmp_path: Path) -> None:
-    """With as many bands as seeds, also those that are barely similar."""
+def test_pairs_equal_an_exact_search(workers: str, bands: str, max_removed: int, tmp_path: Path) -> None:
+    """With as many bands as seeds, barely similar pairs too."""
     rows = corpus(1, max_removed=max_removed)
-    one, two = write(tmp_path / "a.jsonl.gz", rows[:70]), write(tmp_path / "b.jsonl", rows[70:])
+    first, second = write(tmp_path / "a.jsonl.gz", rows[:70]), write(tmp_path / "b.jsonl", rows[70:])
     out = tmp_path / "out.jsonl"
-    flags = ["--inputs", one, "url", two, "url", "--output", str(out), "--heuristic-iter", "-1", "--num-bands", bands]
+    flags = [
+        "--inputs",
+        first,
+        "url",
+        second,
+        "url",
+        "--output",
+        str(out),
+        "--heuristic-iter",
+        "-1",
+        "--num-bands",
+        bands,
+    ]
     assert find_duplicates.main([*flags, "--workers", workers, "--jaccard-parallel"]) == 0
     assert bench.pairs_of(out) == exact(rows, 0.5)
     texts = {row["url"]: runs(row["text"]) for row in rows}
     for row in read(out):
-        for key, others in row.items():
-            for other, value in ((o, v) for pair in others for o, v in pair.items()):
+        for key, matches in row.items():
+            for other, value in ((o, v) for pair in matches for o, v in pair.items()):
                 a, b = texts[key], texts[other]
                 assert value == pytest.approx(len(a & b) / len(a | b), abs=1e-5)
 
 
-def test_new_documents_meet_saved_fingerprints(tmp_path: Path) -> None:
+def test_new_documents_are_compared_with_saved_fingerprints(tmp_path: Path) -> None:
     rows = corpus(2, 60)
     old, new = [row for row in rows if "copy" not in row["url"]], [row for row in rows if "copy" in row["url"]]
     saved, out = str(tmp_path / "prints"), tmp_path / "out"
@@ -115,25 +127,25 @@ def test_new_documents_meet_saved_fingerprints(tmp_path: Path) -> None:
     flags = [*base, "--inputs", write(tmp_path / "b", new), "url", "--load-fingerprints", saved, "--output", str(out)]
     assert find_duplicates.main([*flags, "--heuristic-iter", "-1"]) == 0
     assert bench.pairs_of(out) == exact(rows, 0.5)
-    # Old documents stand first, so that of each group one that is there already is kept.
+    # Old documents come first, so each group keeps a document that is already there.
     assert all("copy" not in key for row in read(out) for key in row)
     assert find_duplicates.main([*flags, "--seed", "5"]) == 2
-    whole = Path(saved).read_bytes()
-    for damaged in (b"PK", whole[: len(whole) // 2], b""):
+    content = Path(saved).read_bytes()
+    for damaged in (b"PK", content[: len(content) // 2], b""):
         Path(saved).write_bytes(damaged)
         assert find_duplicates.main(flags) == 2
 
 
 CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "a plain array": lambda found: found["rows"],
-    "one number": lambda found: {**found, "rows": np.uint32(3)},
-    "rows of floats": lambda found: {**found, "rows": found["rows"].astype(float)},
-    "too few rows": lambda found: {**found, "rows": found["rows"][1:]},
-    "too few sizes": lambda found: {**found, "sizes": found["sizes"][1:]},
-    "sizes of floats": lambda found: {**found, "sizes": found["sizes"].astype(float)},
-    "sizes of 0": lambda found: {**found, "sizes": 0 * found["sizes"]},
-    "keys of numbers": lambda found: {**found, "keys": np.frombuffer(b"\n".join([b"1"] * 4), np.uint8)},
-    "another seed": lambda found: {**found, "about": np.frombuffer(b"3", np.uint8)},
+    "a plain array": lambda saved: saved["rows"],
+    "one number": lambda saved: {**saved, "rows": np.uint32(3)},
+    "rows of floats": lambda saved: {**saved, "rows": saved["rows"].astype(float)},
+    "too few rows": lambda saved: {**saved, "rows": saved["rows"][1:]},
+    "too few sizes": lambda saved: {**saved, "sizes": saved["sizes"][1:]},
+    "sizes of floats": lambda saved: {**saved, "sizes": saved["sizes"].astype(float)},
+    "sizes of 0": lambda saved: {**saved, "sizes": 0 * saved["sizes"]},
+    "keys of numbers": lambda saved: {**saved, "keys": np.frombuffer(b"\n".join([b"1"] * 4), np.uint8)},
+    "another seed": lambda saved: {**saved, "about": np.frombuffer(b"3", np.uint8)},
 }
 
 
@@ -153,33 +165,33 @@ def test_fingerprints_of_another_shape_are_refused(
     assert f"--load-fingerprints {saved}" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_nothing_waits_in_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
+def test_no_texts_are_written_to_the_output_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
     merge_matches = find_duplicates.merge_matches
 
     def look(pairs: Any) -> Any:
-        seen.extend(entry.name for entry in tmp_path.iterdir())
+        names.extend(entry.name for entry in tmp_path.iterdir())
         return merge_matches(pairs)
 
     monkeypatch.setattr(find_duplicates, "merge_matches", look)
     flags = ["--inputs", write(tmp_path / "in", corpus(1, 6)), "url", "--output", str(tmp_path / "out")]
     assert find_duplicates.main([*flags, "--workers", "1"]) == 0
     # A killed process leaves no texts there.
-    assert [name for name in seen if not name.startswith(".out.")] == ["in"]
+    assert [name for name in names if not name.startswith(".out.")] == ["in"]
 
 
-def test_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write(tmp_path / "in", corpus(1, 30))
     flags = ["--inputs", source, "url", "--output", str(tmp_path / "out"), "--workers", "1"]
     with largest_file(10_000):
-        said = refused(find_duplicates, flags, capsys)
-    assert f"{tmp_path}: File too large" in said
+        error = refused(find_duplicates, flags, capsys)
+    assert f"{tmp_path}: File too large" in error
     assert [entry.name for entry in tmp_path.iterdir()] == ["in"]
 
 
 @pytest.mark.parametrize("name", ["folder", "afile/x", "none/x"])
 @pytest.mark.parametrize("flag", ["--output", "--save-fingerprints"])
-def test_outputs_that_cannot_be_written(
+def test_unwritable_outputs_are_refused(
     flag: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "folder").mkdir()
@@ -188,7 +200,7 @@ def test_outputs_that_cannot_be_written(
     assert str(tmp_path / name.split("/")[0]) in refused(find_duplicates, flags, capsys)
 
 
-def test_inputs_and_outputs_are_apart(
+def test_outputs_must_differ_from_inputs_and_each_other(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -212,9 +224,11 @@ def test_inputs_and_outputs_are_apart(
         assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_only_what_was_compared_is_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one, other = " ".join(WORDS[:100]), " ".join(WORDS[500:600])
-    data = write(tmp_path / "in", [{"url": "a", "text": one}, {"url": "b", "text": one}, {"url": "b", "text": other}])
+def test_only_compared_documents_are_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, other_text = " ".join(WORDS[:100]), " ".join(WORDS[500:600])
+    data = write(
+        tmp_path / "in", [{"url": "a", "text": text}, {"url": "b", "text": text}, {"url": "b", "text": other_text}]
+    )
     pairs, groups, out = (str(tmp_path / name) for name in ("pairs", "groups", "out"))
     assert find_duplicates.main(["--inputs", data, "url", "--output", pairs, "--workers", "1"]) == 0
     captured = capsys.readouterr()
@@ -223,26 +237,26 @@ def test_only_what_was_compared_is_removed(tmp_path: Path, capsys: pytest.Captur
     assert "1 repeated names" in captured.out
     assert group_duplicate_url.main([pairs, groups]) == 0
     assert remove_group_duplicates.main([groups, data, out]) == 0
-    assert [row["text"] for row in read(out)] == [one, other]
+    assert [row["text"] for row in read(out)] == [text, other_text]
     assert "1 that repeat a duplicate's name" in capsys.readouterr().out
 
 
-def test_lines_are_numbered_as_they_stand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_count_blank_lines_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data, groups, out = tmp_path / "data", tmp_path / "groups", str(tmp_path / "out")
     data.write_text('\n\n{"url": "a", "text": "b"}\n\n{"url": 3, "text": "b"}\n')
-    said = refused(find_duplicates, ["--inputs", str(data), "url", "--output", out, "--workers", "1"], capsys)
-    assert "line 5" in said
-    assert "'url' is a number" in said
+    error = refused(find_duplicates, ["--inputs", str(data), "url", "--output", out, "--workers", "1"], capsys)
+    assert "line 5" in error
+    assert "'url' is a number" in error
     assert "line 3" in refused(group_duplicate_url, [str(data), out], capsys)
     groups.write_text('{"0": ["a", "b"]}\n\n{"1": 3}\n')
     assert "line 3" in refused(remove_group_duplicates, [str(groups), str(data), out], capsys)
     groups.write_text("\n{\n")
-    said = refused(remove_group_duplicates, [str(groups), str(data), out], capsys)
-    assert "line 2" in said
-    assert "--skip-bad-lines" not in said  # it is for the data
+    error = refused(remove_group_duplicates, [str(groups), str(data), out], capsys)
+    assert "line 2" in error
+    assert "--skip-bad-lines" not in error  # that flag is for the data
 
 
-def test_a_library_that_is_missing(
+def test_a_missing_library_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "rensa", None)
@@ -251,7 +265,7 @@ def test_a_library_that_is_missing(
 
 
 @pytest.mark.parametrize("value", ["1" + "0" * 400, "1e400", "NaN", "-0.5", "true", '"high"', "[]"])
-def test_similarities_that_are_none(value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_malformed_similarities_are_refused(value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pairs, out = tmp_path / "pairs", str(tmp_path / "out")
     pairs.write_text('{"a": [{"b": 0.9}]}\n{"c": [{"d": VALUE}]}\n'.replace("VALUE", value))
     assert "line 2" in refused(group_duplicate_url, [str(pairs), out], capsys)
@@ -260,7 +274,7 @@ def test_similarities_that_are_none(value: str, tmp_path: Path, capsys: pytest.C
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (["--inputs", "a"], "--inputs"),
         (["--inputs", "a", "url", "--num-bands", "7"], "--num-bands 7"),
@@ -272,9 +286,11 @@ def test_similarities_that_are_none(value: str, tmp_path: Path, capsys: pytest.C
         ([], "--inputs"),
     ],
 )
-def test_bad_flags(flags: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_flags_are_refused(
+    flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert find_duplicates.main([*flags, "--output", str(tmp_path / "out")]) == 2
-    assert said in capsys.readouterr().err.splitlines()[-1]
+    assert message in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("flags", [["--documents", "0"], ["--documents", "-5"], ["--documents", "5"],
@@ -291,13 +307,13 @@ def test_the_bench_needs_documents(
 def test_the_bench_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("datasketch")
     assert bench.main(["--documents", "60", "--out", str(tmp_path)]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     record = json.loads((tmp_path / "rows.json").read_text())
     assert record["header"]["sources"]
     assert len(record["steps"]) == 10
     for row in record["steps"]:
         assert row["per_s"] > 0
-        assert f"| {row['step']} | " in said
+        assert f"| {row['step']} | " in output
     loop, wide, narrow = record["found"]
     assert loop["speed_up"] == 1.0
     assert wide["found_5"] == wide["found_10"] == 1.0
@@ -305,7 +321,7 @@ def test_the_bench_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.slow
-def test_a_step_of_the_bench_that_fails_says_why(tmp_path: Path) -> None:
+def test_a_failing_bench_step_shows_its_error(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"failed(.|\n)*add_id: error: .*gone"):
         bench.seconds(
             "add_id", "--input-file", tmp_path / "gone", "--output-file", tmp_path / "out", "--id-prefix", "x"
@@ -313,13 +329,13 @@ def test_a_step_of_the_bench_that_fails_says_why(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_both_names_of_the_grouping_are_one_command(tmp_path: Path) -> None:
+def test_both_names_of_the_grouping_command_work(tmp_path: Path) -> None:
     """Called as programs, from another folder."""
-    found = tmp_path / "found.jsonl"
-    found.write_text(json.dumps({"a": [{"b": 0.9}, {"c": 0.4}]}) + "\n")
+    pairs = tmp_path / "found.jsonl"
+    pairs.write_text(json.dumps({"a": [{"b": 0.9}, {"c": 0.4}]}) + "\n")
     for name in ("group_duplicate_url.py", "group_duplicate_urls.py"):
         program = Path(group_duplicate_url.__file__).with_name(name)
-        done = subprocess.run([sys.executable, program, found, name], cwd=tmp_path, capture_output=True, text=True)
+        done = subprocess.run([sys.executable, program, pairs, name], cwd=tmp_path, capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout.startswith("group_duplicate_url: ")
         assert read(tmp_path / name) == [{"0": ["a", "b"]}]

@@ -1,4 +1,4 @@
-"""Pages are fetched each once, texts taken out of them, and what is interrupted goes on."""
+"""Each page is fetched once, its text extracted, and an interrupted fetch continues."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def fetched(source: Path, output: Path, *flags: str) -> int:
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_texts_without_menus(workers: str, site: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_texts_are_extracted_without_menus(
+    workers: str, site: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     paths = ["story1", "plain", "empty", "garbage", "nothing", "secret", "story1#again"]
     source, output = tmp_path / "urls.txt", tmp_path / "pages.jsonl.zst"
     source.write_text("".join(f"http://127.0.0.1:{site}/{path}\n" for path in paths))
@@ -34,18 +36,18 @@ def test_texts_without_menus(workers: str, site: str, tmp_path: Path, capsys: py
     assert STORY.format("1-0").strip() in texts["story1"]
     assert "Home" not in texts["story1"]
     assert set(texts) - {"garbage"} == {"plain", "story1"}
-    said = capsys.readouterr().out
-    assert "6 pages" in said
-    assert "1 answered with status 404" in said
-    assert "1 refused by robots.txt" in said
-    assert Site.asked["/secret"] == 0
+    report = capsys.readouterr().out
+    assert "6 pages" in report
+    assert "1 answered with status 404" in report
+    assert "1 refused by robots.txt" in report
+    assert Site.requests["/secret"] == 0
     assert [path.name for path in tmp_path.iterdir() if path not in (source, output)] == []
 
 
 LIMITS = '{"limits": [5000000, true, true]}\n'
 
 
-def test_an_interrupted_fetch_goes_on(site: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupted_fetch_continues(site: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, output = tmp_path / "urls.txt", tmp_path / "pages.jsonl"
     urls = [f"http://127.0.0.1:{site}/story{number}" for number in range(6)]
     source.write_text("\n".join(urls))
@@ -60,11 +62,11 @@ def test_an_interrupted_fetch_goes_on(site: str, tmp_path: Path, capsys: pytest.
     assert fetched(source, output, "--ignore-robots") == 2
     assert "was begun with another --max-bytes, --ignore-robots" in capsys.readouterr().err
     assert fetched(source, output) == 0
-    found = {row["url"]: row["text"] for row in read(output)}
-    assert found[urls[0]] == "kept"
-    assert set(found) == set(urls) - {urls[3]}
-    assert Site.asked["/story0"] == Site.asked["/story3"] == 0
-    assert Site.asked["/story1"] == Site.asked["/story5"] == 1
+    texts = {row["url"]: row["text"] for row in read(output)}
+    assert texts[urls[0]] == "kept"
+    assert set(texts) == set(urls) - {urls[3]}
+    assert Site.requests["/story0"] == Site.requests["/story3"] == 0
+    assert Site.requests["/story1"] == Site.requests["/story5"] == 1
     assert not record.exists()
 
 
@@ -72,7 +74,7 @@ def test_an_interrupted_fetch_goes_on(site: str, tmp_path: Path, capsys: pytest.
     "text",
     ["my notes", '["a"]\n', '{"url": "a"}\n', *(LIMITS + t for t in ('{"url": 3}\n', '{"url": "a", }\n', "notes\n"))],
 )
-def test_a_file_that_is_no_record_stays(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_not_a_record_stays(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, output, record = tmp_path / "urls.txt", tmp_path / "pages.jsonl", tmp_path / "pages.jsonl.fetched"
     source.write_text("http://127.0.0.1:9/story1\n")
     record.write_text(text)
@@ -81,7 +83,7 @@ def test_a_file_that_is_no_record_stays(text: str, tmp_path: Path, capsys: pytes
     assert record.read_text() == text
 
 
-def test_a_network_that_fails_loses_nothing(site: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failing_network_loses_nothing(site: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, output, record = tmp_path / "urls.txt", tmp_path / "pages.jsonl", tmp_path / "pages.jsonl.fetched"
     live, dead = f"http://127.0.0.1:{site}/story1", [f"http://127.0.1.{number}:9/" for number in range(120)]
     source.write_text("\n".join([live, *dead[:50]]))
@@ -89,23 +91,23 @@ def test_a_network_that_fails_loses_nothing(site: str, tmp_path: Path, capsys: p
     rows = read(output)
     assert [row["url"] for row in rows] == [live]
     source.write_text("\n".join([live, *dead]))
-    # Many hosts may be dead while the network is not: one that could be reached is asked again.
+    # Many hosts may be dead while the network is up: a page that was reached before is asked for again.
     record.write_text(LIMITS + json.dumps(rows[0]) + "\n")
     assert fetched(source, output) == 0
     assert read(output) == rows
-    assert Site.asked["/story1"] > 1
+    assert Site.requests["/story1"] > 1
     source.write_text("\n".join(dead))
     assert fetched(source, output) == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert "100 hosts in a row cannot be reached" in said
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "100 hosts in a row cannot be reached" in error
     assert record.read_text() == LIMITS
-    # A page of an earlier run does not answer any more.
+    # A page of an earlier run no longer answers.
     record.write_text(LIMITS + json.dumps({"url": "http://127.0.1.200:9/", "text": "x"}) + "\n")
     assert fetched(source, output) == 2
     assert len(record.read_text().splitlines()) == 2
 
 
-def test_what_is_read_twice_is_a_file_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_input_must_be_a_separate_plain_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tmp_path / "urls"
     os.mkfifo(source)
     assert fetched(source, tmp_path / "out") == 2
@@ -116,9 +118,7 @@ def test_what_is_read_twice_is_a_file_of_its_own(tmp_path: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize("name", ["missing", "folder", "damaged.gz"])
-def test_an_input_that_cannot_be_read_leaves_no_record(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unreadable_input_leaves_no_record(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "damaged.gz").write_bytes(b"http://127.0.0.1:9/")
     assert fetched(tmp_path / name, tmp_path / "out") == 2
@@ -126,7 +126,7 @@ def test_an_input_that_cannot_be_read_leaves_no_record(
     assert {path.name for path in tmp_path.iterdir()} == {"folder", "damaged.gz"}
 
 
-def test_who_stops_a_fetch_need_not_wait(site: str, tmp_path: Path) -> None:
+def test_an_interrupt_ends_a_fetch_at_once(site: str, tmp_path: Path) -> None:
     source = tmp_path / "urls.txt"
     paths = ["story1", "story2", "story3", "stuck"]
     source.write_text("".join(f"http://127.0.0.{n}:{site}/{path}\n" for n, path in enumerate(paths, 1)))
@@ -136,21 +136,21 @@ def test_who_stops_a_fetch_need_not_wait(site: str, tmp_path: Path) -> None:
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heed_signals) as process:
         try:
             record = tmp_path / "pages.jsonl.fetched"
-            while not (record.exists() and record.read_text().endswith("\n") and Site.asked["/stuck"]):
+            while not (record.exists() and record.read_text().endswith("\n") and Site.requests["/stuck"]):
                 assert process.poll() is None
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
             process.send_signal(signal.SIGINT)
-            _, said = process.communicate(timeout=30)
+            _, stderr = process.communicate(timeout=30)
         finally:
             process.kill()
     assert process.returncode == 130
-    assert said.splitlines()[-1] == f"fetch_pages: interrupted; {fetch_pages.GOES_ON}"
+    assert stderr.splitlines()[-1] == f"fetch_pages: interrupted; {fetch_pages.GOES_ON}"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pages.jsonl.fetched", "urls.txt"]
 
 
 @pytest.mark.parametrize("library", ["requests", "trafilatura"])
-def test_a_library_that_is_missing_is_one_line(
+def test_a_missing_library_is_one_line(
     library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, library, None)
@@ -161,14 +161,14 @@ def test_a_library_that_is_missing_is_one_line(
     assert [path.name for path in tmp_path.iterdir()] == ["urls"]
 
 
-def test_a_network_that_is_down_is_one_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dead_network_is_one_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, output = tmp_path / "urls.txt", tmp_path / "pages.jsonl"
     source.write_text("http://127.0.0.1:9/story1\nhttp://127.0.0.1:9/story2\n")
     assert fetched(source, output) == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith("fetch_pages: error: ")
-    assert "no page could be fetched" in said
-    assert "2 could not be reached" in said
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("fetch_pages: error: ")
+    assert "no page could be fetched" in error
+    assert "2 could not be reached" in error
     assert [path.name for path in tmp_path.iterdir()] == ["urls.txt"]
 
 
@@ -188,12 +188,12 @@ def test_bad_limits_are_one_line(flags: tuple[str, ...], tmp_path: Path, capsys:
     source = tmp_path / "urls.txt"
     source.write_text("http://127.0.0.1:9/\n")
     assert fetched(source, tmp_path / "out.jsonl", *flags) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"fetch_pages: error: {flags[0]}")
-    assert said.count("\n") == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"fetch_pages: error: {flags[0]}")
+    assert error.count("\n") == 1
 
 
-def test_a_cleaning_begins_with_urls(site: str, tmp_path: Path) -> None:
+def test_a_cleaning_can_start_from_urls(site: str, tmp_path: Path) -> None:
     """From a folder of URLs to training data, and again without a request."""
     urls = tmp_path / "urls"
     urls.mkdir()
@@ -206,11 +206,11 @@ def test_a_cleaning_begins_with_urls(site: str, tmp_path: Path) -> None:
     assert sorted(row["url"].rsplit("/", 1)[1] for row in rows) == [f"story{number}" for number in range(8)]
     report = json.loads((out / "report.json").read_text())
     assert report["fetch_pages"]["counts"] == {"pages": 8, "written": 8}
-    asked = sum(Site.asked.values())
+    requests = sum(Site.requests.values())
     assert pipeline.main([*command, *limits]) == 0
-    assert sum(Site.asked.values()) == asked
+    assert sum(Site.requests.values()) == requests
 
 
-def test_a_cleaning_needs_something_to_clean(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cleaning_without_an_input_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert pipeline.main(["--output-path", str(tmp_path / "out")]) == 2
     assert "--json is missing" in capsys.readouterr().err

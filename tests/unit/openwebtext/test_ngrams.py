@@ -1,4 +1,4 @@
-"""filter_ngrams: what it cannot do with its flags and files, it says; the rules are in test_cleaning."""
+"""filter_ngrams: bad flags and files; test_cleaning has its rules."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.unit.openwebtext.support import FILL, RUN, read, refused, write
 from tools.openwebtext import filter_ngrams
 
 
-def flags_of(tmp_path: Path, *more: str) -> list[str]:
+def flags_of(tmp_path: Path, *extra: str) -> list[str]:
     data = write(tmp_path / "data", [{"text": f"{FILL}{RUN}. {FILL}"}])
     task = write(tmp_path / "task", [{"q": RUN}])
     base = ["--dedup-dataset", data, "text", "--output", str(tmp_path / "out"), "--num-threads", "1"]
-    return [*base, "--task-files", task, "q", *more]
+    return [*base, "--task-files", task, "q", *extra]
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,9 @@ def flags_of(tmp_path: Path, *more: str) -> list[str]:
         ["--remove-char-each-side", "-500"],
     ],
 )  # fmt: skip
-def test_thresholds_that_make_no_sense(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_impossible_thresholds_are_refused(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert " ".join(flags) in refused(filter_ngrams, flags_of(tmp_path, *flags), capsys)
     assert not (tmp_path / "out").exists()
 
@@ -50,17 +52,17 @@ def test_a_pipe_is_read_once(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize("flag", ["--save-dictionary", "--report"])
-def test_outputs_are_apart_from_inputs_and_each_other(
+def test_outputs_must_differ_from_inputs_and_each_other(
     flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, said in (("data", "overwritten"), ("task", "overwritten"), ("out", "twice")):
+    for name, message in (("data", "overwritten"), ("task", "overwritten"), ("out", "twice")):
         before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-        assert said in refused(filter_ngrams, flags_of(tmp_path, flag, str(tmp_path / name)), capsys)
-        assert all(path.read_bytes() == whole for path, whole in before.items())
+        assert message in refused(filter_ngrams, flags_of(tmp_path, flag, str(tmp_path / name)), capsys)
+        assert all(path.read_bytes() == content for path, content in before.items())
 
 
 @pytest.mark.parametrize("text", ['{"a b c": null}', '{"a b c": 1e999}', '{"a b c": -1}', "[1]", "{", "[" * 9999])
-def test_a_dictionary_is_checked(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_malformed_dictionary_is_refused(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved = tmp_path / "saved.json"
     saved.write_text(text)
     assert f"--load-dictionary {saved}" in refused(
@@ -80,17 +82,17 @@ def test_a_dictionary_may_have_several_lines(tmp_path: Path) -> None:
     assert list(lines(tmp_path / "out")) == before
 
 
-@pytest.mark.parametrize(("line", "said"), [('{"x": 1}', "no text 'q'"), ("{", "no JSON"), ("3", "no JSON object")])
-def test_a_broken_task_is_named(line: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("line", "message"), [('{"x": 1}', "no text 'q'"), ("{", "no JSON"), ("3", "no JSON object")])
+def test_a_broken_task_is_named(line: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = flags_of(tmp_path)
     (tmp_path / "task").write_text(f'\n{{"q": "a"}}\n\n{line}\n')
     error = refused(filter_ngrams, flags, capsys)
     assert f"{tmp_path / 'task'}, line 4" in error
-    assert said in error
-    assert "--skip-bad-lines" not in error  # it is for the data
+    assert message in error
+    assert "--skip-bad-lines" not in error  # that flag is for the data
 
 
-def test_without_a_network_one_line_says_so(
+def test_a_missing_network_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     datasets, hub = pytest.importorskip("datasets"), pytest.importorskip("huggingface_hub")

@@ -1,4 +1,4 @@
-"""A whole cleaning: what it keeps, what it goes on with, and which files it leaves alone."""
+"""A complete cleaning: its output, its resumption, and the files that it leaves alone."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ WORDS = [f"word{number}" for number in range(3000)]
 
 def test_the_pipeline_from_urls_to_training_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     generator = random.Random(3)
-    sentences = [one.strip() + "." for one in ENGLISH.split(".") if one.strip()]
+    sentences = [sentence.strip() + "." for sentence in ENGLISH.split(".") if sentence.strip()]
 
     def story() -> str:
         words = " ".join(generator.choices(sentences, k=12)).split()
-        for place in range(0, len(words), 2):
-            words[place] = generator.choice(WORDS[:400])
+        for index in range(0, len(words), 2):
+            words[index] = generator.choice(WORDS[:400])
         return " ".join(words)
 
     rows = [{"url": f"https://example.org/{number}", "text": story()} for number in range(30)]
@@ -36,11 +36,11 @@ def test_the_pipeline_from_urls_to_training_data(tmp_path: Path, capsys: pytest.
     source, out = write(tmp_path / "pages.jsonl.zst", rows), tmp_path / "out"
     flags = ["--json", source, "--urls", str(urls), "--output-path", str(out), "--workers", "1", "--min-tokens", "50"]
     assert pipeline.main(flags) == 0
-    found = read(out / "train_data.json")
-    assert {row["url"] for row in found} == {f"https://example.org/{number}" for number in range(30)}
-    assert [row["adlr_id"] for row in found] == [f"doc-{n:010d}" for n in range(1, 31)]
-    assert [row["url"] for row in found] != sorted(row["url"] for row in found)
-    assert all("cleaning_key" not in row for row in found)
+    documents = read(out / "train_data.json")
+    assert {row["url"] for row in documents} == {f"https://example.org/{number}" for number in range(30)}
+    assert [row["adlr_id"] for row in documents] == [f"doc-{n:010d}" for n in range(1, 31)]
+    assert [row["url"] for row in documents] != sorted(row["url"] for row in documents)
+    assert all("cleaning_key" not in row for row in documents)
     assert {entry.name for entry in out.iterdir()} == {"train_data.json", "report.json"}
     report = json.loads((out / "report.json").read_text())
     assert report["merge"]["counts"]["of URLs that are left out"] == 1
@@ -49,7 +49,7 @@ def test_the_pipeline_from_urls_to_training_data(tmp_path: Path, capsys: pytest.
     capsys.readouterr()
     assert pipeline.main(flags) == 0
     assert capsys.readouterr().out.count("done before") == len(report)
-    # Other settings of a late step: what was removed between the steps is made again.
+    # With other settings of a late step, files removed between the steps are made again.
     assert pipeline.main([*flags, "--id-prefix", "owt", "--keep"]) == 0
     assert read(out / "train_data.json")[0]["adlr_id"].startswith("owt")
     capsys.readouterr()
@@ -57,7 +57,7 @@ def test_the_pipeline_from_urls_to_training_data(tmp_path: Path, capsys: pytest.
     assert capsys.readouterr().out.count("done before") == len(report) - 1
 
 
-def test_documents_without_or_with_the_same_url_are_told_apart(tmp_path: Path) -> None:
+def test_documents_without_a_unique_url_are_distinguished(tmp_path: Path) -> None:
     generator = random.Random(5)
     texts = [ENGLISH * 4 + " ".join(generator.choices(WORDS, k=300)) for _ in range(4)]
     rows = [
@@ -71,11 +71,11 @@ def test_documents_without_or_with_the_same_url_are_told_apart(tmp_path: Path) -
         (tmp_path / name).mkdir()
     paths = [write(tmp_path / name / "pages.jsonl", rows) for name in ("a", "b")]
     assert pipeline.main(["--json", *paths, "--output-path", str(tmp_path / "out"), "--workers", "1"]) == 0
-    found = read(tmp_path / "out" / "train_data.json")
-    assert sorted(row["text"] for row in found) == sorted(texts)
+    documents = read(tmp_path / "out" / "train_data.json")
+    assert sorted(row["text"] for row in documents) == sorted(texts)
 
 
-def test_the_pipeline_leaves_its_inputs_alone_and_sees_their_changes(
+def test_inputs_are_not_overwritten_and_their_changes_are_noticed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = write(tmp_path / "train_data.json", [{"url": "a", "text": ENGLISH * 8}])
@@ -101,11 +101,11 @@ def stories(count: int = 3) -> list[dict[str, Any]]:
     ]
 
 
-def flags_of(source: str, out: Path, *more: str) -> list[str]:
-    return ["--json", source, "--output-path", str(out), "--workers", "1", *more]
+def flags_of(source: str, out: Path, *extra: str) -> list[str]:
+    return ["--json", source, "--output-path", str(out), "--workers", "1", *extra]
 
 
-def test_a_finished_cleaning_removes_what_is_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_cleaning_removes_only_its_own_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     steps = out / "steps"
     steps.mkdir(parents=True)
@@ -122,7 +122,7 @@ def test_a_finished_cleaning_removes_what_is_its_own(tmp_path: Path, capsys: pyt
 
 
 @pytest.mark.parametrize("report", ['{"my": "training report"}', '{"my": {"stamp": 1}}', "[1]", '{"merge": 3}', "{"])
-def test_another_report_is_left_alone(report: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_foreign_report_is_left_alone(report: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, path = write(tmp_path / "in.jsonl", stories(1)), tmp_path / "report.json"
     path.write_text(report)
     assert pipeline.main(flags_of(source, tmp_path)) == 2
@@ -131,7 +131,7 @@ def test_another_report_is_left_alone(report: str, tmp_path: Path, capsys: pytes
     assert {entry.name for entry in tmp_path.iterdir()} == {"in.jsonl", "report.json"}
 
 
-def test_what_another_cleaning_left_half_done_does_not_count(
+def test_a_half_done_step_of_another_cleaning_does_not_count(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, out = write(tmp_path / "in.jsonl", stories()), tmp_path / "out"
@@ -141,16 +141,16 @@ def test_what_another_cleaning_left_half_done_does_not_count(
 
     def die(options: Any) -> Any:
         run(options)
-        raise KeyboardInterrupt  # when the output is there, and the report is not
+        raise KeyboardInterrupt  # after the output, before the report
 
     with monkeypatch.context() as patched:
         patched.setattr(find_duplicates.main, "run", die)
         assert pipeline.main([*first, "--seed", "1"]) == 130
     capsys.readouterr()
     assert pipeline.main([*first, "--threshold", "0.9"]) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert [line for line in said if line.startswith("find_duplicates")] != ["find_duplicates: done before"]
-    assert said[0] == "merge: done before"
+    output = capsys.readouterr().out.splitlines()
+    assert [line for line in output if line.startswith("find_duplicates")] != ["find_duplicates: done before"]
+    assert output[0] == "merge: done before"
 
 
 @pytest.mark.parametrize(
@@ -169,17 +169,17 @@ def test_what_another_cleaning_left_half_done_does_not_count(
         (["--output-path", "elsewhere"], "no step"),
     ],
 )
-def test_a_change_begins_anew_at_its_step(
+def test_a_change_restarts_at_its_step(
     flags: list[str], step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("urls").mkdir()
     Path("urls/a.txt").write_text("https://example.org/\n")
 
-    def stamps(*more: str) -> dict[str, str]:
-        options = pipeline.main.parse(["--urls", "urls", "--output-path", "out", "--workers", "1", *more])
+    def stamps(*extra: str) -> dict[str, str]:
+        options = pipeline.main.parse(["--urls", "urls", "--output-path", "out", "--workers", "1", *extra])
         steps = pipeline.steps_of(options)
-        return dict(zip((one.name for one in steps), pipeline.stamps_of(steps, options), strict=True))
+        return dict(zip((step.name for step in steps), pipeline.stamps_of(steps, options), strict=True))
 
     before, after = stamps(), stamps(*flags)
     order = list(before)
@@ -187,7 +187,7 @@ def test_a_change_begins_anew_at_its_step(
     assert [name for name in order if before[name] != after[name]] == order[first:]
 
 
-def test_bad_lines_are_named_where_the_user_finds_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_lines_are_named_by_the_input_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, out = tmp_path / "in.jsonl", tmp_path / "out"
     path.write_text("\n\n".join(map(json.dumps, [*stories(2), {"url": "x"}])) + "\n")
     assert pipeline.main(flags_of(str(path), out)) == 2
@@ -197,7 +197,7 @@ def test_bad_lines_are_named_where_the_user_finds_them(tmp_path: Path, capsys: p
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (["--threshold", "nan"], "threshold nan"),
         (["--num-bands", "7"], "--num-bands 7"),
@@ -217,21 +217,21 @@ def test_bad_lines_are_named_where_the_user_finds_them(tmp_path: Path, capsys: p
     ],
 )
 def test_flags_are_checked_before_the_first_step(
-    flags: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     source = Path(write(Path("in.jsonl"), stories(1)))
     before = source.read_bytes()
     assert pipeline.main([*flags_of("in.jsonl", Path("out")), *flags]) == 2
     captured = capsys.readouterr()
-    assert said in captured.err
+    assert message in captured.err
     assert len(captured.err.splitlines()) == 1
     assert captured.out == ""
     assert [entry.name for entry in tmp_path.iterdir()] == ["in.jsonl"]
     assert source.read_bytes() == before
 
 
-def test_one_cleaning_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_allows_one_cleaning_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two would read each other's files."""
     source = tmp_path / "in.jsonl"
     source.write_text(json.dumps({"text": "a", "url": "b"}) + "\n")

@@ -1,4 +1,4 @@
-"""A page comes within bounds or with its reason, from public hosts, one at a time from each."""
+"""Pages come within bounds or with a reason, from public hosts, one request at a time per host."""
 
 from __future__ import annotations
 
@@ -46,25 +46,25 @@ HASTY = replace(PATIENT, timeout=0.4)
         ("/a/b.pdf?x", "answered with status 404"),
     ],
 )
-def test_a_page_comes_or_its_reason(path: str, failed: str, site: str) -> None:
+def test_a_page_or_the_reason_of_its_failure_is_returned(path: str, failed: str, site: str) -> None:
     limits = replace(HASTY, max_bytes=50_000_000) if failed == "timed out" else PATIENT
     url = f"http://127.0.0.1:{site}{path}"
     start = time.monotonic()
-    (found,) = fetch_all([url], Fetcher(limits), 4, 0.0, min(limits.patience, 2.0) if path == "/headers" else 100.0)
-    assert time.monotonic() - start < 30  # of the minute that some of these pages take
-    assert found.url == url
-    assert found.failed == failed
-    assert bool(found.body) == (not failed)
+    (page,) = fetch_all([url], Fetcher(limits), 4, 0.0, min(limits.patience, 2.0) if path == "/headers" else 100.0)
+    assert time.monotonic() - start < 30  # some of these pages take a minute
+    assert page.url == url
+    assert page.failed == failed
+    assert bool(page.body) == (not failed)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "10.1.2.3", "169.254.169.254", "[::1]", "0.0.0.0"])
-def test_hosts_of_private_networks_are_not_asked(host: str, site: str) -> None:
+def test_hosts_of_private_networks_are_refused(host: str, site: str) -> None:
     assert Fetcher(Limits(timeout=0.5))(f"http://{host}:{site}/story1").failed == "of a private network"
-    assert not Site.asked
+    assert not Site.requests
 
 
-def test_a_name_whose_address_changes_is_not_asked(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A public one for whoever only looks, and one of this machine for the connection."""
+def test_a_name_with_a_changing_address_is_refused(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is public when only looked up, and an address of this machine for the connection."""
 
     def look_up(host: str, port: int | None, *_: object, **__: object) -> list[Any]:
         address = "93.184.215.14" if port is None else "127.0.0.1"
@@ -74,7 +74,7 @@ def test_a_name_whose_address_changes_is_not_asked(site: str, monkeypatch: pytes
     for limits in (Limits(timeout=5.0), Limits(timeout=5.0, robots=False)):
         assert Fetcher(limits)(f"http://changes.example.org:{site}/story1").failed == "of a private network"
     assert Fetcher(limits)(f"https://changes.example.org:{site}/story1").failed == "of a private network"
-    assert not Site.asked
+    assert not Site.requests
 
 
 def test_names_that_do_not_exist_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,20 +90,20 @@ def test_names_that_do_not_exist_are_looked_up_once(monkeypatch: pytest.MonkeyPa
     "url",
     ["http://", "http://[", "nonsense", "http://no-such-host.invalid/", "http://a:b/", "ftp://x/y", "http://\ud800/"],
 )
-def test_urls_of_no_form_fail_alone(url: str) -> None:
+def test_malformed_urls_fail_alone(url: str) -> None:
     assert Fetcher(HASTY)(url).failed == "could not be reached"
 
 
-def test_one_request_at_a_time_to_a_host_and_several_hosts_at_once(site: str) -> None:
+def test_one_request_at_a_time_per_host(site: str) -> None:
     urls = [f"http://127.0.0.{1 + number % 4}:{site}/story{number}" for number in range(40)]
-    found = list(fetch_all(urls, Fetcher(PATIENT), connections=16, delay=0.0))
-    assert sorted(page.url for page in found) == sorted(urls)
-    assert not any(page.failed for page in found)
+    pages = list(fetch_all(urls, Fetcher(PATIENT), connections=16, delay=0.0))
+    assert sorted(page.url for page in pages) == sorted(urls)
+    assert not any(page.failed for page in pages)
     assert set(Site.most_at_once.values()) == {1}
-    assert Site.asked["/robots.txt"] == 4
+    assert Site.requests["/robots.txt"] == 4
 
 
-def test_a_page_is_asked_for_a_few_times_and_a_silent_host_is_given_up() -> None:
+def test_pages_are_retried_and_silent_hosts_dropped() -> None:
     requests: Counter[str] = Counter()
 
     def fetch(url: str) -> Page:
@@ -133,7 +133,7 @@ def test_a_page_is_asked_for_a_few_times_and_a_silent_host_is_given_up() -> None
     }
 
 
-def test_hosts_that_pause_leave_the_connections_to_others() -> None:
+def test_pausing_hosts_leave_the_connections_to_others() -> None:
     """Every host's first page comes before any host's second, which waits for the pause."""
     running, most_at_once = [0], [0]
     pages: list[str] = []

@@ -1,4 +1,4 @@
-"""Files are read and written whole, in several processes, and what cannot be is one line."""
+"""Files are read and written complete, in several processes, and failures are one line."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TEXT = "The old house by the river had been empty for many years when the new fa
 
 
 @pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
-def test_files_come_and_go_compressed_as_their_names_say(ending: str, tmp_path: Path) -> None:
+def test_compression_follows_the_file_name(ending: str, tmp_path: Path) -> None:
     path = tmp_path / f"data.jsonl{ending}"
     rows = [{"text": "ä\n" * number, "n": number} for number in range(2000)]
     write(path, rows)
@@ -54,17 +54,17 @@ def test_files_come_and_go_compressed_as_their_names_say(ending: str, tmp_path: 
             list(lines(path))
 
 
-def test_files_of_several_frames_and_broken_ones(tmp_path: Path) -> None:
+def test_files_of_several_frames_and_damaged_frames(tmp_path: Path) -> None:
     for ending in (".gz", ".zst"):
-        one, two = tmp_path / f"one{ending}", tmp_path / f"two{ending}"
-        write(one, [{"n": 1}] * 500)
-        write(two, [{"n": 2}])
-        whole = one.read_bytes() + two.read_bytes()
-        one.write_bytes(whole)
-        assert len(read(one)) == 501
-        one.write_bytes(whole[:30] + bytes([whole[30] ^ 0xFF]) + whole[31:])
+        first, second = tmp_path / f"one{ending}", tmp_path / f"two{ending}"
+        write(first, [{"n": 1}] * 500)
+        write(second, [{"n": 2}])
+        content = first.read_bytes() + second.read_bytes()
+        first.write_bytes(content)
+        assert len(read(first)) == 501
+        first.write_bytes(content[:30] + bytes([content[30] ^ 0xFF]) + content[31:])
         with pytest.raises(UserError, match="damaged"):
-            list(lines(one))
+            list(lines(first))
 
 
 def test_halves_of_characters_stay_escaped() -> None:
@@ -73,14 +73,14 @@ def test_halves_of_characters_stay_escaped() -> None:
     assert encode({"a": "ä"}) == '{"a": "ä"}'.encode()
 
 
-def test_a_mark_before_the_first_line_is_not_of_it(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_stripped(tmp_path: Path) -> None:
     path = tmp_path / "data.gz"
     path.write_bytes(gzip.compress(b'\xef\xbb\xbf{"n": 1}\n\xef\xbb\xbf\n'))
     assert list(lines(path)) == [b'{"n": 1}', b"\xef\xbb\xbf"]
 
 
-def _number(found: dict[str, Any], line: bytes, where: str) -> Judged:
-    return Judged((where.rpartition(" ")[2].encode(),))
+def _number(row: dict[str, Any], line: bytes, location: str) -> Judged:
+    return Judged((location.rpartition(" ")[2].encode(),))
 
 
 def test_lines_are_numbered_as_an_editor_does(tmp_path: Path) -> None:
@@ -89,9 +89,9 @@ def test_lines_are_numbered_as_an_editor_does(tmp_path: Path) -> None:
     assert [number for number, _ in numbered_lines(path)] == [2, 5, 6]
     with pytest.raises(UserError, match="line 6: is no JSON"):
         judge_all(_number, [path], lambda line: None, skip_bad=False)
-    found: list[bytes] = []
-    judge_all(_number, [path], found.append, skip_bad=True)
-    assert found == [b"2", b"5"]
+    numbers: list[bytes] = []
+    judge_all(_number, [path], numbers.append, skip_bad=True)
+    assert numbers == [b"2", b"5"]
 
 
 @given(count=st.integers(0, 300), seed=st.integers(0, 5))
@@ -131,11 +131,11 @@ def test_a_failed_step_leaves_nothing(ending: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_killed_run_left_goes_and_what_another_writes_stays(tmp_path: Path) -> None:
+def test_stale_partial_files_are_removed_and_others_stay(tmp_path: Path) -> None:
     path, stale = tmp_path / "out.jsonl", tmp_path / ".out.jsonl.999999999.partial"
     other = tmp_path / ".out.json.1.partial"
-    for left in (stale, other):
-        left.write_bytes(b"half")
+    for partial in (stale, other):
+        partial.write_bytes(b"half")
     with writing(path) as line:
         line(b"{}")
         assert not stale.exists()
@@ -146,7 +146,7 @@ def test_what_a_killed_run_left_goes_and_what_another_writes_stays(tmp_path: Pat
     assert {entry.name for entry in tmp_path.iterdir()} == {path.name, other.name}
 
 
-def test_links_stay_and_their_files_are_written(tmp_path: Path) -> None:
+def test_writing_through_a_link_keeps_the_link(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     link = tmp_path / "link"
@@ -159,7 +159,7 @@ def test_links_stay_and_their_files_are_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("", "is a folder"),
         (".", "is a folder"),
@@ -176,8 +176,8 @@ def test_links_stay_and_their_files_are_written(tmp_path: Path) -> None:
         ("out.xz", r"\.gz or \.zst"),
     ],
 )
-def test_what_cannot_be_written_is_said_at_once(
-    name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_unwritable_outputs_are_refused_at_once(
+    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("folder").mkdir()
@@ -186,7 +186,7 @@ def test_what_cannot_be_written_is_said_at_once(
     Path("loop").symlink_to("loop")
     before = sorted(tmp_path.rglob("*"))
     for tried in (check_output, lambda name: writing(name).__enter__()):
-        with pytest.raises(UserError, match=said) as caught:
+        with pytest.raises(UserError, match=message) as caught:
             tried(name)
         assert "\n" not in str(caught.value)
     assert sorted(tmp_path.rglob("*")) == before
@@ -200,13 +200,13 @@ def test_long_names_are_written(tmp_path: Path) -> None:
         assert read(tmp_path / name) == [{"n": 1}]
 
 
-def test_files_of_other_packers_are_not_read(tmp_path: Path) -> None:
+def test_unknown_compressions_are_refused(tmp_path: Path) -> None:
     (tmp_path / "in.bz2").write_bytes(b"BZh9")
     with pytest.raises(UserError, match=r"\.gz or \.zst"):
         list(lines(tmp_path / "in.bz2"))
 
 
-def test_nothing_is_written_twice_or_over_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outputs_must_differ_from_inputs_and_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("link").symlink_to("a")
     check_apart(["a", None], [None, "b", None, "c"])
@@ -231,10 +231,10 @@ NUMERALS = ["9" * 5000, "-" + "8" * 1_000_000, "1e400", "1.50", "-0", "0.1000000
         ),
     ],
 )
-def test_numbers_in_other_fields_stay_as_they_are_written(
+def test_numbers_in_other_fields_keep_their_spelling(
     module: Any, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of these tools writes the line anew: with a number, a repaired text, a text without a piece."""
+    """Each of these tools rewrites the line: with a number, a repaired text, a text without a piece."""
     monkeypatch.chdir(tmp_path)
     leak = "one two three four five six seven eight nine ten eleven twelve thirteen."
     write(tmp_path / "t.jsonl", [{"text": leak}])
@@ -249,14 +249,14 @@ def test_numbers_in_other_fields_stay_as_they_are_written(
         assert line.startswith(f'{{"n": [{numerals}], "of": {{"n": {NUMERALS[0]}}}, "text": "')
 
 
-def test_the_last_step_of_the_pipeline_keeps_numbers_as_they_are_written(tmp_path: Path) -> None:
+def test_the_last_pipeline_step_keeps_the_spelling_of_numbers(tmp_path: Path) -> None:
     numerals, source = ", ".join(NUMERALS), tmp_path / "a.jsonl"
     source.write_text(f'{{"n": [{numerals}], "{pipeline.KEY}": "1"}}\n')
     pipeline.shuffle_and_number(source, tmp_path / "out", "x", 1)
     assert (tmp_path / "out").read_text() == f'{{"n": [{numerals}], "adlr_id": "x-0000000001"}}\n'
 
 
-def test_a_long_number_where_a_text_belongs_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_number_instead_of_a_text_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.jsonl").write_text(f'{{"text": {"9" * 5000}}}\n')
     assert cleanup_dataset.main([str(tmp_path / "a.jsonl"), str(tmp_path / "out"), "--workers", "1"]) == 2
     assert "a.jsonl, line 1: 'text' is a number and no text" in capsys.readouterr().err
@@ -277,7 +277,7 @@ def tool(flags: list[str], run: Callable[[Any], Report] | None = None) -> int:
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (["--workers", "0"], "--workers 0: give at least 1"),
         (["--workers", "1000"], "--workers 1000: give at most"),
@@ -286,18 +286,18 @@ def tool(flags: list[str], run: Callable[[Any], Report] | None = None) -> int:
         (["--output", "same", "--report", "same"], "same would be written twice"),
     ],
 )
-def test_flags_are_looked_at_before_the_work(
-    flags: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_flags_are_checked_before_the_work(
+    flags: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("folder").mkdir()
     assert tool(flags) == 2
     error = capsys.readouterr().err
-    assert said in error
+    assert message in error
     assert error.count("\n") == 1
 
 
-def test_a_library_that_is_missing_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_library_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     def run(_: object) -> Report:
         raise ModuleNotFoundError("No module named 'ftfy'", name="ftfy")
 
@@ -315,7 +315,7 @@ def test_a_library_that_is_missing_is_one_line(capsys: pytest.CaptureFixture[str
         (blacklist_urls, [".", "out", "--domains-file", "a.jsonl"]),
     ],
 )
-def test_no_tool_writes_over_what_it_reads(
+def test_no_tool_overwrites_its_input(
     tool: Any, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -324,14 +324,14 @@ def test_no_tool_writes_over_what_it_reads(
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     outputs = [("a.jsonl", "report"), ("out", "a.jsonl")] if "{}" in flags else [("out", "a.jsonl")]
     for output, report in outputs:
-        given = [output if flag == "{}" else flag for flag in flags]
-        assert tool.main([*given, "--report", report]) == 2
+        arguments = [output if flag == "{}" else flag for flag in flags]
+        assert tool.main([*arguments, "--report", report]) == 2
         assert "read and overwritten" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 @pytest.mark.parametrize("library", ["ftfy", "py3langid", "tldextract", "zstandard", "datasets"])
-def test_tools_say_which_library_is_missing(
+def test_tools_name_the_missing_library(
     library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

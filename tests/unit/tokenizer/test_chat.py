@@ -1,4 +1,4 @@
-"""Chat templates: the prompts of transformers, and bounds on what a template may do."""
+"""Chat templates: the prompts of transformers, and bounds on templates."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TEMPLATES = {
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_prompts_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+def test_prompts_equal_transformers(name: str, tmp_path: Path) -> None:
     folder = write_chat_model(tmp_path)
     (folder / "chat_template.jinja").write_text(TEMPLATES[name])
     peer = PreTrainedTokenizerFast.from_pretrained(folder, bos_token="<|im_start|>")
@@ -48,7 +48,7 @@ def test_prompts_are_those_of_transformers(name: str, tmp_path: Path) -> None:
         assert render(template.source, variables) == expected
 
 
-def test_variables_without_a_value_are_those_of_transformers() -> None:
+def test_undefined_variables_render_as_in_transformers() -> None:
     source = (
         "{% if tools is not none %}tools: {{ tools }}{% endif %}{% if documents is not none %}documents{% endif %}"
         "{{ add_generation_prompt is defined }}{{ messages[0].content }}"
@@ -58,7 +58,7 @@ def test_variables_without_a_value_are_those_of_transformers() -> None:
     assert ChatTemplate(source, {}).render(MESSAGES, {"tools": ["a"]}).startswith("tools: ")
 
 
-def test_the_template_stands_in_either_file_or_nowhere(tmp_path: Path) -> None:
+def test_the_template_is_read_from_either_file(tmp_path: Path) -> None:
     folder = write_chat_model(tmp_path)
     template = read_chat_template(folder)
     assert template is not None
@@ -86,15 +86,15 @@ def test_the_template_stands_in_either_file_or_nowhere(tmp_path: Path) -> None:
         ("{{ 'x' * 10 ** 7 }}", "too long"),
     ],
 )
-def test_a_template_that_does_what_it_must_not_is_refused(source: str, reason: str) -> None:
+def test_a_forbidden_template_is_refused(source: str, reason: str) -> None:
     with pytest.raises(UserError, match=reason) as refusal:
         ChatTemplate(source, {}).render(MESSAGES, {})
     assert "\n" not in str(refusal.value)
 
 
-def test_a_template_that_does_not_end_is_ended() -> None:
+def test_an_endless_template_is_stopped() -> None:
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    begun = time.monotonic()
+    start = time.monotonic()
     with pytest.raises(UserError, match="takes longer than 1 s"):
         ChatTemplate(endless, {}, seconds=1.0).render(MESSAGES, {})
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - start < 10

@@ -1,4 +1,4 @@
-"""Every tokenizer against another implementation of it, and what the flags refuse."""
+"""Every tokenizer against another implementation, and refused flags."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _text(value: Any) -> Any:
 
 
 def write_gpt2_files(folder: Path) -> tuple[Path, Path]:
-    """GPT-2's own files where they are, else a small vocabulary trained here."""
+    """GPT-2's own files if they exist, else a small vocabulary trained here."""
     vocab, merges = shared_path("data/gpt2-vocab.json"), shared_path("data/gpt2-merges.txt")
     if vocab is not None and merges is not None:
         return vocab, merges
@@ -86,10 +86,10 @@ def test_gpt2_equals_hugging_face_on_long_texts(gpt2: Tokenizer, hugging_face_gp
     path = shared_path("data/wikitext-2-valid.txt")
     text = path.read_text(encoding="utf-8")[:200_000] if path is not None else "\n".join(CORPUS)
     texts = [text, *text.split("\n")[:200], *CORPUS]
-    assert gpt2.tokenize_batch(texts) == [hugging_face_gpt2.encode(one) for one in texts]
+    assert gpt2.tokenize_batch(texts) == [hugging_face_gpt2.encode(long_text) for long_text in texts]
 
 
-def test_gpt2_does_not_let_a_text_end_itself(gpt2: Tokenizer) -> None:
+def test_gpt2_encodes_end_of_text_in_a_text_as_plain_text(gpt2: Tokenizer) -> None:
     text = "before<|endoftext|>after"
     ids = gpt2.tokenize(text)
     assert gpt2.eod not in ids
@@ -98,9 +98,7 @@ def test_gpt2_does_not_let_a_text_end_itself(gpt2: Tokenizer) -> None:
     assert gpt2.detokenize([gpt2.eod]) == "<|endoftext|>"
 
 
-def test_gpt2_forgets_words_when_there_are_too_many(
-    gpt2_files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_word_cache_of_gpt2_is_bounded(gpt2_files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     fresh = build_tokenizer(flags("GPT2BPETokenizer", vocab_file=gpt2_files[0], merge_file=gpt2_files[1]))
     expected = fresh.tokenize_batch(CORPUS)
     monkeypatch.setattr("megatron.tokenizer.gpt2._CACHE_WORDS", 3)
@@ -128,7 +126,7 @@ def bert_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lower=st.booleans(),
 )
 def test_bert_equals_the_reference_algorithm(bert_file: Path, text: str, lower: bool) -> None:
-    """Against Hugging Face's BertTokenizer where nothing in the text is a special token, written out below."""
+    """Against Hugging Face's BertTokenizer where nothing in the text is a special token."""
     name = "BertWordPieceLowerCase" if lower else "BertWordPieceCase"
     tokenizer = build_tokenizer(flags(name, vocab_file=bert_file))
     words = {word: number for number, word in enumerate(BERT_WORDS)}
@@ -145,17 +143,17 @@ def reference_wordpiece(text: str, lower: bool) -> list[str]:
     split = "".join(f" {c} " if c in "![]'漢字" else c for c in text)
     pieces: list[str] = []
     for word in split.split():
-        found, start = [], 0
+        word_pieces, start = [], 0
         while start < len(word):
             for end in range(len(word), start, -1):
                 piece = ("##" if start else "") + word[start:end]
                 if piece in BERT_WORDS:
-                    found.append(piece)
+                    word_pieces.append(piece)
                     start = end
                     break
             else:
-                found, start = ["[UNK]"], len(word)
-        pieces += found
+                word_pieces, start = ["[UNK]"], len(word)
+        pieces += word_pieces
     return pieces
 
 
@@ -192,7 +190,7 @@ ODD_ENTRIES = ["\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1c", "\x1d", "\x1e
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 @pytest.mark.parametrize("begin", ["", "\ufeff"])
-def test_entries_that_other_programs_end_lines_at_shift_no_id(tmp_path: Path, end: str, begin: str) -> None:
+def test_unusual_line_separators_shift_no_id(tmp_path: Path, end: str, begin: str) -> None:
     """The library's own reader numbers the lines alike, whatever they hold, and transformers' reader, too."""
     from tokenizers import models
 
@@ -244,7 +242,7 @@ def sentence_piece_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", ["SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"])
-def test_sentence_piece_equals_its_library(sentence_piece_file: Path, name: str) -> None:
+def test_sentence_piece_equals_the_library(sentence_piece_file: Path, name: str) -> None:
     import sentencepiece
 
     library = sentencepiece.SentencePieceProcessor(model_file=str(sentence_piece_file))
@@ -270,7 +268,7 @@ def test_hugging_face_folder(tmp_path: Path, gpt2_files: tuple[Path, Path], gpt2
     )
     for name in ("HFTokenizer", "HuggingFaceTokenizer"):
         tokenizer = build_tokenizer(flags(name, tokenizer_model=tmp_path))
-        # Neither cut at 5 nor filled up to 9, as the folder asks for training.
+        # Neither cut at 5 nor padded to 9, the folder's settings of training.
         assert tokenizer.tokenize_batch(CORPUS) == gpt2.tokenize_batch(CORPUS)
         assert tokenizer.detokenize(tokenizer.tokenize(CORPUS[2])) == CORPUS[2]
         assert (tokenizer.eod, tokenizer.vocab_size) == (gpt2.vocab_size, gpt2.vocab_size + 1)
@@ -298,7 +296,7 @@ def test_null_tokenizer(ids: list[int]) -> None:
 
 
 @pytest.mark.parametrize("text", ["1 b", "1001", "-1", "1.5"])
-def test_null_tokenizer_refuses_what_is_no_id(text: str) -> None:
+def test_null_tokenizer_refuses_invalid_ids(text: str) -> None:
     with pytest.raises(UserError, match="NullTokenizer"):
         build_tokenizer(flags("NullTokenizer", vocab_size=1000)).tokenize(text)
 
@@ -335,7 +333,7 @@ def test_each_type_is_a_tokenizer(gpt2: Tokenizer, bert_file: Path, sentence_pie
         ({"name": "NullTokenizer"}, "needs --vocab-size"),
     ],
 )
-def test_flags_that_cannot_work_are_refused(tmp_path: Path, given_flags: dict[str, Any], message: str) -> None:
+def test_invalid_flags_are_refused(tmp_path: Path, given_flags: dict[str, Any], message: str) -> None:
     paths = {name: tmp_path / name for name in ("JUNK", "NOEND", "NOMERGES", "FOLDER")}
     paths["JUNK"].write_text("junk\n")
     paths["NOEND"].write_text('{"a": 0}')

@@ -1,4 +1,4 @@
-"""The diagrams of the documents show what the code does."""
+"""The diagrams of the documents match the code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.compression.points import Point
 from tools.draw_diagrams import COLOR, DIAGRAMS, MICRO_BATCHES, REPO, STAGES, main, placed
 
 
-def test_all_are_drawn_and_kept(tmp_path: Path) -> None:
+def test_all_diagrams_are_current(tmp_path: Path) -> None:
     assert main(["--out", str(tmp_path)]) == 0
     assert {path.stem for path in tmp_path.iterdir()} == set(DIAGRAMS)
     pages = "".join(path.read_text() for path in (REPO / "docs").rglob("*.md"))
@@ -24,17 +24,21 @@ def test_every_compressible_point_is_shown() -> None:
 
 
 def test_the_schedule_is_1f1b() -> None:
-    """A stage is at one operation at a time, gradients come after those of the next stage, and the whole takes
+    """A stage runs one operation at a time, gradients come after those of the next stage, and the pass takes
     (micro-batches + stages - 1) forwards and backwards."""
-    found = placed(STAGES, MICRO_BATCHES)
-    assert len(found) == 2 * STAGES * MICRO_BATCHES
-    ends = {(one.op.is_forward, one.stage, one.op.micro_batch): one.end for one in found}
-    for one in found:
-        before = (one.op.is_forward, one.stage - 1 if one.op.is_forward else one.stage + 1, one.op.micro_batch)
-        assert one.start >= ends.get(before, 0.0)
+    operations = placed(STAGES, MICRO_BATCHES)
+    assert len(operations) == 2 * STAGES * MICRO_BATCHES
+    ends = {(slot.op.is_forward, slot.stage, slot.op.micro_batch): slot.end for slot in operations}
+    for slot in operations:
+        before = (
+            slot.op.is_forward,
+            slot.stage - 1 if slot.op.is_forward else slot.stage + 1,
+            slot.op.micro_batch,
+        )
+        assert slot.start >= ends.get(before, 0.0)
     for stage in range(STAGES):
-        own = [one for one in found if one.stage == stage]
-        assert all(a.end <= b.start for a, b in itertools.pairwise(own))
-        late = [one.op.micro_batch for one in own if one.late]
+        stage_operations = [slot for slot in operations if slot.stage == stage]
+        assert all(a.end <= b.start for a, b in itertools.pairwise(stage_operations))
+        late = [slot.op.micro_batch for slot in stage_operations if slot.late]
         assert late == (list(range(MICRO_BATCHES - STAGES + stage, MICRO_BATCHES)) if stage else [])
-    assert max(one.end for one in found) == 3 * (MICRO_BATCHES + STAGES - 1)
+    assert max(slot.end for slot in operations) == 3 * (MICRO_BATCHES + STAGES - 1)

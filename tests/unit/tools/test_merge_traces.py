@@ -34,7 +34,7 @@ def _starts(path: Path) -> dict[int, float]:
     return {event["pid"]: event["ts"] for event in events if event["name"] == "iteration"}
 
 
-def test_clocks_are_set_by_the_barrier(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_clocks_are_aligned_by_the_barrier(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _write(tmp_path, 0, 1000.0, 1100.0)
     _write(tmp_path, 1, 51000.0, 51250.0)
     out = tmp_path / "all.json.gz"
@@ -49,7 +49,7 @@ def test_clocks_are_set_by_the_barrier(tmp_path: Path, capsys: pytest.CaptureFix
     assert _starts(tmp_path / "raw.json") == {0: 1100.0, 1: 51250.0}
 
 
-def test_what_is_not_a_trace_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_not_a_trace_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = _write(tmp_path, 0, None, 0.0)
     path.write_text(path.read_text()[:-20])
     (tmp_path / "empty").mkdir()
@@ -81,7 +81,7 @@ def test_two_runs_are_not_mixed(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "both of rank 2; merge one run at a time" in capsys.readouterr().err
 
 
-def test_missing_ranks_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_ranks_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for rank in (0, 1, 3):
         _write(tmp_path, rank, 0.0, 10.0, world_size=4)
     assert main([str(tmp_path), "-o", str(tmp_path / "out.json")]) == 0
@@ -111,10 +111,8 @@ def test_files_of_different_runs_are_refused(tmp_path: Path, capsys: pytest.Capt
     assert not (tmp_path / "out.json").exists()
 
 
-def test_files_that_do_not_say_their_run_are_merged_with_a_warning(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As versions wrote them that did not know it."""
+def test_files_without_a_run_are_merged_with_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Older versions wrote no run."""
     for rank in (0, 1):
         _write(tmp_path, rank, 0.0, 10.0, run=None, world_size=None)
     assert main([str(tmp_path), "-o", str(tmp_path / "out.json")]) == 0
@@ -150,12 +148,12 @@ _SPAN = {"name": "forward", "ph": "X", "ts": 0.0, "dur": 1.0}
         ({}, {}, "not a trace of --profile-trace"),
     ],
 )
-def test_events_that_are_none_are_named(
+def test_malformed_events_are_named(
     events: Any, about: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = _write(tmp_path, 0, None, 0.0)
-    own = json.loads(path.read_text())["otherData"]
-    path.write_text(json.dumps({"traceEvents": events, "otherData": {**own, **about}}))
+    metadata = json.loads(path.read_text())["otherData"]
+    path.write_text(json.dumps({"traceEvents": events, "otherData": {**metadata, **about}}))
     assert main([str(path), "-o", str(tmp_path / "out.json")]) == 2
     error = capsys.readouterr().err
     assert f"{path}: {message}" in error

@@ -1,4 +1,4 @@
-"""Records of gradients that are not as they should be."""
+"""Malformed records of gradients."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _PARAMETERS = {
 
 
 def _log(path: Path, *changed: dict[str, Any]) -> Path:
-    """A record for each of the changes, which leave out the fields that are "none"."""
+    """Write a record for each of the changes; fields that are "none" are left out."""
     lines = []
-    for number, own in enumerate(changed, 1):
-        event = {"kind": "gradients", "iteration": number, "density": 0.01, "parameters": _PARAMETERS, **own}
+    for number, fields in enumerate(changed, 1):
+        event = {"kind": "gradients", "iteration": number, "density": 0.01, "parameters": _PARAMETERS, **fields}
         lines.append(json.dumps({name: value for name, value in event.items() if value != "none"}) + "\n")
     path.write_text("".join(lines))
     return path
 
 
 @pytest.mark.filterwarnings("error")
-def test_what_is_not_finite_is_a_gap_and_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """An overflow makes energies nan, which the log writes as null."""
+def test_values_that_are_not_finite_are_counted_gaps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An overflow makes energies nan, and the log writes them as null."""
     overflow = {"layers.0.mlp.weight": {"energy": None, "kept": None}, "layers.1.mlp.weight": {"energy": 0.7}}
     alone = {"layers.0.mlp.weight": {"energy": None, "kept": 0.5}}
     log = _log(tmp_path / "a.jsonl", {}, {"parameters": overflow}, {"parameters": alone}, {})
@@ -52,7 +52,7 @@ def test_what_is_not_finite_is_a_gap_and_is_counted(tmp_path: Path, capsys: pyte
         ({"iteration": "2"}, "a.jsonl:2: iteration: '2' is not an integer"),
     ],
 )
-def test_a_record_that_is_not_one_is_named(
+def test_a_malformed_record_is_named(
     changed: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = _log(tmp_path / "a.jsonl", {}, changed)
@@ -63,17 +63,17 @@ def test_a_record_that_is_not_one_is_named(
     assert not (tmp_path / "a.png").exists()
 
 
-def test_an_ending_that_no_picture_has_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_picture_format_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path / "none.jsonl"), "-o", str(tmp_path / "a.zzz")]) == 2
     assert "a.zzz: no picture ends so; use .png, .pdf, .svg" in capsys.readouterr().err
 
 
 def _placed(*counts: Any, names: tuple[str, ...] = ("layers.0.mlp.weight",)) -> list[dict[str, Any]]:
-    """Records of where the largest are."""
+    """Records of the largest entries' positions."""
     return [{"parameters": {name: {"energy": 0.5, "places": row} for name in names}} for row in counts]
 
 
-def test_places_are_drawn_as_multiples_of_chance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_positions_are_drawn_as_multiples_of_chance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Iterations from left to right, the matrix from bottom to top."""
     log = _log(tmp_path / "a.jsonl", *_placed([4, 0], [3, 1], [2, 2]))
     figures: dict[str, Any] = {}
@@ -111,7 +111,7 @@ def test_one_matrix_of_each_kind_is_drawn_unless_some_are_named(tmp_path: Path) 
         ([], ["--places", "b.png"], "--places: no places in the log; run with --log-gradients-bins 200"),
     ],
 )
-def test_places_that_cannot_be_drawn_are_said_in_a_line(
+def test_undrawable_positions_are_one_line(
     counts: list[Any], words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = _log(tmp_path / "a.jsonl", *(_placed(*counts) if counts else [{}]))

@@ -1,4 +1,4 @@
-"""The quickstart's own tools: an honest corpus, a deterministic vocabulary, entropy, stages, logs and summary."""
+"""The quickstart's tools: a corpus without overlap, a deterministic vocabulary, entropy, stages, logs and summary."""
 
 from __future__ import annotations
 
@@ -48,23 +48,23 @@ def read(path: Path) -> list[dict[str, str]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def test_corpus_is_deterministic_and_its_parts_share_no_text(tmp_path: Path) -> None:
+def test_corpus_is_deterministic_and_its_splits_share_no_text(tmp_path: Path) -> None:
     (tmp_path / "library").mkdir()
     library = make_library(tmp_path / "library", 200)
     sizes = write_corpus(tmp_path / "a", library)
     write_corpus(tmp_path / "b", library)
-    parts = {part: read(tmp_path / "a" / f"{part}.jsonl") for part in ("train", "heldout")}
-    for part, records in parts.items():
-        name = f"{part}.jsonl"
+    documents = {split: read(tmp_path / "a" / f"{split}.jsonl") for split in ("train", "heldout")}
+    for split, records in documents.items():
+        name = f"{split}.jsonl"
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
-        assert sizes[part] == (len(records), sum(len(r["text"].encode()) for r in records))
-    texts = {part: {r["text"] for r in records} for part, records in parts.items()}
+        assert sizes[split] == (len(records), sum(len(r["text"].encode()) for r in records))
+    texts = {split: {r["text"] for r in records} for split, records in documents.items()}
     assert not texts["train"] & texts["heldout"]
-    assert len(parts["train"]) > 10 * len(parts["heldout"]) > 0
-    names = {r["name"]: r["text"] for r in parts["train"] + parts["heldout"]}
+    assert len(documents["train"]) > 10 * len(documents["heldout"]) > 0
+    names = {r["name"]: r["text"] for r in documents["train"] + documents["heldout"]}
     assert sum(name.startswith("module") for name in names) == 200
     assert "é" in names["copy_of_latin.py"]
-    assert "latin.py" not in names  # its text is there already
+    assert "latin.py" not in names  # its text is a repeat
     assert not {"broken.py", "empty.py"} & set(names)
     assert not any("left_out" in text for text in names.values())
     assert any(name.startswith("help/") for name in names)
@@ -96,7 +96,7 @@ def test_unigram_entropy_of_known_distributions(tmp_path: Path) -> None:
     assert unigram(tmp_path / "skewed").nats_per_token == pytest.approx(expected)
 
 
-def test_unigram_entropy_of_nothing_is_refused(tmp_path: Path) -> None:
+def test_unigram_entropy_of_an_empty_text_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="missing"):
         unigram(tmp_path / "missing")
 
@@ -137,7 +137,7 @@ def test_a_stage_that_failed_is_not_done(tmp_path: Path) -> None:
             stage.run()
 
 
-def test_digest_tells_apart_what_differs(tmp_path: Path) -> None:
+def test_digest_distinguishes_different_inputs(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("a")
     names = [digest("a", "b"), digest("ab"), digest("a"), digest(path), digest({"x": 1}), digest({"x": 2})]
@@ -147,7 +147,7 @@ def test_digest_tells_apart_what_differs(tmp_path: Path) -> None:
     assert digest({"x": 1, "y": 2}) == digest({"y": 2, "x": 1})
 
 
-def test_a_failing_command_gives_its_reason_and_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_failing_command_shows_its_reason_and_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script = "import os, sys; print(os.environ['NAME']); sys.exit('error: the disk is full')"
     log = tmp_path / "logs" / "step.log"
     with pytest.raises(CommandFailed) as caught:
@@ -157,7 +157,7 @@ def test_a_failing_command_gives_its_reason_and_log(tmp_path: Path, capfd: pytes
     assert "hello" in capfd.readouterr().out
 
 
-def test_a_command_that_is_not_shown_is_only_logged(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_quiet_command_is_only_logged(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     log = tmp_path / "log"
     run_logged([sys.executable, "-c", "print('quiet')"], log, cwd=tmp_path, env={}, show=False)
     assert log.read_text() == "quiet\n"
@@ -173,7 +173,7 @@ run_logged([sys.executable, "-c", script], Path(sys.argv[1]), cwd=Path("."), env
 """
 
 
-def test_a_command_shown_on_a_terminal_gets_one_as_wide(tmp_path: Path) -> None:
+def test_a_command_shown_on_a_terminal_has_its_width(tmp_path: Path) -> None:
     log = tmp_path / "log"
     reader, writer = os.openpty()
     fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 123, 0, 0))
@@ -181,11 +181,11 @@ def test_a_command_shown_on_a_terminal_gets_one_as_wide(tmp_path: Path) -> None:
     command = [sys.executable, "-c", ON_TERMINAL, str(log)]
     done = subprocess.run(command, cwd=REPO, env=env, stdin=writer, stdout=writer, stderr=writer, timeout=60)
     os.close(writer)
-    shown = os.read(reader, 65536)
+    output = os.read(reader, 65536)
     os.close(reader)
-    assert done.returncode == 0, shown
+    assert done.returncode == 0, output
     assert log.read_bytes() == b"True True 123\n"
-    assert shown == b"True True 123\r\n"
+    assert output == b"True True 123\r\n"
 
 
 def event(kind: str, iteration: int, **values: Any) -> str:
@@ -247,7 +247,7 @@ def test_validation_reads_the_held_out_text_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("iterations", "warmup"), [(1, "0"), (40, "39"), (500, "40")])
-def test_a_run_of_any_length_warms_up_for_less(iterations: int, warmup: str, tmp_path: Path) -> None:
+def test_warm_up_is_shorter_than_any_run(iterations: int, warmup: str, tmp_path: Path) -> None:
     quickstart = Quickstart(tmp_path, iterations)
     quickstart.at.data("heldout").parent.mkdir(parents=True)
     write_tokens(quickstart.at.data("heldout"), [[1] * 10_000])
@@ -257,7 +257,7 @@ def test_a_run_of_any_length_warms_up_for_less(iterations: int, warmup: str, tmp
     run.resolve(4)
 
 
-def test_a_run_of_other_settings_is_put_aside(tmp_path: Path) -> None:
+def test_a_run_of_other_settings_is_moved_away(tmp_path: Path) -> None:
     quickstart = Quickstart(tmp_path, 100)
     quickstart._start_over_when_changed()
     (quickstart.at.run / "checkpoint").write_text("1")

@@ -1,4 +1,4 @@
-"""The set-up's decisions: which Python, which torch, what to do again."""
+"""The set-up's decisions: Python, torch, and repeated steps."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ def interpreter(**changes: Any) -> Interpreter:
 
 @pytest.fixture
 def pythons(monkeypatch: pytest.MonkeyPatch) -> dict[str, Interpreter]:
-    """The commands that exist, and a `.venv` that is made by writing down what it was made from."""
-    found: dict[str, Interpreter] = {}
+    """The available commands, and a `.venv` that is created by recording its base Python."""
+    interpreters: dict[str, Interpreter] = {}
 
     def make(base: Interpreter) -> Interpreter:
         return interpreter(executable=f"made from {base.executable}", is_venv=True, torch=base.torch)
 
-    monkeypatch.setattr(setup_env, "probe", found.get)
+    monkeypatch.setattr(setup_env, "probe", interpreters.get)
     monkeypatch.setattr(setup_env, "_make_venv", make)
     monkeypatch.delenv("PYTHON", raising=False)
-    return found
+    return interpreters
 
 
-OWN = str(REPO / ".venv" / "bin" / "python")
+VENV_PYTHON = str(REPO / ".venv" / "bin" / "python")
 
 
-def test_probe_tells_about_this_python() -> None:
+def test_probe_describes_this_python() -> None:
     me = probe(sys.executable)
     assert me is not None
     assert me.version == sys.version_info[:2]
@@ -81,7 +81,7 @@ def test_torch_range(version: str, suitable: bool) -> None:
 
 def test_an_active_environment_with_torch_is_used_itself(pythons: dict[str, Interpreter]) -> None:
     active = interpreter(executable="/env/bin/python", is_venv=True, torch="2.12.0+cu130")
-    pythons |= {"python3": active, OWN: interpreter(is_venv=True, torch="2.13.0")}
+    pythons |= {"python3": active, VENV_PYTHON: interpreter(is_venv=True, torch="2.13.0")}
     assert make_environment() is active
 
 
@@ -90,19 +90,19 @@ def test_an_active_environment_with_another_torch_is_left_alone(pythons: dict[st
     assert make_environment().executable == "made from /env/bin/python"
 
 
-def test_a_system_python_with_torch_goes_before_a_newer_one_without(pythons: dict[str, Interpreter]) -> None:
+def test_a_system_python_with_torch_is_preferred(pythons: dict[str, Interpreter]) -> None:
     pythons["python3"] = interpreter(executable="new", version=(3, 13))
     pythons["python3.12"] = interpreter(executable="has torch", version=(3, 12), torch="2.11.0")
     assert make_environment().executable == "made from has torch"
 
 
 def test_an_existing_environment_is_kept(pythons: dict[str, Interpreter]) -> None:
-    own = interpreter(executable=OWN, is_venv=True)
-    pythons |= {"python3": interpreter(), OWN: own}
-    assert make_environment() is own
+    venv = interpreter(executable=VENV_PYTHON, is_venv=True)
+    pythons |= {"python3": interpreter(), VENV_PYTHON: venv}
+    assert make_environment() is venv
 
 
-def test_an_old_python_is_passed_over(pythons: dict[str, Interpreter]) -> None:
+def test_an_old_python_is_skipped(pythons: dict[str, Interpreter]) -> None:
     pythons["python3"] = interpreter(executable="old", version=(3, 8))
     with pytest.raises(SetupError, match=r"needs Python 3.10 to 3.13, found Python 3.8 \(old\)"):
         choose_base()
@@ -113,23 +113,23 @@ def test_an_old_python_is_passed_over(pythons: dict[str, Interpreter]) -> None:
     assert choose_base().executable == "good"
 
 
-def test_the_python_asked_for_is_used(pythons: dict[str, Interpreter], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_requested_python_is_used(pythons: dict[str, Interpreter], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHON", "/mine")
     with pytest.raises(SetupError, match="PYTHON=/mine is not a Python"):
         make_environment()
     pythons |= {"/mine": interpreter(executable="/mine"), "python3": interpreter()}
     assert make_environment().executable == "made from /mine"
-    own = interpreter(executable=OWN, is_venv=True)
-    pythons[OWN] = own
-    assert make_environment() is own  # it was made from the same Python
+    venv = interpreter(executable=VENV_PYTHON, is_venv=True)
+    pythons[VENV_PYTHON] = venv
+    assert make_environment() is venv  # it was created from the same Python
     pythons["/mine"] = interpreter(executable="/mine", torch="2.11.0")
-    assert make_environment().executable == "made from /mine"  # the old one does not see this torch
+    assert make_environment().executable == "made from /mine"  # the old environment does not see this torch
     pythons["/mine"] = interpreter(executable="/mine", torch="2.11.0", is_venv=True)
     assert make_environment() is pythons["/mine"]
 
 
 class Recorder:
-    """Stands for pip: keeps what it was asked for; installing torch makes it appear."""
+    """Stand-in for pip that records its arguments; installing torch makes it appear."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[list[str]] = []
@@ -193,11 +193,11 @@ def test_oracles_are_optional(
     assert not set(setup_env.ORACLES.values()) & set(setup_env.environment(python))
     monkeypatch.setattr(setup_env, "pip_install", succeed)
     setup_env.install_oracles(python)
-    setup_env.install_oracles(python)  # they are there: nothing to fetch
+    setup_env.install_oracles(python)  # they exist: nothing to fetch
     assert fetched == list(setup_env.ORACLES)
-    found = setup_env.environment(python)
-    assert Path(found["MEGATRON_CORE_ORACLE"]).is_dir()
-    assert found["MEGATRON_CORE_ORACLE"] != found["TRANSFORMERS_ORACLE"]
+    environment = setup_env.environment(python)
+    assert Path(environment["MEGATRON_CORE_ORACLE"]).is_dir()
+    assert environment["MEGATRON_CORE_ORACLE"] != environment["TRANSFORMERS_ORACLE"]
 
 
 def test_errors_are_one_line_without_a_traceback() -> None:

@@ -1,4 +1,4 @@
-"""The preprocessing command: files equal whatever the way they were read, bad lines, kills, and the flags."""
+"""The preprocessing command: equal files for every way of reading, bad lines, kills, and flags."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def lines_of(documents: list[dict[str, Any]]) -> str:
     return "".join(json.dumps(document) + "\n" for document in documents)
 
 
-def run(folder: Path, *more: str, text: str | None = None) -> int:
-    """The command on `folder`/in.jsonl, with output prefix `folder`/out."""
+def run(folder: Path, *flags: str, text: str | None = None) -> int:
+    """Run the command on `folder`/in.jsonl, with output prefix `folder`/out."""
     if text is not None:
         (folder / "in.jsonl").write_text(text, encoding="utf-8")
-    words = list(more) if "--input" in more else ["--input", str(folder / "in.jsonl"), *more]
+    words = list(flags) if "--input" in flags else ["--input", str(folder / "in.jsonl"), *flags]
     return main([*words, "--output-prefix", str(folder / "out"), *NULL])
 
 
@@ -92,7 +92,7 @@ def test_formats(tmp_path: Path, impl: str) -> None:
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, bytes]]:
-    """3,000 documents as text, and the files of one worker."""
+    """3,000 documents as text, and the files of a single worker."""
     folder = tmp_path_factory.mktemp("reference")
     text = lines_of(numbered(3000))
     assert run(folder, "--append-eod", text=text) == 0
@@ -135,20 +135,20 @@ def test_input_kinds_give_the_same_files(
     assert outputs(tmp_path) == reference[1]
 
 
-@pytest.mark.parametrize("more", [["--workers", "2"], ["--partitions", "3", "--workers", "2"]])
+@pytest.mark.parametrize("flags", [["--workers", "2"], ["--partitions", "3", "--workers", "2"]])
 def test_processes_give_the_same_files(
-    tmp_path: Path, reference: tuple[str, dict[str, bytes]], more: list[str]
+    tmp_path: Path, reference: tuple[str, dict[str, bytes]], flags: list[str]
 ) -> None:
-    assert run(tmp_path, "--append-eod", *more, text=reference[0]) == 0
+    assert run(tmp_path, "--append-eod", *flags, text=reference[0]) == 0
     assert outputs(tmp_path) == reference[1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", *sorted(reference[1])]
 
 
-def command(folder: Path, *more: str) -> list[str]:
+def command(folder: Path, *flags: str) -> list[str]:
     return [
         sys.executable,
         str(REPO / "tools" / "preprocess_data.py"),
-        *more,
+        *flags,
         "--output-prefix",
         str(folder / "out"),
         *NULL,
@@ -200,12 +200,12 @@ def test_a_bad_line_stops_the_run_and_writes_nothing(
     assert os.listdir(tmp_path) == ["in.jsonl"]
 
 
-@pytest.mark.parametrize("more", [[], ["--workers", "2"], ["--partitions", "2"]])
-def test_bad_lines_are_skipped_and_counted(tmp_path: Path, capfd: pytest.CaptureFixture[str], more: list[str]) -> None:
+@pytest.mark.parametrize("flags", [[], ["--workers", "2"], ["--partitions", "2"]])
+def test_bad_lines_are_skipped_and_counted(tmp_path: Path, capfd: pytest.CaptureFixture[str], flags: list[str]) -> None:
     good = [b'{"text": "%d"}' % number for number in range(10)]
     lines = [line for pair in zip(good, [bad for bad, _ in BAD_LINES], strict=True) for line in pair]
     (tmp_path / "in.jsonl").write_bytes(b"\n".join(lines))
-    assert run(tmp_path, "--on-error", "skip", *more) == 0
+    assert run(tmp_path, "--on-error", "skip", *flags) == 0
     assert stored(tmp_path / "out_text_document") == [[[number]] for number in range(10)]
     error = capfd.readouterr().err
     assert "10 bad lines skipped" in error
@@ -213,18 +213,18 @@ def test_bad_lines_are_skipped_and_counted(tmp_path: Path, capfd: pytest.Capture
         assert any(f":{2 * number + 2}: " in line and why in line for line in error.splitlines())
 
 
-def test_a_bad_line_in_any_part_of_the_input_stops_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_line_in_a_later_partition_stops_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     text = lines_of(numbered(900)) + "{\n" + lines_of(numbered(50))
     assert run(tmp_path, "--partitions", "3", text=text) == 2
     assert f"{tmp_path / 'in.jsonl'}:901: broken JSON" in capfd.readouterr().err
     assert os.listdir(tmp_path) == ["in.jsonl"]
 
 
-@pytest.mark.parametrize("more", [[], ["--workers", "2"], ["--partitions", "2"]])
-def test_a_full_disk_is_one_line(tmp_path: Path, more: list[str]) -> None:
+@pytest.mark.parametrize("flags", [[], ["--workers", "2"], ["--partitions", "2"]])
+def test_a_full_disk_is_one_line(tmp_path: Path, flags: list[str]) -> None:
     (tmp_path / "in.jsonl").write_text(lines_of(numbered(3000)))
     with largest_file(2000):
-        done = subprocess.run(command(tmp_path, "--input", str(tmp_path / "in.jsonl"), *more), capture_output=True)
+        done = subprocess.run(command(tmp_path, "--input", str(tmp_path / "in.jsonl"), *flags), capture_output=True)
     assert done.returncode == 2
     assert done.stderr.decode().splitlines()[-1] == "error: output: File too large. Nothing was written"
     assert b"Traceback" not in done.stderr
@@ -251,7 +251,7 @@ def test_a_killed_run_leaves_the_earlier_files(tmp_path: Path, number: signal.Si
     assert process.stderr is not None
     process.stdin.write(lines_of(numbered(20_000)).encode())
     process.stdin.flush()
-    # It has written documents, and waits for more.
+    # Documents are written; the command waits for more.
     assert b"Processed" in process.stderr.readline()
     process.send_signal(number)
     process.stdin.close()
@@ -271,7 +271,7 @@ def test_a_killed_run_leaves_the_earlier_files(tmp_path: Path, number: signal.Si
 
 
 def test_sentences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a downloaded model, which is said."""
+    """Without a downloaded model, as a note says."""
     monkeypatch.setenv("NLTK_DATA", str(tmp_path / "nothing"))
     nltk_data = pytest.importorskip("nltk.data")
     monkeypatch.setattr(nltk_data, "path", [])
@@ -283,7 +283,7 @@ def test_sentences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 
 class Lengths:
-    """A tokenizer whose only token of a text is its length."""
+    """Tokenizer whose only token of a text is its length."""
 
     vocab_size, eod = EOD + 1, EOD
 
@@ -293,12 +293,12 @@ class Lengths:
 
 @settings(max_examples=60, deadline=None)
 @given(text=st.lists(st.sampled_from(["One. ", "Two!\n\n", " and", "\n", "Mr. X", "3.5 ", "?", " "])).map("".join))
-def test_sentences_with_their_white_space_are_the_text(text: str) -> None:
+def test_sentences_with_white_space_add_up_to_the_text(text: str) -> None:
     pytest.importorskip("nltk")
     assert "".join(sentence_splitter("no such language", keep_newlines=True)(text)) == text
     bare = sentence_splitter("no such language", keep_newlines=False)(text)
     assert all(bare)
-    # White space between sentences is dropped; only the first may begin with some.
+    # White space between sentences is dropped; only the first sentence may begin with some.
     assert all(sentence == sentence.lstrip() for sentence in bare[1:])
     assert "".join("".join(bare).split()) == "".join(text.split())
 
@@ -306,29 +306,29 @@ def test_sentences_with_their_white_space_are_the_text(text: str) -> None:
 @settings(max_examples=100, deadline=None)
 @given(
     files=st.lists(st.lists(st.text("ab", max_size=9), max_size=8), min_size=1, max_size=4),
-    parts=st.integers(1, 7),
+    count=st.integers(1, 7),
     ends=st.booleans(),
 )
-def test_parts_hold_every_line_once_and_in_order(
-    tmp_path_factory: pytest.TempPathFactory, files: list[list[str]], parts: int, ends: bool
+def test_partitions_hold_every_line_once_and_in_order(
+    tmp_path_factory: pytest.TempPathFactory, files: list[list[str]], count: int, ends: bool
 ) -> None:
     folder = tmp_path_factory.mktemp("parts")
-    names, wanted = [], []
+    names, expected_lines = [], []
     for number, lines in enumerate(files):
         path = folder / str(number)
         text = "\n".join(lines) + ("\n" if ends else "")
         path.write_text(text)
         names.append(str(path))
-        wanted += [(str(path), n + 1, line) for n, line in enumerate(text.splitlines())]
-    pieces = divide(names, parts)
-    assert len(pieces) <= parts
-    found = [
+        expected_lines += [(str(path), n + 1, line) for n, line in enumerate(text.splitlines())]
+    pieces = divide(names, count)
+    assert len(pieces) <= count
+    lines_read = [
         (block.source.name, block.source.line_number(block.first + i), line.decode().rstrip("\n"))
         for piece in pieces
         for block in read_blocks(piece)
         for i, line in enumerate(block.lines)
     ]
-    assert found == wanted
+    assert lines_read == expected_lines
 
 
 def test_a_broken_archive_is_named_with_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -341,7 +341,7 @@ def test_a_broken_archive_is_named_with_its_line(tmp_path: Path, capsys: pytest.
     assert os.listdir(tmp_path) == ["in.jsonl.gz"]
 
 
-def test_an_archive_whose_library_is_missing_is_one_line(
+def test_a_missing_archive_library_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "zstandard", None)
@@ -368,24 +368,24 @@ def test_an_input_without_documents_is_refused(tmp_path: Path, capsys: pytest.Ca
     assert os.listdir(tmp_path) == ["in.jsonl"]
 
 
-@pytest.mark.parametrize("more", [[], ["--partitions", "2"], ["--workers", "2"], ["--append-eod"]])
+@pytest.mark.parametrize("flags", [[], ["--partitions", "2"], ["--workers", "2"], ["--append-eod"]])
 def test_an_input_without_tokens_is_refused(
-    tmp_path: Path, more: list[str], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(tmp_path, *more, text='{"text": ""}\n' * 5) == 2
+    assert run(tmp_path, *flags, text='{"text": ""}\n' * 5) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("error: --json-keys text: all texts of the input are")
     assert os.listdir(tmp_path) == ["in.jsonl"]
 
 
-@pytest.mark.parametrize("more", [[], ["--partitions", "2"]])
-def test_a_key_without_tokens_is_named(tmp_path: Path, more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("flags", [[], ["--partitions", "2"]])
+def test_a_key_without_tokens_is_named(tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     text = '{"text": "1 2", "title": ""}\n' * 5
-    assert run(tmp_path, "--json-keys", "text", "title", *more, text=text) == 2
+    assert run(tmp_path, "--json-keys", "text", "title", *flags, text=text) == 2
     assert "error: --json-keys title: all texts" in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["in.jsonl"]
 
 
-def test_integers_of_any_length_are_no_obstacle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_long_integers_are_parsed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     digits = "7" * 5000
     assert run(tmp_path, text=f'{{"id": {digits}, "text": "1 2", "more": [-{digits}]}}\n') == 0
     assert stored(tmp_path / "out_text_document") == [[[1, 2]]]
@@ -407,7 +407,7 @@ def test_integers_of_any_length_are_no_obstacle(tmp_path: Path, capsys: pytest.C
         (["--on-error", "ignore"], "invalid choice: 'ignore'"),
     ],
 )
-def test_flags_that_cannot_work_are_refused(words: list[str], message: str) -> None:
+def test_invalid_flags_are_refused(words: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         parse_flags(["--input", "x", "--output-prefix", "y", *NULL, *words])
     assert "\n" not in str(caught.value)

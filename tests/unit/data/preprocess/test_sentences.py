@@ -1,4 +1,4 @@
-"""Sentences: nltk's model from a local folder, and the rules that take its place."""
+"""Sentences: nltk's model from a local folder, and the rules without it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_rules_lose_nothing_but_white_space(text: str) -> None:
     assert "".join(sentence_splitter("no such language", keep_newlines=True)(text)) == text
 
 
-def test_nltk_s_model_is_read_from_a_local_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_of_nltk_is_read_from_a_local_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nltk_data = pytest.importorskip("nltk.data")
     folder = tmp_path / "tokenizers" / "punkt_tab" / "english"
     folder.mkdir(parents=True)
@@ -64,6 +64,6 @@ def test_nltk_s_model_is_read_from_a_local_folder(tmp_path: Path, monkeypatch: p
     assert sentence_splitter("english", keep_newlines=False)(text) == ["They met Flurb. Smith there.", "It rained."]
 
 
-def test_without_nltk_the_rules_split(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_nltk_the_rules_split_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "nltk.tokenize", None)
     assert sentence_splitter("english", keep_newlines=True)("One. Two.") == ["One. ", "Two."]

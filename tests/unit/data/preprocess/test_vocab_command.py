@@ -37,7 +37,7 @@ def test_vocabulary_training_names_the_bad_line(tmp_path: Path) -> None:
         train([corpus], tmp_path / "out", 256)
 
 
-def test_a_disk_that_fills_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     corpus = _corpus(tmp_path)
     out = tmp_path / "out"
     with largest_file(1000):
@@ -57,13 +57,13 @@ def _corpus(folder: Path, documents: int = 300) -> Path:
     return path
 
 
-def test_the_command_says_how_far_it_is_and_what_it_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_progress_and_the_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--input", str(_corpus(tmp_path)), "--output-dir", str(tmp_path / "new" / "vocabulary")]
     assert main([*flags, "--vocab-size", "300", "--log-interval", "100"]) == 0
-    shown = capsys.readouterr()
-    assert "Processed 300 documents" in shown.err
-    assert "300 documents are read; counting and merging pairs" in shown.err
-    assert "300 entries in vocab.json and merges.txt (read 300 documents, " in shown.out
+    captured = capsys.readouterr()
+    assert "Processed 300 documents" in captured.err
+    assert "300 documents are read; counting and merging pairs" in captured.err
+    assert "300 entries in vocab.json and merges.txt (read 300 documents, " in captured.out
     folder = tmp_path / "new" / "vocabulary"
     tokenizer = GPT2BPETokenizer(folder / "vocab.json", folder / "merges.txt")
     ids = tokenizer.tokenize("the value of item 5")
@@ -71,10 +71,10 @@ def test_the_command_says_how_far_it_is_and_what_it_made(tmp_path: Path, capsys:
     assert len(ids) < 12
 
 
-def test_keys_and_a_part_of_the_documents_can_be_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_keys_and_a_number_of_documents_can_be_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--input", str(_corpus(tmp_path)), "--vocab-size", "1000", "--json-keys", "title", "text"]
-    for name, more in (("all", []), ("some", ["--documents", "2"])):
-        assert main([*flags, "--output-dir", str(tmp_path / name), *more]) == 0
+    for name, extra in (("all", []), ("some", ["--documents", "2"])):
+        assert main([*flags, "--output-dir", str(tmp_path / name), *extra]) == 0
     assert "no pair comes 2 times any more" in capsys.readouterr().out
     sizes = {name: len(json.loads((tmp_path / name / "vocab.json").read_text())) for name in ("all", "some")}
     assert 257 < sizes["some"] < sizes["all"] < 1000
@@ -96,7 +96,7 @@ def test_keys_and_a_part_of_the_documents_can_be_chosen(tmp_path: Path, capsys: 
         ({"--nothing": "1"}, "unrecognized arguments: --nothing"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(
+def test_errors_are_one_line(
     change: dict[str, str],
     says: str,
     tmp_path: Path,
