@@ -274,7 +274,7 @@ def test_resume_is_exact_at_the_same_layout(prefix: Path, tmp_path: Path, name: 
 
 def _plug_in(folder: Path, point: str) -> dict[str, Any]:
     """Flags of the documented compressor that has a controller and a memory."""
-    code = python_blocks("extend/compressor.md")[1]
+    code = python_blocks("extend/advanced-compressors.md")[1]
     assert sum(bool(line.strip()) for line in code.splitlines()) < 60
     (folder / "mine.py").write_text(code)
     spec = f"{point}=large-rows,share=0.6,least=0.05,error-feedback=on"

@@ -152,7 +152,7 @@ def test_commands_parse(page: str, words: list[str]) -> None:
     if words[1] == "-m":
         assert importlib.util.find_spec(words[2]) is not None
         return
-    assert (REPO / words[1]).is_file() or page == "docs/extend/compressor.md"
+    assert (REPO / words[1]).is_file(), page
     program = next((word for word in words if word in TRAINING), None)
     if program is not None:
         ranks = int(words[words.index("--nproc-per-node") + 1]) if "--nproc-per-node" in words else 1
@@ -181,7 +181,7 @@ def _registry(config: RunConfig) -> Registry:
     """The built-in compressors, and the --compress-module ones of the page about writing compressors."""
     registry = Registry(BUILTIN)
     if config.compression.compress_module:
-        for block in python_blocks("extend/compressor.md")[:3]:
+        for block in (python_blocks("extend/compressor.md")[0], *python_blocks("extend/advanced-compressors.md")):
             namespace: dict[str, Any] = {}
             exec(block, namespace)
             namespace["register"](registry)
@@ -320,7 +320,7 @@ def test_files_named_in_documents_exist() -> None:
         for path in re.findall(r"`((?:megatron|tools|docs|examples|tests|benchmarks)/[\w/.-]+)`", text):
             assert (REPO / path).exists(), f"{name} names {path}"
         for path in re.findall(r"`(\w+\.(?:py|sh))`", text):
-            assert path in names, f"{name} names {path}"
+            assert path in names or f"Save this as `{path}`" in text, f"{name} names {path}"
 
 
 def test_code_blocks_are_complete() -> None:
@@ -356,7 +356,7 @@ def test_pages_are_short() -> None:
     for name, text in WRITTEN.items():
         lines = len(text.splitlines())
         is_compressor = "compressors/" in name and not name.endswith("index.md")
-        limit = 120 if name == "README.md" else 70 if is_compressor else 350 if "extend/compressor" in name else 250
+        limit = 120 if name == "README.md" else 70 if is_compressor else 250
         assert lines <= limit, f"{name} has {lines} lines"
 
 

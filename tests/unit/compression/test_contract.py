@@ -193,11 +193,16 @@ def test_what_keeps_its_promises_passes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("block", "names"), [(0, ("tensor-float8", "random-rows")), (1, ("large-rows",)), (2, ("majority-vote",))]
+    ("page", "block", "names"),
+    [
+        ("compressor", 0, ("tensor-float8", "random-rows")),
+        ("advanced-compressors", 0, ("majority-vote",)),
+        ("advanced-compressors", 1, ("large-rows",)),
+    ],
 )
-def test_the_documented_compressors_pass(block: int, names: tuple[str, ...], tmp_path: Path) -> None:
+def test_the_documented_compressors_pass(page: str, block: int, names: tuple[str, ...], tmp_path: Path) -> None:
     module = tmp_path / "mine.py"
-    module.write_text(python_blocks("extend/compressor.md")[block])
+    module.write_text(python_blocks(f"extend/{page}.md")[block])
     registry = build_registry([str(module)])
     for name in names:
         check_compressor(registry[name])
@@ -206,7 +211,7 @@ def test_the_documented_compressors_pass(block: int, names: tuple[str, ...], tmp
 def test_the_documented_check_runs_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = python_blocks("extend/compressor.md")
     (tmp_path / "mine.py").write_text(blocks[0])
-    (tmp_path / "check_mine.py").write_text(blocks[3])
+    (tmp_path / "check_mine.py").write_text(blocks[1])
     monkeypatch.chdir(tmp_path)
     runpy.run_path("check_mine.py")
     broken = blocks[0].replace("zeros_like(x).index_copy(1, rows, x[:, rows])", "zeros_like(x)")
@@ -217,7 +222,7 @@ def test_the_documented_check_runs_anywhere(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_documented_majority_vote_sums_what_it_says(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(python_blocks("extend/compressor.md")[2])
+    (tmp_path / "mine.py").write_text(python_blocks("extend/advanced-compressors.md")[0])
     vote = build_registry([str(tmp_path / "mine.py")])["majority-vote"]
     assert vote.rounds is not None
     xs = [torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
@@ -241,7 +246,7 @@ def test_results_have_the_documented_shapes(op: Op) -> None:
 
     shapes: list[tuple[int, ...]] = []
     run_lockstep(Asks(None), [torch.zeros(1, 2, 3) for _ in range(4)], [CompressorState() for _ in range(4)])
-    text = (REPO / "docs/extend/compressor.md").read_text(encoding="utf-8")
+    text = (REPO / "docs/extend/advanced-compressors.md").read_text(encoding="utf-8")
     row = next(line for line in text.splitlines() if line.startswith(f"| `Op.{op.name}`"))
     stacked, first_alone = "(n, " in row.split("|")[3], op is Op.COLLECT
     assert shapes == [(0 if first_alone and rank else 4, 2, 3) if stacked else (2, 3) for rank in range(4)]
