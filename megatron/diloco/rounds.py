@@ -73,9 +73,9 @@ class Rounds:
         joining: admits late islands, and joins the others; None for a single island.
         end: help for late islands at the end of the run.
 
-    ``left_behind``: the others went on without this island. ``synced``: a round has just ended. ``stop_request``: this
-    island's reason to end the run, which it reports in its next round. ``stop_reason``: the reason for which all
-    islands end.
+    ``left_behind``: the others went on without this island, which has to ``join`` them. ``synced``: a round has just
+    ended. ``stop_request``: this island's reason to end the run, which it reports in its next round. ``stop_reason``:
+    the reason for which all islands end.
     """
 
     def __init__(
@@ -105,22 +105,19 @@ class Rounds:
         """Whether islands take local steps, so that they know nothing of each other before the next round."""
         return self.islands is not None and self.sync.outer.has_outer_params
 
-    def after_step(self, done: int, loss: float) -> bool:
+    def after_step(self, done: int, loss: float) -> None:
         """Send and apply the fragments that are due after ``done`` iterations of the run.
 
         Args:
             done: number of iterations.
             loss: training loss of the last iteration.
 
-        Returns:
-            False when the others went on without this island, which has to ``join`` them.
-
         Raises:
             QuorumError: when there are too few islands.
             CommunicationError: when communication fails altogether.
         """
         if not self.sync.outer.has_outer_params:
-            return True
+            return
         if math.isfinite(loss):
             self._losses.append(loss)
         in_flight = self.sync.in_flight
@@ -128,7 +125,7 @@ class Rounds:
             self._apply_fragment(in_flight)
         elif in_flight is not None and not in_flight.arrived and not in_flight.failed:
             in_flight.failed = not self._run_guarded(partial(self.sync.advance_transfer, in_flight.fragment))
-        return self.catch_up(done)
+        self.catch_up(done)
 
     def is_round_overdue(self, done: int) -> bool:
         """Whether a round that is due after ``done`` iterations is still missing."""
@@ -138,7 +135,7 @@ class Rounds:
             and bool(self.schedule.sent(done))
         )
 
-    def catch_up(self, done: int) -> bool:
+    def catch_up(self, done: int) -> None:
         """Run the missing rounds that are due after ``done`` iterations; see ``after_step``."""
         if self.sync.outer.has_outer_params and self.sync.last_round_iteration < done:
             for fragment in self.schedule.sent(done):
@@ -151,15 +148,13 @@ class Rounds:
         if self.synced and self.joining is not None and not self.left_behind:
             self.joining.admit_islands()
         self.synced = False
-        return not self.left_behind
 
-    def finish_transfer(self) -> bool:
+    def finish_transfer(self) -> None:
         """Wait for the fragment in flight before a checkpoint is saved. The checkpoint holds its mean, which is applied
         later; see ``after_step``."""
         in_flight = self.sync.in_flight
         if in_flight is not None and not in_flight.arrived:
             self._finish_transfer(in_flight)
-        return not self.left_behind
 
     def drop_in_flight(self) -> None:
         """Drop the fragment in flight; its contents are sent in the fragment's next round."""

@@ -170,18 +170,14 @@ def begin_rounds(
     start = engines.plan.activation(Point.OUTER).warmup_iters
     joining = None
     if islands is not None:
-        joining = Joining(
-            engines.stages,
-            outer,
-            islands,
-            checkpoints.stateful_parts,
-            reporter.line,
-        )
+        joining = Joining(engines.stages, outer, islands, checkpoints.stateful_parts, reporter.line)
     if joining is not None and met.begins:
         joining.admit_islands_at_start()
     section, save = engines.config.islands, engines.config.checkpoint.save
     end = RunEnd(str(Path(save).resolve()) if save else "", section.islands_linger_seconds)
-    return Rounds(outer, RoundSchedule(outer.options, start, train_iters), islands, reporter.of_islands, joining, end)
+    rounds = Rounds(outer, RoundSchedule(outer.options, start, train_iters), islands, reporter.of_islands, joining, end)
+    rounds.left_behind = not met.begins
+    return rounds
 
 
 def reach_islands(

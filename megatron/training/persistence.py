@@ -48,7 +48,6 @@ class RunCheckpoints:
     """The checkpoints of one run.
 
     Args:
-        config: the resolved configuration.
         engines, schedule, progress: objects that are saved, and restored in place.
         log: prints lines for the user, on rank 0.
         lock: lock of the folder of ``--save``, on rank 0.
@@ -56,14 +55,13 @@ class RunCheckpoints:
 
     def __init__(
         self,
-        config: RunConfig,
         engines: Engines,
         schedule: LRSchedule,
         progress: Progress,
         log: Callable[[str], None],
         lock: FolderLock | None = None,
     ) -> None:
-        self.run_config = config
+        self.run_config = config = engines.config
         self.config = config.checkpoint
         self.engines = engines
         self.schedule = schedule

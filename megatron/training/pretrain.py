@@ -45,7 +45,6 @@ from megatron.training.assembly import build_engines, groups_by_node, layout_of
 from megatron.training.compression_notes import compression_notes, run_length
 from megatron.training.console import make_output_last
 from megatron.training.determinism import make_deterministic
-from megatron.training.evaluation import evaluation_rounds
 from megatron.training.islands import (
     begin_rounds,
     folders_of_others,
@@ -60,9 +59,10 @@ from megatron.training.persistence import RunCheckpoints
 from megatron.training.program import Ranks, run_program
 from megatron.training.progress_state import Progress
 from megatron.training.report import Reporter
+from megatron.training.run_plan import Judge, RunPlan
 from megatron.training.saved_run import SavedRun, check_saved_model_type, find_saved, with_pretrained
 from megatron.training.timers import Timers
-from megatron.training.trainer import Judge, Trainer
+from megatron.training.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Job:
         datasets: builds the data sets from the resolved configuration and the tokenizer; None to build them from the
             flags.
         pretrained: folder and iteration of a language model that a new run starts from.
-        judge: see ``Trainer``.
+        judge: see ``RunPlan``.
         sections: more sections of the flags, by name, in which all ranks must agree.
     """
 
@@ -209,7 +209,7 @@ def run(
         datasets, vocab_size = together(
             topology.control.pg, lambda: _open_data(config, env, train_iters, position, job)
         )
-        rounds_of_evaluations = evaluation_rounds(config, datasets)
+        plan = RunPlan(train_iters, sizes, datasets, started, job.judge)
         together(topology.control.pg, lambda: check_room(config, env, vocab_size))
         length = run_length(train_iters, datasets[0], sizes.batches)
         engines = together(topology.control.pg, lambda: build_engines(config, topology, vocab_size, length))
@@ -218,17 +218,16 @@ def run(
         schedule = _lr_schedule(config)
         progress = Progress()
         timers = Timers(config.logging.timing_log_level, config.logging.timing_log_option, clock=engines.ledger.clock)
-        reporter = Reporter(config, engines, progress, train_iters, timers, sizes, rounds_of_evaluations)
-        checkpoints = RunCheckpoints(config, engines, schedule, progress, rank_0_log(topology), lock)
+        reporter = Reporter(engines, plan, progress, timers)
+        checkpoints = RunCheckpoints(engines, schedule, progress, rank_0_log(topology), lock)
         _begin(checkpoints, saved, folders_of_others(config, saved, topology, engines.joint.steps), job, log)
     met = meet_islands(engines, env, position.iteration, islands)
     # Raises UserError on every rank when a log cannot be opened.
     together(topology.control.pg, reporter.open)
     reporter.share_tracked_runs()
     try:
-        trainer_args = (config, engines, sizes, schedule, datasets, train_iters, progress, checkpoints, reporter)
         rounds = begin_rounds(engines, checkpoints, reporter, met, train_iters)
-        Trainer(*trainer_args, timers, started, job.judge, rounds, joins=not met.begins).run()
+        Trainer(engines, plan, checkpoints, reporter, rounds).run()
     finally:
         met.leave()
         reporter.close()

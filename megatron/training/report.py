@@ -15,9 +15,9 @@ import torch
 
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
-from megatron.config.steps import StepSizes
 from megatron.distributed.agreement import gather_texts
 from megatron.training.assembly import Engines
+from megatron.training.evaluation import evaluation_rounds
 from megatron.training.flops import (
     ModelShape,
     benchmark_tflops,
@@ -30,6 +30,7 @@ from megatron.training.metrics import Evaluation, MetricsWindow, StepMetrics, fo
 from megatron.training.peaks import peak_tflops
 from megatron.training.progress import ProgressBar
 from megatron.training.progress_state import Progress
+from megatron.training.run_plan import RunPlan
 from megatron.training.sinks import ProgressBarSink, Sinks, open_sinks
 from megatron.training.timers import Timers
 from megatron.training.traffic import TrafficMeter, format_comm_line, gather_rows
@@ -89,38 +90,27 @@ class Reporter:
     """Collects the metrics of a run and reports them on the last rank; other ranks only take part in gathering.
 
     Args:
-        config: the resolved configuration.
         engines: engines whose traffic is reported.
+        plan: steps and data of the run.
         progress: the run's counters.
-        train_iters: iterations of the whole run.
         timers: timers that are reported with each log line.
-        sizes: sizes of the run's steps.
-        evaluation_rounds: global batches of an evaluation of the validation set, and of the test set.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        engines: Engines,
-        progress: Progress,
-        train_iters: int,
-        timers: Timers,
-        sizes: StepSizes,
-        evaluation_rounds: tuple[int, int],
-    ) -> None:
-        self.config = config
+    def __init__(self, engines: Engines, plan: RunPlan, progress: Progress, timers: Timers) -> None:
+        self.config = config = engines.config
         self.engines = engines
         self.progress = progress
-        self.train_iters = train_iters
+        self.train_iters = plan.train_iters
         self.timers = timers
         self.shape = model_shape(config, engines.padded_vocab_size)
         self.window = MetricsWindow()
         self.meter = TrafficMeter(engines)
         self.sinks = Sinks()
-        self.step_sizes = sizes
+        self.step_sizes = plan.sizes
         self.size = model_size(engines)
         self.peak_tflops = known_peak(config, engines.topology.device)
-        self.forecast = Forecast(config, sizes, engines.topology.layout, train_iters, evaluation_rounds, self._work)
+        rounds = evaluation_rounds(config, plan.datasets)
+        self.forecast = Forecast(config, plan.sizes, engines.topology.layout, plan.train_iters, rounds, self._work)
         self._step_started = time.perf_counter()
         self._speaks = engines.topology.is_last_rank
 

@@ -3,93 +3,69 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
-from torch import Tensor
-
-from megatron.config.run import RunConfig
-from megatron.config.steps import StepSizes
 from megatron.data.build import Dataset
 from megatron.data.loader import MicroBatches, build_loader
 from megatron.diloco.rounds import Rounds
 from megatron.diloco.startup import QuorumError
 from megatron.distributed.errors import CommunicationError
 from megatron.distributed.topology import Topology
-from megatron.optimizer.schedules import LRSchedule
 from megatron.optimizer.step_summary import StepSummary, StopVotes
 from megatron.training.assembly import Engines
 from megatron.training.divergence import DivergenceCheck
 from megatron.training.evaluation import EvaluationSet, evaluate, mean_losses, test_sets, validation_sets
 from megatron.training.persistence import RunCheckpoints
 from megatron.training.program import DivergedError, NothingLearnedError
-from megatron.training.progress_state import Progress
 from megatron.training.replica_check import check_replicas
 from megatron.training.report import Reporter
+from megatron.training.run_plan import RunPlan
 from megatron.training.signals import ExitPolicy, ExitReason, ExitSignals
 from megatron.training.step import take_batches, train_step
-from megatron.training.timers import Timers
-
-Judge = Callable[[Tensor], Mapping[str, Mapping[str, float]]]
-"""Scores task-head outputs, with a row for each draw of an evaluation: file -> metric -> value."""
 
 
 class Trainer:
     """The training loop. Every rank constructs a trainer and calls ``run``.
 
     Args:
-        config: the resolved configuration.
         engines: this rank's model, pipeline and optimizer.
-        sizes, schedule: sizes of the steps; schedules of learning rate and weight decay.
-        datasets: train, validation and test; None for a missing split.
-        train_iters: iterations of the whole run.
-        progress, checkpoints, reporter: counters, where they are saved, and reports to the user.
-        started: ``time.monotonic()`` at the start of the program.
-        judge: scores task-head outputs for the validation samples; each evaluation then reads all of them.
+        plan: steps and data of the run.
+        checkpoints: saves the counters and the learning-rate schedule with everything else.
+        reporter: reports to the user.
         rounds: rounds of islands; None without the point ``outer``.
-        joins: other islands are already training, and this island joins them first.
     """
 
     def __init__(
         self,
-        config: RunConfig,
         engines: Engines,
-        sizes: StepSizes,
-        schedule: LRSchedule,
-        datasets: tuple[Dataset | None, Dataset | None, Dataset | None],
-        train_iters: int,
-        progress: Progress,
+        plan: RunPlan,
         checkpoints: RunCheckpoints,
         reporter: Reporter,
-        timers: Timers,
-        started: float,
-        judge: Judge | None = None,
         rounds: Rounds | None = None,
-        joins: bool = False,
     ) -> None:
-        self.config = config
+        self.config = config = engines.config
         self.rounds = rounds
-        self._joins = joins
-        self.judge = judge
+        self.judge = plan.judge
         self._judged_at: int | None = None
         self.engines = engines
         self.topology: Topology = engines.topology
-        self.sizes = sizes
-        self.schedule = schedule
-        self.train_set = datasets[0]
-        self.valid_sets, self.test_sets = validation_sets(config, datasets[1]), test_sets(config, datasets[2])
-        self.train_iters = train_iters
-        self.progress = progress
+        self.sizes = plan.sizes
+        self.schedule = checkpoints.schedule
+        self.train_set, valid_set, test_set = plan.datasets
+        self.valid_sets, self.test_sets = validation_sets(config, valid_set), test_sets(config, test_set)
+        self.train_iters = plan.train_iters
+        self.progress = checkpoints.progress
         self.checkpoints = checkpoints
         self.reporter = reporter
-        self.divergence = DivergenceCheck(config.training, progress)
-        self.timers = timers
+        self.divergence = DivergenceCheck(config.training, self.progress)
+        self.timers = reporter.timers
         self.policy = ExitPolicy(
             exit_interval=config.training.exit_interval,
             exit_duration_in_mins=config.training.exit_duration_in_mins,
             kill_switch_file=config.training.kill_switch_file,
-            started=started,
+            started=plan.started,
         )
 
     def run(self) -> None:
@@ -102,7 +78,7 @@ class Trainer:
         reason = ExitReason.NONE
         start, skipped = self.progress.iteration, self.progress.skipped
         if not self.config.validation.skip_train:
-            round_due = self.rounds is not None and (self._joins or self.rounds.is_round_overdue(start))
+            round_due = self.rounds is not None and (self._left_behind or self.rounds.is_round_overdue(start))
             if start < self.train_iters or round_due:
                 reason = self._train()
             else:
@@ -151,10 +127,10 @@ class Trainer:
             if self.schedule.lr == 0.0 < self.schedule.values.max_lr and progress.iteration == 0:
                 self.reporter.line("note: the warm-up begins at a learning rate of 0: iteration 1 changes no weight")
             # Joins other islands, or runs the round that was due after the checkpoint.
-            if self._joins:
+            if self._left_behind:
                 self._join()
             if self.rounds is not None:
-                self._joins = not self._round(lambda rounds: rounds.catch_up(self.progress.iteration))
+                self._round(lambda rounds: rounds.catch_up(self.progress.iteration))
             if self.config.validation.eval_at_start and progress.iteration == 0:
                 self._validate()
             while progress.iteration < self.train_iters and reason is ExitReason.NONE:
@@ -163,7 +139,7 @@ class Trainer:
                 else:
                     with self._loader(self.train_set, progress.consumed_samples) as batches:
                         reason = self._take_steps(batches, signals)
-                if self._joins:
+                if self._left_behind:
                     self._join()
             self.reporter.report_rest()
             if reason is ExitReason.DIVERGED:
@@ -176,6 +152,11 @@ class Trainer:
         return reason
 
     @property
+    def _left_behind(self) -> bool:
+        """Whether this island has to join the others before it goes on."""
+        return self.rounds is not None and self.rounds.left_behind
+
+    @property
     def _skips_next(self) -> bool:
         """Whether the next iteration is one of --iterations-to-skip."""
         return self.progress.iteration + 1 in self.sizes.skipped
@@ -184,7 +165,7 @@ class Trainer:
         """Take steps until the run ends, samples are to be skipped, or other islands are to be joined."""
         reason = ExitReason.NONE
         while self.progress.iteration < self.train_iters and reason is ExitReason.NONE:
-            if self._joins or self._skips_next:
+            if self._left_behind or self._skips_next:
                 break
             reason = self._iteration(batches, self._vote(signals))
         return reason
@@ -196,7 +177,7 @@ class Trainer:
         skipped_text = f"iteration {first}" if first == last else f"iterations {first} to {last}"
         self.reporter.line(f"--iterations-to-skip: {skipped_text} without a step; their samples count as consumed")
         reason = ExitReason.NONE
-        while self.progress.iteration < last and reason is ExitReason.NONE and not self._joins:
+        while self.progress.iteration < last and reason is ExitReason.NONE and not self._left_behind:
             reason = self._skip_iteration(self._vote(signals))
         return reason
 
@@ -213,8 +194,8 @@ class Trainer:
         self.reporter.report_if_due(done + 1)
         if self.rounds is not None:
             self.rounds.stop_request = max(self.rounds.stop_request, self.policy.reason(votes))
-            self._joins = not self._round(lambda rounds: rounds.after_step(done + 1, math.nan))
-        return ExitReason.NONE if self._joins else self._after_step(votes)
+            self._round(lambda rounds: rounds.after_step(done + 1, math.nan))
+        return ExitReason.NONE if self._left_behind else self._after_step(votes)
 
     def _count_iteration(self, step_taken: bool = True) -> None:
         """Count the next iteration, its samples and, if a step was taken, the tokens that it trained on."""
@@ -234,13 +215,12 @@ class Trainer:
         with self.reporter.paused("join"):
             if not self.rounds.join():
                 raise CommunicationError("the other islands have ended; start all of them again from their checkpoints")
-        self._joins = False
 
-    def _round(self, run_round: Callable[[Rounds], bool]) -> bool:
+    def _round(self, run_round: Callable[[Rounds], None]) -> None:
         """Run a round of islands; if there are too few of them, save the state before the run ends."""
         assert self.rounds is not None
         try:
-            return run_round(self.rounds)
+            run_round(self.rounds)
         except QuorumError:
             self.rounds.drop_in_flight()
             with self.reporter.paused("save"):
@@ -279,8 +259,8 @@ class Trainer:
         diverged = self.divergence.problem is not None
         if self.rounds is not None and not diverged:
             self.rounds.stop_request = max(self.rounds.stop_request, self.policy.reason(metrics.votes))
-            self._joins = not self._round(lambda rounds: rounds.after_step(progress.iteration, metrics.loss))
-            if self._joins:
+            self._round(lambda rounds: rounds.after_step(progress.iteration, metrics.loss))
+            if self._left_behind:
                 return ExitReason.NONE
         self.checkpoints.poll()
         every = config.training.check_replicas

@@ -112,13 +112,7 @@ def build_island(changes: Changes, islands: Islands | None, number: int = 0, cou
         checkpoints = tiny_checkpoints(engines)
         joining = None
         if islands is not None:
-            joining = Joining(
-                engines.stages,
-                engines.outer,
-                islands,
-                checkpoints.stateful_parts,
-                island.say,
-            )
+            joining = Joining(engines.stages, engines.outer, islands, checkpoints.stateful_parts, island.say)
         island.rounds = Rounds(engines.outer, schedule, islands, island.tell, joining)
         island.rounds.progress = checkpoints.progress  # type: ignore[attr-defined]
     return island
@@ -139,7 +133,8 @@ def train_island(island: Island, iterations: int, first: int = 0, before_round: 
         progress.iteration = done
         if before_round is not None:
             before_round(island, done)
-        if not rounds.after_step(done, island.losses[-1]):
+        rounds.after_step(done, island.losses[-1])
+        if rounds.left_behind:
             assert rounds.join()
             done = progress.iteration
             batches = batches_of(island.engines, done)

@@ -207,7 +207,7 @@ def tiny_checkpoints(engines: Engines, iteration: int = 0) -> RunCheckpoints:
     consumed = iteration * training.global_batch_size
     schedule.step(consumed)
     return RunCheckpoints(
-        config, engines, schedule, Progress(iteration=iteration, consumed_samples=consumed), lambda line: None
+        engines, schedule, Progress(iteration=iteration, consumed_samples=consumed), lambda line: None
     )
 
 

@@ -35,6 +35,7 @@ from megatron.training.error_probe import ErrorProbe
 from megatron.training.metrics import MetricsWindow, StepMetrics
 from megatron.training.progress_state import Progress
 from megatron.training.report import Reporter
+from megatron.training.run_plan import RunPlan
 from megatron.training.timers import Timers
 from tests.support.tiny import tiny_engines
 
@@ -85,8 +86,9 @@ class Run:
 
     def _reporter(self, engines: Engines) -> Reporter:
         sizes = StepSizes(BatchSizeSchedule(4, micro_batch_size=1, dp_size=1), LengthSchedule.constant(16))
-        rounds = engines.config.validation.eval_iters
-        return Reporter(engines.config, engines, self.progress, 30, self.timers, sizes, (rounds, rounds))
+        unread: Any = object()  # the forecast asks only whether the set exists
+        plan = RunPlan(30, sizes, (None, unread, unread), started=0.0)
+        return Reporter(engines, plan, self.progress, self.timers)
 
     def begin(self) -> None:
         self.reporter.open()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -14,8 +12,9 @@ from megatron.config.lengths import LengthSchedule
 from megatron.config.skipped import SkippedIterations
 from megatron.config.steps import StepSizes
 from megatron.optimizer.step_summary import StopVotes
-from megatron.training.signals import ExitReason
+from megatron.training.run_plan import RunPlan
 from megatron.training.trainer import Trainer
+from tests.support.tiny import tiny_checkpoints
 from tests.unit.training.test_golden_metrics import Clock, Run
 
 
@@ -28,20 +27,13 @@ def test_a_line_that_is_due_at_an_iteration_without_a_step_is_not_lost(
     run.begin()
     batches, lengths = BatchSizeSchedule(4, micro_batch_size=1, dp_size=1), LengthSchedule.constant(16)
     skipped = SkippedIterations.parse(["3-8", "10-12"])
-    trainer: Any = SimpleNamespace(
-        config=run.engines.config,
-        engines=run.engines,
-        progress=run.progress,
-        reporter=run.reporter,
-        rounds=None,
-        sizes=StepSizes(batches, lengths, skipped),
-        _joins=False,
-        _after_step=lambda votes: ExitReason.NONE,
-    )
-    trainer._count_iteration = lambda step_taken: Trainer._count_iteration(trainer, step_taken)
+    checkpoints = tiny_checkpoints(run.engines)
+    checkpoints.progress = run.progress
+    plan = RunPlan(30, StepSizes(batches, lengths, skipped), (None, None, None), started=0.0)
+    trainer = Trainer(run.engines, plan, checkpoints, run.reporter)
     for iteration in range(1, 13):
         if iteration in skipped:
-            Trainer._skip_iteration(trainer, StopVotes())
+            trainer._skip_iteration(StopVotes())
         else:
             run.step(4.0 - iteration, 1.0, 1e-3)
     run.reporter.close()
