@@ -74,7 +74,8 @@ class CompressorCheckpoint:
         tied: dict[str, tuple[StateSlice, str, Tensor]] = {}
         for state_slice in self._slices():
             slices = {
-                kind: state_slice.read_slice(kind, tensor) for kind, tensor in state_slice.state.portable().items()
+                kind: state_slice.read_slice(kind, tensor)
+                for kind, tensor in state_slice.state.export_tensors().items()
             }
             if state_slice.leads:
                 counters = state_slice.state.counters.items()

@@ -1,9 +1,9 @@
-"""The two interfaces that compressors implement.
+"""Interfaces of compressors.
 
 ``Codec`` serves point-to-point messages and all-gathers: it encodes a tensor into a message and decodes it again.
-``RoundCompressor`` serves all-reduces over a group: it is a generator that yields communication requests. Neither ever
-sees a process group; the communication points in ``megatron.parallel`` send and count. A compressor declares further
-needs in ``SumTraits`` or ``CodecTraits``, or overrides methods. Built-in compressors and plug-ins are treated alike.
+``RoundCompressor`` serves all-reduces over a group: its ``rounds`` is a generator of communication requests.
+Compressors never see a process group; ``megatron.parallel`` sends their messages and counts the bytes. A compressor
+declares requirements in ``SumTraits`` or ``CodecTraits``. Built-in compressors and plug-ins use the same interfaces.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Aggregate:
-    """The result of ``RoundCompressor.rounds``.
+    """Result of ``RoundCompressor.rounds``.
 
     Args:
-        total: the (approximate) sum over the group, with the input's shape and dtype if it is a tensor.
-        local: this rank's contribution to the sum; error feedback keeps ``input - local``. None means exactly the
-            input, which may be overwritten by now.
+        total: the (approximate) sum over the group; a tensor has the input's shape and dtype.
+        local: this rank's contribution to the sum; error feedback keeps ``input - local``. None means that the
+            contribution is exactly the input, even if the input was overwritten since.
     """
 
     total: Tensor | Approximation
@@ -57,28 +57,28 @@ class Aggregate:
 
 
 class Compressor:
-    """Base class of codecs and round compressors: options, and checks of where they can be used."""
+    """Base class of codecs and round compressors."""
 
     def __init__(self, config: Any = None) -> None:
         """``config`` is an instance of the registered options class."""
         self.config = config
 
     def problem(self, activation: Activation) -> str:
-        """The reason why these options cannot be combined, or do not fit ``activation``; empty if they can be used.
-        Shown after the spec, so it names options."""
+        """Error message for options that cannot be combined or do not fit ``activation``; empty without an error.
+        The message appears after the spec, so it names options."""
         return ""
 
     def check(self, point: Point, flags: Mapping[str, Any]) -> str:
-        """The reason why the compressor cannot be used in this run, and an alternative; empty if it can be used.
+        """Error message, with the fix, for a compressor that cannot be used in this run; empty without an error.
 
         Args:
             point: the point to serve.
-            flags: the run's resolved flags by name (``adam_beta1``).
+            flags: values of all flags of the run, by name (``adam_beta1``).
         """
         return ""
 
     def tuned_limits(self) -> Mapping[str, tuple[float, float]]:
-        """Bounds (low, high) of each option that a ``Controller`` tunes during the run, by field."""
+        """Bounds (low, high) of options that a ``Controller`` tunes during the run, by field."""
         return {}
 
 
@@ -87,18 +87,18 @@ class SumTraits:
     """Static properties that a ``RoundCompressor`` declares to the engines.
 
     Args:
-        batched: the tensor is a stack of k parameters of equal shape (k, *shape), each compressed separately. The
-            caller asks ``should_compress`` which shapes to compress and reduces the others exactly. If False, the
-            tensor may have any shape, including a flat bucket.
+        batched: the input is a stack of k parameters of equal shape (k, *shape), each compressed separately. The
+            caller asks ``should_compress`` for each shape, and reduces other parameters exactly. If False, the input
+            may have any shape, and may be a flat bucket.
         observes: ``observe`` needs the optimizer's update.
-        freezes_variance: the optimizer must not change Adam's second moments while the compressor is on.
-        clips_first: each replica's gradient is clipped before the all-reduce, because the result is too noisy to clip.
+        freezes_variance: Adam's second moments must stay unchanged while the compressor is on.
+        clips_first: each replica clips its gradient before the all-reduce, because the result is too noisy to clip.
         gathers: some rank receives the messages of all other ranks, so bytes and decoding time grow with the group.
-        levels: it makes requests within nodes and between them; the run builds groups for both, and ``Peers.nodes``
-            lists the nodes.
-        density: share of the elements sent in each step; the others stay in the residual for later steps.
-        index_sets: names of state tensors that are indices into the flattened input.
-        steady: names of counters that do not affect which operations run, such as counters that only enter seeds.
+        levels: requests name a level, inside or between nodes; the run builds groups for both levels, and
+            ``Peers.nodes`` lists the nodes.
+        density: share of the elements sent in each step; other elements stay in the residual for later steps.
+        index_sets: names of state tensors that hold indices into the flattened input.
+        steady: names of counters that do not affect which operations run, such as counters for random seeds.
     """
 
     batched: bool = False
@@ -118,28 +118,28 @@ class RoundCompressor(Compressor, ABC):
     traits = SumTraits()
 
     def should_compress(self, shape: tuple[int, ...]) -> bool:
-        """Whether to compress parameters of this shape; the others are reduced exactly."""
+        """Whether to compress parameters of this shape; other parameters are reduced exactly."""
         return True
 
     def controller(self) -> Controller | None:
-        """A new controller if gradient reductions tune the options (``dp-grad``, ``embedding``), else None."""
+        """Create the controller that tunes options by reduced gradients (``dp-grad``, ``embedding``), if any."""
         return None
 
     @property
     def finalizes(self) -> bool:
-        """Whether ``finalize`` changes state. If so, all ranks first agree that the gradients are finite."""
+        """Whether ``finalize`` is overridden. If so, all ranks check that gradients are finite before it runs."""
         return type(self).finalize is not RoundCompressor.finalize
 
-    def launches(self, state: CompressorState) -> Hashable:
-        """Key of the kernels that the next reduction launches, besides options and shapes.
+    def launch_signature(self, state: CompressorState) -> Hashable:
+        """Signature of the kernels that the next reduction launches, in addition to options and shapes.
 
-        An equal key in an earlier step means that every kernel of the reduction has been launched before. None means
-        unknown, which costs overlap on CUDA; an incomplete key can make CUDA hang.
+        If an earlier step had an equal signature, every kernel of the reduction has been launched before. None means
+        unknown, which prevents overlap on CUDA; an incomplete signature can make CUDA hang.
         """
         return state.layout(self.traits.steady)
 
     def observe(self, update: Tensor, state: CompressorState) -> None:
-        """Observe the optimizer's update after a reduction that set the counter ``awaiting``.
+        """Receive the optimizer's update after a reduction that set the counter ``awaiting``.
 
         Called only with ``SumTraits.observes``.
 
@@ -152,25 +152,24 @@ class RoundCompressor(Compressor, ABC):
 
     @abstractmethod
     def rounds(self, x: Tensor, state: CompressorState, peers: Peers) -> Generator[Request, Tensor, Aggregate]:
-        """Yield requests, receive their results, and return the aggregate.
+        """Generator that yields requests, receives their results, and returns the aggregate.
 
         Args:
-            x: this rank's contribution, contiguous; the compressor may change it until ``finalize``.
-            state: the state of this tensor.
-            peers: the group.
+            x: this rank's input, contiguous; the compressor may overwrite it until ``finalize``.
+            state: state for this tensor.
+            peers: ranks of the group.
 
-        Every rank of the group must yield the same sequence of operations, levels and shapes. The caller cannot check
-        this.
+        All ranks of the group must yield the same sequence of operations, levels and shapes. The caller does not check.
         """
 
     def finalize(self, x: Tensor, aggregate: Aggregate, state: CompressorState, peers: Peers) -> None:
-        """Write the reduced tensor to ``x``. If overridden, all ranks know by then that the gradients are finite.
+        """Write the reduced tensor to ``x``. Before an override runs, all ranks know that the gradients are finite.
 
-        Change state as large as ``x`` here, in place (``state.owned``): the step can no longer be skipped, and
-        ``stage`` would need memory for the old and the new value.
+        Update large state here, in place (``state.buffer``): the step can no longer be skipped, and ``stage`` would
+        keep the old and the new value in memory.
 
         Args:
-            x: the input of ``rounds``, as ``rounds`` left it.
+            x: the input of ``rounds``, with any changes by ``rounds``.
             aggregate: the result of ``rounds``.
             state, peers: the arguments of ``rounds``.
         """
@@ -179,7 +178,7 @@ class RoundCompressor(Compressor, ABC):
 
 @dataclass(frozen=True)
 class Payload:
-    """A message: ``wire`` is contiguous, and the input's shape and dtype determine its layout."""
+    """A message. ``wire`` is contiguous; shape and dtype of the input determine its layout."""
 
     wire: Tensor
 
@@ -190,10 +189,10 @@ class Payload:
 
 
 class SampleKey(tuple[int, ...]):
-    """Key of a pipeline message: the ids of its samples, in the order of dimension 1.
+    """Key of a pipeline message: sample ids in the order of dimension 1.
 
-    For codecs with ``CodecTraits.tokens`` it also holds the tokens: ``tokens_sb``, int64, for this rank's share of the
-    sequence, and ``vocab_size``.
+    With ``CodecTraits.tokens`` it also holds ``tokens_sb``, the int64 tokens of this rank's share of the sequence, and
+    ``vocab_size``.
     """
 
     tokens_sb: Tensor | None = None
@@ -205,20 +204,20 @@ class CodecTraits:
     """Static properties that a ``Codec`` declares to the engines.
 
     Args:
-        exact: the round trip is exact for any values. Other codecs receive finite numbers in fp32 (or fp64), and
+        exact: decoding restores any input exactly. Other codecs receive finite numbers in fp32 (or fp64), and
             gradients without the loss scale.
-        widened: ``encode`` gets activations in fp32 (fp64 in fp64 runs); if False, in the dtype of the run.
-        shared: names of state that must be equal at both ends (``NAME.ids`` and ``NAME.rows`` of a sample cache); all
-            other state is private to the sender.
+        widened: ``encode`` receives activations in fp32 (fp64 in fp64 runs); if False, in the dtype of the run.
+        shared: names of state tensors that sender and receiver must hold in equal copies (``NAME.ids`` and
+            ``NAME.rows`` of a sample cache); all other state is private to the sender.
         steady: names of counters and sample caches that ``state.layout`` leaves out, because they do not affect which
-            operations run or because ``launches`` accounts for them.
-        means: pairs of names: a table of means, and the number of observations behind each row. After a change of
-            layout, a run starts from the means over all ranks' tables.
-        samples: number of samples that each end remembers; above 0 for a codec that only helps when samples repeat, and
-            that is therefore off in evaluation.
-        samples_in_memory: most remembered samples in memory, the others are in a file; None for all.
-        tokens: keys at the pipeline's points hold the samples' tokens (``SampleKey``).
-        folders: folders on this machine that the codec writes to.
+            operations run, or because ``launch_signature`` accounts for them.
+        means: pairs of names of state tensors: a table of means, and the number of observations behind each row. After
+            a change of layout, a run starts from the mean over all ranks' tables.
+        samples: number of samples that sender and receiver each remember. A codec with remembered samples only helps
+            when samples repeat, and is therefore off in evaluation.
+        samples_in_memory: maximum number of remembered samples in memory, with more in a file; None for all.
+        tokens: keys of pipeline messages hold the samples' tokens (``SampleKey``).
+        folders: local folders that the codec writes to.
     """
 
     exact: bool = False
@@ -233,31 +232,30 @@ class CodecTraits:
 
 
 class Codec(Compressor, ABC):
-    """Encoder and decoder of messages; both ends derive equal state from equal bytes.
+    """Encoder and decoder of messages. Sender and receiver derive equal state from equal bytes.
 
-    Messages, inputs, states and results must not share memory, because their holders may overwrite them: a message is
-    in flight while the next is encoded, error feedback changes the tensor it passed to ``encode``, and layers change
-    the decoded tensor. Two exceptions save copies: the message of an ``exact`` codec may alias its input, and the
-    result of ``decode`` may alias the message, which the receiver gives up.
+    Messages, inputs, states and results must not share memory, because callers may overwrite them: a message is in
+    flight while the next message is encoded, error feedback changes the tensor after ``encode``, and layers change the
+    decoded tensor. Two exceptions save copies: the message of an ``exact`` codec may alias its input, and the result of
+    ``decode`` may alias the message, since the receiver does not use the message again.
     """
 
     traits = CodecTraits()
 
     def should_compress(self, shape: torch.Size, dtype: torch.dtype) -> bool:
-        """Whether a tensor's message is smaller than the tensor in this dtype, its dtype before widening."""
+        """Whether a tensor's message is smaller than the tensor. ``dtype`` is the dtype before widening."""
         return True
 
     def remembered_bytes(self, row: torch.Size) -> int:
-        """Bytes of a remembered sample at each end, for tensors with shape ``row`` per sample; see
-        ``CodecTraits.samples``."""
+        """Bytes of a remembered sample at each end (``CodecTraits.samples``), with shape ``row`` per sample."""
         return 0
 
     def begin_step(self, state: CompressorState) -> None:  # optional
         """Begin a step; ``state`` is the sender's."""
 
-    def launches(self, shape: torch.Size, state: CompressorState, keys: Sequence[Hashable]) -> Hashable:
-        """Key of the kernels that a step's messages launch at an end, besides options, shape and dtype; see
-        ``RoundCompressor.launches``.
+    def launch_signature(self, shape: torch.Size, state: CompressorState, keys: Sequence[Hashable]) -> Hashable:
+        """Signature of the kernels that a step's messages launch at an end, in addition to options, shape and dtype;
+        see ``RoundCompressor.launch_signature``.
 
         Args:
             shape: shape of the tensors.
@@ -272,7 +270,7 @@ class Codec(Compressor, ABC):
     ) -> Payload:
         """Allocate a receive buffer for the message of a tensor of this shape and dtype.
 
-        Called once per message, in the order of the messages; ``key`` names the expected content.
+        Called once per message, in the order of the messages, with the key of the expected message.
         """
 
     def expect(self, shape: torch.Size, state: CompressorState, key: Hashable) -> None:  # optional
@@ -283,21 +281,20 @@ class Codec(Compressor, ABC):
         """Encode ``x`` into a message.
 
         Args:
-            x: at the pipeline's points (sequence, samples, hidden), with this rank's share of the sequence under
+            x: the input; at pipeline points (sequence, samples, hidden), with this rank's share of the sequence under
                 sequence parallelism.
             state: the sender's state.
-            key: name of the content, for codecs with a memory; at the pipeline's points the sample ids in the order of
-                dimension 1 (``SampleKey``).
+            key: name of the content, for codecs that remember samples; a ``SampleKey`` at pipeline points.
         """
 
     @abstractmethod
     def decode(
         self, payload: Payload, shape: torch.Size, dtype: torch.dtype, state: CompressorState, key: Hashable
     ) -> Tensor:
-        """Decode a message to a tensor of the given shape and dtype."""
+        """Decode a message to a tensor of this shape and dtype."""
 
     def reconstruct(self, payload: Payload, x: Tensor, state: CompressorState, key: Hashable) -> Tensor | Approximation:
-        """The tensor that the receiver will decode from ``encode``'s message of ``x``; the sender only reads it."""
+        """The receiver's result of decoding the message of ``x``. The sender does not modify it."""
         return self.decode(payload, x.shape, x.dtype, state, key)
 
     def decode_gathered(

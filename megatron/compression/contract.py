@@ -1,7 +1,7 @@
-"""Conformance checks of compressors against the interfaces in ``api.py``, on simulated ranks in one process.
+"""Conformance checks of compressors against the interfaces in ``api.py``, on simulated ranks in a single process.
 
-``check_compressor`` is for the tests of a plug-in. Each individual check raises a ``CompressorFault`` that names the
-broken promise in a line. The tests of the built-in compressors run the checks on many more inputs.
+Tests of a plug-in call ``check_compressor``. Each check raises a ``CompressorFault`` that names the broken promise. The
+tests of the built-in compressors run the same checks on many more inputs.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ from megatron.compression.points import Point
 from megatron.compression.registry import Registration
 from megatron.compression.state import CompressorState
 
-MESSAGES: tuple[tuple[int, ...], ...] = ((6, 2, 8), (40, 1, 16), (5, 3, 7))
+MESSAGE_SHAPES: tuple[tuple[int, ...], ...] = ((6, 2, 8), (40, 1, 16), (5, 3, 7))
 """Shapes of activations and their gradients: (sequence, samples, hidden)."""
 
-GATHERED: tuple[tuple[int, ...], ...] = ((257,), (64,))
+GATHER_SHAPES: tuple[tuple[int, ...], ...] = ((257,), (64,))
 """Shapes of parameters in an all-gather."""
 
-SUMS = ((2, 12, 8), (1, 40, 16), (3, 5, 7))
-"""Shapes of sums: stacks of matrices."""
+SUM_SHAPES = ((2, 12, 8), (1, 40, 16), (3, 5, 7))
+"""Shapes of all-reduced tensors: stacks of matrices."""
 
 MakeCodec = Callable[[], Codec]
 MakeRounds = Callable[[], RoundCompressor]
 
 
 def check_compressor(registration: Registration, options: Any = None) -> None:
-    """Check a compressor's codec, its round compressor, or both.
+    """Check the codec of a compressor, its round compressor, or both.
 
     Args:
         registration: the compressor's registration.
-        options: an instance of its options class; its default options if None.
+        options: an instance of the compressor's options class; default options if None.
 
     Raises:
         CompressorFault: with a line for each broken promise and the first input that breaks it.
     """
     chosen = registration.config() if options is None else options
     faults: dict[str, str] = {}
-    for promise, case, check in (*_of_messages(registration, chosen), *_of_sums(registration, chosen)):
+    for promise, case, check in (*_list_message_checks(registration, chosen), *_list_sum_checks(registration, chosen)):
         if promise in faults:
             continue
         try:
@@ -72,15 +72,15 @@ Checks = list[tuple[str, str, Callable[[], None]]]
 """(promise, input, check) triples."""
 
 
-def _of_messages(registration: Registration, options: Any) -> Checks:
+def _list_message_checks(registration: Registration, options: Any) -> Checks:
     if registration.codec is None:
         return []
     make: MakeCodec = partial(registration.codec, options)
     points = frozenset(p for p in Point if p.compressible) if registration.points is None else registration.points
     checks: Checks = []
     for shape in (
-        *(MESSAGES if points - {Point.PARAM_GATHER} else ()),
-        *(GATHERED if Point.PARAM_GATHER in points else ()),
+        *(MESSAGE_SHAPES if points - {Point.PARAM_GATHER} else ()),
+        *(GATHER_SHAPES if Point.PARAM_GATHER in points else ()),
     ):
         for dtype in (torch.float32, torch.float64):
             case = f"a message of {shape} {dtype}"
@@ -90,20 +90,20 @@ def _of_messages(registration: Registration, options: Any) -> Checks:
                 ("state of messages", case, partial(check_state_of_messages, make, shape, dtype)),
             ]
         case = f"a message of {shape}"
-        checks.append(("memory of its own", case, partial(check_memory, make, shape)))
+        checks.append(("separate memory", case, partial(check_memory, make, shape)))
         if not registration.no_feedback:
             check = partial(check_feedback_of_messages, make, shape, "lazy")
             checks.append(("error feedback of messages", case, check))
     return checks
 
 
-def _of_sums(registration: Registration, options: Any) -> Checks:
+def _list_sum_checks(registration: Registration, options: Any) -> Checks:
     if registration.rounds is None:
         return []
     make: MakeRounds = partial(registration.rounds, options)
     sharded = registration.points is None or bool(registration.points & {Point.DP_GRAD, Point.TP_FWD, Point.TP_BWD})
     checks: Checks = []
-    for shape in SUMS:
+    for shape in SUM_SHAPES:
         if make().traits.batched and not make().should_compress(shape[1:]):
             continue
         case = f"a sum of {shape}"
@@ -113,7 +113,7 @@ def _of_sums(registration: Registration, options: Any) -> Checks:
         if not registration.no_feedback:
             checks += [
                 ("error feedback of sums", case, partial(check_feedback_of_sums, make, shape, "local")),
-                ("other replicas", case, partial(check_other_replicas, make, shape)),
+                ("change of replicas", case, partial(check_other_replicas, make, shape)),
             ]
     return checks
 
@@ -128,8 +128,8 @@ def noise(shape: Sequence[int], dtype: torch.dtype, seed: int) -> Tensor:
     return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def key_of(codec: Codec, shape: Sequence[int], step: int) -> SampleKey:
-    """Key of a message whose samples repeat every two steps."""
+def make_key(codec: Codec, shape: Sequence[int], step: int) -> SampleKey:
+    """Message key. The samples repeat every two steps."""
     count = max(shape[1], 1) if len(shape) > 1 else 1
     key = SampleKey(range(step % 2 * count, (step % 2 + 1) * count))
     if codec.traits.tokens:
@@ -139,27 +139,27 @@ def key_of(codec: Codec, shape: Sequence[int], step: int) -> SampleKey:
     return key
 
 
-def contents(state: CompressorState) -> dict[str, Any]:
-    """All values of a state, including staged values, comparable with ``==``."""
+def read_values(state: CompressorState) -> dict[str, Any]:
+    """Read all values of a state, including staged values, in a form that ``==`` compares."""
     tensors = {name: state.get(name) for name in state.tensors.keys() | state._staged_tensors.keys()}
-    tensors |= {name: x for name, x in state.portable().items() if name not in tensors}
+    tensors |= {name: x for name, x in state.export_tensors().items() if name not in tensors}
     counters = {name: state.count(name) for name in state.counters.keys() | state._staged_counters.keys()}
     return {"counters": counters, "tensors": {n: (t.dtype, t.tolist()) for n, t in tensors.items() if t is not None}}
 
 
-def saved_and_loaded(state: CompressorState) -> CompressorState:
-    """A state after a round trip through a file of plain types, like a checkpoint."""
+def save_and_load(state: CompressorState) -> CompressorState:
+    """Save a state to a file and load it again, without pickled classes, as a checkpoint does."""
     file = io.BytesIO()
-    torch.save({"tensors": state.portable(), "counters": state.counters}, file)
+    torch.save({"tensors": state.export_tensors(), "counters": state.counters}, file)
     file.seek(0)
     return CompressorState(**torch.load(file, weights_only=True))
 
 
 def send(codec: Codec, x: Tensor, sender: CompressorState, receiver: CompressorState, key: Hashable) -> Tensor:
-    """Send a message through the receiver's buffer, and decode it.
+    """Encode ``x``, copy the message to the receiver's buffer, and decode it.
 
     Raises:
-        CompressorFault: when the buffer does not match the sender's message.
+        CompressorFault: when buffer and message differ in shape or dtype, or have a wrong ``nbytes``.
     """
     payload = codec.encode(x, sender, key)
     received = codec.empty_payload(x.shape, x.dtype, x.device, receiver, key)
@@ -174,20 +174,20 @@ def send(codec: Codec, x: Tensor, sender: CompressorState, receiver: CompressorS
 
 
 def check_round_trip(make: MakeCodec, shape: Sequence[int], dtype: torch.dtype) -> None:
-    """Check that a message fits the receiver's buffer, decodes to a finite tensor, and leaves the input unchanged."""
+    """Check that messages fit the receiver's buffer and decode to finite tensors, and that inputs stay unchanged."""
     codec, ends = make(), (CompressorState(), CompressorState())
     for step in range(3):
         x = noise(shape, dtype, step % 2)
         original = x.clone()
-        y = send(codec, x, *ends, key_of(codec, shape, step))
+        y = send(codec, x, *ends, make_key(codec, shape, step))
         same_kind = (y.shape, y.dtype) == (x.shape, x.dtype)
         _require(same_kind, f"decode returns {tuple(y.shape)} {y.dtype} for {tuple(x.shape)} {x.dtype}")
         _require(torch.equal(x, original), "encode changes its input")
-        _require(bool(torch.isfinite(y).all()), "finite numbers decode to some that are not")
-        _require(not codec.traits.exact or torch.equal(y, x), "CodecTraits.exact, but other numbers come back")
+        _require(bool(torch.isfinite(y).all()), "finite numbers decode to non-finite numbers")
+        _require(not codec.traits.exact or torch.equal(y, x), "CodecTraits.exact is set, but decoded numbers differ")
         for state in ends:
             state.commit()
-        tensors_of_ends = [state.portable() for state in ends]
+        tensors_of_ends = [state.export_tensors() for state in ends]
         for shared in codec.traits.shared:
             held_by_end = [shared in tensors for tensors in tensors_of_ends]
             _require(held_by_end[0] == held_by_end[1], f"CodecTraits.shared: only one end holds {shared}")
@@ -201,44 +201,42 @@ def check_strides(make: MakeCodec, shape: Sequence[int], dtype: torch.dtype) -> 
     x = noise((*shape, 2), dtype, 0)[..., 1]
     codecs = make(), make()
     ends = [CompressorState() for _ in range(4)]
-    y = send(codecs[0], x, ends[0], ends[1], key_of(codecs[0], shape, 0))
-    y_contiguous = send(codecs[1], x.contiguous(), ends[2], ends[3], key_of(codecs[1], shape, 0))
-    _require(torch.equal(y, y_contiguous), "a tensor that is not contiguous decodes to something else")
+    y = send(codecs[0], x, ends[0], ends[1], make_key(codecs[0], shape, 0))
+    y_contiguous = send(codecs[1], x.contiguous(), ends[2], ends[3], make_key(codecs[1], shape, 0))
+    _require(torch.equal(y, y_contiguous), "a strided tensor and its contiguous copy decode to different values")
 
 
 def check_state_of_messages(make: MakeCodec, shape: Sequence[int], dtype: torch.dtype) -> None:
-    """Check that a skipped step leaves no trace, and that a run resumed from a checkpoint sends the same bytes."""
+    """Check that a skipped step does not change the state, and that a resumed run sends the same messages."""
     codec = make()
     sender, receiver = CompressorState(), CompressorState()
-    key = key_of(codec, shape, 0)
+    key = make_key(codec, shape, 0)
     send(codec, noise(shape, dtype, 0), sender, receiver, key)
     sender.commit()
     receiver.commit()
-    resumed = saved_and_loaded(sender), saved_and_loaded(receiver)
+    resumed = save_and_load(sender), save_and_load(receiver)
     x = noise(shape, dtype, 1)
     skipped = send(codec, x, sender, receiver, key)
     sender.rollback()
     receiver.rollback()
     repeated = send(codec, x, sender, receiver, key)
-    _require(torch.equal(skipped, repeated), f"a skipped step leaves a trace{_STAGED}")
+    _require(torch.equal(skipped, repeated), f"a skipped step changes the state{_STAGED}")
     other = send(make(), x, *resumed, key)
-    _require(torch.equal(repeated, other), f"a run that goes on from a checkpoint sends something else{_STATE_ADVICE}")
-    _require(
-        contents(sender) == contents(resumed[0]),
-        f"a run that goes on from a checkpoint has another state{_STATE_ADVICE}",
-    )
+    _require(torch.equal(repeated, other), f"a run resumed from a checkpoint sends other messages{_STATE_ADVICE}")
+    equal = read_values(sender) == read_values(resumed[0])
+    _require(equal, f"a run resumed from a checkpoint has a different state{_STATE_ADVICE}")
 
 
-_STAGED = "; write state with state.stage, and change no tensor that state.get returned"
-_STATE_ADVICE = "; keep what must survive in the state, not in the compressor"
+_STAGED = "; write state with state.stage, and do not modify tensors returned by state.get"
+_STATE_ADVICE = "; keep persistent values in the state, not in the compressor"
 
 
 def check_memory(make: MakeCodec, shape: Sequence[int]) -> None:
-    """Check that messages, inputs, states and results share no memory, by overwriting each of them."""
+    """Overwrite messages, inputs and results in turn, to check that they and the states share no memory."""
     reference, tested = make(), make()
     ends = [CompressorState() for _ in range(4)]
     for step in range(4):
-        key, x = key_of(reference, shape, step), noise(shape, torch.float32, step)
+        key, x = make_key(reference, shape, step), noise(shape, torch.float32, step)
         expected = send(reference, x, ends[0], ends[1], key)
         x_copy = x.clone()
         payload = tested.encode(x_copy, ends[2], key)
@@ -248,14 +246,14 @@ def check_memory(make: MakeCodec, shape: Sequence[int]) -> None:
             approximation = dense(tested.reconstruct(payload, x_copy, ends[2], key), x_copy)
         if not tested.traits.exact:
             x_copy.fill_(torch.nan)
-        _require(torch.equal(payload.wire, sent), "the message lives in the input")
+        _require(torch.equal(payload.wire, sent), "the message shares memory with the input")
         received = tested.empty_payload(x.shape, x.dtype, x.device, ends[3], key)
         received.wire.copy_(sent)
         payload.wire.view(torch.uint8).fill_(255)
         result = tested.decode(received, x.shape, x.dtype, ends[3], key)
-        _require(torch.equal(result, expected), "the state or the result lives in a message or an input")
+        _require(torch.equal(result, expected), "the state or the result shares memory with a message or an input")
         equal = approximation is None or torch.equal(approximation, expected)
-        _require(equal, "reconstruct is not what decode returns")
+        _require(equal, "reconstruct and decode return different values")
         result.fill_(torch.nan)
         received.wire.view(torch.uint8).fill_(255)
         for state in ends:
@@ -263,10 +261,10 @@ def check_memory(make: MakeCodec, shape: Sequence[int]) -> None:
 
 
 def check_feedback_of_messages(make: MakeCodec, shape: Sequence[int], kind: MessageResidual) -> None:
-    """Check that decoded messages and residual add up to the inputs, and that messages in flight do not change."""
+    """Check that decoded messages and the residual add up to the inputs, and that messages in flight do not change."""
     codec, sender, receiver = ErrorFeedbackCodec(make(), kind), CompressorState(), CompressorState()
 
-    def over(y: Tensor) -> Tensor:
+    def mean(y: Tensor) -> Tensor:
         return y.reshape(-1, shape[-1]).mean(dim=0) if kind == "lazy-mean" else y
 
     inputs, decoded = torch.zeros(tuple(shape)), torch.zeros(tuple(shape))
@@ -278,22 +276,23 @@ def check_feedback_of_messages(make: MakeCodec, shape: Sequence[int], kind: Mess
             payload = codec.encode(x, sender, message)
             in_flight.append((payload, payload.wire.clone()))
             decoded += codec.decode(Payload(payload.wire.clone()), x.shape, x.dtype, receiver, message)
-        _require(all(torch.equal(old.wire, sent) for old, sent in in_flight), "a message changes when the next is made")
+        unchanged = all(torch.equal(payload.wire, sent) for payload, sent in in_flight)
+        _require(unchanged, "a message changes when the next message is encoded")
         residual = sender.get(RESIDUAL)
-        equal = residual is not None and torch.allclose(over(decoded) + residual, over(inputs), rtol=1e-5, atol=1e-4)
-        _require(equal, f"what was decoded and the residual ({kind}) are not what was meant")
+        equal = residual is not None and torch.allclose(mean(decoded) + residual, mean(inputs), rtol=1e-5, atol=1e-4)
+        _require(equal, f"the decoded messages and the residual ({kind}) do not add up to the inputs")
         sender.commit()
 
 
-def inputs_of(compressor: RoundCompressor, shape: Sequence[int], dtype: torch.dtype, seeds: range) -> list[Tensor]:
-    """An input for each seed; stacks of matrices for batched compressors."""
+def make_inputs(compressor: RoundCompressor, shape: Sequence[int], dtype: torch.dtype, seeds: range) -> list[Tensor]:
+    """Make an input for each seed; batched compressors get stacks of matrices."""
     if compressor.traits.batched and len(shape) < 3:
         shape = (2, *shape) if len(shape) == 2 else (1, *(shape or (1,)), 1)
     return [noise(shape, dtype, seed) for seed in seeds]
 
 
 def _full_sum(totals: Sequence[Tensor], shares: bool) -> Tensor:
-    """The full sum, concatenated from the ranks' shares if ``shares``."""
+    """The complete sum; with ``shares``, concatenated from the ranks' shares."""
     if not shares:
         _require(all(torch.equal(total, totals[0]) for total in totals), "the ranks have different sums")
         return totals[0]
@@ -304,65 +303,62 @@ def _full_sum(totals: Sequence[Tensor], shares: bool) -> Tensor:
 def check_sum(
     make: MakeRounds, shape: Sequence[int], dtype: torch.dtype, sharded: bool = False, exact: bool = False
 ) -> None:
-    """Check that all ranks get the same sum, and that it is the sum of the ranks' ``Aggregate.local``."""
+    """Check that all ranks get the same sum, and that the ranks' ``Aggregate.local`` add up to it."""
     compressor, ranks = make(), 3
     states = [CompressorState() for _ in range(ranks)]
     for step in range(3):
-        xs = inputs_of(compressor, shape, dtype, range(ranks * step, ranks * (step + 1)))
+        xs = make_inputs(compressor, shape, dtype, range(ranks * step, ranks * (step + 1)))
         inputs = torch.stack(xs)
         results = run_lockstep(compressor, xs, states, sharded)
         total = _full_sum([result.total for result in results], sharded and inputs[0].numel() % ranks == 0)
         same_kind = (total.shape, total.dtype) == (inputs[0].shape, dtype)
         _require(same_kind, f"the sum is {tuple(total.shape)} {total.dtype} for {tuple(inputs[0].shape)} {dtype}")
-        _require(
-            all(result.local.shape == total.shape for result in results),
-            "Aggregate.local has another shape than the sum",
-        )
+        same_shape = all(result.local.shape == total.shape for result in results)
+        _require(same_shape, "Aggregate.local and Aggregate.total have different shapes")
         tolerance = 1e-5 if dtype is torch.float32 else 1e-12
         contributed = torch.stack([result.local for result in results]).sum(dim=0)
-        adds_up = torch.allclose(total, contributed, rtol=tolerance, atol=tolerance)
-        _require(adds_up, "the ranks' Aggregate.local do not add up to Aggregate.total")
-        _require(
-            not exact or torch.equal(total, inputs.sum(dim=0)), "Registration.identity, but the sum is another one"
-        )
+        equal = torch.allclose(total, contributed, rtol=tolerance, atol=tolerance)
+        _require(equal, "the ranks' Aggregate.local do not add up to Aggregate.total")
+        same_sum = not exact or torch.equal(total, inputs.sum(dim=0))
+        _require(same_sum, "Registration.identity is set, but the sum is not exact")
         for state in states:
             state.commit()
 
 
 def check_state_of_sums(make: MakeRounds, shape: Sequence[int], dtype: torch.dtype) -> None:
-    """Check that a skipped step leaves no trace, and that a run resumed from a checkpoint computes the same sums."""
+    """Check that a skipped step does not change the state, and that a resumed run computes the same sums."""
     compressor, states = make(), [CompressorState(), CompressorState()]
-    run_lockstep(compressor, inputs_of(compressor, shape, dtype, range(2)), states)
+    run_lockstep(compressor, make_inputs(compressor, shape, dtype, range(2)), states)
     for state in states:
         state.commit()
-    resumed = [saved_and_loaded(state) for state in states]
-    xs = inputs_of(compressor, shape, dtype, range(10, 12))
+    resumed = [save_and_load(state) for state in states]
+    xs = make_inputs(compressor, shape, dtype, range(10, 12))
     skipped = run_lockstep(compressor, [x.clone() for x in xs], states, step_taken=False)[0].total.clone()
     for state in states:
         state.rollback()
     repeated = run_lockstep(compressor, [x.clone() for x in xs], states)[0].total.clone()
-    _require(torch.equal(skipped, repeated), f"a skipped step leaves a trace{_STAGED}")
+    _require(torch.equal(skipped, repeated), f"a skipped step changes the state{_STAGED}")
     other = run_lockstep(make(), [x.clone() for x in xs], resumed)[0].total
-    _require(torch.equal(repeated, other), f"a run that goes on from a checkpoint computes another sum{_STATE_ADVICE}")
-    equal = [contents(state) for state in states] == [contents(state) for state in resumed]
-    _require(equal, f"a run that goes on from a checkpoint has another state{_STATE_ADVICE}")
+    _require(torch.equal(repeated, other), f"a run resumed from a checkpoint computes a different sum{_STATE_ADVICE}")
+    equal = [read_values(state) for state in states] == [read_values(state) for state in resumed]
+    _require(equal, f"a run resumed from a checkpoint has a different state{_STATE_ADVICE}")
 
 
 class _Run:
-    """Several steps with error feedback: accumulated exact sums and compressed sums."""
+    """Steps with error feedback, with the exact and the compressed sums of all steps."""
 
     def __init__(self, make: MakeRounds, shape: Sequence[int], kind: SumResidual) -> None:
         self.compressor = ErrorFeedback(make(), kind)
         self.shape = tuple(shape)
-        self.meant = torch.zeros(self.shape, dtype=torch.float64)
-        self.summed = torch.zeros(self.shape, dtype=torch.float64)
+        self.exact_sum = torch.zeros(self.shape, dtype=torch.float64)
+        self.compressed_sum = torch.zeros(self.shape, dtype=torch.float64)
 
     def step(self, seed: int, states: Sequence[CompressorState]) -> None:
-        """Run and commit a step."""
+        """Run a step and commit its state."""
         xs = [noise(self.shape, torch.float64, seed + rank) for rank in range(len(states))]
-        self.meant += torch.stack(xs).sum(dim=0)
+        self.exact_sum += torch.stack(xs).sum(dim=0)
         total = _full_sum([result.total for result in run_lockstep(self.compressor, xs, states)], False)
-        self.summed += total
+        self.compressed_sum += total
         for state in states:
             if self.compressor.traits.observes:
                 self.compressor.observe(total.clone(), state)
@@ -371,12 +367,12 @@ class _Run:
     def check_sums(self, states: Sequence[CompressorState], when: str) -> None:
         """Check that compressed sums and residuals add up to the exact sums."""
         residual_sum = torch.stack([state.tensors[RESIDUAL] for state in states]).sum(dim=0)
-        equal = torch.allclose(self.summed + residual_sum, self.meant, rtol=1e-5, atol=1e-4)
-        _require(equal, f"{when}, the sums and the residuals are not what was meant: is Aggregate.local what was sent?")
+        equal = torch.allclose(self.compressed_sum + residual_sum, self.exact_sum, rtol=1e-5, atol=1e-4)
+        _require(equal, f"{when}, sums and residuals do not add up to the inputs: is Aggregate.local correct?")
 
 
 def check_feedback_of_sums(make: MakeRounds, shape: Sequence[int], kind: SumResidual) -> None:
-    """Check that compressed sums and all ranks' residuals add up to the exact sums."""
+    """Check error feedback over six steps with three ranks."""
     run, states = _Run(make, shape, kind), [CompressorState() for _ in range(3)]
     for step in range(6):
         run.step(3 * step, states)
@@ -384,17 +380,17 @@ def check_feedback_of_sums(make: MakeRounds, shape: Sequence[int], kind: SumResi
 
 
 def check_other_replicas(make: MakeRounds, shape: Sequence[int]) -> None:
-    """Check that a run resumed from the checkpoint of another number of replicas loses nothing.
+    """Check that nothing is lost when a run resumes with a different number of replicas.
 
-    Residuals are divided equally among the new replicas; all other state is copied from the first replica.
+    Each new replica gets an equal share of the sum of all residuals; other state is copied from the first replica.
     """
     run, states = _Run(make, shape, "local"), [CompressorState() for _ in range(4)]
     for step in range(3):
         run.step(4 * step, states)
     residual_share = torch.stack([state.tensors[RESIDUAL] for state in states]).sum(dim=0) / 2
-    fewer = [saved_and_loaded(states[0]) for _ in range(2)]
-    for state in fewer:
+    resumed = [save_and_load(states[0]) for _ in range(2)]
+    for state in resumed:
         state.tensors[RESIDUAL] = residual_share.clone()
     for step in range(3):
-        run.step(100 + 2 * step, fewer)
-    run.check_sums(fewer, "with the state of other replicas")
+        run.step(100 + 2 * step, resumed)
+    run.check_sums(resumed, "after a change of the number of replicas")

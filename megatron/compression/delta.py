@@ -162,7 +162,7 @@ class DeltaCodec(Codec):
             )
         return ""
 
-    def launches(self, shape: torch.Size, state: CompressorState, keys: Sequence[Hashable]) -> Hashable:
+    def launch_signature(self, shape: torch.Size, state: CompressorState, keys: Sequence[Hashable]) -> Hashable:
         split = [_split(shape, key) for key in keys]
         samples = [sample for message_samples, _ in split for sample in message_samples]
         hits = tuple(self._cache(state).foresee(samples, self._size(split[0][1]))) if split else ()

@@ -57,8 +57,8 @@ class ErrorFeedback(RoundCompressor):
         self.decay = decay
         self.traits = inner.traits
 
-    def launches(self, state: CompressorState) -> Hashable:
-        return combine_keys(state.layout(self.traits.steady), self.inner.launches(state))
+    def launch_signature(self, state: CompressorState) -> Hashable:
+        return combine_keys(state.layout(self.traits.steady), self.inner.launch_signature(state))
 
     def observe(self, update: Tensor, state: CompressorState) -> None:
         self.inner.observe(update, state)
@@ -79,7 +79,7 @@ class ErrorFeedback(RoundCompressor):
 
     def finalize(self, x: Tensor, aggregate: Aggregate, state: CompressorState, peers: Peers) -> None:
         assert isinstance(aggregate, _Fed)
-        residual = state.owned(RESIDUAL, x)
+        residual = state.buffer(RESIDUAL, x)
         if aggregate.local is None:
             residual.zero_()
         else:
@@ -142,8 +142,8 @@ class ErrorFeedbackCodec(Codec):
             state.tensors.pop(RESIDUAL, None)
         self.inner.begin_step(state)
 
-    def launches(self, shape: torch.Size, state: CompressorState, keys: Sequence[Hashable]) -> Hashable:
-        return combine_keys(state.layout(self.traits.steady), self.inner.launches(shape, state, keys))
+    def launch_signature(self, shape: torch.Size, state: CompressorState, keys: Sequence[Hashable]) -> Hashable:
+        return combine_keys(state.layout(self.traits.steady), self.inner.launch_signature(shape, state, keys))
 
     def empty_payload(
         self, shape: torch.Size, dtype: torch.dtype, device: torch.device, state: CompressorState, key: Hashable

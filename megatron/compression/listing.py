@@ -11,7 +11,7 @@ from megatron.base.user_text import nearest, spell
 from megatron.compression.outer import PRESET, PRESETS
 from megatron.compression.points import EXPERT_CODECS, EXPERT_LEGS, EXPERTS, Point
 from megatron.compression.registry import Registration, Registry
-from megatron.compression.spec import COMMON, FUSED, OF_POINT, serves, specs_by_point
+from megatron.compression.spec import COMMON, FUSED, POINT_OPTIONS, can_serve, expand_spec
 
 _TENSOR_PARALLEL = "under --sequence-parallel it gathers, by cast, fixpoint or float8"
 _CONDITIONS: Mapping[Point, str] = {
@@ -31,7 +31,7 @@ def list_names(registry: Registry) -> str:
     lines += ["", "points:"]
     lines += [f"  {point.value:<20} {', '.join(names_at(registry, point))}" for point in Point if point.compressible]
     lines += [f"  {name:<20} both of {', '.join(leg.value for leg in legs)}" for name, legs in EXPERT_LEGS.items()]
-    lines += [f"  {f'{EXPERTS}={word}':<20} {' '.join(specs_by_point(f'{EXPERTS}={word}'))}" for word in EXPERT_CODECS]
+    lines += [f"  {f'{EXPERTS}={word}':<20} {' '.join(expand_spec(f'{EXPERTS}={word}'))}" for word in EXPERT_CODECS]
     return "\n".join(lines)
 
 
@@ -63,9 +63,12 @@ def describe_name(registry: Registry, name: str) -> str:
 def _describe_point(registry: Registry, point: Point) -> list[str]:
     names = ", ".join(names_at(registry, point))
     lines = [f"{point.value}: {names}", *_conditions(point)]
-    if point in OF_POINT:
-        lines += ["", summary_of_class(OF_POINT[point]), ""]
-        lines += ["options of the point, beside those of its compressor:", *options_lines(point.value, OF_POINT[point])]
+    if point in POINT_OPTIONS:
+        lines += ["", summary_of_class(POINT_OPTIONS[point]), ""]
+        lines += [
+            "options of the point, beside those of its compressor:",
+            *options_lines(point.value, POINT_OPTIONS[point]),
+        ]
         lines.append(f"  {PRESET:<16} {'|'.join(PRESETS)}: stands for")
         lines += [f"    {name:<14} {','.join(f'{k}={v}' for k, v in words.items())}" for name, words in PRESETS.items()]
     return [*lines, *_common_lines()]
@@ -80,17 +83,17 @@ def _common_lines() -> list[str]:
 
 
 def points_of(registration: Registration, name: str) -> dict[Point, str]:
-    """Points that a compressor serves, with its default error feedback; empty at points with feedback of their own."""
+    """Points that a compressor serves, with its default error feedback; empty at points with their own default."""
     return {
-        point: "" if point in OF_POINT else registration.usual_feedback(point)
+        point: "" if point in POINT_OPTIONS else registration.default_feedback(point)
         for point in Point
-        if point.compressible and serves(registration, point, name)
+        if point.compressible and can_serve(registration, point, name)
     }
 
 
 def names_at(registry: Registry, point: Point) -> list[str]:
     """Names that ``--compress POINT=NAME`` takes at a point."""
-    names = [name for name in registry.names if serves(registry[name], point, name)]
+    names = [name for name in registry.names if can_serve(registry[name], point, name)]
     return [FUSED, *names] if point is Point.EMBED_GRAD else names
 
 

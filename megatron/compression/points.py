@@ -1,4 +1,4 @@
-"""Communication points. Every byte that crosses the network belongs to a point."""
+"""Communication points. All network traffic belongs to a point."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 
 
 class Point(enum.Enum):
-    """Communication points. The values are the names on the command line and in logs."""
+    """Communication points, named as on the command line and in logs."""
 
     PP_FWD = "pp-forward"
     """Activations sent to the next stage."""
@@ -21,25 +21,25 @@ class Point(enum.Enum):
     TP_BWD = "tp-backward"
     """Tensor- and sequence-parallel collectives of the backward pass."""
     EP_DISPATCH_FWD = "ep-dispatch-forward"
-    """Tokens to the ranks that hold their experts."""
+    """Tokens sent to the ranks of their experts."""
     EP_DISPATCH_BWD = "ep-dispatch-backward"
-    """Gradients of these tokens, back to the tokens' ranks."""
+    """Gradients of these tokens, sent back."""
     EP_COMBINE_FWD = "ep-combine-forward"
-    """Expert outputs, back to the tokens' ranks."""
+    """Expert outputs, sent back to the tokens' ranks."""
     EP_COMBINE_BWD = "ep-combine-backward"
-    """Gradients of expert outputs, to the ranks that hold the experts."""
+    """Gradients of expert outputs, sent to the experts' ranks."""
     PARAM_GATHER = "param-gather"
     """All-gather of parameters after the sharded optimizer's update."""
     OPTIMIZER = "optimizer"
-    """Shards of matrices that the optimizer needs complete, and their updates. Never compressed."""
+    """Shards of matrices for optimizers that need complete matrices, and their updates. Never compressed."""
     OUTER = "outer"
-    """Pseudo-gradients of islands at the end of a round; gradients while islands go in step."""
+    """Pseudo-gradients of islands at the end of a round; gradients while islands synchronize every step."""
     CONTROL = "control"
     """Scalars: norms, losses, finite checks. Never compressed."""
 
     @property
     def is_reduction(self) -> bool:
-        """Whether the point's collective is a reduction, not a message or an all-gather."""
+        """Whether the point carries all-reduces or reduce-scatters, not messages or all-gathers."""
         return self in (Point.DP_GRAD, Point.EMBED_GRAD, Point.TP_FWD, Point.TP_BWD, Point.OUTER)
 
     @property
@@ -48,32 +48,32 @@ class Point(enum.Enum):
         return self in (Point.PP_FWD, Point.TP_FWD, Point.EP_DISPATCH_FWD, Point.EP_COMBINE_FWD)
 
     @property
-    def of_experts(self) -> bool:
-        """Whether the point is a leg of expert parallelism."""
+    def is_expert_leg(self) -> bool:
+        """Whether the point belongs to expert parallelism."""
         return self in EXPERT_POINTS
 
     @property
     def keeps_state(self) -> bool:
-        """Whether a compressor may keep state here; not if recomputation would run it again."""
+        """Whether a compressor may keep state at the point; recomputation would run some points twice."""
         return self not in (Point.TP_FWD, Point.TP_BWD, Point.PARAM_GATHER, *EXPERT_POINTS)
 
     @property
     def compressible(self) -> bool:
-        """Whether a compressor may serve the point."""
+        """Whether traffic of the point may be compressed."""
         return self not in (Point.OPTIMIZER, Point.CONTROL)
 
 
 EXPERT_POINTS = (Point.EP_DISPATCH_FWD, Point.EP_DISPATCH_BWD, Point.EP_COMBINE_FWD, Point.EP_COMBINE_BWD)
-"""The four legs of expert parallelism."""
+"""The four points of expert parallelism."""
 
 EXPERT_LEGS = {
     "ep-dispatch": (Point.EP_DISPATCH_FWD, Point.EP_DISPATCH_BWD),
     "ep-combine": (Point.EP_COMBINE_FWD, Point.EP_COMBINE_BWD),
 }
-"""Command-line names for both directions."""
+"""Command-line names that stand for the forward and the backward point."""
 
 EXPERTS = "experts"
-"""Command-line name for all four legs, followed by a word from ``EXPERT_CODECS``."""
+"""Command-line name that stands for all four points, followed by a word from ``EXPERT_CODECS``."""
 
 _EIGHT, _FOUR, _HALF = "fixpoint,bits=8,group=64", "fixpoint,bits=4,group=64,rotation=64", "cast"
 
@@ -81,4 +81,4 @@ EXPERT_CODECS = {
     "default": dict(zip(EXPERT_POINTS, (_EIGHT, _HALF, _HALF, _EIGHT), strict=True)),
     "aggressive": dict(zip(EXPERT_POINTS, (_FOUR, _EIGHT, _EIGHT, _FOUR), strict=True)),
 }
-"""Specs of the four legs by word. Traffic to the experts gets the fewest bits, since a token's outputs are summed."""
+"""Specs of the four points by word. Traffic to the experts gets the fewest bits: a token's outputs are summed."""

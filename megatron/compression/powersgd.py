@@ -1,4 +1,4 @@
-"""PowerSGD: all-reduces of gradients as two thin factors (Vogels et al. 2019, algorithm 1)."""
+"""PowerSGD: low-rank all-reduce of gradients (Vogels et al. 2019, algorithm 1)."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class PowerSGDConfig:
     """Low-rank all-reduces of gradients."""
 
     rank: int = opt(4, "columns of the factors", minimum=1, scheduled=True)
-    warm_start: bool = opt(True, "begin each step at the last step's factor")
+    warm_start: bool = opt(True, "start each step from the Q of the last step")
     min_ratio: float = opt(
-        1.0, "shapes whose factors are not smaller than the matrix by more than this are sent as they are", minimum=0
+        1.0, "send a matrix uncompressed unless its factors are smaller by more than this ratio", minimum=0
     )
     seed: int = opt(714, "seed of the first factors", minimum=0, maximum=SEED)
     factors: Literal["fp32", "bf16", "fixpoint8", "fixpoint4"] = opt(
@@ -41,11 +41,11 @@ class PowerSGD(RoundCompressor):
     For k stacked matrices M (n x m): P = sum of M Q, orthonormalize P, Q = sum of M^T P; the sum is P Q^T, and a rank's
     contribution is P (M^T P)^T. Sends r (n + m) instead of n m numbers.
 
-    Errors of quantized factors: all ranks decode the same P, and projection onto the orthonormal basis of any P is
-    exact, so an error of P only tilts the subspace. But a row of P rounded to zero would zero a row of the sum: in an
-    embedding's gradient, rows of tokens absent from the batch are far smaller than others, and Adam's steps for them
-    are just as large. P therefore uses floats at 8 bits, which preserve small rows. An error of Q is an error of the
-    sum. The rank that made it includes it in its contribution, so error feedback compensates for both.
+    Errors of quantized factors: all ranks decode the same P and project exactly onto its orthonormal basis, so an
+    error of P only tilts the subspace. But a row of P rounded to zero would zero a row of the sum: in an embedding's
+    gradient, the rows of tokens absent from the batch are far smaller than other rows, and Adam's steps for them are
+    equally large. P therefore uses 8-bit floats, which preserve small rows. An error of Q is an error of the sum. The
+    rank that quantized Q includes the error in its contribution, so error feedback compensates for both.
     """
 
     traits = SumTraits(batched=True, steady=("draws", "messages"))
@@ -66,16 +66,16 @@ class PowerSGD(RoundCompressor):
     def rounds(self, x: Tensor, state: CompressorState, peers: Peers) -> Generator[Request, Tensor, Aggregate]:
         n, m = matrix_shape(x.shape[1:])
         matrices_knm = x.view(x.shape[0], n, m)
-        q_kmr = self._start(x, min(n, m, self.config.rank), state)
+        q_kmr = self._initial_q(x, min(n, m, self.config.rank), state)
         p_knr, _ = yield from self.basis.all_reduce(matrices_knm @ orthonormalize(q_kmr), state, peers)
         p_knr = orthonormalize(p_knr)
-        q_kmr, own_kmr = yield from self.factors.all_reduce(matrices_knm.transpose(1, 2) @ p_knr, state, peers)
+        q_kmr, local_q_kmr = yield from self.factors.all_reduce(matrices_knm.transpose(1, 2) @ p_knr, state, peers)
         if self.config.warm_start:
             state.stage("q", q_kmr)
-        return Aggregate(total=Factors(p_knr, q_kmr), local=Factors(p_knr, own_kmr))
+        return Aggregate(total=Factors(p_knr, q_kmr), local=Factors(p_knr, local_q_kmr))
 
-    def _start(self, x: Tensor, rank: int, state: CompressorState) -> Tensor:
-        """Initial Q (k x m x rank): the last step's, truncated or extended if the rank has changed."""
+    def _initial_q(self, x: Tensor, rank: int, state: CompressorState) -> Tensor:
+        """Initial Q (k x m x rank): Q of the last step, truncated or extended if the rank has changed."""
         n, m = matrix_shape(x.shape[1:])
         q_kmr = state.get("q") if self.config.warm_start else None
         if q_kmr is not None and q_kmr.shape[2] >= rank:

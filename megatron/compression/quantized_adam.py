@@ -105,7 +105,7 @@ class QuantizedAdam(RoundCompressor):
         assert isinstance(aggregate, _Moved)
         self.exchange.finalize(x, aggregate.exchanged, state, peers)
         write(aggregate.total, x)
-        write(aggregate.exchanged.total, state.owned("momentum", x))
+        write(aggregate.exchanged.total, state.buffer("momentum", x))
 
 
 def register(registry: Registry) -> None:

@@ -1,4 +1,4 @@
-"""Registry of compressors. A compressor's file registers it with a single call; an unknown name lists the choices."""
+"""Registry of compressors. The file of each compressor registers it with a single call."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from megatron.compression.points import Point
 
 @dataclass(frozen=True)
 class Registration:
-    """A compressor's options, its implementations (None for an interface that it does not implement), and its points.
+    """A compressor's options, implementations, and communication points.
 
     Args:
         config: options class, a frozen dataclass of ``opt`` fields; its docstring describes the compressor.
-        codec: creates the codec of messages and gathers from the options.
-        rounds: compressor of reductions.
-        points: points that it may serve; None for all points that its interfaces fit.
+        codec: factory of the codec for messages and gathers, called with the options; None without a codec.
+        rounds: class of the compressor of reductions; None without such a compressor.
+        points: points that it may serve; None for all points with traffic of the kinds that it implements.
         feedback: default residual by point; "off" for points not listed.
-        no_feedback: why it cannot have a residual; empty if it can.
-        advice: why it does not serve the other points; empty if its interfaces are the reason.
-        instead: alternatives for the other points, as specs without the point, best first. An error message names the
-            first that the point accepts.
-        needs: flags that it requires, for ``--list-compressors``; ``Compressor.check`` enforces them.
+        no_feedback: reason why it cannot have a residual; empty if it can.
+        advice: reason why it does not serve other points; empty if the missing implementation is the reason.
+        instead: alternatives for other points, as specs without the point, best first. An error message suggests the
+            first alternative that the point accepts.
+        needs: required flags, shown by ``--list-compressors`` and enforced by ``Compressor.check``.
         source: the paper or specification.
-        example: a spec with the point, as ``--compress`` takes it.
-        identity: it does not change the traffic.
+        example: a complete value of ``--compress``.
+        identity: the compressor does not change the traffic.
     """
 
     config: type[Any]
@@ -44,22 +44,22 @@ class Registration:
     example: str = ""
     identity: bool = False
 
-    def usual_feedback(self, point: Point) -> str:
-        """Default residual at a point; for differences at ``outer``, the default for gradients."""
+    def default_feedback(self, point: Point) -> str:
+        """Default residual at a point. The default at ``outer`` is the default at ``dp-grad``."""
         return self.feedback.get(point, self.feedback.get(Point.DP_GRAD, "off") if point is Point.OUTER else "off")
 
     def check_point(self, point: Point, name: str) -> None:
         """Check that the compressor can serve a point.
 
         Raises:
-            UserError: when it cannot, with the reason.
+            UserError: with the reason, when the compressor cannot serve the point.
         """
         advice = f"; {self.advice}" if self.advice else ""
         if point is Point.OUTER:
             self._check_outer(name)
-        # Compressors of gradient sums also serve sums of differences.
-        at = Point.DP_GRAD if point is Point.OUTER else point
-        if self.points is not None and at not in self.points:
+        # Compressors of gradients also serve pseudo-gradients.
+        listed_point = Point.DP_GRAD if point is Point.OUTER else point
+        if self.points is not None and listed_point not in self.points:
             allowed = ", ".join(sorted(p.value for p in self.points))
             raise UserError(f"{name} cannot serve {point.value}, only {allowed}{advice}")
         if point.is_reduction and self.rounds is None:
@@ -68,28 +68,28 @@ class Registration:
             raise UserError(f"{point.value} carries messages, but {name} only compresses all-reduces{advice}")
         tuned = self.rounds is not None and self.rounds.controller is not RoundCompressor.controller
         if tuned and point not in (Point.DP_GRAD, Point.EMBED_GRAD):
-            raise UserError(f"{point.value}: {name} is tuned by reduced gradients, which are at dp-grad and embedding")
+            raise UserError(f"{point.value}: {name} is tuned by reduced gradients; use it at dp-grad or embedding")
 
     def _check_outer(self, name: str) -> None:
-        """Check that it depends only on the summed tensor: a difference of many steps has no gradient and no update.
+        """Check that the compressor needs no gradient and no optimizer update: pseudo-gradients have neither.
 
         Raises:
-            UserError: when it depends on more.
+            UserError: when it needs them.
         """
         if self.rounds is None:
             return
         traits = self.rounds.traits
         for depends, reason in (
-            (traits.observes, "chooses by the optimizer's update"),
-            (traits.freezes_variance or traits.clips_first, "is a part of the inner optimizer"),
+            (traits.observes, "needs the optimizer's update"),
+            (traits.freezes_variance or traits.clips_first, "is part of the inner optimizer"),
             (self.rounds.controller is not RoundCompressor.controller, "is tuned by gradients"),
         ):
             if depends:
-                raise UserError(f"outer carries differences of many steps, but {name} {reason}; use it at dp-grad")
+                raise UserError(f"outer carries pseudo-gradients, but {name} {reason}; use it at dp-grad")
 
 
 class Registry:
-    """Compressors by name. A run's registry starts with the built-in compressors and may be extended."""
+    """Compressors by name. Plug-ins may add to the built-in compressors."""
 
     def __init__(self, entries: Mapping[str, Registration] | None = None) -> None:
         self._entries = dict(entries or {})

@@ -1,4 +1,4 @@
-"""Parser and checks of the specs of communication points, ``POINT=NAME[,key=value...]``."""
+"""Parser of ``--compress`` values, ``POINT=NAME[,key=value...]``, and their checks."""
 
 from __future__ import annotations
 
@@ -19,50 +19,50 @@ from megatron.compression.registry import Registration, Registry
 from megatron.compression.schedule import Activation, RunLength, Schedule, read_iterations, read_schedule, read_stages
 
 FUSED = "fused"
-"""A single all-reduce of the embedding's gradient over the replicas of all stages that hold it."""
+"""Name that stands for an uncompressed embedding all-reduce over all replicas of all stages with the embedding."""
 
-_FEEDBACKS = {True: ("off", *get_args(SumResidual)), False: ("off", *get_args(MessageResidual))}
-"""Kinds of residual of reductions and of messages."""
+_RESIDUAL_KINDS = {True: ("off", *get_args(SumResidual)), False: ("off", *get_args(MessageResidual))}
+"""Values of ``error-feedback`` for reductions and for messages."""
 
-_STATELESS = {
+_STATELESS_REASONS = {
     Point.TP_FWD: "recomputation and evaluation run it again",
     Point.TP_BWD: "recomputation and evaluation run it again",
-    Point.PARAM_GATHER: "the next difference makes up for what this one lost",
-    **dict.fromkeys(EXPERT_POINTS, "its rows are of other tokens each time"),
+    Point.PARAM_GATHER: "the next difference includes what the last message lost",
+    **dict.fromkeys(EXPERT_POINTS, "each message has other tokens"),
 }
 
 COMMON = {
-    "when": "all or epilogue: which gradients go back compressed (pp-backward)",
-    "stages": "all, first:N or last:N: which pipeline stages compress what they send",
-    "warmup": "iterations, a fraction of the run (0.1), or epochs (1epochs), that go uncompressed",
+    "when": "all or epilogue: which gradients are compressed (pp-backward)",
+    "stages": "all, first:N or last:N: pipeline stages that compress their messages",
+    "warmup": "uncompressed first iterations: a number, a fraction of the run (0.1), or epochs (1epochs)",
     "error-feedback": "off; local or aggregate for all-reduces; lazy, lazy-reset within each iteration, or lazy-mean "
-    "over the tokens, for messages ('on' is the compressor's default)",
-    "feedback-decay": "factor of the residual at each step, or round of islands: 1 keeps all of it (all-reduces)",
-    "fused": "on or off: one all-reduce over the replicas of all stages that hold the embedding (embedding)",
+    "over the tokens, for messages ('on' selects the compressor's default)",
+    "feedback-decay": "factor of the residual per step, or per round of islands: 1 keeps it unchanged (all-reduces)",
+    "fused": "on or off: a single all-reduce over all replicas of all stages with the embedding (embedding)",
     "eval": "on or off: compress in evaluation (pp-forward, tp-forward, ep-dispatch-forward, ep-combine-forward)",
 }
-"""Options common to all compressors, with their help."""
+"""Options common to all compressors, with help texts."""
 
-OF_POINT: Mapping[Point, type[Any]] = {Point.OUTER: OuterOptions}
-"""Options classes of points, independent of the compressor."""
+POINT_OPTIONS: Mapping[Point, type[Any]] = {Point.OUTER: OuterOptions}
+"""Options classes of points, for options that do not depend on the compressor."""
 
 
 @dataclass(frozen=True)
 class Spec:
-    """The compressor of a communication point, with its options.
+    """A communication point's compressor with all options.
 
     Args:
         point: the point.
         name: name of the compressor.
         registration: the compressor's registration.
         options: an instance of its options class.
-        activation: iterations, stages and messages that are compressed.
+        activation: which iterations, stages and messages are compressed.
         feedback: "off", "local", "aggregate", "lazy", "lazy-reset" or "lazy-mean".
-        fused: a single embedding all-reduce over the replicas of all its stages (``embedding`` only).
-        schedules: options that change over the run, by field; ``options`` holds their first values.
-        of_point: an instance of the point's options class; None if the point has no options.
-        preset: name of the preset that set some of these options; empty without a preset.
-        decay: factor of a reduction's residual, each time it is added.
+        fused: a single all-reduce over all replicas of all stages with the embedding (``embedding`` only).
+        schedules: schedules of options that change over the run, by field; ``options`` holds the first values.
+        point_options: an instance of the point's options class; None if the point has no options.
+        preset: name of the preset; empty without a preset.
+        decay: factor that multiplies a reduction's residual before it is added.
     """
 
     point: Point
@@ -73,34 +73,34 @@ class Spec:
     feedback: str = "off"
     fused: bool = False
     schedules: Mapping[str, Schedule] = field(default_factory=dict)
-    of_point: Any = None
+    point_options: Any = None
     preset: str = ""
     decay: float = 1.0
 
     @property
-    def outer(self) -> OuterOptions:
+    def outer_options(self) -> OuterOptions:
         """Options of the point ``outer``."""
-        assert isinstance(self.of_point, OuterOptions)
-        return self.of_point
+        assert isinstance(self.point_options, OuterOptions)
+        return self.point_options
 
     def options_at(self, iteration: int, tuned: Mapping[str, float] | None = None) -> Any:
-        """Options at an iteration; ``tuned`` are values chosen by a controller."""
+        """Options in an iteration; ``tuned`` are values chosen by a controller."""
         warmup = self.activation.warmup_iters
         values = {name: schedule.at(iteration, warmup) for name, schedule in self.schedules.items()}
         values |= tuned or {}
         if not values:
             return self.options
-        kinds = {name: type(getattr(self.options, name)) for name in values}
-        return replace(self.options, **{n: kinds[n](round(v) if kinds[n] is int else v) for n, v in values.items()})
+        types = {name: type(getattr(self.options, name)) for name in values}
+        return replace(self.options, **{n: types[n](round(v) if types[n] is int else v) for n, v in values.items()})
 
-    def variants(self) -> list[Any]:
-        """Options with the lowest and with the highest values that they can take during the run."""
+    def extreme_options(self) -> list[Any]:
+        """Options with the lowest values during the run, and options with the highest values."""
         limits = {name: schedule.extremes for name, schedule in self.schedules.items()}
-        limits |= self.compressor().tuned_limits()
+        limits |= self.make_compressor().tuned_limits()
         return [self.options_at(0, {name: pair[end] for name, pair in limits.items()}) for end in (0, 1)]
 
-    def in_evaluation(self) -> Spec:
-        """The same spec, with compression in evaluation if the point and the compressor allow it."""
+    def with_evaluation(self) -> Spec:
+        """Copy of the spec with compression in evaluation, if the point and the compressor support it."""
         if not self.point.forward or self.remembered_samples:
             return self
         return replace(self, activation=replace(self.activation, evaluation=True))
@@ -112,30 +112,30 @@ class Spec:
 
     @property
     def remembered_samples(self) -> int:
-        """Number of samples that each end of a message remembers."""
-        return 0 if self.registration.codec is None else self.codec().traits.samples
+        """Number of samples that sender and receiver each remember."""
+        return 0 if self.registration.codec is None else self.make_codec().traits.samples
 
-    def compressor(self, options: Any = None) -> Compressor:
-        """A new compressor with these options (default: the initial options), without error feedback."""
+    def make_compressor(self, options: Any = None) -> Compressor:
+        """Create a compressor with these options (default: the initial options), without error feedback."""
         factory = self.registration.rounds if self.point.is_reduction else self.registration.codec
         assert factory is not None
         return factory(self.options if options is None else options)
 
-    def controller(self) -> Controller | None:
-        """A new controller, or None if the compressor has no controller."""
-        compressor = self.compressor()
+    def make_controller(self) -> Controller | None:
+        """Create the compressor's controller; None if it has none."""
+        compressor = self.make_compressor()
         return compressor.controller() if isinstance(compressor, RoundCompressor) else None
 
-    def rounds(self, options: Any = None) -> RoundCompressor:
-        """A new round compressor with these options (default: the initial options)."""
+    def make_rounds(self, options: Any = None) -> RoundCompressor:
+        """Create a round compressor with these options (default: the initial options)."""
         assert self.registration.rounds is not None
         inner = self.registration.rounds(self.options if options is None else options)
         if self.feedback == "off":
             return inner
         return ErrorFeedback(inner, cast(SumResidual, self.feedback), self.decay)
 
-    def codec(self, options: Any = None) -> Codec:
-        """A new codec with these options (default: the initial options)."""
+    def make_codec(self, options: Any = None) -> Codec:
+        """Create a codec with these options (default: the initial options)."""
         assert self.registration.codec is not None
         inner = self.registration.codec(self.options if options is None else options)
         return inner if self.feedback == "off" else ErrorFeedbackCodec(inner, cast(MessageResidual, self.feedback))
@@ -146,15 +146,15 @@ def read_specs(texts: Sequence[str], registry: Registry, length: RunLength) -> d
 
     Args:
         texts: specs in the form ``POINT=NAME[,key=value...]``.
-        registry: the available compressors.
-        length: length of the run, for warm-ups given as a fraction of it.
+        registry: available compressors.
+        length: length of the run, for warm-ups in fractions of the run or in epochs.
 
     Raises:
-        UserError: for the first spec that cannot be parsed or cannot be used.
+        UserError: for the first spec with an error.
     """
     specs: dict[Point, Spec] = {}
     for text in texts:
-        for each in specs_by_point(text):
+        for each in expand_spec(text):
             try:
                 spec = read_spec(each, registry, length)
             except UserError as error:
@@ -165,11 +165,11 @@ def read_specs(texts: Sequence[str], registry: Registry, length: RunLength) -> d
     return specs
 
 
-def specs_by_point(text: str) -> list[str]:
-    """Expand a spec to a spec for each point that the name before the equals sign stands for.
+def expand_spec(text: str) -> list[str]:
+    """Expand a spec for several points to a spec for each point.
 
     Raises:
-        UserError: for ``experts=`` with an unknown word, or with an option that the word already sets.
+        UserError: when the word after ``experts=`` is unknown, or when an option repeats the word's choice.
     """
     point_name, equals, spec_text = text.partition("=")
     point_name = point_name.strip().lower()
@@ -181,19 +181,19 @@ def specs_by_point(text: str) -> list[str]:
             raise UserError(f"--compress {text}: write {EXPERTS}={' or '.join(EXPERT_CODECS)}{near}")
         for key in (option_text.partition("=")[0].strip() for option_text in options_text.split(",") if options_text):
             if key.lower().replace("_", "-") not in COMMON:
-                raise UserError(f"--compress {text}: {word} chooses {key}; leave it out, or give each leg a spec")
+                raise UserError(f"--compress {text}: {word} sets {key}; leave it out, or write a spec for each point")
         return [f"{point.value}={codec}{comma}{options_text}" for point, codec in codecs.items()]
     return [f"{point.value}{equals}{spec_text}" for point in EXPERT_LEGS.get(point_name, ())] or [text]
 
 
 def read_spec(text: str, registry: Registry, length: RunLength) -> Spec:
-    """Parse a single spec; see ``read_specs``, which prefixes errors with the spec."""
+    """Parse a single spec. ``read_specs`` adds the spec to error messages."""
     head, *words = [word.strip() for word in text.split(",")]
     point_name, equals, name = (head_word.strip().lower() for head_word in head.partition("="))
     if not equals or not name:
         raise UserError("write POINT=NAME[,key=value...], such as dp-grad=powersgd,rank=32")
-    point = _point(point_name)
-    values = _parse_values(words)
+    point = _parse_point(point_name)
+    values = _parse_key_values(words)
     alias = point is Point.EMBED_GRAD and name == FUSED
     try:
         registration = registry["none" if alias else name]
@@ -202,46 +202,46 @@ def read_spec(text: str, registry: Registry, length: RunLength) -> Spec:
     try:
         registration.check_point(point, name)
     except UserError as error:
-        fitting = [other for other in registry.names if serves(registry[other], point, other)]
-        use = [f"; use {other}" for other in registration.instead if _takes(point, other, registry, length)][:1]
+        fitting = [other for other in registry.names if can_serve(registry[other], point, other)]
+        use = [f"; use {other}" for other in registration.instead if _accepts_spec(point, other, registry, length)][:1]
         raise UserError(f"{error}{''.join(use)}; {point.value} takes {', '.join(fitting)}") from None
     common = {key: values.pop(key).lower() for key in COMMON if key in values}
-    preset, of_point = _of_point(point, values)
+    preset, point_options = _pop_point_options(point, values)
     if not registration.no_feedback:
         common = {key: value for key, value in PRESETS.get(preset, {}).items() if key in COMMON} | common
     flags = [option.flag for option in field_options(name, registration.config)] + list(COMMON)
-    flags += [PRESET, *_flags_of(point)] if point in OF_POINT else []
+    flags += [PRESET, *_point_flags(point)] if point in POINT_OPTIONS else []
     for key in values:
         if key not in flags:
             raise UserError(f"{name} has no option {key!r}{nearest(key, flags)}; its options are: {', '.join(flags)}")
-    schedules = _schedules(registration, name, values, length)
+    schedules = _parse_schedules(registration, name, values, length)
     options = options_from_words(registration.config, values, name)
     for field_name, schedule in schedules.items():
         for number in schedule.values:
             replace(options, **{field_name: type(getattr(options, field_name))(number)})
-    feedback = _feedback(point, registration, name, common.get("error-feedback"))
+    feedback = _parse_feedback(point, registration, name, common.get("error-feedback"))
     spec = Spec(
         point,
         name,
         registration,
         options,
-        _activation(point, common, length),
+        _parse_activation(point, common, length),
         feedback,
-        alias or _fused(point, common.get("fused", "off")),
+        alias or _parse_fused(point, common.get("fused", "off")),
         schedules,
-        of_point,
+        point_options,
         preset,
-        _decay(point, feedback, common.get("feedback-decay", "1")),
+        _parse_decay(point, feedback, common.get("feedback-decay", "1")),
     )
     if spec.activation.evaluation and spec.remembered_samples:
-        raise UserError(f"eval=on: {name} remembers training samples, and evaluation has others; leave it out")
-    problem = spec.compressor().problem(spec.activation)
+        raise UserError(f"eval=on: {name} remembers training samples, but evaluation has other samples; leave it out")
+    problem = spec.make_compressor().problem(spec.activation)
     if problem:
         raise UserError(problem)
     return spec
 
 
-def _parse_values(words: Sequence[str]) -> dict[str, str]:
+def _parse_key_values(words: Sequence[str]) -> dict[str, str]:
     """Parse ``key=value`` words."""
     values: dict[str, str] = {}
     for word in words:
@@ -255,14 +255,14 @@ def _parse_values(words: Sequence[str]) -> dict[str, str]:
     return values
 
 
-def _flags_of(point: Point) -> list[str]:
-    """Names of the options of a point's options class."""
-    return [option.flag for option in field_options(point.value, OF_POINT[point])]
+def _point_flags(point: Point) -> list[str]:
+    """Option names of a point's options class."""
+    return [option.flag for option in field_options(point.value, POINT_OPTIONS[point])]
 
 
-def _of_point(point: Point, values: dict[str, str]) -> tuple[str, Any]:
-    """Remove the point's options from ``values``, and return the preset's name and the point's options."""
-    if point not in OF_POINT:
+def _pop_point_options(point: Point, values: dict[str, str]) -> tuple[str, Any]:
+    """Remove the point's options from ``values``; return the name of the preset and the options."""
+    if point not in POINT_OPTIONS:
         return "", None
     preset = values.pop(PRESET, "").lower()
     why = NOT_OFFERED.get(preset.removesuffix("-like"))
@@ -270,25 +270,27 @@ def _of_point(point: Point, values: dict[str, str]) -> tuple[str, Any]:
         raise UserError(f"{PRESET}={preset}: {why}; the choices are {', '.join(PRESETS)}")
     if preset and preset not in PRESETS:
         raise UserError(f"{PRESET}={preset}: the choices are {', '.join(PRESETS)}{nearest(preset, list(PRESETS))}")
-    written = {key: values.pop(key) for key in _flags_of(point) if key in values}
+    written = {key: values.pop(key) for key in _point_flags(point) if key in values}
     words = {key: value for key, value in PRESETS.get(preset, {}).items() if key not in COMMON} | written
-    return preset, options_from_words(OF_POINT[point], words, point.value)
+    return preset, options_from_words(POINT_OPTIONS[point], words, point.value)
 
 
-def _schedules(registration: Registration, name: str, values: dict[str, str], length: RunLength) -> dict[str, Schedule]:
-    """Parse the options that change over the run, and replace them in ``values`` by their first values."""
+def _parse_schedules(
+    registration: Registration, name: str, values: dict[str, str], length: RunLength
+) -> dict[str, Schedule]:
+    """Parse schedules of options, and replace them in ``values`` with their first values."""
     schedules = {}
     options = {option.flag: option for option in field_options(name, registration.config)}
     for key, text in values.items():
         if "@" not in text and "~" not in text:
             continue
         if not options[key].option.scheduled:
-            able = ", ".join(flag for flag, option in options.items() if option.option.scheduled) or "none"
-            raise UserError(f"{key}={text}: {key} cannot change over the run; of {name}'s options can: {able}")
+            scheduled = ", ".join(flag for flag, option in options.items() if option.option.scheduled) or "none"
+            raise UserError(f"{key}={text}: {key} cannot change over the run; {name}'s options that can: {scheduled}")
         schedule = replace(read_schedule(text, length), integral=options[key].option.whole_ramp)
         if schedule.ramp and schedule.integral and any(value % 1 for value in schedule.values):
             raise UserError(
-                f"{key}={text}: a ramp of {key} goes through whole numbers; use those, or steps for a fraction"
+                f"{key}={text}: a ramp of {key} goes through integers; write integers, or steps instead of a ramp"
             )
         for value in schedule.extremes:
             options_from_words(registration.config, {key: f"{value:g}"}, name)
@@ -298,7 +300,7 @@ def _schedules(registration: Registration, name: str, values: dict[str, str], le
     return schedules
 
 
-def _point(name: str) -> Point:
+def _parse_point(name: str) -> Point:
     choices = {point.value: point for point in Point if point.compressible}
     if name not in choices:
         raise UserError(
@@ -307,7 +309,7 @@ def _point(name: str) -> Point:
     return choices[name]
 
 
-def _activation(point: Point, common: Mapping[str, str], length: RunLength) -> Activation:
+def _parse_activation(point: Point, common: Mapping[str, str], length: RunLength) -> Activation:
     when = common.get("when", "all")
     if when not in ("all", "epilogue"):
         raise UserError(f"when={when}: the choices are all and epilogue")
@@ -322,23 +324,21 @@ def _activation(point: Point, common: Mapping[str, str], length: RunLength) -> A
     if "stages" in common and point in (Point.EMBED_GRAD,):
         raise UserError("stages: the embedding is on the first and the last stage only; leave it out")
     text = common.get("warmup", "")
-    warmup = read_iterations(text, length, f"warmup={text}") if text else _usual_warmup(point, length)
+    warmup = read_iterations(text, length, f"warmup={text}") if text else _default_warmup(point, length)
     warms_up = any(digit in text for digit in "123456789")
     return Activation(warmup, first, last, when == "epilogue", evaluation == "on", warms_up=warms_up)
 
 
-def _usual_warmup(point: Point, length: RunLength) -> int:
-    """Default warm-up. Islands go in step for the first third of the run, because earlier rounds increase the loss."""
+def _default_warmup(point: Point, length: RunLength) -> int:
+    """Default warm-up. Islands synchronize every step for a third of the run: earlier rounds increase the loss."""
     if point is not Point.OUTER:
         return 0
     if length.train_iters is None:
-        raise UserError(
-            "warmup: islands go in step for a third of the run, which needs --train-iters; write iterations"
-        )
+        raise UserError("warmup: a third of the run by default, which needs --train-iters; write warmup=ITERATIONS")
     return length.train_iters // 3
 
 
-def _fused(point: Point, text: str) -> bool:
+def _parse_fused(point: Point, text: str) -> bool:
     if text not in ("on", "off"):
         raise UserError(f"fused={text}: write on or off")
     if text == "on" and point is not Point.EMBED_GRAD:
@@ -346,41 +346,43 @@ def _fused(point: Point, text: str) -> bool:
     return text == "on"
 
 
-def _feedback(point: Point, registration: Registration, name: str, kind: str | None) -> str:
-    usual = registration.usual_feedback(point)
+def _parse_feedback(point: Point, registration: Registration, name: str, kind: str | None) -> str:
+    usual = registration.default_feedback(point)
     if kind is None:
         return usual
     if kind == "on":
         kind = usual if usual != "off" else "local" if point.is_reduction else "lazy"
-    kinds = _FEEDBACKS[point.is_reduction]
+    kinds = _RESIDUAL_KINDS[point.is_reduction]
     if kind not in kinds:
         raise UserError(f"error-feedback={kind}: the choices at {point.value} are on, {', '.join(kinds)}")
     if kind != "off" and not point.keeps_state:
-        raise UserError(f"error-feedback={kind}: {point.value} keeps no state ({_STATELESS[point]}); leave it out")
+        raise UserError(
+            f"error-feedback={kind}: {point.value} has no state ({_STATELESS_REASONS[point]}); leave it out"
+        )
     if kind != "off" and registration.no_feedback:
         raise UserError(f"error-feedback={kind}: {name} {registration.no_feedback}; leave it out")
     return kind
 
 
-def _decay(point: Point, feedback: str, text: str) -> float:
+def _parse_decay(point: Point, feedback: str, text: str) -> float:
     try:
         decay = read_number(text)
     except ValueError:
         decay = 0.0
     option_text = f"feedback-decay={text}"
     if not 0.0 < decay <= 1.0:
-        raise UserError(f"{option_text}: write a number above 0, and at most 1")
+        raise UserError(f"{option_text}: write a number above 0 and at most 1")
     if decay < 1.0 and not point.is_reduction:
-        raise UserError(f"{option_text}: {point.value} sends messages, whose residual is kept whole; leave it out")
+        raise UserError(f"{option_text}: residuals of messages ({point.value}) do not decay; leave it out")
     if decay < 1.0 and feedback == "off":
         raise UserError(f"{option_text}: there is no residual; add error-feedback=on, or leave it out")
     return decay
 
 
-def _takes(point: Point, spec: str, registry: Registry, length: RunLength) -> bool:
-    """Whether a point accepts a spec, given without the point."""
+def _accepts_spec(point: Point, spec: str, registry: Registry, length: RunLength) -> bool:
+    """Whether a point accepts a spec without ``POINT=``."""
     name = spec.partition(",")[0]
-    if name not in registry.names or not serves(registry[name], point, name):
+    if name not in registry.names or not can_serve(registry[name], point, name):
         return False
     try:
         read_spec(f"{point.value}={spec}", registry, length)
@@ -389,7 +391,8 @@ def _takes(point: Point, spec: str, registry: Registry, length: RunLength) -> bo
     return True
 
 
-def serves(registration: Registration, point: Point, name: str) -> bool:
+def can_serve(registration: Registration, point: Point, name: str) -> bool:
+    """Whether a compressor can serve a point."""
     try:
         registration.check_point(point, name)
     except UserError:

@@ -15,18 +15,18 @@ from megatron.compression.sample_cache import SampleCache
 
 
 def combine_keys(*keys: Hashable) -> Hashable:
-    """Combine parts of a key; None if any part is None (unknown)."""
+    """Combine keys to a tuple; None if any key is None (unknown)."""
     return None if None in keys else keys
 
 
 @dataclass
 class CompressorState:
-    """Named tensors and integers of a compressor for a single tensor or message stream.
+    """Named tensors and counters of a compressor, for a single tensor or a single stream of messages.
 
-    Writes are staged: later reads in the same step see them, ``commit`` keeps them when the optimizer step is taken,
-    and ``rollback`` discards them when the step is skipped. Staged tensors must be new tensors, not in-place updates of
-    committed tensors. State that changes only when all gradients are known to be finite (``RoundCompressor.finalize``)
-    is updated in place instead, without a second copy.
+    Writes are staged: reads in the same step see them, ``commit`` keeps them when the optimizer step is taken, and
+    ``rollback`` discards them when the step is skipped. Stage new tensors; do not update committed tensors in place.
+    ``buffer`` is the exception: ``RoundCompressor.finalize`` runs when all gradients are known to be finite, and may
+    update state in place, without a second copy.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -39,12 +39,12 @@ class CompressorState:
     _queues: dict[str, deque[Any]] = field(default_factory=dict, repr=False)
 
     def get(self, name: str) -> Tensor | None:
-        """The newest value of a tensor, staged or committed; None if never set."""
+        """Staged value of a tensor if there is one, else the committed value; None if never set."""
         staged = self._staged_tensors.get(name)
         return self.tensors.get(name) if staged is None else staged
 
     def count(self, name: str) -> int:
-        """The newest value of a counter; 0 if never set."""
+        """Staged value of a counter if there is one, else the committed value; 0 if never set."""
         return self._staged_counters.get(name, self.counters.get(name, 0))
 
     def stage(self, name: str, value: Tensor | int) -> None:
@@ -54,14 +54,14 @@ class CompressorState:
         else:
             self._staged_counters[name] = value
 
-    def owned(self, name: str, like: Tensor) -> Tensor:
-        """A committed tensor for in-place updates, which ``rollback`` does not undo; initially zeros."""
+    def buffer(self, name: str, like: Tensor) -> Tensor:
+        """Committed tensor for in-place updates, initially zero. ``rollback`` does not undo the updates."""
         if name not in self.tensors:
             self.tensors[name] = torch.zeros_like(like, memory_format=torch.contiguous_format)
         return self.tensors[name]
 
     def layout(self, steady: Collection[str] = ()) -> Hashable:
-        """Shapes and dtypes of the newest tensors, and the newest counters; None if there is a sample cache.
+        """Shapes and dtypes of all tensors, and values of all counters; None if there is a sample cache.
 
         Args:
             steady: names of counters and caches to leave out.
@@ -76,7 +76,7 @@ class CompressorState:
 
     @property
     def health(self) -> ResidualHealth | None:
-        """Statistics of the residual at the newest step; None without a residual. Not checkpointed."""
+        """Statistics of the residual in the last step; None without a residual. Not checkpointed."""
         return self._staged_health or self._health
 
     def stage_health(self, health: ResidualHealth) -> None:
@@ -90,22 +90,22 @@ class CompressorState:
         self.counters.update(self._staged_counters)
         for cache in self._caches.values():
             cache.commit()
-        self._forget()
+        self._discard_staged()
 
     def rollback(self) -> None:
         """Discard staged values: the optimizer step was skipped."""
         for cache in self._caches.values():
             cache.rollback()
-        self._forget()
+        self._discard_staged()
 
-    def _forget(self) -> None:
+    def _discard_staged(self) -> None:
         self._staged_tensors.clear()
         self._staged_counters.clear()
         self._staged_health = None
         self._queues.clear()
 
     def cache(self, name: str, capacity: int, memory: int | None = None, folder: str | None = None) -> SampleCache:
-        """The sample cache with this name, created at the first call from ``tensors`` of a checkpoint, if any."""
+        """Sample cache with this name. The first call creates it, from a checkpoint's tensors if there are any."""
         if name not in self._caches:
             self._caches[name] = SampleCache(capacity, memory, folder)
             samples, rows = self.tensors.pop(f"{name}.ids", None), self.tensors.pop(f"{name}.rows", None)
@@ -117,8 +117,8 @@ class CompressorState:
         """Queue of decisions about messages in flight; empty between steps."""
         return self._queues.setdefault(name, deque())
 
-    def portable(self) -> dict[str, Tensor]:
-        """Committed tensors, including those of the sample caches."""
+    def export_tensors(self) -> dict[str, Tensor]:
+        """Committed tensors, including the contents of the sample caches."""
         tensors = dict(self.tensors)
         for name, cache in self._caches.items():
             exported = cache.exported()
@@ -128,5 +128,5 @@ class CompressorState:
 
     @property
     def empty(self) -> bool:
-        """Whether nothing was ever committed."""
-        return not self.portable() and not self.counters
+        """Whether the state holds neither tensors nor counters."""
+        return not self.export_tensors() and not self.counters

@@ -1,8 +1,8 @@
-"""Top-K all-reduces, which send some of the coordinates and keep the others as residual.
+"""Top-K all-reduces: some coordinates are sent, and error feedback keeps the others as residual.
 
-With ``TopK``, every rank chooses coordinates at every step and all-gathers indices and values (Aji and Heafield 2017;
+In ``TopK``, every rank chooses coordinates in every step and all-gathers indices and values (Aji and Heafield 2017;
 Lin et al. 2018). ``StableTopK`` is Radius (Zheng et al. 2025, section 4): all ranks use the same coordinates for many
-steps and all-reduce only the values; the coordinates are chosen on a dense step from the optimizer's update.
+steps and all-reduce only the values. A dense step chooses new coordinates by the optimizer's update.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from megatron.kernels.ops import abs_topk, dilate, gather_packed
 
 
 class DisagreementError(CompressorFault):
-    """Raised when ranks that must use the same coordinates differ."""
+    """Raised when ranks of a group use different coordinates."""
 
 
 @dataclass(frozen=True)
 class TopKConfig:
-    """Each rank's largest gradients, gathered with their indices."""
+    """All-gather of each rank's largest gradients and their indices."""
 
     density: float = opt(0.01, "share of each parameter that is sent", above=0, maximum=1, scheduled=True)
 
@@ -52,7 +52,7 @@ class TopK(RoundCompressor):
         flat_kn = x.view(x.shape[0], -1)
         k, n = flat_kn.shape
         starts_k1 = torch.arange(k, device=x.device).unsqueeze(1) * n
-        indices_kc = abs_topk(flat_kn, _count(self.config.density, n))
+        indices_kc = abs_topk(flat_kn, _num_coordinates(self.config.density, n))
         places = (indices_kc + starts_k1).view(-1)
         values_kc = gather_packed(x.view(-1), places).view(indices_kc.shape)
         all_values = yield Request(values_kc, Op.GATHER)
@@ -63,24 +63,24 @@ class TopK(RoundCompressor):
 
 @dataclass(frozen=True)
 class StableTopKConfig:
-    """The coordinates of the optimizer's largest updates, the same ones for many steps."""
+    """All-reduce at the coordinates of the optimizer's largest updates, chosen once for many steps."""
 
     density: float = opt(0.1, "share of each parameter that is sent", above=0, maximum=1, scheduled=True)
-    interval: int = opt(100, "steps from one choice, made on a dense step, to the next", minimum=1)
+    interval: int = opt(100, "steps between two dense steps, which choose the coordinates", minimum=1)
     range: int = opt(0, "neighbors on either side of a chosen coordinate that are sent as well", minimum=0)
     flush: Literal["dump", "mean", "rotate"] = opt(
         "dump",
-        "when the residual is sent: all at once on the dense step, its mean over the steps, or a slice at every step",
+        "how the residual is sent: all of it in the dense step, its mean over the steps, or a slice in every step",
     )
 
 
 class StableTopK(RoundCompressor):
     """All-reduce of the values at coordinates shared by all ranks.
 
-    The first all-reduce, and every ``interval``-th, is dense, and its update selects the next coordinates
-    (``observe``). With error feedback, the residual of the other coordinates is added to the dense step: completely, as
-    published (``dump``); divided by the number of steps that it holds (``mean``, which forgets the remainder); or it is
-    sent a slice at a time between dense steps (``rotate``).
+    Every ``interval``-th all-reduce, the first included, is dense, and the following optimizer update selects the next
+    coordinates (``observe``). With error feedback, the residual of the other coordinates is sent in the dense step, as
+    published (``dump``); in the dense step, divided by ``interval``, with the rest discarded (``mean``); or in slices
+    between dense steps (``rotate``).
     """
 
     traits = SumTraits(batched=True, observes=True, index_sets=("indices",), steady=("steps",))
@@ -90,50 +90,50 @@ class StableTopK(RoundCompressor):
         return len(shape) > 1
 
     def rounds(self, x: Tensor, state: CompressorState, peers: Peers) -> Generator[Request, Tensor, Aggregate]:
-        steps_since_dense = self._since(state)
+        steps_since_dense = self._steps_since_dense(state)
         state.stage("steps", state.count("steps") + 1)
         indices = state.get("indices")
         if indices is None or steps_since_dense == 0:
             state.stage("awaiting", 1)
-            return (yield from self._dense(x, state))
+            return (yield from self._reduce_dense(x, state))
         if state.count("unchecked"):
-            yield from self._check(indices)
+            yield from self._check_agreement(indices)
             state.stage("unchecked", 0)
         flat = x.view(-1)
         if self.config.flush == "rotate":
-            indices = self._with_slice(indices, flat.numel(), steps_since_dense)
+            indices = self._add_slice(indices, flat.numel(), steps_since_dense)
         values = gather_packed(flat, indices)
         summed = yield Request(values.clone())
         return Aggregate(Sparse([(indices, summed)]), Sparse([(indices, values)]))
 
-    def _since(self, state: CompressorState) -> int:
-        """Steps since a dense step was due."""
+    def _steps_since_dense(self, state: CompressorState) -> int:
+        """Steps since the last dense step was due."""
         return state.count("steps") % self.config.interval
 
-    def launches(self, state: CompressorState) -> Hashable:
-        # The length of the rotating slice changes at each step of a turn.
-        since = self._since(state)
-        return combine_keys(state.layout(self.traits.steady), since if self.config.flush == "rotate" else since == 0)
+    def launch_signature(self, state: CompressorState) -> Hashable:
+        # The length of the rotating slice depends on the step.
+        steps = self._steps_since_dense(state)
+        return combine_keys(state.layout(self.traits.steady), steps if self.config.flush == "rotate" else steps == 0)
 
-    def _dense(self, x: Tensor, state: CompressorState) -> Generator[Request, Tensor, Aggregate]:
+    def _reduce_dense(self, x: Tensor, state: CompressorState) -> Generator[Request, Tensor, Aggregate]:
         residual = state.get(RESIDUAL)
         if self.config.flush == "mean" and residual is not None:
-            # x already contains the residual; the forgotten part counts as sent.
+            # x already contains the residual; the discarded part counts as sent.
             x.sub_(residual, alpha=1.0 - 1.0 / self.config.interval)
         return Aggregate((yield Request(x)), None)
 
-    def _check(self, indices: Tensor) -> Generator[Request, Tensor, None]:
+    def _check_agreement(self, indices: Tensor) -> Generator[Request, Tensor, None]:
         digest = hashlib.blake2b(indices.cpu().numpy().tobytes(), digest_size=8).digest()
         local_digest = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(indices.device)
         all_digests = yield Request(local_digest, Op.GATHER)
         if not bool((all_digests == local_digest).all()):
             raise DisagreementError(
-                "stable-topk: the ranks of a data-parallel group chose different coordinates: their replicas differ; "
-                "go on from a checkpoint before, with --check-replicas"
+                "stable-topk: ranks of a data-parallel group chose different coordinates, so their replicas differ; "
+                "resume from an earlier checkpoint with --check-replicas"
             )
 
-    def _with_slice(self, indices: Tensor, count: int, since: int) -> Tensor:
-        """The chosen coordinates, plus the current slice of all coordinates."""
+    def _add_slice(self, indices: Tensor, count: int, since: int) -> Tensor:
+        """Add this step's slice of all coordinates to the chosen coordinates."""
         width = -(-count // max(self.config.interval - 1, 1))
         begin, end = min((since - 1) * width, count), min(since * width, count)
         edges = torch.tensor([begin, end], dtype=indices.dtype, device=indices.device)
@@ -142,15 +142,15 @@ class StableTopK(RoundCompressor):
         return torch.cat([indices[:low], turn, indices[high:]])
 
     def observe(self, update: Tensor, state: CompressorState) -> None:
-        """Choose the coordinates of the following steps, after a dense step.
+        """Choose the coordinates of the following steps from the update of a dense step.
 
         Args:
-            update: the optimizer's direction, weight decay included; shaped like the input of ``rounds``.
+            update: the optimizer's direction with weight decay, shaped like the input of ``rounds``.
         """
         if not state.count("awaiting"):
             return
         flat_kn = update.reshape(update.shape[0], -1)
-        count = _count(self.config.density, flat_kn.shape[1])
+        count = _num_coordinates(self.config.density, flat_kn.shape[1])
         indices_kc = abs_topk(flat_kn, count)
         starts_k1 = torch.arange(flat_kn.shape[0], device=update.device).unsqueeze(1) * flat_kn.shape[1]
         if self.config.range:
@@ -163,7 +163,7 @@ class StableTopK(RoundCompressor):
         state.stage("unchecked", 1)
 
 
-def _count(density: float, n: int) -> int:
+def _num_coordinates(density: float, n: int) -> int:
     """Number of coordinates to send for a parameter of n elements, at least 1."""
     return min(n, max(int(density * n), 1))
 
@@ -191,7 +191,7 @@ def register(registry: Registry) -> None:
             rounds=StableTopK,
             points=points,
             feedback=feedback,
-            advice="only all-reduces of gradients share one choice of coordinates",
+            advice="coordinates are shared only by all-reduces of gradients",
             instead=("fixpoint",),
             source="Radius, Zheng et al. 2025, section 4",
             example="dp-grad=stable-topk,density=0.1,interval=20,flush=rotate",

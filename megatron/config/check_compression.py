@@ -8,7 +8,7 @@ from typing import Any
 from megatron.base.errors import UserError
 from megatron.compression.points import EXPERTS, Point
 from megatron.compression.schedule import RunLength
-from megatron.compression.spec import Spec, specs_by_point
+from megatron.compression.spec import Spec, expand_spec
 from megatron.config.compression import CompressionConfig
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
@@ -37,7 +37,7 @@ def check_compression(
     specs = compression.specs(RunLength(training.planned_iters))
     for text in compression.compress:
         if text.partition("=")[0].strip().lower() == EXPERTS:
-            note(f"--compress {text} stands for {' '.join(specs_by_point(text))}")
+            note(f"--compress {text} stands for {' '.join(expand_spec(text))}")
     if settings["check_orth_error_acti"]:
         _check_probe(parallel, specs.get(Point.PP_BWD))
     for point, spec in specs.items():
@@ -51,7 +51,7 @@ def check_compression(
             _check_experts(parallel, spec, flag)
         if point is Point.DP_GRAD and parallel.ddp_impl == "torch" and not spec.identity:
             raise UserError(f"{flag}: --DDP-impl torch reduces gradients itself; use --DDP-impl local")
-        problem = spec.compressor().check(point, settings)
+        problem = spec.make_compressor().check(point, settings)
         if problem:
             raise UserError(f"{flag}: {problem}")
         if point is Point.EMBED_GRAD:
@@ -80,9 +80,9 @@ def _nothing_to_do(model: ModelConfig, parallel: ParallelConfig, world_size: int
         return "there is one pipeline stage"
     if point in (Point.TP_FWD, Point.TP_BWD) and parallel.tensor_model_parallel_size == 1:
         return "there is one tensor-parallel rank"
-    if point.of_experts and not model.has_experts:
+    if point.is_expert_leg and not model.has_experts:
         return "no layer has experts (--num-experts)"
-    if point.of_experts and parallel.expert_model_parallel_size == 1:
+    if point.is_expert_leg and parallel.expert_model_parallel_size == 1:
         return "every replica holds all experts (--expert-model-parallel-size)"
     if point is Point.DP_GRAD and parallel.no_allreduce:
         return "--no-allreduce leaves the sums out"
@@ -111,7 +111,7 @@ def _check_stages(parallel: ParallelConfig, spec: Spec, flag: str, note: Callabl
 
 def _check_rank(model: ModelConfig, spec: Spec, flag: str) -> None:
     """Check the rank of low-rank factors: it cannot exceed the hidden size, a dimension of every compressed matrix."""
-    rank = max((getattr(options, "rank", 0) for options in spec.variants()), default=0)
+    rank = max((getattr(options, "rank", 0) for options in spec.extreme_options()), default=0)
     hidden = model.hidden_size
     if rank > hidden:
         raise UserError(
@@ -122,7 +122,7 @@ def _check_rank(model: ModelConfig, spec: Spec, flag: str) -> None:
 
 def _check_experts(parallel: ParallelConfig, spec: Spec, flag: str) -> None:
     size = parallel.expert_model_parallel_size
-    if size > 1 and spec.rounds().traits.clips_first:
+    if size > 1 and spec.make_rounds().traits.clips_first:
         raise UserError(
             f"{flag}: clips each replica's gradient before it is reduced, and with --expert-model-parallel-size "
             f"{size} a replica has those of other replicas' tokens; leave one of the two out"

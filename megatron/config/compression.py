@@ -62,5 +62,5 @@ class CompressionConfig:
 
         specs = read_specs(self.compress, build_registry(self.compress_module), length)
         if self.eval_compressed:
-            return {point: spec.in_evaluation() for point, spec in specs.items()}
+            return {point: spec.with_evaluation() for point, spec in specs.items()}
         return specs

@@ -155,7 +155,7 @@ def check_islands(
     outer, dp_grad = specs.get(Point.OUTER), specs.get(Point.DP_GRAD)
     if islands.several:
         _check_several(islands, parallel, outer)
-    if islands.several and dp_grad is not None and dp_grad.rounds().traits.clips_first:
+    if islands.several and dp_grad is not None and dp_grad.make_rounds().traits.clips_first:
         raise UserError(
             f"--islands {islands.islands}: --compress dp-grad={dp_grad.name} clips each replica's gradient by itself, "
             "which islands that go in step do not; leave one of them out"
@@ -163,10 +163,10 @@ def check_islands(
     if outer is not None:
         _check_outer(islands, training, outer)
         layers = max(model.num_layers, model.decoder_num_layers or 0)
-        if outer.outer.fragments > layers:
+        if outer.outer_options.fragments > layers:
             raise UserError(
-                f"--compress outer={outer.name}: fragments={outer.outer.fragments}: a fragment is made of layers, and "
-                f"there are {layers}; write at most that"
+                f"--compress outer={outer.name}: fragments={outer.outer_options.fragments}: a fragment is made of "
+                f"layers, and there are {layers}; write at most that"
             )
 
 
@@ -204,13 +204,14 @@ def _check_outer(islands: IslandsConfig, training: TrainingConfig, outer: Spec) 
             f"{flag}: outer-preset={outer.preset} is for several islands, and there is one; add --islands, or write "
             "the options that you mean"
         )
-    if outer.rounds().traits.levels and islands.several:
+    if outer.make_rounds().traits.levels and islands.several:
         raise UserError(f"{flag}: sums in two levels need nodes, which islands are not; use another compressor")
     iterations, start = training.planned_iters, outer.activation.warmup_iters
     if iterations is None:
         raise UserError(f"{flag}: the last round is at the end of the run; give --train-iters or --train-samples")
-    if start < iterations < start + outer.outer.every:
+    every = outer.outer_options.every
+    if start < iterations < start + every:
         raise UserError(
-            f"{flag}: every={outer.outer.every} is above the {iterations - start} steps that warmup={start} leaves of "
+            f"{flag}: every={every} is above the {iterations - start} steps that warmup={start} leaves of "
             f"--train-iters {iterations}; lower one of them, or write warmup={iterations} for none"
         )

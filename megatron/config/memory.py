@@ -185,7 +185,7 @@ def _bytes_of_rounds(config: RunConfig, replicas: int) -> int:
     spec, iterations = _specs(config).get(Point.OUTER), config.training.planned_iters
     if spec is None or iterations is None or spec.activation.warmup_iters >= iterations:
         return 0
-    number, options = max(_width(config), 4), spec.outer
+    number, options = max(_width(config), 4), spec.outer_options
     offloaded = options.offload and config.parallel.distributed_backend == "nccl"
     return (0 if offloaded else number * options.copies) // replicas + number // options.fragments
 

@@ -124,7 +124,9 @@ class Joining:
         store, rank = self.islands.store, self.islands.rank
         if rank == 0:
             store.put(f"stream/{ticket}/parts", self.stateful_parts.state_dict())
-        states = [{name: x for name, x in state.portable().items() if name != RESIDUAL} for state in self.sync.states()]
+        states = [
+            {name: x for name, x in state.export_tensors().items() if name != RESIDUAL} for state in self.sync.states()
+        ]
         forms = [
             {name: [list(x.shape), name_of_dtype(x.dtype)] for name, x in state_tensors.items()}
             for state_tensors in states

@@ -134,8 +134,10 @@ class CompressionPlan:
         if spec is None:
             return False
         if point.is_reduction:
-            return any(spec.rounds(options).should_compress(shape) for options in spec.variants())
-        return any(spec.codec(options).should_compress(torch.Size(shape), dtype) for options in spec.variants())
+            return any(spec.make_rounds(options).should_compress(shape) for options in spec.extreme_options())
+        return any(
+            spec.make_codec(options).should_compress(torch.Size(shape), dtype) for options in spec.extreme_options()
+        )
 
     def rounds(self, point: Point) -> RoundCompressor:
         """Stateless compressor of a point's reductions, with this iteration's options."""
@@ -143,7 +145,7 @@ class CompressionPlan:
             return _EXACT_ROUNDS
         options = self.options(point)
         if (point, options) not in self._rounds:
-            self._rounds[point, options] = self.specs[point].rounds(options)
+            self._rounds[point, options] = self.specs[point].make_rounds(options)
         return self._rounds[point, options]
 
     def serving(self, point: Point, shape: tuple[int, ...] | None, state: CompressorState) -> RoundCompressor | None:
@@ -169,5 +171,5 @@ class CompressionPlan:
             return _EXACT_CODEC
         options = self.options(point)
         if (point, options) not in self._codecs:
-            self._codecs[point, options] = self.specs[point].codec(options)
+            self._codecs[point, options] = self.specs[point].make_codec(options)
         return self._codecs[point, options]

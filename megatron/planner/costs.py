@@ -234,7 +234,7 @@ class CostBook:
         With ``experts_only``, for ranks that hold equal experts.
         """
         spec = self.specs(choice).get(point)
-        if spec is None or not spec.rounds().traits.levels:
+        if spec is None or not spec.make_rounds().traits.levels:
             return {}
         layout = choice.mesh
         key = (point, layout, choice.islands, spec.fused, experts_only)
@@ -311,7 +311,7 @@ def _ranks(spec: Spec | None, size: int, levels: Levels) -> tuple[int, int]:
 
     Two ranks (or two nodes) are representative of any number, unless the compressor gathers every rank's data.
     """
-    traits = None if spec is None else spec.rounds().traits
+    traits = None if spec is None else spec.make_rounds().traits
     if traits is not None and traits.levels and levels:
         nodes = min(levels[Level.ACROSS][1], 2)
         return levels[Level.NODE][1] * nodes, nodes

@@ -131,17 +131,17 @@ class OuterCosts:
         iterations = self.stages.config.training.planned_iters
         assert iterations is not None
         spec, transfers = self.stages.book.specs(choice)[Point.OUTER], self.transfers(choice)
-        schedule = RoundSchedule(spec.outer, min(spec.activation.warmup_iters, iterations), iterations)
-        compressed = spec.outer.in_step == "compressed"
+        schedule = RoundSchedule(spec.outer_options, min(spec.activation.warmup_iters, iterations), iterations)
+        compressed = spec.outer_options.in_step == "compressed"
         in_step_s, in_step_bytes = self._compressed_in_step(choice) if compressed else self.in_step(choice)
         local_steps, count = schedule.end - schedule.start, len(transfers)
         # Before the end of the run, fragments are sent in turn; at the end, all are sent again.
-        turns = max(local_steps - 1, 0) // spec.outer.turn
+        turns = max(local_steps - 1, 0) // spec.outer_options.turn
         sendings = [turns // count + (fragment < turns % count) for fragment in range(count)]
         inside_s = self._inside_s(choice, count)
         fixed_s = [inside_s + transfer.coding_s for transfer in transfers]
         waited_s = [
-            fixed + transfer.waited_s(spec.outer.delay, step_s)
+            fixed + transfer.waited_s(spec.outer_options.delay, step_s)
             for fixed, transfer in zip(fixed_s, transfers, strict=True)
         ]
         transfer_s = sum(sum(transfer.rounds_s) for transfer in transfers)
@@ -151,7 +151,7 @@ class OuterCosts:
         if local_steps:  # The last transfers are always waited for, regardless of ``delay``.
             run_s, sent = run_s + sum(fixed_s) + transfer_s, sent + round_bytes
         return OuterPlan(
-            spec.outer.every,
+            spec.outer_options.every,
             schedule.start,
             local_steps,
             in_step_s,
@@ -191,7 +191,7 @@ class OuterCosts:
 
     def memory_bytes(self, choice: Choice) -> float:
         """Bytes of anchor, momentum, residuals and one fragment's pseudo-gradient on the fullest rank."""
-        options, transfers = self.stages.book.specs(choice)[Point.OUTER].outer, self.transfers(choice)
+        options, transfers = self.stages.book.specs(choice)[Point.OUTER].outer_options, self.transfers(choice)
         copies = 0 if options.offload else options.copies
         outer_state = copies * self.width * max(self.stages.owned(choice, rank) for rank in range(choice.pp))
         elements = max(self.stages.elements(choice, rank) for rank in range(choice.pp))
@@ -205,7 +205,7 @@ class OuterCosts:
             plain, chunks=choice.chunks, sequence_parallel=choice.sequence_parallel, specs=(choice.outer_spec,)
         )
         if key not in self._transfers:
-            fragments = self.stages.book.specs(choice)[Point.OUTER].outer.fragments
+            fragments = self.stages.book.specs(choice)[Point.OUTER].outer_options.fragments
             self._transfers[key] = [self._transfer(key, number, fragments) for number in range(fragments)]
         return self._transfers[key]
 

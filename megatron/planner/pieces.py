@@ -287,7 +287,7 @@ def message(
         sender.commit()
         receiver.commit()
     kept_bytes = state_bytes(sender) + state_bytes(receiver)
-    remembered = sum(num_bytes(tensor) for tensor in receiver.portable().values()) - state_bytes(receiver)
+    remembered = sum(num_bytes(tensor) for tensor in receiver.export_tensors().values()) - state_bytes(receiver)
     return MessageCost(
         nbytes, CostTally.median(encodes).seconds, CostTally.median(decodes).seconds, kept_bytes, remembered / keys
     )

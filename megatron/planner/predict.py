@@ -174,7 +174,7 @@ class Predictor(Stages):
         """Times at which each rank's gradients are reduced, and seconds of coding the tied embedding's gradient."""
         specs = self.book.specs(choice)
         needs_barrier = any(
-            point in specs and specs[point].rounds().finalizes for point in (Point.DP_GRAD, Point.EMBED_GRAD)
+            point in specs and specs[point].make_rounds().finalizes for point in (Point.DP_GRAD, Point.EMBED_GRAD)
         )
         barrier_s = max(time.end for time in times) + self._world_s(wires, choice)
         ready = []

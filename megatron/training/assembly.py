@@ -164,7 +164,7 @@ def groups_by_node(config: RunConfig) -> frozenset[str]:
     return frozenset(["ep"] if experts else []).union(
         "dp" if point is Point.DP_GRAD else "fused_embedding" if spec.fused else "embedding"
         for point, spec in specs.items()
-        if point in (Point.DP_GRAD, Point.EMBED_GRAD) and spec.rounds().traits.levels
+        if point in (Point.DP_GRAD, Point.EMBED_GRAD) and spec.make_rounds().traits.levels
     )
 
 
@@ -187,7 +187,7 @@ def build_engines(
     specs = config.compression.specs(length or RunLength(config.training.planned_iters))
     plan = CompressionPlan(specs, topology.coordinates.pp, layout.pp)
     steps, outer = plan.activation(Point.OUTER).warmup_iters, plan.specs.get(Point.OUTER)
-    compressed = outer is not None and outer.outer.in_step == "compressed"
+    compressed = outer is not None and outer.outer_options.in_step == "compressed"
     joint = SyncWarmup(config.islands.islands, steps, ledger, compressed)
     seeds = MessageSeeds()
     comm = TensorComm(
@@ -287,7 +287,7 @@ def _build_outer(
         return None
     layers = config.model.num_layers
     named_buffers = {name: x for stage in stages for name, x in stage.named_buffers()}
-    return OuterSync(buffers, optimizer, topology, plan, optimizer.ledger, spec.outer, layers, named_buffers)
+    return OuterSync(buffers, optimizer, topology, plan, optimizer.ledger, spec.outer_options, layers, named_buffers)
 
 
 def _build_buffers(config: RunConfig, topology: Topology, stages: Sequence[Stage], shares: bool) -> list[FlatBuffer]:

@@ -37,7 +37,7 @@ def compression_notes(
     for point, spec in config.compression.specs(length).items():
         flag = f"--compress {point.value}={spec.name}"
         warmup = spec.activation.warmup_iters
-        in_step = spec.point is Point.OUTER and spec.outer.in_step == "compressed"
+        in_step = spec.point is Point.OUTER and spec.outer_options.in_step == "compressed"
         idle = _why_never_in_step(config, warmup) if in_step else ""
         if idle:
             notes.append(f"{flag}: in-step=compressed: no effect, {idle}")
@@ -81,11 +81,11 @@ def _why_never_in_step(config: RunConfig, warmup: int) -> str:
 
 def _sparse_notes(spec: Spec, flag: str, warmup: int, train_iters: int) -> list[str]:
     """Warn if each element is sent too rarely in the whole run for a residual to be transmitted."""
-    compressor = spec.compressor(spec.options_at(train_iters))
+    compressor = spec.make_compressor(spec.options_at(train_iters))
     density = compressor.traits.density if isinstance(compressor, RoundCompressor) else 1.0
     times, every = max(train_iters - warmup, 0), 1
     if spec.point is Point.OUTER:
-        times, every = RoundSchedule(spec.outer, warmup, train_iters).rounds, spec.outer.every
+        times, every = RoundSchedule(spec.outer_options, warmup, train_iters).rounds, spec.outer_options.every
     if density >= 1 or not 0 < times * density < LEAST_TURNS:
         return []
     kind, quantity, advice = "steps", "gradients", "train for"

@@ -53,7 +53,7 @@ def highest_rank(spec: Spec, shape: tuple[int, ...], dtype: torch.dtype = torch.
         return 0
 
     def too_high(rank: int) -> bool:
-        compressor = spec.compressor(replace(spec.options, rank=rank))
+        compressor = spec.make_compressor(replace(spec.options, rank=rank))
         if isinstance(compressor, RoundCompressor):
             return not compressor.should_compress(shape)
         return isinstance(compressor, Codec) and not compressor.should_compress(torch.Size(shape), dtype)
@@ -83,7 +83,7 @@ def _shares(engines: Engines, point: Point) -> Shares:
         return _pipeline(engines, point)
     if point in (Point.TP_FWD, Point.TP_BWD):
         return _tensor(engines, point)
-    if point.of_experts:
+    if point.is_expert_leg:
         return _experts(engines, point)
     if point is Point.EMBED_GRAD:
         return _embedding(engines)

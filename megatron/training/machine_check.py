@@ -28,7 +28,7 @@ def check_machine(config: RunConfig, env: LaunchEnvironment) -> None:
     if switch is not None and os.path.lexists(switch):
         raise UserError(f"--kill-switch-file {switch} exists already, so the run would end at once; remove it first")
     for spec in config.compression.specs(RunLength(config.training.planned_iters)).values():
-        folders = () if spec.registration.codec is None else spec.codec().traits.folders
+        folders = () if spec.registration.codec is None else spec.make_codec().traits.folders
         for folder in folders:
             _check_folder(folder, f"--compress {spec.point.value}={spec.name}")
 

@@ -76,7 +76,7 @@ def _digests(engines: Engines) -> Iterator[tuple[str, str]]:
 def _memories(way: Direction, shared: Sequence[str]) -> Iterator[tuple[int, str, str, Tensor]]:
     for end, states in (("sender", way.sent), ("receiver", way.received)):
         for boundary, state in states.items():
-            tensors = state.portable()
+            tensors = state.export_tensors()
             for name in shared:
                 yield boundary, end, name, tensors.get(name, torch.empty(0))
 

@@ -104,7 +104,7 @@ def test_nothing_of_full_size_is_made_and_one_residual_kept(spec: str, allocated
 
 
 def _tensors_of(engines: Engines) -> list[dict[str, Tensor]]:
-    return [{name: x.clone() for name, x in state.portable().items()} for state in engines.compressor_states()]
+    return [{name: x.clone() for name, x in state.export_tensors().items()} for state in engines.compressor_states()]
 
 
 def _infinite(param: nn.Parameter, gradient: Tensor | None) -> Tensor | None:

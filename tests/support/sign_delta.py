@@ -47,7 +47,7 @@ class SignDelta(Codec):
             return f"with --sample-order {flags['sample_order']} no sample comes twice; use --sample-order fixed"
         return ""
 
-    def launches(self, shape: torch.Size, state: CompressorState, keys: Sequence[Hashable]) -> Hashable:
+    def launch_signature(self, shape: torch.Size, state: CompressorState, keys: Sequence[Hashable]) -> Hashable:
         samples = [sample for key in keys for sample in _samples(key)]
         return combine_keys(
             state.layout(self.traits.steady), tuple(self._cache(state).foresee(samples, _row(shape).numel()))

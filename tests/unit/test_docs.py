@@ -25,7 +25,7 @@ from megatron.compression.outer import PRESETS, OuterOptions
 from megatron.compression.points import EXPERT_LEGS, EXPERTS, Point
 from megatron.compression.registry import Registry
 from megatron.compression.schedule import RunLength
-from megatron.compression.spec import read_specs, specs_by_point
+from megatron.compression.spec import expand_spec, read_specs
 from megatron.config.compression import CompressionConfig
 from megatron.config.flags import parse_args, parse_program
 from megatron.config.model_types import PROGRAMS, ModelType
@@ -203,7 +203,7 @@ def test_specs_are_accepted() -> None:
             continue
         needs = ",warmup=10" if "quantized-adam" in spec and "warmup" not in spec else ""
         try:
-            assert read_specs(specs_by_point(spec + needs), registry, RunLength(1000))
+            assert read_specs(expand_spec(spec + needs), registry, RunLength(1000))
         except UserError as error:
             raise AssertionError(f"{page}: {error}") from error
 

@@ -58,7 +58,7 @@ class Controllers:
         self.by_point: dict[Point, Controller] = {}
         for point in points:
             spec = plan.specs.get(point)
-            controller = None if spec is None else spec.controller()
+            controller = None if spec is None else spec.make_controller()
             if controller is not None:
                 self.by_point[point] = controller
         self._tune()

@@ -57,12 +57,12 @@ class GradReducer(BucketReducer):
     def launch_signature(self) -> Hashable:
         """Launch signature of the kernels that a ready bucket launches."""
         used = [(index, *pair) for index, units in enumerate(self.units) for pair in self._used(units)]
-        launches = combine_keys(*(compressor.launches(unit.state) for _, unit, compressor in used))
-        if launches is None:
+        signature = combine_keys(*(compressor.launch_signature(unit.state) for _, unit, compressor in used))
+        if signature is None:
             return None
         compressed_units = tuple((index, unit.shape, type(compressor)) for index, unit, compressor in used)
         options = self.plan.options(self.point) if self._on else None
-        return self.point, options, self._scale == 1.0, self._checks, compressed_units, launches
+        return self.point, options, self._scale == 1.0, self._checks, compressed_units, signature
 
     @property
     def wants_update(self) -> bool:

@@ -156,10 +156,10 @@ class PipelineChannel:
         for codec, message in zip(codecs, messages, strict=True):
             keys.setdefault(codec, []).append(message.key)
         shape = self.shapes[boundary]
-        launches = [codec.launches(shape, state, content_keys) for codec, content_keys in keys.items()]
-        if None in launches:
+        signatures = [codec.launch_signature(shape, state, content_keys) for codec, content_keys in keys.items()]
+        if None in signatures:
             return None
-        return end, tuple(shape), self._scale == 1.0, tuple(codecs), tuple(launches)
+        return end, tuple(shape), self._scale == 1.0, tuple(codecs), tuple(signatures)
 
     def send(self, message: Message, x: Tensor) -> None:
         """Start sending ``x`` over a boundary, or this rank's part of it if tensor-parallel ranks split messages."""

@@ -100,8 +100,8 @@ class TensorComm:
         if not on:
             return point, None, length
         rounds = self.plan.specs[point].registration.rounds
-        launches = () if rounds is None else self.plan.rounds(point).launches(CompressorState())
-        return None if launches is None else (point, self.plan.options(point), launches, length)
+        signature = () if rounds is None else self.plan.rounds(point).launch_signature(CompressorState())
+        return None if signature is None else (point, self.plan.options(point), signature, length)
 
     def at(self, location: str) -> TensorComm:
         """The points for a location in the model, with separate random seeds for its messages."""

@@ -52,10 +52,10 @@ def test_every_case_is_a_run_that_can_be_had(case: IslandsCase, tmp_path: Path) 
         return
     spec = config.compression.specs(RunLength(ITERATIONS, None))[Point.OUTER]
     assert spec.activation.warmup_iters == case.steps_in_step(ITERATIONS)
-    assert spec.outer.every == case.every
-    assert (spec.outer.in_step == "exact") == case.sums_exactly
+    assert spec.outer_options.every == case.every
+    assert (spec.outer_options.in_step == "exact") == case.sums_exactly
     if case is not IN_STEP:
-        assert RoundSchedule(spec.outer, case.steps_in_step(ITERATIONS), ITERATIONS).rounds >= 5
+        assert RoundSchedule(spec.outer_options, case.steps_in_step(ITERATIONS), ITERATIONS).rounds >= 5
 
 
 def test_only_sums_of_gradients_use_the_link(tmp_path: Path) -> None:

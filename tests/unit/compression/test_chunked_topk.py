@@ -300,7 +300,7 @@ def test_small_and_flat_parameters_are_left_alone() -> None:
         ("chunked-topk,bits=3", "bits=3: the choices are 1, 2, 4, 8, 16"),
         ("chunked-topk,chunk=100000", "chunk is 100_000; it must be at least 2 and at most 65_536"),
         ("chunked-topk,feedback-decay=0.95,error-feedback=off", "feedback-decay=0.95: there is no residual; add"),
-        ("fixpoint,feedback-decay=1.5,error-feedback=on", "feedback-decay=1.5: write a number above 0, and at most 1"),
+        ("fixpoint,feedback-decay=1.5,error-feedback=on", "feedback-decay=1.5: write a number above 0 and at most 1"),
     ],
 )
 def test_options_that_cannot_be_are_refused(spec: str, words: str) -> None:

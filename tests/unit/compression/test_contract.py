@@ -115,10 +115,10 @@ class _Failing(_Halved):
         (_Long, "round trip, a message of (6, 2, 8) torch.float32: encode makes a message of (97,) torch.bfloat16, but "
          "empty_payload has room for (6, 2, 8) torch.bfloat16"),
         (_Greedy, "round trip, a message of (6, 2, 8) torch.float32: encode changes its input"),
-        (_Proud, "CodecTraits.exact, but other numbers come back"),
-        (_Forgetful, "state of messages, a message of (6, 2, 8) torch.float32: a skipped step leaves a trace; write"),
-        (_Hasty, "a skipped step leaves a trace; write state with state.stage"),
-        (_Borrowing, "memory of its own, a message of (6, 2, 8): the state or the result lives in a message"),
+        (_Proud, "CodecTraits.exact is set, but decoded numbers differ"),
+        (_Forgetful, "state of messages, a message of (6, 2, 8) torch.float32: a skipped step changes the state"),
+        (_Hasty, "a skipped step changes the state; write state with state.stage"),
+        (_Borrowing, "separate memory, a message of (6, 2, 8): the state or the result shares memory with a message"),
         (_Failing, "round trip, a message of (6, 2, 8) torch.float32: ValueError: no idea"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -176,10 +176,10 @@ class _Private(_Plain):
     ("rounds", "said"),
     [
         (_Boastful, "sum, a sum of (2, 12, 8): the ranks' Aggregate.local do not add up to Aggregate.total"),
-        (_Boastful, "error feedback of sums, a sum of (2, 12, 8): over six steps, the sums and the residuals are not"),
+        (_Boastful, "error feedback of sums, a sum of (2, 12, 8): over six steps, sums and residuals do not add up"),
         (_Uneven, "the ranks ask for different operations, levels, shapes or dtypes in one round"),
         (_Selfish, "sum, a sum of (2, 12, 8): the ranks have different sums"),
-        (_Private, "state of sums, a sum of (2, 12, 8): a run that goes on from a checkpoint computes another sum"),
+        (_Private, "state of sums, a sum of (2, 12, 8): a run resumed from a checkpoint computes a different sum"),
     ],
 )
 def test_a_broken_promise_of_sums_is_named(rounds: type[RoundCompressor], said: str) -> None:

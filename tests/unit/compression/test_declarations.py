@@ -104,8 +104,8 @@ def test_a_controller_has_nothing_to_measure_where_gradients_are_not_reduced() -
 
     registry = Registry(BUILTIN)
     registry.register("tuned", Registration(EDGCConfig, rounds=Tuned))
-    assert read_spec("dp-grad=tuned", registry, RunLength()).controller() is not None
-    assert read_spec("embedding=tuned", registry, RunLength()).controller() is not None
+    assert read_spec("dp-grad=tuned", registry, RunLength()).make_controller() is not None
+    assert read_spec("embedding=tuned", registry, RunLength()).make_controller() is not None
     with pytest.raises(UserError, match="tp-forward: tuned is tuned by reduced gradients"):
         read_spec("tp-forward=tuned", registry, RunLength())
 

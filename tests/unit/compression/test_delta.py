@@ -34,7 +34,7 @@ def _activation(samples: tuple[int, ...], step: int) -> Tensor:
 
 
 def _same(a: CompressorState, b: CompressorState) -> bool:
-    left, right = a.portable(), b.portable()
+    left, right = a.export_tensors(), b.export_tensors()
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
@@ -99,12 +99,12 @@ def test_a_skipped_step_leaves_no_trace() -> None:
     state = CompressorState()
     codec.encode(_activation((1, 2), 0), state, (1, 2))
     state.commit()
-    before = state.portable()
+    before = state.export_tensors()
     bad = _activation((3, 1), 1)
     bad[0, 1, 0] = torch.inf
     codec.encode(bad, state, (3, 1))
     state.rollback()
-    after = state.portable()
+    after = state.export_tensors()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert all(torch.isfinite(tensor).all() for tensor in after.values())
 

@@ -1,4 +1,4 @@
-"""``launches`` says all: where its value was met before, a compressor runs no operation that it has not run before."""
+"""``launch_signature`` is complete: with a signature seen before, a compressor runs only operations run before."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def _messages(codec: Codec) -> tuple[Watched, Watched]:
             for payload, key in zip(payloads, keys, strict=True):
                 codec.decode(payload, SHAPE, torch.float32, states[1], key)
 
-        payloads = sender.run(codec.launches(SHAPE, states[0], keys), encode)
-        receiver.run(codec.launches(SHAPE, states[1], keys), partial(decode, payloads))
+        payloads = sender.run(codec.launch_signature(SHAPE, states[0], keys), encode)
+        receiver.run(codec.launch_signature(SHAPE, states[1], keys), partial(decode, payloads))
         for state in states:
             state.rollback() if step == 3 else state.commit()
     return sender, receiver
@@ -111,7 +111,7 @@ def _sums(compressor: RoundCompressor) -> Watched:
                 if compressor.traits.observes and state.count("awaiting"):
                     compressor.observe(xs[0].clone(), state)
 
-        watched.run(compressor.launches(states[0]), total)
+        watched.run(compressor.launch_signature(states[0]), total)
         for state in states:
             state.commit()
     return watched

@@ -45,12 +45,12 @@ def test_both_ends_agree_while_sequences_grow(name: str) -> None:
         xs = [noise((length, 2, 24), torch.float32, 10 * step + message) for message in range(3)]
         for key in keys:
             key.tokens_sb, key.vocab_size = torch.arange(2 * length).view(length, 2) % 64, 64
-        before = [end.portable() for end in ends]
+        before = [end.export_tensors() for end in ends]
         codec.begin_step(ends[0])
         _step(codec, ends, xs, keys)
         for end in ends:
             end.rollback() if step in SKIPPED else end.commit()
-        held = [end.portable() for end in ends]
+        held = [end.export_tensors() for end in ends]
         if step in SKIPPED:
             for old, new in zip(before, held, strict=True):
                 assert all(torch.equal(old[kind], x) for kind, x in new.items())
@@ -83,9 +83,9 @@ def test_samples_at_another_length_are_sent_whole_and_remembered_anew(name: str)
         assert not whole or torch.equal(got, x)
         for end in ends:
             end.rollback() if step == 2 else end.commit()
-        rows = ends[0].portable()["samples.rows"]
+        rows = ends[0].export_tensors()["samples.rows"]
         assert len(rows) == 2
-        assert torch.equal(rows, ends[1].portable()["samples.rows"])
+        assert torch.equal(rows, ends[1].export_tensors()["samples.rows"])
     # The step that was undone leaves the memory of the old length, so the next one is a first visit again.
     assert known == [False, True, False, False, True]
 

@@ -28,7 +28,7 @@ def _spec(text: str, iterations: int | None = 90, registry: Registry = BUILTIN) 
 
 def test_options_of_the_point_stand_beside_those_of_the_compressor() -> None:
     spec = _spec("outer=fixpoint,bits=4,every=20,outer-lr=0.5,outer-momentum=0.8,warmup=0.1,group=32")
-    assert spec.outer == OuterOptions(every=20, outer_lr=0.5, outer_momentum=0.8)
+    assert spec.outer_options == OuterOptions(every=20, outer_lr=0.5, outer_momentum=0.8)
     assert (spec.options.bits, spec.options.group, spec.activation.warmup_iters) == (4, 32, 9)
 
 
@@ -44,10 +44,10 @@ def test_islands_go_in_step_for_a_third_of_the_run_unless_told_otherwise() -> No
 def test_a_preset_stands_for_options_that_may_be_overridden(preset: str) -> None:
     written = ",".join(f"{key}={value}" for key, value in PRESETS[preset].items())
     short, long = _spec(f"outer=fixpoint,outer-preset={preset}"), _spec(f"outer=fixpoint,{written}")
-    assert (short.outer, short.feedback, short.decay) == (long.outer, long.feedback, long.decay)
+    assert (short.outer_options, short.feedback, short.decay) == (long.outer_options, long.feedback, long.decay)
     assert short.preset == preset
     assert (short.decay < 1) == ("feedback-decay" in PRESETS[preset])
-    assert _spec(f"outer=fixpoint,outer-lr=0.25,outer-preset={preset}").outer.outer_lr == 0.25
+    assert _spec(f"outer=fixpoint,outer-lr=0.25,outer-preset={preset}").outer_options.outer_lr == 0.25
     assert _spec(f"outer=identity,outer-preset={preset}").feedback == "off"
 
 
@@ -65,7 +65,7 @@ def test_a_preset_stands_for_options_that_may_be_overridden(preset: str) -> None
         ("fixpoint,outer-preset=noloco-like", "never have an anchor in common"),
         ("fixpoint,evry=3", "the nearest is every"),
         ("edgc", "is tuned by gradients"),
-        ("stable-topk,density=0.1", "chooses by the optimizer's update"),
+        ("stable-topk,density=0.1", "needs the optimizer's update"),
         ("quantized-adam,warmup=2", "a part of the inner optimizer"),
         ("delta", "cannot serve outer"),
     ],
@@ -94,7 +94,7 @@ def test_every_sum_may_forget_a_part_of_its_residual() -> None:
         ("outer=chunked-topk,feedback-decay=0.5", 0.5),
         ("outer=chunked-topk", 1.0),
     ):
-        made = _spec(text).rounds()
+        made = _spec(text).make_rounds()
         assert isinstance(made, ErrorFeedback)
         assert made.decay == decay
     with pytest.raises(UserError, match="pp-backward sends messages, whose residual is kept whole"):

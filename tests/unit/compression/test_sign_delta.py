@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.compression.contract import check_compressor, noise, saved_and_loaded, send
+from megatron.compression.contract import check_compressor, noise, save_and_load, send
 from megatron.compression.plugins import build_registry
 from megatron.compression.state import CompressorState
 from tests.support import sign_delta
@@ -39,10 +39,10 @@ def test_the_formula_against_a_plain_loop(decay: float, dtype: torch.dtype) -> N
         for state in ends:
             state.rollback() if step % 5 == 4 else state.commit()
         memory |= {} if step % 5 == 4 else now
-        left, right = (state.portable() for state in ends)
+        left, right = (state.export_tensors() for state in ends)
         assert all(torch.equal(left[name], right[name]) for name in codec.traits.shared)
         if step == 9:
-            ends = [saved_and_loaded(state) for state in ends]
+            ends = [save_and_load(state) for state in ends]
 
 
 def test_a_known_sample_takes_one_bit_a_number() -> None:

@@ -71,7 +71,7 @@ def test_both_ends_are_equal_bit_by_bit_and_a_skipped_step_leaves_no_trace(round
     codec = TokenDeltaCodec(DeltaConfig(predict="token", bits=4, rounding=rounding))  # type: ignore[arg-type]
     ends = CompressorState(), CompressorState()
     for step in range(12):
-        before = {name: tensor.clone() for name, tensor in ends[1].portable().items()}
+        before = {name: tensor.clone() for name, tensor in ends[1].export_tensors().items()}
         for micro_batch in range(3):
             x, key = _message(10 * step + micro_batch)
             if step == 5 and micro_batch == 1:
@@ -79,7 +79,7 @@ def test_both_ends_are_equal_bit_by_bit_and_a_skipped_step_leaves_no_trace(round
             _sent(codec, x, ends, key)
         for state in ends:
             state.rollback() if step in (4, 5) else state.commit()
-        held = [state.portable() for state in ends]
+        held = [state.export_tensors() for state in ends]
         assert held[0].keys() == held[1].keys() == {MEANS, COUNTS}
         assert all(torch.equal(held[0][name], held[1][name]) for name in held[0])
         if step in (4, 5):

@@ -299,17 +299,17 @@ def test_options() -> None:
 @pytest.mark.parametrize("point", ["pp-forward", "pp-backward", "param-gather", "tp-forward", "tp-backward"])
 def test_levels_are_refused_where_nothing_is_summed_over_nodes(point: str) -> None:
     spec = read_spec(f"{point}=fixpoint,levels=8/4", Registry(BUILTIN), RunLength(10))
-    assert "levels=8/4 is for sums of gradients" in spec.compressor().check(spec.point, {})
-    assert "write bits=4 here" in spec.compressor().check(spec.point, {})
+    assert "levels=8/4 is for sums of gradients" in spec.make_compressor().check(spec.point, {})
+    assert "write bits=4 here" in spec.make_compressor().check(spec.point, {})
 
 
 @pytest.mark.parametrize("text", ["dp-grad=fixpoint", "embedding=fixpoint", "dp-grad=quantized-adam,warmup=9"])
 def test_a_compressor_declares_its_levels(text: str) -> None:
     for more, wanted in (("", False), (",levels=8/4", True)):
         spec = read_spec(text + more, Registry(BUILTIN), RunLength(10))
-        assert spec.rounds().traits.levels is wanted
+        assert spec.make_rounds().traits.levels is wanted
     if "quantized" not in text:
-        assert spec.rounds().check(Point.DP_GRAD, {}) == ""
+        assert spec.make_rounds().check(Point.DP_GRAD, {}) == ""
 
 
 def test_members() -> None:

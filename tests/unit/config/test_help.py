@@ -17,7 +17,7 @@ from megatron.compression.outer import OuterOptions
 from megatron.compression.points import Point
 from megatron.compression.registry import Registry
 from megatron.compression.schedule import RunLength
-from megatron.compression.spec import COMMON, read_specs, serves
+from megatron.compression.spec import COMMON, can_serve, read_specs
 from megatron.config import build_parser, build_run_parser, option, parse_args
 from megatron.config.help import COMMON_GROUPS
 from megatron.config.reference import flags_markdown
@@ -216,7 +216,7 @@ def test_a_compressor_s_options_are_listed(name: str, capsys: pytest.CaptureFixt
     flags = [option.flag for option in field_options(name, registration.config)] or ["none"]
     assert [line.split()[0] for line in blocks["options:"]] == flags
     assert [line.split()[0] for line in blocks["points:"]] == [
-        point.value for point in Point if point.compressible and serves(registration, point, name)
+        point.value for point in Point if point.compressible and can_serve(registration, point, name)
     ]
     assert [line.split()[0] for line in blocks["options of every compressor:"]] == list(COMMON)
     assert registration.needs in text

@@ -109,7 +109,7 @@ def test_what_a_memory_of_samples_takes_is_split_as_asked(memory: int, said: str
     spec = read_spec(f"pp-forward=delta,bits=4,cache=100,memory={memory}", Registry(BUILTIN), RunLength())
     engines: Any = SimpleNamespace(
         channel=SimpleNamespace(shapes=[torch.Size((4, 1, 16))]),
-        plan=SimpleNamespace(specs={point: spec}, codec=lambda at: {point: spec.codec()}[at]),
+        plan=SimpleNamespace(specs={point: spec}, codec=lambda at: {point: spec.make_codec()}[at]),
         topology=SimpleNamespace(layout=SimpleNamespace(dp=2)),
     )
     train: Any = SimpleNamespace(epoch_samples=12)

@@ -18,7 +18,7 @@ def _spec(text: str) -> Spec:
 
 
 def _pays(text: str, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-    made = _spec(f"{text},rank={rank}").compressor()
+    made = _spec(f"{text},rank={rank}").make_compressor()
     if isinstance(made, RoundCompressor):
         return made.should_compress(shape)
     assert isinstance(made, Codec)

@@ -40,7 +40,7 @@ class Halving(Codec):
         super().__init__()
         self.device, self.point = device, point
 
-    def launches(self, shape: torch.Size, state: CompressorState, keys: Any) -> Hashable:
+    def launch_signature(self, shape: torch.Size, state: CompressorState, keys: Any) -> Hashable:
         return state.layout(("calls",)), state.count("calls") % 3
 
     def _launch(self, what: str, shape: torch.Size, state: CompressorState) -> None:
