@@ -84,7 +84,7 @@ class CompressorCheckpoint:
                 shards[state_slice.label(kind)] = state_slice.shard(kind, local)
                 if state_slice.stage[1] > 1 and kind not in state_slice.index_sets:
                     tied[state_slice.label(kind)] = state_slice, kind, local
-        if group is not None and self.layout.ties and self.sync.plan.compressed(Point.DP_GRAD):
+        if group is not None and self.layout.ties and self.sync.plan.is_compressed(Point.DP_GRAD):
             self._settle(shards, tied, group)
         return shards
 
@@ -162,7 +162,7 @@ class CompressorCheckpoint:
                 slots = {param_range.start: slot for param_range, slot in starts}
                 for unit in units:
                     yield from self._of_unit(unit, slots, exchanged.length, fragment.reducer, self._of_island)
-        for tied in self.sync.ties if self.sync.plan.compressed(Point.EMBED_GRAD) else ():
+        for tied in self.sync.ties if self.sync.plan.is_compressed(Point.EMBED_GRAD) else ():
             group, slot = tied.sync.group, tied.slot
             name = f"{Point.EMBED_GRAD.value}.{slot.logical_name}"
             at = (group.rank, tp[1])
@@ -170,7 +170,7 @@ class CompressorCheckpoint:
             size = (group.size, tp[0])
             yield StateSlice(name, tied.sync.state, size, at, index=0, length=1, slot=slot, index_sets=index_sets)
         for way in (self.channel.forward, self.channel.backward) if self.channel is not None else ():
-            if self.channel is not None and self.channel.plan.compressed(way.point):
+            if self.channel is not None and self.channel.plan.is_compressed(way.point):
                 for end, states, boundary in self._ends(way):
                     state = states.setdefault(boundary, CompressorState())
                     # State of whole messages cannot be used for partial messages, nor the other way around.

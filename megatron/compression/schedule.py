@@ -46,7 +46,7 @@ class Activation:
             return stage < self.first_stages
         return self.last_stages is None or stage >= stages - self.last_stages
 
-    def on(self, iteration: int, in_epilogue: bool = True) -> bool:
+    def is_active(self, iteration: int, in_epilogue: bool = True) -> bool:
         """Whether to compress a message.
 
         Args:

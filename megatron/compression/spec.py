@@ -334,7 +334,7 @@ def _default_warmup(point: Point, length: RunLength) -> int:
     if point is not Point.OUTER:
         return 0
     if length.train_iters is None:
-        raise UserError("warmup: a third of the run by default, which needs --train-iters; write warmup=ITERATIONS")
+        raise UserError("warmup: the default is a third of the run, which needs --train-iters; write warmup=ITERATIONS")
     return length.train_iters // 3
 
 

@@ -216,7 +216,7 @@ class OuterSync:
         """Sum of a number over the ranks of the island; nan if it is negative or nan."""
         total = torch.tensor([value], dtype=torch.float64, device=self.topology.device)
         pending = self.topology.world.all_reduce(total)
-        self.ledger.sent(Point.CONTROL, pending.sent_bytes)
+        self.ledger.count_message(Point.CONTROL, pending.sent_bytes)
         self.ledger.wait_for(Point.CONTROL, pending)
         return float(total) if float(total) >= 0 else math.nan
 
@@ -248,7 +248,7 @@ class OuterSync:
         reducer.exchange()
         for mean in self._means.values():
             pending = reducer.group.all_reduce(mean)
-            self.ledger.sent(Point.OUTER, pending.sent_bytes)
+            self.ledger.count_message(Point.OUTER, pending.sent_bytes)
             self.ledger.wait_for(Point.OUTER, pending)
 
     def discard_transfer(self, number: int) -> None:
@@ -295,7 +295,7 @@ class OuterSync:
 
     def _wait(self, pending: Pending) -> None:
         """Waits for a collective inside the island."""
-        self.ledger.sent(Point.PARAM_GATHER, pending.sent_bytes)
+        self.ledger.count_message(Point.PARAM_GATHER, pending.sent_bytes)
         self.ledger.wait_for(Point.PARAM_GATHER, pending)
 
     def means(self) -> dict[int, Tensor]:

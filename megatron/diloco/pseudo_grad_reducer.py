@@ -34,7 +34,7 @@ class PseudoGradReducer(BucketReducer):
             early: compress even before the end of the point's warm-up.
         """
         self.group = group
-        self._on = early or self.plan.on(self.point, iteration)
+        self._on = early or self.plan.is_active(self.point, iteration)
         self._scale = scale
 
     def exchange(self, wait: bool = True) -> bool:
@@ -51,14 +51,14 @@ class PseudoGradReducer(BucketReducer):
             launched = len(self._pending)
             for bucket, units in zip(self.buckets[launched:], self.units[launched:], strict=True):
                 self._pending.append(self._launch(bucket, units))
-            self._turns.extend(pending for _, pending in self._under_way())
+            self._turns.extend(pending for _, pending in self._pending_buckets())
         while self._turns:
             first = self._turns[0]
             assert first.reduction is not None
             if not wait and not first.reduction.arrived():
                 return False
             self._turns.popleft()
-            if self._advance(first, True):
+            if self._advance_bucket(first, True):
                 self._turns.append(first)
         return True
 
@@ -69,7 +69,7 @@ class PseudoGradReducer(BucketReducer):
     def write_results(self) -> None:
         """Write the result of ``exchange`` to the buckets, and commit the compressors' states."""
         for bucket, pending in zip(self.buckets, self._pending, strict=True):
-            self._end(bucket, pending)
+            self._finish_bucket(bucket, pending)
         self._forget()
         for state in self.states():
             state.commit()

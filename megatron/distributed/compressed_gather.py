@@ -50,7 +50,7 @@ class PendingGather:
         self.pending: Pending = group.all_gather(self.wires, wire)
         if group.size > 1:
             raw = num_bytes(x) if raw_bytes is None else raw_bytes
-            ledger.sent(point, self.pending.sent_bytes, (group.size - 1) * raw)
+            ledger.count_message(point, self.pending.sent_bytes, (group.size - 1) * raw)
 
     def wait(self) -> Tensor:
         """Wait, and return the gathered tensor."""

@@ -1,7 +1,7 @@
-"""Process groups whose collectives count their bytes.
+"""Process groups that count the bytes of their collectives.
 
-Every call returns a ``Pending`` that knows the bytes which this rank puts on the wire, so that the ledger can
-never disagree with the transfer. A single-rank group communicates nothing and needs no process group.
+Every collective returns a ``Pending`` with the number of bytes that this rank sends. A single-rank group sends nothing
+and needs no process group.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron.distributed.errors import CommunicationError, reason
 from megatron.distributed.work import Steps, Together, Work
 
-# torch 2.13 renamed these two and warns at the old names.
+# torch 2.13 renamed these two functions, and warns about the old names.
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
@@ -29,14 +29,14 @@ NOTHING = "nothing"
 
 
 _STEPWISE_BYTES = 1 << 16
-"""Minimum size in bytes of a partner-by-partner exchange over gloo: 1.5 times gloo's rate on links of 100 Mb/s."""
+"""Minimum bytes of a partner-by-partner exchange over gloo, which is 1.5 times faster than gloo's ring at 100 Mb/s."""
 _PAIR_SUM_BYTES = 1 << 20
-"""Maximum size in bytes of a two-rank all-reduce over gloo by one exchange, with fewer round trips than a ring."""
+"""Maximum bytes of a two-rank all-reduce by exchange over gloo, which has fewer round trips than a ring."""
 _PARTNERS_TAG = 1 << 20
-"""Tag of partner-by-partner exchanges, apart from those of messages."""
+"""Tag of partner-by-partner exchanges, distinct from the tags of pipeline messages."""
 
 
-_COMBINE: dict[Any, Callable[..., object]] = {
+_COMBINE_FUNCTIONS: dict[Any, Callable[..., object]] = {
     dist.ReduceOp.SUM: torch.add,
     dist.ReduceOp.MAX: torch.maximum,
 }
@@ -48,12 +48,12 @@ class Pending:
     """A pending collective or message.
 
     Args:
-        work: torch's handle; None when there is nothing to wait for.
-        sent_bytes: bytes that this rank sends for it.
-        description: the operation and its group, for error messages.
-        finish: local work that completes the operation, run by ``wait``.
-        started: ``time.perf_counter()`` at its start.
-        marks: ``synchronize`` will be called, and the operation runs on a CUDA device.
+        work: torch's handle; None if there is nothing to wait for.
+        sent_bytes: bytes that this rank sends.
+        description: operation and group, for error messages.
+        finish: local computation that completes the operation, called by ``wait``.
+        started: ``time.perf_counter()`` at the start.
+        records_event: record a CUDA event for ``synchronize``.
     """
 
     work: Work | None
@@ -61,8 +61,8 @@ class Pending:
     description: str
     finish: Callable[[], object] | None = None
     started: float = field(default_factory=time.perf_counter)
-    marks: bool = False
-    _mark: torch.cuda.Event | None = None
+    records_event: bool = False
+    _event: torch.cuda.Event | None = None
 
     @property
     def operation(self) -> str:
@@ -70,18 +70,18 @@ class Pending:
         return self.description.split(" ", 1)[0]
 
     def wait(self) -> None:
-        """Waits until the result may be used: on CUDA, by kernels launched from now on.
+        """Waits for the result. On CUDA, only kernels that are launched afterwards may use it.
 
         Raises:
-            CommunicationError: when a peer is gone or too slow.
+            CommunicationError: when a peer has failed or timed out.
         """
         if self.work is not None:
-            with self._naming():
+            with self._name_errors():
                 self.work.wait()
             self.work = None
-            if self.marks:
-                self._mark = torch.cuda.Event()
-                self._mark.record()
+            if self.records_event:
+                self._event = torch.cuda.Event()
+                self._event.record()
         if self.finish is not None:
             finish, self.finish = self.finish, None
             finish()
@@ -92,19 +92,19 @@ class Pending:
         return self.work is None
 
     def synchronize(self) -> None:
-        """Waits until an operation that was waited for has left the device.
+        """Blocks the host until the device has completed the operation, after ``wait``.
 
         Raises:
-            CommunicationError: when a peer is gone or too slow.
+            CommunicationError: when a peer has failed or timed out.
         """
-        if self._mark is not None:
-            mark, self._mark = self._mark, None
-            with self._naming():
-                mark.synchronize()
+        if self._event is not None:
+            event, self._event = self._event, None
+            with self._name_errors():
+                event.synchronize()
 
     @contextmanager
-    def _naming(self) -> Iterator[None]:
-        """Re-raises errors as CommunicationError, with the operation and its ranks."""
+    def _name_errors(self) -> Iterator[None]:
+        """Re-raises errors as ``CommunicationError`` with the operation and its ranks."""
         try:
             yield
         except RuntimeError as error:
@@ -122,31 +122,31 @@ def num_bytes(x: Tensor) -> int:
 
 @dataclass(frozen=True)
 class NodeSplit:
-    """A group's ranks by node, with the subgroups of this rank.
+    """Ranks of a group by node, with this rank's subgroups.
 
     Args:
-        nodes: positions in the group by node, equally many per node; the same in all groups of a kind.
-        node: the ranks of this rank's node.
-        across: the ranks with this rank's position in its node, one rank per node.
-        why: the reason, for people, why there are not several complete nodes; empty where there are.
+        nodes: group ranks by node, with an equal number on each node; the same in all groups of a kind.
+        node: the ranks on this rank's node.
+        across: the ranks with this rank's position on each node.
+        reason: explanation, for the log, when the group does not consist of several complete nodes; else empty.
     """
 
     nodes: tuple[tuple[int, ...], ...]
     node: Group
     across: Group
-    why: str = ""
+    reason: str = ""
 
 
 class Group:
-    """A group of ranks that communicate.
+    """A process group.
 
     Args:
         pg: torch's process group; None for a single rank.
         ranks: global ranks in group order.
         rank: this process's position in ``ranks``.
-        name: name in messages and the ledger.
+        name: name in error messages.
         backend: "gloo", "nccl" or "none".
-        split: its ranks by node, where requested.
+        split: ranks by node, if requested.
     """
 
     def __init__(
@@ -172,15 +172,15 @@ class Group:
         return len(self.ranks)
 
     def start(self, operation: str, sent: int, call: Callable[[], Work | None]) -> Pending:
-        """Starts an operation. Every operation passes here, so a subclass can override the transfer.
+        """Starts an operation. All operations use this method, so that a subclass can override the transfer.
 
         Args:
-            operation: the operation.
-            sent: bytes that this rank sends for it.
-            call: starts it in torch.
+            operation: name of the operation.
+            sent: bytes that this rank sends.
+            call: starts the operation in torch.
 
         Raises:
-            CommunicationError: when it cannot be started.
+            CommunicationError: when the operation cannot be started.
         """
         label = f"{operation} over {self.name} (ranks {', '.join(map(str, self.ranks))})"
         try:
@@ -189,20 +189,20 @@ class Group:
             raise CommunicationError(f"{label} failed: {reason(error)}") from error
 
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
-        """All-reduces ``x``, contiguous, in place. A ring sends 2 (n-1)/n of its bytes.
+        """All-reduces ``x``, contiguous, in place. A ring sends 2 (n-1)/n times the bytes of ``x``.
 
-        Over gloo the two ranks of a group exchange small tensors and combine them locally: the same number of bytes,
-        with fewer round trips than a ring. Each of these, like each all-gather, must be waited for.
+        Over gloo, the ranks of a two-rank group exchange small tensors and combine them locally. This sends the same
+        number of bytes with fewer round trips. Callers must wait for every such operation.
         """
         if self.size == 1:
             return Pending(None, 0, NOTHING)
         sent = 2 * (self.size - 1) * num_bytes(x) // self.size
-        combine = _COMBINE.get(op)
+        combine = _COMBINE_FUNCTIONS.get(op)
         if combine is not None and self.backend == "gloo" and self.size == 2 and sent < _PAIR_SUM_BYTES:
             other = torch.empty_like(x)
             pair = [other, other]  # the entry of this rank is not used
-            pending = self.start("all-reduce", sent, lambda: self._with_partners([x, x], pair))
-            # In rank order: which of 0 and -0 is the larger, or which NaN remains, depends on it.
+            pending = self.start("all-reduce", sent, lambda: self._exchange_with_partners([x, x], pair))
+            # In rank order, because the result for 0 and -0, or for two NaNs, depends on the order.
             pending.finish = partial(combine, *((x, other) if self.rank == 0 else (other, x)), out=x)
             return pending
         return self.start("all-reduce", sent, lambda: dist.all_reduce(x, op=op, group=self.pg, async_op=True))
@@ -210,28 +210,28 @@ class Group:
     def all_gather(self, out: Tensor, x: Tensor) -> Pending:
         """All-gathers the ranks' ``x`` along dimension 0 into ``out``; both contiguous. Sends (n-1) times ``x``.
 
-        Over gloo, exchanges of two ranks and large ones go partner by partner, with the same result.
+        Over gloo, two-rank and large all-gathers exchange partner by partner, with the same result.
         """
         if self.size == 1:
             if out.data_ptr() != x.data_ptr():
                 out.copy_(x)
             return Pending(None, 0, NOTHING)
         sent = (self.size - 1) * num_bytes(x)
-        if self._by_partners(sent):
+        if self._uses_partner_exchange(sent):
             rows = out.view(self.size, *x.shape)
             rows[self.rank].copy_(x)
-            return self.start("all-gather", sent, lambda: self._with_partners([x] * self.size, list(rows)))
+            return self.start("all-gather", sent, lambda: self._exchange_with_partners([x] * self.size, list(rows)))
         return self.start("all-gather", sent, lambda: _ALL_GATHER(out, x, group=self.pg, async_op=True))
 
-    def _by_partners(self, sent: int) -> bool:
-        """Whether to exchange with one partner at a time; the same on all ranks."""
+    def _uses_partner_exchange(self, sent: int) -> bool:
+        """Whether to exchange with a single partner at a time; the same on all ranks."""
         return self.backend == "gloo" and sent >= (1 if self.size == 2 else _STEPWISE_BYTES)
 
-    def _with_partners(self, out: Sequence[Tensor], into: Sequence[Tensor]) -> Work:
+    def _exchange_with_partners(self, out: Sequence[Tensor], into: Sequence[Tensor]) -> Work:
         """Sends ``out[i]`` to rank i and receives ``into[i]`` from it, for every other rank i.
 
-        With one partner everything is posted at once: a receive that is posted before its message comes saves a round
-        trip, which takes as long as the data queued at the link before it.
+        With a single partner, send and receive are posted immediately: a receive posted before its message arrives
+        saves a round trip, and a round trip must wait for all data that is queued at the link.
         """
 
         def start_exchange(step: int) -> Together:
@@ -255,17 +255,17 @@ class Group:
 
     def _exchange(self, out: Tensor, x: Tensor, operation: str, sent: int) -> Pending:
         """Sends row i of ``x`` to rank i and receives row i of ``out`` from it."""
-        if not self._by_partners(sent):
+        if not self._uses_partner_exchange(sent):
             return self.start(operation, sent, lambda: dist.all_to_all_single(out, x, group=self.pg, async_op=True))
         to, source = x.chunk(self.size), out.chunk(self.size)
         source[self.rank].copy_(to[self.rank])
-        return self.start(operation, sent, lambda: self._with_partners(to, source))
+        return self.start(operation, sent, lambda: self._exchange_with_partners(to, source))
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Pending:
-        """Reduce-scatters ``x``: rank r gets in ``out`` the sum of the ranks' r-th equal parts of dimension 0.
+        """Reduce-scatters ``x`` along dimension 0: ``out`` on rank r is the sum of the ranks' r-th chunks.
 
-        gloo's own reduce-scatter moves the bytes of an all-reduce; here an all-to-all and a local sum replace it, which
-        really send (n-1)/n of the bytes. ``out`` may alias this rank's part of ``x``.
+        gloo's reduce-scatter sends the bytes of an all-reduce. It is replaced by an all-to-all and a local sum, which
+        send (n-1)/n times the bytes of ``x``. ``out`` may alias this rank's chunk of ``x``.
         """
         if self.size == 1:
             if out.data_ptr() != x.data_ptr():
@@ -288,31 +288,31 @@ class Group:
         pending.finish = finish
         return pending
 
-    def exchange(self, out: Tensor, x: Tensor) -> Pending:
-        """All-to-all: sends row i of ``x`` (n rows, contiguous) to rank i; row i of ``out`` comes from rank i."""
+    def all_to_all(self, out: Tensor, x: Tensor) -> Pending:
+        """All-to-all: sends row i of ``x`` (n rows, contiguous) to rank i and receives row i of ``out`` from it."""
         if self.size == 1:
             out.copy_(x)
             return Pending(None, 0, NOTHING)
         sent = (self.size - 1) * num_bytes(x) // self.size
         return self._exchange(out, x, "all-to-all", sent)
 
-    def exchange_parts(self, out: Sequence[Tensor], x: Sequence[Tensor]) -> Pending:
-        """All-to-all of any sizes: sends ``x[i]`` to rank i and receives ``out[i]`` from it. This rank's entry stays.
+    def all_to_all_uneven(self, out: Sequence[Tensor], x: Sequence[Tensor]) -> Pending:
+        """All-to-all with uneven sizes: sends ``x[i]`` to rank i and receives ``out[i]`` from it, for i != rank.
 
         Args:
-            out, x: a flat, contiguous tensor per rank, of the sizes that the ranks have agreed on; all of one dtype.
+            out, x: a flat, contiguous tensor per rank; sender and receiver use equal sizes, and all ranks one dtype.
         """
         if self.size == 1:
             return Pending(None, 0, NOTHING)
         sent = sum(num_bytes(tensor) for rank, tensor in enumerate(x) if rank != self.rank)
         if self.backend == "gloo":
-            return self.start("all-to-all", sent, lambda: self._with_partners(x, out))
+            return self.start("all-to-all", sent, lambda: self._exchange_with_partners(x, out))
         empty = x[0].new_empty(0)
         inputs, outputs = ([empty if r == self.rank else row for r, row in enumerate(rows)] for rows in (x, out))
         return self.start("all-to-all", sent, lambda: dist.all_to_all(outputs, inputs, group=self.pg, async_op=True))
 
     def _take_spare(self, x: Tensor) -> Tensor:
-        """Workspace like ``x``, reused from an earlier call where it fits: fresh memory costs a page fault per page."""
+        """Workspace like ``x``, reused from an earlier call if possible: new memory costs a page fault per page."""
         for index, spare in enumerate(self._spare):
             if spare.shape == x.shape and spare.dtype == x.dtype:
                 return self._spare.pop(index)
@@ -326,7 +326,7 @@ class Group:
         return self.start("broadcast", sent, lambda: dist.broadcast(x, group=self.pg, async_op=True, group_src=src))
 
     def collect(self, out: Tensor, x: Tensor) -> Pending:
-        """Gathers the ranks' ``x`` along dimension 0 into the first rank's ``out``; each other rank sends it once."""
+        """Gathers the ranks' ``x`` into ``out`` on the first rank, along dimension 0."""
         if self.size == 1:
             out[0].copy_(x)
             return Pending(None, 0, NOTHING)
@@ -336,7 +336,7 @@ class Group:
         return self.start("gather", sent, lambda: dist.gather(x, rows, group=self.pg, async_op=True, group_dst=0))
 
     def distribute(self, x: Tensor) -> Pending:
-        """Overwrites ``x`` with the first rank's ``x``, which is sent n - 1 times."""
+        """Copies ``x`` from the first rank to all ranks, in place. The first rank sends it n - 1 times."""
         if self.size == 1:
             return Pending(None, 0, NOTHING)
         first = self.rank == 0
@@ -359,11 +359,11 @@ class Group:
             0,
             lambda: dist.irecv(x, group=self.pg, tag=tag, group_src=src),
         )
-        pending.marks = self.backend == "nccl"
+        pending.records_event = self.backend == "nccl"
         return pending
 
     def barrier(self) -> None:
-        """Waits until every rank of the group has arrived."""
+        """Waits until every rank of the group has called ``barrier``."""
         if self.size == 1:
             return
         device = "cuda" if self.backend == "nccl" else "cpu"
@@ -371,14 +371,14 @@ class Group:
 
 
 class PipelineGroup(Group):
-    """A group for pipeline messages, with a process group per direction: to higher and to lower ranks.
+    """Group for pipeline messages with two process groups, for messages to higher and to lower ranks.
 
-    On NCCL a pair of ranks runs its messages over a process group strictly in the order issued. With two stages
-    and virtual stages the same pair carries messages both ways, and a receive posted ahead would hold up the very
-    message that the peer needs before it can answer.
+    In an NCCL process group, a pair of ranks runs its messages strictly in issue order. With two stages and virtual
+    stages, the same pair exchanges messages in both directions, and a receive posted early would block a message that
+    the peer needs before it can reply.
 
     Args:
-        upwards, downwards: groups of the same ranks, with different process groups.
+        upwards, downwards: groups of the same ranks with different process groups.
     """
 
     def __init__(self, upwards: Group, downwards: Group) -> None:
@@ -393,7 +393,7 @@ class PipelineGroup(Group):
 
 
 def _sum_into(out: Tensor, rows: Tensor) -> None:
-    """Sums over dimension 0. Half precision is summed in fp32."""
+    """Sums over dimension 0; half precision is summed in fp32."""
     if out.dtype in (torch.bfloat16, torch.float16):
         out.copy_(rows.sum(dim=0, dtype=torch.float32))
     else:

@@ -28,16 +28,16 @@ class StagedGroup(Group):
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Pending:
         return _through(super().reduce_scatter, out, x)
 
-    def exchange(self, out: Tensor, x: Tensor) -> Pending:
-        return _through(super().exchange, out, x)
+    def all_to_all(self, out: Tensor, x: Tensor) -> Pending:
+        return _through(super().all_to_all, out, x)
 
-    def exchange_parts(self, out: Sequence[Tensor], x: Sequence[Tensor]) -> Pending:
+    def all_to_all_uneven(self, out: Sequence[Tensor], x: Sequence[Tensor]) -> Pending:
         # This rank's own part stays where it is.
         other_ranks = [rank for rank in range(self.size) if rank != self.rank]
         staged, inputs = list(out), list(x)
         for rank in other_ranks:
             staged[rank], inputs[rank] = _room(out[rank]), _copied(x[rank])
-        return _landing(super().exchange_parts(staged, inputs), [(out[rank], staged[rank]) for rank in other_ranks])
+        return _landing(super().all_to_all_uneven(staged, inputs), [(out[rank], staged[rank]) for rank in other_ranks])
 
     def broadcast(self, x: Tensor, src: int = 0) -> Pending:
         staged = _copied(x) if self.rank == src else _room(x)

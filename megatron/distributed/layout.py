@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 class Tie(enum.Enum):
-    """An embedding with copies on several pipeline stages, which sum its gradients."""
+    """An embedding with copies on several pipeline stages, which sum their gradients."""
 
     WORDS = "embedding"
     POSITIONS = "position embedding"
@@ -26,18 +26,18 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the mesh. In rank order, tensor-parallel coordinates vary fastest, then data-parallel, then pipeline.
+    """Sizes of the mesh. In rank order, the tensor-parallel coordinate varies fastest and the pipeline stage slowest.
 
     Args:
         tp: tensor-parallel ranks per stage.
         pp: pipeline stages.
         dp: data-parallel replicas.
         chunks: virtual stages (model chunks) on each pipeline rank.
-        decoder: stage at which the decoder of an encoder-decoder begins; 0 if not at a later stage.
-        distances: whether all stages hold an embedding of the distances between tokens.
+        decoder: first stage of the decoder in an encoder-decoder model; 0 if it is the first stage or there is none.
+        distances: whether every stage holds an embedding of token distances.
         ep: neighboring replicas that share the experts of each layer; it divides ``dp``.
-        folded: experts are also distributed over tensor-parallel ranks, each of which holds whole experts: ``ep``
-            counts these ranks, is a multiple of ``tp`` and divides ``tp * dp`` (Liu et al. 2025, parallel folding).
+        folded: experts are distributed over tensor-parallel ranks, too, and no expert is split. ``ep`` includes these
+            ranks: it is a multiple of ``tp`` and divides ``tp * dp`` (Liu et al. 2025, parallel folding).
     """
 
     tp: int = 1
@@ -67,15 +67,15 @@ class Layout:
         return (pp * self.dp + dp) * self.tp + tp
 
     def virtual_stage(self, pp: int, chunk: int) -> int:
-        """Position in the model of chunk ``chunk`` on pipeline rank ``pp``."""
+        """Virtual stage of chunk ``chunk`` on pipeline rank ``pp``."""
         return chunk * self.pp + pp
 
     def follows_encoder(self, virtual_stage: int) -> bool:
-        """Whether a stage holds layers of a decoder with its encoder on earlier stages."""
+        """Whether a stage holds decoder layers and the encoder is on earlier stages."""
         return 0 < self.decoder <= virtual_stage
 
     def holders(self, tie: Tie) -> tuple[int, ...]:
-        """Stages that hold a tied embedding, in order: the input's, a decoder's input's and the output's, or all."""
+        """Stages with a copy of a tied embedding, in order: encoder input, decoder input and output, or all stages."""
         if tie is Tie.DISTANCES:
             return tuple(range(self.pp)) if self.distances else (0,)
         inputs = {0, self.decoder}
@@ -83,7 +83,7 @@ class Layout:
 
     @property
     def ties(self) -> tuple[Tie, ...]:
-        """The embeddings held by several stages."""
+        """Embeddings with copies on several stages."""
         return tuple(tie for tie in Tie if len(self.holders(tie)) > 1)
 
     def tp_groups(self) -> Iterator[tuple[int, ...]]:
@@ -93,25 +93,25 @@ class Layout:
                 yield tuple(self.rank_of(tp=t, dp=dp, pp=pp) for t in range(self.tp))
 
     def dp_groups(self) -> Iterator[tuple[int, ...]]:
-        """Data-parallel groups: ranks that hold equal parameters."""
+        """Data-parallel groups: ranks with equal parameters."""
         for pp in range(self.pp):
             for tp in range(self.tp):
                 yield tuple(self.rank_of(tp=tp, dp=d, pp=pp) for d in range(self.dp))
 
     def ep_groups(self) -> Iterator[tuple[int, ...]]:
         """Expert-parallel groups: ranks that share the experts of each layer."""
-        for ranks in self._holding_experts():
+        for ranks in self._expert_holder_groups():
             for first in range(0, len(ranks), self.ep):
                 yield ranks[first : first + self.ep]
 
     def expert_dp_groups(self) -> Iterator[tuple[int, ...]]:
-        """Groups of ranks that hold equal experts."""
-        for ranks in self._holding_experts():
+        """Groups of ranks with equal experts."""
+        for ranks in self._expert_holder_groups():
             for first in range(self.ep):
                 yield ranks[first :: self.ep]
 
-    def _holding_experts(self) -> Iterator[tuple[int, ...]]:
-        """Groups of ranks that together hold the same experts, or the same parts of them."""
+    def _expert_holder_groups(self) -> Iterator[tuple[int, ...]]:
+        """Groups of ranks that hold the same experts, or the same tensor-parallel shards of them."""
         if not self.folded:
             yield from self.dp_groups()
             return
@@ -126,11 +126,11 @@ class Layout:
                 yield tuple(self.rank_of(tp=tp, dp=dp, pp=p) for p in range(self.pp))
 
     def fused_embedding_groups(self, tie: Tie = Tie.WORDS) -> Iterator[tuple[int, ...]]:
-        """Holders of a tied embedding in all pipelines of a tensor-parallel rank: every holder of a tied shard."""
+        """Ranks with a copy of a tied embedding, in all pipelines with the same tensor-parallel rank."""
         for tp in range(self.tp):
             yield tuple(self.rank_of(tp=tp, dp=d, pp=pp) for pp in self.holders(tie) for d in range(self.dp))
 
     def embedding_groups(self, tie: Tie = Tie.WORDS) -> Iterator[tuple[int, ...]]:
-        """Holders of a tied embedding in each pipeline."""
+        """Ranks with a copy of a tied embedding, for each pipeline."""
         for ranks in self.pp_groups():
             yield tuple(ranks[stage] for stage in self.holders(tie))

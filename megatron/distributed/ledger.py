@@ -1,4 +1,4 @@
-"""Accounting of each communication point's traffic, and of this rank's device time."""
+"""Traffic and time of each communication point on this rank."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from megatron.distributed.clock import Clock, HostClock, Mark, Tell
 from megatron.distributed.group import NOTHING, Pending
 from megatron.distributed.observer import Observer
 
-_FLIGHTS = {"all-reduce": "reduce", "reduce-scatter": "reduce", "all-gather": "gather"}
+_FLIGHT_NAMES = {"all-reduce": "reduce", "reduce-scatter": "reduce", "all-gather": "gather"}
 
 
 @dataclass
 class Account:
-    """Totals of a point on this rank.
+    """Totals of a communication point on this rank.
 
     Args:
-        messages: collectives and messages started.
-        raw_bytes: bytes this rank would have sent uncompressed.
-        wire_bytes: bytes this rank sent, headers included.
-        inside_bytes: the part of ``wire_bytes`` that two-level sums and two-stage dispatches sent inside the node.
-        waited_s: seconds that the rank (its stream, on CUDA) was blocked on the point: exposed communication.
+        messages: number of collectives and messages.
+        raw_bytes: bytes that this rank would have sent uncompressed.
+        wire_bytes: bytes that this rank sent, including headers.
+        inside_bytes: intra-node bytes of two-level sums and two-stage dispatches, included in ``wire_bytes``.
+        waited_s: seconds of exposed communication: the rank (on CUDA, its stream) was blocked.
         coded_s: seconds of encoding and decoding.
     """
 
@@ -37,13 +37,13 @@ class Account:
     coded_s: float = 0.0
 
 
-class _Books:
-    """Accounts by point, and seconds of computing. An interval is booked in the ``_Books`` that was current when it
-    began, even if it is read later."""
+class _Accounts:
+    """Accounts by point, and seconds of computing. An interval counts in the ``_Accounts`` that were current at its
+    start, even if its length is known later."""
 
     def __init__(self) -> None:
         self.accounts = {point: Account() for point in Point}
-        self.took_part: set[Point] = set()
+        self.active_points: set[Point] = set()
         self.computed_s = 0.0
 
     def add_wait(self, point: Point, seconds: float) -> None:
@@ -57,10 +57,10 @@ class _Books:
 
 
 class _Timed:
-    """A timed block. A class, because the overhead of a generator context exceeds the time of some blocks.
+    """Context that times a block; a class, because a generator context takes longer than some blocks.
 
     Args:
-        ledger: the ledger.
+        ledger: ledger that keeps the open blocks.
         tell: callback that receives the seconds.
         span: the observers' span of the block; None without observers.
     """
@@ -96,67 +96,67 @@ class _Timed:
 
 
 class Ledger:
-    """Accounts of all points since the last ``take_totals``; timed blocks are also reported to observers.
+    """Accounts of all points since the last ``take_totals``. Observers receive all timed blocks.
 
-    Times are exclusive: a block's time does not include nested timed blocks, so computing, coding and waiting add up.
-    On CUDA an interval becomes known some time after its block, and counts in the window that is taken then.
+    A block's time does not include nested timed blocks, so the times for computing, coding and waiting add up. On CUDA,
+    the length of an interval is known after a delay, and counts in the next ``take_totals``.
 
     Args:
-        clock: clock of this rank's device; by default the host's.
-        observers: observers of this rank's communication points; more may join later.
+        clock: clock of this rank's device; the host's clock by default.
+        observers: observers of this rank's communication points; callers may append to the list.
 
-    ``open_blocks`` are the open timed blocks, innermost last.
+    ``open_blocks`` are the timed blocks that have not ended, innermost last.
     """
 
     def __init__(self, clock: Clock | None = None, observers: Sequence[Observer] = ()) -> None:
         self.clock: Clock = clock or HostClock()
         self.observers = list(observers)
-        self._books = _Books()
+        self._accounts = _Accounts()
         self.open_blocks: list[_Timed] = []
 
     @property
     def accounts(self) -> dict[Point, Account]:
-        """The accounts of this window."""
-        return self._books.accounts
+        """Accounts since the last ``take_totals``."""
+        return self._accounts.accounts
 
-    def sent(self, point: Point, wire_bytes: int, raw_bytes: int | None = None, inside_bytes: int = 0) -> None:
-        """Count a message; ``raw_bytes`` is its uncompressed size (default: the same), and ``inside_bytes`` the part
-        that is known to stay in this rank's node."""
+    def count_message(self, point: Point, wire_bytes: int, raw_bytes: int | None = None, inside_bytes: int = 0) -> None:
+        """Count a message. ``raw_bytes`` is its uncompressed size (default: ``wire_bytes``), ``inside_bytes`` its
+        intra-node bytes."""
         account = self.accounts[point]
-        self._books.took_part.add(point)
+        self._accounts.active_points.add(point)
         account.messages += 1
         account.wire_bytes += wire_bytes
         account.inside_bytes += inside_bytes
         account.raw_bytes += wire_bytes if raw_bytes is None else raw_bytes
 
     def wait_for(self, point: Point, pending: Pending) -> None:
-        """Wait for a communication, and time how long it blocks.
+        """Wait for an operation and time the wait.
 
         Raises:
-            CommunicationError: when a peer is gone or too slow.
+            CommunicationError: when a peer has failed or timed out.
         """
         if pending.description == NOTHING:
             pending.wait()
             return
-        self._books.took_part.add(point)
-        with self._timed(partial(self._books.add_wait, point), "wait", point):
+        self._accounts.active_points.add(point)
+        with self._timed(partial(self._accounts.add_wait, point), "wait", point):
             pending.wait()
         for observer in self.observers:
-            observer.on_complete(_FLIGHTS.get(pending.operation, pending.operation), point, pending)
+            observer.on_complete(_FLIGHT_NAMES.get(pending.operation, pending.operation), point, pending)
 
     def encoding(self, point: Point) -> AbstractContextManager[None]:
-        """Time the encoding of a tensor before it is sent."""
-        return self._timed(partial(self._books.code, point), "encode", point)
+        """Time the encoding of a message."""
+        return self._timed(partial(self._accounts.code, point), "encode", point)
 
     def decoding(self, point: Point) -> AbstractContextManager[None]:
-        """Time the decoding of a received tensor."""
-        return self._timed(partial(self._books.code, point), "decode", point)
+        """Time the decoding of a message."""
+        return self._timed(partial(self._accounts.code, point), "decode", point)
 
     def _timed(self, tell: Tell, name: str, point: Point) -> _Timed:
         return _Timed(self, tell, self._observed(name, {"point": point.value}) if self.observers else None)
 
     def span(self, name: str, **args: Any) -> AbstractContextManager[None]:
-        """Report a named block to the observers."""
+        """Report a block to the observers, under this name."""
         return self._observed(name, args) if self.observers else nullcontext()
 
     @contextmanager
@@ -167,34 +167,34 @@ class Ledger:
             yield
 
     def computing(self) -> AbstractContextManager[None]:
-        """Time computing, without the encoding, decoding and waiting inside."""
-        return _Timed(self, self._books.compute)
+        """Time computation, excluding nested encoding, decoding and waiting."""
+        return _Timed(self, self._accounts.compute)
 
     def take_totals(self) -> dict[str, dict[str, float]]:
-        """Return the accounts with traffic, by point name, and reset. A rank that only receives has only times."""
+        """Return the accounts with traffic by point name, and reset them. A rank that only receives has times only."""
         self.clock.report_known()
-        books = self._books
+        books = self._accounts
         active = {
-            point: totals for point, totals in books.accounts.items() if point in books.took_part or totals.waited_s
+            point: totals for point, totals in books.accounts.items() if point in books.active_points or totals.waited_s
         }
-        books.accounts, books.took_part = {point: Account() for point in Point}, set()
+        books.accounts, books.active_points = {point: Account() for point in Point}, set()
         return {point.value: asdict(account) for point, account in active.items()}
 
     def take_computed(self) -> float:
-        """Return the seconds of computing since the last call."""
+        """Return the seconds of computation since the last call."""
         self.clock.report_known()
-        seconds, self._books.computed_s = self._books.computed_s, 0.0
+        seconds, self._accounts.computed_s = self._accounts.computed_s, 0.0
         return seconds
 
     def clear(self) -> None:
-        """Reset; intervals that began before are dropped when they are read."""
-        self._books = _Books()
+        """Reset all accounts, and drop intervals that have already begun."""
+        self._accounts = _Accounts()
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Exclude traffic and times inside the context from the accounts."""
-        books, self._books = self._books, _Books()
+        """Exclude the context's traffic and times from the accounts."""
+        books, self._accounts = self._accounts, _Accounts()
         try:
             yield
         finally:
-            self._books = books
+            self._accounts = books

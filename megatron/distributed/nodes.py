@@ -46,11 +46,11 @@ def sums_by_node(split: NodeSplit) -> str:
     """A description, for people, of how a group's sums use its nodes."""
     block, count = len(split.nodes[0]), len(split.nodes)
     if count == 1:
-        return f"{split.why}, so its sums have one level, inside it"
+        return f"{split.reason}, so its sums have one level, inside it"
     if block == 1:
-        return f"{split.why}, so its sums have one level, between nodes"
-    blocks = f"{count} {'blocks' if split.why else 'nodes'}"
-    return f"{split.why}{', ' if split.why else ''}sums in two levels: {block} ranks of a node, then {blocks}"
+        return f"{split.reason}, so its sums have one level, between nodes"
+    blocks = f"{count} {'blocks' if split.reason else 'nodes'}"
+    return f"{split.reason}{', ' if split.reason else ''}sums in two levels: {block} ranks of a node, then {blocks}"
 
 
 def _by_node(ranks: Sequence[int], node_of: Sequence[str]) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""Selection of the compressor for each message, by pure functions, so that sender and receiver agree."""
+"""Selection of compressors: a pure function of the message, so that sender and receiver agree."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _EXACT_CODEC = IdentityCodec()
 
 @dataclass(frozen=True)
 class Position:
-    """The inputs to compression decisions for a pipeline message, known to sender and receiver.
+    """Position of a pipeline message in the run, known to sender and receiver.
 
     Args:
         iteration: training iteration, 0-based; -1 in evaluation.
-        boundary: number of the boundary between two virtual stages: the number of the earlier stage.
-        micro_batch: number of the micro-batch within the step.
-        num_micro_batches: micro-batches of the step.
-        epilogue: sent after the sender's last forward of the step, when no compute is left to hide it.
+        boundary: boundary between two virtual stages, by the number of the earlier stage.
+        micro_batch: index of the micro-batch in the step.
+        num_micro_batches: number of micro-batches in the step.
+        epilogue: the message follows the sender's last forward of the step, so no computation hides it.
     """
 
     iteration: int
@@ -41,7 +41,7 @@ class Position:
 
 @dataclass
 class SkippedSteps:
-    """Count of the steps of a run whose update was skipped."""
+    """Number of steps with a skipped update."""
 
     skipped: int = 0
 
@@ -50,10 +50,10 @@ class CompressionPlan:
     """Compressors of all points.
 
     Args:
-        specs: the specs by point; traffic of other points is not compressed.
+        specs: specs by point; other points are not compressed.
         stage, stages: this rank's pipeline stage, and the number of stages.
 
-    ``steps`` counts skipped updates; a run has its ``Progress`` count them.
+    ``steps`` counts skipped updates; a run assigns its ``Progress``.
     """
 
     def __init__(self, specs: Mapping[Point, Spec], stage: int = 0, stages: int = 1) -> None:
@@ -68,50 +68,50 @@ class CompressionPlan:
         self._codecs: dict[tuple[Point, Any], Codec] = {}
 
     def activation(self, point: Point) -> Activation:
-        """Iterations and stages in which the point's traffic is compressed."""
+        """Iterations and stages with compression at a point."""
         return self.specs[point].activation if point in self.specs else Activation()
 
-    def on(self, point: Point, iteration: int) -> bool:
-        """Whether an iteration's reductions at a point are compressed; -1 in evaluation.
+    def is_active(self, point: Point, iteration: int) -> bool:
+        """Whether reductions at a point are compressed in an iteration (-1 in evaluation).
 
-        The warm-up of a compressor that freezes the optimizer's second moments counts updates, since skipped steps do
-        not contribute to the moments.
+        The warm-up of a compressor that freezes the optimizer's second moments does not count skipped steps, since
+        they do not update the moments.
         """
         counts_updates = iteration >= 0 and self.rounds(point).traits.freezes_variance
-        return self.activation(point).on(iteration - self.steps.skipped if counts_updates else iteration)
+        return self.activation(point).is_active(iteration - self.steps.skipped if counts_updates else iteration)
 
-    def compressed(self, point: Point) -> bool:
-        """Whether a point has a compressor other than the identity."""
+    def is_compressed(self, point: Point) -> bool:
+        """Whether a point has a compressor that changes its traffic."""
         spec = self.specs.get(point)
         return spec is not None and not spec.identity
 
     def covers(self, point: Point, sender_stage: int) -> bool:
-        """Whether messages from a stage are ever compressed."""
-        return self.compressed(point) and self.activation(point).covers_stage(sender_stage, self.stages)
+        """Whether messages from a stage are compressed in any iteration."""
+        return self.is_compressed(point) and self.activation(point).covers_stage(sender_stage, self.stages)
 
     @property
     def fused_embedding(self) -> bool:
-        """Whether a single all-reduce of a tied embedding's gradient spans all replicas of the stages that hold it."""
+        """Whether a single all-reduce sums a tied embedding's gradient over all replicas of all stages with a copy."""
         spec = self.specs.get(Point.EMBED_GRAD)
         return spec is not None and spec.fused
 
     def begin_step(self, iteration: int) -> None:
-        """Begin a step; the iteration selects scheduled options, except in evaluations (-1)."""
+        """Begin a step. The iteration selects scheduled options; evaluations (-1) keep the last options."""
         if iteration >= 0:
             self._iteration = iteration
 
     def tune(self, point: Point, values: Mapping[str, float] | None) -> None:
-        """Set a point's options as chosen by a controller, or None for exact reductions on this stage. All ranks that
-        take part must make the same call."""
+        """Set options chosen by a controller, or None for exact reductions on this stage. All ranks of the reduction
+        must make the same call."""
         self._tuned[point] = dict(values or {})
         self._exact = self._exact - {point} if values is not None else self._exact | {point}
 
-    def exact(self, point: Point) -> bool:
-        """Whether a controller has set this stage to exact reductions, independent of other stages."""
+    def is_exact(self, point: Point) -> bool:
+        """Whether a controller has chosen exact reductions on this stage."""
         return point in self._exact
 
-    def trial(self, point: Point, values: Mapping[str, float] | None) -> CompressionPlan:
-        """A plan for a single point that compresses in every iteration with these options; exact if None."""
+    def make_trial_plan(self, point: Point, values: Mapping[str, float] | None) -> CompressionPlan:
+        """Make a plan for a single point that compresses in every iteration with these options; exact if None."""
         if values is None:
             return CompressionPlan({}, self.stage, self.stages)
         spec = self.specs[point]
@@ -121,14 +121,14 @@ class CompressionPlan:
         return CompressionPlan({point: fixed}, self.stage, self.stages)
 
     def options(self, point: Point) -> Any:
-        """This iteration's options of a point; None for a point without a compressor."""
+        """Options of a point in this iteration; None for a point without a compressor."""
         spec = self.specs.get(point)
         return None if spec is None else spec.options_at(self._iteration, self._tuned.get(point))
 
     def ever_compresses(self, point: Point, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> bool:
-        """Whether tensors of this shape are worth compressing with any options that the point may take during the run.
+        """Whether the point compresses tensors of this shape with any of its options during the run.
 
-        ``dtype`` is the dtype of messages; reductions are compared in fp32.
+        ``dtype`` is the dtype of messages; reductions use fp32.
         """
         spec = self.specs.get(point)
         if spec is None:
@@ -140,7 +140,7 @@ class CompressionPlan:
         )
 
     def rounds(self, point: Point) -> RoundCompressor:
-        """Stateless compressor of a point's reductions, with this iteration's options."""
+        """Compressor of a point's reductions with this iteration's options; it holds no state."""
         if point not in self.specs:
             return _EXACT_ROUNDS
         options = self.options(point)
@@ -148,15 +148,17 @@ class CompressionPlan:
             self._rounds[point, options] = self.specs[point].make_rounds(options)
         return self._rounds[point, options]
 
-    def serving(self, point: Point, shape: tuple[int, ...] | None, state: CompressorState) -> RoundCompressor | None:
-        """Compressor of a tensor in an iteration in which the point is on; None for an exact reduction.
+    def select_compressor(
+        self, point: Point, shape: tuple[int, ...] | None, state: CompressorState
+    ) -> RoundCompressor | None:
+        """Select the compressor of a tensor while the point is active; None for an exact reduction.
 
-        A residual left from earlier iterations is added to the first exact reduction.
+        The first exact reduction adds the residual of earlier iterations.
 
         Args:
-            point: the point.
-            shape: shape of the parameters; None for a whole bucket.
-            state: the state of the tensor.
+            point: point of the reduction.
+            shape: shape of each parameter; None for a whole bucket.
+            state: state of the tensor.
         """
         compressor = self.rounds(point)
         if point not in self._exact and (shape is None or compressor.should_compress(shape)):
@@ -166,7 +168,7 @@ class CompressionPlan:
         return LastResidual(compressor, cast(SumResidual, kind)) if has_residual else None
 
     def codec(self, point: Point) -> Codec:
-        """Stateless codec of a point's messages, with this iteration's options."""
+        """Codec of a point's messages with this iteration's options; it holds no state."""
         if point not in self.specs:
             return _EXACT_CODEC
         options = self.options(point)

@@ -127,7 +127,7 @@ class PackedReduction:
     def _started(self, pending: Pending, results: list[tuple[int, Tensor]], level: Level) -> None:
         if group_at(self.group, level).size > 1:
             inside = pending.sent_bytes if level is Level.NODE else 0
-            self.ledger.sent(self.point, pending.sent_bytes, self._raw_left, inside)
+            self.ledger.count_message(self.point, pending.sent_bytes, self._raw_left, inside)
             self._raw_left = 0
         self._pending.append(_Started(pending, results, level))
 
@@ -239,7 +239,7 @@ def start_request(request: Request, group: Group, sharded: bool = False) -> tupl
         return group.all_gather(gathered.view(-1), x.view(-1)), gathered
     if request.op is Op.EXCHANGE:
         received = torch.empty_like(x)
-        return group.exchange(received, x), received
+        return group.all_to_all(received, x), received
     if request.op is Op.COLLECT:
         collected = torch.empty((group.size if group.rank == 0 else 0, *x.shape), dtype=x.dtype, device=x.device)
         return group.collect(collected, x), collected

@@ -1,4 +1,4 @@
-"""A rank's view of the mesh: its coordinates, its device and its groups."""
+"""The mesh as seen by a rank: coordinates, device and groups."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from megatron.distributed.nodes import split_by_node
 
 @dataclass(frozen=True)
 class Topology:
-    """The mesh as every engine sees it.
+    """Mesh, device and groups of this rank.
 
     Args:
         layout: the sizes of the mesh.
         rank: this process's global rank.
-        device: device of its tensors.
-        mesh: torch's DeviceMesh with dimensions pp, dp, tp; None on a single process.
+        device: this rank's device.
+        mesh: torch's DeviceMesh with dimensions pp, dp, tp; None in a single process.
         world: all ranks.
-        control: all ranks over gloo on the CPU, for small decisions and checkpoints.
-        tp, dp, pp: this rank's groups along each dimension.
+        control: all ranks over gloo on the CPU, for decisions and checkpoints.
+        tp, dp, pp: this rank's group in each dimension.
         forward_link, backward_link: point-to-point groups of activations and of their gradients.
-        ep: the ranks that share this rank's experts: replicas, or all ranks of some replicas.
-        expert_dp: the ranks that hold equal experts; ``dp`` where every replica holds all of them.
-        embedding: the stages of this rank's pipeline that hold a tied embedding, if several do, this stage included.
-        fused_embedding: the same stages of all pipelines, on this rank's tensor-parallel coordinate.
+        ep: expert-parallel group: data-parallel ranks, or with folding also the tensor-parallel ranks of some replicas.
+        expert_dp: ranks with equal experts; ``dp`` without expert parallelism.
+        embedding: for each tied embedding on this stage, the stages of this pipeline with a copy.
+        fused_embedding: the same stages in all pipelines, on this tensor-parallel coordinate.
     """
 
     layout: Layout
@@ -63,31 +63,31 @@ class Topology:
 
 
 def single_process(device: torch.device | str = "cpu") -> Topology:
-    """The topology of a single process without a process group."""
+    """Topology of a single process without process groups."""
 
-    def alone(name: str) -> Group:
+    def make_group(name: str) -> Group:
         return Group(None, (0,), 0, name, "none")
 
-    replicas = alone("data-parallel")
+    replicas = make_group("data-parallel")
     return Topology(
         layout=Layout(),
         rank=0,
         device=torch.device(device),
         mesh=None,
-        world=alone("world"),
-        control=alone("control"),
-        tp=alone("tensor-parallel"),
+        world=make_group("world"),
+        control=make_group("control"),
+        tp=make_group("tensor-parallel"),
         dp=replicas,
-        ep=alone("expert-parallel"),
+        ep=make_group("expert-parallel"),
         expert_dp=replicas,
-        pp=alone("pipeline"),
-        forward_link=alone("pipeline-forward"),
-        backward_link=alone("pipeline-backward"),
+        pp=make_group("pipeline"),
+        forward_link=make_group("pipeline-forward"),
+        backward_link=make_group("pipeline-backward"),
     )
 
 
 NODE_SPLITS = frozenset({"dp", "ep", "embedding", "fused_embedding"})
-"""Groups that can be cut by node, by their names in ``Topology``."""
+"""Fields of ``Topology`` with groups that can be split by node."""
 
 
 def build_topology(
@@ -95,25 +95,25 @@ def build_topology(
 ) -> Topology:
     """Builds the mesh and its groups; torch's default process group must exist.
 
-    Pipeline messages of each direction have a separate group: on NCCL a pair of ranks runs its messages in the order
-    issued, so an activation waiting for its receiver must not hold up a gradient that goes the other way. All groups
-    have the default group's timeout.
+    Activations and gradients in the pipeline use separate groups: on NCCL a pair of ranks runs its messages in issue
+    order, so an activation that waits for its receiver would block a gradient in the other direction. All groups have
+    the default group's timeout.
 
     Args:
         layout: the sizes of the mesh.
         device: this rank's device.
         node: this rank's node (``LaunchEnvironment.node``).
-        by_node: names from ``NODE_SPLITS`` of the groups to cut by node.
+        by_node: names of the groups to split by node, from ``NODE_SPLITS``.
 
     Raises:
-        ValueError: when the layout does not cover the world.
+        ValueError: when the layout has a different number of ranks than the world.
     """
     if dist.get_world_size() != layout.world_size:
         raise ValueError(f"layout {layout} needs {layout.world_size} ranks, the world has {dist.get_world_size()}")
     rank = dist.get_rank()
     backend, timeout = "nccl" if device.type == "cuda" else "gloo", _default_timeout(device)
     shape, dims = (layout.pp, layout.dp, layout.tp), ("pp", "dp", "tp")
-    overrides: Any = {dim: (backend, _options(device, timeout)) for dim in dims}
+    overrides: Any = {dim: (backend, _backend_options(device, timeout)) for dim in dims}
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=dims, backend_override=overrides)
 
     def along(dim: str, ranks_of_groups: Iterable[tuple[int, ...]], name: str) -> Group:
@@ -127,7 +127,7 @@ def build_topology(
     assert control is not None
     pipeline = along("pp", layout.pp_groups(), "pipeline")
     replicas = along("dp", layout.dp_groups(), "data-parallel")
-    experts, expert_replicas = _expert_groups(layout, replicas, make)
+    experts, expert_replicas = _make_expert_groups(layout, replicas, make)
     topology = Topology(
         layout=layout,
         rank=rank,
@@ -140,43 +140,43 @@ def build_topology(
         ep=experts,
         expert_dp=expert_replicas,
         pp=pipeline,
-        embedding=_of_ties({tie: make(layout.embedding_groups(tie), tie.value) for tie in layout.ties}),
-        fused_embedding=_of_ties(
+        embedding=_drop_missing({tie: make(layout.embedding_groups(tie), tie.value) for tie in layout.ties}),
+        fused_embedding=_drop_missing(
             {tie: make(layout.fused_embedding_groups(tie), f"{tie.value} replicas") for tie in layout.ties}
         ),
-        forward_link=_link(pipeline, layout, device, make, "pipeline-forward"),
-        backward_link=_link(pipeline, layout, device, make, "pipeline-backward"),
+        forward_link=_make_link(pipeline, layout, device, make, "pipeline-forward"),
+        backward_link=_make_link(pipeline, layout, device, make, "pipeline-backward"),
     )
     if by_node:
-        _cut_by_node(topology, by_node, node, make)
+        _split_requested_groups(topology, by_node, node, make)
     return topology
 
 
 @dataclass(frozen=True)
 class _GroupMaker:
-    """Makes groups beside the mesh's; every rank of the world calls it alike."""
+    """Makes groups outside the mesh. All ranks must make the same calls in the same order."""
 
     rank: int
     backend: str
     timeout: timedelta
 
     def __call__(self, groups: Iterable[tuple[int, ...]], name: str, backend: str = "") -> Group | None:
-        """Makes all groups of a kind, in order; returns this rank's group, or None if it is in none."""
-        own_group = None
+        """Makes all groups of a kind; returns this rank's group, or None if the rank is in none of them."""
+        local_group = None
         for ranks in groups:
             pg = dist.new_group(list(ranks), backend=backend or self.backend, timeout=self.timeout)
             if self.rank in ranks:
-                own_group = Group(pg, ranks, ranks.index(self.rank), name, backend or self.backend)
-        return own_group
+                local_group = Group(pg, ranks, ranks.index(self.rank), name, backend or self.backend)
+        return local_group
 
 
-def _of_ties(groups: Mapping[Tie, Group | None]) -> dict[Tie, Group]:
-    """The groups that this rank is in."""
+def _drop_missing(groups: Mapping[Tie, Group | None]) -> dict[Tie, Group]:
+    """Drop the ties without a group on this rank."""
     return {tie: group for tie, group in groups.items() if group is not None}
 
 
-def _expert_groups(layout: Layout, replicas: Group, make: _GroupMaker) -> tuple[Group, Group]:
-    """The replicas that share this rank's experts, and those that hold equal experts."""
+def _make_expert_groups(layout: Layout, replicas: Group, make: _GroupMaker) -> tuple[Group, Group]:
+    """Make the expert-parallel group, and the group of ranks with equal experts."""
     if layout.ep == 1:
         rank = replicas.ranks[replicas.rank]
         return Group(None, (rank,), 0, "expert-parallel", "none"), replicas
@@ -189,20 +189,20 @@ def _expert_groups(layout: Layout, replicas: Group, make: _GroupMaker) -> tuple[
     return expert_group, replica_group
 
 
-def _link(pipeline: Group, layout: Layout, device: torch.device, make: _GroupMaker, name: str) -> Group:
-    """The group of pipeline messages in one direction; the pipeline's group if there is a single stage."""
+def _make_link(pipeline: Group, layout: Layout, device: torch.device, make: _GroupMaker, name: str) -> Group:
+    """Make the group for pipeline messages in a direction; with a single stage, reuse the pipeline group."""
     if layout.pp == 1:
         return pipeline
     upwards = make(layout.pp_groups(), name)
     downwards = make(layout.pp_groups(), name) if layout.chunks > 1 else None
     assert upwards is not None
     link = PipelineGroup(upwards, downwards) if downwards else upwards
-    _open(link, device, ring=layout.chunks > 1)
+    _connect_stages(link, device, ring=layout.chunks > 1)
     return link
 
 
-def _cut_by_node(topology: Topology, kinds: Collection[str], node: str, make: _GroupMaker) -> None:
-    """Splits by node the groups of the given kinds (of ``NODE_SPLITS``)."""
+def _split_requested_groups(topology: Topology, kinds: Collection[str], node: str, make: _GroupMaker) -> None:
+    """Splits groups by node; ``kinds`` are names from ``NODE_SPLITS``."""
     layout, node_of = topology.layout, gather_texts(topology.control.pg, node)
     groups: list[tuple[str, Group | None, Iterable[tuple[int, ...]]]] = [("dp", topology.dp, layout.dp_groups())]
     if layout.ep > 1:
@@ -217,30 +217,30 @@ def _cut_by_node(topology: Topology, kinds: Collection[str], node: str, make: _G
 
 
 def _default_timeout(device: torch.device) -> timedelta:
-    """The timeout of torch's default process group; ``new_group`` would take torch's default."""
+    """Timeout of the default process group. ``new_group`` would use torch's default instead."""
     assert dist.group.WORLD is not None
     timeout: timedelta = dist.group.WORLD._get_backend(device).options._timeout
     return timeout
 
 
-def _options(device: torch.device, timeout: timedelta) -> Any:
-    """Options of a process group of the device's backend; the mesh has no other way to set a timeout."""
+def _backend_options(device: torch.device, timeout: timedelta) -> Any:
+    """Options of a process group on the device's backend, with a timeout; a mesh has no other way to set it."""
     gloo: Any = dist.ProcessGroupGloo
     options: Any = dist.ProcessGroupNCCL.Options() if device.type == "cuda" else gloo._Options()
     options._timeout = timeout
     return options
 
 
-def _open(link: Group, device: torch.device, ring: bool) -> None:
-    """Sends an element each way between neighboring stages, pair after pair.
+def _connect_stages(link: Group, device: torch.device, ring: bool) -> None:
+    """Sends an element in both directions between neighboring stages, pair by pair.
 
-    NCCL connects two ranks at their first message, and blocks both until then. During a step a rank posts receives
-    before its peer can send, so that wait could be a deadlock.
+    NCCL connects two ranks at their first message, which blocks both. In a step, a rank posts receives before its peer
+    can send, so connecting in a step could deadlock.
 
     Args:
         link: group of the pipeline's ranks.
         device: device of the messages.
-        ring: whether the last stage also sends to the first.
+        ring: whether the last stage also sends to the first stage.
     """
     x = torch.zeros(1, device=device)
     for first in range(link.size if ring else link.size - 1):

@@ -123,14 +123,14 @@ class LoadedModel:
     def broadcast(self, x: Tensor, src: int) -> Tensor:
         """Broadcast a CPU tensor from rank ``src``, in place."""
         pending = self.topology.control.broadcast(x, src)
-        self.ledger.sent(Point.CONTROL, pending.sent_bytes)
+        self.ledger.count_message(Point.CONTROL, pending.sent_bytes)
         self.ledger.wait_for(Point.CONTROL, pending)
         return x
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """All-reduce a CPU tensor over all ranks, in place."""
         pending = self.topology.control.all_reduce(x)
-        self.ledger.sent(Point.CONTROL, pending.sent_bytes)
+        self.ledger.count_message(Point.CONTROL, pending.sent_bytes)
         self.ledger.wait_for(Point.CONTROL, pending)
         return x
 

@@ -51,7 +51,7 @@ class Expert(nn.Module):
     def __init__(self, rank: RankContext, unshared: bool = False) -> None:
         super().__init__()
         config = rank.config
-        comm = rank.tensor.alone() if unshared else rank.tensor
+        comm = rank.tensor.without_tensor_parallelism() if unshared else rank.tensor
         width, hidden = config.moe_ffn_hidden_size, config.hidden_size
         shape: tuple[int, ...] = (2, width, hidden) if config.gated else (width, hidden)
         self.comm = comm

@@ -18,7 +18,7 @@ from megatron.compression.points import Point
 from megatron.distributed.group import Group
 from megatron.distributed.ledger import Ledger
 from megatron.parallel.data.buffer import Bucket, FlatBuffer, ParamSlot
-from megatron.parallel.data.gradient_sync import overlap_slots, share_of
+from megatron.parallel.data.gradient_sync import overlap_slots, replica_share
 from megatron.parallel.data.param_shards import ParamShard
 from megatron.parallel.tensor.shards import ParamSpec
 
@@ -174,8 +174,8 @@ class MatrixGather:
         outgoing = [torch.cat([like[:0], *tensors]) for tensors in sent]
         incoming = [like.new_empty(sum(counts)) for counts in sizes]
         incoming[group.rank] = outgoing[group.rank]
-        pending = group.exchange_parts(incoming, outgoing)
-        self._ledger.sent(Point.OPTIMIZER, pending.sent_bytes)
+        pending = group.all_to_all_uneven(incoming, outgoing)
+        self._ledger.count_message(Point.OPTIMIZER, pending.sent_bytes)
         self._ledger.wait_for(Point.OPTIMIZER, pending)
         return [list(flat.split(list(counts))) for flat, counts in zip(incoming, sizes, strict=True)]
 
@@ -188,7 +188,7 @@ def held_ranges(buckets: Sequence[Bucket], replicas: int) -> list[tuple[ParamSlo
     """The matrices in buckets, and every replica's range of each; no ranges for 0 replicas."""
     matrix_ranges: list[tuple[ParamSlot, Ranges]] = []
     for bucket in buckets:
-        shares = [overlap_slots(bucket, share_of(bucket, replicas, rank)) for rank in range(replicas)]
+        shares = [overlap_slots(bucket, replica_share(bucket, replicas, rank)) for rank in range(replicas)]
         ranges_of = [{index: (start, stop) for index, start, stop in share} for share in shares]
         matrix_ranges += [
             (slot, tuple(ranges.get(index, (0, 0)) for ranges in ranges_of))

@@ -24,7 +24,7 @@ from megatron.optimizer.update_direction import begin_directions, end_directions
 from megatron.parallel.data.buffer import FlatBuffer
 from megatron.parallel.data.param_gather import ParamAllGather, separates
 from megatron.parallel.data.param_shards import ParamShard, own_shards
-from megatron.parallel.data.sync_warmup import SyncWarmup, alone
+from megatron.parallel.data.sync_warmup import SyncWarmup, no_sync_warmup
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Optimizer:
         plan, ledger: the compressor of the parameter gather, and where its bytes are counted.
         sharded: every data-parallel rank updates only its share (``--use-distributed-optimizer``).
         log_params_norm, log_num_zeros: also compute these.
-        joint: the joint steps of all islands.
+        sync_warmup: the joint steps of all islands.
 
     ``frozen_at`` is the number of updates after which Adam's second moments were frozen; 0 while they are not.
     """
@@ -93,9 +93,9 @@ class Optimizer:
         sharded: bool,
         log_params_norm: bool = False,
         log_num_zeros: bool = False,
-        joint: SyncWarmup | None = None,
+        sync_warmup: SyncWarmup | None = None,
     ) -> None:
-        self.joint = alone() if joint is None else joint
+        self.sync_warmup = no_sync_warmup() if sync_warmup is None else sync_warmup
         self.buffers = buffers
         self.topology = topology
         self.config = config
@@ -160,7 +160,7 @@ class Optimizer:
             sum_of_squares([shard.grad for shard in counted_shards]),
             sum_of_squares([shard.main for shard in counted_shards]) if self.log_params_norm else 0.0,
             _zeros([shard.grad for shard in counted_shards]) if self.log_num_zeros else 0.0,
-        ).all_reduce(self.topology, self.ledger, self.joint)
+        ).all_reduce(self.topology, self.ledger, self.sync_warmup)
         totals = StepTotals(
             {name: total / count if count else 0.0 for name, (total, count) in summary.losses.items()},
             sum(count for _, count in summary.losses.values()),

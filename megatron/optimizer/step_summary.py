@@ -55,7 +55,7 @@ class StepSummary:
         values = [*shared, self.grad_sq, self.params_sq, self.num_zeros]
         vector = torch.tensor(values, dtype=torch.float64, device=topology.device)
         pending = topology.world.all_reduce(vector)
-        ledger.sent(Point.CONTROL, pending.sent_bytes)
+        ledger.count_message(Point.CONTROL, pending.sent_bytes)
         ledger.wait_for(Point.CONTROL, pending)
         warmup.all_reduce([vector[: len(shared)]])
         *shared, grad_sq, params_sq, num_zeros = vector.tolist()

@@ -285,7 +285,7 @@ class CostBook:
             return None
         tp_point = Point.TP_FWD if point is Point.PP_FWD else Point.TP_BWD
         spec = self.specs(choice).get(tp_point)
-        return self.message(choice, tp_point, spec is not None and spec.activation.on(STEADY))
+        return self.message(choice, tp_point, spec is not None and spec.activation.is_active(STEADY))
 
     def gathered(self, choice: Choice, elements: int, stage: int) -> MessageCost:
         """Cost of a replica's updated parameters on a stage, as a message to the other replicas."""

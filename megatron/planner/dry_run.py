@@ -162,7 +162,7 @@ class _ToldLedger(Ledger):
         super().__init__()
         self.recorder = recorder
 
-    def sent(self, point: Point, wire_bytes: int, raw_bytes: int | None = None, inside_bytes: int = 0) -> None:
+    def count_message(self, point: Point, wire_bytes: int, raw_bytes: int | None = None, inside_bytes: int = 0) -> None:
         tally = self.recorder.tally
         tally.sent[point] = tally.sent.get(point, 0) + wire_bytes
         tally.inside[point] = tally.inside.get(point, 0) + inside_bytes
@@ -219,7 +219,7 @@ class DryGroup(Group):
     def _record(self, kind: str, nbytes: float) -> None:
         self.recorder.tally.collectives.append(Collective(kind, nbytes, self.level, self.of_experts))
 
-    def exchange_parts(self, out: Sequence[Tensor], x: Sequence[Tensor]) -> Pending:
+    def all_to_all_uneven(self, out: Sequence[Tensor], x: Sequence[Tensor]) -> Pending:
         sent, received = (
             sum(num_bytes(tensor) for r, tensor in enumerate(tensors) if r != self.rank) for tensors in (x, out)
         )
@@ -344,8 +344,8 @@ class _DryRows(RowExchange):
 
     def exchange_counts(self, counts_rn: Tensor) -> Tensor:
         rows = list(counts_rn.to(torch.int32))
-        sent = self.group.exchange_parts(rows, rows).sent_bytes
-        self.ledger.sent(Point.CONTROL, sent, inside_bytes=sent if self.inside else 0)
+        sent = self.group.all_to_all_uneven(rows, rows).sent_bytes
+        self.ledger.count_message(Point.CONTROL, sent, inside_bytes=sent if self.inside else 0)
         return counts_rn[:1].repeat(len(counts_rn), 1)
 
 

@@ -190,11 +190,11 @@ class Pieces:
             self.backend.fill(built.buffer.grads_flat)
             with recorder:
                 reducer.begin_step(self.iteration + step, 1.0, reducer.compressor.finalizes)
-                reducer.launch()
+                reducer.launch_all()
                 first_tallies.append(recorder.take())
                 reducer.finish_reduction(True)
                 later_tallies.append(recorder.take())
-            if reducer.wants_update:
+            if reducer.needs_update:
                 reducer.observe()
             for units in reducer.units:
                 for unit in units:
@@ -234,7 +234,7 @@ class Pieces:
             with recorder:
                 sync.all_reduce(grad, shape, 1.0)
                 tallies.append(recorder.take())
-            if sync.wants_update:
+            if sync.needs_update:
                 sync.observe(grad, shape)
             sync.state.commit()
             sync.state.counters.pop("unchecked", None)

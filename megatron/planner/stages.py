@@ -128,7 +128,7 @@ class Stages:
         spec = self.book.specs(choice).get(point)
         if spec is None:
             return False
-        return spec.activation.covers_stage(sender, choice.pp) and spec.activation.on(STEADY, late)
+        return spec.activation.covers_stage(sender, choice.pp) and spec.activation.is_active(STEADY, late)
 
     def pipeline(self, choice: Choice, wires: Wires) -> Pipeline:
         """The pipeline and the times of its chunks."""

@@ -61,7 +61,7 @@ class Engines:
         plan: the compressors of all points.
         experts: counts the tokens of each expert, in layers with experts.
         replicas: torch's DistributedDataParallel around the chunk, with ``--DDP-impl torch``.
-        joint: the steps that all islands take together.
+        sync_warmup: the steps that all islands take together.
         outer: this rank's part in rounds of islands; None without the point ``outer``.
     """
 
@@ -81,7 +81,7 @@ class Engines:
     expert_comm: ExpertComm
     plan: CompressionPlan
     experts: ExpertTally
-    joint: SyncWarmup
+    sync_warmup: SyncWarmup
     outer: OuterSync | None
 
     def begin_step(self, iteration: int, seq_length: int | None = None) -> None:
@@ -96,7 +96,7 @@ class Engines:
         for observer in self.ledger.observers:
             observer.begin_step(iteration)
         self.plan.begin_step(iteration)
-        self.joint.begin_step(iteration)
+        self.sync_warmup.begin_step(iteration)
         self.comm.begin_step(iteration)
         self.expert_comm.begin_step(iteration)
         self.sync.begin_step(iteration, scale)
@@ -139,7 +139,7 @@ class Engines:
         if self.channel is None:
             return False
         points = (Point.PP_FWD, Point.PP_BWD)
-        return any(self.plan.compressed(point) and self.plan.codec(point).traits.tokens for point in points)
+        return any(self.plan.is_compressed(point) and self.plan.codec(point).traits.tokens for point in points)
 
 
 def layout_of(config: RunConfig, world_size: int) -> Layout:
@@ -188,7 +188,7 @@ def build_engines(
     plan = CompressionPlan(specs, topology.coordinates.pp, layout.pp)
     steps, outer = plan.activation(Point.OUTER).warmup_iters, plan.specs.get(Point.OUTER)
     compressed = outer is not None and outer.outer_options.in_step == "compressed"
-    joint = SyncWarmup(config.islands.islands, steps, ledger, compressed)
+    sync_warmup = SyncWarmup(config.islands.islands, steps, ledger, compressed)
     seeds = MessageSeeds()
     comm = TensorComm(
         topology.tp, ledger, plan, parallel.sequence_parallel, parallel.async_tensor_model_parallel_allreduce, seeds
@@ -212,7 +212,7 @@ def build_engines(
         parallel.overlap_grad_reduce,
         reduces,
         config.optimizer.clip_grad,
-        joint,
+        sync_warmup,
     )
     channel = _build_channel(config, topology, plan, ledger, comm) if layout.pp > 1 else None
     optimizer = Optimizer(
@@ -225,7 +225,7 @@ def build_engines(
         sharded=sharded,
         log_params_norm=config.logging.log_params_norm,
         log_num_zeros=config.logging.log_num_zeros_in_grad,
-        joint=joint,
+        sync_warmup=sync_warmup,
     )
     return Engines(
         config=config,
@@ -237,7 +237,7 @@ def build_engines(
         buffers=buffers,
         sync=sync,
         pipeline=PipelineEngine(
-            layout, topology.coordinates.pp, channel, seeds.begin_micro_batch, sync.before_last_backward
+            layout, topology.coordinates.pp, channel, seeds.begin_micro_batch, sync.begin_last_backward
         ),
         optimizer=optimizer,
         replicas=TorchReplicas(stages[0], topology.dp, ledger) if torch_ddp else None,
@@ -245,8 +245,8 @@ def build_engines(
         comm=comm,
         expert_comm=expert_comm,
         plan=plan,
-        experts=ExpertTally(config.model, stages, topology, ledger, joint),
-        joint=joint,
+        experts=ExpertTally(config.model, stages, topology, ledger, sync_warmup),
+        sync_warmup=sync_warmup,
         outer=_build_outer(config, topology, stages, buffers, optimizer, plan),
     )
 

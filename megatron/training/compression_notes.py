@@ -139,10 +139,10 @@ def stage_notes(engines: Engines) -> list[str]:
         return []
     flag = f"--moe-two-stage {mode}"
     if comm.nodes is None:
-        return [f"{flag}: no effect, {split.why}"] if mode == "on" else []
+        return [f"{flag}: no effect, {split.reason}"] if mode == "on" else []
     if split.node.size == 1:
-        return [f"{flag}: a token goes once to each rank that has experts for it ({split.why})"]
-    nodes = f"{len(split.nodes)} {'blocks' if split.why else 'nodes'} of {split.node.size} ranks"
+        return [f"{flag}: a token goes once to each rank that has experts for it ({split.reason})"]
+    nodes = f"{len(split.nodes)} {'blocks' if split.reason else 'nodes'} of {split.node.size} ranks"
     return [f"{flag}: a token goes once to each of {nodes} that has experts for it, and is handed on there"]
 
 

@@ -30,7 +30,7 @@ def coverage_notes(engines: Engines) -> list[str]:
     A collective call. Tensors for which a compressor would save nothing, and tensors that its options exclude
     (``stages``, ``when``), are sent uncompressed; if nothing is compressed, the line says so and suggests a remedy.
     """
-    points = [point for point in engines.plan.specs if engines.plan.compressed(point)]
+    points = [point for point in engines.plan.specs if engines.plan.is_compressed(point)]
     if not points:
         return []
     shares = [_shares(engines, point) for point in points]

@@ -140,5 +140,5 @@ def evaluate(engines: Engines, batches: MicroBatches, rounds: int, micro_batches
 
 def _sum(engines: Engines, totals: Tensor) -> None:
     pending = engines.topology.control.all_reduce(totals)
-    engines.ledger.sent(Point.CONTROL, pending.sent_bytes)
+    engines.ledger.count_message(Point.CONTROL, pending.sent_bytes)
     pending.wait()

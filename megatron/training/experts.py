@@ -13,7 +13,7 @@ from megatron.distributed.ledger import Ledger
 from megatron.distributed.topology import Topology
 from megatron.models.experts import Experts
 from megatron.models.stage import Stage
-from megatron.parallel.data.sync_warmup import SyncWarmup, alone
+from megatron.parallel.data.sync_warmup import SyncWarmup, no_sync_warmup
 from megatron.parallel.expert.router import ExpertContext
 from megatron.training.metrics import ExpertLoads
 
@@ -36,10 +36,10 @@ class ExpertTally:
         stages: Sequence[Stage],
         topology: Topology,
         ledger: Ledger,
-        joint: SyncWarmup | None = None,
+        sync_warmup: SyncWarmup | None = None,
     ) -> None:
         self._config, self._topology, self._ledger = config, topology, ledger
-        self._joint = alone() if joint is None else joint
+        self._sync_warmup = no_sync_warmup() if sync_warmup is None else sync_warmup
         self._layers = list(config.expert_layers)
         self._most = max(config.expert_layers.values(), default=0)
         self._experts = {
@@ -85,9 +85,9 @@ class ExpertTally:
                 row[self._most :] += next(chunks)
         totals = totals.to(self._topology.device)
         pending = self._topology.world.all_reduce(totals)
-        self._ledger.sent(Point.CONTROL, pending.sent_bytes)
+        self._ledger.count_message(Point.CONTROL, pending.sent_bytes)
         self._ledger.wait_for(Point.CONTROL, pending)
-        self._joint.all_reduce([totals])
+        self._sync_warmup.all_reduce([totals])
         counts_le, losses_ln = totals[:, : self._most].cpu(), totals[:, self._most :].cpu()
         numbers = self._config.expert_layers
         loads = {
@@ -97,7 +97,7 @@ class ExpertTally:
             self._keep(loads)
             if self._config.moe_router_enable_expert_bias:
                 self._move_biases(counts_le)
-        replicas = self._topology.layout.dp * self._joint.islands
+        replicas = self._topology.layout.dp * self._sync_warmup.islands
         loss = float((losses_ln.sum(0) * weights).sum()) / (micro_batches * replicas)
         return {MOE_LOSS: loss}, loads
 

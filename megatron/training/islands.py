@@ -273,12 +273,12 @@ def meet_islands(engines: Engines, env: LaunchEnvironment, iteration: int, islan
     if islands is None:
         return Membership()
     config = engines.config
-    in_step = iteration < engines.joint.steps
+    in_step = iteration < engines.sync_warmup.steps
     begins = islands.begin_generation(
         iteration, in_step, _identity(config, env, engines.topology.device), _fingerprint(engines)
     )
     if islands.starts_synchronously:
-        engines.joint.group = islands.group_of(range(islands.count), "joint", longest_wait(config.parallel))
+        engines.sync_warmup.group = islands.group_of(range(islands.count), "joint", longest_wait(config.parallel))
     return Membership(islands, begins)
 
 

@@ -220,7 +220,7 @@ def run(
         timers = Timers(config.logging.timing_log_level, config.logging.timing_log_option, clock=engines.ledger.clock)
         reporter = Reporter(engines, plan, progress, timers)
         checkpoints = RunCheckpoints(engines, schedule, progress, rank_0_log(topology), lock)
-        _begin(checkpoints, saved, folders_of_others(config, saved, topology, engines.joint.steps), job, log)
+        _begin(checkpoints, saved, folders_of_others(config, saved, topology, engines.sync_warmup.steps), job, log)
     met = meet_islands(engines, env, position.iteration, islands)
     # Raises UserError on every rank when a log cannot be opened.
     together(topology.control.pg, reporter.open)

@@ -181,7 +181,7 @@ def train_step(
     length = seq_length or config.model.seq_length
     timers = timers or Timers(clock=ledger.clock)
     last_chunk = _forward_backward(engines, batches, iteration, length, timers)
-    replicas = engines.topology.layout.dp * engines.joint.count
+    replicas = engines.topology.layout.dp * engines.sync_warmup.count
     losses, all_finite = _reduce(engines, last_chunk, iteration, timers)
     with ledger.computing(), timers("optimizer", level=1), ledger.span("optimizer"):
         totals = engines.optimizer.step(
@@ -191,12 +191,12 @@ def train_step(
             weight_decay=weight_decay,
             decoupled_lr=decoupled_lr,
             votes=votes,
-            publish_update=engines.sync.wants_update,
+            publish_update=engines.sync.needs_update,
             freeze_variance=engines.sync.freezes_variance,
             clipped=engines.sync.clips_first,
             all_finite=all_finite,
         )
-    if not totals.skipped and engines.sync.wants_update:
+    if not totals.skipped and engines.sync.needs_update:
         engines.sync.observe_update()
     own_losses, loads = engines.experts.finish_step(len(batches), not totals.skipped)
     engines.plan.steps.skipped += totals.skipped
@@ -227,12 +227,12 @@ def _reduce(
     with engines.ledger.computing(), timers(reduction, level=1):
         losses = _reported(engines, last_chunk)
         all_finite = engines.sync.finish_reduction(sum(count for _, count in losses.values()))
-        joint = engines.joint
-        if all_finite and joint.active and joint.compressed:
+        sync_warmup = engines.sync_warmup
+        if all_finite and sync_warmup.active and sync_warmup.compressed:
             assert engines.outer is not None
-            assert joint.group is not None
-            with joint.explain_errors():
-                engines.outer.sum_gradients(joint.group, iteration, engines.optimizer.loss_scale.scale)
+            assert sync_warmup.group is not None
+            with sync_warmup.explain_errors():
+                engines.outer.sum_gradients(sync_warmup.group, iteration, engines.optimizer.loss_scale.scale)
         return losses, all_finite
 
 
@@ -253,11 +253,11 @@ def _divisors(engines: Engines, batches: Sequence[Batch]) -> Tensor | None:
     dp = engines.topology.dp
     counts = torch.stack([engines.stages[-1].counts(_targets(batch)) for batch in batches]).double().sum(dim=0)
     pending = dp.all_reduce(counts)
-    engines.ledger.sent(Point.CONTROL, pending.sent_bytes)
+    engines.ledger.count_message(Point.CONTROL, pending.sent_bytes)
     engines.ledger.wait_for(Point.CONTROL, pending)
-    engines.joint.all_reduce([counts])
+    engines.sync_warmup.all_reduce([counts])
     # A loss without any counted label is zero, whatever the divisor.
-    return counts.clamp_(min=1.0) / (len(batches) * dp.size * engines.joint.islands)
+    return counts.clamp_(min=1.0) / (len(batches) * dp.size * engines.sync_warmup.islands)
 
 
 def _forward_backward(
@@ -281,7 +281,7 @@ def _forward_backward(
     # A micro-batch's objective is its share of the batch mean, times the number of micro-batches. Auxiliary losses of
     # expert layers, means over all tokens of a micro-batch, have the same gradient.
     loss_grad = torch.tensor(
-        engines.optimizer.loss_scale.scale / (count * engines.topology.layout.dp * engines.joint.islands),
+        engines.optimizer.loss_scale.scale / (count * engines.topology.layout.dp * engines.sync_warmup.islands),
         dtype=torch.float64 if config.precision.fp64 else torch.float32,
         device=engines.topology.device,
     )

@@ -29,7 +29,7 @@ def gather_rows(group: Group, ledger: Ledger, values: list[float]) -> list[list[
     mine = torch.tensor([values], dtype=torch.float64)
     rows = torch.empty((group.size, len(values)), dtype=torch.float64)
     pending = group.all_gather(rows, mine)
-    ledger.sent(Point.CONTROL, pending.sent_bytes)
+    ledger.count_message(Point.CONTROL, pending.sent_bytes)
     pending.wait()
     return [[float(x) for x in row] for row in rows.tolist()]
 
@@ -139,7 +139,7 @@ class TrafficMeter:
                 sums[point][row] += value
             if group is not None:
                 pending = group.all_reduce(figures)
-                self.engines.ledger.sent(Point.CONTROL, pending.sent_bytes)
+                self.engines.ledger.count_message(Point.CONTROL, pending.sent_bytes)
                 pending.wait()
             warnings += self._grown(point, names, figures)
         return sums, warnings

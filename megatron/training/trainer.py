@@ -186,9 +186,9 @@ class Trainer:
         done, engines = self.progress.iteration, self.engines
         if self.rounds is not None:
             self.rounds.before_step(done)
-        engines.joint.begin_step(done)
+        engines.sync_warmup.begin_step(done)
         with engines.ledger.uncounted():
-            votes = StepSummary(votes=votes).all_reduce(engines.topology, engines.ledger, engines.joint).votes
+            votes = StepSummary(votes=votes).all_reduce(engines.topology, engines.ledger, engines.sync_warmup).votes
         self._count_iteration(step_taken=False)
         self.progress.skipped += 1
         self.reporter.report_if_due(done + 1)

@@ -17,7 +17,7 @@ from megatron.compression.edgc import RankByEntropy, RankController
 from megatron.compression.points import Point
 from megatron.config.model import LM_LOSS
 from megatron.parallel.data.buffer import ParamSlot
-from megatron.parallel.data.gradient_sync import own_share
+from megatron.parallel.data.gradient_sync import local_share
 from megatron.training.assembly import Engines
 from megatron.training.coverage import coverage_notes
 from megatron.training.replica_check import disagreements
@@ -371,7 +371,7 @@ def test_gathered_differences_follow_the_optimizer(dense: Trace) -> None:
 def _gathered(changes: Changes, iterations: int) -> tuple[list[int], Trace]:
     """The numbers in this rank's share of each bucket, and what a run sent."""
     engines = tiny_engines(changes)
-    found = [own_share(bucket, engines.topology.dp, True) for buffer in engines.buffers for bucket in buffer.buckets]
+    found = [local_share(bucket, engines.topology.dp, True) for buffer in engines.buffers for bucket in buffer.buckets]
     return [share.stop - share.start for share in found], tiny_train(engines, iterations)
 
 

@@ -169,10 +169,10 @@ def _check_staged() -> list[str]:
     check("all-gather", lambda: group.all_gather(out, row), row, out, torch.stack([y[r] for r, y in enumerate(xs)]))
     scattered = torch.full((1, 3), -9.0)
     check("reduce-scatter", lambda: group.reduce_scatter(scattered, x), x, scattered, sums[rank : rank + 1])
-    check("all-to-all", lambda: group.exchange(out, x), x, out, torch.stack([y[rank] for y in xs]))
+    check("all-to-all", lambda: group.all_to_all(out, x), x, out, torch.stack([y[rank] for y in xs]))
     into, kept = torch.full((n, 3), -9.0), torch.stack([y[rank] for y in xs])
     kept[rank] = -9.0
-    check("parts", lambda: group.exchange_parts(list(into), list(x)), x, into, kept)
+    check("parts", lambda: group.all_to_all_uneven(list(into), list(x)), x, into, kept)
     told = xs[rank].clone()
     check("broadcast", lambda: group.broadcast(told, 1), told, told, xs[1])
     told = xs[rank].clone()
@@ -206,7 +206,7 @@ def _check_large_exchanges(kind: str) -> list[str]:
     exchanged, gathered = torch.empty(n, size), torch.empty(n * size)
     reduced, small = torch.empty(size), torch.ones(3)
     pendings = [
-        group.exchange(exchanged, rows[rank].clone()),
+        group.all_to_all(exchanged, rows[rank].clone()),
         group.all_gather(gathered, rows[rank][0].clone()),
         group.all_reduce(small),
         group.reduce_scatter(reduced, rows[rank].clone().view(-1)),
@@ -240,7 +240,7 @@ def _check_many_at_once() -> bool:
     pendings = [
         start
         for x, got, whole in zip(rows, received, gathered, strict=True)
-        for start in (group.exchange(got, x), group.all_gather(whole, x[0].clone()))
+        for start in (group.all_to_all(got, x), group.all_gather(whole, x[0].clone()))
     ]
     for pending in reversed(pendings):
         pending.wait()
@@ -258,7 +258,7 @@ def _lose_a_peer(folder: Path) -> None:
     if group.rank == 2:
         os._exit(0)
     try:
-        group.exchange(torch.empty(3, 1 << 20), torch.ones(3, 1 << 20)).wait()
+        group.all_to_all(torch.empty(3, 1 << 20), torch.ones(3, 1 << 20)).wait()
     except CommunicationError as error:
         (folder / str(group.rank)).write_text(str(error))
 

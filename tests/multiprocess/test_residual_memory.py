@@ -74,7 +74,7 @@ def _cost(spec: str) -> tuple[int, int, int]:
         mode.nbytes = 0
         with mode:
             reducer.finish_reduction()
-        if reducer.wants_update:
+        if reducer.needs_update:
             reducer.observe()
         for state in states:
             state.commit()

@@ -73,7 +73,7 @@ def _collectives() -> dict[str, tuple[int, int]]:
         "short all-reduce": lambda: group.all_reduce(x[:200_000]),
         "reduce-scatter": lambda: group.reduce_scatter(out, x),
         "all-gather": lambda: group.all_gather(x, out),
-        "exchange": lambda: group.exchange(torch.empty_like(x).view(size, -1), x.view(size, -1)),
+        "exchange": lambda: group.all_to_all(torch.empty_like(x).view(size, -1), x.view(size, -1)),
         "gather": lambda: group.collect(torch.empty(size if group.rank == 0 else 0, 600_000), out),
         "scatter": lambda: group.distribute(out),
     }

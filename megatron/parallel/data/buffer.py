@@ -1,7 +1,7 @@
-"""Contiguous parameters and gradients of a model chunk, cut into buckets.
+"""Contiguous parameters and gradients of a model chunk, divided into buckets.
 
-Parameters and gradients of a chunk lie in two flat tensors in the same order, so that a single collective serves many
-parameters and the sharded optimizer can own any equal part of a bucket.
+Parameters and gradients of a chunk are stored in two flat tensors in the same order, so that a single collective
+transfers many parameters, and each rank of the sharded optimizer owns an equal share of every bucket.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from megatron.distributed.group import Group
 from megatron.parallel.tensor.main_grad import MainGrad, attach
 from megatron.parallel.tensor.shards import ParamSpec
 
-_ALIGNED = 8
-"""Alignment in elements: 16 bytes, which GPU matrix products want, in the narrowest dtype."""
-_AT_ONCE = 1 << 18
-"""Elements converted per piece: few enough to stay in a processor's cache until they are added."""
+_ALIGNMENT = 8
+"""Alignment in elements: 16 bytes in the narrowest dtype, for GPU matrix products."""
+_CONVERTED_ELEMENTS = 1 << 18
+"""Elements per conversion, few enough to stay in the CPU cache until they are added."""
 
 
 NamedParam = tuple[str, str, ParamSpec, nn.Parameter]
-"""A parameter: its local name, its logical name, its spec, and itself."""
+"""(local name, logical name, spec, parameter)."""
 
 
 def replaces_grads(device: torch.device) -> bool:
-    """Whether the first gradients of a step overwrite those of the last step, which are then not cleared."""
+    """Whether a step's first gradients overwrite the last step's gradients, which makes clearing unnecessary."""
     return device.type == "cpu"
 
 
 class BucketKind(enum.Enum):
-    """The reason why a bucket is separate from the others."""
+    """Kind of parameters in a bucket. Parameters of different kinds never share a bucket."""
 
     PLAIN = "plain"
-    """Reduced as soon as backward has filled it."""
+    """Parameters whose bucket is reduced as soon as backward has filled it."""
     REPLICATED = "replicated"
-    """Parameters replicated on every tensor-parallel rank: a compressor of whole buckets must treat them alike on all
-    of these ranks, so nothing that differs between ranks may share their buckets."""
+    """Parameters replicated over tensor-parallel ranks. A compressor of whole buckets must give these ranks the same
+    result, so their buckets hold no other parameters."""
     PARTIAL = "partial"
-    """Parameters whose gradients must first be all-reduced over tensor-parallel ranks (sequence parallelism)."""
+    """Parameters with partial gradients, first all-reduced over tensor-parallel ranks (sequence parallelism)."""
     TIED = "tied"
-    """A tied embedding: alone, so that all of its holders cut it into the same shares."""
+    """A tied embedding, in a separate bucket so that all stages with a copy divide it into the same shares."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class ParamSlot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """A range of the flat tensors that is reduced as a whole; its length is a multiple of the number of shares."""
+    """A range of the flat tensors that is reduced as a unit. The length is a multiple of the number of shares."""
 
     kind: BucketKind
     start: int
@@ -70,21 +70,21 @@ class Bucket:
 
 
 class FlatBuffer:
-    """Flat parameters and gradients of a chunk, for parameters with the same replicas.
+    """Flat parameters and gradients of a chunk, for all parameters with the same replicas.
 
     Args:
         params: (local name, logical name, spec, parameter) in the order of the forward pass.
-        grad_dtype: dtype in which gradients accumulate.
-        group: the ranks that hold replicas of these parameters.
-        bucket_elements: buckets are closed at this size; None puts everything in a single bucket.
-        sharded: every bucket must divide into equal parts, one per replica.
+        grad_dtype: dtype of accumulated gradients.
+        group: ranks with replicas of these parameters.
+        bucket_elements: minimum size of a bucket in elements; None for a single bucket.
+        sharded: every bucket must divide into equal shares, one per replica.
         tensor_parallel: there are several tensor-parallel ranks.
         chunk: number of the chunk on this rank.
 
-    After construction the parameters are views into ``params_flat``; where the dtypes agree their ``grad`` is a view
-    into ``grads_flat`` that autograd accumulates into, else a hook adds each gradient there. On CPUs, where clearing
-    and adding are expensive, the first gradient of a step overwrites the previous contents instead, and backward
-    functions write it themselves (``MainGrad``).
+    After construction, the parameters are views of ``params_flat``. If the dtypes agree, their ``grad`` is a view of
+    ``grads_flat`` into which autograd accumulates, else a hook adds each gradient to ``grads_flat``. On CPUs, where
+    clearing and adding are expensive, the first gradient of a step overwrites the previous contents, and backward
+    functions write the gradient themselves (``MainGrad``).
     """
 
     def __init__(
@@ -107,16 +107,16 @@ class FlatBuffer:
         self.grads_flat = torch.zeros(size, dtype=grad_dtype, device=first.device)
         self.direct = grad_dtype == first.dtype
         self._on_bucket_full: Callable[[int], None] | None = None
-        self._missing: list[int] = []
+        self._num_missing: list[int] = []
         self._replaces = replaces_grads(first.device)
         self._main_grads: list[tuple[nn.Parameter, MainGrad]] = []
         self._nodes: list[Node] = []
         for index, bucket in enumerate(self.buckets):
             for slot in bucket.slots:
-                self._adopt(slot, index)
+                self._place_param(slot, index)
 
-    def _adopt(self, slot: ParamSlot, bucket: int) -> None:
-        """Moves a parameter into the flat tensors and hooks its gradient."""
+    def _place_param(self, slot: ParamSlot, bucket: int) -> None:
+        """Moves a parameter into the flat tensors and registers the hooks for its gradient."""
         param = slot.param
         view = self.params_flat[slot.start : slot.stop].view(param.shape)
         view.copy_(param.data)
@@ -129,7 +129,7 @@ class FlatBuffer:
         has_finished = False  # in the running backward
 
         def before_accumulation(gradients: Sequence[Tensor | None]) -> None:
-            """Have autograd add to what functions have written; without a gradient of autograd's, finish here."""
+            """Set ``param.grad``, so that autograd adds to the written gradient; without a gradient, finish."""
             nonlocal has_finished
             has_finished = gradients[0] is None
             if self.direct and main_grad.open and main_grad.written:
@@ -138,30 +138,30 @@ class FlatBuffer:
                 finish()
 
         def after_accumulation(param: nn.Parameter) -> None:
-            """Take a gradient that autograd has stored; some versions of torch call this without any, too."""
+            """Move a gradient that autograd has stored. Some torch versions call the hook without a gradient, too."""
             if has_finished:
                 return
             grad = param.grad
             if grad is not None and grad is not memory:
-                self._take(param, main_grad, grad)
+                self._move_grad(param, main_grad, grad)
             finish()
 
         def finish() -> None:
-            # Without a gradient, or while a forward's claim is open, the range is not final: the reducer launches the
-            # bucket when all backwards are over.
+            # Without a gradient, or while a forward pass has claimed the memory, the range is not final: the reducer
+            # then launches the bucket after the last backward.
             if self._on_bucket_full is not None and main_grad.written:
-                self._missing[bucket] -= 1
-                if self._missing[bucket] == 0:
+                self._num_missing[bucket] -= 1
+                if self._num_missing[bucket] == 0:
                     self._on_bucket_full(bucket)
 
-        # The node lives as long as somebody holds it, and its hooks with it.
+        # The hooks live as long as a reference to the node.
         node = get_gradient_edge(param).node
         node.register_prehook(before_accumulation)
         self._nodes.append(node)
         param.register_post_accumulate_grad_hook(after_accumulation)
 
-    def _take(self, param: nn.Parameter, main_grad: MainGrad, grad: Tensor) -> None:
-        """Moves a gradient from memory of autograd's to the main gradient."""
+    def _move_grad(self, param: nn.Parameter, main_grad: MainGrad, grad: Tensor) -> None:
+        """Moves a gradient from autograd's memory to the main gradient."""
         param.grad = None
         if not main_grad.written:
             main_grad.accumulate(lambda _: grad.detach())
@@ -173,10 +173,10 @@ class FlatBuffer:
             param.grad = main_grad.memory
 
     def begin_grads(self) -> None:
-        """Begins a step's gradients; also drops the pending notification of an abandoned step.
+        """Begins a step's gradients. Also cancels the notification of an abandoned step.
 
-        Until its first gradient, or ``complete_grads``, a parameter's range of ``grads_flat`` is undefined. Padding is
-        zero from here on: a bucket may be launched as soon as its parameters have their gradients.
+        A parameter's range of ``grads_flat`` is undefined until its first gradient or ``complete_grads``. Padding is
+        zeroed now, because a bucket may be launched as soon as its parameters have gradients.
         """
         self._on_bucket_full = None
         if not self._replaces:
@@ -189,7 +189,7 @@ class FlatBuffer:
             self.grads_flat[bucket.slots[-1].stop : bucket.stop].zero_()
 
     def complete_grads(self) -> None:
-        """After a step's last backward: zeroes the gradients of parameters that received none."""
+        """Zeroes the gradients of parameters without a gradient, after the last backward of a step."""
         if not self._replaces:
             return
         for param, main_grad in self._main_grads:
@@ -198,29 +198,31 @@ class FlatBuffer:
                 param.grad = main_grad.memory
 
     def notify_when_full(self, on_bucket_full: Callable[[int], None]) -> None:
-        """Announces the step's last backward: calls back with each bucket that it completes."""
+        """Calls ``on_bucket_full`` with the index of each bucket that the coming, last backward of the step fills."""
         self._on_bucket_full = on_bucket_full
-        self._missing = [len(bucket.slots) for bucket in self.buckets]
+        self._num_missing = [len(bucket.slots) for bucket in self.buckets]
 
     def params_of(self, bucket: Bucket) -> Tensor:
-        """Flat parameters of a bucket, padding included."""
+        """Flat parameters of a bucket, including padding."""
         return self.params_flat[bucket.start : bucket.stop]
 
     def grads_of(self, bucket: Bucket) -> Tensor:
-        """Flat gradients of a bucket, padding included."""
+        """Flat gradients of a bucket, including padding."""
         return self.grads_flat[bucket.start : bucket.stop]
 
 
 def _add_converted(main_grad: Tensor, grad: Tensor) -> None:
-    """Adds a gradient of another dtype; on a CPU torch would first convert a copy of all of it."""
+    """Adds a gradient with a different dtype in chunks: on a CPU, torch would convert a copy of the whole gradient."""
     if main_grad.is_cpu:
-        for chunk, addend in zip(main_grad.view(-1).split(_AT_ONCE), grad.reshape(-1).split(_AT_ONCE), strict=True):
-            chunk.add_(addend)
+        flat, addends = main_grad.view(-1), grad.reshape(-1)
+        for start in range(0, flat.numel(), _CONVERTED_ELEMENTS):
+            chunk = slice(start, start + _CONVERTED_ELEMENTS)
+            flat[chunk].add_(addends[chunk])
     else:
         main_grad.add_(grad)
 
 
-def _kind(spec: ParamSpec, tensor_parallel: bool) -> BucketKind:
+def _bucket_kind(spec: ParamSpec, tensor_parallel: bool) -> BucketKind:
     if spec.tied is not None:
         return BucketKind.TIED
     if spec.partial_grad:
@@ -234,22 +236,22 @@ def plan_buckets(
     bucket_elements: int | None,
     tensor_parallel: bool,
 ) -> list[Bucket]:
-    """Buckets in the order in which backward fills them: plain buckets from the model's end, then the others."""
+    """Plans buckets in the order in which backward fills them: plain buckets from the last layer, then other kinds."""
     buckets: list[Bucket] = []
     for kind in BucketKind:
-        members = [p for p in reversed(params) if _kind(p[2], tensor_parallel) is kind]
-        for bucket_params in _fill(members, 1 if kind is BucketKind.TIED else bucket_elements):
+        members = [p for p in reversed(params) if _bucket_kind(p[2], tensor_parallel) is kind]
+        for bucket_params in _split_params(members, 1 if kind is BucketKind.TIED else bucket_elements):
             start = position = buckets[-1].stop if buckets else 0
             slots: list[ParamSlot] = []
-            for name, logical, spec, param in _equal_shapes_adjoin(bucket_params):
+            for name, logical, spec, param in _sort_params(bucket_params):
                 slots.append(ParamSlot(name, logical, spec, param, position, position + param.numel()))
                 position += param.numel()
-            multiple = shares * _ALIGNED
+            multiple = shares * _ALIGNMENT
             buckets.append(Bucket(kind, start, start + -(-(position - start) // multiple) * multiple, tuple(slots)))
     return buckets
 
 
-def _fill(members: Sequence[NamedParam], bucket_elements: int | None) -> list[Sequence[NamedParam]]:
+def _split_params(members: Sequence[NamedParam], bucket_elements: int | None) -> list[Sequence[NamedParam]]:
     """Splits a list of parameters into buckets of at least ``bucket_elements`` elements."""
     groups: list[Sequence[NamedParam]] = []
     begin = size = 0
@@ -261,22 +263,22 @@ def _fill(members: Sequence[NamedParam], bucket_elements: int | None) -> list[Se
     return groups
 
 
-def _equal_shapes_adjoin(members: Sequence[NamedParam]) -> list[NamedParam]:
-    """Orders matrices before vectors and equal shapes adjacently, so that compressors get stacks without a copy.
+def _sort_params(members: Sequence[NamedParam]) -> list[NamedParam]:
+    """Sorts matrices before vectors and equal shapes next to each other, so that compressors stack them without a copy.
 
-    Expert parameters follow the model's order, not that of backward, so that grouped products get stacks, too. Odd
-    sizes come last, which keeps all others aligned.
+    Expert parameters follow the order of the model instead of backward, so that grouped products use stacks, too. Odd
+    sizes come last, which keeps all other parameters aligned.
     """
     shapes = list(dict.fromkeys(member[3].shape for member in members))
 
     def sort_key(numbered: tuple[int, NamedParam]) -> tuple[bool, bool, int, bool, list[str], int]:
         number, (name, _, spec, param) = numbered
         order = spec.of_expert, name.split(".")[-2:] if spec.of_expert else [], -number if spec.of_expert else number
-        return bool(param.numel() % _ALIGNED), param.dim() < 2, shapes.index(param.shape), *order
+        return bool(param.numel() % _ALIGNMENT), param.dim() < 2, shapes.index(param.shape), *order
 
     return [member for _, member in sorted(enumerate(members), key=sort_key)]
 
 
 def named_params(specs: Mapping[str, tuple[str, ParamSpec]], model: nn.Module) -> list[NamedParam]:
-    """The model's parameters in the form that ``FlatBuffer`` takes."""
+    """List the model's parameters for ``FlatBuffer``."""
     return [(name, *specs[name], param) for name, param in model.named_parameters()]

@@ -42,7 +42,7 @@ def clip_replica(
     ]
     squares[topology.dp.rank] = sum_of_squares(grads)
     pending = topology.world.all_reduce(squares)
-    ledger.sent(Point.CONTROL, pending.sent_bytes)
+    ledger.count_message(Point.CONTROL, pending.sent_bytes)
     ledger.wait_for(Point.CONTROL, pending)
     grad_sq = float(squares[topology.dp.rank])
     if not math.isfinite(grad_sq):

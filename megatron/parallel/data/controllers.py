@@ -14,7 +14,7 @@ from megatron.distributed.group import Group
 from megatron.distributed.ledger import Ledger
 from megatron.distributed.policy import CompressionPlan
 from megatron.distributed.round_driver import start_request
-from megatron.parallel.data.trial import TriedReduction, meet, run_trial
+from megatron.parallel.data.trial import TrialReduction, meet, run_trial
 
 Log = Callable[[str], None]
 
@@ -31,7 +31,7 @@ class ReducedPoint:
 
     flats: Sequence[Tensor]
     shapes: Sequence[tuple[int, ...]]
-    tried: Callable[[CompressionPlan], Iterable[TriedReduction]]
+    tried: Callable[[CompressionPlan], Iterable[TrialReduction]]
 
 
 class Controllers:
@@ -89,7 +89,7 @@ class Controllers:
         """
         for point, controller in self.by_point.items():
             reduced_point = look(point)
-            compressed = self.plan.on(point, iteration)
+            compressed = self.plan.is_active(point, iteration)
             flats = reduced_point.flats if all_finite else []
             stage, ahead_s = self.plan.stage, self._ahead_s
             reduced = Reduced(iteration, flats, reduced_point.shapes, scale, compressed, stage, ahead_s)
@@ -108,10 +108,10 @@ class Controllers:
 
     def _serve(self, point: Point, request: Request | Trial, reduced_point: ReducedPoint) -> Tensor:
         if isinstance(request, Trial):
-            tried = reduced_point.tried(self.plan.trial(point, request.options))
+            tried = reduced_point.tried(self.plan.make_trial_plan(point, request.options))
             return run_trial(request, tried, self.world, self.ledger)
         pending, result = start_request(request, self.world)
-        self.ledger.sent(Point.CONTROL, pending.sent_bytes)
+        self.ledger.count_message(Point.CONTROL, pending.sent_bytes)
         self.ledger.wait_for(Point.CONTROL, pending)
         return result
 

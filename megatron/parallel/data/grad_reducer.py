@@ -1,4 +1,4 @@
-"""Bucketed reduction of gradients over replicas, overlapped with backward."""
+"""Bucketed reduction of gradients over data-parallel replicas, overlapped with backward."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from megatron.parallel.data.reducer import BucketReducer, GradBucket, ParamStack
 class GradReducer(BucketReducer):
     """Reduction of gradient buckets over replicas, launched as they become ready.
 
-    Buckets are launched in list order, regardless of the order in which they become ready, so that every rank issues
-    its collectives in the same order by construction. In a step: ``begin_step``, ``mark_ready`` for buckets that
+    Buckets are launched in list order, regardless of the order in which they become ready, so that all ranks issue
+    their collectives in the same order. Call order in a step: ``begin_step``, ``mark_ready`` for each bucket that
     backward has filled, ``finish_reduction``.
 
     Args:
@@ -37,7 +37,7 @@ class GradReducer(BucketReducer):
         point: Point = Point.DP_GRAD,
     ) -> None:
         super().__init__(buckets, group, plan, ledger, sharded, point)
-        self._checks = False
+        self._checks_finite = False
         self._ready = [False] * len(buckets)
         self._finite: list[Tensor] = []
 
@@ -46,27 +46,27 @@ class GradReducer(BucketReducer):
 
         Args:
             iteration: 0-based.
-            scale: the loss scale of the gradients.
-            checks: check whether the local gradients are finite (``finite``).
+            scale: loss scale of the gradients.
+            checks: whether to check that the local gradients are finite (``finite``).
         """
-        self._on = self.plan.on(self.point, iteration)
+        self._on = self.plan.is_active(self.point, iteration)
         self._scale = scale
-        self._checks = checks
+        self._checks_finite = checks
         self._finite = []
 
     def launch_signature(self) -> Hashable:
-        """Launch signature of the kernels that a ready bucket launches."""
-        used = [(index, *pair) for index, units in enumerate(self.units) for pair in self._used(units)]
-        signature = combine_keys(*(compressor.launch_signature(unit.state) for _, unit, compressor in used))
+        """Launch signature of the kernels that ready buckets launch."""
+        selected = [(index, *pair) for index, units in enumerate(self.units) for pair in self._select_units(units)]
+        signature = combine_keys(*(compressor.launch_signature(unit.state) for _, unit, compressor in selected))
         if signature is None:
             return None
-        compressed_units = tuple((index, unit.shape, type(compressor)) for index, unit, compressor in used)
+        compressed_units = tuple((index, unit.shape, type(compressor)) for index, unit, compressor in selected)
         options = self.plan.options(self.point) if self._on else None
-        return self.point, options, self._scale == 1.0, self._checks, compressed_units, signature
+        return self.point, options, self._scale == 1.0, self._checks_finite, compressed_units, signature
 
     @property
-    def wants_update(self) -> bool:
-        """Whether the compressor needs the optimizer's update of this step."""
+    def needs_update(self) -> bool:
+        """Whether a compressor needs this step's optimizer update."""
         states = (unit.state for units in self.units for unit in units)
         return self._on and self.compressor.traits.observes and any(state.count("awaiting") for state in states)
 
@@ -77,19 +77,19 @@ class GradReducer(BucketReducer):
 
     @property
     def clips_first(self) -> bool:
-        """Whether this step clips the local gradients instead of the reduced gradients."""
+        """Whether this step clips local instead of reduced gradients."""
         return self._on and self.compressor.traits.clips_first
 
     def observe(self) -> None:
-        """Pass the optimizer's update, which has replaced the gradients in the buckets, to the compressor."""
+        """Pass the optimizer's update, which the buckets now hold instead of gradients, to the compressor."""
         for bucket, units in zip(self.buckets, self.units, strict=True):
             for unit in units:
                 self.compressor.observe(unit.unscaled_view(bucket.flat, 1.0), unit.state)
 
     def mark_ready(self, index: int) -> None:
-        """Mark the local gradient of bucket ``index`` as final, and launch all buckets that are next in order.
+        """Mark the local gradients of bucket ``index`` as final, and launch the ready buckets that are next in order.
 
-        By then the intra-node rounds of the previous bucket have had time to complete, and its inter-node round starts.
+        The previous bucket's intra-node rounds have had time to complete, so its inter-node round is started first.
         """
         self._ready[index] = True
         while len(self._pending) < len(self.buckets) and self._ready[len(self._pending)]:
@@ -97,19 +97,19 @@ class GradReducer(BucketReducer):
                 before.advance_inside_nodes()
             self._pending.append(self._launch(self.buckets[len(self._pending)], self.units[len(self._pending)]))
 
-    def launch(self) -> None:
-        """Launch the remaining buckets: all local gradients are final."""
+    def launch_all(self) -> None:
+        """Launch the remaining buckets, after the last backward."""
         for index in range(len(self.buckets)):
             self.mark_ready(index)
 
     def record_finite(self, flat: Tensor) -> None:
-        """Record whether a local gradient is finite, if the step checks gradients."""
-        if self._checks:
+        """Record whether local gradients are finite, if the step checks gradients."""
+        if self._checks_finite:
             with self.ledger.encoding(self.point):
                 self._finite.append(finite_norm(flat)[1])
 
     def finite(self) -> Tensor:
-        """1 if all checked local gradients are finite, else 0."""
+        """Flag: 1 if all recorded local gradients are finite, else 0."""
         none = self.buckets[0].flat.new_ones((), dtype=torch.float64)
         return torch.stack([none, *self._finite]).amin()
 
@@ -118,24 +118,24 @@ class GradReducer(BucketReducer):
         return super()._launch(bucket, units)
 
     def finish_reduction(self, finite: bool = True) -> None:
-        """Wait for all buckets and leave the reduced gradients in them; their contents are undefined if not ``finite``.
+        """Complete all reductions; the buckets then hold the reduced gradients, or undefined values if not ``finite``.
 
-        Buckets take turns, a round each, so that coding a bucket hides the messages of the others. Intra-node rounds
-        take no separate turn, so that a bucket completes while other messages are still in flight between nodes; its
-        final decoding follows the next bucket's turn, so that it does not delay that bucket's message.
+        The buckets advance in turn by a round, so that encoding and decoding a bucket hides the messages of others.
+        Intra-node rounds do not wait for a turn, so that a bucket completes while other messages are in flight between
+        nodes. A completed bucket is decoded after the next bucket's turn, which would otherwise be delayed.
         """
-        self.launch()
-        active = self._under_way()
+        self.launch_all()
+        active = self._pending_buckets()
         finished: list[tuple[GradBucket, PendingBucket]] = []
         while active:
             remaining: list[tuple[GradBucket, PendingBucket]] = []
             for bucket, pending in active:
-                has_more = self._advance(pending, finite)
+                has_more = self._advance_bucket(pending, finite)
                 while finished:
-                    self._end(*finished.pop())
+                    self._finish_bucket(*finished.pop())
                 (remaining if has_more else finished).append((bucket, pending))
             active = remaining
         while finished:
-            self._end(*finished.pop())
+            self._finish_bucket(*finished.pop())
         self._ready = [False] * len(self.buckets)
         self._pending = []

@@ -16,7 +16,7 @@ from megatron.distributed.group import Group
 from megatron.distributed.ledger import Ledger
 from megatron.distributed.policy import CompressionPlan
 from megatron.parallel.data.buffer import Bucket, FlatBuffer
-from megatron.parallel.data.gradient_sync import own_share
+from megatron.parallel.data.gradient_sync import local_share
 from megatron.parallel.data.param_shards import ParamShard
 
 
@@ -54,7 +54,7 @@ class ParamAllGather:
 
     def publish(self, iteration: int) -> None:
         """Updates the model's parameters after the optimizer's update."""
-        if compresses(self.plan, self.sharded) and self.plan.activation(Point.PARAM_GATHER).on(iteration):
+        if compresses(self.plan, self.sharded) and self.plan.activation(Point.PARAM_GATHER).is_active(iteration):
             self._add_differences(iteration)
         else:
             self.publish_exactly()
@@ -71,7 +71,7 @@ class ParamAllGather:
         gathers = []
         for buffer, bucket in self._buckets:
             params = buffer.params_of(bucket)
-            share = params[own_share(bucket, buffer.group, True)]
+            share = params[local_share(bucket, buffer.group, True)]
             gathers.append(self._start(buffer.group, IdentityCodec(), share, None, params, None))
         for gather in gathers:
             gather.wait()
@@ -99,7 +99,7 @@ class ParamAllGather:
 
     def _difference(self, buffer: FlatBuffer, bucket: Bucket) -> Tensor:
         """Main values minus the model's in this rank's share of a bucket; padding is zero."""
-        share = own_share(bucket, buffer.group, True)
+        share = local_share(bucket, buffer.group, True)
         dtype = torch.float64 if buffer.params_flat.dtype == torch.float64 else torch.float32
         difference = torch.zeros(share.stop - share.start, dtype=dtype, device=buffer.params_flat.device)
         for slot in bucket.slots:
@@ -117,4 +117,4 @@ def compresses(plan: CompressionPlan, sharded: bool) -> bool:
 def separates(plan: CompressionPlan, sharded: bool) -> bool:
     """Whether main values have separate memory because gathers are lossy: on all stages or none, so that checkpoints
     hold all of them or none."""
-    return sharded and plan.compressed(Point.PARAM_GATHER)
+    return sharded and plan.is_compressed(Point.PARAM_GATHER)

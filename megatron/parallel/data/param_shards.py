@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.parallel.data.buffer import FlatBuffer, ParamSlot
-from megatron.parallel.data.gradient_sync import overlap_slots, own_share
+from megatron.parallel.data.gradient_sync import local_share, overlap_slots
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def own_shards(buffers: Sequence[FlatBuffer], sharded: bool, separate: bool = Fa
         counted = sharded or buffer.group.rank == 0
         main_dtype = torch.float64 if buffer.params_flat.dtype == torch.float64 else torch.float32
         for bucket in buffer.buckets:
-            for index, start, stop in overlap_slots(bucket, own_share(bucket, buffer.group, sharded)):
+            for index, start, stop in overlap_slots(bucket, local_share(bucket, buffer.group, sharded)):
                 slot = bucket.slots[index]
                 span = slice(slot.start + start, slot.start + stop)
                 model = buffer.params_flat[span]

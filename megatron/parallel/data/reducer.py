@@ -1,4 +1,4 @@
-"""Bucketed reduction: the compressed units of buckets, and the rounds that reduce them."""
+"""Bucketed reduction through a compressor: units of compression, and rounds of communication."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class GradBucket:
     """Gradients that are reduced together.
 
     Args:
-        flat: the gradients, contiguous.
-        ranges: the parameters in the bucket, in order; equal shapes are adjacent.
-        skipped: the bucket is reduced elsewhere (fused embedding).
+        flat: gradients, contiguous.
+        ranges: ranges of the parameters, in order, with equal shapes next to each other.
+        skipped: the bucket is not reduced here (fused embedding).
     """
 
     flat: Tensor
@@ -58,14 +58,14 @@ class GradBucket:
 
 @dataclass
 class ParamStack:
-    """Unit of compression: a stack of equally shaped parameters of a bucket, or a whole bucket.
+    """Unit of compression: a stack of parameters of equal shape, or a whole bucket.
 
     Args:
-        ranges: the parameters, adjacent in the bucket; empty for a whole bucket.
-        state: the compressor's state for the unit.
+        ranges: adjacent ranges of the bucket; empty for a whole bucket.
+        state: compressor state of the unit.
 
     Raises:
-        ValueError: when the parameters are not adjacent.
+        ValueError: when the ranges are not adjacent.
     """
 
     ranges: tuple[ParamRange, ...] = ()
@@ -74,7 +74,7 @@ class ParamStack:
     def __post_init__(self) -> None:
         for before, after in itertools.pairwise(self.ranges):
             if before.stop != after.start:
-                raise ValueError(f"{before.name} and {after.name} do not lie one behind the other in their bucket")
+                raise ValueError(f"{before.name} and {after.name} are not adjacent in their bucket")
 
     @property
     def shape(self) -> tuple[int, ...] | None:
@@ -88,23 +88,23 @@ class ParamStack:
         return flat[self.ranges[0].start : self.ranges[-1].stop].view(len(self.ranges), *self.ranges[0].shape)
 
     def unscaled_view(self, flat: Tensor, scale: float) -> Tensor:
-        """The unit's unscaled gradients in fp32 or fp64; they share the bucket's memory if the dtype allows."""
+        """Unscaled gradients in fp32 or fp64; a view of the bucket if the bucket's dtype is fp32 or fp64."""
         gradients = self.view(flat)
         x = gradients if gradients.dtype == torch.float64 else gradients.float()
         return x if scale == 1.0 else x.mul_(1.0 / scale)
 
     def write_back(self, flat: Tensor, x: Tensor, scale: float) -> None:
-        """Write the reduced gradients ``x``, in the memory of ``unscaled_view``, back to the bucket."""
+        """Scale the reduced gradients ``x``, the tensor of ``unscaled_view``, and write them to the bucket."""
         write(x if scale == 1.0 else x.mul_(scale), self.view(flat))
 
 
 @dataclass
 class PendingBucket:
-    """A bucket whose reduction is pending.
+    """Pending reduction of a bucket.
 
     Args:
-        reduction: the pending reduction; None for a bucket that is reduced elsewhere.
-        units: the compressed units, in the order of the first reductions.
+        reduction: the pending reduction; None for a skipped bucket.
+        units: compressed units, in the order of ``reduction.reductions``, which start with them.
     """
 
     reduction: PackedReduction | None
@@ -112,17 +112,17 @@ class PendingBucket:
 
 
 class BucketReducer:
-    """All-reduce (or reduce-scatter) of buckets over a group, through the compressor of a point.
+    """All-reduce or reduce-scatter of buckets over a group, through a point's compressor.
 
-    Nothing is copied: compressors receive views of the buckets, and the reduced values replace the local ones in place.
-    Subclasses say when buckets are launched and when results take effect.
+    Compressors receive views of the buckets, and reduced values replace local values in place. Subclasses decide when
+    to launch buckets and when to write results.
 
     Args:
-        buckets: the buckets; with ``sharded``, each length is a multiple of the group size.
-        group: the ranks.
-        plan: the compressor of the point, shared by all buckets, and its activation.
+        buckets: buckets to reduce; with ``sharded``, each length is a multiple of the group size.
+        group: ranks of the reduction.
+        plan: plan with the point's compressor.
         ledger: ledger that counts the bytes.
-        sharded: each rank needs only its own share of the result, as after a reduce-scatter.
+        sharded: each rank needs only its share of the result, as after a reduce-scatter.
         point: point of the reduction.
     """
 
@@ -141,14 +141,14 @@ class BucketReducer:
         self.plan = plan
         self.ledger = ledger
         self.sharded = sharded
-        self.units = [self._units(bucket) for bucket in buckets]
+        self.units = [self._make_units(bucket) for bucket in buckets]
         self._on = False
         self._scale = 1.0
         self._pending: list[PendingBucket] = []
 
     @property
     def compressor(self) -> RoundCompressor:
-        """The compressor, with this iteration's options."""
+        """Compressor with this iteration's options."""
         return self.plan.rounds(self.point)
 
     def states(self) -> Iterator[CompressorState]:
@@ -156,8 +156,8 @@ class BucketReducer:
         for units in self.units:
             yield from (unit.state for unit in units)
 
-    def _units(self, bucket: GradBucket) -> list[ParamStack]:
-        """Compressed units of a bucket; parameters in no unit are reduced exactly."""
+    def _make_units(self, bucket: GradBucket) -> list[ParamStack]:
+        """Make the compressed units of a bucket. Parameters outside the units are reduced exactly."""
         if not self.plan.covers(self.point, self.plan.stage) or bucket.skipped:
             return []
         if not self.compressor.traits.batched:
@@ -168,13 +168,15 @@ class BucketReducer:
                 shapes.setdefault(param.shape, []).append(param)
         return [ParamStack(tuple(places)) for places in shapes.values()]
 
-    def _used(self, units: Sequence[ParamStack]) -> list[tuple[ParamStack, RoundCompressor]]:
-        """Units of a bucket that are compressed in this step, with the compressor of each."""
-        serving = ((unit, self.plan.serving(self.point, unit.shape, unit.state)) for unit in units if self._on)
-        return [(unit, compressor) for unit, compressor in serving if compressor is not None]
+    def _select_units(self, units: Sequence[ParamStack]) -> list[tuple[ParamStack, RoundCompressor]]:
+        """Select a bucket's units that are compressed in this step, with their compressors."""
+        if not self._on:
+            return []
+        selected = ((unit, self.plan.select_compressor(self.point, unit.shape, unit.state)) for unit in units)
+        return [(unit, compressor) for unit, compressor in selected if compressor is not None]
 
     def residuals(self) -> Iterator[tuple[list[str], CompressorState]]:
-        """Parameter names (of a stack or a whole bucket) and state of each unit."""
+        """Parameter names and compressor state of each unit."""
         for bucket, units in zip(self.buckets, self.units, strict=True):
             for unit in units:
                 names = [param.name for param in unit.ranges or bucket.ranges]
@@ -185,28 +187,28 @@ class BucketReducer:
     def _launch(self, bucket: GradBucket, units: Sequence[ParamStack]) -> PendingBucket:
         if bucket.skipped:
             return PendingBucket(None, [])
-        serving = self._used(units)
-        used = [unit for unit, _ in serving]
+        selected = self._select_units(units)
+        compressed_units = [unit for unit, _ in selected]
         with self.ledger.encoding(self.point):
             reductions = [
-                TensorReduction(c, unit.unscaled_view(bucket.flat, self._scale), unit.state) for unit, c in serving
+                TensorReduction(c, unit.unscaled_view(bucket.flat, self._scale), unit.state) for unit, c in selected
             ]
         reductions += [
             TensorReduction(IdentityRounds(), bucket.flat[span], CompressorState())
-            for span in _uncompressed_ranges(bucket, used)
+            for span in _uncompressed_ranges(bucket, compressed_units)
         ]
         raw = (1 if self.sharded else 2) * (self.group.size - 1) * num_bytes(bucket.flat) // self.group.size
-        # Stacks do not align with the ranks' shares of the bucket, so every rank needs all sums.
-        shares = self.sharded and not any(unit.ranges for unit in used)
+        # Stacks are not aligned with the ranks' shares of the bucket, so every rank needs the complete sums.
+        shares = self.sharded and not any(unit.ranges for unit in compressed_units)
         packed = PackedReduction(reductions, self.group, self.ledger, self.point, shares, raw_bytes=raw)
-        return PendingBucket(packed, used)
+        return PendingBucket(packed, compressed_units)
 
-    def _under_way(self) -> list[tuple[GradBucket, PendingBucket]]:
-        """Buckets with a pending reduction."""
+    def _pending_buckets(self) -> list[tuple[GradBucket, PendingBucket]]:
+        """Buckets with pending reductions."""
         return [pair for pair in zip(self.buckets, self._pending, strict=True) if pair[1].reduction is not None]
 
-    def _advance(self, pending: PendingBucket, finite: bool) -> bool:
-        """Run a round of a bucket's reduction and the following intra-node rounds; return whether rounds remain."""
+    def _advance_bucket(self, pending: PendingBucket, finite: bool) -> bool:
+        """Run a round of a bucket's reduction and any intra-node rounds after it; return whether rounds remain."""
         reduction = pending.reduction
         assert reduction is not None
         if not finite:
@@ -216,8 +218,8 @@ class BucketReducer:
         reduction.advance()
         return reduction.advance_inside_nodes()
 
-    def _end(self, bucket: GradBucket, pending: PendingBucket) -> None:
-        """Write the reduced gradients to a bucket, unless its reduction was abandoned."""
+    def _finish_bucket(self, bucket: GradBucket, pending: PendingBucket) -> None:
+        """Finish a bucket's reduction and write the reduced gradients to the bucket, unless it was abandoned."""
         if pending.reduction is None:
             return
         pending.reduction.finish()
@@ -227,7 +229,7 @@ class BucketReducer:
 
 
 def _uncompressed_ranges(bucket: GradBucket, units: Sequence[ParamStack]) -> list[slice]:
-    """Ranges of a bucket outside the compressed units, which are reduced exactly."""
+    """Ranges of a bucket outside the compressed units."""
     if not units:
         return [slice(0, bucket.flat.numel())]
     if any(not unit.ranges for unit in units):

@@ -52,7 +52,7 @@ class SyncWarmup:
         with self.explain_errors():
             pending = [group.all_reduce(x) for x in tensors]
             for communication in pending:
-                self.ledger.sent(point, communication.sent_bytes)
+                self.ledger.count_message(point, communication.sent_bytes)
                 self.ledger.wait_for(point, communication)
 
     @contextmanager
@@ -71,6 +71,6 @@ class SyncWarmup:
             ) from error
 
 
-def alone() -> SyncWarmup:
+def no_sync_warmup() -> SyncWarmup:
     """``SyncWarmup`` of a run without islands."""
     return SyncWarmup(1, 0, Ledger())

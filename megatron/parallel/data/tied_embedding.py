@@ -41,10 +41,10 @@ class EmbeddingSync:
 
     def begin_step(self, iteration: int) -> None:
         """Begin a step (0-based)."""
-        self._on = self.plan.compressed(Point.EMBED_GRAD) and self.plan.on(Point.EMBED_GRAD, iteration)
+        self._on = self.plan.is_compressed(Point.EMBED_GRAD) and self.plan.is_active(Point.EMBED_GRAD, iteration)
 
     @property
-    def wants_update(self) -> bool:
+    def needs_update(self) -> bool:
         """Whether the compressor needs the optimizer's update of this step."""
         return self._on and self.plan.rounds(Point.EMBED_GRAD).traits.observes and bool(self.state.count("awaiting"))
 
@@ -63,7 +63,7 @@ class EmbeddingSync:
         count = math.prod(shape)
         holds_all = count <= grad.numel()
         compresses = self._on and holds_all
-        compressor = self.plan.serving(Point.EMBED_GRAD, shape, self.state) if compresses else None
+        compressor = self.plan.select_compressor(Point.EMBED_GRAD, shape, self.state) if compresses else None
         if compressor is None:
             self._all_reduce(TensorReduction(IdentityRounds(), grad, CompressorState()), num_bytes(grad))
             return

@@ -42,7 +42,7 @@ class TorchReplicas:
 
     def _all_reduce(self, _: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         grads = bucket.buffer()
-        self.ledger.sent(Point.DP_GRAD, 2 * (self.group.size - 1) * num_bytes(grads) // self.group.size)
+        self.ledger.count_message(Point.DP_GRAD, 2 * (self.group.size - 1) * num_bytes(grads) // self.group.size)
         work = dist.all_reduce(grads, group=self.group.pg, async_op=True)
         assert work is not None
         return work.get_future().then(lambda future: future.value()[0])

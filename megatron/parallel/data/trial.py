@@ -21,7 +21,7 @@ from megatron.parallel.data.tied_embedding import EmbeddingSync
 
 
 @dataclass(frozen=True)
-class TriedReduction:
+class TrialReduction:
     """A trial reduction.
 
     Args:
@@ -41,9 +41,9 @@ class TriedReduction:
     states: Sequence[CompressorState]
 
 
-def tried_bucket(
+def make_bucket_trial(
     bucket: GradBucket, group: Group, plan: CompressionPlan, ledger: Ledger, sharded: bool, scale: float
-) -> TriedReduction:
+) -> TrialReduction:
     """Trial of the data-parallel reduction of a bucket; its gradients carry the loss scale ``scale``."""
     flat, size = bucket.flat, group.size if sharded else 1
     share = flat.numel() // size
@@ -54,7 +54,7 @@ def tried_bucket(
     def fill(copy: Tensor) -> None:
         if sharded:
             pending = group.all_gather(copy, copy[local_range])
-            ledger.sent(Point.DP_GRAD, pending.sent_bytes, 0)
+            ledger.count_message(Point.DP_GRAD, pending.sent_bytes, 0)
             ledger.wait_for(Point.DP_GRAD, pending)
 
     def run(copy: Tensor) -> None:
@@ -62,18 +62,18 @@ def tried_bucket(
         reducer.begin_step(0, scale)
         reducer.finish_reduction()
 
-    return TriedReduction(
+    return TrialReduction(
         flat, local_range, fill, run, group.size, [unit.state for units in reducer.units for unit in units]
     )
 
 
-def tried_embedding(
+def make_embedding_trial(
     grad: Tensor, shape: tuple[int, ...], sync: EmbeddingSync, plan: CompressionPlan, scale: float
-) -> TriedReduction:
+) -> TrialReduction:
     """Trial of the all-reduce of a tied embedding's gradient; ``grad`` is this rank's part."""
     tried = EmbeddingSync(sync.group, plan, sync.ledger, sync.replicas)
     tried.begin_step(0)
-    return TriedReduction(
+    return TrialReduction(
         grad,
         slice(0, grad.numel()),
         lambda copy: None,
@@ -83,7 +83,7 @@ def tried_embedding(
     )
 
 
-def run_trial(trial: Trial, reductions: Iterable[TriedReduction], world: Group, ledger: Ledger) -> Tensor:
+def run_trial(trial: Trial, reductions: Iterable[TrialReduction], world: Group, ledger: Ledger) -> Tensor:
     """Run trial reductions one by one, with memory for a single copy; every rank of the world must call it.
 
     Returns:
@@ -96,7 +96,7 @@ def run_trial(trial: Trial, reductions: Iterable[TriedReduction], world: Group, 
     return figures_3
 
 
-def _run(trial: Trial, tried: TriedReduction, ledger: Ledger) -> Tensor:
+def _run(trial: Trial, tried: TrialReduction, ledger: Ledger) -> Tensor:
     copy, reduced, seconds = torch.empty_like(tried.reduced), tried.reduced, []
     error, norm = torch.zeros((), dtype=torch.float64), finite_norm(reduced[tried.own_range])[0].cpu()
     for repeat in range(trial.repeats):
@@ -119,7 +119,7 @@ def meet(world: Group, ledger: Ledger) -> float:
 
 def _all_reduce_nothing(world: Group, ledger: Ledger) -> None:
     pending = world.all_reduce(torch.zeros(1))
-    ledger.sent(Point.CONTROL, pending.sent_bytes)
+    ledger.count_message(Point.CONTROL, pending.sent_bytes)
     ledger.wait_for(Point.CONTROL, pending)
 
 

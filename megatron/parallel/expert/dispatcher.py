@@ -51,7 +51,7 @@ class RowCoding:
         self.seeds.begin_step(iteration)
         for point in self._on:
             covered = self._plan.covers(point, self._plan.stage)
-            self._on[point] = covered and self._plan.activation(point).on(iteration)
+            self._on[point] = covered and self._plan.activation(point).is_active(iteration)
 
     def codec(self, point: Point) -> Codec:
         """Codec of a point in this step."""
@@ -92,8 +92,8 @@ class RowExchange:
         """
         send_counts = counts_rn.to(torch.int32)
         result = torch.empty_like(send_counts)
-        pending = self.group.exchange(result, send_counts)
-        self.ledger.sent(Point.CONTROL, pending.sent_bytes, inside_bytes=self._inside(pending.sent_bytes))
+        pending = self.group.all_to_all(result, send_counts)
+        self.ledger.count_message(Point.CONTROL, pending.sent_bytes, inside_bytes=self._inside(pending.sent_bytes))
         self.ledger.wait_for(Point.CONTROL, pending)
         return result.to(torch.int64)
 
@@ -135,9 +135,9 @@ class RowExchange:
                 self._buffer(out_block, point, recv_states[r]) if r != rank else _nothing(rows)
                 for r, out_block in enumerate(out_blocks)
             ]
-        pending = self.group.exchange_parts([_flat(x) for x in buffers], [_flat(x) for x in wires])
+        pending = self.group.all_to_all_uneven([_flat(x) for x in buffers], [_flat(x) for x in wires])
         raw = num_bytes(rows) - num_bytes(row_blocks[rank])
-        self.ledger.sent(point, pending.sent_bytes, raw, self._inside(pending.sent_bytes))
+        self.ledger.count_message(point, pending.sent_bytes, raw, self._inside(pending.sent_bytes))
         self.ledger.wait_for(point, pending)
         with self.ledger.decoding(point):
             for r, (out_block, wire) in enumerate(zip(out_blocks, buffers, strict=True)):

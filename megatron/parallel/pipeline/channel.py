@@ -117,7 +117,7 @@ class PipelineChannel:
         """Codec of a message; sender and receiver derive the same codec."""
         sender = position.boundary + (way.point is Point.PP_BWD)
         covered = self.plan.covers(way.point, sender % self.plan.stages)
-        on = covered and self.plan.activation(way.point).on(position.iteration, position.epilogue)
+        on = covered and self.plan.activation(way.point).is_active(position.iteration, position.epilogue)
         codec = self.plan.codec(way.point) if on else _IDENTITY
         # Decided by the dtype before the codec's input is widened.
         return codec if codec.should_compress(self.shapes[position.boundary], self.dtype) else _IDENTITY
@@ -175,7 +175,7 @@ class PipelineChannel:
         for observer in self.ledger.observers:
             observer.on_send(SentMessage(way.point, position, wide, codec, payload, state, key))
         pending = way.group.send(payload.wire, way.send_to, tag=position.boundary)
-        self.ledger.sent(way.point, payload.nbytes, num_bytes(x))
+        self.ledger.count_message(way.point, payload.nbytes, num_bytes(x))
         way.sending.append((payload, pending))
         while way.sending and way.sending[0][1].done():
             self.ledger.wait_for(way.point, way.sending.popleft()[1])

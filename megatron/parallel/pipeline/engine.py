@@ -49,7 +49,7 @@ class PipelineEngine:
         stage: this rank's pipeline coordinate.
         channel: messages to the neighbors; None with a single stage.
         before_micro_batch: called with the number of a micro-batch before its forward and before its backward.
-        before_last_backward: called with a chunk before the backward of its last micro-batch, which completes its
+        begin_last_backward: called with a chunk before the backward of its last micro-batch, which completes its
             gradients.
 
     Attributes:
@@ -62,13 +62,13 @@ class PipelineEngine:
         stage: int,
         channel: PipelineChannel | None,
         before_micro_batch: Callable[[int], None],
-        before_last_backward: Callable[[int], None],
+        begin_last_backward: Callable[[int], None],
     ) -> None:
         self.layout = layout
         self.stage = stage
         self.channel = channel
         self.before_micro_batch = before_micro_batch
-        self.before_last_backward = before_last_backward
+        self.begin_last_backward = begin_last_backward
         self.loads_late = channel is not None and channel.device.type == "cuda"
         self.completed = CompletedLaunches()
         self._timetables: dict[tuple[str | None, int], Timetable] = {}
@@ -135,7 +135,7 @@ class PipelineEngine:
                 continue
             backwards_left[op.chunk] -= 1
             if backwards_left[op.chunk] == 0:
-                self.before_last_backward(op.chunk)
+                self.begin_last_backward(op.chunk)
             x_sbh, out = activations.pop(slot)
             with span("backward-recv", op):
                 grad = run.receive(op)

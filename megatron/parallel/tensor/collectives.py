@@ -86,7 +86,7 @@ class TensorComm:
         self.seeds.begin_step(iteration)
         for point in self._on:
             covered = self.plan.covers(point, self.plan.stage)
-            self._on[point] = covered and self.plan.activation(point).on(iteration)
+            self._on[point] = covered and self.plan.activation(point).is_active(iteration)
 
     def launch_signature(self, length: int) -> list[Hashable]:
         """Launch signatures of a step's collectives, one for each point.
@@ -109,7 +109,7 @@ class TensorComm:
         clone._place = (*self._place, location)
         return clone
 
-    def alone(self) -> TensorComm:
+    def without_tensor_parallelism(self) -> TensorComm:
         """The points for layers that are not tensor-parallel: this rank holds and computes them alone."""
         return TensorComm(Group(None, (0,), 0, self.group.name, "none"), self.ledger, self.plan)
 
@@ -171,7 +171,7 @@ class TensorComm:
         """All-gather small per-rank results along a new dimension 0; never compressed."""
         out = torch.empty((self.group.size * x.shape[0], *x.shape[1:]), dtype=x.dtype, device=x.device)
         pending = self.group.all_gather(out, x.contiguous())
-        self.ledger.sent(Point.CONTROL, pending.sent_bytes)
+        self.ledger.count_message(Point.CONTROL, pending.sent_bytes)
         self.ledger.wait_for(Point.CONTROL, pending)
         return out.view(self.group.size, *x.shape)
 
@@ -179,7 +179,7 @@ class TensorComm:
         """All-reduce with MAX, in place, for small tensors; never compressed."""
         if self.group.size > 1:
             pending = self.group.all_reduce(x, dist.ReduceOp.MAX)
-            self.ledger.sent(Point.CONTROL, pending.sent_bytes)
+            self.ledger.count_message(Point.CONTROL, pending.sent_bytes)
             self.ledger.wait_for(Point.CONTROL, pending)
         return x
 

@@ -66,7 +66,7 @@ def test_a_preset_stands_for_options_that_may_be_overridden(preset: str) -> None
         ("fixpoint,evry=3", "the nearest is every"),
         ("edgc", "is tuned by gradients"),
         ("stable-topk,density=0.1", "needs the optimizer's update"),
-        ("quantized-adam,warmup=2", "a part of the inner optimizer"),
+        ("quantized-adam,warmup=2", "is part of the inner optimizer"),
         ("delta", "cannot serve outer"),
     ],
 )
@@ -97,7 +97,7 @@ def test_every_sum_may_forget_a_part_of_its_residual() -> None:
         made = _spec(text).make_rounds()
         assert isinstance(made, ErrorFeedback)
         assert made.decay == decay
-    with pytest.raises(UserError, match="pp-backward sends messages, whose residual is kept whole"):
+    with pytest.raises(UserError, match=r"residuals of messages \(pp-backward\) do not decay"):
         _spec("pp-backward=lowrank,error-feedback=lazy,feedback-decay=0.5")
 
 

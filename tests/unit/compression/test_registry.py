@@ -108,7 +108,7 @@ def test_one_word_chooses_the_codecs_of_all_legs_of_experts(word: str, fewest: i
         (["experts=fixpoint"], "--compress experts=fixpoint: write experts=default or aggressive"),
         (["experts"], "--compress experts: write experts=default or aggressive"),
         (["experts=default", "ep-combine=cast"], "ep-combine-forward is given twice"),
-        (["experts=default,bits=4"], "default chooses bits; leave it out, or give each leg a spec"),
+        (["experts=default,bits=4"], "default sets bits; leave it out, or write a spec for each point"),
     ],
 )
 def test_what_is_wrong_with_such_a_word_is_said(texts: list[str], said: str) -> None:

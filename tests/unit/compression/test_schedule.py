@@ -119,5 +119,7 @@ def test_a_warm_up_that_measures_updates_counts_them() -> None:
     for name, first in (("quantized-adam", 7), ("powersgd,rank=2", 4)):
         plan = CompressionPlan({Point.DP_GRAD: _spec(f"dp-grad={name},warmup=4")})
         plan.steps.skipped = 3
-        assert [iteration for iteration in range(3, 10) if plan.on(Point.DP_GRAD, iteration)] == list(range(first, 10))
-        assert not plan.on(Point.DP_GRAD, -1)
+        assert [iteration for iteration in range(3, 10) if plan.is_active(Point.DP_GRAD, iteration)] == list(
+            range(first, 10)
+        )
+        assert not plan.is_active(Point.DP_GRAD, -1)

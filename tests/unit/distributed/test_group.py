@@ -101,7 +101,7 @@ def test_two_ranks_post_all_their_exchanges_at_once() -> None:
     pair = Group(None, (4, 7), 1, "pair", "gloo")
     received, gathered = torch.zeros(2, 2), torch.zeros(6)
     with mock.patch.object(groups.dist, "irecv", irecv), mock.patch.object(groups.dist, "isend", isend):
-        exchange = pair.exchange(received, torch.arange(4.0).view(2, 2))
+        exchange = pair.all_to_all(received, torch.arange(4.0).view(2, 2))
         gather = pair.all_gather(gathered, torch.ones(3))
     posted = ["receive 2 from 0", "send [0.0, 1.0] to 0", "receive 3 from 0", "send [1.0, 1.0, 1.0] to 0"]
     assert events == posted
@@ -152,7 +152,7 @@ def test_what_the_device_says_when_it_is_waited_for_names_the_receive() -> None:
         def synchronize(self) -> None:
             raise RuntimeError("CUDA error: unspecified launch failure\nCUDA kernel errors might be reported later")
 
-    pending = Pending(None, 0, "receive from rank 1 over pipeline-forward (ranks 0, 1)", _mark=Lost())  # type: ignore[arg-type]
+    pending = Pending(None, 0, "receive from rank 1 over pipeline-forward (ranks 0, 1)", _event=Lost())  # type: ignore[arg-type]
     with pytest.raises(CommunicationError) as caught:
         pending.synchronize()
     wanted = "receive from rank 1 over pipeline-forward (ranks 0, 1) failed: CUDA error: unspecified launch failure"

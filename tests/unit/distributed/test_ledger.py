@@ -14,9 +14,9 @@ from tests.support.fake_device import FakeDevice, never_waited_for
 
 def test_accounts_add_up_by_point() -> None:
     ledger = Ledger()
-    ledger.sent(Point.DP_GRAD, 10, 40)
-    ledger.sent(Point.DP_GRAD, 5)
-    ledger.sent(Point.PP_FWD, 7, 7)
+    ledger.count_message(Point.DP_GRAD, 10, 40)
+    ledger.count_message(Point.DP_GRAD, 5)
+    ledger.count_message(Point.PP_FWD, 7, 7)
     taken = ledger.take_totals()
     assert sorted(taken) == ["dp-grad", "pp-forward"]
     assert (taken["dp-grad"]["messages"], taken["dp-grad"]["wire_bytes"], taken["dp-grad"]["raw_bytes"]) == (2, 15, 45)
@@ -30,7 +30,7 @@ def _fails_late() -> None:
 
 def test_waits_and_codecs_are_timed_even_when_they_fail() -> None:
     ledger = Ledger()
-    ledger.sent(Point.TP_FWD, 1)
+    ledger.count_message(Point.TP_FWD, 1)
     with contextlib.suppress(RuntimeError):
         ledger.wait_for(Point.TP_FWD, Pending(None, 1, "send to rank 1", finish=_fails_late))
     for timed in (ledger.encoding, ledger.decoding):
@@ -87,7 +87,7 @@ def test_a_devices_times_are_those_of_its_stream_and_add_up() -> None:
 def test_blocks_inside_others_do_not_count_twice() -> None:
     now = [0.0]
     ledger = Ledger(clock=HostClock(lambda: now[0]))
-    ledger.sent(Point.TP_BWD, 1)
+    ledger.count_message(Point.TP_BWD, 1)
     with ledger.computing():
         now[0] += 1.0
         with ledger.encoding(Point.TP_BWD):
@@ -103,10 +103,10 @@ def test_blocks_inside_others_do_not_count_twice() -> None:
 def test_what_happens_aside_does_not_count_even_when_it_is_read_late() -> None:
     device = FakeDevice()
     ledger = Ledger(clock=device.clock())
-    ledger.sent(Point.PP_FWD, 5)
+    ledger.count_message(Point.PP_FWD, 5)
     _step(ledger, device)
     with ledger.uncounted():
-        ledger.sent(Point.PP_FWD, 70)
+        ledger.count_message(Point.PP_FWD, 70)
         _step(ledger, device)
     device.now = 99.0
     account = ledger.take_totals()["pp-forward"]

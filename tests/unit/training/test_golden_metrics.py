@@ -117,7 +117,7 @@ class Run:
         """A step of half a second, the most of it computing; without a norm it is skipped."""
         with self.timers("forward-backward", level=1), self.engines.ledger.computing():
             self.clock.now += 0.375
-        self.engines.ledger.sent(Point.DP_GRAD, 500, 2000)
+        self.engines.ledger.count_message(Point.DP_GRAD, 500, 2000)
         with self.engines.ledger.encoding(Point.DP_GRAD):
             self.clock.now += 0.125
         self.progress.iteration += 1

@@ -67,8 +67,8 @@ def test_a_compressor_that_sends_more_than_it_is_given_is_named_once() -> None:
     meter, _, _ = _meter_and_state()
     ledger, found = meter.engines.ledger, []
     for wire in (100, 100, 180, 180, 180):  # a warm-up first
-        ledger.sent(Point.DP_GRAD, wire, 100)
-        ledger.sent(Point.CONTROL, 500, 100)
+        ledger.count_message(Point.DP_GRAD, wire, 100)
+        ledger.count_message(Point.CONTROL, 500, 100)
         found.append(meter.collect(1)[1])
     assert found[:2] == [[], []]
     assert found[2] == [

@@ -70,13 +70,13 @@ class Plan:
     def rounds(self, point: Point) -> RoundCompressor:
         return self.compressor
 
-    def serving(self, point: Point, shape: tuple[int, ...] | None, state: CompressorState) -> RoundCompressor:
+    def select_compressor(self, point: Point, shape: tuple[int, ...] | None, state: CompressorState) -> RoundCompressor:
         return self.compressor
 
     def covers(self, point: Point, stage: int) -> bool:
         return True
 
-    def on(self, point: Point, iteration: int) -> bool:
+    def is_active(self, point: Point, iteration: int) -> bool:
         return True
 
 

@@ -9,7 +9,7 @@ from megatron.compression.api import Trial
 from megatron.distributed.clock import HostClock
 from megatron.distributed.group import Group
 from megatron.distributed.ledger import Ledger
-from megatron.parallel.data.trial import TriedReduction, run_trial
+from megatron.parallel.data.trial import TrialReduction, run_trial
 
 
 def test_the_seconds_are_the_mean_of_all_repeats_but_the_first() -> None:
@@ -22,7 +22,7 @@ def test_the_seconds_are_the_mean_of_all_repeats_but_the_first() -> None:
         copy += copy[0].clone()
 
     reduced = torch.tensor([1.0, 3.0])
-    tried = TriedReduction(reduced, slice(0, 2), lambda copy: None, run, 2, [])
+    tried = TrialReduction(reduced, slice(0, 2), lambda copy: None, run, 2, [])
     world, ledger = Group(None, (0,), 0, "world", "none"), Ledger(HostClock(lambda: now[0]))
     assert run_trial(Trial(None), [tried, tried], world, ledger).tolist() == [33.0, 2.0, 20.0]
     durations = iter([5.0])
