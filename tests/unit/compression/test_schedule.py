@@ -61,7 +61,7 @@ def test_bits_go_in_steps_with_fractions_and_ramp_through_whole_numbers() -> Non
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("pp-forward=fixpoint,bits=8~4.5@9", ["bits=8~4.5@9", "whole numbers", "steps for a fraction"]),
+        ("pp-forward=fixpoint,bits=8~4.5@9", ["bits=8~4.5@9", "write integers", "or steps instead of a ramp"]),
         ("pp-forward=fixpoint,scale=channel,bits=8@0/3.5@5/2@9", ["bits=3.5", "use scale=group, or bits=3"]),
         ("dp-grad=powersgd,rank=8@5", ["begin at iteration 0"]),
         ("dp-grad=powersgd,rank=8@0/4@300/2@100", ["one after the other"]),
