@@ -21,7 +21,7 @@ if __name__ == "__main__":
     start_program("tools.draw_diagrams")
 
 from megatron.compression.points import Point
-from megatron.parallel.pipeline.schedule import PipelineOp, epilogue, one_f_one_b
+from megatron.parallel.pipeline.schedule import PipelineOp, find_epilogue, one_f_one_b
 from megatron.training.plots import COLORS, new_figure, save_figure
 
 REPO = Path(__file__).resolve().parents[1]
@@ -74,7 +74,7 @@ def placed(stages: int, micro_batches: int) -> list[Placed]:
                 start = max(free[stage], ended[source] if has_source else 0.0)
                 end = start + (FORWARD if op.is_forward else BACKWARD)
                 ended[op.is_forward, stage, op.micro_batch] = free[stage] = end
-                found.append(Placed(stage, op, start, end, stage > 0 and op in epilogue(ops)))
+                found.append(Placed(stage, op, start, end, stage > 0 and op in find_epilogue(ops)))
                 reached[stage] += 1
     return found
 

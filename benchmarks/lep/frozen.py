@@ -22,7 +22,7 @@ from megatron.data.batch import Batch
 from megatron.models.block import TransformerLayer
 from megatron.models.context import ForwardContext
 from megatron.models.gpt import GPTStage
-from megatron.parallel.pipeline.schedule import epilogue, one_f_one_b
+from megatron.parallel.pipeline.schedule import find_epilogue, one_f_one_b
 from megatron.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.tensor.random import DropoutKeys
 
@@ -124,7 +124,7 @@ class FrozenPipeline:
         self.methods = [ResidualMethod.of(kind, rank, stages - 1) for kind in KINDS]
         everything = frozenset(range(micro_batches))
         self.compressed = [
-            frozenset(op.micro_batch for op in epilogue(one_f_one_b(stages, s, micro_batches)))
+            frozenset(op.micro_batch for op in find_epilogue(one_f_one_b(stages, s, micro_batches)))
             if late_only
             else everything
             for s in range(stages)

@@ -188,11 +188,11 @@ class Experts(nn.Module):
         if comm.sequence_parallel:
             first = comm.rank * x_sbh.shape[0] * x_sbh.shape[1]
             token_slice = slice(first, first + x_sbh.shape[0] * x_sbh.shape[1])
-            return self._routed(x_sbh, routing.of_tokens(token_slice))
+            return self._routed(x_sbh, routing.slice_tokens(token_slice))
         x_th = enter_parallel_region(x_sbh, comm).flatten(0, 1)
         slice_length = -(-len(x_th) // comm.size)
         token_slice = slice(min(comm.rank * slice_length, len(x_th)), min((comm.rank + 1) * slice_length, len(x_th)))
-        out = self._routed(x_th[token_slice].unsqueeze(1), routing.of_tokens(token_slice)).squeeze(1)
+        out = self._routed(x_th[token_slice].unsqueeze(1), routing.slice_tokens(token_slice)).squeeze(1)
         out_th = F.pad(out, (0, 0, token_slice.start, len(x_th) - token_slice.stop))
         return leave_parallel_region(out_th.view_as(x_sbh), comm)
 
@@ -250,7 +250,7 @@ class Experts(nn.Module):
         comm, local = self.expert_comm, self.local
         assert comm.nodes is not None
         nodes = [node for node in comm.node_of for _ in range(local)]
-        numbers = [rank * local + number for rank in comm.place_of for number in range(local)]
+        numbers = [rank * local + number for rank in comm.index_in_node for number in range(local)]
         return torch.tensor([*nodes, comm.nodes.size], device=device), torch.tensor([*numbers, 0], device=device)
 
     def _computed_of_ranks(self, rows: Tensor, received_re: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from functools import cache
 from megatron.compression.points import EXPERT_POINTS, Point
 from megatron.config.memory import parameter_bytes
 from megatron.config.recompute import RecomputeConfig
-from megatron.parallel.pipeline.schedule import PipelineOp, epilogue, training_schedule
+from megatron.parallel.pipeline.schedule import PipelineOp, find_epilogue, make_schedule
 from megatron.planner.choice import Choice
 from megatron.planner.costs import INNER_POINTS, TP_POINTS, Wires
 from megatron.planner.dry_run import CostTally
@@ -27,7 +27,7 @@ def _operations(kind: str, pp: int, rank: int, chunks: int, micro_batches: int) 
     if kind != "gpipe":
         remainder = micro_batches % pp if chunks == 1 else 0
         micro_batches = min(micro_batches, _IN_FLIGHT_GROUPS * pp + remainder)
-    return training_schedule(kind, pp, rank, chunks, micro_batches)
+    return make_schedule(kind, pp, rank, chunks, micro_batches)
 
 
 @cache
@@ -43,7 +43,7 @@ def most_held(kind: str, pp: int, rank: int, chunks: int, micro_batches: int) ->
 @cache
 def _late(kind: str, pp: int, rank: int, chunks: int, micro_batches: int) -> Counter[int]:
     """Number of backward messages sent in a rank's epilogue, by chunk."""
-    return Counter(op.chunk for op in epilogue(_operations(kind, pp, rank, chunks, micro_batches)))
+    return Counter(op.chunk for op in find_epilogue(_operations(kind, pp, rank, chunks, micro_batches)))
 
 
 def memory(stages: Stages, choice: Choice) -> dict[str, float]:

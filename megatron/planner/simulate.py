@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.parallel.pipeline.schedule import PipelineOp, training_schedule
+from megatron.parallel.pipeline.schedule import PipelineOp, make_schedule
 
 _MAX_FULL_FORWARDS = 1024
 """Maximum number of forward operations in a step that is simulated in full."""
@@ -128,9 +128,7 @@ class Pipeline:
 
     def schedules(self, micro_batches: int) -> list[list[PipelineOp]]:
         """Operations of every rank."""
-        return [
-            training_schedule(self.kind, self.stages, rank, self.chunks, micro_batches) for rank in range(self.stages)
-        ]
+        return [make_schedule(self.kind, self.stages, rank, self.chunks, micro_batches) for rank in range(self.stages)]
 
     def _play(self, micro_batches: int) -> list[RankTimes]:
         schedules = self.schedules(micro_batches)

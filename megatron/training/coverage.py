@@ -17,7 +17,7 @@ from megatron.compression.spec import Spec
 from megatron.parallel.data.param_gather import compresses
 from megatron.parallel.data.reducer import BucketReducer
 from megatron.parallel.expert.dispatcher import ExpertComm
-from megatron.parallel.pipeline.schedule import epilogue, training_schedule
+from megatron.parallel.pipeline.schedule import find_epilogue, make_schedule
 from megatron.training.assembly import Engines
 
 Shares = tuple[float, float, int]
@@ -178,8 +178,8 @@ def _sent(engines: Engines, point: Point) -> Iterator[tuple[int, bool]]:
     micro_batches = training.global_batch_size // (
         training.micro_batch_size * layout.dp * engines.config.islands.islands
     )
-    ops = training_schedule(kind, layout.pp, stage, layout.chunks, micro_batches)
-    late = epilogue(ops)
+    ops = make_schedule(kind, layout.pp, stage, layout.chunks, micro_batches)
+    late = find_epilogue(ops)
     only_late = engines.plan.activation(point).epilogue
     last = layout.num_virtual_stages - 1
     for op in ops:

@@ -271,7 +271,7 @@ def _forward_backward(
     engines.begin_step(iteration, length)
     engines.experts.begin_step()
     divisors = _divisors(engines, batches)
-    table = engines.pipeline.timetable(config.parallel.pipeline_schedule, count)
+    table = engines.pipeline.get_timetable(config.parallel.pipeline_schedule, count)
     signatures = [
         ("training", count, length, _shapes(batches)),
         *engines.comm.launch_signature(length),
@@ -340,7 +340,7 @@ def evaluation_step(
     length = engines.config.model.seq_length
     engines.begin_step(-1, length)
     programs = [ChunkProgram(stage, batches, None, engines) for stage in engines.stages]
-    table = engines.pipeline.timetable(None, len(batches))
+    table = engines.pipeline.get_timetable(None, len(batches))
     signatures = [("evaluation", len(batches), length, _shapes(batches)), *engines.comm.launch_signature(length)]
     signatures += _expert_signatures(engines)
     engines.pipeline.run(table, programs, -1, len(batches), None, signatures)

@@ -102,7 +102,7 @@ def pretended_device() -> Iterator[PretendedDevice]:
 
     def late(self: PipelineEngine, *args: Any, **kwargs: Any) -> None:
         made(self, *args, **kwargs)
-        self.loads_late = True
+        self.loads_kernels_lazily = True
 
     patches = (
         mock.patch.object(Group, "recv", posting),

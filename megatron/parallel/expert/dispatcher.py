@@ -1,4 +1,4 @@
-"""Expert-parallel communication points: dispatch of token rows to the ranks of their experts, and combine."""
+"""Expert-parallel communication: dispatch of tokens to the ranks of their experts, and combine of the outputs."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _EXACT_CODEC = IdentityCodec()
 
 @dataclass(frozen=True)
 class Leg:
-    """A row exchange in the forward pass (dispatch or combine), with the reverse exchange of the gradients.
+    """A dispatch or combine of rows in the forward pass, with the reverse exchange of the gradients.
 
     Args:
-        forward, backward: points of the rows and of their gradients.
-        sent, received: number of rows that this rank sends to each rank, and receives from each rank.
+        forward, backward: communication points of the rows and of their gradients.
+        sent, received: numbers of rows that this rank sends to each rank and receives from each rank.
         layer: number of the layer.
     """
 
@@ -39,7 +39,7 @@ class Leg:
 
 
 class RowCoding:
-    """Codecs of the four expert-parallel points; stateless, because recomputation repeats the forward messages."""
+    """Codecs of the four expert-parallel points, without state, because recomputation repeats the forward messages."""
 
     def __init__(self, plan: CompressionPlan, seeds: MessageSeeds | None = None) -> None:
         self._plan = plan
@@ -47,7 +47,7 @@ class RowCoding:
         self.seeds = seeds or MessageSeeds()
 
     def begin_step(self, iteration: int) -> None:
-        """Begin a step; -1 stands for an evaluation."""
+        """Begin a step, or an evaluation (-1)."""
         self.seeds.begin_step(iteration)
         for point in self._on:
             covered = self._plan.covers(point, self._plan.stage)
@@ -58,19 +58,19 @@ class RowCoding:
         return self._plan.codec(point) if self._on.get(point) else _EXACT_CODEC
 
     def state(self, point: Point, *message: int) -> CompressorState:
-        """State for a message, identified by ``message`` within the point."""
+        """State for a single message. ``message`` identifies it within the point and seeds stochastic codecs."""
         return self.seeds.state(point.value, *message) if self._on.get(point) else CompressorState()
 
 
 class RowExchange:
-    """All-to-all of rows among the ranks of a group.
+    """All-to-all of rows over a group.
 
-    Rows are encoded separately for each pair of ranks; the rows that stay on this rank are never compressed.
+    The rows for each other rank are encoded as a message. Rows that stay on this rank are never compressed.
 
     Args:
-        group: the ranks.
+        group: ranks of the exchange.
         ledger: ledger that counts the bytes.
-        coding: the codecs; None for uncompressed rows.
+        coding: codecs; None for uncompressed rows.
         inside: whether all ranks are known to be on the same node.
     """
 
@@ -85,7 +85,7 @@ class RowExchange:
         return self.group.size
 
     def exchange_counts(self, counts_rn: Tensor) -> Tensor:
-        """All-to-all of counts: send this rank's counts for each rank, return each rank's counts for this rank.
+        """All-to-all of counts: send row i to rank i, and return the rows that the ranks send to this rank.
 
         Args:
             counts_rn: (ranks, counts), int64; sent as int32.
@@ -93,22 +93,21 @@ class RowExchange:
         send_counts = counts_rn.to(torch.int32)
         result = torch.empty_like(send_counts)
         pending = self.group.all_to_all(result, send_counts)
-        self.ledger.count_message(Point.CONTROL, pending.sent_bytes, inside_bytes=self._inside(pending.sent_bytes))
+        self.ledger.count_message(
+            Point.CONTROL, pending.sent_bytes, inside_bytes=self._intra_node_bytes(pending.sent_bytes)
+        )
         self.ledger.wait_for(Point.CONTROL, pending)
         return result.to(torch.int64)
 
     def move(self, rows: Tensor, leg: Leg) -> Tensor:
-        """All-to-all of rows, sent and received in the order of the ranks, with autograd.
-
-        Gradients take the reverse path.
-        """
-        result: Tensor = _Move.apply(rows, self, leg)
+        """All-to-all of rows in rank order, with autograd; gradients take the reverse path."""
+        result: Tensor = _MoveRows.apply(rows, self, leg)
         return result
 
     def move_choices(
         self, weights_p: Tensor, numbers_p: Tensor, sent: Sequence[int], received: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """Send a weight and an integer below 2^24 for each choice, exactly; weight gradients take the reverse path."""
+        """Send a weight and an integer below 2^24 per choice, uncompressed; weight gradients take the reverse path."""
         result: tuple[Tensor, Tensor] = _MoveChoices.apply(weights_p, numbers_p, self, sent, received)
         return result
 
@@ -119,7 +118,7 @@ class RowExchange:
         if self.size == 1:
             return rows
         rank, ranks = self.group.rank, self.group.ranks
-        # The layout of activations in codecs: tokens, samples, hidden.
+        # Codecs take activations as (tokens, samples, hidden).
         row_blocks = rows.unsqueeze(1).split(list(sent))
         out = rows.new_empty((sum(received), rows.shape[1]))
         out_blocks = out.unsqueeze(1).split(list(received))
@@ -127,17 +126,17 @@ class RowExchange:
             send_states = [self._state(point, layer, ranks[rank], r) for r in ranks]
             recv_states = [self._state(point, layer, r, ranks[rank]) for r in ranks]
             wires = [
-                self._encode(block, point, send_states[r]) if r != rank else _nothing(rows)
+                self._encode(block, point, send_states[r]) if r != rank else _empty_message(rows)
                 for r, block in enumerate(row_blocks)
             ]
             out_blocks[rank].copy_(row_blocks[rank])
             buffers = [
-                self._buffer(out_block, point, recv_states[r]) if r != rank else _nothing(rows)
+                self._allocate_buffer(out_block, point, recv_states[r]) if r != rank else _empty_message(rows)
                 for r, out_block in enumerate(out_blocks)
             ]
-        pending = self.group.all_to_all_uneven([_flat(x) for x in buffers], [_flat(x) for x in wires])
+        pending = self.group.all_to_all_uneven([_view_bytes(x) for x in buffers], [_view_bytes(x) for x in wires])
         raw = num_bytes(rows) - num_bytes(row_blocks[rank])
-        self.ledger.count_message(point, pending.sent_bytes, raw, self._inside(pending.sent_bytes))
+        self.ledger.count_message(point, pending.sent_bytes, raw, self._intra_node_bytes(pending.sent_bytes))
         self.ledger.wait_for(point, pending)
         with self.ledger.decoding(point):
             for r, (out_block, wire) in enumerate(zip(out_blocks, buffers, strict=True)):
@@ -145,7 +144,7 @@ class RowExchange:
                     out_block.copy_(self._decode(wire, out_block, point, recv_states[r]))
         return out
 
-    def _inside(self, sent_bytes: int) -> int:
+    def _intra_node_bytes(self, sent_bytes: int) -> int:
         return sent_bytes if self.inside else 0
 
     def _codec(self, rows: Tensor, point: Point) -> Codec:
@@ -157,13 +156,13 @@ class RowExchange:
 
     def _encode(self, rows: Tensor, point: Point, state: CompressorState) -> Tensor:
         if not rows.numel():
-            return _nothing(rows)
+            return _empty_message(rows)
         codec = self._codec(rows, point)
         return codec.encode(rows.to(_input_dtype(codec, rows.dtype)), state, None).wire
 
-    def _buffer(self, rows: Tensor, point: Point, state: CompressorState) -> Tensor:
+    def _allocate_buffer(self, rows: Tensor, point: Point, state: CompressorState) -> Tensor:
         if not rows.numel():
-            return _nothing(rows)
+            return _empty_message(rows)
         codec = self._codec(rows, point)
         dtype = _input_dtype(codec, rows.dtype)
         return codec.empty_payload(rows.shape, dtype, rows.device, state, None).wire
@@ -174,23 +173,23 @@ class RowExchange:
 
 
 class ExpertComm:
-    """The expert-parallel points of a rank.
+    """Expert-parallel communication of a rank.
 
-    A single-stage dispatch sends each row to the rank of its expert. A two-stage dispatch sends a token's row once to
-    each node with any of its experts, to the rank with the same local position, which forwards it within the node. The
-    codecs serve the first stage; rows inside a node are uncompressed.
+    A single-stage dispatch sends each row to the rank of its expert. A two-stage dispatch sends a token's row only once
+    to each node with any of its experts: to the rank with the sender's local position, which forwards the row within
+    the node. Codecs compress the first stage; rows inside a node are uncompressed.
 
     Args:
-        group: the ranks that share the experts of each layer; split by node if the dispatch may have two stages.
+        group: ranks that share the experts of each layer; split by node if the dispatch may have two stages.
         ledger: ledger that counts the bytes.
-        plan: the codecs of the four points, and their activation.
+        plan: plan with the codecs of the four points.
         two_stage: when to dispatch in two stages: if both stages have several ranks (``auto``), whenever the ranks
             span nodes (``on``), or never (``off``).
-        folded: tensor-parallel ranks hold separate experts, and send separate tokens.
-        seeds: seeds of stochastic codecs, shared with the other points of the same layers.
+        folded: tensor-parallel ranks hold different experts and send different tokens.
+        seeds: seeds of stochastic codecs, shared with the other communication points of the layers.
 
-    ``ranks`` exchanges rows among the ranks of the last stage: the whole group, or this rank's node. ``nodes``
-    exchanges rows among the ranks with this local position on all nodes; None in a single stage.
+    ``ranks`` exchanges rows over the whole group, or in the second stage over this rank's node. ``nodes`` exchanges
+    rows over the ranks with this local position on all nodes; None in a single-stage dispatch.
     """
 
     def __init__(
@@ -209,11 +208,11 @@ class ExpertComm:
         self.nodes: RowExchange | None = None
         self.ranks = RowExchange(group, ledger, self._coding)
         self.node_of: tuple[int, ...] = ()
-        self.place_of: tuple[int, ...] = tuple(range(group.size))
+        self.index_in_node: tuple[int, ...] = tuple(range(group.size))
         if split is not None and split.across.size > 1 and (split.node.size > 1 or two_stage == "on"):
             self.nodes = RowExchange(split.across, ledger, self._coding)
             self.ranks = RowExchange(split.node, ledger, None, inside=True)
-            self.node_of, self.place_of = _ways(split, group)
+            self.node_of, self.index_in_node = _plan_routes(split, group)
 
     @property
     def size(self) -> int:
@@ -222,61 +221,60 @@ class ExpertComm:
 
     @classmethod
     def local(cls, ledger: Ledger, plan: CompressionPlan) -> ExpertComm:
-        """The points of a rank that holds all experts."""
+        """Communication of a rank that holds all experts."""
         return cls(Group(None, (0,), 0, "expert-parallel", "none"), ledger, plan)
 
     def begin_step(self, iteration: int) -> None:
-        """Begin a step; -1 stands for an evaluation."""
+        """Begin a step, or an evaluation (-1)."""
         self._coding.begin_step(iteration)
 
     def count_rows(self, chosen: Tensor, experts: int, most: int | None = None, total: int | None = None) -> Tensor:
-        """Count the rows of each expert, int64, from the expert of each row; the index ``experts`` means no expert.
+        """Count the rows of each expert, int64. The index ``experts`` in ``chosen`` means no expert.
 
         Args:
             chosen: int64 expert indices of any shape.
             experts: number of experts.
-            most: capacity of each expert, None for no limit; for implementations that cannot read ``chosen``.
-            total: number of rows received by the experts of a node, None before they are sent; for the same.
+            most: capacity of each expert, None for no limit; for subclasses that cannot read ``chosen``.
+            total: number of rows that the experts of a node receive, None before they are sent; likewise.
         """
-        return _tally(chosen, experts)
+        return _count_occurrences(chosen, experts)
 
     def count_by_node(self, once_tk: Tensor, node_tk: Tensor, experts: int, most: int | None) -> tuple[Tensor, Tensor]:
-        """Count rows and choices of each node, int64, from the nodes of tokens' choices; an index past the last node
-        means no node.
+        """Count the rows and the choices of each node, int64. An index past the last node means no node.
 
         Args:
-            once_tk: each distinct node of a token once.
-            node_tk: the node of each choice.
+            once_tk: node of each choice, with repetitions of a token's node replaced by the index past the last node.
+            node_tk: node of each choice.
             experts: number of experts on all nodes.
             most: capacity of each expert in choices, None for no limit.
         """
         assert self.nodes is not None
         nodes = self.nodes.size
-        return _tally(once_tk, nodes), _tally(node_tk, nodes)
+        return _count_occurrences(once_tk, nodes), _count_occurrences(node_tk, nodes)
 
 
-def _tally(numbers: Tensor, count: int) -> Tensor:
-    """Histogram of the numbers below ``count``, int64; occurrences of ``count`` itself are ignored.
+def _count_occurrences(numbers: Tensor, count: int) -> Tensor:
+    """Count the occurrences of each number below ``count``, int64; ignore the number ``count``.
 
-    torch.bincount would compute the maximum, which synchronizes with the host.
+    torch.bincount computes the maximum, which would synchronize with the host.
     """
     flat = numbers.flatten()
     return flat.new_zeros(count + 1).scatter_add_(0, flat, torch.ones_like(flat))[:count]
 
 
-def _ways(split: NodeSplit, group: Group) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Two-stage routes from this rank to each rank of the group: the position in ``split.across`` of the target's node,
-    and the target's position in that node's ``split.node``."""
-    node_of, place_of = [0] * group.size, [0] * group.size
+def _plan_routes(split: NodeSplit, group: Group) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Plan two-stage routes from this rank to each rank: the target node's position in ``split.across``, and the
+    target's position in the target node's ``split.node``."""
+    node_of, index_in_node = [0] * group.size, [0] * group.size
     this_index = next(node.index(group.rank) for node in split.nodes if group.rank in node)
     for node in split.nodes:
         for index, position in enumerate(node):
             node_of[position] = split.across.ranks.index(group.ranks[node[this_index]])
-            place_of[position] = index
-    return tuple(node_of), tuple(place_of)
+            index_in_node[position] = index
+    return tuple(node_of), tuple(index_in_node)
 
 
-class _Move(torch.autograd.Function):
+class _MoveRows(torch.autograd.Function):
     """Autograd function of ``RowExchange.move``."""
 
     @staticmethod
@@ -317,14 +315,14 @@ class _MoveChoices(torch.autograd.Function):
 
 
 def _input_dtype(codec: Codec, dtype: torch.dtype) -> torch.dtype:
-    """Input dtype of a codec: the rows' dtype for exact codecs, otherwise fp32 (or fp64)."""
+    """Input dtype of a codec: the dtype of the rows for exact codecs, else fp32 (or fp64)."""
     return dtype if codec.traits.exact else torch.promote_types(dtype, torch.float32)
 
 
-def _nothing(like: Tensor) -> Tensor:
+def _empty_message(like: Tensor) -> Tensor:
     return like.new_empty(0, dtype=torch.uint8)
 
 
-def _flat(wire: Tensor) -> Tensor:
+def _view_bytes(wire: Tensor) -> Tensor:
     """View a message of any dtype as bytes."""
     return wire.view(-1).view(torch.uint8) if wire.numel() else wire

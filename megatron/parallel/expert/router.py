@@ -1,4 +1,4 @@
-"""Routing of tokens to experts, with routing weights and load-balancing losses."""
+"""Router: choice of experts for each token, with routing weights and auxiliary losses."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from megatron.parallel.tensor.shards import ParamSpec, ShardedModule, with_parti
 
 
 def _sqrt_softplus(logits: Tensor) -> Tensor:
-    # sqrt has an infinite derivative at zero: clamp, so that underflowing logits get no gradient.
+    # The derivative of sqrt is infinite at zero: clamp, so that underflowing logits get no gradient.
     return F.softplus(logits).clamp_min(torch.finfo(logits.dtype).tiny).sqrt()
 
 
-def _over_their_sum(scores_tn: Tensor) -> Tensor:
+def _normalize_scores(scores_tn: Tensor) -> Tensor:
     # All scores may be zero if the logits underflow.
     return scores_tn / (scores_tn.sum(-1, keepdim=True) + 1e-20)
 
@@ -34,17 +34,17 @@ _SCORES: Mapping[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
     "sqrtsoftplus": _sqrt_softplus,
 }
-"""``--moe-router-score-function``: logits (t, experts) to scores."""
+"""Functions from logits to scores, both (t, experts), by name (``--moe-router-score-function``)."""
 
 
 @dataclass(frozen=True)
 class ExpertContext:
-    """Training state of layers with experts.
+    """Training state for layers with experts.
 
     Args:
-        micro_batch: number of the micro-batch in the step.
-        loss_grad: gradient of the objective, also used for the layers' auxiliary losses; a scalar.
-        shares: by layer, each expert's share of the previous step's choices, float64; empty in the first step.
+        micro_batch: index of the micro-batch in the step.
+        loss_grad: gradient of the objective, a scalar, which also multiplies the layers' auxiliary losses.
+        shares: each expert's share of the choices in the previous step, float64, by layer; empty in the first step.
         statistics: output by (layer, micro-batch): number of tokens routed to each expert, int64, and unweighted
             auxiliary losses of the layer (``ModelConfig.expert_losses``). Recomputation writes the same values again.
     """
@@ -57,12 +57,12 @@ class ExpertContext:
 
 @dataclass(frozen=True)
 class Routing:
-    """Experts of each token of a micro-batch; tokens are flattened from (s, b).
+    """Routing of the tokens of a micro-batch, flattened from (s, b).
 
     Args:
-        experts_tk: int64 numbers of a token's experts.
+        experts_tk: experts of each token, int64.
         weights_tk: weights of the experts' outputs.
-        kept_tk: whether the expert processes the token; None if no token is dropped.
+        kept_tk: False for choices that are dropped because of the capacity; None if no choice is dropped.
         capacity: maximum number of tokens of an expert; None for no limit.
         losses: unweighted auxiliary losses of the layer (``ModelConfig.expert_losses``).
     """
@@ -73,8 +73,8 @@ class Routing:
     capacity: int | None
     losses: Tensor
 
-    def of_tokens(self, tokens: slice) -> Routing:
-        """Routing of a slice of the tokens."""
+    def slice_tokens(self, tokens: slice) -> Routing:
+        """Slice the routing to some of the tokens."""
         kept_tk = None if self.kept_tk is None else self.kept_tk[tokens]
         return replace(self, experts_tk=self.experts_tk[tokens], weights_tk=self.weights_tk[tokens], kept_tk=kept_tk)
 
@@ -82,13 +82,13 @@ class Routing:
 class Router(ShardedModule):
     """Top-k router with a linear layer, computed in fp32 (fp64 in fp64 runs).
 
-    Logits are never compressed and are equal on all tensor-parallel ranks, so all ranks choose the same experts.
+    Logits are never compressed, so they are equal on all tensor-parallel ranks, which choose the same experts.
 
     Args:
-        config: the model.
+        config: model options.
         layer: number of the layer.
         experts: number of experts in the layer.
-        comm: the tensor-parallel ranks.
+        comm: tensor-parallel ranks.
         device, dtype: device and dtype of the parameters.
     """
 
@@ -112,28 +112,28 @@ class Router(ShardedModule):
         self.register_buffer("expert_bias", bias if config.moe_router_enable_expert_bias else None)
 
     def forward(self, x_sbh: Tensor, dropout: DropoutKeys | None = None, step: ExpertContext | None = None) -> Routing:
-        """Routing of all tokens of the micro-batch.
+        """Route all tokens of the micro-batch.
 
         Args:
             x_sbh: activations; this rank's slice of s under sequence parallelism.
-            dropout: keys of the input's jitter; None in evaluation.
+            dropout: random keys of the input jitter; None in evaluation.
             step: training state; None in evaluation.
         """
         wide = torch.promote_types(x_sbh.dtype, torch.float32)
-        local = F.linear(self._jittered(x_sbh.to(wide), dropout), self.weight.to(wide))
+        local = F.linear(self._add_jitter(x_sbh.to(wide), dropout), self.weight.to(wide))
         logits_sbe = enter_parallel_region(local, self.comm, exact=True)
         logits_te = logits_sbe.flatten(0, 1)
         scores_te = _SCORES[self.config.moe_router_score_function](logits_te)
         ranking_te = scores_te.detach() if self.expert_bias is None else scores_te.detach() + self.expert_bias
-        experts_tk = self._within_groups(ranking_te).topk(self.config.moe_router_topk, dim=-1).indices
-        weights_tk = self._weights(logits_te, scores_te, experts_tk)
+        experts_tk = self._mask_other_groups(ranking_te).topk(self.config.moe_router_topk, dim=-1).indices
+        weights_tk = self._routing_weights(logits_te, scores_te, experts_tk)
         capacity = self._capacity(experts_tk.numel(), step is not None)
         kept_tk = None if capacity is None else self._mask_within_capacity(experts_tk, weights_tk.detach(), capacity)
         before = None if step is None else step.shares.get(self.layer)
-        losses = self._losses(logits_te, scores_te, experts_tk, logits_sbe.shape[1], before)
+        losses = self._auxiliary_losses(logits_te, scores_te, experts_tk, logits_sbe.shape[1], before)
         return Routing(experts_tk, weights_tk, kept_tk, capacity, losses)
 
-    def _jittered(self, x_sbh: Tensor, dropout: DropoutKeys | None) -> Tensor:
+    def _add_jitter(self, x_sbh: Tensor, dropout: DropoutKeys | None) -> Tensor:
         eps = self.config.moe_input_jitter_eps
         if not eps or dropout is None:
             return x_sbh
@@ -143,23 +143,23 @@ class Router(ShardedModule):
         noise_sbh = noise_bsh.transpose(0, 1)
         return x_sbh * (self.comm.local_slice(noise_sbh) if num_slices > 1 else noise_sbh)
 
-    def _within_groups(self, ranking_te: Tensor) -> Tensor:
-        """Ranking scores, minus infinity outside the token's best groups (DeepSeek-V3, 2024, section 2.1.2): the groups
-        with the largest sums of their two best experts."""
+    def _mask_other_groups(self, ranking_te: Tensor) -> Tensor:
+        """Set ranking scores to minus infinity outside each token's best groups of experts, which have the largest sums
+        of their two best scores (DeepSeek-V3, 2024, section 2.1.2)."""
         groups, k = self.config.moe_router_num_groups, self.config.moe_router_group_topk
         if groups is None or k is None or k == groups:
             return ranking_te
         ranking_tgm = ranking_te.unflatten(-1, (groups, -1))
         best_tg = ranking_tgm.topk(min(2, ranking_tgm.shape[-1]), dim=-1).values.sum(-1)
-        left_out_tg = torch.ones_like(best_tg, dtype=torch.bool).scatter_(-1, best_tg.topk(k, dim=-1).indices, False)
-        return ranking_tgm.masked_fill(left_out_tg.unsqueeze(-1), -torch.inf).flatten(-2)
+        excluded_tg = torch.ones_like(best_tg, dtype=torch.bool).scatter_(-1, best_tg.topk(k, dim=-1).indices, False)
+        return ranking_tgm.masked_fill(excluded_tg.unsqueeze(-1), -torch.inf).flatten(-2)
 
-    def _weights(self, logits_te: Tensor, scores_te: Tensor, experts_tk: Tensor) -> Tensor:
+    def _routing_weights(self, logits_te: Tensor, scores_te: Tensor, experts_tk: Tensor) -> Tensor:
         config = self.config
         if config.moe_router_score_function != "softmax":
             weights_tk = scores_te.gather(1, experts_tk)
             if config.moe_router_topk > 1:
-                weights_tk = _over_their_sum(weights_tk)
+                weights_tk = _normalize_scores(weights_tk)
         elif config.moe_router_pre_softmax or config.moe_router_topk == 1:
             weights_tk = scores_te.gather(1, experts_tk)
         else:
@@ -167,7 +167,7 @@ class Router(ShardedModule):
         return weights_tk * config.moe_router_topk_scaling_factor
 
     def _capacity(self, choices: int, training: bool) -> int | None:
-        """Maximum number of tokens per expert, in a micro-batch with ``choices`` token-expert pairs."""
+        """Maximum number of tokens per expert for ``choices`` token-expert pairs; None for no limit."""
         config = self.config
         factor = config.moe_expert_capacity_factor if training else config.moe_eval_capacity_factor
         if factor is None:
@@ -188,20 +188,20 @@ class Router(ShardedModule):
         within_capacity[order] = position < capacity
         return within_capacity.view_as(experts_tk)
 
-    def _losses(
+    def _auxiliary_losses(
         self, logits_te: Tensor, scores_te: Tensor, experts_tk: Tensor, samples: int, before_e: Tensor | None
     ) -> Tensor:
-        """Losses in the order of ``ModelConfig.expert_losses``.
+        """Compute the auxiliary losses, in the order of ``ModelConfig.expert_losses``.
 
-        Load-balancing losses are E sum_e f_e P_e, with the experts' shares f of the choices and mean scores P (Switch
-        Transformer, Fedus et al. 2021, section 2.2). The global-batch loss uses the shares ``before_e`` of the previous
-        step, since the backward pass begins before all tokens of the current step are routed; the first step uses the
-        shares of the micro-batch. The z-loss is the mean square of the logits' log-sum-exp (ST-MoE, Zoph et al. 2022,
-        section 3).
+        A load-balancing loss is E sum_e f_e P_e for E experts, with shares f of the choices and mean scores P (Switch
+        Transformer, Fedus et al. 2021, section 2.2). The global-batch loss uses ``before_e``, the shares of the
+        previous step, because the backward pass begins before all tokens of this step are routed; the first step uses
+        the shares of the micro-batch. The z-loss is the mean square of the logits' log-sum-exp (ST-MoE, Zoph et al.
+        2022, section 3).
         """
         config = self.config
         softmax = config.moe_router_score_function == "softmax"
-        shares_te = scores_te if softmax else _over_their_sum(scores_te)
+        shares_te = scores_te if softmax else _normalize_scores(scores_te)
         chosen_te = torch.zeros_like(logits_te).scatter_(1, experts_tk, 1.0 / config.moe_router_topk)
         losses = []
         for kind in config.expert_losses:

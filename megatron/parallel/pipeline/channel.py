@@ -1,8 +1,8 @@
-"""Messages between pipeline stages: activations forward, their gradients backward, through a codec.
+"""Messages between pipeline stages: activations and their gradients, encoded by codecs.
 
-Receives can be posted ahead of their use and sends complete in the background, so both overlap with compute. On CUDA
-a posted receive occupies the device until its message arrives; ``first_launches.py`` decides when a
-receive may be posted. A message is addressed by its boundary: the number of the earlier of the two virtual stages.
+Receives can be posted early and sends complete in the background, so both overlap with computation. On CUDA, a posted
+receive occupies the device until its message arrives; ``first_launches.py`` decides when a receive may be posted. The
+boundary between two virtual stages has the number of the earlier stage.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from megatron.distributed.policy import CompressionPlan, Position
 from megatron.parallel.tensor.collectives import TensorComm
 
 _IDENTITY = IdentityCodec()
-_GATHERED_AT = {Point.PP_FWD: Point.TP_FWD, Point.PP_BWD: Point.TP_BWD}
-"""The tensor-parallel point of the all-gather of a message's parts, by pipeline point."""
+_GATHER_POINTS = {Point.PP_FWD: Point.TP_FWD, Point.PP_BWD: Point.TP_BWD}
+"""Tensor-parallel points for all-gathers of split messages, by pipeline point."""
 
 
 @dataclass
 class Direction:
-    """A direction of pipeline traffic: destination and source ranks, and the codec states of this rank."""
+    """Direction of pipeline traffic: destination and source ranks, and this rank's messages and codec states."""
 
     point: Point
     group: Group
@@ -46,7 +46,7 @@ class Direction:
 
 @dataclass(frozen=True)
 class Message:
-    """Address of a pipeline message: direction, position, and the key of its content (see ``Codec``)."""
+    """Address of a pipeline message: direction, position, and key of the content (see ``Codec``)."""
 
     way: Direction
     position: Position
@@ -54,17 +54,17 @@ class Message:
 
 
 class PipelineChannel:
-    """The pipeline messages of this rank, in both directions.
+    """This rank's pipeline messages in both directions.
 
     Args:
-        forward_link, backward_link: the pipeline's ranks, one group per direction.
-        plan: the compressors of ``PP_FWD`` and ``PP_BWD``.
+        forward_link, backward_link: groups of the pipeline's ranks, one group per direction.
+        plan: plan with the compressors of ``PP_FWD`` and ``PP_BWD``.
         ledger: ledger that counts the bytes.
-        shapes: shape of this rank's message of a micro-batch, (sequence, batch, hidden), by boundary. They may be
-            changed between steps, identically on all ranks.
+        shapes: shape (sequence, batch, hidden) of this rank's message by boundary. Shapes may change between steps,
+            identically on all ranks.
         dtype, device: dtype and device of activations and their gradients.
-        tensor_comm: the tensor-parallel ranks, if each sends an equal part of the sequence of a replicated activation,
-            to be all-gathered by the receivers. None if a message is this rank's full tensor.
+        tensor_comm: tensor-parallel ranks, if each of them sends an equal part of the sequence of a replicated
+            activation and the receivers all-gather the parts. None if each rank sends its full tensor.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class PipelineChannel:
         self.backward = direction(Point.PP_BWD, backward_link, previous, following)
 
     def begin_step(self, scale: float) -> None:
-        """Begin a step with the loss scale ``scale`` in the gradients; reset the residuals that last a single step."""
+        """Begin a step, with the loss scale of its gradients; reset residuals that last a single step."""
         self._scale = scale
         for way in (self.forward, self.backward):
             codec = self.plan.codec(way.point)
@@ -108,21 +108,21 @@ class PipelineChannel:
             yield from (*way.sent.values(), *way.received.values())
 
     def residuals(self) -> Iterator[tuple[Point, str, CompressorState]]:
-        """Point, name and codec state of each of this rank's senders."""
+        """Point, name and codec state of each sender on this rank."""
         for way in (self.forward, self.backward):
             for boundary, state in way.sent.items():
                 yield way.point, f"boundary {boundary}", state
 
     def _codec(self, way: Direction, position: Position) -> Codec:
-        """Codec of a message; sender and receiver derive the same codec."""
+        """Codec of a message, the same for sender and receiver."""
         sender = position.boundary + (way.point is Point.PP_BWD)
         covered = self.plan.covers(way.point, sender % self.plan.stages)
         on = covered and self.plan.activation(way.point).is_active(position.iteration, position.epilogue)
         codec = self.plan.codec(way.point) if on else _IDENTITY
-        # Decided by the dtype before the codec's input is widened.
+        # ``should_compress`` takes the dtype before widening.
         return codec if codec.should_compress(self.shapes[position.boundary], self.dtype) else _IDENTITY
 
-    def _unscaled(self, way: Direction, codec: Codec) -> tuple[torch.dtype, float]:
+    def _input_format(self, way: Direction, codec: Codec) -> tuple[torch.dtype, float]:
         """Dtype of a codec's input, fp32 (or fp64) unless the codec takes any dtype, and the loss scale to remove."""
         if codec.traits.exact or (way.point is Point.PP_FWD and not codec.traits.widened):
             return self.dtype, 1.0
@@ -130,7 +130,7 @@ class PipelineChannel:
         return wide, self._scale if way.point is Point.PP_BWD else 1.0
 
     def launch_signature(self, sent: Sequence[Message], received: Sequence[Message]) -> list[Hashable]:
-        """Key of the kernels that a step's messages launch on this rank, with a part for each sender and receiver.
+        """Launch signatures of a step's messages on this rank, one for each sender and receiver.
 
         Args:
             sent, received: the step's messages, in order for each boundary.
@@ -146,7 +146,7 @@ class PipelineChannel:
 
     def _gather_signature(self, point: Point, boundary: int) -> Hashable:
         assert self.tensor_comm is not None
-        return point, "gather", tuple(self.shapes[boundary]), self.tensor_comm.gather_codec(_GATHERED_AT[point])
+        return point, "gather", tuple(self.shapes[boundary]), self.tensor_comm.gather_codec(_GATHER_POINTS[point])
 
     def _end_signature(self, end: tuple[Point, int, bool], messages: Sequence[Message]) -> Hashable:
         way, (_, boundary, sends) = messages[0].way, end
@@ -162,11 +162,11 @@ class PipelineChannel:
         return end, tuple(shape), self._scale == 1.0, tuple(codecs), tuple(signatures)
 
     def send(self, message: Message, x: Tensor) -> None:
-        """Start sending ``x`` over a boundary, or this rank's part of it if tensor-parallel ranks split messages."""
+        """Start sending ``x``, or this rank's part of it if tensor-parallel ranks split messages."""
         x = x if self.tensor_comm is None else self.tensor_comm.local_slice(x)
         way, position, key = message.way, message.position, message.key
         codec = self._codec(way, position)
-        dtype, scale = self._unscaled(way, codec)
+        dtype, scale = self._input_format(way, codec)
         with self.ledger.encoding(way.point):
             wide = x.detach().to(dtype)
             state = way.sent.setdefault(position.boundary, CompressorState())
@@ -181,19 +181,19 @@ class PipelineChannel:
             self.ledger.wait_for(way.point, way.sending.popleft()[1])
 
     def expect(self, message: Message) -> None:
-        """Announce a message that will soon be sent."""
+        """Announce a message that will be sent soon, so that the codec can prefetch."""
         way, position = message.way, message.position
         state = way.sent.setdefault(position.boundary, CompressorState())
         self._codec(way, position).expect(self.shapes[position.boundary], state, message.key)
 
     def post(self, messages: Sequence[Message]) -> None:
-        """Post receives of messages, in this order. Nothing is launched between the first receive and the last."""
+        """Post receives in this order, without kernel launches between the first and the last receive."""
         payloads = []
         for message in messages:
             way, position = message.way, message.position
             codec = self._codec(way, position)
             state = way.received.setdefault(position.boundary, CompressorState())
-            dtype, _ = self._unscaled(way, codec)
+            dtype, _ = self._input_format(way, codec)
             shape = self.shapes[position.boundary]
             payloads.append(codec.empty_payload(shape, dtype, self.device, state, message.key))
         for message, payload in zip(messages, payloads, strict=True):
@@ -202,7 +202,7 @@ class PipelineChannel:
             way.posted[position.boundary, position.micro_batch] = (payload, way.newest)
 
     def arrive(self) -> None:
-        """Wait on the host until all posted receives have completed."""
+        """Block the host until all posted receives have completed."""
         for way in (self.forward, self.backward):
             for _, pending in way.posted.values():
                 if not pending.waited:
@@ -210,19 +210,19 @@ class PipelineChannel:
         self.synchronize()
 
     def synchronize(self) -> None:
-        """Block the host until all receives that were waited for have completed on the device."""
+        """Block the host until all receives after their ``wait`` have completed on the device."""
         for way in (self.forward, self.backward):
             if way.newest is not None:
                 way.newest.synchronize()
 
     def recv(self, message: Message) -> Tensor:
-        """Wait for a posted message, decode it, and all-gather its parts if it was split."""
+        """Wait for a posted message, decode it, and all-gather the parts of a split message."""
         way, position, key = message.way, message.position, message.key
         payload, pending = way.posted.pop((position.boundary, position.micro_batch))
         if not pending.waited:
             self.ledger.wait_for(way.point, pending)
         codec = self._codec(way, position)
-        dtype, scale = self._unscaled(way, codec)
+        dtype, scale = self._input_format(way, codec)
         with self.ledger.decoding(way.point):
             x = codec.decode(payload, self.shapes[position.boundary], dtype, way.received[position.boundary], key)
             x = (x if scale == 1.0 else x * scale).to(self.dtype)
@@ -230,7 +230,7 @@ class PipelineChannel:
             observer.on_receive(way.point, position, x)
         if self.tensor_comm is None:
             return x
-        return self.tensor_comm.at(f"boundary {position.boundary}").gather(x, _GATHERED_AT[way.point])
+        return self.tensor_comm.at(f"boundary {position.boundary}").gather(x, _GATHER_POINTS[way.point])
 
     def flush(self, keep: int = 0) -> None:
         """Wait until at most ``keep`` sends of each direction are pending."""

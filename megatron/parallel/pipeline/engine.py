@@ -1,4 +1,4 @@
-"""Execution of pipeline schedules on a rank: receives, computes, sends."""
+"""Execution of pipeline schedules on a rank: receive, compute, send."""
 
 from __future__ import annotations
 
@@ -14,46 +14,44 @@ from megatron.distributed.layout import Layout
 from megatron.distributed.policy import Position
 from megatron.parallel.pipeline.channel import Direction, Message, PipelineChannel
 from megatron.parallel.pipeline.first_launches import CompletedLaunches
-from megatron.parallel.pipeline.schedule import Pass, PipelineOp, forward_only, training_schedule
-from megatron.parallel.pipeline.timetable import Timetable, timetable
+from megatron.parallel.pipeline.schedule import Pass, PipelineOp, make_forward_schedule, make_schedule
+from megatron.parallel.pipeline.timetable import Timetable, build_timetable
 
 
 class StageProgram(Protocol):
     """The computation of a chunk."""
 
     def forward(self, micro_batch: int, x_sbh: Tensor | None) -> Tensor:
-        """Activation of the chunk, of the shape that crosses its boundary, (s, b, h); on the last virtual stage the
-        scalar to be differentiated.
+        """Compute the chunk's activation (s, b, h), or on the last virtual stage the scalar to differentiate.
 
         ``x_sbh`` is None on the first virtual stage.
         """
 
     def key(self, micro_batch: int, boundary: int) -> Hashable:
-        """Key of the data of a micro-batch that crosses a boundary, for codecs with memory."""
+        """Key of a micro-batch's message over a boundary, for codecs that remember samples."""
 
 
 Span = Callable[[str, PipelineOp], AbstractContextManager[object]]
-"""Context manager factory that times a part of an operation under a name."""
+"""Factory of context managers that time a section of an operation, by the section's name."""
 
 
-def untimed(name: str, op: PipelineOp) -> AbstractContextManager[object]:
-    """A span that times nothing."""
+def no_span(name: str, op: PipelineOp) -> AbstractContextManager[object]:
+    """Span without timing."""
     return nullcontext()
 
 
 class PipelineEngine:
-    """Executes schedules; with a single stage it is a plain loop over micro-batches.
+    """Executes pipeline schedules; with a single stage, a loop over micro-batches.
 
     Args:
         layout: the mesh.
         stage: this rank's pipeline coordinate.
-        channel: messages to the neighbors; None with a single stage.
-        before_micro_batch: called with the number of a micro-batch before its forward and before its backward.
-        begin_last_backward: called with a chunk before the backward of its last micro-batch, which completes its
-            gradients.
+        channel: channel to the neighboring stages; None with a single stage.
+        before_micro_batch: called with the index of a micro-batch before its forward and before its backward.
+        begin_last_backward: called with the index of a chunk before the chunk's last backward in the step.
 
     Attributes:
-        loads_late: the device loads kernels at their first launch, as CUDA does; see ``first_launches``.
+        loads_kernels_lazily: the device loads kernels at their first launch, as CUDA does; see ``first_launches``.
     """
 
     def __init__(
@@ -69,22 +67,22 @@ class PipelineEngine:
         self.channel = channel
         self.before_micro_batch = before_micro_batch
         self.begin_last_backward = begin_last_backward
-        self.loads_late = channel is not None and channel.device.type == "cuda"
+        self.loads_kernels_lazily = channel is not None and channel.device.type == "cuda"
         self.completed = CompletedLaunches()
         self._timetables: dict[tuple[str | None, int], Timetable] = {}
 
-    def timetable(self, kind: str | None, num_micro_batches: int) -> Timetable:
-        """The timetable of a training schedule (of ``SCHEDULES``), or of forwards alone (None)."""
+    def get_timetable(self, kind: str | None, num_micro_batches: int) -> Timetable:
+        """Get the timetable of a training schedule from ``SCHEDULES``, or of forward passes only (None)."""
         key = (kind, num_micro_batches)
         if key not in self._timetables:
             pp, chunks = self.layout.pp, self.layout.chunks
             schedules = [
-                forward_only(chunks, pp, num_micro_batches)
+                make_forward_schedule(chunks, pp, num_micro_batches)
                 if kind is None
-                else training_schedule(kind, pp, stage, chunks, num_micro_batches)
+                else make_schedule(kind, pp, stage, chunks, num_micro_batches)
                 for stage in range(pp)
             ]
-            self._timetables[key] = timetable(self.layout, schedules)
+            self._timetables[key] = build_timetable(self.layout, schedules)
         return self._timetables[key]
 
     def run(
@@ -95,19 +93,18 @@ class PipelineEngine:
         num_micro_batches: int,
         loss_grad: Tensor | None,
         signatures: Sequence[Hashable],
-        span: Span = untimed,
+        span: Span = no_span,
     ) -> None:
         """Runs a step.
 
         Args:
-            table: the operations of every pipeline stage.
-            programs: a program per chunk.
+            table: operations of all pipeline stages.
+            programs: programs of this rank's chunks.
             iteration: training iteration; -1 in evaluation.
-            num_micro_batches: micro-batches of the step.
-            loss_grad: gradient of each micro-batch's scalar; None when nothing is differentiated.
-            signatures: launch signatures (``first_launches``) of the programs and their callees; the engine adds those
-                of the messages.
-            span: times forward-compute, forward-recv, forward-send, and the same of backward.
+            num_micro_batches: number of micro-batches in the step.
+            loss_grad: gradient of each micro-batch's scalar; None without backward passes.
+            signatures: launch signatures (``first_launches``) of the programs; the engine adds those of the messages.
+            span: times the sections forward-recv, forward-compute and forward-send, and likewise for backward.
         """
         ops = table.schedules[self.stage]
         activations: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
@@ -148,25 +145,25 @@ class PipelineEngine:
         run.end()
 
 
-def max_sending(layout: Layout) -> int:
-    """Maximum number of pending sends in a direction before a rank waits for the oldest.
+def max_pending_sends(layout: Layout) -> int:
+    """Maximum number of pending sends in a direction before a rank waits for the oldest send.
 
-    gloo cannot say that a send is done, so without a bound the messages of the whole step would stay in memory. No
-    schedule lets a receiver fall behind by more than this, so waiting for an older message never blocks for long.
+    gloo does not report that a send has completed, so without a limit all messages of a step would stay in memory. No
+    schedule lets a receiver fall further behind, so a wait for an older message is short.
     """
     return 2 * layout.num_virtual_stages
 
 
-POSTED_AHEAD = 2
-"""Maximum number of receives posted ahead in each direction.
+MAX_POSTED_AHEAD = 2
+"""Maximum number of receives posted before they are due, in each direction.
 
-A send begins when its receive is posted: a late receive leaves the link idle while this rank computes. In 1F1B the
-sender is at most one message ahead of the receiver, in eager 1F1B two.
+A transfer begins when its receive is posted; a late receive leaves the link idle while this rank computes. The sender
+is at most one message ahead of the receiver in 1F1B, and two messages in eager 1F1B.
 """
 
 
 class _StepMessages:
-    """A step's messages: their addresses, and when their receives are posted."""
+    """Messages of a step: their addresses, and the times at which receives are posted."""
 
     def __init__(
         self,
@@ -186,7 +183,7 @@ class _StepMessages:
         self.epilogues = table.epilogues
         self._due = iter(table.messages_due[self.stage])
         ops = table.schedules[self.stage]
-        self._coming = {
+        self._incoming = {
             forward: deque(
                 message
                 for op in ops
@@ -198,24 +195,24 @@ class _StepMessages:
         self._received = {True: 0, False: 0}
         self._completed = engine.completed
         self._signatures: list[Hashable] = []
-        self._ahead = True
-        if engine.loads_late and self.channel is not None:
+        self._posts_ahead = True
+        if engine.loads_kernels_lazily and self.channel is not None:
             sent = [message for op in ops if (message := self._message(op, incoming=False)) is not None]
-            received = [message for messages in self._coming.values() for message in messages]
+            received = [message for messages in self._incoming.values() for message in messages]
             self._signatures = [*signatures, *self.channel.launch_signature(sent, received)]
-            self._ahead = self._completed.covers(self._signatures)
+            self._posts_ahead = self._completed.covers(self._signatures)
 
     def _message(self, op: PipelineOp, incoming: bool) -> Message | None:
-        """The message of an operation's input, or of its output; None at the model's ends."""
+        """Message with the input or the output of an operation; None at the model's first input and last output."""
         stage = self.layout.virtual_stage(self.stage, op.chunk)
         before = op.is_forward == incoming
         boundary = stage - 1 if before else stage
         if self.channel is None or not 0 <= boundary < self.layout.num_virtual_stages - 1:
             return None
         key = self.programs[op.chunk].key(op.micro_batch, boundary)
-        return Message(self._way(op.is_forward), self._position(op, boundary, incoming), key)
+        return Message(self._direction(op.is_forward), self._position(op, boundary, incoming), key)
 
-    def _way(self, forward: bool) -> Direction:
+    def _direction(self, forward: bool) -> Direction:
         assert self.channel is not None
         return self.channel.forward if forward else self.channel.backward
 
@@ -228,22 +225,22 @@ class _StepMessages:
         return Position(self.iteration, boundary, op.micro_batch, self.num_micro_batches, late)
 
     def post(self) -> None:
-        """Posts the receives due before the next operation, and later receives if no kernel is loaded late."""
+        """Posts the receives that are due before the next operation, and later receives if all kernels are loaded."""
         due_receives = next(self._due)
         if self.channel is None:
             return
         posting = []
         for forward, count in ((True, due_receives.forward), (False, due_receives.backward)):
-            ahead = self._received[forward] + POSTED_AHEAD if self._ahead else 0
-            while self._coming[forward] and self._posted[forward] < max(count, ahead):
-                posting.append(self._coming[forward].popleft())
+            ahead = self._received[forward] + MAX_POSTED_AHEAD if self._posts_ahead else 0
+            while self._incoming[forward] and self._posted[forward] < max(count, ahead):
+                posting.append(self._incoming[forward].popleft())
                 self._posted[forward] += 1
         self.channel.post(posting)
-        if not self._ahead:
+        if not self._posts_ahead:
             self.channel.arrive()
 
     def expect(self, op: PipelineOp) -> None:
-        """Announces the message that an operation will send."""
+        """Announces the message that an operation will send, so that its codec can prefetch."""
         message = self._message(op, incoming=False)
         if self.channel is not None and message is not None:
             self.channel.expect(message)
@@ -259,10 +256,10 @@ class _StepMessages:
         message = self._message(op, incoming=False)
         if self.channel is not None and message is not None:
             self.channel.send(message, x)
-            self.channel.flush(keep=max_sending(self.layout))
+            self.channel.flush(keep=max_pending_sends(self.layout))
 
     def end(self) -> None:
-        """Ends the step: waits until all of its sends have completed."""
+        """Ends the step after all its sends have completed."""
         if self.channel is not None:
             self.channel.flush()
             self.channel.synchronize()

@@ -1,4 +1,4 @@
-"""Pipeline schedules as pure data: each rank's list of forwards and backwards, in order."""
+"""Pipeline schedules as data: the list of forward and backward passes of each rank, in order."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ class PipelineOp:
         return self.computation is Pass.FORWARD
 
 
-def forward_only(chunks: int, pp: int, num_micro_batches: int) -> list[PipelineOp]:
-    """The evaluation schedule: groups of ``pp`` micro-batches (the last may be smaller), chunk after chunk."""
+def make_forward_schedule(chunks: int, pp: int, num_micro_batches: int) -> list[PipelineOp]:
+    """Schedule of an evaluation: groups of at most ``pp`` micro-batches run through one chunk after another."""
     groups = [range(m, min(m + pp, num_micro_batches)) for m in range(0, num_micro_batches, pp)]
     return [PipelineOp(Pass.FORWARD, c, m) for group in groups for c in range(chunks) for m in group]
 
 
 def gpipe(num_micro_batches: int) -> list[PipelineOp]:
-    """All forwards, then all backwards (Huang et al. 2019)."""
+    """All forward passes, then all backward passes (Huang et al. 2019)."""
     order = range(num_micro_batches)
     return [PipelineOp(Pass.FORWARD, 0, m) for m in order] + [PipelineOp(Pass.BACKWARD, 0, m) for m in order]
 
 
 def one_f_one_b(pp: int, stage: int, num_micro_batches: int) -> list[PipelineOp]:
-    """1F1B: warm-up forwards, then a forward and a backward in turn, then the remaining backwards.
+    """1F1B: warm-up forwards, then alternating forwards and backwards, then the remaining backwards.
 
-    Narayanan et al. 2021, section 2.2.1 (PipeDream-Flush): at most pp - stage activations are held.
+    Narayanan et al. 2021, section 2.2.1 (PipeDream-Flush). A stage stores at most pp - stage activations.
     """
     return _alternate(
         warm_up=min(num_micro_batches, pp - stage - 1),
@@ -52,10 +52,10 @@ def one_f_one_b(pp: int, stage: int, num_micro_batches: int) -> list[PipelineOp]
 
 
 def eager_one_f_one_b(pp: int, stage: int, num_micro_batches: int) -> list[PipelineOp]:
-    """1F1B with twice the warm-up, so that a message has the time of a micro-batch to arrive before it is needed.
+    """1F1B with twice the warm-up, which gives each message the time of a micro-batch to arrive.
 
-    Zhuang et al. 2023 (On Optimizing the Communication of Model Parallelism), section 4: for links that are slow
-    compared with the computation. At most 2 (pp - stage) - 1 activations are held.
+    Zhuang et al. 2023 (On Optimizing the Communication of Model Parallelism), section 4, for slow links. A stage stores
+    at most 2 (pp - stage) - 1 activations.
     """
     return _alternate(
         warm_up=min(num_micro_batches, 2 * (pp - stage - 1)),
@@ -67,7 +67,7 @@ def eager_one_f_one_b(pp: int, stage: int, num_micro_batches: int) -> list[Pipel
 def interleaved(pp: int, stage: int, chunks: int, num_micro_batches: int) -> list[PipelineOp]:
     """1F1B over several chunks per rank (Narayanan et al. 2021, section 2.2.2).
 
-    Micro-batches pass in groups of ``pp`` through one chunk after the other; ``pp`` divides ``num_micro_batches``.
+    Groups of ``pp`` micro-batches run through one chunk after another; ``pp`` divides ``num_micro_batches``.
     """
     total = num_micro_batches * chunks
     return _alternate(
@@ -93,17 +93,17 @@ def _alternate(warm_up: int, forwards: list[PipelineOp], backwards: list[Pipelin
 SCHEDULES = ("1f1b", "eager-1f1b", "gpipe")
 
 
-def training_schedule(kind: str, pp: int, stage: int, chunks: int, num_micro_batches: int) -> list[PipelineOp]:
-    """The schedule of a rank.
+def make_schedule(kind: str, pp: int, stage: int, chunks: int, num_micro_batches: int) -> list[PipelineOp]:
+    """Make the training schedule of a rank.
 
     Args:
-        kind: a name from ``SCHEDULES``; several chunks mean the interleaved form of 1f1b.
+        kind: a name from ``SCHEDULES``; with several chunks, 1f1b is interleaved.
         pp, stage: pipeline-parallel size, and this rank's stage.
         chunks: virtual stages on each rank.
-        num_micro_batches: micro-batches of the step.
+        num_micro_batches: number of micro-batches in the step.
 
     Raises:
-        ValueError: when the combination has no schedule.
+        ValueError: when there is no schedule for the arguments.
     """
     if kind not in SCHEDULES:
         raise ValueError(f"no pipeline schedule is named {kind!r}; the choices are {', '.join(SCHEDULES)}")
@@ -119,10 +119,11 @@ def training_schedule(kind: str, pp: int, stage: int, chunks: int, num_micro_bat
     return (one_f_one_b if kind == "1f1b" else eager_one_f_one_b)(pp, stage, num_micro_batches)
 
 
-def epilogue(ops: Sequence[PipelineOp]) -> frozenset[PipelineOp]:
-    """The backwards of a stage after its last forward; their messages overlap with nothing.
+def find_epilogue(ops: Sequence[PipelineOp]) -> frozenset[PipelineOp]:
+    """Find a stage's backward passes after its last forward. No computation hides their messages.
 
-    With 1F1B these are stage s's last min(M, P - s) of M micro-batches (Optimus-CC, Song et al. 2023, section 5.1).
+    In 1F1B with M micro-batches and P stages, these are the last min(M, P - s) backward passes of stage s (Optimus-CC,
+    Song et al. 2023, section 5.1).
     """
     last = max((index for index, op in enumerate(ops) if op.is_forward), default=-1)
     return frozenset(op for op in ops[last + 1 :] if not op.is_forward)

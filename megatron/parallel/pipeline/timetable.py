@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.distributed.layout import Layout
-from megatron.parallel.pipeline.schedule import PipelineOp, epilogue
+from megatron.parallel.pipeline.schedule import PipelineOp, find_epilogue
 
 _Position = tuple[bool, int, int]
 """An operation's place in the model: (forward, virtual stage, micro-batch)."""
@@ -36,7 +36,7 @@ class Timetable:
     messages_due: tuple[tuple[Due, ...], ...]
 
 
-def timetable(layout: Layout, schedules: Sequence[Sequence[PipelineOp]]) -> Timetable:
+def build_timetable(layout: Layout, schedules: Sequence[Sequence[PipelineOp]]) -> Timetable:
     """Builds the timetable of the given schedules.
 
     An operation's level is the length of the longest chain of operations that ends with it, in which each operation
@@ -49,7 +49,7 @@ def timetable(layout: Layout, schedules: Sequence[Sequence[PipelineOp]]) -> Time
     levels = _levels(layout, schedules)
     return Timetable(
         schedules=tuple(map(tuple, schedules)),
-        epilogues=tuple(map(epilogue, schedules)),
+        epilogues=tuple(map(find_epilogue, schedules)),
         messages_due=tuple(tuple(_count_due(layout, schedules, levels, stage)) for stage in range(len(schedules))),
     )
 

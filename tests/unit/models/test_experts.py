@@ -296,13 +296,13 @@ def test_what_the_router_reads_is_jittered_in_training_alone() -> None:
     layer = _layer(num_experts=[HIDDEN], moe_input_jitter_eps=0.2)
     layer.router.weight.data = torch.eye(HIDDEN, dtype=torch.float64)
     x_sbh, seen = torch.ones(100, SAMPLES, HIDDEN, dtype=torch.float64), []
-    weights = layer.router._weights
+    weights = layer.router._routing_weights
 
     def noting(logits_te: Tensor, scores_te: Tensor, experts_tk: Tensor) -> Tensor:
         seen.append(logits_te.detach())
         return weights(logits_te, scores_te, experts_tk)
 
-    with mock.patch.object(layer.router, "_weights", noting):
+    with mock.patch.object(layer.router, "_routing_weights", noting):
         for keys in (None, DropoutKeys(1, (0, 1, 2))):
             layer.router(x_sbh, keys)
     exact, jittered = seen

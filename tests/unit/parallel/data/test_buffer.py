@@ -65,7 +65,7 @@ def test_gradients_of_another_type_are_converted_and_added_in_fp32(
     dtype: torch.dtype, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first replaces what was there; later ones would be rounded off in the parameters' type."""
-    monkeypatch.setattr("megatron.parallel.data.buffer._AT_ONCE", at_once)
+    monkeypatch.setattr("megatron.parallel.data.buffer._CONVERTED_ELEMENTS", at_once)
     (w, unused), buffer = _buffer({"w": (3, 4), "unused": (2, 2)}, dtype, torch.float32)
     for _ in range(2):
         _stale(buffer)

@@ -53,5 +53,5 @@ def test_every_rank_is_reached_by_way_of_its_node(nodes: str, asked: str, stages
             if comm.nodes is not None:
                 carrier = comm.nodes.group.ranks[comm.node_of[position]]
                 assert node_of[carrier] == node_of[wanted]
-            assert comms[carrier].ranks.group.ranks[comm.place_of[position]] == wanted
+            assert comms[carrier].ranks.group.ranks[comm.index_in_node[position]] == wanted
         assert comm.ranks.inside is (comm.nodes is not None)

@@ -25,7 +25,7 @@ from megatron.parallel.pipeline import engine as engine_module
 from megatron.parallel.pipeline.channel import PipelineChannel
 from megatron.parallel.pipeline.engine import PipelineEngine
 from megatron.parallel.pipeline.first_launches import MAX_SIGNATURES, CompletedLaunches
-from megatron.parallel.pipeline.timetable import Due, Timetable, timetable
+from megatron.parallel.pipeline.timetable import Due, Timetable, build_timetable
 from tests.support.spinning import DeadlockError, SpinningDevice, SpinningLink, run_threads
 
 SHAPE = torch.Size((2, 1, 2))
@@ -155,7 +155,7 @@ def _build(case: Case, device: SpinningDevice) -> PipelineEngine:
     shapes = [SHAPE] * (case.layout.num_virtual_stages - 1)
     channel = PipelineChannel(forward, backward, plan, Ledger(), shapes, torch.float32, torch.device("cpu"))
     engine = PipelineEngine(case.layout, device.rank, channel, lambda micro_batch: None, lambda chunk: None)
-    engine.loads_late = True
+    engine.loads_kernels_lazily = True
     return engine
 
 
@@ -187,7 +187,7 @@ def _rank(
                 )
                 for chunk in range(case.chunks)
             ]
-            table = engine.timetable(None if evaluates else case.kind, count)
+            table = engine.get_timetable(None if evaluates else case.kind, count)
             engine.channel.shapes = [case.shape(step)] * (case.layout.num_virtual_stages - 1)
             engine.channel.begin_step(1.0)
             grad = None if evaluates else torch.ones(())
@@ -258,7 +258,7 @@ def test_what_is_due_is_posted_where_receives_wait_ahead_too(monkeypatch: pytest
 
 def test_receives_that_are_always_posted_ahead_would_deadlock() -> None:
     def trust(engine: PipelineEngine, device: SpinningDevice, step: int) -> None:
-        engine.loads_late = False
+        engine.loads_kernels_lazily = False
 
     with pytest.raises(DeadlockError, match="loads"):
         run_threads(2, _rank(case("1f1b", 2, 1, 4), trust))
@@ -277,14 +277,17 @@ def test_receives_that_are_posted_only_when_needed_would_deadlock() -> None:
         return tuple(found)
 
     def late(layout: Layout, schedules: Any) -> Timetable:
-        table = timetable(layout, schedules)
+        table = build_timetable(layout, schedules)
         return replace(table, messages_due=tuple(needed(table, stage, layout) for stage in range(layout.pp)))
 
     def forget_all(engine: PipelineEngine, device: SpinningDevice, step: int) -> None:
         engine.completed = CompletedLaunches()
         device.loaded.clear()
 
-    with mock.patch.object(engine_module, "timetable", late), pytest.raises(DeadlockError, match=r"loads .* send to"):
+    with (
+        mock.patch.object(engine_module, "build_timetable", late),
+        pytest.raises(DeadlockError, match=r"loads .* send to"),
+    ):
         run_threads(2, _rank(case("1f1b", 2, 2, 4), forget_all))
 
 

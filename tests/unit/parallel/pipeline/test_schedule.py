@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.distributed.layout import Layout
-from megatron.parallel.pipeline.engine import POSTED_AHEAD, max_sending
-from megatron.parallel.pipeline.schedule import PipelineOp, forward_only, training_schedule
+from megatron.parallel.pipeline.engine import MAX_POSTED_AHEAD, max_pending_sends
+from megatron.parallel.pipeline.schedule import PipelineOp, make_forward_schedule, make_schedule
 
 Message = tuple[bool, int, int]
 """(forward, boundary, micro-batch)"""
@@ -29,8 +29,8 @@ class Case:
 
     def schedules(self) -> list[list[PipelineOp]]:
         if self.kind == "eval":
-            return [forward_only(self.chunks, self.pp, self.count) for _ in range(self.pp)]
-        return [training_schedule(self.kind, self.pp, s, self.chunks, self.count) for s in range(self.pp)]
+            return [make_forward_schedule(self.chunks, self.pp, self.count) for _ in range(self.pp)]
+        return [make_schedule(self.kind, self.pp, s, self.chunks, self.count) for s in range(self.pp)]
 
     def incoming(self, stage: int, op: PipelineOp) -> Message | None:
         virtual = op.chunk * self.pp + stage
@@ -121,7 +121,7 @@ def rank_program(case: Case, stage: int, wires: Wires, ahead: int, keep: int | N
 
 
 def finishes(
-    case: Case, queue: Callable[[Message], Hashable], ahead: int = POSTED_AHEAD, keep: int | None = None
+    case: Case, queue: Callable[[Message], Hashable], ahead: int = MAX_POSTED_AHEAD, keep: int | None = None
 ) -> bool:
     """Whether all ranks come to their ends."""
     wires = Wires(case, queue)
@@ -162,7 +162,7 @@ def test_every_operation_runs_once_and_forward_comes_first(case: Case) -> None:
 @given(cases(), st.integers(1, 4))
 def test_no_deadlock_and_few_messages_under_way(case: Case, ahead: int) -> None:
     """A rank that waits for its older sends never waits for ever."""
-    keep = max_sending(Layout(pp=case.pp, chunks=case.chunks))
+    keep = max_pending_sends(Layout(pp=case.pp, chunks=case.chunks))
     assert finishes(case, _tagged, ahead, keep)
 
 
@@ -258,10 +258,10 @@ def test_twice_the_warm_up_hides_messages(pp: int, forward: int, backward: int, 
 
 def test_combinations_without_a_schedule_are_refused() -> None:
     with pytest.raises(ValueError, match="multiples of 2"):
-        training_schedule("1f1b", 2, 0, 2, 3)
+        make_schedule("1f1b", 2, 0, 2, 3)
     with pytest.raises(ValueError, match="gpipe"):
-        training_schedule("gpipe", 2, 0, 2, 4)
+        make_schedule("gpipe", 2, 0, 2, 4)
     with pytest.raises(ValueError, match="eager-1f1b"):
-        training_schedule("eager-1f1b", 2, 0, 2, 4)
+        make_schedule("eager-1f1b", 2, 0, 2, 4)
     with pytest.raises(ValueError, match=r"'zb'.*1f1b, eager-1f1b, gpipe"):
-        training_schedule("zb", 2, 0, 1, 4)
+        make_schedule("zb", 2, 0, 1, 4)

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 
 from megatron.distributed.layout import Layout
-from megatron.parallel.pipeline.engine import POSTED_AHEAD
+from megatron.parallel.pipeline.engine import MAX_POSTED_AHEAD
 from megatron.parallel.pipeline.schedule import Pass, PipelineOp
-from megatron.parallel.pipeline.timetable import Timetable, timetable
+from megatron.parallel.pipeline.timetable import Timetable, build_timetable
 from tests.unit.parallel.pipeline.test_schedule import Case, Message, cases
 
 
 def _table(case: Case) -> Timetable:
-    return timetable(Layout(pp=case.pp, chunks=case.chunks), case.schedules())
+    return build_timetable(Layout(pp=case.pp, chunks=case.chunks), case.schedules())
 
 
 @given(cases())
@@ -26,7 +26,7 @@ def test_what_an_operation_needs_is_due_and_little_else(case: Case) -> None:
             counts = {True: due.forward, False: due.backward}
             waiting = [counts[forward] - received[forward] for forward in (True, False)]
             assert min(waiting) >= 0
-            assert max(waiting) <= (POSTED_AHEAD if case.chunks == 1 else 2 * POSTED_AHEAD)
+            assert max(waiting) <= (MAX_POSTED_AHEAD if case.chunks == 1 else 2 * MAX_POSTED_AHEAD)
             if case.incoming(stage, op) is not None:
                 received[op.is_forward] += 1
                 assert counts[op.is_forward] >= received[op.is_forward]
@@ -61,4 +61,4 @@ def _all_due_sent(case: Case, table: Timetable, stage: int, at: int, sent: set[M
 def test_stages_that_wait_for_each_other_have_no_timetable() -> None:
     forward, backward = PipelineOp(Pass.FORWARD, 0, 0), PipelineOp(Pass.BACKWARD, 0, 0)
     with pytest.raises(ValueError, match="wait for each other"):
-        timetable(Layout(pp=2), [[backward, forward], [forward, backward]])
+        build_timetable(Layout(pp=2), [[backward, forward], [forward, backward]])
