@@ -56,17 +56,7 @@ class CheckpointConfig:
         "begins as with --finetune.",
     )
     no_save_optim: bool = option(False, "Do not save the optimizer.")
-    no_save_rng: bool = option(
-        False,
-        "Do not save the random state.",
-        no_effect="randomness is drawn from the seed and what it is for, so there is no random state",
-    )
     no_load_optim: bool = option(False, "Do not load the optimizer.", only_if=(_RESUMED_RUN,))
-    no_load_rng: bool = option(
-        False,
-        "Do not load the random state.",
-        no_effect="randomness is drawn from the seed and what it is for, so there is no random state",
-    )
     no_load_lr_state: bool = option(
         False,
         "Do not load the position in the learning-rate schedule: warm-up and decay begin anew while iterations go on.",
@@ -79,11 +69,6 @@ class CheckpointConfig:
         False, "Stop when --load holds no checkpoint, instead of starting afresh."
     )
     async_save: bool = option(False, "Write checkpoints while training goes on.")
-    universal_checkpoint: bool = option(
-        False,
-        "Load at another layout.",
-        no_effect="every checkpoint loads at any layout",
-    )
     keep_last: int | None = derived(
         "all",
         "Keep only this many of the newest checkpoints, and the newest after which an update was taken.",
@@ -136,7 +121,6 @@ def check_checkpoint(checkpoint: CheckpointConfig) -> None:
         (checkpoint.keep_last is not None, f"--{keep_last}", checkpoint.save, "--save"),
         (checkpoint.overwrite_checkpoints, "--overwrite-checkpoints", checkpoint.save, "--save"),
         (checkpoint.no_save_optim, "--no-save-optim", checkpoint.save, "--save"),
-        (checkpoint.no_save_rng, "--no-save-rng", checkpoint.save, "--save"),
         (checkpoint.ckpt_step is not None, "--ckpt-step", checkpoint.load, "--load"),
         (checkpoint.moe_use_upcycling, "--moe-use-upcycling", checkpoint.load, "--load"),
         (checkpoint.finetune, "--finetune", checkpoint.load, "--load"),

@@ -102,9 +102,6 @@ class LoggingConfig:
     log_validation_ppl_to_tensorboard: bool = option(
         False, "Write the validation perplexity to TensorBoard.", only_if=_CURVES
     )
-    log_memory_to_tensorboard: bool = option(
-        False, "Write memory use to TensorBoard.", no_effect="memory is always written"
-    )
     log_world_size_to_tensorboard: bool = option(
         False, "Write the number of processes to TensorBoard.", only_if=_CURVES
     )

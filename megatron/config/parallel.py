@@ -119,13 +119,6 @@ class ParallelConfig:
         off_switch=True,
         only_if=(_TENSOR_RANKS,),
     )
-    gradient_accumulation_fusion: bool = option(
-        True,
-        "Do not add weight gradients into the gradient buffers as they are computed.",
-        flag="no-gradient-accumulation-fusion",
-        off_switch=True,
-        no_effect="autograd adds gradients into the buffers in place, without a fused kernel",
-    )
     ddp_impl: Literal["local", "torch"] = option(
         "local",
         "Data parallelism: our contiguous buckets (local) or torch's DistributedDataParallel (torch).",

@@ -30,6 +30,7 @@ from megatron.config.recompute import RecomputeConfig, check_recompute, resolve_
 from megatron.config.resolve_model import resolve_model
 from megatron.config.tokenizer import TokenizerConfig, check_sentinels, check_tokenizer
 from megatron.config.training import TrainingConfig, check_batches, check_compile, check_samples, resolve_training
+from megatron.config.translate.known import RETIRED_FIELDS
 from megatron.config.validation import ValidationConfig
 from megatron.config.vocabulary import check_vocabulary
 
@@ -96,7 +97,7 @@ class RunConfig:
     def from_dict(cls, values: object, location: str = "configuration") -> RunConfig:
         """Inverse of `to_dict`. Missing sections and fields take their defaults.
 
-        Raises UserError starting with `where` for an unknown name or a value of the wrong type.
+        Raises UserError starting with `location` for an unknown name or a value of the wrong type.
         """
         sections = run_sections()
         if not isinstance(values, dict):
@@ -107,7 +108,8 @@ class RunConfig:
                 raise UserError(f"{location}: unknown section {name}{nearest(str(name), list(sections))}")
             if not isinstance(content, dict):
                 raise UserError(f"{location}: section {name} must hold names and values")
-            built[name] = section_from_plain(name, sections[name], content, location)
+            values_of_section = {key: value for key, value in content.items() if f"{name}.{key}" not in RETIRED_FIELDS}
+            built[name] = section_from_plain(name, sections[name], values_of_section, location)
         return cls(**built)
 
     def to_yaml(self) -> str:

@@ -149,32 +149,11 @@ class TrainingConfig:
         "for the length of the run, too: no step is taken, and the schedule of learning rates waits.",
         metavar="ITERATION",
     )
-    use_flash_attn: bool = option(
-        False,
-        "Flash attention.",
-        aliases=(
-            "use-flash-attn-v1",
-            "use-flash-attn-v2",
-            "use-flash-attn-triton",
-            "use-flash-attn-builder",
-        ),
-        no_effect=(
-            "attention without --attn-logit-softcapping always goes through scaled_dot_product_attention, which uses "
-            "flash kernels where it can"
-        ),
-    )
     compile: Literal["auto", "on", "off"] = option(
         "auto",
         "Compile each transformer layer by torch.compile. auto does where CUDA and Triton are, with one "
         "tensor-parallel rank, without attention dropout and --deterministic-mode.",
         only_if=(_COMPILER,),
-    )
-    empty_unused_memory_level: int = option(
-        0,
-        "Return cached GPU memory to the device each iteration: not (0), once (1), or twice (2).",
-        minimum=0,
-        maximum=2,
-        no_effect="cached memory is kept",
     )
 
     @property

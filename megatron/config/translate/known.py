@@ -28,6 +28,15 @@ _HARMLESS = [
         values="transformer-impl onnx-safe attention-backend",
     ),
     _harmless(
+        "attention without --attn-logit-softcapping always goes through scaled_dot_product_attention, which uses flash "
+        "kernels where it can",
+        switches="use-flash-attn use-flash-attn-v1 use-flash-attn-v2 use-flash-attn-triton use-flash-attn-builder",
+    ),
+    _harmless(
+        "autograd adds gradients into the buffers in place, without a fused kernel",
+        switches="no-gradient-accumulation-fusion",
+    ),
+    _harmless(
         "there is no such fused kernel to turn on or off; the numbers are the same",
         switches="no-masked-softmax-fusion no-bias-dropout-fusion no-bias-swiglu-fusion no-rope-fusion "
         "no-persist-layer-norm disable-mem-efficient-ln scaled-upper-triang-masked-softmax-fusion "
@@ -87,6 +96,7 @@ _HARMLESS = [
     ),
     _harmless("optimizer states are not written", switches="log-optimizer-states-to-tensorboard"),
     _harmless("throughput is always logged", switches="log-throughput"),
+    _harmless("memory is always written", switches="log-memory-to-tensorboard"),
     _harmless(
         "see --profile-trace and --timing-log-level for where time goes",
         values="profile-steps",
@@ -107,6 +117,12 @@ _HARMLESS = [
     _harmless("batches always carry the identity of their samples", switches="return-data-index"),
     _harmless("samples go on into the next epoch by themselves", switches="repeated-dataloader"),
     _harmless("the attention mask is never materialized", switches="no-create-attention-mask-in-dataloader"),
+    _harmless(
+        "randomness is drawn from the seed and what it is for, so there is no random state",
+        switches="no-save-rng no-load-rng",
+    ),
+    _harmless("every checkpoint loads at any layout", switches="universal-checkpoint"),
+    _harmless("cached memory is kept", values="empty-unused-memory-level"),
     _harmless("checkpoints have one format", values="ckpt-format dist-ckpt-format"),
     # Other models and programs
     _harmless(
@@ -296,3 +312,14 @@ KNOWN_FLAGS: tuple[KnownFlag, ...] = (
     *MEGATRON_LM_FLAGS,
     *NOT_OFFERED,
 )
+
+RETIRED_FIELDS: dict[str, object] = {
+    "training.use_flash_attn": False,
+    "training.empty_unused_memory_level": 0,
+    "checkpoint.no_save_rng": False,
+    "checkpoint.no_load_rng": False,
+    "checkpoint.universal_checkpoint": False,
+    "parallel.gradient_accumulation_fusion": True,
+    "logging.log_memory_to_tensorboard": False,
+}
+"""Fields that earlier versions saved in their configurations, and their defaults. None ever had an effect."""

@@ -85,7 +85,6 @@ def test_hyphens_underscores_and_case_are_alike(line: str) -> None:
         ("--batch-size 8", "training.micro_batch_size", 8),
         ("--train-samples 300_000_000", "training.train_samples", 300_000_000),
         ("--rampup-batch-size 16 16 5_859_375", "training.rampup_batch_size", [16, 16, 5859375]),
-        ("--use-flash-attn-v2", "training.use_flash_attn", True),
         ("--warmup 0.01", "optimizer.lr_warmup_fraction", 0.01),
         ("--lr-decay-style inverse_square_root", "optimizer.lr_decay_style", "inverse-square-root"),
         (

@@ -303,7 +303,6 @@ BY_ITERATIONS = [
         1,
         ["--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler"],
     ),
-    ("--empty-unused-memory-level 3", 1, ["--empty-unused-memory-level", "at most 2"]),
     # Data and tokenizer
     ("--split 1,2,3,4", 1, ["--split 1,2,3,4"]),
     ("--split a,b", 1, ["--split a,b"]),
@@ -327,7 +326,6 @@ BY_ITERATIONS = [
     ("--keep-last 2", 1, ["--keep-last", "--save FOLDER"]),
     ("--keep-last 0 --save x", 1, ["--keep-last", "at least 1"]),
     ("--no-save-optim", 1, ["--no-save-optim", "--save FOLDER"]),
-    ("--no-save-rng", 1, ["--no-save-rng", "--save FOLDER"]),
     ("--finetune", 1, ["--finetune", "--load FOLDER"]),
     ("--moe-use-upcycling --num-experts 4", 1, ["--moe-use-upcycling", "--load FOLDER"]),
     (UPCYCLING, 1, ["--moe-use-upcycling", "add --num-experts"]),
