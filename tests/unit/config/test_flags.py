@@ -323,9 +323,20 @@ _OTHER_DEFAULTS = {
 }
 _COMMON_WITHOUT_FIELD = {
     "disable-moe-token-dropping",
-    "no-masked-softmax-fusion",
+    "empty-unused-memory-level",
+    "log-memory-to-tensorboard",
     "no-bias-dropout-fusion",
+    "no-gradient-accumulation-fusion",
+    "no-load-rng",
+    "no-masked-softmax-fusion",
     "no-query-key-layer-scaling",
+    "no-save-rng",
+    "universal-checkpoint",
+    "use-flash-attn",
+    "use-flash-attn-builder",
+    "use-flash-attn-triton",
+    "use-flash-attn-v1",
+    "use-flash-attn-v2",
 }
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from megatron.base.option import FieldOption, field_options
 from megatron.config import RunConfig, UserError, parse_args
 from megatron.config.run import run_sections
+from megatron.config.translate.known import RETIRED_FIELDS
 
 ALL_FIELDS = [field for section, cls in run_sections().items() for field in field_options(section, cls)]
 
@@ -249,3 +250,22 @@ def test_describe_shows_the_values_that_differ_from_the_defaults() -> None:
         *(["training:"], ["seed", "." * 42, "77"]),
         *(["data:"], ["data_path", "." * 37, "a"]),
     ]
+
+
+def test_a_saved_configuration_with_retired_fields_is_read(tmp_path: Path) -> None:
+    sections: dict[str, dict[str, object]] = {}
+    for path, default in RETIRED_FIELDS.items():
+        section, name = path.split(".")
+        sections.setdefault(section, {})[name] = default
+    assert RunConfig.from_dict(sections) == RunConfig()
+    file = tmp_path / "saved.yaml"
+    file.write_text(yaml.safe_dump(sections))
+    parsed = parse_args(["--config", str(file)])
+    assert parsed.config == parse_args([]).config
+    assert parsed.notes == []
+
+
+def test_a_retired_field_with_another_value_is_noted(tmp_path: Path) -> None:
+    file = tmp_path / "saved.yaml"
+    file.write_text("training: {use_flash_attn: true}\nparallel: {gradient_accumulation_fusion: false}\n")
+    assert [note.split(" ")[0] for note in parse_args(["--config", str(file)]).notes] == ["--use-flash-attn"]
