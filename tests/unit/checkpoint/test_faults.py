@@ -1,4 +1,4 @@
-"""A full disk and a kill at any instant leave the checkpoint before loadable."""
+"""A full disk, or a kill at any moment, leaves the earlier checkpoint loadable."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
+from unittest import mock
 
 import pytest
 import torch
@@ -37,12 +39,12 @@ def shards(x: torch.Tensor) -> dict[str, LogicalShard]:
 
 
 def save(root: Path, iteration: int, generation: int, size: int = SIZE) -> None:
-    """Saves a tensor that holds ``generation`` everywhere; its common part says the same."""
+    """Saves a tensor filled with ``generation``, which the common values also hold."""
     save_checkpoint(root, iteration, shards(torch.full((size,), float(generation))), {"g": generation}, "")
 
 
 def load(root: Path, size: int = SIZE) -> tuple[int, int]:
-    """The iteration that the tracker names, and its generation, which all elements must share."""
+    """The tracker's iteration, and its generation."""
     iteration = read_tracker(root)
     assert isinstance(iteration, int)
     x = torch.zeros(size)
@@ -60,24 +62,30 @@ def no_space(*args: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.parametrize("where", ["shard", "fsync", "document", "publish"])
+def half_written(stream: io.FileIO, data: memoryview) -> None:
+    stream.write(data[:1000])
+    no_space()
+
+
+@pytest.mark.parametrize(
+    ("module", "function", "failure"),
+    [
+        (storage, "write_all", half_written),
+        (os, "fsync", no_space),
+        (storage, "write_synced", no_space),
+        (files, "write_synced", no_space),
+    ],
+    ids=["shard", "fsync", "document", "tracker"],
+)
 @pytest.mark.parametrize("iteration", [1, 2])
-def test_a_full_disk_leaves_everything_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, iteration: int
+def test_a_full_disk_changes_nothing(
+    tmp_path: Path, module: ModuleType, function: str, failure: Callable[..., None], iteration: int
 ) -> None:
     save(tmp_path, 1, 1)
     before = snapshot(tmp_path)
-    with monkeypatch.context() as patch:
-        if where == "shard":
-            patch.setattr(storage, "write_all", _full_after(1000))
-        elif where == "fsync":
-            patch.setattr(os, "fsync", no_space)
-        elif where == "document":
-            patch.setattr(storage, "write_synced", no_space)
-        else:
-            patch.setattr(files, "write_synced", no_space)
-        with pytest.raises(UserError, match=r"iteration \d was not saved.*No space left on device: free some") as error:
-            save(tmp_path, iteration, 2)
+    message = r"iteration \d was not saved.*No space left on device: free some"
+    with mock.patch.object(module, function, failure), pytest.raises(UserError, match=message) as error:
+        save(tmp_path, iteration, 2)
     assert "\n" not in str(error.value)
     assert snapshot(tmp_path) == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000001", TRACKER]
@@ -85,17 +93,9 @@ def test_a_full_disk_leaves_everything_as_it_was(
     assert load(tmp_path) == (iteration, 2)
 
 
-def _full_after(limit: int) -> Callable[[io.FileIO, memoryview], None]:
-    def write(stream: io.FileIO, data: memoryview) -> None:
-        stream.write(data[:limit])
-        no_space()
-
-    return write
-
-
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of one MiB."""
+    """A file system of 1 MiB."""
     mount = shutil.which("mount")
     command = [mount or "mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)]
     if mount is None or subprocess.run(command, capture_output=True).returncode != 0:
@@ -105,7 +105,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("async_", [False, True])
-def test_a_really_full_disk(small_disk: Path, async_: bool) -> None:
+def test_a_save_to_a_full_file_system(small_disk: Path, async_: bool) -> None:
     size = 100_000
     saver = CheckpointSaver(small_disk, async_=async_)
     for iteration in (1, 2):
@@ -124,14 +124,14 @@ def test_a_really_full_disk(small_disk: Path, async_: bool) -> None:
 
 
 def _die_at(number: int, root: str) -> None:
-    """Kills this process just before its ``number``-th use of a path below ``root``."""
+    """Kills this process before its ``number``-th use of a path below ``root``."""
     count = 0
 
     def hook(event: str, arguments: tuple[object, ...]) -> None:
         nonlocal count
         if event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir"):
             path = arguments[0]
-            # removing a tree works with names relative to an open folder
+            # Removing a tree uses names relative to an open folder.
             inside = isinstance(path, str | os.PathLike) and str(path).startswith(root)
             if inside or event in ("os.remove", "os.rmdir"):
                 if count == number:
@@ -143,7 +143,7 @@ def _die_at(number: int, root: str) -> None:
 
 @pytest.mark.parametrize("iteration", [1, 2])
 def test_a_kill_before_any_file_operation(tmp_path: Path, iteration: int) -> None:
-    """Iteration 1 replaces the checkpoint that the tracker names; 2 is a new one."""
+    """Iteration 1 replaces the tracker's checkpoint; 2 is new."""
     template = tmp_path / "template"
     save(template, 1, 1)
     kills = 0
@@ -156,16 +156,16 @@ def test_a_kill_before_any_file_operation(tmp_path: Path, iteration: int) -> Non
             save(root, iteration, 2)
             os._exit(0)
         _, status = os.waitpid(pid, 0)
-        found = load(root)
+        loaded = load(root)
         if os.WIFEXITED(status):
             assert os.WEXITSTATUS(status) == 0
             break
-        assert found in [(1, 1), (iteration, 2)]
-        save(root, 3, 3)  # whatever was left does not disturb the next save
+        assert loaded in [(1, 1), (iteration, 2)]
+        save(root, 3, 3)  # despite leftover files
         assert load(root) == (3, 3)
         assert not [p.name for p in root.iterdir() if p.name.startswith(".")]
         kills += 1
-    assert found == (iteration, 2)
+    assert loaded == (iteration, 2)
     assert kills >= 10
 
 

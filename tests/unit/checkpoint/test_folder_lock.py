@@ -1,4 +1,4 @@
-"""One run at a time has a folder, and a run that is gone keeps nobody out."""
+"""A folder belongs to a single run at a time; a dead run does not block it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -48,16 +49,15 @@ def _sign(root: Path, owner: Owner) -> None:
     (root / LOCK).write_text(json.dumps(asdict(owner)))
 
 
-def test_another_process_is_refused_and_told_who_is_there(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
-    with pytest.raises(UserError) as error:
-        FolderLock(tmp_path)
-    said = str(error.value)
-    assert f"--save {tmp_path} is in use by another run (process {holder.pid} on " in said
-    assert "since 20" in said
-    assert "\n" not in said
-
-
-def test_a_killed_owner_keeps_nobody_out(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+def test_the_owner_blocks_a_folder_until_it_is_dead(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+    for _ in range(2):
+        with pytest.raises(UserError) as error:
+            FolderLock(tmp_path)
+        message = str(error.value)
+        assert f"--save {tmp_path} is in use by another run (process {holder.pid} on " in message
+        assert "since 20" in message
+        assert "\n" not in message
+        holder.send_signal(signal.SIGSTOP)  # a stopped owner is still the owner
     holder.send_signal(signal.SIGKILL)
     holder.wait()
     assert json.loads((tmp_path / LOCK).read_text())["process"] == holder.pid
@@ -68,13 +68,7 @@ def test_a_killed_owner_keeps_nobody_out(tmp_path: Path, holder: subprocess.Pope
     lock.release()
 
 
-def test_a_stopped_owner_is_an_owner(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
-    holder.send_signal(signal.SIGSTOP)
-    with pytest.raises(UserError, match="in use by another run"):
-        FolderLock(tmp_path)
-
-
-def test_it_can_be_held_again_and_again(tmp_path: Path) -> None:
+def test_a_lock_can_be_taken_repeatedly(tmp_path: Path) -> None:
     for _ in range(3):
         lock = FolderLock(tmp_path)
         with pytest.raises(UserError, match="in use"):
@@ -85,37 +79,32 @@ def test_it_can_be_held_again_and_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"host": 1}', "\0" * 9, "[" * 5000])
-def test_a_half_written_record_is_nobodys(tmp_path: Path, text: str) -> None:
+def test_an_invalid_record_is_ignored(tmp_path: Path, text: str) -> None:
     (tmp_path / LOCK).write_text(text)
     FolderLock(tmp_path).release()
     assert (tmp_path / LOCK).read_text() == ""
 
 
-def test_where_files_have_no_locks_the_record_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unsupported(*args: object) -> None:
-        raise OSError(95, "Operation not supported")
-
-    monkeypatch.setattr("fcntl.flock", unsupported)
-    lock = FolderLock(tmp_path)
-    with pytest.raises(UserError, match="in use by another run"):
-        FolderLock(tmp_path)
-    lock.release()
-    # The number of a process that is gone, which a new one may have by now.
-    _sign(tmp_path, replace(Owner.this(), born="1"))
-    lock = FolderLock(tmp_path)
-    lock.release()
-    _sign(tmp_path, replace(Owner.this(), process=2**22 + 7))
-    FolderLock(tmp_path).release()
+def test_the_record_decides_if_files_have_no_locks(tmp_path: Path) -> None:
+    with mock.patch("fcntl.flock", side_effect=OSError(95, "Operation not supported")):
+        lock = FolderLock(tmp_path)
+        with pytest.raises(UserError, match="in use by another run"):
+            FolderLock(tmp_path)
+        lock.release()
+        # A dead process, whose number may belong to another process now.
+        for dead in (replace(Owner.this(), born="1"), replace(Owner.this(), process=2**22 + 7)):
+            _sign(tmp_path, dead)
+            FolderLock(tmp_path).release()
 
 
-def test_a_machine_that_has_gone_is_waited_for_once(tmp_path: Path) -> None:
+def test_a_silent_machine_loses_its_folder(tmp_path: Path) -> None:
     elsewhere = replace(Owner.this(), host="far", place="another machine", token="x")
     _sign(tmp_path, elsewhere)
-    said: list[str] = []
-    lock = FolderLock(tmp_path, said.append)
-    assert len(said) == 1
-    assert "in use by process" in said[0]
-    assert "on far" in said[0]
+    lines: list[str] = []
+    lock = FolderLock(tmp_path, lines.append)
+    (line,) = lines
+    assert "in use by process" in line
+    assert "on far" in line
     lock.release()
     _sign(tmp_path, elsewhere)
     stop = threading.Event()
@@ -132,7 +121,7 @@ def test_a_machine_that_has_gone_is_waited_for_once(tmp_path: Path) -> None:
     thread.join()
 
 
-def test_an_owner_beats_until_another_has_taken_over(tmp_path: Path) -> None:
+def test_an_owner_updates_its_record_until_another_takes_over(tmp_path: Path) -> None:
     lock = FolderLock(tmp_path)
     before = (tmp_path / LOCK).stat().st_mtime_ns
     time.sleep(0.2)
@@ -149,8 +138,8 @@ def test_an_owner_beats_until_another_has_taken_over(tmp_path: Path) -> None:
     assert "far" in (tmp_path / LOCK).read_text()
 
 
-def test_a_folder_that_another_has_used_and_left_is_lost_too(tmp_path: Path) -> None:
-    """It may hold checkpoints that are newer than this run knows."""
+def test_a_folder_is_also_lost_to_a_run_that_has_ended(tmp_path: Path) -> None:
+    """It may contain newer checkpoints."""
     lock = FolderLock(tmp_path)
     (tmp_path / LOCK).write_text("")
     lost = lock.lost()

@@ -1,4 +1,4 @@
-"""Shards describe live memory; any layout loads what any other saved."""
+"""Shards describe live memory; any layout loads the checkpoint of any other."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron.checkpoint.save import save_checkpoint
 
 
 def cut_flat(flat: Tensor, shape: Sequence[int], cuts: Sequence[int]) -> list[TensorBox]:
-    """A tensor as flat slices, the way several ranks of a distributed optimizer hold it."""
+    """A tensor as flat slices, as on the ranks of a distributed optimizer."""
     bounds = [0, *sorted(cuts), flat.numel()]
     zeros = (0,) * len(shape)
     return [
@@ -30,14 +30,13 @@ def cut_flat(flat: Tensor, shape: Sequence[int], cuts: Sequence[int]) -> list[Te
     ]
 
 
-def cut_blocks(x: Tensor, dim: int, parts: int) -> list[TensorBox]:
-    """A tensor as blocks along a dimension, the way tensor-parallel ranks hold it."""
+def cut_blocks(x: Tensor, dim: int, blocks: int) -> list[TensorBox]:
+    """A tensor as blocks along a dimension, as on tensor-parallel ranks."""
     pieces, offset = [], 0
-    for block in x.tensor_split(parts, dim):
-        place = [0] * x.dim()
-        place[dim] = offset
+    for block in x.tensor_split(blocks, dim):
+        offsets = tuple(offset if axis == dim else 0 for axis in range(x.dim()))
         offset += block.shape[dim]
-        pieces.append(TensorBox(tuple(place), block))
+        pieces.append(TensorBox(offsets, block))
     return pieces
 
 
@@ -63,7 +62,7 @@ def laid_out(x: Tensor, layout: tuple[str, list[int]]) -> LogicalShard:
     st.sampled_from([torch.float32, torch.bfloat16, torch.int64]),
 )
 @settings(max_examples=25)
-def test_any_layout_loads_what_any_other_saved(
+def test_any_layout_loads_any_other(
     case: tuple[tuple[int, ...], tuple[str, list[int]], tuple[str, list[int]]], dtype: torch.dtype
 ) -> None:
     shape, before, after = case
@@ -78,11 +77,11 @@ def test_any_layout_loads_what_any_other_saved(
 @given(st.integers(0, 24), st.integers(0, 24))
 def test_flat_slices_leave_padding_out(a: int, b: int) -> None:
     start, stop = min(a, b), max(a, b)
-    # rows 4 to 9 of a tensor with 7 rows, three of six are padding
+    # Rows 4 to 9 of a tensor with 7 rows: three are padding.
     flat = torch.arange(24)[start:stop]
     pieces = shard_of_flat_range((6, 4), (4, 0), (7, 4), flat, start, stop)
-    found = sorted(value for piece in pieces for value in piece.tensor.reshape(-1).tolist())
-    assert found == [value for value in range(start, stop) if value < 3 * 4]
+    values = sorted(value for piece in pieces for value in piece.tensor.reshape(-1).tolist())
+    assert values == [value for value in range(start, stop) if value < 3 * 4]
     for piece in pieces:
         assert int(piece.tensor.reshape(-1)[0]) == (piece.offsets[0] - 4) * 4 + piece.offsets[1]
 
@@ -111,7 +110,7 @@ def test_a_block_of_padding_alone_has_no_pieces() -> None:
     assert shard_of_local(torch.zeros(2, 3), (6, 0), (4, 3)).boxes == []
 
 
-def test_a_box_is_found_inside_a_piece() -> None:
+def test_a_view_of_a_box_inside_a_piece() -> None:
     x = torch.arange(12).view(3, 4)
     shard = LogicalShard((3, 8), x.dtype, [TensorBox((0, 4), x)])
     assert shard.view((1, 5), (2, 2)).tolist() == [[5, 6], [9, 10]]

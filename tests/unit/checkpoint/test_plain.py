@@ -1,4 +1,4 @@
-"""Plain values survive JSON exactly; nothing else gets in."""
+"""Plain values survive JSON exactly; other objects are refused."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_generator_states_round_trip() -> None:
     assert loaded["nan"] != loaded["nan"]
 
 
-def test_other_objects_are_refused_with_their_place() -> None:
+def test_other_objects_are_refused() -> None:
     with pytest.raises(TypeError, match=r"state\['a'\]\[1\] is a Random"):
         encode_plain({"a": [0, random.Random()]})
 

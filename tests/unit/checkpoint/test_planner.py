@@ -1,4 +1,4 @@
-"""Each element is written by exactly one rank, and the ranks share the work."""
+"""Each element is written by exactly one rank, and the work is divided evenly."""
 
 from __future__ import annotations
 
@@ -27,14 +27,16 @@ def coverage(plans: list[SavePlan], name: str, shape: tuple[int, ...]) -> np.nda
     return count
 
 
+def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> LogicalShard:
+    return LogicalShard(shape, dtype, [TensorBox((0,) * len(shape), torch.zeros(shape, dtype=dtype))])
+
+
 def num_bytes(plan: SavePlan) -> int:
     return sum(math.prod(item.tensor_data.chunk.sizes) * 4 for item in plan.items if item.tensor_data is not None)
 
 
 def test_replicas_are_written_once_and_evenly() -> None:
-    shards = {
-        f"w{i}": LogicalShard((i + 1, 8), torch.float32, [TensorBox((0, 0), torch.zeros(i + 1, 8))]) for i in range(12)
-    }
+    shards = {f"w{i}": zeros(i + 1, 8) for i in range(12)}
     plans = divide_plans([plan_of(shards) for _ in range(3)])
     for name, shard in shards.items():
         assert (coverage(plans, name, shard.global_shape) == 1).all()
@@ -42,26 +44,17 @@ def test_replicas_are_written_once_and_evenly() -> None:
     assert max(loads) - min(loads) <= 2 * 8 * 4
 
 
-def test_what_one_rank_alone_holds_counts_in_the_balance() -> None:
-    own = LogicalShard((100,), torch.float32, [TensorBox((0,), torch.zeros(100))])
-    shared = {f"s{i}": LogicalShard((10,), torch.float32, [TensorBox((0,), torch.zeros(10))]) for i in range(10)}
-    plans = divide_plans([plan_of({"own": own, **shared}), plan_of(shared)])
+def test_tensors_of_a_single_rank_count_in_the_balance() -> None:
+    shared = {f"s{i}": zeros(10) for i in range(10)}
+    plans = divide_plans([plan_of({"own": zeros(100), **shared}), plan_of(shared)])
     assert [num_bytes(plan) for plan in plans] == [400, 400]
 
 
-def test_slices_that_overlap_in_part_are_cut() -> None:
-    shape = (6, 4)
-    ranges = [(0, 9), (5, 24), (9, 24), (0, 5)]  # two replicas, each cut at another place
-    plans = [
-        plan_of(
-            {
-                "x": LogicalShard(
-                    shape, torch.float32, shard_of_flat_range(shape, (0, 0), shape, torch.zeros(b - a), a, b)
-                )
-            }
-        )
-        for a, b in ranges
-    ]
+def test_overlapping_slices_are_cut() -> None:
+    shape, plans = (6, 4), []
+    for a, b in [(0, 9), (5, 24), (9, 24), (0, 5)]:  # two replicas with different cuts
+        boxes = shard_of_flat_range(shape, (0, 0), shape, torch.zeros(b - a), a, b)
+        plans.append(plan_of({"x": LogicalShard(shape, torch.float32, boxes)}))
     assert (coverage(divide_plans(plans), "x", shape) == 1).all()
 
 
@@ -72,7 +65,5 @@ def test_a_gap_is_named() -> None:
 
 
 def test_disagreement_is_named() -> None:
-    a = LogicalShard((4,), torch.float32, [TensorBox((0,), torch.zeros(4))])
-    b = LogicalShard((4,), torch.float64, [TensorBox((0,), torch.zeros(4, dtype=torch.float64))])
     with pytest.raises(ValueError, match="x: ranks describe it differently"):
-        divide_plans([plan_of({"x": a}), plan_of({"x": b})])
+        divide_plans([plan_of({"x": zeros(4)}), plan_of({"x": zeros(4, dtype=torch.float64)})])

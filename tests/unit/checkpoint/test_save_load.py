@@ -1,11 +1,13 @@
-"""Saving and loading in one process: contents, tracker, replacement, pruning, other models."""
+"""Saving and loading in a single process: contents, tracker, replacement, pruning, other models."""
 
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+from unittest import mock
 
 import pytest
 import torch
@@ -14,13 +16,7 @@ from torch import Tensor
 from megatron.base.errors import UserError
 from megatron.checkpoint.files import TRACKER
 from megatron.checkpoint.find import complete_iterations, read_tracker
-from megatron.checkpoint.load import (
-    load_common,
-    load_config_yaml,
-    load_tensors,
-    open_checkpoint,
-    saved_config,
-)
+from megatron.checkpoint.load import load_common, load_config_yaml, load_tensors, open_checkpoint, saved_config
 from megatron.checkpoint.logical import LogicalShard, shard_of_local
 from megatron.checkpoint.save import save_checkpoint
 from megatron.checkpoint.saver import CheckpointSaver
@@ -46,10 +42,10 @@ def save(root: Path, iteration: int, value: float | None = None, **options: Any)
     save_checkpoint(root, iteration, shards(model(value)), COMMON, "seed: 1\n", **options)
 
 
-def assert_holds(root: Path, iteration: int, value: float | None = None) -> None:
+def assert_holds(root: Path, iteration: int | Literal["release"], value: float | None = None) -> None:
     loaded = model(-1.0)
     load_tensors(root, iteration, shards(loaded))
-    expected = model(float(iteration) if value is None else value)
+    expected = model(float(iteration if value is None else value))
     for name, tensor in expected.items():
         assert torch.equal(loaded[name], tensor), name
 
@@ -78,7 +74,7 @@ def test_layout_of_the_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damaged", [False, True])
 def test_a_checkpoint_of_an_earlier_version_is_loaded(damaged: bool, tmp_path: Path) -> None:
-    """Its shard has pickled headers before the tensors, and its folder a ``.metadata``; neither is read."""
+    """Pickled headers in its shard, and its file ``.metadata``, are not read."""
     shutil.copytree(Path(__file__).parents[2] / "golden" / "checkpoint", tmp_path, dirs_exist_ok=True)
     folder = tmp_path / "iter_0000003"
     if damaged:
@@ -91,23 +87,18 @@ def test_a_checkpoint_of_an_earlier_version_is_loaded(damaged: bool, tmp_path: P
         assert changed != data
         (folder / "shard_00000.bin").write_bytes(changed)
     types = (torch.float64, torch.float32, torch.bfloat16, torch.int8)
-    wanted = {f"optimizer.{str(dtype)[6:]}": (torch.arange(12) - 5).to(dtype).view(3, 4) for dtype in types}
-    wanted["model.parts"] = torch.arange(20.0).view(5, 4)
-    loaded = {name: torch.zeros_like(x) for name, x in wanted.items()}
-    load_tensors(tmp_path, 3, {name: shard_of_local(x, (0, 0), x.shape) for name, x in loaded.items()})
-    assert all(torch.equal(loaded[name], x) for name, x in wanted.items())
+    expected = {f"optimizer.{str(dtype)[6:]}": (torch.arange(12) - 5).to(dtype).view(3, 4) for dtype in types}
+    expected["model.parts"] = torch.arange(20.0).view(5, 4)
+    loaded = {name: torch.zeros_like(x) for name, x in expected.items()}
+    load_tensors(tmp_path, 3, shards(loaded))
+    assert all(torch.equal(loaded[name], x) for name, x in expected.items())
     assert load_common(tmp_path, 3)["a"] == 1
 
 
 def test_nothing_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import pickle
-
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("a pickle was read")
-
     save(tmp_path, 1)
     for name in ("load", "loads", "Unpickler"):
-        monkeypatch.setattr(pickle, name, refuse)
+        monkeypatch.setattr(pickle, name, mock.Mock(side_effect=AssertionError("a pickle was read")))
     assert_holds(tmp_path, 1)
     assert load_common(tmp_path, 1) == COMMON
 
@@ -122,7 +113,7 @@ def test_replacing_a_checkpoint(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000001", "iter_0000002", TRACKER]
 
 
-def test_leftovers_go_and_a_displaced_checkpoint_returns(tmp_path: Path) -> None:
+def test_leftovers_are_removed_and_a_displaced_checkpoint_returns(tmp_path: Path) -> None:
     save(tmp_path, 1)
     save(tmp_path, 2)
     (tmp_path / ".tmp_iter_0000002").mkdir()
@@ -137,15 +128,15 @@ def test_leftovers_go_and_a_displaced_checkpoint_returns(tmp_path: Path) -> None
 
 
 def test_keep_last_keeps_the_newest_of_this_run(tmp_path: Path) -> None:
-    save(tmp_path, 90)  # of a run that went further
+    save(tmp_path, 90)  # of an earlier, longer run
     for iteration in (1, 2, 3, 4):
         save(tmp_path, iteration, keep_last=2)
     assert complete_iterations(tmp_path) == [90, 4, 3]
     assert read_tracker(tmp_path) == 4
 
 
-def test_the_newest_checkpoint_after_which_an_update_was_taken_is_kept(tmp_path: Path) -> None:
-    for iteration in (2, 4, 6, 8):  # the update of iteration 5 was the last
+def test_the_newest_checkpoint_before_an_update_is_kept(tmp_path: Path) -> None:
+    for iteration in (2, 4, 6, 8):  # the last update was in iteration 5
         save(tmp_path, iteration, keep_last=1, last_update=min(iteration, 5))
         assert complete_iterations(tmp_path) == {2: [2], 4: [4, 2], 6: [6, 4], 8: [8, 4]}[iteration]
     save(tmp_path, 10, keep_last=2, last_update=10)
@@ -153,7 +144,7 @@ def test_the_newest_checkpoint_after_which_an_update_was_taken_is_kept(tmp_path:
 
 
 def test_old_checkpoints_that_are_links_are_unlinked(tmp_path: Path) -> None:
-    """A checkpoint moved to another disk, with a link in its place; what the link names stays."""
+    """The target of a link, such as a checkpoint moved to another disk, stays."""
     root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
     save(root, 1)
     (root / "iter_0000001").rename(elsewhere)
@@ -173,16 +164,11 @@ def test_old_checkpoints_that_are_links_are_unlinked(tmp_path: Path) -> None:
     assert not (root / "iter_0000004").is_symlink()
 
 
-def test_what_cannot_be_removed_never_fails_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_removed_does_not_fail_a_save(tmp_path: Path) -> None:
     save(tmp_path, 1)
     save(tmp_path, 2)
     (tmp_path / ".tmp_removed_iter_0000000").mkdir()
-
-    def busy(path: Any, *args: Any, **kwargs: Any) -> None:
-        raise OSError(16, "Device or resource busy", str(path))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", busy)
+    with mock.patch.object(shutil, "rmtree", side_effect=OSError(16, "Device or resource busy", "a folder")):
         for iteration in (3, 4):
             lines: list[str] = []
             save(tmp_path, iteration, keep_last=1, log=lines.append)
@@ -190,7 +176,7 @@ def test_what_cannot_be_removed_never_fails_a_save(tmp_path: Path, monkeypatch: 
             assert_holds(tmp_path, iteration)
             (problem,) = [line for line in lines if "could not remove an old checkpoint" in line][-1:]
             assert "Device or resource busy" in problem
-        (tmp_path / "iter_0000004").rename(tmp_path / ".tmp_iter_0000005")  # half of it, left by a kill
+        (tmp_path / "iter_0000004").rename(tmp_path / ".tmp_iter_0000005")  # an incomplete save, left by a kill
         with pytest.raises(UserError, match="not saved"):
             save(tmp_path, 5)
         (tmp_path / ".tmp_iter_0000005").rename(tmp_path / "iter_0000004")
@@ -198,20 +184,20 @@ def test_what_cannot_be_removed_never_fails_a_save(tmp_path: Path, monkeypatch: 
     assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000005", TRACKER]
 
 
-def test_no_tracker_means_nothing_was_saved(tmp_path: Path) -> None:
+def test_an_empty_folder_has_no_tracker(tmp_path: Path) -> None:
     assert read_tracker(tmp_path) is None
     assert read_tracker(tmp_path / "absent") is None
     tmp_path.joinpath(".tmp_iter_0000001").mkdir()  # the first save was interrupted
     assert read_tracker(tmp_path) is None
 
 
-@pytest.mark.parametrize("how", ["missing", "a link to nothing"])
-def test_without_a_tracker_the_newest_complete_one_counts(tmp_path: Path, how: str) -> None:
-    """A kill can fall between the renames of the first checkpoint and of its tracker."""
+@pytest.mark.parametrize("dangling_link", [False, True])
+def test_the_newest_complete_checkpoint_replaces_a_missing_tracker(tmp_path: Path, dangling_link: bool) -> None:
+    """A kill is possible between the renames of the first checkpoint and of its tracker."""
     for iteration in (1, 2, 3):
         save(tmp_path, iteration)
     (tmp_path / TRACKER).unlink()
-    if how != "missing":
+    if dangling_link:
         (tmp_path / TRACKER).symlink_to(tmp_path / "nothing")
     (tmp_path / "iter_0000003" / "metadata.json").unlink()
     lines: list[str] = []
@@ -228,7 +214,7 @@ def test_without_a_tracker_the_newest_complete_one_counts(tmp_path: Path, how: s
 
 
 @pytest.mark.parametrize("text", ["", "\n", "12a", "-3", "1e3", "rel", "\0\xff", "9" * 90, "٣"])
-def test_a_garbage_tracker_names_what_can_be_loaded(tmp_path: Path, text: str) -> None:
+def test_an_invalid_tracker_is_refused(tmp_path: Path, text: str) -> None:
     save(tmp_path, 4)
     (tmp_path / TRACKER).write_text(text, encoding="utf-8")
     with pytest.raises(UserError, match=r"latest_checkpointed_iteration.txt holds .*iteration 4 is complete") as error:
@@ -236,7 +222,7 @@ def test_a_garbage_tracker_names_what_can_be_loaded(tmp_path: Path, text: str) -
     assert "\n" not in str(error.value)
 
 
-def test_a_tracker_that_names_nothing(tmp_path: Path) -> None:
+def test_a_tracker_with_a_missing_iteration(tmp_path: Path) -> None:
     (tmp_path / TRACKER).write_text("7")
     with pytest.raises(UserError, match=r"names iteration 7, which is not there; .* no other complete checkpoint"):
         read_tracker(tmp_path)
@@ -251,9 +237,7 @@ def test_release(tmp_path: Path) -> None:
     (tmp_path / "iter_0000004").rename(tmp_path / "release")
     (tmp_path / TRACKER).write_text("release")
     assert read_tracker(tmp_path) == "release"
-    loaded = model(-1.0)
-    load_tensors(tmp_path, "release", shards(loaded))
-    assert torch.equal(loaded["embedding.weight"], model(4.0)["embedding.weight"])
+    assert_holds(tmp_path, "release", 4.0)
 
 
 def another_model() -> dict[str, Tensor]:
@@ -263,47 +247,37 @@ def another_model() -> dict[str, Tensor]:
     return tensors
 
 
-def test_another_model_is_refused_and_nothing_changes(tmp_path: Path) -> None:
+def test_another_model_is_refused_without_changes(tmp_path: Path) -> None:
     save(tmp_path, 1)
     tensors = another_model()
     before = {name: x.clone() for name, x in tensors.items()}
     with pytest.raises(UserError) as error:
         load_tensors(tmp_path, 1, shards(tensors))
     message = str(error.value)
-    for part in (
-        "checkpoint of another model",
-        "embedding.weight has shape (7, 4) instead of (8, 4)",
-        "layers.1.bias is not in it",
-        "layers.0.bias is in it, but not in this model",
-        "--num-layers",
-        "--hidden-size",
-    ):
-        assert part in message
+    assert "checkpoint of another model" in message
+    assert "embedding.weight has shape (7, 4) instead of (8, 4)" in message
+    assert "layers.1.bias is not in it" in message
+    assert "layers.0.bias is in it, but not in this model" in message
+    assert "--num-layers" in message
+    assert "--hidden-size" in message
     assert "\n" not in message
     for name, x in tensors.items():
         assert torch.equal(x, before[name])
 
+    with pytest.raises(UserError, match="and 19 more"):
+        load_tensors(tmp_path, 1, shards({f"x{i}": torch.zeros(2) for i in range(20)}))
 
-def test_the_state_of_another_optimizer_is_no_other_model(tmp_path: Path) -> None:
+
+def test_the_message_for_another_optimizer(tmp_path: Path) -> None:
     weight = {"model.layers.0.weight": torch.ones(2, 2)}
     first, second = ({f"optimizer.{kind}.layers.0.weight": torch.ones(2, 2)} for kind in ("exp_avg", "momentum_buffer"))
     save_checkpoint(tmp_path, 1, shards(weight | second), COMMON, "seed: 1\n")
-    with pytest.raises(UserError) as error:
+    message = r"has the state of another optimizer: optimizer.exp_avg.layers.0.weight is not in it[^\n]*"
+    with pytest.raises(UserError, match=rf"{message}or --no-load-optim to begin with new moments$"):
         load_tensors(tmp_path, 1, shards(weight | first))
-    message = str(error.value)
-    assert "has the state of another optimizer: optimizer.exp_avg.layers.0.weight is not in it" in message
-    assert message.endswith("or --no-load-optim to begin with new moments")
-    assert "\n" not in message
 
 
-def test_many_differences_are_counted(tmp_path: Path) -> None:
-    save(tmp_path, 1)
-    tensors = {f"x{i}": torch.zeros(2) for i in range(20)}
-    with pytest.raises(UserError, match="and 19 more"):
-        load_tensors(tmp_path, 1, shards(tensors))
-
-
-def test_names_may_be_left_out_when_allowed(tmp_path: Path) -> None:
+def test_unexpected_tensors_must_be_allowed(tmp_path: Path) -> None:
     save(tmp_path, 1)
     tensors = model(-1.0)
     del tensors["optimizer.step"]
@@ -318,7 +292,7 @@ def test_names_may_be_left_out_when_allowed(tmp_path: Path) -> None:
     load_tensors(tmp_path, 1, shards(tensors), allow_unexpected=True)
 
 
-def test_not_strict_loads_what_both_have(tmp_path: Path) -> None:
+def test_not_strict_loads_the_common_tensors(tmp_path: Path) -> None:
     save(tmp_path, 1)
     tensors = another_model()
     del tensors["embedding.weight"]
@@ -368,7 +342,7 @@ def test_saver(tmp_path: Path, async_: bool) -> None:
         tensors = model(float(iteration))
         saver.save(iteration, shards(tensors), COMMON, "")
         for x in tensors.values():
-            x.zero_()  # training goes on
+            x.zero_()  # training continues
         saver.poll()
     saver.finish_save()
     assert complete_iterations(tmp_path) == [3, 2]
@@ -376,7 +350,7 @@ def test_saver(tmp_path: Path, async_: bool) -> None:
     assert_holds(tmp_path, 3)
 
 
-def test_async_files_equal_the_synchronous_ones(tmp_path: Path) -> None:
+def test_async_and_synchronous_files_are_equal(tmp_path: Path) -> None:
     save(tmp_path / "a", 1)
     handle = save_checkpoint(tmp_path / "b", 1, shards(model(1.0)), COMMON, "seed: 1\n", async_=True)
     assert handle is not None
@@ -401,16 +375,16 @@ def test_an_async_failure_surfaces_at_a_later_step(tmp_path: Path) -> None:
     saver.poll()
 
 
-def test_one_that_was_asked_for_is_not_replaced_by_the_tracker(tmp_path: Path) -> None:
-    """The tracker names a good one; to write an older one into it would set the run back."""
+def test_the_message_for_a_requested_iteration_leaves_the_tracker_alone(tmp_path: Path) -> None:
+    """An older iteration in the tracker would set the run back."""
     for iteration in (3, 6):
         save(tmp_path, iteration)
-    for broken, shown in ((5, "6, 3"), (3, "6")):
+    for broken, complete in ((5, "6, 3"), (3, "6")):
         if broken == 3:
             (tmp_path / "iter_0000003" / "metadata.json").write_text("{")
         with pytest.raises(UserError) as error:
             saved_config(tmp_path, broken)
-        assert str(error.value).endswith(f"newest first: {shown}; name one of them (--ckpt-step 6)")
+        assert str(error.value).endswith(f"newest first: {complete}; name one of them (--ckpt-step 6)")
         with pytest.raises(UserError, match=r"newest first: 6.*; name one of them$"):
             load_tensors(tmp_path, broken, shards(model()))
     config = tmp_path / "iter_0000006" / "config.yaml"

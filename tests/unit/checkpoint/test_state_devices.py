@@ -1,4 +1,4 @@
-"""Where compressors' state goes when it is loaded: to the device that uses it."""
+"""Loaded state of compressors is on the device that uses it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.compression.sample_cache import SampleCache
 from megatron.compression.state import CompressorState
 
 META = torch.device("meta")
-"""In place of a GPU."""
+"""Stands in for a GPU."""
 
 
 @pytest.mark.parametrize(
@@ -27,21 +27,21 @@ META = torch.device("meta")
         ("cache.rows", (7, 5, 3), "cpu"),
     ],
 )
-@pytest.mark.parametrize("whole", [0, 4])
-def test_loaded_state_is_where_it_is_used(kind: str, shape: tuple[int, ...], device: str, whole: int) -> None:
-    """Factors, residuals and moments on the device, whether they are a stack's or stand alone."""
+@pytest.mark.parametrize("length", [0, 4])
+def test_loaded_state_is_on_its_device(kind: str, shape: tuple[int, ...], device: str, length: int) -> None:
+    """Factors, residuals and moments are on the device, of a stack of ``length`` tensors or of a single tensor."""
     state = CompressorState()
-    stacked = whole if device == "meta" else 0
-    place = StateSlice("dp-grad.weight", state, (2, 1), (0, 0), index=1 if stacked else None, length=stacked)
+    stacked = length if device == "meta" else 0
+    state_slice = StateSlice("dp-grad.weight", state, (2, 1), (0, 0), index=1 if stacked else None, length=stacked)
     dtype = torch.int64 if kind.endswith("ids") or kind.startswith(COUNTER) else torch.float32
-    wanted = _LoadableState(place, kind, shape, dtype, META)
-    wanted.put(room := wanted.room())
+    item = _LoadableState(state_slice, kind, shape, dtype, META)
+    item.put(room := item.room())
     assert room.device.type == device
     assert all(x.device.type == device for x in state.tensors.values())
 
 
-def test_samples_of_a_checkpoint_go_to_the_device_one_by_one() -> None:
-    """There may be more of them than it holds, so they stay on the CPU until their next visit."""
+def test_cached_samples_stay_on_the_cpu_until_their_next_visit() -> None:
+    """The device may not have memory for all of them."""
     codec, cache = DeltaCodec(DeltaConfig(cache_dtype="fp32")), SampleCache(4)
     cache.load(torch.tensor([3, 5]), torch.zeros(2, 6, 16))
     assert codec._recall(cache, 3, torch.Size([6, 16]), META).device == META

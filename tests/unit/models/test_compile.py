@@ -1,4 +1,4 @@
-"""Compiled layers: one graph for all of them, made once, and the losses of layers that are not compiled."""
+"""Compiled layers: a single graph for all layers, and the losses of eager layers."""
 
 from __future__ import annotations
 
@@ -42,74 +42,67 @@ def _fresh() -> None:
 
 
 def _losses(engines: Engines) -> tuple[list[float], list[float]]:
-    """Of a first step, and of three more."""
+    """Losses of a first step, and of three more."""
     return tiny_train(engines, 1).losses, tiny_train(engines, 3).losses
 
 
 def _graphs() -> tuple[int, int]:
-    """Graphs that were captured, and places where one broke off."""
+    """Numbers of captured graphs and of graph breaks."""
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("model", MODELS)
-def test_one_graph_serves_all_layers_and_steps(model: str, recompute: str) -> None:
+def test_all_layers_and_steps_share_a_graph(model: str, recompute: str) -> None:
     changes: dict[str, dict[str, Any]] = {"model": MODELS[model], "recompute": RECOMPUTE[recompute]}
-    wanted = _losses(tiny_engines(changes))
+    eager_losses = _losses(tiny_engines(changes))
     engines = tiny_engines(changes)
     engines.stages[0].compile_layers(backend="aot_eager")
-    first = tiny_train(engines, 1).losses
-    made = _graphs()
-    assert made == (1, 0)
-    assert first == pytest.approx(wanted[0], rel=1e-6)
-    assert tiny_train(engines, 3).losses == pytest.approx(wanted[1], rel=1e-6)
-    assert _graphs() == made
+    for losses in eager_losses:
+        assert tiny_train(engines, len(losses)).losses == pytest.approx(losses, rel=1e-6)
+        assert _graphs() == (1, 0)
     for _ in range(2):
         evaluation_step(engines, list(islice(tiny_batches(engines.config, engines.topology, False), 2)))
         tiny_train(engines, 1)
         assert _graphs() == (2, 0)
 
 
-def test_an_encoder_and_its_decoder_have_a_graph_each() -> None:
+def test_the_encoder_and_the_decoder_have_a_graph_each() -> None:
     changes = {**T5, "model": {**T5["model"], **DROPOUT, "num_layers": 2, "decoder_num_layers": 3}}
-    wanted = _losses(tiny_engines(changes))
+    eager_losses = tiny_train(tiny_engines(changes), 4).losses
     engines = tiny_engines(changes)
     engines.stages[0].compile_layers(backend="aot_eager")
-    found = _losses(engines)
-    assert found[0] == pytest.approx(wanted[0], rel=1e-6)
-    assert found[1] == pytest.approx(wanted[1], rel=1e-6)
+    assert tiny_train(engines, 4).losses == pytest.approx(eager_losses, rel=1e-6)
     assert _graphs() == (2, 0)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_8_bit_products_are_in_the_same_graph(recipe: str) -> None:
+def test_8_bit_products_share_the_graph(recipe: str) -> None:
     changes: dict[str, dict[str, Any]] = {"precision": {"bf16": True, "fp8": recipe}, "model": LLAMA}
-    wanted = _losses(tiny_engines(changes))
+    eager_losses = _losses(tiny_engines(changes))
     engines = tiny_engines(changes)
     engines.stages[0].compile_layers(backend="aot_eager")
-    assert _losses(engines) == wanted
+    assert _losses(engines) == eager_losses
     assert _graphs() == (1, 0)
 
 
-def test_compiled_code_gives_the_losses_of_eager_layers() -> None:
-    """By torch's own generator of code, as --compile on asks for it."""
+def test_compile_on_generates_code_with_the_losses_of_eager_layers() -> None:
     changes: dict[str, dict[str, Any]] = {"model": {**LLAMA, **DROPOUT, "num_layers": 2}}
-    wanted = tiny_train(tiny_engines(changes), 2).losses
-    found = tiny_train(tiny_engines({**changes, "training": {"compile": "on"}}), 2).losses
+    eager_losses = tiny_train(tiny_engines(changes), 2).losses
+    losses = tiny_train(tiny_engines({**changes, "training": {"compile": "on"}}), 2).losses
     assert _graphs() == (1, 0)
-    assert found == pytest.approx(wanted, rel=1e-5)
+    assert losses == pytest.approx(eager_losses, rel=1e-5)
     assert counters["inductor"]
 
 
 @pytest.mark.parametrize("model", ["gpt", "llama"])
-def test_sequences_that_grow_need_two_graphs(model: str) -> None:
-    """One of the first length and one of any; without the second, torch gives up after its limit of graphs."""
+def test_growing_sequences_need_two_graphs(model: str) -> None:
+    """For the first length and for any length; without the second, torch reaches its limit of graphs."""
     lengths = LengthSchedule((4, 6, 8, 10, 11, 12, 13, 14, 15, 16), tuple(range(10)))
     sizes = StepSizes(BatchSizeSchedule(4, micro_batch_size=1, dp_size=1), lengths)
     changes: dict[str, dict[str, Any]] = {"model": MODELS[model]}
-    wanted = tiny_train(tiny_engines(changes), 10, sizes=sizes).losses
+    eager_losses = tiny_train(tiny_engines(changes), 10, sizes=sizes).losses
     engines = tiny_engines(changes)
     engines.stages[0].compile_layers(backend="aot_eager", lengths_vary=True)
-    found = tiny_train(engines, 10, sizes=sizes).losses
-    assert found == pytest.approx(wanted, rel=1e-6)
+    assert tiny_train(engines, 10, sizes=sizes).losses == pytest.approx(eager_losses, rel=1e-6)
     assert _graphs() == (2, 0)

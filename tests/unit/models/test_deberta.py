@@ -1,8 +1,9 @@
-"""DeBERTa against Hugging Face's, from one of its folders: outputs, gradients, distances, and the way back."""
+"""DeBERTa against Hugging Face's: outputs, gradients, relative positions, and conversion in both directions."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 def their_folder(folder: Path, **form: Any) -> Any:
-    """A random model, and its folder, without dropout."""
+    """Saves a random model without dropout, and returns it."""
     from transformers import DebertaV2Config, DebertaV2ForSequenceClassification
 
     torch.manual_seed(0)
@@ -50,8 +51,8 @@ def their_folder(folder: Path, **form: Any) -> Any:
     }  # fmt: skip
     theirs = DebertaV2ForSequenceClassification(DebertaV2Config(**{**sizes, **form}))
     with torch.no_grad():
-        for part in theirs.parameters():  # no norm or bias keeps a value that would hide a mistake
-            part.add_(torch.randn(part.shape), alpha=0.1)
+        for param in theirs.parameters():  # norms of 1 and biases of 0 would hide mistakes
+            param.add_(torch.randn(param.shape), alpha=0.1)
     theirs.save_pretrained(folder)
     return theirs
 
@@ -61,7 +62,7 @@ def _converted(source: Path, target: Path, to: str) -> None:
 
 
 def our_stage(folder: Path, **model: Any) -> DebertaStage:
-    """The model of a checkpoint, with a padded vocabulary."""
+    """Loads the model of a checkpoint, with a padded vocabulary."""
     weights = read_ours(folder)
     fields = {name: getattr(weights.model, name) for name in vars(weights.model)}
     stage = tiny_engines({"model": {**fields, "make_vocab_size_divisible_by": 64, **model}}).stages[0]
@@ -70,51 +71,51 @@ def our_stage(folder: Path, **model: Any) -> DebertaStage:
     return stage
 
 
-def _given() -> dict[str, Tensor]:
-    given = tiny_pairs(range(4), LENGTH)
-    assert (given["segment_ids_bs"] == 0).sum(dim=1).unique().numel() > 1, "all samples are equally long"
-    return given
+def _pairs() -> dict[str, Tensor]:
+    tensors = tiny_pairs(range(4), LENGTH)
+    assert (tensors["segment_ids_bs"] == 0).sum(dim=1).unique().numel() > 1, "all samples have the same length"
+    return tensors
 
 
-def _outputs(ours: DebertaStage, given: Mapping[str, Tensor], labels_b: Tensor) -> tuple[Tensor, Tensor]:
-    types_bs = given["types_bs"] if ours.config.num_tokentypes else None
-    context = ForwardContext(segment_ids_bs=given["segment_ids_bs"], types_bs=types_bs)
+def _outputs(ours: DebertaStage, tensors: Mapping[str, Tensor], labels_b: Tensor) -> tuple[Tensor, Tensor]:
+    types_bs = tensors["types_bs"] if ours.config.num_tokentypes else None
+    context = ForwardContext(segment_ids_bs=tensors["segment_ids_bs"], types_bs=types_bs)
     targets = Targets(labels_b.unsqueeze(1), torch.ones(len(labels_b), 1))
-    found = ours.loss(ours(given["tokens_bs"], context), targets)
-    assert found.outputs_bc is not None
-    return found.outputs_bc, found.objective
+    loss = ours.loss(ours(tensors["tokens_bs"], context), targets)
+    assert loss.outputs_bc is not None
+    return loss.outputs_bc, loss.objective
 
 
 def _assert_close(name: str, actual: Tensor, expected: Tensor) -> None:
-    # The bias of all keys changes no score: its gradient is rounding.
+    # The bias of the keys has no effect: its gradient is rounding.
     scale = expected.abs().max().clamp(min=1e-3)
     assert (actual - expected).abs().max() / scale < TOLERANCE, name
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_outputs_and_gradients_are_those_of_hugging_face(form: str, tmp_path: Path) -> None:
-    theirs, given = their_folder(tmp_path / "hf", **FORMS[form]), _given()
+def test_outputs_and_gradients_match_hugging_face(form: str, tmp_path: Path) -> None:
+    theirs, tensors = their_folder(tmp_path / "hf", **FORMS[form]), _pairs()
     _converted(tmp_path / "hf", tmp_path / "ours", "megatron-cc")
     ours = our_stage(tmp_path / "ours")
     labels_b = torch.tensor([0.5, 1.0, -2.0, 0.0]).double() if form == "a number" else torch.tensor([0, 1, 1, 0])
-    text_bs = (given["segment_ids_bs"] == 0).long()
-    logits = theirs(given["tokens_bs"], attention_mask=text_bs, token_type_ids=given["types_bs"]).logits
+    text_bs = (tensors["segment_ids_bs"] == 0).long()
+    logits = theirs(tensors["tokens_bs"], attention_mask=text_bs, token_type_ids=tensors["types_bs"]).logits
     loss = F.mse_loss(logits[:, 0], labels_b.float()) if form == "a number" else F.cross_entropy(logits, labels_b)
     loss.backward()
-    outputs_bc, objective = _outputs(ours, given, labels_b)
+    outputs_bc, objective = _outputs(ours, tensors, labels_b)
     objective.backward()
     _assert_close("outputs", outputs_bc, logits.detach())
     params, named = dict(ours.named_parameters()), dict(theirs.named_parameters())
-    found = list(rules(ours.config, VOCAB))
-    assert {rule.ours for rule in found} == set(params)
-    assert {name for rule in found for name, _ in rule.theirs} == set(named)
-    for rule in found:
+    all_rules = list(rules(ours.config, VOCAB))
+    assert {rule.ours for rule in all_rules} == set(params)
+    assert {name for rule in all_rules for name, _ in rule.theirs} == set(named)
+    for rule in all_rules:
         gradient = params[rule.ours].grad
         assert gradient is not None
         _assert_close(rule.ours, gradient[: rule.shape[0]], rule.join([named[name].grad for name, _ in rule.theirs]))
 
 
-def test_distances_have_the_rows_that_hugging_face_gives_them() -> None:
+def test_relative_positions_match_hugging_face() -> None:
     from transformers.models.deberta_v2.modeling_deberta_v2 import build_relative_position
 
     for length, buckets, most in ((700, 256, 512), (40, 6, 32), (40, 0, 9)):
@@ -126,30 +127,32 @@ def test_distances_have_the_rows_that_hugging_face_gives_them() -> None:
         assert torch.equal(relative_rows(length, config, x.device), expected)
 
 
-def test_it_goes_back_to_hugging_face(tmp_path: Path) -> None:
+def test_a_checkpoint_converts_back_and_ignores_padding(tmp_path: Path) -> None:
     from transformers import DebertaV2ForSequenceClassification
 
-    theirs, given = their_folder(tmp_path / "hf", **FORMS["v2-xlarge"]), _given()
+    theirs, tensors = their_folder(tmp_path / "hf", **FORMS["v2-xlarge"]), _pairs()
     _converted(tmp_path / "hf", tmp_path / "ours", "megatron-cc")
     _converted(tmp_path / "ours", tmp_path / "back", "hf")
-    found: Any = DebertaV2ForSequenceClassification.from_pretrained(tmp_path / "back", output_loading_info=True)
-    back, report = found
+    loaded: Any = DebertaV2ForSequenceClassification.from_pretrained(tmp_path / "back", output_loading_info=True)
+    back, report = loaded
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
-    assert torch.equal(back.eval()(given["tokens_bs"]).logits, theirs.eval()(given["tokens_bs"]).logits)
+    assert torch.equal(back.eval()(tensors["tokens_bs"]).logits, theirs.eval()(tensors["tokens_bs"]).logits)
+    ours, labels_b = our_stage(tmp_path / "ours"), torch.zeros(4, dtype=torch.int64)
+    repadded = {**tensors, "tokens_bs": torch.where(tensors["segment_ids_bs"] == 0, tensors["tokens_bs"], 7)}
+    assert not torch.equal(repadded["tokens_bs"], tensors["tokens_bs"])
+    assert torch.equal(_outputs(ours, tensors, labels_b)[0], _outputs(ours, repadded, labels_b)[0])
 
 
-def test_padding_does_not_matter(tmp_path: Path) -> None:
-    their_folder(tmp_path / "hf", **FORMS["v2-xlarge"])
-    _converted(tmp_path / "hf", tmp_path / "ours", "megatron-cc")
-    ours, given, labels_b = our_stage(tmp_path / "ours"), _given(), torch.zeros(4, dtype=torch.int64)
-    other = {**given, "tokens_bs": torch.where(given["segment_ids_bs"] == 0, given["tokens_bs"], 7)}
-    assert not torch.equal(other["tokens_bs"], given["tokens_bs"])
-    assert torch.equal(_outputs(ours, given, labels_b)[0], _outputs(ours, other, labels_b)[0])
+@pytest.fixture(scope="module")
+def v3_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("v3") / "hf"
+    their_folder(folder, **FORMS["v3"])
+    return folder
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"share_att_key": False}, "share_att_key False cannot be converted"),
         ({"norm_rel_ebd": "none"}, "norm_rel_ebd 'none' cannot be converted"),
@@ -162,12 +165,12 @@ def test_padding_does_not_matter(tmp_path: Path) -> None:
     ],
 )
 def test_other_models_are_refused_in_one_line(
-    change: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    change: dict[str, Any], message: str, v3_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    their_folder(tmp_path / "hf", **FORMS["v3"])
-    file = tmp_path / "hf" / "config.json"
+    folder = Path(shutil.copytree(v3_folder, tmp_path / "hf"))
+    file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     capsys.readouterr()
-    assert main(["--load", str(tmp_path / "hf"), "--save", str(tmp_path / "ours"), "--to", "megatron-cc"]) == 2
+    assert main(["--load", str(folder), "--save", str(tmp_path / "ours"), "--to", "megatron-cc"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert said in line
+    assert message in line

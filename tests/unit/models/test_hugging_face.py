@@ -1,39 +1,28 @@
-"""Loss, logits and every gradient against Hugging Face's GPT-2, Llama and Gemma on the same weights, in fp32."""
+"""Loss, logits and gradients against Hugging Face's GPT-2, Llama and Gemma with the same weights, in fp32."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron.models.context import ForwardContext
 from megatron.models.gpt import GPTStage
 from tests.support.hf_weights import gpt2_pairs, gpt2_to_ours, llama_pairs, llama_to_ours
 from tests.support.tiny import VOCAB, tiny_gpt
+from tests.unit.models.reference import Convert, Pairs, assert_close, assert_same_gradients, copy_weights
 
-TOLERANCE = 1e-5
 HEADS, HIDDEN, LAYERS, LENGTH, BATCH = 4, 32, 3, 16, 2
 
 
 def _gpt2() -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=VOCAB,
-            n_positions=LENGTH,
-            n_embd=HIDDEN,
-            n_layer=LAYERS,
-            n_head=HEADS,
-            attn_pdrop=0.0,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            initializer_range=0.1,
-        )
-    )
+    sizes: dict[str, Any] = {"n_positions": LENGTH, "n_embd": HIDDEN, "n_layer": LAYERS, "n_head": HEADS}
+    no_dropout: dict[str, Any] = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, initializer_range=0.1, **sizes, **no_dropout))
 
 
 def _llama(groups: int, tied: bool) -> Any:
@@ -57,21 +46,13 @@ def _llama(groups: int, tied: bool) -> Any:
 
 def _ours(model: dict[str, Any]) -> GPTStage:
     changes = {"model": {"num_layers": LAYERS, "hidden_size": HIDDEN, "num_attention_heads": HEADS, **model}}
-    # A padded vocabulary: padding must change nothing.
+    # The vocabulary is padded, which must change nothing.
     changes["model"]["make_vocab_size_divisible_by"] = 64
     return tiny_gpt(changes)
 
 
-def _compare(theirs: Any, ours: GPTStage, pairs: Callable[..., Any], to_ours: Callable[..., Tensor], n: int) -> None:
-    params = dict(ours.named_parameters())
-    named = list(pairs(theirs, ours))
-    assert {name for name, _ in named} == set(params)
-    with torch.no_grad():
-        for part in theirs.parameters():  # no norm or bias keeps a value that would hide a mistake
-            part.add_(torch.randn(part.shape), alpha=0.1)
-        for name, parts in named:
-            value = to_ours(name, parts, n)
-            params[name][: value.shape[0]].copy_(value)
+def _compare(theirs: Any, ours: GPTStage, pairs: Pairs, to_ours: Convert) -> None:
+    copy_weights(theirs, ours, pairs, to_ours)
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(0, VOCAB, (BATCH, LENGTH + 1), generator=generator)
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
@@ -83,26 +64,16 @@ def _compare(theirs: Any, ours: GPTStage, pairs: Callable[..., Any], to_ours: Ca
     weights = torch.full(labels.shape, 1.0 / labels.numel())
     loss, losses_bs = ours.token_losses(x_sbh, labels, weights)
     loss.backward()
-    assert loss.item() == pytest.approx(their_loss.item(), rel=TOLERANCE)
-    assert losses_bs.mean().item() == pytest.approx(their_loss.item(), rel=TOLERANCE)
-    _assert_close("logits", ours.logits(x_sbh.detach()).transpose(0, 1), their_logits.detach())
-    for name, parts in named:
-        gradients = [part.grad for part in parts]
-        expected = to_ours(name, gradients, n)
-        actual = params[name].grad
-        assert actual is not None
-        _assert_close(name, actual[: expected.shape[0]], expected)
-        assert not actual[expected.shape[0] :].any(), f"{name}: the vocabulary's padding got a gradient"
-
-
-def _assert_close(name: str, actual: Tensor, expected: Tensor) -> None:
-    error = (actual - expected).abs().max() / expected.abs().max()
-    assert error < TOLERANCE, f"{name}: relative error {error:.2e}"
+    assert loss.item() == pytest.approx(their_loss.item(), rel=1e-5)
+    assert losses_bs.mean().item() == pytest.approx(their_loss.item(), rel=1e-5)
+    assert_close("logits", ours.logits(x_sbh.detach()).transpose(0, 1), their_logits.detach())
+    assert_same_gradients(ours, pairs, to_ours)
 
 
 def test_gpt2() -> None:
     torch.manual_seed(0)
-    _compare(_gpt2(), _ours({}), gpt2_pairs, gpt2_to_ours, HEADS)
+    theirs, ours = _gpt2(), _ours({})
+    _compare(theirs, ours, list(gpt2_pairs(theirs, ours)), partial(gpt2_to_ours, heads=HEADS))
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
@@ -118,7 +89,8 @@ def test_llama(groups: int, tied: bool) -> None:
         "add_bias_linear": False,
         "untie_embeddings_and_output_weights": not tied,
     }
-    _compare(_llama(groups, tied), _ours(model), llama_pairs, llama_to_ours, groups)
+    theirs, ours = _llama(groups, tied), _ours(model)
+    _compare(theirs, ours, list(llama_pairs(theirs, ours)), partial(llama_to_ours, groups=groups))
 
 
 GEMMA: dict[str, Any] = {
@@ -171,4 +143,5 @@ def _gemma(kind: str) -> Any:
 @pytest.mark.parametrize("kind", GEMMAS)
 def test_gemma(kind: str) -> None:
     torch.manual_seed(4)
-    _compare(_gemma(kind), _ours({**GEMMA, **GEMMAS[kind]}), llama_pairs, llama_to_ours, 2)
+    theirs, ours = _gemma(kind), _ours({**GEMMA, **GEMMAS[kind]})
+    _compare(theirs, ours, list(llama_pairs(theirs, ours)), partial(llama_to_ours, groups=2))

@@ -1,4 +1,4 @@
-"""What of each model Muon orthogonalizes: the table of docs/guides/muon.md, parameter by parameter."""
+"""Matrices that Muon orthogonalizes, by parameter: the table of docs/guides/muon.md."""
 
 from __future__ import annotations
 
@@ -13,14 +13,8 @@ BERT: dict[str, dict[str, Any]] = {"tokenizer": {"tokenizer_type": "BertWordPiec
 MODELS: dict[str, dict[str, dict[str, Any]]] = {
     "gpt": {
         "model": {
-            "swiglu": True,
-            "num_query_groups": 2,
-            "ffn_hidden_size": 24,
-            "num_experts": [4],
-            "expert_interval": 2,
-            "num_layers": 2,
-            "moe_shared_expert_intermediate_size": 10,
-            "moe_shared_expert_gate": True,
+            "swiglu": True, "num_query_groups": 2, "ffn_hidden_size": 24, "num_experts": [4], "expert_interval": 2,
+            "num_layers": 2, "moe_shared_expert_intermediate_size": 10, "moe_shared_expert_gate": True,
             "untie_embeddings_and_output_weights": True,
         }
     },
@@ -29,15 +23,11 @@ MODELS: dict[str, dict[str, dict[str, Any]]] = {
     "deberta": {
         **BERT,
         "model": {
-            "model_type": "deberta",
-            "task_head": "classification",
-            "task_classes": 2,
-            "num_layers": 1,
-            "position_buckets": 6,
-            "conv_kernel_size": 3,
+            "model_type": "deberta", "task_head": "classification", "task_classes": 2, "num_layers": 1,
+            "position_buckets": 6, "conv_kernel_size": 3,
         },
     },
-}
+}  # fmt: skip
 EXPERT = {"dense_h_to_4h": [24, 24], "dense_4h_to_h": [16]}
 """SwiGLU's gate and value, and the output projection."""
 SELF = {"self_attention.query_key_value": [16, 16, 16], "self_attention.dense": [16]}
@@ -62,17 +52,16 @@ MATRICES: dict[str, dict[int, dict[str, list[int]]]] = {
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_the_matrices_of_a_model_are_those_of_the_table(kind: str) -> None:
-    """Their rows, by parameter. No other parameter has any: embeddings, heads, the convolution, a shared expert's
-    gate."""
+def test_matrices_match_the_table(kind: str) -> None:
+    """Embeddings, heads, the convolution and a shared expert's gate have none."""
     changes = {**MODELS[kind], "model": {"hidden_size": 16, "num_attention_heads": 4, **MODELS[kind]["model"]}}
-    found = {}
+    matrix_rows = {}
     for buffer in tiny_engines(changes).buffers:
         for slot in (slot for bucket in buffer.buckets for slot in bucket.slots if slot.spec.blocks):
             blocks = slot.spec.blocks
             repeated = math.prod(slot.spec.logical_shape[:-1]) // sum(blocks)
-            found[slot.logical_name] = [repeated * rows for rows in blocks]
+            matrix_rows[slot.logical_name] = [repeated * rows for rows in blocks]
     layers = MATRICES[kind]
-    assert found == {
+    assert matrix_rows == {
         f"layers.{number}.{name}.weight": rows for number, matrices in layers.items() for name, rows in matrices.items()
     }

@@ -1,4 +1,4 @@
-"""--fp32-residual-connection: a residual stream that is wider than the parameters."""
+"""--fp32-residual-connection: a residual stream in fp32."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEEP = {"num_layers": 12}
 
 
 def _hidden(precision: dict[str, bool], residual: bool) -> torch.Tensor:
-    """What the layers of a model of 12 make of some tokens."""
+    """Output of a model of 12 layers."""
     model = {**DEEP, "fp32_residual_connection": residual}
     engines = tiny_engines({"model": model, "precision": precision})
     stage = engines.stages[0]
@@ -27,7 +27,7 @@ def _hidden(precision: dict[str, bool], residual: bool) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])
-def test_the_stream_has_fp32_and_is_nearer_to_that_of_fp32(kind: str) -> None:
+def test_the_stream_is_in_fp32_and_closer_to_an_fp32_model(kind: str) -> None:
     exact = _hidden({}, False)
     plain, wide = _hidden({kind: True}, False), _hidden({kind: True}, True)
     assert (plain.dtype, wide.dtype) == (torch.bfloat16 if kind == "bf16" else torch.float16, torch.float32)
@@ -35,7 +35,7 @@ def test_the_stream_has_fp32_and_is_nearer_to_that_of_fp32(kind: str) -> None:
 
 
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
-def test_a_model_learns_with_it(normalization: str) -> None:
+def test_a_model_learns(normalization: str) -> None:
     model = {"fp32_residual_connection": True, "normalization": normalization}
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform"}
     trace = tiny_run({"model": model, "precision": {"bf16": True}}, 20)
@@ -45,12 +45,12 @@ def test_a_model_learns_with_it(normalization: str) -> None:
 
 
 @pytest.mark.parametrize("precision", [{}, {"fp64": True}])
-def test_it_changes_nothing_where_parameters_are_as_wide(precision: dict[str, bool]) -> None:
+def test_models_in_fp32_and_fp64_are_unchanged(precision: dict[str, bool]) -> None:
     plain = tiny_run({"precision": precision}, 2)
     assert tiny_run({"precision": precision, "model": {"fp32_residual_connection": True}}, 2) == plain
 
 
-def test_it_needs_no_other_flag() -> None:
+def test_the_flag_is_accepted_alone() -> None:
     assert tiny_config({"model": {"fp32_residual_connection": True}, "precision": {"fp16": True}}, 1)
     with pytest.raises(UserError, match="neither true nor false"):
         tiny_config({"model": {"fp32_residual_connection": "perhaps"}}, 1)

@@ -1,21 +1,16 @@
-"""A learning rate of their own for input embeddings and the output layer, against optimizers with one rate each."""
+"""A separate learning rate for input embeddings and the output layer, against runs at a single rate."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.config.optimizer import OptimizerConfig
-from megatron.distributed.ledger import Ledger
-from megatron.distributed.policy import CompressionPlan
-from megatron.distributed.topology import single_process
-from megatron.optimizer.loss_scale import ConstantLossScale
-from megatron.optimizer.optimizer import Optimizer
-from megatron.parallel.data.buffer import FlatBuffer
 from megatron.parallel.tensor.shards import ParamSpec
+from tests.unit.optimizer.support import build_run, seeded, torch_groups
 
 SPECS = {
     "embedding.word_embeddings.weight": ParamSpec((7, 4), of_vocabulary=True),
@@ -29,8 +24,7 @@ Weights = dict[str, Tensor]
 
 
 def _drawn(name: str, step: int) -> Tensor:
-    seed = 10 * step + list(SPECS).index(name)
-    return torch.randn(SPECS[name].logical_shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return seeded(SPECS[name].logical_shape, 10 * step + list(SPECS).index(name))
 
 
 def _rates(step: int) -> tuple[float, float]:
@@ -42,28 +36,17 @@ def _trained(rule: dict[str, Any], lr: int, decoupled: int | None, freeze_at: in
 
     Args:
         rule: flags of the optimizer.
-        lr, decoupled: which of the rates of a step each is.
-        freeze_at: step from which Adam's second moments stay as they are.
+        lr, decoupled: indices into the rates of a step.
+        freeze_at: step from which Adam's second moments are frozen.
     """
-    params = {name: nn.Parameter(_drawn(name, 99)) for name in SPECS}
-    listed = [(name, name, spec, params[name]) for name, spec in SPECS.items()]
-    buffer = FlatBuffer(listed, torch.float64, single_process().dp, None)
-    config = OptimizerConfig(lr=1.0, clip_grad=0.0, **rule)
-    parts: list[Any] = [CompressionPlan({}), Ledger()]
-    ours = Optimizer([buffer], single_process(), config, ConstantLossScale(1.0), *parts, sharded=False)
+    run = build_run({name: _drawn(name, 99) for name in SPECS}, torch.float64, specs=SPECS, **rule)
     for step in range(12):
-        for slot in (slot for bucket in buffer.buckets for slot in bucket.slots):
-            buffer.grads_flat[slot.start : slot.stop].copy_(_drawn(slot.name, step).flatten())
+        run.set_grads(partial(_drawn, step=step))
         rates = _rates(step)
-        ours.step(
-            {"lm loss": (1.0, 1.0)},
-            step,
-            lr=rates[lr],
-            weight_decay=DECAY,
-            decoupled_lr=None if decoupled is None else rates[decoupled],
-            freeze_variance=freeze_at is not None and step >= freeze_at,
-        )
-    return {name: param.data for name, param in params.items()}
+        decoupled_lr = None if decoupled is None else rates[decoupled]
+        frozen = freeze_at is not None and step >= freeze_at
+        run.step(step, lr=rates[lr], weight_decay=DECAY, decoupled_lr=decoupled_lr, freeze_variance=frozen)
+    return {name: param.data for name, param in run.params.items()}
 
 
 RULES: dict[str, dict[str, Any]] = {
@@ -78,20 +61,19 @@ RULES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", RULES)
 def test_each_parameter_moves_as_in_a_run_at_its_rate(name: str) -> None:
     freeze_at = 5 if name.startswith("frozen") else None
-    both = _trained(RULES[name], 0, 1, freeze_at)
-    alone = [_trained(RULES[name], lr, None, freeze_at) for lr in (0, 1)]
+    weights = _trained(RULES[name], 0, 1, freeze_at)
+    single_rate = [_trained(RULES[name], lr, None, freeze_at) for lr in (0, 1)]
     for parameter, spec in SPECS.items():
-        assert torch.equal(both[parameter], alone[spec.of_vocabulary][parameter])
-        assert not torch.allclose(both[parameter], alone[not spec.of_vocabulary][parameter], rtol=1e-3)
+        assert torch.equal(weights[parameter], single_rate[spec.of_vocabulary][parameter])
+        assert not torch.allclose(weights[parameter], single_rate[not spec.of_vocabulary][parameter], rtol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["adam", "sgd"])
-def test_twelve_steps_are_those_of_torch_with_two_groups(name: str) -> None:
+def test_twelve_steps_match_torch_with_groups(name: str) -> None:
     theirs = {parameter: nn.Parameter(_drawn(parameter, 99)) for parameter in SPECS}
     groups: list[dict[str, Any]] = [
         {"params": [p for n, p in theirs.items() if SPECS[n].of_vocabulary], "weight_decay": DECAY},
-        {"params": [p for n, p in theirs.items() if not SPECS[n].of_vocabulary and p.dim() > 1], "weight_decay": DECAY},
-        {"params": [p for p in theirs.values() if p.dim() == 1], "weight_decay": 0.0},
+        *torch_groups({n: p for n, p in theirs.items() if not SPECS[n].of_vocabulary}, DECAY),
     ]
     reference: torch.optim.Optimizer
     if name == "adam":

@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from megatron.config.optimizer import OptimizerConfig
-from megatron.distributed.ledger import Ledger
-from megatron.distributed.policy import CompressionPlan
-from megatron.distributed.topology import single_process
-from megatron.optimizer.loss_scale import ConstantLossScale
-from megatron.optimizer.optimizer import Optimizer
-from megatron.parallel.data.buffer import FlatBuffer
-from megatron.parallel.tensor.shards import ParamSpec
+from tests.unit.optimizer.support import build_run, seeded
 
 SHAPES = {"a.weight": (6, 5), "a.bias": (6,), "empty.weight": (3, 4), "norm.weight": (5,), "b.weight": (3, 6)}
 BETAS, EPS, DECAY, SCALE = (0.9, 0.95), 1e-6, 0.1, 4.0
 
 
 def _drawn(name: str, step: int) -> Tensor:
-    seed = 10 * step + list(SHAPES).index(name)
-    return torch.randn(SHAPES[name], generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return seeded(SHAPES[name], 10 * step + list(SHAPES).index(name))
 
 
 def _first(name: str) -> Tensor:
-    """Weights; one matrix begins with zeros, whose norm scales nothing."""
+    """Initial weights; a matrix is zero, so its norm scales nothing."""
     return torch.zeros(SHAPES[name], dtype=torch.float64) if name.startswith("empty") else 3.0 * _drawn(name, -1)
 
 
@@ -37,7 +30,7 @@ def _rate(step: int) -> float:
 
 
 def _plain_loop(steps: int, clip: float) -> dict[str, Tensor]:
-    """What apex's FusedLAMB does to gradients that are clipped already, number by number where it matters."""
+    """The rule of apex's FusedLAMB for clipped gradients."""
     weights = {name: _first(name) for name in SHAPES}
     m = {name: torch.zeros_like(w) for name, w in weights.items()}
     v = {name: torch.zeros_like(w) for name, w in weights.items()}
@@ -60,44 +53,32 @@ def _plain_loop(steps: int, clip: float) -> dict[str, Tensor]:
     return weights
 
 
-def _trained(dtype: torch.dtype, grad_dtype: torch.dtype, steps: int, clip: float) -> dict[str, nn.Parameter]:
-    params = {name: nn.Parameter(_first(name).to(dtype)) for name in SHAPES}
-    listed = [(name, name, ParamSpec(tuple(p.shape)), p) for name, p in params.items()]
-    buffer = FlatBuffer(listed, grad_dtype, single_process().dp, None)
-    settings = OptimizerConfig(
-        optimizer="lamb", lr=1.0, lamb_beta1=BETAS[0], lamb_beta2=BETAS[1], lamb_eps=EPS, clip_grad=clip
-    )
-    parts: list[Any] = [CompressionPlan({}), Ledger()]
-    ours = Optimizer([buffer], single_process(), settings, ConstantLossScale(SCALE), *parts, sharded=False)
+def _trained(dtype: torch.dtype, grad_dtype: torch.dtype, steps: int, clip: float) -> dict[str, Tensor]:
+    flags: dict[str, Any] = {"lamb_beta1": BETAS[0], "lamb_beta2": BETAS[1], "lamb_eps": EPS, "clip_grad": clip}
+    values = {name: _first(name).to(dtype) for name in SHAPES}
+    run = build_run(values, grad_dtype, SCALE, optimizer="lamb", **flags)
     for step in range(steps):
-        buffer.grads_flat.zero_()
-        for slot in (slot for bucket in buffer.buckets for slot in bucket.slots):
-            buffer.grads_flat[slot.start : slot.stop].copy_(_drawn(slot.name, step).flatten() * SCALE)
-        ours.step({"lm loss": (1.0, 1.0)}, step, lr=_rate(step), weight_decay=DECAY)
-    assert ours.steps == steps
-    return params
+        run.set_grads(partial(_drawn, step=step), SCALE)
+        run.step(step, lr=_rate(step), weight_decay=DECAY)
+    assert run.optimizer.steps == steps
+    return {name: param.data for name, param in run.params.items()}
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.5])
-def test_twenty_steps_are_those_of_the_plain_loop(clip: float) -> None:
-    ours, wanted = _trained(torch.float64, torch.float64, 20, clip), _plain_loop(20, clip)
-    for name, param in ours.items():
-        torch.testing.assert_close(param.data, wanted[name], rtol=1e-12, atol=1e-13)
+def test_twenty_steps_match_a_plain_loop(clip: float) -> None:
+    weights, expected = _trained(torch.float64, torch.float64, 20, clip), _plain_loop(20, clip)
+    torch.testing.assert_close(weights, expected, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_half_precision_follows_main_values_of_fp32(grad_dtype: torch.dtype) -> None:
-    ours, wanted = _trained(torch.bfloat16, grad_dtype, 3, 0.0), _plain_loop(3, 0.0)
-    for name, param in ours.items():
-        torch.testing.assert_close(param.data.double(), wanted[name], rtol=0.02, atol=0.02)
+    weights, expected = _trained(torch.bfloat16, grad_dtype, 3, 0.0), _plain_loop(3, 0.0)
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight.double(), expected[name], rtol=0.02, atol=0.02)
 
 
-def test_a_matrix_without_gradients_decays_alone() -> None:
-    """Its direction is its own: it shrinks by the learning rate, whatever the decay."""
-    param = nn.Parameter(torch.ones(2, 3, dtype=torch.float64))
-    buffer = FlatBuffer([("w", "w", ParamSpec((2, 3)), param)], torch.float64, single_process().dp, None)
-    settings = OptimizerConfig(optimizer="lamb", lr=1.0)
-    parts: list[Any] = [CompressionPlan({}), Ledger()]
-    optimizer = Optimizer([buffer], single_process(), settings, ConstantLossScale(1.0), *parts, sharded=False)
-    optimizer.step({"lm loss": (1.0, 1.0)}, 0, lr=0.25, weight_decay=0.01)
-    torch.testing.assert_close(param.data, torch.full_like(param.data, 0.75), rtol=1e-12, atol=0)
+def test_a_matrix_without_gradients_shrinks_by_the_learning_rate() -> None:
+    """Whatever the weight decay, which alone gives the direction."""
+    run = build_run({"w": torch.ones(2, 3, dtype=torch.float64)}, torch.float64, optimizer="lamb")
+    run.step(lr=0.25, weight_decay=0.01)
+    torch.testing.assert_close(run.params["w"].data, torch.full((2, 3), 0.75).double(), rtol=1e-12, atol=0)

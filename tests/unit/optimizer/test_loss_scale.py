@@ -15,30 +15,23 @@ from megatron.optimizer.loss_scale import ConstantLossScale, DynamicLossScale, b
 
 def run(scale: DynamicLossScale, verdicts: str) -> list[float]:
     """The scale after each step; `x` is an overflow, `.` a clean step."""
-    seen = []
+    scales = []
     for verdict in verdicts:
         scale.update(verdict == "x")
-        seen.append(scale.scale)
-    return seen
+        scales.append(scale.scale)
+    return scales
 
 
-def test_one_overflow_is_forgiven_and_a_series_is_not() -> None:
-    scale = DynamicLossScale(64.0, window=3, hysteresis=2)
-    assert run(scale, "xxx") == [64, 32, 16]
-
-
-def test_growth_needs_a_window_of_consecutive_clean_steps_and_refills_the_budget() -> None:
-    scale = DynamicLossScale(64.0, window=3, hysteresis=2)
-    assert run(scale, "..x..." + "x" + "x") == [64, 64, 64, 64, 64, 128, 128, 64]
-
-
-def test_the_scale_stays_at_the_minimum() -> None:
-    scale = DynamicLossScale(4.0, minimum=1.0, window=10, hysteresis=1)
-    assert run(scale, "xxxxx") == [2, 1, 1, 1, 1]
+def test_hysteresis_growth_and_minimum() -> None:
+    """A single overflow is tolerated. Growth needs a window of clean steps, after which another overflow is."""
+    assert run(DynamicLossScale(64.0, window=3, hysteresis=2), "xxx") == [64, 32, 16]
+    scales = [64, 64, 64, 64, 64, 128, 128, 64]
+    assert run(DynamicLossScale(64.0, window=3, hysteresis=2), "..x...xx") == scales
+    assert run(DynamicLossScale(4.0, minimum=1.0, window=10, hysteresis=1), "xxxxx") == [2, 1, 1, 1, 1]
 
 
 @given(st.text("x.", max_size=60), st.integers(1, 5))
-def test_without_hysteresis_it_is_torchs_grad_scaler(verdicts: str, window: int) -> None:
+def test_without_hysteresis_the_scale_is_that_of_torch(verdicts: str, window: int) -> None:
     ours = DynamicLossScale(2.0**16, minimum=1e-30, window=window, hysteresis=1)
     theirs, tracker = torch.full((1,), 2.0**16), torch.zeros(1, dtype=torch.int32)
     for verdict in verdicts:
@@ -48,14 +41,14 @@ def test_without_hysteresis_it_is_torchs_grad_scaler(verdicts: str, window: int)
 
 
 @given(st.text("x.", max_size=60), st.text("x.", max_size=30))
-def test_a_saved_scale_goes_on_as_if_nothing_happened(before: str, after: str) -> None:
-    one, other = (DynamicLossScale(1024.0, window=4, hysteresis=2) for _ in range(2))
-    run(one, before)
-    other.load_state_dict(json.loads(json.dumps(one.state_dict())))
-    assert run(one, after) == run(other, after)
+def test_a_restored_scale_continues_like_the_original(before: str, after: str) -> None:
+    original, restored = (DynamicLossScale(1024.0, window=4, hysteresis=2) for _ in range(2))
+    run(original, before)
+    restored.load_state_dict(json.loads(json.dumps(original.state_dict())))
+    assert run(original, after) == run(restored, after)
 
 
-def test_states_of_other_kinds_and_damaged_ones() -> None:
+def test_states_of_another_kind_and_damaged_states() -> None:
     scale = DynamicLossScale(64.0, minimum=8.0, window=3, hysteresis=2)
     scale.load_state_dict(ConstantLossScale(2.0).state_dict())
     assert scale.scale == 8.0
@@ -75,7 +68,7 @@ def test_the_factory_follows_the_flags() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "named"),
+    ("arguments", "flag"),
     [
         ({"initial": 0.5}, "--initial-loss-scale"),
         ({"minimum": 0.0}, "--min-loss-scale"),
@@ -83,8 +76,8 @@ def test_the_factory_follows_the_flags() -> None:
         ({"hysteresis": 0}, "--hysteresis"),
     ],
 )
-def test_impossible_values_name_their_flag(arguments: dict[str, float], named: str) -> None:
-    with pytest.raises(UserError, match=named):
+def test_invalid_values_name_their_flag(arguments: dict[str, float], flag: str) -> None:
+    with pytest.raises(UserError, match=flag):
         build_loss_scale(fp16=True, **arguments)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="--loss-scale"):
         ConstantLossScale(0.0)

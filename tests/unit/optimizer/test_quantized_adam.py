@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.compression.fixpoint import FixpointConfig, Quantizer
 from megatron.compression.lockstep import run_lockstep
 from megatron.compression.quantized_adam import QuantizedAdam, QuantizedAdamConfig
 from megatron.compression.state import CompressorState
-from megatron.config.model import LM_LOSS
-from megatron.config.optimizer import OptimizerConfig
-from megatron.distributed.ledger import Ledger
-from megatron.distributed.policy import CompressionPlan
-from megatron.distributed.topology import single_process
-from megatron.optimizer.loss_scale import ConstantLossScale
-from megatron.optimizer.optimizer import Optimizer
-from megatron.parallel.data.buffer import FlatBuffer
-from megatron.parallel.tensor.shards import ParamSpec
+from tests.unit.optimizer.support import build_run
 
-RANKS, SIZE, WARMUP, STEPS = 3, 24, 5, 25
+RANKS, SIZE, WARMUP, STEPS = 3, 24, 4, 12
 LR, BETA1, BETA2, EPS, DECAY = 1e-2, 0.9, 0.99, 1e-8, 0.1
 
 
 def _gradient(rank: int, step: int, p: Tensor) -> Tensor:
-    """Of rank's own quadratic, with noise, as its share of the mean."""
+    """Gradient of the rank's quadratic, with noise, as its share of the mean."""
     generator = torch.Generator().manual_seed(100 * rank + step)
     target = torch.linspace(-1, 1, SIZE, dtype=torch.float64) * (rank + 1)
     noise = torch.randn(SIZE, generator=generator, dtype=torch.float64)
@@ -40,11 +30,11 @@ def _plain_loop(bits: int) -> Tensor:
     def q(x: Tensor) -> Tensor:
         return quantizer.decode(quantizer.encode(x, None), x.shape).double()
 
-    part = SIZE // RANKS
+    size = SIZE // RANKS
     p = torch.zeros(SIZE, dtype=torch.float64)
     moment, variance, shared = (torch.zeros(SIZE, dtype=torch.float64) for _ in range(3))
     worker_error = [torch.zeros(SIZE, dtype=torch.float64) for _ in range(RANKS)]
-    server_error = [torch.zeros(part, dtype=torch.float64) for _ in range(RANKS)]
+    server_error = [torch.zeros(size, dtype=torch.float64) for _ in range(RANKS)]
     for step in range(STEPS):
         grads = [_gradient(rank, step, p) for rank in range(RANKS)]
         if step < WARMUP:
@@ -53,16 +43,16 @@ def _plain_loop(bits: int) -> Tensor:
         else:
             summed = torch.zeros(SIZE, dtype=torch.float64)
             for rank in range(RANKS):
-                own = BETA1 * shared / RANKS + (1 - BETA1) * grads[rank] + worker_error[rank]
-                # The part that a rank serves carries its server's error, too.
-                own[rank * part : (rank + 1) * part] += server_error[rank]
-                sent = torch.cat([q(chunk) for chunk in own.split(part)])
-                worker_error[rank] = own - sent
+                message = BETA1 * shared / RANKS + (1 - BETA1) * grads[rank] + worker_error[rank]
+                # The numbers that a rank serves carry its server error, too.
+                message[rank * size : (rank + 1) * size] += server_error[rank]
+                sent = torch.cat([q(chunk) for chunk in message.split(size)])
+                worker_error[rank] = message - sent
                 summed += sent
-            new = torch.cat([q(chunk) for chunk in summed.split(part)])
+            new = torch.cat([q(chunk) for chunk in summed.split(size)])
             for rank in range(RANKS):
-                place = slice(rank * part, (rank + 1) * part)
-                server_error[rank] = summed[place] - new[place]
+                rows = slice(rank * size, (rank + 1) * size)
+                server_error[rank] = summed[rows] - new[rows]
             g = (new - BETA1 * shared) / (1 - BETA1)
             shared = new
         moment = BETA1 * moment + (1 - BETA1) * g
@@ -74,34 +64,28 @@ def _plain_loop(bits: int) -> Tensor:
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
-def test_the_plain_loop(bits: int) -> None:
-    param = nn.Parameter(torch.zeros(1, SIZE, dtype=torch.float64))
-    buffer = FlatBuffer([("w", "w", ParamSpec((1, SIZE)), param)], torch.float64, single_process().dp, None)
-    settings = OptimizerConfig(lr=LR, adam_beta1=BETA1, adam_beta2=BETA2, adam_eps=EPS, clip_grad=0.0)
-    plan, scale = CompressionPlan({}), ConstantLossScale(1.0)
-    optimizer = Optimizer([buffer], single_process(), settings, scale, plan, Ledger(), sharded=False)
+def test_steps_match_a_plain_loop(bits: int) -> None:
+    values = {"w": torch.zeros(1, SIZE, dtype=torch.float64)}
+    run = build_run(values, torch.float64, lr=LR, adam_beta1=BETA1, adam_beta2=BETA2, adam_eps=EPS)
+    weight = run.params["w"].detach().flatten()
     compressor = QuantizedAdam(QuantizedAdamConfig(bits=bits, beta=BETA1))
     states = [CompressorState() for _ in range(RANKS)]
     for step in range(STEPS):
-        grads = [_gradient(rank, step, param.detach().flatten()) for rank in range(RANKS)]
+        grads = [_gradient(rank, step, weight) for rank in range(RANKS)]
         on = step >= WARMUP
         total = run_lockstep(compressor, grads, states)[0].total if on else torch.stack(grads).sum(dim=0)
         for state in states:
             state.commit()
-        buffer.grads_flat.copy_(total)
-        optimizer.step({LM_LOSS: (1.0, 1.0)}, step, lr=LR, weight_decay=DECAY, freeze_variance=on)
-    assert optimizer.frozen_at == WARMUP
-    torch.testing.assert_close(param.detach().flatten(), _plain_loop(bits), rtol=1e-6, atol=1e-9)
+        run.buffer.grads_flat.copy_(total)
+        run.step(step, lr=LR, weight_decay=DECAY, freeze_variance=on)
+    assert run.optimizer.frozen_at == WARMUP
+    torch.testing.assert_close(weight, _plain_loop(bits), rtol=1e-6, atol=1e-9)
 
 
-def test_rows_that_had_no_gradient_in_the_warm_up_do_not_explode() -> None:
-    """Their second moment is frozen at zero in the published code, and the first gradient is divided by epsilon."""
-    param = nn.Parameter(torch.zeros(2, 4))
-    buffer = FlatBuffer([("w", "w", ParamSpec((2, 4)), param)], torch.float32, single_process().dp, None)
-    settings = OptimizerConfig(lr=LR, clip_grad=0.0)
-    parts: list[Any] = [CompressionPlan({}), Ledger()]
-    optimizer = Optimizer([buffer], single_process(), settings, ConstantLossScale(1.0), *parts, sharded=False)
+def test_rows_without_gradients_in_the_warm_up_do_not_explode() -> None:
+    """In the published code their second moment is frozen at zero, and the first gradient is divided by epsilon."""
+    run = build_run({"w": torch.zeros(2, 4)}, torch.float32, lr=LR)
     for step in range(6):
-        buffer.grads_flat.copy_(torch.tensor([1.0] * 4 + [float(step >= 3)] * 4))
-        optimizer.step({LM_LOSS: (1.0, 1.0)}, step, lr=LR, weight_decay=0.0, freeze_variance=step >= 3)
-    assert float(param.detach().abs().max()) < 10 * LR
+        run.buffer.grads_flat.copy_(torch.tensor([1.0] * 4 + [float(step >= 3)] * 4))
+        run.step(step, lr=LR, weight_decay=0.0, freeze_variance=step >= 3)
+    assert float(run.params["w"].detach().abs().max()) < 10 * LR

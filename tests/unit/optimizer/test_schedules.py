@@ -37,7 +37,7 @@ def make_options(**changes: Any) -> OptimizerConfig:
 
 
 def torch_rates(scheduler_type: Any, steps: int, **arguments: Any) -> list[float]:
-    """Learning rates after 0, 1, 2... steps of one of torch's schedulers with a maximum of 1e-3."""
+    """Learning rates after 0, 1, 2... steps of a scheduler of torch, with a maximum of 1e-3."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
     scheduler = scheduler_type(optimizer, **arguments)
     rates = []
@@ -48,27 +48,24 @@ def torch_rates(scheduler_type: Any, steps: int, **arguments: Any) -> list[float
     return rates
 
 
-def test_cosine_is_torchs_cosine() -> None:
-    want = torch_rates(torch.optim.lr_scheduler.CosineAnnealingLR, 100, T_max=100, eta_min=1e-4)
-    assert [make_values().lr_at(n) for n in range(101)] == pytest.approx(want, rel=1e-9)
-
-
-def test_linear_is_torchs_linear() -> None:
-    want = torch_rates(torch.optim.lr_scheduler.LinearLR, 100, start_factor=1.0, end_factor=0.1, total_iters=100)
-    assert [make_values(decay_style="linear").lr_at(n) for n in range(101)] == pytest.approx(want, rel=1e-9)
+def test_cosine_and_linear_decay_match_torch() -> None:
+    cosine = torch_rates(torch.optim.lr_scheduler.CosineAnnealingLR, 100, T_max=100, eta_min=1e-4)
+    linear = torch_rates(torch.optim.lr_scheduler.LinearLR, 100, start_factor=1.0, end_factor=0.1, total_iters=100)
+    for style, rates in (("cosine", cosine), ("linear", linear)):
+        values = make_values(decay_style=style)
+        assert [values.lr_at(n) for n in range(101)] == pytest.approx(rates, rel=1e-9)
 
 
 def test_inverse_square_root_falls_from_the_end_of_the_warm_up() -> None:
     values = make_values(decay_style="inverse-square-root", warmup_samples=4.0, min_lr=2.5e-4)
-    assert values.lr_at(4) == pytest.approx(1e-3)
-    assert values.lr_at(16) == pytest.approx(5e-4)
-    assert values.lr_at(36) == pytest.approx(1e-3 / 3)
-    assert values.lr_at(99) == 2.5e-4
+    assert [values.lr_at(n) for n in (4, 16, 36, 99)] == pytest.approx([1e-3, 5e-4, 1e-3 / 3, 2.5e-4])
 
 
-def test_warm_up_begins_at_its_initial_rate() -> None:
+def test_warm_up_rises_linearly_from_its_initial_rate() -> None:
     values = make_values(warmup_samples=20.0, warmup_init=2e-4)
     assert [values.lr_at(n) for n in (0, 5, 20)] == pytest.approx([2e-4, 4e-4, 1e-3])
+    values = make_values(warmup_samples=20.0, decay_style="linear", min_lr=0.0)
+    assert [values.lr_at(n) for n in (0, 5, 20, 60, 100, 101)] == pytest.approx([0, 2.5e-4, 1e-3, 5e-4, 0, 0])
 
 
 @pytest.mark.parametrize(
@@ -80,19 +77,14 @@ def test_wsd_is_constant_until_its_decay(style: str, halfway: float) -> None:
     assert rates == pytest.approx([5e-4, 1e-3, 1e-3, 1e-3, 1e-4 + 9e-4 * halfway, 1e-4, 1e-4])
 
 
-def test_a_checkpoint_from_before_these_values_loads() -> None:
+def test_a_checkpoint_without_later_fields_loads() -> None:
     state = LRSchedule(make_values(warmup_samples=10.0)).state_dict()
     for name in ("warmup_init", "annealing_style", "annealing_samples", "decoupled_lr", "decoupled_min_lr"):
         del state[name]
     LRSchedule(make_values(warmup_samples=10.0)).load_state_dict(state)
 
 
-def test_warm_up_rises_linearly_and_decay_starts_at_its_end() -> None:
-    values = make_values(warmup_samples=20.0, decay_style="linear", min_lr=0.0)
-    assert [values.lr_at(n) for n in (0, 5, 20, 60, 100, 101)] == pytest.approx([0, 2.5e-4, 1e-3, 5e-4, 0, 0])
-
-
-def test_published_log_line() -> None:
+def test_the_published_log_line() -> None:
     """960 samples of a warm-up of 216,320 to 1e-4."""
     values = make_values(max_lr=1e-4, min_lr=1e-5, warmup_samples=216_320.0, decay_samples=126_953_125.0)
     assert f"{values.lr_at(960):.3E}" == "4.438E-07"
@@ -105,7 +97,7 @@ def test_published_log_line() -> None:
     samples=st.integers(0, 250),
     min_lr=st.floats(0, 1e-3),
 )
-def test_rate_stays_in_its_range_and_never_rises_after_the_warm_up(
+def test_the_rate_stays_in_its_range_and_never_rises_after_the_warm_up(
     style: str, annealing: str, warmup: int, samples: int, min_lr: float
 ) -> None:
     wsd = {"annealing_style": annealing, "annealing_samples": (100.0 - warmup) / 2}
@@ -120,8 +112,8 @@ def test_rate_stays_in_its_range_and_never_rises_after_the_warm_up(
 def test_weight_decay_grows() -> None:
     for style, quarter in (("linear", 0.25), ("cosine", 0.14644660940672624)):
         values = make_values(start_weight_decay=0.0, end_weight_decay=1.0, weight_decay_style=style)
-        got = [values.weight_decay_at(n) for n in (0, 25, 50, 100, 300)]
-        assert got == pytest.approx([0, quarter, 0.5, 1, 1])
+        decays = [values.weight_decay_at(n) for n in (0, 25, 50, 100, 300)]
+        assert decays == pytest.approx([0, quarter, 0.5, 1, 1])
 
 
 def test_iterations_are_multiplied_by_the_global_batch_size() -> None:
@@ -130,7 +122,7 @@ def test_iterations_are_multiplied_by_the_global_batch_size() -> None:
     assert (values.warmup_samples, values.decay_samples, values.weight_decay_samples) == (40, 320, 400)
 
 
-def test_length_of_the_run_is_the_default_of_the_decay() -> None:
+def test_the_decay_takes_the_length_of_the_run_by_default() -> None:
     by_iters = schedule_values(make_options(), global_batch_size=8, seq_length=16, train_iters=50)
     by_samples = schedule_values(make_options(), global_batch_size=8, seq_length=16, train_samples=400)
     by_tokens = schedule_values(make_options(), global_batch_size=8, seq_length=16, train_tokens=6415)
@@ -150,7 +142,7 @@ def test_fraction_and_tokens_of_the_warm_up() -> None:
 
 
 def test_lengths_in_tokens_are_exact() -> None:
-    """The rates of Megatron-DeepSpeed, a plain function of tokens, where no length is one of whole sequences."""
+    """The rates of Megatron-DeepSpeed, a function of tokens, with lengths that are no multiples of sequences."""
     warmup, decay, peak = 330, 1604, 1e-3
     options = make_options(lr_warmup_tokens=warmup, lr_decay_tokens=decay, lr_decay_style="linear")
     schedule = LRSchedule.from_options(options, global_batch_size=4, seq_length=16, train_samples=400)
@@ -162,7 +154,7 @@ def test_lengths_in_tokens_are_exact() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "named"),
+    ("changes", "flag"),
     [
         ({"min_lr": 2e-3}, "--min-lr"),
         ({"warmup_samples": 100.0}, "--lr-warmup-"),
@@ -181,13 +173,13 @@ def test_lengths_in_tokens_are_exact() -> None:
         ({"decay_style": "WSD", "annealing_samples": 90.0, "warmup_samples": 20.0}, "--lr-wsd-decay-"),
     ],
 )
-def test_impossible_values_name_their_flag(changes: dict[str, Any], named: str) -> None:
-    with pytest.raises(UserError, match=named) as caught:
+def test_invalid_values_name_their_flag(changes: dict[str, Any], flag: str) -> None:
+    with pytest.raises(UserError, match=flag) as error:
         make_values(**changes)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(error.value)
 
 
-def test_state_is_plain_and_restores_the_position() -> None:
+def test_a_state_restores_the_position() -> None:
     schedule = LRSchedule(make_values(warmup_samples=10.0))
     for _ in range(7):
         schedule.step(8)
@@ -198,34 +190,34 @@ def test_state_is_plain_and_restores_the_position() -> None:
     assert (other.lr, other.weight_decay) == (schedule.lr, schedule.weight_decay)
 
 
-def test_a_decay_in_tokens_counts_short_sequences_as_parts_of_samples() -> None:
-    """And a checkpoint from before tokens were counted had whole sequences."""
+def test_a_decay_in_tokens_counts_the_tokens_of_short_sequences() -> None:
+    """A checkpoint of an earlier version did not count tokens: all its sequences were full."""
     options = make_options(lr_decay_tokens=1600, lr_decay_style="linear")
-    schedules = [
+    original, restored, earlier = (
         LRSchedule.from_options(options, global_batch_size=4, seq_length=16, train_samples=1000) for _ in range(3)
-    ]
+    )
     for length in (4, 4, 8, 16):
-        schedules[0].step(10, 10 * length)
-    assert schedules[0].consumed_samples == 40
-    assert schedules[0].lr == schedules[0].values.lr_at(20.0) < schedules[0].values.max_lr
-    state = json.loads(json.dumps(schedules[0].state_dict()))
-    schedules[1].load_state_dict(state)
-    assert schedules[1].lr == schedules[0].lr
-    schedules[1].step(5)
-    assert schedules[1].lr == schedules[1].values.lr_at(25.0)
+        original.step(10, 10 * length)
+    assert original.consumed_samples == 40
+    assert original.lr == original.values.lr_at(20.0) < original.values.max_lr
+    state = json.loads(json.dumps(original.state_dict()))
+    restored.load_state_dict(state)
+    assert restored.lr == original.lr
+    restored.step(5)
+    assert restored.lr == restored.values.lr_at(25.0)
     del state["consumed_tokens"]
-    schedules[2].load_state_dict(state)
-    assert schedules[2].lr == schedules[2].values.lr_at(40.0)
+    earlier.load_state_dict(state)
+    assert earlier.lr == earlier.values.lr_at(40.0)
 
 
-def test_a_decay_in_samples_does_not_look_at_their_tokens() -> None:
+def test_a_decay_in_samples_ignores_tokens() -> None:
     schedule = LRSchedule.from_options(make_options(), global_batch_size=4, seq_length=16, train_samples=100)
     schedule.step(10, 20)
     assert schedule.lr == schedule.values.lr_at(10.0)
     assert "consumed_tokens" not in schedule.state_dict()
 
 
-def test_a_differing_value_is_refused_unless_a_flag_settles_it() -> None:
+def test_a_changed_value_needs_a_flag() -> None:
     saved = LRSchedule(make_values())
     saved.step(50)
     changed = make_values(max_lr=5e-3)
@@ -242,7 +234,7 @@ def test_a_differing_value_is_refused_unless_a_flag_settles_it() -> None:
     assert (keep.consumed_samples, keep.lr) == (50, saved.lr)
 
 
-def test_every_field_that_matters_is_compared() -> None:
+def test_every_field_is_compared() -> None:
     growing = {"start_weight_decay": 0.05, "weight_decay_style": "linear", "warmup_samples": 10.0}
     growing |= {"decay_style": "WSD", "annealing_samples": 20.0, "warmup_init": 1e-5}
     growing |= {"decoupled_lr": 1e-2, "decoupled_min_lr": 1e-3}
@@ -262,16 +254,14 @@ def test_every_field_that_matters_is_compared() -> None:
 
 def test_a_constant_schedule_may_be_prolonged() -> None:
     saved = LRSchedule(make_values(decay_style="constant"))
-    longer = LRSchedule(
-        make_values(decay_style="constant", decay_samples=900.0, weight_decay_samples=900.0, min_lr=0.0)
-    )
-    longer.load_state_dict(saved.state_dict())
+    longer = {"decay_samples": 900.0, "weight_decay_samples": 900.0, "min_lr": 0.0}
+    LRSchedule(make_values(decay_style="constant", **longer)).load_state_dict(saved.state_dict())
     shorter_decay = LRSchedule(make_values(decay_samples=50.0))
     with pytest.raises(UserError, match="decay_samples is 50"):
         shorter_decay.load_state_dict(LRSchedule(make_values()).state_dict())
 
 
-def test_the_new_lr_wins_over_the_checkpoint() -> None:
+def test_flags_for_new_rates_replace_those_of_the_checkpoint() -> None:
     saved = LRSchedule(make_values(max_lr=1e-3, min_lr=1e-5))
     ours = make_values(max_lr=4e-3, min_lr=2e-5)
     resumed = LRSchedule(ours, "checkpoint", ["max_lr"])
@@ -289,37 +279,36 @@ def test_the_new_lr_wins_over_the_checkpoint() -> None:
 
 
 @pytest.mark.parametrize("style", DECAY_STYLES)
-def test_a_decoupled_rate_is_that_of_a_schedule_with_its_own_ends(style: str) -> None:
-    """Without a lowest rate of its own it has the common one."""
+def test_a_decoupled_rate_matches_a_schedule_with_its_bounds(style: str) -> None:
+    """Its lowest rate is the common rate by default."""
     common: dict[str, Any] = {"decay_style": style, "warmup_samples": 10.0, "annealing_samples": 30.0}
-    values = make_values(**common, decoupled_lr=5e-3, decoupled_min_lr=1e-5)
-    alone = make_values(**common, max_lr=5e-3, min_lr=1e-5)
-    assert [values.decoupled_lr_at(n) for n in range(120)] == [alone.lr_at(n) for n in range(120)]
-    assert [values.lr_at(n) for n in range(120)] == [make_values(**common).lr_at(n) for n in range(120)]
-    values, alone = make_values(**common, decoupled_lr=5e-3), make_values(**common, max_lr=5e-3)
-    assert [values.decoupled_lr_at(n) for n in range(120)] == [alone.lr_at(n) for n in range(120)]
+    for lowest, bounds in (({"decoupled_min_lr": 1e-5}, {"min_lr": 1e-5}), ({}, {})):
+        values = make_values(**common, decoupled_lr=5e-3, **lowest)
+        separate = make_values(**common, max_lr=5e-3, **bounds)
+        assert [values.decoupled_lr_at(n) for n in range(120)] == [separate.lr_at(n) for n in range(120)]
+        assert [values.lr_at(n) for n in range(120)] == [make_values(**common).lr_at(n) for n in range(120)]
 
 
-def test_a_decoupled_rate_is_saved_and_its_absence_too() -> None:
+def test_a_decoupled_rate_or_its_absence_is_saved() -> None:
     for decoupled in (None, 5e-3):
         schedule = LRSchedule(make_values(decoupled_lr=decoupled))
         schedule.step(50)
         state = json.loads(json.dumps(schedule.state_dict()))
-        taken = LRSchedule(make_values(), "checkpoint")
-        taken.load_state_dict(state)
-        assert taken.rates == schedule.rates
-        assert (taken.rates.decoupled_lr is None) == (decoupled is None)
+        restored = LRSchedule(make_values(), "checkpoint")
+        restored.load_state_dict(state)
+        assert restored.rates == schedule.rates
+        assert (restored.rates.decoupled_lr is None) == (decoupled is None)
         other = None if decoupled else 5e-3
         with pytest.raises(UserError, match=f"^--decoupled-lr: decoupled_lr is {other} on the command line"):
             LRSchedule(make_values(decoupled_lr=other)).load_state_dict(state)
 
 
 def test_contradicting_flags_and_damaged_states_are_refused() -> None:
-    both = make_options(override_opt_param_scheduler=True, use_checkpoint_opt_param_scheduler=True)
+    options = make_options(override_opt_param_scheduler=True, use_checkpoint_opt_param_scheduler=True)
     with pytest.raises(UserError, match="give one"):
-        LRSchedule.from_options(both, global_batch_size=8, seq_length=16, train_iters=10)
-    one = make_options(use_checkpoint_opt_param_scheduler=True)
-    schedule = LRSchedule.from_options(one, global_batch_size=8, seq_length=16, train_iters=10)
+        LRSchedule.from_options(options, global_batch_size=8, seq_length=16, train_iters=10)
+    options = make_options(use_checkpoint_opt_param_scheduler=True)
+    schedule = LRSchedule.from_options(options, global_batch_size=8, seq_length=16, train_iters=10)
     assert schedule.on_mismatch == "checkpoint"
     for damage in ({}, schedule.state_dict() | {"max_lr": "much"}, schedule.state_dict() | {"min_lr": 9.0}):
         with pytest.raises(UserError, match="cannot be read"):

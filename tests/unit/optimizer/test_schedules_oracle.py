@@ -1,6 +1,6 @@
-"""Learning rates and weight decays against megatron-core's scheduler, in a process of its own.
+"""Learning rates and weight decays against megatron-core's scheduler, in another process.
 
-The `megatron` namespaces collide, so the script below imports megatron-core's alone (see tests/README.md).
+The `megatron` namespaces collide, so the script below imports megatron-core alone (see tests/README.md).
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ print(json.dumps(answers))
 """
 
 
-def _asked(options: OptimizerConfig) -> dict[str, Any]:
-    """The options as megatron-core's training program hands them to its scheduler."""
+def _case(options: OptimizerConfig) -> dict[str, Any]:
+    """Arguments of megatron-core's scheduler for these options."""
     annealing = options.lr_wsd_decay_iters
     return {
         "init_lr": options.lr_warmup_init,
@@ -91,16 +91,16 @@ def _asked(options: OptimizerConfig) -> dict[str, Any]:
     }
 
 
-def test_rates_of_each_step_are_megatron_cores() -> None:
+def test_rates_of_each_step_match_megatron_core() -> None:
     growing = {"start_weight_decay": 0.01, "end_weight_decay": 0.2, "weight_decay_incr_style": "cosine"}
     rates = {"lr": 1e-3, "min_lr": 1e-4, "decoupled_lr": 7e-3, "decoupled_min_lr": 3e-5}
     options = [OptimizerConfig(**{**rates, **LENGTHS, **growing, **case}) for case in CASES]
-    asked = json.dumps([_asked(one) for one in options])
-    command = [sys.executable, "-c", SCRIPT, str(ORACLE), asked]
+    cases = json.dumps([_case(option) for option in options])
+    command = [sys.executable, "-c", SCRIPT, str(ORACLE), cases]
     done = subprocess.run(command, cwd=Path("/"), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    for one, rows in zip(options, json.loads(done.stdout), strict=True):
-        schedule = LRSchedule.from_options(one, global_batch_size=BATCH, seq_length=16, train_iters=ITERATIONS)
+    for option, rows in zip(options, json.loads(done.stdout), strict=True):
+        schedule = LRSchedule.from_options(option, global_batch_size=BATCH, seq_length=16, train_iters=ITERATIONS)
         for row in rows:
             assert list(schedule.rates) == pytest.approx(row, rel=1e-12)
             schedule.step(BATCH)

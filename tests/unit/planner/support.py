@@ -1,13 +1,16 @@
-"""A small run, as the planner is given one."""
+"""A small run for the planner, and its files."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from megatron.config.run import RunConfig
 from megatron.planner.choice import Choice, choice_of
-from megatron.planner.cluster import Cluster, Device, LinkSpec
-from megatron.planner.predict import Predictor
+from megatron.planner.cluster import Cluster, Device, LinkSpec, write_cluster
+from megatron.planner.predict import Prediction, Predictor
 
 VOCAB = 1000
 CLUSTER = Cluster("c", 8, 4, Device("d", 100.0, 0.5, 1.0, 500.0, 5.0), LinkSpec(400.0, 5.0), LinkSpec(40.0, 20.0))
@@ -28,5 +31,23 @@ def small_run(world: int = 8, specs: tuple[str, ...] = (), **sections: dict[str,
 
 
 def predictor_of(config: RunConfig, cluster: Cluster = CLUSTER) -> tuple[Predictor, Choice]:
-    """What predicts a configuration, and the choice that it makes."""
+    """The predictor of a configuration, and the configuration's choice."""
     return Predictor(config, cluster, VOCAB), choice_of(config, cluster.gpus)
+
+
+def fastest_seconds(predictions: Iterable[Prediction], limit: float) -> list[float]:
+    """Seconds of the fastest choice of each layout that needs at most ``limit`` bytes, sorted."""
+    fastest: dict[tuple[int, ...], float] = {}
+    for prediction in predictions:
+        if prediction.memory_bytes <= limit:
+            layout = prediction.choice.layout
+            fastest[layout] = min(prediction.seconds, fastest.get(layout, math.inf))
+    return sorted(fastest.values())
+
+
+def write_files(folder: Path, config: RunConfig, cluster: Cluster = CLUSTER) -> list[str]:
+    """Writes run.yaml and cluster.yaml; returns the planner's arguments."""
+    run_file, cluster_file = folder / "run.yaml", folder / "cluster.yaml"
+    run_file.write_text(config.to_yaml())
+    cluster_file.write_text(write_cluster(cluster))
+    return ["--config", str(run_file), "--cluster", str(cluster_file)]

@@ -11,13 +11,22 @@ import pytest
 from megatron.base.errors import UserError
 from megatron.distributed.layout import Layout
 from megatron.planner.choice import Choice
-from megatron.planner.cluster import Cluster, Device, LinkSpec, Wire, read_cluster, wire_between, write_cluster
+from megatron.planner.cluster import (
+    Cluster,
+    Device,
+    LinkSpec,
+    Wire,
+    assumed_rates,
+    read_cluster,
+    wire_between,
+    write_cluster,
+)
 from megatron.planner.costs import wires_of
 
 REPO = Path(__file__).parents[3]
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_a_written_cluster_is_read_back(tmp_path: Path) -> None:
     cluster = Cluster(
         "two nodes", 16, 8, Device("x", 100.0, 0.5, 24.0, 900.0, 4.0), LinkSpec(900.0, 2.0), LinkSpec(50.0, 9.0),
         {"layer forward": 1.25, "coding dp-grad=powersgd,rank=32": 0.7},
@@ -28,13 +37,14 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", sorted((REPO / "examples" / "clusters").glob("*.yaml")), ids=lambda path: path.stem)
-def test_the_examples_are_read(path: Path) -> None:
+def test_the_examples_are_complete(path: Path) -> None:
     cluster = read_cluster(path)
     assert cluster.gpus % cluster.gpus_per_node == 0
+    assert assumed_rates(path, cluster) == ""
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("gpus: 0", "gpus must be a positive number, not 0"),
         ("gpus: 2.5", "gpus must be a whole number"),
@@ -52,17 +62,17 @@ def test_the_examples_are_read(path: Path) -> None:
         ("gpus: 1000000000000000", "gpus must be at most 1,000,000"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(text: str, says: str, tmp_path: Path) -> None:
+def test_an_invalid_file_is_refused_in_one_line(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text(text)
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError) as error:
         read_cluster(path)
-    assert str(path) in str(caught.value)
-    assert says in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert str(path) in str(error.value)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
 
 
-def test_whole_numbers_are_whole(tmp_path: Path) -> None:
+def test_counts_become_integers(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text("gpus: 8.0\ngpus_per_node: 4.0\n")
     assert isinstance(read_cluster(path).gpus, int)
@@ -73,20 +83,17 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         read_cluster(tmp_path / "none.yaml")
 
 
-def test_an_operation_is_bound_by_what_takes_longest() -> None:
+def test_an_operation_is_bound_by_compute_memory_or_launch() -> None:
     device = Device(peak_tflops=100.0, efficiency=0.5, memory_gbyte_per_s=1000.0, op_us=4.0)
     assert device.seconds(1e12, 1e9) == pytest.approx(0.02)
     assert device.seconds(1e6, 1e9) == pytest.approx(1e-3)
     assert device.seconds(1e6, 1e3) == pytest.approx(4e-6)
 
 
-def test_collectives_take_what_a_ring_takes() -> None:
+def test_collectives_take_the_time_of_a_ring() -> None:
     wire = Wire(1e9, 0.0)
-    assert wire.collective("all-reduce", 1e9, 4) == pytest.approx(1.5)
-    assert wire.collective("reduce-scatter", 1e9, 4) == pytest.approx(0.75)
-    assert wire.collective("all-gather", 1e9, 4) == pytest.approx(0.75)
-    assert wire.collective("all-to-all", 1e9, 4) == pytest.approx(0.75)
-    assert wire.collective("broadcast", 1e9, 4) == pytest.approx(1.0)
+    seconds = {"all-reduce": 1.5, "reduce-scatter": 0.75, "all-gather": 0.75, "all-to-all": 0.75, "broadcast": 1.0}
+    assert {kind: wire.collective(kind, 1e9, 4) for kind in seconds} == pytest.approx(seconds)
     assert wire.collective("all-reduce", 1e9, 1) == 0.0
     slow = Wire(1e9, 1e-3)
     assert slow.collective("all-gather", 1e6, 4) == pytest.approx(3e-3 + 0.75e-3)
@@ -101,12 +108,12 @@ CLUSTER = Cluster("c", 32, 4, Device(), LinkSpec(800.0, 1.0), LinkSpec(80.0, 10.
 @pytest.mark.parametrize(
     ("size", "stride", "gbyte_per_s", "per_node"),
     [
-        (4, 1, 100.0, 4),  # a whole node
-        (2, 1, 100.0, 2),  # half of one
+        (4, 1, 100.0, 4),  # a node
+        (2, 1, 100.0, 2),  # half of a node
         (2, 2, 100.0, 2),
-        (8, 1, 10.0, 4),  # two nodes, all of whose links one group has
-        (8, 4, 2.5, 1),  # one rank in each of eight nodes, and three other groups like it
-        (4, 2, 5.0, 2),  # two in each of two nodes, and one other group like it
+        (8, 1, 10.0, 4),  # all links of two nodes
+        (8, 4, 2.5, 1),  # a rank in each of eight nodes, beside three such groups
+        (4, 2, 5.0, 2),  # two ranks in each of two nodes, beside another such group
     ],
 )
 def test_a_group_gets_its_share_of_the_links(size: int, stride: int, gbyte_per_s: float, per_node: int) -> None:
@@ -119,32 +126,31 @@ def test_a_group_gets_its_share_of_the_links(size: int, stride: int, gbyte_per_s
     ("node", "tp", "dp", "pp", "crossing"),
     [(8, 4, 1, 4, 4), (4, 2, 1, 8, 6), (8, 1, 1, 16, 1), (4, 2, 2, 4, 12), (8, 2, 1, 4, 0), (8, 6, 1, 2, 4)],
 )
-def test_messages_cross_nodes_where_stages_lie_in_two(node: int, tp: int, dp: int, pp: int, crossing: int) -> None:
+def test_messages_between_stages_on_two_nodes_share_a_link(node: int, tp: int, dp: int, pp: int, crossing: int) -> None:
     layout = Layout(tp=tp, dp=dp, pp=pp)
     cluster = Cluster("c", layout.world_size, node, Device(), LinkSpec(800.0, 1.0), LinkSpec(80.0, 10.0))
     wires = wires_of(cluster, Choice(tp, pp, dp))
     hops = [
         (a // node != b // node, stage) for group in layout.pp_groups() for stage, (a, b) in enumerate(pairwise(group))
     ]
-    assert sum(away for away, _ in hops) == crossing
+    assert sum(crosses for crosses, _ in hops) == crossing
     for stage in range(pp - 1):
-        leaving = sum(away for away, own in hops if own == stage)
+        leaving = sum(crosses for crosses, sender in hops if sender == stage)
         wire = wires.hops[stage]
         assert (wire.per_node == 1) == (leaving > 0)
-        # The ranks of a stage that leave their node share its link.
         assert wire.bytes_per_s == pytest.approx(100e9 if not leaving else 10e9 / min(leaving, node))
     ends = [group[0] // node != group[-1] // node for group in layout.pp_groups()]
     assert (wires.ends.per_node == 1) == any(ends)
     assert (wires.holders.bytes_per_s < 100e9) == any(ends)
 
 
-def test_groups_that_straddle_nodes_are_not_inside() -> None:
+def test_a_group_across_nodes_uses_the_slower_link() -> None:
     cluster = Cluster("c", 24, 8, Device(), LinkSpec(800.0, 1.0), LinkSpec(80.0, 10.0))
     assert wire_between(cluster, 3, 1).per_node == 2
     assert wire_between(cluster, 3, 1).bytes_per_s < 10e9
 
 
-def test_strides_are_those_of_the_layout() -> None:
+def test_strides_match_the_layout() -> None:
     layout = Layout(tp=2, pp=4, dp=4)
     assert {b - a for group in layout.tp_groups() for a, b in pairwise(group)} == {1}
     assert {b - a for group in layout.dp_groups() for a, b in pairwise(group)} == {2}

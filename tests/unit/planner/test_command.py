@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,45 +19,41 @@ from megatron.config.run import RunConfig
 from megatron.convert.model import tensors_of
 from megatron.models.stages import padded_vocab_size
 from megatron.planner.choice import choice_of
-from megatron.planner.cluster import Cluster, LinkSpec, assumed_rates, read_cluster, write_cluster
+from megatron.planner.cluster import LinkSpec, read_cluster, write_cluster
 from megatron.planner.command import main
 from megatron.planner.dry_run import CostTally
 from tests.support.disk import largest_file
-from tests.unit.planner.support import CLUSTER, VOCAB, small_run
+from tests.unit.planner.support import CLUSTER, VOCAB, small_run, write_files
 
 pytestmark = pytest.mark.slow
+Capture = pytest.CaptureFixture[str]
 
 
 def _files(folder: Path, specs: tuple[str, ...] = ()) -> list[str]:
-    config, cluster = folder / "run.yaml", folder / "cluster.yaml"
-    config.write_text(small_run(specs=specs, parallel={"pipeline_model_parallel_size": 2}).to_yaml())
-    cluster.write_text(write_cluster(CLUSTER))
-    return ["--config", str(config), "--cluster", str(cluster)]
+    return write_files(folder, small_run(specs=specs, parallel={"pipeline_model_parallel_size": 2}))
 
 
-def test_a_run_is_predicted_and_faster_ones_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_predicted_with_faster_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [*_files(tmp_path), "--specs", "", "--specs", "dp-grad=fixpoint,bits=4", "--top", "2"]
     assert main([*words, "--json", str(tmp_path / "plan.json")]) == 0
-    shown = capsys.readouterr().out
-    assert "the run as it is, on c:" in shown
-    assert "tp 1, pp 2, dp 4, 8 micro-batches of 1, 1f1b" in shown
-    assert "dp-grad: " in shown
-    assert "the fastest of each of the fastest layouts, of " in shown
-    assert "--tensor-model-parallel-size" in shown
-    assert "the runner-up is " in shown
+    output = capsys.readouterr().out
+    assert "the run as it is, on c:" in output
+    assert "tp 1, pp 2, dp 4, 8 micro-batches of 1, 1f1b" in output
+    assert "dp-grad: " in output
+    assert "the fastest of each of the fastest layouts, of " in output
+    assert "--tensor-model-parallel-size" in output
+    assert "the runner-up is " in output
     written = json.loads((tmp_path / "plan.json").read_text())
     assert len(written) == 3
     assert written[1]["seconds"] <= written[2]["seconds"]
     assert {"seconds", "parts", "memory", "sent", "mfu", "choice"} <= written[0].keys()
 
 
-def test_the_vocabulary_s_size_takes_the_place_of_a_tokenizer(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_vocabulary_size_replaces_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [*_files(tmp_path), "--no-search", "--json", str(tmp_path / "plan.json")]
 
-    def planned_bytes(*more: str) -> object:
-        assert main([*words, *more]) == 0
+    def planned_bytes(*options: str) -> object:
+        assert main([*words, *options]) == 0
         (plan,) = json.loads((tmp_path / "plan.json").read_text())
         return plan["sent"], plan["memory"]
 
@@ -66,50 +63,47 @@ def test_the_vocabulary_s_size_takes_the_place_of_a_tokenizer(
     del content["tokenizer"]
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
     assert main(words) == 2
-    assert (
-        capsys.readouterr().err == "plan: error: not given but required: --tokenizer-type (or --vocab-size); add it\n"
-    )
+    message = "plan: error: not given but required: --tokenizer-type (or --vocab-size); add it\n"
+    assert capsys.readouterr().err == message
     assert planned_bytes("--vocab-size", "3000") == expected
-
-
-def _plan_on(folder: Path, cluster: Cluster) -> list[str]:
-    (folder / "run.yaml").write_text(small_run().to_yaml())
-    (folder / "cluster.yaml").write_text(write_cluster(cluster))
-    return ["--config", str(folder / "run.yaml"), "--cluster", str(folder / "cluster.yaml"), "--specs", ""]
 
 
 def _tokens_per_s(row: str) -> float:
     return float(row.split()[1].replace(",", ""))
 
 
-def test_one_node_alone_is_shown_beside_all_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    slow = replace(CLUSTER, across=LinkSpec(0.01, 1000.0))
-    assert main(_plan_on(tmp_path, slow)) == 0
-    shown = capsys.readouterr().out
-    header = re.search(r"one node alone, with the same global batch: ([\d.]+) x as fast as all 8 devices: leave", shown)
+def test_a_single_node_is_compared_with_all_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def plan_on(**changes: Any) -> str:
+        assert main([*write_files(tmp_path, small_run(), replace(CLUSTER, **changes)), "--specs", ""]) == 0
+        return capsys.readouterr().out
+
+    output = plan_on(across=LinkSpec(0.01, 1000.0))
+    header = re.search(r"one node alone, with the same global batch: ([\d.]+) x as fast as all 8 devices:", output)
     assert header is not None
-    rows = shown[header.end() :].splitlines()
+    assert output[header.end() :].startswith(" leave")
+    rows = output[header.end() :].splitlines()
     assert re.search(r"tp \d, pp \d, dp \d", rows[2]) is not None
     assert np.prod([int(n) for n in re.findall(r"(?:tp|pp|dp) (\d)", rows[2])]) == 4
-    fastest = shown[shown.index("the fastest of each") :].splitlines()[2]
+    fastest = output[output.index("the fastest of each") :].splitlines()[2]
     assert float(header[1]) == pytest.approx(_tokens_per_s(rows[2]) / _tokens_per_s(fastest), rel=0.01)
-
-    assert main(_plan_on(tmp_path, replace(CLUSTER, across=LinkSpec(4000.0, 0.1)))) == 0
-    assert re.search(r"one node alone, .*: all 8 devices are 1\.\d\d x as fast", capsys.readouterr().out) is not None
-
-    assert main(_plan_on(tmp_path, replace(CLUSTER, gpus=4))) == 0
-    assert "one node alone" not in capsys.readouterr().out
+    output = plan_on(across=LinkSpec(4000.0, 0.1))
+    assert re.search(r"one node alone, .*: all 8 devices are 1\.\d\d x as fast", output) is not None
+    assert "one node alone" not in plan_on(gpus=4)
 
 
-def test_compressors_are_said_to_change_the_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [*_files(tmp_path, ("dp-grad=fixpoint,bits=4",)), "--no-search"]
-    assert main(words) == 0
-    assert "  loss    these compressors change the loss" in capsys.readouterr().out
+def test_compressors_give_a_note_on_the_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*_files(tmp_path, ("pp-forward=fixpoint,bits=4",)), "--no-search"]
+    assert main([*words, "--gpus", "4"]) == 0
+    output = capsys.readouterr().out
+    assert "  loss    these compressors change the loss" in output
+    assert "tp 1, pp 2, dp 2" in output
+    assert "pp-forward=fixpoint,bits=4" in output
+    assert "fastest" not in output
     assert main([*_files(tmp_path), "--no-search"]) == 0
     assert "  loss  " not in capsys.readouterr().out
 
 
-def test_rates_that_a_file_leaves_out_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_rates_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [*_files(tmp_path), "--no-search"]
     file = tmp_path / "cluster.yaml"
     file.write_text("gpus: 8\ngpus_per_node: 4\n")
@@ -125,20 +119,7 @@ def test_rates_that_a_file_leaves_out_are_named(tmp_path: Path, capsys: pytest.C
     assert "does not say" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("path", sorted(Path("examples/clusters").glob("*.yaml")), ids=lambda path: path.stem)
-def test_shipped_clusters_leave_nothing_out(path: Path) -> None:
-    assert assumed_rates(path, read_cluster(path)) == ""
-
-
-def test_the_run_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*_files(tmp_path, ("pp-forward=fixpoint,bits=4",)), "--no-search", "--gpus", "4"]) == 0
-    shown = capsys.readouterr().out
-    assert "tp 1, pp 2, dp 2" in shown
-    assert "pp-forward=fixpoint,bits=4" in shown
-    assert "fastest" not in shown
-
-
-def test_a_run_of_gpus_is_planned_anywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_on_gpus_is_planned_without_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = _files(tmp_path)
     config = tmp_path / "run.yaml"
     config.write_text(config.read_text().replace("distributed_backend: gloo", "distributed_backend: nccl"))
@@ -147,41 +128,39 @@ def test_a_run_of_gpus_is_planned_anywhere(tmp_path: Path, capsys: pytest.Captur
     assert "the fastest of each of the fastest layouts, of " in capsys.readouterr().out
 
 
-def test_the_runs_own_choice_is_among_the_searched_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = _files(tmp_path)
-    # Few large operations beat many small ones, so that the run's own micro-batch is its layout's best.
+def test_the_search_includes_the_runs_choice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # A few large operations are faster than many small ones, so the run's micro-batch is its layout's best.
     sizes = {"tensor_model_parallel_size": 4}
     run = small_run(training={"micro_batch_size": 32, "global_batch_size": 64}, parallel=sizes)
-    (tmp_path / "run.yaml").write_text(run.to_yaml())
+    words = write_files(tmp_path, run)
     assert main([*words, "--specs", "", "--top", "1000", "--json", str(tmp_path / "plan.json")]) == 0
-    given, *found = json.loads((tmp_path / "plan.json").read_text())
-    assert found[0]["seconds"] <= given["seconds"]
-    (own,) = (one for one in found if (one["choice"]["tp"], one["choice"]["pp"]) == (4, 1))
-    assert own["choice"]["micro_batch"] == 32
+    planned_run, *candidates = json.loads((tmp_path / "plan.json").read_text())
+    assert candidates[0]["seconds"] <= planned_run["seconds"]
+    (same_layout,) = (plan for plan in candidates if (plan["choice"]["tp"], plan["choice"]["pp"]) == (4, 1))
+    assert same_layout["choice"]["micro_batch"] == 32
 
 
-def test_what_does_not_fit_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_does_not_fit_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = _files(tmp_path)
     (tmp_path / "cluster.yaml").write_text("gpus: 8\ndevice: {memory_gib: 0.0001}\n")
     assert main([*words, "--no-search"]) == 0
     assert "it does not fit" in capsys.readouterr().out
 
 
-def test_measuring_fills_the_file_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_measurements_are_written_to_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = _files(tmp_path, ("dp-grad=powersgd,rank=2",))
     assert main([*words, "--measure", "--no-search"]) == 0
     measured = read_cluster(tmp_path / "cluster.yaml")
     assert (measured.gpus, measured.gpus_per_node, measured.across) == (8, 4, CLUSTER.across)
     assert measured.device.peak_tflops != CLUSTER.device.peak_tflops
     assert measured.device.memory_gib == CLUSTER.device.memory_gib
-    assert {"layer forward", "head backward", "optimizer", "coding dp-grad=powersgd,rank=2"} <= set(
-        measured.corrections
-    )
+    names = {"layer forward", "head backward", "optimizer", "coding dp-grad=powersgd,rank=2"}
+    assert names <= set(measured.corrections)
     assert "measured; written to" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         (["--gpus", "3", "--no-search"], "does not divide the 3 processes"),
         (["--gpus", "3"], "no layout of 3 devices"),
@@ -204,21 +183,20 @@ def test_measuring_fills_the_file_in(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["--vocab-size", str(10**18)], "at most 16_777_216"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(
-    change: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_invalid_arguments_are_refused_in_one_line(
+    change: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     block = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
     (tmp_path / "block.yaml").write_text(small_run(recompute=block).to_yaml())
-    assert (
-        main([*_files(tmp_path), *(word.replace("block.yaml", str(tmp_path / "block.yaml")) for word in change)]) == 2
-    )
+    words = [word.replace("block.yaml", str(tmp_path / "block.yaml")) for word in change]
+    assert main([*_files(tmp_path), *words]) == 2
     error = capsys.readouterr().err
     assert error.startswith("plan: error: ")
-    assert says in error
+    assert message in error
     assert error.count("\n") == 1
 
 
-def test_a_run_is_read_as_training_reads_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_may_have_flags_as_in_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = _files(tmp_path)
     (tmp_path / "run.yaml").write_text(
         "{num-layers: 8, hidden_size: 64, num_attention_heads: 4, seq_length: 32, micro_batch_size: 1, lr: 0.001,\n"
@@ -229,22 +207,17 @@ def test_a_run_is_read_as_training_reads_it(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_a_run_that_does_not_suit_the_cluster_is_searched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = _files(tmp_path)
-    (tmp_path / "run.yaml").write_text(
-        (tmp_path / "run.yaml")
-        .read_text()
-        .replace("pipeline_model_parallel_size: 2", "pipeline_model_parallel_size: 16")
-    )
+    words, config = _files(tmp_path), tmp_path / "run.yaml"
+    stages = "pipeline_model_parallel_size: "
+    config.write_text(config.read_text().replace(f"{stages}2", f"{stages}16"))
     assert main([*words, "--specs", "", "--top", "1"]) == 0
-    shown = capsys.readouterr().out
-    assert "the run as it is cannot be planned on 8 devices: " in shown
-    assert "the fastest of each of the fastest layouts, of " in shown
+    output = capsys.readouterr().out
+    assert "the run as it is cannot be planned on 8 devices: " in output
+    assert "the fastest of each of the fastest layouts, of " in output
 
 
-def test_the_fastest_run_is_written_without_what_it_does_not_use(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A flag cannot take back what a file switches on: those are named, and the written file is without them."""
+def test_the_fastest_run_is_written_without_unused_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Flags cannot turn off options of a file, so a note names those options."""
     words = _files(tmp_path)
     plain = {
         "model": {"num_layers": 8, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32},
@@ -260,15 +233,15 @@ def test_the_fastest_run_is_written_without_what_it_does_not_use(
     (tmp_path / "run.yaml").write_text(RunConfig.from_dict(plain).to_yaml())
     best = tmp_path / "best.yaml"
     assert main([*words, "--specs", "", "--top", "1", "--write", str(best), "--json", str(tmp_path / "p.json")]) == 0
-    shown = capsys.readouterr().out
+    output = capsys.readouterr().out
     choice = json.loads((tmp_path / "p.json").read_text())[1]["choice"]
     written = RunConfig.load_yaml(best)
     assert choice_of(written.resolve(8), 8).tp == choice["tp"]
     assert written.parallel.sequence_parallel == choice["sequence_parallel"]
     assert written.recompute.recompute_granularity is None
-    (said,) = [line for line in shown.splitlines() if "without what the file says of" in line]
-    assert "recompute_granularity" in said
-    assert "num_layers_per_virtual_pipeline_stage" in said
+    (note,) = [line for line in output.splitlines() if "without what the file says of" in line]
+    assert "recompute_granularity" in note
+    assert "num_layers_per_virtual_pipeline_stage" in note
 
 
 @pytest.mark.parametrize(
@@ -280,12 +253,7 @@ def test_the_fastest_run_is_written_without_what_it_does_not_use(
     ],
 )
 def test_a_full_disk_is_one_line(
-    words: list[str],
-    flag: str,
-    name: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    words: list[str], flag: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     _files(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -298,24 +266,24 @@ def test_a_full_disk_is_one_line(
     assert Path("cluster.yaml").read_text() == before
 
 
-def test_measuring_keeps_what_it_does_not_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measuring_keeps_other_corrections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = _files(tmp_path)
-    known = {"tensor parallel": 1.5, "coding dp-grad=powersgd,rank=32": 2.0, "layer forward": 9.0}
-    (tmp_path / "cluster.yaml").write_text(write_cluster(replace(CLUSTER, corrections=known)))
-    found = {"peak_tflops": 1.0, "memory_gbyte_per_s": 2.0, "op_us": 3.0, "layer forward": 1.25}
-    monkeypatch.setattr("megatron.planner.command.measure_all", lambda *_: found)
+    corrections = {"tensor parallel": 1.5, "coding dp-grad=powersgd,rank=32": 2.0, "layer forward": 9.0}
+    (tmp_path / "cluster.yaml").write_text(write_cluster(replace(CLUSTER, corrections=corrections)))
+    rates = {"peak_tflops": 1.0, "memory_gbyte_per_s": 2.0, "op_us": 3.0, "layer forward": 1.25}
+    monkeypatch.setattr("megatron.planner.command.measure_all", lambda *_: rates)
     assert main([*words, "--measure", "--no-search", "--gpus", "4"]) == 0
     measured = read_cluster(tmp_path / "cluster.yaml")
     assert measured.gpus == CLUSTER.gpus
-    assert measured.corrections == known | {"layer forward": 1.25}
+    assert measured.corrections == corrections | {"layer forward": 1.25}
 
 
-def test_a_busy_moment_does_not_count() -> None:
+def test_a_measurement_is_a_median() -> None:
     tallies = [CostTally(seconds=seconds) for seconds in (9.0, 1.0, 1.1, 50.0, 1.2, 1.05)]
     assert CostTally.median(tallies).seconds == 1.1
 
 
-def test_a_reader_may_leave_early(tmp_path: Path) -> None:
+def test_a_closed_pipe_gives_no_traceback(tmp_path: Path) -> None:
     command = f"{sys.executable} tools/plan.py {' '.join(_files(tmp_path))} --specs '' --top 200 | head -1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
     assert done.stdout.startswith("the run as it is")
@@ -329,43 +297,40 @@ def test_counts_are_positive(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize(
-    ("section", "said"),
+    ("section", "message"),
     [
         ("model:\n  bert_binary_head: true\n", "bert_binary_head looks like another model"),
         ("tokenizer:\n  tokenizer_type: BertWordPieceCase\n", "tokenizer_type BertWordPieceCase looks like another"),
         ("model:\n  decoder_seq_length: 8\n", "decoder_seq_length looks like another model than a GPT; write"),
     ],
 )
-def test_a_file_that_does_not_say_its_kind_is_not_taken_for_a_gpt(
-    section: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_file_of_another_model_must_name_its_type(
+    section: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As files for pretrain_bert.py need not."""
+    """Files for pretrain_bert.py need not name it."""
     words = _files(tmp_path)
     config = tmp_path / "run.yaml"
     config.write_text(section)
     assert main([*words, "--no-search"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"plan: error: --config {config}: {said}")
+    assert line.startswith(f"plan: error: --config {config}: {message}")
     kind = "  model_type: gpt\n" if section.startswith("model:") else "model:\n  model_type: gpt\n"
     config.write_text(section + kind)
     assert main([*words, "--no-search"]) == 2
     assert "looks like another model" not in capsys.readouterr().err
 
 
-def test_a_fine_tuned_model_is_planned_with_its_head(tmp_path: Path) -> None:
-    """Its gradients are those of its own parameters, without the words' head."""
+def test_a_classifier_is_planned_with_its_head(tmp_path: Path) -> None:
+    """Without the language model's head."""
     sizes = {"micro_batch_size": 4, "global_batch_size": 32, "train_iters": 10}
     head = {"model_type": "bert", "task_head": "classification", "task_classes": 3}
     config = small_run(model=head, training=sizes)
-    cluster, plan = tmp_path / "cluster.yaml", tmp_path / "plan.json"
-    (tmp_path / "run.yaml").write_text(config.to_yaml())
-    cluster.write_text(write_cluster(CLUSTER))
-    words = ["--config", str(tmp_path / "run.yaml"), "--cluster", str(cluster), "--no-search", "--json", str(plan)]
-    assert main(words) == 0
-    (found,) = json.loads(plan.read_text())
+    plan = tmp_path / "plan.json"
+    assert main([*write_files(tmp_path, config), "--no-search", "--json", str(plan)]) == 0
+    (prediction,) = json.loads(plan.read_text())
     padded = padded_vocab_size(VOCAB, config.model.make_vocab_size_divisible_by, 1)
     specs = tensors_of(config.model, padded)
     assert "classification_head.classifier.weight" in specs
     assert not any(name.startswith("lm_head") for name in specs)
     numbers = sum(math.prod(spec.logical_shape) for spec in specs.values())
-    assert found["sent"]["dp-grad"] == pytest.approx(2 * 7 / 8 * 4 * numbers, rel=1e-3)
+    assert prediction["sent"]["dp-grad"] == pytest.approx(2 * 7 / 8 * 4 * numbers, rel=1e-3)

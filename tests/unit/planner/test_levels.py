@@ -1,4 +1,4 @@
-"""Sums in two levels, as the planner foresees them."""
+"""Predictions of sums in two levels."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ def _elements(**sections: Any) -> float:
 
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("per_node", [1, 2, 4, 8])
-def test_bytes_are_those_of_the_formula(per_node: int, sharded: bool) -> None:
-    """Inside (G-1)/G n b1/8, and back with b2; between nodes (M-1)/M (n/G) b2/8 each way."""
+def test_bytes_match_the_formula(per_node: int, sharded: bool) -> None:
+    """Inside (G-1)/G n b1/8, and back with b2; between nodes (M-1)/M (n/G) b2/8 in each direction."""
     parallel: dict[str, Any] = {"parallel": {"use_distributed_optimizer": sharded}}
     predictor, choice = predictor_of(small_run(specs=(SPEC,), **parallel), replace(CLUSTER, gpus_per_node=per_node))
-    one = predictor.predict(choice)
+    prediction = predictor.predict(choice)
     n, g, m, back = _elements(**parallel), per_node, 8 // per_node, 0 if sharded else 1
     last = 8 if m == 1 else 4
     inside = (g - 1) / g * n * (PER_NUMBER[8] + back * PER_NUMBER[last])
     across = (1 + back) * (m - 1) / m * n / g * PER_NUMBER[4]
-    assert one.sent["dp-grad"] == pytest.approx(inside + across, rel=0.02)
-    assert one.across.get("dp-grad", 0.0) == pytest.approx(across, rel=0.02)
+    assert prediction.sent["dp-grad"] == pytest.approx(inside + across, rel=0.02)
+    assert prediction.across.get("dp-grad", 0.0) == pytest.approx(across, rel=0.02)
 
 
 def test_replicas_of_tensor_parallel_ranks_share_a_node() -> None:
-    """Four ranks of a node are two replicas of two tensor-parallel ranks; where these fill it, there is one level."""
+    """A node of four ranks has two replicas of two tensor-parallel ranks; a single replica makes a single level."""
     for tp, g in ((2, 2), (4, 1)):
         sections: dict[str, Any] = {"parallel": {"tensor_model_parallel_size": tp}}
         predictor, choice = predictor_of(small_run(specs=(SPEC,), **sections))
@@ -46,7 +46,7 @@ def test_replicas_of_tensor_parallel_ranks_share_a_node() -> None:
 
 
 def test_slow_links_between_nodes_make_two_levels_faster() -> None:
-    """By nearly the number of ranks on a node where all of the time is theirs."""
+    """By nearly the number of ranks on a node."""
     slow = replace(CLUSTER, across=LinkSpec(0.01, 20.0))
     seconds = {}
     for spec in (SPEC, "dp-grad=fixpoint,bits=4"):
@@ -55,11 +55,11 @@ def test_slow_links_between_nodes_make_two_levels_faster() -> None:
     assert 2.0 < seconds["dp-grad=fixpoint,bits=4"] / seconds[SPEC] < 4.0
 
 
-def test_the_tied_embedding_has_levels_of_its_own() -> None:
+def test_levels_of_the_tied_embedding() -> None:
     specs = ("embedding=fixpoint,levels=8/4,fused=on",)
     predictor, choice = predictor_of(small_run(specs=specs, parallel={"pipeline_model_parallel_size": 2}))
     shape = predictor.book.piece(choice, "embedding").tied_shape
-    # The stages are on nodes of their own: four replicas of each.
+    # Each stage has a node: four replicas.
     n, g, m = shape[0] * shape[1], 4, 2
-    each = (g - 1) / g * n * (PER_NUMBER[8] + PER_NUMBER[4]) + 2 * (m - 1) / m * n / g * PER_NUMBER[4]
-    assert predictor.predict(choice).sent["embedding"] == pytest.approx(each, rel=0.02)
+    per_replica = (g - 1) / g * n * (PER_NUMBER[8] + PER_NUMBER[4]) + 2 * (m - 1) / m * n / g * PER_NUMBER[4]
+    assert predictor.predict(choice).sent["embedding"] == pytest.approx(per_replica, rel=0.02)

@@ -1,4 +1,4 @@
-"""What the dry run finds, beside formulas and real runs."""
+"""Costs from dry runs, against formulas and real runs."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from megatron.training.report import model_shape
 from tests.unit.planner.support import VOCAB, predictor_of, small_run
 
 LLAMA = {"swiglu": True, "add_bias_linear": False, "normalization": "RMSNorm"}
-BERT = {"model_type": "bert"}  # of which each tensor-parallel rank computes the head's dense layers whole
+BERT = {"model_type": "bert"}  # each tensor-parallel rank computes the head's full dense layers
 
 
 @pytest.mark.skipif(problem() is not None, reason="the compiled kernels are not in use")
 def test_loading_the_kernels_is_no_operation_of_a_step() -> None:
-    """Else the first prediction of a process is slower than the same one later."""
+    """Otherwise the first prediction of a process would be slower than later ones."""
     with OpRecorder(Device()) as recorder:
         torch.ops.megatron_cc.sources()
     assert recorder.take() == CostTally()
@@ -35,14 +35,14 @@ def test_loading_the_kernels_is_no_operation_of_a_step() -> None:
     ("model", "tp"),
     [({}, 1), ({}, 2), ({"num_query_groups": 2}, 1), ({"num_query_groups": 2}, 2), (LLAMA, 1), (LLAMA, 2), (BERT, 1)],
 )
-def test_operations_are_what_the_formula_counts(model: dict[str, Any], tp: int) -> None:
+def test_flops_match_the_formula(model: dict[str, Any], tp: int) -> None:
     config = small_run(model=model, parallel={"tensor_model_parallel_size": tp})
     predictor, choice = predictor_of(config)
     total = 0.0
     for name, count in (("embedding", 1), ("layer", config.model.num_layers), ("head", 1)):
         piece = predictor.book.piece(choice, name)
         total += count * (piece.forward.flops + piece.backward.flops)
-    # The fused attention's backward computes its scores again: a fifth product where the formula has four, of 2 s^2 h.
+    # The backward pass of fused attention recomputes the scores: a fifth product of 2 s^2 h beside the formula's four.
     width = config.model.num_attention_heads * config.model.kv_channels
     again = config.model.num_layers * 2 * config.model.seq_length**2 * width
     # The head's products are over the padded vocabulary.
@@ -51,8 +51,8 @@ def test_operations_are_what_the_formula_counts(model: dict[str, Any], tp: int) 
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_attention_of_bounded_scores_is_not_fused(tp: int) -> None:
-    """Its backward multiplies what the forward pass kept, and adds no product to the formula's."""
+def test_attention_with_bounded_scores_is_not_fused(tp: int) -> None:
+    """Its backward pass recomputes no scores."""
     gemma = {"geglu": True, "add_bias_linear": False, "sandwich_norm": True, "num_query_groups": 2}
     bounded = {**gemma, "normalization": "RMSNorm", "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
     config = small_run(model=bounded, parallel={"tensor_model_parallel_size": tp})
@@ -68,7 +68,7 @@ def test_attention_of_bounded_scores_is_not_fused(tp: int) -> None:
 
 
 @pytest.mark.parametrize("layout", [(1, 1), (1, 2), (2, 2), (4, 1)])
-def test_parameters_are_those_of_the_model(layout: tuple[int, int]) -> None:
+def test_the_number_of_parameters(layout: tuple[int, int]) -> None:
     tp, pp = layout
     config = small_run(
         parallel={"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "sequence_parallel": tp > 1}
@@ -77,15 +77,15 @@ def test_parameters_are_those_of_the_model(layout: tuple[int, int]) -> None:
     h, layers = 64, 8
     layer = 12 * h * h // tp + (3 * h + 4 * h) // tp + 6 * h
     embedding = 1024 // tp * h if tp < 8 else 0
-    found = sum(predictor.elements(choice, rank) for rank in range(pp))
     copies = 2 if pp > 1 else 1
-    assert found == layers * layer + copies * embedding + 32 * h + 2 * h
+    elements = sum(predictor.elements(choice, rank) for rank in range(pp))
+    assert elements == layers * layer + copies * embedding + 32 * h + 2 * h
 
 
 def test_recomputing_costs_a_forward_and_saves_memory() -> None:
-    kept, choice = predictor_of(small_run())
+    plain, choice = predictor_of(small_run())
     again, chosen = predictor_of(small_run(recompute={"recompute_granularity": "full"}))
-    dense, full = kept.book.piece(choice, "layer"), again.book.piece(chosen, "layer")
+    dense, full = plain.book.piece(choice, "layer"), again.book.piece(chosen, "layer")
     ratio = full.backward.flops / dense.backward.flops
     assert 1.3 < ratio < 1.5
     assert full.saved_bytes == 32 * 64 * 4
@@ -96,11 +96,11 @@ def test_recomputing_costs_a_forward_and_saves_memory() -> None:
     assert again.predict(several).memory["work space"] == 4 * dense.saved_bytes
 
 
-def test_saved_bytes_are_those_of_a_real_run() -> None:
+def test_saved_bytes_match_a_real_run() -> None:
     config = small_run()
     predictor, choice = predictor_of(config)
     real = Pieces(config, VOCAB, LiveBackend(torch.device("cpu"), repeats=2), predictor.book._dry(choice, {}).plan, 50)
-    # The CPU's fused attention keeps its own few bytes beside the output.
+    # The CPU's fused attention saves a few more bytes.
     assert real.piece("layer").saved_bytes == pytest.approx(predictor.book.piece(choice, "layer").saved_bytes, rel=0.02)
 
 
@@ -114,17 +114,17 @@ def test_saved_bytes_are_those_of_a_real_run() -> None:
         ("dp-grad=float8,format=e5m2,scale-dtype=e8m0", 1.0 + 1 / 128, 1.0 + 1 / 128),
         ("dp-grad=fixpoint,bits=3.6,grid=minmax,rotation=64,rotate-when=outlier", *[3.6 / 8 + 8 / 64 + 1 / 8 / 64] * 2),
         ("dp-grad=stable-topk,density=0.1,interval=10", 0.4, 4.0),
-        # Half of what eight ranks gather; four matrices have 16 bytes of means each.
+        # Half of the bytes that eight ranks gather; four matrices have 16 bytes of means each.
         ("dp-grad=chunked-topk", 4 * (10 / 64 + 4 * 128 / (12 * 64**2)) / 8, 4.0),
     ],
 )
-def test_gradients_are_sent_as_the_compressor_says(spec: str, of_matrices: float, of_vectors: float) -> None:
+def test_bytes_of_compressed_gradients(spec: str, of_matrices: float, of_vectors: float) -> None:
     config = small_run(specs=(spec,))
     predictor, choice = predictor_of(config)
-    part = predictor.book.reduction(choice, "layer", 0)
+    reduction = predictor.book.reduction(choice, "layer", 0)
     elements = predictor.book.piece(choice, "layer").parameters
     halves = {"all-reduce": 1.0, "all-to-all": 0.5, "all-gather": 0.5}
-    sent = sum(halves[collective.kind] * collective.nbytes for collectives in part.rounds for collective in collectives)
+    sent = sum(halves[collective.kind] * collective.nbytes for group in reduction.rounds for collective in group)
     matrices = 12 * 64**2
     assert sent == pytest.approx(of_matrices * matrices + of_vectors * (elements - matrices), rel=0.01)
 
@@ -138,7 +138,7 @@ def test_gradients_are_sent_as_the_compressor_says(spec: str, of_matrices: float
         ("float8,tile=32,scale-dtype=e8m0", 8 + 8 / 32),
     ],
 )
-def test_gathered_parameters_are_what_the_formula_says(spec: str, bits: float) -> None:
+def test_bytes_of_compressed_parameters(spec: str, bits: float) -> None:
     parallel = {"use_distributed_optimizer": True}
     predictor, choice = predictor_of(small_run(specs=(f"param-gather={spec}",), parallel=parallel))
     cost = predictor.book.gathered(choice, 2**20, stage=0)
@@ -147,14 +147,14 @@ def test_gathered_parameters_are_what_the_formula_says(spec: str, bits: float) -
     assert cost.decode_s > 0
 
 
-def test_what_cannot_be_planned_is_refused() -> None:
+def test_a_compressor_that_cannot_be_planned_is_refused() -> None:
     predictor, choice = predictor_of(small_run(specs=("dp-grad=stable-topk,density=0.1,flush=rotate",)))
     with pytest.raises(UserError, match=r"--compress dp-grad=stable-topk.*cannot be planned.*leave it out"):
         predictor.predict(choice)
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "precision", "each"),
+    ("optimizer", "precision", "bytes_per_number"),
     [
         ({}, {}, 8),
         ({}, {"bf16": True}, 12),
@@ -163,59 +163,57 @@ def test_what_cannot_be_planned_is_refused() -> None:
         ({}, {"fp64": True}, 16),
     ],
 )
-def test_the_memory_of_the_optimizer_is_that_of_the_run(
-    optimizer: dict[str, Any], precision: dict[str, Any], each: int
-) -> None:
-    """Bytes of moments, and of the fp32 copy of a 16-bit parameter."""
+def test_memory_of_the_optimizer(optimizer: dict[str, Any], precision: dict[str, Any], bytes_per_number: int) -> None:
+    """Moments, and the fp32 copies of 16-bit parameters."""
     predictor, choice = predictor_of(small_run(optimizer=optimizer, precision=precision))
     memory = predictor.predict(choice).memory
     elements = memory["parameters"] / (2 if "bf16" in precision else 8 if precision else 4)
-    assert memory["optimizer"] == each * elements / (choice.dp if choice.sharded else 1)
+    assert memory["optimizer"] == bytes_per_number * elements / (choice.dp if choice.sharded else 1)
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_muon_has_one_moment_of_matrices_and_exchanges_their_parts(sharded: bool) -> None:
+def test_muon_has_a_single_moment_of_matrices_and_exchanges_shards(sharded: bool) -> None:
     parallel = {"use_distributed_optimizer": sharded}
     predictor, choice = predictor_of(small_run(optimizer={"optimizer": "muon"}, parallel=parallel))
-    other, same = predictor_of(small_run(parallel=parallel))
+    adam_predictor, adam_choice = predictor_of(small_run(parallel=parallel))
     layers, shares = predictor.contents(choice, 0)["layer"], choice.dp if sharded else 1
     matrices = layers * 12 * 64**2
-    found, adam = predictor.predict(choice), other.predict(same)
-    assert adam.memory["optimizer"] - found.memory["optimizer"] == 4 * matrices / shares
-    # Of h x h, 3 h x h (as three), 4 h x h and h x 4 h: 2 m^2 (2 n + m) for a short side m.
+    prediction, adam = predictor.predict(choice), adam_predictor.predict(adam_choice)
+    assert adam.memory["optimizer"] - prediction.memory["optimizer"] == 4 * matrices / shares
+    # Matrices of h x h, 3 h x h (as three), 4 h x h and h x 4 h: 2 m^2 (2 n + m) for a short side m.
     flops = layers * 2 * 64**3 * (4 * 3 + 2 * 9)
     of_all, of_experts = predictor.matrices(choice, 0)
     assert (of_all.updated, of_experts.updated) == (matrices / shares, 0.0)
-    # The busiest of those that share the work out has a matrix of 4 h x h more than its share, at most.
+    # The busiest rank has at most a matrix of 4 h x h more than its share.
     assert flops / shares <= of_all.flops <= flops / shares + (sharded and 18 * 64**3)
-    assert (
-        found.parts["optimizer"] > adam.parts["optimizer"] + 5 * flops / shares / predictor.cluster.device.flops * 0.999
-    )
-    # What an owner holds of its matrices is not sent: tests of training have the bytes.
+    seconds = 5 * flops / shares / predictor.cluster.device.flops
+    assert prediction.parts["optimizer"] > adam.parts["optimizer"] + 0.999 * seconds
+    # An owner's shard of its matrices is not sent: tests of training check the bytes.
     most = 2 * 4 * matrices / shares
-    sent = found.sent.get("optimizer", 0.0)
+    sent = prediction.sent.get("optimizer", 0.0)
     assert 0 < sent < most if sharded else sent == 0
 
 
-@pytest.mark.parametrize(("specs", "each"), [((), 8), (("param-gather=none",), 8), (("param-gather=float8",), 12)])
-def test_compressed_gathers_need_a_copy_of_fp32_parameters(specs: tuple[str, ...], each: int) -> None:
-    predictor, choice = predictor_of(small_run(specs=specs, parallel={"use_distributed_optimizer": True}))
-    memory = predictor.predict(choice).memory
-    assert memory["optimizer"] == each * memory["parameters"] / 4 / choice.dp
+def test_compressed_gathers_need_a_copy_of_fp32_parameters() -> None:
+    cases: list[tuple[tuple[str, ...], int]] = [((), 8), (("param-gather=none",), 8), (("param-gather=float8",), 12)]
+    for specs, bytes_per_number in cases:
+        predictor, choice = predictor_of(small_run(specs=specs, parallel={"use_distributed_optimizer": True}))
+        memory = predictor.predict(choice).memory
+        assert memory["optimizer"] == bytes_per_number * memory["parameters"] / 4 / choice.dp, specs
 
 
-def test_the_memory_of_samples_counts() -> None:
+def test_memory_of_a_sample_cache() -> None:
     specs = ("pp-forward=delta,bits=4,cache=100",)
     config = small_run(specs=specs, parallel={"pipeline_model_parallel_size": 2}, data={"sample_order": "fixed"})
     predictor, choice = predictor_of(config)
-    kept = predictor.predict(choice).memory["compressors"]
-    assert kept == pytest.approx(100 * 32 * 64 * 2, rel=0.01)
-    less = dataclasses.replace(choice, specs=("pp-forward=delta,bits=4,cache=100,memory=10",))
-    assert predictor.predict(less).memory["compressors"] == pytest.approx(10 * 32 * 64 * 2, rel=0.01)
+    plain = predictor.predict(choice).memory["compressors"]
+    assert plain == pytest.approx(100 * 32 * 64 * 2, rel=0.01)
+    smaller = dataclasses.replace(choice, specs=("pp-forward=delta,bits=4,cache=100,memory=10",))
+    assert predictor.predict(smaller).memory["compressors"] == pytest.approx(10 * 32 * 64 * 2, rel=0.01)
 
 
 @pytest.mark.parametrize("coding", ["encoding", "decoding"])
-def test_coding_is_told_from_computing(coding: str) -> None:
+def test_coding_and_computing_are_separate(coding: str) -> None:
     backend = DryBackend(Device(memory_gib=1.0))
     recorder = backend.recorder()
     x = torch.empty(8, device=backend.torch_device)

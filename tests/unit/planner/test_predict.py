@@ -1,4 +1,4 @@
-"""Predictions beside published figures, and beside measurements of the laboratory."""
+"""Predictions against published figures and measurements on an emulated network."""
 
 from __future__ import annotations
 
@@ -59,23 +59,20 @@ def _jupiter(layers: int, hidden: int, heads: int, batch: int, tp: int, pp: int,
 def test_published_figures_of_the_jupiter_benchmark(
     config: RunConfig, gpus: int, gbit: float, published: float
 ) -> None:
-    """TFLOP/s by the benchmark's formula; the cluster file assumes what products reach of the peak."""
+    """TFLOP/s by the benchmark's formula; the cluster file assumes the efficiency of matrix products."""
     cluster = dataclasses.replace(read_cluster(A100), gpus=gpus, across=LinkSpec(gbit, 6.0))
-    found = Predictor(config, cluster, 50257).predict(choice_of(config, gpus))
+    prediction = Predictor(config, cluster, 50257).predict(choice_of(config, gpus))
+    shape, batch = model_shape(config, 50257), config.training.global_batch_size
     tflops = benchmark_tflops(
-        model_shape(config, 50257),
-        global_batch_size=config.training.global_batch_size,
-        seconds=found.seconds,
-        world_size=gpus,
-        recompute=True,
+        shape, global_batch_size=batch, seconds=prediction.seconds, world_size=gpus, recompute=True
     )
     assert tflops == pytest.approx(published, rel=0.15)
-    assert found.memory_bytes < cluster.device.memory_gib * 2**30
+    assert prediction.memory_bytes < cluster.device.memory_gib * 2**30
 
 
 @pytest.mark.parametrize("file", RECORDED, ids=lambda file: file.stem)
-def test_measurements_of_the_laboratory(file: Path) -> None:
-    """Iterations as ``make bench-network`` measured them, after the rates of the same hosts (the YAML beside them)."""
+def test_predictions_match_measurements(file: Path) -> None:
+    """Iterations measured by ``make bench-network``, with the rates of the same hosts (the YAML beside them)."""
     bench, cluster = BENCHES[file.stem], read_cluster(file.with_suffix(".yaml"))
     cases = {case.name: case for case in bench.cases}
     errors = {}
@@ -84,26 +81,26 @@ def test_measurements_of_the_laboratory(file: Path) -> None:
         if seconds is not None:
             errors[row["setup"], row["case"]] = seconds / row["seconds"] - 1
     assert len(errors) >= 10
-    # The machine's own speed drifts by some hundredths from case to case.
+    # The machine's speed drifts by some hundredths from case to case.
     assert max(map(abs, errors.values())) < 0.2
     assert sum(abs(error) < 0.15 for error in errors.values()) >= 0.9 * len(errors)
 
 
-def test_parts_add_up_to_the_whole() -> None:
+def test_parts_add_up_to_the_iteration() -> None:
     parallel = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "use_distributed_optimizer": True}
     specs = ("pp-forward=fixpoint,bits=4", "dp-grad=powersgd,rank=4", "tp-forward=fixpoint,bits=8")
     predictor, choice = predictor_of(small_run(specs=specs, parallel=parallel))
-    found = predictor.predict(choice)
-    assert sum(found.parts.values()) == pytest.approx(found.seconds)
-    assert all(seconds >= 0 for seconds in found.parts.values())
-    assert found.parts["coding"] > 0
-    assert found.tokens_per_s == pytest.approx(32 * 32 / found.seconds)
-    assert 0 < found.mfu < 1
-    assert set(found.across) <= set(found.sent)
+    prediction = predictor.predict(choice)
+    assert sum(prediction.parts.values()) == pytest.approx(prediction.seconds)
+    assert all(seconds >= 0 for seconds in prediction.parts.values())
+    assert prediction.parts["coding"] > 0
+    assert prediction.tokens_per_s == pytest.approx(32 * 32 / prediction.seconds)
+    assert 0 < prediction.mfu < 1
+    assert set(prediction.across) <= set(prediction.sent)
 
 
-def test_coding_is_hidden_by_other_buckets_alone() -> None:
-    """One bucket is coded, sent, and coded again; of several one is coded while another is on its way."""
+def test_coding_overlaps_with_other_buckets_alone() -> None:
+    """A bucket is coded while another is being sent."""
     specs = ("dp-grad=powersgd,rank=4,factors=fixpoint8",)
     ready = {}
     for size in (None, 1000):
@@ -111,29 +108,28 @@ def test_coding_is_hidden_by_other_buckets_alone() -> None:
         predictor, choice = predictor_of(config)
         stage = predictor.stage(choice, 0, wires_of(predictor.cluster, choice))
         assert 0 < stage.first_coding_s < stage.coding_s
-        parts = predictor.predict(choice).parts
-        ready[size] = parts["coding"] + parts["gradients"]
+        seconds_by_part = predictor.predict(choice).parts
+        ready[size] = seconds_by_part["coding"] + seconds_by_part["gradients"]
     assert ready[None] == pytest.approx(stage.coding_s + sum(stage.rounds), rel=1e-6)
     assert ready[1000] < ready[None]
 
 
-def test_corrections_multiply_what_they_name() -> None:
+def test_corrections_multiply_seconds() -> None:
     predictor, choice = predictor_of(small_run(specs=("dp-grad=fixpoint,bits=4",)))
     plain = predictor.predict(choice)
     corrections = {"layer forward": 3.0, "coding dp-grad=fixpoint,bits=4": 2.0, "optimizer": 5.0}
-    slower = Predictor(
-        predictor.config, dataclasses.replace(predictor.cluster, corrections=corrections), predictor.vocab_size
-    ).predict(choice)
+    cluster = dataclasses.replace(predictor.cluster, corrections=corrections)
+    slower = Predictor(predictor.config, cluster, predictor.vocab_size).predict(choice)
     piece = predictor.book.piece(choice, "layer")
-    more = 2 * choice.micro_batches * 8 * piece.forward.seconds
-    assert slower.parts["compute"] - plain.parts["compute"] == pytest.approx(more)
+    extra = 2 * choice.micro_batches * 8 * piece.forward.seconds
+    assert slower.parts["compute"] - plain.parts["compute"] == pytest.approx(extra)
     assert slower.parts["coding"] == pytest.approx(2 * plain.parts["coding"])
     moved = predictor.elements(choice, 0) * (4 + 2 * 4 + 24)
     update = moved / (predictor.cluster.device.memory_gbyte_per_s * 1e9)
     assert slower.parts["optimizer"] - plain.parts["optimizer"] == pytest.approx(4 * update)
 
 
-def test_bytes_of_factors_are_those_of_their_format() -> None:
+def test_bytes_of_factors_depend_on_their_format() -> None:
     sent = {}
     for factors in ("fp32", "bf16", "fixpoint8", "fixpoint4"):
         config = small_run(4, (f"dp-grad=powersgd,rank=8,factors={factors}",))
@@ -147,48 +143,48 @@ def test_bytes_of_factors_are_those_of_their_format() -> None:
 
 
 @pytest.mark.parametrize("spec", ["topk,density=0.01", "chunked-topk"])
-def test_top_k_sends_its_choice_to_every_replica(spec: str) -> None:
-    """Each rank's own coordinates go to all others, so the bytes grow with the replicas."""
+def test_top_k_sends_coordinates_to_every_replica(spec: str) -> None:
+    """Therefore the bytes grow with the number of replicas."""
     sent = {}
     for dp in (2, 4, 8):
         config = small_run(dp, (f"dp-grad={spec}",))
         cluster = dataclasses.replace(CLUSTER, gpus=dp, gpus_per_node=dp)
         predictor, choice = predictor_of(config, cluster)
         sent[dp] = predictor.predict(choice).sent["dp-grad"]
-    # What is summed exactly (biases, norms) goes around a ring; the rest goes from each to all.
+    # Exact sums (biases, norms) go around a ring; coordinates from each to all.
     exact, chosen = np.linalg.solve([[1.0, 1.0], [1.75, 7.0]], [sent[2], sent[8]])
     assert min(chosen, exact) > 0
     assert sent[4] == pytest.approx(1.5 * exact + 3 * chosen, rel=1e-6)
 
 
-def test_parameter_servers_send_as_much_in_all_but_a_central_one_by_one_link() -> None:
+def test_a_central_parameter_server_sends_over_a_single_link() -> None:
     sent, seconds = {}, {}
     for server in ("", "sharded", "central"):
         specs = (f"dp-grad=parameter-server,server={server}",) if server else ()
         config = small_run(8, specs, model={"hidden_size": 512})
         slow = dataclasses.replace(CLUSTER, gpus_per_node=1, across=LinkSpec(1.0, 1.0))
         predictor, choice = predictor_of(config, slow)
-        found = predictor.predict(choice)
-        sent[server], seconds[server] = found.sent["dp-grad"], found.parts["gradients"]
+        prediction = predictor.predict(choice)
+        sent[server], seconds[server] = prediction.sent["dp-grad"], prediction.parts["gradients"]
     assert sent["sharded"] == pytest.approx(sent[""], rel=1e-3)
     assert sent["central"] == pytest.approx(sent[""], rel=1e-3)
     assert seconds["sharded"] == pytest.approx(seconds[""], rel=0.02)
-    # 2 (n - 1) P by the server's link, in place of 2 (n - 1) / n P by each.
+    # 2 (n - 1) P over the server's link, in place of 2 (n - 1) / n P over each.
     assert seconds["central"] == pytest.approx(8 * seconds[""], rel=0.02)
 
 
-def test_sequences_that_grow_make_the_mean_iteration_shorter() -> None:
-    """Its time is predicted where it is known, and between as the operations' polynomial."""
+def test_growing_sequences_shorten_the_mean_iteration() -> None:
+    """The first and the full length are predicted; the time between follows the polynomial of the FLOPs."""
     curriculum = {"curriculum_learning": True, "curriculum_seqlen_min": 512, "curriculum_seqlen_steps": 50}
     model = {"hidden_size": 4096, "num_attention_heads": 32, "max_position_embeddings": 2048}
     plain, choice = predictor_of(small_run(model={**model, "seq_length": 2048}))
     assert growth(plain, choice) is None
-    found = growth(*predictor_of(small_run(model={**model, "seq_length": 2048}, curriculum=curriculum)))
-    assert found is not None
-    assert (found.first, found.full, found.iterations) == (536, 2048, 100)
-    assert found.full_s == plain.predict(choice).seconds
-    short = predictor_of(small_run(model={**model, "seq_length": found.first}))[0].predict(choice).seconds
-    assert found.first_s == pytest.approx(short, rel=1e-9)
-    # Half of the run is whole; the other half is between.
-    assert found.full_s / 2 + found.first_s / 2 < found.mean_s < found.full_s
-    assert f"{found.mean_s:.3g} s in the mean of the 100 of the run" in found.line
+    prediction = growth(*predictor_of(small_run(model={**model, "seq_length": 2048}, curriculum=curriculum)))
+    assert prediction is not None
+    assert (prediction.first, prediction.full, prediction.iterations) == (536, 2048, 100)
+    assert prediction.full_s == plain.predict(choice).seconds
+    short = predictor_of(small_run(model={**model, "seq_length": prediction.first}))[0].predict(choice).seconds
+    assert prediction.first_s == pytest.approx(short, rel=1e-9)
+    # Half of the run has the full length.
+    assert prediction.full_s / 2 + prediction.first_s / 2 < prediction.mean_s < prediction.full_s
+    assert f"{prediction.mean_s:.3g} s in the mean of the 100 of the run" in prediction.line

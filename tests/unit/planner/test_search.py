@@ -1,17 +1,15 @@
-"""The search, beside trying everything."""
+"""The search, against trying all choices."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Iterable
 
 import pytest
 
 from megatron.base.errors import UserError
 from megatron.planner.predict import Prediction, Predictor
 from megatron.planner.search import choices, search
-from tests.unit.planner.support import CLUSTER, VOCAB, small_run
+from tests.unit.planner.support import CLUSTER, VOCAB, fastest_seconds, small_run
 
 pytestmark = pytest.mark.slow
 
@@ -26,37 +24,27 @@ def everything() -> list[Prediction]:
     return [predictor.predict(choice) for choice in choices(config, CLUSTER, SETS)]
 
 
-def _fastest(predictions: Iterable[Prediction], limit: float) -> list[float]:
-    """Seconds of the fastest choice of every layout that needs no more than so many bytes, fastest first."""
-    fastest: dict[tuple[int, int, int], float] = {}
-    for one in predictions:
-        if one.memory_bytes <= limit:
-            layout = (one.choice.tp, one.choice.pp, one.choice.dp)
-            fastest[layout] = min(one.seconds, fastest.get(layout, math.inf))
-    return sorted(fastest.values())
-
-
 @pytest.mark.parametrize("gib", [1.0, 0.0028])
-def test_nothing_faster_is_left_out(gib: float, everything: list[Prediction]) -> None:
+def test_the_search_finds_the_fastest_choices(gib: float, everything: list[Prediction]) -> None:
     config = small_run()
-    found = search(Predictor(config, CLUSTER, VOCAB), SETS, top=4, memory_gib=gib)
-    all_of_them = _fastest(everything, gib * 2**30)
-    assert [one.seconds for one in found.best] == pytest.approx(all_of_them[:4])
-    assert len(found.best) == min(4, len(all_of_them)) == len({one.choice.layout for one in found.best})
-    assert found.considered > found.predicted
-    assert all(one.memory_bytes <= gib * 2**30 for one in found.best)
+    result = search(Predictor(config, CLUSTER, VOCAB), SETS, top=4, memory_gib=gib)
+    fastest = fastest_seconds(everything, gib * 2**30)
+    assert [prediction.seconds for prediction in result.best] == pytest.approx(fastest[:4])
+    assert len(result.best) == min(4, len(fastest)) == len({prediction.choice.layout for prediction in result.best})
+    assert result.considered > result.predicted
+    assert all(prediction.memory_bytes <= gib * 2**30 for prediction in result.best)
     if gib < 1.0:
-        assert found.too_large > 0
+        assert result.too_large > 0
 
 
-def test_what_is_found_trains() -> None:
+def test_the_best_choices_are_valid_runs() -> None:
     config = small_run()
-    for one in search(Predictor(config, CLUSTER, VOCAB), SETS, top=3).best:
-        resolved = one.choice.configure(config).resolve(8)
+    for prediction in search(Predictor(config, CLUSTER, VOCAB), SETS, top=3).best:
+        resolved = prediction.choice.configure(config).resolve(8)
         assert resolved.training.global_batch_size == 32
 
 
-def test_slow_links_call_for_compression() -> None:
+def test_the_search_compresses_over_slow_links() -> None:
     config = small_run(model={"hidden_size": 256})
     slow = dataclasses.replace(CLUSTER, across=dataclasses.replace(CLUSTER.across, gbit_per_s=0.05))
     best = search(Predictor(config, slow, VOCAB), SETS, top=1).best[0]
@@ -64,13 +52,8 @@ def test_slow_links_call_for_compression() -> None:
     assert best.seconds < 0.7 * search(Predictor(config, slow, VOCAB), ((),), top=1).best[0].seconds
 
 
-def test_nothing_that_fits_is_said() -> None:
+def test_a_search_without_a_result_is_an_error() -> None:
     with pytest.raises(UserError, match=r"nothing fits into 0 GiB.*take more devices"):
         search(Predictor(small_run(), CLUSTER, VOCAB), SETS, memory_gib=1e-6)
-
-
-def test_nothing_that_divides_is_said() -> None:
-    config = small_run(training={"global_batch_size": 32})
-    odd = dataclasses.replace(CLUSTER, gpus=7 * 13)
     with pytest.raises(UserError, match="no layout of 91 devices divides 8 layers"):
-        search(Predictor(config, odd, VOCAB), SETS)
+        search(Predictor(small_run(), dataclasses.replace(CLUSTER, gpus=7 * 13), VOCAB), SETS)

@@ -1,4 +1,4 @@
-"""The sets of compressors that the search tries, and what the planner makes of them."""
+"""Sets of compressors that the search tries."""
 
 from __future__ import annotations
 
@@ -28,29 +28,33 @@ pytestmark = pytest.mark.slow
 GATHER = "param-gather=fixpoint,bits=4,group=2048"
 
 
-def test_the_documented_sets_are_those_that_are_tried() -> None:
+def test_the_documentation_lists_the_sets() -> None:
     page = (REPO / "docs/guides/planner.md").read_text(encoding="utf-8")
     block = page.partition("the sets of compressors are the run's own, none, and these:")[2].split("```")[1]
     assert block.split("\n")[1:-1] == [" ".join(specs) for specs in SPEC_SETS if specs]
 
 
 @pytest.mark.parametrize("specs", SPEC_SETS, ids=" ".join)
-def test_a_set_is_planned_wherever_it_is_tried(specs: tuple[str, ...]) -> None:
-    """On a layout with all kinds of traffic, and training takes it there."""
+def test_a_set_can_be_planned_and_trained(specs: tuple[str, ...]) -> None:
+    """On a layout with all kinds of traffic."""
     config = small_run(model={"hidden_size": 512, "seq_length": 128})
     predictor = Predictor(config, CLUSTER, VOCAB)
-    found = [one for one in choices(config, CLUSTER, (specs,)) if one.layout == (2, 2, 2) and one.micro_batch == 1]
-    assert {one.sharded for one in found} == {True, False}
-    for one in (next(one for one in found if one.sharded is sharded) for sharded in (True, False)):
-        plain = predictor.predict(replace(one, specs=()))
-        prediction = predictor.predict(one)
-        for point, _, name in (spec.partition("=") for spec in one.specs if not spec.startswith("embedding")):
-            # Factors are all-reduced, whoever reads the result.
-            whole = 2 if one.sharded and name.startswith("powersgd") else 1
-            assert 0 < prediction.sent[point] < whole * plain.sent[point]
-        resolved = one.configure(config).resolve(8)
-        assert tuple(resolved.compression.compress) == one.specs
-        assert ("param-gather" in " ".join(one.specs)) == (one.sharded and GATHER in specs)
+    candidates = [
+        choice
+        for choice in choices(config, CLUSTER, (specs,))
+        if choice.layout == (2, 2, 2) and choice.micro_batch == 1
+    ]
+    assert {choice.sharded for choice in candidates} == {True, False}
+    for choice in (next(choice for choice in candidates if choice.sharded is sharded) for sharded in (True, False)):
+        plain = predictor.predict(replace(choice, specs=()))
+        prediction = predictor.predict(choice)
+        for point, _, name in (spec.partition("=") for spec in choice.specs if not spec.startswith("embedding")):
+            # Factors are all-reduced, also with the sharded optimizer.
+            full = 2 if choice.sharded and name.startswith("powersgd") else 1
+            assert 0 < prediction.sent[point] < full * plain.sent[point]
+        resolved = choice.configure(config).resolve(8)
+        assert tuple(resolved.compression.compress) == choice.specs
+        assert ("param-gather" in " ".join(choice.specs)) == (choice.sharded and GATHER in specs)
 
 
 OUTER = (
@@ -61,7 +65,7 @@ OUTER = (
 
 
 @pytest.mark.parametrize("spec", [*sorted({spec for specs in SPEC_SETS for spec in specs}), *OUTER])
-def test_the_coding_of_a_set_can_be_measured(spec: str) -> None:
+def test_coding_can_be_measured(spec: str) -> None:
     config = small_run(1, model={"hidden_size": 256})
     corrections = Corrections(config, VOCAB, Choice(1, 1, 1), CLUSTER, LiveBackend(torch.device("cpu"), repeats=2))
     assert 0 < corrections.of_coding(spec) < math.inf
@@ -69,31 +73,31 @@ def test_the_coding_of_a_set_can_be_measured(spec: str) -> None:
 
 @pytest.mark.parametrize("precision", [{}, {"bf16": True}])
 @pytest.mark.parametrize("clears", [False, True])
-def test_the_measured_update_clears_gradients_where_training_does(precision: dict[str, bool], clears: bool) -> None:
-    """On a CPU the first gradients of a step take the last step's place."""
+def test_the_measured_update_clears_gradients_as_training_does(precision: dict[str, bool], clears: bool) -> None:
+    """On a CPU the first gradients of a step replace those of the last step."""
     assert replaces_grads(torch.device("cpu"))
     assert not replaces_grads(torch.device("cuda"))
     config = small_run(1, precision=precision)
     corrections = Corrections(config, VOCAB, Choice(1, 1, 1), CLUSTER, LiveBackend(torch.device("cpu"), repeats=2))
-    seen: list[torch.Tensor] = []
+    gradients: list[torch.Tensor] = []
     replaces = mock.patch.object(measure, "replaces_grads", return_value=not clears)
-    with replaces, mock.patch.object(measure, "finite_norm", seen.append):
+    with replaces, mock.patch.object(measure, "finite_norm", gradients.append):
         corrections.of_parts()
-    assert bool(seen[-1].any()) is not clears
+    assert bool(gradients[-1].any()) is not clears
 
 
-def test_slow_links_between_nodes_of_several_replicas_call_for_two_levels() -> None:
+def test_the_search_uses_two_levels_over_slow_links() -> None:
     config = small_run(model={"hidden_size": 256, "num_attention_heads": 1}, training={"global_batch_size": 8})
     slow = replace(CLUSTER, across=LinkSpec(0.05, 20.0))
     sets = tuple(specs for specs in SPEC_SETS if specs and specs[0].startswith("dp-grad=fixpoint"))
     assert len(sets) == 4
     best = search(Predictor(config, slow, VOCAB), sets, top=8).best
-    (replicas,) = [one.choice for one in best if one.choice.layout == (1, 1, 8)]
+    (replicas,) = [choice.choice for choice in best if choice.choice.layout == (1, 1, 8)]
     assert replicas.specs[0] == "dp-grad=fixpoint,levels=8/4,error-feedback=on"
 
 
 def _gathered(stages: str) -> tuple[float, float, float]:
-    """Bytes and seconds of the gathers, and of all parameters of a replica."""
+    """Bytes and seconds of the gathers, and the number of parameters."""
     parallel: dict[str, Any] = {"pipeline_model_parallel_size": 2, "use_distributed_optimizer": True}
     config = small_run(
         specs=(f"{GATHER},stages={stages}",) if stages else (),
@@ -102,32 +106,32 @@ def _gathered(stages: str) -> tuple[float, float, float]:
     )
     slow = replace(CLUSTER, gpus_per_node=1, across=LinkSpec(1.0, 5.0))
     predictor, choice = predictor_of(config, slow)
-    one = predictor.predict(choice)
-    return one.sent["param-gather"], one.parts["parameters"], predictor.elements(choice, 0)
+    prediction = predictor.predict(choice)
+    return prediction.sent["param-gather"], prediction.parts["parameters"], predictor.elements(choice, 0)
 
 
-def test_stages_that_are_left_out_gather_exactly() -> None:
-    """Both have as many parameters: half of the bytes are exact, and so is the time of the slower stage."""
-    (exact, exact_s, elements), (whole, whole_s, _) = _gathered(""), _gathered("all")
+def test_other_stages_gather_exactly() -> None:
+    """Both stages have the same size: half of the bytes are exact, and the slower stage takes the exact time."""
+    (exact, exact_s, elements), (full, whole_s, _) = _gathered(""), _gathered("all")
     assert exact == pytest.approx(3 * elements * 4 / 4, rel=0.05)
-    assert whole == pytest.approx(exact / 8, rel=0.1)
+    assert full == pytest.approx(exact / 8, rel=0.1)
     for stages in ("first:1", "last:1"):
         half, half_s, _ = _gathered(stages)
-        assert half == pytest.approx((exact + whole) / 2, rel=0.05)
+        assert half == pytest.approx((exact + full) / 2, rel=0.05)
         assert whole_s < half_s <= exact_s
         assert half_s == pytest.approx(exact_s, rel=0.2)
 
 
-def test_what_sums_in_two_levels_send_is_found_on_few_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two nodes tell what any number of them send; with each replica, a dry run would take longer."""
+def test_dry_runs_of_two_levels_need_two_nodes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dry run with all replicas would take longer."""
     sizes: list[int] = []
     group = DryBackend.group
 
-    def told(self: DryBackend, size: int, recorder: Any, nodes: int = 0) -> Any:
+    def noting_group(self: DryBackend, size: int, recorder: Any, nodes: int = 0) -> Any:
         sizes.append(size)
         return group(self, size, recorder, nodes)
 
-    monkeypatch.setattr(DryBackend, "group", told)
+    monkeypatch.setattr(DryBackend, "group", noting_group)
     spec = "dp-grad=fixpoint,levels=8/4"
     for replicas in (8, 32):
         config = small_run(replicas, (spec,), training={"global_batch_size": 32})
@@ -139,10 +143,10 @@ def test_what_sums_in_two_levels_send_is_found_on_few_ranks(monkeypatch: pytest.
     assert max(sizes) == 8
 
 
-def test_a_compressor_that_a_layout_refuses_is_no_choice() -> None:
-    """The tied embedding's own compressor goes without the sharded optimizer alone."""
+def test_layouts_are_tried_with_valid_compressors_alone() -> None:
+    """The tied embedding has a compressor without the sharded optimizer alone."""
     config = small_run()
-    for one in choices(config, CLUSTER, (("embedding=fused", "dp-grad=fixpoint,bits=4"),)):
-        assert ("embedding=fused" in one.specs) == (one.pp > 1 and not one.sharded)
+    for choice in choices(config, CLUSTER, (("embedding=fused", "dp-grad=fixpoint,bits=4"),)):
+        assert ("embedding=fused" in choice.specs) == (choice.pp > 1 and not choice.sharded)
     with pytest.raises(UserError, match="leave the spec or the distributed optimizer out"):
         Choice(1, 2, 4, micro_batches=8, sharded=True, specs=("embedding=fused",)).configure(config).resolve(8)

@@ -1,4 +1,4 @@
-"""Pipelines played through."""
+"""Simulated pipelines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _pipeline(kind: str, stages: int, chunks: int, forward: float, backward: flo
 
 
 @given(st.sampled_from(KINDS), st.integers(1, 6), st.integers(1, 40), st.floats(0.1, 3), st.floats(0.1, 3))
-def test_without_messages_the_bubble_is_what_the_papers_say(
+def test_the_bubble_without_messages_matches_the_formula(
     kind: str, stages: int, count: int, forward: float, backward: float
 ) -> None:
     times = _pipeline(kind, stages, 1, forward, backward, FREE).run(count)
@@ -45,16 +45,16 @@ def test_interleaving_divides_the_bubble(stages: int, chunks: int, groups: int, 
 )
 @example("eager-1f1b", 2, 1600, [0.6875, 0.765625, 1.0, 1.0, 1.75, 1.5625, 1.0, 1.0], FREE)
 @example("1f1b", 2, 2600, [1.0, 0.995, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0], FREE)
-def test_long_steps_are_what_playing_them_whole_gives(
+def test_shortened_simulations_match_full_ones(
     kind: str, stages: int, operations: int, seconds: list[float], hop: Hop
 ) -> None:
-    """Also where ranks of nearly the same speed come to one pace late."""
+    """Also for ranks of nearly the same speed, which reach a steady state late."""
     pipeline = Pipeline(kind, seconds[:stages], seconds[4 : 4 + stages], stages, lambda *_: hop)
     count = operations // stages + 1
     with mock.patch.object(Pipeline, "_lengthened", autospec=True, side_effect=Pipeline._lengthened) as lengthened:
-        found = pipeline.run(count)
+        times = pipeline.run(count)
     assert lengthened.called
-    for short, long in zip(found, pipeline._play(count), strict=True):
+    for short, long in zip(times, pipeline._play(count), strict=True):
         assert short.end == pytest.approx(long.end, rel=0.01)
         assert short.busy == pytest.approx(long.busy)
 
@@ -73,7 +73,7 @@ def test_no_step_is_shorter_than_its_bound(kind: str, stages: int, count: int, s
 
 
 def test_a_slow_link_is_shared_by_both_directions() -> None:
-    """The middle of three stages sends each micro-batch's activation and another's gradient through one interface."""
+    """The middle of three stages sends activations and gradients through the same interface."""
     hop = Hop(transfer_s=1.0)
     times = _pipeline("eager-1f1b", 3, 1, 1e-3, 1e-3, hop).run(50)
     assert max(time.end for time in times) == pytest.approx(2 * 50, rel=0.1)
@@ -81,17 +81,17 @@ def test_a_slow_link_is_shared_by_both_directions() -> None:
 
 def test_coding_keeps_ranks_busy() -> None:
     times = _pipeline("1f1b", 2, 1, 1.0, 1.0, Hop(encode_s=0.5, decode_s=0.25)).run(4)
-    # The first stage encodes four activations and decodes four gradients; the last one the other way round.
+    # The first stage encodes four activations and decodes four gradients; the last stage vice versa.
     assert [time.coding for time in times] == pytest.approx([4 * 0.5 + 4 * 0.25, 4 * 0.5 + 4 * 0.25])
 
 
-def test_late_messages_are_told_apart() -> None:
-    seen: set[tuple[bool, int, bool]] = set()
+def test_late_messages_are_marked() -> None:
+    hops_seen: set[tuple[bool, int, bool]] = set()
 
     def hops(forward: bool, boundary: int, late: bool) -> Hop:
-        seen.add((forward, boundary, late))
+        hops_seen.add((forward, boundary, late))
         return FREE
 
     Pipeline("1f1b", [1.0] * 3, [1.0] * 3, 3, hops).run(6)
-    assert seen == {(True, 0, False), (True, 1, False), (False, 0, False), (False, 0, True), (False, 1, False),
+    assert hops_seen == {(True, 0, False), (True, 1, False), (False, 0, False), (False, 0, True), (False, 1, False),
                     (False, 1, True)}  # fmt: skip

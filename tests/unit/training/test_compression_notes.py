@@ -1,4 +1,4 @@
-"""What is said about compressors that will do little in a run."""
+"""Notes on compressors with little effect on a run."""
 
 from __future__ import annotations
 
@@ -33,13 +33,9 @@ def _notes(folder: Path, spec: str, samples: int, replicas: int = 1, micro: int 
         },
         2 * replicas,
     )
+    counts = (samples, 0, 0)
     train, _, _ = build_datasets(
-        config.data,
-        seq_length=16,
-        seed=5,
-        train_valid_test_num_samples=(samples, 0, 0),
-        eod_token=0,
-        vocab_size=None,
+        config.data, seq_length=16, seed=5, train_valid_test_num_samples=counts, eod_token=0, vocab_size=None
     )
     batch_sizes = BatchSizeSchedule(4 * micro * replicas, micro_batch_size=micro, dp_size=replicas)
     length = run_length(100, train, batch_sizes)
@@ -78,33 +74,33 @@ def test_notes(tmp_path: Path, spec: str, samples: int, words: str) -> None:
         ("in-step=compressed,every=10,warmup=0", 2, ["in-step=compressed: no effect, islands never go in step with "]),
         ("in-step=compressed,every=10,warmup=10", 1, ["in-step=compressed: no effect, there is one island"]),
         ("in-step=compressed,every=10,warmup=10", 2, []),
-        ("in-step=compressed,every=10,warmup=1.0", 2, []),  # each step is a sum that it makes
+        ("in-step=compressed,every=10,warmup=1.0", 2, []),  # the compressor makes the sum of each step
         ("in-step=compressed,every=10,warmup=1.0", 1, ["there is one island", "is the whole run of 100"]),
         ("in-step=exact,every=10,warmup=1.0", 2, ["no effect, its warm-up of 100 iterations is the whole run of 100"]),
         ("every=10,warmup=0", 2, []),
     ],
 )
-def test_sums_in_step_that_never_are(options: str, islands: int, words: list[str]) -> None:
-    met = {"islands": islands, "island": 0, "islands_address": "127.0.0.1:1"} if islands > 1 else {}
+def test_notes_on_in_step_sums(options: str, islands: int, words: list[str]) -> None:
+    island_flags = {"islands": islands, "island": 0, "islands_address": "127.0.0.1:1"} if islands > 1 else {}
     compression = {"compress": [f"outer=fixpoint,bits=4,{options}"]}
-    config = tiny_config({"compression": compression, "islands": met, "training": {"train_iters": 100}}, 1)
+    config = tiny_config({"compression": compression, "islands": island_flags, "training": {"train_iters": 100}}, 1)
     notes = compression_notes(config, None, 1, RunLength(100), 100)
     assert len(notes) == len(words)
     assert all(word in note for word, note in zip(words, notes, strict=True))
 
 
-def test_samples_stay_with_their_replica_where_that_is_possible(tmp_path: Path) -> None:
+def test_samples_that_change_replicas_are_reported(tmp_path: Path) -> None:
     assert _notes(tmp_path, "pp-forward=delta", 1000, replicas=4) == []
     (note,) = _notes(tmp_path, "pp-forward=delta", 1000, replicas=3)
     assert "samples return to other replicas" in note
 
 
 @pytest.mark.parametrize(
-    ("memory", "said"),
+    ("memory", "ending"),
     [(0, "6 samples of 128 bytes: 768 bytes of memory"), (2, "256 bytes of memory, and 512 bytes in a file")],
 )
-def test_what_a_memory_of_samples_takes_is_split_as_asked(memory: int, said: str) -> None:
-    """Rows of 4 x 16 numbers of two bytes, for half of 12 samples."""
+def test_a_sample_cache_is_split_between_memory_and_a_file(memory: int, ending: str) -> None:
+    """Half of 12 samples, each 4 x 16 numbers of two bytes."""
     point = Point.PP_FWD
     spec = read_spec(f"pp-forward=delta,bits=4,cache=100,memory={memory}", Registry(BUILTIN), RunLength())
     engines: Any = SimpleNamespace(
@@ -114,4 +110,4 @@ def test_what_a_memory_of_samples_takes_is_split_as_asked(memory: int, said: str
     )
     train: Any = SimpleNamespace(epoch_samples=12)
     (note,) = cache_notes(engines, train)
-    assert note.endswith(said)
+    assert note.endswith(ending)

@@ -1,4 +1,4 @@
-"""What a rank that will not take part lets the others know."""
+"""Messages of a rank that cannot start to the others."""
 
 from __future__ import annotations
 
@@ -14,22 +14,24 @@ from megatron.training import config_agreement as meeting
 from megatron.training.config_agreement import RankAgreement
 
 
-@pytest.mark.parametrize("gone", [0, 1])
+@pytest.mark.parametrize("failed_rank", [0, 1])
 @pytest.mark.parametrize("bad_input", [False, True])
-def test_a_failure_names_its_rank_and_is_one_line(gone: int, bad_input: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_is_one_line_with_its_rank(
+    failed_rank: int, bad_input: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = dist.HashStore()
     monkeypatch.setattr(meeting, "meet", lambda env, minutes: store)
 
     def rank(number: int) -> str:
-        here = RankAgreement(LaunchEnvironment(number, 2, number), 0.2)
-        if number == gone:
-            assert here.refuse("KeyError: 'x'\nmore of it", bad_input=bad_input)
+        agreement = RankAgreement(LaunchEnvironment(number, 2, number), 0.2)
+        if number == failed_rank:
+            assert agreement.refuse("KeyError: 'x'\nmore of it", bad_input=bad_input)
             return ""
         with pytest.raises(UserError if bad_input else CommunicationError) as error:
-            here.agree({})
+            agreement.agree({})
         return str(error.value)
 
     with ThreadPoolExecutor(2) as pool:
-        said = "".join(pool.map(rank, range(2)))
-    # What rank 0 refuses is taken to be everyone's bad input.
-    assert said == ("KeyError: 'x'" if bad_input and gone == 0 else f"rank {gone}: KeyError: 'x'")
+        message = "".join(pool.map(rank, range(2)))
+    # Bad input on rank 0 is taken to be bad input on every rank.
+    assert message == ("KeyError: 'x'" if bad_input and failed_rank == 0 else f"rank {failed_rank}: KeyError: 'x'")

@@ -10,7 +10,7 @@ import pytest
 from megatron.training.console import LastingStream
 
 
-def test_a_full_disk_is_said_once() -> None:
+def test_a_full_disk_is_reported_once() -> None:
     warnings = io.StringIO()
     with open("/dev/full", "w") as full:
         stream = LastingStream(full, warnings, "the output")
@@ -21,7 +21,7 @@ def test_a_full_disk_is_said_once() -> None:
 
 
 @pytest.mark.parametrize("flush", [True, False])
-def test_a_reader_that_is_gone_is_said_once(flush: bool) -> None:
+def test_a_closed_pipe_is_reported_once(flush: bool) -> None:
     warnings = io.StringIO()
     read, write = os.pipe()
     os.close(read)
@@ -32,7 +32,7 @@ def test_a_reader_that_is_gone_is_said_once(flush: bool) -> None:
     assert warnings.getvalue().count("\n") == 1
 
 
-def test_characters_without_a_code_are_escaped(tmp_path: object) -> None:
+def test_characters_outside_the_encoding_are_escaped(tmp_path: object) -> None:
     path = f"{tmp_path}/log"
     with open(path, "w", encoding="ascii") as file:
         print("caf\u00e9", file=LastingStream(file, io.StringIO(), "the output"))

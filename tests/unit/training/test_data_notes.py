@@ -1,4 +1,4 @@
-"""What a run says at its start of data that are small for it."""
+"""Notes at the start of a run on datasets too small for it."""
 
 from __future__ import annotations
 
@@ -19,42 +19,32 @@ BATCH = 4
 
 def config(eval_iters: int = 2, **data: Any) -> RunConfig:
     changes = {"validation": {"eval_iters": eval_iters}, "data": {"data_path": [], **data}}
-    made = tiny_config(changes, world_size=1)
-    assert made.training.global_batch_size == BATCH
-    return made
+    run = tiny_config(changes, world_size=1)
+    assert run.training.global_batch_size == BATCH
+    return run
 
 
 def samples(folder: Path, name: str, count: int) -> str:
-    """A file of so many samples of 8 tokens."""
+    """A file of ``count`` samples of 8 tokens."""
     return write(folder / name, [count * 8 + 1], 0)
 
 
 def datasets(run: RunConfig, drawn: tuple[int, int, int]) -> Datasets:
-    return build_datasets(
-        replace(run.data, sample_order="lazy"),
-        seq_length=8,
-        seed=1,
-        train_valid_test_num_samples=drawn,
-        eod_token=-1,
-        vocab_size=None,
-    )
+    data = replace(run.data, sample_order="lazy")
+    return build_datasets(data, seq_length=8, seed=1, train_valid_test_num_samples=drawn, eod_token=-1, vocab_size=None)
 
 
-def test_nothing_is_said_of_data_that_suffice(tmp_path: Path) -> None:
-    paths: dict[str, Any] = {f"{name}_data_path": [samples(tmp_path, name, 61)] for name in ("train", "valid", "test")}
-    run = config(**paths)
+def test_sufficient_data_give_no_notes(tmp_path: Path) -> None:
+    run = config_with_sets(tmp_path, 2)
     built = datasets(run, (61, 8, 8))
     assert data_notes(run, built) == []
     assert built[0] is not None
     assert epochs_of_run(built[0]) == "1.0 epochs of 61"
 
 
-def test_epochs_that_repeat_are_counted(tmp_path: Path) -> None:
+def test_repeated_epochs_are_counted(tmp_path: Path) -> None:
     run = config(eval_iters=0, train_data_path=[samples(tmp_path, "a", 61)])
     assert data_notes(run, datasets(run, (104, 0, 0))) == ["training repeats its data: 1.7 epochs of 61 samples"]
-
-
-def test_the_data_sets_of_a_blend_that_repeat_are_named(tmp_path: Path) -> None:
     small, large = samples(tmp_path, "small", 20), samples(tmp_path, "large", 500)
     run = config(eval_iters=0, train_data_path=["0.3", small, "0.7", large])
     (note,) = data_notes(run, datasets(run, (200, 0, 0)))
@@ -72,10 +62,16 @@ def test_a_split_without_validation_is_named(tmp_path: Path) -> None:
     assert note.startswith("there is no --valid-data-path, so nothing is evaluated; ")
 
 
+def config_with_sets(folder: Path, eval_iters: int, **sizes: int) -> RunConfig:
+    """Sets of these sizes, and of 61 samples where no size is named."""
+    sizes = {"train": 61, "valid": 61, "test": 61} | sizes
+    paths = {f"{name}_data_path": [samples(folder, name, size)] for name, size in sizes.items()}
+    return config(eval_iters, **paths)
+
+
 @pytest.mark.parametrize("name", ["valid", "test"])
-def test_more_evaluation_samples_than_there_are(tmp_path: Path, name: str) -> None:
-    sizes = {"train": 61, "valid": 61, "test": 61} | {name: 10}
-    run = config(eval_iters=5, **{f"{part}_data_path": [samples(tmp_path, part, n)] for part, n in sizes.items()})
+def test_evaluations_longer_than_their_set_are_reported(tmp_path: Path, name: str) -> None:
+    run = config_with_sets(tmp_path, 5, **{name: 10})
     (note,) = data_notes(run, datasets(run, (61, 20, 20)))
     assert note == (
         f"--eval-iters 5 x --global-batch-size 4 draws 20 samples, but the {'validation' if name == 'valid' else name} "
@@ -84,9 +80,8 @@ def test_more_evaluation_samples_than_there_are(tmp_path: Path, name: str) -> No
 
 
 @pytest.mark.parametrize("name", ["train", "valid", "test"])
-def test_sets_shorter_than_a_batch(tmp_path: Path, name: str) -> None:
-    sizes = {"train": 61, "valid": 61, "test": 61} | {name: 3}
-    run = config(eval_iters=1, **{f"{part}_data_path": [samples(tmp_path, part, n)] for part, n in sizes.items()})
+def test_sets_shorter_than_a_batch_are_reported(tmp_path: Path, name: str) -> None:
+    run = config_with_sets(tmp_path, 1, **{name: 3})
     notes = data_notes(run, datasets(run, (60, 4, 4)))
     called = {"train": "training", "valid": "validation", "test": "test"}[name]
     assert notes[0].startswith(f"the {called} set has 3 samples, fewer than a global batch of 4: ")

@@ -1,4 +1,4 @@
-"""What --deterministic-mode sets, and that on CPUs it changes no bit."""
+"""Settings of --deterministic-mode, which changes no bit on CPUs."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ FILLING: Any = torch.utils.deterministic
 
 
 @pytest.fixture(autouse=True)
-def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Leaves the process as it was."""
+def _settings_restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO"):
         monkeypatch.delenv(name, raising=False)
     fills = FILLING.fill_uninitialized_memory
@@ -38,7 +37,7 @@ def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         os.environ.pop(name, None)
 
 
-def test_what_is_set_for_gpus() -> None:
+def test_settings_for_gpus() -> None:
     torch.backends.cudnn.benchmark = True
     make_deterministic(cuda=True)
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
@@ -52,7 +51,7 @@ def test_what_is_set_for_gpus() -> None:
     assert not FILLING.fill_uninitialized_memory
 
 
-def test_on_cpus_the_environment_is_left_alone() -> None:
+def test_the_environment_is_unchanged_on_cpus() -> None:
     make_deterministic(cuda=False)
     assert torch.are_deterministic_algorithms_enabled()
     assert "NCCL_ALGO" not in os.environ
@@ -61,14 +60,9 @@ def test_on_cpus_the_environment_is_left_alone() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [
-        ("CUBLAS_WORKSPACE_CONFIG", ":16:8"),
-        ("NCCL_ALGO", "ring"),
-        ("NCCL_ALGO", "^NVLS"),
-        ("NCCL_ALGO", "Ring,CollnetChain"),
-    ],
+    [("CUBLAS_WORKSPACE_CONFIG", ":16:8"), *(("NCCL_ALGO", value) for value in ("ring", "^NVLS", "Ring,CollnetChain"))],
 )
-def test_values_that_serve_are_kept(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_valid_environment_variables_are_kept(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, value)
     make_deterministic(cuda=True)
     assert os.environ[name] == value
@@ -78,7 +72,7 @@ def test_values_that_serve_are_kept(name: str, value: str, monkeypatch: pytest.M
     ("name", "value"),
     [("CUBLAS_WORKSPACE_CONFIG", ":0:0"), ("NCCL_ALGO", "Tree"), ("NCCL_ALGO", "Ring,NVLS"), ("NCCL_ALGO", "^Ring")],
 )
-def test_values_that_do_not_are_refused_by_name(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_environment_variables_are_refused(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=rf"--deterministic-mode.*{name} is '{value.replace('^', '.')}'.*unset it"):
         make_deterministic(cuda=True)
@@ -86,25 +80,25 @@ def test_values_that_do_not_are_refused_by_name(name: str, value: str, monkeypat
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_rows_of_a_table_and_their_gradient(deterministic: bool) -> None:
-    """On accelerators sorted rows, in place of the embedding whose gradient has no fixed order on CUDA."""
+def test_embedding_rows_and_their_gradient(deterministic: bool) -> None:
+    """Accelerators use sorted rows: the gradient of torch's embedding has no fixed order on CUDA."""
     index = torch.tensor([[3, 0, 3], [3, 1, 0]])
     weight = torch.randn(5, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
     grad = torch.arange(24.0).view(2, 3, 4)
-    (wanted,) = torch.autograd.grad(F.embedding(index, weight), weight, grad)
+    (expected,) = torch.autograd.grad(F.embedding(index, weight), weight, grad)
     torch.use_deterministic_algorithms(deterministic)
-    far = rows_of(weight.to("meta"), index.to("meta")).grad_fn
-    assert far is not None
-    assert ("SortedRows" in type(far).__name__) is deterministic
+    node = rows_of(weight.to("meta"), index.to("meta")).grad_fn
+    assert node is not None
+    assert ("SortedRows" in type(node).__name__) is deterministic
     rows = rows_of(weight, index)
     rows.backward(grad)
     assert torch.equal(rows, weight[index])
     assert weight.grad is not None
-    assert torch.equal(weight.grad, wanted)
+    assert torch.equal(weight.grad, expected)
 
 
 def _one_by_one(self: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
-    """``index_add_`` as CUDA has it: sums are rounded at each step."""
+    """``index_add_`` with a rounding at each step, as on CUDA."""
     assert dim == 0
     for number, row in zip(index.tolist(), source, strict=True):
         self[number] += row
@@ -113,16 +107,16 @@ def _one_by_one(self: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_sorted_rows_keep_the_gradient_of_a_frequent_row(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums in bf16 would stop growing at 256."""
+    """A sum in bf16 would stop growing at 256."""
     index = torch.cat([torch.zeros(2000, dtype=torch.int64), torch.arange(5)])
     weight = torch.zeros(5, 4, dtype=dtype, requires_grad=True)
     grad = (torch.rand(len(index), 4, generator=torch.Generator().manual_seed(0)) + 0.5).to(dtype)
-    wanted = torch.zeros(5, 4, dtype=torch.float64).index_add_(0, index, grad.double())
+    expected = torch.zeros(5, 4, dtype=torch.float64).index_add_(0, index, grad.double())
     monkeypatch.setattr(Tensor, "index_add_", _one_by_one)
     _SortedRows.apply(weight, index).backward(grad)
     assert weight.grad is not None
     sums = torch.finfo(torch.promote_types(dtype, torch.float32)).eps * len(index)
-    torch.testing.assert_close(weight.grad.double(), wanted, rtol=torch.finfo(dtype).eps + sums, atol=0)
+    torch.testing.assert_close(weight.grad.double(), expected, rtol=torch.finfo(dtype).eps + sums, atol=0)
 
 
 RUNS: dict[str, dict[str, Any]] = {
@@ -139,14 +133,14 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_on_cpus_no_bit_changes_and_nothing_is_refused(name: str) -> None:
+def test_no_bit_changes_on_cpus(name: str) -> None:
     plain = tiny_run(RUNS[name], 6)
     make_deterministic(cuda=False)
     strict = tiny_run(RUNS[name], 6)
     assert (strict.losses, strict.grad_norms) == (plain.losses, plain.grad_norms)
 
 
-def test_what_torch_cannot_do_is_named_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_operation_without_a_deterministic_version_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     def body(ranks: Ranks) -> None:
         raise RuntimeError(
             "cumsum_cuda_kernel does not have a deterministic implementation, but you set "

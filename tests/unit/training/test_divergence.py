@@ -27,22 +27,22 @@ def _check(**options: object) -> tuple[DivergenceCheck, Progress]:
 
 def _problems(check: DivergenceCheck, progress: Progress, *steps: StepMetrics) -> list[bool]:
     """Whether the run has diverged after each step."""
-    found = []
+    diverged = []
     for step in steps:
         progress.iteration += 1
         check.after_step(replace(step, iteration=progress.iteration))
-        found.append(check.problem is not None)
-    return found
+        diverged.append(check.problem is not None)
+    return diverged
 
 
-def test_only_skips_in_a_row_count() -> None:
+def test_only_consecutive_skips_count() -> None:
     check, progress = _check(max_skipped_steps=2)
     assert _problems(check, progress, SKIPPED, STEP, SKIPPED, SKIPPED) == [False, False, False, True]
     assert progress.last_update == 2
 
 
 @pytest.mark.parametrize(("losses", "counts"), [({"lm loss": 0.0}, False), ({"lm loss": math.nan}, True)])
-def test_steps_in_which_no_token_counts_neither_count_nor_end_a_row(losses: dict[str, float], counts: bool) -> None:
+def test_a_step_without_counted_tokens_does_not_end_a_row_of_skips(losses: dict[str, float], counts: bool) -> None:
     check, progress = _check(max_skipped_steps=2)
     idle = replace(NOTHING_COUNTED, losses=losses)
     assert _problems(check, progress, SKIPPED, idle) == [False, counts]
@@ -52,7 +52,7 @@ def test_steps_in_which_no_token_counts_neither_count_nor_end_a_row(losses: dict
     assert quiet.note_at_end() is None
 
 
-def test_a_search_for_a_loss_scale_neither_counts_nor_ends_a_row() -> None:
+def test_a_search_for_the_loss_scale_does_not_end_a_row_of_skips() -> None:
     check, progress = _check(max_skipped_steps=2)
     assert _problems(check, progress, SKIPPED, SEARCHING, SEARCHING, SKIPPED) == [False, False, False, True]
 
@@ -73,13 +73,13 @@ def test_zero_never_ends_a_run() -> None:
         (STEP, None),
     ],
 )
-def test_the_flag_ends_a_run_at_the_first_number_that_is_not_finite(step: StepMetrics, number: str | None) -> None:
+def test_the_check_for_nan_ends_a_run_at_once(step: StepMetrics, number: str | None) -> None:
     check, progress = _check(check_for_nan_in_loss_and_grad=True)
     assert _problems(check, progress, step) == [number is not None]
     assert number is None or number in check.explain(None)
 
 
-def test_losses_ten_times_as_high_as_the_first_hundred_are_spikes() -> None:
+def test_losses_ten_times_above_the_first_hundred_are_spikes() -> None:
     check, progress = _check(check_for_spiky_loss=True)
     losses = [2.0, 3.0, *[1.0] * 98, 29.9, 30.0, math.nan, 4.0]
     warnings = []

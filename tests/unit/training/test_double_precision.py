@@ -23,18 +23,10 @@ MODELS: dict[str, dict[str, dict[str, Any]]] = {
     "gpt": {"training": {"micro_batch_size": 3, "global_batch_size": 9}},
     "llama-like": {
         "model": {
-            "position_embedding_type": "rope",
-            "rotary_percent": 0.5,
-            "rotary_scaling": "llama3",
-            "rotary_scaling_factor": 4.0,
-            "rotary_scaling_original_length": 8,
-            "normalization": "RMSNorm",
-            "swiglu": True,
-            "num_query_groups": 2,
-            "add_bias_linear": False,
-            "untie_embeddings_and_output_weights": True,
-            "sliding_window": 5,
-            "qk_layernorm": True,
+            "position_embedding_type": "rope", "rotary_percent": 0.5, "rotary_scaling": "llama3",
+            "rotary_scaling_factor": 4.0, "rotary_scaling_original_length": 8, "normalization": "RMSNorm",
+            "swiglu": True, "num_query_groups": 2, "add_bias_linear": False,
+            "untie_embeddings_and_output_weights": True, "sliding_window": 5, "qk_layernorm": True,
         },
         "optimizer": {"optimizer": "muon"},
     },
@@ -49,11 +41,8 @@ MODELS: dict[str, dict[str, dict[str, Any]]] = {
     "experts": {"model": EXPERTS},
     "experts with biases": {
         "model": {
-            "num_experts": [4],
-            "moe_router_score_function": "sigmoid",
-            "moe_router_enable_expert_bias": True,
-            "moe_router_bias_update_rate": 0.01,
-            "moe_expert_capacity_factor": 0.75,
+            "num_experts": [4], "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
+            "moe_router_bias_update_rate": 0.01, "moe_expert_capacity_factor": 0.75,
         },
         "optimizer": {"optimizer": "lamb"},
     },
@@ -74,8 +63,8 @@ def test_no_step_leaves_float64(model: str) -> None:
     assert roundings(MODELS[model]) == set()
 
 
-def test_what_leaves_float64_is_noted() -> None:
-    """Numbers of Python, casts forward and backward, and what is written in place; not whole numbers, nor views."""
+def test_the_recorder_notes_each_loss_of_precision() -> None:
+    """Python numbers, casts forward and backward, and writes in place; neither whole numbers nor views."""
     x = torch.tensor([0.1, 0.2], dtype=torch.float64, requires_grad=True)
     mask, space = torch.ones(2), torch.empty(2)
     writes = [
@@ -88,10 +77,10 @@ def test_what_leaves_float64_is_noted() -> None:
     harmless = [lambda: mask.sum() - torch.inf, lambda: x / mask.sum(), lambda: space.view(2, 1), lambda: mask.double()]
     for operations, count in ((writes, 1), (harmless, 0)):
         for operation in operations:
-            with Roundings() as found, torch.no_grad():
+            with Roundings() as record, torch.no_grad():
                 operation()
-            assert len(found.places) == count
+            assert len(record.places) == count
     for total, count in ((x.float().sum(), 0), ((x.float() / 3).sum(), 1)):
-        with Roundings() as found:
+        with Roundings() as record:
             total.backward()
-        assert len(found.places) == count
+        assert len(record.places) == count

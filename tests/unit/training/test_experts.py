@@ -1,4 +1,4 @@
-"""The tally of experts: what the next step's losses know of the last one."""
+"""Expert loads of the last step, for the losses and biases of the next."""
 
 from __future__ import annotations
 
@@ -20,26 +20,33 @@ from megatron.parallel.tensor.collectives import TensorComm
 from megatron.training.experts import MOE_LOSS, ExpertTally
 
 
+def _model(num_layers: int = 2, **options: Any) -> ModelConfig:
+    return resolve_model(
+        ModelConfig(num_layers=num_layers, hidden_size=8, num_attention_heads=2, seq_length=4, **options)
+    )
+
+
 def _tally() -> ExpertTally:
-    given: dict[str, Any] = {"num_experts": [2, 3], "moe_router_load_balancing_type": ["global_aux_loss"]}
-    given |= {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 4}
-    return ExpertTally(resolve_model(ModelConfig(**given)), [], single_process("cpu"), Ledger())
+    model = _model(num_experts=[2, 3], moe_router_load_balancing_type=["global_aux_loss"])
+    return ExpertTally(model, [], single_process("cpu"), Ledger())
 
 
-def _step(tally: ExpertTally, counts: Sequence[Sequence[list[int]]], taken: bool = True, again: bool = False) -> None:
+def _step(
+    tally: ExpertTally, counts: Sequence[Sequence[list[int]]], step_taken: bool = True, again: bool = False
+) -> None:
     tally.begin_step()
-    for micro_batch, of_layers in enumerate(counts):
+    for micro_batch, layer_counts in enumerate(counts):
         for _ in range(1 + again):
-            for layer, one in enumerate(of_layers):
-                tally.statistics[layer, micro_batch] = (torch.tensor(one), torch.zeros(2))
-    tally.finish_step(len(counts), taken)
+            for layer, expert_counts in enumerate(layer_counts):
+                tally.statistics[layer, micro_batch] = (torch.tensor(expert_counts), torch.zeros(2))
+    tally.finish_step(len(counts), step_taken)
 
 
 def _shares(tally: ExpertTally) -> dict[int, list[float]]:
-    return {layer: one.tolist() for layer, one in tally.context(0, torch.ones(())).shares.items()}
+    return {layer: shares.tolist() for layer, shares in tally.context(0, torch.ones(())).shares.items()}
 
 
-def test_the_next_step_knows_the_shares_of_all_micro_batches_of_the_last() -> None:
+def test_shares_are_over_all_micro_batches_of_the_last_step() -> None:
     tally = _tally()
     assert _shares(tally) == {}
     _step(tally, [([3, 1], [0, 2, 2]), ([1, 3], [4, 0, 0])], again=True)
@@ -48,43 +55,35 @@ def test_the_next_step_knows_the_shares_of_all_micro_batches_of_the_last() -> No
     assert _shares(tally) == {0: [1.0, 0.0], 1: [0.25, 0.25, 0.5]}
 
 
-def test_a_skipped_step_is_not_the_last() -> None:
+def test_a_skipped_step_leaves_the_shares_unchanged() -> None:
     tally = _tally()
     _step(tally, [([3, 1], [0, 2, 2])])
-    _step(tally, [([4, 0], [4, 0, 0])], taken=False)
+    _step(tally, [([4, 0], [4, 0, 0])], step_taken=False)
     assert _shares(tally) == {0: [0.75, 0.25], 1: [0.0, 0.5, 0.5]}
 
 
 def test_biases_move_towards_balance() -> None:
-    """Down where an expert got more than its share of the step, up where it got less; not after a skipped step."""
-    given: dict[str, Any] = {"num_experts": [4], "moe_router_enable_expert_bias": True}
-    given |= {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 4}
-    config, topology = resolve_model(ModelConfig(**given, moe_router_bias_update_rate=0.25)), single_process("cpu")
+    """Down for overloaded experts, up for underloaded experts; not after a skipped step."""
+    config = _model(1, num_experts=[4], moe_router_enable_expert_bias=True, moe_router_bias_update_rate=0.25)
+    topology = single_process("cpu")
     comm = TensorComm(topology.tp, Ledger(), CompressionPlan({}))
     layer = Experts(RankContext(config, comm, torch.device("cpu"), torch.float32), 0)
     tally = ExpertTally(config, cast("list[Stage]", [layer]), topology, Ledger())
     bias = layer.router.expert_bias
     assert bias is not None
-    for taken, wanted in (
-        (True, [-0.25, 0.0, 0.25, 0.25]),
-        (False, [-0.25, 0.0, 0.25, 0.25]),
-        (True, [-0.5, 0, 0.5, 0.5]),
-    ):
-        _step(tally, [([4, 1, 0, 0],), ([2, 1, 0, 0],)], taken)
-        assert bias.tolist() == wanted
+    once = [-0.25, 0.0, 0.25, 0.25]
+    for step_taken, expected in ((True, once), (False, once), (True, [-0.5, 0, 0.5, 0.5])):
+        _step(tally, [([4, 1, 0, 0],), ([2, 1, 0, 0],)], step_taken)
+        assert bias.tolist() == expected
 
 
-def test_the_loss_is_weighed_and_that_of_a_micro_batch() -> None:
-    """Summed over the layers, and the mean of the micro-batches."""
-    given: dict[str, Any] = {"num_experts": [2], "moe_aux_loss_coeff": [0.5], "moe_z_loss_coeff": 0.25}
-    given |= {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 4}
-    tally = ExpertTally(resolve_model(ModelConfig(**given)), [], single_process("cpu"), Ledger())
+def test_the_loss_is_a_sum_over_layers_and_a_mean_over_micro_batches() -> None:
+    model = _model(num_experts=[2], moe_aux_loss_coeff=[0.5], moe_z_loss_coeff=0.25)
+    tally = ExpertTally(model, [], single_process("cpu"), Ledger())
     for micro_batch in range(3):
         for layer in range(2):
-            tally.statistics[layer, micro_batch] = (
-                torch.tensor([1, 1]),
-                torch.tensor([2.0 + layer, 4.0 * micro_batch]),
-            )
+            losses = torch.tensor([2.0 + layer, 4.0 * micro_batch])
+            tally.statistics[layer, micro_batch] = (torch.tensor([1, 1]), losses)
     named, loads = tally.finish_step(3, step_taken=True)
     assert named == {MOE_LOSS: pytest.approx(0.5 * (2 + 3) + 0.25 * 2 * 4)}
     assert loads == {0: (3.0, 3.0), 1: (3.0, 3.0)}
@@ -93,7 +92,7 @@ def test_the_loss_is_weighed_and_that_of_a_micro_batch() -> None:
 def test_counts_are_saved_and_loaded() -> None:
     tally, other = _tally(), _tally()
     assert tally.state_dict() == {}
-    other.load_state_dict({})  # as of a version that did not save them
+    other.load_state_dict({})  # of an earlier version
     assert _shares(other) == {}
     _step(tally, [([3, 1], [0, 2, 2])])
     other.load_state_dict(tally.state_dict())

@@ -1,4 +1,4 @@
-"""The benchmark's TFLOPs and the honest ones."""
+"""TFLOPs by the benchmark's formula, and by the operations that a model performs."""
 
 from __future__ import annotations
 
@@ -20,26 +20,17 @@ from megatron.training.flops import (
 from megatron.training.report import model_shape
 from tests.support.tiny import tiny_engines
 
-GPT_175B = ModelShape(
-    num_layers=96,
-    hidden_size=12288,
-    ffn_hidden_size=49152,
-    num_attention_heads=96,
-    num_query_groups=96,
-    kv_channels=128,
-    seq_length=2048,
-    padded_vocab_size=51200,
-)
+GPT_175B = ModelShape(96, 12288, 49152, 96, 96, 128, 2048, 51200)
 GPT_13B = ModelShape(40, 5120, 20480, 32, 32, 160, 2048, 50432)
 
 
 def test_published_figures_of_the_benchmark() -> None:
-    got = benchmark_tflops(GPT_175B, global_batch_size=96, seconds=5.3247, world_size=384, recompute=True)
-    assert got == pytest.approx(137.89, abs=0.005)
-    got = benchmark_tflops(GPT_13B, global_batch_size=1024, seconds=34.9991, world_size=32, recompute=True)
-    assert got == pytest.approx(203.96, abs=0.005)
-    got = benchmark_tflops(GPT_175B, global_batch_size=96, seconds=5.3247, world_size=384, recompute=False)
-    assert got == pytest.approx(103.4, abs=0.05)
+    tflops = benchmark_tflops(GPT_175B, global_batch_size=96, seconds=5.3247, world_size=384, recompute=True)
+    assert tflops == pytest.approx(137.89, abs=0.005)
+    tflops = benchmark_tflops(GPT_13B, global_batch_size=1024, seconds=34.9991, world_size=32, recompute=True)
+    assert tflops == pytest.approx(203.96, abs=0.005)
+    tflops = benchmark_tflops(GPT_175B, global_batch_size=96, seconds=5.3247, world_size=384, recompute=False)
+    assert tflops == pytest.approx(103.4, abs=0.05)
 
 
 def test_the_benchmark_counts_a_third_more_for_swiglu() -> None:
@@ -51,8 +42,8 @@ def test_the_benchmark_counts_a_third_more_for_swiglu() -> None:
     assert gated / plain == pytest.approx(32 / 24)
 
 
-def test_honest_and_benchmark_figures_differ_by_a_quarter_of_the_logits() -> None:
-    """A plain model at 4h, no recomputation, all pairs of attention: there the benchmark is nearly right."""
+def test_both_counts_differ_by_a_quarter_of_the_logits() -> None:
+    """For a plain model at 4h with full attention and without recomputation."""
     honest = model_tflops(GPT_175B, global_batch_size=96, seconds=5.3247, world_size=384, causal=False)
     bench = benchmark_tflops(GPT_175B, global_batch_size=96, seconds=5.3247, world_size=384, recompute=False)
     logits = 6 * 96 * 2048 * 12288 * 51200 / (5.3247 * 384 * 1e12)
@@ -60,7 +51,7 @@ def test_honest_and_benchmark_figures_differ_by_a_quarter_of_the_logits() -> Non
 
 
 class TinyModel(torch.nn.Module):
-    """One sample through the matrix products of a transformer, written out plainly: the oracle's subject."""
+    """The matrix products of a transformer for a single sample."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -102,7 +93,7 @@ class TinyModel(torch.nn.Module):
 
 @pytest.mark.parametrize("swiglu", [False, True])
 @pytest.mark.parametrize("groups", [1, 2, 4])
-def test_the_honest_count_is_torchs_count(swiglu: bool, groups: int) -> None:
+def test_the_count_is_torchs_count(swiglu: bool, groups: int) -> None:
     shape = ModelShape(3, 24, 40, 4, groups, 10, 16, 96, gated=swiglu)
     model = TinyModel(shape)
     with FlopCounterMode(display=False) as counter:
@@ -123,8 +114,8 @@ def test_causal_attention_counts_the_pairs_of_the_mask(window: int | None) -> No
 def test_layers_without_the_window_count_in_full(count: int) -> None:
     with_all = model_flops_per_sample(ModelShape(3, 24, 40, 4, 2, 10, 16, 96, sliding_window=5))
     with_none = model_flops_per_sample(ModelShape(3, 24, 40, 4, 2, 10, 16, 96))
-    found = model_flops_per_sample(ModelShape(3, 24, 40, 4, 2, 10, 16, 96, sliding_window=5, window_layers=count))
-    assert 3 * found == count * with_all + (3 - count) * with_none
+    flops = model_flops_per_sample(ModelShape(3, 24, 40, 4, 2, 10, 16, 96, sliding_window=5, window_layers=count))
+    assert 3 * flops == count * with_all + (3 - count) * with_none
 
 
 def test_utilization() -> None:
@@ -134,8 +125,8 @@ def test_utilization() -> None:
 
 
 @pytest.mark.parametrize(("buckets", "kernel"), [(6, 0), (8, 3)])
-def test_what_a_deberta_computes_is_counted(buckets: int, kernel: int) -> None:
-    """Distances and the convolution; not what is once for a step, or once for a sample: the table and the head."""
+def test_the_count_of_a_deberta(buckets: int, kernel: int) -> None:
+    """Includes relative distances and the convolution; not the table, once per step, nor the head, once per sample."""
     shape = {"position_buckets": buckets, "conv_kernel_size": kernel, "task_head": "classification", "task_classes": 3}
     engines = tiny_engines({"model": {"model_type": "deberta", **shape}})
     model, (stage,) = engines.config.model, engines.stages
@@ -144,9 +135,9 @@ def test_what_a_deberta_computes_is_counted(buckets: int, kernel: int) -> None:
     with FlopCounterMode(display=False) as counter:
         stage.loss(stage(tokens_bs, ForwardContext()), targets).objective.backward()
     h, rows = model.hidden_size, 2 * model.relative_span
-    once = 6 * (model.num_layers * rows * h * 2 * h + h * h + h * 3)
+    uncounted = 6 * (model.num_layers * rows * h * 2 * h + h * h + h * 3)
     counted = model_flops_per_sample(model_shape(engines.config, engines.padded_vocab_size))
-    assert counted == counter.get_total_flops() - once
+    assert counted == counter.get_total_flops() - uncounted
     wide = dataclasses.replace(model_shape(engines.config, 0), relative_span=1000)
     most = dataclasses.replace(wide, relative_span=model.seq_length)
     assert model_flops_per_sample(wide) == model_flops_per_sample(most)

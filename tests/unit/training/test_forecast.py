@@ -1,4 +1,4 @@
-"""How long a run still goes on, against a run that is played to its end."""
+"""The remaining time of a run, against a simulated run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SECONDS = {"evaluate": 7.0, "save": 3.0, "check": 0.5}
 
 
 class PlayedRun:
-    """A run on a clock of its own, whose iterations take as long as their micro-batches and the pipeline's filling."""
+    """A simulated run: an iteration takes the time of its micro-batches and of filling the pipeline."""
 
     def __init__(
         self, pp: int = 1, chunks: int = 1, start: int = 0, grows: bool = False, **sections: dict[str, Any]
@@ -50,61 +50,49 @@ class PlayedRun:
         self.forecast = Forecast(config, StepSizes(self.batches, self.lengths), self.layout, self.last, rounds)
         self.expected: dict[int, float] = {}
 
-    def _pause(self, what: str, every: int | None) -> None:
+    def _pause(self, kind: str, every: int | None) -> None:
         if every and self.iteration % every == 0:
-            self.forecast.pause(what, SECONDS[what])
-            self.now += SECONDS[what]
+            self.forecast.pause(kind, SECONDS[kind])
+            self.now += SECONDS[kind]
 
     def play(self) -> None:
-        """To the end; what was expected after each iteration is noted as the time of the end."""
+        """Runs to the end; notes the expected time of the end after each iteration."""
         config = self.config
         while self.iteration < self.last:
             filling = (self.layout.pp - 1) / self.layout.chunks
             seconds = 0.2 * (self.batches.num_micro_batches(self.consumed) + filling)
             length = self.lengths.at(self.iteration)
             seconds *= length / self.config.model.seq_length
-            seconds += 30.0 if not self.forecast.done else 0.0  # the first one compiles
+            seconds += 30.0 if not self.forecast.done else 0.0  # the first iteration compiles
             self.forecast.step(self.consumed, seconds, length)
             self.consumed += self.batches.at(self.consumed)
             self.iteration, self.now = self.iteration + 1, self.now + seconds
             self._pause("check", config.training.check_replicas)
-            left = self.forecast.remaining_s(self.iteration, self.consumed)
-            assert left is not None
-            self.expected[self.iteration] = self.now + left
+            remaining_s = self.forecast.remaining_s(self.iteration, self.consumed)
+            assert remaining_s is not None
+            self.expected[self.iteration] = self.now + remaining_s
             self._pause("evaluate", config.validation.eval_interval)
             self._pause("save", config.checkpoint.save_interval)
         self.now += SECONDS["evaluate"] if config.validation.eval_iters else 0.0
         self.now += SECONDS["save"] if config.checkpoint.save else 0.0
 
 
+RAMPUP = {"train_iters": 300, "rampup_batch_size": [2, 2, 1500]}
 CASES: dict[str, dict[str, Any]] = {
-    "plain": {"validation": {"eval_iters": 0}},
-    "pipeline": {"pp": 4, "validation": {"eval_iters": 0}},
-    "interleaved": {"pp": 4, "chunks": 2, "validation": {"eval_iters": 0}},
-    "growing batches": {
-        "pp": 2,
-        "training": {"train_iters": 300, "rampup_batch_size": [2, 2, 1500]},
-        "validation": {"eval_iters": 0},
-    },
-    "growing sequences": {"pp": 2, "grows": True, "validation": {"eval_iters": 0}},
-    "growing batches and sequences": {
-        "pp": 2,
-        "grows": True,
-        "training": {"train_iters": 300, "rampup_batch_size": [2, 2, 1500]},
-        "validation": {"eval_iters": 0},
-    },
-    "resumed": {"start": 150, "validation": {"eval_iters": 0}},
-    "resumed while batches grow": {
-        "start": 40,
-        "training": {"train_iters": 300, "rampup_batch_size": [2, 2, 1500]},
-        "validation": {"eval_iters": 0},
-    },
+    "plain": {},
+    "pipeline": {"pp": 4},
+    "interleaved": {"pp": 4, "chunks": 2},
+    "growing batches": {"pp": 2, "training": RAMPUP},
+    "growing sequences": {"pp": 2, "grows": True},
+    "growing batches and sequences": {"pp": 2, "grows": True, "training": RAMPUP},
+    "resumed": {"start": 150},
+    "resumed while batches grow": {"start": 40, "training": RAMPUP},
 }
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_the_end_is_known_after_three_iterations(case: dict[str, Any]) -> None:
-    run = PlayedRun(**case)
+    run = PlayedRun(**case, validation={"eval_iters": 0})
     first = run.iteration
     run.play()
     assert len(run.expected) == run.last - first
@@ -114,7 +102,7 @@ def test_the_end_is_known_after_three_iterations(case: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("start", [0, 55])
-def test_evaluations_saves_and_checks_count_as_soon_as_one_was_seen(start: int) -> None:
+def test_evaluations_saves_and_checks_count_after_the_first_of_each(start: int) -> None:
     run = PlayedRun(
         start=start,
         training={"check_replicas": 7},
@@ -130,14 +118,14 @@ def test_evaluations_saves_and_checks_count_as_soon_as_one_was_seen(start: int) 
     assert 0.5 * run.now < early < run.now
 
 
-def test_nothing_is_said_before_the_first_iteration() -> None:
+def test_there_is_no_forecast_before_the_first_iteration() -> None:
     run = PlayedRun()
     assert run.forecast.remaining_s(0, 0) is None
     run.forecast.step(0, 100.0)
     assert run.forecast.remaining_s(1, 16) == pytest.approx(199 * 100.0, rel=0.1)
 
 
-def test_the_pace_of_late_counts() -> None:
+def test_the_recent_pace_counts() -> None:
     run = PlayedRun(training={"train_iters": 1000}, validation={"eval_iters": 0})
     for number in range(300):
         run.forecast.step(0, 1.0 if number < 150 else 4.0)
@@ -145,20 +133,20 @@ def test_the_pace_of_late_counts() -> None:
 
 
 def test_the_texts() -> None:
-    shown = format_size(ModelSize(1234567, 345678), 10**9, 5000).splitlines()
-    assert shown[0] == "size:"
-    assert [line.split()[0] for line in shown[1:]] == [
+    lines = format_size(ModelSize(1234567, 345678), 10**9, 5000).splitlines()
+    assert lines[0] == "size:"
+    assert [line.split()[0] for line in lines[1:]] == [
         "parameters", "parameters_on_the_fullest_rank", "tokens_to_see", "tokens_seen_before"
     ]  # fmt: skip
-    assert [line.split()[-1] for line in shown[1:]] == ["1,234,567", "345,678", "1,000,000,000", "5,000"]
+    assert [line.split()[-1] for line in lines[1:]] == ["1,234,567", "345,678", "1,000,000,000", "5,000"]
     assert "tokens_seen_before" not in format_size(ModelSize(1, 1), 1, 0)
-    now = datetime(2030, 1, 2, 3, 4, tzinfo=timezone.utc)
-    line = format_estimate(10, 499_990, 7200.0, now)
+    time = datetime(2030, 1, 2, 3, 4, tzinfo=timezone.utc)
+    line = format_estimate(10, 499_990, 7200.0, time)
     assert line == " estimate after 10 iterations: 2.00 hours more for the other 499,990, until 2030-01-02 05:04 UTC"
-    assert "30 seconds more" in format_estimate(10, 5, 30.0, now)
+    assert "30 seconds more" in format_estimate(10, 5, 30.0, time)
     for seconds in (1e13, 1e30):
-        assert format_estimate(10, 5, seconds, now).endswith(" hours more for the other 5")
-    for text in (line, *shown):
+        assert format_estimate(10, 5, seconds, time).endswith(" hours more for the other 5")
+    for text in (line, *lines):
         assert not any(pattern.search(text) for pattern in (ITERATION, ELAPSED, TFLOPS))
 
 

@@ -1,7 +1,7 @@
-"""What every sink writes for the same steps, character for character: ``golden_metrics.json`` next to this file.
+"""The output of every sink for the same steps, character for character: ``golden_metrics.json`` next to this file.
 
-Times stand still but where the test moves them, so that each figure is known. ``python -m
-tests.unit.training.test_golden_metrics`` writes the file anew.
+The test moves the clock, so each figure is known. ``python -m tests.unit.training.test_golden_metrics`` writes the file
+anew.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from megatron.config.steps import StepSizes
 from megatron.distributed.clock import HostClock
 from megatron.distributed.observer import SentMessage
 from megatron.distributed.policy import Position
-from megatron.training.assembly import Engines
 from megatron.training.error_probe import ErrorProbe
 from megatron.training.metrics import MetricsWindow, StepMetrics
 from megatron.training.progress_state import Progress
@@ -38,6 +37,7 @@ from megatron.training.report import Reporter
 from megatron.training.run_plan import RunPlan
 from megatron.training.timers import Timers
 from tests.support.tiny import tiny_engines
+from tests.unit.training.support import Clock, read_curves
 
 GOLDEN = Path(__file__).with_name("golden_metrics.json")
 
@@ -61,18 +61,8 @@ PLAIN: dict[str, Any] = {
 }
 
 
-class Clock:
-    """A clock that the test moves."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class Run:
-    """A run whose steps the test makes up."""
+    """A run with made-up steps."""
 
     def __init__(self, folder: Path, clock: Clock, options: dict[str, Any]) -> None:
         files = {"log_txt_file": "log.txt", "log_json_file": "log.jsonl", "tensorboard_dir": "curves"}
@@ -82,13 +72,10 @@ class Run:
         self.engines.ledger.clock = HostClock(clock)
         self.progress = Progress()
         self.timers = Timers(level=1, clock=HostClock(clock))
-        self.reporter = self._reporter(self.engines)
-
-    def _reporter(self, engines: Engines) -> Reporter:
         sizes = StepSizes(BatchSizeSchedule(4, micro_batch_size=1, dp_size=1), LengthSchedule.constant(16))
-        unread: Any = object()  # the forecast asks only whether the set exists
+        unread: Any = object()  # the forecast only checks that the set exists
         plan = RunPlan(30, sizes, (None, unread, unread), started=0.0)
-        return Reporter(engines, plan, self.progress, self.timers)
+        self.reporter = Reporter(self.engines, plan, self.progress, self.timers)
 
     def begin(self) -> None:
         self.reporter.open()
@@ -96,7 +83,7 @@ class Run:
         self.reporter.window = MetricsWindow(self.clock)
 
     def probe_errors(self) -> None:
-        """Two micro-batches cross boundary 0, and the first one's gradient loses something on the way back."""
+        """Two micro-batches cross boundary 0, and the gradient of the first loses something on the way back."""
         probe, first, second = ErrorProbe(), Position(0, 0, 0, 2), Position(0, 0, 1, 2)
         probe.on_receive(Point.PP_FWD, first, torch.tensor([1.0, 2.0]))
         probe.on_receive(Point.PP_FWD, second, torch.tensor([4.0, 6.0]))
@@ -106,14 +93,7 @@ class Run:
         probe.on_send(SentMessage(Point.PP_BWD, first, torch.ones(2), codec, payload, state, None))
         self.engines.ledger.observers.insert(0, probe)
 
-    def step(
-        self,
-        loss: float,
-        grad_norm: float | None,
-        lr: float,
-        params_norm: float | None = None,
-        num_zeros: float | None = None,
-    ) -> None:
+    def step(self, loss: float, grad_norm: float | None, lr: float, **norms: Any) -> None:
         """A step of half a second, the most of it computing; without a norm it is skipped."""
         with self.timers("forward-backward", level=1), self.engines.ledger.computing():
             self.clock.now += 0.375
@@ -135,13 +115,12 @@ class Run:
                 consumed_tokens=16 * self.progress.consumed_samples,
                 learning_rate=lr,
                 weight_decay=0.1,
-                params_norm=params_norm,
-                num_zeros=num_zeros,
+                **norms,
             )
         )
 
     def written(self, console: str) -> dict[str, Any]:
-        """What is in the places now, without the description of the configuration."""
+        """Current contents of all outputs, without the configuration."""
         records = (self.folder / "log.jsonl").read_text().splitlines()
         assert [json.loads(record)["kind"] for record in records].index("config") == 0
         text = (self.folder / "log.txt").read_text()
@@ -151,18 +130,11 @@ class Run:
 
 
 def _curves(folder: Path) -> dict[str, str]:
-    """Points of every curve in a TensorBoard folder, not in its subfolders."""
-    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    accumulator = reader.EventAccumulator(str(folder), size_guidance={"scalars": 0})
-    accumulator.Reload()
-    return {
-        tag: ", ".join(f"{point.step}: {point.value!r}" for point in accumulator.Scalars(tag))
-        for tag in accumulator.Tags()["scalars"]
-    }
+    return {tag: ", ".join(f"{at}: {value!r}" for at, value in curve) for tag, curve in read_curves(folder).items()}
 
 
 def _everything(run: Run) -> None:
-    """Two windows with a skipped step and a loss that is not finite, evaluations, probes, an event of any kind."""
+    """Two windows with a skipped step and a loss that is not finite, evaluations, probes."""
     slot = run.engines.buffers[0].buckets[0].slots[0]
     run.engines.buffers[0].grads_flat[slot.start] = 2.0
     run.probe_errors()
@@ -180,7 +152,7 @@ def _everything(run: Run) -> None:
 
 
 def _skipped(run: Run) -> None:
-    """A window of which no step counts."""
+    """A window of skipped steps."""
     run.step(math.nan, None, 1e-3)
     run.step(7.0, None, 1e-3)
     run.reporter.validation({LM_LOSS: 6.5})
@@ -189,7 +161,7 @@ def _skipped(run: Run) -> None:
 SCENES = {"everything": (ALL_ON, _everything), "skipped": (PLAIN, _skipped)}
 
 
-def _played(name: str) -> dict[str, Any]:
+def _output(name: str) -> dict[str, Any]:
     options, play = SCENES[name]
     clock, console = Clock(), io.StringIO()
     with (
@@ -207,11 +179,11 @@ def _played(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", list(SCENES))
-def test_every_sink_writes_what_it_wrote_before(name: str) -> None:
-    expected, found = json.loads(GOLDEN.read_text())[name], _played(name)
-    for place, content in expected.items():
-        assert found[place] == content
+def test_the_output_of_every_sink_is_unchanged(name: str) -> None:
+    expected, written = json.loads(GOLDEN.read_text())[name], _output(name)
+    for sink, content in expected.items():
+        assert written[sink] == content
 
 
 if __name__ == "__main__":
-    GOLDEN.write_text(json.dumps({name: _played(name) for name in SCENES}, indent=1) + "\n")
+    GOLDEN.write_text(json.dumps({name: _output(name) for name in SCENES}, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""What ranks compare before they start: every flag, unless its field says why it may differ, code and contents."""
+"""Ranks compare their flags, code and file contents before they start."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _sections(config: RunConfig) -> dict[str, Any]:
 
 
 def _other(field: FieldOption, value: Any) -> Any:
-    """A value of the field's type that it does not have."""
+    """Another value of the field's type."""
     if field.is_list:
         return [*(value or []), 1 if field.element is int else "other"]
     if field.element is bool:
@@ -39,7 +39,7 @@ def _other(field: FieldOption, value: Any) -> Any:
     return "other" if field.element is str else (value or 0) + 1
 
 
-def test_every_flag_is_compared_unless_it_says_why_not() -> None:
+def test_every_flag_is_compared_unless_it_may_differ() -> None:
     sections = _sections(tiny_config({}, 1))
     before = identity_of(sections)
     for field in FIELDS:
@@ -48,17 +48,17 @@ def test_every_flag_is_compared_unless_it_says_why_not() -> None:
         if field.option.contents == "blend":
             value = ["1.0", "other", "2.0", "another"]
         changed = {**sections, field.section: dataclasses.replace(section, **{field.name: value})}
-        said = first_difference({0: before, 3: identity_of(changed)})
+        message = first_difference({0: before, 3: identity_of(changed)})
         if field.flag in FREE:
-            assert said is None, field.flag
+            assert message is None, field.flag
         else:
-            assert said is not None, field.flag
-            assert f"--{field.flag} is " in said
-            assert " on rank 0 and " in said
-            assert " on rank 3; " in said
+            assert message is not None, field.flag
+            assert f"--{field.flag} is " in message
+            assert " on rank 0 and " in message
+            assert " on rank 3; " in message
 
 
-def test_what_may_differ_is_of_a_machine_or_of_one_rank() -> None:
+def test_only_flags_of_a_machine_or_a_single_rank_may_differ() -> None:
     logs = {"tensorboard-dir", "log-txt-file", "log-json-file", "profile-trace", "progress-bar", "peak-tflops"}
     logs |= {"wandb-project", "wandb-exp-name", "wandb-save-dir", "mlflow-experiment", "print-config"}
     assert logs | {"local-rank", "kill-switch-file", "data-cache-path", "num-workers"} == FREE
@@ -72,25 +72,26 @@ def test_the_scratch_folder_of_a_codec_may_differ() -> None:
         compression = dataclasses.replace(tiny_config({}, 1).compression, compress=[spec])
         return identity_of({"compression": compression})
 
-    here, there = identity("pp-forward=delta,bits=4,folder=/a,cache=9"), identity("pp-forward=delta,bits=4,cache=9")
-    assert first_difference({0: here, 1: there}) is None
-    assert first_difference({0: here, 1: identity("pp-forward=delta,bits=3,cache=9")}) is not None
+    with_folder = identity("pp-forward=delta,bits=4,folder=/a,cache=9")
+    assert first_difference({0: with_folder, 1: identity("pp-forward=delta,bits=4,cache=9")}) is None
+    assert first_difference({0: with_folder, 1: identity("pp-forward=delta,bits=3,cache=9")}) is not None
 
 
-def test_contents_count_and_places_do_not(tmp_path: Path) -> None:
+def test_files_are_compared_by_contents(tmp_path: Path) -> None:
     def identity(*words: str | int | Path) -> Any:
         return identity_of({"data": dataclasses.replace(tiny_config({}, 1).data, data_path=[str(w) for w in words])})
 
-    one, same, other = (write_documents(tmp_path / name, seed=seed) for name, seed in (("a", 0), ("b", 0), ("c", 1)))
-    assert first_difference({0: identity(one), 1: identity(same)}) is None
-    said = first_difference({0: identity(one), 1: identity(same), 2: identity(other), 3: identity(other)})
-    assert said is not None
-    assert "the .bin file of dataset 1 of --data-path is " in said
-    assert " on ranks 0, 1 and " in said
-    assert " on ranks 2, 3; " in said
-    weights = first_difference({0: identity(1, one, 2, other), 1: identity(1, one, 3, other)})
+    corpus, copy, other = (write_documents(tmp_path / name, seed=seed) for name, seed in (("a", 0), ("b", 0), ("c", 1)))
+    assert first_difference({0: identity(corpus), 1: identity(copy)}) is None
+    message = first_difference({0: identity(corpus), 1: identity(copy), 2: identity(other), 3: identity(other)})
+    assert message is not None
+    assert "the .bin file of dataset 1 of --data-path is " in message
+    assert " on ranks 0, 1 and " in message
+    assert " on ranks 2, 3; " in message
+    weights = first_difference({0: identity(1, corpus, 2, other), 1: identity(1, corpus, 3, other)})
     assert "the weight of dataset 2 of --data-path is 2 on rank 0 and 3 on rank 1" in str(weights)
-    assert "the number of words of --data-path is 1" in str(first_difference({0: identity(one), 1: identity(1, one)}))
+    lengths = first_difference({0: identity(corpus), 1: identity(1, corpus)})
+    assert "the number of words of --data-path is 1" in str(lengths)
 
 
 def test_another_version_of_the_code_is_named_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,32 +100,32 @@ def test_another_version_of_the_code_is_named_first(tmp_path: Path, monkeypatch:
     (tmp_path / "module.py").write_text("x = 1\n")
     monkeypatch.setattr(megatron, "__path__", [str(tmp_path)])
     sections["training"] = dataclasses.replace(sections["training"], seed=99)
-    said = first_difference({0: ours, 1: identity_of(sections)})
-    assert said is not None
-    assert said.startswith("the ranks do not agree: the code of the package megatron")
+    message = first_difference({0: ours, 1: identity_of(sections)})
+    assert message is not None
+    assert message.startswith("the ranks do not agree: the code of the package megatron")
 
 
-def test_large_files_are_told_apart_by_their_parts(tmp_path: Path) -> None:
+def test_identities_of_large_files_and_folders(tmp_path: Path) -> None:
     path = tmp_path / "large"
     data = bytearray(3 << 20)
     path.write_bytes(data)
     before = contents(path)
-    for place in (0, len(data) - 1):
-        data[place] ^= 1
+    for offset in (0, len(data) - 1):
+        data[offset] ^= 1
         path.write_bytes(data)
         assert contents(path) != before
-        data[place] ^= 1
+        data[offset] ^= 1
     path.write_bytes(data + b"\0")
     assert contents(path) != before
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "a").write_bytes(b"1")
-    one = contents(folder)
+    before = contents(folder)
     (folder / "a").rename(folder / "b")
-    assert contents(folder) != one
+    assert contents(folder) != before
 
 
-def test_pipes_and_folders_are_no_files(tmp_path: Path) -> None:
+def test_pipes_and_folders_are_not_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for name in ("pipe", ".", "missing"):
         with pytest.raises(OSError, match=r"no plain file|Is a directory|No such file"):
@@ -135,7 +136,7 @@ def test_pipes_and_folders_are_no_files(tmp_path: Path) -> None:
     assert read_regular(tmp_path / "text") == b"abcdef"
 
 
-def test_many_ranks_are_not_all_listed() -> None:
+def test_long_lists_of_ranks_are_shortened() -> None:
     assert ranks_text([3]) == "rank 3"
     assert ranks_text(range(1, 9)) == "ranks 1, 2, 3, 4 and 4 more"
     values = first_difference({rank: {"x": str(rank % 5)} for rank in range(10)})
@@ -143,10 +144,10 @@ def test_many_ranks_are_not_all_listed() -> None:
     assert values.endswith("(and 2 more); make it the same on all of them")
 
 
-def test_long_values_show_where_they_part() -> None:
+def test_long_values_are_shortened_to_their_difference() -> None:
     long = "/" + "a" * 200
-    said = first_difference({0: {"x": f"{long}/one{long}"}, 1: {"x": f"{long}/two"}})
-    assert said is not None
-    assert "/one" in said
-    assert "/two on rank 1" in said
-    assert len(said) < 400
+    message = first_difference({0: {"x": f"{long}/one{long}"}, 1: {"x": f"{long}/two"}})
+    assert message is not None
+    assert "/one" in message
+    assert "/two on rank 1" in message
+    assert len(message) < 400

@@ -1,4 +1,4 @@
-"""The end of a run in which nothing was learned, and iterations left out by request."""
+"""Runs without a single successful step fail, unless all iterations were skipped by request."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from megatron.training.progress_state import Progress
 from megatron.training.trainer import Trainer
 
 
-def _end(words: str, done: int, skipped: int, begun: int, skipped_before: int) -> None:
+def _end(words: str, done: int, skipped: int, start: int, skipped_before: int) -> None:
     """Ends a run with these counters and ``--iterations-to-skip``."""
     batches, lengths = BatchSizeSchedule(4, micro_batch_size=1, dp_size=1), LengthSchedule.constant(16)
     sizes = StepSizes(batches, lengths, SkippedIterations.parse(words.split()))
     trainer: Any = SimpleNamespace(progress=Progress(iteration=done, skipped=skipped), sizes=sizes)
-    Trainer._check_learned(trainer, begun, skipped_before)
+    Trainer._check_learned(trainer, start, skipped_before)
 
 
-def test_iterations_left_out_by_request_are_no_failed_steps() -> None:
-    _end("5-8", done=8, skipped=4, begun=4, skipped_before=0)
-    _end("5-8", done=8, skipped=6, begun=4, skipped_before=2)
-    _end("1-8", done=8, skipped=8, begun=0, skipped_before=0)
-    _end("5-6", done=8, skipped=3, begun=4, skipped_before=0)
+def test_iterations_skipped_by_request_are_not_failed_steps() -> None:
+    _end("5-8", done=8, skipped=4, start=4, skipped_before=0)
+    _end("5-8", done=8, skipped=6, start=4, skipped_before=2)
+    _end("1-8", done=8, skipped=8, start=0, skipped_before=0)
+    _end("5-6", done=8, skipped=3, start=4, skipped_before=0)
 
 
 @pytest.mark.parametrize(
-    ("words", "done", "skipped", "begun", "skipped_before", "steps"),
+    ("words", "done", "skipped", "start", "skipped_before", "steps"),
     [("", 8, 4, 4, 0, 4), ("5-6", 8, 4, 4, 0, 2), ("5-8", 8, 8, 4, 4, 4), ("7-90", 8, 8, 0, 0, 6)],
 )
-def test_steps_that_were_all_skipped_learned_nothing(
-    words: str, done: int, skipped: int, begun: int, skipped_before: int, steps: int
+def test_a_run_of_failed_steps_is_an_error(
+    words: str, done: int, skipped: int, start: int, skipped_before: int, steps: int
 ) -> None:
     with pytest.raises(NothingLearnedError, match=f"all {steps} steps were skipped"):
-        _end(words, done, skipped, begun, skipped_before)
+        _end(words, done, skipped, start, skipped_before)

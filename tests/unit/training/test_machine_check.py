@@ -1,4 +1,4 @@
-"""A run against the machine: what is there, and what stands in its way."""
+"""Checks of a run's files and memory on its machine."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from megatron.distributed.process_group import LaunchEnvironment
 from megatron.training.machine_check import check_machine, check_room
 from tests.support.corpus import tiny_flags
 
-HERE = LaunchEnvironment(0, 1, 0)
+ENVIRONMENT = LaunchEnvironment(0, 1, 0)
 
 
 def _check(*flags: str) -> None:
-    check_machine(parse_args([*tiny_flags(Path("data")), *flags]).resolve(1), HERE)
+    check_machine(parse_args([*tiny_flags(Path("data")), *flags]).resolve(1), ENVIRONMENT)
 
 
 def test_an_ordinary_run_passes(tmp_path: Path) -> None:
     _check("--kill-switch-file", str(tmp_path / "stop"))
 
 
-def test_a_kill_switch_that_is_there_already_is_refused(tmp_path: Path) -> None:
+def test_an_existing_kill_switch_is_refused(tmp_path: Path) -> None:
     (tmp_path / "stop").touch()
     with pytest.raises(UserError, match=r"--kill-switch-file .*stop exists already.*remove it first"):
         _check("--kill-switch-file", str(tmp_path / "stop"))
 
 
 @pytest.mark.parametrize("name", ["/proc/x", "/dev/null", "/dev/null/x", "/sys", "file"])
-def test_a_folder_that_takes_no_files_is_refused(name: str, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     flags = ("--sample-order", "fixed", "--compress", f"pp-forward=delta,memory=4,folder={tmp_path / name}")
     with pytest.raises(UserError, match=f"pp-forward=delta: folder=.*{name}: cannot be written.*name a folder"):
@@ -51,7 +51,7 @@ def test_ranks_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_ranks_of_a_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is needed, the GPU's name, and flags that help."""
+    """The message names the GPU, the memory needed, and flags that help."""
     gpu = SimpleNamespace(total_memory=300_000, name="NVIDIA Small")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
@@ -66,7 +66,7 @@ def test_ranks_of_a_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> Non
         check_room(config, LaunchEnvironment(0, 4, 0))
 
 
-def test_8_bit_products_need_a_gpu_that_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_8_bit_products_need_a_recent_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     flags = ["--bf16", "--fp8", "rowwise", "--distributed-backend", "nccl"]
     config = parse_args([*tiny_flags(Path("data")), *flags]).resolve(1, cuda_available=True)
     gpu = SimpleNamespace(total_memory=10**12, name="NVIDIA Large")

@@ -1,10 +1,11 @@
-"""Training and evaluation lines, read back as other people's scripts read them, and windows of steps."""
+"""Training and evaluation lines, which other people's scripts read, and windows of steps."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import re
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ from megatron.training.metrics import (
     format_train_line,
     perplexity,
 )
+from tests.unit.training.support import Clock
 
 WINDOW = StepMetrics(
     iteration=10,
@@ -34,16 +36,21 @@ WINDOW = StepMetrics(
 
 
 def evaluation(
-    iteration: int, loss: float, samples: int | None = None, split: str = "validation", **others: float
+    iteration: int, loss: float, samples: int | None = None, split: str = "validation", **other_losses: float
 ) -> Evaluation:
-    losses = {"lm loss": loss, **others}
+    losses = {"lm loss": loss, **other_losses}
     return Evaluation(iteration=iteration, consumed_samples=0, losses=losses, samples=samples, split=split)
 
 
 def step(skipped: bool = False, **losses: float) -> StepMetrics:
-    named = {f"{name} loss": value for name, value in losses.items()}
+    named_losses = {f"{name} loss": value for name, value in losses.items()}
     return StepMetrics(
-        iteration=1, losses=named, global_batch_size=1, seq_length=1, loss_scale=1.0, skipped_iterations=int(skipped)
+        iteration=1,
+        losses=named_losses,
+        global_batch_size=1,
+        seq_length=1,
+        loss_scale=1.0,
+        skipped_iterations=int(skipped),
     )
 
 
@@ -64,39 +71,29 @@ def test_the_line_field_for_field() -> None:
     )
 
 
-def test_the_time_left_comes_last_and_disturbs_no_pattern() -> None:
-    line = format_train_line(dataclasses.replace(WINDOW, remaining_seconds=45_000.0))
-    assert line == format_train_line(WINDOW) + " remaining time (h): 12.50 |"
-    found = [pattern.findall(line) for pattern in (ITERATION, ELAPSED, TFLOPS)]
-    assert found == [[("10", "3125000")], ["5.3247"], ["137.89"]]
+@pytest.mark.parametrize(
+    ("fields", "ending"),
+    [
+        ({}, ""),
+        ({"remaining_seconds": 45_000.0}, " remaining time (h): 12.50 |"),
+        ({"remaining_seconds": 45_000.0, "mfu": 0.41237}, " remaining time (h): 12.50 | MFU: 41.2% |"),
+        ({"mfu": 0.41237, "curriculum_seqlen": 72}, " MFU: 41.2% | curriculum seqlen:    72 |"),
+        ({"curriculum_seqlen": 72, "epoch": 104 / 61}, " curriculum seqlen:    72 | epoch: 1.705 |"),
+    ],
+)
+def test_the_benchmark_reads_a_line_with_further_fields(fields: dict[str, float], ending: str) -> None:
+    changes: dict[str, Any] = fields
+    line = format_train_line(dataclasses.replace(WINDOW, **changes))
+    assert line == format_train_line(WINDOW) + ending
+    matches = [pattern.findall(line) for pattern in (ITERATION, ELAPSED, TFLOPS)]
+    assert matches == [[("10", "3125000")], ["5.3247"], ["137.89"]]
 
 
-def test_mfu_comes_behind_the_time_left_and_disturbs_no_pattern() -> None:
-    line = format_train_line(dataclasses.replace(WINDOW, remaining_seconds=45_000.0, mfu=0.41237))
-    assert line.endswith(" TFLOPs: 137.89 | remaining time (h): 12.50 | MFU: 41.2% |")
-    found = [pattern.findall(line) for pattern in (ITERATION, ELAPSED, TFLOPS)]
-    assert found == [[("10", "3125000")], ["5.3247"], ["137.89"]]
-
-
-def test_growing_sequences_are_named_last_and_disturb_no_pattern() -> None:
-    line = format_train_line(dataclasses.replace(WINDOW, mfu=0.41237, curriculum_seqlen=72))
-    assert line.endswith(" TFLOPs: 137.89 | MFU: 41.2% | curriculum seqlen:    72 |")
-    found = [pattern.findall(line) for pattern in (ITERATION, ELAPSED, TFLOPS)]
-    assert found == [[("10", "3125000")], ["5.3247"], ["137.89"]]
-
-
-def test_epochs_come_last_and_disturb_no_pattern() -> None:
-    line = format_train_line(dataclasses.replace(WINDOW, curriculum_seqlen=72, epoch=104 / 61))
-    assert line.endswith(" TFLOPs: 137.89 | curriculum seqlen:    72 | epoch: 1.705 |")
-    found = [pattern.findall(line) for pattern in (ITERATION, ELAPSED, TFLOPS)]
-    assert found == [[("10", "3125000")], ["5.3247"], ["137.89"]]
-
-
-def test_a_window_of_several_sizes_counts_each_step_by_its_own() -> None:
-    now = [0.0]
-    window = MetricsWindow(lambda: now[0])
+def test_a_window_counts_each_step_by_its_size() -> None:
+    clock = Clock()
+    window = MetricsWindow(clock)
     for samples, length in ((2, 8), (4, 8), (4, 16), (4, 16)):
-        now[0] += 0.5
+        clock.now += 0.5
         window.add_step(dataclasses.replace(step(lm=1.0), global_batch_size=samples, seq_length=length))
     closed = window.close()
     assert closed.tokens_per_second == pytest.approx((16 + 32 + 64 + 64) / 2.0)
@@ -105,12 +102,9 @@ def test_a_window_of_several_sizes_counts_each_step_by_its_own() -> None:
     assert (closed.global_batch_size, closed.seq_length) == (4, 16)
 
 
-def test_optional_fields_stand_in_their_places() -> None:
+def test_optional_fields() -> None:
     line = format_train_line(dataclasses.replace(WINDOW, num_zeros=12.0, params_norm=99.5))
     assert " | grad norm: 3.142 | num zeros: 12.0 | params norm: 99.500 | number of skipped" in line
-
-
-def test_absent_values_leave_no_trace() -> None:
     for loss in (0.0, math.nan):
         record = dataclasses.replace(WINDOW, losses={"lm loss": loss}, grad_norm=None, skipped_iterations=10)
         line = format_train_line(record)
@@ -119,16 +113,9 @@ def test_absent_values_leave_no_trace() -> None:
         assert " | loss scale: 4096.0 | number of skipped iterations:  10 |" in line
 
 
-def test_the_benchmarks_patterns_read_the_line() -> None:
-    line = format_train_line(WINDOW)
-    assert ITERATION.findall(line) == [("10", "3125000")]
-    assert ELAPSED.findall(line) == ["5.3247"]
-    assert TFLOPS.findall(line) == ["137.89"]
-
-
 def test_no_other_line_matches_the_benchmarks_patterns() -> None:
-    for one in (evaluation(10, 3.0), evaluation(10, 3.0, samples=480, split="test")):
-        for line in format_evaluation_lines(one):
+    for result in (evaluation(10, 3.0), evaluation(10, 3.0, samples=480, split="test")):
+        for line in format_evaluation_lines(result):
             assert not any(pattern.search(line) for pattern in (ITERATION, ELAPSED, TFLOPS))
 
 
@@ -139,7 +126,7 @@ def test_validation_lines() -> None:
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_has_no_perplexity(loss: float) -> None:
+def test_a_loss_that_is_not_finite_has_no_perplexity(loss: float) -> None:
     _, line, _ = format_evaluation_lines(evaluation(1000, loss, other=1.0))
     assert re.match(r" validation loss at iteration 1000 \| lm loss value: -?(NAN|INF) \| other value: 1\.0+E", line)
     assert "lm loss PPL" not in line
@@ -147,14 +134,14 @@ def test_what_is_not_finite_has_no_perplexity(loss: float) -> None:
     assert math.isnan(perplexity(loss))
 
 
-def test_the_final_evaluations_say_what_they_drew() -> None:
-    _, line, _ = format_evaluation_lines(evaluation(20, 2.5, samples=160))
-    assert line.startswith(" validation loss at iteration 20 on 160-sample draw from validation set | lm loss value: ")
-    _, line, _ = format_evaluation_lines(evaluation(20, 2.5, samples=80, split="test"))
-    assert line.startswith(" validation loss at iteration 20 on 80-sample draw from test set | lm loss value: ")
+def test_final_evaluations_name_their_set_and_number_of_samples() -> None:
+    for samples, split in ((160, "validation"), (80, "test")):
+        _, line, _ = format_evaluation_lines(evaluation(20, 2.5, samples, split))
+        start = f" validation loss at iteration 20 on {samples}-sample draw from {split} set | lm loss value: "
+        assert line.startswith(start)
 
 
-def test_several_sets_stand_behind_their_mean() -> None:
+def test_several_sets_follow_their_mean() -> None:
     sets = {"news": {"lm loss": 2.0}, "code": {"lm loss": 3.0}}
     rule, mean, news, code, closing = format_evaluation_lines(dataclasses.replace(evaluation(10, 2.5), sets=sets))
     assert mean == format_evaluation_lines(evaluation(10, 2.5))[1]
@@ -168,16 +155,6 @@ def test_several_sets_stand_behind_their_mean() -> None:
 def test_perplexity_is_capped() -> None:
     assert perplexity(1.0) == pytest.approx(math.e)
     assert perplexity(1000.0) == math.exp(20)
-
-
-class Clock:
-    """A clock that the test moves."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_window_means_leave_out_skipped_iterations() -> None:
@@ -194,7 +171,7 @@ def test_window_means_leave_out_skipped_iterations() -> None:
     assert summary.seconds_per_iteration == 2.0
 
 
-def test_a_window_starts_afresh_and_the_clock_stands_still_when_paused() -> None:
+def test_a_window_is_reset_when_closed_and_leaves_out_pauses() -> None:
     clock = Clock()
     window = MetricsWindow(clock)
     window.add_step(step(lm=4.0))
@@ -219,7 +196,7 @@ def test_a_window_of_skipped_iterations_has_no_loss() -> None:
         window.close()
 
 
-def test_a_line_shows_what_a_controller_says() -> None:
+def test_the_line_of_a_controller() -> None:
     assert format_controller_lines(WINDOW) == []
     figures = {"entropy": -3.256789, "rank": 64.0, "rank_of_stage_1": 0.0, "seconds_of_stage_1": 0.000123456}
     tuned = dataclasses.replace(WINDOW, iteration=20, controllers={"dp-grad": figures, "embedding": {}})

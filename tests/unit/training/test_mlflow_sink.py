@@ -1,4 +1,4 @@
-"""Curves in MLflow: against a stand-in, and against the package itself where it is installed."""
+"""Curves in MLflow, with a stand-in and with the package itself."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.unit.training.test_sinks import WINDOW, evaluation_at, opened, step_a
 
 
 class MlflowException(Exception):
-    """The stand-in's errors."""
+    """An error of the stand-in."""
 
 
 class FakeClient:
-    """A stand-in for a client of MLflow, which keeps what it is given."""
+    """A stand-in for a client of MLflow, which stores all values."""
 
     def __init__(self) -> None:
         self.experiments: dict[str, str] = {}
@@ -29,8 +29,8 @@ class FakeClient:
     def get_experiment_by_name(self, name: str) -> Any:
         if self.trouble:
             raise MlflowException(self.trouble)
-        known = name in self.experiments
-        return types.SimpleNamespace(experiment_id=self.experiments[name]) if known else None
+        exists = name in self.experiments
+        return types.SimpleNamespace(experiment_id=self.experiments[name]) if exists else None
 
     def create_experiment(self, name: str) -> str:
         return self.experiments.setdefault(name, str(len(self.experiments)))
@@ -89,7 +89,7 @@ def _play(sinks: Sinks, iteration: int) -> dict[str, str]:
     return runs
 
 
-def test_mlflow_gets_the_curves_of_tensorboard_and_goes_on_with_a_run(client: FakeClient) -> None:
+def test_mlflow_gets_the_curves_of_tensorboard_and_continues_a_run(client: FakeClient) -> None:
     runs = _play(opened(mlflow_experiment="mine"), 20)
     assert runs == {"mlflow": "run0"}
     run = client.runs["run0"]
@@ -102,21 +102,21 @@ def test_mlflow_gets_the_curves_of_tensorboard_and_goes_on_with_a_run(client: Fa
     assert run["status"] == "FINISHED"
     assert _play(opened(mlflow_experiment="mine", tracked_runs=runs), 40) == runs
     assert run["metrics"]["lm loss"] == [(20, 1.0), (40, 1.0)]
-    gone = _play(opened(mlflow_experiment="mine", tracked_runs={"mlflow": "gone"}), 40)
-    assert gone == {"mlflow": "run1"}
+    new_runs = _play(opened(mlflow_experiment="mine", tracked_runs={"mlflow": "gone"}), 40)
+    assert new_runs == {"mlflow": "run1"}
     assert client.runs["run1"]["experiment"] == run["experiment"]
 
 
-def test_a_run_of_another_experiment_is_not_gone_on_with(client: FakeClient) -> None:
+def test_a_run_of_another_experiment_is_not_continued(client: FakeClient) -> None:
     runs = _play(opened(mlflow_experiment="mine"), 20)
-    others = _play(opened(mlflow_experiment="theirs", tracked_runs=runs), 40)
-    assert others == {"mlflow": "run1"}
+    other_runs = _play(opened(mlflow_experiment="theirs", tracked_runs=runs), 40)
+    assert other_runs == {"mlflow": "run1"}
     assert client.runs["run1"]["experiment"] == client.experiments["theirs"] != client.experiments["mine"]
     assert client.runs["run0"]["metrics"]["lm loss"] == [(20, 1.0)]
     assert _play(opened(mlflow_experiment="mine", tracked_runs=runs), 40) == runs
 
 
-def test_trouble_of_mlflow_costs_the_curves_alone(client: FakeClient, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_mlflow_error_ends_the_curves_alone(client: FakeClient, capsys: pytest.CaptureFixture[str]) -> None:
     lines = list[str]()
     sinks = opened(lines=lines, mlflow_experiment="mine")
     client.trouble = "no connection"
@@ -128,7 +128,7 @@ def test_trouble_of_mlflow_costs_the_curves_alone(client: FakeClient, capsys: py
     assert lines == ["goes on"]
 
 
-def test_mlflow_that_does_not_start_is_refused(client: FakeClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_that_cannot_start_is_refused(client: FakeClient, monkeypatch: pytest.MonkeyPatch) -> None:
     client.trouble = "nobody answers"
     with pytest.raises(UserError, match=r"^--mlflow-experiment mine: nobody answers; set MLFLOW_TRACKING_URI"):
         opened(mlflow_experiment="mine")
@@ -155,7 +155,7 @@ def test_a_client_that_cannot_be_built_is_refused(
 
 
 @pytest.mark.slow
-def test_the_package_itself_keeps_a_run_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_package_writes_a_run_to_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = pytest.importorskip("mlflow", reason="the package mlflow is not installed")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", tmp_path.as_uri())

@@ -1,4 +1,4 @@
-"""Gradients are those of the logged losses: for every loss of every kind of model, masked or not."""
+"""Gradients match the logged losses, for every loss of every kind of model, masked or not."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ MODELS: dict[str, Changes] = {
 
 @pytest.mark.parametrize("masked", [False, True], ids=["all count", "masked"])
 @pytest.mark.parametrize("model", MODELS)
-def test_losses_fall_along_their_own_gradient_by_its_square(model: str, masked: bool) -> None:
+def test_losses_fall_by_the_square_of_their_gradient(model: str, masked: bool) -> None:
     assert descent_ratio(MODELS[model], masked) == pytest.approx(1.0, abs=1e-6)
 
 
 def test_the_losses_of_experts_are_means_over_all_tokens() -> None:
-    """A mask changes the mean over tokens that the language model's loss is, and not theirs."""
-    masked, whole = (
+    """A loss mask changes the language model's loss alone."""
+    masked, unmasked = (
         tiny_train(plain_engines({"model": EXPERTS}, masked), 1, masked).named[0] for masked in (True, False)
     )
-    assert masked[MOE_LOSS] == whole[MOE_LOSS] > 0
-    assert masked[LM_LOSS] != whole[LM_LOSS]
+    assert masked[MOE_LOSS] == unmasked[MOE_LOSS] > 0
+    assert masked[LM_LOSS] != unmasked[LM_LOSS]

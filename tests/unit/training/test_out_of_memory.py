@@ -1,4 +1,4 @@
-"""Allocations that fail: one line that says what to do, no trace."""
+"""Failed allocations give a single line with advice and no traceback."""
 
 from __future__ import annotations
 
@@ -12,42 +12,37 @@ from megatron.distributed.errors import CommunicationError
 from megatron.training.program import EXIT_BUG, Ranks, out_of_memory, run_program
 
 
-def _too_large_for_python() -> object:
-    return bytearray(1 << 62)
+def _output_of_failed_run(body: Callable[[], object], capsys: pytest.CaptureFixture[str]) -> str:
+    def program(ranks: Ranks) -> None:
+        body()
+
+    assert run_program(program) == EXIT_BUG
+    return capsys.readouterr().err
 
 
-def _too_large_for_numpy() -> object:
-    return np.zeros(1 << 58)
-
-
-def _too_large_for_torch() -> object:
-    return torch.empty(1 << 58)
-
-
-def _too_large_to_count() -> object:
-    return torch.empty(1 << 62)
+def _fail(message: str) -> None:
+    raise RuntimeError(message)
 
 
 @pytest.mark.parametrize(
-    "ask", [_too_large_for_python, _too_large_for_numpy, _too_large_for_torch, _too_large_to_count]
+    "allocate",
+    [
+        lambda: bytearray(1 << 62),
+        lambda: np.zeros(1 << 58),
+        lambda: torch.empty(1 << 58),
+        lambda: torch.empty(1 << 62),  # more bytes than a 64-bit integer counts
+    ],
+    ids=["python", "numpy", "torch", "overflow"],
 )
-def test_no_room_is_one_line(ask: Callable[[], object], capsys: pytest.CaptureFixture[str]) -> None:
-    def body(ranks: Ranks) -> None:
-        ask()
-
-    assert run_program(body) == EXIT_BUG
-    said = capsys.readouterr().err
-    assert said.startswith("rank 0: out of memory: ")
-    assert said.count("\n") == 1
-    assert "lower --micro-batch-size" in said
+def test_a_failed_allocation_is_one_line(allocate: Callable[[], object], capsys: pytest.CaptureFixture[str]) -> None:
+    output = _output_of_failed_run(allocate, capsys)
+    assert output.startswith("rank 0: out of memory: ")
+    assert output.count("\n") == 1
+    assert "lower --micro-batch-size" in output
 
 
-def test_other_failures_keep_their_trace(capsys: pytest.CaptureFixture[str]) -> None:
-    def body(ranks: Ranks) -> None:
-        raise RuntimeError("something else")
-
-    assert run_program(body) == EXIT_BUG
-    assert "Traceback" in capsys.readouterr().err
+def test_other_failures_have_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "Traceback" in _output_of_failed_run(lambda: _fail("something else"), capsys)
 
 
 TORCH_SAYS = (
@@ -63,7 +58,7 @@ def _gpu_is_full() -> object:
     raise torch.OutOfMemoryError(TORCH_SAYS)
 
 
-def _gpu_is_full_during_a_sum() -> object:
+def _gpu_is_full_during_an_all_reduce() -> object:
     try:
         _gpu_is_full()
     except RuntimeError as error:
@@ -71,43 +66,31 @@ def _gpu_is_full_during_a_sum() -> object:
     return None
 
 
-@pytest.mark.parametrize("ask", [_gpu_is_full, _gpu_is_full_during_a_sum])
-def test_a_full_gpu_is_named_with_what_was_needed_and_three_flags(
-    ask: Callable[[], object], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("allocate", [_gpu_is_full, _gpu_is_full_during_an_all_reduce])
+def test_the_message_of_a_full_gpu(
+    allocate: Callable[[], object], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"NVIDIA H100 number {index}")
-
-    def body(ranks: Ranks) -> None:
-        ask()
-
-    assert run_program(body) == EXIT_BUG
-    assert capsys.readouterr().err == (
+    assert _output_of_failed_run(allocate, capsys) == (
         "rank 0: out of memory: GPU 1 (NVIDIA H100 number 1) needed 2.50 GiB more, and 1.20 GiB of its 79.11 GiB are "
         "free; lower --micro-batch-size or --seq-length, recompute activations (--recompute-granularity full), or "
         "split the model over more processes (--tensor-model-parallel-size, --pipeline-model-parallel-size)\n"
     )
 
 
-def test_a_gpu_that_does_not_answer_any_more_is_named_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(index: int) -> str:
-        raise RuntimeError("CUDA error: out of memory")
-
-    monkeypatch.setattr(torch.cuda, "get_device_name", fails)
+def test_a_gpu_without_an_answer_is_named_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: _fail("CUDA error: out of memory"))
     assert "GPU 1 needed 2.50 GiB more" in out_of_memory(torch.OutOfMemoryError(TORCH_SAYS))
 
 
 @pytest.mark.parametrize(
-    "said",
+    "message",
     [
         "CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.",
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
     ],
 )
-def test_libraries_that_find_no_room_are_one_line_too(said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    def body(ranks: Ranks) -> None:
-        raise RuntimeError(said)
-
-    assert run_program(body) == EXIT_BUG
-    told = capsys.readouterr().err
-    assert told.startswith(f"rank 0: out of memory: {said.splitlines()[0]}; lower --micro-batch-size")
-    assert told.count("\n") == 1
+def test_a_failed_allocation_of_a_library_is_one_line(message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    output = _output_of_failed_run(lambda: _fail(message), capsys)
+    assert output.startswith(f"rank 0: out of memory: {message.splitlines()[0]}; lower --micro-batch-size")
+    assert output.count("\n") == 1

@@ -1,4 +1,4 @@
-"""Peak rates by the names that devices have."""
+"""Peak rates by device name."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_devices_by_name(name: str, bf16: float | None, fp32: float) -> None:
         "",
     ],
 )
-def test_devices_that_only_sound_alike_are_not_known(name: str) -> None:
+def test_devices_with_similar_names_are_unknown(name: str) -> None:
     assert peaks_of(name) is None
     assert peak_tflops(name, torch.bfloat16) is None
 
@@ -68,7 +68,7 @@ def test_the_precision_decides() -> None:
     name = "NVIDIA H100 80GB HBM3"
     assert peak_tflops(name, torch.float16) == 989.4
     assert peak_tflops(name, torch.float32, tf32=True) == 494.7
-    assert peak_tflops("Tesla T4", torch.float32, tf32=True) == 8.1  # which has no TF32
+    assert peak_tflops("Tesla T4", torch.float32, tf32=True) == 8.1  # without TF32
     assert peak_tflops(name, torch.float64) is None
 
 
@@ -81,7 +81,7 @@ def test_halves_are_never_slower_than_single_precision() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "device", "precision", "expected"),
+    ("flag", "device", "precision", "expected"),
     [
         (None, "cpu", "bf16", None),
         (0.5, "cpu", "bf16", 0.5),
@@ -91,8 +91,8 @@ def test_halves_are_never_slower_than_single_precision() -> None:
     ],
 )
 def test_the_peak_of_a_run(
-    given: float | None, device: str, precision: str, expected: float | None, monkeypatch: pytest.MonkeyPatch
+    flag: float | None, device: str, precision: str, expected: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda which: "NVIDIA A100-SXM4-80GB")
-    config = tiny_config({"precision": {precision: True}, "logging": {"peak_tflops": given}}, 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA A100-SXM4-80GB")
+    config = tiny_config({"precision": {precision: True}, "logging": {"peak_tflops": flag}}, 1)
     assert known_peak(config, torch.device(device)) == expected

@@ -1,4 +1,4 @@
-"""Checkpoints of islands that are kept."""
+"""Number of checkpoints that an island keeps."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tests.support.island_threads import SMALL, merged
 from tests.support.tiny import tiny_checkpoints, tiny_engines
 
 
-@pytest.mark.parametrize(("islands", "keep_last", "kept"), [(1, 1, 1), (2, 1, 2), (2, 3, 3), (2, None, None)])
+@pytest.mark.parametrize(("islands", "keep_last", "expected"), [(1, 1, 1), (2, 1, 2), (2, 3, 3), (2, None, None)])
 def test_islands_keep_the_checkpoint_before_the_last(
-    tmp_path: Path, islands: int, keep_last: int | None, kept: int | None
+    tmp_path: Path, islands: int, keep_last: int | None, expected: int | None
 ) -> None:
-    """An island that is killed before it has saved the last one begins again with that, and so must the others."""
+    """An island killed during its last save resumes from the checkpoint before, and so must the others."""
     several: dict[str, Any] = {"islands": islands, "island": 0, "islands_address": "127.0.0.1:1"} if islands > 1 else {}
     changes = {
         "checkpoint": {"save": str(tmp_path), "keep_last": keep_last},
@@ -24,4 +24,4 @@ def test_islands_keep_the_checkpoint_before_the_last(
     }
     saver = tiny_checkpoints(tiny_engines(merged(SMALL, changes))).saver
     assert saver is not None
-    assert saver.keep_last == kept
+    assert saver.keep_last == expected

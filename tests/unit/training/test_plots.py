@@ -1,4 +1,4 @@
-"""The picture of a run."""
+"""Plots of training runs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,15 @@ def write_run(path: Path, floor: float, iterations: int = 100) -> Path:
     return path
 
 
-def test_a_picture_is_drawn_and_nothing_else_is_left(tmp_path: Path) -> None:
+def drawn_curves(runs: list[Path], monkeypatch: pytest.MonkeyPatch, **options: Any) -> dict[str, Any]:
+    """Lines of a plot by label."""
+    figures: list[Any] = []
+    monkeypatch.setattr(plots, "save_figure", lambda figure, path: figures.append(figure))
+    plot_loss_curve(runs, "unused.png", **options)
+    return {line.get_label(): line for line in figures[0].axes[0].get_lines()}
+
+
+def test_a_picture_is_drawn_without_leftover_files(tmp_path: Path) -> None:
     from matplotlib.image import imread
 
     run = write_run(tmp_path / "a.jsonl", floor=3.0)
@@ -49,17 +57,13 @@ def test_a_picture_is_drawn_and_nothing_else_is_left(tmp_path: Path) -> None:
     assert [path.name for path in out.parent.iterdir()] == ["loss.png"]
 
 
-def test_the_reference_line_is_in_the_picture(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "a.jsonl", floor=3.0)
-    without = plot_loss_curve([run], tmp_path / "1.png").read_bytes()
-    again = plot_loss_curve([run], tmp_path / "2.png").read_bytes()
-    with_line = plot_loss_curve([run], tmp_path / "3.png", reference_lines={"x": 6.0}).read_bytes()
-    assert without == again != with_line
-
-
-def test_several_runs(tmp_path: Path) -> None:
+def test_several_runs_with_a_reference_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = [write_run(tmp_path / name, floor) for name, floor in (("a.jsonl", 3.0), ("b.jsonl", 3.5))]
-    assert plot_loss_curve(runs, tmp_path / "loss.png").stat().st_size > 1000
+    curves = drawn_curves(runs, monkeypatch, reference_lines={"entropy": 6.0})
+    (label,) = (label for label in curves if label.startswith("entropy"))
+    assert set(curves[label].get_ydata()) == {6.0}
+    losses = [curves[f"{name}, training"].get_ydata()[0] for name in ("a", "b")]
+    assert losses[1] - losses[0] == pytest.approx(0.5)
 
 
 def test_a_file_without_training_events_is_refused(tmp_path: Path) -> None:
@@ -72,27 +76,22 @@ def test_a_file_without_training_events_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "loss.png").exists()
 
 
-def test_losses_that_are_not_finite_are_gaps(tmp_path: Path) -> None:
+def test_losses_that_are_not_finite_are_gaps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = write_run(tmp_path / "a.jsonl", floor=3.0)
-    whole = plot_loss_curve([run], tmp_path / "1.png").read_bytes()
-    events = [json.loads(line) for line in run.read_text().splitlines()]
-    for event in events:
-        if event["iteration"] == 50:
-            event["lm_loss"] = None
-    run.write_text("".join(json.dumps(event) + "\n" for event in events))
-    gap = plot_loss_curve([run], tmp_path / "2.png").read_bytes()
-    run.write_text("".join(json.dumps(event) + "\n" for event in events if event["iteration"] != 50))
-    assert whole != gap != plot_loss_curve([run], tmp_path / "3.png").read_bytes()
+    with run.open("a") as file:
+        file.write(json.dumps({"kind": "train", "iteration": 110, "lm_loss": None}) + "\n")
+    curve = drawn_curves([run], monkeypatch)["training"]
+    assert [x for x, y in zip(curve.get_xdata(), curve.get_ydata(), strict=True) if math.isnan(y)] == [110]
 
 
-def test_a_record_that_is_not_one_is_named(tmp_path: Path) -> None:
+def test_an_invalid_record_is_named(tmp_path: Path) -> None:
     run = tmp_path / "a.jsonl"
     run.write_text('{"kind": "train", "iteration": 1, "lm_loss": 2.0}\n{"kind": "train", "lm_loss": 2.0}\n')
     with pytest.raises(UserError, match=r"a\.jsonl:2: iteration is missing"):
         plot_loss_curve([run], tmp_path / "loss.png")
 
 
-def test_the_ending_says_the_format(tmp_path: Path) -> None:
+def test_the_extension_chooses_the_format(tmp_path: Path) -> None:
     assert set(ENDINGS) <= new_figure(1, 1).canvas.get_supported_filetypes().keys()
     assert save_figure(new_figure(1, 1), tmp_path / "a.SVG").read_bytes().startswith(b"<?xml")
     assert save_figure(new_figure(1, 1), tmp_path / "a").read_bytes()[:4] == b"\x89PNG"
@@ -107,25 +106,16 @@ def test_a_picture_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_the_validation_at_the_end_is_no_point_of_the_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is of other samples, and stands at the same iteration where the run ends on an interval."""
+def test_the_final_validation_is_apart_from_the_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has other samples, perhaps at the iteration of a point of the curve."""
     run = write_run(tmp_path / "a.jsonl", floor=3.0)
     with run.open("a") as file:
         file.write(json.dumps({"kind": "validation", "iteration": 100, "lm_loss": 9.0, "samples": 64}) + "\n")
-    figures: list[Any] = []
-
-    def keep(figure: Any, path: Path) -> Path:
-        figures.append(figure)
-        return path
-
-    monkeypatch.setattr(plots, "save_figure", keep)
-    plot_loss_curve([run], tmp_path / "loss.png")
-    curves = {line.get_label(): list(line.get_xdata()) for line in figures[0].axes[0].get_lines()}
-    (validation,) = (xs for label, xs in curves.items() if label.startswith("validation: "))
-    assert validation == [50, 100]
-    assert curves["validation at the end: 9.00"] == [100]
-    ticks = figures[0].axes[0].get_xticks()
-    assert all(tick == int(tick) for tick in ticks)
+    curves = drawn_curves([run], monkeypatch)
+    (validation,) = (line for label, line in curves.items() if label.startswith("validation: "))
+    assert list(validation.get_xdata()) == [50, 100]
+    assert list(curves["validation at the end: 9.00"].get_xdata()) == [100]
+    assert all(tick == int(tick) for tick in validation.axes.get_xticks())
 
 
 @pytest.mark.parametrize("last", [2, 3, 7, 20, 999])
@@ -137,12 +127,12 @@ def test_iterations_on_an_axis_are_whole(last: int) -> None:
     assert axes.get_xlabel() == "iteration"
 
 
-def test_curves_are_told_apart() -> None:
+def test_neighboring_curves_differ_in_color_and_dashes() -> None:
     styles = [curve_style(number) for number in range(28)]
     assert len({(style["color"], str(style["linestyle"])) for style in styles}) == 28
-    for one, other in pairwise(styles):
-        assert one["color"] != other["color"]
-        assert one["linestyle"] != other["linestyle"]
+    for style, following in pairwise(styles):
+        assert style["color"] != following["color"]
+        assert style["linestyle"] != following["linestyle"]
 
 
 @pytest.mark.parametrize(("seconds", "unit"), [(5, "seconds"), (300, "minutes"), (7300, "hours"), (9e5, "days")])

@@ -14,13 +14,13 @@ from megatron.training.progress import ProgressBar
 
 
 class Terminal(io.StringIO):
-    """A stream that says that it is a terminal."""
+    """A stream that pretends to be a terminal."""
 
     def isatty(self) -> bool:
         return True
 
 
-def test_no_bar_where_there_is_no_terminal() -> None:
+def test_there_is_no_bar_without_a_terminal() -> None:
     stream, output = io.StringIO(), io.StringIO()
     bar = ProgressBar(10, stream=stream, output=output)
     bar.update(loss=1.0)
@@ -31,7 +31,7 @@ def test_no_bar_where_there_is_no_terminal() -> None:
     assert output.getvalue() == "a line\n"
 
 
-def test_off_means_off() -> None:
+def test_the_bar_can_be_turned_off() -> None:
     assert not ProgressBar(10, mode="off", stream=Terminal()).is_shown
 
 
@@ -46,8 +46,7 @@ def test_a_terminal_shows_progress_loss_and_speed() -> None:
     assert "tokens/s=12,346" in last
 
 
-def test_lines_stay_whole() -> None:
-    """On one terminal, each line starts in the first column of a cleared row."""
+def test_each_line_starts_in_the_first_column_of_a_cleared_row() -> None:
     terminal = Terminal()
     bar = ProgressBar(10, stream=terminal, output=terminal)
     for i in range(3):

@@ -1,4 +1,4 @@
-"""Log lines of windows that end among iterations without a step."""
+"""Log lines of windows that end at skipped iterations."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from megatron.optimizer.step_summary import StopVotes
 from megatron.training.run_plan import RunPlan
 from megatron.training.trainer import Trainer
 from tests.support.tiny import tiny_checkpoints
-from tests.unit.training.test_golden_metrics import Clock, Run
+from tests.unit.training.support import Clock
+from tests.unit.training.test_golden_metrics import Run
 
 
-def test_a_line_that_is_due_at_an_iteration_without_a_step_is_not_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_due_at_a_skipped_iteration_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr("time.perf_counter", clock)
     run = Run(tmp_path, clock, {"log_interval": 4, "progress_bar": "off"})

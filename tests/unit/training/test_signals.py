@@ -8,10 +8,11 @@ import signal
 import pytest
 
 from megatron.training.signals import ExitPolicy, ExitReason, ExitSignals
+from tests.unit.training.support import Clock
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_is_noted_and_the_block_goes_on(number: signal.Signals) -> None:
+def test_a_signal_is_noted_without_ending_the_block(number: signal.Signals) -> None:
     with ExitSignals() as signals:
         assert signals.received is None
         os.kill(os.getpid(), number)
@@ -19,13 +20,13 @@ def test_a_signal_is_noted_and_the_block_goes_on(number: signal.Signals) -> None
 
 
 def test_previous_handlers_come_back_even_after_an_error() -> None:
-    seen: list[int] = []
-    before = signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))
+    received_signals: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: received_signals.append(number))
     try:
         with pytest.raises(KeyError), ExitSignals():
             raise KeyError
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert seen == [signal.SIGUSR1]
+        assert received_signals == [signal.SIGUSR1]
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     finally:
         signal.signal(signal.SIGUSR1, before)
@@ -40,13 +41,13 @@ def test_other_signals_can_be_chosen() -> None:
 
 
 def test_policy() -> None:
-    now = [0.0]
-    policy = ExitPolicy(exit_interval=10, exit_duration_in_mins=2, clock=lambda: now[0])
+    clock = Clock()
+    policy = ExitPolicy(exit_interval=10, exit_duration_in_mins=2, clock=clock)
     assert policy.decide(9) == ExitReason.NONE
     assert policy.decide(20) == ExitReason.INTERVAL
-    now[0] = 119.0
+    clock.now += 119.0
     assert policy.decide(21) == ExitReason.NONE
-    now[0] = 121.0
+    clock.now += 2.0
     assert policy.decide(30) == ExitReason.DURATION
     assert policy.decide(30, received=signal.SIGTERM) == ExitReason.SIGNAL
 

@@ -6,16 +6,7 @@ import pytest
 
 from megatron.distributed.clock import HostClock
 from megatron.training.timers import Timers, format_timers
-
-
-class Clock:
-    """A clock that the test moves."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.unit.training.support import Clock
 
 
 def test_intervals_add_up_and_a_report_resets() -> None:
@@ -43,19 +34,18 @@ def test_timers_above_the_level_do_nothing() -> None:
 
 
 def test_every_rank_gathers_the_same_names() -> None:
-    """Stages have different timers: each rank must still hand over numbers of the same length and order."""
+    """Stages have different timers, but their lists must have the same length and order."""
     clock = Clock()
     first, last = Timers(clock=HostClock(clock)), Timers(clock=HostClock(clock))
     with first("forward-send"):
         clock.now += 1.0
     with last("embedding-grads-all-reduce"):
         clock.now += 2.0
-    handed: list[list[float]] = []
+    gathered: list[list[float]] = []
     for timers in (first, last):
-        timers.collect(lambda mine: handed.append(mine) or [mine])  # type: ignore[func-returns-value]
-    assert len(handed[0]) == len(handed[1])
-    assert sorted(handed[0])[-1] == 1000.0
-    assert [a + b for a, b in zip(*handed, strict=True) if a + b] == [1000.0, 2000.0]
+        timers.collect(lambda mine: gathered.append(mine) or [mine])  # type: ignore[func-returns-value]
+    assert sorted(gathered[0])[-1] == 1000.0
+    assert [a + b for a, b in zip(*gathered, strict=True) if a + b] == [1000.0, 2000.0]
 
 
 def test_a_running_timer_is_split_by_a_reset() -> None:
@@ -89,25 +79,15 @@ def test_misuse_is_refused() -> None:
 TIMES = {"forward-backward": [10.0, 12.346], "grads-all-reduce": [0.0, 7.0]}
 
 
-def test_minmax_report() -> None:
+def test_reports() -> None:
     assert format_timers(TIMES, "minmax").splitlines() == [
         "(min, max) time across ranks (ms):",
-        "    forward-backward ...............................: (10.00, 12.35)",
-        "    grads-all-reduce ...............................: (7.00, 7.00)",
+        f"    {'forward-backward ':.<48}: (10.00, 12.35)",
+        f"    {'grads-all-reduce ':.<48}: (7.00, 7.00)",
     ]
-    name = format_timers(TIMES, "minmax").splitlines()[1].strip().split(":")[0]
-    assert len(name) == 48
-
-
-def test_max_and_all_reports() -> None:
-    assert format_timers(TIMES, "max").splitlines()[:2] == [
-        "max time across ranks (ms):",
-        "    forward-backward ...............................: 12.35",
-    ]
+    first_lines = ["max time across ranks (ms):", f"    {'forward-backward ':.<48}: 12.35"]
+    assert format_timers(TIMES, "max").splitlines()[:2] == first_lines
     lines = format_timers(TIMES, "all").splitlines()
     assert lines[:2] == ["times across ranks (ms):", "  forward-backward:"]
-    assert [line.split(":")[1].strip() for line in lines if line.lstrip().startswith("rank")] == [
-        "10.00",
-        "12.35",
-        "7.00",
-    ]
+    ranks = [line.split(":")[1].strip() for line in lines if line.lstrip().startswith("rank")]
+    assert ranks == ["10.00", "12.35", "7.00"]
