@@ -6,21 +6,21 @@ import itertools
 import math
 import random
 from collections.abc import Iterator, Mapping
-from functools import partial
+from functools import cache
 from typing import Any
 
 import pytest
 
 from megatron.base.errors import UserError
 from megatron.distributed.topology import Topology
-from megatron.training.assembly import Engines
 from megatron.training.replica_check import disagreements
 from tests.support.spawn import run_ranks
 from tests.support.tiny import tiny_config, tiny_engines, tiny_train
 
 Case = dict[str, str]
 
-STEPS = 6
+STEPS = 4
+"""Enough for a warm-up, a schedule, an interval and a second visit of each sample: all take a step or two here."""
 
 FACTORS: dict[str, list[str]] = {
     "layout": ["tp2 dp2", "pp2 dp2", "tp2 pp2", "dp4", "pp4", "pp2 dp2 virtual", "pp2 dp2 gpipe"],
@@ -30,13 +30,13 @@ FACTORS: dict[str, list[str]] = {
         "powersgd,rank=2",
         "powersgd,rank=2,error-feedback=aggregate,stages=first:1",
         "powersgd,rank=2,factors=fixpoint8",
-        "edgc,rank=6,min-rank=2,window=2,sample-every=1",
-        "stable-topk,density=0.2,interval=3",
-        "stable-topk,density=0.1,interval=4,range=2,flush=rotate,warmup=1",
-        "topk,density=1~0.2@3",
+        "edgc,rank=6,min-rank=2,window=1,sample-every=1",
+        "stable-topk,density=0.2,interval=2",
+        "stable-topk,density=0.1,interval=2,range=2,flush=rotate,warmup=1",
+        "topk,density=1~0.2@2",
         "chunked-topk,chunk=64,k=8,feedback-decay=0.95",
-        "fixpoint,bits=8@0/3@3,error-feedback=on",
-        "quantized-adam,bits=8,warmup=4",
+        "fixpoint,bits=8@0/3@2,error-feedback=on",
+        "quantized-adam,bits=8,warmup=2",
     ],
     "pp-forward": [
         "none",
@@ -63,7 +63,7 @@ FACTORS: dict[str, list[str]] = {
         "powersgd,rank=2,factors=bf16,fused=on",
         "fixpoint,bits=8,error-feedback=on",
         "cast,error-feedback=on",
-        "stable-topk,density=0.2,interval=3",
+        "stable-topk,density=0.2,interval=2",
         "topk,density=0.2",
         "chunked-topk,chunk=64,k=8,bits=4",
     ],
@@ -97,8 +97,8 @@ def changes_of(case: Case) -> dict[str, dict[str, Any]]:
     specs = [f"{point}={case[point]}" for point in points if case[point] != "none"]
     specs += [f"{point}={case['tp']}" for point in ("tp-forward", "tp-backward") if case["tp"] != "none"]
     precision = {} if case["precision"] == "fp32" else {case["precision"]: True}
-    # The first steps of fp16 overflow and are skipped.
-    scale = {"initial_loss_scale": 2.0**22, "hysteresis": 1} if case["precision"] == "fp16" else {}
+    # The first step of fp16 overflows and is skipped.
+    scale = {"initial_loss_scale": 2.0**19, "hysteresis": 1} if case["precision"] == "fp16" else {}
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform"} if case["recompute"] == "full" else {}
     chunks = parallel["pipeline_model_parallel_size"] * (2 if "virtual" in words else 1)
     return {
@@ -123,8 +123,14 @@ def works(case: Case) -> bool:
         return False
     if case["param-gather"] != "none" and case["sharded"] == "no":
         return False
+    return _resolves(tuple(sorted(case.items())))
+
+
+@cache
+def _resolves(items: tuple[tuple[str, str], ...]) -> bool:
+    """Whether the checks of the configuration accept a case."""
     try:
-        tiny_config(changes_of(case), 4)
+        tiny_config(changes_of(dict(items)), 4)
     except UserError:
         return False
     return True
@@ -137,27 +143,27 @@ def pairs(case: Mapping[str, str]) -> Iterator[Pair]:
     yield from itertools.combinations(sorted(case.items()), 2)
 
 
-def _plain(wanted: Pair, source: random.Random) -> Case | None:
+def _plain(pair: Pair, source: random.Random) -> Case | None:
     """A case that holds a pair of settings, with no others that compress; None where it goes with nothing."""
-    free = [name for name in ("layout", "sharded", "precision") if name not in dict(wanted)]
+    free = [name for name in ("layout", "sharded", "precision") if name not in dict(pair)]
     choices = list(itertools.product(*(FACTORS[name] for name in free)))
     for values in source.sample(choices, len(choices)):
         case = {name: first for name, (first, *_) in FACTORS.items()} | dict(zip(free, values, strict=True))
-        if works(case | dict(wanted)):
-            return case | dict(wanted)
+        if works(case | dict(pair)):
+            return case | dict(pair)
     return None
 
 
-def _enriched(case: Case, kept: Pair, missing: set[Pair], source: random.Random) -> Case:
+def _enriched(case: Case, pair: Pair, missing: set[Pair], source: random.Random) -> Case:
     """The case with other settings, one after the other, as long as it then holds more of the missing pairs."""
 
     def gain(case: Case) -> int:
         return len(missing.intersection(pairs(case)))
 
-    names = [name for name in FACTORS if name not in dict(kept)]
+    names = [name for name in FACTORS if name not in dict(pair)]
     for name in source.sample(names, len(names)) + source.sample(names, len(names)):
-        others = [case | {name: value} for value in FACTORS[name]]
-        better = [other for other in sorted(others, key=gain, reverse=True) if gain(other) > gain(case)]
+        variants = [case | {name: value} for value in FACTORS[name]]
+        better = [other for other in sorted(variants, key=gain, reverse=True) if gain(other) > gain(case)]
         case = next(filter(works, better), case)
     return case
 
@@ -170,10 +176,10 @@ def cover(seed: int = 0) -> list[Case]:
         missing |= {((first, a), (second, b)) for a in FACTORS[first] for b in FACTORS[second]}
     cases = []
     while missing:
-        wanted = min(missing)
-        missing.discard(wanted)
-        if (plain := _plain(wanted, source)) is not None:
-            cases.append(_enriched(plain, wanted, missing, source))
+        pair = min(missing)
+        missing.discard(pair)
+        if (plain := _plain(pair, source)) is not None:
+            cases.append(_enriched(plain, pair, missing, source))
             missing.difference_update(pairs(cases[-1]))
     return sorted(cases, key=lambda case: sorted(dense_of(case).items()) + sorted(case.items()))
 
@@ -187,42 +193,30 @@ def dense_of(case: Case) -> Case:
 Account = dict[str, tuple[float, float]]
 
 
-def _note(found: list[str], engines: Engines) -> None:
-    found.extend(disagreements(engines))
-
-
 def _run_all(cases: list[tuple[Case, int]]) -> list[tuple[list[float], list[str], Account]]:
-    """Losses, disagreements, and (raw, sent) bytes by point of this rank, for each case in turn."""
+    """Losses, disagreements at the end, and (raw, sent) bytes by point of this rank, for each case in turn."""
     results = []
-    made: dict[object, Topology] = {}
+    meshes: dict[object, Topology] = {}
     for case, steps in cases:
-        engines = tiny_engines(changes_of(case), made)
-        found: list[str] = []
-        trace = tiny_train(engines, steps, epoch=8, after_step=partial(_note, found))
-        taken = {p: (trace.raw_by_point[p], sent) for p, sent in trace.bytes_by_point.items()}
-        results.append((trace.losses, found, taken))
+        engines = tiny_engines(changes_of(case), meshes)
+        trace = tiny_train(engines, steps, epoch=2 * engines.config.training.global_batch_size)
+        account = {p: (trace.raw_by_point[p], sent) for p, sent in trace.bytes_by_point.items()}
+        results.append((trace.losses, disagreements(engines), account))
     return results
 
 
 @pytest.fixture(scope="module")
 def all_cases() -> list[Case]:
-    return cover()
-
-
-def test_no_possible_pair_is_left_out(all_cases: list[Case]) -> None:
-    held = {pair for case in all_cases for pair in pairs(case)}
-    source = random.Random(1)
-    for first, second in itertools.combinations(sorted(FACTORS), 2):
-        for a, b in itertools.product(FACTORS[first], FACTORS[second]):
-            pair = (first, a), (second, b)
-            assert (pair in held) == (_plain(pair, source) is not None), pair
+    cases = cover()
+    assert len(cases) > 150, "the checks refuse settings that may go together"
+    return cases
 
 
 PARTS = 5
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-def test_every_pair_of_settings_trains_agrees_and_counts(all_cases: list[Case], part: int) -> None:
+def test_every_pair_of_settings_trains_agrees_and_counts_bytes(all_cases: list[Case], part: int) -> None:
     cases = all_cases[len(all_cases) * part // PARTS : len(all_cases) * (part + 1) // PARTS]
     dense: list[Case] = []
     for case in cases:
@@ -233,13 +227,13 @@ def test_every_pair_of_settings_trains_agrees_and_counts(all_cases: list[Case], 
     for at, case in enumerate(cases, start=len(dense)):
         label = str({name: value for name, value in case.items() if value not in ("none", "no")})
         for number, rank in enumerate(ranks):
-            losses, found, account = rank[at]
-            assert found == [], f"{label}: {found}"
+            losses, differences, account = rank[at]
+            assert differences == [], f"{label}: {differences}"
             assert all(math.isfinite(loss) and 0 < loss < 7 for loss in losses), f"{label}: {losses}"
             assert losses == ranks[0][at][0], label
             before = exact[tuple(sorted(dense_of(case).items()))][number]
             fused = "fused" in case["embedding"]
-            if fused and case["precision"] != "fp16":  # where steps are skipped, not every one sums
+            if fused and case["precision"] != "fp16":  # skipped steps sum nothing
                 sums = [points.get(p, (0, 0)) for points in (account, before) for p in ("embedding", "dp-grad")]
                 raw_sums, exact_sums = sums[0][0] + sums[1][0], sums[2][1] + sums[3][1]
                 assert raw_sums == pytest.approx(STEPS * exact_sums, rel=1e-2), f"{label}: raw bytes of what is fused"
