@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,11 @@ from transformers import GPT2Config, GPT2LMHeadModel, Qwen3MoeConfig, Qwen3MoeFo
 from megatron.convert.command import main as convert
 from megatron.data.preprocess.vocab_command import train
 from megatron.evaluation.harness_command import main
-from tests.support.cli import run_cli
+from tests.support.spawn import run_ranks
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 WORDS = ("the", "a", "old", "young", "dog", "cat", "house", "river", "ran", "slept", "saw", "under", "near", "slowly")
-OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 CHOICE = """
 task: {name}
 dataset_path: json
@@ -33,28 +33,34 @@ output_type: {kind}
 """
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _own_tasks_are_read_once() -> Iterator[None]:
-    """The harness reads its own 14,000 files, which takes seconds, whenever it is called."""
+@contextmanager
+def _offline() -> Iterator[None]:
+    """No download, and none of the harness's own 14,000 task files."""
     index = pytest.importorskip("lm_eval.tasks._index")
-    own, build = Path(index.__file__).parent, index.TaskIndex.build
-    kept: dict[str, Any] = {}
-
-    def built(paths: list[Path], **how: Any) -> dict[str, Any]:
-        assert paths[0] == own
-        if not kept:
-            kept.update(build(paths[:1], **how))
-        return {**kept, **build(paths[1:], **how)}
-
+    build = index.TaskIndex.build
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(index.TaskIndex, "build", staticmethod(built))
+        for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+            patch.setenv(name, "1")
+        patch.setenv("TOKENIZERS_PARALLELISM", "false")
+        patch.setattr(index.TaskIndex, "build", staticmethod(lambda paths, **options: build(paths[1:], **options)))
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _offline_module() -> Iterator[None]:
+    with _offline():
+        yield
+
+
+def _evaluate_on_ranks(argv: list[str]) -> None:
+    with _offline():
+        assert main(argv) == 0
+
+
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a checkpoint of a random GPT-2 and its vocabulary, and task files."""
-    folder = tmp_path_factory.mktemp("place")
+    folder = tmp_path_factory.mktemp("prepared")
     random = np.random.default_rng(0)
 
     def text(count: int) -> str:
@@ -95,15 +101,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "metric_list: [{metric: chrf}]",
         ),
     }
-    for name, (kind, more) in kinds.items():
-        filled = CHOICE.format(name=f"local_{name}", data=folder / "rows.json", kind=kind, more=more)
+    for name, (kind, body) in kinds.items():
+        filled = CHOICE.format(name=f"local_{name}", data=folder / "rows.json", kind=kind, more=body)
         (tasks / f"{name}.yaml").write_text(filled)
     return folder
 
 
-def _flags(place: Path, *names: str) -> list[str]:
+def _flags(prepared: Path, *names: str) -> list[str]:
     tasks = [f"local_{name}" for name in names]
-    return ["--load", str(place / "saved"), "--include-path", str(place / "tasks"), "--tasks", *tasks]
+    return ["--load", str(prepared / "saved"), "--include-path", str(prepared / "tasks"), "--tasks", *tasks]
 
 
 def _figures(output: Path) -> dict[str, float]:
@@ -118,11 +124,9 @@ def _figures(output: Path) -> dict[str, float]:
 
 @pytest.mark.timeout(600)
 def test_the_adapter_the_export_and_other_layouts_agree(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, value in OFFLINE.items():
-        monkeypatch.setenv(name, value)
-    flags = _flags(place, "choice", "rolling", "writing")
+    flags = _flags(prepared, "choice", "rolling", "writing")
     assert main([*flags, "--output", str(tmp_path / "adapter")]) == 0
     assert "local_choice" in capsys.readouterr().out
     ours = _figures(tmp_path / "adapter")
@@ -132,22 +136,18 @@ def test_the_adapter_the_export_and_other_layouts_agree(
     assert len(ours) == 5 + len(errors)
     assert main([*flags, "--output", str(tmp_path / "hf"), "--via", "hf"]) == 0
     assert _figures(tmp_path / "hf") == pytest.approx(ours, rel=1e-4)
+    flags = [*_flags(prepared, "choice", "writing"), "--output", str(tmp_path / "four")]
     split = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
-    command = ["tools/evaluate_lm.py", *_flags(place, "choice", "writing"), *split, "--output", str(tmp_path / "four")]
-    run_cli(4, command, env=OFFLINE, timeout=250).check()
+    run_ranks(4, _evaluate_on_ranks, [*flags, *split], timeout=250.0, init=False)
     four = _figures(tmp_path / "four")
     assert len(four) == 3 + len(errors)
     assert four == pytest.approx({name: ours[name] for name in four}, rel=1e-4)
 
 
 @pytest.mark.timeout(600)
-def test_a_model_with_experts_is_scored_as_its_export_is(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in OFFLINE.items():
-        monkeypatch.setenv(name, value)
+def test_a_model_with_experts_is_scored_as_its_export_is(prepared: Path, tmp_path: Path) -> None:
     torch.manual_seed(4)
-    shutil.copytree(place / "hf", tmp_path / "hf", ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copytree(prepared / "hf", tmp_path / "hf", ignore=shutil.ignore_patterns("*.safetensors"))
     size = json.loads((tmp_path / "hf" / "config.json").read_text())["vocab_size"]
     config = Qwen3MoeConfig(
         max_position_embeddings=64, hidden_size=32, intermediate_size=48, moe_intermediate_size=24,
@@ -157,38 +157,36 @@ def test_a_model_with_experts_is_scored_as_its_export_is(
     )  # fmt: skip
     Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "hf")
     assert convert(["--load", str(tmp_path / "hf"), "--save", str(tmp_path / "saved"), "--to", "megatron-cc"]) == 0
-    flags = [*_flags(place, "choice", "rolling", "writing"), "--load", str(tmp_path / "saved")]
+    flags = [*_flags(prepared, "choice", "rolling", "writing"), "--load", str(tmp_path / "saved")]
     assert main([*flags, "--output", str(tmp_path / "adapter")]) == 0
     ours = _figures(tmp_path / "adapter")
     assert main([*flags, "--output", str(tmp_path / "export"), "--via", "hf"]) == 0
     assert _figures(tmp_path / "export") == pytest.approx(ours, rel=1e-4)
-    command = ["tools/evaluate_lm.py", *flags, "--tensor-model-parallel-size", "2", "--output", str(tmp_path / "two")]
-    run_cli(2, command, env=OFFLINE, timeout=250).check()
+    two = ["--tensor-model-parallel-size", "2", "--output", str(tmp_path / "two")]
+    run_ranks(2, _evaluate_on_ranks, [*flags, *two], timeout=250.0, init=False)
     assert _figures(tmp_path / "two") == pytest.approx(ours, rel=1e-4)
 
 
 @pytest.mark.parametrize("content", ["", "not json\n", None], ids=["empty", "malformed", "gone"])
 def test_bad_data_of_a_task_is_one_line(
     content: str | None,
-    place: Path,
+    prepared: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for name, value in OFFLINE.items():
-        monkeypatch.setenv(name, value)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     data = tmp_path / "rows.json"
     if content is not None:
         data.write_text(content)
-    more = 'doc_to_text: "{{text}}"\ndoc_to_target: "{{a}}"\nmetric_list: [{metric: perplexity}]'
-    (tmp_path / "bad.yaml").write_text(CHOICE.format(name="local_bad", data=data, kind="loglikelihood", more=more))
-    flags = ["--load", str(place / "saved"), "--include-path", str(tmp_path), "--tasks", "local_bad"]
+    body = 'doc_to_text: "{{text}}"\ndoc_to_target: "{{a}}"\nmetric_list: [{metric: perplexity}]'
+    (tmp_path / "bad.yaml").write_text(CHOICE.format(name="local_bad", data=data, kind="loglikelihood", more=body))
+    flags = ["--load", str(prepared / "saved"), "--include-path", str(tmp_path), "--tasks", "local_bad"]
     assert main(flags) == 2
-    said = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
-    assert "--tasks local_bad: its data cannot be had" in said[-1]
+    errors = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert "--tasks local_bad: its data cannot be had" in errors[-1]
 
 
-def test_unknown_tasks_are_named(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--load", str(place / "saved"), "--tasks", "no_such_task"]) == 2
+def test_unknown_tasks_are_named(prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--load", str(prepared / "saved"), "--tasks", "no_such_task"]) == 2
     assert "no_such_task" in capsys.readouterr().err
